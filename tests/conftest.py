@@ -18,11 +18,12 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.bigram import bigram, border_tokenizer, logits, speller  # noqa: F401  (fixtures)
 from tests.processes import Z2A, Program, Start, WarmProcess
 from zero2all.common.workspace import Workspace, open_workspace
 from zero2all.config import RunConfig, config_from_values
 from zero2all.corpus import BuildOptions, Source, build_corpus
-from zero2all.evals.load import LoadedModel, load_run
+from zero2all.infer.load import LoadedModel, load_run
 from zero2all.packed.writer import pack_corpus
 from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.train.loop import train

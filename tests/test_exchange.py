@@ -14,10 +14,10 @@ from zero2all import exchange
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json, write_json
 from zero2all.common.workspace import open_workspace
-from zero2all.evals.boundary import Vocabulary, heal
 from zero2all.evals.generate import generate
-from zero2all.evals.load import load_run
 from zero2all.exchange import export_run, import_folder
+from zero2all.infer.boundary import Vocabulary, heal
+from zero2all.infer.load import load_run
 from zero2all.model import hf
 from zero2all.model.config import ModelConfig, MoeConfig
 from zero2all.model.moe import routers
@@ -31,7 +31,7 @@ from zero2all.tokenizer.chat import Message, encode_chat
 from zero2all.tokenizer.extend import Extender
 from zero2all.track.reader import read_run
 from zero2all.train.loop import train
-from zero2all.train.setup import load_run_config
+from zero2all.train.saved_config import load_run_config
 
 LOGITS_TOLERANCE = 1e-4
 VOCAB_ROWS = 352
@@ -330,7 +330,7 @@ def test_export_fills_an_empty_folder_even_the_current_one(trained, trained_work
 
 def test_failed_export_leaves_nothing_behind(trained, trained_workspace, tmp_path):
     shape = dataclasses.replace(trained.config.model, attention_bias="qkv", mlp_bias=True)
-    no_layout = dataclasses.replace(trained, config=dataclasses.replace(trained.config, model=shape))
+    no_layout = dataclasses.replace(trained, model=Z2all(shape, trained.model.ops))
     with pytest.raises(BadInputError, match="has no Hugging Face layout"):
         export_run(no_layout, trained_workspace.tokenizer, tmp_path / "hf")
     assert names_in(tmp_path) == []
@@ -518,7 +518,7 @@ def test_embeddings_grow_with_an_extended_tokenizer(make_folder, workspace, tmp_
     loaded = load_run(workspace, "grown")
     old, new = load_tokenizer(folder), load_tokenizer(larger)
     assert loaded.tokenizer.vocab_size == new.vocab_size > VOCAB_ROWS
-    assert loaded.config.model.vocab_ids == done.resized.rows == new.vocab_size
+    assert loaded.model.config.vocab_ids == done.resized.rows == new.vocab_size
     assert len(loaded.model.embedding.weight) == -(-new.vocab_size // 64) * 64
     assert (done.resized.rows_before, done.resized.new_ids) == (VOCAB_ROWS, new.vocab_size - old.vocab_size)
     theirs = tensors_of(folder)
@@ -744,7 +744,7 @@ REFUSED = {
     "another vocabulary than the config says": (change_config(vocab_size=360), r"has shape \(352, 48\) instead of"),
     "integer weights": (
         change_tensors(lambda tensors: tensors.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)})),
-        "stores .*int8",
+        "stores .*I8",
     ),
     "an absolute path in the index": (outside("{parent}/outside.safetensors"), "names the file '/.*without slashes"),
     "a path upwards in the index": (outside("../outside.safetensors"), "names the file '../outside.safetensors'"),

@@ -22,7 +22,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = "zero2all"
 
-STAGES = ("corpus", "tokenizer", "packed", "model", "train", "evals", "exchange", "config", "track")
+STAGES = ("corpus", "tokenizer", "packed", "model", "train", "infer", "evals", "exchange", "config", "track")
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # the foundations import nothing of ours
@@ -42,9 +42,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("resilience.config", "tokenizer.config", "track.config"),
     ),
     "train": ("packed", "model", "ops", "parallel", "limits", "track.writer", "config"),
-    "evals": ("model", "ops", "parallel", "tokenizer", "train", "track.writer", "config"),
+    "infer": ("model", "ops", "parallel", "tokenizer", "train", "config"),
+    "evals": ("model", "infer", "parallel", "tokenizer", "train", "track.writer", "config"),
     "serve": ("infer", "tokenizer", "track.access", "track.page"),
-    "exchange": ("model", "tokenizer", "train", "evals.load", "config"),
+    "exchange": ("model", "tokenizer", "train", "infer.load", "config"),
     # on top of everything
     "perf": (*STAGES, "ops", "parallel", "limits"),
     "quickstart": STAGES,
@@ -218,7 +219,8 @@ def test_every_module_imports_only_what_its_room_may():
         ("config.schedule", "importlib.import_module('zero2all.train.loop')"),
         ("limits.memory", "from zero2all.ops import registry"),
         ("ops.config", "from zero2all.ops import registry"),
-        ("evals.load", "from zero2all.quickstart.journey import run_journey"),
+        ("infer.load", "from zero2all.evals.probes import run_probes"),
+        ("evals.report", "from zero2all.quickstart.journey import run_journey"),
         ("common.files", "if TYPE_CHECKING:\n    from zero2all.config import RunConfig"),
         ("exchange", "from zero2all.evals.probes import run_probes"),
         ("packed.writer", "from zero2all.corpus import build_corpus"),

@@ -20,7 +20,7 @@ from zero2all.common.files import read_json, read_json_object, staged_folder, wr
 from zero2all.common.manifest import fingerprint, write_manifest
 from zero2all.common.workspace import FOLDER_NAME_WORDS, STAMP_NAME, Workspace, is_folder_name, open_workspace
 from zero2all.config import RunConfig, config_from_values, config_values
-from zero2all.evals.load import LoadedModel
+from zero2all.infer.load import LoadedModel
 from zero2all.model.config import ModelConfig
 from zero2all.model.hf import read_hf_folder, write_hf_folder
 from zero2all.tokenizer.chat import chat_template
@@ -29,7 +29,7 @@ from zero2all.tokenizer.load import Tokenizer, load_tokenizer
 from zero2all.tokenizer.save import CHAT_TEMPLATE_NAME, CONFIG_NAME, TOKENIZER_FILES, TOKENIZER_NAME, compatible_files
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import write_checkpoint
-from zero2all.train.setup import save_run_config
+from zero2all.train.saved_config import save_run_config
 
 ENDS_NAME = "generation_config.json"
 TokenizerLayout = Literal["safe", "compatible"]
@@ -56,7 +56,7 @@ def export_run(
             _make_compatible(partial, loaded.tokenizer)
         write_hf_folder(
             partial,
-            loaded.config.model,
+            loaded.model.config,
             loaded.weights(),
             dtype or loaded.stored_dtype,
             _token_ids(loaded.tokenizer),

@@ -67,7 +67,7 @@ def test_limit_of_bytes_takes_whole_documents_and_at_least_one(trained, trained_
 
 
 def test_trained_model_needs_fewer_bits_than_an_untrained_one(trained, trained_workspace):
-    from zero2all.evals.load import untrained
+    from zero2all.infer.load import untrained
 
     before = held_out_bits_per_byte(untrained(trained_workspace, trained.config), trained_workspace.corpus, 2000)
     after = held_out_bits_per_byte(trained, trained_workspace.corpus, 2000)

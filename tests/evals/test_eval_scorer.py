@@ -8,13 +8,13 @@ import torch
 
 from zero2all.common.errors import UsageError
 from zero2all.evals import scorer
-from zero2all.evals.boundary import Vocabulary
-from zero2all.evals.load import untrained
 from zero2all.evals.scorer import continuation_log_probabilities
+from zero2all.infer.boundary import Vocabulary
+from zero2all.infer.load import untrained
 
 
 def probabilities(loaded, prompt, continuations):
-    vocabulary = Vocabulary(loaded.tokenizer, loaded.config.model.vocab_rows)
+    vocabulary = Vocabulary(loaded.tokenizer, loaded.model.config.vocab_rows)
     logs = continuation_log_probabilities(loaded, prompt, continuations, vocabulary)
     return [math.exp(value) for value in logs]
 

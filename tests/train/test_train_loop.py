@@ -25,7 +25,8 @@ from zero2all.train.checkpoints.manifest import OWN_FIELDS, manifest_bytes
 from zero2all.train.checkpoints.run_lock import hold_run
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.loop import train
-from zero2all.train.setup import load_run_config, prepare
+from zero2all.train.saved_config import load_run_config
+from zero2all.train.setup import prepare
 from zero2all.train.validate import held_out_losses, open_valid_splits
 
 

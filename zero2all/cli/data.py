@@ -81,7 +81,7 @@ def _config_of(arguments: argparse.Namespace, workspace: Workspace) -> tuple[Run
     """The config that --config names, and whether it is that of a run."""
     from zero2all.common.schema import apply_overrides
     from zero2all.config import config_from_values, load_config
-    from zero2all.train.setup import CONFIG_FILE
+    from zero2all.train.saved_config import CONFIG_FILE
 
     if arguments.config is None:
         values: dict[str, Any] = {}

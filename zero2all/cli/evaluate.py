@@ -80,8 +80,8 @@ def _eval(arguments: argparse.Namespace) -> None:
     workspace = workspace_of(arguments)
     check_inputs(workspace, arguments.run, arguments.step, arguments.probes)  # before torch and the weights are loaded
 
-    from zero2all.evals.load import load_run
     from zero2all.evals.report import evaluate_run, report_lines
+    from zero2all.infer.load import load_run
 
     loaded = load_run(workspace, arguments.run, arguments.step)
     report = evaluate_run(loaded, workspace, arguments.probes, arguments.max_bytes)
@@ -92,7 +92,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     import codecs
 
     from zero2all.evals.generate import Sampling, stream
-    from zero2all.evals.load import load_run
+    from zero2all.infer.load import load_run
 
     loaded = load_run(workspace_of(arguments), arguments.run, arguments.step)
     sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)

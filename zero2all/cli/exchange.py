@@ -58,8 +58,8 @@ def register(verbs: Subparsers) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from zero2all.evals.load import load_run
     from zero2all.exchange import export_run, require_new
+    from zero2all.infer.load import load_run
 
     require_new(arguments.to)
     workspace = workspace_of(arguments)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from zero2all.common.errors import UsageError
-from zero2all.evals.boundary import Vocabulary, heal
-from zero2all.evals.load import LoadedModel
+from zero2all.infer.boundary import Vocabulary, heal
+from zero2all.infer.load import LoadedModel
 from zero2all.model.z2all import KeyValueCache
 
 
@@ -50,15 +50,15 @@ def stream(
 ) -> Iterator[bytes]:
     """The same, token by token as bytes (a character may take several tokens)."""
     sampling = sampling or Sampling()
-    vocabulary = vocabulary or Vocabulary(loaded.tokenizer, loaded.config.model.vocab_ids)
+    vocabulary = vocabulary or Vocabulary(loaded.tokenizer, loaded.model.config.vocab_ids)
     healed = heal(prompt, loaded.tokenizer, vocabulary)
-    limit, prompt_tokens = loaded.config.model.max_seq_len, len(healed.ids) + len(healed.given_back)
+    limit, prompt_tokens = loaded.model.config.max_seq_len, len(healed.ids) + len(healed.given_back)
     if prompt_tokens > limit:
         raise UsageError(
             f"The prompt has {prompt_tokens} tokens; the model was made for {limit} (model.max_seq_len). Shorten it."
         )
     draws = torch.Generator().manual_seed(sampling.seed)
-    cache = KeyValueCache(loaded.config.model.layers)
+    cache = KeyValueCache(loaded.model.config.layers)
     pending, rest, new_tokens = healed.ids, healed.given_back, 0
     while new_tokens < max_new_tokens and cache.length + len(pending) <= limit:
         hidden = loaded.model(torch.tensor([pending], device=loaded.device), cache)

@@ -14,7 +14,7 @@ from zero2all.common.manifest import read_manifest
 from zero2all.common.records import corpus_sources
 from zero2all.common.workspace import Workspace
 from zero2all.evals.probe_file import read_probes
-from zero2all.train.checkpoints.layout import list_checkpoints, step_of
+from zero2all.train.checkpoints.layout import require_checkpoint
 
 
 def check_inputs(workspace: Workspace, name: str, step: int | None, probes: Path | None) -> None:
@@ -37,15 +37,6 @@ def _problems_of(check: Callable[[], Any]) -> list[str]:
     except BadInputError as error:
         return [str(error)]
     return []
-
-
-def require_checkpoint(run: Path, step: int | None) -> None:
-    """Raise when a run has no checkpoint, or none of this step."""
-    steps = sorted(step_of(folder) for folder in list_checkpoints(run))
-    if step is not None and step not in steps:
-        raise BadInputError(f"The run {run.name} has no checkpoint at step {step}; it has {steps or 'none'}.")
-    if not steps:
-        raise BadInputError(f"The run {run.name} has no checkpoint yet. Let `z2a train` reach its first one.")
 
 
 def _check_corpus(corpus: Path, probes: Path | None) -> None:

@@ -17,8 +17,8 @@ import torch
 
 from zero2all.common.progress import progress
 from zero2all.common.records import corpus_sources, iter_records, training_text
-from zero2all.evals.boundary import opening_id
-from zero2all.evals.load import LoadedModel
+from zero2all.infer.boundary import opening_id
+from zero2all.infer.load import LoadedModel
 
 COUNTS = ("documents", "bytes", "tokens", "gzip_bytes")
 
@@ -63,7 +63,7 @@ def held_out_bits_per_byte(loaded: LoadedModel, corpus: Path, max_bytes_per_sour
 @torch.no_grad()
 def document_nats(loaded: LoadedModel, text: str) -> tuple[float, int]:
     """Summed nats of a document and the number of tokens they were summed over."""
-    tokenizer, window = loaded.tokenizer, loaded.config.data.seq_len
+    tokenizer, window = loaded.tokenizer, loaded.window
     ids = torch.tensor([opening_id(tokenizer), *tokenizer.encode_text(text), tokenizer.end_id], device=loaded.device)
     nats = 0.0
     for first in range(0, len(ids) - 1, window):

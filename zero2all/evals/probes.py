@@ -13,11 +13,11 @@ from statistics import fmean
 from typing import Any
 
 from zero2all.common.progress import progress
-from zero2all.evals.boundary import Vocabulary
 from zero2all.evals.generate import stream
-from zero2all.evals.load import LoadedModel
 from zero2all.evals.probe_file import Probe
 from zero2all.evals.scorer import continuation_log_probabilities
+from zero2all.infer.boundary import Vocabulary
+from zero2all.infer.load import LoadedModel
 
 MAX_FOILS = 4
 
@@ -35,7 +35,7 @@ class ProbeResult:
 
 def run_probes(loaded: LoadedModel, probes: list[Probe]) -> list[ProbeResult]:
     """Ask them all."""
-    vocabulary = Vocabulary(loaded.tokenizer, loaded.config.model.vocab_ids)
+    vocabulary = Vocabulary(loaded.tokenizer, loaded.model.config.vocab_ids)
     results = []
     with progress("probes", total=len(probes), unit="probe") as bar:
         for probe in probes:

@@ -8,10 +8,10 @@ from typing import Any
 
 from zero2all.common.files import write_json
 from zero2all.common.workspace import Workspace
-from zero2all.evals.load import LoadedModel
 from zero2all.evals.perplexity import held_out_bits_per_byte
 from zero2all.evals.probe_file import read_probes
 from zero2all.evals.probes import run_probes, summarize
+from zero2all.infer.load import LoadedModel
 from zero2all.track.writer import Run
 
 PROBE_SCORES = ("accuracy", "probability", "share_among_foils")

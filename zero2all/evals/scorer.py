@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from zero2all.common.errors import UsageError
-from zero2all.evals.boundary import Vocabulary, split_scored
-from zero2all.evals.load import LoadedModel
+from zero2all.infer.boundary import Vocabulary, split_scored
+from zero2all.infer.load import LoadedModel
 
 NEGLIGIBLE = 1e-3
 """Ways to begin the end of a prompt that are less likely than this, and that no continuation takes, are not followed
@@ -27,7 +27,7 @@ def continuation_log_probabilities(
 ) -> list[float]:
     """Natural log of P(continuation | prompt) for each, right also where a token spans the border."""
     scored = split_scored(prompt, continuations, loaded.tokenizer)
-    longest, limit = max(map(len, scored.texts)), loaded.config.model.max_seq_len
+    longest, limit = max(map(len, scored.texts)), loaded.model.config.max_seq_len
     if longest > limit:
         raise UsageError(
             f"Prompt and continuation have {longest} tokens; the model was made for {limit} (model.max_seq_len). "

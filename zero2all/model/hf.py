@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ VOCABULARY_TABLES = ("embedding.weight", "head.weight")
 LAYER_NUMBER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 FETCH_AGAIN = "Fetch the folder again."
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""What safetensors calls them."""
 LAYOUTS = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -97,8 +100,50 @@ def write_hf_folder(
     write_json(folder / "generation_config.json", {"_from_model_config": True, **known_ids})
 
 
-def read_hf_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], str]:
-    """Config, our tensors in float32, and the dtype the folder stores.
+@dataclass(frozen=True)
+class HfFolder:
+    """A Hugging Face folder whose names, shapes and dtypes fit its config; no tensor was read yet."""
+
+    folder: Path
+    config: ModelConfig
+    files: list[Path]
+    dtype: str  # that of its weights; float32 where there are several
+
+    def fill(self, ours: Mapping[str, Tensor]) -> None:
+        """Write its tensors into ours, one at a time, each converted to the dtype and device of its target; padding
+        rows and the biases that Mixtral does not have become 0. Weights that are NaN or infinite are refused."""
+        targets: dict[str, Tensor] = {}
+        for name, theirs in _counterparts(self.config).items():
+            targets |= zip(theirs, _taken_apart(ours[name], len(theirs)), strict=True)
+        for name, tensor in ours.items():
+            if name in VOCABULARY_TABLES:
+                tensor[self.config.vocab_ids :] = 0
+            elif name.endswith(ROUTER_BIAS):
+                tensor.zero_()
+        broken: dict[str, tuple[int, int]] = {}
+        for path in self.files:
+            with _opened(path) as file:
+                for name in _weight_names(file):
+                    tensor = file.get_tensor(name)
+                    if count := nonfinite(tensor):
+                        broken[name] = count, tensor.numel()
+                    elif name in targets:  # a tied model may have a copy of its embedding
+                        target = targets[name]
+                        target[: len(tensor)].copy_(tensor)
+        self._refuse(broken, len(targets))
+
+    def _refuse(self, broken: dict[str, tuple[int, int]], tensors: int) -> None:
+        """A single NaN makes every output NaN, and training would refuse each step."""
+        if broken:
+            name, (count, of) = next(iter(broken.items()))
+            raise BadInputError(
+                f"{sum(count for count, _ in broken.values()):,} weights in {self.folder} are NaN or infinite, in "
+                f"{len(broken):,} of {tensors:,} tensors ({name}: {count:,} of {of:,}). {FETCH_AGAIN}"
+            )
+
+
+def open_hf_folder(folder: Path) -> HfFolder:
+    """A model folder, with everything checked that its headers say.
 
     The folder may be anybody's: no name in it leads elsewhere (its own links may, as those of a Hugging Face cache do),
     only plain files are read, and no memory is taken before names and shapes fit the config.
@@ -108,15 +153,25 @@ def read_hf_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], str]:
         raise BadInputError(f"{folder} is no Hugging Face model folder: it has no config.json.")
     config = from_hf_config(read_json_object(path, FETCH_AGAIN), path)
     files = _weight_files(folder)
-    _check_shapes(config, _stored_shapes(files), folder)  # before memory is taken for what does not fit
-    theirs = _read_tensors(files)
-    weights = [tensor for name, tensor in theirs.items() if not name.endswith(HF_ROUTER_BIAS)]
-    names = {str(tensor.dtype).removeprefix("torch.") for tensor in weights}
-    if not names <= DTYPES.keys():
+    stored = _stored_tensors(files)
+    _check_shapes(config, {name: shape for name, (shape, _) in stored.items()}, folder)
+    names = {dtype for name, (_, dtype) in stored.items() if not name.endswith(HF_ROUTER_BIAS)}
+    if not names <= STORED_DTYPES.keys():
         raise BadInputError(f"{folder} stores {sorted(names)}; only {', '.join(DTYPES)} can be imported.")
-    _refuse_nonfinite(theirs, folder)
-    dtype = "float32" if len(names) > 1 else names.pop()
-    return config, from_hf_tensors(config, theirs, folder), dtype
+    return HfFolder(folder, config, files, "float32" if len(names) > 1 else STORED_DTYPES[names.pop()])
+
+
+def read_hf_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], str]:
+    """Config, our tensors in float32, and the dtype the folder stores."""
+    opened = open_hf_folder(folder)
+    tensors = {name: torch.empty(shape) for name, shape in _our_shapes(opened.config).items()}
+    opened.fill(tensors)
+    return opened.config, tensors, opened.dtype
+
+
+def nonfinite(tensor: Tensor) -> int:
+    """How many values are NaN or infinite. The sum says in one pass that there are none."""
+    return 0 if bool(tensor.sum().isfinite()) else int(tensor.numel() - tensor.isfinite().sum())
 
 
 def to_hf_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -133,34 +188,27 @@ def to_hf_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> Iterator[t
         yield from zip(theirs, _taken_apart(tensor, len(theirs)), strict=True)
 
 
-def from_hf_tensors(config: ModelConfig, theirs: dict[str, Tensor], origin: Path) -> dict[str, Tensor]:
-    """Hugging Face's tensors under our logical names, in float32; an error if any is missing, unknown or misshapen."""
-    _check_shapes(config, {name: tuple(tensor.shape) for name, tensor in theirs.items()}, origin)
-    ours = {
-        name: _joined([theirs[part].float() for part in parts], config.moe.experts if ".experts." in name else None)
-        for name, parts in _counterparts(config).items()
-    }
-    if hf_layout(config) == "mixtral":
-        biases = [name.replace("router.weight", ROUTER_BIAS) for name in ours if name.endswith("router.weight")]
-        ours |= {name: torch.zeros(config.moe.experts) for name in biases}
-    padding = config.vocab_rows - config.vocab_ids
-    for name in VOCABULARY_TABLES:
-        if name in ours and padding:
-            ours[name] = torch.nn.functional.pad(ours[name], (0, 0, 0, padding))
-    return ours
+def _our_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Our logical parameters, and the balancing biases of the experts."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, theirs in _counterparts(config).items():
+        rows, *columns = next(iter(theirs.values()))
+        if ".experts." in name:
+            experts = config.moe.experts
+            shapes[name] = (experts, len(theirs) // experts * rows, *columns)
+        else:
+            shapes[name] = (config.vocab_rows if name in VOCABULARY_TABLES else len(theirs) * rows, *columns)
+        if name.endswith("router.weight"):
+            shapes[name.replace("router.weight", ROUTER_BIAS)] = (rows,)
+    return shapes
 
 
-def _taken_apart(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
-    """The matrices whose rows take turns in ours; of experts (E, rows, columns) those of the first, of the second, and
-    so on."""
+def _taken_apart(tensor: Tensor, count: int) -> list[Tensor]:
+    """Views of the matrices whose rows take turns in ours; of experts (E, rows, columns) those of the first, of the
+    second, and so on."""
     stack = tensor if tensor.dim() == 3 else tensor.unsqueeze(0)
-    return stack.unflatten(1, (-1, count // len(stack))).transpose(1, 2).flatten(0, 1).unbind()
-
-
-def _joined(parts: list[Tensor], experts: int | None) -> Tensor:
-    """The inverse."""
-    stack = torch.stack(parts).unflatten(0, (experts or 1, -1)).transpose(1, 2).flatten(1, 2)
-    return stack[0] if experts is None else stack
+    turns = count // len(stack)
+    return [matrix[at::turns] for matrix in stack for at in range(turns)]
 
 
 def _check_shapes(config: ModelConfig, found: Mapping[str, tuple[int, ...]], origin: Path) -> None:
@@ -451,26 +499,19 @@ def _shards(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     return shards
 
 
-def _stored_shapes(files: list[Path]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor in these files, by their headers."""
-    shapes: dict[str, tuple[int, ...]] = {}
+def _stored_tensors(files: list[Path]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Name, shape and dtype of every tensor in these files, by their headers."""
+    found: dict[str, tuple[tuple[int, ...], str]] = {}
     for path in files:
         with _opened(path) as file:
             for name in _weight_names(file):
-                if name in shapes:
+                if name in found:
                     raise BadInputError(f"{path} holds {name[:80]!r}, and another file does too. {FETCH_AGAIN}")
-                shapes[name] = tuple(file.get_slice(name).get_shape())
-    if not shapes:
+                tensor = file.get_slice(name)
+                found[name] = tuple(tensor.get_shape()), tensor.get_dtype()
+    if not found:
         raise BadInputError(f"The safetensors files in {files[0].parent} hold no tensors. {FETCH_AGAIN}")
-    return shapes
-
-
-def _read_tensors(files: list[Path]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for path in files:
-        with _opened(path) as file:
-            tensors |= {name: file.get_tensor(name) for name in _weight_names(file)}
-    return tensors
+    return found
 
 
 @contextmanager
@@ -485,18 +526,6 @@ def _opened(path: Path) -> Iterator[Any]:
 def _weight_names(file: Any) -> list[str]:
     """The tensors of a file, without the rotary tables of old folders."""
     return [name for name in file.keys() if not name.endswith("rotary_emb.inv_freq")]  # noqa: SIM118  (no mapping)
-
-
-def _refuse_nonfinite(tensors: dict[str, Tensor], origin: Path) -> None:
-    """A single NaN makes every output NaN, and training would refuse each step."""
-    counts = {name: int(tensor.numel() - tensor.isfinite().sum()) for name, tensor in tensors.items()}
-    broken = {name: count for name, count in counts.items() if count}
-    if broken:
-        first = next(iter(broken))
-        raise BadInputError(
-            f"{sum(broken.values()):,} weights in {origin} are NaN or infinite, in {len(broken):,} of {len(counts):,} "
-            f"tensors ({first}: {broken[first]:,} of {tensors[first].numel():,}). {FETCH_AGAIN}"
-        )
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -14,14 +14,15 @@ ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """torch reads the first; the second is its older name."""
 
 
-def pick_device(asked: str) -> torch.device:
-    """The torch device for `parallel.device`; a GPU with its index, which some of torch's calls require."""
+def pick_device(asked: str, setting: str = "parallel.device") -> torch.device:
+    """The torch device for `parallel.device` or another setting; a GPU with its index, which some of torch's calls
+    require."""
     if asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "cpu"
     if asked == "cuda" and not torch.cuda.is_available():
         raise UsageError(
-            "parallel.device is cuda, but torch sees no CUDA device here. Check the driver and that a CUDA build of "
-            "torch is installed, or set parallel.device to cpu or auto."
+            f"{setting} is cuda, but torch sees no CUDA device here. Check the driver and that a CUDA build of torch "
+            f"is installed, or set {setting} to cpu or auto."
         )
     return torch.device("cuda", local_rank()) if asked == "cuda" else torch.device(asked)
 

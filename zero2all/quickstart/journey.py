@@ -23,15 +23,15 @@ from zero2all.common.manifest import fingerprint
 from zero2all.common.progress import counted, say
 from zero2all.common.records import iter_records, training_text
 from zero2all.common.workspace import STAMP_NAME, Workspace, open_workspace
-from zero2all.config import RunConfig, config_values
+from zero2all.config import RunConfig
 from zero2all.corpus import BuildOptions, Source, build_corpus
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.evals.generate import Sampling, generate
-from zero2all.evals.load import LoadedModel, load_run, untrained
 from zero2all.evals.probe_file import read_probes
 from zero2all.evals.probes import run_probes, summarize
 from zero2all.evals.report import evaluate_run, log_report
 from zero2all.exchange import export_run
+from zero2all.infer.load import LoadedModel, load_run, untrained
 from zero2all.model.config import parameter_counts
 from zero2all.packed.writer import pack_corpus
 from zero2all.quickstart import choices
@@ -197,7 +197,7 @@ def run_journey(
         journey.exported = workspace.root / "hf"
         shutil.rmtree(journey.exported, ignore_errors=True)
         export_run(loaded, workspace.tokenizer, journey.exported)
-        total = parameter_counts(loaded.config.model)["total"]
+        total = parameter_counts(loaded.model.config)["total"]
         done(f"{total / 1e6:.2f} M parameters, {_folder_size(journey.exported)}")
     with timer.stage("picture") as done:
         journey.picture = workspace.run(name) / "curves.png"
@@ -250,7 +250,7 @@ def _print_lines(lines: list[str]) -> None:
 def _untrained_probes(workspace: Workspace, config: RunConfig, probes: Path) -> dict[str, Any]:
     """What the model scores before its first step; kept, since asking again would give the same."""
     model = untrained(workspace, config)
-    shape = config_values(model.config)["model"]
+    shape = asdict(model.model.config)
     key = fingerprint([shape, config.train.seed, model.tokenizer.fingerprint, crc32c_of(probes)])
     path = workspace.run(config.train.name) / "eval" / "untrained.json"
     if path.is_file():

@@ -36,7 +36,8 @@ from zero2all.train.sanity import (
     overfit_one_batch,
     preview,
 )
-from zero2all.train.setup import op_context, open_run_data, prepare, with_vocabulary
+from zero2all.train.saved_config import with_vocabulary
+from zero2all.train.setup import op_context, open_run_data, prepare
 from zero2all.train.state import DTYPES
 from zero2all.train.step import StepPlan, train_step
 

@@ -59,7 +59,8 @@ from zero2all.train.periodic import (
 )
 from zero2all.train.reports import RunLog, StepReports
 from zero2all.train.sanity import check_batch_ids, check_disk, check_first_loss, communication_notes, memory_notes
-from zero2all.train.setup import Prepared, load_checkpoint, prepare, save_run_config
+from zero2all.train.saved_config import save_run_config
+from zero2all.train.setup import Prepared, load_checkpoint, prepare
 from zero2all.train.step import PendingStep, StepPlan, train_step
 from zero2all.train.stop import StopRequest, stop_requests
 

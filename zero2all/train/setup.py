@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,18 +15,14 @@ from typing import Any
 import torch
 
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.common.files import MANIFEST_NAME, read_json, sweep_partials, write_atomic
+from zero2all.common.files import MANIFEST_NAME, read_json
 from zero2all.common.manifest import fingerprint
 from zero2all.common.memory import available_memory
 from zero2all.common.progress import counted
 from zero2all.common.workspace import Workspace
 from zero2all.config import (
     RunConfig,
-    config_from_values,
     config_values,
-    config_yaml,
-    read_config_values,
-    with_new_names,
 )
 from zero2all.config.schedule import steps_with_anneal
 from zero2all.config.training import AnnealConfig, model_at
@@ -64,12 +59,9 @@ from zero2all.train.guards.watch import INCIDENTS_FOLDER
 from zero2all.train.micro_batch import choose_micro_batch, least_samples, memory_settings
 from zero2all.train.operators import changed_operators, resolve_together
 from zero2all.train.sanity import nearest_folder, require_memory
+from zero2all.train.saved_config import CONFIG_FILE, load_run_config, with_vocabulary
 from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.validate import open_valid_splits
-
-CONFIG_FILE = "config.yaml"
-SECTIONS_OF_EVERY_RUN = ("data", "model", "train", "eval")
-"""Sections that a saved config must have: a truncated file must not be filled up with defaults."""
 
 SECTIONS_FREE_ON_RESUME = ("ops", "parallel", "tokenizer", "checkpoint", "resilience", "track", "eval", "guards")
 """Changing these never changes which samples are seen or which learning rate is used."""
@@ -533,47 +525,6 @@ def _check_tokenizer(workspace: Workspace, data: TrainingData) -> None:
             f"{data.splits[0].folder / MANIFEST_NAME}), but {workspace.tokenizer} holds {here[:8]}, in which ids mean "
             f"other pieces of text. Run `z2a pack` again, or bring back the tokenizer the data was packed with."
         )
-
-
-def with_vocabulary(config: RunConfig, tokens_in_data: int) -> RunConfig:
-    """The config with model.vocab_size filled in, or an error when the data has ids the model lacks."""
-    size = config.model.vocab_size
-    if size is None:
-        return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=tokens_in_data))
-    if size < tokens_in_data:
-        raise UsageError(
-            f"model.vocab_size is {size}, but the data was packed with {tokens_in_data} token ids. Set it to at least "
-            f"that (or to null, which takes the tokenizer's size), or train a smaller tokenizer and pack again."
-        )
-    return config
-
-
-def save_run_config(config: RunConfig, run: Path) -> None:
-    """Save the resolved config with the run."""
-    sweep_partials(run / CONFIG_FILE)
-    write_atomic(run / CONFIG_FILE, config_yaml(config).encode())
-
-
-def load_run_config(run: Path) -> RunConfig:
-    """The resolved config a run was started with."""
-    path = run / CONFIG_FILE
-    if not os.path.lexists(path):
-        known = sorted(folder.name for folder in run.parent.glob("*") if (folder / CONFIG_FILE).is_file())
-        raise BadInputError(
-            f"There is no run in {run} (no {CONFIG_FILE}). "
-            + (f"Runs in this workspace: {', '.join(known)}." if known else "Train one with `z2a train`.")
-        )
-    try:
-        values = with_new_names(read_config_values(path))
-        missing = [name for name in SECTIONS_OF_EVERY_RUN if name not in values]
-        if missing:
-            raise UsageError(f"It has no section {', '.join(missing)}.")
-        return config_from_values(values, str(path))
-    except UsageError as error:
-        raise BadInputError(
-            f"{path}, the saved config of a run, has been changed or damaged. {error}\n"
-            f"Restore the file, or write it again with `z2a train CONFIG --print-config` and the settings of the run."
-        ) from error
 
 
 def _check_resume(

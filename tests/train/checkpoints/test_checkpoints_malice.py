@@ -21,7 +21,7 @@ from zero2all.train.checkpoints.load import verified_checkpoint
 from zero2all.train.checkpoints.retention import pins
 from zero2all.train.checkpoints.run_lock import hold_run
 from zero2all.train.guards.ledger import DamagedLedgerError, SkipLedger, keep_damaged
-from zero2all.train.setup import load_run_config
+from zero2all.train.saved_config import load_run_config
 
 MODEL = "model-00000-00000.safetensors"
 HUGE = 1 << 42

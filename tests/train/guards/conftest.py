@@ -18,7 +18,7 @@ from zero2all.packed.mixture import TrainingData, open_training_data
 from zero2all.packed.stages import Stage
 from zero2all.packed.writer import PackOptions, pack_corpus
 from zero2all.track.writer import Run
-from zero2all.train.setup import save_run_config
+from zero2all.train.saved_config import save_run_config
 
 SEQ_LEN = 32
 STEP_SAMPLES = 4

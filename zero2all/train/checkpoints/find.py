@@ -22,42 +22,20 @@ from zero2all.train.checkpoints.layout import (
     list_checkpoints,
     step_of,
 )
-from zero2all.train.checkpoints.load import Checkpoint, check_bytes, read_checkpoint
+from zero2all.train.checkpoints.load import Checkpoint, OtherModelError, check_bytes, read_checkpoint
 from zero2all.train.checkpoints.manifest import OtherVersionError
 from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.retention import has_quarantined, quarantine
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
 
 Say = Callable[[str], None]
+Open = Callable[[Path, Peers], Checkpoint]
+"""Opens a checkpoint; BadInputError where it is damaged."""
 
 
 def say_aloud(text: str) -> None:
     """Print one notice at once."""
     print(text, flush=True)
-
-
-def find_newest(run: Path, peers: Peers, fence: Fence | None, say: Say = say_aloud) -> Checkpoint | None:
-    """The newest intact checkpoint; None when the run never committed one. Every rank calls it. With the `fence` of the
-    run's lock damaged ones go to `checkpoints/damaged/`; without it, nothing is changed."""
-    steps = peers.gather([step_of(folder) for folder in list_checkpoints(run)] if peers.is_first else [])[0]
-    damaged = []
-    for step in steps:
-        try:
-            found = open_together(checkpoint_folder(run, step), peers)
-        except OtherVersionError:
-            raise
-        except BadInputError as error:
-            damaged.append(str(error))
-            if peers.is_first:
-                is_moved = fence is not None and _is_moved(checkpoint_folder(run, step), str(error), fence)
-                say(f"{'Set aside' if is_moved else 'Left out'} a damaged checkpoint: {error}")
-            continue
-        hint = latest_noted(run)
-        if peers.is_first and not damaged and hint is not None and hint > step:
-            say(f"Step {hint} was saved once, but its checkpoint is missing: step {step} is the newest there is.")
-        return found
-    _stop_unless_new(run, peers, damaged)
-    return None
 
 
 def open_at(run: Path, step: int, peers: Peers) -> Checkpoint:
@@ -85,9 +63,37 @@ def open_together(folder: Path, peers: Peers) -> Checkpoint:
     return replace(found, peers=peers)
 
 
-def newest_checkpoint(run: Path, set_aside: bool = False, say: Say = say_aloud) -> Checkpoint | None:
+def find_newest(
+    run: Path, peers: Peers, fence: Fence | None, say: Say = say_aloud, opened: Open = open_together
+) -> Checkpoint | None:
+    """The newest intact checkpoint; None when the run never committed one. Every rank calls it. With the `fence` of the
+    run's lock damaged ones go to `checkpoints/damaged/`; without it, nothing is changed."""
+    steps = peers.gather([step_of(folder) for folder in list_checkpoints(run)] if peers.is_first else [])[0]
+    damaged = []
+    for step in steps:
+        try:
+            found = opened(checkpoint_folder(run, step), peers)
+        except (OtherVersionError, OtherModelError):
+            raise
+        except BadInputError as error:
+            damaged.append(str(error))
+            if peers.is_first:
+                is_moved = fence is not None and _is_moved(checkpoint_folder(run, step), str(error), fence)
+                say(f"{'Set aside' if is_moved else 'Left out'} a damaged checkpoint: {error}")
+            continue
+        hint = latest_noted(run)
+        if peers.is_first and not damaged and hint is not None and hint > step:
+            say(f"Step {hint} was saved once, but its checkpoint is missing: step {step} is the newest there is.")
+        return found
+    _stop_unless_new(run, peers, damaged)
+    return None
+
+
+def newest_checkpoint(
+    run: Path, set_aside: bool = False, say: Say = say_aloud, opened: Open = open_together
+) -> Checkpoint | None:
     """`find_newest` for one process: tools that read a run."""
-    return find_newest(run, Peers(), no_fence if set_aside else None, say)
+    return find_newest(run, Peers(), no_fence if set_aside else None, say, opened)
 
 
 def _is_moved(folder: Path, reason: str, fence: Fence) -> bool:

@@ -68,6 +68,15 @@ def list_checkpoints(run: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
+def require_checkpoint(run: Path, step: int | None) -> None:
+    """Raise when a run has no checkpoint, or none of this step."""
+    steps = sorted(step_of(folder) for folder in list_checkpoints(run))
+    if step is not None and step not in steps:
+        raise BadInputError(f"The run {run.name} has no checkpoint at step {step}; it has {steps or 'none'}.")
+    if not steps:
+        raise BadInputError(f"The run {run.name} has no checkpoint yet. Let `z2a train` reach its first one.")
+
+
 def split_name(name: str) -> tuple[str, str]:
     """'model/blocks.0.weight' -> ('model', 'blocks.0.weight')."""
     group, _, rest = name.partition("/")

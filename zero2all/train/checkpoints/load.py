@@ -2,7 +2,8 @@
 
 First what is cheap: regular files with the right names and sizes, a manifest with a valid seal, an index whose boxes
 fill their tensors, file headers that agree with the index. Nothing is allocated for a tensor, nothing is
-executed, no name from a file becomes a path. Then the bytes: the crc32c of every file.
+executed, no name from a file becomes a path. Then the bytes: the crc32c of every file, or, for a tool that only needs
+the weights, that of their files while they are read.
 """
 
 from __future__ import annotations
@@ -29,15 +30,26 @@ from zero2all.train.checkpoints.manifest import read_manifest
 from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.planning import Read, plan_reads
 from zero2all.train.checkpoints.tensor_file import (
+    CHECKED_BYTES,
     DTYPE_NAMES,
     DTYPES,
     READ_BYTES,
     Header,
+    TensorInfo,
     byte_count,
+    extended_crc32c,
     file_crc32c,
+    file_start_crc32c,
     read_header,
     read_rows,
 )
+
+
+class OtherModelError(BadInputError):
+    """An intact checkpoint, but of another model than asked for."""
+
+
+CHANGED = "has changed since it was written (crc32c differs)"
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,23 @@ class Checkpoint:
             for file in sorted({read.box.file for read in reads}):
                 self._read_file(file, [read for read in reads if read.box.file == file])
 
+    def load_checked(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill whole tensors of any dtype, on any device, in one pass over their files that also checks the bytes; for
+        a checkpoint of which only the form was checked. They must be all tensors of their groups."""
+        self._check_names({name: Part.whole(tensor) for name, tensor in tensors.items()}, strict=True, any_dtype=True)
+        targets: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            for box in self.index[name].boxes:
+                targets.setdefault(box.file, {})[box.key] = tensor[box.place.slices_from((0,) * tensor.dim())]
+        for file, of_file in sorted(targets.items()):
+            path, header = self.folder / file, self.headers[file]
+            with _opened(path) as handle, torch.no_grad():
+                crc = file_start_crc32c(handle, header)
+                for key, info in sorted(header.infos.items(), key=lambda item: item[1].begin):
+                    crc = _fill_checked(handle, header, info, of_file.get(key), crc)
+            if f"{crc:08x}" != self.manifest["files"][file]["crc32c"]:
+                raise BadInputError(f"{path} {CHANGED}")
+
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """Whole tensors on the CPU, by what follows the prefix ('model/', 'optimizer/exp_avg/') in their names."""
         names = [name for name in self.index if name.startswith(prefix)]
@@ -81,8 +110,8 @@ class Checkpoint:
         self.load_into({name: Part.whole(tensor) for name, tensor in found.items()}, strict=False)
         return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
 
-    def _check_names(self, parts: Mapping[str, Part], strict: bool) -> None:
-        said = self.peers.gather([list(parts), self._differences(parts)])
+    def _check_names(self, parts: Mapping[str, Part], strict: bool, any_dtype: bool = False) -> None:
+        said = self.peers.gather([list(parts), self._differences(parts, any_dtype)])
         differences = list(dict.fromkeys(each for _, of_rank in said for each in of_rank))
         if strict:
             names = {name for of_rank, _ in said for name in of_rank}
@@ -92,13 +121,13 @@ class Checkpoint:
         if differences:
             what = "optimizer" if all(each.startswith("optimizer/") for each in differences) else "model"
             more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
-            problem = BadInputError(
+            problem = OtherModelError(
                 f"The checkpoint {self.folder} is of another {what}: {'; '.join(differences[:4])}{more}. Use the "
                 f"config it was trained with (config.yaml in its run folder), or choose another train.name."
             )
             raise for_all_ranks(problem)
 
-    def _differences(self, parts: Mapping[str, Part]) -> list[str]:
+    def _differences(self, parts: Mapping[str, Part], any_dtype: bool) -> list[str]:
         """How this rank's parts differ from what is stored, in words."""
         differences = []
         for name, part in parts.items():
@@ -108,24 +137,27 @@ class Checkpoint:
                 differences.append(f"{name}: absent instead of {part.shape}")
             elif entry.shape != part.shape:
                 differences.append(f"{name}: {entry.shape} instead of {part.shape}")
-            elif entry.dtype != dtype:
+            elif entry.dtype != dtype and not any_dtype:
                 differences.append(f"{name}: {entry.dtype} instead of {dtype}")
         return differences
 
     def _read_file(self, file: str, reads: list[Read]) -> None:
-        header = self.headers[file]
-        path = self.folder / file
-        try:
-            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        except OSError as error:
-            raise BadInputError(f"{path} cannot be read ({error})") from error
-        try:
+        with _opened(self.folder / file) as handle:
             for read in reads:
-                _fill(handle, header, read)
-        except OSError as error:
-            raise BadInputError(f"{path} cannot be read ({error})") from error
+                _fill(handle, self.headers[file], read)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """A handle for reading; what the system reports becomes BadInputError."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            yield handle
         finally:
             os.close(handle)
+    except OSError as error:
+        raise BadInputError(f"{path} cannot be read ({error})") from error
 
 
 @contextmanager
@@ -160,7 +192,7 @@ def check_bytes(checkpoint: Checkpoint, names: Iterable[str]) -> None:
         except OSError as error:
             raise BadInputError(f"{path} cannot be read ({error})") from error
         if crc != checkpoint.manifest["files"][name]["crc32c"]:
-            raise BadInputError(f"{path} has changed since it was written (crc32c differs)")
+            raise BadInputError(f"{path} {CHANGED}")
 
 
 def _read_checkpoint(folder: Path) -> Checkpoint:
@@ -234,3 +266,16 @@ def _fill(handle: int, header: Header, read: Read) -> None:
     for start in range(0, count, at_once):
         rows = read_rows(handle, header, info, first + start, min(at_once, count - start))
         read.target[start : start + len(rows)].copy_(rows[(slice(None), *columns)])
+
+
+def _fill_checked(handle: int, header: Header, info: TensorInfo, target: Tensor | None, crc: int) -> int:
+    """Read a stored box into its target, a little at a time, so that a value is still in the processor's cache when it
+    is converted; returns the crc32c extended by its bytes."""
+    rows = info.shape[0] if info.shape else 1
+    at_once = max(1, CHECKED_BYTES // max(1, byte_count(info.dtype, info.shape[1:])))
+    for start in range(0, rows, at_once):
+        values = read_rows(handle, header, info, start, min(at_once, rows - start))
+        crc = extended_crc32c(crc, values)
+        if target is not None:
+            (target[start : start + at_once] if info.shape else target).copy_(values)
+    return crc

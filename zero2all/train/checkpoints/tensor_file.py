@@ -50,6 +50,8 @@ CHUNK_BYTES = 1 << 20
 CHECK_BYTES = 1 << 20
 READ_BYTES = 64 << 20
 """Read at a time: the memory that loading needs beside the tensors themselves."""
+CHECKED_BYTES = 4 << 20
+"""Read at a time where the bytes are checked and converted in the same pass."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,16 @@ def file_crc32c(path: Path) -> str:
         while count := file.readinto(buffer.data):
             crc = google_crc32c.extend(crc, buffer[:count])
     return f"{crc:08x}"
+
+
+def file_start_crc32c(handle: int, header: Header) -> int:
+    """The crc32c of a file up to the data of its tensors."""
+    return int(google_crc32c.value(os.pread(handle, header.data_start, 0)))
+
+
+def extended_crc32c(crc: int, values: Tensor) -> int:
+    """A crc32c extended by the bytes of a tensor on the CPU."""
+    return int(google_crc32c.extend(crc, values.view(-1).view(torch.uint8).numpy()))
 
 
 def read_header(path: Path) -> Header:

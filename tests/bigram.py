@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zero2all.config import RunConfig
-from zero2all.evals.load import LoadedModel
+from zero2all.infer.load import LoadedModel
 from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig

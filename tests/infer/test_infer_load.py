@@ -8,8 +8,8 @@ import torch
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.workspace import Workspace
-from zero2all.evals.load import load_run, untrained
 from zero2all.evals.report import evaluate_run, report_lines
+from zero2all.infer.load import load_model, load_run, untrained
 from zero2all.track.reader import RunReader
 
 
@@ -86,8 +86,9 @@ def test_another_tokenizer_than_the_run_was_trained_with_is_refused(copied, tmp_
 
     texts = [f"{number} thousand words {number * 7919}" for number in range(3000)]
     train_tokenizer([*texts, *(chr(0x4E00 + n) * 2 for n in range(900))], 600, copied.tokenizer, "larger")
-    with pytest.raises(BadInputError, match=r"trained with another tokenizer"):
-        load_run(copied, "tiny")
+    for load in (lambda: load_run(copied, "tiny"), lambda: load_model("tiny", copied)):
+        with pytest.raises(BadInputError, match=r"trained with another tokenizer"):
+            load()
 
 
 def test_evaluation_is_written_beside_the_run_and_shown(copied, tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zero2all.evals.boundary import Vocabulary, heal, split_scored
+from zero2all.infer.boundary import Vocabulary, heal, split_scored
 
 
 def pieces(tokenizer, ids):

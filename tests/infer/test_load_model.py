@@ -1,0 +1,218 @@
+"""load_model: the weights of a run or of a Hugging Face folder, in the dtype asked for, or words that say why not."""
+
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.files import read_json, write_json
+from zero2all.common.workspace import Workspace
+from zero2all.exchange import export_run, import_folder
+from zero2all.infer import load
+from zero2all.infer.load import LoadedModel, empty_model, load_model, load_run
+from zero2all.model.config import ModelConfig, MoeConfig
+from zero2all.parallel.layout import init_weights
+
+
+@pytest.fixture(scope="module")
+def exported(trained, trained_workspace, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hf") / "tiny-hf"
+    export_run(trained, trained_workspace.tokenizer, folder)
+    return folder
+
+
+@pytest.fixture
+def copied(trained_workspace, tmp_path):
+    shutil.copytree(trained_workspace.root, tmp_path / "work")
+    return Workspace(tmp_path / "work")
+
+
+@pytest.fixture
+def hf_copy(exported, tmp_path):
+    return shutil.copytree(exported, tmp_path / "theirs")
+
+
+def damage(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def same_weights(one, other):
+    ours, theirs = one.weights(), other.weights()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# --- what is loaded ---
+
+
+@pytest.mark.parametrize("source", ["name", "folder", "hugging face"])
+def test_every_source_gives_the_weights_that_were_trained(trained, trained_workspace, exported, source):
+    run = trained_workspace.run("tiny")
+    loaded = {
+        "name": lambda: load_model("tiny", trained_workspace),
+        "folder": lambda: load_model(str(run)),
+        "hugging face": lambda: load_model(str(exported)),
+    }[source]()
+    assert same_weights(loaded, trained)
+    assert torch.equal(loaded.model.cos, trained.model.cos)
+    assert loaded.tokenizer.fingerprint == trained.tokenizer.fingerprint
+    is_run = source != "hugging face"
+    assert (loaded.name, loaded.step) == (("tiny", 30) if is_run else ("tiny-hf", 0))
+    assert loaded.folder == (run.resolve() if is_run else exported)
+    assert (loaded.config == trained.config) if is_run else loaded.config is None
+    assert loaded.window == (64 if is_run else 128)  # what it was trained with, or made for
+
+
+def test_an_older_step_is_loaded_on_request(trained_workspace):
+    assert same_weights(load_model("tiny", trained_workspace, step=15), load_run(trained_workspace, "tiny", 15))
+
+
+@pytest.mark.parametrize("is_run", [True, False])
+def test_weights_are_rounded_to_the_dtype_and_positions_are_not(trained, trained_workspace, exported, is_run):
+    loaded = load_model("tiny" if is_run else str(exported), trained_workspace, dtype="bfloat16")
+    wide = trained.weights()
+    assert all(torch.equal(tensor, wide[name].bfloat16()) for name, tensor in loaded.weights().items())
+    assert loaded.model.cos.dtype == torch.float32
+    assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
+
+
+@pytest.mark.parametrize(
+    "moe",
+    [
+        MoeConfig(experts=4, experts_per_token=2, expert_size=16, router="softmax"),
+        MoeConfig(experts=4, experts_per_token=2, expert_size=16, router="sigmoid", shared_experts=1, dense_layers=1),
+    ],
+    ids=["mixtral", "glm4_moe"],
+)
+def test_experts_and_their_balancing_biases_come_back_from_a_hugging_face_folder(
+    trained, trained_workspace, tmp_path, moe
+):
+    shape = ModelConfig(
+        vocab_size=420, hidden_size=32, intermediate_size=48, layers=2, heads=4, kv_heads=2, max_seq_len=64, moe=moe
+    )
+    model = empty_model(shape, load.READY_OPS, torch.device("cpu"), torch.float32)
+    init_weights(model, 3)
+    if moe.router == "sigmoid":
+        model.blocks[1].feed_forward.router.bias.copy_(torch.tensor([0.1, -0.2, 0.3, 0.01]))
+    made = LoadedModel("experts", 0, model, trained.tokenizer)
+    export_run(made, trained_workspace.tokenizer, tmp_path / "hf", "bfloat16")
+    found = load_model(str(tmp_path / "hf"), dtype="bfloat16")
+    for name, tensor in made.weights().items():
+        expected = tensor if name.endswith("router.bias") else tensor.bfloat16()
+        assert torch.equal(found.weights()[name], expected), name  # biases stay float32
+
+
+def test_an_imported_run_is_loaded_too(exported, tmp_path):
+    workspace = Workspace(tmp_path / "work")
+    import_folder(exported, workspace, "theirs")
+    loaded = load_model("theirs", workspace)
+    assert same_weights(loaded, load_model(str(exported)))
+
+
+def test_the_optimizer_is_not_read(copied, trained):
+    damage(copied.run("tiny") / "checkpoints/step-00000030/optimizer-00000-00000.safetensors")
+    assert same_weights(load_model("tiny", copied), trained)
+
+
+# --- what is refused ---
+
+
+def test_damaged_weights_are_left_out_for_those_before_them_unless_that_step_was_asked_for(copied, capsys):
+    damage(copied.run("tiny") / "checkpoints/step-00000030/model-00000-00000.safetensors")
+    assert load_model("tiny", copied).step == 15
+    assert "Left out a damaged checkpoint" in capsys.readouterr().out
+    with pytest.raises(BadInputError, match=r"model-00000-00000.safetensors has changed since it was written"):
+        load_model("tiny", copied, step=30)
+
+
+def test_a_checkpoint_of_another_model_is_not_taken_for_a_damaged_one(copied):
+    config = copied.run("tiny") / "config.yaml"
+    config.write_text(config.read_text().replace("layers: 2", "layers: 3"))
+    with pytest.raises(BadInputError, match=r"step-00000030 is of another model: model/blocks.2"):
+        load_model("tiny", copied)
+
+
+def test_what_is_neither_a_run_nor_a_folder_is_answered_with_the_runs_there_are(trained_workspace, tmp_path):
+    with pytest.raises(BadInputError, match=r"has no run `tony`.*tiny"):
+        load_model("tony", trained_workspace)
+    with pytest.raises(BadInputError, match=r"There is no folder .*/nowhere"):
+        load_model(str(tmp_path / "nowhere"), trained_workspace)
+    with pytest.raises(BadInputError, match="neither the folder of a run"):
+        load_model(str(tmp_path), trained_workspace)
+    with pytest.raises(UsageError, match="is not a workspace"):
+        load_model("tiny", Workspace(tmp_path))
+
+
+def test_a_run_without_checkpoints_and_an_unknown_step_are_said(copied):
+    with pytest.raises(BadInputError, match=r"no checkpoint at step 7; it has \[15, 30\]"):
+        load_model("tiny", copied, step=7)
+    shutil.rmtree(copied.run("tiny") / "checkpoints")
+    with pytest.raises(BadInputError, match=r"No checkpoint of .* is whole"):
+        load_model("tiny", copied)
+
+
+def test_a_folder_that_vanishes_while_it_is_read_is_said(hf_copy, monkeypatch):
+    def vanish(folder):
+        shutil.rmtree(folder)
+        return read_json(folder / "config.json")
+
+    monkeypatch.setattr(load, "open_hf_folder", vanish)
+    with pytest.raises(BadInputError, match=r"config.json vanished while .* was read"):
+        load_model(str(hf_copy))
+
+
+def nan_weights(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+
+
+def fewer_rows(folder):
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name][:400].clone()
+    save_file(tensors, folder / "model.safetensors")
+    write_json(folder / "config.json", read_json(folder / "config.json") | {"vocab_size": 400})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 5000), "no readable safetensors file"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "There is no tokenizer in"),
+        (nan_weights, "1 weights in .* are NaN or infinite"),
+        (fewer_rows, "has 420 ids, its model only 400 rows"),
+    ],
+    ids=["no weights", "cut off", "no tokenizer", "nan", "too few rows"],
+)
+def test_a_broken_hugging_face_folder_is_refused(hf_copy, spoil, words):
+    spoil(hf_copy)
+    with pytest.raises(BadInputError, match=words):
+        load_model(str(hf_copy))
+
+
+def test_weights_of_a_run_that_are_not_finite_or_do_not_fit_are_refused(exported, tmp_path):
+    folder = shutil.copytree(exported, tmp_path / "large")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = 1e6
+    save_file(tensors, folder / "model.safetensors")
+    workspace = Workspace(tmp_path / "work")
+    import_folder(folder, workspace, "large")
+    assert load_model("large", workspace).step == 0
+    with pytest.raises(BadInputError, match=r"1 weights of the run large at step 0 are NaN or infinite in float16"):
+        load_model("large", workspace, dtype="float16")
+
+
+def test_flags_that_cannot_be_met_are_refused_in_words(exported, trained_workspace):
+    with pytest.raises(UsageError, match=r"cannot be run in 'int4'. Expected: float32, bfloat16, float16"):
+        load_model("tiny", trained_workspace, dtype="int4")
+    with pytest.raises(UsageError, match="has no step 3"):
+        load_model(str(exported), step=3)
+    if not torch.cuda.is_available():
+        with pytest.raises(UsageError, match="--device is cuda, but torch sees no CUDA device"):
+            load_model(str(exported), device="cuda")

@@ -1,0 +1,239 @@
+"""Loads a model: a run of a workspace, or a Hugging Face folder.
+
+`load_run` checks every byte of a checkpoint, the optimizer's too: for evaluation and export. `load_model` is for
+talking to a model: it reads the weights only, checks them in the same pass, and converts each to the dtype and device
+asked for as it comes from the disk, so that nothing is held twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.workspace import Workspace, is_folder_name, open_workspace
+from zero2all.config import RunConfig
+from zero2all.config.training import model_at
+from zero2all.model.config import ModelConfig
+from zero2all.model.hf import DTYPES, nonfinite, open_hf_folder
+from zero2all.model.moe import routers
+from zero2all.model.rope import rope_tables
+from zero2all.model.z2all import Z2all
+from zero2all.ops.config import OpsConfig
+from zero2all.ops.implementation import OpContext
+from zero2all.ops.registry import resolve
+from zero2all.parallel.device import pick_device
+from zero2all.parallel.layout import init_weights, model_parts
+from zero2all.tokenizer.load import Tokenizer, load_tokenizer
+from zero2all.train.checkpoints.find import newest_checkpoint
+from zero2all.train.checkpoints.layout import INDEX_NAME, STATE_NAME, checkpoint_folder, require_checkpoint
+from zero2all.train.checkpoints.load import Checkpoint, check_bytes, read_checkpoint, verified_checkpoint
+from zero2all.train.checkpoints.peers import Peers
+from zero2all.train.saved_config import CONFIG_FILE, load_run_config, with_vocabulary
+
+READY_OPS = OpsConfig(
+    attention="sdpa", swiglu="triton", linear="plain", embedding="torch", linear_cross_entropy="triton", strict=False
+)
+"""Operators that are not tried out before they are chosen, which takes seconds; without Triton, torch's."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """What evaluation and generation need."""
+
+    name: str
+    step: int
+    model: Z2all
+    tokenizer: Tokenizer
+    config: RunConfig | None = None
+    """That of the run; None for a Hugging Face folder."""
+    stored_dtype: str = "float32"
+    """What an imported model was stored in; training keeps float32."""
+    tokens: int = 0
+    """Tokens it was trained on; 0 where that is not known."""
+    folder: Path | None = None
+    """Where it came from: the folder of the run, or the Hugging Face folder; None: it was made here."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.model.embedding.weight.device
+
+    @property
+    def window(self) -> int:
+        """Tokens that it saw at once in training; for a Hugging Face folder, those it was made for."""
+        return self.model.config.max_seq_len if self.config is None else self.config.data.seq_len
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights by logical name, as a checkpoint has them; live."""
+        return {name: part.values for name, part in model_parts(self.model).items()}
+
+
+def load_run(workspace: Workspace, name: str, step: int | None = None) -> LoadedModel:
+    """The newest checkpoint of a run, or the one of `step`, in float32; every byte of it is checked."""
+    run = workspace.run(name)
+    config = load_run_config(run)
+    checkpoint = newest_checkpoint(run) if step is None else None  # it has more to say about a run that lost them
+    if checkpoint is None:
+        require_checkpoint(run, step)
+        assert step is not None, "a run with checkpoints has a newest one"
+        checkpoint = verified_checkpoint(checkpoint_folder(run, step))
+    config = _at(checkpoint, config)
+    model = _model_of_run(config)
+    checkpoint.load_into({f"model/{name}": part for name, part in model_parts(model).items()})
+    return _loaded_run(workspace, run, checkpoint, config, model)
+
+
+def load_model(
+    source: str,
+    workspace: Workspace | None = None,
+    step: int | None = None,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+) -> LoadedModel:
+    """The model of a run (its name in `workspace`, or the path of its folder) or of a Hugging Face folder.
+
+    `device` None takes a GPU where there is one; `dtype` None is bfloat16 there and float32 on the CPU. Of a run only
+    the weights are read; a newer checkpoint whose weights are damaged is left out, and said so.
+    """
+    place = device if isinstance(device, torch.device) else pick_device(device or "auto", "--device")
+    kind = _dtype(dtype, place)
+    folder = Path(source).expanduser()
+    if workspace is not None and is_folder_name(source) and workspace.run(source).is_dir():
+        folder = workspace.run(source)
+    try:
+        if (folder / CONFIG_FILE).is_file():
+            return _run_weights(folder, step, place, kind)
+        if (folder / "config.json").is_file():
+            return _hf_weights(folder, step, place, kind)
+    except FileNotFoundError as error:
+        raise BadInputError(
+            f"{error.filename} vanished while {folder} was read. Restore it, or fetch it again."
+        ) from error
+    if folder.is_dir():
+        raise BadInputError(
+            f"{folder} is neither the folder of a run (it has no {CONFIG_FILE}) nor a Hugging Face folder (it has no "
+            f"config.json). Give the name of a run, or one of these folders."
+        )
+    if workspace is None or not is_folder_name(source):
+        raise BadInputError(
+            f"There is no folder {folder.absolute()}. Give a run or a Hugging Face folder that is there."
+        )
+    open_workspace(workspace.root).existing_run(source)  # says which runs there are
+    raise AssertionError("the run was not there a moment ago")
+
+
+def untrained(workspace: Workspace, config: RunConfig) -> LoadedModel:
+    """The model of `config` as training would start it: the baseline of every comparison."""
+    tokenizer = load_tokenizer(workspace.tokenizer)
+    config = with_vocabulary(config, tokenizer.vocab_size)
+    model = _model_of_run(config)
+    init_weights(model, config.train.seed)
+    return LoadedModel(f"{config.train.name} (untrained)", 0, model, tokenizer, config)
+
+
+def empty_model(config: ModelConfig, ops: OpsConfig, device: torch.device, dtype: torch.dtype) -> Z2all:
+    """A model whose weights are still to be written: no time is spent on drawing them."""
+    context = OpContext(device.type, dtype, hidden_size=config.hidden_size)
+    with torch.device("meta"):
+        model = Z2all(config, resolve(ops, context)).to(dtype)
+    model.to_empty(device=device)
+    wide = torch.promote_types(dtype, torch.float32)
+    cos, sin = rope_tables(config, config.max_seq_len, device)
+    model.cos, model.sin = cos.to(wide), sin.to(wide)
+    for _, router in routers(model):
+        router.clear()
+    return model.requires_grad_(False).eval()
+
+
+def _model_of_run(config: RunConfig) -> Z2all:
+    ops = dataclasses.replace(config.ops, strict=False, compile="none")  # what trained need not be what judges
+    return empty_model(config.model, ops, pick_device(config.parallel.device), torch.float32)
+
+
+def _at(checkpoint: Checkpoint, config: RunConfig) -> RunConfig:
+    """The config with the model as it was at this checkpoint."""
+    return dataclasses.replace(config, model=model_at(checkpoint.step, config.model, config.stages))
+
+
+def _run_weights(run: Path, step: int | None, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    run = run.resolve()
+    workspace, config = open_workspace(run.parent.parent), load_run_config(run)
+    filled: dict[int, Z2all] = {}
+
+    def opened(folder: Path, _: Peers) -> Checkpoint:
+        checkpoint = read_checkpoint(folder)
+        check_bytes(checkpoint, (INDEX_NAME, STATE_NAME))
+        filled.clear()  # a damaged one is given up before memory is taken for the next
+        model = empty_model(_at(checkpoint, config).model, READY_OPS, device, dtype)
+        parts = model_parts(model).items()
+        checkpoint.load_checked({f"model/{name}": part.values for name, part in parts})
+        filled[checkpoint.step] = model
+        return checkpoint
+
+    checkpoint = newest_checkpoint(run, opened=opened) if step is None else None
+    if checkpoint is None:
+        require_checkpoint(run, step)
+        assert step is not None, "a run with checkpoints has a newest one"
+        checkpoint = opened(checkpoint_folder(run, step), Peers())
+    model = filled.pop(checkpoint.step)
+    _refuse_nonfinite(model, f"the run {run.name} at step {checkpoint.step}", "Choose another one with --step.")
+    return _loaded_run(workspace, run, checkpoint, _at(checkpoint, config), model)
+
+
+def _loaded_run(
+    workspace: Workspace, run: Path, checkpoint: Checkpoint, config: RunConfig, model: Z2all
+) -> LoadedModel:
+    stored_dtype = checkpoint.manifest.get("imported_dtype", "float32")
+    tokenizer = load_tokenizer(workspace.tokenizer)
+    if tokenizer.fingerprint != checkpoint.manifest.get("tokenizer"):
+        raise BadInputError(
+            f"The run {run.name} was trained with another tokenizer than the one in {workspace.tokenizer}: the same "
+            f"ids mean other text there. Put that tokenizer back, or pack with this one and train a new run."
+        )
+    tokens = int(checkpoint.record.get("tokens", 0))
+    return LoadedModel(run.name, checkpoint.step, model, tokenizer, config, stored_dtype, tokens, run)
+
+
+def _hf_weights(folder: Path, step: int | None, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    if step is not None:
+        raise UsageError(f"{folder} is a Hugging Face folder: it has no step {step}. Leave --step out.")
+    opened = open_hf_folder(folder)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.vocab_size > opened.config.vocab_ids:
+        raise BadInputError(
+            f"The tokenizer in {folder} has {tokenizer.vocab_size} ids, its model only {opened.config.vocab_ids} rows: "
+            f"the folder does not fit together. Fetch it again."
+        )
+    model = empty_model(opened.config, READY_OPS, device, dtype)
+    opened.fill({name: part.values for name, part in model_parts(model).items()})
+    _refuse_nonfinite(model, str(folder), "Fetch it again.")
+    name = folder.resolve().name
+    return LoadedModel(name, 0, model, tokenizer, None, opened.dtype, 0, folder)
+
+
+def _dtype(asked: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    if asked is None:
+        is_narrow = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if is_narrow else torch.float32
+    name = str(asked).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UsageError(f"A model cannot be run in {name!r}. Expected: {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
+def _refuse_nonfinite(model: Z2all, origin: str, remedy: str) -> None:
+    """A single NaN makes every output NaN."""
+    broken = {name: count for name, tensor in model.named_parameters() if (count := nonfinite(tensor))}
+    if broken:
+        dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
+        first = next(iter(broken))
+        narrow = " Or load it in bfloat16 or float32, which hold larger values." if dtype == "float16" else ""
+        raise BadInputError(
+            f"{sum(broken.values()):,} weights of {origin} are NaN or infinite in {dtype} ({first}: "
+            f"{broken[first]:,}). {remedy}{narrow}"
+        )
