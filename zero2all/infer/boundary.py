@@ -12,6 +12,7 @@ prompt is divided out.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import torch
@@ -22,18 +23,25 @@ MAX_GIVEN_BACK = 4
 
 
 class Vocabulary:
-    """The bytes of every token, laid out so that 'which tokens may come next' is one pass over a table."""
+    """The bytes of every token, laid out so that 'which tokens may come next' is quickly told."""
 
     def __init__(self, tokenizer: Tokenizer, rows: int) -> None:
         self.pieces = [tokenizer.text_pieces.get(token, b"") for token in range(rows)]
         """What each row of the model writes; nothing for control tokens, unused ids and padding rows."""
+        self._sorted = sorted((piece, token) for token, piece in enumerate(self.pieces) if piece)
         silent = [token for token, piece in enumerate(self.pieces) if not piece and token not in tokenizer.end_ids]
         self.never = torch.tensor(silent, dtype=torch.long)
         """Ids that text generation must not produce: all that write nothing, but for the end of the text."""
 
     def starting_with(self, tail: bytes) -> list[int]:
-        """Ids whose bytes begin with `tail`."""
-        return [token for token, piece in enumerate(self.pieces) if piece.startswith(tail)]
+        """Ids whose bytes begin with `tail`, which is not empty."""
+        found = []
+        for place in range(bisect_left(self._sorted, (tail,)), len(self._sorted)):
+            piece, token = self._sorted[place]
+            if not piece.startswith(tail):
+                break
+            found.append(token)
+        return sorted(found)
 
     def continuing(self, tail: bytes) -> list[int]:
         """Ids whose bytes begin with `tail`, or with which `tail` begins."""
