@@ -97,8 +97,13 @@ class TextJob:
         usage = self._usage(end) if finish is not None else None
         return Piece(text, tuple(job.new_ids[first:end]), tuple(job.choices[first:end]), finish, "", usage)
 
+    @property
+    def prompt_tokens(self) -> int:
+        """How many tokens the prompt has."""
+        return len(self.job.request.ids) + len(self.job.request.given_back)
+
     def _usage(self, new_tokens: int) -> Usage:
-        job, prompt = self.job, len(self.job.request.ids) + len(self.job.request.given_back)
+        job, prompt = self.job, self.prompt_tokens
         first = job.first_token or job.ended
         return Usage(prompt, min(job.reused_tokens, prompt), new_tokens, first - job.arrived, job.ended - job.arrived)
 
@@ -113,6 +118,12 @@ def stream(engine: Engine, request: TextRequest) -> Iterator[Piece]:
                 yield piece
     finally:
         engine.cancel(job.job)
+
+
+def generate(engine: Engine, prompt: str, max_new_tokens: int, sampling: Sampling | None = None) -> str:
+    """The text that follows `prompt`, up to the end of the document or max_new_tokens."""
+    request = TextRequest(prompt, max_new_tokens, sampling or Sampling())
+    return "".join(piece.text for piece in stream(engine, request))
 
 
 def complete(engine: Engine, requests: Sequence[TextRequest]) -> Iterator[tuple[int, str, Job]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zero2all.infer.job import Choice
@@ -21,8 +21,10 @@ class Answer:
     whole_object: str
     chunk_object: str
 
-    def __init__(self, call: Call, model: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, call: Call, model: str, tokenizer: Tokenizer, prompt_tokens: Sequence[int] = ()) -> None:
         self.call, self.model, self.tokenizer = call, model, tokenizer
+        self._prompt_tokens = sum(prompt_tokens[:: call.n])  # a prompt counts once, however many choices it has
+        self._new_tokens = 0
         self.id = f"{self.id_prefix}-{secrets.token_hex(12)}"
         self.created = int(time.time())
         self._ends: dict[int, Piece] = {}
@@ -40,7 +42,9 @@ class Answer:
             self._ends[index] = piece
         choice = self.part(index, self._with_echo(index, piece))
         self._begun.add(index)
-        usage = {"usage": None} if self.call.include_usage else {}
+        self._new_tokens += len(piece.tokens)
+        so_far = _usage(self._prompt_tokens, self._new_tokens) if self.call.running_usage else None
+        usage = {"usage": so_far} if self.call.include_usage else {}
         return {**self._head(self.chunk_object), "choices": [choice], **usage}
 
     def usage_chunk(self) -> dict[str, Any]:
@@ -48,16 +52,12 @@ class Answer:
         return {**self._head(self.chunk_object), "choices": [], "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
-        """Tokens read and written; a prompt counts once, however many choices it has."""
+        """Tokens read and written."""
         ends = [(index, piece.usage) for index, piece in self._ends.items() if piece.usage is not None]
         of_prompts = [usage for index, usage in ends if index % self.call.n == 0]
         prompt, new = sum(each.prompt_tokens for each in of_prompts), sum(usage.new_tokens for _, usage in ends)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": new,
-            "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in of_prompts)},
-        }
+        cached = sum(each.cached_tokens for each in of_prompts)
+        return {**_usage(prompt, new), "prompt_tokens_details": {"cached_tokens": cached}}
 
     def choice(self, index: int, piece: Piece) -> dict[str, Any]:
         """One choice, whole."""
@@ -83,14 +83,18 @@ class Answer:
         return dataclasses.replace(piece, text=self.call.echoes[index] + piece.text)
 
 
+def _usage(prompt: int, new: int) -> dict[str, Any]:
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+
 class CompletionAnswer(Answer):
     """Of /v1/completions."""
 
     id_prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, call: Call, model: str, tokenizer: Tokenizer) -> None:
-        super().__init__(call, model, tokenizer)
+    def __init__(self, call: Call, model: str, tokenizer: Tokenizer, prompt_tokens: Sequence[int] = ()) -> None:
+        super().__init__(call, model, tokenizer, prompt_tokens)
         self._offsets = [0] * len(call.requests)
 
     def choice(self, index: int, piece: Piece) -> dict[str, Any]:

@@ -32,6 +32,8 @@ from zero2all.track.access import Door, Gate
 from zero2all.track.page import CONTENT_TYPES, page_routes
 
 WEB = Path(__file__).parent / "web"
+BOARD_WEB = WEB.parents[1] / "track" / "web"
+SHARED_WITH_BOARD = ("before.js", "dom.js", "format.js", "icon.svg", "style.css")
 MAX_BODY_BYTES = 4_000_000
 SMALL_BODY_BYTES = 8_000
 BODY_SECONDS = 60.0
@@ -51,7 +53,7 @@ def make_app(
     lifespan: Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]] | None = None,
 ) -> Starlette:
     """The whole server as an ASGI application."""
-    api = _Api(model)
+    api, files = _Api(model), page_files()
     routes = [
         Route("/health", api.health),
         Route("/v1/models", api.models),
@@ -59,7 +61,7 @@ def make_app(
         Route("/v1/stats", api.stats),
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
-        *page_routes(page_files(), (f"/web/{path.name}" for path in sorted(WEB.glob("*.js")))),
+        *page_routes(files, [name for name in files if name.endswith(".js") and name != "/web/before.js"]),
     ]
     door = Door("server", "z2a serve", lambda _, status, message: _refusal(RefusedError(status, message)))
     gate = Middleware(Gate, host=host, token=token, allowed_hosts=list(allowed_hosts), door=door)
@@ -68,13 +70,10 @@ def make_app(
 
 
 def page_files() -> dict[str, Path]:
-    """Address -> file, for everything the page is made of."""
-    files = {
-        f"/web/{path.relative_to(WEB).as_posix()}": path
-        for path in sorted(WEB.rglob("*"))
-        if path.suffix in CONTENT_TYPES
-    }
-    return {"/": WEB / "index.html", **files}
+    """Address -> file, for everything the page is made of; the board's look and helpers are the board's files."""
+    own = [path for path in sorted(WEB.iterdir()) if path.suffix in CONTENT_TYPES]
+    shared = [BOARD_WEB / name for name in SHARED_WITH_BOARD]
+    return {"/": WEB / "index.html", **{f"/web/{path.name}": path for path in [*shared, *own]}}
 
 
 class _Api:
@@ -115,7 +114,7 @@ class _Api:
             self.model.require_name(call.model)
             generations = Generations(service, call, bell)
             generations.submit()
-            return _Reply(form(call, self.model.name, loaded.tokenizer), generations)
+            return _Reply(form(call, self.model.name, loaded.tokenizer, generations.prompt_tokens), generations)
 
         try:
             # Long prompts take a while, and the loop has others to serve.

@@ -76,11 +76,12 @@ def one_of(*words: str) -> Reader:
     return read
 
 
-def stream_options(value: Any) -> bool:
-    """Whether the stream ends with the usage."""
-    if not isinstance(value, dict) or set(value) - {"include_usage", "include_obfuscation"}:
+def stream_options(value: Any) -> tuple[bool, bool]:
+    """Whether the stream ends with the usage, and whether every chunk says what was used so far (as vLLM has it)."""
+    known = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
+    if not isinstance(value, dict) or set(value) - known:
         raise ValueError('an object such as {"include_usage": true}')
-    return flag(value.get("include_usage", False))
+    return flag(value.get("include_usage", False)), flag(value.get("continuous_usage_stats", False))
 
 
 def prompts(value: Any) -> list[str | list[int]]:

@@ -69,6 +69,11 @@ class Generations:
             self.cancel()
             raise
 
+    @property
+    def prompt_tokens(self) -> list[int]:
+        """How many tokens the prompt of each choice has."""
+        return [ticket.job.prompt_tokens for ticket in self._tickets if ticket.job is not None]
+
     def cancel(self) -> None:
         """Take what is not finished out of the engine."""
         if not self._left:

@@ -35,6 +35,8 @@ class Call:
     """Choices of each prompt."""
     stream: bool = False
     include_usage: bool = False
+    running_usage: bool = False
+    """With the usage at the end: what was used so far, in every chunk."""
     echoes: tuple[str, ...] = ()
     """For each choice, what stands before what was written."""
 
@@ -102,6 +104,7 @@ def _call(fields: dict[str, Any], base: Sequence[TextRequest], echoes: Sequence[
         )
     if "stream_options" in fields and not is_stream:
         raise RefusedError(400, "stream_options needs stream: true beside it.", "stream_options")
+    include_usage, running_usage = fields.get("stream_options", (False, False))
     seed = fields.get("seed", secrets.randbelow(SEEDS))  # who names none wants another answer each time
     samplings = [_sampling(fields, (seed + place) % SEEDS) for place in range(n)]
     requests = [dataclasses.replace(each, sampling=sampling) for each in base for sampling in samplings]
@@ -110,7 +113,8 @@ def _call(fields: dict[str, Any], base: Sequence[TextRequest], echoes: Sequence[
         requests=requests,
         n=n,
         stream=is_stream,
-        include_usage=fields.get("stream_options", False),
+        include_usage=include_usage,
+        running_usage=running_usage,
         echoes=tuple(each for each in echoes for _ in range(n)),
     )
 
