@@ -1,4 +1,4 @@
-"""A small model with random weights over a real tokenizer, and the slow way to use it, which the engine must match."""
+"""A small model with random weights over a real tokenizer, and the slow way to use it, with which the engine agrees."""
 
 from __future__ import annotations
 

@@ -15,15 +15,18 @@ from zero2all import __version__
 from zero2all.cli import (
     anneal,
     board,
+    chat,
     corpus,
     data,
     evaluate,
     exchange,
+    generate,
     inspect,
     pack,
     perf,
     plot,
     quickstart,
+    serve,
     tokenizer,
     track,
     train,
@@ -181,7 +184,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"z2a {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     stages = (quickstart, corpus, tokenizer, pack, data, train, anneal, inspect, board, watch, plot, track)
-    for stage in (*stages, evaluate, exchange, perf):
+    for stage in (*stages, evaluate, generate, chat, serve, exchange, perf):
         stage.register(verbs)
     return parser
 

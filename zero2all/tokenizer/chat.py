@@ -46,7 +46,7 @@ class ChatIds:
 
 def encode_chat(tokenizer: Tokenizer, messages: Iterable[Message], ask: bool = False) -> ChatIds:
     """The ids of a chat; with `ask`, up to where the assistant is to write."""
-    start, end = (tokenizer.encode_control(_mark(tokenizer, role)) for role in USUAL_NAMES)
+    start, end = (mark_id(tokenizer, role) for role in USUAL_NAMES)
     ids = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
     assistant = [False] * len(ids)
     for message in messages:
@@ -70,6 +70,11 @@ def chat_template(tokenizer: Tokenizer) -> str | None:
     except UsageError:
         return None
     return CHAT_TEMPLATE.replace("START", start).replace("END", end)
+
+
+def mark_id(tokenizer: Tokenizer, role: str) -> int:
+    """The id of message_start or message_end."""
+    return tokenizer.encode_control(_mark(tokenizer, role))
 
 
 def _mark(tokenizer: Tokenizer, role: str) -> str:

@@ -1,0 +1,50 @@
+"""`z2a chat`: talk to a model in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from zero2all.cli.model import add_model, add_sampling, load, sampling_of
+from zero2all.cli.verb import Subparsers, add_verb
+
+
+def register(verbs: Subparsers) -> None:
+    """Add the verb."""
+    parser = add_verb(
+        verbs,
+        "chat",
+        "talk to a model in the terminal",
+        "z2a chat my-run --work my-workspace\n  z2a chat path/to/huggingface/folder --system 'Answer briefly.'",
+        _chat,
+    )
+    add_model(parser)
+    parser.add_argument(
+        "--frame",
+        choices=("auto", "template", "frame", "plain"),
+        default="auto",
+        help="how the conversation is laid out: template, as the model was taught; frame, a written dialogue, for "
+        "models that have seen only plain text; plain, your text simply continued (default auto: template where the "
+        "model is known to have seen it, else frame)",
+    )
+    parser.add_argument("--system", default="", metavar="TEXT", help="how the model is to behave")
+    parser.add_argument("--load", type=Path, metavar="FILE", help="take up a conversation that /save kept")
+    add_sampling(parser, temperature=0.7, max_new_tokens=512)
+
+
+def _chat(arguments: argparse.Namespace) -> None:
+    sampling = sampling_of(arguments)
+    loaded = load(arguments)
+
+    from zero2all.infer.conversation import Conversation
+    from zero2all.infer.service import Service
+    from zero2all.infer.talk import Talk
+
+    service = Service(loaded)
+    try:
+        conversation = Conversation(loaded, service.engine.max_len, arguments.frame, arguments.system)
+        if arguments.load is not None:
+            conversation.load(arguments.load)
+        Talk(service, conversation, sampling, arguments.max_new_tokens, tuple(arguments.stop)).run()
+    finally:
+        service.close()

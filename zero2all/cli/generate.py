@@ -1,0 +1,187 @@
+"""`z2a generate`: texts that a model writes, one in the terminal or thousands into a file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero2all.cli.model import add_model, add_sampling, load, sampling_of
+from zero2all.cli.verb import Subparsers, add_output, add_verb, whole
+from zero2all.common.errors import BadInputError, UsageError
+
+if TYPE_CHECKING:
+    from zero2all.infer.batch import Task
+    from zero2all.infer.load import LoadedModel
+    from zero2all.infer.prompts import Prompt
+    from zero2all.infer.service import Service
+
+EXAMPLE = (
+    'z2a generate my-run --work my-workspace --prompt "中国的首都是"\n'
+    "  z2a generate my-run --work my-workspace --prompts questions.jsonl --out answers.jsonl"
+)
+
+
+def register(verbs: Subparsers) -> None:
+    """Add the verb."""
+    parser = add_verb(verbs, "generate", "continue texts", EXAMPLE, _generate)
+    add_model(parser)
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="the beginning of a text; may be repeated")
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help='many prompts: a line each, as text or as {"prompt": "…"} with settings of its own such as "temperature", '
+        '"stop" and "id"; - reads them from standard input',
+    )
+    add_output(parser, "--out", help="write the texts there as JSON lines; a killed command continues where it was")
+    parser.add_argument("--n", type=whole(1), default=1, metavar="N", help="texts for each prompt (default 1)")
+    add_sampling(parser, temperature=0.0, max_new_tokens=100)
+    parser.add_argument(
+        "--logprobs",
+        type=whole(0),
+        metavar="N",
+        help="also give, as JSON, the log probability of each token and of the N likeliest ones at its place",
+    )
+    parser.add_argument(
+        "--no-heal",
+        action="store_true",
+        help="take the tokens of the prompt as they are, also where it ends in the middle of one",
+    )
+
+
+def _generate(arguments: argparse.Namespace) -> int | None:
+    from zero2all.infer.results import process_of
+    from zero2all.infer.service import Service
+
+    rank, processes = process_of()
+    if processes > 1 and arguments.out is None:
+        raise UsageError(f"{processes} processes can only write into one file together: add --out FILE.")
+    prompts = _prompts(arguments)  # before the model is loaded: every bad line is named at once
+    loaded = load(arguments)
+    service = Service(loaded)
+    try:
+        if arguments.out is not None:
+            return _to_file(arguments, service, prompts, rank, processes)
+        if arguments.prompts is not None or arguments.logprobs is not None:
+            return _as_json(service, prompts)
+        _as_text(service, prompts)
+        return None
+    finally:
+        service.close()
+
+
+def _prompts(arguments: argparse.Namespace) -> list[Prompt]:
+    from zero2all.infer.prompts import Prompt, prompts_file, read_prompts
+    from zero2all.infer.text import TextRequest
+
+    if (arguments.prompt is None) == (arguments.prompts is None):
+        raise UsageError("Give the beginning of a text with --prompt, or a file of them with --prompts (and not both).")
+    usual = TextRequest(
+        "",
+        arguments.max_new_tokens,
+        sampling_of(arguments),
+        tuple(arguments.stop),
+        heal=not arguments.no_heal,
+        logprobs=arguments.logprobs,
+    )
+    if arguments.prompt is not None:
+        import dataclasses
+
+        return [Prompt(dataclasses.replace(usual, prompt=text), arguments.n) for text in arguments.prompt]
+    if arguments.prompts == "-":
+        return read_prompts(sys.stdin.buffer.read(), "standard input", Prompt(usual, arguments.n))
+    path = Path(arguments.prompts)
+    return read_prompts(prompts_file(path), path.name, Prompt(usual, arguments.n))
+
+
+def _as_text(service: Service, prompts: list[Prompt]) -> None:
+    """Each prompt with its continuation, as it is written."""
+    from zero2all.common.progress import TEXT_MARKS, terminal_safe
+    from zero2all.infer.batch import streams_of, tasks_of
+
+    on_terminal = sys.stdout.isatty()
+
+    def show(text: str) -> None:
+        print(terminal_safe(text, keep=TEXT_MARKS) if on_terminal else text, end="", flush=True)
+
+    for number, (task, pieces) in enumerate(streams_of(service, tasks_of(prompts))):
+        show(f"{chr(10) * 2 if number else ''}{task.request.prompt}")
+        for piece in pieces:
+            show(piece.text)
+            if piece.finish == "error":
+                raise BadInputError(piece.error)
+    print()
+
+
+def _as_json(service: Service, prompts: list[Prompt]) -> int:
+    """All results on standard output, in the order of the prompts."""
+    from zero2all.common.jsonio import dumps_line
+    from zero2all.infer.batch import tasks_of
+
+    tasks = tasks_of(prompts)
+    ready: dict[tuple[int, int], dict[str, Any]] = {}
+    order = iter(task.key for task in tasks)
+    key = next(order)
+    refused = 0
+    for result in _with_bar(service, tasks, len(tasks)):
+        refused += "error" in result
+        ready[result["index"], result.get("sample", 0)] = result
+        while key in ready:
+            print(dumps_line(ready.pop(key)).decode(), end="", flush=True)
+            key = next(order, (-1, 0))
+    return _exit_code(refused, len(tasks))
+
+
+def _to_file(arguments: argparse.Namespace, service: Service, prompts: list[Prompt], rank: int, processes: int) -> int:
+    """The results in a file; what was finished before is not done again."""
+    from zero2all.common.progress import counted, say
+    from zero2all.infer.batch import tasks_of
+    from zero2all.infer.results import Results
+
+    tasks = tasks_of(prompts)
+    own = [task for task in tasks if task.index % processes == rank]
+    with Results(arguments.out, _job(service.loaded, prompts, arguments), rank) as results:
+        left = [task for task in own if task.key not in results.done]
+        if len(left) < len(own):
+            say(f"{counted(len(own) - len(left), 'text')} of {len(own):,} were finished before")
+        for result in _with_bar(service, left, len(own), quiet=rank > 0):
+            results.add(result)
+        if rank > 0:
+            return 0
+        refused = results.join([task.key for task in tasks], wait=processes > 1)
+    say(f"{counted(len(tasks), 'text')} in {arguments.out}")
+    return _exit_code(refused, len(tasks))
+
+
+def _job(loaded: LoadedModel, prompts: list[Prompt], arguments: argparse.Namespace) -> str:
+    """A name for exactly these texts: model, prompts and settings."""
+    from dataclasses import asdict
+
+    from zero2all.common.manifest import fingerprint
+
+    model = [str(loaded.folder), loaded.step, loaded.tokenizer.fingerprint, arguments.dtype, arguments.int8]
+    return fingerprint([model, [[asdict(prompt.request), prompt.n, prompt.id] for prompt in prompts]])
+
+
+def _with_bar(service: Service, tasks: list[Task], total: int, quiet: bool = False) -> Any:
+    """The results of `tasks`, with a bar; texts that cannot be written are named."""
+    from zero2all.common.progress import progress, say, terminal_safe
+    from zero2all.infer.batch import results_of
+
+    places = {task.key: task.prompt.place for task in tasks}
+    with progress("generate", total, "texts", done=total - len(tasks), quiet=quiet) as bar:
+        for result in results_of(service, tasks):
+            bar.advance(1, f"{service.stats.tokens_per_second:,.0f} tokens/s")
+            if "error" in result:
+                place = places[result["index"], result.get("sample", 0)]
+                say(f"z2a: {place or 'prompt ' + str(result['index'] + 1)}: {terminal_safe(result['error'])}")
+            yield result
+
+
+def _exit_code(refused: int, total: int) -> int:
+    from zero2all.common.progress import counted, say
+
+    if refused:
+        say(f"z2a: {counted(refused, 'text')} of {total:,} could not be written; their results say why")
+    return BadInputError.exit_code if refused else 0

@@ -1,0 +1,209 @@
+"""A conversation as the prompt of a model, in one of three ways:
+
+- template: the layout the model was trained with, by the tokenizer's message marks or the folder's chat template.
+- frame: for models that have only seen plain text: a short written dialogue, which the model continues.
+- plain: the texts of the messages, one after the other, simply continued.
+
+`auto` takes the template where the model is known to have seen it, else the frame.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zero2all.common.errors import UsageError, UserError
+from zero2all.common.files import MANIFEST_NAME, read_json_object
+from zero2all.infer.template import ChatTemplate, folder_template
+from zero2all.tokenizer.chat import LEARNED_ROLE, ROLES, Message, chat_template, encode_chat, mark_id
+
+if TYPE_CHECKING:
+    from zero2all.infer.load import LoadedModel
+
+FRAMES = ("auto", "template", "frame", "plain")
+HAN = re.compile(r"[\u3400-\u9fff\U00020000-\U0003ffff]")
+EXAMPLES_SHARE = 4
+"""The examples of a frame take at most one part in this many of the model's length."""
+WORD = re.compile(r"[^\W\d_]+")
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """What to give the model, and where its answer ends (beside the tokenizer's own ends)."""
+
+    prompt: str | list[int]
+    stop: tuple[str, ...]
+    end_ids: tuple[int, ...]
+    heal: bool
+    how: str
+    """template, frame or plain."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `auto` takes for a model, and why."""
+
+    how: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """The words of a frame in one language."""
+
+    opening: str
+    examples: tuple[dict[str, str], ...]
+    """What each speaker says."""
+    speakers: dict[str, str]
+    colons: tuple[str, ...]
+    """What follows a speaker: the first is written, the others are also recognised as the end of an answer."""
+
+
+ENGLISH = Dialogue(
+    "A conversation between a user and a helpful assistant.",
+    (
+        {"user": "What is the capital of France?", "assistant": "The capital of France is Paris."},
+        {"user": "Name three colors.", "assistant": "Red, green and blue."},
+    ),
+    {"user": "User", "assistant": "Assistant", "tool": "Tool"},
+    (": ", ":"),
+)
+CHINESE = Dialogue(
+    "以下是用户和助手的对话。",
+    (
+        {"user": "法国的首都是哪里？", "assistant": "法国的首都是巴黎。"},
+        {"user": "说出三种颜色。", "assistant": "红色、绿色和蓝色。"},
+    ),
+    {"user": "用户", "assistant": "助手", "tool": "工具"},
+    ("：", ":"),
+)
+
+
+def chat_prompt(loaded: LoadedModel, messages: Sequence[Message], frame: str = "auto") -> ChatPrompt:
+    """The prompt after which the assistant's next message is to be written."""
+    _check(messages, frame)
+    how = choose(loaded).how if frame == "auto" else frame
+    if how == "template":
+        return _by_template(loaded, messages)
+    return _as_dialogue(loaded, messages) if how == "frame" else _as_text(messages)
+
+
+def choose(loaded: LoadedModel) -> Choice:
+    """What `auto` means for this model."""
+    tokenizer = loaded.tokenizer
+    if _template_of(loaded) is not None:
+        return Choice("template", "the model came with a chat template")
+    if chat_template(tokenizer) is None:
+        return Choice("frame", "the tokenizer has no marks for messages and there is no chat template")
+    learned = _learned_conversations(loaded)
+    if learned is None:
+        return Choice(
+            "frame", "whether the model was trained on conversations is not known; if it was, switch to `template`"
+        )
+    if learned:
+        return Choice("template", "the run was trained on conversations")
+    return Choice("frame", "the run has seen no conversations in training")
+
+
+def _check(messages: Sequence[Message], frame: str) -> None:
+    if frame not in FRAMES:
+        raise UsageError(f"The frame is {frame!r}; expected one of {', '.join(FRAMES)}.")
+    if not messages:
+        raise UsageError("There is no message. A conversation needs at least one.")
+    for message in messages:
+        if message.role not in ROLES:
+            raise UsageError(f"A message has the role {message.role!r}; there are {', '.join(ROLES)}.")
+
+
+# ---- template -------------------------------------------------------------------------------------------------
+
+
+def _by_template(loaded: LoadedModel, messages: Sequence[Message]) -> ChatPrompt:
+    template = _template_of(loaded)
+    if template is not None:
+        return ChatPrompt(template.encode(messages), (), template.end_ids, heal=False, how="template")
+    ids = encode_chat(loaded.tokenizer, messages, ask=True).ids
+    return ChatPrompt(ids, (), (mark_id(loaded.tokenizer, "message_end"),), heal=False, how="template")
+
+
+def _template_of(loaded: LoadedModel) -> ChatTemplate | None:
+    """That of the model's folder, or of the tokenizer that was imported into its workspace."""
+    if loaded.folder is None:  # made in memory
+        return None
+    folder = loaded.folder if loaded.config is None else loaded.folder.parent.parent / "tokenizer"
+    return folder_template(folder, loaded.tokenizer)
+
+
+def _learned_conversations(loaded: LoadedModel) -> bool | None:
+    """Whether sources that the run has read contain conversations; None where that cannot be seen any more."""
+    config = loaded.config
+    if config is None or loaded.folder is None:
+        return None
+    packed = Path(config.data.packed) if config.data.packed else loaded.folder.parent.parent / "packed"
+    mixtures = [config.data.mixture]
+    mixtures += [stage.mixture or config.data.mixture for stage in config.stages if stage.from_step <= loaded.step]
+    if any(mixture is None for mixture in mixtures):
+        return _has_conversations(packed, None)
+    read = frozenset(name for mixture in mixtures for name, weight in (mixture or {}).items() if weight)
+    return _has_conversations(packed, read)
+
+
+@lru_cache(maxsize=8)
+def _has_conversations(packed: Path, read: frozenset[str] | None) -> bool | None:
+    """Whether packed sources (those named in `read`, or of a channel that is; None: all) contain conversations."""
+    found = None
+    for path in packed.glob(f"*/train/{MANIFEST_NAME}"):
+        try:
+            manifest = read_json_object(path)
+        except (UserError, OSError):
+            continue
+        if read is None or manifest.get("source") in read or manifest.get("channel") in read:
+            found = bool(manifest.get("conversations")) or bool(found)
+    return found
+
+
+# ---- plain text -----------------------------------------------------------------------------------------------
+
+
+def _as_dialogue(loaded: LoadedModel, messages: Sequence[Message]) -> ChatPrompt:
+    asked = [message.text for message in messages if message.role == "user"]
+    words = CHINESE if asked and _is_chinese(asked[-1]) else ENGLISH
+    told = [message.text for message in messages if message.role == "system"]
+    spoken = [(each.role, each.text) for each in messages if each.role != "system"]
+    colon = words.colons[0]
+    lines = [words.opening, *told, *_examples(loaded, words)]
+    lines += [f"{words.speakers[role]}{colon}{text}" for role, text in [*spoken, (LEARNED_ROLE, "")]]
+    stop = tuple(f"\n{speaker}{mark.strip()}" for speaker in words.speakers.values() for mark in words.colons)
+    return ChatPrompt("\n".join(lines), tuple(dict.fromkeys(stop)), (), heal=True, how="frame")
+
+
+def _examples(loaded: LoadedModel, words: Dialogue) -> list[str]:
+    """As many examples as a short model has room for."""
+    lines: list[str] = []
+    for example in words.examples:
+        more = [f"{words.speakers[role]}{words.colons[0]}{example[role]}" for role in ("user", LEARNED_ROLE)]
+        tokens = len(loaded.tokenizer.encode_text("\n".join([*lines, *more])))
+        if tokens * EXAMPLES_SHARE > loaded.model.config.max_seq_len:
+            break
+        lines += more
+    return lines
+
+
+def _is_chinese(text: str) -> bool:
+    """Whether there are more Chinese characters than words of other scripts."""
+    characters = len(HAN.findall(text))
+    return characters > len(WORD.findall(HAN.sub(" ", text)))
+
+
+def _as_text(messages: Sequence[Message]) -> ChatPrompt:
+    """The assistant's texts continue what stands before them; every other message begins on a line of its own."""
+    text = ""
+    for message in messages:
+        if text and message.role != LEARNED_ROLE and not text.endswith("\n"):
+            text += "\n"
+        text += message.text
+    return ChatPrompt(text, (), (), heal=True, how="plain")

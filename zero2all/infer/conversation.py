@@ -1,0 +1,104 @@
+"""A conversation as it grows: what was said, what of it fits into the model, and its file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.files import read_json, require_writable, write_json
+from zero2all.infer.chat import ChatPrompt, chat_prompt
+from zero2all.infer.load import LoadedModel
+from zero2all.tokenizer.chat import LEARNED_ROLE, ROLES, Message
+
+ROOM_SHARE = 4
+"""At least one part in this many of the model's length is kept free for the answer."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The prompt of a conversation that may have lost its oldest messages."""
+
+    prompt: ChatPrompt
+    tokens: int
+    dropped: int
+    """Messages that had no room."""
+
+
+@dataclass
+class Conversation:
+    """The messages between a person and a model."""
+
+    loaded: LoadedModel
+    max_len: int
+    """Tokens of prompt and answer together."""
+    frame: str = "auto"
+    system: str = ""
+    messages: list[Message] = field(default_factory=list)
+    """Of the person and the model in turn; the system's message is kept apart."""
+
+    def undo(self) -> str | None:
+        """Take back the last message of the person and what came after it; None where there is none."""
+        places = [number for number, message in enumerate(self.messages) if message.role == "user"]
+        if not places:
+            return None
+        taken = self.messages[places[-1]].text
+        del self.messages[places[-1] :]
+        return taken
+
+    def take_back_answer(self) -> bool:
+        """Forget the last answer, so that another can be asked for; False where there is nothing to answer."""
+        while self.messages and self.messages[-1].role == LEARNED_ROLE:
+            self.messages.pop()
+        return bool(self.messages)
+
+    def fitted(self, max_new_tokens: int) -> Fitted:
+        """The prompt for the next answer, without the oldest turns where the model has no room for them."""
+        most = self.max_len - min(max_new_tokens, self.max_len // ROOM_SHARE)
+        head = [Message("system", self.system)] if self.system else []
+        turns = [number for number, message in enumerate(self.messages) if number and message.role == "user"]
+        for first in [0, *turns]:
+            prompt = chat_prompt(self.loaded, [*head, *self.messages[first:]], self.frame)
+            tokens = self._count(prompt)
+            if tokens <= most:
+                return Fitted(prompt, tokens, first)
+        if tokens < self.max_len:
+            return Fitted(prompt, tokens, first)
+        raise UsageError(
+            f"The message has, with all that must stand before it, {tokens:,} tokens; the model can read "
+            f"{self.max_len:,}, the answer included. Shorten it."
+        )
+
+    def save(self, path: Path) -> None:
+        """Write the messages to a file, whole or not at all."""
+        require_writable(path, "The file")
+        head = [Message("system", self.system)] if self.system else []
+        messages = [{"role": message.role, "content": message.text} for message in [*head, *self.messages]]
+        write_json(path, {"messages": messages})
+
+    def load(self, path: Path) -> None:
+        """Take the messages of a file instead of these."""
+        try:
+            value = read_json(path, "Give a file that /save wrote.")
+        except FileNotFoundError:
+            raise BadInputError(f"There is no file {path}. Check the path.") from None
+        rows = value.get("messages") if isinstance(value, dict) else value
+        messages = [_message(row, path) for row in rows] if isinstance(rows, list) else []
+        if not messages:
+            raise BadInputError(f'{path} holds no messages; expected {{"messages": [{{"role": …, "content": …}}, …]}}.')
+        self.system = "\n".join(message.text for message in messages if message.role == "system")
+        self.messages = [message for message in messages if message.role != "system"]
+
+    def _count(self, prompt: ChatPrompt) -> int:
+        if isinstance(prompt.prompt, list):
+            return len(prompt.prompt)
+        return len(self.loaded.tokenizer.encode_text(prompt.prompt)) + 1  # the id that opens a document
+
+
+def _message(row: object, path: Path) -> Message:
+    role, text = (row.get("role"), row.get("content")) if isinstance(row, dict) else (None, None)
+    if role not in ROLES or not isinstance(text, str):
+        raise BadInputError(
+            f"A message in {path} is {str(row)[:80]!r}; expected a `role` ({', '.join(ROLES)}) and `content`, a text."
+        )
+    return Message(str(role), text)

@@ -1,0 +1,314 @@
+"""Talking to a model in the terminal, or through a pipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+
+from zero2all.common.errors import UsageError, UserError
+from zero2all.common.progress import TEXT_MARKS, counted, say, terminal_safe
+from zero2all.common.schema import nearest_hint
+from zero2all.infer.chat import choose
+from zero2all.infer.conversation import Conversation
+from zero2all.infer.sampling import Sampling
+from zero2all.infer.service import Service
+from zero2all.infer.text import Piece, TextRequest
+from zero2all.tokenizer.chat import LEARNED_ROLE, Message
+
+PROMPT, MORE_PROMPT = "> ", "… "
+BLOCK_MARK = '"""'
+ReadLine = Callable[[str], str | None]
+
+HELP = {
+    "/help": "this list",
+    "/undo": "take back your last message and its answer",
+    "/retry": "have the last message answered again",
+    "/system TEXT": "tell the model how to behave; - removes it, no text shows it",
+    "/set NAME VALUE": "change temperature, top_k, top_p, min_p, repetition_penalty, seed or max_new_tokens; no name "
+    "shows them",
+    "/template /frame /plain": "lay the conversation out as the model was taught, as a dialogue, or as one text",
+    "/tokens": "how much of the model's length is used",
+    "/save FILE, /load FILE": "keep the conversation, or take one up again",
+    "/reset": "begin anew",
+    "/quit": "end (Ctrl-D too); Ctrl-C stops an answer",
+}
+
+
+class Talk:
+    """One conversation, its settings and its terminal."""
+
+    def __init__(
+        self,
+        service: Service,
+        conversation: Conversation,
+        sampling: Sampling,
+        max_new_tokens: int,
+        stop: tuple[str, ...] = (),
+    ) -> None:
+        self.service, self.conversation, self.stop = service, conversation, stop
+        self.sampling, self.max_new_tokens = sampling, max_new_tokens
+        self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        self._is_dim = self._is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self._answers = 0
+        self._dropped = 0
+        self._commands: dict[str, Callable[[str], object]] = {
+            "help": self._help,
+            "undo": self._undo,
+            "retry": self._retry,
+            "save": self._save,
+            "load": self._load,
+            "system": self._system,
+            "set": self._set,
+            "reset": self._reset,
+            "tokens": self._tokens,
+            **{name: self._frame_command(name) for name in ("template", "frame", "plain")},
+        }
+
+    def run(self) -> None:
+        """Answer until the input ends."""
+        if self._is_terminal:
+            with suppress(ImportError):
+                import readline  # noqa: F401 (input() then has a history and editing keys)
+            self._greet()
+        else:
+            sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
+        while True:
+            try:
+                message = read_message(_typed_line if self._is_terminal else _piped_line)
+                if message is None or message.strip() in ("/quit", "/exit"):
+                    break
+                if message.strip():
+                    self._take(message)
+            except KeyboardInterrupt:
+                if not self._is_terminal:
+                    raise
+                print()
+                self._note("Ctrl-D or /quit ends.")
+        if self._is_terminal:
+            print()
+
+    def _take(self, message: str) -> None:
+        """A command, or something to answer."""
+        word, _, rest = message.partition(" ")
+        try:
+            if not message.startswith("/") or "/" in word[1:]:  # /usr/bin is a path
+                self._say(message)
+            elif word[1:] in self._commands:
+                self._commands[word[1:]](rest.strip())
+            else:
+                hint = nearest_hint(word[1:], self._commands)
+                self._note(f"There is no command {word}. {hint} To send this as a message, begin with a space.")
+        except UserError as error:
+            self._note(str(error))
+
+    # Answers -----------------------------------------------------------------------------------------------------
+
+    def _say(self, text: str) -> None:
+        messages = self.conversation.messages
+        if messages and messages[-1].role != LEARNED_ROLE:
+            messages.pop()  # it got no answer
+        messages.append(Message("user", text))
+        try:
+            self._answer()
+        except UserError:  # it cannot be answered
+            messages.pop()
+            raise
+
+    def _answer(self) -> None:
+        fitted = self.conversation.fitted(self.max_new_tokens)
+        if fitted.dropped > self._dropped:
+            self._note(f"The model has no room for the oldest {counted(fitted.dropped, 'message')}: left out.")
+        self._dropped = fitted.dropped
+        prompt = fitted.prompt
+        request = TextRequest(
+            prompt.prompt,
+            self.max_new_tokens,
+            dataclasses.replace(self.sampling, seed=self.sampling.seed + self._answers),
+            (*prompt.stop, *self.stop),
+            heal=prompt.heal,
+            end_ids=prompt.end_ids,
+        )
+        self._answers += 1  # every answer has draws of its own
+        text, last = self._stream(request, keep_margins=prompt.how == "plain")
+        if text:
+            self.conversation.messages.append(Message(LEARNED_ROLE, text))
+        if last is None:
+            self._note("Stopped. " + ("What was written stays; /undo removes it." if text else "/retry asks again."))
+        elif last.finish == "error":
+            self._note(last.error)
+        elif not text:
+            self._note("The model ended its answer at once. Try /retry, or another layout: /template /frame /plain.")
+        elif self._is_terminal and last.usage is not None:
+            seconds = max(last.usage.seconds, 1e-9)
+            cut = " (cut: max_new_tokens)" if last.finish == "length" else ""
+            self._note(
+                f"{counted(last.usage.new_tokens, 'token')}, {last.usage.new_tokens / seconds:,.0f} tokens/s{cut}"
+            )
+
+    def _stream(self, request: TextRequest, keep_margins: bool) -> tuple[str, Piece | None]:
+        """Print an answer as it comes; its text and its last piece, None where it was stopped with Ctrl-C."""
+        text, last = "", None
+        try:
+            with closing(self.service.stream(request)) as pieces:  # type: ignore[type-var]
+                for piece in pieces:
+                    fresh = piece.text if keep_margins or text else piece.text.lstrip()
+                    text += fresh
+                    print(terminal_safe(fresh, keep=TEXT_MARKS) if self._is_terminal else fresh, end="", flush=True)
+                    last = piece
+        except KeyboardInterrupt:
+            if not self._is_terminal:
+                raise
+            last = None
+        print(flush=True)
+        return text if keep_margins else text.rstrip(), last
+
+    # Commands ----------------------------------------------------------------------------------------------------
+
+    def _help(self, _: str) -> None:
+        width = max(map(len, HELP)) + 2
+        lines = [f"{name:<{width}}{words}" for name, words in HELP.items()]
+        self._note("\n".join([*lines, f"Several lines: end a line with \\, or begin and end with {BLOCK_MARK}."]))
+
+    def _undo(self, _: str) -> None:
+        taken = self.conversation.undo()
+        shown = "" if taken is None else taken if len(taken) <= 60 else f"{taken[:60]}…"
+        self._note("There is no message to take back." if taken is None else f"Taken back: {shown}")
+
+    def _retry(self, _: str) -> None:
+        if not self.conversation.take_back_answer():
+            self._note("There is no message to answer.")
+            return
+        if self.sampling.is_greedy:
+            self._note("The temperature is 0, so the answer will be the same; `/set temperature 0.8` changes that.")
+        self._answer()
+
+    def _save(self, name: str) -> None:
+        if path := self._path(name, "/save chat.json"):
+            self.conversation.save(path)
+            self._note(f"{counted(len(self.conversation.messages), 'message')} in {path}")
+
+    def _load(self, name: str) -> None:
+        if path := self._path(name, "/load chat.json"):
+            self.conversation.load(path)
+            self._dropped = 0
+            self._note(f"{counted(len(self.conversation.messages), 'message')} from {path}")
+
+    def _system(self, text: str) -> None:
+        if text:
+            self.conversation.system = "" if text == "-" else text
+        self._note(f"System message: {self.conversation.system or 'none'}")
+
+    def _set(self, words: str) -> None:
+        name, _, value = words.partition(" ")
+        settings = {**dataclasses.asdict(self.sampling), "max_new_tokens": self.max_new_tokens}
+        if name and name not in settings:
+            self._note(f"There is no setting {name}. {nearest_hint(name, settings)}")
+            return
+        if name:
+            try:
+                number = type(settings[name])(value)
+            except ValueError:
+                kind = "a whole number" if isinstance(settings[name], int) else "a number"
+                self._note(f"{name} is {settings[name]}; expected {kind}, as in `/set {name} {settings[name]}`.")
+                return
+            if name == "max_new_tokens":
+                if number < 1:
+                    raise UsageError(f"max_new_tokens is {number}; it must be at least 1.")
+                self.max_new_tokens = number
+            else:
+                self.sampling = dataclasses.replace(self.sampling, **{name: number})
+            settings[name] = number
+        self._note(", ".join(f"{key} {setting}" for key, setting in settings.items()))
+
+    def _reset(self, _: str) -> None:
+        self.conversation.messages.clear()
+        self._dropped = 0
+        self._note("A new conversation.")
+
+    def _frame_command(self, name: str) -> Callable[[str], None]:
+        def change(_: str) -> None:
+            self.conversation.frame = name
+            self._note(f"Conversations are now laid out by {_in_words(name)}.")
+
+        return change
+
+    def _tokens(self, _: str) -> None:
+        conversation = self.conversation
+        used = conversation.fitted(self.max_new_tokens).tokens if conversation.messages else 0
+        count = counted(len(conversation.messages), "message")
+        dropped = f", the oldest {self._dropped} of them left out" if self._dropped else ""
+        self._note(f"{used:,} of {conversation.max_len:,} tokens for {count}{dropped}.")
+
+    # Words to the person -----------------------------------------------------------------------------------------
+
+    def _greet(self) -> None:
+        loaded = self.service.loaded
+        count = sum(parameter.numel() for parameter in loaded.model.parameters())
+        self._note(f"{loaded.name}, step {loaded.step:,}, {count / 1e6:,.1f} M parameters, {loaded.device.type}.")
+        if self.conversation.frame == "auto":
+            choice = choose(loaded)
+            self._note(f"Laid out by {_in_words(choice.how)}: {choice.why}.")
+        self._note("/help lists the commands.")
+
+    def _path(self, name: str, example: str) -> Path | None:
+        words = []
+        with suppress(ValueError):  # an open quotation mark
+            words = shlex.split(name)
+        if len(words) == 1:
+            return Path(words[0]).expanduser()
+        self._note(f"Name one file: {example}")
+        return None
+
+    def _note(self, text: str) -> None:
+        """A line of ours, dim in the terminal and on stderr beside a pipe."""
+        text = terminal_safe(text, keep="\n")
+        if not self._is_terminal:
+            say(text)
+        else:
+            print(f"\x1b[2m{text}\x1b[0m" if self._is_dim else text, flush=True)
+
+
+def read_message(read: ReadLine) -> str | None:
+    """The next message: a line, lines that end with a backslash, or a block in triple quotes; None at the end."""
+    line = read(PROMPT)
+    if line is None:
+        return None
+    if line.startswith(BLOCK_MARK):
+        return _block(line.removeprefix(BLOCK_MARK), read)
+    lines = [line]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        lines.append(read(MORE_PROMPT) or "")
+    return "\n".join(lines)
+
+
+def _block(first: str, read: ReadLine) -> str:
+    lines, line = [], first
+    while not line.endswith(BLOCK_MARK):
+        lines.append(line)
+        following = read(MORE_PROMPT)
+        if following is None:
+            return "\n".join(lines).strip("\n")
+        line = following
+    return "\n".join([*lines, line.removesuffix(BLOCK_MARK)]).strip("\n")
+
+
+def _typed_line(prompt: str) -> str | None:
+    try:
+        return input(prompt)
+    except EOFError:
+        return None
+
+
+def _piped_line(_: str) -> str | None:
+    line = sys.stdin.readline()
+    return line.rstrip("\r\n") if line else None
+
+
+def _in_words(how: str) -> str:
+    return {"template": "the model's template", "frame": "a written dialogue", "plain": "plain continuation"}[how]
