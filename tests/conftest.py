@@ -14,11 +14,13 @@ import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 
 from tests.bigram import bigram, border_tokenizer, logits, speller  # noqa: F401  (fixtures)
+from tests.browser import launched
 from tests.processes import Z2A, Program, Start, WarmProcess
 from zero2all.common.workspace import Workspace, open_workspace
 from zero2all.config import RunConfig, config_from_values
@@ -119,6 +121,19 @@ def _write_raw(path: Path, channel: str) -> Path:
     texts = ["".join(rng.choices(sentences, k=rng.randint(4, 12))) for _ in range(150)]
     path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """One browser for all tests of pages."""
+    with launched() as chromium:
+        yield chromium
+
+
+@pytest.fixture(params=["en-US", "zh-CN"])
+def locale(request: pytest.FixtureRequest) -> str:
+    """The languages that pages have."""
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")

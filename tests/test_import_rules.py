@@ -43,12 +43,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "train": ("packed", "model", "ops", "parallel", "limits", "track.writer", "config"),
     "infer": ("model", "ops", "parallel", "tokenizer", "train", "config"),
-    "evals": ("model", "infer", "parallel", "tokenizer", "train", "track.writer", "config"),
+    "evals": ("packed", "model", "infer", "parallel", "tokenizer", "train", "track.writer", "config"),
+    "serve": ("infer", "tokenizer", "track.access", "track.page"),
     "exchange": ("model", "tokenizer", "train", "infer.load", "config"),
     # on top of everything
     "perf": (*STAGES, "ops", "parallel", "limits"),
     "quickstart": STAGES,
-    "cli": (*STAGES, "parallel.launch", "perf", "quickstart"),
+    "cli": (*STAGES, "parallel.launch", "perf", "quickstart", "serve"),
     "__main__": ("cli",),
 }
 """Room -> what it may import beside itself, `common` and the version, from the bottom of the house to the top. A name
@@ -281,8 +282,9 @@ def test_there_is_no_circle_over_the_benchmarks():
     assert circle_in(file_graph(modules, all_imports(modules))) == ""
 
 
-def test_there_is_no_circle_over_the_scripts_of_the_page():
-    files = sorted((ROOT / PACKAGE / "track" / "web").glob("*.js"))
+@pytest.mark.parametrize("room", ["track", "serve"])
+def test_there_is_no_circle_over_the_scripts_of_a_page(room):
+    files = sorted((ROOT / PACKAGE / room / "web").glob("*.js"))
     imported = {path.name: set(re.findall(r"from '\./([\w.]+)'", path.read_text(encoding="utf-8"))) for path in files}
     assert len(imported) > 10
     assert circle_in(imported) == ""

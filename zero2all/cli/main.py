@@ -26,6 +26,7 @@ from zero2all.cli import (
     perf,
     plot,
     quickstart,
+    serve,
     tokenizer,
     track,
     train,
@@ -183,7 +184,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"z2a {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     stages = (quickstart, corpus, tokenizer, pack, data, train, anneal, inspect, board, watch, plot, track)
-    for stage in (*stages, evaluate, generate, chat, exchange, perf):
+    for stage in (*stages, evaluate, generate, chat, serve, exchange, perf):
         stage.register(verbs)
     return parser
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from zero2all.common.errors import UserError
 from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.load import LoadedModel
-from zero2all.infer.text import Piece, TextJob, TextRequest
+from zero2all.infer.text import Piece, TextJob, TextRequest, engine_request
 
 Deliver = Callable[[Piece], None]
 RATE_SECONDS = 5.0
@@ -60,22 +60,19 @@ class Service:
     def submit(self, request: TextRequest, deliver: Deliver) -> Ticket:
         """Take a request; `deliver` gets its pieces, in the engine's thread. A request that cannot be served raises a
         UserError here and now."""
+        # Here and not in the engine's thread: a long prompt takes a while, and the others' answers go on.
+        prepared = engine_request(self.engine, request)
         ticket = Ticket(request, deliver)
-        answer: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
         def start() -> None:
             try:
-                ticket.job = TextJob(self.engine, request)
-            except BaseException as error:
-                answer.put(error)
+                ticket.job = TextJob(self.engine, request, prepared)
+            except Exception as error:
+                deliver(Piece("", finish="error", error=f"The engine failed: {_reason(error)}"))
                 return
             self._tickets[ticket.job.job] = ticket
-            answer.put(None)
 
         self._order(start)
-        problem = answer.get()
-        if problem is not None:
-            raise problem
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
@@ -109,8 +106,8 @@ class Service:
         engine, now = self.engine, time.monotonic()
         recent = [(moment, count) for moment, count in list(self._rates) if now - moment < RATE_SECONDS]
         rate = (engine.generated - recent[0][1]) / (now - recent[0][0]) if recent and now > recent[0][0] else 0.0
-        free = engine.pool.free
-        return Stats(len(engine.running), len(engine.waiting), engine.generated, rate, engine.pool.total, free)
+        free, waiting = engine.pool.free, len(engine.waiting) + self._orders.qsize()
+        return Stats(len(engine.running), waiting, engine.generated, rate, engine.pool.total, free)
 
     def close(self, wait_seconds: float = 0.0) -> None:
         """Wait for what runs, at most this long, then cancel the rest and end the thread."""
@@ -170,14 +167,17 @@ class Service:
                 self.engine.cancel(ticket.job.job)
 
     def _fail_all(self, error: Exception) -> None:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         for ticket in list(self._tickets.values()):
             assert ticket.job is not None
             self.engine.cancel(ticket.job.job)
             ticket.job.is_done = True
             self._tickets.pop(ticket.job.job, None)
-            ticket.deliver(Piece("", finish="error", error=f"The engine failed: {reason}"))
+            ticket.deliver(Piece("", finish="error", error=f"The engine failed: {_reason(error)}"))
         self.engine.reset()
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 class ServiceEndedError(UserError):

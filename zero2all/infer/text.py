@@ -66,10 +66,9 @@ class Piece:
 class TextJob:
     """A request in the engine, read as text."""
 
-    def __init__(self, engine: Engine, request: TextRequest) -> None:
+    def __init__(self, engine: Engine, request: TextRequest, prepared: Request | None = None) -> None:
         self._engine, self.request = engine, request
-        _check_stops(request.stop)
-        self.job = engine.submit(_engine_request(engine, request))
+        self.job = engine.submit(prepared or engine_request(engine, request))
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""  # characters that may be the beginning of a stop string
         self._read = 0
@@ -98,8 +97,13 @@ class TextJob:
         usage = self._usage(end) if finish is not None else None
         return Piece(text, tuple(job.new_ids[first:end]), tuple(job.choices[first:end]), finish, "", usage)
 
+    @property
+    def prompt_tokens(self) -> int:
+        """How many tokens the prompt has."""
+        return len(self.job.request.ids) + len(self.job.request.given_back)
+
     def _usage(self, new_tokens: int) -> Usage:
-        job, prompt = self.job, len(self.job.request.ids) + len(self.job.request.given_back)
+        job, prompt = self.job, self.prompt_tokens
         first = job.first_token or job.ended
         return Usage(prompt, min(job.reused_tokens, prompt), new_tokens, first - job.arrived, job.ended - job.arrived)
 
@@ -114,6 +118,12 @@ def stream(engine: Engine, request: TextRequest) -> Iterator[Piece]:
                 yield piece
     finally:
         engine.cancel(job.job)
+
+
+def generate(engine: Engine, prompt: str, max_new_tokens: int, sampling: Sampling | None = None) -> str:
+    """The text that follows `prompt`, up to the end of the document or max_new_tokens."""
+    request = TextRequest(prompt, max_new_tokens, sampling or Sampling())
+    return "".join(piece.text for piece in stream(engine, request))
 
 
 def complete(engine: Engine, requests: Sequence[TextRequest]) -> Iterator[tuple[int, str, Job]]:
@@ -133,7 +143,9 @@ def complete(engine: Engine, requests: Sequence[TextRequest]) -> Iterator[tuple[
                 yield number, texts[number], job
 
 
-def _engine_request(engine: Engine, request: TextRequest) -> Request:
+def engine_request(engine: Engine, request: TextRequest) -> Request:
+    """The request in token ids, checked. Reads what never changes of the engine only: may be called in any thread."""
+    _check_stops(request.stop)
     ids: Sequence[int] = ()
     given_back: Sequence[int] = ()
     if not isinstance(request.prompt, str):
@@ -147,9 +159,11 @@ def _engine_request(engine: Engine, request: TextRequest) -> Request:
     most = room if request.max_new_tokens is None else request.max_new_tokens
     if most < 1:
         raise UsageError(f"max_new_tokens is {most}; it must be at least 1.")
-    return Request(
+    prepared = Request(
         ids, min(most, room), request.sampling, given_back, request.logprobs, end_ids=frozenset(request.end_ids)
     )
+    engine.check(prepared)
+    return prepared
 
 
 def _check_stops(stops: Sequence[str]) -> None:

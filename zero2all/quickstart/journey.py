@@ -30,10 +30,10 @@ from zero2all.evals.probe_file import read_probes
 from zero2all.evals.probes import run_probes, summarize
 from zero2all.evals.report import evaluate_run, log_report
 from zero2all.exchange import export_run
-from zero2all.infer.engine import Engine
+from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.load import LoadedModel, load_run, untrained
 from zero2all.infer.sampling import Sampling
-from zero2all.infer.text import TextRequest, complete
+from zero2all.infer.text import generate
 from zero2all.model.config import parameter_counts
 from zero2all.packed.writer import pack_corpus
 from zero2all.quickstart import choices
@@ -259,7 +259,7 @@ def _untrained_probes(workspace: Workspace, config: RunConfig, probes: Path) -> 
         kept: dict[str, Any] = read_json(path)
         if kept["inputs"] == key:
             return kept
-    results = run_probes(model, read_probes(probes))
+    results = run_probes(Engine(model), read_probes(probes))
     summary = {"inputs": key, **summarize(results), "probe_results": [asdict(result) for result in results]}
     write_json(path, summary)
     log_report(path.parent.parent, {"step": 0, "probes": summary})
@@ -307,17 +307,16 @@ def _beginning(text: str) -> str:
 
 
 def _samples(loaded: LoadedModel, prompts: dict[str, tuple[str, ...]]) -> list[tuple[str, str, str]]:
-    asked = [(channel, prompt, index) for channel, texts in prompts.items() for index, prompt in enumerate(texts)]
-    requests = []
-    for _, prompt, index in asked:
-        # The first is the model's best guess, the others show its imagination.
-        if index == 0:
-            requests.append(TextRequest(prompt, GREEDY_SAMPLE_TOKENS))
-        else:
-            sampling = Sampling(temperature=0.7, top_p=0.9, seed=index)
-            requests.append(TextRequest(prompt, SAMPLE_TOKENS, sampling))
-    written = {number: text for number, text, _ in complete(Engine(loaded), requests)}
-    return [(channel, prompt, written[number]) for number, (channel, prompt, _) in enumerate(asked)]
+    engine, samples = Engine(loaded, EngineSettings(max_batch=1)), []
+    for channel, texts in prompts.items():
+        for index, prompt in enumerate(texts):
+            # The first is the model's best guess, the second shows its imagination.
+            if index == 0:
+                text = generate(engine, prompt, GREEDY_SAMPLE_TOKENS)
+            else:
+                text = generate(engine, prompt, SAMPLE_TOKENS, Sampling(temperature=0.7, top_p=0.9, seed=index))
+            samples.append((channel, prompt, text))
+    return samples
 
 
 def _folder_size(folder: Path) -> str:

@@ -1,17 +1,19 @@
-"""The gate in front of every route: who may use the board.
+"""Where a server of ours listens, and the gate in front of every route: who may use it. The board, and `z2a serve`.
 
 A browser carries requests to 127.0.0.1 for any web page, so: the Host header must name this machine (no DNS
-rebinding), requests that another site makes a browser send are refused, and once the board listens beyond loopback,
+rebinding), requests that another site makes a browser send are refused, and once it listens beyond loopback,
 every request needs the random token: once in the printed address, from then on in a cookie. A Content-Security-Policy
 allows scripts, styles and connections of this origin only, and nothing inline.
 """
 
 from __future__ import annotations
 
+import errno
 import hmac
 import ipaddress
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlencode
 
 from starlette.datastructures import Headers
@@ -19,7 +21,10 @@ from starlette.requests import cookie_parser
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-COOKIE = "z2a_board"
+from zero2all.common.errors import UsageError
+
+PORTS_TRIED = 20
+COOKIE = "z2a"
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 HEADERS = {
     "Content-Security-Policy": (
@@ -32,6 +37,36 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
+
+
+def listen(host: str, port: int | None, first_port: int) -> socket.socket:
+    """A socket that listens there; without a port, on the first free one from `first_port` on. 0 is any."""
+    tries = range(first_port, first_port + PORTS_TRIED) if port is None else [port]
+    for each in tries:
+        try:
+            family = socket.getaddrinfo(host, each, type=socket.SOCK_STREAM)[0][0]
+            listening = socket.socket(family, socket.SOCK_STREAM)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((host, each))
+            listening.listen(128)
+            return listening
+        except socket.gaierror as error:
+            raise UsageError(f"`--host {host}` is no address of this machine ({error.strerror}).") from None
+        except OSError as error:
+            listening.close()
+            if error.errno == errno.EADDRINUSE and port is None:
+                continue
+            raise UsageError(
+                f"Cannot listen on {host} port {each}: {error.strerror}. Choose another with --port, or leave it out."
+            ) from None
+    raise UsageError(f"The ports {tries[0]} to {tries[-1]} are all in use. Name a free one with --port.")
+
+
+def address(host: str, listening: socket.socket) -> str:
+    """What to open in a browser, for a socket that listens on `host`."""
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    name = f"[{name}]" if ":" in name else name
+    return f"http://{name}:{listening.getsockname()[1]}/"
 
 
 def is_loopback(host: str) -> bool:
@@ -53,12 +88,34 @@ def host_name(header: str) -> str:
     return header.partition(":")[0].rstrip(".")
 
 
-class Gate:
-    """ASGI middleware that lets through only what is meant for this board."""
+def plain_refusal(_: Scope, status: int, message: str) -> Response:
+    """A refusal for people."""
+    return PlainTextResponse(message, status_code=status)
 
-    def __init__(self, app: ASGIApp, host: str, token: str | None, allowed_hosts: Iterable[str] = ()) -> None:
+
+@dataclass(frozen=True)
+class Door:
+    """What stands behind a gate, for its refusals."""
+
+    name: str = "board"
+    verb: str = "z2a board"
+    refuse: Callable[[Scope, int, str], Response] = plain_refusal
+
+
+class Gate:
+    """ASGI middleware that lets through only what is meant for this server."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        token: str | None,
+        allowed_hosts: Iterable[str] = (),
+        door: Door = Door(),  # noqa: B008 (it is frozen)
+    ) -> None:
         self.app = app
         self.token = token
+        self.door = door
         self.names = {*LOOPBACK_NAMES, *(name.lower() for name in allowed_hosts)}
         self.allows_addresses = not is_loopback(host)  # a rebound name cannot look like an address
         if self.allows_addresses:
@@ -83,13 +140,14 @@ class Gate:
     def _answer_instead(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
         if not self._is_our_name(host_name(headers.get("host", ""))):
-            return PlainTextResponse(
-                "This board answers to the names of its own machine only. Open it as http://127.0.0.1:PORT, or start "
-                "it with --allow-host NAME.",
-                status_code=421,
+            return self.door.refuse(
+                scope,
+                421,
+                f"This {self.door.name} answers to the names of its own machine only. Open it as "
+                f"http://127.0.0.1:PORT, or start it with --allow-host NAME.",
             )
         if headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-mode") != "navigate":
-            return PlainTextResponse("Requests made by other sites are refused.", status_code=403)
+            return self.door.refuse(scope, 403, "Requests made by other sites are refused.")
         if self.token is None:
             return None
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
@@ -105,9 +163,11 @@ class Gate:
         cookie = cookie_parser(headers.get("cookie", "")).get(_cookie_name(scope), "")
         if self._is_token(cookie) or self._is_token(bearer):
             return None
-        return PlainTextResponse(
-            "This board needs its token: open the whole address that `z2a board` printed, with ?token=… at its end.",
-            status_code=401,
+        return self.door.refuse(
+            scope,
+            401,
+            f"This {self.door.name} needs its token: open the whole address that `{self.door.verb}` printed, with "
+            f"?token=… at its end, or send the header `Authorization: Bearer TOKEN`.",
         )
 
     def _is_our_name(self, name: str) -> bool:
@@ -121,5 +181,5 @@ class Gate:
 
 
 def _cookie_name(scope: Scope) -> str:
-    """Cookies know no ports, and one machine may have several boards: the port is part of the name."""
+    """Cookies know no ports, and one machine may have several servers: the port is part of the name."""
     return f"{COOKIE}_{scope['server'][1] if scope.get('server') else 0}"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -23,7 +22,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from zero2all.common import jsonio
@@ -34,16 +33,11 @@ from zero2all.track.csv_export import csv_lines
 from zero2all.track.curves import Curve, Query, curve, pack_curves, read_query
 from zero2all.track.library import RunLibrary, UnknownRunError
 from zero2all.track.listing import media_file
+from zero2all.track.page import CONTENT_TYPES, page_routes
 
 WEB = Path(__file__).parent / "web"
 MODULES = sorted(path.name for path in WEB.glob("*.js") if path.name != "before.js")
 CHART_LIBRARY = WEB / "vendor" / "uPlot.iife.min.js"
-CONTENT_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
 PICTURE_TYPES = {f".{kind}": f"image/{kind.replace('jpg', 'jpeg')}" for kind in ("png", "jpg", "jpeg", "gif", "webp")}
 MAX_QUERIES = 400
 MAX_BODY_BYTES = 1_000_000
@@ -87,7 +81,7 @@ def make_app(
         Route("/api/csv", _route(api.csv)),
         Route("/api/media", _route(api.media)),
         Route("/api/stream", api.stream),
-        *(Route(path, _file_route(file)) for path, file in page_files().items()),
+        *page_routes(page_files(), [f"/{module}" for module in MODULES]),
     ]
     gate = Middleware(Gate, host=host, token=token, allowed_hosts=list(allowed_hosts))
     return Starlette(routes=routes, middleware=[gate], lifespan=lifespan)
@@ -280,26 +274,3 @@ def _route(answer: Callable[[Request, bytes], Response]) -> Callable[[Request], 
 
 def _json_route(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
     return _route(lambda request, _: _json(answer(request)))
-
-
-def _file_route(path: Path) -> Callable[[Request], Any]:
-    known: tuple[int, bytes, str] = (-1, b"", "")
-
-    async def respond(request: Request) -> Response:
-        nonlocal known
-        try:
-            changed = path.stat().st_mtime_ns
-            if changed != known[0]:
-                content = path.read_bytes()
-                known = (changed, content, f'"{hashlib.sha256(content).hexdigest()[:16]}"')
-        except OSError:
-            return PlainTextResponse("This file of the page is gone.", status_code=404)
-        _, content, tag = known
-        headers = {"ETag": tag, "Cache-Control": "no-cache"}
-        if path.suffix == ".html":  # all modules at once, instead of one wave of requests per level of imports
-            headers["Link"] = ", ".join(f"</{module}>; rel=modulepreload" for module in MODULES)
-        if request.headers.get("if-none-match") == tag:
-            return Response(status_code=304, headers=headers)
-        return Response(content, headers=headers, media_type=CONTENT_TYPES[path.suffix])
-
-    return respond

@@ -6,9 +6,7 @@ which is the only way in.
 
 from __future__ import annotations
 
-import errno
 import secrets
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,14 +15,13 @@ import uvicorn
 from starlette.applications import Starlette
 
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.track.access import is_loopback
+from zero2all.track.access import address, is_loopback, listen
 from zero2all.track.api import CHART_LIBRARY, make_app
 from zero2all.track.library import Root, RunLibrary
 from zero2all.track.sidecar import user_cache
 from zero2all.track.ssh import SCHEME, is_address
 
 DEFAULT_PORT = 6106
-PORTS_TRIED = 20
 
 
 @dataclass(frozen=True)
@@ -47,11 +44,8 @@ class Board:
         self.app: Starlette = make_app(
             self.library, options.host, self.token, options.allowed_hosts, lambda: self.server.should_exit
         )
-        self.socket = listen(options.host, options.port)
-        port = self.socket.getsockname()[1]
-        name = socket.gethostname() if options.host in ("0.0.0.0", "::") else options.host
-        name = f"[{name}]" if ":" in name else name
-        self.url = f"http://{name}:{port}/" + (f"?token={self.token}" if self.token else "")
+        self.socket = listen(options.host, options.port, DEFAULT_PORT)
+        self.url = address(options.host, self.socket) + (f"?token={self.token}" if self.token else "")
         settings = uvicorn.Config(self.app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
         self.server = uvicorn.Server(settings)
 
@@ -92,26 +86,3 @@ def open_roots(places: Sequence[str], mirrors: Path) -> list[Root]:
                 raise BadInputError(f"{folder} is a file. Give a folder with runs, a workspace, or one run's folder.")
             roots.append(Root(str(folder), folder))
     return roots
-
-
-def listen(host: str, port: int | None) -> socket.socket:
-    """A socket that listens there."""
-    tries = range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TRIED) if port is None else [port]
-    for each in tries:
-        try:
-            family = socket.getaddrinfo(host, each, type=socket.SOCK_STREAM)[0][0]
-            listening = socket.socket(family, socket.SOCK_STREAM)
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((host, each))
-            listening.listen(128)
-            return listening
-        except socket.gaierror as error:
-            raise UsageError(f"`--host {host}` is no address of this machine ({error.strerror}).") from None
-        except OSError as error:
-            listening.close()
-            if error.errno == errno.EADDRINUSE and port is None:
-                continue
-            raise UsageError(
-                f"Cannot listen on {host} port {each}: {error.strerror}. Choose another with --port, or leave it out."
-            ) from None
-    raise UsageError(f"The ports {tries[0]} to {tries[-1]} are all in use. Name a free one with --port.")

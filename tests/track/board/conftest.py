@@ -1,9 +1,8 @@
-"""Runs to look at, a board that serves them, and one browser for all tests of the page."""
+"""Runs to look at, a board that serves them, and pages of the browser in both languages."""
 
 from __future__ import annotations
 
 import functools
-import shutil
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.browser import watched_page
 from zero2all.track import Run
 from zero2all.track.api import CHART_LIBRARY
 from zero2all.track.server import Board, BoardOptions
@@ -21,12 +21,6 @@ from zero2all.track.server import Board, BoardOptions
 HOSTILE = "<img src=x onerror=alert(1)>"
 """A run may have any name that a folder may have."""
 SPIKE_STEP = 300
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-BROWSER_FLAGS = (
-    "--no-sandbox",  # containers seldom allow it, and the page is ours
-    "--disable-dev-shm-usage",
-    "--renderer-process-limit=1",  # a second of CPU for each page that has a process of its own
-)
 
 
 def write_run(folder: Path, steps: int, seed: int, spike: int | None = None) -> None:
@@ -145,32 +139,10 @@ def training() -> Iterator[Callable[[Path], SmallTraining]]:
 
 
 @pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
-    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    if path is None:
-        pytest.skip("there is no Chromium on the PATH; scripts/install_browser.sh installs one")
-    if not CHART_LIBRARY.is_file():
-        pytest.skip("the chart library is missing; scripts/vendor_web.sh fetches it with npm")
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra `dev`)")
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=path, args=BROWSER_FLAGS)
-        yield chromium
-        chromium.close()
-
-
-def is_own_error(message: Any) -> bool:
-    """An error of the page, and not Chromium's note that a server was away for a while."""
-    return message.type == "error" and "net::ERR_" not in message.text
-
-
-@pytest.fixture(params=["en-US", "zh-CN"])
-def locale(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="session")
 def context_of(browser: Any, served: ServedBoard) -> Callable[[str], Any]:
     """A browser context for each language. Its pages share a process, which the first page keeps, and compiled code."""
+    if not CHART_LIBRARY.is_file():
+        pytest.skip("the chart library is missing; scripts/vendor_web.sh fetches it with npm")
 
     @functools.cache
     def context(language: str) -> Any:
@@ -185,14 +157,5 @@ def context_of(browser: Any, served: ServedBoard) -> Callable[[str], Any]:
 def page(context_of: Callable[[str], Any], request: pytest.FixtureRequest) -> Iterator[Any]:
     """A fresh page, in the language of `locale` where a test asks for it. Any error in the page fails the test."""
     language = request.getfixturevalue("locale") if "locale" in request.fixturenames else "en-US"
-    opened = context_of(language).new_page()
-    opened.set_default_timeout(15_000)
-    errors: list[str] = []
-    opened.on("pageerror", lambda error: errors.append(str(error)))
-    opened.on("console", lambda message: errors.append(message.text) if is_own_error(message) else None)
-    opened.on("dialog", lambda dialog: (errors.append(f"a script ran: {dialog.message}"), dialog.dismiss()))
-    yield opened
-    if opened.url.startswith("http"):
-        opened.evaluate("localStorage.clear()")
-    opened.close()
-    assert errors == []
+    with watched_page(context_of(language)) as opened:
+        yield opened

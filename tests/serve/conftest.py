@@ -1,0 +1,114 @@
+"""A real model with random weights behind a real server on a real port."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+
+from zero2all.infer.engine import EngineSettings
+from zero2all.infer.load import LoadedModel
+from zero2all.model.config import ModelConfig
+from zero2all.model.z2all import Z2all
+from zero2all.ops.config import OpsConfig
+from zero2all.ops.registry import resolve
+from zero2all.parallel.layout import init_weights
+from zero2all.serve.model import ServedModel
+from zero2all.serve.server import ModelServer, ServeOptions
+from zero2all.tokenizer import load_tokenizer, train_tokenizer
+
+ROWS = 320
+MAX_LEN = 4096
+TEXT = "The capital of France is Paris. 中国的首都是北京。Hello, world! "
+
+
+@pytest.fixture(scope="session")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """A model that never ends a text by itself."""
+    folder = tmp_path_factory.mktemp("served") / "tokenizer"
+    train_tokenizer([TEXT] * 50, 300, folder, "served")
+    tokenizer = load_tokenizer(folder)
+    shape = ModelConfig(
+        vocab_size=ROWS,
+        hidden_size=32,
+        intermediate_size=64,
+        layers=1,
+        heads=2,
+        kv_heads=1,
+        head_dim=16,
+        max_seq_len=MAX_LEN,
+    )
+    model = Z2all(shape, resolve(OpsConfig(), "cpu"))
+    init_weights(model, 0)
+    with torch.no_grad():
+        model.head.weight.mul_(40)  # likelihoods far apart: greedy text does not hang on the last bit
+        model.head.weight[list(tokenizer.end_ids)] = 0
+    return LoadedModel("tiny", 7, model.eval(), tokenizer, None, "float32", 1000, folder.parent)
+
+
+class Served:
+    """A server in a thread, and how to speak to it."""
+
+    def __init__(self, model: ServedModel, options: ServeOptions) -> None:
+        self.model = model
+        self.server = ModelServer(model, options)
+        self.thread = threading.Thread(target=self.server.serve, daemon=True)
+        self.thread.start()
+        self.wait_until(lambda: model.state == "ready")
+
+    @property
+    def port(self) -> int:
+        return int(self.server.socket.getsockname()[1])
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0)
+
+    @staticmethod
+    def wait_until(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline, "waited too long"
+            time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def serving(
+    loaded: LoadedModel,
+    options: ServeOptions | None = None,
+    settings: EngineSettings | None = None,
+    max_waiting: int = 256,
+) -> Iterator[Served]:
+    model = ServedModel(lambda: loaded, settings or EngineSettings(max_batch=8), max_waiting=max_waiting)
+    served = Served(model, options or ServeOptions(port=0, grace_seconds=0))
+    try:
+        yield served
+    finally:
+        served.server.stop()
+        served.thread.join(20)
+
+
+@pytest.fixture(scope="session")
+def served(loaded: LoadedModel) -> Iterator[Served]:
+    """One server for all tests that leave it as it was."""
+    with serving(loaded) as served:
+        yield served
+
+
+@pytest.fixture(scope="session")
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with served.client() as client:
+        yield client
+
+
+@pytest.fixture
+def web() -> Path:
+    """The folder of the page."""
+    import zero2all.serve.app
+
+    return zero2all.serve.app.WEB

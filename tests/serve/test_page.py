@@ -1,0 +1,264 @@
+"""The page in a real browser: a person talks to a model."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser import watched_page
+from zero2all.infer.load import LoadedModel
+
+from .conftest import MAX_LEN, Served, serving
+
+expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra `dev`)").expect
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+AXE = Path(__file__).parents[2] / "node_modules" / "axe-core" / "axe.min.js"
+VIOLATIONS = """async () => (await axe.run(document, {resultTypes: ['violations']})).violations.flatMap(({id, nodes}) =>
+    nodes.map((node) => `${id}: ${node.html.slice(0, 200)} ${node.failureSummary}`))"""
+ANSWER = ".message.assistant .body"
+
+
+@pytest.fixture(scope="module")
+def context_of(browser: Any, served: Served) -> Callable[[str], Any]:
+    """A browser context for each language; its pages share a process, which the first page keeps."""
+
+    @functools.cache
+    def context(language: str) -> Any:
+        made = browser.new_context(viewport={"width": 1280, "height": 800}, locale=language, accept_downloads=True)
+        made.new_page().goto(f"{served.server.url}web/before.js")
+        return made
+
+    return context
+
+
+@pytest.fixture
+def page(context_of: Callable[[str], Any], request: pytest.FixtureRequest) -> Iterator[Any]:
+    language = request.getfixturevalue("locale") if "locale" in request.fixturenames else "en-US"
+    with watched_page(context_of(language), refusals=(400, 429)) as opened:
+        yield opened
+
+
+def open_page(page: Any, served: Served, mode: str, **settings: object) -> None:
+    """Open the page in one of its modes, and wait until it knows the model."""
+    usual = {"temperature": 0, "max_tokens": 24, "seed": 7}
+    page.add_init_script(
+        f"localStorage['z2a-talk'] ??= JSON.stringify({json.dumps({'mode': mode, 'settings': {**usual, **settings}})})"
+    )
+    page.goto(served.server.url)
+    page.wait_for_selector("#load")
+
+
+def say(page: Any, text: str) -> None:
+    page.fill("#message", text)
+    page.press("#message", "Enter")
+
+
+def wait_for_end(page: Any) -> None:
+    page.wait_for_selector('[data-tool="send"], [data-tool="goOn"]')
+
+
+def words(locale: str, english: str, chinese: str) -> str:
+    return chinese if locale.startswith("zh") else english
+
+
+def test_an_answer_streams_with_its_figures_and_markup_stays_text(page, served, locale):
+    open_page(page, served, "chat")
+    expect(page.locator("#model")).to_contain_text(re.compile(words(locale, "tiny.*step 7", "tiny.*第 7 步")))
+    say(page, HOSTILE)
+    wait_for_end(page)
+    expect(page.locator(ANSWER)).not_to_be_empty()
+    expect(page.locator(".message.user .body")).to_have_text(HOSTILE)
+    figures = page.locator(".readout")
+    expect(figures).to_contain_text(re.compile(words(locale, r"[\d.]+k? tokens/s", r"[\d.]+k? 词元/秒")))
+    expect(figures).to_contain_text(words(locale, "first token after", "首词元"))
+    expect(figures).to_contain_text(re.compile(words(locale, rf"\d+ of {MAX_LEN:,}", rf"\d+ / {MAX_LEN:,}")))
+    page.reload()  # the conversation was kept
+    expect(page.locator(ANSWER)).not_to_be_empty()
+    page.locator("#history").get_by_role("button", name=HOSTILE, exact=True).wait_for()
+    page.click('[data-tool="new"]')
+    expect(page.locator(".message")).to_have_count(0)
+
+
+def test_escape_stops_an_answer_and_undo_gives_the_words_back(page, served):
+    open_page(page, served, "chat", max_tokens=MAX_LEN)
+    say(page, "Go on and on")
+    expect(page.locator(ANSWER)).not_to_be_empty()
+    page.keyboard.press("Escape")
+    wait_for_end(page)
+    expect(page.locator(".readout")).to_contain_text("stopped by you")
+    served.wait_until(lambda: served.model.stats()["running"] == 0)
+    assert page.locator(ANSWER).inner_text()
+    page.click('[data-tool="undo"]')
+    expect(page.locator(".message")).to_have_count(0)
+    expect(page.locator("#message")).to_have_value("Go on and on")
+
+
+def test_settings_are_sent_and_a_wrong_one_is_said_to_be_wrong(page, served, locale):
+    open_page(page, served, "chat")
+    for name, value in {"temperature": "1.5", "top_k": "3", "min_p": "0.2", "max_tokens": "5", "seed": "11"}.items():
+        page.fill(f"#set-{name}", value)
+    page.fill("#set-top_p", "7")
+    expect(page.locator("#wrong-top_p")).to_have_text(words(locale, "From 0.01 to 1.", "取值 0.01 到 1。"))
+    page.fill("#set-stop", "one\\ntwo\nthree")
+    page.fill("#set-system", "Be short.")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        say(page, "Hello")
+    body = sent.value.post_data_json
+    assert body["messages"] == [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello"}]
+    assert body["stop"] == ["one\ntwo", "three"]
+    expected = {"temperature": 1.5, "top_k": 3, "top_p": 0.95, "min_p": 0.2, "max_tokens": 5, "seed": 11}
+    assert {name: body[name] for name in expected} == expected
+    wait_for_end(page)
+    expect(page.locator(".notice.bad")).to_have_count(0)
+
+
+def test_edit_asks_again_from_there_and_files_hold_the_conversation(page, served):
+    open_page(page, served, "chat")
+    for text in ("First", "Second"):
+        say(page, text)
+        wait_for_end(page)
+    page.locator(".message.user").first.locator('[data-tool="edit"]').click()
+    page.fill("#editing", "Changed")
+    page.press("#editing", "Enter")
+    wait_for_end(page)
+    expect(page.locator(".message.user .body")).to_have_text(["Changed"])
+    answer = page.locator(ANSWER).text_content()
+    with page.expect_download() as saved:
+        page.click('[data-tool="saveJson"]')
+    kept = json.loads(Path(saved.value.path()).read_text("utf-8"))
+    assert [message["role"] for message in kept["messages"]] == ["user", "assistant"]
+    assert kept["model"]["id"] == "tiny"
+    page.click('[data-tool="regenerate"]')
+    wait_for_end(page)
+    expect(page.locator(ANSWER)).to_have_text(answer)  # greedy: the same again
+
+
+def test_enter_of_an_input_method_does_not_send(page, served):
+    open_page(page, served, "chat")
+    page.fill("#message", "ni hao")
+    page.eval_on_selector(
+        "#message",
+        "(box) => box.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', isComposing: true, bubbles: true}))",
+    )
+    page.press("#message", "Shift+Enter")
+    expect(page.locator("#message")).to_have_value("ni hao\n")
+    expect(page.locator(".message")).to_have_count(0)
+
+
+def test_a_token_shows_its_alternatives_and_another_can_be_taken(page, served, locale):
+    open_page(page, served, "continue", temperature=1, max_tokens=12)
+    page.click('[data-toggle="probabilities"]')
+    page.fill("#text", "The capital")
+    page.press("#text", "Control+Enter")
+    wait_for_end(page)
+    written = page.input_value("#text")
+    assert written.startswith("The capital")
+    assert page.locator(".behind").text_content() == f"{written}\n"
+    panel = page.locator(".alternatives")
+    tokens = page.locator(".behind .token")
+    for place in range(tokens.count()):  # one whose alternatives are text
+        box = tokens.nth(place).bounding_box()
+        page.mouse.click(box["x"] + 2, box["y"] + box["height"] / 2)
+        if panel.get_by_role("button").count():
+            break
+    expect(panel.locator(".chosen")).not_to_have_count(0)
+    expect(panel).to_contain_text(words(locale, "all others", "其余全部"))
+    other = panel.get_by_role("button").first
+    name = other.locator(".name").text_content().replace("␣", " ").replace("↵", "\n")
+    other.click()
+    wait_for_end(page)
+    taken = page.input_value("#text")
+    assert name in taken
+    assert taken != written
+    page.click('[data-tool="undoText"]')
+    expect(page.locator("#text")).to_have_value(written)
+
+
+def test_tokens_of_an_answer_are_reached_by_the_keyboard(page, served):
+    open_page(page, served, "chat")
+    say(page, "Without")
+    wait_for_end(page)
+    page.click('[data-toggle="probabilities"]')
+    expect(page.locator(ANSWER)).to_contain_text("Written without probabilities")
+    plain = page.locator(f"{ANSWER} .prose").text_content()
+    page.click('[data-tool="regenerate"]')
+    wait_for_end(page)
+    expect(page.locator(ANSWER)).to_have_text(plain)  # the same text, token by token
+    page.locator(f"{ANSWER} .token").first.focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".alternatives .chosen").first).to_be_visible()
+    assert page.evaluate("document.activeElement.classList.contains('token')")
+    page.keyboard.press("Escape")
+    expect(page.locator(".alternatives")).to_be_hidden()
+
+
+def test_characters_of_several_tokens_are_shown_whole(page, served):
+    page.goto(served.server.url)
+    seen = page.evaluate(
+        """async () => {
+            const {Clusters, readTokens} = await import('/web/tokens.js');
+            const tokens = ['国', 'bytes:\\\\xe5\\\\x8c', 'bytes:\\\\x97', '京。', '<|end|>'];
+            const clusters = new Clusters();
+            clusters.add(readTokens({tokens, token_logprobs: tokens.map(() => -1), top_logprobs: null}));
+            const show = (seen) => seen && seen.map(({text, start, cluster}) => [text, start, cluster.tokens.length]);
+            return [show(clusters.seenIn('北京', '中国')), clusters.before(clusters.all[1], '中国'),
+                show(clusters.seenIn('南京', '中国'))];
+        }"""
+    )
+    assert seen == [[["北", 0, 2], ["京", 1, 1]], "中国", None]
+
+
+def test_errors_are_shown_in_words_and_nothing_typed_is_lost(page, served, locale):
+    open_page(page, served, "continue")
+    long = "word " * MAX_LEN
+    page.fill("#text", long)
+    page.click('[data-tool="goOn"]')
+    notice = page.locator(".continue .notice.bad")
+    expect(notice).to_contain_text(words(locale, "The server refused:", "服务器拒绝了请求："))
+    expect(notice).to_contain_text(f"{MAX_LEN:,}")
+    expect(page.locator("#text")).to_have_value(long)
+
+
+def test_a_busy_server_and_one_that_ended_are_named(page, loaded: LoadedModel):
+    with serving(loaded, max_waiting=0) as busy:
+        open_page(page, busy, "chat")
+        say(page, "Keep this")
+        notice = page.locator(".message .notice.bad")
+        expect(notice).to_contain_text("The server is busy")
+    page.click('[data-tool="tryAgain"]')
+    expect(notice).to_contain_text("The server cannot be reached")
+    expect(page.locator(".message.user .body")).to_have_text("Keep this")
+
+
+@pytest.mark.parametrize(("locale", "theme"), [("en-US", "dark"), ("zh-CN", "light")])
+def test_axe_finds_nothing_and_a_phone_shows_it_all(page, served, locale, theme):
+    if not AXE.is_file():
+        pytest.skip("axe-core is not installed; scripts/vendor_web.sh dev fetches it with npm")
+    open_page(page, served, "chat")
+    page.click('[data-tool="theme"]') if theme == "dark" else None
+    assert page.evaluate("document.documentElement.dataset.theme") == theme
+    page.evaluate(AXE.read_text("utf-8"))
+    page.click('[data-toggle="probabilities"]')
+    say(page, "Hello")
+    wait_for_end(page)
+    page.locator(f"{ANSWER} .token").first.click()
+    assert page.evaluate(VIOLATIONS) == [], "chat"
+    page.keyboard.press("Escape")
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.click("#open-settings")
+    page.click("#settings .ask >> nth=0")
+    assert page.evaluate(VIOLATIONS) == [], "settings"
+    page.keyboard.press("Escape")
+    page.click('[data-mode="continue"]')
+    page.fill("#text", "The capital")
+    page.click('[data-tool="goOn"]')
+    wait_for_end(page)
+    assert page.evaluate(VIOLATIONS) == [], "continue"
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390

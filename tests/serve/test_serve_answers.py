@@ -1,0 +1,215 @@
+"""What clients of OpenAI's own library get: texts, streams, choices, log probabilities, usage."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import openai
+import pytest
+
+from zero2all.infer.engine import Engine
+from zero2all.infer.load import LoadedModel
+from zero2all.infer.text import TextRequest, stream
+
+PROMPT = "The capital of France"
+GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 24}
+HELLO: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+
+
+def complete(client: openai.OpenAI, prompt: Any = PROMPT, **fields: Any) -> Any:
+    return client.completions.create(prompt=prompt, **{**GREEDY, **fields})
+
+
+def chat(client: openai.OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(messages=HELLO, **{**GREEDY, **fields})
+
+
+@pytest.fixture(scope="module")
+def greedy(client: openai.OpenAI) -> str:
+    """The greedy text after PROMPT."""
+    return str(complete(client).choices[0].text)
+
+
+# ---- texts ----
+
+
+def test_the_text_is_what_the_engine_writes_alone(client, loaded: LoadedModel, greedy):
+    alone = "".join(piece.text for piece in stream(Engine(loaded), TextRequest(PROMPT, 24)))
+    assert greedy == alone
+    assert len(greedy) > 5
+
+
+def test_a_prompt_may_be_text_or_ids_one_or_several(client, loaded: LoadedModel):
+    ids = [loaded.tokenizer.begin_id, *loaded.tokenizer.encode_text(PROMPT)]
+    by_ids = complete(client, ids).choices[0].text
+    several = complete(client, [ids, ids[:4]]).choices
+    assert [choice.index for choice in several] == [0, 1]
+    assert several[0].text == by_ids
+    assert [choice.text for choice in complete(client, [PROMPT, "Hello"]).choices] == [
+        complete(client).choices[0].text,
+        complete(client, "Hello").choices[0].text,
+    ]
+
+
+def test_usage_counts_a_prompt_once_and_every_token_written(client, loaded: LoadedModel):
+    one, two = complete(client).usage, complete(client, n=2).usage
+    assert one.prompt_tokens == 1 + len(loaded.tokenizer.encode_text(PROMPT))
+    assert (one.completion_tokens, one.total_tokens) == (24, one.prompt_tokens + 24)
+    assert (two.prompt_tokens, two.completion_tokens) == (one.prompt_tokens, 48)
+
+
+def test_a_prompt_that_was_read_before_is_counted_as_cached(client):
+    long = "Hello, world! " * 20
+    complete(client, long)
+    assert complete(client, long + "Paris").usage.prompt_tokens_details.cached_tokens >= 16
+
+
+def test_stop_strings_end_the_text_before_them(client, greedy):
+    stop = greedy[6:8]
+    choice = complete(client, stop=stop).choices[0]
+    assert choice.text == greedy[: greedy.index(stop)]
+    assert choice.finish_reason == "stop"
+    assert complete(client, stop=["nowhere", stop]).choices[0].text == choice.text
+    assert complete(client).choices[0].finish_reason == "length"
+
+
+def test_echo_puts_the_prompt_before_the_text(client, greedy):
+    assert complete(client, echo=True).choices[0].text == PROMPT + greedy
+    parts = [chunk.choices[0].text for chunk in complete(client, echo=True, stream=True)]
+    assert "".join(parts) == PROMPT + greedy
+
+
+def test_choices_differ_by_their_seed_and_a_seed_repeats_them(client):
+    def texts(**fields: Any) -> list[str]:
+        return [choice.text for choice in complete(client, temperature=1, n=3, **fields).choices]
+
+    first = texts(seed=5)
+    assert len(set(first)) == 3
+    assert texts(seed=5) == first
+    assert texts() != texts()  # without a seed, another answer each time
+    assert complete(client, temperature=1, seed=5).choices[0].text == first[0]
+
+
+def test_other_samplings_than_openais_can_be_asked_for(client, greedy):
+    assert complete(client, temperature=1, extra_body={"top_k": 1}).choices[0].text == greedy
+    assert complete(client, temperature=1, extra_body={"min_p": 1.0}).choices[0].text == greedy
+    assert complete(client, temperature=1, top_p=1e-6).choices[0].text == greedy
+    assert complete(client, extra_body={"repetition_penalty": 5.0}).choices[0].text != greedy
+
+
+def test_a_chat_is_answered_by_the_assistant(client):
+    answer = chat(client)
+    assert answer.object == "chat.completion"
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content
+    parts = [{"role": each["role"], "content": [{"type": "text", "text": each["content"]}]} for each in HELLO]
+    again = client.chat.completions.create(model="tiny", temperature=0, max_completion_tokens=24, messages=parts)
+    assert again.choices[0].message.content == answer.choices[0].message.content
+
+
+def test_the_frame_of_a_chat_can_be_chosen(client):
+    plain = chat(client, extra_body={"frame": "plain"})
+    assert plain.usage.prompt_tokens < chat(client).usage.prompt_tokens
+    text = complete(client, "Be brief.\nHello")
+    assert plain.choices[0].message.content == text.choices[0].text
+
+
+# ---- streams ----
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_gives_the_same_texts(client, n):
+    whole = complete(client, n=n, temperature=1, seed=9, stop="e")
+    chunks = list(complete(client, n=n, temperature=1, seed=9, stop="e", stream=True))
+    for choice in whole.choices:
+        parts = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
+        assert "".join(part.text for part in parts) == choice.text
+        assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [choice.finish_reason]
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_stream_of_a_chat_gives_the_same_message(client):
+    whole = chat(client, logprobs=True, top_logprobs=2)
+    chunks = list(chat(client, logprobs=True, top_logprobs=2, stream=True))
+    parts = [chunk.choices[0] for chunk in chunks]
+    assert "".join(part.delta.content for part in parts) == whole.choices[0].message.content
+    assert [part.delta.role for part in parts] == ["assistant"] + [None] * (len(parts) - 1)
+    entries = [entry for part in parts for entry in part.logprobs.content]
+    assert [entry.bytes for entry in entries] == [entry.bytes for entry in whole.choices[0].logprobs.content]
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+
+
+def test_a_stream_ends_with_its_usage_where_asked(client):
+    usual = complete(client).usage
+    *chunks, last = complete(client, stream=True, stream_options={"include_usage": True})
+    assert last.choices == []
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (usual.prompt_tokens, usual.completion_tokens)
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_tokens_come_while_others_are_still_written(client):
+    """The first part arrives long before the last: what is streamed is not gathered first."""
+    chunks = list(complete(client, max_tokens=300, stream=True))
+    assert len(chunks) > 3
+
+
+# ---- log probabilities ----
+
+
+def test_log_probabilities_in_the_form_of_completions(client, greedy):
+    choice = complete(client, logprobs=3).choices[0]
+    logprobs = choice.logprobs
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == 24
+    assert all(value <= 0 for value in logprobs.token_logprobs)
+    assert all(1 <= len(top) <= 3 for top in logprobs.top_logprobs)
+    assert logprobs.text_offset == sorted(logprobs.text_offset)
+    assert choice.text == greedy
+    assert complete(client, logprobs=0).choices[0].logprobs.top_logprobs is None
+
+
+def test_log_probabilities_in_the_form_of_chats(client):
+    choice = chat(client, logprobs=True, top_logprobs=20).choices[0]
+    entries = choice.logprobs.content
+    assert len(entries) == 24
+    assert len(entries[0].top_logprobs) == 20
+    assert bytes(byte for entry in entries for byte in entry.bytes).decode("utf-8", "replace").strip()
+    for entry in entries:
+        assert sum(math.exp(each.logprob) for each in entry.top_logprobs) <= 1 + 1e-4
+        assert entry.top_logprobs[0].logprob == max(each.logprob for each in entry.top_logprobs)
+    assert chat(client).choices[0].logprobs is None
+
+
+# ---- several at once ----
+
+
+def test_clients_that_come_together_get_their_own_answers(served, greedy):
+    prompts = [f"{PROMPT} {number}" for number in range(12)]  # more than the batch of 8
+    with served.client() as client:
+        alone = [complete(client, prompt).choices[0].text for prompt in prompts]
+    found: dict[int, str] = {}
+
+    def ask(number: int) -> None:
+        with served.client() as client:
+            if number % 2:
+                found[number] = complete(client, prompts[number]).choices[0].text
+            else:
+                parts = complete(client, prompts[number], stream=True)
+                found[number] = "".join(chunk.choices[0].text for chunk in parts)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [found[number] for number in range(len(prompts))] == alone
+
+
+def test_the_model_is_listed_with_its_facts(client):
+    (model,) = client.models.list().data
+    assert model.id == "tiny"
+    assert client.models.retrieve("tiny").model_dump()["z2a"] == {
+        **{"parameters": 29_792, "step": 7, "tokens": 1000, "max_len": 4096},
+        **{"chat": "frame", "dtype": "float32", "device": "cpu"},
+    }

@@ -1,0 +1,164 @@
+"""Ends: clients that leave, limits, tokens, loading, and the end of the server itself."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from typing import Any
+
+import openai
+import pytest
+
+from zero2all.common.errors import BadInputError
+from zero2all.infer.engine import EngineSettings
+from zero2all.serve.model import ServedModel
+from zero2all.serve.server import ModelServer, ServeOptions
+
+from .conftest import Served, serving
+from .test_serve_refusals import COMPLETIONS, ask
+
+LONG: Any = {"model": "tiny", "prompt": "The capital of", "temperature": 0, "max_tokens": 4000}
+
+
+def send_and_leave(served: Served, body: dict[str, Any]) -> None:
+    """Ask over a plain socket, wait until the engine is at work, and hang up."""
+    raw = json.dumps(body).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", served.port)) as connection:
+        connection.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+        served.wait_until(lambda: served.model.stats()["running"] > 0)
+
+
+def blocks_in_use(served: Served) -> int:
+    cache = served.model.stats()["cache"]
+    return int(cache["blocks"] - cache["free"])
+
+
+@pytest.mark.parametrize("fields", [{"stream": True}, {"stream": False}, {"stream": True, "n": 3}])
+def test_a_client_that_leaves_takes_its_request_with_it(served, fields):
+    before = blocks_in_use(served)
+    send_and_leave(served, {**LONG, **fields})
+    served.wait_until(lambda: served.model.stats()["running"] == 0)
+    assert blocks_in_use(served) == before
+
+
+def test_a_stream_that_is_closed_halfway_is_cancelled_too(served, client):
+    with client.completions.create(**LONG, stream=True) as stream:
+        next(iter(stream))
+    served.wait_until(lambda: served.model.stats()["running"] == 0)
+
+
+def test_too_many_waiting_are_429_and_the_first_come_is_the_first_served(loaded):
+    with serving(loaded, settings=EngineSettings(max_batch=1), max_waiting=2) as served, served.client() as client:
+        order: list[int] = []
+
+        def short(number: int) -> None:
+            with served.client() as own:
+                own.completions.create(model="tiny", prompt=f"{number}", max_tokens=2)
+            order.append(number)
+
+        with client.completions.create(**LONG, stream=True) as stream:
+            next(iter(stream))
+            threads = []
+            for number in range(2):
+                threads.append(threading.Thread(target=short, args=(number,)))
+                threads[-1].start()
+                served.wait_until(lambda: served.model.stats()["waiting"] == len(threads))
+            with pytest.raises(openai.RateLimitError, match="2 requests are waiting"):
+                client.completions.create(model="tiny", prompt="a")
+        for thread in threads:
+            thread.join(20)
+        assert order == [0, 1]
+
+
+def test_beyond_loopback_everything_needs_the_token(loaded):
+    options = ServeOptions(port=0, grace_seconds=0, token="a-token-of-the-test")
+    with serving(loaded, options) as served:
+        for path in ("/", "/health", "/v1/models", "/v1/stats"):
+            assert ask(served, "GET", path)[0] == 401
+        status, answer = ask(served, "POST", COMPLETIONS, {"prompt": "a"})
+        assert status == 401
+        assert answer["error"]["type"] == "authentication_error"
+        with served.client("wrong") as client, pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        with served.client("a-token-of-the-test") as client:
+            assert client.models.list().data[0].id == "tiny"
+
+
+def test_any_other_address_makes_a_token(loaded):
+    model = ServedModel(lambda: loaded)
+    for host, has_token in (("127.0.0.1", False), ("0.0.0.0", True)):
+        server = ModelServer(model, ServeOptions(host, 0))
+        server.socket.close()
+        assert (server.token is not None) is has_token
+        assert ("?token=" in server.page) is has_token
+
+
+def test_while_the_model_is_loaded_requests_are_told_to_come_back(loaded):
+    goes_on = threading.Event()
+
+    def load() -> Any:
+        goes_on.wait(20)
+        return loaded
+
+    model = ServedModel(load)
+    server = ModelServer(model, ServeOptions(port=0, grace_seconds=0))
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    served = Served.__new__(Served)
+    served.server, served.model = server, model
+    assert ask(served, "GET", "/health") == (503, {"status": "loading", "running": 0, "waiting": 0})
+    for method, path, body in (("GET", "/v1/models", None), ("POST", COMPLETIONS, {"prompt": "a"})):
+        status, answer = ask(served, method, path, body)
+        assert (status, answer["error"]["code"]) == (503, "loading")
+    goes_on.set()
+    served.wait_until(lambda: ask(served, "GET", "/health")[0] == 200)
+    server.stop()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_the_reason():
+    def load() -> Any:
+        raise BadInputError("The folder is empty.")
+
+    server = ModelServer(ServedModel(load), ServeOptions(port=0))
+    with pytest.raises(BadInputError, match="The folder is empty"):
+        server.serve()
+
+
+def test_a_pass_that_fails_is_500_and_the_next_request_is_served(loaded):
+    """Real damage: the cache is taken away for a moment."""
+    with serving(loaded) as served, served.client() as client:
+        forward = served.model.service.engine.forward
+        blocks, forward.blocks = forward.blocks, None
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError, match="The engine failed"):
+                client.completions.create(model="tiny", prompt="a", stream=stream)
+        forward.blocks = blocks
+        assert client.completions.create(model="tiny", prompt="a", max_tokens=2).usage.completion_tokens == 2
+
+
+def test_draining_lets_what_runs_finish_and_refuses_the_rest(loaded):
+    with serving(loaded, ServeOptions(port=0, grace_seconds=20)) as served, served.client() as client:
+        stream = client.completions.create(**{**LONG, "max_tokens": 400}, stream=True)
+        chunks = [next(iter(stream))]
+        served.server.stop()
+        assert ask(served, "GET", "/health")[1]["status"] == "draining"
+        status, answer = ask(served, "POST", COMPLETIONS, {"prompt": "a"})
+        assert (status, answer["error"]["code"]) == (503, "draining")
+        chunks += list(stream)
+        assert chunks[-1].choices[0].finish_reason == "length"
+        served.thread.join(20)
+        assert not served.thread.is_alive()
+
+
+def test_after_the_time_of_grace_the_rest_is_cancelled_with_what_was_written(loaded):
+    with serving(loaded, ServeOptions(port=0, grace_seconds=0)) as served, served.client() as client:
+        stream = client.completions.create(**LONG, stream=True)
+        chunks = [next(iter(stream))]
+        served.server.stop()
+        chunks += list(stream)
+        assert chunks[-1].choices[0].finish_reason == "cancelled"
+        assert "".join(chunk.choices[0].text for chunk in chunks)

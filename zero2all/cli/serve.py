@@ -1,0 +1,135 @@
+"""`z2a serve`: a model behind an OpenAI-compatible endpoint, with a page to talk to it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zero2all.cli.verb import Subparsers, add_verb, add_work, real, whole, workspace_of
+from zero2all.common.errors import BadInputError
+
+if TYPE_CHECKING:
+    from zero2all.infer.load import LoadedModel
+    from zero2all.serve.server import ModelServer
+
+SHORTEST_TOKEN = 16
+
+
+def register(verbs: Subparsers) -> None:
+    """Add the verb."""
+    serve = add_verb(
+        verbs,
+        "serve",
+        "answer OpenAI's clients, and talk to the model in the browser",
+        "z2a serve my-run --work my-workspace --open\n  z2a serve path/to/huggingface-folder --port 8000",
+        _serve,
+    )
+    serve.add_argument("source", metavar="RUN|FOLDER", help="name or folder of a run, or a Hugging Face folder")
+    add_work(serve)
+    serve.add_argument("--step", type=whole(0), metavar="N", help="checkpoint to use (default: the newest)")
+    serve.add_argument("--name", metavar="NAME", help="what clients call the model (default: the name of the run)")
+    _add_engine(serve)
+    serve.add_argument(
+        "--port", type=whole(0), default=None, metavar="N", help="port (default: a free one from 6107 on)"
+    )
+    serve.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address to listen on (default: 127.0.0.1); any other makes a token necessary, which is printed",
+    )
+    serve.add_argument("--token", action="store_true", help="ask for a token on 127.0.0.1 too: for shared machines")
+    serve.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="take the token from this file: it stays the same"
+    )
+    serve.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another name the server may be reached by, such as that of a proxy; can be repeated",
+    )
+    serve.add_argument(
+        "--grace",
+        type=real(0),
+        default=30.0,
+        metavar="SECONDS",
+        help="how long running requests may go on after Ctrl-C or SIGTERM (default 30)",
+    )
+    serve.add_argument("--open", action="store_true", help="open the page in the browser")
+
+
+def _add_engine(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: a GPU where there is one)")
+    serve.add_argument("--dtype", metavar="NAME", help="float32, bfloat16 or float16 (default: by the device)")
+    serve.add_argument(
+        "--max-len",
+        type=whole(2),
+        metavar="N",
+        help="tokens of prompt and answer together (default: the model's)",
+    )
+    serve.add_argument(
+        "--max-batch", type=whole(1), metavar="N", help="answers written at once (default: 32 on a CPU, 256 on a GPU)"
+    )
+    serve.add_argument(
+        "--max-waiting",
+        type=whole(1),
+        default=256,
+        metavar="N",
+        help="requests that may wait for their turn; more are refused with 429 (default 256)",
+    )
+    serve.add_argument(
+        "--cache-gb", type=real(0), metavar="X", help="memory for keys and values (default: by what is free)"
+    )
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    token = _token_in(arguments.token_file) if arguments.token_file else None
+
+    from zero2all.infer.engine import EngineSettings
+    from zero2all.serve.model import ServedModel
+    from zero2all.serve.server import ModelServer, ServeOptions
+
+    def load() -> LoadedModel:
+        from zero2all.infer.load import load_model
+
+        return load_model(arguments.source, workspace_of(arguments), arguments.step, arguments.device, arguments.dtype)
+
+    cache_bytes = None if arguments.cache_gb is None else int(arguments.cache_gb * 1e9)
+    settings = EngineSettings(arguments.max_batch, cache_bytes, arguments.max_len)
+    model = ServedModel(load, settings, arguments.name, arguments.max_waiting)
+    options = ServeOptions(
+        arguments.host, arguments.port, arguments.token, token, arguments.allow_host, arguments.grace
+    )
+    server = ModelServer(model, options, lambda: _say_ready(server, arguments.open))
+    print(f"Loading {arguments.source} …", flush=True)
+    server.serve()
+
+
+def _say_ready(server: ModelServer, opens: bool) -> None:
+    facts = server.model.facts()
+    z2a = facts["z2a"]
+    print(f"{facts['id']}: {z2a['parameters'] / 1e6:,.1f} M parameters, {z2a['dtype']}, {z2a['device']}")
+    key = f", api_key={server.token}" if server.token else ", any api_key"
+    print(f"The page is at {server.page}   (Ctrl-C ends it)")
+    print(f"OpenAI clients: base_url={server.url}v1{key}, model={facts['id']}", flush=True)
+    if opens:
+        import webbrowser
+
+        webbrowser.open(server.page)
+
+
+def _token_in(path: Path) -> str:
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInputError(
+            f"The token in {path} cannot be read ({error}). Give a file with one line of text."
+        ) from None
+    if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
+        raise BadInputError(
+            f"The token in {path} must have at least {SHORTEST_TOKEN} printable ASCII characters without blanks, on "
+            f"one line. `openssl rand -hex 24 > {path}` makes a good one."
+        )
+    return token

@@ -1,0 +1,160 @@
+"""What the engine wrote -> OpenAI's objects: whole answers, and the chunks of a stream."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zero2all.infer.job import Choice
+from zero2all.infer.text import Piece
+from zero2all.serve.wire import Call
+from zero2all.tokenizer.load import Tokenizer
+
+
+class Answer:
+    """The answer to one call. The two routes differ in their names and in the form of a choice."""
+
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def __init__(self, call: Call, model: str, tokenizer: Tokenizer, prompt_tokens: Sequence[int] = ()) -> None:
+        self.call, self.model, self.tokenizer = call, model, tokenizer
+        self._prompt_tokens = sum(prompt_tokens[:: call.n])  # a prompt counts once, however many choices it has
+        self._new_tokens = 0
+        self.id = f"{self.id_prefix}-{secrets.token_hex(12)}"
+        self.created = int(time.time())
+        self._ends: dict[int, Piece] = {}
+        self._begun: set[int] = set()
+
+    def whole(self, pieces: Mapping[int, Piece]) -> dict[str, Any]:
+        """The answer in one object; `pieces` has everything of each choice."""
+        self._ends.update(pieces)
+        choices = [self.choice(index, self._with_echo(index, piece)) for index, piece in sorted(pieces.items())]
+        return {**self._head(self.whole_object), "choices": choices, "usage": self.usage()}
+
+    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        """The next part of one choice."""
+        if piece.finish is not None:
+            self._ends[index] = piece
+        choice = self.part(index, self._with_echo(index, piece))
+        self._begun.add(index)
+        self._new_tokens += len(piece.tokens)
+        so_far = _usage(self._prompt_tokens, self._new_tokens) if self.call.running_usage else None
+        usage = {"usage": so_far} if self.call.include_usage else {}
+        return {**self._head(self.chunk_object), "choices": [choice], **usage}
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """The end of a stream that was asked for its usage."""
+        return {**self._head(self.chunk_object), "choices": [], "usage": self.usage()}
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens read and written."""
+        ends = [(index, piece.usage) for index, piece in self._ends.items() if piece.usage is not None]
+        of_prompts = [usage for index, usage in ends if index % self.call.n == 0]
+        prompt, new = sum(each.prompt_tokens for each in of_prompts), sum(usage.new_tokens for _, usage in ends)
+        cached = sum(each.cached_tokens for each in of_prompts)
+        return {**_usage(prompt, new), "prompt_tokens_details": {"cached_tokens": cached}}
+
+    def choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        """One choice, whole."""
+        raise NotImplementedError
+
+    def part(self, index: int, piece: Piece) -> dict[str, Any]:
+        """The next part of a choice."""
+        raise NotImplementedError
+
+    def bytes_of(self, token: int) -> bytes:
+        """What a token spells; nothing for rows of the model beyond the vocabulary, which may be alternatives."""
+        try:
+            return self.tokenizer.token_bytes(token)
+        except ValueError:
+            return b""
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _with_echo(self, index: int, piece: Piece) -> Piece:
+        if not self.call.echoes or index in self._begun:
+            return piece
+        return dataclasses.replace(piece, text=self.call.echoes[index] + piece.text)
+
+
+def _usage(prompt: int, new: int) -> dict[str, Any]:
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+
+class CompletionAnswer(Answer):
+    """Of /v1/completions."""
+
+    id_prefix = "cmpl"
+    whole_object = chunk_object = "text_completion"
+
+    def __init__(self, call: Call, model: str, tokenizer: Tokenizer, prompt_tokens: Sequence[int] = ()) -> None:
+        super().__init__(call, model, tokenizer, prompt_tokens)
+        self._offsets = [0] * len(call.requests)
+
+    def choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        """Its text."""
+        logprobs = None if self.call.requests[index].logprobs is None else self._logprobs(index, piece)
+        return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
+
+    part = choice
+
+    def _logprobs(self, index: int, piece: Piece) -> dict[str, Any]:
+        tokens = [self._spelled(choice.id) for choice in piece.choices]
+        offsets = []
+        for choice in piece.choices:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(self.bytes_of(choice.id).decode("utf-8", "ignore"))
+        top = [
+            {self._spelled(token): logprob for token, logprob in reversed(choice.alternatives)}
+            for choice in piece.choices
+        ]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [choice.logprob for choice in piece.choices],
+            "top_logprobs": top if self.call.requests[index].logprobs else None,
+            "text_offset": offsets,
+        }
+
+    def _spelled(self, token: int) -> str:
+        """A token as text; where it is a part of a character, its bytes, written as OpenAI writes them."""
+        raw = self.bytes_of(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+class ChatAnswer(Answer):
+    """Of /v1/chat/completions."""
+
+    id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        """A message."""
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        return {"index": index, "message": message, **self._rest(index, piece)}
+
+    def part(self, index: int, piece: Piece) -> dict[str, Any]:
+        """What the message grows by; the first part names the role."""
+        role = {} if index in self._begun else {"role": "assistant"}
+        return {"index": index, "delta": {**role, "content": piece.text}, **self._rest(index, piece)}
+
+    def _rest(self, index: int, piece: Piece) -> dict[str, Any]:
+        logprobs = None
+        if self.call.requests[index].logprobs is not None:
+            logprobs = {"content": [self._entry(choice) for choice in piece.choices], "refusal": None}
+        return {"logprobs": logprobs, "finish_reason": piece.finish}
+
+    def _entry(self, choice: Choice) -> dict[str, Any]:
+        top = [self._token(token, logprob) for token, logprob in choice.alternatives]
+        return {**self._token(choice.id, choice.logprob), "top_logprobs": top}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        raw = self.bytes_of(token)
+        return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}

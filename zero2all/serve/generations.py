@@ -1,0 +1,111 @@
+"""What the engine writes for one HTTP request: from the engine's thread into the event loop.
+
+The engine must not wait for clients, and a loop that is woken for every token of every client takes the interpreter
+from the engine's thread. So pieces are left in a queue, and the loop is woken once for all that came within
+`MERGE_SECONDS`; the end of a text wakes it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+
+from zero2all.infer.service import Service, ServiceEndedError, Ticket
+from zero2all.infer.text import Piece
+from zero2all.serve.wire import Call
+
+MERGE_SECONDS = 0.03
+
+
+class Generations:
+    """The choices of one request while they are written. For the event loop, but for `_deliver`."""
+
+    def __init__(self, service: Service, call: Call, loop: asyncio.AbstractEventLoop) -> None:
+        self._service, self._requests, self._loop = service, call.requests, loop
+        self._arrived: deque[tuple[int, Piece]] = deque()
+        self._news, self._ended = asyncio.Event(), asyncio.Event()
+        self._is_woken = not call.stream  # without a stream only the end matters
+        self._left = len(call.requests)
+        self._tickets: list[Ticket] = []
+
+    def submit(self) -> None:
+        """Hand all of them in; where one is refused, none runs. Long prompts take a while: not in the event loop."""
+        try:
+            for index, request in enumerate(self._requests):
+                self._tickets.append(self._service.submit(request, partial(self._deliver, index)))
+        except BaseException:
+            self.cancel()
+            raise
+
+    @property
+    def prompt_tokens(self) -> list[int]:
+        """How many tokens the prompt of each choice has."""
+        return [ticket.job.prompt_tokens for ticket in self._tickets if ticket.job is not None]
+
+    def cancel(self) -> None:
+        """Take what is not finished out of the engine."""
+        if not self._left:
+            return
+        with contextlib.suppress(ServiceEndedError):
+            for ticket in self._tickets:
+                self._service.cancel(ticket)
+
+    async def whole(self) -> list[tuple[int, Piece]]:
+        """Everything, once all choices are finished."""
+        await self._ended.wait()
+        return list(self._arrived)
+
+    async def portions(self) -> AsyncIterator[list[tuple[int, Piece]]]:
+        """What has come since the last portion, until all choices are finished."""
+        left = len(self._requests)
+        while left:
+            await self._news.wait()
+            self._news.clear()
+            self._is_woken = False  # before the queue is read: what comes after that wakes the loop again
+            portion = [self._arrived.popleft() for _ in range(len(self._arrived))]
+            left -= sum(piece.finish is not None for _, piece in portion)
+            if portion:
+                yield portion
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), MERGE_SECONDS)
+
+    def _deliver(self, index: int, piece: Piece) -> None:
+        """Called in the engine's thread."""
+        self._arrived.append((index, piece))
+        if piece.finish is not None:
+            self._left -= 1
+        if not self._left:
+            self._wake(self._all_ended)
+        elif not self._is_woken:
+            self._is_woken = True
+            self._wake(self._news.set)
+
+    def _wake(self, note: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it everybody who waited
+            self._loop.call_soon_threadsafe(note)
+
+    def _all_ended(self) -> None:
+        self._ended.set()
+        self._news.set()
+
+
+def merged(pieces: Sequence[Piece]) -> Piece:
+    """Pieces of one choice that follow one another, as one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    last = pieces[-1]
+    tokens = tuple(token for piece in pieces for token in piece.tokens)
+    choices = tuple(choice for piece in pieces for choice in piece.choices)
+    text = "".join(piece.text for piece in pieces)
+    return Piece(text, tokens, choices, last.finish, last.error, last.usage)
+
+
+def by_choice(portion: Sequence[tuple[int, Piece]]) -> dict[int, Piece]:
+    """The pieces of each choice, joined."""
+    found: dict[int, list[Piece]] = {}
+    for index, piece in portion:
+        found.setdefault(index, []).append(piece)
+    return {index: merged(pieces) for index, pieces in sorted(found.items())}

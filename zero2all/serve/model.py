@@ -1,0 +1,124 @@
+"""The model that is served, from loading to the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from zero2all.infer.engine import EngineSettings
+from zero2all.infer.load import LoadedModel
+from zero2all.infer.service import Service
+from zero2all.serve.errors import RefusedError
+
+LOADING, READY, DRAINING = "loading", "ready", "draining"
+
+
+class ServedModel:
+    """One model behind an engine: what it is called, what state it is in, how many may wait."""
+
+    def __init__(
+        self,
+        load: Callable[[], LoadedModel],
+        settings: EngineSettings | None = None,
+        name: str | None = None,
+        max_waiting: int = 256,
+    ) -> None:
+        self._load, self._settings = load, settings or EngineSettings()
+        self._name, self.max_waiting = name, max_waiting
+        self._loaded: LoadedModel | None = None
+        self._service: Service | None = None
+        self.state = LOADING
+        self.created = int(time.time())
+
+    def open(self) -> None:
+        """Load it and start the engine; takes its time."""
+        loaded = self._load()
+        self._loaded, self._service = loaded, Service(loaded, self._settings)
+        if self.state == LOADING:
+            self.state = READY
+
+    def drain(self) -> None:
+        """Take no more requests."""
+        self.state = DRAINING
+
+    def close(self, wait_seconds: float) -> None:
+        """Let what runs finish for so long, cancel the rest, end the engine."""
+        self.drain()
+        if self._service is not None:
+            self._service.close(wait_seconds)
+
+    @property
+    def name(self) -> str:
+        """The id that clients name it by."""
+        return self._name or self.loaded.name
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model; refused while it is not loaded."""
+        if self._loaded is None:
+            raise RefusedError(503, "The model is being loaded. Try again in a few seconds.", code="loading")
+        return self._loaded
+
+    @property
+    def service(self) -> Service:
+        """The engine; refused while it is not loaded."""
+        if self._service is None:
+            raise RefusedError(503, "The model is being loaded. Try again in a few seconds.", code="loading")
+        return self._service
+
+    def require_free(self) -> Service:
+        """The engine, where one more request may be handed in now."""
+        if self.state == DRAINING:
+            raise ending()
+        service = self.service
+        if service.stats.waiting >= self.max_waiting:
+            raise RefusedError(
+                429,
+                f"{self.max_waiting} requests are waiting already (--max-waiting). Try again in a moment.",
+                code="too_many_waiting",
+            )
+        return service
+
+    def require_name(self, asked: str | None) -> None:
+        """Refuse a request that means another model."""
+        if asked not in (None, self.name):
+            raise RefusedError(
+                404,
+                f"The model `{asked[:200]}` is not served here; this server has `{self.name}`.",
+                "model",
+                "model_not_found",
+            )
+
+    def facts(self) -> dict[str, Any]:
+        """The model as /v1/models describes it; `z2a` holds what OpenAI has no field for."""
+        from zero2all.infer.chat import chat_prompt
+        from zero2all.tokenizer.chat import Message
+
+        loaded = self.loaded
+        weight = loaded.model.embedding.weight
+        z2a = {
+            "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
+            "step": loaded.step,
+            "tokens": loaded.tokens,
+            "max_len": self.service.engine.max_len,
+            "chat": chat_prompt(loaded, [Message("user", "")]).how,
+            "dtype": str(weight.dtype).removeprefix("torch."),
+            "device": str(weight.device),
+        }
+        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "zero2all", "z2a": z2a}
+
+    def stats(self) -> dict[str, Any]:
+        """What happens now."""
+        found: dict[str, Any] = {"status": self.state, "running": 0, "waiting": 0}
+        if self._service is not None:
+            stats = self._service.stats
+            found |= {"running": stats.running, "waiting": stats.waiting, "generated_tokens": stats.generated_tokens}
+            found["tokens_per_second"] = stats.tokens_per_second
+            found["cache"] = {"blocks": stats.cache_blocks, "free": stats.cache_blocks_free}
+        return found
+
+
+def ending() -> RefusedError:
+    """The refusal of a server that is about to end."""
+    return RefusedError(503, "This server is ending and takes no more requests.", code="draining")

@@ -1,0 +1,94 @@
+// One answer while it is written: the request, what has come of it, and how fast.
+
+import { ServerError, stream } from './api.js';
+import { state } from './state.js';
+import { Clusters, readTokens } from './tokens.js';
+
+const ALTERNATIVES = 8;
+const LARGEST_SEED = 2 ** 31 - 1;
+
+// A stop string per line; \n and \t stand for what cannot be typed in a line.
+const stops = (text) => text.split('\n').filter(Boolean).map((line) => line.replaceAll('\\n', '\n').replaceAll('\\t', '\t'));
+
+export class Answer {
+	constructor(prompt = null) {
+		this.prompt = prompt; // the text it continues, where that is known
+		this.text = '';
+		this.clusters = null; // where probabilities were asked for
+		this.state = 'waiting'; // writing, then stop, length, stopped or failed
+		this.error = '';
+		this.usage = null;
+		this.asked = performance.now();
+		this.controller = new AbortController();
+		this.seed = state.settings.seed === '' ? Math.floor(Math.random() * LARGEST_SEED) : state.settings.seed;
+	}
+
+	get isOver() {
+		return !['waiting', 'writing'].includes(this.state);
+	}
+
+	// `content` is {messages} or {prompt}.
+	body(model, content) {
+		const { temperature, top_k, top_p, min_p, repetition_penalty, max_tokens, stop } = state.settings;
+		const body = { model, ...content, temperature, top_k, top_p, min_p, repetition_penalty, max_tokens, seed: this.seed };
+		Object.assign(body, { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } });
+		if (stops(stop).length) body.stop = stops(stop);
+		if (state.probabilities) Object.assign(body, content.messages ? { logprobs: true, top_logprobs: ALTERNATIVES } : { logprobs: ALTERNATIVES });
+		return body;
+	}
+
+	// Never fails: an error is a part of the answer, as is what was written before it.
+	async write(model, content, onChange) {
+		const path = content.messages ? 'v1/chat/completions' : 'v1/completions';
+		if (state.probabilities) this.clusters = new Clusters();
+		try {
+			for await (const message of stream(path, this.body(model, content), this.controller.signal)) {
+				this.take(message);
+				onChange();
+			}
+			if (!this.isOver) this.state = 'stop';
+		} catch (error) {
+			this.state = error.name === 'AbortError' ? 'stopped' : 'failed';
+			this.error = error.name === 'AbortError' ? '' : error.message;
+			if (!(error instanceof ServerError) && error.name !== 'AbortError') console.error(error);
+		}
+		this.clusters?.close();
+		onChange();
+	}
+
+	take({ choices, usage }) {
+		if (usage) this.usage = usage;
+		const [choice] = choices ?? [];
+		if (!choice) return;
+		const text = choice.delta?.content ?? choice.text ?? '';
+		const tokens = readTokens(choice.logprobs);
+		this.clusters?.add(tokens);
+		if (text || tokens.length) {
+			this.last = performance.now();
+			this.first ??= { at: this.last, tokens: usage?.completion_tokens };
+			this.state = 'writing';
+		}
+		this.text += text;
+		if (choice.finish_reason) this.state = choice.finish_reason;
+	}
+
+	stop() {
+		this.controller.abort();
+	}
+
+	// Seconds to the first token, tokens per second after it, tokens of the context that are in use; null: not known yet.
+	get figures() {
+		const { first, usage, last } = this;
+		const since = first && usage ? { seconds: (last - first.at) / 1000, tokens: usage.completion_tokens - first.tokens } : null;
+		return {
+			toFirst: first ? (first.at - this.asked) / 1000 : null,
+			perSecond: since?.seconds > 0 && since.tokens > 0 ? since.tokens / since.seconds : null,
+			inContext: usage?.total_tokens ?? null,
+		};
+	}
+
+	// [{text, start, cluster}], or null where there are no probabilities to show.
+	seen() {
+		return this.clusters?.seenIn(this.text, this.prompt) ?? null;
+	}
+}

@@ -1,0 +1,238 @@
+// Chat: messages and answers.
+
+import { Answer } from './answer.js';
+import { byId, h, later } from './dom.js';
+import { readoutLine, showReadout } from './readout.js';
+import { copy, saveJson, saveMarkdown } from './save.js';
+import { change, state } from './state.js';
+import * as store from './store.js';
+import { TokenText } from './tokentext.js';
+import { t } from './words.js';
+
+const tool = (name, onclick, props = {}) => h('button', { class: 'tool', data: { tool: name }, onclick, ...props }, t(name));
+
+// Code between fences is set as code; all the rest is text as it came.
+function prose(text) {
+	return text.split(/^```[^\n`]*(?:\n|$)/m).map((part, i) => part && h(i % 2 ? 'pre' : 'div', { class: i % 2 ? 'code' : 'prose' }, part.replace(/\n$/, '')));
+}
+
+// Enter while an input method is choosing characters belongs to it.
+export const isEnter = (event) => event.key === 'Enter' && !event.shiftKey && !event.isComposing && event.keyCode !== 229;
+
+export class Chat {
+	constructor(panel, onHistory) {
+		this.panel = panel;
+		this.onHistory = onHistory;
+		this.model = null;
+		this.answer = null; // the newest of this page; not over while it is written
+		this.editing = -1; // number of the message that is being edited
+		this.keep = () => { this.isKept = store.keep(this.conversation); };
+		this.keepSoon = later(() => this.keep(), 300);
+		this.list = h('div', { class: 'messages', role: 'log' });
+		this.notes = h('div');
+		this.box = h('textarea', { id: 'message', rows: 2, oninput: () => this.onInput(), onkeydown: (event) => { if (isEnter(event)) { event.preventDefault(); this.send(); } } });
+		this.tools = h('div', { class: 'tools-line' });
+		this.line = readoutLine();
+		this.root = h('div', { class: 'chat' }, this.list, this.notes, h('div', { class: 'composer' }, this.box, this.tools, this.line));
+		this.list.addEventListener('pointerover', (event) => this.onToken(event, (what) => this.panel.rest(() => what)));
+		this.list.addEventListener('pointerout', () => this.panel.leave());
+		this.list.addEventListener('focusin', (event) => this.onToken(event, (what) => this.panel.isPinned || this.panel.show(what)));
+		this.list.addEventListener('click', (event) => this.onToken(event, (what) => this.panel.show({ ...what, pin: true })));
+		this.open(store.load(state.conversation) ?? store.create());
+	}
+
+	get isWriting() {
+		return this.answer !== null && !this.answer.isOver;
+	}
+
+	open(conversation) {
+		this.stop();
+		this.conversation = conversation;
+		this.answer = null;
+		this.editing = -1;
+		this.box.value = conversation.draft;
+		if (state.conversation !== conversation.id) change({ conversation: conversation.id });
+		this.draw();
+	}
+
+	// ---- what the person does ----
+
+	onInput() {
+		this.conversation.draft = this.box.value;
+		this.keepSoon();
+		this.drawTools();
+	}
+
+	send() {
+		const text = this.box.value;
+		if (!text.trim() || this.isWriting || !this.model) return;
+		this.conversation.messages.push({ role: 'user', content: text });
+		this.box.value = this.conversation.draft = '';
+		this.ask();
+	}
+
+	stop() {
+		if (this.isWriting) this.answer.stop();
+	}
+
+	regenerate() {
+		this.stop();
+		const { messages } = this.conversation;
+		if (messages.at(-1)?.role === 'assistant') messages.pop();
+		if (messages.length) this.ask();
+	}
+
+	// The words come back into the box, unless something else was begun there.
+	undo() {
+		this.stop();
+		const { messages } = this.conversation;
+		if (messages.at(-1)?.role === 'assistant') messages.pop();
+		const last = messages.pop();
+		if (last && !this.box.value.trim()) this.box.value = this.conversation.draft = last.content;
+		this.answer = null;
+		this.keep();
+		this.draw();
+		this.box.focus();
+	}
+
+	edit(place, text) {
+		this.stop();
+		const { messages } = this.conversation;
+		messages.splice(place);
+		messages.push({ role: 'user', content: text });
+		this.ask();
+	}
+
+	async ask() {
+		const { conversation } = this;
+		this.editing = -1;
+		const { system } = state.settings;
+		const said = conversation.messages.filter(({ content }) => content).map(({ role, content }) => ({ role, content }));
+		const messages = [...(system.trim() ? [{ role: 'system', content: system }] : []), ...said];
+		const answer = (this.answer = new Answer());
+		const message = { role: 'assistant', content: '', seed: answer.seed, answer };
+		conversation.messages.push(message);
+		conversation.time = Date.now();
+		this.keep();
+		this.draw();
+		this.onHistory();
+		this.toEnd();
+		await answer.write(this.model.id, { messages }, () => {
+			message.content = answer.text;
+			message.finish = answer.isOver ? answer.state : undefined;
+			this.drawSoon();
+		});
+		if (conversation === this.conversation) this.keep();
+		else store.keep(conversation);
+	}
+
+	// ---- what is seen ----
+
+	drawSoon() {
+		this.frame ??= requestAnimationFrame(() => {
+			this.frame = null;
+			const isAtEnd = innerHeight + scrollY >= document.documentElement.scrollHeight - 60;
+			if (this.answer?.isOver) this.draw();
+			else this.drawNewest();
+			if (isAtEnd) this.toEnd();
+		});
+	}
+
+	toEnd() {
+		scrollTo(0, document.documentElement.scrollHeight);
+	}
+
+	draw() {
+		const { messages } = this.conversation;
+		if (!this.panel.isPinned) this.panel.hide();
+		this.list.ariaLabel = t('chat');
+		this.list.replaceChildren(...messages.map((message, place) => this.item(message, place)));
+		this.list.hidden = !messages.length;
+		this.drawNotes();
+		this.drawTools();
+		showReadout(this.line, this.answer, this.model);
+	}
+
+	// Only the message that grows.
+	drawNewest() {
+		const message = this.conversation.messages.at(-1);
+		if (message?.answer === this.answer) this.drawBody(message);
+		showReadout(this.line, this.answer, this.model);
+	}
+
+	drawNotes() {
+		const notes = [];
+		if (!this.conversation.messages.length) {
+			notes.push(h('div', { class: 'blank' }, h('h2', {}, t('empty')), h('p', {}, t(this.model?.z2a?.chat === 'frame' ? 'frame' : 'noHistory'))));
+		}
+		if (this.isKept === false) notes.push(h('p', { class: 'notice warn', role: 'alert' }, t('notKept')));
+		this.notes.replaceChildren(...notes);
+	}
+
+	drawTools() {
+		const { messages } = this.conversation;
+		this.box.ariaLabel = t('message');
+		this.box.placeholder = t('messageHint');
+		this.box.title = t('messageKeys');
+		const main = this.isWriting
+			? h('button', { class: 'main-action', data: { tool: 'stop' }, onclick: () => this.stop() }, t('stopIt'))
+			: h('button', { class: 'main-action', data: { tool: 'send' }, disabled: !this.box.value.trim(), onclick: () => this.send() }, t('send'));
+		const hasSome = messages.length > 0;
+		const others = [
+			hasSome && tool('regenerate', () => this.regenerate(), { disabled: this.isWriting }),
+			hasSome && tool('undo', () => this.undo()),
+			hasSome && tool('saveJson', () => saveJson(this.model, messages)),
+			hasSome && tool('saveMarkdown', () => saveMarkdown(this.model, messages)),
+		];
+		this.tools.replaceChildren(...others.filter(Boolean), h('span', { class: 'keys hint' }, t('messageKeys')), main);
+	}
+
+	item(message, place) {
+		const isUser = message.role === 'user';
+		message.body = h('div', { class: 'body' });
+		message.spans = null;
+		const tools = [tool('copy', () => copy(message.content)), isUser && tool('edit', () => { this.editing = place; this.draw(); byId('editing').focus(); })];
+		const item = h('article', { class: `message ${message.role}`, 'aria-busy': message.answer && !message.answer.isOver ? 'true' : null },
+			h('header', {}, h('b', {}, isUser ? t('you') : (this.model?.id ?? '…')), h('span', { class: 'message-tools' }, tools)));
+		if (place === this.editing) item.append(this.editor(message, place));
+		else {
+			item.append(message.body);
+			this.drawBody(message);
+			if (message.answer?.error) {
+				item.append(h('div', { class: 'notice bad', role: 'alert' }, h('p', {}, message.answer.error), tool('tryAgain', () => this.regenerate())));
+			}
+		}
+		return item;
+	}
+
+	drawBody(message) {
+		const { body, answer } = message;
+		const seen = state.probabilities ? answer?.seen() : null;
+		if (seen) {
+			if (!message.spans) body.replaceChildren();
+			message.spans ??= new TokenText(body, { buttons: true });
+			body.classList.add('prose');
+			message.spans.update(seen);
+			return;
+		}
+		message.spans = null;
+		body.classList.remove('prose');
+		body.replaceChildren(...prose(message.content).filter(Boolean));
+		if (state.probabilities && message.role === 'assistant' && message.content && !answer?.clusters) body.append(h('p', { class: 'hint' }, t('notRecorded')));
+	}
+
+	editor(message, place) {
+		const again = () => area.value.trim() && this.edit(place, area.value);
+		const area = h('textarea', {
+			id: 'editing', value: message.content, rows: 3, 'aria-label': t('edit'),
+			onkeydown: (event) => { if (isEnter(event)) { event.preventDefault(); again(); } },
+		});
+		const close = () => { this.editing = -1; this.draw(); };
+		return h('div', { class: 'editor' }, area, h('div', { class: 'tools-line' }, tool('cancel', close), h('button', { class: 'main-action', data: { tool: 'editSend' }, onclick: again }, t('editSend'))));
+	}
+
+	onToken(event, show) {
+		const anchor = event.target.closest?.('.token');
+		if (anchor?.cluster) show({ anchor, host: anchor.closest('.message'), cluster: anchor.cluster });
+	}
+}
