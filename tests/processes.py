@@ -1,12 +1,16 @@
-"""Programs in processes of their own, forked from one that has imported torch (warm_process.py)."""
+"""Programs in processes of their own, forked from one that has imported torch (warm_process.py); terminals for them."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -72,3 +76,28 @@ class Program:
 
 
 Start = Callable[..., Program]
+
+
+class Screen:
+    """The other side of a pseudo-terminal: everything that was written to it so far."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+        self.seen = b""
+
+    def resize(self, columns: int, rows: int) -> None:
+        fcntl.ioctl(self.handle, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def wait_for(self, wanted: bytes) -> None:
+        self.wait_until(lambda: wanted in self.seen, repr(wanted))
+
+    def wait_until(self, is_there: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not is_there():
+            left = deadline - time.monotonic()
+            assert left > 0, f"{what} was not drawn: {self.seen[-2000:]!r}"
+            if select.select([self.handle], [], [], left)[0]:
+                try:
+                    self.seen += os.read(self.handle, 1 << 16)
+                except OSError:  # the program ended
+                    time.sleep(0.01)

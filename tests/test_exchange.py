@@ -14,10 +14,11 @@ from zero2all import exchange
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json, write_json
 from zero2all.common.workspace import open_workspace
-from zero2all.evals.generate import generate
 from zero2all.exchange import export_run, import_folder
 from zero2all.infer.boundary import Vocabulary, heal
+from zero2all.infer.engine import Engine
 from zero2all.infer.load import load_run
+from zero2all.infer.text import generate
 from zero2all.model import hf
 from zero2all.model.config import ModelConfig, MoeConfig
 from zero2all.model.moe import routers
@@ -255,7 +256,7 @@ def test_greedy_text_is_the_same_in_transformers(trained, exported, theirs, prom
     text = auto.decode(produced, skip_special_tokens=True)
     assert len(text) > 2
     # A character that the last token cut in two is left out by ours and shown as U+FFFD by theirs.
-    assert generate(trained, prompt, 30) == text.rstrip("\ufffd")
+    assert generate(Engine(trained), prompt, 30) == text.rstrip("\ufffd")
 
 
 def test_greedy_tokens_are_the_same_from_the_same_ids(trained, theirs):
@@ -469,7 +470,7 @@ def test_a_run_with_experts_trains_reports_its_balance_writes_text_and_leaves_fo
     bias = "blocks.1.feed_forward.router.bias"
     moved = (trained.weights()[bias] - start.weights()[bias]).abs()
     assert 0 < moved.max() <= 2.001 * start.config.model.moe.balance_rate, "two steps"
-    assert isinstance(generate(trained, "The", 4), str)
+    assert isinstance(generate(Engine(trained), "The", 4), str)
     export_run(trained, workspace.tokenizer, tmp_path / "out")
     ids = random_ids()
     assert_close_logits(our_logits(trained, ids), their_logits(tmp_path / "out", ids))
@@ -496,7 +497,7 @@ def test_several_ends_of_a_chat_model_are_kept_and_stop_generation(make_folder, 
         loaded.model.head.weight[300] = 1e3
         hidden = loaded.model(torch.tensor([[5, 6]]))
         loaded.model.head.weight[300] *= hidden[0, -1].sum().sign()
-    assert generate(loaded, "The", 5) == ""
+    assert generate(Engine(loaded), "The", 5) == ""
 
 
 # --- a tokenizer that was extended ---

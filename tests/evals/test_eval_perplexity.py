@@ -1,5 +1,6 @@
 """Bits per byte against arithmetic by hand."""
 
+import dataclasses
 import gzip
 import math
 
@@ -7,7 +8,19 @@ import pytest
 import torch
 
 from zero2all.common.records import iter_records, training_text
-from zero2all.evals.perplexity import document_nats, held_out_bits_per_byte
+from zero2all.evals.perplexity import document_nats, held_out_bits_per_byte, validation_bits_per_byte
+from zero2all.infer.engine import Engine
+from zero2all.packed.layout import packed_sources
+from zero2all.train.validate import held_out_losses, open_valid_splits
+
+
+def nats_of(loaded, text):
+    (found,) = document_nats(Engine(loaded), [text], loaded.window)
+    return found
+
+
+def bits_per_byte(loaded, corpus, max_bytes):
+    return held_out_bits_per_byte(Engine(loaded), loaded.window, corpus, max_bytes)
 
 
 def nats_by_hand(loaded, ids, targets):
@@ -19,7 +32,7 @@ def nats_by_hand(loaded, ids, targets):
 def test_nats_of_a_document_are_summed_from_its_begin_to_its_end(trained):
     tokenizer = trained.tokenizer
     ids = [tokenizer.begin_id, *tokenizer.encode_text("中国的首都是北京。"), tokenizer.end_id]
-    nats, tokens = document_nats(trained, "中国的首都是北京。")
+    nats, tokens = nats_of(trained, "中国的首都是北京。")
     assert tokens == len(ids) - 1
     assert nats == pytest.approx(nats_by_hand(trained, ids[:-1], ids[1:]), rel=1e-5)
 
@@ -35,21 +48,21 @@ def test_long_document_is_scored_in_windows_each_token_once(trained, length):
     by_hand = sum(
         nats_by_hand(trained, ids[first:-1][:window], ids[first + 1 :][:window]) for first in range(0, length, window)
     )
-    nats, tokens = document_nats(trained, text)
+    nats, tokens = nats_of(trained, text)
     assert tokens == length
     assert nats == pytest.approx(by_hand, rel=1e-5)
 
 
 def test_empty_document_costs_its_end(trained):
-    nats, tokens = document_nats(trained, "")
+    nats, tokens = nats_of(trained, "")
     assert (tokens, nats > 0) == (1, True)
 
 
 def test_bits_per_byte_of_a_channel_is_all_bits_over_all_bytes(trained, trained_workspace):
-    report = held_out_bits_per_byte(trained, trained_workspace.corpus, 10**9)
+    report = bits_per_byte(trained, trained_workspace.corpus, 10**9)
     assert set(report) == {"zh", "en"}
     texts = [training_text(record) for record in iter_records(trained_workspace.corpus, "zh", "valid")]
-    nats = sum(document_nats(trained, text)[0] for text in texts)
+    nats = sum(nats_of(trained, text)[0] for text in texts)
     size = sum(len(text.encode()) for text in texts)
     assert report["zh"]["documents"] == len(texts) > 1
     assert report["zh"]["bytes"] == size
@@ -62,13 +75,25 @@ def test_bits_per_byte_of_a_channel_is_all_bits_over_all_bytes(trained, trained_
 def test_limit_of_bytes_takes_whole_documents_and_at_least_one(trained, trained_workspace):
     sizes = [len(training_text(record).encode()) for record in iter_records(trained_workspace.corpus, "en", "valid")]
     for limit, documents in ((1, 1), (sizes[0], 1), (sizes[0] + sizes[1], 2)):
-        report = held_out_bits_per_byte(trained, trained_workspace.corpus, limit)
+        report = bits_per_byte(trained, trained_workspace.corpus, limit)
         assert (report["en"]["documents"], report["en"]["bytes"]) == (documents, sum(sizes[:documents]))
 
 
 def test_trained_model_needs_fewer_bits_than_an_untrained_one(trained, trained_workspace):
     from zero2all.infer.load import untrained
 
-    before = held_out_bits_per_byte(untrained(trained_workspace, trained.config), trained_workspace.corpus, 2000)
-    after = held_out_bits_per_byte(trained, trained_workspace.corpus, 2000)
+    before = bits_per_byte(untrained(trained_workspace, trained.config), trained_workspace.corpus, 2000)
+    after = bits_per_byte(trained, trained_workspace.corpus, 2000)
     assert all(after[channel]["bits_per_byte"] < before[channel]["bits_per_byte"] / 2 for channel in ("zh", "en"))
+
+
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_training_and_evaluation_agree_about_the_rows_that_training_scores(trained, trained_workspace, document_mask):
+    data = dataclasses.replace(trained.config.data, document_mask=document_mask)
+    splits = open_valid_splits(trained_workspace.packed, packed_sources(trained_workspace.packed))
+    ours = held_out_losses(trained.model, splits, data, trained.config.eval)
+    found = validation_bits_per_byte(Engine(trained), splits, data, trained.config.eval)
+    assert set(found) == {"zh", "en"}
+    for channel, values in found.items():
+        assert values["bits_per_byte"] == pytest.approx(ours[f"eval/valid/bpb/{channel}"], rel=1e-6)
+        assert values["loss"] == pytest.approx(ours[f"eval/valid/loss/{channel}"], rel=1e-6)

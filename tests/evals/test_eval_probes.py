@@ -9,13 +9,14 @@ import torch
 from zero2all.common.errors import BadInputError
 from zero2all.evals.probe_file import Probe, read_probes
 from zero2all.evals.probes import ProbeResult, run_probes, summarize
+from zero2all.infer.engine import Engine
 
 BEIJING = Probe(id="a", channel="zh", family="capital", prompt="中国的首都是", answer="北京")
 ROMAN = Probe(id="1", channel="en", family="capital", prompt="首都", joiner=" ", answer="Rome", foils=["Ro", "Oslo"])
 
 
 def ask(loaded, **changes):
-    (result,) = run_probes(loaded, [dataclasses.replace(ROMAN, **changes)])
+    (result,) = run_probes(Engine(loaded), [dataclasses.replace(ROMAN, **changes)])
     return result
 
 
@@ -72,7 +73,7 @@ def test_probability_and_share_are_those_of_the_answer(bigram, border_tokenizer,
 
 def test_share_is_one_where_there_are_no_foils(trained):
     (result,) = run_probes(
-        trained, [Probe(id="1", channel="zh", family="capital", prompt="中国的首都是", answer="北京")]
+        Engine(trained), [Probe(id="1", channel="zh", family="capital", prompt="中国的首都是", answer="北京")]
     )
     assert 0 < result.probability <= 1
     assert result.share_among_foils == 1.0

@@ -9,13 +9,12 @@ import torch
 from zero2all.common.errors import UsageError
 from zero2all.evals import scorer
 from zero2all.evals.scorer import continuation_log_probabilities
-from zero2all.infer.boundary import Vocabulary
+from zero2all.infer.engine import Engine
 from zero2all.infer.load import untrained
 
 
 def probabilities(loaded, prompt, continuations):
-    vocabulary = Vocabulary(loaded.tokenizer, loaded.model.config.vocab_rows)
-    logs = continuation_log_probabilities(loaded, prompt, continuations, vocabulary)
+    logs = continuation_log_probabilities(Engine(loaded), prompt, continuations)
     return [math.exp(value) for value in logs]
 
 
@@ -120,5 +119,5 @@ def test_impossible_continuation_has_probability_zero_not_an_error(bigram, logit
 
 def test_text_longer_than_the_model_is_refused(bigram, logits):
     loaded = bigram(logits)
-    with pytest.raises(UsageError, match=r"model was made for 64 .*Shorten"):
+    with pytest.raises(UsageError, match=r"together may have 64 .*Shorten"):
         probabilities(loaded, "首都是", ["x" * 80])

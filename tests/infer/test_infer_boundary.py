@@ -79,3 +79,14 @@ def test_vocabulary_forbids_all_that_writes_no_text_but_the_end(border_tokenizer
     vocabulary = Vocabulary(border_tokenizer, 320)
     control_but_end = border_tokenizer.control_ids - {border_tokenizer.end_id}
     assert set(vocabulary.never.tolist()) == control_but_end | set(range(border_tokenizer.vocab_size, 320))
+
+
+def test_search_for_tokens_finds_what_a_look_at_every_token_finds(border_tokenizer):
+    vocabulary = Vocabulary(border_tokenizer, 320)
+    for tail in (b" ", b" Rome", b"\xe6", "是".encode(), "是北京".encode(), b"Romeland", b"\xff", b"nowhere"):
+        whole = list(enumerate(vocabulary.pieces))
+        beginning = [token for token, piece in whole if piece.startswith(tail)]
+        assert vocabulary.starting_with(tail) == beginning
+        assert vocabulary.continuing(tail) == [
+            token for token, piece in whole if piece and (piece.startswith(tail) or tail.startswith(piece))
+        ]

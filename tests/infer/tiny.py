@@ -1,4 +1,4 @@
-"""A small model with random weights over a real tokenizer, and the slow way to use it that the engine must agree with."""
+"""A small model with random weights over a real tokenizer, and the slow way to use it, with which the engine agrees."""
 
 from __future__ import annotations
 

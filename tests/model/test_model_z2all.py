@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from zero2all.model.config import ModelConfig
-from zero2all.model.z2all import KeyValueCache, Z2all
+from zero2all.model.z2all import Z2all
 from zero2all.ops.attention import document_mask
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import OpContext
@@ -43,9 +43,9 @@ def tokens(rows: int = 2, length: int = 20, seed: int = 0) -> torch.Tensor:
     return torch.randint(97, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def logits(model: Z2all, ids: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
+def logits(model: Z2all, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        return model.logits(model(ids, cache))
+        return model.logits(model(ids))
 
 
 @variants
@@ -59,17 +59,6 @@ def test_later_tokens_change_no_earlier_logit(config, attention):
         after = logits(model, changed)
         assert torch.equal(after[:, :place], before[:, :place])
         assert not torch.allclose(after[:, place:], before[:, place:])
-
-
-@variants
-@pytest.mark.parametrize("attention", ["sdpa", "math"])
-@pytest.mark.parametrize("chunks", [[1] * 20, [3] * 6 + [2], [7, 1, 1, 11], [19, 1], [20]], ids=str)
-def test_logits_through_the_cache_equal_those_of_one_pass(config, attention, chunks):
-    model, ids = build(config, attention=attention), tokens()
-    cache = KeyValueCache(config.layers)
-    parts = [logits(model, part, cache) for part in ids.split(chunks, dim=1)]
-    assert cache.length == 20
-    torch.testing.assert_close(torch.cat(parts, dim=1), logits(model, ids), rtol=1e-5, atol=1e-5)
 
 
 def test_batch_rows_do_not_see_each_other():
@@ -89,14 +78,11 @@ def test_position_decides_what_a_token_means():
     assert not torch.allclose(swapped, logits(model, torch.tensor([[2, 1, 3]]))[0, -1], atol=1e-4)
 
 
-@pytest.mark.parametrize("place", [0, 10])
-def test_input_longer_than_the_model_is_an_error(place):
-    model, cache = build(), KeyValueCache(BASE.layers)
-    if place:
-        logits(model, tokens(length=place), cache)
+def test_input_longer_than_the_model_is_an_error():
+    model = build()
     with pytest.raises(ValueError, match=r"25 positions exceed model.max_seq_len \(24\)"):
-        logits(model, tokens(length=25 - place), cache)
-    logits(model, tokens(length=24 - place), cache)
+        logits(model, tokens(length=25))
+    logits(model, tokens(length=24))
 
 
 def test_initial_weights_have_the_spread_of_their_kind():

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from zero2all.limits.flops import recomputed_flops_per_token
 from zero2all.model.config import ModelConfig
 from zero2all.model.recompute import KINDS, RecomputedBlock, _policy, apply_recompute
-from zero2all.model.z2all import KeyValueCache, Z2all, compile_model
+from zero2all.model.z2all import Z2all, compile_model
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.gradient_sink import GradientSink, sink_of
 from zero2all.ops.linear import feed_forward
@@ -110,13 +110,10 @@ def test_biases_tied_tables_and_a_wide_residual_under_autocast(kind):
 
 
 @kinds
-def test_generation_and_evaluation_are_as_before(kind):
+def test_evaluation_is_as_before(kind):
     model, plain, rows = build(kind), build("none"), batch()[:, :LENGTH]
-    cache = KeyValueCache(SMALL.layers)
     with torch.no_grad():
         assert torch.equal(model(rows), plain(rows))
-        parts = [model(part, cache) for part in rows.split(5, dim=1)]
-        torch.testing.assert_close(torch.cat(parts, dim=1), plain(rows))
 
 
 def test_parameters_keep_their_names_and_every_nth_block_is_another_kind_of_block():

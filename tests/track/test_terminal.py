@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import pty
 import re
-import select
-import struct
 import subprocess
 import sys
-import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 
+from tests.processes import Screen
 from zero2all.cli import main
 from zero2all.track import Run
 from zero2all.track.frame import change_of, frame
@@ -134,31 +131,6 @@ def test_once_prints_one_frame_into_a_pipe(tmp_path, capsys, monkeypatch):
 
 
 # ---- live ----
-
-
-class Screen:
-    """The other side of a pseudo-terminal: everything that was written to it so far."""
-
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
-        self.seen = b""
-
-    def resize(self, columns: int, rows: int) -> None:
-        fcntl.ioctl(self.handle, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-
-    def wait_for(self, wanted: bytes) -> None:
-        self.wait_until(lambda: wanted in self.seen, repr(wanted))
-
-    def wait_until(self, is_there: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not is_there():
-            left = deadline - time.monotonic()
-            assert left > 0, f"{what} was not drawn: {self.seen[-2000:]!r}"
-            if select.select([self.handle], [], [], left)[0]:
-                try:
-                    self.seen += os.read(self.handle, 1 << 16)
-                except OSError:  # the program ended
-                    time.sleep(0.01)
 
 
 def widest_line(drawn: bytes) -> int:

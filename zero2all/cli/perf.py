@@ -1,4 +1,4 @@
-"""`z2a perf ops`, `z2a perf ops bench` and `z2a perf ablate`."""
+"""`z2a perf ops`, `z2a perf ops bench`, `z2a perf ablate` and `z2a perf infer`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, real, whole
+from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, real, whole
 from zero2all.common.errors import UsageError
 
 ABLATE_EXAMPLE = "z2a perf ablate z2all-1b --batch 2x2048x16 --output ablation --budget-seconds 540"
@@ -16,9 +16,10 @@ CONFIG_HELP = "a preset (quickstart, z2all-100m, z2all-1b, z2all-moe) or the pat
 
 def register(verbs: Subparsers) -> None:
     """Add the verbs."""
-    inner = add_group(verbs, "perf", "measure operators and training steps on this machine", ABLATE_EXAMPLE)
+    inner = add_group(verbs, "perf", "measure operators, training steps and generation on this machine", ABLATE_EXAMPLE)
     _register_ops(inner)
     _register_ablate(inner)
+    _register_infer(inner)
 
 
 def _register_ops(inner: Subparsers) -> None:
@@ -196,3 +197,73 @@ def _ablate(arguments: argparse.Namespace) -> int:
         names = ", ".join(f"{batch} {variant.name}" for batch, variant in ablation.pending)
         print(f"{len(ablation.pending)} rows are left: {names}. Run the same command again to continue.")
     return 0
+
+
+def _register_infer(inner: Subparsers) -> None:
+    parser = add_verb(
+        inner,
+        "infer",
+        "how fast a model writes: time to first token, tokens/s over batch sizes, share of the bandwidth",
+        "z2a perf infer z2all-100m --batch 1,8\n  z2a perf infer my-run --output inference",
+        _infer,
+        takes_overrides=True,
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help=f"a run, a Hugging Face folder, or, for random weights, {CONFIG_HELP}"
+    )
+    parser.add_argument(
+        "--batch", default=None, metavar="N,…", help="sequences at once (default: 1,8,64,256 on a GPU, 1,8 on a CPU)"
+    )
+    parser.add_argument("--prompt", type=whole(1), default=128, metavar="N", help="tokens of a prompt (default 128)")
+    parser.add_argument(
+        "--new",
+        type=whole(1),
+        default=None,
+        metavar="N",
+        help="tokens of an answer (default: 256 on a GPU, 32 on a CPU)",
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where (default: auto)")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default=None,
+        help="of the weights (default: bfloat16 on a GPU, float32 on a CPU)",
+    )
+    add_output(parser, "--output", is_folder=True, help="folder of the results (default: inference-MODEL)")
+    add_work(parser)
+
+
+def _infer(arguments: argparse.Namespace) -> None:
+    from zero2all.cli.table import print_table
+    from zero2all.common.workspace import Workspace
+    from zero2all.perf.infer import InferOptions, cells, measure_inference
+    from zero2all.perf.infer_report import write_picture, write_results
+
+    output = arguments.output or Path(f"inference-{Path(arguments.model).stem}")
+    found = measure_inference(
+        InferOptions(
+            source=arguments.model,
+            workspace=Workspace(arguments.work),
+            overrides=arguments.overrides,
+            batches=None if arguments.batch is None else _sizes(arguments.batch),
+            prompt_tokens=arguments.prompt,
+            new_tokens=arguments.new,
+            device=arguments.device,
+            dtype=arguments.dtype,
+        ),
+        lambda so_far: write_results(so_far, output),
+    )
+    print_table(
+        cells(found),
+        f"{found.model} on {found.device}: prompts of {found.prompt_tokens}, {found.new_tokens} new tokens; "
+        f"copy {found.copy_bytes_per_second / 1e9:,.0f} GB/s; {found.decoder}",
+    )
+    print(output / "inference.json")
+    print(write_picture(found, output))
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        return [whole(1)(each) for each in text.split(",")]
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"--batch {text}: {error}, such as 1,8,64.") from None

@@ -83,13 +83,13 @@ def _short_int(text: str) -> int:
 
 
 def _refuse_depth(value: Any) -> None:
-    level = [value]
-    for _ in range(DEEPEST):
+    level = [[value]]
+    for _ in range(DEEPEST + 1):
         level = [
             inner
             for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
-            if isinstance(inner, dict | list)
+            for inner in (outer.values() if type(outer) is dict else outer)
+            if type(inner) in (dict, list)
         ]
         if not level:
             return

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from zero2all.common.progress import progress
-from zero2all.evals.generate import stream
+from zero2all.common.progress import Bar, progress
 from zero2all.evals.probe_file import Probe
 from zero2all.evals.scorer import continuation_log_probabilities
-from zero2all.infer.boundary import Vocabulary
-from zero2all.infer.load import LoadedModel
+from zero2all.infer.engine import Engine
+from zero2all.infer.job import Job
+from zero2all.infer.text import TextJob, TextRequest
 
 MAX_FOILS = 4
 
@@ -33,15 +33,14 @@ class ProbeResult:
     share_among_foils: float
 
 
-def run_probes(loaded: LoadedModel, probes: list[Probe]) -> list[ProbeResult]:
+def run_probes(engine: Engine, probes: list[Probe]) -> list[ProbeResult]:
     """Ask them all."""
-    vocabulary = Vocabulary(loaded.tokenizer, loaded.model.config.vocab_ids)
-    results = []
-    with progress("probes", total=len(probes), unit="probe") as bar:
-        for probe in probes:
-            correct, written = _greedy_answer(loaded, probe, vocabulary)
-            probability, share = _probabilities(loaded, probe, vocabulary)
-            results.append(ProbeResult(probe, correct, written, probability, share))
+    with progress("probes", total=2 * len(probes), unit="step") as bar:
+        written = _greedy_answers(engine, probes, bar)
+        results = []
+        for probe, text in zip(probes, written, strict=True):
+            probability, share = _probabilities(engine, probe)
+            results.append(ProbeResult(probe, _is_right(probe, text), text, probability, share))
             bar.advance(1)
     return results
 
@@ -70,24 +69,47 @@ def _means(results: list[ProbeResult]) -> dict[str, float]:
     }
 
 
-def _greedy_answer(loaded: LoadedModel, probe: Probe, vocabulary: Vocabulary) -> tuple[bool, str]:
-    """Decode until the answer is complete or impossible; complete means: no letter or digit follows it."""
-    expected = probe.joiner + probe.answer
-    wanted, produced = expected.encode(), b""
-    for piece in stream(loaded, probe.prompt, max_new_tokens=len(wanted) + 4, vocabulary=vocabulary):
-        produced += piece
-        possible = produced.startswith(wanted) or wanted.startswith(produced)
-        if not possible or len(produced.decode("utf-8", "ignore")) > len(expected):
-            break
-    written = produced.decode("utf-8", "replace")
-    following = written[len(expected) : len(expected) + 1]
-    return written.startswith(expected) and not following.isalnum(), written
+def _greedy_answers(engine: Engine, probes: list[Probe], bar: Bar) -> list[str]:
+    """What greedy decoding writes after each prompt, until the answer is complete or impossible; all in one batch."""
+    jobs: dict[Job, Probe] = {}
+    for probe in probes:
+        jobs[TextJob(engine, TextRequest(probe.prompt, len(_expected(probe).encode()) + 4)).job] = probe
+    left = set(jobs)
+    while left:
+        for job in engine.step():
+            if job in left and (job.finish is not None or _is_decided(jobs[job], _bytes_of(engine, job))):
+                engine.cancel(job)
+                left.remove(job)
+                bar.advance(1)
+    return [_bytes_of(engine, job).decode("utf-8", "replace") for job in jobs]
 
 
-def _probabilities(loaded: LoadedModel, probe: Probe, vocabulary: Vocabulary) -> tuple[float, float]:
+def _bytes_of(engine: Engine, job: Job) -> bytes:
+    pieces = zip(job.new_ids, job.bytes_before, strict=True)
+    return b"".join(engine.vocabulary.pieces[token][before:] for token, before in pieces)
+
+
+def _expected(probe: Probe) -> str:
+    return probe.joiner + probe.answer
+
+
+def _is_decided(probe: Probe, written: bytes) -> bool:
+    """Whether the answer has become impossible, or is there with a whole character after it."""
+    wanted = _expected(probe).encode()
+    is_possible = written.startswith(wanted) or wanted.startswith(written)
+    return not is_possible or len(written.decode("utf-8", "ignore")) > len(_expected(probe))
+
+
+def _is_right(probe: Probe, written: str) -> bool:
+    """The whole answer, and no letter or digit follows it."""
+    expected = _expected(probe)
+    return written.startswith(expected) and not written[len(expected) : len(expected) + 1].isalnum()
+
+
+def _probabilities(engine: Engine, probe: Probe) -> tuple[float, float]:
     """P(answer | prompt), and that divided by the sum over answer and foils."""
     candidates = [probe.joiner + text for text in (probe.answer, *probe.foils[:MAX_FOILS])]
-    logs = continuation_log_probabilities(loaded, probe.prompt, candidates, vocabulary)
+    logs = continuation_log_probabilities(engine, probe.prompt, candidates)
     answer, *foils = (math.exp(value) for value in logs)
     total = answer + sum(foils)
     return answer, answer / total if total > 0 else 0.0

@@ -6,13 +6,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from zero2all.common.errors import BadInputError
 from zero2all.common.files import write_json
 from zero2all.common.workspace import Workspace
-from zero2all.evals.perplexity import held_out_bits_per_byte
+from zero2all.evals.perplexity import held_out_bits_per_byte, validation_bits_per_byte
 from zero2all.evals.probe_file import read_probes
 from zero2all.evals.probes import run_probes, summarize
+from zero2all.infer.engine import Engine
 from zero2all.infer.load import LoadedModel
+from zero2all.packed.layout import packed_sources
+from zero2all.packed.remote import packed_root
 from zero2all.track.writer import Run
+from zero2all.train.validate import open_valid_splits
 
 PROBE_SCORES = ("accuracy", "probability", "share_among_foils")
 
@@ -23,15 +28,30 @@ def evaluate_run(
     """Score held-out text and, where a file is given, probes; writes the report beside the run and returns it."""
     report: dict[str, Any] = {"run": loaded.name, "step": loaded.step, "tokens": loaded.tokens}
     asked = [] if probes is None else read_probes(probes)  # first: a bad file should not cost the scoring of all text
-    report["held_out"] = held_out_bits_per_byte(loaded, workspace.corpus, max_bytes_per_source)
+    engine = Engine(loaded)
+    report["held_out"] = held_out_bits_per_byte(engine, loaded.window, workspace.corpus, max_bytes_per_source)
+    report["validation"] = _validation(engine, loaded, workspace)
     if probes is not None:
-        results = run_probes(loaded, asked)
+        results = run_probes(engine, asked)
         report["probes"] = summarize(results)
         report["probe_results"] = [asdict(result) for result in results]
     run = workspace.run(loaded.name)
     write_json(run / "eval" / f"step-{loaded.step:08d}.json", report)
     log_report(run, report)
     return report
+
+
+def _validation(engine: Engine, loaded: LoadedModel, workspace: Workspace) -> dict[str, dict[str, float]]:
+    """What training's own validation says of this checkpoint; nothing where its data are gone."""
+    if loaded.config is None:
+        return {}
+    data = loaded.config.data
+    try:
+        packed = packed_root(workspace.packed, data)
+        splits = open_valid_splits(packed, packed_sources(packed))
+    except BadInputError:
+        return {}
+    return validation_bits_per_byte(engine, splits, data, loaded.config.eval)
 
 
 def log_report(run: Path, report: dict[str, Any]) -> None:
@@ -60,6 +80,10 @@ def report_lines(report: dict[str, Any]) -> list[str]:
             f"  {channel:<18} {values['bits_per_byte']:>9.4f} {values['gzip_bits_per_byte']:>9.4f} "
             f"{values['documents']:>11,} {values['bytes']:>10,}"
         )
+    if report.get("validation"):
+        lines += ["", "rows that training scores     bits/byte   loss"]
+        for channel, values in report["validation"].items():
+            lines.append(f"  {channel:<27} {values['bits_per_byte']:>9.4f} {values['loss']:>7.4f}")
     if "probes" in report:
         lines += ["", "probes                          accuracy   P(answer)  among foils  probes"]
         for channel, values in report["probes"]["channels"].items():

@@ -9,4 +9,10 @@ engine      continuous batching: requests come and go while others run
 boundary    prompts that end in the middle of a token
 text        prompts and tokens as text: streaming, stop strings
 service     the engine in a thread of its own
+chat        a conversation as a prompt: by a template, as a written dialogue, or as plain text
+template    chat templates of Hugging Face folders
+prompts     prompts from a file, each with its settings
+batch       many prompts as one batch
+results     their results on disk, over kills and several processes
+conversation, talk   a conversation as it grows, and the terminal it is held in
 """

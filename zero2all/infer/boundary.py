@@ -12,6 +12,7 @@ prompt is divided out.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ MAX_GIVEN_BACK = 4
 
 
 class Vocabulary:
-    """The bytes of every token, laid out so that 'which tokens may come next' is one pass over a table."""
+    """The bytes of every token, and their order, so that 'which tokens may come next' is a search in it."""
 
     def __init__(self, tokenizer: Tokenizer, rows: int) -> None:
         self.pieces = [tokenizer.text_pieces.get(token, b"") for token in range(rows)]
@@ -31,14 +32,21 @@ class Vocabulary:
         self.never = torch.tensor(silent, dtype=torch.long)
         """Ids that text generation must not produce: all that write nothing, but for the end of the text."""
 
+        self._order = sorted(range(rows), key=self.pieces.__getitem__)
+        self._sorted = [self.pieces[token] for token in self._order]
+
     def starting_with(self, tail: bytes) -> list[int]:
         """Ids whose bytes begin with `tail`."""
-        return [token for token, piece in enumerate(self.pieces) if piece.startswith(tail)]
+        first = last = bisect_left(self._sorted, tail)
+        while last < len(self._sorted) and self._sorted[last].startswith(tail):
+            last += 1
+        return sorted(self._order[first:last])
 
     def continuing(self, tail: bytes) -> list[int]:
         """Ids whose bytes begin with `tail`, or with which `tail` begins."""
-        found = enumerate(self.pieces)
-        return [token for token, piece in found if piece and (piece.startswith(tail) or tail.startswith(piece))]
+        beginnings = (tail[:length] for length in range(1, len(tail)))
+        shorter = (self._order[_spelled(self._sorted, piece)] for piece in beginnings)
+        return sorted([*self.starting_with(tail), *(token for tokens in shorter for token in tokens)])
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,11 @@ def split_scored(prompt: str, continuations: list[str], tokenizer: Tokenizer) ->
 def opening_id(tokenizer: Tokenizer) -> int:
     """The id before the first token of a document: the begin token or, where there is none, the end token."""
     return tokenizer.end_id if tokenizer.begin_id is None else tokenizer.begin_id
+
+
+def _spelled(pieces: list[bytes], piece: bytes) -> slice:
+    """Where `piece` stands in sorted pieces."""
+    return slice(bisect_left(pieces, piece), bisect_right(pieces, piece))
 
 
 def _common_length(rows: list[list[int]]) -> int:

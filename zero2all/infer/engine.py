@@ -25,6 +25,7 @@ from zero2all.common.errors import UsageError
 from zero2all.common.memory import available_memory
 from zero2all.infer.boundary import Vocabulary
 from zero2all.infer.cache import BLOCK, BlockPool, KeyValueBlocks, block_bytes, block_keys
+from zero2all.infer.cuda import CudaDecoder, obstacle
 from zero2all.infer.forward import Forward, Span
 from zero2all.infer.job import Choice, Job, Request
 from zero2all.infer.load import LoadedModel
@@ -87,6 +88,9 @@ class Engine:
         if not on_gpu and self.max_batch > 1:
             weights = packed_for_cpu(weights, available_memory())
         self.forward = Forward(weights, self.blocks)
+        self.slow_because = obstacle(weights)
+        """Why decoding does not use the kernels and graphs of `cuda`; empty: it does."""
+        self._fast = None if self.slow_because else CudaDecoder(weights, self.blocks, self.vocabulary.never)
         self.never = self.vocabulary.never.to(self.device)
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []
@@ -161,6 +165,12 @@ class Engine:
         while any(job.finish is None for job in sequences.values()):
             self.step()
         return [sequences[number].scores if number in sequences else [] for number in range(len(rows))]
+
+    def distribution(self, ids: Sequence[int]) -> Tensor:
+        """Log probabilities of all ids (V,) after `ids`."""
+        (job,) = self.run([Request(ids, 1, wants_distribution=True)])
+        assert job.distribution is not None
+        return job.distribution
 
     # Admission -------------------------------------------------------------------------------------------------------
 
@@ -319,8 +329,15 @@ class Engine:
         width = max(places) // BLOCK + 1
         tables = torch.tensor([(row.blocks + [0] * width)[:width] for row in rows], dtype=torch.int32)
         tokens = self._tensor([row.ids[-1] for row in rows]) if last is None else last.tokens
-        logits = self.forward.decode(tokens, self._tensor(places), tables.to(self.device))
-        tokens, logprobs = self._choose(logits, rows, ahead)
+        logprobs = None
+        if self._fast is None:
+            logits = self.forward.decode(tokens, self._tensor(places), tables.to(self.device))
+            tokens, logprobs = self._choose(logits, rows, ahead)
+        elif all(map(_takes_the_likeliest, rows)):
+            tokens = self._fast.greedy(tokens, torch.tensor(places), tables)
+        else:
+            logits = self._fast.decode(tokens, torch.tensor(places), tables)
+            tokens, logprobs = self._choose(logits, rows, ahead)
         on_host, ready = tokens, None
         if self._reads_late and self.device.type == "cuda":
             on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
@@ -374,6 +391,9 @@ class Engine:
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
         """The next tokens (B,) and, where a row asks for them, log probabilities: of each token, and of the likeliest
         with their ids."""
+        for number, row in enumerate(rows):
+            if row.request.wants_distribution and row.distribution is None:
+                row.distribution = logits[number].log_softmax(dim=-1).cpu()
         asked = [row.request.alternatives for row in rows if row.request.alternatives is not None]
         plain = logits.clone() if asked else logits
         ends = {number: sorted(row.request.end_ids) for number, row in enumerate(rows) if row.request.end_ids}
@@ -452,6 +472,13 @@ class Engine:
     def _tensor(self, numbers: Sequence[int]) -> Tensor:
         made = torch.tensor(numbers, dtype=torch.long, pin_memory=self.device.type == "cuda")
         return made.to(self.device, non_blocking=True)
+
+
+def _takes_the_likeliest(job: Job) -> bool:
+    """Whether nothing but the logits decides about its next token, and nothing else is asked about it."""
+    request, sampling = job.request, job.request.sampling
+    is_plain = sampling.is_greedy and sampling.repetition_penalty == 1
+    return is_plain and request.alternatives is None and not request.end_ids and not job.rest
 
 
 def _blocks_lacking(job: Job, ahead: int) -> int:

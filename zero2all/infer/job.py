@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from zero2all.infer.sampling import Sampling
 
 
@@ -22,6 +24,8 @@ class Request:
     """Log probabilities of each new token and of this many likeliest ones; None: not computed."""
     score_from: int | None = None
     """Log probabilities of ids[score_from:] too; at least 1."""
+    wants_distribution: bool = False
+    """Keep the log probabilities of all ids at the place of the first new token."""
     end_ids: frozenset[int] = frozenset()
     """Ids that end the text, beside those of the tokenizer."""
 
@@ -51,6 +55,7 @@ class Job:
     """For each new token, how many of its bytes belong to the prompt."""
     choices: list[Choice] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
+    distribution: Tensor | None = None
     finish: str | None = None
     blocks: list[int] = field(default_factory=list)
     done: int = 0

@@ -10,9 +10,11 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.workspace import Workspace, is_folder_name, open_workspace
@@ -139,15 +141,28 @@ def untrained(workspace: Workspace, config: RunConfig) -> LoadedModel:
 def empty_model(config: ModelConfig, ops: OpsConfig, device: torch.device, dtype: torch.dtype) -> Z2all:
     """A model whose weights are still to be written: no time is spent on drawing them."""
     context = OpContext(device.type, dtype, hidden_size=config.hidden_size)
-    with torch.device("meta"):
-        model = Z2all(config, resolve(ops, context)).to(dtype)
-    model.to_empty(device=device)
+    with torch.device("meta"), _NoDrawing():
+        model = Z2all(config, resolve(ops, context))
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            values = torch.empty(parameter.shape, dtype=dtype, device=device)
+            setattr(module, name, nn.Parameter(values, requires_grad=False))
     wide = torch.promote_types(dtype, torch.float32)
     cos, sin = rope_tables(config, config.max_seq_len, device)
     model.cos, model.sin = cos.to(wide), sin.to(wide)
     for _, router in routers(model):
-        router.clear()
-    return model.requires_grad_(False).eval()
+        router.clear(device)
+    return model.eval()
+
+
+class _NoDrawing(TorchFunctionMode):
+    """Leaves out the initial values of torch's own layers. Most of torch's functions on the meta device, those that
+    draw among them, import its compiler first, which takes seconds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 def _model_of_run(config: RunConfig) -> Z2all:

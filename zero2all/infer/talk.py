@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 
-from zero2all.common.errors import UserError
+from zero2all.common.errors import UsageError, UserError
 from zero2all.common.progress import TEXT_MARKS, counted, say, terminal_safe
 from zero2all.common.schema import nearest_hint
 from zero2all.infer.chat import choose
@@ -217,7 +217,9 @@ class Talk:
                 self._note(f"{name} is {settings[name]}; expected {kind}, as in `/set {name} {settings[name]}`.")
                 return
             if name == "max_new_tokens":
-                self.max_new_tokens = max(1, int(number))
+                if number < 1:
+                    raise UsageError(f"max_new_tokens is {number}; it must be at least 1.")
+                self.max_new_tokens = number
             else:
                 self.sampling = dataclasses.replace(self.sampling, **{name: number})
             settings[name] = number

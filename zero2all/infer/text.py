@@ -120,6 +120,12 @@ def stream(engine: Engine, request: TextRequest) -> Iterator[Piece]:
         engine.cancel(job.job)
 
 
+def generate(engine: Engine, prompt: str, max_new_tokens: int, sampling: Sampling | None = None) -> str:
+    """The text that follows `prompt`, up to the end of the document or max_new_tokens."""
+    request = TextRequest(prompt, max_new_tokens, sampling or Sampling())
+    return "".join(piece.text for piece in stream(engine, request))
+
+
 def complete(engine: Engine, requests: Sequence[TextRequest]) -> Iterator[tuple[int, str, Job]]:
     """All of `requests` as one batch; each (its number, its text, its job) when it is done."""
     jobs = [TextJob(engine, request) for request in requests]

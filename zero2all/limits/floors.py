@@ -78,6 +78,18 @@ def optimizer_work(parameters: int) -> Work:
     return Work(forward_bytes=7.0 * WIDE_BYTES * parameters)
 
 
+def decoding_bytes(config: ModelConfig, batch: int, length: float, weight_bytes: float, cache_bytes: float) -> float:
+    """What one decoding pass must read: every matrix once, and the keys and values of the `length` positions of each of
+    `batch` sequences, at so many bytes per value. Of experts those count that some token is expected to choose, if each
+    chooses at random."""
+    moe, matmul = config.moe, parameter_counts(config)["matmul"]
+    expert = 3 * config.hidden_size * moe.expert_size
+    chosen = moe.experts * (1.0 - (1.0 - moe.experts_per_token / moe.experts) ** batch) if moe.experts else 0.0
+    weights = matmul + config.expert_layers * expert * (chosen - moe.experts_per_token)
+    cache = 2.0 * config.layers * config.kv_heads * config.head_size * batch * length
+    return weights * weight_bytes + cache * cache_bytes
+
+
 def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Rows and columns of the matrices of a block."""
     heads = config.heads * config.head_size

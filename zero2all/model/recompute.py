@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from zero2all.model.z2all import Block, KeyValueCache, Z2all
+from zero2all.model.z2all import Block, Z2all
 
 KINDS = ("none", "full", "every_n", "selective")
 
@@ -49,13 +49,12 @@ class RecomputedBlock(Block):
         branch: Tensor | None,
         cos: Tensor,
         sin: Tensor,
-        cache: KeyValueCache | None,
         documents: Any | None,
     ) -> tuple[Tensor, Tensor]:
         """As `Block`; without gradients there is no difference."""
-        if cache is not None or not torch.is_grad_enabled():
-            return super().forward(x, branch, cos, sin, cache, documents)
-        after: tuple[Tensor, Tensor] = self.run_twice(super().forward, x, branch, cos, sin, None, documents)
+        if not torch.is_grad_enabled():
+            return super().forward(x, branch, cos, sin, documents)
+        after: tuple[Tensor, Tensor] = self.run_twice(super().forward, x, branch, cos, sin, documents)
         return after
 
 

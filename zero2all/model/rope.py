@@ -24,9 +24,10 @@ from zero2all.model.config import ModelConfig, RopeScaling
 
 
 def rope_tables(config: ModelConfig, seq_len: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """cos and sin of every (position, pair): two float32 tensors of shape (seq_len, D/2)."""
+    """cos and sin of every (position, pair): two float32 tensors of shape (seq_len, D/2). They are computed on the CPU,
+    so every device has the same, whatever torch.device is in force."""
     frequencies, magnitude = _frequencies(config)
-    angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequencies)
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float32, device="cpu"), frequencies)
     return (angles.cos() * magnitude).to(device), (angles.sin() * magnitude).to(device)
 
 
@@ -41,7 +42,7 @@ def rope_base(config: ModelConfig) -> float:
 def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     """Rotation per position of each pair, and yarn's factor on cos and sin."""
     D, scaling = config.head_size, config.rope_scaling
-    exponents = torch.arange(0, D, 2, dtype=torch.int64).float() / D
+    exponents = torch.arange(0, D, 2, dtype=torch.int64, device="cpu").float() / D
     spans = rope_base(config) ** exponents  # positions per radian, (D/2,)
     frequencies = 1.0 / spans
     if scaling.kind == "linear":
@@ -72,7 +73,7 @@ def _yarn(spans: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
 
     low = max(math.floor(pair_with_rotations(scaling.beta_fast)), 0)
     high = min(math.ceil(pair_with_rotations(scaling.beta_slow)), D - 1)
-    ramp = (torch.arange(D // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
+    ramp = (torch.arange(D // 2, dtype=torch.float32, device="cpu") - low) / ((high - low) or 0.001)
     keep = 1 - ramp.clamp(0, 1)
     return 1.0 / (scaling.factor * spans) * (1 - keep) + 1.0 / spans * keep
 

@@ -24,23 +24,6 @@ from zero2all.ops.precision import widened
 from zero2all.ops.registry import Ops
 
 
-class KeyValueCache:
-    """Keys and values of the positions seen so far, per layer, for generation."""
-
-    def __init__(self, layers: int) -> None:
-        self.keys: list[Tensor | None] = [None] * layers
-        self.values: list[Tensor | None] = [None] * layers
-        self.length = 0
-
-    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append (B, Hk, T, D) keys and values of new positions; return all of that layer."""
-        old_key, old_value = self.keys[layer], self.values[layer]
-        if old_key is not None and old_value is not None:
-            key, value = torch.cat((old_key, key), dim=2), torch.cat((old_value, value), dim=2)
-        self.keys[layer], self.values[layer] = key, value
-        return key, value
-
-
 class RMSNorm(nn.Module):
     """Add a branch to the residual; scale each position of the sum to unit mean square, then by a learned weight."""
 
@@ -57,27 +40,23 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; q, k and v come from one matmul."""
 
-    def __init__(self, config: ModelConfig, layer: int, ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
-        self.layer, self.ops, self.dropout = layer, ops, config.attention_dropout
+        self.ops, self.dropout = ops, config.attention_dropout
         self.heads, self.kv_heads, self.head_size = config.heads, config.kv_heads, config.head_size
         rows = (config.heads + 2 * config.kv_heads) * config.head_size
         self.qkv = nn.Linear(config.hidden_size, rows, bias=config.attention_bias != "none")
         self.out = nn.Linear(config.heads * config.head_size, config.hidden_size, bias=config.attention_bias == "all")
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None, documents: Any | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Any | None) -> Tensor:
         """(B, T, C) -> (B, T, C). `documents` is what `ops.prepare_documents` returned."""
-        return self.ops.linear(self.mix(x, cos, sin, cache, documents), self.out.weight, self.out.bias)
+        return self.ops.linear(self.mix(x, cos, sin, documents), self.out.weight, self.out.bias)
 
-    def mix(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None, documents: Any | None) -> Tensor:
+    def mix(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Any | None) -> Tensor:
         """The same before the output projection: (B, T, C) -> (B, T, Hq D)."""
         B, T, _ = x.shape
         qkv = self.ops.linear(x, self.qkv.weight, self.qkv.bias).view(B, T, -1, self.head_size)
         query, key, value = self.ops.rope(qkv, cos, sin, self.heads, self.kv_heads)  # each (B, H, T, D)
-        if cache is not None:
-            key, value = cache.extend(self.layer, key, value)
         dropout = self.dropout if self.training else 0.0
         mixed = self.ops.attention(query, key, value, dropout, documents)  # (B, Hq, T, D)
         return mixed.transpose(1, 2).reshape(B, T, -1)
@@ -105,7 +84,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, ops: Ops) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
-        self.attention = Attention(config, layer, ops)
+        self.attention = Attention(config, ops)
         self.feed_forward_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.feed_forward = _feed_forward(config, layer, ops)
         self.dropout = nn.Dropout(config.residual_dropout)
@@ -116,12 +95,11 @@ class Block(nn.Module):
         branch: Tensor | None,
         cos: Tensor,
         sin: Tensor,
-        cache: KeyValueCache | None,
         documents: Any | None,
     ) -> tuple[Tensor, Tensor]:
         """Residual and the branch not yet added to it (B, T, C) -> the same after this block."""
         normed, x = self.attention_norm(x, branch)
-        branch = self.dropout(self.attention(normed, cos, sin, cache, documents))
+        branch = self.dropout(self.attention(normed, cos, sin, documents))
         normed, x = self.feed_forward_norm(x, branch)
         return x, self.dropout(self.feed_forward(normed))
 
@@ -164,23 +142,20 @@ class Z2all(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        cache: KeyValueCache | None = None,
         document_ids: Tensor | None = None,
         places: Tensor | None = None,
         stage: PipelineStage | None = None,
         x: Tensor | None = None,
     ) -> Tensor:
-        """Token ids (B, T) -> normalised hidden states (B, T, C). With `cache`, T counts only the new positions. With
-        `places` (T,) the tokens are those of longer rows that stand there; document_ids are of the whole rows.
+        """Token ids (B, T) -> normalised hidden states (B, T, C). With `places` (T,) the tokens are those that stand
+        there in longer rows, and document_ids are of the whole rows.
         `stage`: only its blocks, on what the stage before it returned (`x`); all but the last return the residual."""
-        assert cache is None or document_ids is None, "a cache belongs to one document"
-        start = 0 if cache is None else cache.length
-        T = tokens.shape[1]
-        if start + T > self.config.max_seq_len:
-            raise ValueError(f"{start + T} positions exceed model.max_seq_len ({self.config.max_seq_len})")
+        length = tokens.shape[1]
+        if length > self.config.max_seq_len:
+            raise ValueError(f"{length} positions exceed model.max_seq_len ({self.config.max_seq_len})")
         documents = None
         if document_ids is None:
-            at = slice(start, start + T) if places is None else places
+            at = slice(length) if places is None else places
             cos, sin = self.cos[at], self.sin[at]  # (T, D/2)
         else:
             documents = self.ops.prepare_documents(document_ids)
@@ -195,9 +170,7 @@ class Z2all(nn.Module):
                 x = x.to(torch.get_autocast_dtype(tokens.device.type))
         branch: Tensor | None = None
         for block in self.blocks if stage is None else self.blocks_of(stage):
-            x, branch = block(x, branch, cos, sin, cache, documents)
-        if cache is not None:
-            cache.length += T
+            x, branch = block(x, branch, cos, sin, documents)
         if stage is not None and not stage.is_last:
             return x if branch is None else x + branch
         normed, _ = self.norm(x, branch)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero2all.model.config import VOCAB_MULTIPLE, ModelConfig
-from zero2all.model.z2all import Attention, Block, FeedForward, KeyValueCache, Z2all
+from zero2all.model.z2all import Attention, Block, FeedForward, Z2all
 from zero2all.ops.cut_vocabulary import Exchange, cut_linear_cross_entropy
 from zero2all.ops.embedding import EmbeddingOp
 from zero2all.ops.linear_cross_entropy import LinearCrossEntropyOp, Loss
@@ -102,16 +102,14 @@ def _own_positions_of_sum(x: Tensor, axis: Axis) -> Tensor:
 class CutAttention(Attention):
     """The heads of one tensor rank."""
 
-    def __init__(self, config: ModelConfig, layer: int, ops: Ops, axis: Axis) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops, axis: Axis) -> None:
         """`config`: with the heads of one rank."""
-        super().__init__(config, layer, ops)
+        super().__init__(config, ops)
         self.axis = axis
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None, documents: Any | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Any | None) -> Tensor:
         """Own positions (B, T/t, C) -> own positions."""
-        mixed = self.mix(gather_positions(x, self.axis), cos, sin, cache, documents)
+        mixed = self.mix(gather_positions(x, self.axis), cos, sin, documents)
         branch = sum_and_cut(self.ops.linear(mixed, self.out.weight, None), self.axis)
         return branch if self.out.bias is None else branch + self.out.bias
 
@@ -153,7 +151,7 @@ def cut_model(model: Z2all, axis: Axis) -> None:
     with torch.device("meta"):
         for block in model.blocks:
             assert isinstance(block, Block)
-            block.attention = CutAttention(local, block.attention.layer, block.attention.ops, axis)
+            block.attention = CutAttention(local, block.attention.ops, axis)
             if isinstance(block.feed_forward, FeedForward):  # experts are cut over an axis of their own
                 block.feed_forward = CutFeedForward(local, block.feed_forward.ops, axis)
         model.embedding = nn.Embedding(rows, config.hidden_size)

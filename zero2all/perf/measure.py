@@ -101,7 +101,7 @@ def pace_of(
                 wait_for(device)
                 whole.append(time.perf_counter() - started)
                 after_step(len(whole))
-    return Pace(first, whole, queueing, float(loss), _peak_bytes(device), gpu)
+    return Pace(first, whole, queueing, float(loss), peak_bytes(device), gpu)
 
 
 def measure(
@@ -334,7 +334,8 @@ def _state_bytes(state: TrainState, device: torch.device, before: int) -> int:
     return sum(buffers.values()) + sum(part.values.nbytes for part in state.optimizer_tensors().values())
 
 
-def _peak_bytes(device: torch.device) -> int:
+def peak_bytes(device: torch.device) -> int:
+    """The most memory that was in use: of the GPU, or of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

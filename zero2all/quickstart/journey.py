@@ -26,12 +26,14 @@ from zero2all.common.workspace import STAMP_NAME, Workspace, open_workspace
 from zero2all.config import RunConfig
 from zero2all.corpus import BuildOptions, Source, build_corpus
 from zero2all.corpus.dedup.config import DedupConfig
-from zero2all.evals.generate import Sampling, generate
 from zero2all.evals.probe_file import read_probes
 from zero2all.evals.probes import run_probes, summarize
 from zero2all.evals.report import evaluate_run, log_report
 from zero2all.exchange import export_run
+from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.load import LoadedModel, load_run, untrained
+from zero2all.infer.sampling import Sampling
+from zero2all.infer.text import generate
 from zero2all.model.config import parameter_counts
 from zero2all.packed.writer import pack_corpus
 from zero2all.quickstart import choices
@@ -257,7 +259,7 @@ def _untrained_probes(workspace: Workspace, config: RunConfig, probes: Path) -> 
         kept: dict[str, Any] = read_json(path)
         if kept["inputs"] == key:
             return kept
-    results = run_probes(model, read_probes(probes))
+    results = run_probes(Engine(model), read_probes(probes))
     summary = {"inputs": key, **summarize(results), "probe_results": [asdict(result) for result in results]}
     write_json(path, summary)
     log_report(path.parent.parent, {"step": 0, "probes": summary})
@@ -305,14 +307,14 @@ def _beginning(text: str) -> str:
 
 
 def _samples(loaded: LoadedModel, prompts: dict[str, tuple[str, ...]]) -> list[tuple[str, str, str]]:
-    samples = []
+    engine, samples = Engine(loaded, EngineSettings(max_batch=1)), []
     for channel, texts in prompts.items():
         for index, prompt in enumerate(texts):
             # The first is the model's best guess, the second shows its imagination.
             if index == 0:
-                text = generate(loaded, prompt, GREEDY_SAMPLE_TOKENS)
+                text = generate(engine, prompt, GREEDY_SAMPLE_TOKENS)
             else:
-                text = generate(loaded, prompt, SAMPLE_TOKENS, Sampling(temperature=0.7, top_p=0.9, seed=index))
+                text = generate(engine, prompt, SAMPLE_TOKENS, Sampling(temperature=0.7, top_p=0.9, seed=index))
             samples.append((channel, prompt, text))
     return samples
 

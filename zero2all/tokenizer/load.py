@@ -280,7 +280,8 @@ def _has_part(part: Any, kind: str) -> bool:
     return False
 
 
-_BYTE_OF = byte_alphabet()
+_BYTE_OF = {ord(character): byte for character, byte in byte_alphabet().items()}
+_SPELLED_BYTES = re.compile(f"[{re.escape(''.join(byte_alphabet()))}]*")
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -293,10 +294,9 @@ def _normalisation(normalizer: Any) -> str:
 
 def byte_level_piece(piece: str) -> bytes:
     """The bytes of a piece that is spelled in the byte alphabet."""
-    try:
-        return bytes(_BYTE_OF[character] for character in piece)
-    except KeyError:  # a control token's name, or a piece that was added as plain text
-        return piece.encode()
+    if _SPELLED_BYTES.fullmatch(piece):
+        return piece.translate(_BYTE_OF).encode("latin-1")
+    return piece.encode()  # a control token's name, or a piece that was added as plain text
 
 
 def sentencepiece_piece(piece: str) -> bytes:

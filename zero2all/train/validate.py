@@ -27,13 +27,23 @@ def open_valid_splits(packed: Path, sources: list[str]) -> list[PackedSplit]:
 
 
 @dataclass(frozen=True)
-class _ValidBatch:
+class ValidBatch:
     """Some samples of one split, scored in one pass."""
 
     split: PackedSplit
     windows: ConcatSamples
     first: int
     count: int
+
+    def read(self, data: DataConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Tokens (B, T + 1), the weights of the targets (B, T) and, where documents are masked, which document of its
+        row each token belongs to (B, T + 1)."""
+        rows = np.empty((self.count, data.seq_len + 1), np.int64)
+        weights = np.empty((self.count, data.seq_len), np.float32)
+        borders = Borders() if data.document_mask else None
+        for row in range(self.count):
+            self.windows.read(self.first + row, rows[row], weights[row], borders, row)
+        return rows, weights, None if borders is None else borders.documents(self.count, data.seq_len + 1).ids
 
 
 @torch.no_grad()
@@ -53,7 +63,7 @@ def held_out_losses(
     because FSDP gathers weights in each.
     """
     world = world or World(device=model.embedding.weight.device)
-    batches = _valid_batches(splits, data.seq_len, config)
+    batches = valid_batches(splits, data.seq_len, config)
     channels = list(dict.fromkeys(batch.split.channel for batch in batches))
     sums = torch.zeros(3, len(channels), dtype=torch.float64, device=world.device)  # nats, tokens, bytes
     was_training = model.training
@@ -76,13 +86,14 @@ def held_out_losses(
     return values | {f"eval/valid/bpb/{channels[at]}": nats[at] / math.log(2) / text_bytes[at] for at in known}
 
 
-def _valid_batches(splits: list[PackedSplit], seq_len: int, config: EvalConfig) -> list[_ValidBatch]:
+def valid_batches(splits: list[PackedSplit], seq_len: int, config: EvalConfig) -> list[ValidBatch]:
+    """The samples that are scored: the first ones of each split."""
     found = []
     for split in splits:
         windows = ConcatSamples(split, seq_len)
         samples = min(windows.count, max(1, config.valid_tokens_per_source // seq_len))
         found += [
-            _ValidBatch(split, windows, first, min(config.batch_samples, samples - first))
+            ValidBatch(split, windows, first, min(config.batch_samples, samples - first))
             for first in range(0, samples, config.batch_samples)
         ]
     return found
@@ -90,7 +101,7 @@ def _valid_batches(splits: list[PackedSplit], seq_len: int, config: EvalConfig) 
 
 def _score(
     model: Z2all,
-    batch: _ValidBatch,
+    batch: ValidBatch,
     data: DataConfig,
     device: torch.device,
     places: Tensor | None,
@@ -98,15 +109,9 @@ def _score(
 ) -> tuple[Tensor, Tensor]:
     """The summed nats and the number of tokens; of those at `places`. The nats are 0 in a process that does not have
     the last stage."""
-    seq_len, count = data.seq_len, batch.count
-    rows, weights = np.empty((count, seq_len + 1), np.int64), np.empty((count, seq_len), np.float32)
-    borders = Borders() if data.document_mask else None
-    for row in range(count):
-        batch.windows.read(batch.first + row, rows[row], weights[row], borders, row)
+    rows, weights, documents = batch.read(data)
     tokens = torch.from_numpy(rows).to(device)
-    document_ids = None
-    if borders is not None:
-        document_ids = torch.from_numpy(borders.documents(count, seq_len + 1).ids).to(device)[:, :-1]
+    document_ids = None if documents is None else torch.from_numpy(documents).to(device)[:, :-1]
     counts = own_tokens(torch.from_numpy(weights).to(device), places)
     nats = torch.zeros((), dtype=torch.float64, device=device)
 
@@ -121,5 +126,5 @@ def _score(
     if pipeline is None:
         forward(None, 0, None)
     else:
-        pipeline.evaluate(count, seq_len, forward)
+        pipeline.evaluate(batch.count, data.seq_len, forward)
     return nats, counts.sum(dtype=torch.float64)

@@ -47,17 +47,19 @@ def device() -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def round_to_nearest(device: str) -> Iterator[None]:
-    """Let the interpreter round as a GPU does.
+def compute_as_a_gpu_does(device: str) -> Iterator[None]:
+    """Let the interpreter round and multiply as a GPU does.
 
     Triton 3.9's cuts bfloat16 off instead, and loses the carry of a float8 whose digits round up to the next power
-    of two, which halves the value.
+    of two, which halves the value. And it takes bfloat16 for whole numbers, bit by bit, when it multiplies tiles or
+    makes bfloat16 of whole numbers.
     """
     if device != "cpu":
         yield
         return
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-    as_it_was = interpreter._convert_float
+    builder, float32 = interpreter.InterpreterBuilder, interpreter.tl.float32
+    as_it_was, dot_as_it_was = interpreter._convert_float, builder.create_dot
 
     def converted(values: Any, given: Any, wanted: Any, rounding: Any) -> Any:
         small = {"bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}.get(str(wanted))
@@ -67,6 +69,15 @@ def round_to_nearest(device: str) -> Iterator[None]:
         bits = np.uint16 if small is torch.bfloat16 else np.uint8
         return rounded.view(torch.int16 if bits is np.uint16 else torch.int8).numpy().view(bits)
 
-    interpreter._convert_float = converted
-    yield
-    interpreter._convert_float = as_it_was
+    def dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        wide = [self.cast_impl(tile, float32) if str(tile.dtype) == "bf16" else tile for tile in (a, b)]
+        return dot_as_it_was(self, *wide, *others)
+
+    def to_float(self: Any, whole: Any, wanted: Any) -> Any:
+        return self.cast_impl(self.cast_impl(whole, float32), wanted)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_convert_float", converted)
+        patch.setattr(builder, "create_dot", dot)
+        patch.setattr(builder, "create_si_to_fp", to_float)
+        yield

@@ -273,9 +273,12 @@ def _fill_checked(handle: int, header: Header, info: TensorInfo, target: Tensor 
     is converted; returns the crc32c extended by its bytes."""
     rows = info.shape[0] if info.shape else 1
     at_once = max(1, CHECKED_BYTES // max(1, byte_count(info.dtype, info.shape[1:])))
+    is_as_stored = target is not None and target.device.type == "cpu" and target.dtype == DTYPES[info.dtype]
     for start in range(0, rows, at_once):
-        values = read_rows(handle, header, info, start, min(at_once, rows - start))
+        part = target[start : start + at_once] if target is not None and info.shape else target
+        into = part if part is not None and is_as_stored and part.is_contiguous() else None
+        values = read_rows(handle, header, info, start, min(at_once, rows - start), into)
         crc = extended_crc32c(crc, values)
-        if target is not None:
-            (target[start : start + at_once] if info.shape else target).copy_(values)
+        if part is not None and into is None:
+            part.copy_(values)
     return crc

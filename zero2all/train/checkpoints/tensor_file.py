@@ -186,11 +186,14 @@ def _parse_info(path: Path, key: str, info: Any, data_start: int) -> TensorInfo:
     raise BadInputError(f"{path}: its header describes {key[:80]!r} as {str(info)[:120]}, which cannot be")
 
 
-def read_rows(handle: int, header: Header, info: TensorInfo, first: int, count: int) -> Tensor:
-    """`count` rows from `first` on (the whole of a tensor without dimensions), read into memory of their own."""
+def read_rows(
+    handle: int, header: Header, info: TensorInfo, first: int, count: int, into: Tensor | None = None
+) -> Tensor:
+    """`count` rows from `first` on (the whole of a tensor without dimensions), read into memory of their own or of
+    `into`, a contiguous tensor of this shape and dtype on the CPU."""
     row_bytes = byte_count(info.dtype, info.shape[1:]) if info.shape else info.end - info.begin
     place = header.data_start + info.begin + first * row_bytes
-    buffer = torch.empty(count * row_bytes, dtype=torch.uint8)
+    buffer = torch.empty(count * row_bytes, dtype=torch.uint8) if into is None else into.view(-1).view(torch.uint8)
     view = memoryview(buffer.numpy().data)
     while view:
         done = os.preadv(handle, [view], place)

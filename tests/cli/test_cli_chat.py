@@ -1,0 +1,242 @@
+"""`z2a chat`: in a real pseudo-terminal, through a pipe, and what it lets through to the terminal."""
+
+import io
+import itertools
+import json
+import os
+import pty
+import re
+import sys
+import time
+from contextlib import suppress
+
+import pytest
+
+from tests.processes import Screen
+from zero2all.infer.conversation import Conversation
+from zero2all.infer.sampling import Sampling
+from zero2all.infer.service import Service
+from zero2all.infer.talk import Talk, read_message
+from zero2all.tokenizer.chat import Message
+
+IN_TERMINAL = """
+import fcntl, os, sys, termios, time
+os.setsid()
+handle = os.open(sys.argv.pop(1), os.O_RDWR)
+fcntl.ioctl(handle, termios.TIOCSCTTY, 0)
+for number in range(3):
+    os.dup2(handle, number)
+sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")
+os.environ.update(TERM="xterm")
+os.environ.pop("NO_COLOR", None)
+
+from zero2all.infer.engine import Engine
+step = Engine.step
+def slow_step(engine):  # so that there is time to press Ctrl-C
+    time.sleep(0.02)
+    return step(engine)
+Engine.step = slow_step
+
+from zero2all.cli import main
+sys.exit(main())
+"""
+
+
+class Typist(Screen):
+    """Types into the terminal and waits for what comes."""
+
+    def type(self, text: str, *wanted: str) -> str:
+        self.seen = b""
+        os.write(self.handle, text.encode())
+        for words in wanted:
+            self.wait_for(words.encode())
+        return self.seen.decode()
+
+    def interrupt(self, wanted: str) -> None:
+        """Ctrl-C while the program waits for a key. Python's readline misses one that comes a moment too early."""
+        self.seen = b""
+        deadline = time.monotonic() + 20
+        while wanted.encode() not in self.seen:
+            assert time.monotonic() < deadline, self.seen
+            os.write(self.handle, b"\x03")
+            with suppress(AssertionError):
+                self.wait_until(lambda: wanted.encode() in self.seen, wanted, seconds=0.5)
+        self.wait_for(b"\n> ")
+
+
+@pytest.fixture
+def terminal(start, trained_workspace):
+    ours, theirs = pty.openpty()
+    words = ["chat", "tiny", "--work", trained_workspace.root, "--device", "cpu", "--max-new-tokens", "40"]
+    program = start(os.ttyname(theirs), *words, code=IN_TERMINAL)
+    typist = Typist(ours)
+    typist.wait_for(b"\n> ")
+    yield typist, program
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_talking_in_a_terminal(terminal, tmp_path):
+    typist, program = terminal
+    greeting = typist.seen.decode()
+    assert "tiny, step 30" in greeting
+    assert "by a written dialogue: the run has seen no conversations in training" in greeting
+
+    typist.type("/plain\n", "plain continuation", "\n> ")
+    typist.type("/set temperature 0\n", "temperature 0.0", "\n> ")
+    typist.type("The capital of", "The capital of")
+    typist.type("\n", "is")
+    assert b"tokens/s" not in typist.seen, "the answer is shown as it is written"
+    typist.wait_for(b"tokens/s")
+    answer = re.search(r"\r\n(.+)\r\n\x1b\[2m40 tokens, [\d,]+ tokens/s \(cut", typist.seen.decode())
+    assert answer, "with its speed, dimmed"
+    typist.wait_for(b"\n> ")
+
+    typist.type("/set max_new_tokens 100\n", "max_new_tokens 100", "\n> ")
+    typist.type("I know", "I know")
+    typist.type("\n", "that")
+    typist.type("\x03", "Stopped. What was written stays", "\n> ")
+    typist.interrupt("Ctrl-D or /quit ends")
+    typist.type(f"/save {tmp_path}/chat.json\n", "4 messages in", "\n> ")
+    typist.type("/undo\n", "Taken back: I know", "\n> ")
+    assert "44 of 128 tokens for 2 messages" in typist.type("/tokens\n", "tokens for", "\n> ")
+    again = typist.type("/retry\n", "tokens/s", "\n> ")
+    assert "The temperature is 0, so the answer will be the same" in again
+    typist.type("\x1b[A\x1b[A\n", "of 128 tokens for 2 messages", "\n> ")  # in the history, /tokens stands two lines up
+    typist.type("\x04")
+    assert program.wait() == 0
+
+    messages = json.loads((tmp_path / "chat.json").read_text())["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant", "user", "assistant"]
+    assert messages[1]["content"] == answer[1]
+    assert messages[3]["content"].strip().startswith("that")
+
+
+@pytest.fixture
+def pipe(z2a, trained_workspace, monkeypatch):
+    def run(text: bytes, *words):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), "utf-8"))
+        return z2a("chat", "tiny", "--work", trained_workspace.root, "--device", "cpu", "--temperature", "0", *words)
+
+    return run
+
+
+def test_pipe_gets_one_answer_for_each_message_and_nothing_else(pipe):
+    alone = [pipe(text.encode(), "--frame", "plain", "--max-new-tokens", "8").out for text in ("The capital", "中国")]
+    both = pipe("The capital\n\n/reset\n/tokens\n中国\n".encode(), "--frame", "plain", "--max-new-tokens", "8")
+    assert both.code == 0
+    assert both.out == "".join(alone)
+    assert all(text.strip() for text in alone)
+    assert both.err.splitlines() == ["A new conversation.", "0 of 128 tokens for 0 messages."]
+
+
+def test_input_that_is_not_utf_8_does_not_end_the_program(pipe):
+    ended = pipe(b"\xff\xfe\nThe capital\n", "--frame", "plain", "--max-new-tokens", "4")
+    assert ended.code == 0
+    assert ended.err == ""
+
+
+def test_oldest_messages_are_dropped_with_a_word(pipe):
+    ended = pipe(b"The capital of France?\n" * 9, "--frame", "template", "--max-new-tokens", "16")
+    assert ended.code == 0
+    dropped = [int(count) for count in re.findall(r"the oldest (\d+) messages: left out", ended.err)]
+    assert dropped
+    assert dropped == sorted(dropped)
+
+
+def test_message_that_is_too_long_is_refused_and_the_conversation_goes_on(pipe):
+    ended = pipe(b"x" * 300 + b"\nThe capital\n/tokens\n", "--frame", "plain", "--max-new-tokens", "4")
+    assert "301 tokens; the model can read 128" in ended.err
+    assert "for 2 messages" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/help", "/set NAME VALUE"),
+        ("/undo", "There is no message to take back"),
+        ("/retry", "There is no message to answer"),
+        ("/set", "temperature 0.0, top_k 0, top_p 1.0"),
+        ("/set top_p 2", "top_p is 2.0; it must be above 0"),
+        ("/set top_k some", "top_k is 0; expected a whole number, as in `/set top_k 0`"),
+        ("/set tempreature 1", "Did you mean `temperature`"),
+        ("/set max_new_tokens 0", "max_new_tokens is 0; it must be at least 1"),
+        ("/system Be kind", "System message: Be kind"),
+        ("/sytsem x", "There is no command /sytsem. Did you mean `system`"),
+        ("/save", "Name one file: /save chat.json"),
+        ("/save /dev/null/x", "/dev/null"),
+        ("/load no-such-file", "There is no file no-such-file"),
+    ],
+)
+def test_commands_say_what_they_did_or_what_is_wrong(pipe, line, said):
+    ended = pipe(f"{line}\n/quit\nThe capital\n".encode())
+    assert ended.code == 0
+    assert said in ended.err
+    assert ended.out == ""
+
+
+def test_conversation_is_taken_up_again(pipe, tmp_path):
+    path = tmp_path / "my chat.json"
+    pipe(f"The capital\n/save '{path}'\n".encode(), "--max-new-tokens", "4", "--system", "Be kind")
+    ended = pipe(b"/system\n/tokens\n", "--load", path)
+    assert "System message: Be kind" in ended.err
+    assert "for 2 messages" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (["one"], "one"),
+        (["one\\", "two\\", "three"], "one\ntwo\nthree"),
+        (['"""one', "", 'two"""'], "one\n\ntwo"),
+        (['"""', "one\\", '"""'], "one\\"),
+        (['"""one"""'], "one"),
+        (['"""one'], "one"),
+        (["one\\"], "one\n"),
+    ],
+)
+def test_messages_of_several_lines(typed, message):
+    lines = iter(typed)
+    assert read_message(lambda _: next(lines, None)) == message
+    assert read_message(lambda _: next(lines, None)) is None
+
+
+# ---- with models whose every word is known --------------------------------------------------------------------
+
+
+@pytest.fixture
+def talk_to():
+    services = []
+
+    def make(loaded, frame, **settings):
+        services.append(Service(loaded))
+        conversation = Conversation(loaded, services[-1].engine.max_len, frame)
+        return Talk(services[-1], conversation, Sampling(), max_new_tokens=20, **settings)
+
+    yield make
+    for service in services:
+        service.close()
+
+
+def test_answer_ends_at_the_end_of_the_message(bigram, border_tokenizer, talk_to, logits, capsys):
+    """The model writes `Rome` after the head of the assistant's message, then ends the message, then goes on."""
+    end = border_tokenizer.encode_control("<|message_end|>")
+    head, rome = border_tokenizer.encode_text("assistant\n")[-1], border_tokenizer.encode_text("Rome")
+    for last, following in itertools.pairwise([head, *rome, end, *rome]):
+        logits[last, following] = 30.0
+    talk = talk_to(bigram(logits), "template")
+    talk._say("首都")
+    assert capsys.readouterr().out == "Rome\n"
+    assert talk.conversation.messages == [Message("user", "首都"), Message("assistant", "Rome")]
+
+
+def test_the_model_cannot_command_the_terminal(speller, talk_to, capsys, monkeypatch):
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    talk = talk_to(speller("首都", "\x1b[2J", "Rome", "\n", "\x9b"), "plain")
+    talk._say("首都")
+    shown = capsys.readouterr().out
+    assert shown.startswith("\N{REPLACEMENT CHARACTER}[2JRome\n\N{REPLACEMENT CHARACTER}")
+    assert "\x1b" not in shown
+    assert talk.conversation.messages[-1].text == "\x1b[2JRome\n\x9b", "the text itself is kept as it is"

@@ -1,0 +1,161 @@
+"""`z2a generate`: one text in the terminal, many into a file, and what becomes of a command that is killed."""
+
+import json
+import signal
+
+import pytest
+
+from tests.processes import Z2A
+
+SHARED = ("generate", "tiny", "--max-new-tokens", "8", "--device", "cpu")
+RANKED = "import os; os.environ.update(RANK={}, WORLD_SIZE='2'); "
+PROMPT = "The capital of France is"
+
+
+@pytest.fixture
+def generate(z2a, trained_workspace):
+    return lambda *words: z2a(*SHARED, "--work", trained_workspace.root, *words)
+
+
+@pytest.fixture
+def lines_file(tmp_path):
+    def write(*values):
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join(json.dumps(value) + "\n" for value in values))
+        return path
+
+    return write
+
+
+def parsed(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_one_prompt_is_continued_and_the_seed_decides_the_draws(generate):
+    greedy = generate("--prompt", PROMPT)
+    assert greedy.code == 0
+    assert greedy.out.startswith(PROMPT)
+    assert len(greedy.out) > len(PROMPT) + 5
+    drawn = [generate("--prompt", PROMPT, "--temperature", "1.5", "--seed", seed).out for seed in "112"]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_several_prompts_are_shown_one_after_the_other(generate):
+    alone = [generate("--prompt", prompt).out.strip("\n") for prompt in (PROMPT, "中国的")]
+    assert generate("--prompt", PROMPT, "--prompt", "中国的").out == "\n\n".join(alone) + "\n"
+
+
+def test_a_file_gives_the_same_texts_as_one_by_one_in_the_order_of_its_lines(generate, lines_file):
+    prompts = [f"{PROMPT[:length]}" for length in range(3, 24, 4)]
+    path = lines_file(*({"prompt": prompt, "max_new_tokens": 30 - number} for number, prompt in enumerate(prompts)))
+    results = parsed(generate("--prompts", path).out)
+    assert [(result["index"], result["prompt"]) for result in results] == list(enumerate(prompts))
+    for number, result in enumerate(results):
+        alone = generate("--prompt", result["prompt"], "--max-new-tokens", str(30 - number)).out
+        assert result["prompt"] + result["text"] + "\n" == alone
+
+
+def test_a_line_may_have_settings_samples_and_a_name_of_its_own(generate, lines_file):
+    path = lines_file(
+        {"prompt": "The", "id": "x", "n": 3, "temperature": 2, "seed": 5},
+        {"prompt": PROMPT, "stop": [" ", "。"]},
+    )
+    *drawn, stopped = parsed(generate("--prompts", path).out)
+    assert [(result["index"], result["sample"], result["id"]) for result in drawn] == [
+        (0, number, "x") for number in range(3)
+    ]
+    assert len({result["text"] for result in drawn}) == 3
+    assert (stopped["finish"], " " in stopped["text"]) == ("stop", False)
+
+
+def test_exported_model_writes_the_same(z2a, generate, trained_workspace, tmp_path):
+    assert z2a("export", "tiny", "--to", tmp_path / "hf", "--work", trained_workspace.root).code == 0
+    exported = z2a("generate", tmp_path / "hf", *SHARED[2:], "--prompt", PROMPT)
+    assert exported.out == generate("--prompt", PROMPT).out
+
+
+def test_log_probabilities_come_with_the_likeliest_tokens(generate):
+    (result,) = parsed(generate("--prompt", PROMPT, "--logprobs", "3").out)
+    assert result["new_tokens"] == len(result["logprobs"])
+    assert "".join(token["token"] for token in result["logprobs"]) == result["text"]
+    for token in result["logprobs"]:
+        assert len(token["likeliest"]) == 3
+        assert token["likeliest"][0]["id"] == token["id"], "the greedy choice is the likeliest"
+        assert token["logprob"] <= 0
+
+
+def test_prompt_over_the_models_length_is_named_and_the_others_are_done(generate, lines_file, tmp_path):
+    path = lines_file({"prompt": "x" * 500}, {"prompt": PROMPT}, {"prompt": "y" * 500, "n": 2})
+    done = generate("--prompts", path, "--out", tmp_path / "out.jsonl")
+    assert done.code == 3
+    assert "prompts.jsonl line 1: The prompt has 501 tokens" in done.err
+    assert "3 texts of 4 could not be written" in done.err
+    results = parsed((tmp_path / "out.jsonl").read_text())
+    assert ["error" in result for result in results] == [True, False, True, True]
+    assert results[1]["text"]
+
+
+def test_bad_lines_are_named_before_a_model_is_looked_for(z2a, lines_file):
+    done = z2a("generate", "no-such-run", "--prompts", lines_file({"prompt": 1}, {"prompt": "good"}, {"n": 0}))
+    assert done.code == 3
+    assert "2 lines of prompts.jsonl" in done.err
+    assert "line 1:" in done.err
+    assert "line 3:" in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "Give the beginning of a text with --prompt"),
+        (("--prompt", "x", "--prompts", "p.txt"), "and not both"),
+        (("--prompts", "no/such.txt"), "no/such.txt cannot be read"),
+        (("--prompt", "x", "--temperature", "-1"), "got '-1', expected a number, at least 0"),
+        (("--prompt", "x", "--top-p", "0"), "top_p is 0.0; it must be above 0"),
+        (("--prompt", "x", "--logprobs", "99"), "99 alternatives were asked for"),
+        (("--prompt", "x", "--stop", ""), "A stop string is empty"),
+    ],
+)
+def test_what_cannot_be_done_is_said(generate, words, said):
+    done = generate(*words)
+    assert done.code in (2, 3)
+    assert said in done.err
+
+
+def test_several_processes_need_a_file(generate, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "add --out FILE" in generate("--prompt", "x").err
+
+
+def many(lines_file):
+    lengths = [10 + 7 * number % 61 for number in range(48)]
+    return lines_file(*({"prompt": f"{PROMPT} {number}", "max_new_tokens": n} for number, n in enumerate(lengths)))
+
+
+def test_killed_command_continues_and_two_processes_share_the_work(
+    start, generate, lines_file, tmp_path, trained_workspace
+):
+    path = many(lines_file)
+    words = (*SHARED, "--work", trained_workspace.root, "--prompts", path, "--out")
+    killed = start(*words, tmp_path / "killed.jsonl")
+    part = tmp_path / "killed.jsonl.part-0"
+    killed.wait_until(lambda: part.exists() and part.read_bytes().count(b"\n") > 4)
+    killed.signal(signal.SIGKILL)
+    ranks = [start(*words, tmp_path / "shared.jsonl", code=RANKED.format(f"'{rank}'") + Z2A) for rank in (1, 0)]
+    finished = part.read_bytes().count(b"\n") - 1
+    assert not (tmp_path / "killed.jsonl").exists()
+    again = generate("--prompts", path, "--out", tmp_path / "killed.jsonl")
+    assert again.code == 0
+    assert f"{finished} texts of 48 were finished before" in again.err
+    assert [program.wait() for program in ranks] == [0, 0]
+    results = parsed((tmp_path / "killed.jsonl").read_text())
+    assert [result["index"] for result in results] == list(range(48))
+    assert parsed((tmp_path / "shared.jsonl").read_text()) == results
+    assert sorted(path.name for path in tmp_path.glob("*.jsonl*")) == ["killed.jsonl", "prompts.jsonl", "shared.jsonl"]
+
+
+def test_other_settings_do_not_continue_a_killed_command(generate, lines_file, tmp_path):
+    (tmp_path / "out.jsonl.part-0").write_text('{"job": "another"}\n')
+    done = generate("--prompts", lines_file({"prompt": "x"}), "--out", tmp_path / "out.jsonl")
+    assert done.code == 2
+    assert "results of another job" in done.err
+    assert (tmp_path / "out.jsonl.part-0").read_text() == '{"job": "another"}\n'

@@ -1,0 +1,132 @@
+"""Prompts from a file, and the results of many prompts on disk."""
+
+import json
+
+import pytest
+
+from zero2all.common.errors import BadInputError, RunLockedError, UsageError
+from zero2all.infer.prompts import Prompt, read_prompts
+from zero2all.infer.results import Results, process_of
+from zero2all.infer.sampling import Sampling
+from zero2all.infer.text import TextRequest
+
+USUAL = Prompt(TextRequest("", 20, Sampling(temperature=0.5, seed=7), stop=("END",)))
+
+
+def test_lines_of_text_are_prompts_and_empty_ones_are_passed_over():
+    prompts = read_prompts("The cat\r\n\n  \n 中国\n".encode(), "p.txt", USUAL)
+    assert [(prompt.request.prompt, prompt.place) for prompt in prompts] == [
+        ("The cat", "p.txt line 1"),
+        (" 中国", "p.txt line 4"),
+    ]
+    assert all(prompt.request.sampling == USUAL.request.sampling for prompt in prompts)
+
+
+def test_json_lines_have_settings_of_their_own():
+    line = {"prompt": "a\nb", "id": 4, "n": 2, "temperature": 1, "top_k": 3, "stop": "x", "max_new_tokens": 5}
+    first, second = read_prompts(f'{json.dumps(line)}\n{{"prompt": ""}}'.encode(), "standard input", USUAL)
+    assert first.request == TextRequest("a\nb", 5, Sampling(1, 3, seed=7), stop=("x",))
+    assert (first.id, first.n) == (4, 2)
+    assert second.request == USUAL.request
+
+
+def test_each_sample_of_a_prompt_has_its_own_seed():
+    (prompt,) = read_prompts(b'{"prompt": "a", "n": 3}', "p.jsonl", USUAL)
+    assert [request.sampling.seed for request in prompt.samples()] == [7, 8, 9]
+
+
+def test_text_that_begins_with_a_brace_is_text_in_a_text_file():
+    assert read_prompts(b"{x", "p.txt", USUAL)[0].request.prompt == "{x"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "line 2: "),
+        ('"a"', "an object with `prompt`"),
+        ('{"prompt": 3}', "an object with `prompt`"),
+        ('{"prompt": "a", "tempreature": 1}', "Did you mean `temperature`"),
+        ('{"prompt": "a", "top_k": 1.5}', "`top_k` is '1.5', expected a whole number"),
+        ('{"prompt": "a", "n": true}', "`n` is 'True', expected a whole number"),
+        ('{"prompt": "a", "top_p": 2}', "top_p is 2; it must be"),
+        ('{"prompt": "a", "stop": [""]}', "`stop` is"),
+        ('{"prompt": "\\ud800"}', "line 2: "),
+    ],
+)
+def test_line_that_cannot_be_used_is_named(line, said):
+    with pytest.raises(BadInputError) as caught:
+        read_prompts(f'{{"prompt": "good"}}\n{line}\n'.encode(), "p.jsonl", USUAL)
+    assert "1 line of p.jsonl cannot be used" in str(caught.value)
+    assert "line 2: " in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_all_bad_lines_are_named_up_to_twenty():
+    with pytest.raises(BadInputError) as caught:
+        read_prompts(b"good\n" + b"\xff\x1b\n" * 25, "p.txt", USUAL)
+    assert "25 lines of p.txt" in str(caught.value)
+    assert "line 21:" in str(caught.value)
+    assert "line 22:" not in str(caught.value)
+    assert "and 5 more lines" in str(caught.value)
+
+
+def test_file_without_prompts_is_refused():
+    with pytest.raises(BadInputError, match="has no prompts"):
+        read_prompts(b"\n \n", "p.txt", USUAL)
+
+
+# ---- results --------------------------------------------------------------------------------------------------
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_results_come_in_the_order_of_the_prompts_and_the_parts_go(tmp_path):
+    out = tmp_path / "deep" / "o*.jsonl"
+    with Results(out, "job") as results:
+        for index in (2, 0, 1):
+            results.add({"index": index, "text": f"{index}中"})
+        results.add({"index": 1, "sample": 1, "error": "too long"})
+        assert results.join([(0, 0), (1, 0), (1, 1), (2, 0)], wait=False) == 1
+    assert [(line["index"], line.get("sample", 0)) for line in lines_of(out)] == [(0, 0), (1, 0), (1, 1), (2, 0)]
+    assert [path.name for path in out.parent.iterdir()] == ["o*.jsonl"]
+
+
+def test_what_a_killed_process_finished_is_known_and_its_half_line_is_not(tmp_path):
+    out = tmp_path / "o.jsonl"
+    with Results(out, "job", rank=0) as first, Results(out, "job", rank=1) as second:
+        first.add({"index": 0})
+        second.add({"index": 1})
+    part = tmp_path / "o.jsonl.part-0"
+    part.write_bytes(part.read_bytes() + b'{"index": 2, "te')
+    with Results(out, "job") as results:  # one process now goes on for both
+        assert set(results.done) == {(0, 0), (1, 0)}
+        results.add({"index": 2})
+        results.join([(0, 0), (1, 0), (2, 0)], wait=False)
+    assert lines_of(out) == [{"index": 0}, {"index": 1}, {"index": 2}]
+
+
+def test_results_of_another_job_are_not_mixed_in(tmp_path):
+    with Results(tmp_path / "o.jsonl", "one", rank=3) as results:
+        results.add({"index": 0})
+    with pytest.raises(UsageError, match=r"part-3 holds results of another job .*delete the file"):
+        Results(tmp_path / "o.jsonl", "two")
+
+
+def test_two_commands_cannot_write_the_same_part(tmp_path):
+    with Results(tmp_path / "o.jsonl", "job"), pytest.raises(RunLockedError, match="Another process is writing"):
+        Results(tmp_path / "o.jsonl", "job")
+
+
+@pytest.mark.parametrize(("rank", "size", "found"), [(None, None, (0, 1)), ("1", "4", (1, 4)), ("4", "4", None)])
+def test_the_launcher_says_which_process_this_is(monkeypatch, rank, size, found):
+    for name, value in (("RANK", rank), ("WORLD_SIZE", size)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    if found is None:
+        with pytest.raises(UsageError, match="do not fit together"):
+            process_of()
+    else:
+        assert process_of() == found

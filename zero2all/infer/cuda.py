@@ -1,0 +1,247 @@
+"""Decoding on a GPU: one pass as few kernels, recorded as a CUDA graph, which the host starts with one call.
+
+At batch 1 a pass only reads the weights, and it should take no longer than that. So there are five kernels a layer
+(`ops.kernels.decode_linear`, `decode_attention`): norm and qkv; positions, cache and attention; out and residual; norm,
+gate, up and SwiGLU; down and residual. From FEW_ROWS rows on, matmuls are cuBLAS's, with norm and SwiGLU between them.
+
+A graph has fixed addresses and a fixed number of rows. There is one for each size that `bucket_of` knows, recorded when
+it is first needed. Rows beyond those asked for are padding: their table is block 0, which belongs to nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zero2all.infer.cache import BLOCK, KeyValueBlocks
+from zero2all.infer.weights import LayerWeights, Weight, Weights
+from zero2all.ops.implementation import has_triton
+from zero2all.ops.precision import widened
+
+if TYPE_CHECKING:
+    from zero2all.ops.kernels.decode_attention import AttentionScratch, AttentionTiles
+    from zero2all.ops.kernels.decode_greedy import GreedyScratch
+
+    Scratch = tuple[AttentionTiles, AttentionScratch, GreedyScratch]
+
+Attend = Callable[[int, Tensor], Tensor]
+"""(layer, rows of the qkv projection) -> (B, Hq D)."""
+
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+FEW_ROWS = 16
+"""Up to here our own products of few rows are used for float weights, too."""
+MOST_COLUMNS = 32768
+"""Columns of a matrix: each tile of a row is a part of the code of the kernel for one row of input."""
+
+
+def bucket_of(rows: int) -> int:
+    """The number of rows that a pass over `rows` rows has."""
+    return next((size for size in BUCKETS if size >= rows), -(-rows // BUCKETS[-1]) * BUCKETS[-1])
+
+
+def obstacle(weights: Weights) -> str:
+    """Why this model cannot be decoded with these kernels here; empty: it can."""
+    device = weights.embedding.device
+    if device.type != "cuda":
+        return "it needs a CUDA device"
+    if not has_triton():
+        return "triton is not installed"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} has no tensor cores for bfloat16"
+    return unsupported(weights)
+
+
+def unsupported(weights: Weights) -> str:
+    """What the kernels do not compute of this model; empty: nothing."""
+    config = weights.config
+    if config.moe.experts:
+        return "the model has experts"
+    if config.attention_bias != "none" or config.mlp_bias:
+        return "its projections have biases"
+    if weights.embedding.dtype not in (torch.bfloat16, torch.float32):
+        return f"its weights are {str(weights.embedding.dtype).removeprefix('torch.')}, not bfloat16 or float32"
+    widest = max(config.hidden_size, config.intermediate_size, config.heads * config.head_size)
+    if widest > MOST_COLUMNS:
+        return f"its matrices have up to {widest:,} columns; the kernels are for {MOST_COLUMNS:,} at most"
+    return ""
+
+
+@dataclass
+class _Bucket:
+    """Passes of one size: what they read, and how they are started."""
+
+    rows: int
+    tokens: Tensor  # (rows,)
+    numbers: Tensor
+    """positions and tables, one after the other: both come from the host in one copy."""
+    positions: Tensor  # (rows,) int32
+    tables: Tensor  # (rows, blocks) int32
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+    passes: dict[bool, Callable[[], object]] = field(default_factory=dict)
+    """How to run a pass, without and with the choice of the likeliest token."""
+
+
+class CudaDecoder:
+    """The decoding passes of one model and its cache. `never` are ids that `greedy` never takes."""
+
+    def __init__(
+        self, weights: Weights, blocks: KeyValueBlocks, never: Tensor | None = None, records: bool = True
+    ) -> None:
+        from zero2all.ops.kernels import decode_attention, decode_greedy, decode_linear
+
+        self._attention, self._greedy, self._linear = decode_attention, decode_greedy, decode_linear
+        self.weights, self.blocks = weights, blocks
+        self._device, self._dtype = weights.embedding.device, weights.embedding.dtype
+        self._width = -(-len(weights.cos) // BLOCK)
+        self._cos, self._sin = weights.cos.float().contiguous(), weights.sin.float().contiguous()
+        self._never = torch.zeros(weights.config.vocab_ids, dtype=torch.bool, device=self._device)
+        if never is not None:
+            self._never[never.to(self._device)] = True
+        self._buckets: dict[int, _Bucket] = {}
+        self._records = records  # without: every pass is run kernel by kernel
+        self._pool: Any = None  # memory that all graphs share: no two run at once
+
+    @torch.inference_mode()
+    def decode(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
+        """As `Forward.decode`; what it returns is overwritten by the next pass."""
+        return self._run(tokens, positions, tables, is_greedy=False).logits[: len(tokens)]
+
+    @torch.inference_mode()
+    def greedy(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
+        """The likeliest next tokens (B,), on the device: they can be given to the next call before the host has read
+        them. Overwritten by the next pass."""
+        return self._run(tokens, positions, tables, is_greedy=True).tokens[: len(tokens)]
+
+    def _run(self, tokens: Tensor, positions: Tensor, tables: Tensor, is_greedy: bool) -> _Bucket:
+        bucket = self._bucket(bucket_of(len(tokens)))
+        start = bucket.passes.get(is_greedy)
+        if start is None:
+            kept = tokens.clone()  # they may be the bucket's own, which a trial pass would overwrite
+            start = bucket.passes[is_greedy] = self._prepared(bucket, is_greedy)
+            tokens = kept
+        self._fill(bucket, tokens, positions, tables)
+        start()
+        return bucket
+
+    def _bucket(self, rows: int) -> _Bucket:
+        if rows not in self._buckets:
+            tokens = torch.zeros(rows, dtype=torch.long, device=self._device)
+            numbers = torch.zeros(rows * (1 + self._width), dtype=torch.int32, device=self._device)
+            self._buckets[rows] = _Bucket(rows, tokens, numbers, numbers[:rows], numbers[rows:].view(rows, -1))
+        return self._buckets[rows]
+
+    def _fill(self, bucket: _Bucket, tokens: Tensor, positions: Tensor, tables: Tensor) -> None:
+        """Put the sequences into the first rows; the others become padding."""
+        count, blocks = tables.shape
+        if tokens.data_ptr() != bucket.tokens.data_ptr():
+            bucket.tokens[:count].copy_(tokens, non_blocking=True)
+        on_host = positions.device.type == "cpu" and self._device.type == "cuda"
+        numbers = torch.zeros(bucket.numbers.shape, dtype=torch.int32, pin_memory=True) if on_host else bucket.numbers
+        if not on_host:
+            numbers.zero_()
+        numbers[:count] = positions
+        numbers[bucket.rows :].view(bucket.rows, -1)[:count, :blocks] = tables
+        if on_host:
+            bucket.numbers.copy_(numbers, non_blocking=True)
+
+    def _prepared(self, bucket: _Bucket, is_greedy: bool) -> Callable[[], object]:
+        """A function that runs the pass on what the bucket holds."""
+        compute = partial(self._compute, bucket, self._scratch(bucket.rows), is_greedy)
+        if not self._records:
+            return compute
+        bucket.numbers.zero_()  # a trial pass, which compiles and loads the kernels, writes only to block 0
+        compute()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            compute()
+        self._pool = graph.pool()
+        logits = bucket.logits
+
+        def replay() -> None:
+            bucket.logits = logits
+            graph.replay()
+
+        return replay
+
+    def _scratch(self, rows: int) -> Scratch:
+        config = self.weights.config
+        tiles = self._attention.attention_tiles(rows, config.kv_heads, len(self._cos), self._device)
+        attention = self._attention.AttentionScratch(
+            rows, config.heads, config.kv_heads, config.head_size, tiles.splits, self._device
+        )
+        return tiles, attention, self._greedy.GreedyScratch(rows, self._device)
+
+    # The pass --------------------------------------------------------------------------------------------------------
+
+    def _compute(self, bucket: _Bucket, scratch: Scratch, is_greedy: bool) -> None:
+        x = F.embedding(bucket.tokens, self.weights.embedding)
+        if self.weights.config.fp32_residual:
+            x = widened(x)
+        attend = partial(self._attend, bucket, scratch)
+        bucket.logits = (self._with_few_rows if bucket.rows <= FEW_ROWS else self._with_many_rows)(x, attend)
+        if is_greedy:
+            self._greedy.decode_greedy(bucket.logits, self._never, bucket.tokens, scratch[2])
+
+    def _with_few_rows(self, x: Tensor, attend: Attend) -> Tensor:
+        """x (B, C), the embedded tokens, which becomes the residual -> logits."""
+        eps = self.weights.config.rms_norm_eps
+        for number, layer in enumerate(self.weights.layers):
+            gate_up, down = _feed_forward(layer)
+            qkv = self._product(x, layer.qkv, gain=layer.attention_norm, eps=eps)
+            self._product(attend(number, qkv), layer.out, y=x, add=True)
+            inner = self._product(x, gate_up, gain=layer.feed_forward_norm, eps=eps, swiglu=True)
+            self._product(inner, down, y=x, add=True)
+        logits = torch.empty(len(x), len(self.weights.head), dtype=torch.float32, device=x.device)
+        return self._product(x, self.weights.head, y=logits, gain=self.weights.norm, eps=eps)
+
+    def _with_many_rows(self, x: Tensor, attend: Attend) -> Tensor:
+        ops, eps = self.weights.ops, self.weights.config.rms_norm_eps
+        branch: Tensor | None = None
+        for number, layer in enumerate(self.weights.layers):
+            gate_up, down = _feed_forward(layer)
+            normed, x = ops.rms_norm(x, branch, layer.attention_norm, eps)
+            branch = self._matmul(attend(number, self._matmul(normed, layer.qkv)), layer.out)
+            normed, x = ops.rms_norm(x, branch, layer.feed_forward_norm, eps)
+            branch = self._matmul(ops.swiglu(self._matmul(normed, gate_up)), down)
+        normed, _ = ops.rms_norm(x, branch, self.weights.norm, eps)
+        head = self.weights.head
+        if isinstance(head, Tensor) and head.dtype == torch.bfloat16 and head.is_cuda:
+            return torch.mm(normed, head.T, out_dtype=torch.float32)
+        return self._matmul(normed, head).float()
+
+    def _attend(self, bucket: _Bucket, scratch: Scratch, layer: int, qkv: Tensor) -> Tensor:
+        config = self.weights.config
+        mixed = qkv.new_empty(bucket.rows, config.heads * config.head_size)
+        keys, values = self.blocks.keys[layer], self.blocks.values[layer]
+        tiles, parts, _ = scratch
+        self._attention.decode_attention(
+            qkv, self._cos, self._sin, keys, values, bucket.tables, bucket.positions, mixed, parts, tiles
+        )
+        return mixed
+
+    def _matmul(self, x: Tensor, weight: Weight) -> Tensor:
+        return F.linear(x, weight) if isinstance(weight, Tensor) else self._product(x, weight)
+
+    def _product(
+        self, x: Tensor, weight: Weight, y: Tensor | None = None, swiglu: bool = False, **details: Any
+    ) -> Tensor:
+        """See `decode_linear`; without `y`, in memory of its own."""
+        stored: Any = weight
+        matrix, scales = (stored, None) if isinstance(weight, Tensor) else (stored.values, stored.scales)
+        if y is None:
+            y = torch.empty(len(x), len(matrix) // (2 if swiglu else 1), dtype=self._dtype, device=x.device)
+        self._linear.decode_linear(x, matrix, scales, y, swiglu=swiglu, **details)
+        return y
+
+
+def _feed_forward(layer: LayerWeights) -> tuple[Weight, Weight]:
+    assert layer.gate_up_pairs is not None
+    assert layer.down is not None
+    return layer.gate_up_pairs, layer.down
