@@ -87,6 +87,7 @@ LAZY_THIRD_PARTY = {
     "packed.remote": {"fsspec"},
     "packed.stats": {"matplotlib"},
     "perf.report": {"matplotlib"},
+    "perf.infer_report": {"matplotlib"},
     **{f"ops.{name}": {"liger_kernel"} for name in ("rms_norm", "rope", "swiglu", "cross_entropy")},
     "ops.linear_cross_entropy": {"liger_kernel"},
     "ops.kernels.epilogue": {"quack"},
