@@ -72,7 +72,7 @@ class Generations:
     @property
     def prompt_tokens(self) -> list[int]:
         """How many tokens the prompt of each choice has."""
-        return [ticket.job.prompt_tokens for ticket in self._tickets if ticket.job is not None]
+        return [ticket.prompt_tokens for ticket in self._tickets]
 
     def cancel(self) -> None:
         """Take what is not finished out of the engine."""
