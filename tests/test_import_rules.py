@@ -43,11 +43,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "train": ("packed", "model", "ops", "parallel", "limits", "track.writer", "config"),
     "infer": ("model", "ops", "parallel", "tokenizer", "train", "config"),
-<<<<<<< HEAD
-    "evals": ("model", "infer", "parallel", "tokenizer", "train", "track.writer", "config"),
-=======
     "evals": ("packed", "model", "infer", "parallel", "tokenizer", "train", "track.writer", "config"),
->>>>>>> main
     "serve": ("infer", "tokenizer", "track.access", "track.page"),
     "exchange": ("model", "tokenizer", "train", "infer.load", "config"),
     # on top of everything

@@ -103,10 +103,10 @@ def chat_call(body: Any, loaded: LoadedModel) -> Call:
 
 def _taken_beginning(messages: list[Message]) -> str:
     """Takes the last message away: the assistant has begun with it, and goes on."""
-    if len(messages) < 2 or messages[-1].role != LEARNED_ROLE:
+    if messages[-1].role != LEARNED_ROLE:
         raise RefusedError(
             400,
-            f"continue_final_message goes on with a last message of the role {LEARNED_ROLE}; there is none after another.",
+            f"continue_final_message goes on with a last message of the role {LEARNED_ROLE}; the last is of another.",
             "continue_final_message",
         )
     return messages.pop().text
