@@ -68,6 +68,12 @@ def test_a_line_may_have_settings_samples_and_a_name_of_its_own(generate, lines_
     assert (stopped["finish"], " " in stopped["text"]) == ("stop", False)
 
 
+def test_exported_model_writes_the_same(z2a, generate, trained_workspace, tmp_path):
+    assert z2a("export", "tiny", "--to", tmp_path / "hf", "--work", trained_workspace.root).code == 0
+    exported = z2a("generate", tmp_path / "hf", *SHARED[2:], "--prompt", PROMPT)
+    assert exported.out == generate("--prompt", PROMPT).out
+
+
 def test_log_probabilities_come_with_the_likeliest_tokens(generate):
     (result,) = parsed(generate("--prompt", PROMPT, "--logprobs", "3").out)
     assert result["new_tokens"] == len(result["logprobs"])
