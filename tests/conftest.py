@@ -40,6 +40,7 @@ LONG_FILES = (
     *("cli/test_cli_train.py", "cli/test_cli_journey.py", "track/test_mirror.py", "perf/test_perf_ablate.py"),
     *("train/test_train_resume.py", "track/board/test_accessibility.py", "train/test_train_loop.py"),
     *("corpus/test_corpus_build.py", "train/test_train_data.py", "train/test_train_chaos.py", "test_exchange.py"),
+    "serve/test_page.py",
 )
 
 

@@ -1,7 +1,9 @@
 """Models that leave for, and come from, the Hugging Face world: the same tensors, the same logits, the same text."""
 
 import dataclasses
+import itertools
 import os
+import random
 import re
 import shutil
 
@@ -16,7 +18,8 @@ from zero2all.common.files import read_json, write_json
 from zero2all.common.workspace import open_workspace
 from zero2all.exchange import export_run, import_folder
 from zero2all.infer.boundary import Vocabulary, heal
-from zero2all.infer.engine import Engine
+from zero2all.infer.engine import Engine, EngineSettings
+from zero2all.infer.job import Request
 from zero2all.infer.load import load_run
 from zero2all.infer.text import generate
 from zero2all.model import hf
@@ -259,14 +262,39 @@ def test_greedy_text_is_the_same_in_transformers(trained, exported, theirs, prom
     assert generate(Engine(trained), prompt, 30) == text.rstrip("\ufffd")
 
 
-def test_greedy_tokens_are_the_same_from_the_same_ids(trained, theirs):
-    for prompt in ("中国的首", "The capital of Fr", "Berlin"):
-        ids = [trained.tokenizer.begin_id, *trained.tokenizer.encode_text(prompt)]
+TEXTS = {
+    "zh": "我知道中国的首都是北京，法国的首都是巴黎。",
+    "en": "The capital of France is Paris. I know that Tokyo is in Japan.",
+    "code": "def add(a, b):\n    return a + b\n\nprint(add(1, 2))\n",
+}
+
+
+def cut_prompts(count: int) -> list[str]:
+    """Beginnings and middles of the texts in turn, cut anywhere: also within words."""
+    draw, texts = random.Random(1), itertools.cycle(TEXTS.values())
+    found = []
+    for text in itertools.islice(texts, count):
+        first = draw.choice((0, draw.randrange(len(text) - 2)))
+        found.append(text[first : first + draw.randrange(1, 30)])
+    return found
+
+
+def test_64_prompts_get_the_greedy_tokens_of_transformers_together_and_one_by_one(trained, theirs):
+    tokenizer = trained.tokenizer
+    rows = [[tokenizer.begin_id, *tokenizer.encode_text(prompt)] for prompt in cut_prompts(64)]
+    together, alone = Engine(trained, EngineSettings(max_batch=24)), Engine(trained, EngineSettings(max_batch=1))
+    asked = [Request(row, 12, alternatives=2) for row in rows]
+    ours = [sorted(engine.run(asked), key=lambda job: job.number) for engine in (together, alone)]
+    compared = 0
+    for number, row in enumerate(rows):
         with torch.no_grad():
-            expected = theirs.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0].tolist()
-        while len(ids) < len(expected):
-            ids.append(int(our_logits(trained, torch.tensor([ids]))[0, -1].argmax()))
-        assert ids == expected
+            expected = theirs.generate(torch.tensor([row]), max_new_tokens=12, do_sample=False)[0, len(row) :].tolist()
+        for job in (jobs[number] for jobs in ours):
+            gaps = [first - second for (_, first), (_, second) in (choice.alternatives for choice in job.choices)]
+            sure = next((place for place, gap in enumerate(gaps) if gap <= 1e-4), len(gaps))
+            compared += sure
+            assert [token for token in expected if token not in tokenizer.end_ids][:sure] == job.new_ids[:sure]
+    assert compared > 2 * 64 * 6
 
 
 def test_exported_config_says_what_the_model_is(trained, exported):

@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "train": ("packed", "model", "ops", "parallel", "limits", "track.writer", "config"),
     "infer": ("model", "ops", "parallel", "tokenizer", "train", "config"),
-    "evals": ("packed", "model", "infer", "parallel", "tokenizer", "train", "track.writer", "config"),
+    "evals": ("model", "infer", "parallel", "tokenizer", "train", "track.writer", "config"),
     "serve": ("infer", "tokenizer", "track.access", "track.page"),
     "exchange": ("model", "tokenizer", "train", "infer.load", "config"),
     # on top of everything
@@ -83,6 +83,7 @@ LAZY_THIRD_PARTY = {
     "packed.remote": {"fsspec"},
     "packed.stats": {"matplotlib"},
     "perf.report": {"matplotlib"},
+    "perf.infer_report": {"matplotlib"},
     **{f"ops.{name}": {"liger_kernel"} for name in ("rms_norm", "rope", "swiglu", "cross_entropy")},
     "ops.linear_cross_entropy": {"liger_kernel"},
     "ops.kernels.epilogue": {"quack"},

@@ -46,14 +46,14 @@ def main() -> None:
             page.wait_for_load_state("load")
             page.wait_for_timeout(1500)  # charts further down, markers
             path = arguments.out / f"board-{theme}.png"
-            path.write_bytes(_small(page.screenshot()))
+            path.write_bytes(small(page.screenshot()))
             print(f"{path}: {path.stat().st_size / 1000:.0f} KB")
             page.close()
         browser.close()
     board.stop()
 
 
-def _small(png: bytes) -> bytes:
+def small(png: bytes) -> bytes:
     """The same picture with as few colours as it takes to fit."""
     for colors in (None, 256, 128, 64):
         picture = Image.open(io.BytesIO(png)).convert("RGB")

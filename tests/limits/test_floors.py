@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from zero2all.limits.floors import distinct_ids, linear_shapes, operator_work, optimizer_work
-from zero2all.model.config import ModelConfig
+from zero2all.limits.floors import decoding_bytes, distinct_ids, linear_shapes, operator_work, optimizer_work
+from zero2all.model.config import ModelConfig, MoeConfig
 
 REFERENCE = ModelConfig(vocab_size=64320)
 TOKENS = 16 * 2048
@@ -65,3 +65,17 @@ def test_what_arithmetic_limits_has_flops_and_what_memory_limits_has_bytes():
         *("attention", "linear_cross_entropy", "linear/qkv", "linear/out", "linear/gate_up", "linear/down")
     }
     assert all(each.total > 0 for each in work.values())
+
+
+def test_a_decoding_pass_reads_every_matrix_once_and_the_keys_and_values_of_each_sequence():
+    block = 2048 * (3072 + 2048 + 3 * 5632)
+    assert decoding_bytes(REFERENCE, 1, 0, 2, 2) == 2 * (22 * block + 64320 * 2048)
+    of_cache = decoding_bytes(REFERENCE, 64, 100, 1, 2) - decoding_bytes(REFERENCE, 64, 0, 1, 2)
+    assert of_cache == 64 * 100 * 22 * 2 * 8 * 64 * 2
+
+
+def test_a_decoding_pass_reads_the_experts_that_some_token_chooses():
+    moe = MoeConfig(experts=8, experts_per_token=2, expert_size=16)
+    config = ModelConfig(vocab_size=64, hidden_size=32, layers=1, heads=2, kv_heads=1, moe=moe)
+    one, many = (decoding_bytes(config, batch, 0, 1, 1) for batch in (1, 10_000))
+    assert many - one == pytest.approx(6 * 3 * 32 * 16)

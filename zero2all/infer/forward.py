@@ -5,6 +5,7 @@ Legend: N tokens of a pass, B sequences, Hq query heads, Hk key/value heads, D h
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from zero2all.infer.cache import BLOCK, KeyValueBlocks
 from zero2all.infer.weights import LayerWeights, Weights, project
+from zero2all.ops.attention import ragged_attention, ragged_problem
+from zero2all.ops.implementation import OpContext
 from zero2all.ops.precision import widened
 from zero2all.ops.rope import RopeOp
 
@@ -39,11 +42,16 @@ class Forward:
 
     def __init__(self, weights: Weights, blocks: KeyValueBlocks) -> None:
         self.weights, self.blocks = weights, blocks
+        context = OpContext(weights.embedding.device.type, weights.embedding.dtype, head_size=weights.config.head_size)
+        self._is_ragged = ragged_problem(context) is None
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, positions: Tensor, slots: Tensor, spans: Sequence[Span]) -> Tensor:
         """New tokens of several sequences, one after another (N,) -> normalised hidden states (N, C). Their keys and
         values are written to `slots` (N,)."""
+
+        if self._is_ragged:
+            return self._trunk(tokens, positions, self._ragged(slots, spans))
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             self.blocks.write(layer, slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
@@ -51,6 +59,34 @@ class Forward:
             return (mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=2))[0].transpose(0, 1).flatten(1)
 
         return self._trunk(tokens, positions, attend)
+
+    def _ragged(self, slots: Tensor, spans: Sequence[Span]) -> Attend:
+        """Attention of all sequences of a pass in one call; where some have earlier positions, on keys and values that
+        are gathered from the cache."""
+        device = slots.device
+        counts, lengths = [span.count for span in spans], [span.length for span in spans]
+        queries, keys = (
+            torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32, device=device)
+            for each in (counts, lengths)
+        )
+        places = None
+        if counts != lengths:
+            places = torch.tensor(
+                [span.table[at // BLOCK] * BLOCK + at % BLOCK for span in spans for at in range(span.length)],
+                device=device,
+            )
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))  # (N, H, D)
+            self.blocks.write(layer, slots, k, v)
+            if places is not None:
+                k, v = self.blocks.keys[layer].flatten(0, 1)[places], self.blocks.values[layer].flatten(0, 1)[places]
+            mixed = ragged_attention(
+                q.contiguous(), k.contiguous(), v.contiguous(), queries, keys, max(counts), max(lengths)
+            )
+            return mixed.flatten(1)
+
+        return attend
 
     def _of_span(self, layer: int, span: Span, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of one sequence: (1, Hq, count, D)."""

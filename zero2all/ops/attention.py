@@ -208,20 +208,29 @@ def varlen_attention(
     if key.shape[2] != T:
         assert boundaries is None, "a cache holds one document"
         return sdpa_attention(query, key, value, dropout)
-    from torch.nn.attention.varlen import varlen_attn
-
     if boundaries is None:
         boundaries = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=query.device)
     q, k, v = (heads.transpose(1, 2).reshape(B * T, -1, D) for heads in (query, key, value))
+    return ragged_attention(q, k, v, boundaries, boundaries, T, T).view(B, T, Hq, D).transpose(1, 2)
+
+
+def ragged_attention(
+    query: Tensor, key: Tensor, value: Tensor, queries: Tensor, keys: Tensor, most_queries: int, most_keys: int
+) -> Tensor:
+    """Sequences end to end: (N, Hq, D) queries, (M, Hk, D) keys and values -> (N, Hq, D). `queries` and `keys` (int32)
+    say where each begins, and the end. The queries of a sequence are its last positions."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    groups = query.shape[1] // key.shape[1]
     parameters = inspect.signature(varlen_attn).parameters
     options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
-    if Hq != k.shape[1] and "enable_gqa" in parameters:
+    if groups > 1 and "enable_gqa" in parameters:
         options["enable_gqa"] = True
-    elif Hq != k.shape[1]:
-        k, v = (heads.repeat_interleave(Hq // heads.shape[1], dim=1) for heads in (k, v))
-    mixed = varlen_attn(q, k, v, boundaries, boundaries, T, T, **options)
+    elif groups > 1:
+        key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
+    mixed = varlen_attn(query, key, value, queries, keys, most_queries, most_keys, **options)
     assert isinstance(mixed, Tensor)
-    return mixed.view(B, T, Hq, D).transpose(1, 2)
+    return mixed
 
 
 def _boundaries(document_ids: Tensor) -> Tensor:
@@ -230,10 +239,16 @@ def _boundaries(document_ids: Tensor) -> Tensor:
     return F.pad(begins.nonzero().squeeze(1), (0, 1), value=document_ids.numel()).int()
 
 
-def _probe_varlen(context: OpContext) -> str | None:
+def ragged_problem(context: OpContext) -> str | None:
+    """Why `ragged_attention` cannot run there."""
     problem = _half_precision_on_cuda(context) or _sdpa_head(context)
     if problem is None and importlib.util.find_spec("torch.nn.attention.varlen") is None:
         problem = f"torch {torch.__version__} has no varlen_attn"
+    return problem
+
+
+def _probe_varlen(context: OpContext) -> str | None:
+    problem = ragged_problem(context)
     if problem is None and context.dropout:
         problem = "it has no dropout"
     return problem

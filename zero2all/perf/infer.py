@@ -1,11 +1,11 @@
 """How fast a model writes: the engine on random prompts, over sizes of the batch.
 
-Every sequence of a batch has a prompt and an answer of the same length; no token ends a text. tokens/s are counted while
-all sequences write, so without the prompts, which the time to the first token shows.
+Every sequence of a batch has a prompt and an answer of the same length; no token ends a text. tokens/s are counted
+while all sequences write, so without the prompts, which the time to the first token shows.
 
-A decoding pass reads all weights and all keys and values once (`limits.floors.decoding_bytes`). Those bytes, over what a
-copy moves per second on this device, are the time it cannot do without; divided by the time it took, that is the share
-of the bandwidth.
+A decoding pass reads all weights and all keys and values once (`limits.floors.decoding_bytes`). Those bytes, over what
+a copy moves per second on this device, are the time it cannot do without; divided by the time it took, that is the
+share of the bandwidth.
 """
 
 from __future__ import annotations
@@ -60,19 +60,28 @@ class InferOptions:
 
 
 @dataclass(frozen=True)
+class Timing:
+    """Of one batch."""
+
+    first_token_seconds: float
+    """From the request to the first token, on average."""
+    tokens_per_second: float
+    """Of all sequences together, while all of them write."""
+    whole_tokens_per_second: float
+    """The same over the whole time, prompts included."""
+
+
+@dataclass(frozen=True)
 class InferRow:
-    """One size of the batch."""
+    """One size of the batch; times as in `Timing`."""
 
     weights: str
     """The dtype of the weights."""
     batch: int
     problem: str | None = None
     first_token_seconds: float = 0.0
-    """From the request to the first token, on average over the batch."""
     tokens_per_second: float = 0.0
-    """Of all sequences together, while all of them write."""
     whole_tokens_per_second: float = 0.0
-    """The same over the whole time, prompts included."""
     pass_bytes: float = 0.0
     """What a pass must read."""
     bandwidth_percent: float = 0.0
@@ -107,7 +116,7 @@ class _NoText:
         self.text_pieces = dict.fromkeys(range(ids), b"?")
 
 
-def measure_inference(options: InferOptions, each: Callable[[Inference], None]) -> Inference:
+def measure_inference(options: InferOptions, each: Callable[[Inference], object]) -> Inference:
     """Measure; `each` gets the results so far after every row."""
     loaded = _load(options)
     device, config = loaded.device, loaded.model.config
@@ -144,8 +153,8 @@ def _row(loaded: LoadedModel, batch: int, so_far: Inference, bar: Bar) -> tuple[
         torch.cuda.reset_peak_memory_stats(device)
     try:
         engine = Engine(loaded, EngineSettings(max_batch=batch, max_len=prompt + new))
-        _write(engine, batch, prompt, WARM_UP_TOKENS, seed=SEED, bar=bar)
-        timing = _write(engine, batch, prompt, new, seed=SEED + 1, bar=bar)
+        write_tokens(engine, batch, prompt, WARM_UP_TOKENS, seed=SEED, bar=bar)
+        timing = write_tokens(engine, batch, prompt, new, seed=SEED + 1, bar=bar)
     except (torch.OutOfMemoryError, UsageError) as error:
         return InferRow(name, batch, problem=str(error).splitlines()[0]), ""
     must_read = decoding_bytes(config, batch, prompt + new / 2, dtype.itemsize, dtype.itemsize)
@@ -153,14 +162,16 @@ def _row(loaded: LoadedModel, batch: int, so_far: Inference, bar: Bar) -> tuple[
         weights=name,
         batch=batch,
         pass_bytes=must_read,
-        bandwidth_percent=100 * must_read / so_far.copy_bytes_per_second * timing["tokens_per_second"] / batch,
+        bandwidth_percent=100 * must_read / so_far.copy_bytes_per_second * timing.tokens_per_second / batch,
         peak_bytes=peak_bytes(device),
-        **timing,
+        first_token_seconds=timing.first_token_seconds,
+        tokens_per_second=timing.tokens_per_second,
+        whole_tokens_per_second=timing.whole_tokens_per_second,
     )
     return row, f"plain passes: {engine.slow_because}" if engine.slow_because else "kernels in CUDA graphs"
 
 
-def _write(engine: Engine, batch: int, prompt: int, new: int, seed: int, bar: Bar) -> dict[str, float]:
+def write_tokens(engine: Engine, batch: int, prompt: int, new: int, seed: int, bar: Bar) -> Timing:
     """Times of `batch` sequences of `new` tokens."""
     ids = engine.forward.weights.config.vocab_ids
     prompts = torch.randint(ids, (batch, prompt), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -180,11 +191,11 @@ def _write(engine: Engine, batch: int, prompt: int, new: int, seed: int, bar: Ba
     whole = time.perf_counter() - started
     begin, end = begin or (started, before), end or (started + whole, engine.generated)
     is_long = end[1] > begin[1]  # else one pass was all
-    return {
-        "first_token_seconds": sum(job.first_token - job.arrived for job in jobs) / batch,
-        "tokens_per_second": (end[1] - begin[1]) / (end[0] - begin[0]) if is_long else batch * new / whole,
-        "whole_tokens_per_second": batch * new / whole,
-    }
+    return Timing(
+        first_token_seconds=sum(job.first_token - job.arrived for job in jobs) / batch,
+        tokens_per_second=(end[1] - begin[1]) / (end[0] - begin[0]) if is_long else batch * new / whole,
+        whole_tokens_per_second=batch * new / whole,
+    )
 
 
 def _load(options: InferOptions) -> LoadedModel:

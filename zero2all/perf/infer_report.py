@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.common.files import write_atomic, write_json
+from zero2all.common.progress import human_count
 from zero2all.perf.infer import Inference, InferRow, as_json
 from zero2all.track.plot import COLORS, FAINT_INK, INK, STYLE, png_bytes
 
@@ -40,17 +41,20 @@ def draw_inference(found: Inference, rows: list[InferRow], png: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, NullFormatter
 
     style: Any = STYLE
     with matplotlib.style.context("default"), rc_context(style):
         figure = Figure(figsize=(11.0, 4.2), facecolor="white", layout="constrained")
         FigureCanvasAgg(figure)
-        title = f"{found.model} on one {found.device}: prompts of {found.prompt_tokens}, {found.new_tokens} new tokens"
+        title = f"{found.model} on {found.device}: prompts of {found.prompt_tokens}, {found.new_tokens} new tokens"
         figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
         speed, share = figure.subplots(1, 2)
         _draw(speed, rows, "tokens/s of all sequences", lambda row: row.tokens_per_second, "{:,.0f}")
         _draw(share, rows, "share of the memory bandwidth, %", lambda row: row.bandwidth_percent, "{:.0f} %")
         speed.set_yscale("log")
+        speed.yaxis.set_major_formatter(FuncFormatter(lambda value, _: human_count(value)))
+        speed.yaxis.set_minor_formatter(NullFormatter())
         share.set_ylim(0, max(100.0, 1.15 * max(row.bandwidth_percent for row in rows)))
         write_atomic(png, png_bytes(figure))
 

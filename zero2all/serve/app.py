@@ -25,7 +25,7 @@ from zero2all.infer.service import ServiceEndedError
 from zero2all.infer.text import Piece
 from zero2all.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from zero2all.serve.errors import RefusedError
-from zero2all.serve.generations import Generations, by_choice
+from zero2all.serve.generations import Bell, Generations, by_choice
 from zero2all.serve.model import READY, ServedModel, ending
 from zero2all.serve.wire import Call, chat_call, completion_call
 from zero2all.track.access import Door, Gate
@@ -35,6 +35,7 @@ WEB = Path(__file__).parent / "web"
 BOARD_WEB = WEB.parents[1] / "track" / "web"
 SHARED_WITH_BOARD = ("before.js", "dom.js", "format.js", "icon.svg", "style.css")
 MAX_BODY_BYTES = 4_000_000
+SMALL_BODY_BYTES = 8_000
 BODY_SECONDS = 60.0
 NO_STORE = {"Cache-Control": "no-store"}
 STREAM_HEADERS = [
@@ -78,6 +79,7 @@ def page_files() -> dict[str, Path]:
 class _Api:
     def __init__(self, model: ServedModel) -> None:
         self.model = model
+        self.bell: Bell | None = None
 
     async def health(self, _: Request) -> Response:
         """200 where a request would be taken, else 503; for those who watch over servers."""
@@ -103,17 +105,20 @@ class _Api:
 
     async def _answer(self, request: Request, read: Callable[[Any, LoadedModel], Call], form: type[Answer]) -> ASGIApp:
         body = await read_body(request)
-        service, loaded, loop = self.model.require_free(), self.model.loaded, asyncio.get_running_loop()
+        service, loaded = self.model.require_free(), self.model.loaded
+        self.bell = self.bell or Bell(asyncio.get_running_loop())
+        bell = self.bell
 
         def hand_in() -> _Reply:
             call = read(parsed(body), loaded)
             self.model.require_name(call.model)
-            generations = Generations(service, call, loop)
+            generations = Generations(service, call, bell)
             generations.submit()
             return _Reply(form(call, self.model.name, loaded.tokenizer, generations.prompt_tokens), generations)
 
         try:
-            return await run_in_threadpool(hand_in)  # long prompts take a while
+            # Long prompts take a while, and the loop has others to serve.
+            return hand_in() if len(body) < SMALL_BODY_BYTES else await run_in_threadpool(hand_in)
         except ServiceEndedError:
             raise ending() from None
         except PromptTooLongError as error:

@@ -1,8 +1,8 @@
 """What the engine writes for one HTTP request: from the engine's thread into the event loop.
 
 The engine must not wait for clients, and a loop that is woken for every token of every client takes the interpreter
-from the engine's thread. So pieces are left in a queue, and the loop is woken once for all that came within
-`MERGE_SECONDS`; the end of a text wakes it at once.
+from the engine's thread. So pieces are left in a queue, and all streams that have news are woken together, every
+`PERIOD_SECONDS`; the end of a text wakes its own at once.
 """
 
 from __future__ import annotations
@@ -17,17 +17,46 @@ from zero2all.infer.service import Service, ServiceEndedError, Ticket
 from zero2all.infer.text import Piece
 from zero2all.serve.wire import Call
 
-MERGE_SECONDS = 0.03
+PERIOD_SECONDS = 0.04
+
+
+class Bell:
+    """Wakes streams of one event loop, many at a time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._waiting: deque[asyncio.Event] = deque()
+        self._is_set = False
+
+    def ring(self, event: asyncio.Event) -> None:
+        """Set `event` with the next ringing. From the engine's thread."""
+        self._waiting.append(event)
+        if not self._is_set:
+            self._is_set = True
+            self.call(self._set)
+
+    def call(self, note: Callable[[], None]) -> None:
+        """Call `note` in the loop, now. From the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it everybody who waited
+            self.loop.call_soon_threadsafe(note)
+
+    def _set(self) -> None:
+        self.loop.call_later(PERIOD_SECONDS, self._ring)
+
+    def _ring(self) -> None:
+        self._is_set = False  # before the events are taken: what comes after that sets the bell again
+        for _ in range(len(self._waiting)):
+            self._waiting.popleft().set()
 
 
 class Generations:
     """The choices of one request while they are written. For the event loop, but for `_deliver`."""
 
-    def __init__(self, service: Service, call: Call, loop: asyncio.AbstractEventLoop) -> None:
-        self._service, self._requests, self._loop = service, call.requests, loop
+    def __init__(self, service: Service, call: Call, bell: Bell) -> None:
+        self._service, self._requests, self._bell = service, call.requests, bell
         self._arrived: deque[tuple[int, Piece]] = deque()
         self._news, self._ended = asyncio.Event(), asyncio.Event()
-        self._is_woken = not call.stream  # without a stream only the end matters
+        self._is_noted = not call.stream  # without a stream only the end matters
         self._left = len(call.requests)
         self._tickets: list[Ticket] = []
 
@@ -64,13 +93,11 @@ class Generations:
         while left:
             await self._news.wait()
             self._news.clear()
-            self._is_woken = False  # before the queue is read: what comes after that wakes the loop again
+            self._is_noted = False  # before the queue is read: what comes after that is noted again
             portion = [self._arrived.popleft() for _ in range(len(self._arrived))]
             left -= sum(piece.finish is not None for _, piece in portion)
             if portion:
                 yield portion
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), MERGE_SECONDS)
 
     def _deliver(self, index: int, piece: Piece) -> None:
         """Called in the engine's thread."""
@@ -78,14 +105,10 @@ class Generations:
         if piece.finish is not None:
             self._left -= 1
         if not self._left:
-            self._wake(self._all_ended)
-        elif not self._is_woken:
-            self._is_woken = True
-            self._wake(self._news.set)
-
-    def _wake(self, note: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it everybody who waited
-            self._loop.call_soon_threadsafe(note)
+            self._bell.call(self._all_ended)
+        elif not self._is_noted:
+            self._is_noted = True
+            self._bell.ring(self._news)
 
     def _all_ended(self) -> None:
         self._ended.set()

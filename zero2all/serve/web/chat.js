@@ -25,7 +25,7 @@ export class Chat {
 		this.onHistory = onHistory;
 		this.model = null;
 		this.answer = null; // the newest of this page; not over while it is written
-		this.editing = -1; // number of the message that is being edited
+		this.editing = null; // {place, text} of the message that is being edited
 		this.keep = () => { this.isKept = store.keep(this.conversation); };
 		this.keepSoon = later(() => this.keep(), 300);
 		this.list = h('div', { class: 'messages', role: 'log' });
@@ -49,7 +49,7 @@ export class Chat {
 		this.stop();
 		this.conversation = conversation;
 		this.answer = null;
-		this.editing = -1;
+		this.editing = null;
 		this.box.value = conversation.draft;
 		if (state.conversation !== conversation.id) change({ conversation: conversation.id });
 		this.draw();
@@ -105,7 +105,7 @@ export class Chat {
 
 	async ask() {
 		const { conversation } = this;
-		this.editing = -1;
+		this.editing = null;
 		const { system } = state.settings;
 		const said = conversation.messages.filter(({ content }) => content).map(({ role, content }) => ({ role, content }));
 		const messages = [...(system.trim() ? [{ role: 'system', content: system }] : []), ...said];
@@ -191,10 +191,10 @@ export class Chat {
 		const isUser = message.role === 'user';
 		message.body = h('div', { class: 'body' });
 		message.spans = null;
-		const tools = [tool('copy', () => copy(message.content)), isUser && tool('edit', () => { this.editing = place; this.draw(); byId('editing').focus(); })];
+		const tools = [tool('copy', () => copy(message.content)), isUser && tool('edit', () => { this.editing = { place, text: message.content }; this.draw(); byId('editing').focus(); })];
 		const item = h('article', { class: `message ${message.role}`, 'aria-busy': message.answer && !message.answer.isOver ? 'true' : null },
 			h('header', {}, h('b', {}, isUser ? t('you') : (this.model?.id ?? '…')), h('span', { class: 'message-tools' }, tools)));
-		if (place === this.editing) item.append(this.editor(message, place));
+		if (place === this.editing?.place) item.append(this.editor());
 		else {
 			item.append(message.body);
 			this.drawBody(message);
@@ -221,13 +221,14 @@ export class Chat {
 		if (state.probabilities && message.role === 'assistant' && message.content && !answer?.clusters) body.append(h('p', { class: 'hint' }, t('notRecorded')));
 	}
 
-	editor(message, place) {
-		const again = () => area.value.trim() && this.edit(place, area.value);
+	editor() {
+		const { editing } = this;
+		const again = () => editing.text.trim() && this.edit(editing.place, editing.text);
 		const area = h('textarea', {
-			id: 'editing', value: message.content, rows: 3, 'aria-label': t('edit'),
+			id: 'editing', value: editing.text, rows: 3, 'aria-label': t('edit'), oninput: () => { editing.text = area.value; },
 			onkeydown: (event) => { if (isEnter(event)) { event.preventDefault(); again(); } },
 		});
-		const close = () => { this.editing = -1; this.draw(); };
+		const close = () => { this.editing = null; this.draw(); };
 		return h('div', { class: 'editor' }, area, h('div', { class: 'tools-line' }, tool('cancel', close), h('button', { class: 'main-action', data: { tool: 'editSend' }, onclick: again }, t('editSend'))));
 	}
 

@@ -26,7 +26,8 @@ let nextLook = 0;
 
 const facts = h('header', { id: 'model' });
 const place = h('div');
-const view = () => (state.mode === 'continue' ? text : chat);
+const mode = () => state.mode || (!model || model.z2a?.chat === 'template' ? 'chat' : 'continue');
+const view = () => (mode() === 'continue' ? text : chat);
 const isDark = () => document.documentElement.dataset.theme === 'dark';
 
 // ---- the server ----
@@ -35,12 +36,12 @@ async function look() {
 	clearTimeout(nextLook);
 	if (document.hidden) return;
 	try {
-		if (!model) {
+		if (!model || problem) { // after a pause it may be another one
 			const { data } = await get('v1/models');
 			model = chat.model = text.model = data[0];
 			document.title = `${model.id} · ${t('title')}`;
-			if (!state.mode) change({ mode: model.z2a?.chat === 'template' ? 'chat' : 'continue' });
-			view().draw();
+			drawBar();
+			drawView();
 		}
 		load = await get('v1/stats');
 		problem = load.status === 'draining' ? t('ending') : '';
@@ -74,13 +75,13 @@ function drawFacts() {
 // ---- the page ----
 
 function drawBar() {
-	const mode = (name) => h('button', { role: 'radio', 'aria-checked': String((state.mode || 'chat') === name), title: t(`${name}Long`), data: { mode: name }, onclick: () => change({ mode: name }) }, t(name));
+	const choice = (name) => h('button', { role: 'radio', 'aria-checked': String(mode() === name), title: t(`${name}Long`), data: { mode: name }, onclick: () => change({ mode: name }) }, t(name));
 	const toggle = (name) => () => document.body.classList.toggle(name);
 	byId('bar').replaceChildren(
 		button('menu', t('history'), toggle('history-open'), { id: 'menu' }),
 		h('a', { class: 'brand', href: '#', 'aria-label': `z2a ${t('title')}` }, h('img', { src: 'web/icon.svg', alt: '', width: 20, height: 20 }), h('span', {}, t('title'))),
 		h('div', { class: 'controls' },
-			h('div', { class: 'segments', role: 'radiogroup', 'aria-label': t('mode') }, mode('chat'), mode('continue')),
+			h('div', { class: 'segments', role: 'radiogroup', 'aria-label': t('mode') }, choice('chat'), choice('continue')),
 			h('button', { class: 'toggle', 'aria-pressed': String(state.probabilities), title: t('probabilitiesLong'), data: { toggle: 'probabilities' }, onclick: () => change({ probabilities: !state.probabilities }) }, t('probabilities'))),
 		h('div', { class: 'corner' },
 			h('button', { class: 'plain', id: 'open-settings', onclick: toggle('settings-open') }, t('settings')),
@@ -97,7 +98,7 @@ function switchTheme() {
 
 function drawView() {
 	panel.hide();
-	document.body.dataset.mode = state.mode || 'chat';
+	document.body.dataset.mode = mode();
 	place.replaceChildren(...(state.probabilities ? [legend()] : []), view().root);
 	view().draw();
 }

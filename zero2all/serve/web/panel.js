@@ -26,7 +26,9 @@ export class Panel {
 	show({ anchor, host, cluster, take = null, pin = false }) {
 		clearTimeout(this.timer);
 		this.isPinned = pin;
+		this.anchor?.classList.remove('active');
 		this.anchor = anchor;
+		anchor.classList.add('active');
 		this.root.ariaLabel = t('alternatives');
 		this.root.replaceChildren(...cluster.tokens.filter(({ bytes }) => bytes.length).map((token, i, all) => this.section(token, i, all, cluster, take)));
 		if (this.root.parentNode !== host) host.append(this.root);
@@ -75,7 +77,8 @@ export class Panel {
 		const hadFocus = this.root.contains(document.activeElement);
 		this.root.hidden = true;
 		this.isPinned = false;
-		if (hadFocus) this.anchor?.focus?.();
+		this.anchor?.classList.remove('active');
+		if (hadFocus) this.anchor.focus();
 	}
 
 	// The mouse rests on something, or leaves it; a pinned panel stays.

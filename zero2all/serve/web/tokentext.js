@@ -16,7 +16,8 @@ export function legend() {
 	return h('p', { class: 'legend-line hint' }, `${t('legend')} `, words.map((word, i) => [h('span', { class: `token shade-${i}` }, word), ' ']), t('legendHint'));
 }
 
-// Keeps its spans while text is added at the end. Where they are `buttons`, Tab reaches one of them and arrows the rest.
+// Keeps its spans while text is added at the end. Where they are `buttons`, Tab reaches one of them and arrows the rest,
+// and line breaks are marked.
 export class TokenText {
 	constructor(root, { buttons = false } = {}) {
 		this.root = root;
@@ -40,10 +41,9 @@ export class TokenText {
 
 	span({ text, cluster }, isFirst) {
 		const share = together(cluster);
-		const isBreak = text.includes('\n');
-		const props = { class: `${shade(share)}${isBreak && this.buttons ? ' break' : ''}` };
+		const props = { class: shade(share) };
 		if (this.buttons) Object.assign(props, { role: 'button', tabIndex: isFirst ? 0 : -1, 'aria-label': `${visible(text)} ${percent(share)}` });
-		const element = h('span', props, text);
+		const element = h('span', props, this.buttons ? text.split(/(?=\n)/).map((line) => [line[0] === '\n' && h('i', { class: 'break' }), line]) : text);
 		element.cluster = cluster;
 		return element;
 	}

@@ -3,7 +3,7 @@
 import { state } from './state.js';
 
 const WORDS = {
-	title: ['Talk', '对话'],
+	title: ['Talk', '模型对话'],
 	skip: ['Skip to the conversation', '跳到对话'],
 	mode: ['Mode', '模式'],
 	chat: ['Chat', '对话'],
@@ -98,7 +98,7 @@ const WORDS = {
 	between: ['From {min} to {max}.', '取值 {min} 到 {max}。'],
 
 	legend: ['Probability of a token:', '词元概率：'],
-	legendHint: ['Point at a token, or focus it, to see what else it could have been.', '将鼠标或焦点移到词元上，查看其他候选。'],
+	legendHint: ['Point at a token to see what else it could have been.', '将鼠标或焦点移到词元上，查看其他候选。'],
 	notRecorded: ['Written without probabilities; regenerate it to see them.', '生成时未记录概率，重新生成即可查看。'],
 	alternatives: ['Probabilities of this token', '该词元的概率'],
 	partOf: ['{number} of {total} tokens that make “{text}”', '“{text}”由 {total} 个词元组成，第 {number} 个'],

@@ -1,0 +1,73 @@
+"""`z2a perf infer`: how fast a model writes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from zero2all.cli.main import main
+from zero2all.common.errors import UsageError
+from zero2all.perf import infer
+from zero2all.perf.infer import InferOptions, cells, measure_inference
+from zero2all.perf.infer_report import write_picture
+
+
+@pytest.fixture(scope="module")
+def found(tiny_path):
+    options = InferOptions(str(tiny_path), batches=(1, 3), prompt_tokens=20, new_tokens=6, device="cpu")
+    seen = []
+    measure_inference(options, lambda so_far: seen.append(len(so_far.rows)))
+    assert seen == [1, 2]  # kept after every row
+    return measure_inference(options, lambda _: None)
+
+
+def test_rows_have_the_figures_of_their_batch(found):
+    assert [row.batch for row in found.rows] == [1, 3]
+    for row in found.rows:
+        assert row.problem is None
+        assert row.first_token_seconds > 0
+        assert row.pass_seconds == pytest.approx(row.batch / row.tokens_per_second)
+        expected = 100 * row.pass_bytes / row.pass_seconds / found.copy_bytes_per_second
+        assert row.bandwidth_percent == pytest.approx(expected)
+    # One layer, two key heads of 8 float32 numbers; a sequence has 23 positions in the middle of its answer.
+    assert found.rows[1].pass_bytes - found.rows[0].pass_bytes == 2 * (2 * 2 * 8 * 23) * 4
+    assert "CUDA" in found.decoder
+    assert [line[:2] for line in cells(found)[1:]] == [["float32", "1"], ["float32", "3"]]
+
+
+def test_command_prints_a_table_and_writes_json_and_a_picture(tiny_path, tmp_path, capsys):
+    output = tmp_path / "results"
+    words = ["--batch", "2", "--prompt", "5", "--new", "3", "--device", "cpu", "--output", str(output)]
+    assert main(["perf", "infer", str(tiny_path), *words]) == 0
+    assert "tokens/s" in capsys.readouterr().out
+    assert json.loads((output / "inference.json").read_text())["rows"][0]["batch"] == 2
+    assert (output / "inference.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_bad_requests_say_what_was_wrong(tiny_path, trained_workspace, capsys):
+    assert main(["perf", "infer", str(tiny_path), "--batch", "1,x"]) == 2
+    assert "--batch 1,x" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="max_seq_len"):
+        measure_inference(InferOptions(str(tiny_path), prompt_tokens=60, new_tokens=5, device="cpu"), lambda _: None)
+    assert main(["perf", "infer", "tiny", "--work", str(trained_workspace.root), "--model.layers", "1"]) == 2
+    assert "--model.layers" in capsys.readouterr().err
+
+
+def test_run_of_a_workspace_is_measured_to_the_last_token_asked_for(trained_workspace):
+    options = InferOptions("tiny", trained_workspace, batches=(2,), prompt_tokens=30, new_tokens=20, device="cpu")
+    (row,) = measure_inference(options, lambda _: None).rows
+    assert row.problem is None
+
+
+def test_row_that_does_not_fit_is_a_row_with_the_reason(found, monkeypatch, tmp_path):
+    def refuse(*_, **__):
+        raise UsageError("A cache is too small.\nMore of it.")
+
+    monkeypatch.setattr(infer, "Engine", refuse)
+    loaded = infer._load(InferOptions("quickstart", device="cpu"))
+    row, _ = infer._row(loaded, 4, found, infer.Bar())
+    assert row.problem == "A cache is too small."
+    failed = infer.dataclasses.replace(found, rows=[row])
+    assert cells(failed)[1][2] == "A cache is too small."
+    assert write_picture(failed, tmp_path).startswith("no picture")
