@@ -164,7 +164,8 @@ def _job(loaded: LoadedModel, prompts: list[Prompt], arguments: argparse.Namespa
 
     from zero2all.common.manifest import fingerprint
 
-    model = [str(loaded.folder), loaded.step, loaded.tokenizer.fingerprint, arguments.dtype, arguments.int8]
+    folder = str(loaded.folder and loaded.folder.resolve())
+    model = [folder, loaded.step, loaded.tokenizer.fingerprint, arguments.dtype, arguments.int8]
     return fingerprint([model, [[asdict(prompt.request), prompt.n, prompt.id] for prompt in prompts]])
 
 

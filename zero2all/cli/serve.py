@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero2all.cli.verb import Subparsers, add_verb, add_work, real, whole, workspace_of
+from zero2all.cli.verb import Subparsers, add_verb, add_work, real, whole
 from zero2all.common.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -92,9 +92,12 @@ def _serve(arguments: argparse.Namespace) -> None:
     from zero2all.serve.server import ModelServer, ServeOptions
 
     def load() -> LoadedModel:
+        from zero2all.common.workspace import Workspace
         from zero2all.infer.load import load_model
 
-        return load_model(arguments.source, workspace_of(arguments), arguments.step, arguments.device, arguments.dtype)
+        # A Hugging Face folder needs no workspace, so it is not asked for here.
+        workspace = Workspace(arguments.work)
+        return load_model(arguments.source, workspace, arguments.step, arguments.device, arguments.dtype)
 
     cache_bytes = None if arguments.cache_gb is None else int(arguments.cache_gb * 1e9)
     settings = EngineSettings(arguments.max_batch, cache_bytes, arguments.max_len)

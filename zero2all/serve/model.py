@@ -92,8 +92,7 @@ class ServedModel:
 
     def facts(self) -> dict[str, Any]:
         """The model as /v1/models describes it; `z2a` holds what OpenAI has no field for."""
-        from zero2all.infer.chat import chat_prompt
-        from zero2all.tokenizer.chat import Message
+        from zero2all.infer.chat import choose
 
         loaded = self.loaded
         weight = loaded.model.embedding.weight
@@ -102,7 +101,7 @@ class ServedModel:
             "step": loaded.step,
             "tokens": loaded.tokens,
             "max_len": self.service.engine.max_len,
-            "chat": chat_prompt(loaded, [Message("user", "")]).how,
+            "chat": choose(loaded).how,
             "dtype": str(weight.dtype).removeprefix("torch."),
             "device": str(weight.device),
         }
