@@ -79,7 +79,7 @@ def terminal(start, trained_workspace):
 def test_talking_in_a_terminal(terminal, tmp_path):
     typist, program = terminal
     greeting = typist.seen.decode()
-    assert "tiny, step 30" in greeting
+    assert "tiny at step 30: 0.1 M parameters, float32, cpu" in greeting
     assert "by a written dialogue: the run has seen no conversations in training" in greeting
 
     typist.type("/plain\n", "plain continuation", "\n> ")

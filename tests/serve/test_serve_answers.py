@@ -161,6 +161,15 @@ def test_a_stream_ends_with_its_usage_where_asked(client):
     assert chunks[-1].usage.total_tokens == last.usage.total_tokens
 
 
+def test_every_chunk_says_what_was_used_so_far_where_asked(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = complete(client, n=2, stream=True, stream_options=options)
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {last.usage.prompt_tokens}
+    written = [chunk.usage.completion_tokens for chunk in chunks]
+    assert written == sorted(written)
+    assert written[-1] == last.usage.completion_tokens == 48
+
+
 def test_tokens_come_while_others_are_still_written(client):
     """The first part arrives long before the last: what is streamed is not gathered first."""
     chunks = list(complete(client, max_tokens=300, stream=True))

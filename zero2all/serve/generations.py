@@ -61,7 +61,7 @@ class Generations:
         self._tickets: list[Ticket] = []
 
     def submit(self) -> None:
-        """Hand all of them in; where one is refused, none runs. Long prompts take a while: not in the event loop."""
+        """Hand all of them in; where one is refused, none runs."""
         try:
             for index, request in enumerate(self._requests):
                 self._tickets.append(self._service.submit(request, partial(self._deliver, index)))

@@ -1,0 +1,97 @@
+"""Weights in 8 bits: how far they may be off, and that the number of rows of a pass does not change the result."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.infer.tiny import tiny_model
+from zero2all.infer import int8
+from zero2all.infer.int8 import Int8Weight, drop_matrices, int8_weight, quantise
+from zero2all.infer.weights import weights_of
+
+
+def random_matrix(rows, columns, seed=0):
+    """Rows of very different size."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=draw) * torch.logspace(-3, 1, rows).unsqueeze(1)
+
+
+def test_each_row_has_its_own_scale_and_is_rounded_half_to_even():
+    weight = int8_weight(torch.tensor([[127.0, 0.5, 1.5, -2.5], [0.0, 0.0, 0.0, 0.0], [1e-6, 0.0, -1e-6, 5e-7]]))
+    assert weight.scales.tolist()[:2] == [1.0, 1.0]
+    assert weight.values[:2].tolist() == [[127, 0, 2, -2], [0, 0, 0, 0]]
+    assert weight.values[2].tolist()[:3] == [127, 0, -127]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_weight_is_off_by_more_than_half_a_step(dtype, monkeypatch):
+    monkeypatch.setattr(int8, "CHUNK_VALUES", 256)  # several chunks
+    matrix = random_matrix(37, 64).to(dtype)
+    weight = int8_weight(matrix)
+    step = matrix.double().abs().amax(dim=1, keepdim=True) / 127
+    error = (weight.values.double() * weight.scales.double().unsqueeze(1) - matrix.double()).abs()
+    assert bool((error <= step * (0.5 + 1e-4)).all())
+    assert weight.values.abs().max() == 127
+    assert weight.nbytes == 37 * 64 + 37 * 4
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("rows", [1, 3, 8, 64])
+def test_product_is_that_of_the_rounded_matrix(rows, kernel, monkeypatch):
+    """Against float64; with and without torch's own kernel, whole and in pieces."""
+    monkeypatch.setattr(int8, "_has_cpu_kernel", lambda: kernel)
+    monkeypatch.setattr(int8, "WIDENED_VALUES", 1000)
+    weight, bias = int8_weight(random_matrix(50, 96)), random_matrix(50, 1, 2)[:, 0]
+    x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(1))
+    found = weight.project(x, bias)
+    matrix = weight.values.double() * weight.scales.double().unsqueeze(1)
+    assert found.dtype == torch.float32
+    assert found.shape == (rows, 50)
+    size = x.double().abs() @ matrix.abs().t() + bias.double().abs()  # what rounding errors are proportional to
+    assert bool(((found.double() - (x.double() @ matrix.t() + bias.double())).abs() <= 2e-6 * size).all())
+
+
+def test_a_row_alone_and_among_others_gives_the_same_within_rounding():
+    weight = int8_weight(random_matrix(64, 128))
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(3))
+    together = weight.project(x, None)
+    alone = torch.cat([weight.project(row.unsqueeze(0), None) for row in x])
+    size = x.abs() @ weight.widened().abs().t()
+    assert bool(((together - alone).abs() <= 2e-6 * size).all())
+
+
+def test_bfloat16_rows_come_back_in_bfloat16():
+    weight = int8_weight(random_matrix(16, 32))
+    x = torch.randn(2, 32, generator=torch.Generator().manual_seed(4)).bfloat16()
+    assert torch.equal(weight.project(x, None), weight.project(x.float(), None).bfloat16())
+
+
+@pytest.mark.parametrize(("moe", "tied"), [(False, False), (True, False), (False, True)])
+def test_a_whole_model_keeps_embedding_norms_and_experts(moe, tied):
+    weights = weights_of(tiny_model(moe, tied).model)
+    narrow = quantise(weights)
+    assert isinstance(narrow.head, Int8Weight)
+    assert len(narrow.head) == weights.config.vocab_ids
+    assert narrow.embedding is weights.embedding
+    for before, after in zip(weights.layers, narrow.layers, strict=True):
+        assert after.attention_norm is before.attention_norm
+        assert after.experts is before.experts
+        for name in ("qkv", "out", "gate_up_pairs", "down"):
+            assert isinstance(getattr(after, name), Int8Weight | None), name
+    assert narrow.layers[0].gate_up_pairs is not None  # the first layer has no experts
+
+
+def test_the_matrices_that_were_copied_can_be_freed():
+    model = copy.deepcopy(tiny_model(True, False).model)
+    before = sum(parameter.nbytes for parameter in model.parameters())
+    matrices = [layer for layer in weights_of(model).layers if layer.experts is None]
+    drop_matrices(model)
+    after = sum(parameter.nbytes for parameter in model.parameters())
+    assert len(matrices) == 1
+    kept = model.embedding.weight.nbytes + sum(
+        parameter.nbytes
+        for name, parameter in model.named_parameters()
+        if "norm" in name or "router" in name or "experts" in name or "shared" in name
+    )
+    assert after == kept < before
