@@ -285,15 +285,17 @@ def test_64_prompts_get_the_greedy_tokens_of_transformers_together_and_one_by_on
     together, alone = Engine(trained, EngineSettings(max_batch=24)), Engine(trained, EngineSettings(max_batch=1))
     asked = [Request(row, 12, alternatives=2) for row in rows]
     ours = [sorted(engine.run(asked), key=lambda job: job.number) for engine in (together, alone)]
+    never = together.vocabulary.never.tolist()  # ours writes no control tokens; a model trained so little would
     compared = 0
     for number, row in enumerate(rows):
         with torch.no_grad():
-            expected = theirs.generate(torch.tensor([row]), max_new_tokens=12, do_sample=False)[0, len(row) :].tolist()
+            found = theirs.generate(torch.tensor([row]), max_new_tokens=12, do_sample=False, suppress_tokens=never)
+        expected = [token for token in found[0, len(row) :].tolist() if token not in tokenizer.end_ids]
         for job in (jobs[number] for jobs in ours):
             gaps = [first - second for (_, first), (_, second) in (choice.alternatives for choice in job.choices)]
             sure = next((place for place, gap in enumerate(gaps) if gap <= 1e-4), len(gaps))
             compared += sure
-            assert [token for token in expected if token not in tokenizer.end_ids][:sure] == job.new_ids[:sure]
+            assert expected[:sure] == job.new_ids[:sure]
     assert compared > 2 * 64 * 6
 
 

@@ -79,7 +79,7 @@ def terminal(start, trained_workspace):
 def test_talking_in_a_terminal(terminal, tmp_path):
     typist, program = terminal
     greeting = typist.seen.decode()
-    assert "tiny, step 30" in greeting
+    assert "tiny at step 30: 0.1 M parameters, float32, cpu" in greeting
     assert "by a written dialogue: the run has seen no conversations in training" in greeting
 
     typist.type("/plain\n", "plain continuation", "\n> ")
@@ -102,7 +102,7 @@ def test_talking_in_a_terminal(terminal, tmp_path):
     assert "44 of 128 tokens for 2 messages" in typist.type("/tokens\n", "tokens for", "\n> ")
     again = typist.type("/retry\n", "tokens/s", "\n> ")
     assert "The temperature is 0, so the answer will be the same" in again
-    typist.type("\x1b[A\x1b[A\x1b[A\n", "44 of 128 tokens", "\n> ")  # the history: three lines up stands /tokens
+    typist.type("\x1b[A\x1b[A\n", "of 128 tokens for 2 messages", "\n> ")  # in the history, /tokens stands two lines up
     typist.type("\x04")
     assert program.wait() == 0
 

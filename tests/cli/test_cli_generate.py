@@ -1,6 +1,8 @@
 """`z2a generate`: one text in the terminal, many into a file, and what becomes of a command that is killed."""
 
 import json
+import os
+import pty
 import signal
 
 import pytest
@@ -68,6 +70,26 @@ def test_a_line_may_have_settings_samples_and_a_name_of_its_own(generate, lines_
     assert (stopped["finish"], " " in stopped["text"]) == ("stop", False)
 
 
+def test_exported_model_writes_the_same(z2a, generate, trained_workspace, tmp_path):
+    assert z2a("export", "tiny", "--to", tmp_path / "hf", "--work", trained_workspace.root).code == 0
+    exported = z2a("generate", tmp_path / "hf", *SHARED[2:], "--prompt", PROMPT)
+    assert exported.out == generate("--prompt", PROMPT).out
+
+
+def test_results_go_into_the_pipe_while_the_bar_is_on_the_terminal(start, lines_file, trained_workspace):
+    ours, theirs = pty.openpty()
+    code = f"import os, sys; os.dup2(os.open({os.ttyname(theirs)!r}, os.O_RDWR), 2); {Z2A}"
+    words = (*SHARED, "--work", trained_workspace.root, "--prompts", lines_file({"prompt": PROMPT}, {"prompt": "I"}))
+    program = start(*words, code=code)
+    assert program.wait() == 0
+    screen = os.read(ours, 1 << 16)
+    os.close(ours)
+    os.close(theirs)
+    assert [result["prompt"] for result in parsed(program.text())] == [PROMPT, "I"]
+    assert b"generate" in screen
+    assert PROMPT.encode() not in screen
+
+
 def test_log_probabilities_come_with_the_likeliest_tokens(generate):
     (result,) = parsed(generate("--prompt", PROMPT, "--logprobs", "3").out)
     assert result["new_tokens"] == len(result["logprobs"])
@@ -115,9 +137,18 @@ def test_what_cannot_be_done_is_said(generate, words, said):
     assert said in done.err
 
 
+def test_prompts_are_not_replaced_by_their_results(generate, lines_file):
+    path = lines_file({"prompt": "x"})
+    assert "would be lost" in generate("--prompts", path, "--out", path).err
+    assert json.loads(path.read_text()) == {"prompt": "x"}
+
+
 def test_several_processes_need_a_file(generate, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "add --out FILE" in generate("--prompt", "x").err
+    assert "2 processes share files only" in generate("--prompt", "x").err
+    assert "2 processes share files only" in generate("--prompts", "-", "--out", "x.jsonl").err
+    monkeypatch.setenv("RANK", "1")
+    assert generate("--prompt", "x").err == "", "one process says it for all"
 
 
 def many(lines_file):

@@ -199,22 +199,22 @@ def test_template_cannot_leave_its_sandbox(hf_folder):
 
 def test_frame_is_a_written_dialogue_that_ends_where_the_other_speaks(run):
     prompt = chat_prompt(run, [*TALK[:-1], Message("user", "And of France?")], "frame")
-    opening, *lines = prompt.prompt.split("\n")
-    assert opening == "A conversation between a user and a helpful assistant."
+    lines = prompt.prompt.split("\n")
     assert lines[0] == "Be brief."
-    assert lines[-4:] == ["User: The capital of China?", "Assistant: Beijing.", "User: And of France?", "Assistant: "]
-    assert "\nUser:" in prompt.stop
-    assert "User: Name" not in prompt.prompt, "a model of 128 tokens has no room for many examples"
+    assert lines[-4:] == ["Q: The capital of China?", "A: Beijing.", "Q: And of France?", "A: "]
+    assert "\nQ:" in prompt.stop
+    assert chat_prompt(run, TALK[1:2], "frame").prompt.startswith("Questions and answers.\nQ: ")
+    assert "Q: Name" not in prompt.prompt, "a model of 128 tokens has no room for many examples"
     assert prompt.heal, "the last space is given back: after it, models have only seen tokens that begin with one"
 
 
 @pytest.mark.parametrize(
     ("text", "speaker"),
     [
-        ("中国的首都是哪里？", "助手："),
-        ("请解释 transformer attention", "助手："),
-        ("What does 你好 mean?", "Assistant: "),
-        ("42", "Assistant: "),
+        ("中国的首都是哪里？", "答："),
+        ("请解释 transformer attention", "答："),
+        ("What does 你好 mean?", "A: "),
+        ("42", "A: "),
     ],
 )
 def test_frame_speaks_the_language_of_the_last_message(run, text, speaker):

@@ -183,7 +183,7 @@ def test_a_token_shows_its_alternatives_and_another_can_be_taken(page, served, l
     expect(page.locator("#text")).to_have_value(written)
 
 
-def test_tokens_of_an_answer_are_reached_by_the_keyboard(page, served):
+def test_tokens_of_an_answer_are_reached_and_changed_by_the_keyboard(page, served):
     open_page(page, served, "chat")
     say(page, "Without")
     wait_for_end(page)
@@ -193,12 +193,28 @@ def test_tokens_of_an_answer_are_reached_by_the_keyboard(page, served):
     page.click('[data-tool="regenerate"]')
     wait_for_end(page)
     expect(page.locator(ANSWER)).to_have_text(plain)  # the same text, token by token
-    page.locator(f"{ANSWER} .token").first.focus()
+    panel, tokens = page.locator(".alternatives"), page.locator(f"{ANSWER} .token")
+    tokens.first.focus()
     page.keyboard.press("ArrowRight")
-    expect(page.locator(".alternatives .chosen").first).to_be_visible()
-    assert page.evaluate("document.activeElement.classList.contains('token')")
+    expect(panel.locator(".chosen").first).to_be_visible()
     page.keyboard.press("Escape")
-    expect(page.locator(".alternatives")).to_be_hidden()
+    expect(panel).to_be_hidden()
+    place = 1
+    while not panel.get_by_role("button").count():  # until one has text as an alternative
+        place += 1
+        page.keyboard.press("ArrowRight")
+    kept = "".join(tokens.all_text_contents()[:place])
+    page.keyboard.press("Tab")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.keyboard.press("Enter")
+    wait_for_end(page)
+    begun = sent.value.post_data_json["messages"][-1]
+    assert begun["role"] == "assistant"
+    assert begun["content"].startswith(kept)
+    assert len(begun["content"]) > len(kept)
+    assert page.locator(ANSWER).text_content().startswith(begun["content"])
+    page.click('[data-tool="previous"]')
+    expect(page.locator(ANSWER)).to_have_text(plain)
 
 
 def test_characters_of_several_tokens_are_shown_whole(page, served):

@@ -116,6 +116,14 @@ def test_the_frame_of_a_chat_can_be_chosen(client):
     assert plain.choices[0].message.content == text.choices[0].text
 
 
+def test_an_answer_that_was_begun_is_continued(client):
+    begun = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "The capital"}]
+    answer = client.chat.completions.create(
+        messages=begun, extra_body={"continue_final_message": True, "frame": "plain"}, **GREEDY
+    )
+    assert answer.choices[0].message.content == complete(client, "HelloThe capital").choices[0].text
+
+
 # ---- streams ----
 
 
@@ -147,6 +155,19 @@ def test_a_stream_ends_with_its_usage_where_asked(client):
     assert last.choices == []
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (usual.prompt_tokens, usual.completion_tokens)
     assert all(chunk.usage is None for chunk in chunks)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = complete(client, stream=True, stream_options=options)
+    assert [chunk.usage.prompt_tokens for chunk in chunks] == [usual.prompt_tokens] * len(chunks)
+    assert chunks[-1].usage.total_tokens == last.usage.total_tokens
+
+
+def test_every_chunk_says_what_was_used_so_far_where_asked(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = complete(client, n=2, stream=True, stream_options=options)
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {last.usage.prompt_tokens}
+    written = [chunk.usage.completion_tokens for chunk in chunks]
+    assert written == sorted(written)
+    assert written[-1] == last.usage.completion_tokens == 48
 
 
 def test_tokens_come_while_others_are_still_written(client):

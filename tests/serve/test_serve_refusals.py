@@ -82,6 +82,7 @@ def test_completions_refuse_what_they_do_not_understand(served, fields, param, w
     ("fields", "param", "words"),
     [
         ({"messages": "Hello"}, "messages", "a list of messages"),
+        ({"continue_final_message": True}, "continue_final_message", "the role assistant"),
         ({"messages": []}, "messages", "a list of messages"),
         ({"messages": [{"role": "pirate", "content": "Arr"}]}, "messages", "messages[0] has another"),
         ({"messages": [USER, {"role": "user"}]}, "messages", "messages[1] has something else"),

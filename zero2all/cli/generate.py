@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.model import add_model, add_sampling, load, sampling_of
 from zero2all.cli.verb import Subparsers, add_output, add_verb, whole
-from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.errors import BadInputError, UsageError, UserError, for_all_ranks
 
 if TYPE_CHECKING:
     from zero2all.infer.batch import Task
@@ -55,10 +56,13 @@ def _generate(arguments: argparse.Namespace) -> int | None:
     from zero2all.infer.service import Service
 
     rank, processes = process_of()
-    if processes > 1 and arguments.out is None:
-        raise UsageError(f"{processes} processes can only write into one file together: add --out FILE.")
-    prompts = _prompts(arguments)  # before the model is loaded: every bad line is named at once
-    loaded = load(arguments)
+    try:
+        if processes > 1 and (arguments.out is None or arguments.prompts == "-"):
+            raise UsageError(f"{processes} processes share files only: give both --prompts FILE and --out FILE.")
+        prompts = _prompts(arguments)  # before the model is loaded: every bad line is named at once
+        loaded = load(arguments)
+    except UserError as error:
+        raise for_all_ranks(error) from error.__cause__
     service = Service(loaded)
     try:
         if arguments.out is not None:
@@ -92,6 +96,8 @@ def _prompts(arguments: argparse.Namespace) -> list[Prompt]:
     if arguments.prompts == "-":
         return read_prompts(sys.stdin.buffer.read(), "standard input", Prompt(usual, arguments.n))
     path = Path(arguments.prompts)
+    if arguments.out is not None and arguments.out.resolve() == path.resolve():
+        raise UsageError(f"--out {path} is the file with the prompts, which would be lost. Choose another one.")
     return read_prompts(prompts_file(path), path.name, Prompt(usual, arguments.n))
 
 
@@ -119,16 +125,16 @@ def _as_json(service: Service, prompts: list[Prompt]) -> int:
     from zero2all.common.jsonio import dumps_line
     from zero2all.infer.batch import tasks_of
 
-    tasks = tasks_of(prompts)
+    tasks, out = tasks_of(prompts), sys.stdout  # as long as there is a bar, rich takes the place of sys.stdout
     ready: dict[tuple[int, int], dict[str, Any]] = {}
     order = iter(task.key for task in tasks)
     key = next(order)
     refused = 0
-    for result in _with_bar(service, tasks, len(tasks)):
+    for result in _with_bar(service, tasks, len(tasks), quiet=out.isatty()):
         refused += "error" in result
         ready[result["index"], result.get("sample", 0)] = result
         while key in ready:
-            print(dumps_line(ready.pop(key)).decode(), end="", flush=True)
+            print(dumps_line(ready.pop(key)).decode(), end="", flush=True, file=out)
             key = next(order, (-1, 0))
     return _exit_code(refused, len(tasks))
 
@@ -149,6 +155,8 @@ def _to_file(arguments: argparse.Namespace, service: Service, prompts: list[Prom
             results.add(result)
         if rank > 0:
             return 0
+        if processes > 1:
+            say("waiting for the other processes")
         refused = results.join([task.key for task in tasks], wait=processes > 1)
     say(f"{counted(len(tasks), 'text')} in {arguments.out}")
     return _exit_code(refused, len(tasks))
@@ -160,11 +168,12 @@ def _job(loaded: LoadedModel, prompts: list[Prompt], arguments: argparse.Namespa
 
     from zero2all.common.manifest import fingerprint
 
-    model = [str(loaded.folder), loaded.step, loaded.tokenizer.fingerprint, arguments.dtype, arguments.int8]
+    folder = str(loaded.folder and loaded.folder.resolve())
+    model = [folder, loaded.step, loaded.tokenizer.fingerprint, arguments.dtype, arguments.int8]
     return fingerprint([model, [[asdict(prompt.request), prompt.n, prompt.id] for prompt in prompts]])
 
 
-def _with_bar(service: Service, tasks: list[Task], total: int, quiet: bool = False) -> Any:
+def _with_bar(service: Service, tasks: list[Task], total: int, quiet: bool = False) -> Iterator[dict[str, Any]]:
     """The results of `tasks`, with a bar; texts that cannot be written are named."""
     from zero2all.common.progress import progress, say, terminal_safe
     from zero2all.infer.batch import results_of

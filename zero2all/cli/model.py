@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The model, and how it is loaded."""
-    parser.add_argument("model", metavar="RUN", help="name or folder of a run, or the folder of a Hugging Face model")
+    parser.add_argument("model", metavar="RUN|FOLDER", help="name or folder of a run, or a Hugging Face folder")
     add_work(parser)
     parser.add_argument("--step", type=whole(0), metavar="N", help="checkpoint to use (default: the newest)")
-    parser.add_argument("--device", metavar="NAME", help="cpu or cuda (default: a GPU where there is one)")
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: a GPU where there is one)")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),

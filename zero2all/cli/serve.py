@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero2all.cli.verb import Subparsers, add_verb, add_work, real, whole, workspace_of
+from zero2all.cli.model import add_model, load
+from zero2all.cli.verb import Subparsers, add_verb, real, whole
 from zero2all.common.errors import BadInputError
 
 if TYPE_CHECKING:
-    from zero2all.infer.load import LoadedModel
     from zero2all.serve.server import ModelServer
 
 SHORTEST_TOKEN = 16
@@ -25,9 +25,7 @@ def register(verbs: Subparsers) -> None:
         "z2a serve my-run --work my-workspace --open\n  z2a serve path/to/huggingface-folder --port 8000",
         _serve,
     )
-    serve.add_argument("source", metavar="RUN|FOLDER", help="name or folder of a run, or a Hugging Face folder")
-    add_work(serve)
-    serve.add_argument("--step", type=whole(0), metavar="N", help="checkpoint to use (default: the newest)")
+    add_model(serve)
     serve.add_argument("--name", metavar="NAME", help="what clients call the model (default: the name of the run)")
     _add_engine(serve)
     serve.add_argument(
@@ -61,8 +59,6 @@ def register(verbs: Subparsers) -> None:
 
 
 def _add_engine(serve: argparse.ArgumentParser) -> None:
-    serve.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: a GPU where there is one)")
-    serve.add_argument("--dtype", metavar="NAME", help="float32, bfloat16 or float16 (default: by the device)")
     serve.add_argument(
         "--max-len",
         type=whole(2),
@@ -91,19 +87,14 @@ def _serve(arguments: argparse.Namespace) -> None:
     from zero2all.serve.model import ServedModel
     from zero2all.serve.server import ModelServer, ServeOptions
 
-    def load() -> LoadedModel:
-        from zero2all.infer.load import load_model
-
-        return load_model(arguments.source, workspace_of(arguments), arguments.step, arguments.device, arguments.dtype)
-
     cache_bytes = None if arguments.cache_gb is None else int(arguments.cache_gb * 1e9)
     settings = EngineSettings(arguments.max_batch, cache_bytes, arguments.max_len)
-    model = ServedModel(load, settings, arguments.name, arguments.max_waiting)
+    model = ServedModel(lambda: load(arguments), settings, arguments.name, arguments.max_waiting)
     options = ServeOptions(
         arguments.host, arguments.port, arguments.token, token, arguments.allow_host, arguments.grace
     )
     server = ModelServer(model, options, lambda: _say_ready(server, arguments.open))
-    print(f"Loading {arguments.source} …", flush=True)
+    print(f"Loading {arguments.model} …", flush=True)
     server.serve()
 
 

@@ -1,7 +1,7 @@
 """A conversation as the prompt of a model, in one of three ways:
 
 - template: the layout the model was trained with, by the tokenizer's message marks or the folder's chat template.
-- frame: for models that have only seen plain text: a short written dialogue, which the model continues.
+- frame: for models that have only seen plain text: a written dialogue of questions and answers, which is continued.
 - plain: the texts of the messages, one after the other, simply continued.
 
 `auto` takes the template where the model is known to have seen it, else the frame.
@@ -56,6 +56,7 @@ class Dialogue:
     """The words of a frame in one language."""
 
     opening: str
+    """Where no system message says what this is."""
     examples: tuple[dict[str, str], ...]
     """What each speaker says."""
     speakers: dict[str, str]
@@ -64,21 +65,21 @@ class Dialogue:
 
 
 ENGLISH = Dialogue(
-    "A conversation between a user and a helpful assistant.",
+    "Questions and answers.",
     (
         {"user": "What is the capital of France?", "assistant": "The capital of France is Paris."},
         {"user": "Name three colors.", "assistant": "Red, green and blue."},
     ),
-    {"user": "User", "assistant": "Assistant", "tool": "Tool"},
+    {"user": "Q", "assistant": "A", "tool": "Tool"},
     (": ", ":"),
 )
 CHINESE = Dialogue(
-    "以下是用户和助手的对话。",
+    "以下是问答。",
     (
         {"user": "法国的首都是哪里？", "assistant": "法国的首都是巴黎。"},
         {"user": "说出三种颜色。", "assistant": "红色、绿色和蓝色。"},
     ),
-    {"user": "用户", "assistant": "助手", "tool": "工具"},
+    {"user": "问", "assistant": "答", "tool": "工具"},
     ("：", ":"),
 )
 
@@ -175,7 +176,7 @@ def _as_dialogue(loaded: LoadedModel, messages: Sequence[Message]) -> ChatPrompt
     told = [message.text for message in messages if message.role == "system"]
     spoken = [(each.role, each.text) for each in messages if each.role != "system"]
     colon = words.colons[0]
-    lines = [words.opening, *told, *_examples(loaded, words)]
+    lines = [*(told or [words.opening]), *_examples(loaded, words)]
     lines += [f"{words.speakers[role]}{colon}{text}" for role, text in [*spoken, (LEARNED_ROLE, "")]]
     stop = tuple(f"\n{speaker}{mark.strip()}" for speaker in words.speakers.values() for mark in words.colons)
     return ChatPrompt("\n".join(lines), tuple(dict.fromkeys(stop)), (), heal=True, how="frame")

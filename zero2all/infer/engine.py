@@ -177,7 +177,7 @@ class Engine:
     def check(self, request: Request) -> None:
         """Refuse what cannot be served."""
         config = self.forward.weights.config
-        length, vocabulary = len(request.ids) + len(request.given_back), config.vocab_ids
+        length, vocabulary = request.prompt_tokens, config.vocab_ids
         if not request.ids:
             raise UsageError("The prompt has no tokens; give at least one.")
         # The last token of a text that is only scored is never fed to the model.

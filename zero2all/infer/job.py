@@ -29,6 +29,11 @@ class Request:
     end_ids: frozenset[int] = frozenset()
     """Ids that end the text, beside those of the tokenizer."""
 
+    @property
+    def prompt_tokens(self) -> int:
+        """How many tokens the prompt has."""
+        return len(self.ids) + len(self.given_back)
+
 
 @dataclass(frozen=True)
 class Choice:

@@ -28,6 +28,7 @@ class Ticket:
 
     request: TextRequest
     deliver: Deliver
+    prompt_tokens: int
     job: TextJob | None = None
     is_cancelled: bool = False
 
@@ -62,7 +63,7 @@ class Service:
         UserError here and now."""
         # Here and not in the engine's thread: a long prompt takes a while, and the others' answers go on.
         prepared = engine_request(self.engine, request)
-        ticket = Ticket(request, deliver)
+        ticket = Ticket(request, deliver, prepared.prompt_tokens)
 
         def start() -> None:
             try:

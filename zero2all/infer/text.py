@@ -97,13 +97,8 @@ class TextJob:
         usage = self._usage(end) if finish is not None else None
         return Piece(text, tuple(job.new_ids[first:end]), tuple(job.choices[first:end]), finish, "", usage)
 
-    @property
-    def prompt_tokens(self) -> int:
-        """How many tokens the prompt has."""
-        return len(self.job.request.ids) + len(self.job.request.given_back)
-
     def _usage(self, new_tokens: int) -> Usage:
-        job, prompt = self.job, self.prompt_tokens
+        job, prompt = self.job, self.job.request.prompt_tokens
         first = job.first_token or job.ended
         return Usage(prompt, min(job.reused_tokens, prompt), new_tokens, first - job.arrived, job.ended - job.arrived)
 

@@ -107,7 +107,7 @@ class Inference:
     rows: list[InferRow]
 
 
-class _NoText:
+class NoText:
     """In place of a tokenizer: ids that mean nothing and end nothing, so that every answer has the length asked for."""
 
     end_ids: tuple[int, ...] = ()
@@ -213,7 +213,7 @@ def _load(options: InferOptions) -> LoadedModel:
         device = pick_device(options.device, "--device")
         model = random_model(config.model, device, options.dtype)
         loaded = LoadedModel(f"{Path(source).stem}, random weights", 0, model, cast(Tokenizer, None))
-    return dataclasses.replace(loaded, tokenizer=cast(Tokenizer, _NoText(loaded.model.config.vocab_ids)))
+    return dataclasses.replace(loaded, tokenizer=cast(Tokenizer, NoText(loaded.model.config.vocab_ids)))
 
 
 def random_model(config: ModelConfig, device: torch.device, dtype: str | None = None) -> Z2all:

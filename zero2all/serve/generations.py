@@ -61,7 +61,7 @@ class Generations:
         self._tickets: list[Ticket] = []
 
     def submit(self) -> None:
-        """Hand all of them in; where one is refused, none runs. Long prompts take a while: not in the event loop."""
+        """Hand all of them in; where one is refused, none runs."""
         try:
             for index, request in enumerate(self._requests):
                 self._tickets.append(self._service.submit(request, partial(self._deliver, index)))
@@ -72,7 +72,7 @@ class Generations:
     @property
     def prompt_tokens(self) -> list[int]:
         """How many tokens the prompt of each choice has."""
-        return [ticket.job.prompt_tokens for ticket in self._tickets if ticket.job is not None]
+        return [ticket.prompt_tokens for ticket in self._tickets]
 
     def cancel(self) -> None:
         """Take what is not finished out of the engine."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from zero2all.infer.chat import choose
 from zero2all.infer.engine import EngineSettings
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.service import Service
@@ -28,13 +29,16 @@ class ServedModel:
         self._name, self.max_waiting = name, max_waiting
         self._loaded: LoadedModel | None = None
         self._service: Service | None = None
+        self._facts: dict[str, Any] = {}
         self.state = LOADING
         self.created = int(time.time())
 
     def open(self) -> None:
         """Load it and start the engine; takes its time."""
         loaded = self._load()
-        self._loaded, self._service = loaded, Service(loaded, self._settings)
+        self._service = Service(loaded, self._settings)
+        self._facts = _facts(loaded, self._service.engine.max_len)  # now: its folder may be gone later
+        self._loaded = loaded
         if self.state == LOADING:
             self.state = READY
 
@@ -56,16 +60,20 @@ class ServedModel:
     @property
     def loaded(self) -> LoadedModel:
         """The model; refused while it is not loaded."""
-        if self._loaded is None:
-            raise RefusedError(503, "The model is being loaded. Try again in a few seconds.", code="loading")
+        self._require_loaded()
+        assert self._loaded is not None
         return self._loaded
 
     @property
     def service(self) -> Service:
         """The engine; refused while it is not loaded."""
-        if self._service is None:
-            raise RefusedError(503, "The model is being loaded. Try again in a few seconds.", code="loading")
+        self._require_loaded()
+        assert self._service is not None
         return self._service
+
+    def _require_loaded(self) -> None:
+        if self._loaded is None:
+            raise RefusedError(503, "The model is being loaded. Try again in a few seconds.", code="loading")
 
     def require_free(self) -> Service:
         """The engine, where one more request may be handed in now."""
@@ -92,21 +100,9 @@ class ServedModel:
 
     def facts(self) -> dict[str, Any]:
         """The model as /v1/models describes it; `z2a` holds what OpenAI has no field for."""
-        from zero2all.infer.chat import chat_prompt
-        from zero2all.tokenizer.chat import Message
-
-        loaded = self.loaded
-        weight = loaded.model.embedding.weight
-        z2a = {
-            "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
-            "step": loaded.step,
-            "tokens": loaded.tokens,
-            "max_len": self.service.engine.max_len,
-            "chat": chat_prompt(loaded, [Message("user", "")]).how,
-            "dtype": str(weight.dtype).removeprefix("torch."),
-            "device": str(weight.device),
-        }
-        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "zero2all", "z2a": z2a}
+        self._require_loaded()
+        facts = {"id": self.name, "object": "model", "created": self.created, "owned_by": "zero2all"}
+        return {**facts, "z2a": self._facts}
 
     def stats(self) -> dict[str, Any]:
         """What happens now."""
@@ -117,6 +113,19 @@ class ServedModel:
             found["tokens_per_second"] = stats.tokens_per_second
             found["cache"] = {"blocks": stats.cache_blocks, "free": stats.cache_blocks_free}
         return found
+
+
+def _facts(loaded: LoadedModel, max_len: int) -> dict[str, Any]:
+    weight = loaded.model.embedding.weight
+    return {
+        "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
+        "step": loaded.step,
+        "tokens": loaded.tokens,
+        "max_len": max_len,
+        "chat": choose(loaded).how,
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "device": str(weight.device),
+    }
 
 
 def ending() -> RefusedError:

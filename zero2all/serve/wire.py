@@ -1,7 +1,7 @@
 """Request bodies -> what is asked of the engine.
 
 OpenAI's fields and defaults. Others beside them: top_k, min_p and repetition_penalty; in chats also `frame`, how the
-messages become a prompt (infer/chat.py).
+messages become a prompt (infer/chat.py), and `continue_final_message`: the last message is the beginning of the answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zero2all.infer.sampling import Sampling
 from zero2all.infer.text import TextRequest
 from zero2all.serve.errors import RefusedError
 from zero2all.serve.fields import MAX_CHOICES, MAX_TOP_LOGPROBS, SHARED, flag, one_of, prompts, read_fields, whole
-from zero2all.tokenizer.chat import ROLES, Message
+from zero2all.tokenizer.chat import LEARNED_ROLE, ROLES, Message
 
 COMPLETION_FIELDS = {**SHARED, "prompt": prompts, "logprobs": whole(0, MAX_TOP_LOGPROBS), "echo": flag}
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
@@ -55,6 +55,7 @@ CHAT_FIELDS = {
     "logprobs": flag,
     "top_logprobs": whole(0, MAX_TOP_LOGPROBS),
     "frame": one_of(*FRAMES),
+    "continue_final_message": flag,
 }
 
 
@@ -82,11 +83,15 @@ def chat_call(body: Any, loaded: LoadedModel) -> Call:
         raise RefusedError(400, "max_tokens and max_completion_tokens mean the same; give one of them.", "max_tokens")
     if fields.get("top_logprobs") and not fields.get("logprobs"):
         raise RefusedError(400, "top_logprobs needs logprobs: true beside it.", "top_logprobs")
-    prompt = chat_prompt(loaded, fields["messages"], fields.get("frame", "auto"))
+    messages: list[Message] = fields["messages"]
+    begun = _taken_beginning(messages) if fields.get("continue_final_message") else ""
+    prompt = chat_prompt(loaded, messages, fields.get("frame", "auto"))
+    given = prompt.prompt
+    given = given + begun if isinstance(given, str) else [*given, *loaded.tokenizer.encode_text(begun)]
     stop = tuple(dict.fromkeys((*fields.get("stop", ()), *prompt.stop)))
     logprobs = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
     request = TextRequest(
-        prompt.prompt,
+        given,
         next(iter(limits.values()), None),
         stop=stop,
         heal=prompt.heal,
@@ -94,6 +99,17 @@ def chat_call(body: Any, loaded: LoadedModel) -> Call:
         end_ids=prompt.end_ids,
     )
     return _call(fields, [request], [])
+
+
+def _taken_beginning(messages: list[Message]) -> str:
+    """Takes the last message away: the assistant has begun with it, and goes on."""
+    if messages[-1].role != LEARNED_ROLE:
+        raise RefusedError(
+            400,
+            f"continue_final_message goes on with a last message of the role {LEARNED_ROLE}; the last is of another.",
+            "continue_final_message",
+        )
+    return messages.pop().text
 
 
 def _call(fields: dict[str, Any], base: Sequence[TextRequest], echoes: Sequence[str]) -> Call:

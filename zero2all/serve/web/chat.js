@@ -78,8 +78,8 @@ export class Chat {
 	regenerate() {
 		this.stop();
 		const { messages } = this.conversation;
-		if (messages.at(-1)?.role === 'assistant') messages.pop();
-		if (messages.length) this.ask();
+		const replaced = messages.at(-1)?.role === 'assistant' ? messages.pop() : null;
+		if (messages.length) this.ask(null, replaced?.content ? replaced : null);
 	}
 
 	// The words come back into the box, unless something else was begun there.
@@ -95,6 +95,32 @@ export class Chat {
 		this.box.focus();
 	}
 
+	// The answer once more, with another token at one place. What it replaces is not lost.
+	take(message, cluster, alternative) {
+		const { messages } = this.conversation;
+		const seen = this.tokensOf(message);
+		const place = seen.findIndex((each) => each.cluster === cluster);
+		const text = cluster.owner.added(cluster, alternative);
+		const taken = { ...cluster, text, tokens: [{ ...alternative, alternatives: cluster.tokens[0].alternatives }] };
+		const kept = [...seen.slice(0, place), { ...seen[place], text, cluster: taken }].filter((each) => each.text);
+		messages.splice(messages.indexOf(message));
+		this.ask({ text: kept.map((each) => each.text).join(''), seen: kept }, message);
+	}
+
+	// Those of the beginning that was given, and those written after it; null without probabilities.
+	tokensOf({ begun, answer }) {
+		const seen = answer?.seen();
+		return seen && begun ? [...begun.seen, ...seen] : seen;
+	}
+
+	previous() {
+		const { messages } = this.conversation;
+		messages.push(messages.pop().replaced);
+		this.answer = messages.at(-1).answer ?? null;
+		this.keep();
+		this.draw();
+	}
+
 	edit(place, text) {
 		this.stop();
 		const { messages } = this.conversation;
@@ -103,22 +129,28 @@ export class Chat {
 		this.ask();
 	}
 
-	async ask() {
+	// `begun` is {text, seen}: what the answer begins with, and its tokens.
+	async ask(begun = null, replaced = null) {
 		const { conversation } = this;
 		this.editing = null;
 		const { system } = state.settings;
 		const said = conversation.messages.filter(({ content }) => content).map(({ role, content }) => ({ role, content }));
 		const messages = [...(system.trim() ? [{ role: 'system', content: system }] : []), ...said];
+		const content = { messages };
+		if (begun?.text) {
+			messages.push({ role: 'assistant', content: begun.text });
+			content.continue_final_message = true;
+		}
 		const answer = (this.answer = new Answer());
-		const message = { role: 'assistant', content: '', seed: answer.seed, answer };
+		const message = { role: 'assistant', content: begun?.text ?? '', seed: answer.seed, answer, begun, replaced };
 		conversation.messages.push(message);
 		conversation.time = Date.now();
 		this.keep();
 		this.draw();
 		this.onHistory();
 		this.toEnd();
-		await answer.write(this.model.id, { messages }, () => {
-			message.content = answer.text;
+		await answer.write(this.model.id, content, () => {
+			message.content = (begun?.text ?? '') + answer.text;
 			message.finish = answer.isOver ? answer.state : undefined;
 			this.drawSoon();
 		});
@@ -180,6 +212,7 @@ export class Chat {
 		const hasSome = messages.length > 0;
 		const others = [
 			hasSome && tool('regenerate', () => this.regenerate(), { disabled: this.isWriting }),
+			messages.at(-1)?.replaced && tool('previous', () => this.previous(), { disabled: this.isWriting }),
 			hasSome && tool('undo', () => this.undo()),
 			hasSome && tool('saveJson', () => saveJson(this.model, messages)),
 			hasSome && tool('saveMarkdown', () => saveMarkdown(this.model, messages)),
@@ -207,7 +240,7 @@ export class Chat {
 
 	drawBody(message) {
 		const { body, answer } = message;
-		const seen = state.probabilities ? answer?.seen() : null;
+		const seen = state.probabilities ? this.tokensOf(message) : null;
 		if (seen) {
 			if (!message.spans) body.replaceChildren();
 			message.spans ??= new TokenText(body, { buttons: true });
@@ -234,6 +267,11 @@ export class Chat {
 
 	onToken(event, show) {
 		const anchor = event.target.closest?.('.token');
-		if (anchor?.cluster) show({ anchor, host: anchor.closest('.message'), cluster: anchor.cluster });
+		if (!anchor?.cluster) return;
+		const { cluster } = anchor;
+		const host = anchor.closest('.message');
+		const message = this.conversation.messages.find(({ body }) => body?.parentNode === host);
+		const take = this.isWriting ? null : (alternative) => this.take(message, cluster, alternative);
+		show({ anchor, host, cluster, take, accepts: (alternative) => cluster.owner.added(cluster, alternative) !== null });
 	}
 }

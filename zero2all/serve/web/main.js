@@ -137,6 +137,7 @@ drawAll();
 document.addEventListener('keydown', onKey);
 document.addEventListener('click', (event) => {
 	if (panel.isOpen && !panel.root.contains(event.target) && !event.target.closest('.token, #text')) panel.hide();
+	for (const side of ['history', 'settings']) if (!event.target.closest(`#${side}, #bar`)) document.body.classList.remove(`${side}-open`);
 });
 document.addEventListener('visibilitychange', look);
 addEventListener('pagehide', () => {

@@ -22,15 +22,15 @@ export class Panel {
 		return !this.root.hidden;
 	}
 
-	// `take` is called with an alternative of the first token, where the text can be continued from there.
-	show({ anchor, host, cluster, take = null, pin = false }) {
+	// `take` is called with an alternative of the first token, where the text can go on from there; `accepts` says with which.
+	show({ anchor, host, cluster, take = null, accepts = () => true, pin = false }) {
 		clearTimeout(this.timer);
 		this.isPinned = pin;
 		this.anchor?.classList.remove('active');
 		this.anchor = anchor;
 		anchor.classList.add('active');
 		this.root.ariaLabel = t('alternatives');
-		this.root.replaceChildren(...cluster.tokens.filter(({ bytes }) => bytes.length).map((token, i, all) => this.section(token, i, all, cluster, take)));
+		this.root.replaceChildren(...cluster.tokens.filter(({ bytes }) => bytes.length).map((token, i, all) => this.section(token, i, all, cluster, take, accepts)));
 		if (this.root.parentNode !== host) host.append(this.root);
 		this.root.hidden = false;
 		this.place(anchor, host);
@@ -45,7 +45,7 @@ export class Panel {
 		for (const [name, value] of [['--top', top - frame.top], ['--left', left]]) this.root.style.setProperty(name, `${value}px`);
 	}
 
-	section(token, i, all, cluster, take) {
+	section(token, i, all, cluster, take, accepts) {
 		const listed = token.alternatives.some((other) => label(other) === label(token)) ? [] : [token];
 		const rows = [...token.alternatives, ...listed].sort((a, b) => b.logprob - a.logprob);
 		const rest = Math.max(0, 1 - rows.reduce((sum, each) => sum + probability(each), 0));
@@ -53,7 +53,7 @@ export class Panel {
 			h('p', { class: 'about' }, h('b', {}, label(token)), ' ', percent(probability(token))),
 			all.length > 1 ? h('p', { class: 'hint' }, t('partOf', { number: i + 1, total: all.length, text: cluster.text })) : null,
 			token.text === null ? h('p', { class: 'hint' }, t('bytes', { hex: hex(token.bytes) })) : null,
-			h('ol', {}, rows.map((each) => this.row(each, label(each) === label(token), i === 0 ? take : null)),
+			h('ol', {}, rows.map((each) => this.row(each, label(each) === label(token), i === 0 && accepts(each) ? take : null)),
 				h('li', { class: 'rest' }, this.bar(t('others'), rest))),
 			i === all.length - 1 ? h('p', { class: 'hint' }, t('plain')) : null);
 	}

@@ -46,7 +46,7 @@ function isWhole(bytes) {
 // Groups of tokens that make whole characters together, and where each begins in the text of all of them.
 export class Clusters {
 	constructor() {
-		this.all = []; // {text, start, tokens}
+		this.all = []; // {text, start, tokens, owner}
 		this.text = '';
 		this.open = []; // tokens that end inside a character
 		this.skip = null; // how much of the text was there before the answer
@@ -62,7 +62,7 @@ export class Clusters {
 	// Also at the end of an answer, which may come in the middle of a character.
 	close() {
 		const text = new TextDecoder('utf-8', { ignoreBOM: true }).decode(Uint8Array.from(this.open.flatMap(({ bytes }) => bytes)));
-		if (text) this.all.push({ text, start: this.text.length, tokens: this.open });
+		if (text) this.all.push({ text, start: this.text.length, tokens: this.open, owner: this });
 		this.text += text;
 		this.open = [];
 	}
@@ -88,6 +88,12 @@ export class Clusters {
 			if (this.text.startsWith(answer, skip) && (prompt === null || prompt.endsWith(this.text.slice(0, skip)))) return skip;
 		}
 		return null;
+	}
+
+	// What an alternative adds to the answer; null where it leads away from the prompt, in which its token begins.
+	added(cluster, { text }) {
+		const inside = this.text.slice(cluster.start, Math.max(cluster.start, this.skip));
+		return text?.startsWith(inside) ? text.slice(inside.length) : null;
 	}
 
 	// The text before a cluster, where the answer continues `prompt`.

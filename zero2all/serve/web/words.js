@@ -35,6 +35,7 @@ const WORDS = {
 	stopIt: ['Stop', '停止'],
 	you: ['You', '你'],
 	regenerate: ['Regenerate', '重新生成'],
+	previous: ['Previous answer', '恢复上一个回答'],
 	undo: ['Undo the last turn', '撤回上一轮'],
 	edit: ['Edit', '编辑'],
 	editSend: ['Send again', '重新发送'],
