@@ -55,6 +55,7 @@ def main() -> None:
             page.wait_for_selector("#load")
             page.fill("#set-seed", str(arguments.seed))
             page.fill("#set-max_tokens", "96")
+            page.fill("#set-temperature", "0.5")
             _chat(page, question)
             _take(page, arguments.out / f"serve-chat-{language}.png")
             _tokens(page, beginning)

@@ -145,7 +145,10 @@ def test_prompts_are_not_replaced_by_their_results(generate, lines_file):
 
 def test_several_processes_need_a_file(generate, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "add --out FILE" in generate("--prompt", "x").err
+    assert "2 processes share files only" in generate("--prompt", "x").err
+    assert "2 processes share files only" in generate("--prompts", "-", "--out", "x.jsonl").err
+    monkeypatch.setenv("RANK", "1")
+    assert generate("--prompt", "x").err == "", "one process says it for all"
 
 
 def many(lines_file):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.model import add_model, add_sampling, load, sampling_of
 from zero2all.cli.verb import Subparsers, add_output, add_verb, whole
-from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.errors import BadInputError, UsageError, UserError, for_all_ranks
 
 if TYPE_CHECKING:
     from zero2all.infer.batch import Task
@@ -55,10 +56,13 @@ def _generate(arguments: argparse.Namespace) -> int | None:
     from zero2all.infer.service import Service
 
     rank, processes = process_of()
-    if processes > 1 and arguments.out is None:
-        raise UsageError(f"{processes} processes can only write into one file together: add --out FILE.")
-    prompts = _prompts(arguments)  # before the model is loaded: every bad line is named at once
-    loaded = load(arguments)
+    try:
+        if processes > 1 and (arguments.out is None or arguments.prompts == "-"):
+            raise UsageError(f"{processes} processes share files only: give both --prompts FILE and --out FILE.")
+        prompts = _prompts(arguments)  # before the model is loaded: every bad line is named at once
+        loaded = load(arguments)
+    except UserError as error:
+        raise for_all_ranks(error) from error.__cause__
     service = Service(loaded)
     try:
         if arguments.out is not None:
@@ -169,7 +173,7 @@ def _job(loaded: LoadedModel, prompts: list[Prompt], arguments: argparse.Namespa
     return fingerprint([model, [[asdict(prompt.request), prompt.n, prompt.id] for prompt in prompts]])
 
 
-def _with_bar(service: Service, tasks: list[Task], total: int, quiet: bool = False) -> Any:
+def _with_bar(service: Service, tasks: list[Task], total: int, quiet: bool = False) -> Iterator[dict[str, Any]]:
     """The results of `tasks`, with a bar; texts that cannot be written are named."""
     from zero2all.common.progress import progress, say, terminal_safe
     from zero2all.infer.batch import results_of

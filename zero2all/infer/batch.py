@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zero2all.common.errors import UsageError
+from zero2all.common.errors import UsageError, UserError
 from zero2all.infer.job import Choice
 from zero2all.infer.prompts import Prompt
 from zero2all.infer.service import Service, Ticket
@@ -113,8 +113,8 @@ def _head(task: Task) -> dict[str, Any]:
 
 
 def _result(one: _Running, last: Piece, tokenizer: Tokenizer) -> dict[str, Any]:
-    if last.finish == "error":
-        return {**_head(one.task), "error": last.error}
+    if last.finish == "error":  # no matter of this prompt: another attempt may succeed, so nothing is kept of it
+        raise UserError(f"{last.error} What was finished is kept; run the same command again to continue.")
     result = {**_head(one.task), "text": one.text, "finish": last.finish}
     if last.usage is not None:
         result |= {"prompt_tokens": last.usage.prompt_tokens, "new_tokens": last.usage.new_tokens}
