@@ -457,7 +457,7 @@ class Engine:
                 if numbers is not None and row.request.alternatives is not None:
                     own, values, ids = (each[number] for each in numbers)
                     best = tuple(zip(ids, values, strict=True))[: row.request.alternatives]
-                    row.choices.append(Choice(token, own, best))
+                    row.choices.append(Choice(token, own, best, len(tail)))
             if len(row.new_ids) >= row.request.max_new_tokens or len(row.ids) >= self.max_len:
                 self._end(row, "length")
         return grown
