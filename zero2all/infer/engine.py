@@ -27,10 +27,12 @@ from zero2all.infer.boundary import Vocabulary
 from zero2all.infer.cache import BLOCK, BlockPool, KeyValueBlocks, block_bytes, block_keys
 from zero2all.infer.cuda import CudaDecoder, obstacle
 from zero2all.infer.forward import Forward, Span
+from zero2all.infer.int8 import drop_matrices, quantise
 from zero2all.infer.job import Choice, Job, Request
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.sampling import Picker, penalised
-from zero2all.infer.weights import packed_for_cpu, weights_of
+from zero2all.infer.weights import Weights, packed_for_cpu, weights_of
+from zero2all.model.z2all import Z2all
 
 MOST_ALTERNATIVES = 20
 LOGITS_AT_ONCE = 1 << 26
@@ -53,6 +55,8 @@ class EngineSettings:
     """Tokens of prompt and answer together; the model's own limit unless told."""
     prefill_tokens: int | None = None
     """Prompt tokens that are read in one pass: 512 on a CPU, 8,192 on a GPU."""
+    int8: bool = False
+    """Keep the matrices in 8 bits. The model that was loaded gives up its own, so it can only be used by the engine."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class Engine:
         settings = settings or EngineSettings()
         config, self.device = loaded.model.config, loaded.device
         on_gpu = self.device.type == "cuda"
-        weights = weights_of(loaded.model)
+        weights = _in_8_bits(loaded.model) if settings.int8 else weights_of(loaded.model)
         dtype = weights.embedding.dtype
         self.tokenizer = loaded.tokenizer
         self.vocabulary = vocabulary or Vocabulary(loaded.tokenizer, config.vocab_ids)
@@ -85,7 +89,7 @@ class Engine:
         blocks = _blocks_in(settings.cache_bytes, block_bytes(config, dtype), self.max_len, self.max_batch, self.device)
         self.pool = BlockPool(blocks)
         self.blocks = KeyValueBlocks(config, blocks, dtype, self.device)
-        if not on_gpu and self.max_batch > 1:
+        if not on_gpu and not settings.int8 and self.max_batch > 1:
             weights = packed_for_cpu(weights, available_memory())
         self.forward = Forward(weights, self.blocks)
         self.slow_because = obstacle(weights)
@@ -479,6 +483,15 @@ def _takes_the_likeliest(job: Job) -> bool:
     request, sampling = job.request, job.request.sampling
     is_plain = sampling.is_greedy and sampling.repetition_penalty == 1
     return is_plain and request.alternatives is None and not request.end_ids and not job.rest
+
+
+def _in_8_bits(model: Z2all) -> Weights:
+    """The weights rounded to 8 bits; the memory of the model's own matrices becomes free for the cache."""
+    weights = quantise(weights_of(model))
+    drop_matrices(model)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return weights
 
 
 def _blocks_lacking(job: Job, ahead: int) -> int:
