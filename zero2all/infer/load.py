@@ -21,7 +21,7 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.workspace import Workspace, is_folder_name, open_workspace
 from zero2all.config import RunConfig
 from zero2all.config.training import model_at
-from zero2all.model.config import ModelConfig
+from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.model.hf import DTYPES, nonfinite, open_hf_folder
 from zero2all.model.moe import routers
 from zero2all.model.rope import rope_tables
@@ -70,6 +70,11 @@ class LoadedModel:
     def window(self) -> int:
         """Tokens that it saw at once in training; for a Hugging Face folder, those it was made for."""
         return self.model.config.max_seq_len if self.config is None else self.config.data.seq_len
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters it has, also when the engine has rounded them to 8 bits."""
+        return parameter_counts(self.model.config)["total"]
 
     def weights(self) -> dict[str, Tensor]:
         """The weights by logical name, as a checkpoint has them; live."""
