@@ -31,8 +31,7 @@ from zero2all.infer.int8 import drop_matrices, quantise
 from zero2all.infer.job import Choice, Job, Request
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.sampling import Picker, penalised
-from zero2all.infer.weights import Weights, packed_for_cpu, weights_of
-from zero2all.model.z2all import Z2all
+from zero2all.infer.weights import packed_for_cpu, weights_of
 
 MOST_ALTERNATIVES = 20
 LOGITS_AT_ONCE = 1 << 26
@@ -56,7 +55,9 @@ class EngineSettings:
     prefill_tokens: int | None = None
     """Prompt tokens that are read in one pass: 512 on a CPU, 8,192 on a GPU."""
     int8: bool = False
-    """Keep the matrices in 8 bits. The model that was loaded gives up its own, so it can only be used by the engine."""
+    """Keep the matrices in 8 bits (see `int8`)."""
+    owns_model: bool = False
+    """Nobody else uses the model that was loaded: the memory of what the engine does not need becomes free."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,11 @@ class Engine:
         settings = settings or EngineSettings()
         config, self.device = loaded.model.config, loaded.device
         on_gpu = self.device.type == "cuda"
-        weights = _in_8_bits(loaded.model) if settings.int8 else weights_of(loaded.model)
+        weights = weights_of(loaded.model)
+        if settings.int8:
+            weights = quantise(weights)
+            if settings.owns_model:
+                drop_matrices(loaded.model)
         dtype = weights.embedding.dtype
         self.tokenizer = loaded.tokenizer
         self.vocabulary = vocabulary or Vocabulary(loaded.tokenizer, config.vocab_ids)
@@ -458,7 +463,7 @@ class Engine:
                 if numbers is not None and row.request.alternatives is not None:
                     own, values, ids = (each[number] for each in numbers)
                     best = tuple(zip(ids, values, strict=True))[: row.request.alternatives]
-                    row.choices.append(Choice(token, own, best))
+                    row.choices.append(Choice(token, own, best, len(tail)))
             if len(row.new_ids) >= row.request.max_new_tokens or len(row.ids) >= self.max_len:
                 self._end(row, "length")
         return grown
@@ -483,15 +488,6 @@ def _takes_the_likeliest(job: Job) -> bool:
     request, sampling = job.request, job.request.sampling
     is_plain = sampling.is_greedy and sampling.repetition_penalty == 1
     return is_plain and request.alternatives is None and not request.end_ids and not job.rest
-
-
-def _in_8_bits(model: Z2all) -> Weights:
-    """The weights rounded to 8 bits; the memory of the model's own matrices becomes free for the cache."""
-    weights = quantise(weights_of(model))
-    drop_matrices(model)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return weights
 
 
 def _blocks_lacking(job: Job, ahead: int) -> int:
