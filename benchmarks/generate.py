@@ -10,7 +10,8 @@ transformers. Prompts are random ids, new ones for every run, and no token ends 
 the whole time, prompts included. Ours stands first and last of each size, so that a machine that slows down in between
 is seen; ratios take the mean of the two. Results are written after every figure.
 
-Peers: `generate` with its dynamic cache, and on a GPU with a static cache, which transformers compiles.
+Peers: `generate` with its dynamic cache, and on a GPU with a static cache, which transformers compiles. Beside them,
+ours with weights in 8 bits (int8).
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from zero2all.perf.infer import NoText, random_model
 from zero2all.perf.measure import peak_bytes, wait_for
 from zero2all.tokenizer.load import Tokenizer
 
-OURS, DYNAMIC, STATIC = "ours", "dynamic", "static"
-KINDS = {"cuda": (OURS, DYNAMIC, STATIC), "cpu": (OURS, DYNAMIC)}
+OURS, INT8, DYNAMIC, STATIC = "ours", "int8", "dynamic", "static"
+KINDS = {"cuda": (OURS, DYNAMIC, STATIC, INT8), "cpu": (OURS, DYNAMIC, INT8)}
 CONFIGS = {"cuda": ("z2all-1b",), "cpu": ("quickstart", "z2all-100m")}
 BATCHES = {"cuda": (1, 64, 256), "cpu": (1, 8)}
 LENGTHS = {"cuda": (128, 256), "cpu": (64, 48)}
@@ -57,10 +58,11 @@ Generate = Callable[[Tensor, int], Tensor]
 """(prompts (B, T), new tokens) -> the new tokens (B, new)."""
 
 
-def ours(model: Z2all, batch: int, max_len: int) -> tuple[Generate, str]:
+def ours(model: Z2all, batch: int, max_len: int, int8: bool = False) -> tuple[Generate, str]:
     """The engine, as it decodes a batch of this size, and what it decodes with."""
     tokenizer = cast(Tokenizer, NoText(model.config.vocab_ids))
-    engine = Engine(LoadedModel("ours", 0, model, tokenizer), EngineSettings(max_batch=batch, max_len=max_len))
+    settings = EngineSettings(max_batch=batch, max_len=max_len, int8=int8)
+    engine = Engine(LoadedModel("ours", 0, model, tokenizer), settings)
 
     def generate(prompts: Tensor, new: int) -> Tensor:
         jobs = [engine.submit(Request(row, new)) for row in prompts.tolist()]
@@ -123,8 +125,8 @@ class Comparison:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
         by = ""
-        if kind == OURS:
-            generate, by = ours(self.model, batch, self.prompt + self.new)
+        if kind in (OURS, INT8):
+            generate, by = ours(self.model, batch, self.prompt + self.new, int8=kind == INT8)
         else:
             generate = theirs(self.exported, kind)
         began = time.perf_counter()
@@ -197,7 +199,7 @@ def main() -> None:
     parser.add_argument("--batch", help="such as 1,64")
     parser.add_argument("--prompt", type=int, help="tokens of a prompt")
     parser.add_argument("--new", type=int, help="tokens of an answer")
-    parser.add_argument("--only", help=f"some of {OURS},{DYNAMIC},{STATIC}")
+    parser.add_argument("--only", help=f"some of {OURS},{DYNAMIC},{STATIC},{INT8}")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--agree", action="store_true", help="also compare what is written")

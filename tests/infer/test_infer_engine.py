@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+
 import pytest
 
 from tests.infer.tiny import MAX_LEN, greedy, log_probabilities, prompts, tiny_model
 from zero2all.common.errors import UsageError
 from zero2all.infer.cache import BLOCK
 from zero2all.infer.engine import Engine, EngineSettings
+from zero2all.infer.int8 import int8_weight
 from zero2all.infer.job import Request
 from zero2all.infer.sampling import Sampling
 
@@ -54,6 +58,16 @@ def test_cached_and_batched_text_is_that_of_the_whole_model_run_again_for_every_
 def test_experts_and_tied_embeddings(kind):
     loaded, rows = tiny_model(**kind), ROWS[:5]
     assert run(Engine(loaded), [Request(row, 10) for row in rows]) == [greedy(loaded, row, 10) for row in rows]
+
+
+def test_weights_in_8_bits_write_what_the_rounded_model_writes():
+    loaded, rows = tiny_model(), ROWS[:4]
+    rounded = copy.deepcopy(loaded.model)
+    for parameter in [*rounded.blocks.parameters(), *rounded.head.parameters()]:
+        if parameter.dim() > 1:
+            parameter.data = int8_weight(parameter.data).widened()
+    expected = [greedy(dataclasses.replace(loaded, model=rounded), row, 10) for row in rows]
+    assert run(Engine(loaded, EngineSettings(int8=True)), [Request(row, 10) for row in rows]) == expected
 
 
 def test_a_job_that_gave_way_writes_on_as_if_nothing_had_happened(expected):

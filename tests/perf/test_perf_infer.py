@@ -18,12 +18,17 @@ def found(tiny_path):
     options = InferOptions(str(tiny_path), batches=(1, 3), prompt_tokens=20, new_tokens=6, device="cpu")
     seen = []
     measure_inference(options, lambda so_far: seen.append(len(so_far.rows)))
-    assert seen == [1, 2]  # kept after every row
+    assert seen == [1, 2, 3, 4]  # kept after every row
     return measure_inference(options, lambda _: None)
 
 
 def test_rows_have_the_figures_of_their_batch(found):
-    assert [row.batch for row in found.rows] == [1, 3]
+    assert [(row.weights, row.batch) for row in found.rows] == [
+        ("float32", 1),
+        ("float32", 3),
+        ("int8", 1),
+        ("int8", 3),
+    ]
     for row in found.rows:
         assert row.problem is None
         assert row.first_token_seconds > 0
@@ -33,7 +38,9 @@ def test_rows_have_the_figures_of_their_batch(found):
     # One layer, two key heads of 8 float32 numbers; a sequence has 23 positions in the middle of its answer.
     assert found.rows[1].pass_bytes - found.rows[0].pass_bytes == 2 * (2 * 2 * 8 * 23) * 4
     assert "CUDA" in found.decoder
-    assert [line[:2] for line in cells(found)[1:]] == [["float32", "1"], ["float32", "3"]]
+    block, table = 32 * 64 + 32 * 32 + 3 * 32 * 64, 256 * 32
+    assert found.rows[0].pass_bytes - found.rows[2].pass_bytes == 3 * (block + table)
+    assert [line[:2] for line in cells(found)[1:]] == [[row.weights, str(row.batch)] for row in found.rows]
 
 
 def test_command_prints_a_table_and_writes_json_and_a_picture(tiny_path, tmp_path, capsys):
@@ -56,8 +63,8 @@ def test_bad_requests_say_what_was_wrong(tiny_path, trained_workspace, capsys):
 
 def test_run_of_a_workspace_is_measured_to_the_last_token_asked_for(trained_workspace):
     options = InferOptions("tiny", trained_workspace, batches=(2,), prompt_tokens=30, new_tokens=20, device="cpu")
-    (row,) = measure_inference(options, lambda _: None).rows
-    assert row.problem is None
+    rows = measure_inference(options, lambda _: None).rows
+    assert [row.problem for row in rows] == [None, None]
 
 
 def test_row_that_does_not_fit_is_a_row_with_the_reason(found, monkeypatch, tmp_path):
@@ -66,7 +73,7 @@ def test_row_that_does_not_fit_is_a_row_with_the_reason(found, monkeypatch, tmp_
 
     monkeypatch.setattr(infer, "Engine", refuse)
     loaded = infer._load(InferOptions("quickstart", device="cpu"))
-    row, _ = infer._row(loaded, 4, found, infer.Bar())
+    row, _ = infer._row(loaded, 4, False, found, infer.Bar())
     assert row.problem == "A cache is too small."
     failed = infer.dataclasses.replace(found, rows=[row])
     assert cells(failed)[1][2] == "A cache is too small."

@@ -229,6 +229,7 @@ def _register_infer(inner: Subparsers) -> None:
         default=None,
         help="of the weights (default: bfloat16 on a GPU, float32 on a CPU)",
     )
+    parser.add_argument("--no-int8", action="store_true", help="leave out the rows with weights in 8 bits")
     add_output(parser, "--output", is_folder=True, help="folder of the results (default: inference-MODEL)")
     add_work(parser)
 
@@ -250,6 +251,7 @@ def _infer(arguments: argparse.Namespace) -> None:
             new_tokens=arguments.new,
             device=arguments.device,
             dtype=arguments.dtype,
+            with_int8=not arguments.no_int8,
         ),
         lambda so_far: write_results(so_far, output),
     )

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zero2all.infer.cache import BLOCK, KeyValueBlocks
+from zero2all.infer.int8 import Int8Weight
 from zero2all.infer.weights import LayerWeights, Weight, Weights
 from zero2all.ops.implementation import has_triton
 from zero2all.ops.precision import widened
@@ -233,8 +234,8 @@ class CudaDecoder:
         self, x: Tensor, weight: Weight, y: Tensor | None = None, swiglu: bool = False, **details: Any
     ) -> Tensor:
         """See `decode_linear`; without `y`, in memory of its own."""
-        stored: Any = weight
-        matrix, scales = (stored, None) if isinstance(weight, Tensor) else (stored.values, stored.scales)
+        matrix, scales = (weight.values, weight.scales) if isinstance(weight, Int8Weight) else (weight, None)
+        assert isinstance(matrix, Tensor), "a weight is a tensor or in 8 bits: others are for the CPU"
         if y is None:
             y = torch.empty(len(x), len(matrix) // (2 if swiglu else 1), dtype=self._dtype, device=x.device)
         self._linear.decode_linear(x, matrix, scales, y, swiglu=swiglu, **details)

@@ -27,6 +27,7 @@ from zero2all.infer.boundary import Vocabulary
 from zero2all.infer.cache import BLOCK, BlockPool, KeyValueBlocks, block_bytes, block_keys
 from zero2all.infer.cuda import CudaDecoder, obstacle
 from zero2all.infer.forward import Forward, Span
+from zero2all.infer.int8 import drop_matrices, quantise
 from zero2all.infer.job import Choice, Job, Request
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.sampling import Picker, penalised
@@ -53,6 +54,10 @@ class EngineSettings:
     """Tokens of prompt and answer together; the model's own limit unless told."""
     prefill_tokens: int | None = None
     """Prompt tokens that are read in one pass: 512 on a CPU, 8,192 on a GPU."""
+    int8: bool = False
+    """Keep the matrices in 8 bits (see `int8`)."""
+    owns_model: bool = False
+    """Nobody else uses the model that was loaded: the memory of what the engine does not need becomes free."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,10 @@ class Engine:
         config, self.device = loaded.model.config, loaded.device
         on_gpu = self.device.type == "cuda"
         weights = weights_of(loaded.model)
+        if settings.int8:
+            weights = quantise(weights)
+            if settings.owns_model:
+                drop_matrices(loaded.model)
         dtype = weights.embedding.dtype
         self.tokenizer = loaded.tokenizer
         self.vocabulary = vocabulary or Vocabulary(loaded.tokenizer, config.vocab_ids)
@@ -85,7 +94,7 @@ class Engine:
         blocks = _blocks_in(settings.cache_bytes, block_bytes(config, dtype), self.max_len, self.max_batch, self.device)
         self.pool = BlockPool(blocks)
         self.blocks = KeyValueBlocks(config, blocks, dtype, self.device)
-        if not on_gpu and self.max_batch > 1:
+        if not on_gpu and not settings.int8 and self.max_batch > 1:
             weights = packed_for_cpu(weights, available_memory())
         self.forward = Forward(weights, self.blocks)
         self.slow_because = obstacle(weights)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,8 @@ class InferOptions:
     device: str = "auto"
     dtype: str | None = None
     """None: bfloat16 on a GPU, float32 on a CPU."""
+    with_int8: bool = True
+    """Measure every batch with weights in 8 bits, too."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class InferRow:
     """One size of the batch; times as in `Timing`."""
 
     weights: str
-    """The dtype of the weights."""
+    """What the matrices are stored in."""
     batch: int
     problem: str | None = None
     first_token_seconds: float = 0.0
@@ -134,30 +137,31 @@ def measure_inference(options: InferOptions, each: Callable[[Inference], object]
         decoder="",
         rows=[],
     )
-    tokens = sum(batches) * (new_tokens + WARM_UP_TOKENS)
+    kinds = (False, True) if options.with_int8 else (False,)
+    tokens = len(kinds) * sum(batches) * (new_tokens + WARM_UP_TOKENS)
     with progress("perf infer", total=tokens, unit="tokens") as bar:
-        for batch in batches:
-            row, decoder = _row(loaded, batch, found, bar)
+        for int8, batch in itertools.product(kinds, batches):
+            row, decoder = _row(loaded, batch, int8, found, bar)
             found = dataclasses.replace(found, decoder=decoder or found.decoder, rows=[*found.rows, row])
             each(found)
     return found
 
 
-def _row(loaded: LoadedModel, batch: int, so_far: Inference, bar: Bar) -> tuple[InferRow, str]:
+def _row(loaded: LoadedModel, batch: int, int8: bool, so_far: Inference, bar: Bar) -> tuple[InferRow, str]:
     device, config = loaded.device, loaded.model.config
     prompt, new, dtype = so_far.prompt_tokens, so_far.new_tokens, loaded.model.embedding.weight.dtype
-    name = str(dtype).removeprefix("torch.")
+    name = "int8" if int8 else str(dtype).removeprefix("torch.")
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        engine = Engine(loaded, EngineSettings(max_batch=batch, max_len=prompt + new))
+        engine = Engine(loaded, EngineSettings(max_batch=batch, max_len=prompt + new, int8=int8))
         write_tokens(engine, batch, prompt, WARM_UP_TOKENS, seed=SEED, bar=bar)
         timing = write_tokens(engine, batch, prompt, new, seed=SEED + 1, bar=bar)
     except (torch.OutOfMemoryError, UsageError) as error:
         return InferRow(name, batch, problem=str(error).splitlines()[0]), ""
-    must_read = decoding_bytes(config, batch, prompt + new / 2, dtype.itemsize, dtype.itemsize)
+    must_read = decoding_bytes(config, batch, prompt + new / 2, 1 if int8 else dtype.itemsize, dtype.itemsize)
     row = InferRow(
         weights=name,
         batch=batch,

@@ -16,6 +16,7 @@ from zero2all.infer.cache import BLOCK, KeyValueBlocks
 from zero2all.infer.cuda import CudaDecoder, bucket_of, obstacle, unsupported
 from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.forward import Forward
+from zero2all.infer.int8 import quantise
 from zero2all.infer.job import Request
 from zero2all.infer.sampling import Sampling
 from zero2all.infer.weights import Weights, weights_of
@@ -83,6 +84,13 @@ def test_logits_and_cache_are_those_of_the_plain_pass(device, dtype, positions):
 @dtypes(torch.float32, torch.bfloat16)
 def test_large_batches_use_matmuls(device, dtype):
     Pair(device, new_weights(device, dtype), [5, 16, 47]).assert_agree(TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("few_rows", [0, 16])
+@dtypes(torch.float32, torch.bfloat16)
+def test_weights_in_8_bits(device, dtype, monkeypatch, few_rows):
+    monkeypatch.setattr(cuda, "FEW_ROWS", few_rows)
+    Pair(device, quantise(new_weights(device, dtype)), [5, 20]).assert_agree(TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("few_rows", [0, 16])
