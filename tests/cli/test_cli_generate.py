@@ -100,6 +100,15 @@ def test_log_probabilities_come_with_the_likeliest_tokens(generate):
         assert token["logprob"] <= 0
 
 
+def test_weights_in_8_bits_change_the_probabilities_a_little(generate):
+    whole, rounded = (
+        parsed(generate("--prompt", PROMPT, "--logprobs", "0", *more).out)[0] for more in ((), ["--int8"])
+    )
+    first, second = (result["logprobs"][0]["logprob"] for result in (whole, rounded))
+    assert first != second
+    assert first == pytest.approx(second, abs=0.1)
+
+
 def test_prompt_over_the_models_length_is_named_and_the_others_are_done(generate, lines_file, tmp_path):
     path = lines_file({"prompt": "x" * 500}, {"prompt": PROMPT}, {"prompt": "y" * 500, "n": 2})
     done = generate("--prompts", path, "--out", tmp_path / "out.jsonl")
@@ -122,8 +131,8 @@ def test_bad_lines_are_named_before_a_model_is_looked_for(z2a, lines_file):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "Give the beginning of a text with --prompt"),
-        (("--prompt", "x", "--prompts", "p.txt"), "and not both"),
+        ((), "one of the arguments --prompt --prompts is required"),
+        (("--prompt", "x", "--prompts", "p.txt"), "not allowed with argument --prompt"),
         (("--prompts", "no/such.txt"), "no/such.txt cannot be read"),
         (("--prompt", "x", "--temperature", "-1"), "got '-1', expected a number, at least 0"),
         (("--prompt", "x", "--top-p", "0"), "top_p is 0.0; it must be above 0"),

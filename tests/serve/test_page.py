@@ -240,7 +240,7 @@ def test_errors_are_shown_in_words_and_nothing_typed_is_lost(page, served, local
     page.fill("#text", long)
     page.click('[data-tool="goOn"]')
     notice = page.locator(".continue .notice.bad")
-    expect(notice).to_contain_text(words(locale, "The server refused:", "服务器拒绝了请求："))
+    expect(notice).to_contain_text(words(locale, "The text is longer than the model", "文本超出了模型的上下文长度"))
     expect(notice).to_contain_text(f"{MAX_LEN:,}")
     expect(page.locator("#text")).to_have_value(long)
 

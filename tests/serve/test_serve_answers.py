@@ -185,8 +185,12 @@ def test_log_probabilities_in_the_form_of_completions(client, greedy):
     assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == 24
     assert all(value <= 0 for value in logprobs.token_logprobs)
     assert all(1 <= len(top) <= 3 for top in logprobs.top_logprobs)
-    assert logprobs.text_offset == sorted(logprobs.text_offset)
     assert choice.text == greedy
+    whole = [not token.startswith("bytes:") for token in logprobs.tokens]
+    after_whole = [place for place in range(1, 24) if whole[place - 1] and whole[place]]
+    assert after_whole
+    for place in after_whole:
+        assert greedy[logprobs.text_offset[place] :].startswith(logprobs.tokens[place])
     assert complete(client, logprobs=0).choices[0].logprobs.top_logprobs is None
 
 

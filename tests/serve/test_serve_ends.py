@@ -55,7 +55,7 @@ def test_too_many_waiting_are_429_and_the_first_come_is_the_first_served(loaded)
 
         def short(number: int) -> None:
             with served.client() as own:
-                own.completions.create(model="tiny", prompt=f"{number}", max_tokens=2)
+                own.completions.create(model="tiny", prompt=f"{number}", max_tokens=2 + 50 * number)
             order.append(number)
 
         with client.completions.create(**LONG, stream=True) as stream:

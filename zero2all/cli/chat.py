@@ -37,10 +37,11 @@ def _chat(arguments: argparse.Namespace) -> None:
     loaded = load(arguments)
 
     from zero2all.infer.conversation import Conversation
+    from zero2all.infer.engine import EngineSettings
     from zero2all.infer.service import Service
     from zero2all.infer.talk import Talk
 
-    service = Service(loaded)
+    service = Service(loaded, EngineSettings(max_batch=1, int8=arguments.int8, owns_model=True))
     try:
         conversation = Conversation(loaded, service.engine.max_len, arguments.frame, arguments.system)
         if arguments.load is not None:

@@ -28,8 +28,9 @@ def register(verbs: Subparsers) -> None:
     """Add the verb."""
     parser = add_verb(verbs, "generate", "continue texts", EXAMPLE, _generate)
     add_model(parser)
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="the beginning of a text; may be repeated")
-    parser.add_argument(
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument("--prompt", action="append", metavar="TEXT", help="the beginning of a text; may be repeated")
+    given.add_argument(
         "--prompts",
         metavar="FILE",
         help='many prompts: a line each, as text or as {"prompt": "…"} with settings of its own such as "temperature", '
@@ -52,6 +53,7 @@ def register(verbs: Subparsers) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> int | None:
+    from zero2all.infer.engine import EngineSettings
     from zero2all.infer.results import process_of
     from zero2all.infer.service import Service
 
@@ -63,7 +65,8 @@ def _generate(arguments: argparse.Namespace) -> int | None:
         loaded = load(arguments)
     except UserError as error:
         raise for_all_ranks(error) from error.__cause__
-    service = Service(loaded)
+    at_once = 1 if sum(prompt.n for prompt in prompts) == 1 else None
+    service = Service(loaded, EngineSettings(at_once, int8=arguments.int8, owns_model=True))
     try:
         if arguments.out is not None:
             return _to_file(arguments, service, prompts, rank, processes)
@@ -79,8 +82,6 @@ def _prompts(arguments: argparse.Namespace) -> list[Prompt]:
     from zero2all.infer.prompts import Prompt, prompts_file, read_prompts
     from zero2all.infer.text import TextRequest
 
-    if (arguments.prompt is None) == (arguments.prompts is None):
-        raise UsageError("Give the beginning of a text with --prompt, or a file of them with --prompts (and not both).")
     usual = TextRequest(
         "",
         arguments.max_new_tokens,

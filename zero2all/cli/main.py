@@ -197,7 +197,7 @@ def _refuse_unknown(arguments: argparse.Namespace, unknown: list[str], overrides
         from zero2all.common.schema import nearest_hint
 
         word = unknown[0].partition("=")[0]
-        flags = dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][a-z-]*(?![\w.-])", arguments.verb.format_usage()))
+        flags = dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w.-])", arguments.verb.format_usage()))
         hint = nearest_hint(word, flags) if word.startswith("--") else ""
         raise UsageError(f"`{verb}` does not know `{word}`. {hint}{' ' if hint else ''}See `{verb} --help`.")
     if overrides and not arguments.takes_overrides:

@@ -88,7 +88,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     from zero2all.serve.server import ModelServer, ServeOptions
 
     cache_bytes = None if arguments.cache_gb is None else int(arguments.cache_gb * 1e9)
-    settings = EngineSettings(arguments.max_batch, cache_bytes, arguments.max_len)
+    settings = EngineSettings(arguments.max_batch, cache_bytes, arguments.max_len, int8=arguments.int8, owns_model=True)
     model = ServedModel(lambda: load(arguments), settings, arguments.name, arguments.max_waiting)
     options = ServeOptions(
         arguments.host, arguments.port, arguments.token, token, arguments.allow_host, arguments.grace

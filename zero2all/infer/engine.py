@@ -27,7 +27,7 @@ from zero2all.infer.boundary import Vocabulary
 from zero2all.infer.cache import BLOCK, BlockPool, KeyValueBlocks, block_bytes, block_keys
 from zero2all.infer.cuda import CudaDecoder, obstacle
 from zero2all.infer.forward import Forward, Span
-from zero2all.infer.int8 import quantise
+from zero2all.infer.int8 import drop_matrices, quantise
 from zero2all.infer.job import Choice, Job, Request
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.sampling import Picker, penalised
@@ -55,7 +55,9 @@ class EngineSettings:
     prefill_tokens: int | None = None
     """Prompt tokens that are read in one pass: 512 on a CPU, 8,192 on a GPU."""
     int8: bool = False
-    """Keep the matrices in 8 bits (see `int8`); the model itself stays as it is."""
+    """Keep the matrices in 8 bits (see `int8`)."""
+    owns_model: bool = False
+    """Nobody else uses the model that was loaded: the memory of what the engine does not need becomes free."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,11 @@ class Engine:
         settings = settings or EngineSettings()
         config, self.device = loaded.model.config, loaded.device
         on_gpu = self.device.type == "cuda"
-        weights = quantise(weights_of(loaded.model)) if settings.int8 else weights_of(loaded.model)
+        weights = weights_of(loaded.model)
+        if settings.int8:
+            weights = quantise(weights)
+            if settings.owns_model:
+                drop_matrices(loaded.model)
         dtype = weights.embedding.dtype
         self.tokenizer = loaded.tokenizer
         self.vocabulary = vocabulary or Vocabulary(loaded.tokenizer, config.vocab_ids)
@@ -88,7 +94,7 @@ class Engine:
         blocks = _blocks_in(settings.cache_bytes, block_bytes(config, dtype), self.max_len, self.max_batch, self.device)
         self.pool = BlockPool(blocks)
         self.blocks = KeyValueBlocks(config, blocks, dtype, self.device)
-        if not on_gpu and self.max_batch > 1 and not settings.int8:
+        if not on_gpu and not settings.int8 and self.max_batch > 1:
             weights = packed_for_cpu(weights, available_memory())
         self.forward = Forward(weights, self.blocks)
         self.slow_because = obstacle(weights)
@@ -459,7 +465,7 @@ class Engine:
                 if numbers is not None and row.request.alternatives is not None:
                     own, values, ids = (each[number] for each in numbers)
                     best = tuple(zip(ids, values, strict=True))[: row.request.alternatives]
-                    row.choices.append(Choice(token, own, best))
+                    row.choices.append(Choice(token, own, best, len(tail)))
             if len(row.new_ids) >= row.request.max_new_tokens or len(row.ids) >= self.max_len:
                 self._end(row, "length")
         return grown

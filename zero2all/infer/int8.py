@@ -109,6 +109,8 @@ def drop_matrices(model: Z2all) -> None:
     for holder in holders:
         old = holder.get_parameter("weight")
         holder.weight = nn.Parameter(old.new_empty(0, old.shape[1]), requires_grad=False)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 @functools.cache

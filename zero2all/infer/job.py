@@ -42,6 +42,8 @@ class Choice:
     id: int
     logprob: float
     alternatives: tuple[tuple[int, float], ...] = ()
+    bytes_before: int = 0
+    """How many of its bytes belong to the prompt."""
 
 
 @dataclass(eq=False)

@@ -8,6 +8,7 @@ asked for as it comes from the disk, so that nothing is held twice.
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.workspace import Workspace, is_folder_name, open_workspace
 from zero2all.config import RunConfig
 from zero2all.config.training import model_at
-from zero2all.model.config import ModelConfig
+from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.model.hf import DTYPES, nonfinite, open_hf_folder
 from zero2all.model.moe import routers
 from zero2all.model.rope import rope_tables
@@ -70,6 +71,11 @@ class LoadedModel:
         """Tokens that it saw at once in training; for a Hugging Face folder, those it was made for."""
         return self.model.config.max_seq_len if self.config is None else self.config.data.seq_len
 
+    @property
+    def parameters(self) -> int:
+        """How many parameters it has, also when the engine has rounded them to 8 bits."""
+        return parameter_counts(self.model.config)["total"]
+
     def weights(self) -> dict[str, Tensor]:
         """The weights by logical name, as a checkpoint has them; live."""
         return {name: part.values for name, part in model_parts(self.model).items()}
@@ -87,7 +93,7 @@ def load_run(workspace: Workspace, name: str, step: int | None = None) -> Loaded
     config = _at(checkpoint, config)
     model = _model_of_run(config)
     checkpoint.load_into({f"model/{name}": part for name, part in model_parts(model).items()})
-    return _loaded_run(workspace, run, checkpoint, config, model)
+    return _loaded_run(run, checkpoint, config, model, load_tokenizer(workspace.tokenizer))
 
 
 def load_model(
@@ -190,25 +196,33 @@ def _run_weights(run: Path, step: int | None, device: torch.device, dtype: torch
         filled[checkpoint.step] = model
         return checkpoint
 
-    checkpoint = newest_checkpoint(run, opened=opened) if step is None else None
-    if checkpoint is None:
-        require_checkpoint(run, step)
-        assert step is not None, "a run with checkpoints has a newest one"
-        checkpoint = opened(checkpoint_folder(run, step), Peers())
-    model = filled.pop(checkpoint.step)
-    _refuse_nonfinite(model, f"the run {run.name} at step {checkpoint.step}", "Choose another one with --step.")
-    return _loaded_run(workspace, run, checkpoint, _at(checkpoint, config), model)
+    with ThreadPoolExecutor(1) as beside:
+        tokenizer = beside.submit(_ready_tokenizer, workspace.tokenizer)
+        checkpoint = newest_checkpoint(run, opened=opened) if step is None else None
+        if checkpoint is None:
+            require_checkpoint(run, step)
+            assert step is not None, "a run with checkpoints has a newest one"
+            checkpoint = opened(checkpoint_folder(run, step), Peers())
+        model = filled.pop(checkpoint.step)
+        _refuse_nonfinite(model, f"the run {run.name} at step {checkpoint.step}", "Choose another one with --step.")
+        return _loaded_run(run, checkpoint, _at(checkpoint, config), model, tokenizer.result())
+
+
+def _ready_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer with the table of its pieces, which the first token needs; made while the weights are read."""
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.text_pieces, "a vocabulary has pieces"
+    return tokenizer
 
 
 def _loaded_run(
-    workspace: Workspace, run: Path, checkpoint: Checkpoint, config: RunConfig, model: Z2all
+    run: Path, checkpoint: Checkpoint, config: RunConfig, model: Z2all, tokenizer: Tokenizer
 ) -> LoadedModel:
     stored_dtype = checkpoint.manifest.get("imported_dtype", "float32")
-    tokenizer = load_tokenizer(workspace.tokenizer)
     if tokenizer.fingerprint != checkpoint.manifest.get("tokenizer"):
         raise BadInputError(
-            f"The run {run.name} was trained with another tokenizer than the one in {workspace.tokenizer}: the same "
-            f"ids mean other text there. Put that tokenizer back, or pack with this one and train a new run."
+            f"The run {run.name} was trained with another tokenizer than the one of its workspace: the same ids mean "
+            f"other text there. Put that tokenizer back, or pack with this one and train a new run."
         )
     tokens = int(checkpoint.record.get("tokens", 0))
     return LoadedModel(run.name, checkpoint.step, model, tokenizer, config, stored_dtype, tokens, run)
@@ -218,15 +232,17 @@ def _hf_weights(folder: Path, step: int | None, device: torch.device, dtype: tor
     if step is not None:
         raise UsageError(f"{folder} is a Hugging Face folder: it has no step {step}. Leave --step out.")
     opened = open_hf_folder(folder)
-    tokenizer = load_tokenizer(folder)
+    with ThreadPoolExecutor(1) as beside:
+        coming = beside.submit(_ready_tokenizer, folder)
+        model = empty_model(opened.config, READY_OPS, device, dtype)
+        opened.fill({name: part.values for name, part in model_parts(model).items()})
+        _refuse_nonfinite(model, str(folder), "Fetch it again.")
+        tokenizer = coming.result()
     if tokenizer.vocab_size > opened.config.vocab_ids:
         raise BadInputError(
             f"The tokenizer in {folder} has {tokenizer.vocab_size} ids, its model only {opened.config.vocab_ids} rows: "
             f"the folder does not fit together. Fetch it again."
         )
-    model = empty_model(opened.config, READY_OPS, device, dtype)
-    opened.fill({name: part.values for name, part in model_parts(model).items()})
-    _refuse_nonfinite(model, str(folder), "Fetch it again.")
     name = folder.resolve().name
     return LoadedModel(name, 0, model, tokenizer, None, opened.dtype, 0, folder)
 

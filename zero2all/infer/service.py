@@ -10,10 +10,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from zero2all.common.errors import UserError
 from zero2all.infer.engine import Engine, EngineSettings
+from zero2all.infer.job import Job
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.text import Piece, TextJob, TextRequest, engine_request
 
@@ -30,7 +32,6 @@ class Ticket:
     deliver: Deliver
     prompt_tokens: int
     job: TextJob | None = None
-    is_cancelled: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,9 @@ class Service:
         self.loaded = loaded
         self.engine = Engine(loaded, settings)
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._tickets: dict[object, Ticket] = {}
+        self._tickets: dict[Job, Ticket] = {}
+        self._unfinished: set[Ticket] = set()  # these and what the engine's thread has not taken yet
+        self._gate = threading.Lock()  # nothing is taken after the end
         self._rates: deque[tuple[float, int]] = deque()
         self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="z2a-engine", daemon=True)
@@ -69,23 +72,27 @@ class Service:
             try:
                 ticket.job = TextJob(self.engine, request, prepared)
             except Exception as error:
+                self._unfinished.discard(ticket)
                 deliver(Piece("", finish="error", error=f"The engine failed: {_reason(error)}"))
                 return
             self._tickets[ticket.job.job] = ticket
 
-        self._order(start)
+        with self._gate:
+            if self._is_closed or not self._thread.is_alive():
+                raise ServiceEndedError("The engine has ended; no request can be taken any more.")
+            self._unfinished.add(ticket)
+            self._orders.put(start)
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
         """End a request; its last piece says `cancelled`. Nothing happens if it has ended."""
-        ticket.is_cancelled = True
 
         def stop() -> None:
             if ticket.job is not None and not ticket.job.is_done:
                 self.engine.cancel(ticket.job.job)
                 self._deliver(ticket)
 
-        self._order(stop)
+        self._orders.put(stop)
 
     def stream(self, request: TextRequest) -> Iterator[Piece]:
         """The pieces of one request; closing the iterator cancels it."""
@@ -113,16 +120,12 @@ class Service:
     def close(self, wait_seconds: float = 0.0) -> None:
         """Wait for what runs, at most this long, then cancel the rest and end the thread."""
         deadline = time.monotonic() + wait_seconds
-        while self._tickets and self._thread.is_alive() and time.monotonic() < deadline:
+        while self._unfinished and self._thread.is_alive() and time.monotonic() < deadline:
             time.sleep(0.01)
-        self._is_closed = True
-        self._orders.put(None)
+        with self._gate:
+            self._is_closed = True
+            self._orders.put(None)
         self._thread.join()
-
-    def _order(self, order: Callable[[], None]) -> None:
-        if self._is_closed or not self._thread.is_alive():
-            raise ServiceEndedError("The engine has ended; no request can be taken any more.")
-        self._orders.put(order)
 
     # In the engine's thread ------------------------------------------------------------------------------------------
 
@@ -161,7 +164,7 @@ class Service:
         assert ticket.job is not None
         while (piece := ticket.job.read()) is not None:
             if piece.finish is not None:
-                self._tickets.pop(ticket.job.job, None)
+                self._forget(ticket)
             try:
                 ticket.deliver(piece)
             except Exception:  # the one who asked is gone: its request goes too, the others stay
@@ -172,9 +175,15 @@ class Service:
             assert ticket.job is not None
             self.engine.cancel(ticket.job.job)
             ticket.job.is_done = True
-            self._tickets.pop(ticket.job.job, None)
-            ticket.deliver(Piece("", finish="error", error=f"The engine failed: {_reason(error)}"))
+            self._forget(ticket)
+            with suppress(Exception):  # the one who asked is gone
+                ticket.deliver(Piece("", finish="error", error=f"The engine failed: {_reason(error)}"))
         self.engine.reset()
+
+    def _forget(self, ticket: Ticket) -> None:
+        assert ticket.job is not None
+        self._tickets.pop(ticket.job.job, None)
+        self._unfinished.discard(ticket)
 
 
 def _reason(error: Exception) -> str:

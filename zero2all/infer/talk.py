@@ -248,10 +248,9 @@ class Talk:
 
     def _greet(self) -> None:
         loaded = self.service.loaded
-        count = sum(parameter.numel() for parameter in loaded.model.parameters())
         step = "" if loaded.config is None else f" at step {loaded.step:,}"
         dtype = str(loaded.model.embedding.weight.dtype).removeprefix("torch.")
-        self._note(f"{loaded.name}{step}: {count / 1e6:,.1f} M parameters, {dtype}, {loaded.device}")
+        self._note(f"{loaded.name}{step}: {loaded.parameters / 1e6:,.1f} M parameters, {dtype}, {loaded.device}")
         if self.conversation.frame == "auto":
             choice = choose(loaded)
             self._note(f"Laid out by {_in_words(choice.how)}: {choice.why}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import secrets
 import time
@@ -96,6 +97,7 @@ class CompletionAnswer(Answer):
     def __init__(self, call: Call, model: str, tokenizer: Tokenizer, prompt_tokens: Sequence[int] = ()) -> None:
         super().__init__(call, model, tokenizer, prompt_tokens)
         self._offsets = [0] * len(call.requests)
+        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in call.requests]
 
     def choice(self, index: int, piece: Piece) -> dict[str, Any]:
         """Its text."""
@@ -109,7 +111,8 @@ class CompletionAnswer(Answer):
         offsets = []
         for choice in piece.choices:
             offsets.append(self._offsets[index])
-            self._offsets[index] += len(self.bytes_of(choice.id).decode("utf-8", "ignore"))
+            fresh = self.bytes_of(choice.id)[choice.bytes_before :]
+            self._offsets[index] += len(self._decoders[index].decode(fresh))
         top = [
             {self._spelled(token): logprob for token, logprob in reversed(choice.alternatives)}
             for choice in piece.choices

@@ -17,7 +17,7 @@ from zero2all.infer.service import Service, ServiceEndedError, Ticket
 from zero2all.infer.text import Piece
 from zero2all.serve.wire import Call
 
-PERIOD_SECONDS = 0.04
+PERIOD_SECONDS = 0.05
 
 
 class Bell:

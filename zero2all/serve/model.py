@@ -118,7 +118,7 @@ class ServedModel:
 def _facts(loaded: LoadedModel, max_len: int) -> dict[str, Any]:
     weight = loaded.model.embedding.weight
     return {
-        "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
+        "parameters": loaded.parameters,
         "step": loaded.step,
         "tokens": loaded.tokens,
         "max_len": max_len,

@@ -3,7 +3,7 @@
 import { t } from './words.js';
 
 const [UNREACHABLE, CUT] = [0, 1]; // instead of a status
-const KNOWN = { [UNREACHABLE]: 'unreachable', [CUT]: 'cut', 401: 'needsToken', 413: 'tooLarge', 429: 'busy', loading: 'loadingModel', draining: 'ending' };
+const KNOWN = { [UNREACHABLE]: 'unreachable', [CUT]: 'cut', 401: 'needsToken', 413: 'tooLarge', 429: 'busy', loading: 'loadingModel', draining: 'ending', context_length_exceeded: 'tooLong' };
 
 // An error to show: in the words of the page where its kind is known, then in the server's.
 export class ServerError extends Error {

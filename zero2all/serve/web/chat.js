@@ -7,9 +7,8 @@ import { copy, saveJson, saveMarkdown } from './save.js';
 import { change, state } from './state.js';
 import * as store from './store.js';
 import { TokenText } from './tokentext.js';
+import { action, failure, tool } from './tools.js';
 import { t } from './words.js';
-
-const tool = (name, onclick, props = {}) => h('button', { class: 'tool', data: { tool: name }, onclick, ...props }, t(name));
 
 // Code between fences is set as code; all the rest is text as it came.
 function prose(text) {
@@ -17,7 +16,7 @@ function prose(text) {
 }
 
 // Enter while an input method is choosing characters belongs to it.
-export const isEnter = (event) => event.key === 'Enter' && !event.shiftKey && !event.isComposing && event.keyCode !== 229;
+const isEnter = (event) => event.key === 'Enter' && !event.shiftKey && !event.isComposing && event.keyCode !== 229;
 
 export class Chat {
 	constructor(panel, onHistory) {
@@ -176,7 +175,7 @@ export class Chat {
 
 	draw() {
 		const { messages } = this.conversation;
-		if (!this.panel.isPinned) this.panel.hide();
+		this.panel.hide();
 		this.list.ariaLabel = t('chat');
 		this.list.replaceChildren(...messages.map((message, place) => this.item(message, place)));
 		this.list.hidden = !messages.length;
@@ -207,8 +206,8 @@ export class Chat {
 		this.box.placeholder = t('messageHint');
 		this.box.title = t('messageKeys');
 		const main = this.isWriting
-			? h('button', { class: 'main-action', data: { tool: 'stop' }, onclick: () => this.stop() }, t('stopIt'))
-			: h('button', { class: 'main-action', data: { tool: 'send' }, disabled: !this.box.value.trim(), onclick: () => this.send() }, t('send'));
+			? action('stopIt', () => this.stop())
+			: action('send', () => this.send(), { disabled: !this.box.value.trim() });
 		const hasSome = messages.length > 0;
 		const others = [
 			hasSome && tool('regenerate', () => this.regenerate(), { disabled: this.isWriting }),
@@ -231,9 +230,7 @@ export class Chat {
 		else {
 			item.append(message.body);
 			this.drawBody(message);
-			if (message.answer?.error) {
-				item.append(h('div', { class: 'notice bad', role: 'alert' }, h('p', {}, message.answer.error), tool('tryAgain', () => this.regenerate())));
-			}
+			if (message.answer?.error) item.append(failure(message.answer.error, () => this.regenerate()));
 		}
 		return item;
 	}
@@ -259,10 +256,13 @@ export class Chat {
 		const again = () => editing.text.trim() && this.edit(editing.place, editing.text);
 		const area = h('textarea', {
 			id: 'editing', value: editing.text, rows: 3, 'aria-label': t('edit'), oninput: () => { editing.text = area.value; },
-			onkeydown: (event) => { if (isEnter(event)) { event.preventDefault(); again(); } },
+			onkeydown: (event) => {
+				if (event.key === 'Escape' && !event.isComposing) close();
+				else if (isEnter(event)) { event.preventDefault(); again(); }
+			},
 		});
 		const close = () => { this.editing = null; this.draw(); };
-		return h('div', { class: 'editor' }, area, h('div', { class: 'tools-line' }, tool('cancel', close), h('button', { class: 'main-action', data: { tool: 'editSend' }, onclick: again }, t('editSend'))));
+		return h('div', { class: 'editor' }, area, h('div', { class: 'tools-line' }, tool('cancel', close), action('editSend', again)));
 	}
 
 	onToken(event, show) {

@@ -9,12 +9,11 @@ import { readoutLine, showReadout } from './readout.js';
 import { copy, saveText, saveTextJson } from './save.js';
 import { read, state, write } from './state.js';
 import { TokenText } from './tokentext.js';
+import { action, failure, tool } from './tools.js';
 import { t } from './words.js';
 
 const KEPT = 'z2a-talk-text';
 const MOST_UNDONE = 100;
-
-const tool = (name, onclick, props = {}) => h('button', { class: 'tool', data: { tool: name }, onclick, ...props }, t(name));
 
 export class Continue {
 	constructor(panel) {
@@ -161,8 +160,8 @@ export class Continue {
 		this.area.ariaLabel = t('text');
 		this.area.placeholder = t('textHint');
 		this.drawBehind();
-		const failed = this.answer?.error;
-		this.notes.replaceChildren(...(failed ? [h('div', { class: 'notice bad', role: 'alert' }, h('p', {}, failed), tool('tryAgain', () => this.goOn()))] : []));
+		const error = this.answer?.error;
+		this.notes.replaceChildren(...(error ? [failure(error, () => this.goOn())] : []));
 		this.drawTools();
 		showReadout(this.line, this.answer, this.model);
 	}
@@ -194,9 +193,7 @@ export class Continue {
 	}
 
 	drawTools() {
-		const main = this.isWriting
-			? h('button', { class: 'main-action', data: { tool: 'stop' }, onclick: () => this.stop() }, t('stopIt'))
-			: h('button', { class: 'main-action', data: { tool: 'goOn' }, onclick: () => this.goOn() }, t('goOn'));
+		const main = this.isWriting ? action('stopIt', () => this.stop()) : action('goOn', () => this.goOn());
 		const idle = { disabled: this.isWriting };
 		const others = [
 			this.marks.length && tool('again', () => this.again(), idle),

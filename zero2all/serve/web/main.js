@@ -23,8 +23,10 @@ let model = null;
 let load = null;
 let problem = '';
 let nextLook = 0;
+let isLooking = false;
 
 const facts = h('header', { id: 'model' });
+const note = h('div'); // above the view
 const place = h('div');
 const mode = () => state.mode || (!model || model.z2a?.chat === 'template' ? 'chat' : 'continue');
 const view = () => (mode() === 'continue' ? text : chat);
@@ -33,8 +35,9 @@ const isDark = () => document.documentElement.dataset.theme === 'dark';
 // ---- the server ----
 
 async function look() {
+	if (document.hidden || isLooking) return;
+	isLooking = true;
 	clearTimeout(nextLook);
-	if (document.hidden) return;
 	try {
 		if (!model || problem) { // after a pause it may be another one
 			const { data } = await get('v1/models');
@@ -48,6 +51,7 @@ async function look() {
 	} catch (error) {
 		problem = error.status === 0 ? t('noServer') : error.message;
 	}
+	isLooking = false;
 	drawFacts();
 	nextLook = setTimeout(look, problem ? TRY_EVERY : LOOK_EVERY);
 }
@@ -99,7 +103,8 @@ function switchTheme() {
 function drawView() {
 	panel.hide();
 	document.body.dataset.mode = mode();
-	place.replaceChildren(...(state.probabilities ? [legend()] : []), view().root);
+	note.replaceChildren(...(state.probabilities ? [legend()] : []));
+	if (place.firstChild !== view().root) place.replaceChildren(view().root); // what has the focus keeps it
 	view().draw();
 }
 
@@ -131,7 +136,7 @@ function onKey(event) {
 }
 
 document.documentElement.dataset.theme = state.theme || document.documentElement.dataset.theme;
-byId('main').append(facts, place);
+byId('main').append(facts, note, place);
 onChange(onState);
 drawAll();
 document.addEventListener('keydown', onKey);

@@ -2,6 +2,7 @@
 
 import { byId, h } from './dom.js';
 import { changeSetting, isUsual, SAMPLING, state, usualSettings } from './state.js';
+import { tool } from './tools.js';
 import { t } from './words.js';
 
 // A number that is not allowed is not used, and said to be wrong; '' is allowed where it is the default.
@@ -41,7 +42,7 @@ export function drawSettings() {
 	const root = byId('settings');
 	root.ariaLabel = t('settings');
 	root.replaceChildren(
-		h('header', {}, h('h2', {}, t('settings')), h('button', { class: 'tool', data: { tool: 'defaults' }, onclick: () => { usualSettings(); drawSettings(); } }, t('defaults'))),
+		h('header', {}, h('h2', {}, t('settings')), tool('defaults', () => { usualSettings(); drawSettings(); })),
 		...Object.entries(SAMPLING).map(([name, range]) => row(name, t(name), numberInput(name, range), false)),
 		row('stop', t('stopName'), textInput('stop', 2), true),
 		row('system', t('system'), textInput('system', 3), true));

@@ -65,7 +65,7 @@ const WORDS = {
 	again: ['Try again', '换一个'],
 
 	stop: ['ended by itself', '自然结束'],
-	length: ['cut at the most tokens', '达到长度上限'],
+	length: ['length limit reached', '达到长度上限'],
 	stopped: ['stopped by you', '已手动停止'],
 	cancelled: ['ended by the server', '被服务器终止'],
 	failed: ['not finished', '未完成'],
@@ -115,6 +115,7 @@ const WORDS = {
 	refused: ['The server refused:', '服务器拒绝了请求：'],
 	needsToken: ['The server needs its token: open the whole address that z2a serve printed.', '需要访问令牌：请打开 z2a serve 打印的完整地址。'],
 	loadingModel: ['The model is being loaded.', '模型正在加载。'],
+	tooLong: ['The text is longer than the model can read.', '文本超出了模型的上下文长度。'],
 	tooLarge: ['This is too much text for the server.', '文本过长，服务器无法接收。'],
 	busy: ['The server is busy; try again in a moment.', '服务器繁忙，请稍后重试。'],
 	ending: ['The server is ending.', '服务器正在关闭。'],

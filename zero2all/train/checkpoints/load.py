@@ -24,22 +24,19 @@ from zero2all.common.files import as_written
 from zero2all.common.manifest import is_count
 from zero2all.parallel.parts import Part
 from zero2all.train.checkpoints import exact_json
+from zero2all.train.checkpoints.checked_read import read_checked
 from zero2all.train.checkpoints.index import Index, boxes_by_file, parse_index
 from zero2all.train.checkpoints.layout import INDEX_NAME, STATE_NAME, split_name, step_of
 from zero2all.train.checkpoints.manifest import read_manifest
 from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.planning import Read, plan_reads
 from zero2all.train.checkpoints.tensor_file import (
-    CHECKED_BYTES,
     DTYPE_NAMES,
     DTYPES,
     READ_BYTES,
     Header,
-    TensorInfo,
     byte_count,
-    extended_crc32c,
     file_crc32c,
-    file_start_crc32c,
     read_header,
     read_rows,
 )
@@ -93,12 +90,10 @@ class Checkpoint:
             for box in self.index[name].boxes:
                 targets.setdefault(box.file, {})[box.key] = tensor[box.place.slices_from((0,) * tensor.dim())]
         for file, of_file in sorted(targets.items()):
-            path, header = self.folder / file, self.headers[file]
-            with _opened(path) as handle, torch.no_grad():
-                crc = file_start_crc32c(handle, header)
-                for key, info in sorted(header.infos.items(), key=lambda item: item[1].begin):
-                    crc = _fill_checked(handle, header, info, of_file.get(key), crc)
-            if f"{crc:08x}" != self.manifest["files"][file]["crc32c"]:
+            path = self.folder / file
+            with _opened(path) as handle:
+                crc = read_checked(handle, self.headers[file], of_file)
+            if crc != self.manifest["files"][file]["crc32c"]:
                 raise BadInputError(f"{path} {CHANGED}")
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
@@ -266,19 +261,3 @@ def _fill(handle: int, header: Header, read: Read) -> None:
     for start in range(0, count, at_once):
         rows = read_rows(handle, header, info, first + start, min(at_once, count - start))
         read.target[start : start + len(rows)].copy_(rows[(slice(None), *columns)])
-
-
-def _fill_checked(handle: int, header: Header, info: TensorInfo, target: Tensor | None, crc: int) -> int:
-    """Read a stored box into its target, a little at a time, so that a value is still in the processor's cache when it
-    is converted; returns the crc32c extended by its bytes."""
-    rows = info.shape[0] if info.shape else 1
-    at_once = max(1, CHECKED_BYTES // max(1, byte_count(info.dtype, info.shape[1:])))
-    is_as_stored = target is not None and target.device.type == "cpu" and target.dtype == DTYPES[info.dtype]
-    for start in range(0, rows, at_once):
-        part = target[start : start + at_once] if target is not None and info.shape else target
-        into = part if part is not None and is_as_stored and part.is_contiguous() else None
-        values = read_rows(handle, header, info, start, min(at_once, rows - start), into)
-        crc = extended_crc32c(crc, values)
-        if part is not None and into is None:
-            part.copy_(values)
-    return crc

@@ -50,8 +50,6 @@ CHUNK_BYTES = 1 << 20
 CHECK_BYTES = 1 << 20
 READ_BYTES = 64 << 20
 """Read at a time: the memory that loading needs beside the tensors themselves."""
-CHECKED_BYTES = 4 << 20
-"""Read at a time where the bytes are checked and converted in the same pass."""
 
 
 @dataclass(frozen=True)
