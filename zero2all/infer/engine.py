@@ -134,6 +134,8 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Job]:
         """One round of work; returns the jobs that grew or ended in it."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread: our kernels are launched there
         self._admit()
         grown: list[Job] = []
         if any(job.is_reading for job in self.running):
