@@ -29,6 +29,10 @@ TRAIN_COMMAND = "z2a tokenizer train"
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>")
 """What the end of a document is usually called, for folders that do not say which of their tokens it is."""
 
+LONG_TEXT = 20_000
+"""Characters from which a text is encoded as a batch of one: megabytes take seconds, and only batches let the other
+threads of the process run meanwhile."""
+
 
 class Tokenizer:
     """Text to ids and back. Get one with `load_tokenizer`."""
@@ -80,6 +84,8 @@ class Tokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """The ids of `text`, none of them a control id. Lone surrogates count as U+FFFD."""
+        if len(text) >= LONG_TEXT:
+            return self.encode_batch([text])[0]
         ids: list[int] = self.backend.encode(well_formed(text), add_special_tokens=False).ids
         return ids
 
