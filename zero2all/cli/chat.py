@@ -41,7 +41,7 @@ def _chat(arguments: argparse.Namespace) -> None:
     from zero2all.infer.service import Service
     from zero2all.infer.talk import Talk
 
-    service = Service(loaded, EngineSettings(int8=arguments.int8, owns_model=True))
+    service = Service(loaded, EngineSettings(max_batch=1, int8=arguments.int8, owns_model=True))
     try:
         conversation = Conversation(loaded, service.engine.max_len, arguments.frame, arguments.system)
         if arguments.load is not None:

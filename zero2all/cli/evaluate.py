@@ -34,6 +34,9 @@ def register(verbs: Subparsers) -> None:
         metavar="N",
         help="held-out bytes to score per source (default 1000000)",
     )
+    parser.add_argument(
+        "--int8", action="store_true", help="score the held-out text once more with 8-bit weights: what they cost"
+    )
 
 
 def _eval(arguments: argparse.Namespace) -> None:
@@ -46,5 +49,5 @@ def _eval(arguments: argparse.Namespace) -> None:
     from zero2all.infer.load import load_run
 
     loaded = load_run(workspace, arguments.run, arguments.step)
-    report = evaluate_run(loaded, workspace, arguments.probes, arguments.max_bytes)
+    report = evaluate_run(loaded, workspace, arguments.probes, arguments.max_bytes, arguments.int8)
     print("\n".join(report_lines(report)))

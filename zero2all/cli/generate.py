@@ -65,7 +65,8 @@ def _generate(arguments: argparse.Namespace) -> int | None:
         loaded = load(arguments)
     except UserError as error:
         raise for_all_ranks(error) from error.__cause__
-    service = Service(loaded, EngineSettings(int8=arguments.int8, owns_model=True))
+    at_once = 1 if sum(prompt.n for prompt in prompts) == 1 else None
+    service = Service(loaded, EngineSettings(at_once, int8=arguments.int8, owns_model=True))
     try:
         if arguments.out is not None:
             return _to_file(arguments, service, prompts, rank, processes)

@@ -12,7 +12,7 @@ from zero2all.common.workspace import Workspace
 from zero2all.evals.perplexity import held_out_bits_per_byte, validation_bits_per_byte
 from zero2all.evals.probe_file import read_probes
 from zero2all.evals.probes import run_probes, summarize
-from zero2all.infer.engine import Engine
+from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.load import LoadedModel
 from zero2all.packed.layout import packed_sources
 from zero2all.packed.remote import packed_root
@@ -23,13 +23,19 @@ PROBE_SCORES = ("accuracy", "probability", "share_among_foils")
 
 
 def evaluate_run(
-    loaded: LoadedModel, workspace: Workspace, probes: Path | None, max_bytes_per_source: int
+    loaded: LoadedModel, workspace: Workspace, probes: Path | None, max_bytes_per_source: int, int8: bool = False
 ) -> dict[str, Any]:
-    """Score held-out text and, where a file is given, probes; writes the report beside the run and returns it."""
+    """Score held-out text (once more with 8-bit weights, if asked for) and, where a file is given, probes; writes the
+    report beside the run and returns it."""
     report: dict[str, Any] = {"run": loaded.name, "step": loaded.step, "tokens": loaded.tokens}
     asked = [] if probes is None else read_probes(probes)  # first: a bad file should not cost the scoring of all text
     engine = Engine(loaded)
     report["held_out"] = held_out_bits_per_byte(engine, loaded.window, workspace.corpus, max_bytes_per_source)
+    if int8:
+        narrow = Engine(loaded, EngineSettings(int8=True))
+        found = held_out_bits_per_byte(narrow, loaded.window, workspace.corpus, max_bytes_per_source)
+        for channel, values in found.items():
+            report["held_out"][channel]["int8_bits_per_byte"] = values["bits_per_byte"]
     report["validation"] = _validation(engine, loaded, workspace)
     if probes is not None:
         results = run_probes(engine, asked)
@@ -80,6 +86,9 @@ def report_lines(report: dict[str, Any]) -> list[str]:
             f"  {channel:<18} {values['bits_per_byte']:>9.4f} {values['gzip_bits_per_byte']:>9.4f} "
             f"{values['documents']:>11,} {values['bytes']:>10,}"
         )
+        if "int8_bits_per_byte" in values:
+            cost = values["int8_bits_per_byte"] - values["bits_per_byte"]
+            lines.append(f"    with 8-bit weights {values['int8_bits_per_byte']:>7.4f}  ({cost:+.5f})")
     if report.get("validation"):
         lines += ["", "rows that training scores     bits/byte   loss"]
         for channel, values in report["validation"].items():
