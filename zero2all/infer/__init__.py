@@ -3,7 +3,9 @@
 load        a run or a Hugging Face folder -> a model in memory
 weights     its tensors by layer, as the engine reads them
 cache       keys and values in blocks; blocks of equal content are shared
+int8        its matrices in 8 bits
 forward     passes over ragged batches, in plain torch
+cuda        decoding passes on a GPU: our kernels, as CUDA graphs
 sampling    how the next token is chosen
 engine      continuous batching: requests come and go while others run
 boundary    prompts that end in the middle of a token

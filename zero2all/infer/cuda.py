@@ -11,7 +11,7 @@ it is first needed. Rows beyond those asked for are padding: their table is bloc
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -83,9 +83,9 @@ class _Bucket:
     """positions and tables, one after the other: both come from the host in one copy."""
     positions: Tensor  # (rows,) int32
     tables: Tensor  # (rows, blocks) int32
-    logits: Tensor = field(default_factory=lambda: torch.empty(0))
-    passes: dict[bool, Callable[[], object]] = field(default_factory=dict)
-    """How to run a pass, without and with the choice of the likeliest token."""
+    scratch: Scratch
+    logits: Tensor | None = None  # (rows, V), where a pass leaves them
+    graph: torch.cuda.CUDAGraph | None = None
 
 
 class CudaDecoder:
@@ -107,35 +107,40 @@ class CudaDecoder:
         self._buckets: dict[int, _Bucket] = {}
         self._records = records  # without: every pass is run kernel by kernel
         self._pool: Any = None  # memory that all graphs share: no two run at once
+        self.problem = ""
+        """Why passes are no longer recorded; empty while they are."""
 
     @torch.inference_mode()
     def decode(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
         """As `Forward.decode`; what it returns is overwritten by the next pass."""
-        return self._run(tokens, positions, tables, is_greedy=False).logits[: len(tokens)]
+        _, logits = self._run(tokens, positions, tables)
+        return logits[: len(tokens)]
 
     @torch.inference_mode()
     def greedy(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
         """The likeliest next tokens (B,), on the device: they can be given to the next call before the host has read
         them. Overwritten by the next pass."""
-        return self._run(tokens, positions, tables, is_greedy=True).tokens[: len(tokens)]
+        bucket, logits = self._run(tokens, positions, tables)
+        self._greedy.decode_greedy(logits, self._never, bucket.tokens, bucket.scratch[2])
+        return bucket.tokens[: len(tokens)]
 
-    def _run(self, tokens: Tensor, positions: Tensor, tables: Tensor, is_greedy: bool) -> _Bucket:
-        bucket = self._bucket(bucket_of(len(tokens)))
-        start = bucket.passes.get(is_greedy)
-        if start is None:
-            kept = tokens.clone()  # they may be the bucket's own, which a trial pass would overwrite
-            start = bucket.passes[is_greedy] = self._prepared(bucket, is_greedy)
-            tokens = kept
+    def _run(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[_Bucket, Tensor]:
+        rows = bucket_of(len(tokens))
+        bucket = self._buckets.get(rows) or self._new_bucket(rows)
         self._fill(bucket, tokens, positions, tables)
-        start()
-        return bucket
+        if bucket.graph is None or bucket.logits is None:
+            return bucket, self._compute(bucket)
+        bucket.graph.replay()
+        return bucket, bucket.logits
 
-    def _bucket(self, rows: int) -> _Bucket:
-        if rows not in self._buckets:
-            tokens = torch.zeros(rows, dtype=torch.long, device=self._device)
-            numbers = torch.zeros(rows * (1 + self._width), dtype=torch.int32, device=self._device)
-            self._buckets[rows] = _Bucket(rows, tokens, numbers, numbers[:rows], numbers[rows:].view(rows, -1))
-        return self._buckets[rows]
+    def _new_bucket(self, rows: int) -> _Bucket:
+        tokens = torch.zeros(rows, dtype=torch.long, device=self._device)
+        numbers = torch.zeros(rows * (1 + self._width), dtype=torch.int32, device=self._device)
+        tables = numbers[rows:].view(rows, -1)
+        bucket = self._buckets[rows] = _Bucket(rows, tokens, numbers, numbers[:rows], tables, self._scratch(rows))
+        if self._records:
+            self._record(bucket)
+        return bucket
 
     def _fill(self, bucket: _Bucket, tokens: Tensor, positions: Tensor, tables: Tensor) -> None:
         """Put the sequences into the first rows; the others become padding."""
@@ -151,29 +156,21 @@ class CudaDecoder:
         if on_host:
             bucket.numbers.copy_(numbers, non_blocking=True)
 
-    def _prepared(self, bucket: _Bucket, is_greedy: bool) -> Callable[[], object]:
-        """A function that runs the pass on what the bucket holds."""
-        compute = partial(self._compute, bucket, self._scratch(bucket.rows), is_greedy)
-        if not self._records:
-            return compute
-        bucket.numbers.zero_()  # a trial pass, which compiles and loads the kernels, writes only to block 0
-        compute()
-        graph = torch.cuda.CUDAGraph()
+    def _record(self, bucket: _Bucket) -> None:
+        self._compute(bucket)  # compiles and loads the kernels; all rows are padding
         torch.cuda.synchronize(self._device)
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            compute()
-        self._pool = graph.pool()
-        logits = bucket.logits
-
-        def replay() -> None:
-            bucket.logits = logits
-            graph.replay()
-
-        return replay
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                bucket.logits = self._compute(bucket)
+        except RuntimeError as error:  # the kernels just ran, so passes go on without graphs
+            self._records, self.problem = False, f"a CUDA graph could not be recorded: {error}"
+            return
+        bucket.graph, self._pool = graph, graph.pool()
 
     def _scratch(self, rows: int) -> Scratch:
         config = self.weights.config
-        tiles = self._attention.attention_tiles(rows, config.kv_heads, len(self._cos), self._device)
+        tiles = self._attention.attention_tiles(rows, config.kv_heads, config.head_size, len(self._cos), self._device)
         attention = self._attention.AttentionScratch(
             rows, config.heads, config.kv_heads, config.head_size, tiles.splits, self._device
         )
@@ -181,14 +178,12 @@ class CudaDecoder:
 
     # The pass --------------------------------------------------------------------------------------------------------
 
-    def _compute(self, bucket: _Bucket, scratch: Scratch, is_greedy: bool) -> None:
+    def _compute(self, bucket: _Bucket) -> Tensor:
         x = F.embedding(bucket.tokens, self.weights.embedding)
         if self.weights.config.fp32_residual:
             x = widened(x)
-        attend = partial(self._attend, bucket, scratch)
-        bucket.logits = (self._with_few_rows if bucket.rows <= FEW_ROWS else self._with_many_rows)(x, attend)
-        if is_greedy:
-            self._greedy.decode_greedy(bucket.logits, self._never, bucket.tokens, scratch[2])
+        attend = partial(self._attend, bucket)
+        return self._with_few_rows(x, attend) if bucket.rows <= FEW_ROWS else self._with_many_rows(x, attend)
 
     def _with_few_rows(self, x: Tensor, attend: Attend) -> Tensor:
         """x (B, C), the embedded tokens, which becomes the residual -> logits."""
@@ -217,11 +212,11 @@ class CudaDecoder:
             return torch.mm(normed, head.T, out_dtype=torch.float32)
         return self._matmul(normed, head).float()
 
-    def _attend(self, bucket: _Bucket, scratch: Scratch, layer: int, qkv: Tensor) -> Tensor:
+    def _attend(self, bucket: _Bucket, layer: int, qkv: Tensor) -> Tensor:
         config = self.weights.config
         mixed = qkv.new_empty(bucket.rows, config.heads * config.head_size)
         keys, values = self.blocks.keys[layer], self.blocks.values[layer]
-        tiles, parts, _ = scratch
+        tiles, parts, _ = bucket.scratch
         self._attention.decode_attention(
             qkv, self._cos, self._sin, keys, values, bucket.tables, bucket.positions, mixed, parts, tiles
         )

@@ -119,9 +119,9 @@ def test_position_beyond_the_table_writes_nothing(device, tiles):
 
 def test_small_batches_are_split_and_large_ones_only_where_sequences_are_long(device):
     there = torch.device(device)
-    few, many = attention_tiles(1, 2, 2048, there), attention_tiles(64, 8, 2048, there)
+    few, many = attention_tiles(1, 2, 64, 2048, there), attention_tiles(64, 8, 64, 2048, there)
     assert few.splits > 1
     assert many.least >= 512
-    for tiles in (few, many, attention_tiles(256, 8, 131072, there)):
+    for tiles in (few, many, attention_tiles(256, 8, 128, 131072, there)):
         assert tiles.splits & (tiles.splits - 1) == 0
         assert tiles.least % tiles.tokens == 0

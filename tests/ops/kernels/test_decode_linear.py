@@ -99,11 +99,11 @@ def test_more_inputs_than_a_program_takes(device):
 
 
 @inputs_of_a_pass
-@pytest.mark.parametrize("is_int8", [False, True], ids=["float", "int8"])
-def test_default_tiles_fit_every_shape(device, is_int8, count):
+@pytest.mark.parametrize("weight_bytes", [1, 2, 4])
+def test_default_tiles_fit_every_shape(device, weight_bytes, count):
     for rows, columns in ((6, 10), (48, 40), (64320, 2048), (2048, 5632)):
-        tiles = tiles_for(count, rows, columns, is_int8)
+        tiles = tiles_for(count, rows, columns, weight_bytes, 4)
         assert all(size & (size - 1) == 0 for size in (tiles.rows, tiles.columns, tiles.warps))
-        if rows * columns < 10_000 and not is_int8:
+        if rows * columns < 10_000 and weight_bytes == 4:
             x, weight = random(count, columns), random(rows, columns, seed=1)
             assert_close(product(device, torch.float32, x, weight, tiles=tiles), x @ weight.T, 3e-6)

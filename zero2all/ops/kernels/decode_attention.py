@@ -164,7 +164,7 @@ class AttentionTiles:
     warps: int = 4
 
 
-def attention_tiles(batch: int, kv_heads: int, max_len: int, device: torch.device) -> AttentionTiles:
+def attention_tiles(batch: int, kv_heads: int, head_size: int, max_len: int, device: torch.device) -> AttentionTiles:
     """Enough programs for all processors; and of a large batch, splits only for long sequences, which the rest would
     have to wait for."""
     fill = PROGRAMS_PER_PROCESSOR * processors(device) // (batch * kv_heads)
@@ -172,7 +172,7 @@ def attention_tiles(batch: int, kv_heads: int, max_len: int, device: torch.devic
         splits = min(MOST_SPLITS, 1 << (fill.bit_length() - 1))
         return AttentionTiles(splits, least=32, tokens=32)
     splits = min(MOST_SPLITS, triton.next_power_of_2(triton.cdiv(max_len, 1024)))
-    return AttentionTiles(splits, least=512, tokens=64)
+    return AttentionTiles(splits, least=512, tokens=64 if head_size <= 64 else 32)
 
 
 class AttentionScratch:

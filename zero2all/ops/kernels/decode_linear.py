@@ -133,13 +133,15 @@ def _few_rows(
     tl.store(y + at, products.to(y.dtype.element_ty), mask=inside)
 
 
-def tiles_for(inputs: int, rows: int, columns: int, is_int8: bool) -> Tiles:
+def tiles_for(inputs: int, rows: int, columns: int, weight_bytes: int, input_bytes: int) -> Tiles:
     """Starting values for an H200 (132 processors): about 30 KB of weights on their way to each of them, and several
     programs for each, so that all end at about the same time."""
     if inputs == 1:
         few = rows < 4096
         return Tiles(rows=4 if few else 8, columns=min(1024, triton.next_power_of_2(columns)), warps=4)
-    block = 256 if is_int8 and inputs <= LEAST_DOT else 128 if is_int8 or inputs <= LEAST_DOT else 64
+    block = 128 if inputs <= LEAST_DOT or weight_bytes == 1 else 64
+    if inputs <= LEAST_DOT and weight_bytes == 1 and input_bytes == 2:
+        block = 256  # as many bytes on their way as with wider weights; float32 would need too many registers
     block = min(block, max(LEAST_DOT, triton.next_power_of_2(columns)))
     return Tiles(rows=16 if rows < 8192 else 32, columns=block, warps=4, stages=4 if inputs <= 32 else 3)
 
@@ -159,7 +161,7 @@ def decode_linear(
     int8 weights. `swiglu`: rows 2 i and 2 i + 1 of W are a gate and its up, and y has half as many columns. `add`: the
     product is added to y (not together with `swiglu`). All tensors are contiguous."""
     inputs, (rows, columns) = len(x), weight.shape
-    tiles = tiles or tiles_for(inputs, rows, columns, scales is not None)
+    tiles = tiles or tiles_for(inputs, rows, columns, weight.itemsize, x.itemsize)
     flags = {"COLUMNS": columns, "NORM": gain is not None, "SCALED": scales is not None, "SWIGLU": swiglu, "ADD": add}
     size = {"ROWS": tiles.rows, "BLOCK": tiles.columns, "num_warps": tiles.warps, **overlapped(x.device)}
     gain = x if gain is None else gain
