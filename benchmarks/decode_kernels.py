@@ -23,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.machine import save_result
@@ -91,14 +92,18 @@ def measure_linear(
     def call(weight: tuple[Tensor, Tensor | None], tiles: Tiles) -> Callable[[], object]:
         return lambda: decode_linear(x, *weight, y, gain, 1e-5, swiglu, add, tiles)
 
+    def note(tiles: dict[str, Any], is_taken: bool, seconds: float) -> None:
+        share = size / seconds / copy_rate
+        found.append({"tiles": tiles, "taken": is_taken, "microseconds": 1e6 * seconds, "bandwidth": share})
+
     for tiles in dict.fromkeys((taken, *linear_candidates(inputs, columns))):
         try:
-            seconds = seconds_of_call([call(weight, tiles) for weight in weights], device)
+            note(vars(tiles), tiles == taken, seconds_of_call([call(weight, tiles) for weight in weights], device))
         except Exception as error:  # too much shared memory, for example
             say(f"{name} {tiles}: {type(error).__name__}")
-            continue
-        share = size / seconds / copy_rate
-        found.append({"tiles": vars(tiles), "taken": tiles == taken, "microseconds": 1e6 * seconds, "bandwidth": share})
+    if kind != "int8":  # the matmul alone, without what stands around it
+        alone: list[Callable[[], object]] = [functools.partial(F.linear, x, weight) for weight, _ in weights]
+        note({"torch": "F.linear alone"}, False, seconds_of_call(alone, device))
     return sorted(found, key=lambda line: line["microseconds"])
 
 
@@ -151,7 +156,7 @@ def measure_attention(
 def show(title: str, lines: list[dict[str, Any]]) -> None:
     """The three fastest, and what is taken today."""
     for place, line in enumerate(lines):
-        if place < 3 or line["taken"]:
+        if place < 3 or line["taken"] or "torch" in line["tiles"]:
             sizes = ", ".join(f"{name} {size}" for name, size in line["tiles"].items())
             mark = "  <- taken" if line["taken"] else ""
             say(f"{title:36}{line['microseconds']:9.2f} us {line['bandwidth']:6.1%}  {sizes}{mark}")
@@ -162,7 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="z2all-1b")
     parser.add_argument("--only", help=f"some of {','.join((*AROUND, 'attention'))}")
-    parser.add_argument("--inputs", default="1,16", help="rows of input of the products")
+    parser.add_argument("--inputs", default="1,16", help="rows of input of the products; 64: is cuBLAS faster?")
     parser.add_argument("--weights", default="bfloat16,int8")
     parser.add_argument("--no-save", action="store_true", help="print only")
     given, overrides = parser.parse_known_args()
