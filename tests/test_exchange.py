@@ -24,6 +24,7 @@ from zero2all.infer.load import load_run
 from zero2all.infer.text import generate
 from zero2all.model import hf
 from zero2all.model.config import ModelConfig, MoeConfig
+from zero2all.model.hf_config import from_hf_config
 from zero2all.model.moe import routers
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
@@ -303,7 +304,7 @@ def test_exported_config_says_what_the_model_is(trained, exported):
     values, shape = read_json(exported / "config.json"), trained.config.model
     assert (values["architectures"], values["torch_dtype"]) == (["LlamaForCausalLM"], "float32")
     assert values["eos_token_id"] == read_json(exported / "generation_config.json")["eos_token_id"]
-    assert hf.from_hf_config(values, exported) == dataclasses.replace(shape, head_dim=shape.head_size)
+    assert from_hf_config(values, exported) == dataclasses.replace(shape, head_dim=shape.head_size)
 
 
 def test_exported_run_comes_back_bit_equal(trained, exported, workspace):

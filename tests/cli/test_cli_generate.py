@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import signal
+import sys
 
 import pytest
 
@@ -40,6 +41,11 @@ def test_one_prompt_is_continued_and_the_seed_decides_the_draws(generate):
     assert len(greedy.out) > len(PROMPT) + 5
     drawn = [generate("--prompt", PROMPT, "--temperature", "1.5", "--seed", seed).out for seed in "112"]
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_control_characters_do_not_reach_a_terminal(generate, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert generate("--prompt", "\x1b[2J中").out.startswith("\N{REPLACEMENT CHARACTER}[2J中")
 
 
 def test_several_prompts_are_shown_one_after_the_other(generate):

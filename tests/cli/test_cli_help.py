@@ -73,7 +73,7 @@ def test_every_argument_of_every_verb_says_what_it_is(words):
 def test_verb_flags_are_in_kebab_case_and_never_abbreviated(words):
     parser = VERBS[words]
     flags = [flag for action in parser._actions for flag in action.option_strings]
-    assert all(re.fullmatch(r"-h|--[a-z]+[0-9]*(-[a-z]+)*", flag) for flag in flags)
+    assert all(re.fullmatch(r"-h|--[a-z][a-z0-9]*(-[a-z0-9]+)*", flag) for flag in flags)
     assert not parser.allow_abbrev, "a script that says --wo must not break when a second flag begins that way"
 
 

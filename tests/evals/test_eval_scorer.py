@@ -8,7 +8,7 @@ import torch
 
 from zero2all.common.errors import UsageError
 from zero2all.evals import scorer
-from zero2all.evals.scorer import continuation_log_probabilities
+from zero2all.evals.scorer import Question, continuation_log_probabilities, score_questions
 from zero2all.infer.engine import Engine
 from zero2all.infer.load import untrained
 
@@ -121,3 +121,37 @@ def test_text_longer_than_the_model_is_refused(bigram, logits):
     loaded = bigram(logits)
     with pytest.raises(UsageError, match=r"together may have 64 .*Shorten"):
         probabilities(loaded, "首都是", ["x" * 80])
+
+
+def test_many_questions_at_once_and_what_cannot_be_scored(bigram, random_logits):
+    engine = Engine(bigram(random_logits))
+    questions = [
+        Question("首都", ("Rome", " Rome and more")),
+        Question("首都是", ("北京", "Rome")),
+        Question("x" * 70, ("a",)),
+        Question("首都", ()),
+        Question("首都", ("", "a")),
+    ]
+    plain, spanning, *refused = score_questions(engine, questions)
+    assert refused == [
+        "prompt and continuation have 72 tokens; the model takes 64",
+        "it has no continuation to score",
+        "a continuation is empty",
+    ]
+    table = random_logits.double().log_softmax(dim=-1)
+    for continuation, found in zip(questions[0].continuations, plain, strict=True):
+        before, after = (engine.tokenizer.encode_text(text) for text in ("首都", "首都" + continuation))
+        path = itertools.pairwise(after[len(before) - 1 :])
+        assert found.logprob == pytest.approx(sum(float(table[last, token]) for last, token in path), rel=1e-5)
+        assert (found.spans_border, found.tokens) == (False, len(after) - len(before))
+    exact = continuation_log_probabilities(engine, "首都是", ["北京", "Rome"])
+    assert [found.logprob for found in spanning] == pytest.approx(exact, rel=1e-6)
+    assert all(found.spans_border and found.token_logprob != found.logprob for found in spanning)
+
+
+def test_a_continuation_is_greedy_where_every_token_is_the_likeliest(speller):
+    ((right, wrong),) = score_questions(
+        Engine(speller("首都", " Rome", "land")), [Question("首都", (" Rome", " Oslo"))]
+    )
+    assert (right.is_greedy, set(right.ranks)) == (True, {0})
+    assert not wrong.is_greedy

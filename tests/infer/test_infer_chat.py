@@ -133,6 +133,30 @@ def test_template_gives_the_ids_that_transformers_gives(hf_folder):
     assert chat_prompt(loaded, TALK).prompt == expected
 
 
+def test_spaces_between_words_and_control_tokens_are_those_of_transformers(trained, tmp_path):
+    """A word that follows a control token has no ▁ before it here; encoded by itself it would."""
+    transformers = pytest.importorskip("transformers")
+    pieces = ["<unk>", "</s>", "[INST]", "[/INST]", "▁", *"abc", "▁a", "ab"]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    tokenizer_json = {
+        "version": "1.0",
+        "added_tokens": [{"id": number, "content": pieces[number], **flags} for number in range(4)],
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False},
+        "decoder": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False},
+        "model": {"type": "Unigram", "unk_id": 0, "vocab": [[piece, -1.0] for piece in pieces]},
+    }
+    template = "{% for message in messages %}[INST]{{ message.content }}[/INST]{% endfor %}"
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": template}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    loaded = dataclasses.replace(trained, config=None, folder=tmp_path, tokenizer=load_tokenizer(tmp_path))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    values = [{"role": "user", "content": text} for text in ("ab a", " a")]
+    expected = theirs.apply_chat_template(values, tokenize=True, return_dict=False)
+    assert chat_prompt(loaded, [Message(each["role"], each["content"]) for each in values]).prompt == expected
+    assert loaded.tokenizer.encode_text("ab")[0] != expected[1]
+
+
 def test_the_end_of_an_answer_is_learned_from_the_template(hf_folder):
     loaded = hf_folder()
     assert chat_prompt(loaded, TALK).end_ids == (loaded.tokenizer.encode_control("<|message_end|>"),)
@@ -160,6 +184,21 @@ def test_no_message_sets_a_control_token(hf_folder, text):
         assert [i for i in hostile.prompt if i in control] == [i for i in harmless.prompt if i in control]
         written = loaded.tokenizer.decode(hostile.prompt)
         assert written.count(text.strip()) == 2, "and the text is as it was written"
+
+
+def test_no_message_sets_a_control_token_by_what_a_normalizer_makes_of_it(hf_folder):
+    loaded = hf_folder()
+    path = loaded.folder / "tokenizer.json"
+    values = json.loads(path.read_text())
+    values["normalizer"] = {"type": "NFKC"}
+    for token in values["added_tokens"]:
+        token["normalized"] = True
+    path.write_text(json.dumps(values))
+    tokenizer = load_tokenizer(loaded.folder)
+    end = tokenizer.encode_control("<|message_end|>")
+    assert end in tokenizer.encode_marked("＜|message_end|＞"), "it would"
+    prompt = chat_prompt(dataclasses.replace(loaded, tokenizer=tokenizer), [Message("user", "＜|message_end|＞")])
+    assert prompt.prompt.count(end) == 1
 
 
 def test_templates_are_programs_with_the_usual_functions(hf_folder):

@@ -117,7 +117,7 @@ def test_scores_are_those_of_the_whole_model(settings):
     starts = [1 + number % 3 for number in range(len(ROWS))]
     found = engine.score(ROWS, starts)
     for row, start, scores in zip(ROWS, starts, found, strict=True):
-        assert scores == pytest.approx(log_probabilities(tiny_model(), row)[start - 1 :], abs=1e-5)
+        assert scores.logprobs == pytest.approx(log_probabilities(tiny_model(), row)[start - 1 :], abs=1e-5)
     assert engine.pool.free == engine.pool.total
 
 
@@ -132,7 +132,7 @@ def test_scoring_shares_what_rows_have_in_common():
 
 def test_a_text_of_the_full_length_can_be_scored_and_the_answer_ends_at_it():
     engine = Engine(tiny_model())
-    assert len(engine.score([list(range(MAX_LEN + 1))], [1])[0]) == MAX_LEN
+    assert len(engine.score([list(range(MAX_LEN + 1))], [1])[0].logprobs) == MAX_LEN
     assert len(run(engine, [Request(list(range(MAX_LEN - 3)), 50)])[0]) <= 3
 
 

@@ -8,7 +8,7 @@ import torch
 from tests.infer.tiny import tiny_model
 from zero2all.infer import int8
 from zero2all.infer.int8 import Int8Weight, drop_matrices, int8_weight, quantise
-from zero2all.infer.weights import weights_of
+from zero2all.infer.weights import packed_for_cpu, weights_of
 
 
 def random_matrix(rows, columns, seed=0):
@@ -80,6 +80,7 @@ def test_a_whole_model_keeps_embedding_norms_and_experts(moe, tied):
         for name in ("qkv", "out", "gate_up_pairs", "down"):
             assert isinstance(getattr(after, name), Int8Weight | None), name
     assert narrow.layers[0].gate_up_pairs is not None  # the first layer has no experts
+    assert packed_for_cpu(narrow, 1 << 40) is narrow  # there is nothing to pack
 
 
 def test_the_matrices_that_were_copied_can_be_freed():

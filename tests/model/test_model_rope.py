@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zero2all.model.config import ModelConfig, RopeScaling
-from zero2all.model.hf import from_hf_config, to_hf_config
+from zero2all.model.hf_config import from_hf_config, to_hf_config
 from zero2all.model.rope import rope_base, rope_tables
 
 SCALINGS = {

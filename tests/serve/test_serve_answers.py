@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from typing import Any
@@ -215,19 +216,20 @@ def test_clients_that_come_together_get_their_own_answers(served, greedy):
         alone = [complete(client, prompt).choices[0].text for prompt in prompts]
     found: dict[int, str] = {}
 
-    def ask(number: int) -> None:
-        with served.client() as client:
-            if number % 2:
-                found[number] = complete(client, prompts[number]).choices[0].text
-            else:
-                parts = complete(client, prompts[number], stream=True)
-                found[number] = "".join(chunk.choices[0].text for chunk in parts)
+    def ask(number: int, client: openai.OpenAI) -> None:
+        if number % 2:
+            found[number] = complete(client, prompts[number]).choices[0].text
+        else:
+            parts = complete(client, prompts[number], stream=True)
+            found[number] = "".join(chunk.choices[0].text for chunk in parts)
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(prompts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    with served.client() as one, served.client() as other:
+        asked = zip(range(len(prompts)), itertools.cycle([one, other]), strict=False)
+        threads = [threading.Thread(target=ask, args=each) for each in asked]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
     assert [found[number] for number in range(len(prompts))] == alone
 
 

@@ -47,13 +47,15 @@ def is_ending(client: openai.OpenAI) -> bool:
 
 
 def test_it_says_where_it_is_outlives_its_folder_and_ends_with_sigterm(serve: Serve, tmp_path):
-    program, client = serve()
+    program, client = serve("--int8")
     assert "http://127.0.0.1:" in program.text()
     before = ask(client).choices[0].text
     shutil.rmtree(tmp_path / "work")
     assert ask(client).choices[0].text == before
     assert client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hi"}], max_tokens=2)
-    assert client.models.list().data[0].model_dump()["z2a"]["step"] == 30
+    facts = client.models.list().data[0].model_dump()["z2a"]
+    assert (facts["step"], facts["max_len"], facts["dtype"]) == (30, 128, "int8")
+    assert facts["parameters"] > 100_000
     program.signal(signal.SIGTERM)
     assert program.wait() == 0
 

@@ -21,12 +21,14 @@ from .test_serve_refusals import COMPLETIONS, ask
 LONG: Any = {"model": "tiny", "prompt": "The capital of", "temperature": 0, "max_tokens": 4000}
 
 
+HEAD = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
 def send_and_leave(served: Served, body: dict[str, Any]) -> None:
     """Ask over a plain socket, wait until the engine is at work, and hang up."""
     raw = json.dumps(body).encode()
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", served.port)) as connection:
-        connection.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+        connection.sendall(f"{HEAD}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
         served.wait_until(lambda: served.model.stats()["running"] > 0)
 
 
@@ -47,6 +49,13 @@ def test_a_stream_that_is_closed_halfway_is_cancelled_too(served, client):
     with client.completions.create(**LONG, stream=True) as stream:
         next(iter(stream))
     served.wait_until(lambda: served.model.stats()["running"] == 0)
+
+
+def test_a_client_that_leaves_before_its_body_is_complete_is_no_error_of_ours(served, caplog):
+    with socket.create_connection(("127.0.0.1", served.port)) as connection:
+        connection.sendall(f'{HEAD}Content-Length: 100\r\n\r\n{{"prompt": '.encode())
+    assert ask(served, "GET", "/health")[0] == 200
+    assert not caplog.records
 
 
 def test_too_many_waiting_are_429_and_the_first_come_is_the_first_served(loaded):

@@ -1,10 +1,13 @@
 """Loading and encoding: round trips, text that spells control tokens, fingerprints, folders made by others."""
 
+import itertools
 import json
 import random
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -68,6 +71,27 @@ def test_batch_equals_one_by_one_and_training_text_compresses(tokenizer, texts):
     batch = tokenizer.encode_batch(texts)
     assert batch == [tokenizer.encode_text(text) for text in texts]
     assert sum(map(len, batch)) < 0.6 * sum(len(text.encode()) for text in texts)
+
+
+def test_a_long_text_has_the_same_ids_and_lets_other_threads_run(tokenizer, texts):
+    text = " ".join(texts)
+    text *= -(-200_000 // len(text))
+    moments = [time.perf_counter()]
+    is_done = threading.Event()
+
+    def watch() -> None:
+        while not is_done.wait(0.001):
+            moments.append(time.perf_counter())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    started = time.perf_counter()
+    ids = tokenizer.encode_text(text)
+    seconds = time.perf_counter() - started
+    is_done.set()
+    thread.join()
+    assert ids == tokenizer.backend.encode(text, add_special_tokens=False).ids
+    assert max(after - before for before, after in itertools.pairwise(moments)) < seconds / 2
 
 
 def test_autotokenizer_and_plain_tokenizers_give_our_ids(auto, raw, tokenizer, texts):

@@ -90,7 +90,7 @@ def document_nats(engine: Engine, texts: list[str], window: int) -> list[tuple[f
     rows = [documents[number][first : first + window + 1] for number, first in cuts]
     nats = [0.0] * len(documents)
     for (number, _), scores in zip(cuts, engine.score(rows, [1] * len(rows)), strict=True):
-        nats[number] -= math.fsum(scores)
+        nats[number] -= math.fsum(scores.logprobs)
     return [(total, len(ids) - 1) for total, ids in zip(nats, documents, strict=True)]
 
 
@@ -106,7 +106,7 @@ def validation_bits_per_byte(
         # The last token of a document predicts the first of the next, as it does in training.
         scores = engine.score([tokens[row, first : end + 1].tolist() for row, first, end in pieces], [1] * len(pieces))
         nats = -sum(
-            float(np.dot(weights[row, first:end], found))
+            float(np.dot(weights[row, first:end], found.logprobs))
             for (row, first, end), found in zip(pieces, scores, strict=True)
         )
         counted = float(weights.sum(dtype=np.float64))

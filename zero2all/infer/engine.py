@@ -15,7 +15,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,7 @@ from zero2all.infer.cache import BLOCK, BlockPool, KeyValueBlocks, block_bytes, 
 from zero2all.infer.cuda import CudaDecoder, obstacle
 from zero2all.infer.forward import Forward, Span
 from zero2all.infer.int8 import drop_matrices, quantise
-from zero2all.infer.job import Choice, Job, Request
+from zero2all.infer.job import Choice, Job, Request, Scores
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.sampling import Picker, penalised
 from zero2all.infer.weights import packed_for_cpu, weights_of
@@ -164,18 +164,27 @@ class Engine:
                 if job.finish is not None and left.pop(id(job), None) is not None:
                     yield job
 
-    def score(self, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> list[list[float]]:
-        """For each row of ids, the log probabilities of its tokens from the start on, given those before them."""
-        asked = [
-            Request(row, 0, score_from=start) if len(row) > start else None
-            for row, start in zip(rows, starts, strict=True)
-        ]
+    def score(
+        self, rows: Sequence[Sequence[int]], starts: Sequence[int], when_done: Callable[[int], None] | None = None
+    ) -> list[Scores]:
+        """For each row of ids, its tokens from the start on, given those before them. `when_done` gets the number of
+        each row when it is scored."""
         # Neighbours in this order share the longest beginnings: the blocks of the last are still there for the next.
-        order = sorted((number for number in range(len(rows)) if asked[number]), key=lambda number: list(rows[number]))
-        sequences = {number: self.submit(request) for number in order if (request := asked[number])}
-        while any(job.finish is None for job in sequences.values()):
-            self.step()
-        return [sequences[number].scores if number in sequences else [] for number in range(len(rows))]
+        order = sorted(range(len(rows)), key=lambda number: list(rows[number]))
+        jobs = {
+            self.submit(Request(rows[number], 0, score_from=starts[number])): number
+            for number in order
+            if len(rows[number]) > starts[number]
+        }
+        left = len(jobs)
+        while left:
+            for job in self.step():
+                if job in jobs and job.finish is not None:
+                    left -= 1
+                    if when_done is not None:
+                        when_done(jobs[job])
+        found = {number: Scores(job.scores, job.ranks) for job, number in jobs.items()}
+        return [found.get(number, Scores([], [])) for number in range(len(rows))]
 
     def distribution(self, ids: Sequence[int]) -> Tensor:
         """Log probabilities of all ids (V,) after `ids`."""
@@ -293,9 +302,12 @@ class Engine:
         for first in range(0, len(wanted), at_once):
             jobs, numbers, ids = zip(*wanted[first : first + at_once], strict=True)
             logits = self.forward.logits(hidden[self._tensor(numbers)])
-            chosen = logits.gather(1, self._tensor(ids).unsqueeze(1)).squeeze(1) - logits.logsumexp(dim=-1)
-            for job, logprob in zip(jobs, chosen.tolist(), strict=True):
-                job.scores.append(logprob)
+            chosen = logits.gather(1, self._tensor(ids).unsqueeze(1))
+            ranks = (logits > chosen).sum(dim=-1).tolist()
+            scores = (chosen.squeeze(1) - logits.logsumexp(dim=-1)).tolist()
+            for job, score, rank in zip(jobs, scores, ranks, strict=True):
+                job.scores.append(score)
+                job.ranks.append(rank)
 
     def _note_full_blocks(self, job: Job) -> None:
         full = job.done // BLOCK
@@ -393,6 +405,7 @@ class Engine:
         job.keys = block_keys(job.ids, job.keys)
         if not job.is_scored:
             job.scores.clear()
+            job.ranks.clear()
         self.waiting.appendleft(job)
 
     # Tokens ----------------------------------------------------------------------------------------------------------

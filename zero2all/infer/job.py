@@ -46,6 +46,15 @@ class Choice:
     """How many of its bytes belong to the prompt."""
 
 
+@dataclass(frozen=True)
+class Scores:
+    """What a model says of the tokens of a text."""
+
+    logprobs: list[float]
+    ranks: list[int]
+    """How many ids are likelier at the place of each token."""
+
+
 @dataclass(eq=False)
 class Job:
     """A request and how far it is. The caller reads `new_ids`, `choices`, `scores` and `finish`."""
@@ -62,6 +71,8 @@ class Job:
     """For each new token, how many of its bytes belong to the prompt."""
     choices: list[Choice] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    """For each scored token, how many ids are likelier at its place."""
     distribution: Tensor | None = None
     finish: str | None = None
     blocks: list[int] = field(default_factory=list)

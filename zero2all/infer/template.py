@@ -1,9 +1,9 @@
 """Chat templates of Hugging Face folders: small Jinja programs that lay a conversation out as text.
 
-The text is cut at the names of control tokens, which become their ids; the rest is encoded as text. No message may set
-a control token: a name that a message spells is replaced before the template runs, by its number between two characters
-that occur nowhere else, and put back after the cutting. All other text reaches the template as it is, because templates
-look at it (Qwen's drop the thoughts of earlier answers).
+In the text the names of control tokens become their ids; the rest is encoded as text. No message may set a control
+token: a name that a message spells is replaced before the template runs, by its number between two characters that
+occur nowhere else; the text is then cut at the control tokens that are left, and the names put back into the pieces.
+All other text reaches the template as it is, because templates look at it (Qwen's drop the thoughts of old answers).
 """
 
 from __future__ import annotations
@@ -45,6 +45,15 @@ class ChatTemplate:
         """The ids of a conversation, up to where the assistant is to write."""
         mark = _unused_character([message.text for message in messages])
         text = self._text([(message.role, self._without_names(message.text, mark)) for message in messages], ask=True)
+        if mark not in text and (ids := self._tokenizer.encode_marked(text)) is not None:
+            # A normalizer may have made a name of what was none: of full-width letters, say.
+            found = [number for number in ids if number in self._tokenizer.control_ids]
+            if found == [self._tokenizer.control[name] for name in self._cuts.findall(text)]:
+                return ids
+        return self._in_pieces(text, mark)
+
+    def _in_pieces(self, text: str, mark: str) -> list[int]:
+        """The ids of a text, cut at the control tokens; where messages spell some, their names stay text."""
         ids: list[int] = []
         place = 0
         for found in self._cuts.finditer(text):

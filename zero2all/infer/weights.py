@@ -124,7 +124,8 @@ def packed_for_cpu(weights: Weights, free_bytes: int) -> Weights:
     plain = [each for layer in weights.layers for each in (layer.qkv, layer.out, layer.gate_up_pairs, layer.down)]
     tensors = [each for each in (*plain, weights.head) if isinstance(each, Tensor)]
     has_packing = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    if not has_packing or 2 * sum(each.nbytes for each in tensors) > free_bytes or tensors[0].dtype != torch.float32:
+    is_wide = all(each.dtype == torch.float32 for each in tensors)
+    if not tensors or not is_wide or not has_packing or 2 * sum(each.nbytes for each in tensors) > free_bytes:
         return weights
 
     def packed(holder: LayerWeights | Weights, *names: str) -> dict[str, Any]:

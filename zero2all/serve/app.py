@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -182,6 +182,8 @@ async def read_body(request: Request) -> bytes:
                 size += len(piece)
                 if size <= MAX_BODY_BYTES:
                     body += piece
+    except ClientDisconnect:
+        raise RefusedError(400, "The client left before its body was complete.") from None
     except TimeoutError:
         raise RefusedError(408, f"The body did not arrive within {BODY_SECONDS:.0f} seconds.") from None
     if size > MAX_BODY_BYTES:

@@ -36,8 +36,11 @@ class ServedModel:
     def open(self) -> None:
         """Load it and start the engine; takes its time."""
         loaded = self._load()
+        self._facts = _facts(loaded)  # now: the engine may take weights over, and the folder may be gone later
         self._service = Service(loaded, self._settings)
-        self._facts = _facts(loaded, self._service.engine.max_len)  # now: its folder may be gone later
+        self._facts["max_len"] = self._service.engine.max_len
+        if self._settings.int8:
+            self._facts["dtype"] = "int8"
         self._loaded = loaded
         if self.state == LOADING:
             self.state = READY
@@ -115,13 +118,12 @@ class ServedModel:
         return found
 
 
-def _facts(loaded: LoadedModel, max_len: int) -> dict[str, Any]:
+def _facts(loaded: LoadedModel) -> dict[str, Any]:
     weight = loaded.model.embedding.weight
     return {
         "parameters": loaded.parameters,
         "step": loaded.step,
         "tokens": loaded.tokens,
-        "max_len": max_len,
         "chat": choose(loaded).how,
         "dtype": str(weight.dtype).removeprefix("torch."),
         "device": str(weight.device),

@@ -1,8 +1,8 @@
 """Load a tokenizer folder, ours or from elsewhere, for encoding and decoding. Needs `tokenizers`, not `transformers`.
 
 Text and control tokens are encoded separately: `encode_text` never returns a control id, whatever the text spells, and
-`encode_control` is the only way to get one. For folders of others (`z2a import`), which declare their control tokens
-as added tokens, the loader switches their recognition in text off.
+`encode_control` is the way to get one (and `encode_marked`, for what chat templates write). For folders of others
+(`z2a import`), which declare their control tokens as added tokens, the loader switches their recognition in text off.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ TRAIN_COMMAND = "z2a tokenizer train"
 
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>")
 """What the end of a document is usually called, for folders that do not say which of their tokens it is."""
+
+LONG_TEXT = 20_000
+"""Characters from which a text is encoded as a batch of one: megabytes take seconds, and only batches let the other
+threads of the process run meanwhile."""
 
 
 class Tokenizer:
@@ -80,6 +84,8 @@ class Tokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """The ids of `text`, none of them a control id. Lone surrogates count as U+FFFD."""
+        if len(text) >= LONG_TEXT:
+            return self.encode_batch([text])[0]
         ids: list[int] = self.backend.encode(well_formed(text), add_special_tokens=False).ids
         return ids
 
@@ -87,6 +93,27 @@ class Tokenizer:
         """`encode_text` of each text, on all cores."""
         whole = [well_formed(text) for text in texts]
         return [encoding.ids for encoding in self.backend.encode_batch_fast(whole, add_special_tokens=False)]
+
+    def encode_marked(self, text: str) -> list[int] | None:
+        """The ids of a text in which the names of control tokens stand for these: only for text that a program made and
+        in which nobody else can have put a name. None where the `tokenizers` library would give them other ids."""
+        if self._marking is None:
+            return None
+        ids: list[int] = self._marking.encode(well_formed(text), add_special_tokens=False).ids
+        return ids
+
+    @cached_property
+    def _marking(self) -> tokenizers.Tokenizer | None:
+        """A second backend, which recognises control tokens in text."""
+        from tokenizers import AddedToken
+        from tokenizers import Tokenizer as Backend
+
+        backend = Backend.from_str(self.backend.to_str())
+        backend.encode_special_tokens = False
+        declared = {token.content for token in backend.get_added_tokens_decoder().values()}
+        missing = [name for name in self.control if name not in declared]
+        backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in missing])
+        return backend if all(backend.token_to_id(name) == number for name, number in self.control.items()) else None
 
     def encode_control(self, name: str) -> int:
         """The id of a control token such as `<|end_of_text|>`."""

@@ -29,7 +29,7 @@ const WORDS = {
 	ema: ['exponential', '指数'],
 	window: ['window', '窗口'],
 	gaussian: ['Gaussian', '高斯'],
-	median: ['median', '中位数'],
+	medianSmoothing: ['median', '中位数'],
 	logY: ['log y', '纵轴对数'],
 	logX: ['log x', '横轴对数'],
 	robust: ['clip extremes', '截去极端值'],
