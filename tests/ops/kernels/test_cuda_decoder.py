@@ -75,7 +75,7 @@ def no_bucket_is_small(monkeypatch):
 
 
 @dtypes(torch.float32, torch.bfloat16)
-@pytest.mark.parametrize("positions", [[0], [37], [5, 16, 47]], ids=["first", "one", "three"])
+@pytest.mark.parametrize("positions", [[0], [5, 16, 47]], ids=["first", "three"])
 def test_logits_and_cache_are_those_of_the_plain_pass(device, dtype, positions):
     Pair(device, new_weights(device, dtype), positions).assert_agree(TOLERANCE[dtype])
 
