@@ -99,7 +99,8 @@ class Engine:
         self.forward = Forward(weights, self.blocks)
         self.slow_because = obstacle(weights)
         """Why decoding does not use the kernels and graphs of `cuda`; empty: it does."""
-        self._fast = None if self.slow_because else CudaDecoder(weights, self.blocks, self.vocabulary.never)
+        never = self.vocabulary.never
+        self._fast = None if self.slow_because else CudaDecoder(weights, self.blocks, self.max_len, never)
         self.never = self.vocabulary.never.to(self.device)
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []
