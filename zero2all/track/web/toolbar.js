@@ -31,7 +31,7 @@ export function drawToolbar(showHelp) {
 	const axes = h('div', { class: 'segments', role: 'radiogroup', 'aria-label': t('xAxis') }, AXES.map((axis) =>
 		h('button', { role: 'radio', 'aria-checked': String(state.x === axis), data: { axis }, onclick: () => change({ x: axis, zoom: null }) }, t(axis))));
 	const kinds = h('select', { 'aria-label': t('smoothing'), onchange: (event) => setSmoothing(event.target.value, smoothing().width || 20) },
-		['ema', 'window', 'gaussian', 'median'].map((each) => h('option', { value: each, selected: each === kind }, t(each === 'median' ? 'medianSmoothing' : each))));
+		['ema', 'window', 'gaussian', 'median'].map((each) => h('option', { value: each, selected: each === kind }, t(each))));
 	const readout = h('output', {}, width ? String(width) : t('none'));
 	const slider = h('input', {
 		type: 'range', min: 0, max: WIDTHS.length - 1, value: Math.max(0, WIDTHS.findIndex((each) => each >= width)), 'aria-label': t('width'),
