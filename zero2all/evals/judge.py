@@ -137,15 +137,13 @@ def summary(results: Sequence[FormResult]) -> dict[str, dict[str, Any]]:
     zhoblimp; of these, the ones that were asked. Compare only numbers over the same tasks."""
     found: dict[str, dict[str, Any]] = {}
     for language, names in SUMMED.items():
-        best: dict[str, FormResult] = {}
+        best: dict[str, tuple[float, str]] = {}
         for each in results:
             if each.task in names and each.centred is not None:
-                other = best.get(each.task)
-                if other is None or each.centred > (other.centred or 0.0) or other.centred is None:
-                    best[each.task] = each
+                best[each.task] = max(best.get(each.task, (-math.inf, "")), (each.centred, each.form))
         if best:
-            score = fmean(each.centred or 0.0 for each in best.values())
-            found[language] = {"score": score, "forms": {task: each.form for task, each in best.items()}}
+            forms = {task: form for task, (_, form) in best.items()}
+            found[language] = {"score": fmean(centred for centred, _ in best.values()), "forms": forms}
     return found
 
 
