@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zero2all.cli import harness
 from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, real, whole, workspace_of
 
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
 
 WORD = "eval"
-VERBS = ("run", "watch")
+VERBS = ("run", "watch", "harness", "export-tasks")
 """The second words of `z2a eval`; any other one is the name of a run."""
 
 
@@ -34,6 +35,7 @@ def register(verbs: Subparsers) -> None:
     )
     _register_run(inner)
     _register_watch(inner)
+    harness.register(inner)
 
 
 def _register_run(inner: Subparsers) -> None:
