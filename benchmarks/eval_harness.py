@@ -7,7 +7,7 @@
 Requests are 5-shot multiple choice with options of several tokens, of our own making: facts and sums of the
 quickstart's world in Chinese and English, and lines of Python's own library. The five examples are the same for all
 items of a subject, as in most benchmarks. For the larger config, whose weights are random, examples and items have
-passages before them, so that a prompt has about 1,200 tokens.
+passages before them.
 
 Log-likelihoods: those of our adapter against those of `hf` on the exported folder, in float32 on the CPU. Requests
 where a token spans the border are listed apart, with the exact value, lm-eval's own on our engine, and hf's.
@@ -56,13 +56,13 @@ from zero2all.perf.measure import wait_for
 from zero2all.quickstart.world import documents, probes
 
 CONFIGS = {"cuda": "z2all-1b", "cpu": "z2all-100m"}
-ITEMS = {"cuda": 400, "cpu": 24}
+ITEMS = {"cuda": 400, "cpu": 12}
 """Items of the larger config."""
-BATCHES = {"cuda": (16, 64, 128), "cpu": (1, 8, 32)}
+BATCHES = {"cuda": (16, 64, 128), "cpu": (1, 8)}
 TURNS = {"cuda": 2, "cpu": 3}
 SHOTS, OPTIONS, CODE_ITEMS = 5, 4, 400
-SHOT_PASSAGE, ITEM_PASSAGE = 620, 160
-"""Characters before an example and before an item, where prompts are long."""
+PASSAGES = {"cuda": (620, 160), "cpu": (120, 40)}
+"""Characters before an example and before an item of the larger config: prompts of about 1,200 and 300 tokens."""
 WITHIN = 1e-3
 LIBRARY = (argparse, textwrap, inspect, ast, json, dataclasses, random, shutil, statistics, tempfile)
 
@@ -118,7 +118,7 @@ def _with_shots(name: str, items: list[Item]) -> Task:
     return Task(name, name, tuple(kept), tuple(shots), ("cloze",))
 
 
-def with_passages(task: Task, items: int) -> Task:
+def with_passages(task: Task, items: int, of_shot: int, of_item: int) -> Task:
     """The same with text before every example and item."""
     language = "zh" if task.language == "zh" else "en"
     texts = (document.text for document in documents(language, 4_000_000, 0))
@@ -130,8 +130,8 @@ def with_passages(task: Task, items: int) -> Task:
             passage += next(texts) + "\n"
         return dataclasses.replace(item, question=passage[: int(length * scale)] + "\n" + item.question)
 
-    shots = tuple(before(shot, SHOT_PASSAGE) for shot in task.shots)
-    return dataclasses.replace(task, items=tuple(before(i, ITEM_PASSAGE) for i in task.items[:items]), shots=shots)
+    shots = tuple(before(shot, of_shot) for shot in task.shots)
+    return dataclasses.replace(task, items=tuple(before(item, of_item) for item in task.items[:items]), shots=shots)
 
 
 def questions_of(tasks: Sequence[Task], engine: Engine) -> list[Question]:
@@ -249,7 +249,7 @@ def best_batch(theirs: Any, requests: list[Any], device: torch.device) -> int:
     seconds = {}
     for batch in BATCHES[device.type]:
         theirs.batch_size_per_gpu = batch
-        few = requests[:: max(1, len(requests) // (2 * max(BATCHES[device.type])))]
+        few = requests[:: max(3, len(requests) // (2 * max(BATCHES[device.type])))]
         theirs.loglikelihood(few[:batch], disable_tqdm=True)
         seconds[batch] = timed(lambda few=few: theirs.loglikelihood(few, disable_tqdm=True), device)
     theirs.batch_size_per_gpu = min(seconds, key=lambda batch: seconds[batch])
@@ -290,6 +290,7 @@ def main() -> None:
     parser.add_argument("--items", type=int, help="items of the larger model")
     given = parser.parse_args()
     device = pick_device("auto", "--device")
+    name = "eval_harness" if device.type == "cpu" else "eval_harness_gpu"
     config, count = given.config or CONFIGS[device.type], given.items or ITEMS[device.type]
     found: dict[str, Any] = {}
     if find_spec("lm_eval") is None:
@@ -301,16 +302,18 @@ def main() -> None:
         tasks = world_tasks()
         if find_spec("lm_eval") and given.only != "speed":
             found["values"] = compare_values(small, exported, tasks)
+            save_result(name, found)
         if given.only != "values":
             found["speed"] = []
             if device.type == "cpu":
-                questions = questions_of(tasks, Engine(small))
+                questions = questions_of(tasks, Engine(small))[::2]
                 found["speed"].append(compare_speed(given.run, small, exported, questions))
+                save_result(name, found)
             (folder := Path(scratch) / "random").mkdir()
             large = random_pair(config, small, folder, device, exported)
-            long = [with_passages(task, -(-count // len(tasks))) for task in tasks]
+            long = [with_passages(task, -(-count // len(tasks)), *PASSAGES[device.type]) for task in tasks]
             found["speed"].append(compare_speed(config, large, folder, questions_of(long, Engine(large))))
-    save_result("eval_harness" if device.type == "cpu" else "eval_harness_gpu", found)
+    save_result(name, found)
 
 
 def export(work: Path, run: str, folder: Path) -> None:
