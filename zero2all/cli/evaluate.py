@@ -1,4 +1,4 @@
-"""`z2a eval RUN` and the verbs of the same word: `z2a eval run / watch`."""
+"""`z2a eval RUN` and the verbs of the same word: `z2a eval run / watch / fetch`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, real, w
 
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
+    from zero2all.evals.task_report import TaskQuestions
 
 WORD = "eval"
-VERBS = ("run", "watch")
+VERBS = ("run", "watch", "fetch")
 """The second words of `z2a eval`; any other one is the name of a run."""
 
 
@@ -34,6 +35,7 @@ def register(verbs: Subparsers) -> None:
     )
     _register_run(inner)
     _register_watch(inner)
+    _register_fetch(inner)
 
 
 def _register_run(inner: Subparsers) -> None:
@@ -85,6 +87,24 @@ def _register_watch(inner: Subparsers) -> None:
     _add_questions(parser)
 
 
+def _register_fetch(inner: Subparsers) -> None:
+    parser = add_verb(
+        inner,
+        "fetch",
+        "get the files of public benchmarks from a Hugging Face-style hub",
+        "z2a eval fetch cmmlu piqa --data eval-data --endpoint https://mirror.example",
+        _fetch,
+    )
+    parser.add_argument("names", nargs="+", metavar="NAME", help="cmmlu, ceval, mmlu, arc_easy, hellaswag, piqa, …")
+    _add_data(parser)
+    parser.add_argument("--endpoint", metavar="URL", help="hub or mirror (default: HF_ENDPOINT, or the hub)")
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    about = "folder with a folder of files for each benchmark (default eval-data)"
+    parser.add_argument("--data", type=Path, default=Path("eval-data"), metavar="DIR", help=about)
+
+
 def _steps(text: str) -> Callable[[int], bool]:
     """A type for add_argument: `500,1000-2000` -> whether a step is one of them."""
     ranges = []
@@ -115,6 +135,35 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--int8", action="store_true", help="score the held-out text once more with 8-bit weights: what they cost"
     )
+    about = "benchmarks to ask: cmmlu,piqa,my-questions, each a folder of --data; all: every folder (default: none)"
+    parser.add_argument("--tasks", type=_names, metavar="NAMES", help=about)
+    _add_data(parser)
+    about = "ways to ask them: cloze,choice,bits,generate (default: all that fit)"
+    parser.add_argument("--forms", type=_names, metavar="FORMS", help=about)
+    about = "examples before an item (default: 5, or as is usual for the benchmark)"
+    parser.add_argument("--shots", type=whole(0), metavar="N", help=about)
+    about = "items of each benchmark, the same ones every time (default: all)"
+    parser.add_argument("--limit", type=whole(1), metavar="N", help=about)
+    about = "run the programs that the model writes for HumanEval, in a sandbox (default: they are not run)"
+    parser.add_argument("--run-code", action="store_true", help=about)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """A type for add_argument: `a,b` -> the names."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected names such as cmmlu,piqa")
+    return names
+
+
+def _tasks(arguments: argparse.Namespace) -> TaskQuestions | None:
+    from zero2all.evals.task_report import TaskQuestions
+
+    if arguments.tasks is None:
+        return None
+    return TaskQuestions(
+        arguments.tasks, arguments.data, arguments.forms, arguments.shots, arguments.limit, arguments.run_code
+    )
 
 
 def _check_questions(
@@ -124,6 +173,12 @@ def _check_questions(
     from zero2all.evals.inputs import check_inputs
 
     check_inputs(workspace, arguments.run, step, arguments.probes, is_coming)
+    if arguments.tasks is not None:
+        from zero2all.evals.items import check_forms
+        from zero2all.evals.tasks.list import read_tasks
+
+        check_forms(arguments.forms)
+        read_tasks(arguments.data, arguments.tasks)
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -134,7 +189,8 @@ def _run(arguments: argparse.Namespace) -> None:
     from zero2all.infer.load import load_run
 
     loaded = load_run(workspace, arguments.run, arguments.step)
-    report = evaluate_run(loaded, workspace, arguments.probes, arguments.max_bytes, arguments.int8)
+    tasks = _tasks(arguments)
+    report = evaluate_run(loaded, workspace, arguments.probes, arguments.max_bytes, arguments.int8, tasks)
     print("\n".join(report_lines(report)))
 
 
@@ -151,13 +207,13 @@ def _watch(arguments: argparse.Namespace) -> None:
     from zero2all.infer.load import load_model
     from zero2all.train.saved_config import load_run_config
 
-    run = workspace.run(arguments.run)
+    run, tasks = workspace.run(arguments.run), _tasks(arguments)
     device = arguments.device or load_run_config(run).parallel.device
 
     def evaluate(step: int) -> dict[str, Any]:
         """Of a checkpoint only the weights are read, in float32, as training keeps them."""
         loaded = load_model(arguments.run, workspace, step, device, "float32")
-        return judge_checkpoint(loaded, workspace, arguments.probes, arguments.max_bytes, arguments.int8)
+        return judge_checkpoint(loaded, workspace, arguments.probes, arguments.max_bytes, arguments.int8, tasks)
 
     watcher = Watcher(run, evaluate, say=say, poll_seconds=arguments.poll_seconds)
     if arguments.steps is not None:
@@ -165,3 +221,15 @@ def _watch(arguments: argparse.Namespace) -> None:
     watcher.watch(arguments.once)
     evaluated = counted(len(watcher.evaluated), "checkpoint")
     print(f"{arguments.run}: {evaluated} evaluated, {len(watcher.left_out)} left out")
+
+
+def _fetch(arguments: argparse.Namespace) -> None:
+    from zero2all.common.progress import say
+    from zero2all.evals.fetch import SOURCES, fetch
+
+    for name in arguments.names:
+        task = fetch(name, arguments.data, arguments.endpoint, say)
+        licence = SOURCES[name].licence or "see its README.md"
+        print(f"{name}: {len(task.items):,} items, {len(task.shots):,} examples; licence: {licence}")
+    names = ",".join(arguments.names)
+    print(f"next: z2a eval RUN --tasks {names} --data {arguments.data} --work my-workspace")
