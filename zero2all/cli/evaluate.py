@@ -130,12 +130,15 @@ def _run(arguments: argparse.Namespace) -> None:
     workspace = workspace_of(arguments)
     _check_questions(arguments, workspace, arguments.step)
 
+    from zero2all.evals.page import write_page
     from zero2all.evals.report import evaluate_run, report_lines
+    from zero2all.evals.signal import signal_lines
     from zero2all.infer.load import load_run
 
     loaded = load_run(workspace, arguments.run, arguments.step)
     report = evaluate_run(loaded, workspace, arguments.probes, arguments.max_bytes, arguments.int8)
-    print("\n".join(report_lines(report)))
+    page, signals = write_page(workspace.run(arguments.run))
+    print("\n".join([*report_lines(report), *signal_lines(signals), "", f"page: {page}"]))
 
 
 def _watch(arguments: argparse.Namespace) -> None:
@@ -146,7 +149,10 @@ def _watch(arguments: argparse.Namespace) -> None:
     os.nice(arguments.niceness)
 
     from zero2all.common.progress import counted, say
+    from zero2all.evals.page import write_page
     from zero2all.evals.report import judge_checkpoint
+    from zero2all.evals.scores import read_reports
+    from zero2all.evals.signal import signal_lines
     from zero2all.evals.watch import Watcher
     from zero2all.infer.load import load_model
     from zero2all.train.saved_config import load_run_config
@@ -160,8 +166,12 @@ def _watch(arguments: argparse.Namespace) -> None:
         return judge_checkpoint(loaded, workspace, arguments.probes, arguments.max_bytes, arguments.int8)
 
     watcher = Watcher(run, evaluate, say=say, poll_seconds=arguments.poll_seconds)
+    watcher.on_report = lambda _: write_page(run)
     if arguments.steps is not None:
         watcher.is_wanted = arguments.steps
     watcher.watch(arguments.once)
     evaluated = counted(len(watcher.evaluated), "checkpoint")
     print(f"{arguments.run}: {evaluated} evaluated, {len(watcher.left_out)} left out")
+    if read_reports(run):
+        page, signals = write_page(run)
+        print("\n".join([*signal_lines(signals), "", f"page: {page}"]))

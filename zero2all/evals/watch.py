@@ -46,7 +46,8 @@ class Watcher:
     poll_seconds: float = POLL_SECONDS
     is_done: Callable[[int], bool] | None = None
     """Whether a step has a report that will do; None: any report will."""
-    on_report: Callable[[dict[str, Any]], None] = lambda _: None
+    on_report: Callable[[dict[str, Any]], Any] = lambda _: None
+    """Called when a report has been written."""
     evaluated: list[int] = field(default_factory=list)
     left_out: dict[int, str] = field(default_factory=dict)
     """Steps that could not be evaluated, and why."""
