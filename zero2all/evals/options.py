@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import crc32c_of, read_json_object
 from zero2all.common.workspace import Workspace
 from zero2all.evals.text_files import text_files
+
+if TYPE_CHECKING:
+    from zero2all.evals.task_report import TaskQuestions
 
 OWN_PROBES = Path(__file__).parent / "probes.yaml"
 OWN_PAIRS = Path(__file__).parent / "pairs.yaml"
@@ -27,6 +31,8 @@ class EvalOptions:
     pairs: Path | None = None
     texts: tuple[Path, ...] = ()
     """Text files, or folders of them, of one's own."""
+    tasks: TaskQuestions | None = None
+    """Benchmarks to ask."""
     int8: bool = False
     """Score the held-out text once more with 8-bit weights."""
 
@@ -38,14 +44,15 @@ class EvalOptions:
             "probes": None if self.probes is None else crc32c_of(self.probes),
             "pairs": None if self.pairs is None else crc32c_of(self.pairs),
             "texts": {name: crc32c_of(path) for name, path in text_files(self.texts).items()},
+            "tasks": None if self.tasks is None else {**asdict(self.tasks), "data": str(self.tasks.data)},
             "int8": self.int8,
         }
 
 
-def default_file(workspace: Workspace, name: str, own: Path) -> Path:
-    """What to ask unless told: what the workspace brings with it (the quickstart's does), or our own."""
-    brought = workspace.raw / name
-    return brought if brought.is_file() else own
+def default_file(workspace: Workspace, name: str) -> Path:
+    """The probes or pairs to ask unless told: what the workspace brings with it (the quickstart's does), or our own."""
+    brought = workspace.raw / f"{name}.jsonl"
+    return brought if brought.is_file() else {"probes": OWN_PROBES, "pairs": OWN_PAIRS}[name]
 
 
 def report_path(run: Path, step: int) -> Path:
@@ -60,4 +67,5 @@ def kept_report(run: Path, step: int, options: EvalOptions) -> dict[str, Any] | 
         report = read_json_object(path) if path.is_file() else {}
     except BadInputError:
         return None
-    return report if report.get("settings") == options.record() else None
+    asked = jsonio.loads(jsonio.dumps_line(options.record()))  # as a file keeps it
+    return report if report.get("settings") == asked else None

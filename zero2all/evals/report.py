@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import write_json
-from zero2all.common.progress import say, terminal_safe
+from zero2all.common.progress import terminal_safe
 from zero2all.common.workspace import Workspace
-from zero2all.evals.options import EvalOptions, kept_report, report_path
+from zero2all.evals.options import EvalOptions, report_path
 from zero2all.evals.pair_file import read_pairs
 from zero2all.evals.pairs import compare_pairs, summarize_pairs
 from zero2all.evals.perplexity import Windows, file_bits_per_byte, held_out_bits_per_byte, validation_bits_per_byte
 from zero2all.evals.probe_file import read_probes
 from zero2all.evals.probes import run_probes, summarize
+from zero2all.evals.task_report import task_figures, task_lines, task_section
 from zero2all.evals.text_files import text_files
 from zero2all.infer.engine import Engine, EngineSettings
-from zero2all.infer.load import LoadedModel, load_run
+from zero2all.infer.load import LoadedModel
 from zero2all.packed.layout import packed_sources
 from zero2all.packed.remote import packed_root
 from zero2all.track.writer import Run
-from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.validate import open_valid_splits
 
 PROBE_SCORES = ("accuracy", "probability", "share_among_foils", "logprob")
@@ -31,13 +30,22 @@ PAIR_SCORES = ("accuracy", "nats")
 
 
 def evaluate_run(loaded: LoadedModel, workspace: Workspace, options: EvalOptions) -> dict[str, Any]:
-    """Score held-out text and files, ask probes and compare pairs, as the options say; writes the report beside the run
-    and returns it."""
+    """Judge a checkpoint; writes the report beside the run, adds its figures to the metrics, and returns it."""
+    report = judge_checkpoint(loaded, workspace, options)
+    run = workspace.run(loaded.name)
+    write_json(report_path(run, loaded.step), report)
+    log_report(run, report)
+    return report
+
+
+def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOptions) -> dict[str, Any]:
+    """Score held-out text and files, ask probes and benchmarks, compare pairs, as the options say."""
     report: dict[str, Any] = {"run": loaded.name, "step": loaded.step, "tokens": loaded.tokens}
     report["settings"] = options.record()
     # Files are read first: a bad one should not cost the scoring of all text.
     probes = [] if options.probes is None else read_probes(options.probes)
     pairs = [] if options.pairs is None else read_pairs(options.pairs)
+    tasks = [] if options.tasks is None else options.tasks.read()
     windows = Windows(loaded.window, options.stride)
     engine = Engine(loaded)
     report["held_out"] = held_out_bits_per_byte(engine, windows, workspace.corpus, options.max_bytes)
@@ -61,28 +69,9 @@ def evaluate_run(loaded: LoadedModel, workspace: Workspace, options: EvalOptions
         report["pairs"] = summarize_pairs(compared)
         report["pair_results"] = [asdict(result) for result in compared.results]
         report["pairs_skipped"] = compared.skipped
-    run = workspace.run(loaded.name)
-    write_json(report_path(run, loaded.step), report)
-    log_report(run, report)
+    if options.tasks is not None:
+        report["tasks"] = task_section(engine, options.tasks, tasks)
     return report
-
-
-def evaluate_steps(workspace: Workspace, name: str, options: EvalOptions) -> Iterator[dict[str, Any]]:
-    """The reports of all checkpoints of a run, oldest first; those evaluated with these settings before are kept. A
-    checkpoint that is gone when its turn comes, or damaged, is said and left out."""
-    run = workspace.existing_run(name)
-    for step in sorted(map(step_of, list_checkpoints(run))):
-        report = kept_report(run, step, options)
-        if report is not None:
-            say(f"step {step}: evaluated before with these settings")
-            yield report
-            continue
-        try:
-            loaded = load_run(workspace, name, step)
-        except (BadInputError, OSError) as error:
-            say(f"step {step} is left out: {error}")
-            continue
-        yield evaluate_run(loaded, workspace, options)
 
 
 def _validation(engine: Engine, loaded: LoadedModel, workspace: Workspace) -> dict[str, dict[str, float]]:
@@ -109,7 +98,7 @@ def figures(report: dict[str, Any]) -> dict[str, float]:
     values: dict[str, float] = {}
     for channel, found in report.get("held_out", {}).items():
         values[f"eval/held_out/bpb/{channel}"] = found["bits_per_byte"]
-        for bucket in found["by_position"]:
+        for bucket in found.get("by_position", ()):
             values[f"eval/by_position/{channel}/loss/{bucket['from']:04d}"] = bucket["loss"]
     for name, found in report.get("texts", {}).items():
         values[f"eval/texts/bpb/{name}"] = found["bits_per_byte"]
@@ -119,8 +108,9 @@ def figures(report: dict[str, Any]) -> dict[str, float]:
                 if score in found:
                     values[f"eval/{section}/{score}/{channel}"] = found[score]
                 for part, means in found[parts].items():
-                    values[f"eval/{section}/{channel}/{score}/{part}"] = means[score]
-    return values
+                    if score in means:  # an older report may lack it
+                        values[f"eval/{section}/{channel}/{score}/{part}"] = means[score]
+    return {**values, **(task_figures(report["tasks"]) if "tasks" in report else {})}
 
 
 def report_lines(report: dict[str, Any]) -> list[str]:
@@ -144,7 +134,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
             lines.append(f"  {channel:<27} {values['bits_per_byte']:>9.4f} {values['loss']:>7.4f}")
     lines += _position_lines(report["held_out"])
     lines += _text_lines(report) + _probe_lines(report) + _pair_lines(report)
-    return lines
+    return lines + (task_lines(report["tasks"]) if "tasks" in report else [])
 
 
 def _position_lines(held_out: dict[str, Any]) -> list[str]:
