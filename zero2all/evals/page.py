@@ -38,6 +38,7 @@ FIELD_WORDS = {
     "share_among_foils": ("P(answer) among foils", "答案在候选中的占比"),
     "logprob": ("log P(answer)", "答案的对数概率"),
     "nats": ("nats apart", "对数概率之差"),
+    "score": ("mean above chance", "高于随机的平均分"),
 }
 VERDICT_WORDS = {
     SIGNAL: ("carries signal", "有信号", "signal"),
