@@ -9,6 +9,7 @@ import pytest
 
 from zero2all.cli import main
 from zero2all.evals.report import figures
+from zero2all.evals.tasks.list import TaskQuestions
 
 
 @pytest.fixture
@@ -76,3 +77,12 @@ def test_what_cannot_be_asked_is_refused_before_the_model_is_loaded(eval_run, mo
     found, said, _ = eval_run(*words)
     assert found == code
     assert expected in said.err
+
+
+def test_a_report_is_that_of_the_files_it_was_made_from(data):
+    questions = TaskQuestions(("cmmlu",), data)
+    before = questions.record()
+    (data / "capitals/all.csv").write_text("another set")
+    assert questions.record() == before
+    (data / "cmmlu/test/law.csv").write_text("changed")
+    assert questions.record() != before
