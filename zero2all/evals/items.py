@@ -1,0 +1,111 @@
+"""The items of a benchmark: a question, its options, the right answer; and the task that gathers them.
+
+Every reader in `tasks/` turns files into these, every form in `forms.py` asks them, every rewrite changes them. No
+torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zero2all.common.errors import UsageError
+
+FORMS = ("cloze", "choice", "bits", "generate")
+"""Ways to ask an item: see `forms.py`."""
+
+
+def check_forms(forms: Sequence[str] | None) -> None:
+    """Refuse a form that does not exist; None are all."""
+    unknown = [form for form in forms or () if form not in FORMS]
+    if unknown:
+        raise UsageError(f"There is no form {unknown[0]!r}. The forms are {', '.join(FORMS)}.")
+
+
+LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+QUESTION, CONTINUE, BLANK, SENTENCE, CODE = "question", "continue", "blank", "sentence", "code"
+"""How an item reads (`Item.shape`): a question with an answer; a text that goes on with the right choice; a text with
+a blank (`_`) for it; choices that are whole sentences; the head of a function to be written."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question with its right answer."""
+
+    id: str
+    """Unique within its task."""
+    question: str
+    """Without the options."""
+    choices: tuple[str, ...] = ()
+    """Texts of the options; empty: an open answer."""
+    gold: int | None = None
+    """Number of the right choice."""
+    answer: str = ""
+    """The right answer as text; the right choice where there are choices."""
+    language: str = "en"
+    """en, zh or code."""
+    subject: str = ""
+    context: str = ""
+    """A passage before the question."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What only this kind of item has: the tests of HumanEval, other right answers (`aliases`), `number`: the answer
+    as a number."""
+    shape: str = QUESTION
+
+
+@dataclass(frozen=True)
+class Task:
+    """A benchmark as read from its files."""
+
+    name: str
+    language: str
+    items: tuple[Item, ...]
+    shots: tuple[Item, ...] = ()
+    """Examples for few-shot prompts; never among the items."""
+    forms: tuple[str, ...] = FORMS
+    """Forms that fit it, of FORMS."""
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    """Reason -> number of items left out on reading."""
+    problems: tuple[str, ...] = ()
+    """Each item left out, in words: where it stands and what is wrong with it."""
+    default_shots: int = 5
+
+    @property
+    def chance(self) -> float:
+        """Accuracy of guessing: the mean of 1 / choices; 0 where the answer is open."""
+        shares = [1 / len(item.choices) if item.choices else 0.0 for item in self.items]
+        return sum(shares) / len(shares) if shares else 0.0
+
+
+MISSING_COLUMN = "missing column"
+GOLD_OUTSIDE = "gold outside the options"
+EMPTY_TEXT = "empty text"
+NOT_READABLE = "not readable"
+DUPLICATE = "duplicate id"
+
+
+class ItemError(ValueError):
+    """One item cannot be used; items with the same `reason` are counted together."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+def check_item(item: Item) -> Item:
+    """The item itself, if it can be asked and judged; else an ItemError."""
+    if item.shape != SENTENCE and not item.question.strip() and not item.context.strip():
+        raise ItemError(EMPTY_TEXT, "the question is empty")
+    if item.choices:
+        if len(item.choices) < 2:
+            raise ItemError(GOLD_OUTSIDE, "there is only one option")
+        if item.gold is None or not 0 <= item.gold < len(item.choices):
+            raise ItemError(GOLD_OUTSIDE, f"the right answer is number {item.gold} of {len(item.choices)} options")
+        empty = [number for number, text in enumerate(item.choices, 1) if not text.strip()]
+        if empty:
+            raise ItemError(EMPTY_TEXT, f"option {empty[0]} is empty")
+    elif not item.answer.strip():
+        raise ItemError(EMPTY_TEXT, "the right answer is empty")
+    return item
