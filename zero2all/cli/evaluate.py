@@ -234,7 +234,17 @@ def _run(arguments: argparse.Namespace) -> None:
     from zero2all.infer.load import load_run
 
     loaded = load_run(workspace, arguments.run, arguments.step)
-    print("\n".join(report_lines(evaluate_run(loaded, workspace, options))))
+    report = evaluate_run(loaded, workspace, options)
+    print("\n".join([*report_lines(report), *_overview(workspace.run(arguments.run))]))
+
+
+def _overview(run: Path) -> list[str]:
+    """Write the page of all evaluations of a run; returns lines with the verdicts on its curves and the page's path."""
+    from zero2all.evals.page import write_page
+    from zero2all.evals.signal import signal_lines
+
+    page, signals = write_page(run)
+    return [*signal_lines(signals), "", f"page: {page}"]
 
 
 def _run_all(arguments: argparse.Namespace, workspace: Workspace, options: EvalOptions) -> None:
@@ -243,15 +253,15 @@ def _run_all(arguments: argparse.Namespace, workspace: Workspace, options: EvalO
     from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 
     run = workspace.run(arguments.run)
-    watcher = _watcher(arguments.run, workspace, options, None)
-    watcher.is_done = lambda step: kept_report(run, step, options) is not None
-    watcher.watch(once=True)
+    _watcher(arguments.run, workspace, options, None).watch(once=True)
     reports = [kept_report(run, step_of(folder), options) for folder in reversed(list_checkpoints(run))]
-    print("\n".join(step_lines([report for report in reports if report is not None])))
+    print("\n".join([*step_lines([report for report in reports if report is not None]), *_overview(run)]))
 
 
 def _watcher(name: str, workspace: Workspace, options: EvalOptions, device: str | None) -> Watcher:
     from zero2all.common.progress import say
+    from zero2all.evals.options import kept_report
+    from zero2all.evals.page import write_page
     from zero2all.evals.report import judge_checkpoint
     from zero2all.evals.watch import Watcher
     from zero2all.infer.load import load_model
@@ -264,7 +274,10 @@ def _watcher(name: str, workspace: Workspace, options: EvalOptions, device: str 
         """Of a checkpoint only the weights are read, in float32, as training keeps them."""
         return judge_checkpoint(load_model(name, workspace, step, place, "float32"), workspace, options)
 
-    return Watcher(run, evaluate, say=say)
+    watcher = Watcher(run, evaluate, say=say)
+    watcher.is_done = lambda step: kept_report(run, step, options) is not None
+    watcher.on_report = lambda _: write_page(run)
+    return watcher
 
 
 def _watch(arguments: argparse.Namespace) -> None:
@@ -275,6 +288,7 @@ def _watch(arguments: argparse.Namespace) -> None:
     os.nice(arguments.niceness)
 
     from zero2all.common.progress import counted
+    from zero2all.evals.scores import read_reports
 
     watcher = _watcher(arguments.run, workspace, options, arguments.device)
     watcher.poll_seconds = arguments.poll_seconds
@@ -283,6 +297,8 @@ def _watch(arguments: argparse.Namespace) -> None:
     watcher.watch(arguments.once)
     evaluated = counted(len(watcher.evaluated), "checkpoint")
     print(f"{arguments.run}: {evaluated} evaluated, {len(watcher.left_out)} left out")
+    if read_reports(watcher.run):
+        print("\n".join(_overview(watcher.run)))
 
 
 def _fetch(arguments: argparse.Namespace) -> None:
