@@ -38,7 +38,7 @@ class Reader:
 
     def read(self, folder: Path) -> Task:
         """The task; items that cannot be used are named and counted, a folder without any is an error."""
-        files = self.choose([file for file in data_files(folder) if file.suffix in self.suffixes])
+        files = self.choose(data_files(folder, self.suffixes))
         splits = {file.split for file in files}
         asked = next((split for split in self.items if split in splits), None)
         if asked is None:
