@@ -12,6 +12,9 @@ from zero2all.evals.report import figures
 from zero2all.evals.tasks.list import TaskQuestions
 
 
+NOTHING_ELSE = ("--probes", "none", "--pairs", "none")
+
+
 @pytest.fixture
 def data(tmp_path):
     rows = ["question,A,B,answer"]
@@ -34,7 +37,9 @@ def eval_run(trained_workspace, tmp_path, data, capsys):
     (run,) = (path for path in (work / "runs").iterdir() if path.is_dir())
 
     def ask(*words):
-        code = main(["eval", run.name, "--work", str(work), "--data", str(data), "--max-bytes", "500", *words])
+        code = main(
+            ["eval", run.name, "--work", str(work), "--data", str(data), "--max-bytes", "500", *NOTHING_ELSE, *words]
+        )
         return code, capsys.readouterr(), run
 
     return ask
