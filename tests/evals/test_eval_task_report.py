@@ -11,7 +11,6 @@ from zero2all.cli import main
 from zero2all.evals.report import figures
 from zero2all.evals.tasks.list import TaskQuestions
 
-
 NOTHING_ELSE = ("--probes", "none", "--pairs", "none")
 
 
