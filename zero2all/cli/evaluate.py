@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zero2all.cli import harness
 from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, real, whole, workspace_of
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from zero2all.evals.watch import Watcher
 
 WORD = "eval"
-VERBS = ("run", "watch", "fetch")
+VERBS = ("run", "watch", "fetch", "harness", "export-tasks")
 """The second words of `z2a eval`; any other one is the name of a run."""
 
 
@@ -39,6 +40,7 @@ def register(verbs: Subparsers) -> None:
     _register_run(inner)
     _register_watch(inner)
     _register_fetch(inner)
+    harness.register(inner)
 
 
 def _register_run(inner: Subparsers) -> None:

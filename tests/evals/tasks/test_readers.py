@@ -305,6 +305,8 @@ def test_a_set_of_your_own(tmp_path):
         {"question": "一加一", "answer": "二", "id": "mine"},
         {"question": "一加一", "answer": "二"},
         {"question": "一加一"},
+        {"question": "首都是", "choices": ["北京", "上海"], "answer": 0, "shape": "continue"},
+        {"question": "首都是", "choices": ["北京", "上海"], "answer": 0, "shape": "round"},
     ]
     put(tmp_path, "mine", {"all.jsonl": lines(*rows) + b"{broken\n"})
     put(
@@ -313,9 +315,10 @@ def test_a_set_of_your_own(tmp_path):
         {"q.csv": b"question,A,B,C,answer\nSky?,red,blue,,blue\n", "dev.csv": b"question,answer\na,b\n"},
     )
     mine, table = read_tasks(tmp_path, ["all"])
-    assert [item.answer for item in mine.items] == ["上海", "上海", "上海", "二"]
+    assert [item.answer for item in mine.items] == ["上海", "上海", "上海", "二", "北京"]
+    assert [item.shape for item in mine.items[-2:]] == ["question", "continue"]
     assert (mine.language, mine.items[1].id, mine.forms) == ("zh", "mine", ("cloze", "choice", "bits", "generate"))
-    reasons = {"gold outside the options": 1, "duplicate id": 1, "missing column": 1, "not readable": 1}
+    reasons = {"gold outside the options": 1, "duplicate id": 1, "missing column": 1, "not readable": 2}
     assert mine.skipped == reasons
     assert (table.items[0].choices, table.items[0].gold, table.language) == (("red", "blue"), 1, "en")
     assert len(table.shots) == 1
