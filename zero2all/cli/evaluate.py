@@ -83,7 +83,7 @@ def _register_watch(inner: Subparsers) -> None:
         help="0 to 19: how far training goes before this process where both want a core (default 10)",
     )
     parser.add_argument(
-        "--device", metavar="DEVICE", help="cpu, cuda, cuda:1, … (default: the one that the run is trained on)"
+        "--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:1 (default: the one that the run is trained on)"
     )
     parser.add_argument(
         "--poll-seconds",
@@ -263,7 +263,7 @@ def _watcher(name: str, workspace: Workspace, options: EvalOptions, device: str 
     from zero2all.train.saved_config import load_run_config
 
     run = workspace.run(name)
-    place = device or load_run_config(run).parallel.device
+    place = load_run_config(run).parallel.device if device is None else device
 
     def evaluate(step: int) -> dict[str, Any]:
         """Of a checkpoint only the weights are read, in float32, as training keeps them."""
