@@ -1,4 +1,4 @@
-"""`z2a eval RUN` and the verbs of the same word: `z2a eval run / watch`."""
+"""`z2a eval RUN` and the verbs of the same word: `z2a eval run / watch / fetch`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, real, w
 
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
+    from zero2all.evals.options import EvalOptions
+    from zero2all.evals.tasks.list import TaskQuestions
+    from zero2all.evals.watch import Watcher
 
 WORD = "eval"
-VERBS = ("run", "watch", "harness", "export-tasks")
+VERBS = ("run", "watch", "fetch", "harness", "export-tasks")
 """The second words of `z2a eval`; any other one is the name of a run."""
 
 
@@ -30,11 +33,12 @@ def register(verbs: Subparsers) -> None:
     inner = add_group(
         verbs,
         WORD,
-        "judge a run: bits per byte on held-out text, probes (`z2a eval RUN` is `z2a eval run RUN`)",
+        "judge a run: bits per byte on text, probes, contrast pairs (`z2a eval RUN` is `z2a eval run RUN`)",
         "z2a eval my-run --work my-workspace",
     )
     _register_run(inner)
     _register_watch(inner)
+    _register_fetch(inner)
     harness.register(inner)
 
 
@@ -42,13 +46,17 @@ def _register_run(inner: Subparsers) -> None:
     parser = add_verb(
         inner,
         "run",
-        "judge one checkpoint: bits per byte per channel on held-out text, and probes",
-        "z2a eval run my-run --work my-workspace --probes raw/probes.jsonl",
+        "judge one checkpoint, or all: bits per byte on held-out and other text, probes, contrast pairs",
+        "z2a eval run my-run --work my-workspace --all-steps",
         _run,
     )
     parser.add_argument("run", help="name of the run")
     add_work(parser)
-    parser.add_argument("--step", type=whole(0), metavar="N", help="checkpoint to use (default: the newest)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=whole(0), metavar="N", help="checkpoint to use (default: the newest)")
+    which.add_argument(
+        "--all-steps", action="store_true", help="every checkpoint that was not evaluated with these settings before"
+    )
     _add_questions(parser)
 
 
@@ -75,7 +83,7 @@ def _register_watch(inner: Subparsers) -> None:
         help="0 to 19: how far training goes before this process where both want a core (default 10)",
     )
     parser.add_argument(
-        "--device", metavar="DEVICE", help="cpu, cuda, cuda:1, … (default: the one that the run is trained on)"
+        "--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:1 (default: the one that the run is trained on)"
     )
     parser.add_argument(
         "--poll-seconds",
@@ -85,6 +93,24 @@ def _register_watch(inner: Subparsers) -> None:
         help="how often to look for a new checkpoint (default 5)",
     )
     _add_questions(parser)
+
+
+def _register_fetch(inner: Subparsers) -> None:
+    parser = add_verb(
+        inner,
+        "fetch",
+        "get the files of public benchmarks from a Hugging Face-style hub",
+        "z2a eval fetch cmmlu piqa --data eval-data --endpoint https://mirror.example",
+        _fetch,
+    )
+    parser.add_argument("names", nargs="+", metavar="NAME", help="cmmlu, ceval, mmlu, arc_easy, hellaswag, piqa, …")
+    _add_data(parser)
+    parser.add_argument("--endpoint", metavar="URL", help="hub or mirror (default: HF_ENDPOINT, or the hub)")
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    about = "folder with a folder of files for each benchmark (default eval-data)"
+    parser.add_argument("--data", type=Path, default=Path("eval-data"), metavar="DIR", help=about)
 
 
 def _steps(text: str) -> Callable[[int], bool]:
@@ -100,70 +126,183 @@ def _steps(text: str) -> Callable[[int], bool]:
 
 def _add_questions(parser: argparse.ArgumentParser) -> None:
     """What is asked of a checkpoint: the same flags for every verb that judges one."""
+    for name, of in (("probes", "questions to ask"), ("pairs", "contrast pairs to tell apart")):
+        parser.add_argument(
+            f"--{name}",
+            metavar="FILE",
+            help=f"{of}: YAML, or one JSON object a line (default: raw/{name}.jsonl of the workspace where there is "
+            f"one, else our own; none: none)",
+        )
     parser.add_argument(
-        "--probes",
+        "--text",
         type=Path,
-        default=None,
-        metavar="FILE",
-        help="questions to ask, one JSON object a line (default: none are asked)",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="a text file of your own, or a folder of them, to score as well; may be given several times",
+    )
+    parser.add_argument(
+        "--stride",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="score long texts in windows that begin N tokens apart, so that tokens have context (default 0: windows "
+        "do not overlap)",
     )
     parser.add_argument(
         "--max-bytes",
         type=whole(1),
         default=1_000_000,
         metavar="N",
-        help="held-out bytes to score per source (default 1000000)",
+        help="held-out bytes to score per source, and bytes of each --text file (default 1000000)",
     )
     parser.add_argument(
         "--int8", action="store_true", help="score the held-out text once more with 8-bit weights: what they cost"
     )
+    about = "benchmarks to ask: cmmlu,piqa,my-questions, each a folder of --data; all: every folder (default: none)"
+    parser.add_argument("--tasks", type=_names, metavar="NAMES", help=about)
+    _add_data(parser)
+    about = "ways to ask them: cloze,choice,bits,generate (default: all that fit)"
+    parser.add_argument("--forms", type=_names, metavar="FORMS", help=about)
+    about = "examples before an item (default: 5, or as is usual for the benchmark)"
+    parser.add_argument("--shots", type=whole(0), metavar="N", help=about)
+    about = "items of each benchmark, the same ones every time (default: all)"
+    parser.add_argument("--limit", type=whole(1), metavar="N", help=about)
+    about = "run the programs that the model writes for HumanEval, in a sandbox (default: they are not run)"
+    parser.add_argument("--run-code", action="store_true", help=about)
 
 
-def _check_questions(
+def _names(text: str) -> tuple[str, ...]:
+    """A type for add_argument: `a,b` -> the names."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected names such as cmmlu,piqa")
+    return names
+
+
+def _tasks(arguments: argparse.Namespace) -> TaskQuestions | None:
+    from zero2all.evals.tasks.list import TaskQuestions
+
+    if arguments.tasks is None:
+        return None
+    same = ("data", "forms", "shots", "limit", "run_code")
+    return TaskQuestions(arguments.tasks, **{name: getattr(arguments, name) for name in same})
+
+
+def _file(given: str | None, workspace: Workspace, name: str) -> Path | None:
+    """The file of probes or pairs: the one that is named, or what the workspace brings with it, or our own."""
+    from zero2all.evals.options import default_file
+
+    if given is None:
+        return default_file(workspace, name)
+    return None if given == "none" else Path(given)
+
+
+def _checked_options(
     arguments: argparse.Namespace, workspace: Workspace, step: int | None, is_coming: bool = False
-) -> None:
-    """Refuse what cannot be asked, before torch and the weights are loaded."""
+) -> EvalOptions:
+    """What the command line asks for. Refuses what cannot be asked, before torch and the weights are loaded."""
     from zero2all.evals.inputs import check_inputs
+    from zero2all.evals.options import EvalOptions
 
-    check_inputs(workspace, arguments.run, step, arguments.probes, is_coming)
+    options = EvalOptions(
+        max_bytes=arguments.max_bytes,
+        stride=arguments.stride,
+        probes=_file(arguments.probes, workspace, "probes"),
+        pairs=_file(arguments.pairs, workspace, "pairs"),
+        texts=tuple(arguments.text),
+        int8=arguments.int8,
+        tasks=_tasks(arguments),
+    )
+    check_inputs(workspace, arguments.run, step, options, is_coming)
+    return options
 
 
 def _run(arguments: argparse.Namespace) -> None:
     workspace = workspace_of(arguments)
-    _check_questions(arguments, workspace, arguments.step)
+    options = _checked_options(arguments, workspace, arguments.step)
+    if arguments.all_steps:
+        _run_all(arguments, workspace, options)
+        return
 
     from zero2all.evals.report import evaluate_run, report_lines
     from zero2all.infer.load import load_run
 
     loaded = load_run(workspace, arguments.run, arguments.step)
-    report = evaluate_run(loaded, workspace, arguments.probes, arguments.max_bytes, arguments.int8)
-    print("\n".join(report_lines(report)))
+    report = evaluate_run(loaded, workspace, options)
+    print("\n".join([*report_lines(report), *_overview(workspace.run(arguments.run))]))
+
+
+def _overview(run: Path) -> list[str]:
+    """Write the page of all evaluations of a run; returns lines with the verdicts on its curves and the page's path."""
+    from zero2all.evals.page import write_page
+    from zero2all.evals.signal import signal_lines
+
+    page, signals = write_page(run)
+    return [*signal_lines(signals), "", f"page: {page}"]
+
+
+def _run_all(arguments: argparse.Namespace, workspace: Workspace, options: EvalOptions) -> None:
+    from zero2all.evals.options import kept_report
+    from zero2all.evals.report import step_lines
+    from zero2all.train.checkpoints.layout import list_checkpoints, step_of
+
+    run = workspace.run(arguments.run)
+    _watcher(arguments.run, workspace, options, None).watch(once=True)
+    reports = [kept_report(run, step_of(folder), options) for folder in reversed(list_checkpoints(run))]
+    print("\n".join([*step_lines([report for report in reports if report is not None]), *_overview(run)]))
+
+
+def _watcher(name: str, workspace: Workspace, options: EvalOptions, device: str | None) -> Watcher:
+    from zero2all.common.progress import say
+    from zero2all.evals.options import kept_report
+    from zero2all.evals.page import write_page
+    from zero2all.evals.report import judge_checkpoint
+    from zero2all.evals.watch import Watcher
+    from zero2all.infer.load import load_model
+    from zero2all.train.saved_config import load_run_config
+
+    run = workspace.run(name)
+    place = load_run_config(run).parallel.device if device is None else device
+
+    def evaluate(step: int) -> dict[str, Any]:
+        """Of a checkpoint only the weights are read, in float32, as training keeps them."""
+        return judge_checkpoint(load_model(name, workspace, step, place, "float32"), workspace, options)
+
+    watcher = Watcher(run, evaluate, say=say)
+    watcher.is_done = lambda step: kept_report(run, step, options) is not None
+    watcher.on_report = lambda _: write_page(run)
+    return watcher
 
 
 def _watch(arguments: argparse.Namespace) -> None:
     import os
 
     workspace = workspace_of(arguments)
-    _check_questions(arguments, workspace, None, is_coming=True)
+    options = _checked_options(arguments, workspace, None, is_coming=True)
     os.nice(arguments.niceness)
 
-    from zero2all.common.progress import counted, say
-    from zero2all.evals.report import judge_checkpoint
-    from zero2all.evals.watch import Watcher
-    from zero2all.infer.load import load_model
-    from zero2all.train.saved_config import load_run_config
+    from zero2all.common.progress import counted
+    from zero2all.evals.scores import read_reports
 
-    run = workspace.run(arguments.run)
-    device = arguments.device or load_run_config(run).parallel.device
-
-    def evaluate(step: int) -> dict[str, Any]:
-        """Of a checkpoint only the weights are read, in float32, as training keeps them."""
-        loaded = load_model(arguments.run, workspace, step, device, "float32")
-        return judge_checkpoint(loaded, workspace, arguments.probes, arguments.max_bytes, arguments.int8)
-
-    watcher = Watcher(run, evaluate, say=say, poll_seconds=arguments.poll_seconds)
+    watcher = _watcher(arguments.run, workspace, options, arguments.device)
+    watcher.poll_seconds = arguments.poll_seconds
     if arguments.steps is not None:
         watcher.is_wanted = arguments.steps
     watcher.watch(arguments.once)
     evaluated = counted(len(watcher.evaluated), "checkpoint")
     print(f"{arguments.run}: {evaluated} evaluated, {len(watcher.left_out)} left out")
+    if read_reports(watcher.run):
+        print("\n".join(_overview(watcher.run)))
+
+
+def _fetch(arguments: argparse.Namespace) -> None:
+    from zero2all.common.progress import say
+    from zero2all.evals.fetch import SOURCES, fetch
+
+    for name in arguments.names:
+        task = fetch(name, arguments.data, arguments.endpoint, say)
+        licence = SOURCES[name].licence or "see its README.md"
+        print(f"{name}: {len(task.items):,} items, {len(task.shots):,} examples; licence: {licence}")
+    names = ",".join(arguments.names)
+    print(f"next: z2a eval RUN --tasks {names} --data {arguments.data} --work my-workspace")

@@ -8,6 +8,7 @@ later versions add are found the same way.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,10 @@ from zero2all.train.checkpoints.layout import FOLDER_NAME
 SECTIONS = ("held_out", "validation", "texts", "probes", "pairs", "tasks", "rewrites")
 SECTION_CHANCE = {"pairs": 0.5}
 """Accuracy of guessing, where the report itself does not say."""
+TRANSPARENT = ("channels", "groups", "kinds", "results", "tasks")
+"""Levels of a report that say nothing in the name of a score."""
+OPAQUE = ("skipped", "settings")
+COUNT_FIELDS = ("items", "probes", "pairs", "documents")
 NAMED_BY = ("task", "rewrite", "name", "form")
 """Fields that name a result in a list of them."""
 
@@ -42,6 +47,7 @@ KINDS = {
     "share_among_foils": Kind(is_better_high=True, interval="share_interval"),
     "logprob": Kind(is_better_high=True, interval="logprob_interval"),
     "nats": Kind(is_better_high=True),
+    "score": Kind(is_better_high=True, is_share=True),
 }
 
 
@@ -109,33 +115,70 @@ def curves_of(reports: Sequence[Mapping[str, Any]]) -> list[Curve]:
     return [Curve(name, tuple(found), chances[name]) for name, found in points.items()]
 
 
-Found = tuple[str, float, tuple[float, float] | None, float | None]
+@dataclass(frozen=True)
+class Counts:
+    """How many items a result rests on."""
+
+    items: int | None = None
+    """None: the report does not say."""
+    skipped: int = 0
 
 
-def _scores(report: Mapping[str, Any]) -> Iterator[Found]:
+def counts_of(report: Mapping[str, Any], section: str) -> dict[str, Counts]:
+    """The counts of every result of a section, by the subject of its scores."""
+    counts = {}
+    for name, node, _ in _nodes(section, report.get(section), None):
+        items = next((node[field] for field in COUNT_FIELDS if _is_number(node.get(field))), None)
+        subject = name.partition("/")[2] or section
+        counts[subject] = Counts(items, sum(_reasons(node).values()))
+    return counts
+
+
+def skipped_of(report: Mapping[str, Any], section: str) -> dict[str, int]:
+    """Why items of a section were left out, and how many."""
+    found: Counter[str] = Counter()
+    for _, node, _ in _nodes(section, report.get(section), None):
+        found.update(_reasons(node))
+    if section == "texts":  # whole files, each with its reason
+        found.update(map(str, report.get("texts_skipped", {}).values()))
+    return dict(found)
+
+
+def _reasons(node: Mapping[str, Any]) -> dict[str, int]:
+    skipped = node.get("skipped")
+    if not isinstance(skipped, dict):
+        return {}
+    return {str(why): times for why, times in skipped.items() if isinstance(times, int)}
+
+
+def _scores(report: Mapping[str, Any]) -> Iterator[tuple[str, float, tuple[float, float] | None, float | None]]:
     for section in SECTIONS:
-        if section in report:
-            yield from _scores_below(section, report[section], SECTION_CHANCE.get(section))
+        for name, node, chance in _nodes(section, report.get(section), SECTION_CHANCE.get(section)):
+            for field, kind in KINDS.items():
+                if _is_number(node.get(field)):
+                    interval = _interval(node.get(kind.interval))
+                    yield f"{name}/{field}", float(node[field]), interval, chance if kind.has_chance else None
 
 
-def _scores_below(name: str, node: Any, chance: float | None) -> Iterator[Found]:
+def _nodes(name: str, node: Any, chance: float | None) -> Iterator[tuple[str, Mapping[str, Any], float | None]]:
+    """Every object below a node of a report, with its path and the chance that holds for it."""
     if isinstance(node, list):
         for number, each in enumerate(node):
             if isinstance(each, dict):
-                yield from _scores_below(f"{name}/{_name_of(each, number)}", each, chance)
+                yield from _nodes(f"{name}/{_name_of(each, number)}", each, chance)
     if not isinstance(node, dict):
         return
     if _is_number(node.get("chance")):
         chance = float(node["chance"])
-    for field, kind in KINDS.items():
-        if _is_number(node.get(field)):
-            interval = _interval(node.get(kind.interval))
-            yield f"{name}/{field}", float(node[field]), interval, chance if kind.has_chance else None
+    yield name, node, chance
     for key, inner in node.items():
-        if key in ("channels", "groups", "kinds", "results", "tasks"):  # levels that say nothing in a name
-            yield from _scores_below(name, inner, chance)
-        elif isinstance(inner, dict):
-            yield from _scores_below(f"{name}/{key}", inner, chance)
+        if key in TRANSPARENT and isinstance(inner, list):
+            yield from _nodes(name, inner, chance)
+        elif key in TRANSPARENT and isinstance(inner, dict):
+            for below, each in inner.items():
+                yield from _nodes(f"{name}/{below}", each, chance)
+        elif isinstance(inner, dict) and key not in OPAQUE:
+            yield from _nodes(f"{name}/{key}", inner, chance)
 
 
 def _name_of(result: Mapping[str, Any], number: int) -> str:

@@ -1,0 +1,76 @@
+"""Benchmarks in the report of a checkpoint: the section `tasks`, its table and its metrics."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from zero2all.evals.items import Task
+from zero2all.evals.judge import FormResult, judge, summary
+from zero2all.evals.tasks.list import TaskQuestions
+from zero2all.infer.engine import Engine
+
+PROBLEMS_SHOWN = 3
+
+
+def task_section(engine: Engine, questions: TaskQuestions, tasks: list[Task]) -> dict[str, Any]:
+    """The section `tasks` of a report."""
+    results = judge(engine, tasks, questions.forms, questions.shots, questions.limit, run_code=questions.run_code)
+    problems = [line for task in tasks for line in (f"{task.name} {problem}" for problem in task.problems)]
+    problems += dict.fromkeys(line for result in results for line in result.problems)  # those of cloze come twice
+    return {"results": [_as_values(result) for result in results], "summary": summary(results), "problems": problems}
+
+
+def _as_values(result: FormResult) -> dict[str, Any]:
+    values = asdict(result)
+    del values["problems"]
+    return {**values, "centred": result.centred, "centred_interval": result.centred_interval}
+
+
+def task_figures(section: dict[str, Any]) -> dict[str, float]:
+    """Metrics: the centred accuracy of each form and task, or the bits per byte of its right answers; the summary."""
+    figures = {}
+    for each in section["results"]:
+        value = each["bits_per_byte"] if each["form"] == "bits" else each["centred"]
+        if value is not None:
+            figures[f"eval/tasks/{each['form']}/{each['task']}"] = value
+        if each["form"] == "bits" and each["centred"] is not None:
+            figures[f"eval/tasks/greedy/{each['task']}"] = each["centred"]
+    for language, found in section["summary"].items():
+        figures[f"eval/tasks/summary/{language}"] = found["score"]
+    return figures
+
+
+def task_lines(section: dict[str, Any]) -> list[str]:
+    """The section as a table for a terminal."""
+    lines = [
+        "",
+        "benchmarks         form       shots  items  accuracy  chance  above chance  (95 %)           bits/byte",
+    ]
+    for each in section["results"]:
+        accuracy = f"{each['accuracy']:>8.1%}  {each['chance']:>6.1%}" if each["accuracy"] is not None else " " * 16
+        above = f"{each['centred']:>12.1%}" if each["centred"] is not None else " " * 12
+        interval = ""
+        if each["centred_interval"] is not None:
+            low, high = each["centred_interval"]
+            interval = f"{low:.1%} … {high:.1%}"
+        bits = f"{each['bits_per_byte']:.4f}" if each["bits_per_byte"] is not None else ""
+        lines.append(
+            f"  {each['task']:<16} {each['form']:<10} {each['shots']:>5} {each['items']:>6,}  {accuracy}  {above}  "
+            f"{interval:<16} {bits:>9}".rstrip()
+        )
+        notes = [f"{count:,} skipped: {reason}" for reason, count in each["skipped"].items()]
+        if each["border_spans"]:
+            notes.append(f"{each['border_spans']:,} with a token over the border of prompt and answer, scored exactly")
+        if notes:
+            lines.append(f"    {'; '.join(notes)}")
+    names = {"en": "English", "zh": "Chinese"}
+    for language, found in section["summary"].items():
+        forms = ", ".join(f"{task} ({form})" for task, form in found["forms"].items())
+        lines.append(f"  {names[language]}: {found['score']:.1%} above chance, the mean of {forms}")
+    problems = section["problems"]
+    if problems:
+        lines += ["  left out:", *(f"    {line}" for line in problems[:PROBLEMS_SHOWN])]
+        if len(problems) > PROBLEMS_SHOWN:
+            lines.append(f"    … and {len(problems) - PROBLEMS_SHOWN:,} more, in the report's file")
+    return lines
