@@ -31,6 +31,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ from zero2all.perf.measure import wait_for
 from zero2all.quickstart.world import documents, probes
 
 CONFIGS = {"cuda": "z2all-1b", "cpu": "z2all-100m"}
-ITEMS = {"cuda": 400, "cpu": 12}
+ITEMS = {"cuda": 400, "cpu": 6}
 """Items of the larger config."""
 BATCHES = {"cuda": (16, 64, 128), "cpu": (1, 8)}
 TURNS = {"cuda": 2, "cpu": 3}
@@ -78,12 +79,13 @@ def world_tasks() -> list[Task]:
 
 
 def _world_task(language: str) -> Task:
-    rng, found = random.Random(language), {}
+    rng = random.Random(language)
+    found: dict[Any, Item] = {}
     for seed in range(3):
         for probe in probes(language, seed):
             options = [probe.answer, *probe.foils[: OPTIONS - 1]]
             rng.shuffle(options)
-            more = {"language": language, "subject": probe.family, "shape": CONTINUE}
+            more: dict[str, Any] = {"language": language, "subject": probe.family, "shape": CONTINUE}
             item = Item(
                 f"{seed}/{probe.id}", probe.prompt, tuple(options), options.index(probe.answer), probe.answer, **more
             )
@@ -111,7 +113,8 @@ def _code_task() -> Task:
 
 def _with_shots(name: str, items: list[Item]) -> Task:
     """The first items of each subject become its examples."""
-    shots, kept = [], []
+    shots: list[Item] = []
+    kept: list[Item] = []
     for item in items:
         of_subject = [shot for shot in shots if shot.subject == item.subject]
         (shots if len(of_subject) < SHOTS else kept).append(item)
@@ -188,8 +191,8 @@ def compare_values(loaded: LoadedModel, folder: Path, tasks: Sequence[Task]) -> 
         for pair, each in apart.items():
             if pair in values:
                 hf = beside[pair][0] if pair in beside else None
-                known = {"exact": each.logprob, "lm_eval_on_ours": each.lm_eval_logprob, "hf": hf}
-                spans.append({"language": task.name, "context_end": pair[0][-24:], "continuation": pair[1], **known})
+                three = {"exact": each.logprob, "lm_eval_on_ours": each.lm_eval_logprob, "hf": hf}
+                spans.append({"language": task.name, "context_end": pair[0][-24:], "continuation": pair[1], **three})
         rows[task.name] = {
             "items": len(questions), "requests": len(values), "compared": len(plain),
             "largest_difference": max(differences), "greedy_differs": sum(values[p][1] != beside[p][1] for p in plain),
@@ -251,7 +254,7 @@ def best_batch(theirs: Any, requests: list[Any], device: torch.device) -> int:
         theirs.batch_size_per_gpu = batch
         few = requests[:: max(3, len(requests) // (2 * max(BATCHES[device.type])))]
         theirs.loglikelihood(few[:batch], disable_tqdm=True)
-        seconds[batch] = timed(lambda few=few: theirs.loglikelihood(few, disable_tqdm=True), device)
+        seconds[batch] = timed(partial(theirs.loglikelihood, few, disable_tqdm=True), device)
     theirs.batch_size_per_gpu = min(seconds, key=lambda batch: seconds[batch])
     say(f"hf, seconds by batch size: {seconds}")
     return int(theirs.batch_size_per_gpu)
