@@ -140,14 +140,16 @@ def report_lines(report: dict[str, Any]) -> list[str]:
 def _position_lines(held_out: dict[str, Any]) -> list[str]:
     """Loss by how many tokens stand before: a model that uses its context has lower ones further down."""
     losses: dict[int, dict[str, float]] = {}
+    ends: dict[int, int] = {}
     for channel, values in held_out.items():
         for bucket in values["by_position"]:
             losses.setdefault(bucket["from"], {})[channel] = bucket["loss"]
+            ends[bucket["from"]] = max(bucket["to"], ends.get(bucket["from"], 0))
     if not losses:
         return []
     lines = ["", "loss by tokens before " + "".join(f"{channel[:10]:>11}" for channel in held_out)]
     for first, found in sorted(losses.items()):
-        name = "1" if first == 1 else f"{first:,} to {2 * first - 1:,}"
+        name = f"{first:,}" if first == ends[first] else f"{first:,} to {ends[first]:,}"
         cells = (f"{found[channel]:>11.4f}" if channel in found else " " * 11 for channel in held_out)
         lines.append(f"  {name:<20}" + "".join(cells))
     return lines
