@@ -39,6 +39,8 @@ class Kind:
     has_chance: bool = False
     is_share: bool = False
     """From 0 to 1, shown in per cent."""
+    only_in: str = ""
+    """The section that has such a score; elsewhere the same word means something else."""
 
 
 KINDS = {
@@ -46,7 +48,7 @@ KINDS = {
     "accuracy": Kind(is_better_high=True, interval="interval", has_chance=True, is_share=True),
     "share_among_foils": Kind(is_better_high=True, interval="share_interval"),
     "logprob": Kind(is_better_high=True, interval="logprob_interval"),
-    "nats": Kind(is_better_high=True),
+    "nats": Kind(is_better_high=True, only_in="pairs"),
     "score": Kind(is_better_high=True, is_share=True),
 }
 
@@ -155,7 +157,7 @@ def _scores(report: Mapping[str, Any]) -> Iterator[tuple[str, float, tuple[float
     for section in SECTIONS:
         for name, node, chance in _nodes(section, report.get(section), SECTION_CHANCE.get(section)):
             for field, kind in KINDS.items():
-                if _is_number(node.get(field)):
+                if _is_number(node.get(field)) and kind.only_in in ("", section):
                     interval = _interval(node.get(kind.interval))
                     yield f"{name}/{field}", float(node[field]), interval, chance if kind.has_chance else None
 
