@@ -35,7 +35,7 @@ def task_section(engine: Engine, questions: TaskQuestions, tasks: list[Task]) ->
     """The section `tasks` of a report."""
     results = judge(engine, tasks, questions.forms, questions.shots, questions.limit, run_code=questions.run_code)
     problems = [line for task in tasks for line in (f"{task.name} {problem}" for problem in task.problems)]
-    problems += [line for result in results for line in result.problems]
+    problems += dict.fromkeys(line for result in results for line in result.problems)  # those of cloze come twice
     return {"results": [_as_values(result) for result in results], "summary": summary(results), "problems": problems}
 
 
