@@ -21,7 +21,7 @@ from zero2all.train.checkpoints.layout import FOLDER_NAME
 SECTIONS = ("held_out", "validation", "texts", "probes", "pairs", "tasks", "rewrites")
 SECTION_CHANCE = {"pairs": 0.5}
 """Accuracy of guessing, where the report itself does not say."""
-TRANSPARENT = ("channels", "groups", "kinds", "results", "tasks")
+TRANSPARENT = ("channels", "groups", "kinds", "results", "tasks", "rows")
 """Levels of a report that say nothing in the name of a score."""
 OPAQUE = ("skipped", "settings")
 COUNT_FIELDS = ("items", "probes", "pairs", "documents")
@@ -49,6 +49,9 @@ KINDS = {
     "share_among_foils": Kind(is_better_high=True, interval="share_interval"),
     "logprob": Kind(is_better_high=True, interval="logprob_interval"),
     "nats": Kind(is_better_high=True, only_in="pairs"),
+    "original": Kind(is_better_high=True, is_share=True, only_in="rewrites"),
+    "rewritten": Kind(is_better_high=True, is_share=True, only_in="rewrites"),
+    "gap": Kind(is_better_high=False, interval="gap_interval", is_share=True, only_in="rewrites"),
     "score": Kind(is_better_high=True, is_share=True),
 }
 
