@@ -1,34 +1,16 @@
-"""Benchmarks in the report of a checkpoint: what was asked for, the section `tasks`, its table and its metrics."""
+"""Benchmarks in the report of a checkpoint: the section `tasks`, its table and its metrics."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from zero2all.evals.items import Task
 from zero2all.evals.judge import FormResult, judge, summary
-from zero2all.evals.tasks.list import read_tasks
+from zero2all.evals.tasks.list import TaskQuestions
 from zero2all.infer.engine import Engine
 
 PROBLEMS_SHOWN = 3
-
-
-@dataclass(frozen=True)
-class TaskQuestions:
-    """Benchmarks to ask, as the command line names them."""
-
-    names: tuple[str, ...]
-    data: Path
-    """Folder with one folder for each."""
-    forms: tuple[str, ...] | None = None
-    shots: int | None = None
-    limit: int | None = None
-    run_code: bool = False
-
-    def read(self) -> list[Task]:
-        """The items of all of them."""
-        return read_tasks(self.data, self.names)
 
 
 def task_section(engine: Engine, questions: TaskQuestions, tasks: list[Task]) -> dict[str, Any]:
