@@ -81,32 +81,35 @@ def workspace_of(arguments: argparse.Namespace, create: bool = False) -> Workspa
     return open_workspace(arguments.work, create=create)
 
 
-def whole(minimum: int) -> Callable[[str], int]:
-    """A type for add_argument: a whole number, at least `minimum`."""
+def whole(minimum: int, maximum: int = LARGEST_WHOLE) -> Callable[[str], int]:
+    """A type for add_argument: a whole number from `minimum` to `maximum`."""
 
     def read(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = minimum - 1
-        if not minimum <= value <= LARGEST_WHOLE:
-            bounds = f"at least {minimum}" if value < minimum else f"at most {LARGEST_WHOLE}"
+        if not minimum <= value <= maximum:
+            bounds = f"at least {minimum}" if value < minimum else f"at most {maximum}"
             raise argparse.ArgumentTypeError(f"got {text[:100]!r}, expected a whole number, {bounds}")
         return value
 
     return read
 
 
-def real(minimum: float, maximum: float | None = None) -> Callable[[str], float]:
-    """A type for add_argument: a number from `minimum` to `maximum`."""
+def real(minimum: float, maximum: float | None = None, is_open: bool = False) -> Callable[[str], float]:
+    """A type for add_argument: a number from `minimum` to `maximum`; `is_open`: the minimum itself is none."""
+    bounds = f"at least {minimum:g}" if maximum is None else f"from {minimum:g} to {maximum:g}"
+    if is_open:
+        bounds = f"above {minimum:g}" + ("" if maximum is None else f" and at most {maximum:g}")
 
     def read(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = float("nan")
-        if not (minimum <= value < float("inf") and (maximum is None or value <= maximum)):
-            bounds = f"at least {minimum:g}" if maximum is None else f"from {minimum:g} to {maximum:g}"
+        is_above = minimum < value if is_open else minimum <= value
+        if not (is_above and value < float("inf") and (maximum is None or value <= maximum)):
             raise argparse.ArgumentTypeError(f"got {text!r}, expected a number, {bounds}")
         return value
 
