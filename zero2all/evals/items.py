@@ -6,13 +6,16 @@ torch here.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 FORMS = ("cloze", "choice", "bits", "generate")
 """Ways to ask an item: see `forms.py`."""
+
+QUESTION, CONTINUE, BLANK, SENTENCE, CODE = "question", "continue", "blank", "sentence", "code"
+"""How an item reads (`Item.shape`): a question with an answer; a text that goes on with the right choice; a text with
+a blank (`_`) for it; choices that are whole sentences; the head of a function to be written."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,9 @@ class Item:
     context: str = ""
     """A passage before the question."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """What only this kind of item has, such as the tests of HumanEval, or other right answers (`aliases`)."""
+    """What only this kind of item has: the tests of HumanEval, other right answers (`aliases`), `number`: the answer
+    as a number."""
+    shape: str = QUESTION
 
 
 @dataclass(frozen=True)
@@ -47,26 +52,19 @@ class Task:
     items: tuple[Item, ...]
     shots: tuple[Item, ...] = ()
     """Examples for few-shot prompts; never among the items."""
-    forms: tuple[str, ...] = ("cloze", "choice", "bits")
+    forms: tuple[str, ...] = FORMS
     """Forms that fit it, of FORMS."""
     skipped: Mapping[str, int] = field(default_factory=dict)
     """Reason -> number of items left out on reading."""
     problems: tuple[str, ...] = ()
     """Each item left out, in words: where it stands and what is wrong with it."""
+    default_shots: int = 5
 
     @property
     def chance(self) -> float:
         """Accuracy of guessing: the mean of 1 / choices; 0 where the answer is open."""
         shares = [1 / len(item.choices) if item.choices else 0.0 for item in self.items]
         return sum(shares) / len(shares) if shares else 0.0
-
-
-class ItemError(ValueError):
-    """One item cannot be used; the reason is short, so that items with the same one can be counted together."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
 
 
 MISSING_COLUMN = "missing column"
@@ -76,38 +74,26 @@ NOT_READABLE = "not readable"
 DUPLICATE = "duplicate id"
 
 
+class ItemError(ValueError):
+    """One item cannot be used; items with the same `reason` are counted together."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
 def check_item(item: Item) -> Item:
     """The item itself, if it can be asked and judged; else an ItemError."""
-    if not item.question.strip() and not item.context.strip() and not item.choices:
+    if item.shape != SENTENCE and not item.question.strip() and not item.context.strip():
         raise ItemError(EMPTY_TEXT, "the question is empty")
     if item.choices:
-        if item.gold is None or not 0 <= item.gold < len(item.choices):
-            raise ItemError(GOLD_OUTSIDE, f"the right answer is option {item.gold} of {len(item.choices)}")
         if len(item.choices) < 2:
             raise ItemError(GOLD_OUTSIDE, "there is only one option")
+        if item.gold is None or not 0 <= item.gold < len(item.choices):
+            raise ItemError(GOLD_OUTSIDE, f"the right answer is number {item.gold} of {len(item.choices)} options")
         empty = [number for number, text in enumerate(item.choices, 1) if not text.strip()]
         if empty:
             raise ItemError(EMPTY_TEXT, f"option {empty[0]} is empty")
     elif not item.answer.strip():
         raise ItemError(EMPTY_TEXT, "the right answer is empty")
     return item
-
-
-@dataclass
-class Problems:
-    """Collects the items that could not be used."""
-
-    lines: list[str] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
-
-    def add(self, place: str, error: ItemError) -> None:
-        """Note the item at `place`."""
-        self.counts[error.reason] += 1
-        self.lines.append(f"{place}: {error}")
-
-    def merge(self, others: Iterable[Problems]) -> Problems:
-        """This one, with those of others added."""
-        for other in others:
-            self.lines += other.lines
-            self.counts += other.counts
-        return self

@@ -1,0 +1,301 @@
+"""Every benchmark in each form its files have: small ones of our own invention."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from zero2all.common.errors import BadInputError
+from zero2all.evals.tasks.list import READERS, read_task, read_tasks
+
+
+def lines(*rows: Any) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def parquet(*rows: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), file)
+    return file.getvalue()
+
+
+def zipped(files: dict[str, bytes]) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return file.getvalue()
+
+
+def put(data: Path, name: str, files: dict[str, bytes]) -> Path:
+    for path, content in files.items():
+        (data / name / path).parent.mkdir(parents=True, exist_ok=True)
+        (data / name / path).write_bytes(content)
+    return data
+
+
+CMMLU = b",Question,A,B,C,D,Answer\n0,\xe5\xa4\xa9\xef\xbc\x9f,\xe8\x93\x9d,\xe7\xbb\xbf,\xe7\xba\xa2,\xe9\xbb\x84,A\n"
+CEVAL = "id,question,A,B,C,D,answer,explanation\n0,天？,红,蓝,绿,黄,B,因为\n".encode()
+CEVAL_VAL = "id,question,A,B,C,D,answer\n0,海？,红,绿,蓝,黄,C\n".encode()
+CEVAL_TEST = "id,question,A,B,C,D\n0,地？,红,绿,蓝,黄\n".encode()
+MMLU = b'"Sky, by day?",red,blue,green,brown,B\n'
+ARC = {"stem": "Sky?", "choices": [{"text": "red", "label": "1"}, {"text": "blue", "label": "2"}]}
+ARC_HUB = {"id": "q1", "question": "Sky?", "choices": {"text": ["red", "blue"], "label": ["A", "B"]}, "answerKey": "B"}
+SWAG = {
+    "ind": 3,
+    "activity_label": "Painting",
+    "ctx_a": "A man paints.",
+    "ctx_b": "he",
+    "ctx": "A man paints. he",
+    "endings": ["eats [step] it.", "stops."],
+}
+PIQA = {"goal": "Cool tea", "sol1": "wait", "sol2": "heat it"}
+WINO = {"qID": "x-1", "sentence": "The cup fell off the table because _ was wet.", "option1": "cup", "option2": "table"}
+PAIR = {"sentence_good": "Dogs bark.", "sentence_bad": "Dogs barks.", "UID": "agreement", "pairID": "0"}
+C3 = [["男：你好", "女：再见"], [{"question": "谁走？", "choice": ["男", "女"], "answer": "女"}], "7-1"]
+C3_HUB = {
+    "documents": ["男：你好", "女：再见"],
+    "document_id": "7-1",
+    "questions": {"question": ["谁走？"], "answer": ["女"], "choice": [["男", "女"]]},
+}
+ASKED = {
+    "id": "D_1",
+    "question": "谁？",
+    "answers": [{"text": "李", "answer_start": 0}, {"text": "李某", "answer_start": 0}],
+}
+CMRC = {"version": "v1.0", "data": [{"title": "", "paragraphs": [{"id": "D", "context": "李某来了", "qas": [ASKED]}]}]}
+CMRC_HUB = {
+    "id": "D_1",
+    "context": "李某来了",
+    "question": "谁？",
+    "answers": {"text": ["李", "李某"], "answer_start": [0, 0]},
+}
+GSM = {"question": "3 bags of 4?", "answer": "It is 3*4=<<3*4=12>>12.\n#### 1,012"}
+HUMAN = {
+    "task_id": "HumanEval/0",
+    "prompt": 'def one():\n    """One."""\n',
+    "canonical_solution": "    return 1\n",
+    "entry_point": "one",
+    "test": "def check(candidate):\n    assert candidate() == 1\n",
+}
+
+CASES = [
+    ("cmmlu", {"test/agronomy.csv": CMMLU, "dev/agronomy.csv": CMMLU}, ("天？", "蓝", "agronomy", 1)),
+    ("cmmlu", {"cmmlu_v1_0_1.zip": zipped({"test/agronomy.csv": CMMLU})}, ("天？", "蓝", "agronomy", 0)),
+    (
+        "ceval",
+        {"val/law_val.csv": CEVAL_VAL, "dev/law_dev.csv": CEVAL, "test/law_test.csv": CEVAL_TEST},
+        ("海？", "蓝", "law", 1),
+    ),
+    (
+        "ceval",
+        {
+            "law/val-00000-of-00001.parquet": parquet(
+                {"id": 0, "question": "海？", "A": "红", "B": "绿", "C": "蓝", "D": "黄", "answer": "C"}
+            )
+        },
+        ("海？", "蓝", "law", 0),
+    ),
+    ("mmlu", {"data/test/sky_test.csv": MMLU, "data/dev/sky_dev.csv": MMLU}, ("Sky, by day?", "blue", "sky", 1)),
+    (
+        "mmlu",
+        {
+            f"{folder}/test-00000-of-00001.parquet": parquet(
+                {"question": "Sky?", "subject": "sky", "choices": ["red", "blue"], "answer": 1}
+            )
+            for folder in ("all", "sky")
+        },
+        ("Sky?", "blue", "sky", 0),
+    ),
+    (
+        "arc_easy",
+        {"ARC-Easy/ARC-Easy-Test.jsonl": lines({"id": "q1", "question": ARC, "answerKey": "2"})},
+        ("Sky?", "blue", "", 0),
+    ),
+    (
+        "arc_challenge",
+        {
+            "ARC-Challenge/test-00000-of-00001.parquet": parquet(ARC_HUB),
+            "ARC-Challenge/train-00000-of-00001.parquet": parquet(ARC_HUB),
+            "ARC-Easy/test-00000-of-00001.parquet": parquet({**ARC_HUB, "question": "easy"}),
+        },
+        ("Sky?", "blue", "", 1),
+    ),
+    (
+        "hellaswag",
+        {"hellaswag_val.jsonl": lines({**SWAG, "label": 1})},
+        ("Painting: A man paints. He", "stops.", "Painting", 0),
+    ),
+    (
+        "hellaswag",
+        {"data/validation-00000-of-00001.parquet": parquet({**SWAG, "label": "0"})},
+        ("Painting: A man paints. He", "eats it.", "Painting", 0),
+    ),
+    ("piqa", {"valid.jsonl": lines(PIQA, PIQA), "valid-labels.lst": b"0\n1\n"}, ("Cool tea", "wait", "", 0)),
+    ("piqa", {"data/validation-0.parquet": parquet({**PIQA, "label": 1})}, ("Cool tea", "heat it", "", 0)),
+    (
+        "winogrande",
+        {
+            "train_xl.jsonl": lines({**WINO, "answer": "2"}, {**WINO, "answer": "1"}),
+            "train_s.jsonl": lines({**WINO, "answer": "2"}),
+            "dev.jsonl": lines({**WINO, "answer": "2"}),
+        },
+        ("The cup fell off the table because _ was wet.", "table", "", 2),
+    ),
+    ("blimp", {"data/agreement.jsonl": lines(PAIR)}, ("", "Dogs bark.", "agreement", 0)),
+    ("blimp", {"agreement/train-00000-of-00001.parquet": parquet(PAIR)}, ("", "Dogs bark.", "agreement", 0)),
+    (
+        "zhoblimp",
+        {"ba_passive.json": lines({"sentence_good": "他把书看了。", "sentence_bad": "他书把看了。"})},
+        ("", "他把书看了。", "ba_passive", 0),
+    ),
+    (
+        "c3",
+        {"c3-d-test.json": json.dumps([C3]).encode(), "c3-d-train.json": json.dumps([C3]).encode()},
+        ("谁走？", "女", "", 1),
+    ),
+    ("c3", {"dialog/validation-00000-of-00001.parquet": parquet(C3_HUB)}, ("谁走？", "女", "", 0)),
+    ("cmrc", {"cmrc2018_dev.json": json.dumps(CMRC).encode()}, ("谁？", "李", "", 0)),
+    ("cmrc", {"data/validation-00000-of-00001.parquet": parquet(CMRC_HUB)}, ("谁？", "李", "", 0)),
+    (
+        "lambada",
+        {
+            "data/lambada_test.jsonl": lines({"text": "I saw Tom"}),
+            "data/lambada_test_de.jsonl": lines({"text": "Ich sah Tom"}),
+        },
+        ("I saw", "Tom", "", 0),
+    ),
+    (
+        "gsm8k",
+        {"train.jsonl": lines(GSM), "test.jsonl": lines(GSM)},
+        ("3 bags of 4?", "It is 3*4=12. The answer is 1012.", "", 1),
+    ),
+    (
+        "gsm8k",
+        {"main/test-00000-of-00001.parquet": parquet(GSM)},
+        ("3 bags of 4?", "It is 3*4=12. The answer is 1012.", "", 0),
+    ),
+    ("humaneval", {"HumanEval.jsonl.gz": gzip.compress(lines(HUMAN))}, (HUMAN["prompt"], "    return 1\n", "", 0)),
+    (
+        "humaneval",
+        {"openai_humaneval/test-00000-of-00001.parquet": parquet(HUMAN)},
+        (HUMAN["prompt"], "    return 1\n", "", 0),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "files", "expected"), CASES)
+def test_each_benchmark_is_read_in_each_form_its_files_have(tmp_path, name, files, expected):
+    folder = "arc" if name.startswith("arc") else name
+    task = read_task(put(tmp_path, folder, files), name)
+    question, answer, subject, shots = expected
+    item = task.items[0]
+    assert (item.question, item.answer, item.subject, len(task.shots)) == (question, answer, subject, shots)
+    assert (task.skipped, task.name, item.language) == ({}, name, READERS[name].language)
+    if item.choices:
+        assert item.choices[item.gold] == answer
+        assert task.chance == pytest.approx(1 / len(item.choices))
+    assert not {shot.id for shot in task.shots} & {each.id for each in task.items}
+
+
+def test_every_benchmark_that_is_named_has_a_file_of_its_own_above():
+    assert {name for name, _, _ in CASES} == set(READERS)
+
+
+def test_what_only_one_kind_has_is_kept(tmp_path):
+    put(tmp_path, "gsm8k", {"test.jsonl": lines(GSM)})
+    put(tmp_path, "cmrc", {"cmrc2018_dev.json": json.dumps(CMRC).encode()})
+    put(tmp_path, "humaneval", {"h.jsonl": lines(HUMAN)})
+    put(tmp_path, "c3", {"c3-d-test.json": json.dumps([C3]).encode()})
+    gsm8k, cmrc, code, c3 = (task.items[0] for task in read_tasks(tmp_path, ["gsm8k", "cmrc", "humaneval", "c3"]))
+    assert gsm8k.extra["number"] == "1012"
+    assert (cmrc.extra["aliases"], cmrc.id, cmrc.context) == (["李", "李某"], "D_1", "李某来了")
+    assert (code.extra["entry_point"], code.id) == ("one", "HumanEval/0")
+    assert c3.context == "男：你好\n女：再见"
+
+
+def test_items_that_cannot_be_used_are_named_and_the_rest_is_read(tmp_path):
+    rows = [
+        "id,question,A,B,C,D,answer",
+        "0,天？,红,蓝,绿,黄,B",
+        "1,天？,红,蓝,绿,黄,E",
+        "2,天？,红,,绿,黄,A",
+        "3,天？,红",
+        "4,,红,蓝,绿,黄,B",
+        "5,天？,红,蓝,绿,黄,B,太,多",
+    ]
+    put(tmp_path, "ceval", {"val/law_val.csv": "\n".join(rows).encode()})
+    task = read_task(tmp_path, "ceval")
+    assert len(task.items) == 1
+    assert task.skipped == {"gold outside the options": 1, "empty text": 2, "missing column": 1, "not readable": 1}
+    assert task.problems[0] == "val/law_val.csv row 2: the right answer is E; the options are A, B, C, D"
+    assert "there is no answer; it has id, question, A" in task.problems[2]
+
+
+def test_one_bad_question_of_a_passage_leaves_the_others(tmp_path):
+    bad = {"question": "谁？", "choice": ["男", "女"], "answer": "狗"}
+    put(tmp_path, "c3", {"c3-d-test.json": json.dumps([[C3[0], [bad, *C3[1]], "7"], ["x"], 3]).encode()})
+    task = read_task(tmp_path, "c3")
+    assert [item.answer for item in task.items] == ["女"]
+    assert task.skipped == {"gold outside the options": 1, "not readable": 2}
+
+
+def test_a_set_of_your_own(tmp_path):
+    rows = [
+        {"question": "首都是？", "choices": ["北京", "上海"], "answer": "上海"},
+        {"question": "首都是？", "choices": ["北京", "上海"], "answer": "B", "id": "mine"},
+        {"question": "首都是？", "choices": ["北京", "上海"], "answer": 1},
+        {"question": "首都是？", "choices": ["北京", "上海"], "answer": 2},
+        {"question": "一加一", "answer": "二", "id": "mine"},
+        {"question": "一加一", "answer": "二"},
+        {"question": "一加一"},
+    ]
+    put(tmp_path, "mine", {"all.jsonl": lines(*rows) + b"{broken\n"})
+    put(
+        tmp_path,
+        "table",
+        {"q.csv": b"question,A,B,C,answer\nSky?,red,blue,,blue\n", "dev.csv": b"question,answer\na,b\n"},
+    )
+    mine, table = read_tasks(tmp_path, ["all"])
+    assert [item.answer for item in mine.items] == ["上海", "上海", "上海", "二"]
+    assert (mine.language, mine.items[1].id, mine.forms) == ("zh", "mine", ("cloze", "choice", "bits", "generate"))
+    reasons = {"gold outside the options": 1, "duplicate id": 1, "missing column": 1, "not readable": 1}
+    assert mine.skipped == reasons
+    assert (table.items[0].choices, table.items[0].gold, table.language) == (("red", "blue"), 1, "en")
+    assert len(table.shots) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "said"),
+    [
+        ("cmmlu", {}, "no folder .*cmmlu.*z2a eval fetch cmmlu"),
+        ("cmmlu", {"readme.md": b"x"}, "expected files .* of the split test, found none"),
+        ("cmmlu", {"dev/a.csv": CMMLU}, "found dev/a.csv"),
+        ("cmmlu", {"test/a.csv": b",Question,A\n0,x,y\n"}, "no item of cmmlu that can be asked: .*there is no answer"),
+        ("cmmlu", {"cmmlu.zip": b"PK broken"}, "no whole zip file"),
+        ("cmmlu", {"test/a.csv": "题".encode("gb18030")}, "is not UTF-8"),
+        ("mmlu", {"all/test-0.parquet": b"PAR1 broken"}, "no whole parquet file"),
+        ("humaneval", {"h.jsonl.gz": gzip.compress(b"x" * 99)[:20]}, "cannot be read"),
+    ],
+)
+def test_folders_that_cannot_be_read_say_what_was_expected(tmp_path, name, files, said):
+    put(tmp_path, name, files)
+    with pytest.raises(BadInputError, match=f"(?s){said}"):
+        read_task(tmp_path, name)
+
+
+def test_no_folder_at_all(tmp_path):
+    with pytest.raises(BadInputError, match=r"Did you mean `cmmlu`\? A set of your own"):
+        read_task(tmp_path, "cmlu")
+    with pytest.raises(BadInputError, match="There is no folder"):
+        read_tasks(tmp_path / "none", ["all"])
+    with pytest.raises(BadInputError, match="no folder with a benchmark"):
+        read_tasks(tmp_path, ["all"])

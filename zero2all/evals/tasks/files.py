@@ -1,0 +1,195 @@
+"""Rows of a benchmark's files: CSV, JSON, JSON lines and parquet, plain, gzipped or inside a zip.
+
+The split of a file is the last of the words train, dev, val, test in its path: `dev/anatomy.csv`, `c3-d-test.json`,
+`ARC-Easy/train-00000-of-00001.parquet`.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import re
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero2all.common import jsonio
+from zero2all.common.errors import BadInputError
+from zero2all.evals.items import MISSING_COLUMN, NOT_READABLE, ItemError
+
+SPLIT_WORDS = {"train": "train", "dev": "dev", "test": "test", "val": "val", "valid": "val", "validation": "val"}
+SUFFIXES = (".csv", ".json", ".jsonl", ".parquet")
+LARGEST_BYTES = 2_000_000_000
+"""No file of a benchmark is larger: a larger one, or a zip bomb, is refused rather than read into memory."""
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One file of a data set, perhaps inside a zip."""
+
+    folder: Path
+    name: str
+    """Its path below the folder, or inside the zip."""
+    archive: str = ""
+    """The zip's path below the folder."""
+
+    @property
+    def stem(self) -> str:
+        """The name without folders and suffixes."""
+        return self.name.rpartition("/")[2].partition(".")[0]
+
+    @property
+    def suffix(self) -> str:
+        """Its kind: `.jsonl` also for `x.jsonl.gz`."""
+        return Path(self.name.removesuffix(".gz")).suffix.lower()
+
+    @property
+    def split(self) -> str:
+        """train, dev, val or test; empty where the name does not say."""
+        words = [word for word in re.split(r"[^a-z]+", self.name.lower()) if word in SPLIT_WORDS]
+        return SPLIT_WORDS[words[-1]] if words else ""
+
+    def __str__(self) -> str:
+        return f"{self.archive}/{self.name}" if self.archive else self.name
+
+    def read(self) -> bytes:
+        """The content."""
+        try:
+            data = self._raw()
+            if self.name.endswith(".gz"):
+                with gzip.open(io.BytesIO(data)) as packed:
+                    data = packed.read(LARGEST_BYTES + 1)
+        except (OSError, EOFError, zipfile.BadZipFile, RuntimeError) as error:
+            raise BadInputError(
+                f"{self.folder / str(self)} cannot be read: {error}. Copy or fetch the data set again."
+            ) from error
+        if len(data) > LARGEST_BYTES:
+            raise BadInputError(f"{self.folder / str(self)} is larger than {LARGEST_BYTES:,} bytes: no benchmark is.")
+        return data
+
+    def _raw(self) -> bytes:
+        if not self.archive:
+            with open(self.folder / self.name, "rb") as file:
+                return file.read(LARGEST_BYTES + 1)
+        with zipfile.ZipFile(self.folder / self.archive) as archive, archive.open(self.name) as member:
+            return member.read(LARGEST_BYTES + 1)
+
+
+def data_files(folder: Path) -> list[DataFile]:
+    """Every file below the folder and in its zips, hidden ones aside, in the order of their names."""
+    found = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if not path.is_file() or _is_hidden(name):
+            continue
+        if path.suffix.lower() != ".zip":
+            found.append(DataFile(folder, name))
+            continue
+        try:
+            with zipfile.ZipFile(path) as archive:
+                members = sorted(archive.namelist())
+        except (OSError, zipfile.BadZipFile) as error:
+            raise BadInputError(f"{path} is no whole zip file ({error}). Copy or fetch it again.") from error
+        found += [DataFile(folder, member, name) for member in members if member[-1] != "/" and not _is_hidden(member)]
+    return found
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
+
+
+Rows = Iterator[tuple[int, Any | ItemError]]
+"""(number from 1, the row: a mapping, or whatever a JSON list has) or why it cannot be read."""
+
+
+def rows_of(file: DataFile, header: Sequence[str] | None = None) -> Rows:
+    """The rows of a file. `header`: names of the columns of a CSV without a first line of names."""
+    data = file.read()
+    if file.suffix == ".parquet":
+        yield from _parquet_rows(data, file)
+        return
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadInputError(
+            f"{file.folder / str(file)} is not UTF-8 ({error}). Convert it: iconv -f GB18030 -t UTF-8."
+        ) from error
+    if file.suffix == ".csv":
+        yield from _csv_rows(text, header)
+    elif file.suffix == ".json":
+        yield from _json_rows(text)
+    else:
+        yield from _line_rows(text)
+
+
+def _csv_rows(text: str, header: Sequence[str] | None) -> Rows:
+    reader = csv.reader(io.StringIO(text, newline=""))
+    names = list(header) if header else [name.strip() for name in next(reader, [])]
+    number = 0
+    while True:
+        number += 1
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield number, ItemError(NOT_READABLE, f"this is no CSV: {error}")
+            continue
+        if not cells:
+            continue
+        if len(cells) > len(names):
+            yield number, ItemError(NOT_READABLE, f"there are {len(cells)} cells for {len(names)} columns")
+            continue
+        yield number, dict(zip(names, cells, strict=False))
+
+
+def _json_rows(text: str) -> Rows:
+    try:
+        whole = jsonio.loads(text)
+    except ValueError:
+        yield from _line_rows(text)  # some hubs name JSON lines `.json`
+        return
+    if isinstance(whole, dict) and isinstance(whole.get("data"), list):
+        whole = whole["data"]
+    yield from enumerate(whole if isinstance(whole, list) else [whole], 1)
+
+
+def _line_rows(text: str) -> Rows:
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            yield number, jsonio.loads(line)
+        except ValueError as error:
+            yield number, ItemError(NOT_READABLE, f"this is no JSON: {error}")
+
+
+def _parquet_rows(data: bytes, file: DataFile) -> Rows:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows = pyarrow.parquet.read_table(pyarrow.BufferReader(data), use_threads=False).to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise BadInputError(
+            f"{file.folder / str(file)} is no whole parquet file ({error}). Copy or fetch it again."
+        ) from error
+    yield from enumerate(rows, 1)
+
+
+def cell(row: Any, *names: str) -> Any:
+    """The first of these columns that the row has; an ItemError where it has none."""
+    if not isinstance(row, Mapping):
+        raise ItemError(NOT_READABLE, f"the row is a {type(row).__name__}, not an object with {names[0]}")
+    for name in names:
+        if row.get(name) is not None:
+            return row[name]
+    raise ItemError(MISSING_COLUMN, f"there is no {names[0]}; it has {', '.join(map(str, row)) or 'nothing'}")
+
+
+def text(row: Any, *names: str) -> str:
+    """The same, as text without spaces around it."""
+    return str(cell(row, *names)).strip()

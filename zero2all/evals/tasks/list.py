@@ -1,0 +1,67 @@
+"""All benchmarks by name, and how to read those that were asked for.
+
+    tasks = read_tasks(Path("benchmarks"), ["cmmlu", "arc_easy", "my-questions"])
+
+Each is a folder below `--data`, named like the benchmark; any other name is a set of your own (`own.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from zero2all.common.errors import BadInputError
+from zero2all.common.schema import nearest_hint
+from zero2all.evals.items import Task
+from zero2all.evals.tasks.everyday import EVERYDAY
+from zero2all.evals.tasks.exams import EXAMS
+from zero2all.evals.tasks.own import own_reader
+from zero2all.evals.tasks.reading import READING
+from zero2all.evals.tasks.solving import SOLVING
+
+READERS = {reader.name: reader for reader in (*EXAMS, *EVERYDAY, *READING, *SOLVING)}
+SHARED_FOLDERS = {"arc_easy": "arc", "arc_challenge": "arc"}
+"""Benchmarks that come together, in one folder."""
+
+
+def read_tasks(data: Path, names: Sequence[str]) -> list[Task]:
+    """The tasks of these names, each from its folder below `data`; `all`: every folder there."""
+    if not data.is_dir():
+        raise BadInputError(f"There is no folder {data}. `z2a eval fetch NAME --data {data}` puts a benchmark there.")
+    if list(names) == ["all"]:
+        names = [name for name in READERS if folder_of(data, name).is_dir()]
+        known = {folder_of(data, name) for name in names}
+        names += sorted(
+            path.name for path in data.iterdir() if path.is_dir() and path not in known and path.name[0] != "."
+        )
+        if not names:
+            raise BadInputError(f"{data} has no folder with a benchmark. `z2a eval fetch NAME --data {data}` gets one.")
+    return [read_task(data, name) for name in names]
+
+
+def folder_of(data: Path, name: str) -> Path:
+    """Where the files of a benchmark lie."""
+    own = data / name
+    return own if own.is_dir() else data / SHARED_FOLDERS.get(name, name)
+
+
+def read_task(data: Path, name: str) -> Task:
+    """One task."""
+    folder = folder_of(data, name)
+    if not folder.is_dir():
+        here = sorted(path.name for path in data.iterdir() if path.is_dir())
+        advice = f"`z2a eval fetch {name} --data {data}` gets it where there is a network."
+        if name not in READERS:
+            advice = (
+                f"{nearest_hint(name, [*READERS, *here])} A set of your own is a folder with JSON lines or CSV files "
+                f"(question, choices, answer)."
+            )
+        raise BadInputError(f"There is no folder {folder} with the files of {name}. {advice}")
+    if name in READERS:
+        return READERS[name].read(folder)
+    task = own_reader(name).read(folder)
+    language, _ = Counter(item.language for item in task.items).most_common(1)[0]
+    forms = task.forms if any(item.choices for item in task.items) else ("bits", "generate")
+    return replace(task, language=language, forms=forms)

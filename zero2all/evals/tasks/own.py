@@ -1,0 +1,50 @@
+"""A set of your own: JSON lines or CSV with question, choices and answer.
+
+    {"question": "首都是？", "choices": ["北京", "上海"], "answer": "北京"}
+    {"question": "2 + 2 =", "answer": "4"}
+
+`answer` is the text of the right choice, its letter, or (in JSON) its number from 0. A CSV has the choices in columns
+A, B, C, … or in one column, separated by |. May be given as well: id, context, subject, language (en, zh). Files with
+train or dev in their name give the examples of few-shot prompts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from zero2all.evals.items import Item
+from zero2all.evals.tasks.files import DataFile, cell, text
+from zero2all.evals.tasks.reader import LABELS, Reader, gold_of, with_choices
+
+
+def _own(row: Any, _: DataFile) -> Iterator[Item]:
+    question, answer, choices = text(row, "question"), cell(row, "answer"), _choices(row)
+    language = str(row.get("language") or ("zh" if re.search(r"[\u4e00-\u9fff]", question) else "en"))
+    more = {"language": language, "subject": str(row.get("subject") or ""), "context": str(row.get("context") or "")}
+    name = str(row.get("id") or "")
+    if not choices:
+        yield Item(name, question, answer=str(answer).strip(), **more)
+        return
+    labels = LABELS[: len(choices)]
+    if isinstance(answer, int):
+        gold = answer
+    else:
+        gold = choices.index(answer.strip()) if answer.strip() in choices else gold_of(answer.strip(), list(labels))
+    item = with_choices(question, choices, gold, **more)
+    yield Item(name, item.question, item.choices, item.gold, item.answer, **more)
+
+
+def _choices(row: Any) -> list[str]:
+    given = row.get("choices")
+    if isinstance(given, str):
+        given = given.split("|") if given else []
+    if given is None:
+        given = [row[label] for label in LABELS if row.get(label)]
+    return [str(choice).strip() for choice in given]
+
+
+def own_reader(name: str) -> Reader:
+    """The reader of a set that is none of the public ones."""
+    return Reader(name, "", _own, ("test", "", "val"), ("train", "dev"))

@@ -1,0 +1,75 @@
+"""Reading: C3 (questions on dialogues and texts), CMRC 2018 (find the answer in a passage), LAMBADA (the last word)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from zero2all.evals.items import CONTINUE, EMPTY_TEXT, GOLD_OUTSIDE, NOT_READABLE, Item, ItemError
+from zero2all.evals.tasks.files import DataFile, cell, rows_of, text
+from zero2all.evals.tasks.reader import Reader, with_choices
+
+
+def _c3(row: Any, _: DataFile) -> Iterator[Item | ItemError]:
+    """The original: [[lines of the passage], [questions], id]; the hub: an object with the same three."""
+    if isinstance(row, list):
+        lines, questions = row[0], [(each["question"], each["choice"], each["answer"]) for each in row[1]]
+    else:
+        lines, asked = cell(row, "documents", "context"), cell(row, "questions")
+        questions = list(zip(asked["question"], asked["choice"], asked["answer"], strict=True))
+    passage = "\n".join(line.strip() for line in lines)
+    for question, choices, answer in questions:
+        texts = [choice.strip() for choice in choices]
+        if answer.strip() not in texts:
+            yield ItemError(GOLD_OUTSIDE, f"the answer {answer!r} is none of the options {choices}")
+            continue
+        yield with_choices(question.strip(), texts, texts.index(answer.strip()), language="zh", context=passage)
+
+
+def _squad_rows(file: DataFile, header: Sequence[str] | None) -> Iterable[tuple[int, Any]]:
+    """One row for each question: the original nests questions in paragraphs in articles, the hub does not."""
+    number = 0
+    for _, article in rows_of(file, header):
+        if not isinstance(article, dict) or "paragraphs" not in article:
+            number += 1
+            yield number, article
+            continue
+        for paragraph in article["paragraphs"]:
+            for asked in paragraph.get("qas", ()):
+                number += 1
+                yield number, {**asked, "context": paragraph.get("context")}
+
+
+def _cmrc(row: Any, _: DataFile) -> Iterator[Item]:
+    answers = cell(row, "answers")
+    texts = answers["text"] if isinstance(answers, dict) else [each["text"] for each in answers]
+    if not len(texts):
+        raise ItemError(EMPTY_TEXT, "there is no right answer")
+    aliases = list(dict.fromkeys(each.strip() for each in texts))
+    question, passage = text(row, "question"), text(row, "context")
+    extra = {"aliases": aliases}
+    yield Item(text(row, "id"), question, answer=aliases[0], language="zh", context=passage, extra=extra)
+
+
+def _lambada(row: Any, _: DataFile) -> Iterator[Item]:
+    begun, _space, last = text(row, "text").rpartition(" ")
+    if not begun:
+        raise ItemError(NOT_READABLE, "the text has only one word")
+    yield Item("", begun, answer=last, shape=CONTINUE)
+
+
+def _english(files: list[DataFile]) -> list[DataFile]:
+    """The hub has translations beside it: `lambada_test_de.jsonl`, `de/…`."""
+    others = ("de", "es", "fr", "it")
+    return [
+        file
+        for file in files
+        if not file.stem.endswith(tuple(f"_{code}" for code in others)) and file.name.split("/")[0] not in others
+    ]
+
+
+READING = (
+    Reader("c3", "zh", _c3, ("test", "val", "dev"), ("train",), default_shots=0),
+    Reader("cmrc", "zh", _cmrc, ("val", "dev"), ("train",), ("bits", "generate"), default_shots=0, rows=_squad_rows),
+    Reader("lambada", "en", _lambada, ("test", "val", ""), forms=("bits",), default_shots=0, choose=_english),
+)
