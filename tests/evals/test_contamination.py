@@ -26,23 +26,10 @@ from zero2all.evals.items import Item, Task
 from zero2all.evals.ngrams import STRETCH_CHARACTERS, run_hashes, stretches, units_of
 
 ITEMS, PLANTED = 1000, 50
-WORDS = [
-    "river",
-    "stone",
-    "lantern",
-    "quiet",
-    "marble",
-    "copper",
-    "window",
-    "basket",
-    "thunder",
-    "meadow",
-    "silver",
-    "anchor",
-    "candle",
-    "garden",
-    "orchard",
-]
+WORDS = (
+    *("river", "stone", "lantern", "quiet", "marble", "copper", "window", "basket"),
+    *("thunder", "meadow", "silver", "anchor", "candle", "garden", "orchard"),
+)
 HAN = "山水风云花鸟草木江河湖海日月星辰春夏秋冬东西南北天地人和书画琴棋诗酒茶"
 
 

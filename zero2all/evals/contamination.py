@@ -253,7 +253,7 @@ def find_contamination(
         }
         found, total = _scan(parts, Path(folder), grams, engine or EngineConfig())
         _kept_matchers.clear()
-    report = {
+    report: dict[str, Any] = {
         "corpus": _corpus_fingerprint(sources),
         "bytes": total,
         "seconds": round(time.monotonic() - started, 3),
@@ -300,7 +300,7 @@ def _of_tasks(
     result: dict[str, Any] = {}
     position = 0
     for task in tasks:
-        dirty = {}
+        dirty: dict[str, dict[str, Any]] = {}
         weak = 0
         for item in task.items:
             key, places = mine = grams.of_item[position]
@@ -319,11 +319,11 @@ def _of_tasks(
                     "share": round(float(hit.mean()), 4),
                     "weak": is_weak(mine),
                 }
-        counts = {"items": len(task.items), "dirty": len(dirty), "weak": weak}
-        weak_dirty = sum(entry["weak"] for entry in dirty.values())
         result[task.name] = {
-            **counts,
-            "weak_dirty": weak_dirty,
+            "items": len(task.items),
+            "dirty": len(dirty),
+            "weak": weak,
+            "weak_dirty": sum(entry["weak"] for entry in dirty.values()),
             "fingerprint": task_fingerprint(task),
             "dirty_items": dirty,
         }

@@ -2,9 +2,9 @@
 
 A text becomes units, and every run of n units a hash:
 
-    words        runs of letters and digits, in lower case                                      13 (English and the rest)
-    characters   letters and digits, each by itself; punctuation and white space left out       24 (Chinese)
-    tokens       names and numbers, and every other sign by itself; case kept                   50 (code)
+    words        runs of letters and digits, in lower case                                  13 (English and the rest)
+    characters   letters and digits, each by itself; punctuation and white space left out   24 (Chinese)
+    tokens       names and numbers, and every other sign by itself; case kept               50 (code)
 
 Width (Ａ and A) and simplified or traditional Han make no difference, except in code. The hash of a run is a polynomial
 over its units modulo 2^64: with prefix sums, all runs of one length take two subtractions and a multiplication.

@@ -17,9 +17,8 @@ from zero2all.evals.rewrites.wording import WORDING
 TRAIN_ONCE = "R17"
 """Trains on the questions before they are asked: written as text to train on (see `once.py`), not asked here."""
 
-REWRITES: dict[str, Rewrite | ShotRewrite] = {
-    rewrite.name: rewrite for rewrite in (*OPTIONS, *WORDING, *SURFACE, *NUMBERS, *SHOTS)
-}
+_ALL: tuple[Rewrite | ShotRewrite, ...] = (*OPTIONS, *WORDING, *SURFACE, *NUMBERS, *SHOTS)
+REWRITES = {rewrite.name: rewrite for rewrite in _ALL}
 Chain = tuple[Rewrite, ...] | ShotRewrite
 """Rewrites one after the other, or one of the examples."""
 

@@ -233,8 +233,8 @@ def rewrite_lines(report: Mapping[str, Any]) -> list[str]:
             low, high = row["gap_interval"]
             same = "" if row["same_answer"] is None else f"{row['same_answer']:>7.1%}"
             lines.append(
-                f"    {row['rewrite']:<26} {forms:<18} {row['items']:>5} {row['original']:>9.1%} {row['rewritten']:>10.1%} "
-                f"{row['gap']:>+9.1%}  {low:>+6.1%} {high:>+6.1%} {same}"
+                f"    {row['rewrite']:<26} {forms:<18} {row['items']:>5} {row['original']:>9.1%} "
+                f"{row['rewritten']:>10.1%} {row['gap']:>+9.1%}  {low:>+6.1%} {high:>+6.1%} {same}"
                 + (f"  ({left_out:,} left out)" if left_out else "")
             )
         if found["spread"] is not None:

@@ -5,7 +5,7 @@ answers (in the options), or were half known. This writes the text to train on a
 is that of any corpus:
 
     z2a eval my-run --tasks exam --data benchmarks --rewrites R17     writes runs/my-run/eval/once/
-    z2a corpus build once=.../once/train.jsonl --work once …          then tokenizer, pack, and train from the checkpoint
+    z2a corpus build once=.../once/train.jsonl --work once …          then pack, and train from the checkpoint
     z2a eval once --tasks exam --data .../once/ask
 """
 

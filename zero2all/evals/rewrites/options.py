@@ -17,7 +17,8 @@ LABEL_SETS = {
     "digits": "123456789",
     "letters": "JKLMNOPQRS",
 }
-NONE_OF_THEM = {"en": "None of the others", "zh": "以上都不对"}
+NONE_OF_THEM = {"en": "None of the others", "zh": "其他选项均不正确"}
+"""In words that stay true wherever the option stands."""
 NEEDS_ALL_OPTIONS = re.compile(
     r"最|不正确|不属于|不包括|错误|除了|\b(?:not|except|best|most|least|false|incorrect|following statements)\b", re.I
 )
@@ -35,7 +36,8 @@ def listed(item: Item, labels: Sequence[str], options_first: bool = False) -> st
     """The question with its labelled options as one text."""
     mark = "．" if language_of(item) == "zh" else ". "
     options = [
-        f"{label} {text}" if label == "-" else f"{label}{mark}{text}" for label, text in zip(labels, item.choices)
+        f"{label} {text}" if label == "-" else f"{label}{mark}{text}"
+        for label, text in zip(labels, item.choices, strict=False)
     ]
     return "\n".join([*options, item.question] if options_first else [item.question, *options])
 
@@ -60,17 +62,21 @@ def _bullets(item: Item, _: random.Random) -> Item:
 
 
 def _rotations(item: Item, _: random.Random) -> list[Item] | None:
-    if any(SPEAKS_OF_OPTIONS.search(choice) for choice in item.choices):
+    if _speaks_of_options(item):
         return None
     count, gold = len(item.choices), item.gold or 0
     orders = [[(start + place) % count for place in range(count)] for start in range(count)]
     return [with_options(item, [item.choices[n] for n in order], order.index(gold), order) for order in orders]
 
 
+def _speaks_of_options(item: Item) -> bool:
+    ours = NONE_OF_THEM.values()
+    return any(SPEAKS_OF_OPTIONS.search(choice) for choice in item.choices if choice not in ours)
+
+
 def _none_of_them(item: Item, place: int) -> Item | None:
     """The item with `none of the others` in place of an option."""
-    unfit = NEEDS_ALL_OPTIONS.search(item.question) or any(SPEAKS_OF_OPTIONS.search(choice) for choice in item.choices)
-    if unfit or len(item.choices) < 3:
+    if NEEDS_ALL_OPTIONS.search(item.question) or _speaks_of_options(item) or len(item.choices) < 3:
         return None
     order = [-1 if number == place else number for number in range(len(item.choices))]
     choices = [NONE_OF_THEM[language_of(item)] if number < 0 else item.choices[number] for number in order]

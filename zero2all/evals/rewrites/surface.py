@@ -23,8 +23,7 @@ SMALL_WORDS = (*SMALL.split(), "eighteen", "nineteen")
 TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 
 
-def _everywhere(item: Item, change: str | dict[int, int] | dict[int, str]) -> Item:
-    table = change if isinstance(change, dict) else {}
+def _everywhere(item: Item, table: dict[int, int] | dict[int, str]) -> Item:
     choices = tuple(choice.translate(table) for choice in item.choices)
     return replace(
         item,
@@ -45,12 +44,12 @@ def _width(item: Item, _: random.Random) -> Sequence[Item]:
     """Letters, digits and signs in the other width: full in Chinese texts, where they stand beside Han."""
     if item.language != "zh":
         return ()
-    full = _everywhere(item, FULL_WIDTH)  # type: ignore[arg-type]
-    return _changed(item, full) or _changed(item, _everywhere(item, HALF_WIDTH))  # type: ignore[arg-type]
+    full = _everywhere(item, FULL_WIDTH)
+    return _changed(item, full) or _changed(item, _everywhere(item, HALF_WIDTH))
 
 
 def _traditional(item: Item, _: random.Random) -> Sequence[Item]:
-    return _changed(item, _everywhere(item, traditional_table())) if item.language == "zh" else ()  # type: ignore[arg-type]
+    return _changed(item, _everywhere(item, traditional_table())) if item.language == "zh" else ()
 
 
 @cache

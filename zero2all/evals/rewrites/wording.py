@@ -80,6 +80,12 @@ def _all_statements(item: Item, rng: random.Random) -> Item:
     return replace(item, context=_with_context(item, "\n".join(told)))
 
 
+def _paraphrase(item: Item, rng: random.Random) -> Sequence[Item]:
+    """Another wording, of those that the item brings along (`extra["paraphrases"]`)."""
+    wordings = item.extra.get("paraphrases", ())
+    return (replace(item, question=rng.choice(wordings)),) if wordings else ()
+
+
 def _paraphrases(item: Item, _: random.Random) -> Sequence[Item]:
     return [replace(item, question=text) for text in item.extra.get("paraphrases", ())]
 
@@ -92,5 +98,6 @@ WORDING = (
     Rewrite("R13", "an irrelevant sentence before the question", _irrelevant),
     Rewrite("R15", "question in the other language, same options", of_choices(_other_language)),
     Rewrite("R16", "all `question + answer X` in the context", of_choices(_all_statements), "cloze", "cloze"),
-    Rewrite("R18", "other wordings of the question; right only if all are", _paraphrases),
+    Rewrite("R18.one", "another wording of the question", _paraphrase),
+    Rewrite("R18.all", "all other wordings; right only if all are", _paraphrases),
 )

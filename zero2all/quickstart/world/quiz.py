@@ -1,11 +1,10 @@
-"""The facts of the small world as benchmark tasks that need no files: what the model has read, asked as it was read.
+"""The facts of the small world as benchmark tasks that need no files.
 
-    quickstart-facts-en, -zh           every fact in a wording of the text; the wordings that are held out for it, and the
-                                       one that is never printed, are the paraphrases that the rewrite R18 asks instead
-    quickstart-sums-en, -zh            calculations of the text
-    quickstart-unseen-sums-en, -zh     calculations that are in the text in no wording: facts never read
+    quickstart-facts-en, -zh          every fact, in a wording in which the text tells it. The wordings held out for it
+                                      and the one that is never printed are what the rewrite R18 asks instead
+    quickstart-unread-facts-en, -zh   facts of the same kind about people the text does not know: nobody can know them
 
-A model that repeats sentences keeps its score on the first and loses it under R18 and on the last.
+A model that repeats sentences keeps its score on the first and loses it under R18; on the last it can only guess.
 """
 
 from __future__ import annotations
@@ -14,75 +13,66 @@ import random
 from collections.abc import Iterator, Sequence
 
 from zero2all.evals.items import CONTINUE, Item, Task
-from zero2all.quickstart.world.arithmetic import LARGEST_NUMBER, SMALLEST_PROBED_RESULT, Calculation
-from zero2all.quickstart.world.facts import asked
+from zero2all.quickstart.world.facts import Fact
 from zero2all.quickstart.world.language import LANGUAGES, Language
 
 QUIZ_NAME = "quickstart-facts"
 CHOICES = 4
-SUMS = 40
+UNREAD_RELATIONS = ("town", "teacher")
+"""Relations over invented people: a new person makes a new fact."""
+UNREAD_PEOPLE = {
+    "en": (
+        *("Maren Quill", "Jasper Thorne", "Linnea Frost", "Corin Blake", "Petra Vale", "Hugo Marsh"),
+        *("Selma Wren", "Ansel Reed", "Dorit Lane", "Bram Colter", "Yvette Moss", "Nils Harrow"),
+    ),
+    "zh": (
+        *("方竹青", "唐雨辰", "贺一帆", "潘若溪", "汪子墨", "余秋白"),
+        *("叶知秋", "段清远", "简星河", "陶然之", "洪晚舟", "康乐天"),
+    ),
+}
 
 
 def quiz_tasks(seed: int) -> list[Task]:
     """All tasks of the quiz, for the world of this seed."""
     tasks = []
     for language in LANGUAGES.values():
-        read, unseen = language.calculations(seed)
-        items = {
-            QUIZ_NAME: _facts(language, seed),
-            "quickstart-sums": _sums(language, read, seed),
-            "quickstart-unseen-sums": _sums(language, unseen, seed),
-        }
-        for name, found in items.items():
-            forms = ("cloze", "choice")
-            tasks.append(Task(f"{name}-{language.name}", language.name, tuple(found), forms=forms, default_shots=0))
+        for name, items in ((QUIZ_NAME, _read(language, seed)), ("quickstart-unread-facts", _unread(language, seed))):
+            task = Task(f"{name}-{language.name}", language.name, tuple(items), forms=("cloze", "choice"))
+            tasks.append(task)
     return tasks
 
 
-def _facts(language: Language, seed: int) -> Iterator[Item]:
+def _read(language: Language, seed: int) -> Iterator[Item]:
     rng = language.random("quiz", seed)
     held_out = language.held_out(seed)
     for fact in language.facts:
         printed = [template for template in fact.relation.answer_last if template not in held_out[fact.key]]
-        wording = rng.choice(printed)
-        others = sorted({answer for _, answer in fact.relation.pairs} - {fact.answer})
-        unread = [fact.asked(template)[0] for template in (*held_out[fact.key], fact.relation.new_wording)]
-        name = f"{fact.relation.name}/{fact.subject}"
-        yield _item(language, name, fact.asked(wording)[0], fact.answer, others, rng, fact.relation.family, unread)
+        unprinted = [*held_out[fact.key], fact.relation.new_wording]
+        yield _item(language, fact, rng.choice(printed), unprinted, rng)
 
 
-def _sums(language: Language, calculations: Sequence[Calculation], seed: int) -> Iterator[Item]:
-    rng = language.random("quiz sums", seed)
-    fitting = [each for each in calculations if each.result >= SMALLEST_PROBED_RESULT]
-    for each in rng.sample(fitting, min(SUMS, len(fitting))):
-        template = rng.choice(language.arithmetic.templates(each))
-        prompt, _ = asked(template, x=each.left, y=each.right)
-        near = [each.result + step for step in (-2, -1, 1, 2)]
-        others = [str(n) for n in near if SMALLEST_PROBED_RESULT <= n <= LARGEST_NUMBER]
-        name = f"{each.left}{each.operator}{each.right}"
-        yield _item(language, name, prompt, str(each.result), others, rng, "sums", ())
+def _unread(language: Language, seed: int) -> Iterator[Item]:
+    rng = language.random("unread facts", seed)
+    for relation in language.relations:
+        if relation.name in UNREAD_RELATIONS:
+            for person in UNREAD_PEOPLE[language.name]:
+                fact = Fact(relation, person, rng.choice(relation.pairs)[1])
+                wording, *others = rng.sample(relation.answer_last, 3)
+                yield _item(language, fact, wording, others, rng)
 
 
-def _item(
-    language: Language,
-    name: str,
-    prompt: str,
-    answer: str,
-    others: list[str],
-    rng: random.Random,
-    subject: str,
-    paraphrases: Sequence[str],
-) -> Item:
-    choices = [answer, *rng.sample(others, min(CHOICES - 1, len(others)))]
+def _item(language: Language, fact: Fact, wording: str, others: Sequence[str], rng: random.Random) -> Item:
+    wrong = sorted({answer for _, answer in fact.relation.pairs} - {fact.answer})
+    choices = [fact.answer, *rng.sample(wrong, CHOICES - 1)]
     rng.shuffle(choices)
     return Item(
-        name,
-        prompt,
+        f"{fact.relation.name}/{fact.subject}",
+        fact.asked(wording)[0],
         tuple(choices),
-        choices.index(answer),
-        answer,
+        choices.index(fact.answer),
+        fact.answer,
         language.name,
-        subject,
-        extra={"paraphrases": tuple(paraphrases)},
+        fact.relation.family,
+        extra={"paraphrases": tuple(fact.asked(template)[0] for template in others)},
         shape=CONTINUE,
     )
