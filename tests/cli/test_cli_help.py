@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from zero2all import __version__
+from zero2all.cli.evaluate import VERBS as EVAL_VERBS
+from zero2all.cli.evaluate import with_verb
 from zero2all.cli.main import WHOLE_SECTIONS, build_parser, split_overrides
 from zero2all.config import RunConfig, load_config
 
@@ -44,7 +46,8 @@ def test_the_verbs_of_the_issue_are_all_there():
         "pack",
         *(f"data {verb}" for verb in ("show", "stats", "verify", "export", "import")),
         *("train", "anneal", "inspect", "board", "watch", "plot", "track import", "track export"),
-        *("eval", "generate", "chat", "serve", "export", "import", "perf ops", "perf ablate", "perf infer"),
+        *(f"eval {verb}" for verb in EVAL_VERBS),
+        *("generate", "chat", "serve", "export", "import", "perf ops", "perf ablate", "perf infer"),
     )
     assert [" ".join(words) for words in VERBS] == list(expected)
 
@@ -57,7 +60,7 @@ def test_every_verb_has_a_help_with_an_example_that_parses(words, z2a):
     example = re.search(r"example:\n  z2a (.+)\n", ended.out)
     assert example, "no example"
     plain, overrides = split_overrides(shlex.split(example[1]))
-    arguments, unknown = build_parser().parse_known_args(plain)
+    arguments, unknown = build_parser().parse_known_args(with_verb(plain))
     assert unknown == []
     assert tuple(plain[: len(words)]) == words
     assert not overrides or arguments.takes_overrides

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zero2all import __version__
+from zero2all.cli.evaluate import with_verb
 from zero2all.cli.main import _fail_for_disk_or_path, split_overrides
 from zero2all.common.files import write_json
 from zero2all.common.workspace import LAYOUT, STAMP_NAME, open_workspace
@@ -47,6 +48,21 @@ def test_a_missing_value_does_not_swallow_the_next_flag():
 def test_after_two_dashes_everything_is_left_alone():
     words = ["tokenizer", "encode", "--", "--a.b", "c"]
     assert split_overrides(words) == (words, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("eval my-run --step 3", "eval run my-run --step 3"),
+        ("eval --work w my-run", "eval run --work w my-run"),
+        ("eval run run", "eval run run"),
+        ("eval --help", "eval --help"),
+        ("eval", "eval"),
+        ("tokenizer eval", "tokenizer eval"),
+    ],
+)
+def test_the_name_of_a_run_after_eval_means_to_evaluate_it(words, meant):
+    assert with_verb(words.split()) == meant.split()
 
 
 @pytest.mark.parametrize(
@@ -199,7 +215,7 @@ def test_an_empty_corpus_ends_with_3_and_no_later_stage_takes_it_for_whole(conte
         ["pack"],
         ["train", "quickstart"],
         ["plot", "run"],
-        ["eval", "run"],
+        ["eval", "a-run"],
         ["generate", "run", "--prompt", "x"],
         ["export", "run", "--to", "somewhere"],
     ],

@@ -158,6 +158,8 @@ def test_a_cancelled_job_gives_its_blocks_back_and_the_others_go_on(expected):
         (Request([1, -1], 5), "the token id -1"),
         (Request([1], 5, alternatives=21), "21 alternatives"),
         (Request([1, 2], 0, score_from=0), "nothing before it"),
+        (Request([1, 2], 0), "nothing to do"),
+        (Request([1, 2], 0, score_from=2), "nothing to do"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -2,6 +2,9 @@
 
 import os
 import shutil
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import torch
@@ -118,6 +121,24 @@ def test_the_optimizer_is_not_read(copied, trained):
     assert same_weights(load_model("tiny", copied), trained)
 
 
+def test_loading_imports_neither_the_trainer_nor_torchs_compiler(trained_workspace):
+    """Each takes seconds, and a person waits for the first token."""
+    code = """
+        import sys, torch
+        before = set(sys.modules)
+        from pathlib import Path
+        from zero2all.common.workspace import Workspace
+        from zero2all.infer.engine import Engine
+        from zero2all.infer.load import load_model
+        Engine(load_model("tiny", Workspace(Path(sys.argv[1]))))
+        heavy = {"torch._dynamo", "torch.distributed.fsdp", "sympy", "triton", "zero2all.train.setup"}
+        print(sorted(heavy & (set(sys.modules) - before)))
+    """
+    words = [sys.executable, "-c", textwrap.dedent(code), str(trained_workspace.root)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
 # --- what is refused ---
 
 
@@ -143,7 +164,7 @@ def test_what_is_neither_a_run_nor_a_folder_is_answered_with_the_runs_there_are(
         load_model(str(tmp_path / "nowhere"), trained_workspace)
     with pytest.raises(BadInputError, match="neither the folder of a run"):
         load_model(str(tmp_path), trained_workspace)
-    with pytest.raises(UsageError, match="is not a workspace"):
+    with pytest.raises(BadInputError, match=r"There is no folder .*/tiny\..* its workspace with --work"):
         load_model("tiny", Workspace(tmp_path))
 
 

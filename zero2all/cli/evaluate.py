@@ -1,25 +1,103 @@
-"""`z2a eval`."""
+"""`z2a eval RUN` and the verbs of the same word: `z2a eval run / watch`."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.verb import Subparsers, add_verb, add_work, whole, workspace_of
+from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, real, whole, workspace_of
+
+if TYPE_CHECKING:
+    from zero2all.common.workspace import Workspace
+
+WORD = "eval"
+VERBS = ("run", "watch")
+"""The second words of `z2a eval`; any other one is the name of a run."""
+
+
+def with_verb(words: list[str]) -> list[str]:
+    """`eval NAME …` as `eval run NAME …`; other command lines, and `eval --help`, as they are."""
+    if words[:1] != [WORD] or len(words) == 1 or words[1] in (*VERBS, "-h", "--help"):
+        return words
+    return [WORD, "run", *words[1:]]
 
 
 def register(verbs: Subparsers) -> None:
-    """Add the verb."""
-    parser = add_verb(
+    """Add the verbs."""
+    inner = add_group(
         verbs,
-        "eval",
-        "bits per byte per channel on held-out text, and probes",
-        "z2a eval my-run --work my-workspace --probes raw/probes.jsonl",
-        _eval,
+        WORD,
+        "judge a run: bits per byte on held-out text, probes (`z2a eval RUN` is `z2a eval run RUN`)",
+        "z2a eval my-run --work my-workspace",
+    )
+    _register_run(inner)
+    _register_watch(inner)
+
+
+def _register_run(inner: Subparsers) -> None:
+    parser = add_verb(
+        inner,
+        "run",
+        "judge one checkpoint: bits per byte per channel on held-out text, and probes",
+        "z2a eval run my-run --work my-workspace --probes raw/probes.jsonl",
+        _run,
     )
     parser.add_argument("run", help="name of the run")
     add_work(parser)
     parser.add_argument("--step", type=whole(0), metavar="N", help="checkpoint to use (default: the newest)")
+    _add_questions(parser)
+
+
+def _register_watch(inner: Subparsers) -> None:
+    parser = add_verb(
+        inner,
+        "watch",
+        "evaluate the checkpoints of a run as training commits them; several watchers share the work",
+        "z2a eval watch my-run --work my-workspace --steps 1000-9000,20000 --niceness 15",
+        _watch,
+    )
+    parser.add_argument("run", help="name of the run")
+    add_work(parser)
+    parser.add_argument(
+        "--steps", type=_steps, metavar="N,A-B,…", help="only checkpoints of these steps (default: all of them)"
+    )
+    parser.add_argument("--once", action="store_true", help="end when nothing is left, although training goes on")
+    parser.add_argument(
+        "--niceness",
+        type=int,
+        choices=range(20),
+        default=10,
+        metavar="N",
+        help="0 to 19: how far training goes before this process where both want a core (default 10)",
+    )
+    parser.add_argument(
+        "--device", metavar="DEVICE", help="cpu, cuda, cuda:1, … (default: the one that the run is trained on)"
+    )
+    parser.add_argument(
+        "--poll-seconds",
+        type=real(0.01),
+        default=5.0,
+        metavar="N",
+        help="how often to look for a new checkpoint (default 5)",
+    )
+    _add_questions(parser)
+
+
+def _steps(text: str) -> Callable[[int], bool]:
+    """A type for add_argument: `500,1000-2000` -> whether a step is one of them."""
+    ranges = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+            raise argparse.ArgumentTypeError(f"got {text[:100]!r}, expected steps such as 500,1000-2000")
+        ranges.append(range(int(first), int(last or first) + 1))
+    return lambda step: any(step in each for each in ranges)
+
+
+def _add_questions(parser: argparse.ArgumentParser) -> None:
+    """What is asked of a checkpoint: the same flags for every verb that judges one."""
     parser.add_argument(
         "--probes",
         type=Path,
@@ -39,11 +117,18 @@ def register(verbs: Subparsers) -> None:
     )
 
 
-def _eval(arguments: argparse.Namespace) -> None:
+def _check_questions(
+    arguments: argparse.Namespace, workspace: Workspace, step: int | None, is_coming: bool = False
+) -> None:
+    """Refuse what cannot be asked, before torch and the weights are loaded."""
     from zero2all.evals.inputs import check_inputs
 
+    check_inputs(workspace, arguments.run, step, arguments.probes, is_coming)
+
+
+def _run(arguments: argparse.Namespace) -> None:
     workspace = workspace_of(arguments)
-    check_inputs(workspace, arguments.run, arguments.step, arguments.probes)  # before torch and the weights are loaded
+    _check_questions(arguments, workspace, arguments.step)
 
     from zero2all.evals.report import evaluate_run, report_lines
     from zero2all.infer.load import load_run
@@ -51,3 +136,32 @@ def _eval(arguments: argparse.Namespace) -> None:
     loaded = load_run(workspace, arguments.run, arguments.step)
     report = evaluate_run(loaded, workspace, arguments.probes, arguments.max_bytes, arguments.int8)
     print("\n".join(report_lines(report)))
+
+
+def _watch(arguments: argparse.Namespace) -> None:
+    import os
+
+    workspace = workspace_of(arguments)
+    _check_questions(arguments, workspace, None, is_coming=True)
+    os.nice(arguments.niceness)
+
+    from zero2all.common.progress import counted, say
+    from zero2all.evals.report import judge_checkpoint
+    from zero2all.evals.watch import Watcher
+    from zero2all.infer.load import load_model
+    from zero2all.train.saved_config import load_run_config
+
+    run = workspace.run(arguments.run)
+    device = arguments.device or load_run_config(run).parallel.device
+
+    def evaluate(step: int) -> dict[str, Any]:
+        """Of a checkpoint only the weights are read, in float32, as training keeps them."""
+        loaded = load_model(arguments.run, workspace, step, device, "float32")
+        return judge_checkpoint(loaded, workspace, arguments.probes, arguments.max_bytes, arguments.int8)
+
+    watcher = Watcher(run, evaluate, say=say, poll_seconds=arguments.poll_seconds)
+    if arguments.steps is not None:
+        watcher.is_wanted = arguments.steps
+    watcher.watch(arguments.once)
+    evaluated = counted(len(watcher.evaluated), "checkpoint")
+    print(f"{arguments.run}: {evaluated} evaluated, {len(watcher.left_out)} left out")

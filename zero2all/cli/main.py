@@ -80,7 +80,7 @@ def _run(words: list[str] | None) -> int:
     try:
         words = sys.argv[1:] if words is None else words
         plain, overrides = split_overrides(words)
-        arguments, unknown = build_parser().parse_known_args(plain)
+        arguments, unknown = build_parser().parse_known_args(evaluate.with_verb(plain))
         _refuse_unknown(arguments, unknown, overrides)
         arguments.overrides, arguments.command_line = overrides, words
         _require_address_space()

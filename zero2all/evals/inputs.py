@@ -17,9 +17,15 @@ from zero2all.evals.probe_file import read_probes
 from zero2all.train.checkpoints.layout import require_checkpoint
 
 
-def check_inputs(workspace: Workspace, name: str, step: int | None, probes: Path | None) -> None:
-    """Raise one error that names everything an evaluation of this run would miss."""
-    problems = _problems_of(lambda: require_checkpoint(workspace.existing_run(name), step))
+def check_inputs(
+    workspace: Workspace, name: str, step: int | None, probes: Path | None, is_coming: bool = False
+) -> None:
+    """Raise one error that names everything an evaluation of this run would miss; with `is_coming` it need not have a
+    checkpoint yet."""
+    if is_coming:
+        problems = _problems_of(lambda: workspace.existing_run(name))
+    else:
+        problems = _problems_of(lambda: require_checkpoint(workspace.existing_run(name), step))
     problems += _problems_of(lambda: read_manifest(workspace.tokenizer, "tokenizer", "z2a tokenizer train"))
     problems += _problems_of(lambda: _check_corpus(workspace.corpus, probes))
     if probes is not None:

@@ -13,6 +13,8 @@ from typing import Any
 FORMS = ("cloze", "choice", "bits", "generate")
 """Ways to ask an item: see `forms.py`."""
 
+LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
 QUESTION, CONTINUE, BLANK, SENTENCE, CODE = "question", "continue", "blank", "sentence", "code"
 """How an item reads (`Item.shape`): a question with an answer; a text that goes on with the right choice; a text with
 a blank (`_`) for it; choices that are whole sentences; the head of a function to be written."""

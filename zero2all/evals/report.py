@@ -25,8 +25,18 @@ PROBE_SCORES = ("accuracy", "probability", "share_among_foils")
 def evaluate_run(
     loaded: LoadedModel, workspace: Workspace, probes: Path | None, max_bytes_per_source: int, int8: bool = False
 ) -> dict[str, Any]:
-    """Score held-out text (once more with 8-bit weights, if asked for) and, where a file is given, probes; writes the
-    report beside the run and returns it."""
+    """Judge a checkpoint; writes the report beside the run, adds its figures to the metrics, and returns it."""
+    report = judge_checkpoint(loaded, workspace, probes, max_bytes_per_source, int8)
+    run = workspace.run(loaded.name)
+    write_json(report_path(run, loaded.step), report)
+    log_report(run, report)
+    return report
+
+
+def judge_checkpoint(
+    loaded: LoadedModel, workspace: Workspace, probes: Path | None, max_bytes_per_source: int, int8: bool = False
+) -> dict[str, Any]:
+    """Score held-out text (once more with 8-bit weights, if asked for) and, where a file is given, probes."""
     report: dict[str, Any] = {"run": loaded.name, "step": loaded.step, "tokens": loaded.tokens}
     asked = [] if probes is None else read_probes(probes)  # first: a bad file should not cost the scoring of all text
     engine = Engine(loaded)
@@ -41,10 +51,12 @@ def evaluate_run(
         results = run_probes(engine, asked)
         report["probes"] = summarize(results)
         report["probe_results"] = [asdict(result) for result in results]
-    run = workspace.run(loaded.name)
-    write_json(run / "eval" / f"step-{loaded.step:08d}.json", report)
-    log_report(run, report)
     return report
+
+
+def report_path(run: Path, step: int) -> Path:
+    """Where the report of a checkpoint lies."""
+    return run / "eval" / f"step-{step:08d}.json"
 
 
 def _validation(engine: Engine, loaded: LoadedModel, workspace: Workspace) -> dict[str, dict[str, float]]:
@@ -62,6 +74,12 @@ def _validation(engine: Engine, loaded: LoadedModel, workspace: Workspace) -> di
 
 def log_report(run: Path, report: dict[str, Any]) -> None:
     """Add the figures of a report to the metrics of the run, so that the board shows them over its checkpoints."""
+    with Run(run, writer="eval") as metrics:
+        metrics.log(figures(report), report["step"], report.get("tokens", 0))
+
+
+def figures(report: dict[str, Any]) -> dict[str, float]:
+    """The figures of a report by the names of their metrics."""
     bits = {channel: values["bits_per_byte"] for channel, values in report.get("held_out", {}).items()}
     values = {f"eval/held_out/bpb/{channel}": value for channel, value in bits.items()}
     for channel, found in report.get("probes", {}).get("channels", {}).items():
@@ -70,8 +88,7 @@ def log_report(run: Path, report: dict[str, Any]) -> None:
                 values[f"eval/probes/{score}/{channel}"] = found[score]
             for group, means in found["groups"].items():
                 values[f"eval/probes/{channel}/{score}/{group}"] = means[score]
-    with Run(run, writer="eval") as metrics:
-        metrics.log(values, report["step"], report.get("tokens", 0))
+    return values
 
 
 def report_lines(report: dict[str, Any]) -> list[str]:

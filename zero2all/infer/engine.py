@@ -200,6 +200,8 @@ class Engine:
         length, vocabulary = request.prompt_tokens, config.vocab_ids
         if not request.ids:
             raise UsageError("The prompt has no tokens; give at least one.")
+        if request.max_new_tokens < 1 and (request.score_from is None or len(request.ids) <= request.score_from):
+            raise UsageError("There is nothing to do: no token is to be written, and none to be scored.")
         # The last token of a text that is only scored is never fed to the model.
         if length >= self.max_len + (0 if request.max_new_tokens else 2):
             origin = "model.max_seq_len" if self.max_len == config.max_seq_len else "--max-len"

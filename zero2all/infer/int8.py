@@ -26,7 +26,7 @@ MOST_ROWS_AT_ONCE = 4
 """Up to as many rows, torch's kernel for the CPU is faster than widening the weights for a plain product."""
 WIDENED_VALUES = 16 << 20
 """Weights that are widened at a time."""
-CHUNK_VALUES = 1 << 18
+CHUNK_VALUES = 1 << 20
 """Weights that are rounded at a time: few enough to stay in the processor's cache."""
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.common.workspace import Workspace, is_folder_name, open_workspace
+from zero2all.common.workspace import STAMP_NAME, Workspace, is_folder_name, open_workspace
 from zero2all.config import RunConfig
 from zero2all.config.training import model_at
 from zero2all.model.config import ModelConfig, parameter_counts
@@ -127,9 +127,10 @@ def load_model(
             f"{folder} is neither the folder of a run (it has no {CONFIG_FILE}) nor a Hugging Face folder (it has no "
             f"config.json). Give the name of a run, or one of these folders."
         )
-    if workspace is None or not is_folder_name(source):
+    if workspace is None or not is_folder_name(source) or not (workspace.root / STAMP_NAME).is_file():
         raise BadInputError(
-            f"There is no folder {folder.absolute()}. Give a run or a Hugging Face folder that is there."
+            f"There is no folder {folder.absolute()}. Give the folder of a run or of a Hugging Face model; or the name "
+            f"of a run, and its workspace with --work."
         )
     open_workspace(workspace.root).existing_run(source)  # says which runs there are
     raise AssertionError("the run was not there a moment ago")

@@ -2,7 +2,7 @@
 
 The engine must not wait for clients, and a loop that is woken for every token of every client takes the interpreter
 from the engine's thread. So pieces are left in a queue, and all streams that have news are woken together, every
-`PERIOD_SECONDS`; the end of a text wakes its own at once.
+`PERIOD_SECONDS`; the first piece and the end of a text wake their own at once.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Generations:
         self._arrived: deque[tuple[int, Piece]] = deque()
         self._news, self._ended = asyncio.Event(), asyncio.Event()
         self._is_noted = not call.stream  # without a stream only the end matters
+        self._has_begun = False
         self._left = len(call.requests)
         self._tickets: list[Ticket] = []
 
@@ -108,7 +109,11 @@ class Generations:
             self._bell.call(self._all_ended)
         elif not self._is_noted:
             self._is_noted = True
-            self._bell.ring(self._news)
+            if self._has_begun:
+                self._bell.ring(self._news)
+            else:
+                self._has_begun = True
+                self._bell.call(self._news.set)
 
     def _all_ended(self) -> None:
         self._ended.set()

@@ -195,7 +195,8 @@ def _measures(data: dict[str, Any]) -> list[list[Any]]:
     for word in ("value", "usual", "limit", "mean", "sigma", "median", "mad"):
         number = _finite(data.get(word))
         if number is not None:
-            rows.append([word, number, "", None])
+            # The page has another word for the smoothing called median.
+            rows.append(["medianBefore" if word == "median" else word, number, "", None])
     value, mean, sigma = (_finite(data.get(word)) for word in ("value", "mean", "sigma"))
     # The limits are those of the board's own rules; who wrote the event may have had others.
     if value is not None and mean is not None and sigma:

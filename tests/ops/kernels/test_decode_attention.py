@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.agreement import assert_close, dtypes, name_of, random
+from tests.ops.agreement import assert_close, dtypes, random
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
@@ -76,16 +76,23 @@ class Case:
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-@splits
-@dtypes(torch.float32, torch.bfloat16)
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 16), (3, 3, 8), (2, 1, 24)], ids=str)
-def test_attention_over_sequences_of_every_length(device, tiles, dtype, heads, kv_heads, width):
-    # First token of all, within a block, at the end and beginning of a block, of a tile, of a split, the last place.
-    case = Case([0, 1, 3, 4, 15, 16, 17, 33, 63], heads, kv_heads, width, dtype, device)
+def assert_exact(case: Case, tiles: AttentionTiles) -> None:
     found, wanted = case.run(tiles), case.reference()
     for number, what in enumerate(("output", "keys", "values")):
-        assert_close(found[number], wanted[number], TOLERANCE[dtype], f"{what} in {name_of(dtype)}")
+        assert_close(found[number], wanted[number], TOLERANCE[case.dtype], what)
     assert not found[3].arrived.any()  # ready for the next launch
+
+
+@splits
+def test_attention_over_sequences_of_every_length(device, tiles):
+    # First token of all, within a block, at the end and beginning of a block, of a tile, of a split, the last place.
+    assert_exact(Case([0, 1, 3, 4, 15, 16, 17, 33, 63], 4, 2, 16, torch.float32, device), tiles)
+
+
+@dtypes(torch.float32, torch.bfloat16)
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 16), (3, 3, 8), (2, 1, 24)], ids=str)
+def test_heads_of_every_shape(device, dtype, heads, kv_heads, width):
+    assert_exact(Case([5, 40], heads, kv_heads, width, dtype, device), SPLITS["splits"])
 
 
 @splits

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from zero2all.common.errors import BadInputError, LostRunError
+from zero2all.train.checkpoints.claims import claim_step
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.retention import Retention, Verified, pin, pins, prune, sweep
 from zero2all.train.checkpoints.snapshot import Snapshot
@@ -51,6 +52,13 @@ def test_pinned_ones_stay(saved):
     assert pins(saved) == {10: "last good", 30: "for the paper"}
     prune(saved, Retention(), Verified())
     assert steps_of(saved) == [60, 50, 30, 10]
+
+
+def test_one_that_is_being_read_stays_until_it_is_not(saved):
+    with claim_step(saved, 10), claim_step(saved, 30):
+        assert prune(saved, Retention(), Verified()) == [20, 40]
+    assert steps_of(saved) == [60, 50, 30, 10]
+    assert prune(saved, Retention(), Verified()) == [10, 30]
 
 
 def test_two_whole_ones_are_left_however_many_of_the_newest_are_damaged(saved):

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from zero2all.evals.items import Item
+from zero2all.evals.items import LABELS, Item
 from zero2all.evals.tasks.files import DataFile, cell, text
-from zero2all.evals.tasks.reader import LABELS, Reader, gold_of, with_choices
+from zero2all.evals.tasks.reader import Reader, gold_of, with_choices
 
 FOUR = tuple("ABCD")
 

@@ -12,17 +12,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from zero2all.evals.items import Item
+from zero2all.evals.items import LABELS, Item
 from zero2all.evals.tasks.files import DataFile, cell, text
-from zero2all.evals.tasks.reader import LABELS, Reader, gold_of, with_choices
+from zero2all.evals.tasks.reader import Reader, gold_of, with_choices
 
 
 def _own(row: Any, _: DataFile) -> Iterator[Item]:
     question, answer, choices = text(row, "question"), cell(row, "answer"), _choices(row)
     language = str(row.get("language") or ("zh" if re.search(r"[\u4e00-\u9fff]", question) else "en"))
-    more = {"language": language, "subject": str(row.get("subject") or ""), "context": str(row.get("context") or "")}
+    more: dict[str, Any] = {
+        "language": language,
+        "subject": str(row.get("subject") or ""),
+        "context": str(row.get("context") or ""),
+    }
     name = str(row.get("id") or "")
     if not choices:
         yield Item(name, question, answer=str(answer).strip(), **more)
@@ -32,8 +37,7 @@ def _own(row: Any, _: DataFile) -> Iterator[Item]:
         gold = answer
     else:
         gold = choices.index(answer.strip()) if answer.strip() in choices else gold_of(answer.strip(), list(labels))
-    item = with_choices(question, choices, gold, **more)
-    yield Item(name, item.question, item.choices, item.gold, item.answer, **more)
+    yield replace(with_choices(question, choices, gold, **more), id=name)
 
 
 def _choices(row: Any) -> list[str]:

@@ -12,7 +12,6 @@ from zero2all.common.errors import BadInputError
 from zero2all.evals.items import DUPLICATE, FORMS, GOLD_OUTSIDE, NOT_READABLE, Item, ItemError, Task, check_item
 from zero2all.evals.tasks.files import SUFFIXES, DataFile, data_files, rows_of
 
-LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 ReadRow = Callable[[Any, DataFile], Iterable[Item | ItemError]]
 """The items of a row (their ids may be empty), or why one of them, or the row, cannot be used."""
 

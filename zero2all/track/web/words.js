@@ -114,7 +114,7 @@ const WORDS = {
 	limit: ['limit', '上限'],
 	mean: ['Mean before', '此前均值'],
 	sigma: ['Standard deviation σ', '标准差 σ'],
-	median: ['Median before', '此前中位数'],
+	medianBefore: ['Median before', '此前中位数'],
 	mad: ['MAD', 'MAD'],
 	aboveMean: ['Above the mean', '高于均值'],
 	aboveMedian: ['Above the median (σ: 1.4826 MAD)', '高于中位数（σ：1.4826 MAD）'],

@@ -38,6 +38,11 @@ class _Piece(NamedTuple):
     target: Tensor | None
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the rows."""
+        return (self.rows, *self.info.shape[1:]) if self.info.shape else ()
+
+    @property
     def is_read_in_place(self) -> bool:
         """Whether the bytes of the file are those of the target."""
         target = self.target
@@ -47,6 +52,14 @@ class _Piece(NamedTuple):
             and target.dtype == DTYPES[self.info.dtype]
             and target.is_contiguous()
         )
+
+
+class _Coming(NamedTuple):
+    """A piece that is being read."""
+
+    piece: _Piece
+    buffer: Tensor | None  # None: it is read in place
+    values: Future[Tensor]
 
 
 @torch.no_grad()
@@ -64,17 +77,29 @@ def read_checked(handle: int, header: Header, targets: Mapping[str, Tensor]) -> 
 def _read_ahead(
     readers: ThreadPoolExecutor, handle: int, header: Header, targets: Mapping[str, Tensor]
 ) -> Iterator[tuple[_Piece, Tensor]]:
-    """All pieces of a file in their order, each with its values."""
-    coming: deque[tuple[_Piece, Future[Tensor]]] = deque()
+    """All pieces of a file in their order, each with its values, which are valid until the next one is asked for."""
+    coming: deque[_Coming] = deque()
+    # Used again and again: memory that one thread allocates and another frees may be given back late.
+    spare = [torch.empty(PIECE_BYTES, dtype=torch.uint8) for _ in range(PIECES_AHEAD)]
     for piece in _pieces(header, targets):
-        into = piece.target if piece.is_read_in_place else None
+        if len(coming) == PIECES_AHEAD:
+            done = coming.popleft()
+            yield done.piece, done.values.result()
+            if done.buffer is not None:
+                spare.append(done.buffer)
+        buffer = None if piece.is_read_in_place else spare.pop()
+        into = piece.target if buffer is None else _view(buffer, piece)
         values = readers.submit(read_rows, handle, header, piece.info, piece.first, piece.rows, into)
-        coming.append((piece, values))
-        if len(coming) > PIECES_AHEAD:
-            piece, values = coming.popleft()
-            yield piece, values.result()
-    for piece, values in coming:
-        yield piece, values.result()
+        coming.append(_Coming(piece, buffer, values))
+    for done in coming:
+        yield done.piece, done.values.result()
+
+
+def _view(buffer: Tensor, piece: _Piece) -> Tensor:
+    """The beginning of a buffer as the rows of a piece; another buffer where one row alone is longer than it."""
+    count = byte_count(piece.info.dtype, piece.shape)
+    room = buffer if count <= len(buffer) else torch.empty(count, dtype=torch.uint8)
+    return room[:count].view(DTYPES[piece.info.dtype]).view(piece.shape)
 
 
 def _pieces(header: Header, targets: Mapping[str, Tensor]) -> Iterator[_Piece]:

@@ -9,6 +9,7 @@
   step-00001500.partial-4711-2/     being written, or left by a killed save: never read
   latest.json                       a hint: the step that was committed last
   pins.json                         steps that retention never deletes
+  claims/step-00001000.json         who is reading that checkpoint now
   damaged/, withdrawn/              set aside, each with its reason in a text file
 """
 

@@ -1,9 +1,9 @@
 """Which checkpoints are kept, and how the others are moved away or deleted.
 
-The newest `keep_last`, those at multiples of `keep_every_steps`, and pinned ones. Whatever the settings, at least two
-that are known to be intact are kept, and at least one of them is good (`not_good` in a manifest says why one is not):
-if the rules keep too few, older ones are kept as well. A folder is renamed before it is deleted, so that a partly
-deleted checkpoint never has a valid name.
+The newest `keep_last`, those at multiples of `keep_every_steps`, pinned ones, and those that another process
+is reading (claims.py). Whatever the settings, at least two that are known to be intact are kept, and at least one of
+them is good (`not_good` in a manifest says why one is not): if the rules keep too few, older ones are kept as well. A
+folder is renamed before it is deleted, so that a partly deleted checkpoint never has a valid name.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import PARTIAL_MARK, fsync_folder, write_atomic
 from zero2all.train.checkpoints import exact_json
+from zero2all.train.checkpoints.claims import claimed_steps
 from zero2all.train.checkpoints.layout import (
     DAMAGED,
     PINS_NAME,
@@ -104,11 +105,15 @@ def prune(run: Path, retention: Retention, verified: Verified, fence: Fence = no
                 surplus.remove(folder)
     if whole < LEAST_VERIFIED:
         return []
+    deleted = []
     for folder in surplus:
         fence()
+        if step_of(folder) in claimed_steps(run):  # asked each time: deleting the one before took a while
+            continue
         discard(folder)
         verified.steps.discard(step_of(folder))
-    return sorted(step_of(folder) for folder in surplus)
+        deleted.append(step_of(folder))
+    return sorted(deleted)
 
 
 def pins(run: Path) -> dict[int, str]:

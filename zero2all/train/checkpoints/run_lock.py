@@ -84,7 +84,7 @@ class RunLock:
         """The fence: raises LostRunError when another process has taken over the lock or removed it."""
         if self.is_held():
             return
-        name, holder = self.path.parent.name, _read_holder(self.path)
+        name, holder = self.path.parent.name, read_holder(self.path)
         what = f"was taken over by {_name(holder)}" if holder else "has lost its lock, and may have had another writer"
         raise LostRunError(
             f"The run {name} {what}. This process writes nothing more to it and ends. The run continues from its "
@@ -109,14 +109,14 @@ def hold_run(
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RunLockedError(_refusal(run, _read_holder(path), "is running")) from None
+            raise RunLockedError(_refusal(run, read_holder(path), "is running")) from None
         except OSError:  # a disk without locks: only the content of the file counts
             pass
         if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
             raise RunLockedError(_refusal(run, {}, "has just ended"))  # and has removed the file in between
-        notes = _judge(run, _read_holder(path), take_over, stale_seconds)
+        notes = _judge(run, read_holder(path), take_over, stale_seconds)
         lock = RunLock(path, secrets.token_hex(8), notes)
-        _write_holder(path, {**_self(), "token": lock.token})
+        _write_holder(path, {**this_process(), "token": lock.token})
         ended = threading.Event()
         beating = threading.Thread(target=_beat, args=(lock, ended, heartbeat_seconds), name="run-lock", daemon=True)
         beating.start()
@@ -139,8 +139,8 @@ def _judge(run: Path, holder: dict[str, Any], take_over: bool, stale_seconds: fl
         return []
     age = _heartbeat_age(run)
     if holder.get("host") == socket.gethostname():
-        if holder.get("boot") == _boot():
-            if _is_alive(holder):
+        if holder.get("boot") == boot_id():
+            if is_alive(holder):
                 raise RunLockedError(_refusal(run, holder, "is running"))
         elif age < stale_seconds:  # this machine before a reboot, or another one with the same name
             raise RunLockedError(_refusal(run, holder, f"was last alive {age:.0f} s ago"))
@@ -166,16 +166,17 @@ def _name(holder: dict[str, Any]) -> str:
     return f"process {holder.get('pid', 'unknown')} on {holder.get('host', 'an unknown host')}"
 
 
-def _self() -> dict[str, Any]:
+def this_process() -> dict[str, Any]:
+    """What a lock says of its holder."""
     return {
         "host": socket.gethostname(),
-        "boot": _boot(),
+        "boot": boot_id(),
         "pid": os.getpid(),
         "started": psutil.Process().create_time(),
     }
 
 
-def _boot() -> str:
+def boot_id() -> str:
     """An id of this boot of this machine."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -183,11 +184,13 @@ def _boot() -> str:
         return str(int(psutil.boot_time()))
 
 
-def _is_alive(holder: dict[str, Any]) -> bool:
+def is_alive(holder: dict[str, Any]) -> bool:
     """Whether the process that wrote the record still runs: its pid may have been reused."""
     try:
-        started = psutil.Process(int(holder["pid"])).create_time()
-        return abs(started - float(holder["started"])) < SAME_START_SECONDS
+        process = psutil.Process(int(holder["pid"]))
+        if process.status() == psutil.STATUS_ZOMBIE:  # killed, and its parent has not looked yet
+            return False
+        return abs(process.create_time() - float(holder["started"])) < SAME_START_SECONDS
     except (psutil.NoSuchProcess, KeyError, TypeError, ValueError):
         return False
     except psutil.AccessDenied:
@@ -204,7 +207,7 @@ def _heartbeat_age(run: Path) -> float:
         probe.unlink(missing_ok=True)
 
 
-def _read_holder(path: Path) -> dict[str, Any]:
+def read_holder(path: Path) -> dict[str, Any]:
     """The record in a lock file; empty when it was released or cannot be read."""
     try:
         return _holder_in(path)

@@ -1,0 +1,196 @@
+"""Accuracy, chance, intervals and what is left out, on models whose every probability we chose."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from zero2all.common.errors import UsageError
+from zero2all.evals.items import CODE, CONTINUE, SENTENCE, Item, Task
+from zero2all.evals.judge import FormResult, judge, summary, wilson
+from zero2all.evals.scorer import Question, score_questions
+from zero2all.infer.engine import Engine
+
+
+@pytest.fixture
+def asked_model(bigram, border_tokenizer, logits):
+    """After `：` it says 北京 or A, after `:` a space and then A: never anything else, if it can help it."""
+
+    def make(**more):
+        colon, zh_colon = border_tokenizer.encode_text(":")[-1], border_tokenizer.encode_text("：")[-1]
+        space = border_tokenizer.encode_text(" A")
+        logits[zh_colon, border_tokenizer.encode_text("北京")[0]] = 9.0
+        logits[zh_colon, border_tokenizer.encode_text("A")[0]] = 8.0
+        logits[colon, space[0]] = 9.0
+        logits[space[0], space[1:2] or [border_tokenizer.end_id]] = 9.0
+        logits[space[-1], border_tokenizer.end_id] = 9.0
+        logits[border_tokenizer.encode_text("A")[0], border_tokenizer.end_id] = 9.0
+        return Engine(bigram(logits, max_seq_len=256))
+
+    return make
+
+
+CAPITALS = tuple(
+    Item(str(number), "首都？", choices, choices.index("北京"), "北京", "zh")
+    for number, choices in enumerate([("北京", "上海"), ("上海", "北京"), ("广州", "上海", "北京", "东")])
+)
+ZH = Task("cmmlu", "zh", CAPITALS)
+
+
+def test_each_form_says_how_many_were_right_beyond_chance(asked_model):
+    engine = asked_model()
+    by_form = {result.form: result for result in judge(engine, [ZH], labels="AXYZ")}
+    assert list(by_form) == ["cloze", "cloze_pmi", "choice", "bits", "generate"]
+    cloze, choice, bits = by_form["cloze"], by_form["choice"], by_form["bits"]
+    assert (cloze.accuracy, cloze.items, cloze.skipped, cloze.shots) == (1.0, 3, {}, 0)
+    assert cloze.chance == pytest.approx((1 / 2 + 1 / 2 + 1 / 4) / 3)
+    assert cloze.centred == 1.0
+    assert cloze.interval == wilson(3, 3)
+    # It always says A: the right label of the first item only.
+    assert [each.chosen for each in choice.per_item] == [0, 0, 0]
+    assert choice.accuracy == pytest.approx(1 / 3)
+    assert choice.centred == pytest.approx((1 / 3 - choice.chance) / (1 - choice.chance))
+    low, high = choice.centred_interval
+    assert low < choice.centred < high
+    assert by_form["generate"].per_item[0].written[:1] in ("北", "A")
+    # Bits per byte of the right answer are those of the scorer.
+    ((scored,),) = score_questions(engine, [Question("问题：首都？\n答案：", ("北京",))])
+    assert bits.bits_per_byte == pytest.approx(-scored.logprob / math.log(2) / 6)
+    assert (bits.accuracy, bits.centred, bits.interval) == (None, None, None)
+    assert cloze.bits_per_byte == bits.bits_per_byte
+
+
+def test_bits_alone_equal_those_that_the_cloze_form_finds(asked_model):
+    engine = asked_model()
+    alone, beside = judge(engine, [ZH], ["bits"]), judge(engine, [ZH], ["cloze", "bits"])
+    assert alone[0].bits_per_byte == pytest.approx(beside[-1].bits_per_byte)
+
+
+def test_pmi_takes_away_what_is_likely_after_anything(bigram, border_tokenizer, logits):
+    # 北京 is the likeliest after `：` whatever was asked, so PMI sees no reason for it.
+    zh_colon = border_tokenizer.encode_text("：")[-1]
+    logits[zh_colon, border_tokenizer.encode_text("北京")[0]] = 9.0
+    (result,) = [
+        each for each in judge(Engine(bigram(logits, max_seq_len=256)), [ZH], ["cloze"]) if each.form == "cloze_pmi"
+    ]
+    assert all(score == pytest.approx(0.0, abs=1e-4) for each in result.per_item for score in each.scores)
+
+
+def test_items_that_cannot_be_asked_are_counted_and_named_and_the_rest_is_judged(asked_model):
+    long = dataclasses.replace(CAPITALS[0], id="long", question="首" * 400)
+    wide = dataclasses.replace(CAPITALS[0], id="wide", choices=("北京",) * 27)
+    opened = Item("open", "首都？", answer="北京", language="zh")
+    task = Task("mine", "zh", (*CAPITALS, long, wide, opened), skipped={"missing column": 2})
+    by_form = {result.form: result for result in judge(asked_model(), [task])}
+    assert by_form["cloze"].skipped == {
+        "missing column": 2,
+        "longer than the context": 1,
+        "no choices in this form": 1,
+    }
+    assert any(line.startswith("mine cloze long: prompt and continuation have") for line in by_form["cloze"].problems)
+    assert by_form["choice"].skipped["more choices than labels"] == 1
+    assert by_form["generate"].skipped["longer than the context"] == 1
+    assert (by_form["cloze"].items, by_form["choice"].items, by_form["generate"].items) == (4, 3, 4)
+
+
+def test_a_limit_takes_the_same_items_each_time(asked_model):
+    engine = asked_model()
+    items = tuple(dataclasses.replace(CAPITALS[0], id=str(number)) for number in range(20))
+    first, again = (judge(engine, [Task("t", "zh", items)], ["choice"], limit=5)[0] for _ in range(2))
+    assert first.items == 5
+    assert [each.id for each in first.per_item] == [each.id for each in again.per_item]
+    other = judge(engine, [Task("t", "zh", items)], ["choice"], limit=5, seed=1)[0]
+    assert [each.id for each in first.per_item] != [each.id for each in other.per_item]
+
+
+def test_examples_stand_before_the_item(asked_model):
+    shots = tuple(dataclasses.replace(CAPITALS[0], id=f"s{n}", question=f"省会{n}？") for n in range(3))
+    engine = asked_model()
+    (plain,) = judge(engine, [dataclasses.replace(ZH, shots=shots)], ["choice"], shots=0)
+    (two,) = judge(engine, [dataclasses.replace(ZH, shots=shots)], ["choice"], shots=2)
+    (many,) = judge(engine, [dataclasses.replace(ZH, shots=shots)], ["choice"], shots=99)
+    assert (plain.shots, two.shots, many.shots) == (0, 2, 3)
+    assert plain.items == two.items == 3
+
+
+def test_last_words_are_right_where_greedy_decoding_writes_them(speller):
+    engine = Engine(speller("首都", " Rome"))
+    items = (
+        Item("1", "首都", answer="Rome", shape=CONTINUE),
+        Item("2", "首都", answer="Oslo", shape=CONTINUE),
+    )
+    (result,) = judge(engine, [Task("lambada", "en", items, forms=("bits",))])
+    assert [each.correct for each in result.per_item] == [True, False]
+    assert (result.accuracy, result.chance) == (0.5, 0.0)
+
+
+def test_a_minimal_pair_is_right_where_the_good_sentence_is_likelier(speller):
+    engine = Engine(speller("首都", " Rome"))
+    pairs = (Item("1", "", ("首都 Rome", "Rome 首都"), 0, "首都 Rome", shape=SENTENCE),)
+    (cloze, _) = judge(engine, [Task("blimp", "en", pairs, forms=("cloze", "bits"))])
+    assert cloze.accuracy == 1.0
+
+
+def test_items_where_a_token_spans_the_border_are_counted(speller):
+    engine = Engine(speller("首都", "是北京"))
+    items = (Item("1", "首都是", ("北京", "Rome"), 0, "北京", "zh", shape=CONTINUE),)
+    (cloze,) = judge(engine, [Task("t", "zh", items)], ["cloze"])
+    assert (cloze.border_spans, cloze.accuracy) == (1, 1.0)
+
+
+@pytest.fixture
+def coder(bigram, border_tokenizer, logits):
+    """Writes `1` and ends, whatever comes before."""
+    one = border_tokenizer.encode_text("1")[0]
+    logits[:, one] = 9.0
+    logits[one] = 0.0
+    logits[one, border_tokenizer.end_id] = 9.0
+    return Engine(bigram(logits))
+
+
+def test_programs_are_run_only_when_asked_for(coder):
+    extra = {"test": "def check(f):\n    assert f() == 1\n", "entry_point": "f"}
+    wrong = {"test": "def check(f):\n    assert f() == 2\n", "entry_point": "f"}
+    items = (
+        Item("right", "def f(): return ", answer="1", language="code", extra=extra, shape=CODE),
+        Item("wrong", "def f(): return ", answer="2", language="code", extra=wrong, shape=CODE),
+    )
+    task = Task("humaneval", "code", items, forms=("bits", "generate"))
+    (safe,) = judge(coder, [task], ["generate"])
+    assert (safe.items, safe.accuracy, safe.skipped) == (0, None, {"code is run only with --run-code": 2})
+    (run,) = judge(coder, [task], ["generate"], run_code=True)
+    assert [(each.id, each.correct, each.note) for each in run.per_item] == [
+        ("right", True, "passed"),
+        ("wrong", False, "failed: AssertionError: "),
+    ]
+
+
+def test_an_unknown_form_is_refused(coder):
+    with pytest.raises(UsageError, match="The forms are cloze, choice, bits, generate"):
+        judge(coder, [ZH], ["clozee"])
+
+
+def test_wilson_interval_against_known_values():
+    assert wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    assert wilson(5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
+    assert wilson(10, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
+
+
+def result(task: str, form: str, accuracy: float | None, chance: float = 0.25) -> FormResult:
+    return FormResult(task, "en", form, 0, 10, {}, (), chance, accuracy, None, None, 0, [])
+
+
+def test_the_summary_takes_the_best_form_of_each_task_that_belongs_to_it():
+    results = [
+        result("cmmlu", "cloze", 0.40),
+        result("cmmlu", "choice", 0.25),
+        result("cmmlu", "bits", None),
+        result("ceval", "cloze", 0.10),
+        result("piqa", "cloze", 0.75, 0.5),
+        result("my-own", "cloze", 1.0),
+    ]
+    found = summary(results)
+    assert found["zh"] == {"score": pytest.approx((0.2 - 0.2) / 2), "forms": {"cmmlu": "cloze", "ceval": "cloze"}}
+    assert found["en"] == {"score": pytest.approx(0.5), "forms": {"piqa": "cloze"}}

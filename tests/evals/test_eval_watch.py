@@ -1,0 +1,164 @@
+"""Checkpoints are evaluated as they are committed: beside training, shared, exactly once, whoever is killed."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from zero2all.common.errors import BadInputError
+from zero2all.common.files import read_json, write_json
+from zero2all.evals.report import report_path
+from zero2all.evals.watch import Watcher, logged_rows
+from zero2all.track.reader import read_run
+from zero2all.train.checkpoints.claims import claim_step
+from zero2all.train.checkpoints.layout import checkpoint_folder, list_checkpoints
+from zero2all.train.checkpoints.run_lock import this_process
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with three checkpoints, as far as their names go, whose training goes on."""
+    for step in (10, 20, 30):
+        checkpoint_folder(tmp_path, step).mkdir(parents=True)
+    return tmp_path
+
+
+def report_of(step: int) -> dict:
+    return {"run": "r", "step": step, "tokens": 100 * step, "held_out": {"en": {"bits_per_byte": 1 / step}}}
+
+
+def watch_once(run: Path, **settings) -> Watcher:
+    watcher = Watcher(run, settings.pop("evaluate", report_of), say=lambda _: None, **settings)
+    watcher.watch(once=True)
+    return watcher
+
+
+def reports(run: Path) -> list[int]:
+    return sorted(read_json(path)["step"] for path in (run / "eval").glob("step-*.json"))
+
+
+def logged(run: Path) -> dict[int, int]:
+    return {step: len(rows) for step, rows in logged_rows(run).items()}
+
+
+def test_every_checkpoint_is_evaluated_at_its_step_oldest_first_and_only_once(run):
+    assert watch_once(run).evaluated == [10, 20, 30]
+    assert reports(run) == [10, 20, 30]
+    assert watch_once(run).evaluated == []
+    assert logged(run) == {10: 1, 20: 1, 30: 1}
+    points = read_run(run).series["eval/held_out/bpb/en"]
+    assert list(points.step) == [10, 20, 30]
+    assert list(points.tokens) == [1000, 2000, 3000]
+
+
+def test_only_the_steps_that_were_asked_for(run):
+    assert watch_once(run, is_wanted=lambda step: step == 20).evaluated == [20]
+
+
+def test_a_checkpoint_that_another_watcher_has_is_left_to_it(run):
+    with claim_step(run, 10):
+        assert watch_once(run).evaluated == [20, 30]
+    assert watch_once(run).evaluated == [10]
+
+
+def test_a_checkpoint_is_claimed_while_it_is_evaluated_and_free_afterwards(run):
+    def evaluate(step):
+        with claim_step(run, step) as claim:
+            assert claim is None
+        return report_of(step)
+
+    watch_once(run, evaluate=evaluate)
+    assert list((run / "checkpoints/claims").iterdir()) == []
+
+
+def test_a_checkpoint_deleted_while_it_is_read_is_reported_and_skipped(run):
+    def evaluate(step):
+        if step == 10:
+            checkpoint_folder(run, 10).rmdir()
+            raise FileNotFoundError("model-00000-00000.safetensors")
+        return report_of(step)
+
+    watcher = watch_once(run, evaluate=evaluate)
+    assert watcher.evaluated == [20, 30]
+    assert watcher.left_out == {10: "its checkpoint was deleted or moved while it was read"}
+
+
+def test_a_damaged_checkpoint_is_reported_and_skipped_and_tried_again_by_the_next_watcher(run):
+    def evaluate(step):
+        if step == 20:
+            raise BadInputError("a byte has changed")
+        return report_of(step)
+
+    watcher = watch_once(run, evaluate=evaluate)
+    assert (watcher.evaluated, watcher.left_out) == ([10, 30], {20: "a byte has changed"})
+    assert watch_once(run).evaluated == [20]
+
+
+def test_any_other_error_ends_the_watcher_and_frees_the_checkpoint(run):
+    def evaluate(_):
+        raise OSError(28, "no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        watch_once(run, evaluate=evaluate)
+    assert watch_once(run).evaluated == [10, 20, 30]
+
+
+def test_what_a_watcher_found_after_it_lost_its_claim_is_dropped(run):
+    def evaluate(step):
+        if step == 10:
+            write_json(run / "checkpoints/claims/step-00000010.json", {**this_process(), "token": "theirs"})
+        return report_of(step)
+
+    assert watch_once(run, evaluate=evaluate).evaluated == [20, 30]
+    assert not report_path(run, 10).exists()
+
+
+def test_a_report_whose_watcher_was_killed_before_the_metrics_is_added_to_them_once(run):
+    write_json(report_path(run, 10), report_of(10))
+    (run / "metrics").mkdir()
+    (run / "metrics/eval-1.jsonl").write_text('{"step": 10, "values": {"eval/held_out/b')  # killed within the row
+    assert watch_once(run).evaluated == [20, 30]
+    watch_once(run)
+    assert logged(run) == {10: 1, 20: 1, 30: 1}
+
+
+# ---- real processes -------------------------------------------------------------------------------------------
+
+
+def bits(run: Path, step: int) -> dict[str, bytes]:
+    """Every weight, every moment, every counter of a checkpoint."""
+    folder = checkpoint_folder(run, step)
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
+
+
+def test_training_beside_a_watcher_that_is_killed_and_started_again_ends_with_the_same_bits(
+    trained_workspace, tmp_path, start
+):
+    """The run of all tests was trained alone; here it is trained once more, with a watcher beside it."""
+    alone = trained_workspace.run("tiny")
+    work = tmp_path / "work"
+    shutil.copytree(trained_workspace.root, work, ignore=shutil.ignore_patterns("runs"))
+    run, every_step = work / "runs/tiny", list(range(3, 31, 3))
+    saves = ("--checkpoint.every_steps", "3", "--checkpoint.keep_last", "20")
+    training = start("train", alone / "config.yaml", "--work", work, *saves)
+    training.wait_until(lambda: bool(list_checkpoints(run)))
+
+    watch = ("eval", "watch", "tiny", "--work", work, "--poll-seconds", "0.05", "--max-bytes", "1000")
+    first, claims = start(*watch), run / "checkpoints/claims"
+    first.wait_until(lambda: claims.is_dir() and any(claims.iterdir()))
+    first.signal(signal.SIGKILL)
+    first.wait()
+    assert len(list(claims.iterdir())) == 1, "killed in the middle of an evaluation"
+    done_before = reports(run)
+    second = start(*watch)
+    assert training.wait() == 0, training.text()
+    assert second.wait() == 0, second.text()
+
+    assert bits(run, 30) == bits(alone, 30)
+    assert reports(run) == every_step, "nothing is lost"
+    assert logged(run) == dict.fromkeys(every_step, 1), "nothing is repeated"
+    assert f"{len(every_step) - len(done_before)} checkpoints evaluated" in second.text()
+    assert list(claims.iterdir()) == []

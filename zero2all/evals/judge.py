@@ -1,0 +1,360 @@
+"""Benchmarks asked of a model: accuracy, accuracy above chance with its interval, bits per byte of the right answer.
+
+    results = judge(engine, read_tasks(folder, ["cmmlu", "piqa"]), limit=500)
+    summary(results)  # one number for English, one for Chinese
+
+An item that cannot be asked (longer than the context, …) is counted by its reason and named; the rest is scored.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from zero2all.common.errors import UsageError
+from zero2all.common.progress import progress
+from zero2all.evals import forms as ways
+from zero2all.evals.forms import Asked, Writing
+from zero2all.evals.items import CODE, CONTINUE, FORMS, LABELS, Item, Task
+from zero2all.evals.sandbox import Limits, run_program
+from zero2all.evals.scorer import Question, Scored, score_questions
+from zero2all.infer.engine import Engine
+from zero2all.infer.text import TextRequest, complete, engine_request
+
+SUMMED = {
+    "en": (
+        *("arc_easy", "arc_challenge", "hellaswag", "piqa", "winogrande", "mmlu"),
+        *("blimp", "lambada", "gsm8k"),
+    ),
+    "zh": ("cmmlu", "ceval", "c3", "cmrc", "zhoblimp"),
+}
+"""The tasks of the two summary numbers."""
+
+TOO_LONG = "longer than the context"
+EMPTY_CONTINUATION = "empty continuation"
+NO_CHOICES = "no choices in this form"
+NO_LABELS = "more choices than labels"
+NOT_RUN = "code is run only with --run-code"
+Z95 = 1.959964
+
+
+@dataclass(frozen=True)
+class ItemResult:
+    """What a model made of one item in one form."""
+
+    id: str
+    correct: bool | None = None
+    """None: this form has no right or wrong."""
+    chosen: int | None = None
+    written: str = ""
+    bits: float | None = None
+    """Of the right answer, in all."""
+    bytes: int = 0
+    """UTF-8 bytes of the right answer."""
+    spans_border: bool = False
+    scores: tuple[float, ...] = ()
+    """What the choices were compared by."""
+    note: str = ""
+    """How a program failed."""
+
+
+@dataclass(frozen=True)
+class FormResult:
+    """One task in one form."""
+
+    task: str
+    language: str
+    form: str
+    shots: int
+    """Most examples before an item; fewer where the task has fewer."""
+    items: int
+    """Items that were judged."""
+    skipped: dict[str, int]
+    """Reason -> items left out, on reading or on asking."""
+    problems: tuple[str, ...]
+    """Items left out on asking, each in words."""
+    chance: float
+    accuracy: float | None
+    interval: tuple[float, float] | None
+    """95 % (Wilson) of the accuracy."""
+    bits_per_byte: float | None
+    border_spans: int
+    """Items where a token spans the border of prompt and answer (see `scorer`)."""
+    per_item: list[ItemResult] = field(repr=False)
+
+    @property
+    def centred(self) -> float | None:
+        """(accuracy - chance) / (1 - chance): 0 is guessing, 1 is all right, whatever the number of choices."""
+        return None if self.accuracy is None else self._centre(self.accuracy)
+
+    @property
+    def centred_interval(self) -> tuple[float, float] | None:
+        """95 % of the centred accuracy."""
+        return None if self.interval is None else (self._centre(self.interval[0]), self._centre(self.interval[1]))
+
+    def _centre(self, accuracy: float) -> float:
+        return (accuracy - self.chance) / (1 - self.chance)
+
+
+def judge(
+    engine: Engine,
+    tasks: Sequence[Task],
+    forms: Sequence[str] | None = None,
+    shots: int | None = None,
+    limit: int | None = None,
+    *,
+    seed: int = 0,
+    labels: str = LABELS,
+    run_code: bool = False,
+) -> list[FormResult]:
+    """Ask every task in every form that fits it (of `forms`, if given).
+
+    `shots`: examples before an item (None: as is usual for the task). `limit`: at most so many items of a task, the
+    same ones for the same seed. `run_code`: programs that the model writes are run (see `sandbox` for what protects
+    the machine); otherwise their items are counted as skipped.
+    """
+    unknown = [form for form in forms or () if form not in FORMS]
+    if unknown:
+        raise UsageError(f"There is no form {unknown[0]!r}. The forms are {', '.join(FORMS)}.")
+    results = []
+    for task in tasks:
+        asking = _Asking(engine, task, shots, limit, seed, labels, run_code)
+        for form in FORMS:
+            if form in task.forms and (forms is None or form in forms):
+                results += asking.ask(form)
+    return results
+
+
+def summary(results: Sequence[FormResult]) -> dict[str, dict[str, Any]]:
+    """For en and zh: the mean over tasks of the centred accuracy, each task in its best form (as OLMES does: early a
+    model can only be asked by cloze, later labels suit it better). Which tasks are in, `SUMMED` says: English
+    arc_easy, arc_challenge, hellaswag, piqa, winogrande, mmlu, blimp, lambada, gsm8k; Chinese cmmlu, ceval, c3, cmrc,
+    zhoblimp; of these, the ones that were asked. Compare only numbers over the same tasks."""
+    found: dict[str, dict[str, Any]] = {}
+    for language, names in SUMMED.items():
+        best: dict[str, tuple[float, str]] = {}
+        for each in results:
+            if each.task in names and each.centred is not None:
+                best[each.task] = max(best.get(each.task, (-math.inf, "")), (each.centred, each.form))
+        if best:
+            forms = {task: form for task, (_, form) in best.items()}
+            found[language] = {"score": fmean(centred for centred, _ in best.values()), "forms": forms}
+    return found
+
+
+def wilson(right: int, total: int) -> tuple[float, float]:
+    """The 95 % interval of a share, which stays within 0 and 1 for few items too."""
+    share, z2 = right / total, Z95**2
+    middle = (share + z2 / (2 * total)) / (1 + z2 / total)
+    half = Z95 * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2)) / (1 + z2 / total)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+class _Asking:
+    """One task, asked of one model."""
+
+    def __init__(
+        self, engine: Engine, task: Task, shots: int | None, limit: int | None, seed: int, labels: str, run_code: bool
+    ) -> None:
+        self.engine, self.task, self.labels, self.run_code = engine, task, labels, run_code
+        self.count = min(task.default_shots if shots is None else shots, len(task.shots))
+        items = list(task.items)
+        if limit is not None and limit < len(items):
+            places = sorted(random.Random(f"{seed} {task.name}").sample(range(len(items)), limit))
+            items = [items[place] for place in places]
+        self.items = [(item, ways.pick_shots(task, item, self.count, seed)) for item in items]
+        self.golds: FormResult | None = None  # of the cloze form, which scores the right answers too
+
+    def ask(self, form: str) -> list[FormResult]:
+        """The results of a form; cloze has two, compared per byte and by PMI."""
+        if form == "cloze":
+            return self._cloze()
+        if form == "choice":
+            return self._choice()
+        return self._bits() if form == "bits" else self._generate()
+
+    def _cloze(self) -> list[FormResult]:
+        left_out = _LeftOut(self.task, "cloze")
+        asked = [ways.cloze(*each) for each in left_out.with_choices(self.items)]
+        plain: list[ItemResult] = []
+        by_pmi: list[ItemResult] = []
+        for each, scored, beside in self._scored(asked, left_out):
+            continuations = _continuations(each)
+            bits, size, spans = _of_gold(each, scored)
+            lengths = [len(text.encode()) if each.by_bytes else 1 for text in continuations]
+            scores = [found.logprob / length for found, length in zip(scored, lengths, strict=True)]
+            plain.append(_chosen(each.item, scores, bits, size, spans))
+            if beside is not None:
+                pairs = zip(scored, beside, strict=True)
+                gains = [a.logprob - b.logprob if a.logprob > -math.inf else -math.inf for a, b in pairs]
+                by_pmi.append(_chosen(each.item, gains, bits, size, spans))
+        results = [self._result("cloze", plain, left_out)]
+        self.golds = results[0]
+        return [*results, *([self._result("cloze_pmi", by_pmi, left_out)] if by_pmi else [])]
+
+    def _choice(self) -> list[FormResult]:
+        left_out = _LeftOut(self.task, "choice")
+        fitting = []
+        for item, shots in left_out.with_choices(self.items):
+            if max(len(each.choices) for each in (item, *shots)) > len(self.labels):
+                left_out.add(item, NO_LABELS)
+            else:
+                fitting.append(ways.choice(item, shots, self.labels))
+        judged = []
+        for each, scored, _ in self._scored(fitting, left_out):
+            _, size, spans = _of_gold(each, scored)
+            judged.append(_chosen(each.item, [found.logprob for found in scored], None, size, spans))
+        return [self._result("choice", judged, left_out)]
+
+    def _bits(self) -> list[FormResult]:
+        """Of tasks with choices, the cloze form has scored them already. A text to be continued (LAMBADA) is right
+        where greedy decoding would write the rest."""
+        left_out = _LeftOut(self.task, "bits")
+        if self.golds is not None and self.golds.items:
+            judged = [
+                ItemResult(each.id, bits=each.bits, bytes=each.bytes, spans_border=each.spans_border)
+                for each in self.golds.per_item
+            ]
+            left_out.counts.update(self.golds.skipped)
+            left_out.counts.subtract(self.task.skipped)
+            return [self._result("bits", judged, left_out)]
+        judged = []
+        for each, scored, _ in self._scored([ways.gold(*each) for each in self.items], left_out):
+            bits, size, spans = _of_gold(each, scored)
+            correct = scored[0].is_greedy if each.item.shape == CONTINUE and not each.item.choices else None
+            judged.append(ItemResult(each.item.id, correct, bits=bits, bytes=size, spans_border=spans))
+        return [self._result("bits", judged, left_out)]
+
+    def _generate(self) -> list[FormResult]:
+        left_out = _LeftOut(self.task, "generate")
+        writings = []
+        for item, shots in self.items:
+            if item.shape == CODE and not self.run_code:
+                left_out.add(item, NOT_RUN)
+            elif len(item.choices) > len(self.labels):
+                left_out.add(item, NO_LABELS)
+            else:
+                writings.append(ways.generate(item, shots, self.labels))
+        judged = [self._read(writing, text) for writing, text in self._written(writings, left_out)]
+        return [self._result("generate", judged, left_out)]
+
+    # ---- the model ---------------------------------------------------------------------------------------------
+
+    def _scored(
+        self, asked: Sequence[Asked], left_out: _LeftOut
+    ) -> list[tuple[Asked, list[Scored], list[Scored] | None]]:
+        """Of each item that could be scored, its continuations, and those after a prompt that says nothing."""
+        questions: list[Question] = []
+        for each in asked:
+            questions += [*each.questions, *([each.unconditional] if each.unconditional else [])]
+        with progress(f"{self.task.name} {left_out.form}", total=len(questions), unit="step") as bar:
+            answers = iter(score_questions(self.engine, questions, bar))
+        found = []
+        for each in asked:
+            parts = [next(answers) for _ in each.questions]
+            beside = next(answers) if each.unconditional else None
+            reason = next((part for part in (*parts, beside) if isinstance(part, str)), None)
+            if reason is not None:
+                left_out.add(each.item, _reason(reason), reason)
+                continue
+            scored = [one for part in parts for one in part]
+            found.append((each, scored, beside))
+        return found  # type: ignore[return-value]  # no part is a str here
+
+    def _written(self, writings: Sequence[Writing], left_out: _LeftOut) -> list[tuple[Writing, str]]:
+        requests = []
+        kept = []
+        for writing in writings:
+            request = TextRequest(writing.prompt, writing.max_new_tokens, stop=writing.stop)
+            try:
+                engine_request(self.engine, request)
+            except UsageError as error:
+                left_out.add(writing.item, TOO_LONG, str(error))
+                continue
+            requests.append(request)
+            kept.append(writing)
+        texts = [""] * len(kept)
+        with progress(f"{self.task.name} generate", total=len(kept), unit="step") as bar:
+            for number, text, _ in complete(self.engine, requests):
+                texts[number] = text
+                bar.advance(1)
+        return list(zip(kept, texts, strict=True))
+
+    def _read(self, writing: Writing, text: str) -> ItemResult:
+        item = writing.item
+        if item.shape != CODE:
+            return ItemResult(item.id, ways.is_right(item, text, self.labels), written=text)
+        program = f"{item.question}{text}\n\n{item.extra['test']}\n\ncheck({item.extra['entry_point']})\n"
+        outcome = run_program(program, Limits())
+        return ItemResult(item.id, outcome == "passed", written=text, note=outcome)
+
+    def _result(self, form: str, judged: list[ItemResult], left_out: _LeftOut) -> FormResult:
+        by_id = {item.id: item for item, _ in self.items}
+        decided = [each for each in judged if each.correct is not None]
+        right = sum(bool(each.correct) for each in decided)
+        chances = [1 / len(by_id[each.id].choices) if by_id[each.id].choices else 0.0 for each in decided]
+        measured = [each for each in judged if each.bits is not None]
+        size = sum(each.bytes for each in measured)
+        return FormResult(
+            self.task.name,
+            self.task.language,
+            form,
+            self.count,
+            len(judged),
+            dict(Counter(self.task.skipped) + left_out.counts),
+            tuple(left_out.problems),
+            fmean(chances) if chances else 0.0,
+            right / len(decided) if decided else None,
+            wilson(right, len(decided)) if decided else None,
+            sum(each.bits or 0.0 for each in measured) / size if size else None,
+            sum(each.spans_border for each in judged),
+            judged,
+        )
+
+
+class _LeftOut:
+    """Counts and names the items that could not be asked in a form."""
+
+    def __init__(self, task: Task, form: str) -> None:
+        self.task, self.form = task, form
+        self.counts: Counter[str] = Counter()
+        self.problems: list[str] = []
+
+    def add(self, item: Item, reason: str, detail: str = "") -> None:
+        """Note an item."""
+        self.counts[reason] += 1
+        self.problems.append(f"{self.task.name} {self.form} {item.id}: {detail or reason}")
+
+    def with_choices(self, items: Sequence[tuple[Item, tuple[Item, ...]]]) -> list[tuple[Item, tuple[Item, ...]]]:
+        """Those that have choices; the others are noted."""
+        for item, _ in items:
+            if not item.choices:
+                self.add(item, NO_CHOICES)
+        return [(item, shots) for item, shots in items if item.choices]
+
+
+def _reason(words: str) -> str:
+    if "the model takes" in words:
+        return TOO_LONG
+    return EMPTY_CONTINUATION if "empty" in words else words
+
+
+def _continuations(asked: Asked) -> list[str]:
+    return [text for question in asked.questions for text in question.continuations]
+
+
+def _of_gold(asked: Asked, scored: Sequence[Scored]) -> tuple[float, int, bool]:
+    """Bits and bytes of the right answer, and whether a token spans the border."""
+    place = (asked.item.gold or 0) if len(scored) > 1 else 0
+    spans = any(each.spans_border for each in scored)
+    return -scored[place].logprob / math.log(2), len(_continuations(asked)[place].encode()), spans
+
+
+def _chosen(item: Item, scores: Sequence[float], bits: float | None, size: int, spans: bool) -> ItemResult:
+    best = max(range(len(scores)), key=scores.__getitem__)
+    return ItemResult(item.id, best == item.gold, best, "", bits, size, spans, tuple(scores))

@@ -1,0 +1,195 @@
+"""Evaluates the checkpoints of a run as they are committed, in a process of its own beside training.
+
+A checkpoint is done when its report lies in `runs/<name>/eval/`, which is written atomically. Whoever works on one
+holds the claim on it (`train/checkpoints/claims.py`), so that several watchers share the work and retention does not
+delete what is being read. A watcher that was killed leaves a stale claim and no report: the next one does that
+checkpoint again. It may also have been killed between the report and the metrics: the next one compares the two and
+adds what is missing, so that every report is in the metrics exactly once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zero2all.common import jsonio
+from zero2all.common.errors import BadInputError
+from zero2all.common.files import read_json_object, write_json
+from zero2all.evals.report import figures, report_path
+from zero2all.track.writer import METRICS_FOLDER, Run, has_finished
+from zero2all.train.checkpoints.claims import Claim, claim_step
+from zero2all.train.checkpoints.layout import FOLDER_NAME, checkpoint_folder, list_checkpoints, step_of
+
+WRITER = "eval"
+POLL_SECONDS = 5.0
+ROW_SECONDS = 10.0
+"""How long to wait for a row of metrics to be on the disk."""
+
+
+class LostClaimError(Exception):
+    """Another watcher has taken over the checkpoint that this one was evaluating."""
+
+
+@dataclass
+class Watcher:
+    """Evaluates the checkpoints of one run."""
+
+    run: Path
+    evaluate: Callable[[int], dict[str, Any]]
+    """Loads the checkpoint of a step and returns its report."""
+    is_wanted: Callable[[int], bool] = lambda _: True
+    say: Callable[[str], None] = print
+    poll_seconds: float = POLL_SECONDS
+    is_done: Callable[[int], bool] | None = None
+    """Whether a step has a report that will do; None: any report will."""
+    on_report: Callable[[dict[str, Any]], None] = lambda _: None
+    evaluated: list[int] = field(default_factory=list)
+    left_out: dict[int, str] = field(default_factory=dict)
+    """Steps that could not be evaluated, and why."""
+
+    def watch(self, once: bool = False) -> None:
+        """Evaluate what there is and what comes. Returns when training is done and nothing is left; with `once`, when
+        nothing is left that no other watcher has claimed."""
+        with _metrics_of(self.run) as metrics:
+            self._log_missing(metrics)
+            is_waiting = False
+            while True:
+                has_ended = has_finished(self.run)  # asked before looking: no checkpoint is committed after the end
+                left = self._left()
+                if any(self._try(step, metrics) for step in left):
+                    is_waiting = False
+                    continue
+                left = [step for step in left if step not in self.left_out]
+                if once or (has_ended and not left):
+                    break
+                if not is_waiting:
+                    self.say(f"waiting for {'another watcher at step ' + str(left[0]) if left else 'a checkpoint'}")
+                is_waiting = True
+                time.sleep(self.poll_seconds)
+            self._log_missing(metrics)
+
+    def _left(self) -> list[int]:
+        """Checkpoints that are to be evaluated, oldest first: the oldest is the next to be deleted."""
+        steps = sorted(step_of(folder) for folder in list_checkpoints(self.run))
+        dealt_with = {*self.left_out, *self.evaluated}
+        return [step for step in steps if self.is_wanted(step) and step not in dealt_with and not self._done(step)]
+
+    def _done(self, step: int) -> bool:
+        return report_path(self.run, step).is_file() if self.is_done is None else self.is_done(step)
+
+    def _try(self, step: int, metrics: Callable[[], Run]) -> bool:
+        """Evaluate one checkpoint; False when another watcher has it, or it is left out."""
+        with claim_step(self.run, step) as claim:
+            if claim is None:
+                return False
+            if self._done(step):  # by another watcher, since we looked
+                return True
+            try:
+                self._evaluate(step, claim, metrics)
+            except LostClaimError:
+                self.say(f"step {step}: another watcher has taken it over; what was found here is dropped")
+            except Exception as error:
+                self._leave_out(step, error)
+                return False
+            return True
+
+    def _evaluate(self, step: int, claim: Claim, metrics: Callable[[], Run]) -> None:
+        started = time.monotonic()
+        report = self.evaluate(step)
+        if not claim.is_held():
+            raise LostClaimError
+        write_json(report_path(self.run, step), report)
+        _log(metrics(), report)
+        self.evaluated.append(step)
+        self.on_report(report)
+        self.say(f"step {step}: evaluated in {time.monotonic() - started:.1f} s")
+
+    def _leave_out(self, step: int, error: Exception) -> None:
+        """A checkpoint that is gone or damaged ends nothing; any other error is for the caller."""
+        if not checkpoint_folder(self.run, step).is_dir():
+            reason = "its checkpoint was deleted or moved while it was read"
+        elif isinstance(error, BadInputError):
+            reason = str(error)
+        else:
+            raise error
+        self.left_out[step] = reason
+        self.say(f"step {step} is left out: {reason}")
+
+    def _log_missing(self, metrics: Callable[[], Run]) -> None:
+        """Add the figures of reports whose writer was killed before it could."""
+        logged = logged_rows(self.run)
+        for path in sorted((self.run / "eval").glob("step-*.json")):
+            if not FOLDER_NAME.fullmatch(path.stem):
+                continue
+            step = step_of(path.with_suffix(""))
+            if _is_logged(_read_report(path), logged):
+                continue
+            with claim_step(self.run, step) as claim:
+                if claim is None:  # its watcher is about to
+                    continue
+                report = _read_report(path)
+                if not _is_logged(report, logged_rows(self.run)):
+                    self.say(f"step {step}: its report was there, but not in the metrics; added")
+                    _log(metrics(), report)
+
+
+def logged_rows(run: Path) -> dict[int, list[dict[str, Any]]]:
+    """The rows that evaluations have added to the metrics, by step; a torn line is none."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for path in sorted((run / METRICS_FOLDER).glob(f"{WRITER}-*.jsonl")):
+        for line in path.read_bytes().splitlines():
+            try:
+                row = jsonio.loads(line)
+                if "values" in row:
+                    found.setdefault(int(row["step"]), []).append(row["values"])
+            except (ValueError, TypeError, KeyError):
+                continue
+    return found
+
+
+def _is_logged(report: dict[str, Any], logged: dict[int, list[dict[str, Any]]]) -> bool:
+    """Whether a row has the figures of this report. One without figures has nothing to log."""
+    values = figures(report) if report else {}
+    same = jsonio.loads(jsonio.dumps_line({name: value for name, value in values.items() if value is not None}))
+    return not same or any(
+        all(row.get(name) == value for name, value in same.items() if value is not None)
+        for row in logged.get(report["step"], ())
+    )
+
+
+def _read_report(path: Path) -> dict[str, Any]:
+    """A report; empty when the file is none of ours."""
+    try:
+        report = read_json_object(path)
+        return report if type(report.get("step")) is int else {}
+    except (BadInputError, OSError):
+        return {}
+
+
+def _log(metrics: Run, report: dict[str, Any]) -> None:
+    """Add the figures of a report to the metrics, and wait until they are there: then the claim may be released."""
+    metrics.log(figures(report), report["step"], report.get("tokens", 0))
+    deadline = time.monotonic() + ROW_SECONDS
+    while not _is_logged(report, logged_rows(metrics.folder)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+@contextmanager
+def _metrics_of(run: Path) -> Iterator[Callable[[], Run]]:
+    """The metrics of this watcher: one file, made when the first row is to be written."""
+    opened: list[Run] = []
+
+    def metrics() -> Run:
+        if not opened:
+            opened.append(Run(run, writer=WRITER))
+        return opened[0]
+
+    try:
+        yield metrics
+    finally:
+        for each in opened:
+            each.close()
