@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from zero2all.cli.main import main
 from zero2all.common.engine import EngineConfig
 from zero2all.common.errors import BadInputError
 from zero2all.common.records import iter_records
@@ -24,6 +25,8 @@ from zero2all.evals.contamination import (
 )
 from zero2all.evals.items import Item, Task
 from zero2all.evals.ngrams import STRETCH_CHARACTERS, run_hashes, stretches, units_of
+from zero2all.tokenizer.config import TokenizerConfig
+from zero2all.tokenizer.stage import train_on_corpus
 
 ITEMS, PLANTED = 1000, 50
 WORDS = (
@@ -78,12 +81,21 @@ def planted(tmp_path_factory):
     raw.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     workspace = open_workspace(folder / "work", create=True)
     build_corpus(workspace.corpus, [Source("web", raw, "en")], BuildOptions(valid_share=0, rules="none"))
+    exam = folder / "benchmarks" / "exam" / "test.jsonl"
+    exam.parent.mkdir(parents=True)
+    fields = ("id", "question", "answer", "language")
+    rows = [{name: getattr(item, name) for name in fields} for item in items]
+    exam.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return workspace, Task("exam", "en", tuple(items)), {items[number].id for number in chosen}
 
 
-def test_planted_items_are_found_and_none_of_the_others(planted):
+def test_planted_items_are_found_while_packing_and_none_of_the_others(planted, capsys):
     workspace, task, expected = planted
-    report = find_contamination(workspace, [task])
+    train_on_corpus(workspace.corpus, workspace.tokenizer, TokenizerConfig(vocab_size=400))
+    data = workspace.root.parent / "benchmarks"
+    assert main(["pack", "--work", str(workspace.root), "--against", "exam", "--data", str(data)]) == 0
+    assert "exam" in capsys.readouterr().out
+    report = read_contamination(workspace)
     found = report["tasks"]["exam"]["dirty_items"]
     assert found.keys() == expected
     assert {key: report["tasks"]["exam"][key] for key in ("items", "dirty", "weak")} == {

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zero2all.cli.benchmarks import add_data, look_for, named_tasks, names
 from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, real, whole, workspace_of
 
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
 
 WORD = "eval"
-VERBS = ("run", "watch")
+VERBS = ("run", "watch", "contamination")
 """The second words of `z2a eval`; any other one is the name of a run."""
 
 
@@ -34,6 +35,7 @@ def register(verbs: Subparsers) -> None:
     )
     _register_run(inner)
     _register_watch(inner)
+    _register_contamination(inner)
 
 
 def _register_run(inner: Subparsers) -> None:
@@ -83,6 +85,28 @@ def _register_watch(inner: Subparsers) -> None:
         help="how often to look for a new checkpoint (default 5)",
     )
     _add_questions(parser)
+
+
+def _register_contamination(inner: Subparsers) -> None:
+    parser = add_verb(
+        inner,
+        "contamination",
+        "look for the items of benchmarks in the training text, for accuracy on clean and dirty items",
+        "z2a eval contamination cmmlu,arc_easy --data benchmarks --work my-workspace",
+        _contamination,
+    )
+    parser.add_argument("tasks", type=names, metavar="NAME,…", help="which benchmarks")
+    add_data(parser)
+    add_work(parser)
+    parser.add_argument("--workers", type=whole(1), metavar="N", help="processes (default: one per core)")
+
+
+def _contamination(arguments: argparse.Namespace) -> None:
+    from zero2all.common.engine import EngineConfig
+
+    workspace = workspace_of(arguments)
+    tasks = named_tasks(arguments.tasks, arguments.data)
+    look_for(workspace, tasks, EngineConfig(workers=arguments.workers))
 
 
 def _steps(text: str) -> Callable[[int], bool]:

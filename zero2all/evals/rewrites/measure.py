@@ -23,6 +23,7 @@ from zero2all.infer.engine import Engine
 
 DOES_NOT_FIT = "the rewrite does not fit"
 NO_SHOTS = "too few examples"
+VARIES = -1
 COMPARED = ("cloze", "choice")
 """Forms that are compared where a rewrite names none; `generate` for open answers."""
 
@@ -33,7 +34,7 @@ class Answer:
 
     correct: bool
     chosen: int | None
-    """Which option of the original; None: none of them, or not the same one each time."""
+    """Which option of the original; VARIES: not the same one each time; None: none of them."""
 
 
 def measure_rewrites(
@@ -167,7 +168,7 @@ class _Asking:
     def consistency(self) -> dict[str, Any]:
         """Share of the items with the same answer in all ways in which the answer is one of the original options."""
         several = [said for said in (self._options(name) for name in self._said) if len(said) > 1]
-        same = sum(len(set(said)) == 1 for said in several)
+        same = sum(len(set(said)) == 1 and VARIES not in said for said in several)
         return {"consistency": same / len(several) if several else None, "consistency_items": len(several)}
 
     def _options(self, name: str) -> list[int]:
@@ -185,14 +186,18 @@ def _gathered(result: FormResult, items: Sequence[Item]) -> dict[str, Answer]:
         said = [found[item.id] for item in variants if item.id in found]
         if len(said) < len(variants) or any(each.correct is None for each in said):
             continue
-        chosen = set()
-        for item, each in zip(variants, said, strict=True):
-            order = order_of(item)
-            chosen.add(None if each.chosen is None or order is None else order[each.chosen])
-        option = chosen.pop() if len(chosen) == 1 else None
-        is_option = option is not None and option >= 0
-        answers[origin] = Answer(all(bool(each.correct) for each in said), option if is_option else None)
+        options = {_option(item, each.chosen) for item, each in zip(variants, said, strict=True)}
+        chosen = None if None in options else options.pop() if len(options) == 1 else VARIES
+        answers[origin] = Answer(all(bool(each.correct) for each in said), chosen)
     return answers
+
+
+def _option(item: Item, chosen: int | None) -> int | None:
+    """Which option of the original was chosen; None where it is none of them."""
+    order = order_of(item)
+    if chosen is None or order is None or order[chosen] < 0:
+        return None
+    return order[chosen]
 
 
 def paired_gap(pairs: Sequence[tuple[bool, bool]]) -> dict[str, Any]:
