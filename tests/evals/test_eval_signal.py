@@ -1,0 +1,144 @@
+"""Verdicts on planted curves: which score over checkpoints is to be believed."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from zero2all.evals.scores import Curve, Point, curves_of
+from zero2all.evals.signal import CHANCE, LEAST_CHECKPOINTS, NOISE, SIGNAL, TOO_FEW, judge_curve, signals_json
+
+STEPS = [100 * number for number in range(1, 13)]
+
+
+def curve(values, name="tasks/quiz/accuracy", chance=None, half_width=None) -> Curve:
+    points = [
+        Point(step, float(value), None if half_width is None else (value - half_width, value + half_width))
+        for step, value in zip(STEPS, values, strict=False)
+    ]
+    return Curve(name, tuple(points), chance)
+
+
+def wobble(seed: int, size: float, count: int = 12) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, size, count)
+
+
+RISING = 0.3 + 0.4 * np.arange(12) / 11
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_rising_curve_carries_signal(seed):
+    found = judge_curve(curve(RISING + wobble(seed, 0.02), chance=0.25, half_width=0.03))
+    assert found.verdict == SIGNAL, found
+    assert found.spearman > 0.9
+    assert found.signal_to_noise > 5
+    assert found.change_over_interval > 5
+    assert found.above_chance > 0.3
+    assert "rises with the step" in found.reason
+    assert "上升" in found.reason_zh
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_is_noise(seed):
+    assert judge_curve(curve(0.5 + wobble(seed, 0.05), chance=0.25, half_width=0.02)).verdict == NOISE
+
+
+@pytest.mark.parametrize("half_width", [0.03, None], ids=["with its interval", "without"])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_curve_at_chance_is_at_chance(seed, half_width):
+    found = judge_curve(curve(0.25 + wobble(seed, 0.01), chance=0.25, half_width=half_width))
+    assert found.verdict == CHANCE
+    assert "guessing gives 0.25" in found.reason
+
+
+def test_a_falling_accuracy_carries_signal_and_says_that_it_gets_worse():
+    found = judge_curve(curve(RISING[::-1] + wobble(1, 0.01), chance=0.25))
+    assert found.verdict == SIGNAL
+    assert found.reason.endswith("the model gets worse at it")
+
+
+def test_falling_bits_per_byte_get_better():
+    found = judge_curve(curve(2 * np.exp(-np.arange(12) / 4) + 1, name="held_out/en/bits_per_byte"))
+    assert found.verdict == SIGNAL
+    assert found.spearman == -1
+    assert "worse" not in found.reason
+
+
+def test_a_curve_that_rose_and_is_saturated_carries_signal():
+    values = np.minimum(RISING * 1.8, 0.9) + wobble(2, 0.005)
+    assert judge_curve(curve(values, chance=0.25)).verdict == SIGNAL
+
+
+def test_a_constant_one_tells_no_checkpoint_from_another():
+    found = judge_curve(curve([1.0] * 12, chance=0.25))
+    assert (found.verdict, found.signal_to_noise) == (NOISE, 0.0)
+    assert "the same value at every checkpoint" in found.reason
+    assert judge_curve(curve([0.25] * 12, chance=0.25)).verdict == CHANCE
+    assert judge_curve(curve([0.0] * 12)).verdict == NOISE
+
+
+@pytest.mark.parametrize("count", range(LEAST_CHECKPOINTS))
+def test_too_few_checkpoints_allow_no_verdict(count):
+    found = judge_curve(curve(RISING[:count]))
+    assert found.verdict == TOO_FEW
+    assert found.spearman is None
+
+
+def test_values_that_are_no_numbers_are_left_out_and_counted():
+    values = RISING.copy()
+    values[3] = math.nan
+    values[7] = math.inf
+    found = judge_curve(curve(values))
+    assert (found.verdict, found.checkpoints, found.left_out) == (SIGNAL, 10, 2)
+    assert judge_curve(curve([math.nan] * 12)).verdict == TOO_FEW
+
+
+def test_a_change_within_the_confidence_interval_is_said():
+    found = judge_curve(curve(RISING, half_width=0.5))
+    assert found.change_over_interval < 1
+    assert "less than its confidence interval" in found.reason
+
+
+@pytest.mark.parametrize("count", [5, 8, 12])
+def test_noise_is_hardly_ever_taken_for_signal(count):
+    verdicts = [judge_curve(curve(0.5 + wobble(seed, 0.05, count))).verdict for seed in range(400)]
+    assert verdicts.count(SIGNAL) / 400 < 0.05
+
+
+def test_uneven_steps_are_no_noise():
+    points = tuple(Point(step, step / 1000) for step in (10, 20, 40, 500, 600, 1000))
+    found = judge_curve(Curve("x", points))
+    assert found.verdict == SIGNAL
+    assert found.noise < 1e-12
+
+
+def test_the_scores_of_reports_are_found_by_their_path_with_interval_and_chance():
+    def report(step, accuracy):
+        return {
+            "step": step,
+            "held_out": {"en": {"bits_per_byte": 2.0 - step / 100, "documents": 4}},
+            "probes": {"accuracy": 0.5, "channels": {"zh": {"groups": {"capital": {"accuracy": accuracy}}}}},
+            "pairs": {"channels": {"en": {"accuracy": 0.75, "interval": [0.7, 0.8], "kinds": {}}}},
+            "tasks": [{"task": "quiz", "form": "cloze", "shots": 5, "chance": 0.25, "accuracy": accuracy}],
+        }
+
+    found = {curve.name: curve for curve in curves_of([report(10, 0.3), report(20, 0.4)])}
+    assert list(found) == [
+        "held_out/en/bits_per_byte",
+        "probes/accuracy",
+        "probes/zh/capital/accuracy",
+        "pairs/en/accuracy",
+        "tasks/quiz/cloze/5-shot/accuracy",
+    ]
+    assert found["pairs/en/accuracy"].points[0] == Point(10, 0.75, (0.7, 0.8))
+    assert [point.value for point in found["tasks/quiz/cloze/5-shot/accuracy"].points] == [0.3, 0.4]
+    chances = {name: curve.chance for name, curve in found.items()}
+    assert list(chances.values()) == [None, None, None, 0.5, 0.25]
+
+
+def test_signals_are_plain_json():
+    (found,) = signals_json([judge_curve(curve(RISING))])
+    assert found["verdict"] == SIGNAL
+    assert all(value is None or isinstance(value, str | int | float) for value in found.values())

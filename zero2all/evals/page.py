@@ -1,0 +1,289 @@
+"""`runs/<name>/eval/report.html`: all evaluations of a run as one page that needs nothing else (`common/html.py`).
+
+English and Chinese stand in it side by side; two radio buttons and the style sheet show one of them, so that it works
+without a script and without a server. Every curve also stands as figures in a table, and every table says how many
+items were left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from zero2all.common.files import package_text, write_atomic
+from zero2all.common.html import html_page
+from zero2all.evals.chart import COLOURS, figure, line_chart
+from zero2all.evals.scores import KINDS, SECTIONS, Counts, Curve, counts_of, curves_of, read_reports, skipped_of
+from zero2all.evals.signal import CHANCE, NOISE, SIGNAL, TOO_FEW, Signal, judge_curves
+
+PAGE_NAME = "report.html"
+MOST_LINES = 8
+"""More lines in a picture cannot be told apart: they go to the next one."""
+
+SECTION_WORDS = {
+    "held_out": ("Held-out text", "留出文本"),
+    "validation": ("Rows that training scores", "训练时的验证样本"),
+    "texts": ("Text files", "文本文件"),
+    "probes": ("Probes", "探针题"),
+    "pairs": ("Contrast pairs", "对比句对"),
+    "tasks": ("Benchmarks", "基准测试"),
+    "rewrites": ("Rewrites", "改写题"),
+}
+FIELD_WORDS = {
+    "bits_per_byte": ("bits per byte", "每字节比特数"),
+    "accuracy": ("accuracy", "准确率"),
+    "share_among_foils": ("P(answer) among foils", "答案在候选中的占比"),
+    "logprob": ("log P(answer)", "答案的对数概率"),
+    "nats": ("nats apart", "对数概率之差"),
+}
+VERDICT_WORDS = {
+    SIGNAL: ("carries signal", "有信号", "signal"),
+    NOISE: ("noise", "噪声", "noise"),
+    CHANCE: ("at chance", "随机水平", "at-chance"),
+    TOO_FEW: ("too few checkpoints", "检查点太少", "few"),
+}
+
+
+def write_page(run: Path) -> Path | None:
+    """Write the page of a run from its reports; returns its path, or None where there is no report."""
+    reports = read_reports(run)
+    if not reports:
+        return None
+    path = run / "eval" / PAGE_NAME
+    write_atomic(path, evaluation_page(run.name, reports).encode())
+    return path
+
+
+def evaluation_page(name: str, reports: Sequence[Mapping[str, Any]]) -> str:
+    """The page of these reports, oldest checkpoint first."""
+    curves = curves_of(reports)
+    signals = {signal.name: signal for signal in judge_curves(curves)}
+    has_curves = len(reports) > 1
+    body = [
+        *_language_switch(),
+        _heading(name, reports),
+        _signal_summary(list(signals.values())) if has_curves else _one_checkpoint(),
+        *(_section(section, curves, signals, reports) for section in SECTIONS),
+        _signal_table(list(signals.values())) if has_curves else "",
+    ]
+    style = package_text(__package__, "page.css") + "".join(
+        f".c{n} {{ background: var(--c{n}); fill: var(--c{n}); }} .s{n} {{ stroke: var(--c{n}); }}\n"
+        for n in range(COLOURS)
+    )
+    return html_page(f"{name}: evaluation 评测", style, body)
+
+
+def _both(english: str, chinese: str) -> str:
+    """The same in both languages; the style shows one of them. Both are escaped here."""
+    return f'<span class="en" lang="en">{escape(english)}</span><span class="zh" lang="zh-CN">{escape(chinese)}</span>'
+
+
+def _language_switch() -> list[str]:
+    return [
+        '<input type="radio" name="language" id="show-en" checked><input type="radio" name="language" id="show-zh">',
+        '<nav class="languages"><label for="show-en" lang="en">English</label>'
+        '<label for="show-zh" lang="zh-CN">中文</label></nav>',
+    ]
+
+
+def _heading(name: str, reports: Sequence[Mapping[str, Any]]) -> str:
+    first, last = reports[0]["step"], reports[-1]["step"]
+    count = len(reports)
+    tokens = reports[-1].get("tokens") or 0
+    english = f"{count} checkpoints, steps {first:,} to {last:,}" if count > 1 else f"one checkpoint, step {last:,}"
+    chinese = f"{count} 个检查点，第 {first:,} 到 {last:,} 步" if count > 1 else f"1 个检查点，第 {last:,} 步"
+    seen = _both(f", {tokens:,} tokens seen", f"，已训练 {tokens:,} 个词元") if tokens else ""
+    return (
+        f"<header><h1>{escape(name)}: {_both('evaluation', '评测')}</h1>"
+        f'<p class="faint">{_both(english, chinese)}{seen}</p></header>'
+    )
+
+
+def _one_checkpoint() -> str:
+    words = _both(
+        "Curves and verdicts need several checkpoints: evaluate them with `z2a eval watch`.",
+        "曲线与判断需要多个检查点：用 `z2a eval watch` 评测它们。",
+    )
+    return f'<p class="faint">{words}</p>'
+
+
+# ---- a section of the reports ---------------------------------------------------------------------------------
+
+
+def _section(
+    section: str, curves: Sequence[Curve], signals: Mapping[str, Signal], reports: Sequence[Mapping[str, Any]]
+) -> str:
+    mine = [curve for curve in curves if curve.section == section]
+    newest = next((report for report in reversed(reports) if section in report), None)
+    if newest is None or not mine:
+        return ""
+    title = _both(*SECTION_WORDS[section])
+    return (
+        f'<section id="{section}"><h2>{title}</h2>{_charts(section, mine)}'
+        f"{_table(section, mine, signals, newest)}{_left_out(newest, section)}</section>"
+    )
+
+
+def _charts(section: str, curves: Sequence[Curve]) -> str:
+    """One picture per kind of score and per group of subjects (all channels; all families of one channel; …)."""
+    groups: dict[tuple[str, str], list[Curve]] = {}
+    for curve in curves:
+        if len(curve.points) > 1:
+            first, slash, _ = curve.subject.partition("/")
+            groups.setdefault((curve.field, first if slash else ""), []).append(curve)
+    panels = []
+    for (field, group), found in groups.items():
+        parts = (found[start : start + MOST_LINES] for start in range(0, len(found), MOST_LINES))
+        panels += [_panel(section, field, group, part) for part in parts]
+    return f'<div class="panels">{"".join(panels)}</div>' if panels else ""
+
+
+def _panel(section: str, field: str, group: str, curves: Sequence[Curve]) -> str:
+    names = [_short(curve, group) for curve in curves]
+    english, chinese = FIELD_WORDS[field]
+    title = _both(english, chinese) + (f" · {escape(group)}" if group else "")
+    legend = "".join(
+        f'<span><i class="dot c{number}"></i>{escape(name)} '
+        f"<b>{figure(curve.points[-1].value, curve.kind.is_share)}</b></span>"
+        for number, (curve, name) in enumerate(zip(curves, names, strict=True))
+    )
+    chance = next((curve.chance for curve in curves if curve.chance is not None), None)
+    if chance is not None:
+        legend += f'<span><i class="dash"></i>{_both("guessing", "随机猜测")} <b>{chance:.1%}</b></span>'
+    label = f"{section} {group} {english} / {chinese}"
+    return (
+        f'<figure class="panel"><figcaption>{title}</figcaption>{line_chart(curves, names, label)}'
+        f'<div class="legend">{legend}</div></figure>'
+    )
+
+
+def _short(curve: Curve, group: str) -> str:
+    if curve.subject == curve.section:
+        return "all"
+    return curve.subject.removeprefix(f"{group}/") if group else curve.subject
+
+
+def _table(section: str, curves: Sequence[Curve], signals: Mapping[str, Signal], newest: Mapping[str, Any]) -> str:
+    """A row per subject, a column per kind of score: the newest value, its interval, and what it was at first."""
+    fields = [field for field in KINDS if any(curve.field == field for curve in curves)]
+    by_subject: dict[str, dict[str, Curve]] = {}
+    for curve in curves:
+        by_subject.setdefault(curve.subject, {})[curve.field] = curve
+    counts = counts_of(newest, section)
+    head = "".join(f'<th scope="col">{_both(*FIELD_WORDS[field])}</th>' for field in fields)
+    body = "".join(
+        f'<tr><th scope="row">{escape(_row_name(subject, section))}</th>'
+        f"{''.join(_cell(found.get(field), signals) for field in fields)}{_count_cells(counts.get(subject))}</tr>"
+        for subject, found in by_subject.items()
+    )
+    label = escape(" / ".join(SECTION_WORDS[section]))
+    return (
+        f'<div class="wide" tabindex="0" role="region" aria-label="{label}"><table>'
+        f'<thead><tr><th scope="col"></th>{head}<th scope="col">{_both("items", "题数")}</th>'
+        f'<th scope="col">{_both("left out", "跳过")}</th></tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def _row_name(subject: str, section: str) -> str:
+    return "all" if subject == section else subject.replace("/", " · ")
+
+
+def _cell(curve: Curve | None, signals: Mapping[str, Signal]) -> str:
+    if curve is None:
+        return "<td></td>"
+    last, is_share = curve.points[-1], curve.kind.is_share
+    text = f"<b>{figure(last.value, is_share)}</b>{_mark(signals[curve.name])}"
+    if last.interval is not None:
+        text += f"<small>{figure(last.interval[0], is_share)} – {figure(last.interval[1], is_share)}</small>"
+    if len(curve.points) > 1:
+        first = curve.points[0]
+        text += f"<small>{figure(first.value, is_share)} @ {first.step:,}</small>"
+    return f"<td>{text}</td>"
+
+
+def _mark(signal: Signal) -> str:
+    """A dot in the colour of the verdict; none where there are too few checkpoints for one."""
+    english, chinese, kind = VERDICT_WORDS[signal.verdict]
+    if signal.verdict == TOO_FEW:
+        return ""
+    words = f"{english}: {signal.reason} / {chinese}：{signal.reason_zh}"
+    return f'<i class="mark {kind}" title="{escape(words)}"></i>'
+
+
+def _count_cells(counts: Counts | None) -> str:
+    if counts is None:
+        return "<td></td><td></td>"
+    items = "" if counts.items is None else f"{counts.items:,}"
+    return f"<td>{items}</td><td>{counts.skipped:,}</td>"
+
+
+def _left_out(report: Mapping[str, Any], section: str) -> str:
+    reasons = skipped_of(report, section)
+    total = sum(reasons.values())
+    if not total:
+        return f'<p class="faint">{_both("No item was left out.", "没有跳过任何题目。")}</p>'
+    words = ", ".join(f"{times:,} × {why}" for why, times in reasons.items())
+    return f'<p class="left-out">{_both(f"{total:,} left out", f"跳过 {total:,} 题")}: {escape(words)}</p>'
+
+
+# ---- which curve to believe -----------------------------------------------------------------------------------
+
+
+def _signal_summary(signals: Sequence[Signal]) -> str:
+    counts = Counter(signal.verdict for signal in signals)
+    tiles = "".join(
+        f'<div class="tile"><dt><i class="mark {kind}"></i>{_both(english, chinese)}</dt>'
+        f"<dd>{counts[verdict]:,}</dd></div>"
+        for verdict, (english, chinese, kind) in VERDICT_WORDS.items()
+    )
+    title = _both("Which curves to believe", "哪些曲线可信")
+    return f'<section id="verdicts"><h2>{title}</h2><dl class="tiles">{tiles}</dl></section>'
+
+
+def _signal_table(signals: Sequence[Signal]) -> str:
+    """Every verdict with its reason, those that carry signal first."""
+    order = list(VERDICT_WORDS)
+    rows = "".join(_signal_row(signal) for signal in sorted(signals, key=lambda each: order.index(each.verdict)))
+    heads = (
+        ("score", "指标"),
+        ("verdict", "判断"),
+        ("Spearman", "Spearman"),
+        ("signal / noise", "信噪比"),
+        ("change / interval", "变化 / 置信区间"),
+        ("above chance", "高于随机"),
+        ("checkpoints", "检查点"),
+        ("left out", "跳过"),
+        ("why", "理由"),
+    )
+    head = "".join(f'<th scope="col">{_both(*words)}</th>' for words in heads)
+    summary = _both(f"All {len(signals)} verdicts, with reasons", f"全部 {len(signals)} 条判断及理由")
+    return (
+        f'<section><details><summary>{summary}</summary><div class="wide" tabindex="0" role="region" '
+        f'aria-label="verdicts / 判断"><table class="verdicts"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div></details></section>"
+    )
+
+
+def _signal_row(signal: Signal) -> str:
+    english, chinese, kind = VERDICT_WORDS[signal.verdict]
+    figures = (
+        _figure_or_dash(signal.spearman, "+.2f"),
+        _figure_or_dash(signal.signal_to_noise, ".1f"),
+        _figure_or_dash(signal.change_over_interval, ".1f"),
+        _figure_or_dash(signal.above_chance, "+.1%"),
+        f"{signal.checkpoints}",
+        f"{signal.left_out}",
+    )
+    cells = "".join(f"<td>{text}</td>" for text in figures)
+    return (
+        f'<tr><th scope="row">{escape(signal.name.replace("/", " · "))}</th>'
+        f'<td class="verdict"><i class="mark {kind}"></i>{_both(english, chinese)}</td>{cells}'
+        f'<td class="why">{_both(signal.reason, signal.reason_zh)}</td></tr>'
+    )
+
+
+def _figure_or_dash(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)

@@ -1,0 +1,196 @@
+"""The scores in the reports of a run, as curves over its checkpoints.
+
+A report is a tree (`held_out` → channel → figures; `probes` → channel → group → figures; `tasks` → list of results).
+Wherever a node holds one of the figures below, that is a score; its name is the path to it. Parts of a report that
+later versions add are found the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero2all.common.errors import BadInputError
+from zero2all.common.files import read_json_object
+from zero2all.train.checkpoints.layout import FOLDER_NAME
+
+SECTIONS = ("held_out", "validation", "texts", "probes", "pairs", "tasks", "rewrites")
+SECTION_CHANCE = {"pairs": 0.5}
+"""Accuracy of guessing, where the report itself does not say."""
+TRANSPARENT = ("channels", "groups", "kinds", "results", "tasks")
+"""Levels of a report that say nothing in the name of a score."""
+OPAQUE = ("skipped", "settings")
+COUNT_FIELDS = ("items", "probes", "pairs", "documents")
+NAMED_BY = ("task", "rewrite", "name", "form")
+"""Fields that name a result in a list of them."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What kind of figure a field is."""
+
+    is_better_high: bool
+    interval: str = ""
+    """The field with its 95 % confidence interval."""
+    has_chance: bool = False
+    is_share: bool = False
+    """From 0 to 1, shown in per cent."""
+
+
+KINDS = {
+    "bits_per_byte": Kind(is_better_high=False),
+    "accuracy": Kind(is_better_high=True, interval="interval", has_chance=True, is_share=True),
+    "share_among_foils": Kind(is_better_high=True, interval="share_interval"),
+    "logprob": Kind(is_better_high=True, interval="logprob_interval"),
+    "nats": Kind(is_better_high=True),
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """A score of one checkpoint."""
+
+    step: int
+    value: float
+    interval: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A score over checkpoints, oldest first."""
+
+    name: str
+    """Path in the report: `probes/en/capital/accuracy`."""
+    points: tuple[Point, ...]
+    chance: float | None = None
+
+    @property
+    def section(self) -> str:
+        """The part of the report that it is of."""
+        return self.name.partition("/")[0]
+
+    @property
+    def field(self) -> str:
+        """The figure that it is."""
+        return self.name.rpartition("/")[2]
+
+    @property
+    def subject(self) -> str:
+        """What was scored: the name without section and figure."""
+        return "/".join(self.name.split("/")[1:-1]) or self.section
+
+    @property
+    def kind(self) -> Kind:
+        """What kind of figure it is."""
+        return KINDS.get(self.field, Kind(is_better_high=True))
+
+
+def read_reports(run: Path) -> list[dict[str, Any]]:
+    """The reports of a run, oldest checkpoint first; files that are none are left out."""
+    found = []
+    for path in sorted((run / "eval").glob("step-*.json")):
+        if FOLDER_NAME.fullmatch(path.stem):
+            try:
+                report = read_json_object(path)
+            except (BadInputError, OSError):
+                continue
+            if type(report.get("step")) is int:
+                found.append(report)
+    return sorted(found, key=lambda report: int(report["step"]))
+
+
+def curves_of(reports: Sequence[Mapping[str, Any]]) -> list[Curve]:
+    """Every score of the reports, in the order in which the newest one has them."""
+    points: dict[str, list[Point]] = {}
+    chances: dict[str, float | None] = {}
+    for report in reversed(reports):
+        for name, value, interval, chance in _scores(report):
+            points.setdefault(name, []).insert(0, Point(int(report["step"]), value, interval))
+            chances.setdefault(name, chance)
+    return [Curve(name, tuple(found), chances[name]) for name, found in points.items()]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many items a result rests on."""
+
+    items: int | None = None
+    """None: the report does not say."""
+    skipped: int = 0
+
+
+def counts_of(report: Mapping[str, Any], section: str) -> dict[str, Counts]:
+    """The counts of every result of a section, by the subject of its scores."""
+    counts = {}
+    for name, node, _ in _nodes(section, report.get(section), None):
+        items = next((node[field] for field in COUNT_FIELDS if _is_number(node.get(field))), None)
+        subject = name.partition("/")[2] or section
+        counts[subject] = Counts(items, sum(_reasons(node).values()))
+    return counts
+
+
+def skipped_of(report: Mapping[str, Any], section: str) -> dict[str, int]:
+    """Why items of a section were left out, and how many."""
+    found: Counter[str] = Counter()
+    for _, node, _ in _nodes(section, report.get(section), None):
+        found.update(_reasons(node))
+    return dict(found)
+
+
+def _reasons(node: Mapping[str, Any]) -> dict[str, int]:
+    skipped = node.get("skipped")
+    if not isinstance(skipped, dict):
+        return {}
+    return {str(why): times for why, times in skipped.items() if isinstance(times, int)}
+
+
+def _scores(report: Mapping[str, Any]) -> Iterator[tuple[str, float, tuple[float, float] | None, float | None]]:
+    for section in SECTIONS:
+        for name, node, chance in _nodes(section, report.get(section), SECTION_CHANCE.get(section)):
+            for field, kind in KINDS.items():
+                if _is_number(node.get(field)):
+                    interval = _interval(node.get(kind.interval))
+                    yield f"{name}/{field}", float(node[field]), interval, chance if kind.has_chance else None
+
+
+def _nodes(name: str, node: Any, chance: float | None) -> Iterator[tuple[str, Mapping[str, Any], float | None]]:
+    """Every object below a node of a report, with its path and the chance that holds for it."""
+    if isinstance(node, list):
+        for number, each in enumerate(node):
+            if isinstance(each, dict):
+                yield from _nodes(f"{name}/{_name_of(each, number)}", each, chance)
+    if not isinstance(node, dict):
+        return
+    if _is_number(node.get("chance")):
+        chance = float(node["chance"])
+    yield name, node, chance
+    for key, inner in node.items():
+        if key in TRANSPARENT and isinstance(inner, list):
+            yield from _nodes(name, inner, chance)
+        elif key in TRANSPARENT and isinstance(inner, dict):
+            for below, each in inner.items():
+                yield from _nodes(f"{name}/{below}", each, chance)
+        elif isinstance(inner, dict) and key not in OPAQUE:
+            yield from _nodes(f"{name}/{key}", inner, chance)
+
+
+def _name_of(result: Mapping[str, Any], number: int) -> str:
+    words = [str(result[field]) for field in NAMED_BY if result.get(field)]
+    if _is_number(result.get("shots")):
+        words.append(f"{result['shots']}-shot")
+    return "/".join(words) or str(number)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _interval(value: Any) -> tuple[float, float] | None:
+    if not isinstance(value, list | tuple) or len(value) != 2 or not all(map(_is_number, value)):
+        return None
+    low, high = float(value[0]), float(value[1])
+    return (low, high) if math.isfinite(low) and math.isfinite(high) else None
