@@ -43,7 +43,17 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "train": ("packed", "model", "ops", "parallel", "limits", "track.writer", "config"),
     "infer": ("model", "ops", "parallel", "tokenizer", "train", "config"),
-    "evals": ("packed", "model", "infer", "parallel", "tokenizer", "train", "track.writer", "config"),
+    "evals": (
+        "corpus.download",
+        "packed",
+        "model",
+        "infer",
+        "parallel",
+        "tokenizer",
+        "train",
+        "track.writer",
+        "config",
+    ),
     "serve": ("infer", "tokenizer", "track.access", "track.page"),
     "exchange": ("model", "tokenizer", "train", "infer.load", "config"),
     # on top of everything

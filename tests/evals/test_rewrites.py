@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from dataclasses import replace
 
 import pytest
 
+from zero2all.cli import main
+from zero2all.cli.benchmarks import named_tasks
 from zero2all.common.errors import UsageError
 from zero2all.evals.items import BLANK, CONTINUE, SENTENCE, Item, Task, check_item
 from zero2all.evals.rewrites.base import lineage_of, order_of, rewritten
 from zero2all.evals.rewrites.list import REWRITES, chosen_rewrites
-from zero2all.evals.rewrites.measure import measure_rewrites, paired_gap, rewrite_lines
+from zero2all.evals.rewrites.measure import measure_rewrites, paired_gap
 from zero2all.evals.rewrites.once import write_once
 from zero2all.evals.rewrites.options import HARDEST
+from zero2all.evals.rewrites.report import rewrite_figures, rewrite_lines
 from zero2all.evals.rewrites.shots import ShotRewrite
 from zero2all.evals.rewrites.surface import chinese_numeral, english_numeral
 from zero2all.evals.tasks.list import read_tasks
 from zero2all.infer.engine import Engine
+from zero2all.quickstart.journey import WORLD_SEED
+from zero2all.quickstart.world.generator import documents
 
 WATER = Item("water", "水的化学式是什么？", ("CO2", "H2O", "O2", "H2O2"), 1, "H2O", "zh", "chemistry")
 CAPITAL = Item("capital", "What is the capital of France?", ("Rome", "Oslo", "Paris", "Lima"), 2, "Paris")
@@ -311,7 +317,9 @@ def test_rewrites_are_asked_of_a_model_and_compared(trained):
     assert rows["R8", "generate"]["items"] == 0
     assert found["spread"] == pytest.approx(found["highest"] - found["lowest"])
     assert 0 <= found["consistency"] <= 1
-    lines = rewrite_lines({"capitals": found})
+    section = {"tasks": {"capitals": found}}
+    assert rewrite_figures(section)["eval/rewrites/gap/capitals/R2/choice"] == rows["R2", "choice"]["gap"]
+    lines = rewrite_lines(section)
     assert any("R13" in line and "%" in line for line in lines)
     assert any("left out: too few examples" in line for line in lines)
 
@@ -326,3 +334,69 @@ def test_what_to_train_on_once_tells_no_answer_and_what_to_ask_is_a_set_that_can
         (item.id, item.question, item.choices, item.gold) for item in (WATER, PASSAGE)
     ]
     assert again.items[1].context == PASSAGE.context
+
+
+# ---- the command line -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def capitals(trained_workspace, tmp_path):
+    """A copy of the trained workspace, and a folder with a benchmark."""
+    shutil.copytree(trained_workspace.root, tmp_path / "work")
+    (tmp_path / "data/capitals").mkdir(parents=True)
+    rows = [
+        {"id": "cn", "question": "中国的首都是", "choices": ["北京", "巴黎"], "answer": 0},
+        {"id": "fr", "question": "法国的首都是", "choices": ["北京", "巴黎"], "answer": 1},
+        {"id": "none", "question": "月球上的首都叫什么名字呢", "choices": ["北京", "巴黎"], "answer": 1},
+    ]
+    path = tmp_path / "data/capitals/test.jsonl"
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return tmp_path / "work", tmp_path / "data"
+
+
+def test_a_run_is_asked_rewritten_benchmarks_and_told_what_was_in_its_training_text(capitals, capsys):
+    work, data = capitals
+    common = ["--work", str(work), "--data", str(data)]
+    assert main(["eval", "contamination", "capitals", *common]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["capitals", "3", "2"]
+    words = ["--tasks", "capitals", "--rewrites", "R2,R13+R2,R17", "--forms", "cloze", "--max-bytes", "500"]
+    assert main(["eval", "tiny", *common, *words]) == 0
+    shown = capsys.readouterr().out
+    assert "in the training text: all " in shown
+    assert "R13+R2" in shown
+    report = json.loads((work / "runs/tiny/eval/step-00000030.json").read_bytes())
+    assert [row["rewrite"] for row in report["rewrites"]["tasks"]["capitals"]["rows"]] == ["R2", "R13+R2"]
+    split = report["tasks"]["results"][0]["contamination"]
+    assert [split[name]["items"] for name in ("all", "clean", "dirty")] == [3, 1, 2]
+    assert (work / "runs/tiny/eval/once/train.jsonl").read_text(encoding="utf-8").count("\n") == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--rewrites", "R2"], "name them with --tasks"),
+        (["--tasks", "capitals", "--rewrites", "R77"], "no rewrite 'R77'"),
+    ],
+)
+def test_what_cannot_be_rewritten_is_refused_early(capitals, capsys, words, problem):
+    work, data = capitals
+    assert main(["eval", "tiny", "--work", str(work), "--data", str(data), *words]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_the_quiz_of_the_small_world_needs_no_files(tmp_path):
+    tasks = {task.name: task for task in named_tasks(["quickstart-facts"], tmp_path / "nowhere")}
+    assert set(tasks) == {
+        f"quickstart-{kind}-{language}" for kind in ("facts", "unread-facts") for language in ("en", "zh")
+    }
+    for language in ("en", "zh"):
+        text = "\n".join(document.text for document in documents(language, 400_000, WORLD_SEED))
+        for item in tasks[f"quickstart-facts-{language}"].items:
+            check_item(item)
+            joined = item.question + (" " if language == "en" else "") + item.answer
+            assert joined in text
+            for other in item.extra["paraphrases"]:
+                assert other + (" " if language == "en" else "") + item.answer not in text
+        for item in tasks[f"quickstart-unread-facts-{language}"].items:
+            check_item(item)
+            assert item.id.partition("/")[2] not in text

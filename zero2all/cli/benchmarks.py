@@ -13,33 +13,44 @@ if TYPE_CHECKING:
     from zero2all.evals.items import Task
 
 
-def names(text: str) -> list[str]:
-    """A type for add_argument: `a,b` -> [a, b]."""
-    found = [word.strip() for word in text.split(",")]
-    if not all(found):
-        raise argparse.ArgumentTypeError(f"got {text[:100]!r}, expected names with commas between them")
+def names(text: str) -> tuple[str, ...]:
+    """A type for add_argument: `a,b` -> the names."""
+    found = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not found:
+        raise argparse.ArgumentTypeError(f"got {text[:100]!r}, expected names such as cmmlu,piqa")
     return found
 
 
 def add_data(parser: argparse.ArgumentParser) -> None:
     """The folder with the files of benchmarks."""
-    about = "folder with a folder of files for each benchmark (default: benchmarks)"
-    parser.add_argument("--data", type=Path, default=Path("benchmarks"), metavar="DIR", help=about)
+    about = "folder with a folder of files for each benchmark (default eval-data)"
+    parser.add_argument("--data", type=Path, default=Path("eval-data"), metavar="DIR", help=about)
+
+
+def files_of(wanted: Sequence[str]) -> tuple[str, ...]:
+    """The names of tasks that are read from files."""
+    from zero2all.quickstart.world.quiz import QUIZ_NAME
+
+    return tuple(name for name in wanted if name != QUIZ_NAME)
+
+
+def made_tasks(wanted: Sequence[str]) -> tuple[Task, ...]:
+    """The tasks that need no files: the quiz of the quickstart's small world."""
+    from zero2all.quickstart.world.quiz import QUIZ_NAME, quiz_tasks
+
+    if QUIZ_NAME not in wanted:
+        return ()
+    from zero2all.quickstart.journey import WORLD_SEED
+
+    return tuple(quiz_tasks(WORLD_SEED))
 
 
 def named_tasks(wanted: Sequence[str], data: Path) -> list[Task]:
-    """The tasks of these names: from files below `data`, and the quiz of the quickstart's small world, which needs
-    none."""
+    """The tasks of these names."""
     from zero2all.evals.tasks.list import read_tasks
-    from zero2all.quickstart.world.quiz import QUIZ_NAME, quiz_tasks
 
-    from_files = [name for name in wanted if name != QUIZ_NAME]
-    found = read_tasks(data, from_files) if from_files else []
-    if QUIZ_NAME in wanted:
-        from zero2all.quickstart.journey import WORLD_SEED
-
-        found += quiz_tasks(WORLD_SEED)
-    return found
+    from_files = files_of(wanted)
+    return [*(read_tasks(data, from_files) if from_files else ()), *made_tasks(wanted)]
 
 
 def look_for(workspace: Workspace, tasks: Sequence[Task], engine: EngineConfig) -> None:

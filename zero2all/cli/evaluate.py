@@ -1,4 +1,4 @@
-"""`z2a eval RUN` and the verbs of the same word: `z2a eval run / watch`."""
+"""`z2a eval RUN` and the verbs of the same word: `z2a eval run / watch / fetch / contamination`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.benchmarks import add_data, look_for, named_tasks, names
+from zero2all.cli.benchmarks import add_data, files_of, look_for, made_tasks, named_tasks, names
 from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, real, whole, workspace_of
 
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
+    from zero2all.evals.task_report import TaskQuestions
 
 WORD = "eval"
-VERBS = ("run", "watch", "contamination")
+VERBS = ("run", "watch", "fetch", "contamination")
 """The second words of `z2a eval`; any other one is the name of a run."""
 
 
@@ -35,6 +36,7 @@ def register(verbs: Subparsers) -> None:
     )
     _register_run(inner)
     _register_watch(inner)
+    _register_fetch(inner)
     _register_contamination(inner)
 
 
@@ -92,7 +94,7 @@ def _register_contamination(inner: Subparsers) -> None:
         inner,
         "contamination",
         "look for the items of benchmarks in the training text, for accuracy on clean and dirty items",
-        "z2a eval contamination cmmlu,arc_easy --data benchmarks --work my-workspace",
+        "z2a eval contamination cmmlu,arc_easy --data eval-data --work my-workspace",
         _contamination,
     )
     parser.add_argument("tasks", type=names, metavar="NAME,…", help="which benchmarks")
@@ -107,6 +109,19 @@ def _contamination(arguments: argparse.Namespace) -> None:
     workspace = workspace_of(arguments)
     tasks = named_tasks(arguments.tasks, arguments.data)
     look_for(workspace, tasks, EngineConfig(workers=arguments.workers))
+
+
+def _register_fetch(inner: Subparsers) -> None:
+    parser = add_verb(
+        inner,
+        "fetch",
+        "get the files of public benchmarks from a Hugging Face-style hub",
+        "z2a eval fetch cmmlu piqa --data eval-data --endpoint https://mirror.example",
+        _fetch,
+    )
+    parser.add_argument("names", nargs="+", metavar="NAME", help="cmmlu, ceval, mmlu, arc_easy, hellaswag, piqa, …")
+    add_data(parser)
+    parser.add_argument("--endpoint", metavar="URL", help="hub or mirror (default: HF_ENDPOINT, or the hub)")
 
 
 def _steps(text: str) -> Callable[[int], bool]:
@@ -139,6 +154,37 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--int8", action="store_true", help="score the held-out text once more with 8-bit weights: what they cost"
     )
+    about = "benchmarks to ask: cmmlu,piqa,my-questions, each a folder of --data; all: every folder there; "
+    about += "quickstart-facts needs no files (default: none)"
+    parser.add_argument("--tasks", type=names, metavar="NAMES", help=about)
+    add_data(parser)
+    about = "ways to ask them: cloze,choice,bits,generate (default: all that fit)"
+    parser.add_argument("--forms", type=names, metavar="FORMS", help=about)
+    about = "examples before an item (default: 5, or as is usual for the benchmark)"
+    parser.add_argument("--shots", type=whole(0), metavar="N", help=about)
+    about = "items of each benchmark, the same ones every time (default: all)"
+    parser.add_argument("--limit", type=whole(1), metavar="N", help=about)
+    about = "also ask them rewritten, and show what that costs: R1,R2,R13+R2, … or all (docs/evaluation.md lists them)"
+    parser.add_argument("--rewrites", type=names, default=(), metavar="NAMES", help=about)
+    about = "run the programs that the model writes for HumanEval, in a sandbox (default: they are not run)"
+    parser.add_argument("--run-code", action="store_true", help=about)
+
+
+def _tasks(arguments: argparse.Namespace) -> TaskQuestions | None:
+    from zero2all.evals.task_report import TaskQuestions
+
+    if arguments.tasks is None:
+        return None
+    return TaskQuestions(
+        files_of(arguments.tasks),
+        arguments.data,
+        arguments.forms,
+        arguments.shots,
+        arguments.limit,
+        arguments.run_code,
+        made_tasks(arguments.tasks),
+        arguments.rewrites,
+    )
 
 
 def _check_questions(
@@ -148,6 +194,18 @@ def _check_questions(
     from zero2all.evals.inputs import check_inputs
 
     check_inputs(workspace, arguments.run, step, arguments.probes, is_coming)
+    if arguments.tasks is not None:
+        from zero2all.evals.items import check_forms
+
+        check_forms(arguments.forms)
+        named_tasks(arguments.tasks, arguments.data)
+    if arguments.rewrites:
+        from zero2all.common.errors import UsageError
+        from zero2all.evals.rewrites.list import chosen_rewrites
+
+        chosen_rewrites(arguments.rewrites)
+        if arguments.tasks is None:
+            raise UsageError("--rewrites asks benchmarks otherwise: name them with --tasks.")
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -158,7 +216,8 @@ def _run(arguments: argparse.Namespace) -> None:
     from zero2all.infer.load import load_run
 
     loaded = load_run(workspace, arguments.run, arguments.step)
-    report = evaluate_run(loaded, workspace, arguments.probes, arguments.max_bytes, arguments.int8)
+    tasks = _tasks(arguments)
+    report = evaluate_run(loaded, workspace, arguments.probes, arguments.max_bytes, arguments.int8, tasks)
     print("\n".join(report_lines(report)))
 
 
@@ -175,13 +234,13 @@ def _watch(arguments: argparse.Namespace) -> None:
     from zero2all.infer.load import load_model
     from zero2all.train.saved_config import load_run_config
 
-    run = workspace.run(arguments.run)
+    run, tasks = workspace.run(arguments.run), _tasks(arguments)
     device = arguments.device or load_run_config(run).parallel.device
 
     def evaluate(step: int) -> dict[str, Any]:
         """Of a checkpoint only the weights are read, in float32, as training keeps them."""
         loaded = load_model(arguments.run, workspace, step, device, "float32")
-        return judge_checkpoint(loaded, workspace, arguments.probes, arguments.max_bytes, arguments.int8)
+        return judge_checkpoint(loaded, workspace, arguments.probes, arguments.max_bytes, arguments.int8, tasks)
 
     watcher = Watcher(run, evaluate, say=say, poll_seconds=arguments.poll_seconds)
     if arguments.steps is not None:
@@ -189,3 +248,15 @@ def _watch(arguments: argparse.Namespace) -> None:
     watcher.watch(arguments.once)
     evaluated = counted(len(watcher.evaluated), "checkpoint")
     print(f"{arguments.run}: {evaluated} evaluated, {len(watcher.left_out)} left out")
+
+
+def _fetch(arguments: argparse.Namespace) -> None:
+    from zero2all.common.progress import say
+    from zero2all.evals.fetch import SOURCES, fetch
+
+    for name in arguments.names:
+        task = fetch(name, arguments.data, arguments.endpoint, say)
+        licence = SOURCES[name].licence or "see its README.md"
+        print(f"{name}: {len(task.items):,} items, {len(task.shots):,} examples; licence: {licence}")
+    fetched = ",".join(arguments.names)
+    print(f"next: z2a eval RUN --tasks {fetched} --data {arguments.data} --work my-workspace")

@@ -35,7 +35,7 @@ def register(verbs: Subparsers) -> None:
     about = "address of a Ray cluster, whose nodes all see the workspace (default: start Ray here)"
     parser.add_argument("--address", help=about)
     about = "afterwards look for the items of these benchmarks in the training text (see contamination.json)"
-    parser.add_argument("--against", type=names, default=[], metavar="NAME,…", help=about)
+    parser.add_argument("--against", type=names, default=(), metavar="NAME,…", help=about)
     add_data(parser)
 
 

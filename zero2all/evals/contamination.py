@@ -377,6 +377,15 @@ def split_accuracy(correct: Mapping[str, bool], dirty: set[str]) -> dict[str, An
     }
 
 
+def split_words(split: Mapping[str, Any]) -> str:
+    """The three accuracies in a line."""
+    parts = []
+    for name, group in split.items():
+        share = "" if group["accuracy"] is None else f" {group['accuracy']:.1%}"
+        parts.append(f"{name}{share} ({group['items']:,})")
+    return "in the training text: " + ", ".join(parts)
+
+
 def contamination_lines(report: Mapping[str, Any]) -> list[str]:
     """The report for a terminal."""
     lines = ["contamination                      items     dirty   share   of them weak"]

@@ -6,12 +6,22 @@ torch here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from zero2all.common.errors import UsageError
+
 FORMS = ("cloze", "choice", "bits", "generate")
 """Ways to ask an item: see `forms.py`."""
+
+
+def check_forms(forms: Sequence[str] | None) -> None:
+    """Refuse a form that does not exist; None are all."""
+    unknown = [form for form in forms or () if form not in FORMS]
+    if unknown:
+        raise UsageError(f"There is no form {unknown[0]!r}. The forms are {', '.join(FORMS)}.")
+
 
 LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 

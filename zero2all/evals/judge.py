@@ -20,7 +20,7 @@ from zero2all.common.errors import UsageError
 from zero2all.common.progress import progress
 from zero2all.evals import forms as ways
 from zero2all.evals.forms import Asked, Writing
-from zero2all.evals.items import CODE, CONTINUE, FORMS, LABELS, Item, Task
+from zero2all.evals.items import CODE, CONTINUE, FORMS, LABELS, Item, Task, check_forms
 from zero2all.evals.sandbox import Limits, run_program
 from zero2all.evals.scorer import Question, Scored, score_questions
 from zero2all.infer.engine import Engine
@@ -118,9 +118,7 @@ def judge(
     same ones for the same seed. `run_code`: programs that the model writes are run (see `sandbox` for what protects
     the machine); otherwise their items are counted as skipped.
     """
-    unknown = [form for form in forms or () if form not in FORMS]
-    if unknown:
-        raise UsageError(f"There is no form {unknown[0]!r}. The forms are {', '.join(FORMS)}.")
+    check_forms(forms)
     results = []
     for task in tasks:
         asking = _Asking(engine, task, shots, limit, seed, labels, run_code)

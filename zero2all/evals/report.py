@@ -9,9 +9,12 @@ from typing import Any
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import write_json
 from zero2all.common.workspace import Workspace
+from zero2all.evals.contamination import read_contamination
 from zero2all.evals.perplexity import held_out_bits_per_byte, validation_bits_per_byte
 from zero2all.evals.probe_file import read_probes
 from zero2all.evals.probes import run_probes, summarize
+from zero2all.evals.rewrites.report import rewrite_figures, rewrite_lines, rewrite_section
+from zero2all.evals.task_report import TaskQuestions, task_figures, task_lines, task_section
 from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.load import LoadedModel
 from zero2all.packed.layout import packed_sources
@@ -23,10 +26,15 @@ PROBE_SCORES = ("accuracy", "probability", "share_among_foils")
 
 
 def evaluate_run(
-    loaded: LoadedModel, workspace: Workspace, probes: Path | None, max_bytes_per_source: int, int8: bool = False
+    loaded: LoadedModel,
+    workspace: Workspace,
+    probes: Path | None,
+    max_bytes_per_source: int,
+    int8: bool = False,
+    tasks: TaskQuestions | None = None,
 ) -> dict[str, Any]:
     """Judge a checkpoint; writes the report beside the run, adds its figures to the metrics, and returns it."""
-    report = judge_checkpoint(loaded, workspace, probes, max_bytes_per_source, int8)
+    report = judge_checkpoint(loaded, workspace, probes, max_bytes_per_source, int8, tasks)
     run = workspace.run(loaded.name)
     write_json(report_path(run, loaded.step), report)
     log_report(run, report)
@@ -34,11 +42,18 @@ def evaluate_run(
 
 
 def judge_checkpoint(
-    loaded: LoadedModel, workspace: Workspace, probes: Path | None, max_bytes_per_source: int, int8: bool = False
+    loaded: LoadedModel,
+    workspace: Workspace,
+    probes: Path | None,
+    max_bytes_per_source: int,
+    int8: bool = False,
+    tasks: TaskQuestions | None = None,
 ) -> dict[str, Any]:
-    """Score held-out text (once more with 8-bit weights, if asked for) and, where a file is given, probes."""
+    """Score held-out text (once more with 8-bit weights, if asked for) and, where they are given, probes and
+    benchmarks."""
     report: dict[str, Any] = {"run": loaded.name, "step": loaded.step, "tokens": loaded.tokens}
     asked = [] if probes is None else read_probes(probes)  # first: a bad file should not cost the scoring of all text
+    items = tasks.read() if tasks is not None else []
     engine = Engine(loaded)
     report["held_out"] = held_out_bits_per_byte(engine, loaded.window, workspace.corpus, max_bytes_per_source)
     if int8:
@@ -51,6 +66,11 @@ def judge_checkpoint(
         results = run_probes(engine, asked)
         report["probes"] = summarize(results)
         report["probe_results"] = [asdict(result) for result in results]
+    if tasks is not None:
+        report["tasks"] = task_section(engine, tasks, items, read_contamination(workspace))
+        if tasks.rewrites:
+            once = workspace.run(loaded.name) / "eval" / "once"
+            report["rewrites"] = rewrite_section(engine, items, tasks.rewrites, tasks.shots, tasks.limit, once)
     return report
 
 
@@ -88,6 +108,10 @@ def figures(report: dict[str, Any]) -> dict[str, float]:
                 values[f"eval/probes/{score}/{channel}"] = found[score]
             for group, means in found["groups"].items():
                 values[f"eval/probes/{channel}/{score}/{group}"] = means[score]
+    if "tasks" in report:
+        values |= task_figures(report["tasks"])
+    if "rewrites" in report:
+        values |= rewrite_figures(report["rewrites"])
     return values
 
 
@@ -116,6 +140,10 @@ def report_lines(report: dict[str, Any]) -> list[str]:
             if "accuracy" in values:
                 lines.append(_probe_line(channel, values))
             lines += [_probe_line(f"  {group}", means) for group, means in values["groups"].items()]
+    if "tasks" in report:
+        lines += task_lines(report["tasks"])
+    if "rewrites" in report:
+        lines += ["", *rewrite_lines(report["rewrites"])]
     return lines
 
 

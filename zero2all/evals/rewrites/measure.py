@@ -219,30 +219,3 @@ def paired_gap(pairs: Sequence[tuple[bool, bool]]) -> dict[str, Any]:
         "gap_interval": (max(-1.0, middle - half), min(1.0, middle + half)),
         "p": min(1.0, 2 * tail / 2**changed),
     }
-
-
-def rewrite_lines(report: Mapping[str, Any]) -> list[str]:
-    """The report for a terminal."""
-    lines = [
-        "rewrites                       form               items  original  rewritten       gap  95 %            same"
-    ]
-    for task, found in report.items():
-        lines.append(f"  {task}")
-        for row in found["rows"]:
-            forms = row["form"] if row["form"] == row["baseline"] else f"{row['baseline']} → {row['form']}"
-            left_out = sum(row["skipped"].values())
-            if not row["items"]:
-                reasons = ", ".join(row["skipped"])
-                lines.append(f"    {row['rewrite']:<26} {forms:<18} {0:>5}  ({left_out:,} left out: {reasons})")
-                continue
-            low, high = row["gap_interval"]
-            same = "" if row["same_answer"] is None else f"{row['same_answer']:>7.1%}"
-            lines.append(
-                f"    {row['rewrite']:<26} {forms:<18} {row['items']:>5} {row['original']:>9.1%} "
-                f"{row['rewritten']:>10.1%} {row['gap']:>+9.1%}  {low:>+6.1%} {high:>+6.1%} {same}"
-                + (f"  ({left_out:,} left out)" if left_out else "")
-            )
-        if found["spread"] is not None:
-            same_everywhere = "" if found["consistency"] is None else f"; same answer always {found['consistency']:.1%}"
-            lines.append(f"    spread {found['lowest']:.1%} to {found['highest']:.1%}{same_everywhere}")
-    return lines

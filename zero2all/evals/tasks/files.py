@@ -22,6 +22,8 @@ from zero2all.evals.items import MISSING_COLUMN, NOT_READABLE, ItemError
 
 SPLIT_WORDS = {"train": "train", "dev": "dev", "test": "test", "val": "val", "valid": "val", "validation": "val"}
 SUFFIXES = (".csv", ".json", ".jsonl", ".parquet")
+NOT_DATA = ("benchmark.json", "dataset_infos.json")
+"""What `z2a eval fetch` and hubs write about a data set, beside it."""
 LARGEST_BYTES = 2_000_000_000
 """No file of a benchmark is larger: a larger one, or a zip bomb, is refused rather than read into memory."""
 
@@ -79,7 +81,7 @@ class DataFile:
 
 
 def data_files(folder: Path) -> list[DataFile]:
-    """Every file below the folder and in its zips, hidden ones aside, in the order of their names."""
+    """Every file below the folder and in its zips, in the order of their names; not hidden ones and NOT_DATA."""
     found = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -98,7 +100,8 @@ def data_files(folder: Path) -> list[DataFile]:
 
 
 def _is_hidden(name: str) -> bool:
-    return any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
+    parts = name.split("/")
+    return any(part.startswith(".") or part == "__MACOSX" for part in parts) or parts[-1] in NOT_DATA
 
 
 Rows = Iterator[tuple[int, Any | ItemError]]

@@ -22,8 +22,8 @@ UNREAD_RELATIONS = ("town", "teacher")
 """Relations over invented people: a new person makes a new fact."""
 UNREAD_PEOPLE = {
     "en": (
-        *("Maren Quill", "Jasper Thorne", "Linnea Frost", "Corin Blake", "Petra Vale", "Hugo Marsh"),
-        *("Selma Wren", "Ansel Reed", "Dorit Lane", "Bram Colter", "Yvette Moss", "Nils Harrow"),
+        *("Maren Holt", "Casper Dunn", "Linnea Ash", "Corin Blake", "Petra Gale", "Otto Birch"),
+        *("Thea Lark", "Ansel Reed", "Dorit Lane", "Bram Colter", "Yvette Moss", "Nils Harrow"),
     ),
     "zh": (
         *("方竹青", "唐雨辰", "贺一帆", "潘若溪", "汪子墨", "余秋白"),

@@ -1,0 +1,78 @@
+"""Benchmarks through the command line: the table, the report's file, the metrics, and what is refused early."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from zero2all.cli import main
+from zero2all.evals.report import figures
+
+
+@pytest.fixture
+def data(tmp_path):
+    rows = ["question,A,B,answer"]
+    rows += [
+        f"{land}的首都是？,{right},{wrong},A"
+        for land, right, wrong in (("中国", "北京", "巴黎"), ("法国", "巴黎", "北京"))
+    ]
+    rows += ["日本的首都是？,东京,伦敦,C", f"{'长' * 300}？,东京,伦敦,A"]
+    (tmp_path / "data/capitals").mkdir(parents=True)
+    (tmp_path / "data/capitals/all.csv").write_text("\n".join(rows), encoding="utf-8")
+    (tmp_path / "data/cmmlu/test").mkdir(parents=True)
+    (tmp_path / "data/cmmlu/test/law.csv").write_text(",Question,A,B,C,D,Answer\n0,首都？,北京,巴黎,东京,伦敦,A\n")
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def eval_run(trained_workspace, tmp_path, data, capsys):
+    work = tmp_path / "work"
+    shutil.copytree(trained_workspace.root, work)
+    (run,) = (path for path in (work / "runs").iterdir() if path.is_dir())
+
+    def ask(*words):
+        code = main(["eval", run.name, "--work", str(work), "--data", str(data), "--max-bytes", "500", *words])
+        return code, capsys.readouterr(), run
+
+    return ask
+
+
+def test_a_run_is_asked_benchmarks(eval_run):
+    code, said, run = eval_run("--tasks", "capitals,cmmlu", "--shots", "0", "--forms", "cloze,bits")
+    assert code == 0
+    lines = said.out.splitlines()
+    (heading,) = (number for number, line in enumerate(lines) if line.startswith("benchmarks "))
+    assert lines[heading + 1].split()[:4] == ["capitals", "cloze", "0", "2"]
+    assert "1 skipped: gold outside the options; 1 skipped: longer than the context" in lines[heading + 2]
+    assert any(
+        line.startswith("  Chinese: ") and line.endswith(("cmmlu (cloze)", "cmmlu (cloze_pmi)")) for line in lines
+    )
+    assert any("capitals all.csv row 3: the right answer is C; the options are A, B" in line for line in lines)
+    (file,) = (run / "eval").glob("step-*.json")
+    report = json.loads(file.read_bytes())
+    results = {(each["task"], each["form"]): each for each in report["tasks"]["results"]}
+    assert results.keys() == {(task, form) for task in ("capitals", "cmmlu") for form in ("cloze", "cloze_pmi", "bits")}
+    cloze = results["capitals", "cloze"]
+    assert (cloze["items"], cloze["chance"], len(cloze["per_item"])) == (2, 0.5, 2)
+    assert cloze["interval"][0] <= cloze["accuracy"] <= cloze["interval"][1]
+    shown = figures(report)
+    assert shown["eval/tasks/cloze/capitals"] == cloze["centred"]
+    assert shown["eval/tasks/bits/cmmlu"] == results["cmmlu", "bits"]["bits_per_byte"] > 0
+    assert shown["eval/tasks/summary/zh"] == report["tasks"]["summary"]["zh"]["score"]
+    assert "eval/tasks/summary/en" not in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "expected"),
+    [
+        (["--tasks", "piqa"], 3, "z2a eval fetch piqa"),
+        (["--tasks", "cmmlu", "--forms", "letters"], 2, "The forms are cloze, choice, bits, generate"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_before_the_model_is_loaded(eval_run, monkeypatch, words, code, expected):
+    monkeypatch.setattr("zero2all.infer.load.load_run", None)  # would be called too early
+    found, said, _ = eval_run(*words)
+    assert found == code
+    assert expected in said.err

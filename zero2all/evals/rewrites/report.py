@@ -1,0 +1,67 @@
+"""Rewrites in the report of a checkpoint: the section `rewrites`, its table and its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zero2all.evals.items import Task
+from zero2all.evals.rewrites.list import TRAIN_ONCE, chosen_rewrites
+from zero2all.evals.rewrites.measure import measure_rewrites
+from zero2all.evals.rewrites.once import write_once
+from zero2all.infer.engine import Engine
+
+
+def rewrite_section(
+    engine: Engine, tasks: Sequence[Task], names: Sequence[str], shots: int | None, limit: int | None, once: Path
+) -> dict[str, Any]:
+    """The section `rewrites` of a report; with R17, what to train on and ask is written to the folder `once`."""
+    section: dict[str, Any] = {"tasks": measure_rewrites(engine, tasks, chosen_rewrites(names), shots, limit)}
+    if TRAIN_ONCE in names:
+        write_once(tasks, once)
+        section["once"] = str(once)
+    return section
+
+
+def rewrite_figures(section: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics: the memorisation gap of each rewrite, and the consistency of each task."""
+    figures = {}
+    for task, found in section["tasks"].items():
+        for row in found["rows"]:
+            if row["gap"] is not None:
+                figures[f"eval/rewrites/gap/{task}/{row['rewrite']}/{row['form']}"] = row["gap"]
+        if found["consistency"] is not None:
+            figures[f"eval/rewrites/consistency/{task}"] = found["consistency"]
+    return figures
+
+
+def rewrite_lines(section: Mapping[str, Any]) -> list[str]:
+    """The section as a table for a terminal."""
+    lines = [
+        "rewrites                       form               items  original  rewritten       gap  95 %            same"
+    ]
+    for task, found in section["tasks"].items():
+        lines.append(f"  {task}")
+        for row in found["rows"]:
+            forms = row["form"] if row["form"] == row["baseline"] else f"{row['baseline']} → {row['form']}"
+            left_out = sum(row["skipped"].values())
+            if not row["items"]:
+                reasons = ", ".join(row["skipped"])
+                lines.append(f"    {row['rewrite']:<26} {forms:<18} {0:>5}  ({left_out:,} left out: {reasons})")
+                continue
+            low, high = row["gap_interval"]
+            same = "" if row["same_answer"] is None else f"{row['same_answer']:>7.1%}"
+            lines.append(
+                f"    {row['rewrite']:<26} {forms:<18} {row['items']:>5} {row['original']:>9.1%} "
+                f"{row['rewritten']:>10.1%} {row['gap']:>+9.1%}  {low:>+6.1%} {high:>+6.1%} {same}"
+                + (f"  ({left_out:,} left out)" if left_out else "")
+            )
+        if found["spread"] is not None:
+            same_everywhere = "" if found["consistency"] is None else f"; same answer always {found['consistency']:.1%}"
+            lines.append(f"    spread {found['lowest']:.1%} to {found['highest']:.1%}{same_everywhere}")
+    if "once" in section:
+        lines.append(
+            f"  R17: what to train on once and what to ask then lies in {section['once']} (docs/evaluation.md)"
+        )
+    return lines

@@ -1,0 +1,108 @@
+"""Benchmarks in the report of a checkpoint: what was asked for, the section `tasks`, its table and its metrics."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from zero2all.evals.contamination import dirty_ids, split_accuracy, split_words
+from zero2all.evals.items import Task
+from zero2all.evals.judge import FormResult, judge, summary
+from zero2all.evals.tasks.list import read_tasks
+from zero2all.infer.engine import Engine
+
+PROBLEMS_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class TaskQuestions:
+    """Benchmarks to ask, as the command line names them."""
+
+    names: tuple[str, ...]
+    data: Path
+    """Folder with one folder for each."""
+    forms: tuple[str, ...] | None = None
+    shots: int | None = None
+    limit: int | None = None
+    run_code: bool = False
+    made: tuple[Task, ...] = ()
+    """Tasks that need no files."""
+    rewrites: tuple[str, ...] = ()
+    """In which other ways to ask them: see `rewrites.list`."""
+
+    def read(self) -> list[Task]:
+        """The items of all of them."""
+        return [*(read_tasks(self.data, self.names) if self.names else ()), *self.made]
+
+
+def task_section(
+    engine: Engine, questions: TaskQuestions, tasks: list[Task], contamination: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The section `tasks` of a report. `contamination`: what is known of the items in the training text."""
+    results = judge(engine, tasks, questions.forms, questions.shots, questions.limit, run_code=questions.run_code)
+    problems = [line for task in tasks for line in (f"{task.name} {problem}" for problem in task.problems)]
+    problems += [line for result in results for line in result.problems]
+    dirty = {task.name: dirty_ids(contamination, task) for task in tasks}
+    values = [_as_values(result, dirty[result.task]) for result in results]
+    return {"results": values, "summary": summary(results), "problems": problems}
+
+
+def _as_values(result: FormResult, dirty: set[str] | None) -> dict[str, Any]:
+    values = asdict(result)
+    del values["problems"]
+    correct = {each.id: each.correct for each in result.per_item if each.correct is not None}
+    if dirty is not None and correct:
+        values["contamination"] = split_accuracy(correct, dirty)
+    return {**values, "centred": result.centred, "centred_interval": result.centred_interval}
+
+
+def task_figures(section: dict[str, Any]) -> dict[str, float]:
+    """Metrics: the centred accuracy of each form and task, or the bits per byte of its right answers; the summary."""
+    figures = {}
+    for each in section["results"]:
+        value = each["bits_per_byte"] if each["form"] == "bits" else each["centred"]
+        if value is not None:
+            figures[f"eval/tasks/{each['form']}/{each['task']}"] = value
+        if each["form"] == "bits" and each["centred"] is not None:
+            figures[f"eval/tasks/greedy/{each['task']}"] = each["centred"]
+    for language, found in section["summary"].items():
+        figures[f"eval/tasks/summary/{language}"] = found["score"]
+    return figures
+
+
+def task_lines(section: dict[str, Any]) -> list[str]:
+    """The section as a table for a terminal."""
+    lines = [
+        "",
+        "benchmarks         form       shots  items  accuracy  chance  above chance  (95 %)           bits/byte",
+    ]
+    for each in section["results"]:
+        accuracy = f"{each['accuracy']:>8.1%}  {each['chance']:>6.1%}" if each["accuracy"] is not None else " " * 16
+        above = f"{each['centred']:>12.1%}" if each["centred"] is not None else " " * 12
+        interval = ""
+        if each["centred_interval"] is not None:
+            low, high = each["centred_interval"]
+            interval = f"{low:.1%} … {high:.1%}"
+        bits = f"{each['bits_per_byte']:.4f}" if each["bits_per_byte"] is not None else ""
+        lines.append(
+            f"  {each['task']:<16} {each['form']:<10} {each['shots']:>5} {each['items']:>6,}  {accuracy}  {above}  "
+            f"{interval:<16} {bits:>9}".rstrip()
+        )
+        notes = [f"{count:,} skipped: {reason}" for reason, count in each["skipped"].items()]
+        if each["border_spans"]:
+            notes.append(f"{each['border_spans']:,} with a token over the border of prompt and answer, scored exactly")
+        if "contamination" in each:
+            notes.append(split_words(each["contamination"]))
+        if notes:
+            lines.append(f"    {'; '.join(notes)}")
+    names = {"en": "English", "zh": "Chinese"}
+    for language, found in section["summary"].items():
+        forms = ", ".join(f"{task} ({form})" for task, form in found["forms"].items())
+        lines.append(f"  {names[language]}: {found['score']:.1%} above chance, the mean of {forms}")
+    problems = section["problems"]
+    if problems:
+        lines += ["  left out:", *(f"    {line}" for line in problems[:PROBLEMS_SHOWN])]
+        if len(problems) > PROBLEMS_SHOWN:
+            lines.append(f"    … and {len(problems) - PROBLEMS_SHOWN:,} more, in the report's file")
+    return lines
