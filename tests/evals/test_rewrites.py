@@ -316,12 +316,13 @@ def test_rewrites_are_asked_of_a_model_and_compared(trained):
     assert rows["R14.5", "cloze"]["skipped"] == {"too few examples": 3}
     assert rows["R8", "generate"]["items"] == 0
     assert found["spread"] == pytest.approx(found["highest"] - found["lowest"])
-    assert 0 <= found["consistency"] <= 1
+    assert set(found["consistency"]) == {"cloze", "choice"}
+    assert all(0 <= share <= 1 for share in found["consistency"].values())
     section = {"tasks": {"capitals": found}}
     assert rewrite_figures(section)["eval/rewrites/gap/capitals/R2/choice"] == rows["R2", "choice"]["gap"]
     lines = rewrite_lines(section)
     assert any("R13" in line and "%" in line for line in lines)
-    assert any("left out: too few examples" in line for line in lines)
+    assert any("all items left out (too few examples): R14.5" in line for line in lines)
 
 
 def test_what_to_train_on_once_tells_no_answer_and_what_to_ask_is_a_set_that_can_be_read(tmp_path):

@@ -50,7 +50,7 @@ def measure_rewrites(
     for task in tasks:
         asking = _Asking(engine, _limited(task, limit, seed), shots, seed)
         rows = [row for name, chain in chains.items() for row in asking.rows(name, chain)]
-        report[task.name] = {"rows": rows, **asking.spread(rows), **asking.consistency()}
+        report[task.name] = {"rows": rows, **asking.spread(rows), "consistency": asking.consistency()}
     return report
 
 
@@ -69,8 +69,8 @@ class _Asking:
         self.engine, self.task, self.seed = engine, task, seed
         self.shots = task.default_shots if shots is None else shots
         self._originals: dict[str, dict[str, Answer]] = {}
-        self._said: dict[str, list[int | None]] = {}
-        """Of each item: the options chosen, whatever way it was asked; None where the answer is no option of it."""
+        self._said: dict[str, dict[str, list[int]]] = {}
+        """By form of the original, of each item: the options chosen, whatever way it was asked."""
 
     def rows(self, name: str, chain: Chain) -> list[dict[str, Any]]:
         """One row for every form in which a rewrite is compared with the original."""
@@ -121,7 +121,7 @@ class _Asking:
             self._originals[form] = _gathered(found[0], task.items)
             if form == "cloze":
                 self._scores = {each.id: each.scores for each in found[0].per_item}
-            self._note(self._originals[form])
+            self._note(form, self._originals[form])
         return self._originals[form]
 
     def _with_hardest(self) -> list[Item]:
@@ -136,9 +136,11 @@ class _Asking:
             items.append(item)
         return items
 
-    def _note(self, answers: Mapping[str, Answer]) -> None:
+    def _note(self, baseline: str, answers: Mapping[str, Answer]) -> None:
+        of_form = self._said.setdefault(baseline, {})
         for name, answer in answers.items():
-            self._said.setdefault(name, []).append(answer.chosen)
+            if answer.chosen is not None:
+                of_form.setdefault(name, []).append(answer.chosen)
 
     def _compared(
         self,
@@ -149,7 +151,7 @@ class _Asking:
         after: Mapping[str, Answer],
         skipped: Mapping[str, int],
     ) -> dict[str, Any]:
-        self._note(after)
+        self._note(baseline, after)
         both = [item for item in before if item in after]
         pairs = [(before[item].correct, after[item].correct) for item in both]
         chosen = [(before[item].chosen, after[item].chosen) for item in both]
@@ -165,14 +167,16 @@ class _Asking:
             return {"lowest": None, "highest": None, "spread": None}
         return {"lowest": min(found), "highest": max(found), "spread": max(found) - min(found)}
 
-    def consistency(self) -> dict[str, Any]:
-        """Share of the items with the same answer in all ways in which the answer is one of the original options."""
-        several = [said for said in (self._options(name) for name in self._said) if len(said) > 1]
-        same = sum(len(set(said)) == 1 and VARIES not in said for said in several)
-        return {"consistency": same / len(several) if several else None, "consistency_items": len(several)}
-
-    def _options(self, name: str) -> list[int]:
-        return [chosen for chosen in self._said[name] if chosen is not None]
+    def consistency(self) -> dict[str, float]:
+        """By form of the original: share of the items that get the same answer as it stands and under all rewrites
+        whose answer is one of the original options."""
+        shares = {}
+        for form, of_form in self._said.items():
+            several = [said for said in of_form.values() if len(said) > 1]
+            same = sum(len(set(said)) == 1 and VARIES not in said for said in several)
+            if several:
+                shares[form] = same / len(several)
+        return shares
 
 
 def _gathered(result: FormResult, items: Sequence[Item]) -> dict[str, Answer]:

@@ -31,37 +31,42 @@ def rewrite_figures(section: Mapping[str, Any]) -> dict[str, float]:
         for row in found["rows"]:
             if row["gap"] is not None:
                 figures[f"eval/rewrites/gap/{task}/{row['rewrite']}/{row['form']}"] = row["gap"]
-        if found["consistency"] is not None:
-            figures[f"eval/rewrites/consistency/{task}"] = found["consistency"]
+        for form, share in found["consistency"].items():
+            figures[f"eval/rewrites/consistency/{task}/{form}"] = share
     return figures
 
 
 def rewrite_lines(section: Mapping[str, Any]) -> list[str]:
     """The section as a table for a terminal."""
     lines = [
-        "rewrites                       form               items  original  rewritten       gap  95 %            same"
+        "rewrites                       form               items  original  rewritten       gap  (95 %)          same"
     ]
     for task, found in section["tasks"].items():
         lines.append(f"  {task}")
-        for row in found["rows"]:
-            forms = row["form"] if row["form"] == row["baseline"] else f"{row['baseline']} → {row['form']}"
-            left_out = sum(row["skipped"].values())
-            if not row["items"]:
-                reasons = ", ".join(row["skipped"])
-                lines.append(f"    {row['rewrite']:<26} {forms:<18} {0:>5}  ({left_out:,} left out: {reasons})")
-                continue
-            low, high = row["gap_interval"]
-            same = "" if row["same_answer"] is None else f"{row['same_answer']:>7.1%}"
-            lines.append(
-                f"    {row['rewrite']:<26} {forms:<18} {row['items']:>5} {row['original']:>9.1%} "
-                f"{row['rewritten']:>10.1%} {row['gap']:>+9.1%}  {low:>+6.1%} {high:>+6.1%} {same}"
-                + (f"  ({left_out:,} left out)" if left_out else "")
+        lines += [_row_line(row) for row in found["rows"] if row["items"]]
+        for reason in dict.fromkeys(reason for row in found["rows"] if not row["items"] for reason in row["skipped"]):
+            names = dict.fromkeys(
+                row["rewrite"] for row in found["rows"] if reason in row["skipped"] and not row["items"]
             )
+            lines.append(f"    all items left out ({reason}): {', '.join(names)}")
         if found["spread"] is not None:
-            same_everywhere = "" if found["consistency"] is None else f"; same answer always {found['consistency']:.1%}"
-            lines.append(f"    spread {found['lowest']:.1%} to {found['highest']:.1%}{same_everywhere}")
+            lines.append(f"    from {found['lowest']:.1%} to {found['highest']:.1%}, spread {found['spread']:.1%}")
+        for form, share in found["consistency"].items():
+            lines.append(f"    the same answer as {form} and under all its rewrites: {share:.1%} of the items")
     if "once" in section:
         lines.append(
             f"  R17: what to train on once and what to ask then lies in {section['once']} (docs/evaluation.md)"
         )
     return lines
+
+
+def _row_line(row: Mapping[str, Any]) -> str:
+    forms = row["form"] if row["form"] == row["baseline"] else f"{row['baseline']} → {row['form']}"
+    low, high = row["gap_interval"]
+    same = "" if row["same_answer"] is None else f"{row['same_answer']:.1%}"
+    left_out = sum(row["skipped"].values())
+    return (
+        f"    {row['rewrite']:<26} {forms:<18} {row['items']:>5} {row['original']:>9.1%} {row['rewritten']:>10.1%} "
+        f"{row['gap']:>+9.1%}  {low:>+6.1%} {high:>+6.1%} {same:>7}"
+        + (f"  ({left_out:,} left out)" if left_out else "")
+    ).rstrip()
