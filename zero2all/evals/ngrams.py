@@ -38,10 +38,11 @@ BASE = 0x9E3779B97F4A7C15
 """Odd, so that it has an inverse modulo 2^64."""
 
 
-def kind_for(language: str) -> Kind:
-    """The units that texts of a language are compared by."""
-    kinds: dict[str, Kind] = {"zh": "characters", "code": "tokens"}
-    return kinds.get(language, "words")
+def kind_for(text: str, language: str) -> Kind:
+    """The units that a text of some language is compared by. One in ASCII alone has words, whatever its language."""
+    if language == "code":
+        return "tokens"
+    return "characters" if language == "zh" and not text.isascii() else "words"
 
 
 class Units(NamedTuple):
