@@ -64,8 +64,10 @@ def main() -> None:
     throughput = measure_throughput(arguments)
     mixed = with_server(arguments, lambda url, _: asyncio.run(mix(url, arguments, throughput.pop("texts"))))
     print("mixed:", mixed, flush=True)
-    soak = with_server(arguments, lambda url, pid: asyncio.run(soak_memory(url, pid, arguments)))
-    print("soak:", soak, flush=True)
+    soak = None
+    if arguments.soak:
+        soak = with_server(arguments, lambda url, pid: asyncio.run(soak_memory(url, pid, arguments)))
+        print("soak:", soak, flush=True)
     settings = {name: getattr(arguments, name) for name in ("requests", "new_tokens", "threads")}
     values = {"clients": CLIENTS, "settings": settings, "throughput": throughput, "mixed": mixed, "soak": soak}
     save_result("serve", values)
@@ -93,11 +95,12 @@ def _offline(arguments: argparse.Namespace) -> None:
     requests = [TextRequest(prompt, arguments.new_tokens) for prompt in prompts(arguments.requests)]
     list(complete(engine, requests[:CLIENTS]))
     texts = [""] * len(requests)
-    tokens, started = 0, time.perf_counter()
+    tokens, started, cpu = 0, time.perf_counter(), time.process_time()
     for number, text, job in complete(engine, requests):
         texts[number] = text
         tokens += len(job.new_ids)
-    print(json.dumps({"tokens": tokens, "seconds": time.perf_counter() - started, "texts": texts}))
+    seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+    print(json.dumps({"tokens": tokens, "seconds": seconds, "cpu_seconds": cpu, "texts": texts}))
 
 
 def offline(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -154,7 +157,7 @@ def measure_throughput(arguments: argparse.Namespace) -> dict[str, Any]:
     """Offline and served in turns."""
     alone, served = [offline(arguments)], []
     for _ in range(arguments.rounds):
-        served.append(with_server(arguments, lambda url, _: asyncio.run(all_requests(url, arguments))))
+        served.append(with_server(arguments, lambda url, pid: asyncio.run(all_requests(url, pid, arguments))))
         print(f"served: {served[-1]['tokens'] / served[-1]['seconds']:,.0f} tokens/s", flush=True)
         alone.append(offline(arguments))
     different = sum(a != b for run in served for a, b in zip(run["texts"], alone[0]["texts"], strict=True))
@@ -168,6 +171,8 @@ def measure_throughput(arguments: argparse.Namespace) -> dict[str, Any]:
         "offline_tokens_per_second": round(offline_rate),
         "served_tokens_per_second": round(served_rate),
         "share": round(served_rate / offline_rate, 3),
+        "offline_cpu_seconds": round(min(run["cpu_seconds"] for run in alone), 2),
+        "served_cpu_seconds": round(min(run["cpu_seconds"] for run in served), 2),
         "median_latency_seconds": round(median, 3),
         "slowest_latency_seconds": round(latencies[-1], 3),
         "slowest_over_median": round(latencies[-1] / median, 2),
@@ -179,14 +184,17 @@ def measure_throughput(arguments: argparse.Namespace) -> dict[str, Any]:
     return {**found, "texts": alone[0]["texts"]}
 
 
-async def all_requests(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
+async def all_requests(url: str, pid: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """All requests by 32 clients, each with the next one as soon as its last is answered."""
+    import psutil
+
+    server = psutil.Process(pid)
     asked = prompts(arguments.requests)
     texts, latencies, firsts = [""] * len(asked), [0.0] * len(asked), [0.0] * len(asked)
     left, tokens = iter(range(len(asked))), 0
     everybody = clients(url)
     await asyncio.gather(*(one_stream(client, asked[0], 4) for client in everybody))  # connections, first calls
-    started = time.perf_counter()
+    started, cpu = time.perf_counter(), sum(server.cpu_times()[:2])
 
     async def work(client: Any) -> None:
         nonlocal tokens
@@ -197,9 +205,10 @@ async def all_requests(url: str, arguments: argparse.Namespace) -> dict[str, Any
             tokens += new
 
     await asyncio.gather(*map(work, everybody))
-    seconds = time.perf_counter() - started
+    seconds, cpu = time.perf_counter() - started, sum(server.cpu_times()[:2]) - cpu
     await asyncio.gather(*(client.close() for client in everybody))
-    return {"tokens": tokens, "seconds": seconds, "texts": texts, "latencies": latencies, "firsts": firsts}
+    found: dict[str, Any] = {"tokens": tokens, "seconds": seconds, "cpu_seconds": cpu}
+    return {**found, "texts": texts, "latencies": latencies, "firsts": firsts}
 
 
 async def one_stream(client: Any, prompt: str, new_tokens: int, **fields: Any) -> tuple[str, int, float]:

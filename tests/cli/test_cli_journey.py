@@ -130,7 +130,8 @@ def test_plot_draws_a_png_and_prints_its_path(copy, z2a):
 def test_eval_prints_bits_per_byte_and_probes_and_writes_its_report(copy, z2a):
     probe = {"id": "1", "channel": "en", "family": "capital", "prompt": "ka lo", "joiner": " ", "answer": "mi"}
     (copy / "probes.jsonl").write_text(json.dumps({**probe, "foils": ["ter"], "new_wording": False}) + "\n")
-    ended = z2a("eval", "tiny", "--work", copy, "--max-bytes", "2000", "--probes", copy / "probes.jsonl")
+    asked = ("--probes", copy / "probes.jsonl", "--pairs", "none")
+    ended = z2a("eval", "tiny", "--work", copy, "--max-bytes", "2000", *asked)
     assert ended.code == 0
     assert ended.out.startswith("tiny at step 4\n")
     table = ended.out.split("probes")[0]
@@ -141,7 +142,8 @@ def test_eval_prints_bits_per_byte_and_probes_and_writes_its_report(copy, z2a):
 
 
 def test_eval_of_an_older_checkpoint(copy, z2a):
-    assert z2a("eval", "tiny", "--work", copy, "--step", "2", "--max-bytes", "500").out.startswith("tiny at step 2\n")
+    words = ("eval", "tiny", "--work", copy, "--step", "2", "--max-bytes", "500", "--probes", "none", "--pairs", "none")
+    assert z2a(*words).out.startswith("tiny at step 2\n")
     ended = z2a("eval", "tiny", "--work", copy, "--step", "3")
     assert ended.code == 3
     assert "no checkpoint at step 3; it has [2, 4]" in ended.err

@@ -82,7 +82,8 @@ def test_items_that_cannot_be_asked_are_counted_and_named_and_the_rest_is_judged
     long = dataclasses.replace(CAPITALS[0], id="long", question="首" * 400)
     wide = dataclasses.replace(CAPITALS[0], id="wide", choices=("北京",) * 27)
     opened = Item("open", "首都？", answer="北京", language="zh")
-    task = Task("mine", "zh", (*CAPITALS, long, wide, opened), skipped={"missing column": 2})
+    begun = dataclasses.replace(CAPITALS[0], id="begun", question="首都是", shape=CONTINUE)
+    task = Task("mine", "zh", (*CAPITALS, long, wide, opened, begun), skipped={"missing column": 2})
     by_form = {result.form: result for result in judge(asked_model(), [task])}
     assert by_form["cloze"].skipped == {
         "missing column": 2,
@@ -92,7 +93,8 @@ def test_items_that_cannot_be_asked_are_counted_and_named_and_the_rest_is_judged
     assert any(line.startswith("mine cloze long: prompt and continuation have") for line in by_form["cloze"].problems)
     assert by_form["choice"].skipped["more choices than labels"] == 1
     assert by_form["generate"].skipped["longer than the context"] == 1
-    assert (by_form["cloze"].items, by_form["choice"].items, by_form["generate"].items) == (4, 3, 4)
+    assert (by_form["cloze"].items, by_form["choice"].items, by_form["generate"].items) == (5, 4, 5)
+    assert (by_form["cloze_pmi"].items, by_form["cloze_pmi"].skipped["no unconditional prompt"]) == (4, 1)
 
 
 def test_a_limit_takes_the_same_items_each_time(asked_model):

@@ -7,20 +7,28 @@ import math
 import pytest
 import torch
 
+from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.records import iter_records, training_text
-from zero2all.evals.perplexity import document_nats, held_out_bits_per_byte, validation_bits_per_byte
+from zero2all.evals.perplexity import (
+    Windows,
+    file_bits_per_byte,
+    held_out_bits_per_byte,
+    score_documents,
+    validation_bits_per_byte,
+)
+from zero2all.evals.text_files import text_files
 from zero2all.infer.engine import Engine
 from zero2all.packed.layout import packed_sources
 from zero2all.train.validate import held_out_losses, open_valid_splits
 
 
-def nats_of(loaded, text):
-    (found,) = document_nats(Engine(loaded), [text], loaded.window)
-    return found
+def nats_of(loaded, text, stride=0):
+    (found,) = score_documents(Engine(loaded), [text], Windows(loaded.window, stride))
+    return found.nats, found.tokens
 
 
 def bits_per_byte(loaded, corpus, max_bytes):
-    return held_out_bits_per_byte(Engine(loaded), loaded.window, corpus, max_bytes)
+    return held_out_bits_per_byte(Engine(loaded), Windows(loaded.window), corpus, max_bytes)
 
 
 def nats_by_hand(loaded, ids, targets):
@@ -97,3 +105,74 @@ def test_training_and_evaluation_agree_about_the_rows_that_training_scores(train
     for channel, values in found.items():
         assert values["bits_per_byte"] == pytest.approx(ours[f"eval/valid/bpb/{channel}"], rel=1e-6)
         assert values["loss"] == pytest.approx(ours[f"eval/valid/loss/{channel}"], rel=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [2, 10, 11, 12, 15, 23, 40])
+@pytest.mark.parametrize("stride", [1, 3, 10])
+def test_sliding_windows_score_each_token_once_with_context(tokens, stride):
+    scored = []
+    for number, (first, start, end) in enumerate(Windows(10, stride).cut(tokens)):
+        assert end - first <= 11
+        assert number == 0 or start - first >= 10 - stride
+        scored += range(start, end)
+    assert scored == list(range(1, tokens))
+
+
+def test_stride_gives_later_tokens_the_context_that_windows_without_overlap_take_from_them(trained):
+    text = "The capital of France is Paris. The answer is Paris. " * 12
+    ids = [trained.tokenizer.begin_id, *trained.tokenizer.encode_text(text), trained.tokenizer.end_id]
+    by_hand = sum(  # causal: what a window's head costs does not depend on what follows
+        nats_by_hand(trained, ids[first : end - 1], ids[first + 1 : end])
+        - (nats_by_hand(trained, ids[first : start - 1], ids[first + 1 : start]) if start - 1 > first else 0.0)
+        for first, start, end in Windows(trained.window, 16).cut(len(ids))
+    )
+    slid, tokens = nats_of(trained, text, 16)
+    assert tokens == len(ids) - 1 > 2 * trained.window
+    assert slid == pytest.approx(by_hand, rel=1e-4)
+    assert slid != pytest.approx(nats_of(trained, text)[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("stride", [-1, 65])
+def test_stride_that_does_not_fit_the_window_is_refused(stride):
+    with pytest.raises(UsageError, match=r"windows of 64 tokens .*from 1 to 64"):
+        Windows(64, stride)
+
+
+def test_loss_by_position_is_that_of_the_tokens_with_so_many_before_them(trained):
+    (score,) = score_documents(Engine(trained), ["中国的首都是北京。" * 30], Windows(trained.window))
+    buckets = score.summary()["by_position"]
+    assert [(bucket["from"], bucket["to"]) for bucket in buckets][:3] == [(1, 1), (2, 3), (4, 7)]
+    assert sum(bucket["tokens"] for bucket in buckets) == score.tokens
+    assert sum(bucket["tokens"] * bucket["loss"] for bucket in buckets) == pytest.approx(score.nats)
+    assert buckets[-1]["loss"] < buckets[0]["loss"]
+    windows = -(-score.tokens // trained.window)
+    assert buckets[0]["tokens"] == windows  # one token of each window has one token before it
+
+
+def test_files_and_folders_are_scored_one_by_one_and_what_is_no_text_is_named(trained, tmp_path):
+    folder = tmp_path / "mine"
+    (folder / ".git").mkdir(parents=True)
+    for name, data in {
+        "a.txt": "中国的首都是北京。".encode(),
+        "b.md": b"The capital of France is Paris. " * 20,
+        "none.txt": b"",
+        "picture.png": b"\x89PNG\0\0",
+        "latin.txt": "Züge".encode("latin-1"),
+        ".git/config": b"hidden",
+    }.items():
+        (folder / name).write_bytes(data)
+    alone = tmp_path / "alone.txt"
+    alone.write_text("The answer is Rome.")
+    files = text_files([folder, alone])
+    found, skipped = file_bits_per_byte(Engine(trained), Windows(trained.window), files, 400)
+    assert list(found) == ["mine/a.txt", "mine/b.md", "alone.txt"]
+    nats, tokens = nats_of(trained, "中国的首都是北京。")
+    assert found["mine/a.txt"]["bits_per_byte"] == pytest.approx(nats / math.log(2) / 27)
+    assert (found["mine/a.txt"]["tokens"], found["mine/b.md"]["bytes"]) == (tokens, 400)
+    assert skipped == {
+        "mine/latin.txt": "is not UTF-8",
+        "mine/none.txt": "is empty",
+        "mine/picture.png": "is no text (it has zero bytes)",
+    }
+    with pytest.raises(BadInputError, match="no text file or folder"):
+        text_files([tmp_path / "absent"])

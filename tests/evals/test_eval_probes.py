@@ -1,14 +1,16 @@
 """Probes: when an answer counts as right, what a probes file must look like, how results are gathered."""
 
 import dataclasses
+import itertools
 import json
+import math
 
 import pytest
 import torch
 
 from zero2all.common.errors import BadInputError
 from zero2all.evals.probe_file import Probe, read_probes
-from zero2all.evals.probes import ProbeResult, run_probes, summarize
+from zero2all.evals.probes import Asked, ProbeResult, run_probes, summarize
 from zero2all.infer.engine import Engine
 
 BEIJING = Probe(id="a", channel="zh", family="capital", prompt="中国的首都是", answer="北京")
@@ -16,7 +18,7 @@ ROMAN = Probe(id="1", channel="en", family="capital", prompt="首都", joiner=" 
 
 
 def ask(loaded, **changes):
-    (result,) = run_probes(Engine(loaded), [dataclasses.replace(ROMAN, **changes)])
+    (result,) = run_probes(Engine(loaded), [dataclasses.replace(ROMAN, **changes)]).results
     return result
 
 
@@ -71,10 +73,50 @@ def test_probability_and_share_are_those_of_the_answer(bigram, border_tokenizer,
     assert result.share_among_foils == pytest.approx(0.2 / (0.2 + 0.6), rel=1e-3)
 
 
+def test_several_right_answers_are_worth_their_sum_and_the_rank_is_that_of_the_likeliest(
+    bigram, border_tokenizer, logits
+):
+    logits[:] = -20.0
+    for text, probability in {"Ro": 0.5, "Rome": 0.2, "an": 0.3}.items():
+        logits[:, border_tokenizer.encode_text(text)[0]] = torch.tensor(probability).log()
+    result = ask(bigram(logits), joiner="", answer="Rome", also=["an"], foils=["Ro"])
+    assert result.probability == pytest.approx(0.5, rel=1e-3)
+    assert result.share_among_foils == pytest.approx(0.5, rel=1e-3)
+    assert result.logprob == pytest.approx(math.log(0.5), rel=1e-3)
+    assert (result.rank, result.correct) == (1, False)
+    assert ask(bigram(logits), joiner="", answer="Rome", also=["Ro"], foils=[], may_go_on=True).correct
+
+
+def test_wordings_of_one_question_are_one_sample_with_their_range():
+    shares = {"a": (0.2, 0.4, 0.9), "b": (0.5,)}
+    results = [
+        dataclasses.replace(
+            result("zh", "capital", False),
+            probe=Probe(id=f"{name}/{n}", question=name, channel="zh", family="f", prompt="", answer="x"),
+            share_among_foils=share,
+        )
+        for name, values in shares.items()
+        for n, share in enumerate(values)
+    ]
+    found = summarize(Asked(results, {}))
+    assert (found["questions"], found["probes"]) == (2, 4)
+    assert found["share_among_foils"] == pytest.approx(0.5)
+    assert found["share_range_of_wordings"] == pytest.approx(0.35)
+    assert found["share_interval"] == pytest.approx([0.5, 0.5])
+
+
+def test_probe_that_is_too_long_is_named_and_the_others_are_asked(speller):
+    long = dataclasses.replace(ROMAN, id="long", prompt="x" * 100)
+    asked = run_probes(Engine(speller("首都", " Rome")), [long, ROMAN])
+    assert [result.probe.id for result in asked.results] == ["1"]
+    assert list(asked.skipped) == ["long"]
+    (reason,) = summarize(asked)["skipped"]
+    assert "the model takes 64" in reason
+
+
 def test_share_is_one_where_there_are_no_foils(trained):
-    (result,) = run_probes(
-        Engine(trained), [Probe(id="1", channel="zh", family="capital", prompt="中国的首都是", answer="北京")]
-    )
+    probe = Probe(id="1", channel="zh", family="capital", prompt="中国的首都是", answer="北京")
+    (result,) = run_probes(Engine(trained), [probe]).results
     assert 0 < result.probability <= 1
     assert result.share_among_foils == 1.0
 
@@ -123,22 +165,24 @@ def test_probes_file_that_is_missing_or_empty_is_refused(tmp_path):
         read_probes(tmp_path / "empty.jsonl")
 
 
+NUMBERS = itertools.count()
+
+
 def result(channel, family, correct, new_wording=False):
-    probe = Probe(id="", channel=channel, family=family, prompt="", answer="x", new_wording=new_wording)
-    return ProbeResult(probe, correct, "x", probability=float(correct) / 2, share_among_foils=float(correct))
+    probe = Probe(id=str(next(NUMBERS)), channel=channel, family=family, prompt="", answer="x", new_wording=new_wording)
+    return ProbeResult(probe, correct, "x", float(correct) / 2, float(correct), logprob=-1.0, rank=None)
 
 
 def test_arithmetic_and_new_wordings_are_shown_but_not_part_of_the_mean():
-    summary = summarize(
-        [
-            result("zh", "capital", True),
-            result("zh", "capital", False),
-            result("zh", "arithmetic", False),
-            result("zh", "capital", False, new_wording=True),
-            result("en", "day", True),
-            result("en", "arithmetic", False),
-        ]
-    )
+    results = [
+        result("zh", "capital", True),
+        result("zh", "capital", False),
+        result("zh", "arithmetic", False),
+        result("zh", "capital", False, new_wording=True),
+        result("en", "day", True),
+        result("en", "arithmetic", False),
+    ]
+    summary = summarize(Asked(results, {}))
     assert (summary["accuracy"], summary["probes"]) == (pytest.approx(2 / 3), 3)
     assert summary["probability"] == pytest.approx(1 / 3)
     zh, en = summary["channels"]["zh"], summary["channels"]["en"]
@@ -152,7 +196,7 @@ def test_arithmetic_and_new_wordings_are_shown_but_not_part_of_the_mean():
 
 
 def test_channel_with_nothing_that_counts_has_groups_but_no_mean():
-    summary = summarize([result("zh", "arithmetic", True)])
+    summary = summarize(Asked([result("zh", "arithmetic", True)], {}))
     assert "accuracy" not in summary
     assert summary["channels"]["zh"]["groups"]["arithmetic"]["accuracy"] == 1.0
     assert "accuracy" not in summary["channels"]["zh"]

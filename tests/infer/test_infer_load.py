@@ -8,6 +8,7 @@ import torch
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.workspace import Workspace
+from zero2all.evals.options import EvalOptions
 from zero2all.evals.report import evaluate_run, report_lines
 from zero2all.infer.load import load_model, load_run, untrained
 from zero2all.track.reader import RunReader
@@ -93,6 +94,8 @@ def test_another_tokenizer_than_the_run_was_trained_with_is_refused(copied, tmp_
 
 def test_evaluation_is_written_beside_the_run_and_shown(copied, tmp_path):
     probes = tmp_path / "probes.jsonl"
+    pairs = tmp_path / "pairs.yaml"
+    pairs.write_text("- {kind: capital, language: zh, pairs: ['中国的首都是{北京|巴黎}。']}")
     row = {
         "id": "1",
         "channel": "zh",
@@ -102,13 +105,14 @@ def test_evaluation_is_written_beside_the_run_and_shown(copied, tmp_path):
         "foils": ["巴黎"],
     }
     probes.write_text(json.dumps(row) + "\n" + json.dumps({**row, "family": "arithmetic"}) + "\n")
-    report = evaluate_run(load_run(copied, "tiny"), copied, probes, 1000)
+    report = evaluate_run(load_run(copied, "tiny"), copied, EvalOptions(max_bytes=1000, probes=probes, pairs=pairs))
     written = json.loads((copied.run("tiny") / "eval/step-00000030.json").read_text())
     assert written == report
     assert set(written["held_out"]) == {"zh", "en"}
     assert [item["probe"]["answer"] for item in written["probe_results"]] == ["北京", "北京"]
     shown = "\n".join(report_lines(report))
-    for words in ("tiny at step 30", "bits/byte", "zh", "capital", "arithmetic"):
+    assert report["pairs"]["channels"]["zh"]["kinds"]["capital"]["pairs"] == 1
+    for words in ("tiny at step 30", "told apart", "bits/byte", "zh", "capital", "arithmetic"):
         assert words in shown
 
 
@@ -116,7 +120,10 @@ def test_evaluations_of_several_checkpoints_are_curves_over_their_steps(copied, 
     probes = tmp_path / "probes.jsonl"
     row = {"id": "1", "channel": "zh", "family": "capital", "prompt": "中国的首都是", "answer": "北京"}
     probes.write_text(json.dumps(row, ensure_ascii=False) + "\n")
-    reports = {step: evaluate_run(load_run(copied, "tiny", step), copied, probes, 200) for step in (30, 15)}
+    reports = {
+        step: evaluate_run(load_run(copied, "tiny", step), copied, EvalOptions(max_bytes=200, probes=probes))
+        for step in (30, 15)
+    }
     run = RunReader(copied.run("tiny"))
     for metric, figure in {
         "eval/held_out/bpb/en": lambda report: report["held_out"]["en"]["bits_per_byte"],
@@ -135,6 +142,6 @@ def test_evaluations_of_several_checkpoints_are_curves_over_their_steps(copied, 
 
 
 def test_evaluation_without_probes_has_none(copied):
-    report = evaluate_run(load_run(copied, "tiny"), copied, None, 100)
+    report = evaluate_run(load_run(copied, "tiny"), copied, EvalOptions(max_bytes=100))
     assert "probes" not in report
     assert not any("probes" in line for line in report_lines(report))

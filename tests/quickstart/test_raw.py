@@ -15,8 +15,9 @@ import pytest
 
 from zero2all.common.files import crc32c_of
 from zero2all.common.manifest import is_current, read_manifest, verify_files
+from zero2all.evals.pair_file import read_pairs
 from zero2all.quickstart import raw
-from zero2all.quickstart.world import documents, probes
+from zero2all.quickstart.world import documents, pairs, probes
 
 SEED, LANGUAGE_BYTES, CODE_BYTES = 5, 60_000, 400_000
 
@@ -65,6 +66,11 @@ def test_probes_file_holds_every_probe(folder: Path) -> None:
     assert rows_of(folder, raw.PROBES_NAME) == json.loads(json.dumps(expected))
 
 
+def test_pairs_file_holds_every_pair(folder: Path) -> None:
+    expected = [pair for name in ("en", "zh") for pair in pairs(name, SEED)]
+    assert read_pairs(folder / raw.PAIRS_NAME) == expected
+
+
 def test_manifest_counts_what_was_written(folder: Path) -> None:
     manifest = read_manifest(folder, "raw", made_by="z2a quickstart")
     assert verify_files(folder, manifest) == []
@@ -89,7 +95,7 @@ def test_current_folder_is_left_alone_and_other_parameters_rewrite_it(tmp_path: 
 def test_same_parameters_give_the_same_files(folder: Path, tmp_path: Path) -> None:
     again = tmp_path / "raw"
     raw.write_raw(again, SEED, LANGUAGE_BYTES, CODE_BYTES)
-    for name in (raw.ENGLISH_NAME, raw.CHINESE_NAME, raw.CODE_NAME, raw.PROBES_NAME):
+    for name in (raw.ENGLISH_NAME, raw.CHINESE_NAME, raw.CODE_NAME, raw.PROBES_NAME, raw.PAIRS_NAME):
         assert crc32c_of(again / name) == crc32c_of(folder / name)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,9 @@ from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, real, w
 
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
+    from zero2all.evals.options import EvalOptions
     from zero2all.evals.task_report import TaskQuestions
+    from zero2all.evals.watch import Watcher
 
 WORD = "eval"
 VERBS = ("run", "watch", "fetch", "contamination")
@@ -31,7 +34,7 @@ def register(verbs: Subparsers) -> None:
     inner = add_group(
         verbs,
         WORD,
-        "judge a run: bits per byte on held-out text, probes (`z2a eval RUN` is `z2a eval run RUN`)",
+        "judge a run: bits per byte on text, probes, contrast pairs (`z2a eval RUN` is `z2a eval run RUN`)",
         "z2a eval my-run --work my-workspace",
     )
     _register_run(inner)
@@ -44,13 +47,17 @@ def _register_run(inner: Subparsers) -> None:
     parser = add_verb(
         inner,
         "run",
-        "judge one checkpoint: bits per byte per channel on held-out text, and probes",
-        "z2a eval run my-run --work my-workspace --probes raw/probes.jsonl",
+        "judge one checkpoint, or all: bits per byte on held-out and other text, probes, contrast pairs",
+        "z2a eval run my-run --work my-workspace --all-steps",
         _run,
     )
     parser.add_argument("run", help="name of the run")
     add_work(parser)
-    parser.add_argument("--step", type=whole(0), metavar="N", help="checkpoint to use (default: the newest)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=whole(0), metavar="N", help="checkpoint to use (default: the newest)")
+    which.add_argument(
+        "--all-steps", action="store_true", help="every checkpoint that was not evaluated with these settings before"
+    )
     _add_questions(parser)
 
 
@@ -137,19 +144,35 @@ def _steps(text: str) -> Callable[[int], bool]:
 
 def _add_questions(parser: argparse.ArgumentParser) -> None:
     """What is asked of a checkpoint: the same flags for every verb that judges one."""
+    for name, of in (("probes", "questions to ask"), ("pairs", "contrast pairs to tell apart")):
+        parser.add_argument(
+            f"--{name}",
+            metavar="FILE",
+            help=f"{of}: YAML, or one JSON object a line (default: raw/{name}.jsonl of the workspace where there is "
+            f"one, else our own; none: none)",
+        )
     parser.add_argument(
-        "--probes",
+        "--text",
         type=Path,
-        default=None,
-        metavar="FILE",
-        help="questions to ask, one JSON object a line (default: none are asked)",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="a text file of your own, or a folder of them, to score as well; may be given several times",
+    )
+    parser.add_argument(
+        "--stride",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="score long texts in windows that begin N tokens apart, so that tokens have context (default 0: windows "
+        "do not overlap)",
     )
     parser.add_argument(
         "--max-bytes",
         type=whole(1),
         default=1_000_000,
         metavar="N",
-        help="held-out bytes to score per source (default 1000000)",
+        help="held-out bytes to score per source, and bytes of each --text file (default 1000000)",
     )
     parser.add_argument(
         "--int8", action="store_true", help="score the held-out text once more with 8-bit weights: what they cost"
@@ -187,13 +210,31 @@ def _tasks(arguments: argparse.Namespace) -> TaskQuestions | None:
     )
 
 
-def _check_questions(
-    arguments: argparse.Namespace, workspace: Workspace, step: int | None, is_coming: bool = False
-) -> None:
-    """Refuse what cannot be asked, before torch and the weights are loaded."""
-    from zero2all.evals.inputs import check_inputs
+def _file(given: str | None, workspace: Workspace, name: str) -> Path | None:
+    """The file of probes or pairs: the one that is named, or what the workspace brings with it, or our own."""
+    from zero2all.evals.options import default_file
 
-    check_inputs(workspace, arguments.run, step, arguments.probes, is_coming)
+    if given is None:
+        return default_file(workspace, name)
+    return None if given == "none" else Path(given)
+
+
+def _checked_options(
+    arguments: argparse.Namespace, workspace: Workspace, step: int | None, is_coming: bool = False
+) -> EvalOptions:
+    """What the command line asks for. Refuses what cannot be asked, before torch and the weights are loaded."""
+    from zero2all.evals.inputs import check_inputs
+    from zero2all.evals.options import EvalOptions
+
+    options = EvalOptions(
+        max_bytes=arguments.max_bytes,
+        stride=arguments.stride,
+        probes=_file(arguments.probes, workspace, "probes"),
+        pairs=_file(arguments.pairs, workspace, "pairs"),
+        texts=tuple(arguments.text),
+        int8=arguments.int8,
+    )
+    check_inputs(workspace, arguments.run, step, options, is_coming)
     if arguments.tasks is not None:
         from zero2all.evals.items import check_forms
 
@@ -206,48 +247,85 @@ def _check_questions(
         chosen_rewrites(arguments.rewrites)
         if arguments.tasks is None:
             raise UsageError("--rewrites asks benchmarks otherwise: name them with --tasks.")
+    return replace(options, tasks=_tasks(arguments))
 
 
 def _run(arguments: argparse.Namespace) -> None:
     workspace = workspace_of(arguments)
-    _check_questions(arguments, workspace, arguments.step)
+    options = _checked_options(arguments, workspace, arguments.step)
+    if arguments.all_steps:
+        _run_all(arguments, workspace, options)
+        return
 
     from zero2all.evals.report import evaluate_run, report_lines
     from zero2all.infer.load import load_run
 
     loaded = load_run(workspace, arguments.run, arguments.step)
-    tasks = _tasks(arguments)
-    report = evaluate_run(loaded, workspace, arguments.probes, arguments.max_bytes, arguments.int8, tasks)
-    print("\n".join(report_lines(report)))
+    report = evaluate_run(loaded, workspace, options)
+    print("\n".join([*report_lines(report), *_overview(workspace.run(arguments.run))]))
+
+
+def _overview(run: Path) -> list[str]:
+    """Write the page of all evaluations of a run; returns lines with the verdicts on its curves and the page's path."""
+    from zero2all.evals.page import write_page
+    from zero2all.evals.signal import signal_lines
+
+    page, signals = write_page(run)
+    return [*signal_lines(signals), "", f"page: {page}"]
+
+
+def _run_all(arguments: argparse.Namespace, workspace: Workspace, options: EvalOptions) -> None:
+    from zero2all.evals.options import kept_report
+    from zero2all.evals.report import step_lines
+    from zero2all.train.checkpoints.layout import list_checkpoints, step_of
+
+    run = workspace.run(arguments.run)
+    _watcher(arguments.run, workspace, options, None).watch(once=True)
+    reports = [kept_report(run, step_of(folder), options) for folder in reversed(list_checkpoints(run))]
+    print("\n".join([*step_lines([report for report in reports if report is not None]), *_overview(run)]))
+
+
+def _watcher(name: str, workspace: Workspace, options: EvalOptions, device: str | None) -> Watcher:
+    from zero2all.common.progress import say
+    from zero2all.evals.options import kept_report
+    from zero2all.evals.page import write_page
+    from zero2all.evals.report import judge_checkpoint
+    from zero2all.evals.watch import Watcher
+    from zero2all.infer.load import load_model
+    from zero2all.train.saved_config import load_run_config
+
+    run = workspace.run(name)
+    place = device or load_run_config(run).parallel.device
+
+    def evaluate(step: int) -> dict[str, Any]:
+        """Of a checkpoint only the weights are read, in float32, as training keeps them."""
+        return judge_checkpoint(load_model(name, workspace, step, place, "float32"), workspace, options)
+
+    watcher = Watcher(run, evaluate, say=say)
+    watcher.is_done = lambda step: kept_report(run, step, options) is not None
+    watcher.on_report = lambda _: write_page(run)
+    return watcher
 
 
 def _watch(arguments: argparse.Namespace) -> None:
     import os
 
     workspace = workspace_of(arguments)
-    _check_questions(arguments, workspace, None, is_coming=True)
+    options = _checked_options(arguments, workspace, None, is_coming=True)
     os.nice(arguments.niceness)
 
-    from zero2all.common.progress import counted, say
-    from zero2all.evals.report import judge_checkpoint
-    from zero2all.evals.watch import Watcher
-    from zero2all.infer.load import load_model
-    from zero2all.train.saved_config import load_run_config
+    from zero2all.common.progress import counted
+    from zero2all.evals.scores import read_reports
 
-    run, tasks = workspace.run(arguments.run), _tasks(arguments)
-    device = arguments.device or load_run_config(run).parallel.device
-
-    def evaluate(step: int) -> dict[str, Any]:
-        """Of a checkpoint only the weights are read, in float32, as training keeps them."""
-        loaded = load_model(arguments.run, workspace, step, device, "float32")
-        return judge_checkpoint(loaded, workspace, arguments.probes, arguments.max_bytes, arguments.int8, tasks)
-
-    watcher = Watcher(run, evaluate, say=say, poll_seconds=arguments.poll_seconds)
+    watcher = _watcher(arguments.run, workspace, options, arguments.device)
+    watcher.poll_seconds = arguments.poll_seconds
     if arguments.steps is not None:
         watcher.is_wanted = arguments.steps
     watcher.watch(arguments.once)
     evaluated = counted(len(watcher.evaluated), "checkpoint")
     print(f"{arguments.run}: {evaluated} evaluated, {len(watcher.left_out)} left out")
+    if read_reports(watcher.run):
+        print("\n".join(_overview(watcher.run)))
 
 
 def _fetch(arguments: argparse.Namespace) -> None:

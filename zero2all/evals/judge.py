@@ -38,6 +38,7 @@ SUMMED = {
 TOO_LONG = "longer than the context"
 EMPTY_CONTINUATION = "empty continuation"
 NO_CHOICES = "no choices in this form"
+NO_PMI = "no unconditional prompt"
 NO_LABELS = "more choices than labels"
 NOT_RUN = "code is run only with --run-code"
 Z95 = 1.959964
@@ -181,19 +182,26 @@ class _Asking:
         asked = [ways.cloze(*each) for each in left_out.with_choices(self.items)]
         plain: list[ItemResult] = []
         by_pmi: list[ItemResult] = []
+        without: list[Item] = []  # a text to be continued has no prompt that says nothing
         for each, scored, beside in self._scored(asked, left_out):
             continuations = _continuations(each)
             bits, size, spans = _of_gold(each, scored)
             lengths = [len(text.encode()) if each.by_bytes else 1 for text in continuations]
             scores = [found.logprob / length for found, length in zip(scored, lengths, strict=True)]
             plain.append(_chosen(each.item, scores, bits, size, spans))
-            if beside is not None:
+            if beside is None:
+                without.append(each.item)
+            else:
                 pairs = zip(scored, beside, strict=True)
                 gains = [a.logprob - b.logprob if a.logprob > -math.inf else -math.inf for a, b in pairs]
                 by_pmi.append(_chosen(each.item, gains, bits, size, spans))
         results = [self._result("cloze", plain, left_out)]
         self.golds = results[0]
-        return [*results, *([self._result("cloze_pmi", by_pmi, left_out)] if by_pmi else [])]
+        if by_pmi:
+            for item in without:
+                left_out.add(item, NO_PMI)
+            results.append(self._result("cloze_pmi", by_pmi, left_out))
+        return results
 
     def _choice(self) -> list[FormResult]:
         left_out = _LeftOut(self.task, "choice")

@@ -13,13 +13,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from zero2all.common.files import package_text, write_atomic
+from zero2all.common.files import package_text, write_atomic, write_json
 from zero2all.common.html import html_page
 from zero2all.evals.chart import COLOURS, figure, line_chart
 from zero2all.evals.scores import KINDS, SECTIONS, Counts, Curve, counts_of, curves_of, read_reports, skipped_of
-from zero2all.evals.signal import CHANCE, NOISE, SIGNAL, TOO_FEW, Signal, judge_curves
+from zero2all.evals.signal import CHANCE, NOISE, SIGNAL, TOO_FEW, Signal, judge_curves, signals_json
 
-PAGE_NAME = "report.html"
+PAGE_NAME, SIGNAL_NAME = "report.html", "signal.json"
 MOST_LINES = 8
 """More lines in a picture cannot be told apart: they go to the next one."""
 
@@ -38,6 +38,7 @@ FIELD_WORDS = {
     "share_among_foils": ("P(answer) among foils", "答案在候选中的占比"),
     "logprob": ("log P(answer)", "答案的对数概率"),
     "nats": ("nats apart", "对数概率之差"),
+    "score": ("mean above chance", "高于随机的平均分"),
 }
 VERDICT_WORDS = {
     SIGNAL: ("carries signal", "有信号", "signal"),
@@ -47,14 +48,15 @@ VERDICT_WORDS = {
 }
 
 
-def write_page(run: Path) -> Path | None:
-    """Write the page of a run from its reports; returns its path, or None where there is no report."""
+def write_page(run: Path) -> tuple[Path, list[Signal]]:
+    """Write `report.html` and `signal.json` from all reports of a run, which must have one; returns the path of the
+    page, and the verdicts where there are several checkpoints."""
     reports = read_reports(run)
-    if not reports:
-        return None
     path = run / "eval" / PAGE_NAME
+    signals = judge_curves(curves_of(reports)) if len(reports) > 1 else []
+    write_json(path.with_name(SIGNAL_NAME), signals_json(signals))
     write_atomic(path, evaluation_page(run.name, reports).encode())
-    return path
+    return path, signals
 
 
 def evaluation_page(name: str, reports: Sequence[Mapping[str, Any]]) -> str:
@@ -210,7 +212,7 @@ def _mark(signal: Signal) -> str:
     if signal.verdict == TOO_FEW:
         return ""
     words = f"{english}: {signal.reason} / {chinese}：{signal.reason_zh}"
-    return f'<i class="mark {kind}" title="{escape(words)}"></i>'
+    return f'<i class="mark {kind}" role="img" aria-label="{escape(words)}" title="{escape(words)}"></i>'
 
 
 def _count_cells(counts: Counts | None) -> str:

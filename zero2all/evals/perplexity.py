@@ -1,8 +1,9 @@
 """Bits per byte on held-out text: comparable over tokenizers, channels and models.
 
-`held_out_bits_per_byte`: every document is scored whole from its beginning, in windows of data.seq_len tokens without
-overlap; bits are summed over all tokens including the end of the document, bytes are those of its UTF-8 text. The
-baseline is what gzip -9 needs for the same text.
+`held_out_bits_per_byte` by channel, `file_bits_per_byte` by file: every document is scored whole from its beginning, in
+windows of data.seq_len tokens; bits are summed over all tokens including the end of the document, bytes are those of
+its UTF-8 text. Windows do not overlap, or, with a stride, each begins `stride` tokens after the last and only what is
+new in it is scored. The baseline is what gzip -9 needs for the same text.
 
 `validation_bits_per_byte`: the rows that training itself scores, so the figures are those of its own metrics.
 """
@@ -11,15 +12,18 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from zero2all.common.errors import UsageError
 from zero2all.common.progress import progress
 from zero2all.common.records import corpus_sources, iter_records, training_text
 from zero2all.config.training import EvalConfig
+from zero2all.evals.text_files import read_text
 from zero2all.infer.boundary import opening_id
 from zero2all.infer.engine import Engine
 from zero2all.packed.config import DataConfig
@@ -27,41 +31,134 @@ from zero2all.packed.layout import PackedSplit
 from zero2all.train.validate import valid_batches
 
 DOCUMENTS_AT_ONCE = 32
-COUNTS = ("documents", "bytes", "tokens", "gzip_bytes")
+
+
+@dataclass(frozen=True)
+class Windows:
+    """How a text longer than the window is cut."""
+
+    length: int
+    """Tokens that are predicted in one window at most."""
+    stride: int = 0
+    """Tokens between the beginnings of windows: all but those of the first window have at least length - stride tokens
+    before them. 0: windows do not overlap."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.stride <= self.length:
+            raise UsageError(
+                f"A stride of {self.stride} does not fit windows of {self.length} tokens (data.seq_len): give --stride "
+                f"a number from 1 to {self.length}, or 0 for windows without overlap."
+            )
+
+    def cut(self, tokens: int) -> Iterator[tuple[int, int, int]]:
+        """(first, start, end) of the windows of a text of so many tokens: ids first to end, scored from start on."""
+        end = 0
+        while end < tokens - 1:
+            before, end = end, min(end + (self.stride if end and self.stride else self.length), tokens - 1)
+            yield (max(0, end - self.length) if self.stride else before), before + 1, end + 1
+
+
+@dataclass
+class TextScore:
+    """What a model needs for some text."""
+
+    nats: float = 0.0
+    tokens: int = 0
+    documents: int = 0
+    bytes: int = 0
+    gzip_bytes: int = 0
+    position_nats: list[float] = field(default_factory=list)
+    """Number n: of the tokens with 2^n to 2^(n+1) - 1 tokens before them in their window."""
+    position_tokens: list[int] = field(default_factory=list)
+
+    def count(self, logprobs: Sequence[float], context: int) -> None:
+        """Add tokens that follow each other, the first with so many tokens before it."""
+        self.nats -= math.fsum(logprobs)
+        self.tokens += len(logprobs)
+        for place, logprob in enumerate(logprobs, context):
+            bucket = place.bit_length() - 1
+            while len(self.position_nats) <= bucket:
+                self.position_nats.append(0.0)
+                self.position_tokens.append(0)
+            self.position_nats[bucket] -= logprob
+            self.position_tokens[bucket] += 1
+
+    def add(self, other: TextScore) -> None:
+        """Add another text."""
+        self.nats += other.nats
+        self.tokens += other.tokens
+        self.documents += other.documents
+        self.bytes += other.bytes
+        self.gzip_bytes += other.gzip_bytes
+        self.position_nats = _added(self.position_nats, other.position_nats)
+        self.position_tokens = list(map(int, _added(self.position_tokens, other.position_tokens)))
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of a report."""
+        return {
+            "bits_per_byte": self.nats / math.log(2) / self.bytes,
+            "gzip_bits_per_byte": self.gzip_bytes * 8 / self.bytes,
+            "loss": self.nats / self.tokens,
+            "documents": self.documents,
+            "bytes": self.bytes,
+            "tokens": self.tokens,
+            "nats": self.nats,
+            "by_position": [
+                {"from": 1 << bucket, "to": (2 << bucket) - 1, "loss": nats / tokens, "tokens": tokens}
+                for bucket, (nats, tokens) in enumerate(zip(self.position_nats, self.position_tokens, strict=True))
+                if tokens
+            ],
+        }
+
+
+def _added(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    longest = max(len(first), len(second))
+    return [sum(row) for row in zip(*([*part, *[0] * (longest - len(part))] for part in (first, second)), strict=True)]
 
 
 def held_out_bits_per_byte(
-    engine: Engine, window: int, corpus: Path, max_bytes_per_source: int
-) -> dict[str, dict[str, float]]:
-    """Per channel: bits per byte, those of gzip, documents, bytes and tokens (of max_bytes_per_source bytes)."""
-    totals: dict[str, dict[str, float]] = {}
+    engine: Engine, windows: Windows, corpus: Path, max_bytes_per_source: int
+) -> dict[str, dict[str, Any]]:
+    """Per channel: bits per byte, those of gzip, loss also by position, documents, bytes and tokens."""
+    totals: dict[str, TextScore] = {}
     packers: dict[str, Any] = {}
     sources = corpus_sources(corpus)
     with progress("eval", total=None, unit="B") as bar:
         for name, manifest in sources.items():
-            total = totals.setdefault(manifest["channel"], {**dict.fromkeys(COUNTS, 0), "nats": 0.0})
-            packer = packers.setdefault(manifest["channel"], zlib.compressobj(9, wbits=-15))  # without gzip's header
+            total = totals.setdefault(manifest["channel"], TextScore())
+            packer = packers.setdefault(manifest["channel"], _packer())
             for texts in _batches(corpus, name, max_bytes_per_source):
-                scored = document_nats(engine, texts, window)
-                for text, (nats, tokens) in zip(texts, scored, strict=True):
-                    data = text.encode()
-                    total["nats"] += nats
-                    total["tokens"] += tokens
-                    total["documents"] += 1
-                    total["bytes"] += len(data)
-                    total["gzip_bytes"] += len(packer.compress(data))
-                    bar.advance(len(data), note=name)
+                for text, score in zip(texts, score_documents(engine, texts, windows), strict=True):
+                    total.add(score)
+                    total.gzip_bytes += len(packer.compress(text.encode()))
+                    bar.advance(score.bytes, note=name)
     for channel, packer in packers.items():
-        totals[channel]["gzip_bytes"] += len(packer.flush())
-    return {
-        channel: {
-            "bits_per_byte": total["nats"] / math.log(2) / total["bytes"],
-            "gzip_bits_per_byte": total["gzip_bytes"] * 8 / total["bytes"],
-            **total,
-        }
-        for channel, total in sorted(totals.items())
-        if total["bytes"]
-    }
+        totals[channel].gzip_bytes += len(packer.flush())
+    return {channel: total.summary() for channel, total in sorted(totals.items()) if total.bytes}
+
+
+def file_bits_per_byte(
+    engine: Engine, windows: Windows, files: dict[str, Path], max_bytes: int
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """The same of each file, and of files that cannot be scored, in words, why."""
+    found: dict[str, dict[str, Any]] = {}
+    skipped: dict[str, str] = {}
+    with progress("text files", total=None, unit="B") as bar:
+        for name, path in files.items():
+            text = read_text(path, max_bytes)
+            if isinstance(text, str):
+                skipped[name] = text
+                continue
+            (score,) = score_documents(engine, [text[0]], windows, are_whole=text[1])
+            packer = _packer()
+            score.gzip_bytes = len(packer.compress(text[0].encode()) + packer.flush())
+            found[name] = score.summary()
+            bar.advance(score.bytes, note=name)
+    return found, skipped
+
+
+def _packer() -> Any:
+    return zlib.compressobj(9, wbits=-15)  # without gzip's header
 
 
 def _batches(corpus: Path, source: str, max_bytes: int) -> Iterator[list[str]]:
@@ -82,16 +179,18 @@ def _batches(corpus: Path, source: str, max_bytes: int) -> Iterator[list[str]]:
         yield texts
 
 
-def document_nats(engine: Engine, texts: list[str], window: int) -> list[tuple[float, int]]:
-    """Of each document: its summed nats, and the number of tokens they were summed over."""
+def score_documents(engine: Engine, texts: list[str], windows: Windows, are_whole: bool = True) -> list[TextScore]:
+    """Each document from its beginning, with its end where it is whole."""
     tokenizer = engine.tokenizer
-    documents = [[opening_id(tokenizer), *ids, tokenizer.end_id] for ids in tokenizer.encode_batch([*texts])]
-    cuts = [(number, first) for number, ids in enumerate(documents) for first in range(0, len(ids) - 1, window)]
-    rows = [documents[number][first : first + window + 1] for number, first in cuts]
-    nats = [0.0] * len(documents)
-    for (number, _), scores in zip(cuts, engine.score(rows, [1] * len(rows)), strict=True):
-        nats[number] -= math.fsum(scores.logprobs)
-    return [(total, len(ids) - 1) for total, ids in zip(nats, documents, strict=True)]
+    closing = [tokenizer.end_id] if are_whole else []
+    documents = [[opening_id(tokenizer), *ids, *closing] for ids in tokenizer.encode_batch([*texts])]
+    found = [TextScore(documents=1, bytes=len(text.encode())) for text in texts]
+    cuts = [(number, *window) for number, ids in enumerate(documents) for window in windows.cut(len(ids))]
+    rows = [documents[number][first:end] for number, first, _, end in cuts]
+    starts = [start - first for _, first, start, _ in cuts]
+    for (number, *_), start, scores in zip(cuts, starts, engine.score(rows, starts), strict=True):
+        found[number].count(scores.logprobs, start)
+    return found
 
 
 def validation_bits_per_byte(

@@ -1,24 +1,37 @@
-"""A probes file: one JSON object a line, each a short question with one right answer.
+"""Probes: short questions whose answer a model either knows or does not. Read from two kinds of file.
 
-No torch here: a mistake in the file is reported before a model is loaded.
+JSON lines: one object a line, each one context with its right answer. YAML (ours: `probes.yaml`): families of facts,
+each with templates, which are expanded to one probe per fact and template; the probes of one fact are one question.
+
+No torch here: mistakes in a file are reported before a model is loaded.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
-from zero2all.common.schema import Problem, build
+from zero2all.common.schema import Problem, build, nearest_hint
 
-REPORTED_APART = ("arithmetic",)
-"""Families that are shown but not part of the mean: they test a skill, not a fact."""
+REPORTED_APART = ("arithmetic", "label prior")
+"""Families whose name begins so are shown but not part of the mean: they test a skill or a habit, not knowledge."""
+MAX_FOILS = 4
+LEAST_TEMPLATES = 3
+LARGEST_FILE_BYTES = 1 << 26
+SHOWN_PROBLEMS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """One question to a trained model."""
+    """One question to a trained model, in one wording."""
 
     id: str
     channel: str
@@ -28,10 +41,16 @@ class Probe:
     joiner: str = ""
     """What comes between prompt and answer: a space or nothing."""
     answer: str
+    also: list[str] = field(default_factory=list)
+    """Other right answers; what they are worth is added."""
     foils: list[str] = field(default_factory=list)
     """Wrong answers of the same kind, to rank the right one against."""
     new_wording: bool = False
     """The wording occurs nowhere in the training text, not even with another fact."""
+    may_go_on: bool = False
+    """A letter may follow the answer at once, as 鱼 follows 一条."""
+    question: str = ""
+    """Probes with the same are wordings of one question; empty: the probe is one of its own."""
 
     @property
     def group(self) -> str:
@@ -41,32 +60,203 @@ class Probe:
     @property
     def counts(self) -> bool:
         """Whether this probe is part of the mean accuracy."""
-        return not self.new_wording and self.family not in REPORTED_APART
+        return not self.new_wording and not self.family.startswith(REPORTED_APART)
+
+    @property
+    def right(self) -> list[str]:
+        """The right answers as they follow the prompt."""
+        return [self.joiner + text for text in (self.answer, *self.also)]
+
+    @property
+    def wrong(self) -> list[str]:
+        """The foils that are scored, as they follow the prompt."""
+        return [self.joiner + text for text in self.foils[:MAX_FOILS]]
 
 
 def read_probes(path: Path) -> list[Probe]:
-    """Read a probes file; the error for a bad line names the line."""
+    """Read a probes file: YAML by its name, else one JSON object a line. The error names the places."""
+    data = read_question_file(path, "probes")
+    if path.suffix in (".yaml", ".yml"):
+        return probes_of_families(load_yaml(data, path), path)
+    return [_read_line(line, f"{path} line {number}") for number, line in enumerate(data.splitlines(), 1)]
+
+
+def read_question_file(path: Path, kind: str) -> bytes:
+    """The bytes of a file of probes or pairs, of which there must be some."""
     try:
-        lines = path.read_bytes().splitlines()
+        with open(path, "rb") as file:
+            data = file.read(LARGEST_FILE_BYTES + 1)
     except OSError as error:
-        raise BadInputError(f"The probes file {path} cannot be read: {error}") from error
-    if not lines:
-        raise BadInputError(f"The probes file {path} is empty. Expected one JSON object a line, each a probe.")
-    return [_read_probe(line, f"{path} line {number}") for number, line in enumerate(lines, 1)]
+        raise BadInputError(f"The {kind} file {path} cannot be read: {error}") from error
+    if not data.strip():
+        raise BadInputError(f"The {kind} file {path} is empty. Expected one JSON object a line, or YAML (*.yaml).")
+    if len(data) > LARGEST_FILE_BYTES:
+        raise BadInputError(f"The {kind} file {path} has more than {LARGEST_FILE_BYTES:,} bytes. Ask fewer at a time.")
+    return data
 
 
-def _read_probe(line: bytes, place: str) -> Probe:
+def load_yaml(data: bytes, path: Path) -> list[Any]:
+    """The list that a YAML file is."""
+    try:
+        value = yaml.load(data, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # both are safe
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise BadInputError(f"{path} is no YAML: {error}") from error
+    if not isinstance(value, list) or not value:
+        raise BadInputError(f"{path} should be a list, each member with `language` and what belongs to it (see docs).")
+    return value
+
+
+def refuse(path: Path, problems: list[str]) -> None:
+    """Raise one error that names all problems of a file, if there are any."""
+    if problems:
+        shown = "\n".join(f"  {problem}" for problem in problems[:SHOWN_PROBLEMS])
+        more = len(problems) - SHOWN_PROBLEMS
+        rest = f"\n  and {more:,} more" if more > 0 else ""
+        raise BadInputError(f"{path} cannot be used, {len(problems)} problems:\n{shown}{rest}")
+
+
+def _read_line(line: bytes, place: str) -> Probe:
     problems: list[Problem] = []
     try:
         probe = build(Probe, jsonio.loads(line), "", problems)
     except ValueError as error:
         raise BadInputError(f"{place} is no JSON ({error}). Expected one JSON object a line.") from error
-    if not problems and not probe.answer:
+    if not problems and "" in (probe.answer, *probe.also):
         problems.append(Problem("answer", probe.answer, "some text"))
     if problems:
+        optional = [each.name for each in fields(Probe)][5:]
         raise BadInputError(
             f"{place} is no probe: {' '.join(map(str, problems))} Expected an object with id, channel, family, prompt, "
-            f"answer, and optionally joiner, foils, new_wording."
+            f"answer, and optionally joiner, {', '.join(name for name in optional if name != 'answer')}."
         )
     assert isinstance(probe, Probe), "build returns what it was asked for when it found no problem"
     return probe
+
+
+# YAML ----------------------------------------------------------------------------------------------------------------
+
+FAMILY_FIELDS = ("family", "language", "templates", "facts", "foils", "may_go_on")
+FACT_FIELDS = ("gold", "foils", "templates")
+
+
+@dataclass(frozen=True)
+class _Fact:
+    """One row of a family's table."""
+
+    subject: str
+    gold: list[str]
+    foils: list[str]
+    templates: list[str]
+
+
+def probes_of_families(families: list[Any], path: Path) -> list[Probe]:
+    """All families expanded; every problem is found before one error names them."""
+    problems: list[str] = []
+    probes = [probe for number, family in enumerate(families, 1) for probe in _expanded(family, number, problems)]
+    twice = [name for name, times in Counter(probe.id for probe in probes).items() if times > 1]
+    problems += [f"{name}: there are two of this id" for name in twice]
+    refuse(path, problems)
+    return probes
+
+
+def _expanded(family: Any, number: int, problems: list[str]) -> Iterator[Probe]:
+    place = f"family {number}"
+    if not isinstance(family, dict):
+        problems.append(f"{place}: expected a mapping with {', '.join(FAMILY_FIELDS)}")
+        return
+    name, language = family.get("family"), family.get("language")
+    if not _is_text(name) or not _is_text(language):
+        problems.append(f"{place}: family and language must be texts")
+        return
+    place = f"{language}/{name}"
+    problems += [
+        f"{place}: {key} is no field. {nearest_hint(str(key), FAMILY_FIELDS)}"
+        for key in family
+        if key not in FAMILY_FIELDS
+    ]
+    facts = family.get("facts")
+    if not isinstance(facts, dict) or not facts:
+        problems.append(f"{place}: facts must be a mapping from what is asked about to the right answer")
+        return
+    may_go_on = family.get("may_go_on", False)
+    if not isinstance(may_go_on, bool):
+        problems.append(f"{place}: may_go_on is {may_go_on!r}, expected true or false")
+    for fact in _facts_of(family, facts, place, problems):
+        for wording, template in enumerate(fact.templates):
+            before = template.replace("{x}", fact.subject).replace("{g}", fact.gold[0]).partition("{a}")[0]
+            prompt = before.rstrip(" ")
+            yield Probe(
+                id=f"{place}/{fact.subject}/{wording}",
+                channel=str(language),
+                family=str(name),
+                prompt=prompt,
+                joiner=before[len(prompt) :],
+                answer=fact.gold[0],
+                also=fact.gold[1:],
+                foils=fact.foils,
+                may_go_on=bool(may_go_on),
+                question=f"{place}/{fact.subject}",
+            )
+
+
+def _facts_of(family: dict[str, Any], facts: dict[Any, Any], place: str, problems: list[str]) -> list[_Fact]:
+    """The table of a family. A row is a gold answer; or a list of it and its foils; or a mapping."""
+    rows: list[_Fact] = []
+    for subject, value in facts.items():
+        where = f"{place}/{subject}"
+        row = value if isinstance(value, dict) else {"gold": value}
+        if isinstance(value, list):
+            row = {"gold": value[:1], "foils": value[1:]}
+        problems += [
+            f"{where}: {key} is no field. {nearest_hint(str(key), FACT_FIELDS)}"
+            for key in row
+            if key not in FACT_FIELDS
+        ]
+        gold = _texts(row.get("gold", []), f"{where}: gold", problems)
+        foils = _texts(row.get("foils", family.get("foils", [])), f"{where}: foils", problems)
+        templates = _texts(row.get("templates", family.get("templates", [])), f"{where}: templates", problems)
+        if not gold:
+            problems.append(f"{where}: there is no gold answer")
+        if len(set(templates)) < LEAST_TEMPLATES:
+            problems.append(f"{where}: {len(set(templates))} different templates, expected {LEAST_TEMPLATES} or more")
+        if "templates" not in row and len(facts) > 1 and not all("{x}" in template for template in templates):
+            problems.append(f"{where}: a template for several facts must have {{x}}")
+        rows.append(_Fact(str(subject), gold, foils, templates))
+    return [_with_foils(rows, number, place, problems) for number in range(len(rows)) if rows[number].gold]
+
+
+def _with_foils(rows: list[_Fact], number: int, place: str, problems: list[str]) -> _Fact:
+    """The row with foils: its own, or the answers of the rows after it. No two answers may begin alike: the
+    probability of one would be part of the other's."""
+    row = rows[number]
+    foils = [foil for foil in row.foils if foil not in row.gold]  # those of the family may have them all
+    if not row.foils:
+        for other in (*rows[number + 1 :], *rows[:number]):
+            if other.gold and not any(_overlap(other.gold[0], text) for text in (*row.gold, *foils)):
+                foils.append(other.gold[0])
+    if not foils:
+        problems.append(f"{place}/{row.subject}: there is no foil, and no other answer in the table to take")
+    problems += [
+        f"{place}/{row.subject}: {one!r} and {other!r} are not two answers: one begins with the other"
+        for one, other in itertools.combinations([*row.gold, *foils], 2)
+        if _overlap(one, other)
+    ]
+    return _Fact(row.subject, row.gold, foils[:MAX_FOILS], row.templates)
+
+
+def _overlap(one: str, other: str) -> bool:
+    return one.startswith(other) or other.startswith(one)
+
+
+def _texts(value: Any, where: str, problems: list[str]) -> list[str]:
+    """One text or a list of them; whole numbers are texts too."""
+    found = value if isinstance(value, list) else [value]
+    bad = [each for each in found if not _is_text(each) and (isinstance(each, bool) or not isinstance(each, int))]
+    if bad:
+        problems.append(f"{where}: got {bad[0]!r}, expected text (yes, no, true and null need quotes in YAML)")
+        return []
+    return [str(each) for each in found]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)

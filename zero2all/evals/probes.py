@@ -1,25 +1,29 @@
 """Asking probes (`probe_file.py`: short questions whose answer a model either knows or does not).
 
-A probe is right when the whole answer is what greedy decoding over the full vocabulary writes after the prompt, and
-ends there. Beside that, P(answer | prompt) and its share among answer and foils are measured, which move long before
-the first answer is right.
+A probe is right when a whole right answer is what greedy decoding over the full vocabulary writes after the prompt, and
+ends there. Beside that are measured log P(answer | prompt), its share among answers and foils, and the rank of the
+answer's first token, which move long before the first answer is right.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from zero2all.common.progress import Bar, progress
+from zero2all.evals.interval import mean_interval
 from zero2all.evals.probe_file import Probe
-from zero2all.evals.scorer import continuation_log_probabilities
+from zero2all.evals.scorer import Question, Scored, score_questions
 from zero2all.infer.engine import Engine
 from zero2all.infer.job import Job
 from zero2all.infer.text import TextJob, TextRequest
 
-MAX_FOILS = 4
+IMPOSSIBLE = -1e4
+"""The least log probability that is reported: JSON has no infinity."""
 
 
 @dataclass(frozen=True)
@@ -30,23 +34,67 @@ class ProbeResult:
     correct: bool
     written: str
     probability: float
+    """Of all right answers together."""
     share_among_foils: float
+    logprob: float
+    rank: int | None
+    """How many tokens are likelier than the first of the answer; None where a token spans the border."""
 
 
-def run_probes(engine: Engine, probes: list[Probe]) -> list[ProbeResult]:
-    """Ask them all."""
+@dataclass(frozen=True)
+class Asked:
+    """The results of some probes, and why others have none."""
+
+    results: list[ProbeResult]
+    skipped: dict[str, str]
+    """By the id of the probe."""
+
+
+def run_probes(engine: Engine, probes: list[Probe]) -> Asked:
+    """Ask them all: every answer of every probe is scored in one batch, then all are written in another."""
     with progress("probes", total=2 * len(probes), unit="step") as bar:
-        written = _greedy_answers(engine, probes, bar)
-        results = []
-        for probe, text in zip(probes, written, strict=True):
-            probability, share = _probabilities(engine, probe)
-            results.append(ProbeResult(probe, _is_right(probe, text), text, probability, share))
-            bar.advance(1)
-    return results
+        questions = [Question(probe.prompt, (*probe.right, *probe.wrong)) for probe in probes]
+        found = list(zip(probes, score_questions(engine, questions, bar), strict=True))
+        skipped = {probe.id: scored for probe, scored in found if isinstance(scored, str)}
+        bar.advance(len(skipped))
+        scores = [(probe, scored) for probe, scored in found if not isinstance(scored, str)]
+        written = _greedy_answers(engine, [probe for probe, _ in scores], bar)
+    return Asked([_result(*each, text) for each, text in zip(scores, written, strict=True)], skipped)
 
 
-def summarize(results: list[ProbeResult]) -> dict[str, Any]:
-    """Accuracy and mean P(answer) by channel and group; `accuracy` is the mean over the probes that count."""
+def _result(probe: Probe, scored: list[Scored], written: str) -> ProbeResult:
+    right, wrong = scored[: len(probe.right)], scored[len(probe.right) :]
+    logprob, of_foils = _log_sum(right), _log_sum(wrong)
+    likeliest = max(right, key=lambda answer: answer.logprob)
+    return ProbeResult(
+        probe=probe,
+        correct=_is_right(probe, written),
+        written=written,
+        probability=math.exp(logprob),
+        share_among_foils=_share(logprob, of_foils),
+        logprob=max(logprob, IMPOSSIBLE),
+        rank=None if likeliest.spans_border else likeliest.ranks[0],
+    )
+
+
+def _log_sum(scored: list[Scored]) -> float:
+    """log of the summed probabilities."""
+    most = max((each.logprob for each in scored), default=-math.inf)
+    if most == -math.inf:
+        return most
+    return min(0.0, most + math.log(math.fsum(math.exp(each.logprob - most) for each in scored)))
+
+
+def _share(right: float, wrong: float) -> float:
+    """right / (right + wrong), from their logs."""
+    if right == -math.inf:
+        return 0.0
+    return 1 / (1 + math.exp(min(700.0, wrong - right)))
+
+
+def summarize(asked: Asked) -> dict[str, Any]:
+    """Means by channel and group, with intervals; those at the top are over the probes that count."""
+    results = asked.results
     channels: dict[str, Any] = {}
     for channel in sorted({result.probe.channel for result in results}):
         mine = [result for result in results if result.probe.channel == channel]
@@ -57,23 +105,48 @@ def summarize(results: list[ProbeResult]) -> dict[str, Any]:
         counted = [result for result in mine if result.probe.counts]
         channels[channel] = {**(_means(counted) if counted else {}), "groups": groups}
     counted = [result for result in results if result.probe.counts]
-    return {**(_means(counted) if counted else {}), "channels": channels}
+    skipped = dict(Counter(asked.skipped.values()))
+    return {**(_means(counted) if counted else {}), "channels": channels, "skipped": skipped}
 
 
-def _means(results: list[ProbeResult]) -> dict[str, float]:
+def _means(results: list[ProbeResult]) -> dict[str, Any]:
+    """Means over questions, each the mean over its wordings; wordings of one question are no independent samples, so
+    intervals are over questions as well."""
+    by_question: dict[str, list[ProbeResult]] = {}
+    for result in results:
+        by_question.setdefault(result.probe.question or result.probe.id, []).append(result)
+    questions = list(by_question.values())
+
+    def of_questions(value: Callable[[ProbeResult], float]) -> list[float]:
+        return [fmean(map(value, wordings)) for wordings in questions]
+
+    shares, logprobs = of_questions(lambda one: one.share_among_foils), of_questions(lambda one: one.logprob)
+    ranks = [result.rank for result in results if result.rank is not None]
     return {
-        "accuracy": fmean(result.correct for result in results),
-        "probability": fmean(result.probability for result in results),
-        "share_among_foils": fmean(result.share_among_foils for result in results),
+        "accuracy": fmean(of_questions(lambda one: one.correct)),
+        "probability": fmean(of_questions(lambda one: one.probability)),
+        "share_among_foils": fmean(shares),
+        "share_interval": list(mean_interval(shares)),
+        "share_range_of_wordings": fmean(_range([one.share_among_foils for one in wordings]) for wordings in questions),
+        "logprob": fmean(logprobs),
+        "logprob_interval": list(mean_interval(logprobs)),
+        "logprob_range_of_wordings": fmean(_range([one.logprob for one in wordings]) for wordings in questions),
+        "median_rank": median(ranks) if ranks else None,
+        "questions": len(questions),
         "probes": len(results),
     }
 
 
+def _range(values: list[float]) -> float:
+    return max(values) - min(values)
+
+
 def _greedy_answers(engine: Engine, probes: list[Probe], bar: Bar) -> list[str]:
-    """What greedy decoding writes after each prompt, until the answer is complete or impossible; all in one batch."""
+    """What greedy decoding writes after each prompt, until an answer is complete or all impossible; in one batch."""
     jobs: dict[Job, Probe] = {}
     for probe in probes:
-        jobs[TextJob(engine, TextRequest(probe.prompt, len(_expected(probe).encode()) + 4)).job] = probe
+        longest = max(len(text.encode()) for text in probe.right)
+        jobs[TextJob(engine, TextRequest(probe.prompt, longest + 4)).job] = probe
     left = set(jobs)
     while left:
         for job in engine.step():
@@ -89,27 +162,17 @@ def _bytes_of(engine: Engine, job: Job) -> bytes:
     return b"".join(engine.vocabulary.pieces[token][before:] for token, before in pieces)
 
 
-def _expected(probe: Probe) -> str:
-    return probe.joiner + probe.answer
-
-
 def _is_decided(probe: Probe, written: bytes) -> bool:
-    """Whether the answer has become impossible, or is there with a whole character after it."""
-    wanted = _expected(probe).encode()
-    is_possible = written.startswith(wanted) or wanted.startswith(written)
-    return not is_possible or len(written.decode("utf-8", "ignore")) > len(_expected(probe))
+    """Whether every answer has become impossible, or one is there with a whole character after it."""
+    possible = [text for text in probe.right if written.startswith(text.encode()) or text.encode().startswith(written)]
+    return not possible or any(len(written.decode("utf-8", "ignore")) > len(text) for text in possible)
 
 
 def _is_right(probe: Probe, written: str) -> bool:
-    """The whole answer, and no letter or digit follows it."""
-    expected = _expected(probe)
-    return written.startswith(expected) and not written[len(expected) : len(expected) + 1].isalnum()
-
-
-def _probabilities(engine: Engine, probe: Probe) -> tuple[float, float]:
-    """P(answer | prompt), and that divided by the sum over answer and foils."""
-    candidates = [probe.joiner + text for text in (probe.answer, *probe.foils[:MAX_FOILS])]
-    logs = continuation_log_probabilities(engine, probe.prompt, candidates)
-    answer, *foils = (math.exp(value) for value in logs)
-    total = answer + sum(foils)
-    return answer, answer / total if total > 0 else 0.0
+    """A whole right answer, and no letter or digit follows it, unless one may."""
+    for expected in probe.right:
+        if written.startswith(expected):
+            goes_on = written[len(expected) : len(expected) + 1].isalnum()
+            if probe.may_go_on or not goes_on or not expected[-1].isalnum():
+                return True
+    return False

@@ -8,13 +8,18 @@ from typing import Any
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import write_json
+from zero2all.common.progress import terminal_safe
 from zero2all.common.workspace import Workspace
 from zero2all.evals.contamination import read_contamination
-from zero2all.evals.perplexity import held_out_bits_per_byte, validation_bits_per_byte
+from zero2all.evals.options import EvalOptions, report_path
+from zero2all.evals.pair_file import read_pairs
+from zero2all.evals.pairs import compare_pairs, summarize_pairs
+from zero2all.evals.perplexity import Windows, file_bits_per_byte, held_out_bits_per_byte, validation_bits_per_byte
 from zero2all.evals.probe_file import read_probes
 from zero2all.evals.probes import run_probes, summarize
 from zero2all.evals.rewrites.report import rewrite_figures, rewrite_lines, rewrite_section
-from zero2all.evals.task_report import TaskQuestions, task_figures, task_lines, task_section
+from zero2all.evals.task_report import task_figures, task_lines, task_section
+from zero2all.evals.text_files import text_files
 from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.load import LoadedModel
 from zero2all.packed.layout import packed_sources
@@ -22,61 +27,56 @@ from zero2all.packed.remote import packed_root
 from zero2all.track.writer import Run
 from zero2all.train.validate import open_valid_splits
 
-PROBE_SCORES = ("accuracy", "probability", "share_among_foils")
+PROBE_SCORES = ("accuracy", "probability", "share_among_foils", "logprob")
+PAIR_SCORES = ("accuracy", "nats")
 
 
-def evaluate_run(
-    loaded: LoadedModel,
-    workspace: Workspace,
-    probes: Path | None,
-    max_bytes_per_source: int,
-    int8: bool = False,
-    tasks: TaskQuestions | None = None,
-) -> dict[str, Any]:
+def evaluate_run(loaded: LoadedModel, workspace: Workspace, options: EvalOptions) -> dict[str, Any]:
     """Judge a checkpoint; writes the report beside the run, adds its figures to the metrics, and returns it."""
-    report = judge_checkpoint(loaded, workspace, probes, max_bytes_per_source, int8, tasks)
+    report = judge_checkpoint(loaded, workspace, options)
     run = workspace.run(loaded.name)
     write_json(report_path(run, loaded.step), report)
     log_report(run, report)
     return report
 
 
-def judge_checkpoint(
-    loaded: LoadedModel,
-    workspace: Workspace,
-    probes: Path | None,
-    max_bytes_per_source: int,
-    int8: bool = False,
-    tasks: TaskQuestions | None = None,
-) -> dict[str, Any]:
-    """Score held-out text (once more with 8-bit weights, if asked for) and, where they are given, probes and
-    benchmarks."""
+def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOptions) -> dict[str, Any]:
+    """Score held-out text and files, ask probes and benchmarks, compare pairs, as the options say."""
     report: dict[str, Any] = {"run": loaded.name, "step": loaded.step, "tokens": loaded.tokens}
-    asked = [] if probes is None else read_probes(probes)  # first: a bad file should not cost the scoring of all text
-    items = tasks.read() if tasks is not None else []
+    report["settings"] = options.record()
+    # Files are read first: a bad one should not cost the scoring of all text.
+    probes = [] if options.probes is None else read_probes(options.probes)
+    pairs = [] if options.pairs is None else read_pairs(options.pairs)
+    tasks = [] if options.tasks is None else options.tasks.read()
+    windows = Windows(loaded.window, options.stride)
     engine = Engine(loaded)
-    report["held_out"] = held_out_bits_per_byte(engine, loaded.window, workspace.corpus, max_bytes_per_source)
-    if int8:
+    report["held_out"] = held_out_bits_per_byte(engine, windows, workspace.corpus, options.max_bytes)
+    if options.int8:
         narrow = Engine(loaded, EngineSettings(int8=True))
-        found = held_out_bits_per_byte(narrow, loaded.window, workspace.corpus, max_bytes_per_source)
+        found = held_out_bits_per_byte(narrow, windows, workspace.corpus, options.max_bytes)
         for channel, values in found.items():
             report["held_out"][channel]["int8_bits_per_byte"] = values["bits_per_byte"]
     report["validation"] = _validation(engine, loaded, workspace)
-    if probes is not None:
-        results = run_probes(engine, asked)
-        report["probes"] = summarize(results)
-        report["probe_results"] = [asdict(result) for result in results]
-    if tasks is not None:
-        report["tasks"] = task_section(engine, tasks, items, read_contamination(workspace))
-        if tasks.rewrites:
+    if options.texts:
+        report["texts"], report["texts_skipped"] = file_bits_per_byte(
+            engine, windows, text_files(options.texts), options.max_bytes
+        )
+    if probes:
+        asked = run_probes(engine, probes)
+        report["probes"] = summarize(asked)
+        report["probe_results"] = [asdict(result) for result in asked.results]
+        report["probes_skipped"] = asked.skipped
+    if pairs:
+        compared = compare_pairs(engine, pairs)
+        report["pairs"] = summarize_pairs(compared)
+        report["pair_results"] = [asdict(result) for result in compared.results]
+        report["pairs_skipped"] = compared.skipped
+    if options.tasks is not None:
+        report["tasks"] = task_section(engine, options.tasks, tasks, read_contamination(workspace))
+        if options.tasks.rewrites:
             once = workspace.run(loaded.name) / "eval" / "once"
-            report["rewrites"] = rewrite_section(engine, items, tasks.rewrites, tasks.shots, tasks.limit, once)
+            report["rewrites"] = rewrite_section(engine, options.tasks, tasks, once)
     return report
-
-
-def report_path(run: Path, step: int) -> Path:
-    """Where the report of a checkpoint lies."""
-    return run / "eval" / f"step-{step:08d}.json"
 
 
 def _validation(engine: Engine, loaded: LoadedModel, workspace: Workspace) -> dict[str, dict[str, float]]:
@@ -100,18 +100,23 @@ def log_report(run: Path, report: dict[str, Any]) -> None:
 
 def figures(report: dict[str, Any]) -> dict[str, float]:
     """The figures of a report by the names of their metrics."""
-    bits = {channel: values["bits_per_byte"] for channel, values in report.get("held_out", {}).items()}
-    values = {f"eval/held_out/bpb/{channel}": value for channel, value in bits.items()}
-    for channel, found in report.get("probes", {}).get("channels", {}).items():
-        for score in PROBE_SCORES:
-            if score in found:
-                values[f"eval/probes/{score}/{channel}"] = found[score]
-            for group, means in found["groups"].items():
-                values[f"eval/probes/{channel}/{score}/{group}"] = means[score]
-    if "tasks" in report:
-        values |= task_figures(report["tasks"])
-    if "rewrites" in report:
-        values |= rewrite_figures(report["rewrites"])
+    values: dict[str, float] = {}
+    for channel, found in report.get("held_out", {}).items():
+        values[f"eval/held_out/bpb/{channel}"] = found["bits_per_byte"]
+        for bucket in found.get("by_position", ()):
+            values[f"eval/by_position/{channel}/loss/{bucket['from']:04d}"] = bucket["loss"]
+    for name, found in report.get("texts", {}).items():
+        values[f"eval/texts/bpb/{name}"] = found["bits_per_byte"]
+    for section, scores, parts in (("probes", PROBE_SCORES, "groups"), ("pairs", PAIR_SCORES, "kinds")):
+        for channel, found in report.get(section, {}).get("channels", {}).items():
+            for score in scores:
+                if score in found:
+                    values[f"eval/{section}/{score}/{channel}"] = found[score]
+                for part, means in found[parts].items():
+                    if score in means:  # an older report may lack it
+                        values[f"eval/{section}/{channel}/{score}/{part}"] = means[score]
+    for section, of_section in (("tasks", task_figures), ("rewrites", rewrite_figures)):
+        values |= of_section(report[section]) if section in report else {}
     return values
 
 
@@ -134,21 +139,98 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         lines += ["", "rows that training scores     bits/byte   loss"]
         for channel, values in report["validation"].items():
             lines.append(f"  {channel:<27} {values['bits_per_byte']:>9.4f} {values['loss']:>7.4f}")
-    if "probes" in report:
-        lines += ["", "probes                          accuracy   P(answer)  among foils  probes"]
-        for channel, values in report["probes"]["channels"].items():
-            if "accuracy" in values:
-                lines.append(_probe_line(channel, values))
-            lines += [_probe_line(f"  {group}", means) for group, means in values["groups"].items()]
-    if "tasks" in report:
-        lines += task_lines(report["tasks"])
-    if "rewrites" in report:
-        lines += ["", *rewrite_lines(report["rewrites"])]
+    lines += _position_lines(report["held_out"])
+    lines += _text_lines(report) + _probe_lines(report) + _pair_lines(report)
+    for section, of_section in (("tasks", task_lines), ("rewrites", rewrite_lines)):
+        lines += of_section(report[section]) if section in report else []
     return lines
 
 
-def _probe_line(name: str, means: dict[str, float]) -> str:
+def _position_lines(held_out: dict[str, Any]) -> list[str]:
+    """Loss by how many tokens stand before: a model that uses its context has lower ones further down."""
+    losses: dict[int, dict[str, float]] = {}
+    for channel, values in held_out.items():
+        for bucket in values["by_position"]:
+            losses.setdefault(bucket["from"], {})[channel] = bucket["loss"]
+    if not losses:
+        return []
+    lines = ["", "loss by tokens before " + "".join(f"{channel[:10]:>11}" for channel in held_out)]
+    for first, found in sorted(losses.items()):
+        name = "1" if first == 1 else f"{first:,} to {2 * first - 1:,}"
+        cells = (f"{found[channel]:>11.4f}" if channel in found else " " * 11 for channel in held_out)
+        lines.append(f"  {name:<20}" + "".join(cells))
+    return lines
+
+
+def _text_lines(report: dict[str, Any]) -> list[str]:
+    if "texts" not in report:
+        return []
+    lines = ["", "text files                     bits/byte   gzip -9    loss     tokens      bytes"]
+    for name, values in report["texts"].items():
+        lines.append(
+            f"  {terminal_safe(name):<28} {values['bits_per_byte']:>9.4f} {values['gzip_bits_per_byte']:>9.4f} "
+            f"{values['loss']:>7.4f} {values['tokens']:>10,} {values['bytes']:>10,}"
+        )
+    return lines + [f"  {terminal_safe(name)} {why}: left out" for name, why in report["texts_skipped"].items()]
+
+
+def _probe_lines(report: dict[str, Any]) -> list[str]:
+    if "probes" not in report:
+        return []
+    lines = ["", "probes                          accuracy   P(answer)  among foils (95 %)      log P   rank  asked"]
+    for channel, values in report["probes"]["channels"].items():
+        if "accuracy" in values:
+            lines.append(_probe_line(channel, values))
+        lines += [_probe_line(f"  {group}", means) for group, means in values["groups"].items()]
+    return lines + _skipped_lines(report["probes"])
+
+
+def _probe_line(name: str, means: dict[str, Any]) -> str:
+    low, high = means["share_interval"]
+    rank = "-" if means["median_rank"] is None else f"{means['median_rank']:,.0f}"
     return (
-        f"  {name:<28} {means['accuracy']:>8.1%} {means['probability']:>11.3f} {means['share_among_foils']:>12.3f} "
-        f"{means['probes']:>7}"
+        f"  {terminal_safe(name):<28} {means['accuracy']:>8.1%} {means['probability']:>11.3f} "
+        f"{means['share_among_foils']:>8.3f} {low:.3f}-{high:.3f} {means['logprob']:>10.2f} {rank:>6} "
+        f"{means['probes']:>6}"
     )
+
+
+def _pair_lines(report: dict[str, Any]) -> list[str]:
+    if "pairs" not in report:
+        return []
+    lines = ["", "pairs (chance: 50 %)          told apart        95 %   per byte   nats apart  pairs"]
+    for channel, values in report["pairs"]["channels"].items():
+        lines.append(_pair_line(channel, values))
+        lines += [_pair_line(f"  {kind}", found) for kind, found in values["kinds"].items()]
+    return lines + _skipped_lines(report["pairs"])
+
+
+def _pair_line(name: str, found: dict[str, Any]) -> str:
+    low, high = found["interval"]
+    return (
+        f"  {terminal_safe(name):<28} {found['accuracy']:>9.1%} {low:>6.1%}-{high:<6.1%} "
+        f"{found['accuracy_per_byte']:>8.1%} {found['nats']:>+12.2f} {found['pairs']:>6}"
+    )
+
+
+def _skipped_lines(summary: dict[str, Any]) -> list[str]:
+    return [f"  {times} left out: {why}" for why, times in summary["skipped"].items()]
+
+
+def step_lines(reports: list[dict[str, Any]]) -> list[str]:
+    """Several checkpoints of a run, a line each."""
+    channels = list(dict.fromkeys(channel for report in reports for channel in report["held_out"]))
+    titles = [*(f"bpb {channel[:8]}" for channel in channels), "probes right", "among foils", "log P", "pairs right"]
+    lines = ["    step  " + "".join(f"{title:>14}" for title in titles)]
+    for report in reports:
+        bits = [report["held_out"].get(channel, {}).get("bits_per_byte") for channel in channels]
+        probes, pairs = report.get("probes", {}), report.get("pairs", {})
+        cells = [
+            *("" if value is None else f"{value:.4f}" for value in bits),
+            f"{probes['accuracy']:.1%}" if "accuracy" in probes else "",
+            f"{probes['share_among_foils']:.3f}" if "accuracy" in probes else "",
+            f"{probes['logprob']:.2f}" if "accuracy" in probes else "",
+            f"{pairs['accuracy']:.1%}" if "accuracy" in pairs else "",
+        ]
+        lines.append(f"{report['step']:>8,}  " + "".join(f"{cell:>14}" for cell in cells))
+    return lines

@@ -9,6 +9,7 @@ continuations never add up to more than one.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,13 +17,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from zero2all.common.progress import Bar
-from zero2all.infer.boundary import opening_id, split_scored
+from zero2all.infer.boundary import ScoredTexts, opening_id, split_scored
 from zero2all.infer.engine import Engine
-from zero2all.infer.job import Scores
 
 NEGLIGIBLE = 1e-3
 """Ways to begin the end of a prompt that are less likely than this, and that no continuation takes, are not followed
 to their end."""
+SPELLINGS_AT_ONCE = 64
+"""Distributions over the whole vocabulary that are held at once."""
 
 
 @dataclass(frozen=True)
@@ -57,38 +59,43 @@ def score_questions(engine: Engine, questions: Sequence[Question], bar: Bar | No
     """Of each question, its continuations in their order, or, in words, why it cannot be scored. All rows go to the
     engine at once, which shares what they have in common; the bar counts questions."""
     tokenizer, opening = engine.tokenizer, opening_id(engine.tokenizer)
+    texts = [[each.prompt, *(each.prompt + continuation for continuation in each.continuations)] for each in questions]
+    encoded = iter(tokenizer.encode_batch(list(itertools.chain.from_iterable(texts))))
+    tokens = [list(itertools.islice(encoded, len(each))) for each in texts]  # of each question: prompt, wholes
     found: list[list[Scored] | str] = []
     rows: list[list[int]] = []
     starts: list[int] = []
-    places: list[tuple[int, int]] = []  # of each row: question, continuation
-    for number, question in enumerate(questions):
-        texts = [question.prompt, *(question.prompt + continuation for continuation in question.continuations)]
-        before, *wholes = tokenizer.encode_batch(texts)
+    owners: list[int] = []  # of each row: its question
+    spanning: list[int] = []
+    for number, (question, (before, *wholes)) in enumerate(zip(questions, tokens, strict=True)):
         problem = _problem(engine, question, [len(ids) for ids in wholes])
         found.append(problem or [])
         if problem is not None:
             if bar is not None:
                 bar.advance(1)
             continue
-        for place, ids in enumerate(wholes):
-            rows.append([opening, *ids])
-            starts.append(1 + min(len(before), len(ids) - 1))
-            places.append((number, place))
+        rows += [[opening, *ids] for ids in wholes]
+        starts += [1 + min(len(before), len(ids) - 1) for ids in wholes]
+        owners += [number] * len(wholes)
+        if any(ids[: len(before)] != before or len(ids) == len(before) for ids in wholes):
+            spanning.append(number)
     left = [len(question.continuations) for question in questions]
 
     def when_done(row: int) -> None:
-        number = places[row][0]
+        number = owners[row]
         left[number] -= 1
         if bar is not None and not left[number]:
             bar.advance(1)
 
-    by_question: dict[int, list[tuple[list[int], int, Scores]]] = {}
-    for (number, _), row, start, scores in zip(
-        places, rows, starts, engine.score(rows, starts, when_done), strict=True
-    ):
-        by_question.setdefault(number, []).append((row, start, scores))
-    for number, scored in by_question.items():
-        found[number] = _of_question(engine, questions[number], scored)
+    scores = engine.score(rows, starts, when_done)
+    exact = dict(zip(spanning, _log_probabilities(engine, [questions[number] for number in spanning]), strict=True))
+    for number, row, start, score in zip(owners, rows, starts, scores, strict=True):
+        answers = found[number]
+        assert isinstance(answers, list), "only questions that can be scored have rows"
+        by_tokens = math.fsum(score.logprobs)
+        is_exact = number in exact
+        logprob, beside = (exact[number][len(answers)], by_tokens) if is_exact else (by_tokens, None)
+        answers.append(Scored(logprob, len(row) - start, not any(score.ranks), tuple(score.ranks), beside))
     return found
 
 
@@ -102,53 +109,64 @@ def _problem(engine: Engine, question: Question, lengths: list[int]) -> str | No
     return None
 
 
-def _of_question(engine: Engine, question: Question, scored: list[tuple[list[int], int, Scores]]) -> list[Scored]:
-    before = [opening_id(engine.tokenizer), *engine.tokenizer.encode_text(question.prompt)]
-    spans = any(row[: len(before)] != before or len(row) == len(before) for row, _, _ in scored)
-    exact = continuation_log_probabilities(engine, question.prompt, list(question.continuations)) if spans else None
-    results = []
-    for place, (row, start, scores) in enumerate(scored):
-        by_tokens = math.fsum(scores.logprobs)
-        is_greedy = not any(scores.ranks)
-        logprob, beside = (by_tokens, None) if exact is None else (exact[place], by_tokens)
-        results.append(Scored(logprob, len(row) - start, is_greedy, tuple(scores.ranks), beside))
-    return results
-
-
 def continuation_log_probabilities(engine: Engine, prompt: str, continuations: list[str]) -> list[float]:
     """Natural log of P(continuation | prompt) for each, over all spellings of the end of the prompt: right also where
     a token spans the border."""
-    scored = split_scored(prompt, continuations, engine.tokenizer)
-    scores = engine.score(scored.texts, [scored.shared] * len(scored.texts))
-    spelled = 1.0
-    if scored.tail:
-        context, paths = scored.texts[0][: scored.shared], [text[scored.shared :] for text in scored.texts]
-        spelled = _spelling_probability(engine, context, scored.tail, engine.distribution(context).exp(), paths)
-    if spelled <= 0:
-        return [-math.inf] * len(scores)
-    return [min(0.0, math.fsum(each.logprobs) - math.log(spelled)) for each in scores]
+    return _log_probabilities(engine, [Question(prompt, tuple(continuations))])[0]
 
 
-def _spelling_probability(
-    engine: Engine, context: list[int], tail: bytes, following: Tensor, paths: list[list[int]], reached: float = 1.0
-) -> float:
-    """P(the text after `context` begins with `tail`), over all ways to spell it.
+def _log_probabilities(engine: Engine, questions: Sequence[Question]) -> list[list[float]]:
+    """`continuation_log_probabilities` of many questions at once."""
+    split = [split_scored(each.prompt, list(each.continuations), engine.tokenizer) for each in questions]
+    rows = [text for each in split for text in each.texts]
+    scores = iter(engine.score(rows, [each.shared for each in split for _ in each.texts]))
+    found = []
+    for each, spelled in zip(split, _spelling_probabilities(engine, split), strict=True):
+        own = [math.fsum(next(scores).logprobs) for _ in each.texts]
+        found.append([min(0.0, value - math.log(spelled)) if spelled > 0 else -math.inf for value in own])
+    return found
 
-    `following` is P(next token). `paths` are the tokens of the continuations from here on: they are always followed,
-    so that none of them can be likelier than this sum. `reached` is how likely it was to come here.
-    """
-    if not tail:
-        return 1.0
+
+@dataclass(frozen=True)
+class _Spelling:
+    """A way to begin the end of a prompt."""
+
+    question: int
+    context: list[int]
+    tail: bytes
+    """What is still to be spelled."""
+    paths: list[list[int]]
+    """The tokens of the continuations from here on: they are always followed, so that none of them can be likelier
+    than the sum."""
+    reached: float = 1.0
+    """How likely it was to come here."""
+
+
+def _spelling_probabilities(engine: Engine, split: Sequence[ScoredTexts]) -> list[float]:
+    """For each question, P(the text after the shared tokens begins with the tail), over all ways to spell it."""
+    totals = [0.0 if each.tail else 1.0 for each in split]
+    todo = [
+        _Spelling(number, each.texts[0][: each.shared], each.tail, [text[each.shared :] for text in each.texts])
+        for number, each in enumerate(split)
+        if each.tail
+    ]
+    while todo:
+        now, todo = todo[:SPELLINGS_AT_ONCE], todo[SPELLINGS_AT_ONCE:]
+        for spelling, following in zip(now, engine.distributions([each.context for each in now]), strict=True):
+            totals[spelling.question] += _ends(engine, spelling, following, todo)
+    return totals
+
+
+def _ends(engine: Engine, spelling: _Spelling, following: Tensor, todo: list[_Spelling]) -> float:
+    """P(one more token spells the whole tail); ways that need several are added to `todo`."""
+    tokens = engine.vocabulary.continuing(spelling.tail)
     total = 0.0
-    for token in engine.vocabulary.continuing(tail):
-        probability, piece = float(following[token]), engine.vocabulary.pieces[token]
-        ahead = [path[1:] for path in paths if path[:1] == [token]]
-        if len(piece) >= len(tail):
-            total += probability
-        elif ahead or reached * probability > NEGLIGIBLE:
-            there = [*context, token]
-            after = engine.distribution(there).exp()
-            total += probability * _spelling_probability(
-                engine, there, tail[len(piece) :], after, ahead, reached * probability
-            )
+    for token, probability in zip(tokens, following[tokens].exp().tolist(), strict=True):
+        reached, piece = spelling.reached * probability, engine.vocabulary.pieces[token]
+        ahead = [path[1:] for path in spelling.paths if path[:1] == [token]]
+        if len(piece) >= len(spelling.tail):
+            total += reached
+        elif ahead or reached > NEGLIGIBLE:
+            rest = spelling.tail[len(piece) :]
+            todo.append(_Spelling(spelling.question, [*spelling.context, token], rest, ahead, reached))
     return total

@@ -47,6 +47,7 @@ KINDS = {
     "share_among_foils": Kind(is_better_high=True, interval="share_interval"),
     "logprob": Kind(is_better_high=True, interval="logprob_interval"),
     "nats": Kind(is_better_high=True),
+    "score": Kind(is_better_high=True, is_share=True),
 }
 
 
@@ -138,6 +139,8 @@ def skipped_of(report: Mapping[str, Any], section: str) -> dict[str, int]:
     found: Counter[str] = Counter()
     for _, node, _ in _nodes(section, report.get(section), None):
         found.update(_reasons(node))
+    if section == "texts":  # whole files, each with its reason
+        found.update(map(str, report.get("texts_skipped", {}).values()))
     return dict(found)
 
 

@@ -16,6 +16,7 @@ signal above noise), with a test of chance, because a run has few checkpoints.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -23,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from zero2all.common.progress import terminal_safe
 from zero2all.evals.scores import Curve
 
 SIGNAL, NOISE, CHANCE, TOO_FEW = "carries signal", "noise", "at chance", "too few checkpoints"
@@ -34,6 +36,7 @@ LEAST_SIGNAL_TO_NOISE = 2.0
 MOST_SIGNAL_TO_NOISE = 1000.0
 """A curve without any noise is shown with this."""
 SHUFFLES = 2000
+MOST_LINES = 20
 NOISES_OF_CHANCE = 3.0
 """Without an interval, so many standard errors from chance are not above it."""
 
@@ -66,6 +69,25 @@ def judge_curves(curves: Sequence[Curve]) -> list[Signal]:
 def signals_json(signals: Sequence[Signal]) -> list[dict[str, Any]]:
     """For a file."""
     return [asdict(signal) for signal in signals]
+
+
+def signal_lines(signals: Sequence[Signal]) -> list[str]:
+    """The verdicts for a terminal: those of whole channels and tasks first, as many as fit on a screen."""
+    if not signals:
+        return []
+    if all(signal.verdict == TOO_FEW for signal in signals):
+        return ["", f"no verdict on the curves yet: {signals[0].reason}"]
+    lines = ["", "which curves to believe                 Spearman   signal/noise   verdict"]
+    shown = sorted(signals, key=lambda each: each.name.count("/"))
+    for signal in shown[:MOST_LINES]:
+        spearman = "-" if signal.spearman is None else f"{signal.spearman:+.2f}"
+        ratio = "-" if signal.signal_to_noise is None else f"{signal.signal_to_noise:.1f}"
+        lines.append(f"  {terminal_safe(signal.name):<38} {spearman:>7} {ratio:>14}   {signal.verdict}")
+    if len(signals) > MOST_LINES:
+        counts = Counter(signal.verdict for signal in shown[MOST_LINES:])
+        rest = ", ".join(f"{times} {verdict}" for verdict, times in counts.most_common())
+        lines.append(f"  and {len(signals) - MOST_LINES} more: {rest}")
+    return lines
 
 
 def judge_curve(curve: Curve) -> Signal:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,11 @@ class TaskQuestions:
         """The items of all of them."""
         return [*(read_tasks(self.data, self.names) if self.names else ()), *self.made]
 
+    def record(self) -> dict[str, Any]:
+        """These settings as a report keeps them."""
+        values = asdict(replace(self, made=()))
+        return {**values, "data": str(self.data), "made": [task.name for task in self.made]}
+
 
 def task_section(
     engine: Engine, questions: TaskQuestions, tasks: list[Task], contamination: dict[str, Any] | None = None
@@ -42,7 +47,7 @@ def task_section(
     """The section `tasks` of a report. `contamination`: what is known of the items in the training text."""
     results = judge(engine, tasks, questions.forms, questions.shots, questions.limit, run_code=questions.run_code)
     problems = [line for task in tasks for line in (f"{task.name} {problem}" for problem in task.problems)]
-    problems += [line for result in results for line in result.problems]
+    problems += dict.fromkeys(line for result in results for line in result.problems)  # those of cloze come twice
     dirty = {task.name: dirty_ids(contamination, task) for task in tasks}
     values = [_as_values(result, dirty[result.task]) for result in results]
     return {"results": values, "summary": summary(results), "problems": problems}

@@ -46,10 +46,12 @@ class Watcher:
     poll_seconds: float = POLL_SECONDS
     is_done: Callable[[int], bool] | None = None
     """Whether a step has a report that will do; None: any report will."""
-    on_report: Callable[[dict[str, Any]], None] = lambda _: None
+    on_report: Callable[[dict[str, Any]], Any] = lambda _: None
+    """Called when a report has been written."""
     evaluated: list[int] = field(default_factory=list)
     left_out: dict[int, str] = field(default_factory=dict)
     """Steps that could not be evaluated, and why."""
+    _by_others: set[int] = field(default_factory=set)
 
     def watch(self, once: bool = False) -> None:
         """Evaluate what there is and what comes. Returns when training is done and nothing is left; with `once`, when
@@ -75,11 +77,14 @@ class Watcher:
     def _left(self) -> list[int]:
         """Checkpoints that are to be evaluated, oldest first: the oldest is the next to be deleted."""
         steps = sorted(step_of(folder) for folder in list_checkpoints(self.run))
-        dealt_with = {*self.left_out, *self.evaluated}
+        dealt_with = {*self.left_out, *self.evaluated, *self._by_others}
         return [step for step in steps if self.is_wanted(step) and step not in dealt_with and not self._done(step)]
 
     def _done(self, step: int) -> bool:
-        return report_path(self.run, step).is_file() if self.is_done is None else self.is_done(step)
+        is_done = report_path(self.run, step).is_file() if self.is_done is None else self.is_done(step)
+        if is_done:
+            self._by_others.add(step)  # a report stays: it need not be read again at every look
+        return is_done
 
     def _try(self, step: int, metrics: Callable[[], Run]) -> bool:
         """Evaluate one checkpoint; False when another watcher has it, or it is left out."""

@@ -89,18 +89,24 @@ class _Bucket:
 
 
 class CudaDecoder:
-    """The decoding passes of one model and its cache. `never` are ids that `greedy` never takes."""
+    """The decoding passes of one model and its cache, for sequences of up to `max_len` tokens. `never` are ids that
+    `greedy` never takes."""
 
     def __init__(
-        self, weights: Weights, blocks: KeyValueBlocks, never: Tensor | None = None, records: bool = True
+        self,
+        weights: Weights,
+        blocks: KeyValueBlocks,
+        max_len: int,
+        never: Tensor | None = None,
+        records: bool = True,
     ) -> None:
         from zero2all.ops.kernels import decode_attention, decode_greedy, decode_linear
 
         self._attention, self._greedy, self._linear = decode_attention, decode_greedy, decode_linear
         self.weights, self.blocks = weights, blocks
         self._device, self._dtype = weights.embedding.device, weights.embedding.dtype
-        self._width = -(-len(weights.cos) // BLOCK)
-        self._cos, self._sin = weights.cos.float().contiguous(), weights.sin.float().contiguous()
+        self._width = -(-max_len // BLOCK)
+        self._cos, self._sin = (table[:max_len].float().contiguous() for table in (weights.cos, weights.sin))
         self._never = torch.zeros(weights.config.vocab_ids, dtype=torch.bool, device=self._device)
         if never is not None:
             self._never[never.to(self._device)] = True

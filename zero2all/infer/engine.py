@@ -31,11 +31,12 @@ from zero2all.infer.int8 import drop_matrices, quantise
 from zero2all.infer.job import Choice, Job, Request, Scores
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.sampling import Picker, penalised
+from zero2all.infer.score import LOGITS_AT_ONCE, RowScorer, distributions_after
 from zero2all.infer.weights import packed_for_cpu, weights_of
 
 MOST_ALTERNATIVES = 20
-LOGITS_AT_ONCE = 1 << 26
-"""Logits that scoring holds at once: 256 MB in float32."""
+WORTH_SHARING = 0.7
+"""Rows to score are read as a tree where that leaves at most this share of their tokens to compute."""
 
 
 class PromptTooLongError(UsageError):
@@ -99,7 +100,8 @@ class Engine:
         self.forward = Forward(weights, self.blocks)
         self.slow_because = obstacle(weights)
         """Why decoding does not use the kernels and graphs of `cuda`; empty: it does."""
-        self._fast = None if self.slow_because else CudaDecoder(weights, self.blocks, self.vocabulary.never)
+        never = self.vocabulary.never
+        self._fast = None if self.slow_because else CudaDecoder(weights, self.blocks, self.max_len, never)
         self.never = self.vocabulary.never.to(self.device)
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []
@@ -169,13 +171,26 @@ class Engine:
     ) -> list[Scores]:
         """For each row of ids, its tokens from the start on, given those before them. `when_done` gets the number of
         each row when it is scored."""
-        # Neighbours in this order share the longest beginnings: the blocks of the last are still there for the next.
-        order = sorted(range(len(rows)), key=lambda number: list(rows[number]))
-        jobs = {
-            self.submit(Request(rows[number], 0, score_from=starts[number])): number
-            for number in order
-            if len(rows[number]) > starts[number]
-        }
+        for row, start in zip(rows, starts, strict=True):
+            self.check(Request(row, 0, score_from=start))
+        numbers = [number for number, row in enumerate(rows) if len(row) > starts[number]]
+        scorer = RowScorer(
+            self.forward, [rows[number] for number in numbers], [starts[number] for number in numbers],
+            self.prefill_tokens,
+        )  # fmt: skip
+        if scorer.share_computed <= WORTH_SHARING:
+            done = None if when_done is None else lambda place: when_done(numbers[place])
+            found = dict(zip(numbers, scorer.score(done), strict=True))
+        else:
+            found = self._score_one_by_one(rows, starts, numbers, when_done)
+        return [found.get(number, Scores([], [])) for number in range(len(rows))]
+
+    def _score_one_by_one(
+        self, rows: Sequence[Sequence[int]], starts: Sequence[int], numbers: Sequence[int],
+        when_done: Callable[[int], None] | None,
+    ) -> dict[int, Scores]:  # fmt: skip
+        """Rows that have little in common."""
+        jobs = {self.submit(Request(rows[number], 0, score_from=starts[number])): number for number in numbers}
         left = len(jobs)
         while left:
             for job in self.step():
@@ -183,14 +198,13 @@ class Engine:
                     left -= 1
                     if when_done is not None:
                         when_done(jobs[job])
-        found = {number: Scores(job.scores, job.ranks) for job, number in jobs.items()}
-        return [found.get(number, Scores([], [])) for number in range(len(rows))]
+        return {number: Scores(job.scores, job.ranks) for job, number in jobs.items()}
 
-    def distribution(self, ids: Sequence[int]) -> Tensor:
-        """Log probabilities of all ids (V,) after `ids`."""
-        (job,) = self.run([Request(ids, 1, wants_distribution=True)])
-        assert job.distribution is not None
-        return job.distribution
+    def distributions(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Log probabilities of all ids (V,) after each row."""
+        for row in rows:
+            self.check(Request(row, 1))
+        return distributions_after(self.forward, rows, self.prefill_tokens)
 
     # Admission -------------------------------------------------------------------------------------------------------
 
@@ -417,9 +431,6 @@ class Engine:
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
         """The next tokens (B,) and, where a row asks for them, log probabilities: of each token, and of the likeliest
         with their ids."""
-        for number, row in enumerate(rows):
-            if row.request.wants_distribution and row.distribution is None:
-                row.distribution = logits[number].log_softmax(dim=-1).cpu()
         asked = [row.request.alternatives for row in rows if row.request.alternatives is not None]
         plain = logits.clone() if asked else logits
         ends = {number: sorted(row.request.end_ids) for number, row in enumerate(rows) if row.request.end_ids}

@@ -51,14 +51,14 @@ class Forward:
         values are written to `slots` (N,)."""
 
         if self._is_ragged:
-            return self._trunk(tokens, positions, self._ragged(slots, spans))
+            return self.trunk(tokens, positions, self._ragged(slots, spans))
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             self.blocks.write(layer, slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
             mixed = [self._of_span(layer, span, query, key, value) for span in spans]
             return (mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=2))[0].transpose(0, 1).flatten(1)
 
-        return self._trunk(tokens, positions, attend)
+        return self.trunk(tokens, positions, attend)
 
     def _ragged(self, slots: Tensor, spans: Sequence[Span]) -> Attend:
         """Attention of all sequences of a pass in one call; where some have earlier positions, on keys and values that
@@ -118,13 +118,13 @@ class Forward:
             mixed = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
             return mixed.reshape(B, -1)
 
-        return self.logits(self._trunk(tokens, positions, attend))
+        return self.logits(self.trunk(tokens, positions, attend))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, C) -> (N, V) in float32."""
         return project(hidden, self.weights.head, None).float()
 
-    def _trunk(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def trunk(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """From ids (N,) to the last norm (N, C)."""
         weights, config, ops = self.weights, self.weights.config, self.weights.ops
         tables = weights.cos[positions], weights.sin[positions]  # (N, D / 2)

@@ -6,8 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from zero2all.infer.sampling import Sampling
 
 
@@ -24,8 +22,6 @@ class Request:
     """Log probabilities of each new token and of this many likeliest ones; None: not computed."""
     score_from: int | None = None
     """Log probabilities of ids[score_from:] too; at least 1."""
-    wants_distribution: bool = False
-    """Keep the log probabilities of all ids at the place of the first new token."""
     end_ids: frozenset[int] = frozenset()
     """Ids that end the text, beside those of the tokenizer."""
 
@@ -73,7 +69,6 @@ class Job:
     scores: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     """For each scored token, how many ids are likelier at its place."""
-    distribution: Tensor | None = None
     finish: str | None = None
     blocks: list[int] = field(default_factory=list)
     done: int = 0

@@ -26,6 +26,7 @@ from zero2all.common.workspace import STAMP_NAME, Workspace, open_workspace
 from zero2all.config import RunConfig
 from zero2all.corpus import BuildOptions, Source, build_corpus
 from zero2all.corpus.dedup.config import DedupConfig
+from zero2all.evals.options import EvalOptions, kept_report
 from zero2all.evals.probe_file import read_probes
 from zero2all.evals.probes import run_probes, summarize
 from zero2all.evals.report import evaluate_run, log_report
@@ -38,7 +39,7 @@ from zero2all.model.config import parameter_counts
 from zero2all.packed.writer import pack_corpus
 from zero2all.quickstart import choices
 from zero2all.quickstart.own_text import OwnText, corpus_in_words, look_at, losses_in_words, refuse_other_text
-from zero2all.quickstart.raw import CHINESE_NAME, CODE_NAME, ENGLISH_NAME, PROBES_NAME, write_raw
+from zero2all.quickstart.raw import CHINESE_NAME, CODE_NAME, ENGLISH_NAME, PAIRS_NAME, PROBES_NAME, write_raw
 from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.tokenizer.text import TooFewPiecesError
 from zero2all.track.plot import plot_run
@@ -259,20 +260,18 @@ def _untrained_probes(workspace: Workspace, config: RunConfig, probes: Path) -> 
         kept: dict[str, Any] = read_json(path)
         if kept["inputs"] == key:
             return kept
-    results = run_probes(Engine(model), read_probes(probes))
-    summary = {"inputs": key, **summarize(results), "probe_results": [asdict(result) for result in results]}
+    asked = run_probes(Engine(model), read_probes(probes))
+    summary = {"inputs": key, **summarize(asked), "probe_results": [asdict(result) for result in asked.results]}
     write_json(path, summary)
     log_report(path.parent.parent, {"step": 0, "probes": summary})
     return summary
 
 
 def _evaluation(loaded: LoadedModel, workspace: Workspace, probes: Path | None) -> dict[str, Any]:
-    path = workspace.run(loaded.name) / "eval" / f"step-{loaded.step:08d}.json"
-    if path.is_file():
-        kept: dict[str, Any] = read_json(path)
-        if probes is None or "probe_results" in kept:  # `z2a eval` without probes writes the same file
-            return kept
-    return evaluate_run(loaded, workspace, probes, HELD_OUT_BYTES)
+    pairs = None if probes is None else workspace.raw / PAIRS_NAME
+    options = EvalOptions(max_bytes=HELD_OUT_BYTES, probes=probes, pairs=pairs)
+    kept = kept_report(workspace.run(loaded.name), loaded.step, options)
+    return kept or evaluate_run(loaded, workspace, options)
 
 
 def _shown_probes(journey: Journey) -> list[tuple[str, str, float, float]]:

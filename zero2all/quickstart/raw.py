@@ -4,6 +4,7 @@
     zh.json        Chinese small world    one indented JSON array  [{qid, title, content}]
     code.parquet   Python's own library   parquet                  {repo_name, path, content}
     probes.jsonl   what to ask the trained model, one probe a line
+    pairs.jsonl    true and false sentences for it to tell apart, one pair a line
 
 Nothing is downloaded. The code is the standard library of the Python that runs this, so it differs between Python
 versions; the two languages do not.
@@ -16,7 +17,7 @@ import os
 import platform
 import random
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,15 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.files import staged_folder
 from zero2all.common.manifest import fingerprint, is_current, read_manifest, write_manifest
 from zero2all.common.progress import Bar, progress
-from zero2all.quickstart.world import Document, documents, probes
+from zero2all.evals.pair_file import Pair
+from zero2all.evals.probe_file import Probe
+from zero2all.quickstart.world import Document, documents, pairs, probes
 
-GENERATOR_VERSION = 1
+GENERATOR_VERSION = 2
 """Raise it whenever the small world or the choice of code changes, so that older raw folders are made anew."""
 
-ENGLISH_NAME, CHINESE_NAME, CODE_NAME, PROBES_NAME = "en.jsonl", "zh.json", "code.parquet", "probes.jsonl"
+ENGLISH_NAME, CHINESE_NAME, CODE_NAME = "en.jsonl", "zh.json", "code.parquet"
+PROBES_NAME, PAIRS_NAME = "probes.jsonl", "pairs.jsonl"
 
 SKIPPED_FOLDERS = frozenset(
     {"__pycache__", "dist-packages", "encodings", "idlelib", "lib2to3", "site-packages", "test", "tests"}
@@ -63,7 +67,8 @@ def write_raw(folder: Path, seed: int, bytes_per_language: int, code_bytes: int)
                 "english": _write_english(partial / ENGLISH_NAME, seed, bytes_per_language, bar),
                 "chinese": _write_chinese(partial / CHINESE_NAME, seed, bytes_per_language, bar),
                 "code": _write_code(partial / CODE_NAME, seed, code_bytes, bar),
-                "probes": _write_probes(partial / PROBES_NAME, seed),
+                "probes": _write_questions(partial / PROBES_NAME, seed, probes),
+                "pairs": _write_questions(partial / PAIRS_NAME, seed, pairs),
             }
             write_manifest(partial, "raw", inputs, content)
     return read_manifest(folder, "raw", made_by="z2a quickstart")
@@ -136,12 +141,12 @@ def _write_code(path: Path, seed: int, target_bytes: int, bar: Bar) -> dict[str,
     }
 
 
-def _write_probes(path: Path, seed: int) -> dict[str, int]:
+def _write_questions(path: Path, seed: int, of: Callable[[str, int], Iterable[Probe | Pair]]) -> dict[str, int]:
     counts = {}
     with open(path, "wb") as file:
         for language in ("en", "zh"):
-            asked = probes(language, seed)
-            file.writelines(jsonio.dumps_line(asdict(probe)) for probe in asked)
+            asked = list(of(language, seed))
+            file.writelines(jsonio.dumps_line(asdict(each)) for each in asked)
             counts[language] = len(asked)
     return counts
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,16 @@ def zipped(files: dict[str, bytes]) -> bytes:
     with zipfile.ZipFile(file, "w") as archive:
         for name, content in files.items():
             archive.writestr(name, content)
+    return file.getvalue()
+
+
+def tarred(files: dict[str, bytes]) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w:gz") as archive:
+        for name, content in files.items():
+            about = tarfile.TarInfo(name)
+            about.size = len(content)
+            archive.addfile(about, io.BytesIO(content))
     return file.getvalue()
 
 
@@ -77,6 +88,11 @@ CMRC_HUB = {
     "context": "李某来了",
     "question": "谁？",
     "answers": {"text": ["李", "李某"], "answer_start": [0, 0]},
+}
+CMRC_PLAIN = {
+    "context_id": "D",
+    "context_text": "李某来了",
+    "qas": [{"query_id": "D_1", "query_text": "谁？", "answers": ["李", "李某"]}],
 }
 GSM = {"question": "3 bags of 4?", "answer": "It is 3*4=<<3*4=12>>12.\n#### 1,012"}
 HUMAN = {
@@ -158,12 +174,39 @@ CASES = [
         ("", "他把书看了。", "ba_passive", 0),
     ),
     (
+        "zhoblimp",
+        {
+            "data/ZhoBLiMP.tar.gz": tarred({"ZhoBLiMP/ba.jsonl": lines({**PAIR, "UID": "ba"})}),
+            "data/ZhoBLiMP-excluded.tar.gz": tarred({"ZhoBLiMP-excluded/no.jsonl": lines(PAIR)}),
+            "data/human_validation_result.csv": b"a,b\n1,2\n",
+        },
+        ("", "Dogs bark.", "ba", 0),
+    ),
+    (
+        "blimp",
+        {"data/agreement.jsonl": lines(PAIR), "BLiMP.zip": zipped({"a.jsonl": lines(PAIR)})},
+        ("", "Dogs bark.", "agreement", 0),
+    ),
+    (
         "c3",
         {"c3-d-test.json": json.dumps([C3]).encode(), "c3-d-train.json": json.dumps([C3]).encode()},
         ("谁走？", "女", "", 1),
     ),
     ("c3", {"dialog/validation-00000-of-00001.parquet": parquet(C3_HUB)}, ("谁走？", "女", "", 0)),
     ("cmrc", {"cmrc2018_dev.json": json.dumps(CMRC).encode()}, ("谁？", "李", "", 0)),
+    (
+        "cmrc",
+        {"data/cmrc2018_dev.json": json.dumps([CMRC_PLAIN]).encode()},
+        ("谁？", "李", "", 0),
+    ),
+    (
+        "cmrc",
+        {
+            "data/cmrc2018_dev.json": json.dumps([CMRC_PLAIN]).encode(),
+            "squad-style-data/cmrc2018_dev.json": json.dumps(CMRC).encode(),
+        },
+        ("谁？", "李", "", 0),
+    ),
     ("cmrc", {"data/validation-00000-of-00001.parquet": parquet(CMRC_HUB)}, ("谁？", "李", "", 0)),
     (
         "lambada",
@@ -175,7 +218,7 @@ CASES = [
     ),
     (
         "gsm8k",
-        {"train.jsonl": lines(GSM), "test.jsonl": lines(GSM)},
+        {"train.jsonl": lines(GSM), "test.jsonl": lines(GSM), "test_socratic.jsonl": lines(GSM)},
         ("3 bags of 4?", "It is 3*4=12. The answer is 1012.", "", 1),
     ),
     (
@@ -183,7 +226,11 @@ CASES = [
         {"main/test-00000-of-00001.parquet": parquet(GSM)},
         ("3 bags of 4?", "It is 3*4=12. The answer is 1012.", "", 0),
     ),
-    ("humaneval", {"HumanEval.jsonl.gz": gzip.compress(lines(HUMAN))}, (HUMAN["prompt"], "    return 1\n", "", 0)),
+    (
+        "humaneval",
+        {"HumanEval.jsonl.gz": gzip.compress(lines(HUMAN)), "example_problem.jsonl": lines(HUMAN)},
+        (HUMAN["prompt"], "    return 1\n", "", 0),
+    ),
     (
         "humaneval",
         {"openai_humaneval/test-00000-of-00001.parquet": parquet(HUMAN)},
@@ -199,6 +246,7 @@ def test_each_benchmark_is_read_in_each_form_its_files_have(tmp_path, name, file
     question, answer, subject, shots = expected
     item = task.items[0]
     assert (item.question, item.answer, item.subject, len(task.shots)) == (question, answer, subject, shots)
+    assert len(task.items) == (2 if "valid-labels.lst" in files else 1), "nothing is read twice"
     assert (task.skipped, task.name, item.language) == ({}, name, READERS[name].language)
     if item.choices:
         assert item.choices[item.gold] == answer
@@ -257,6 +305,8 @@ def test_a_set_of_your_own(tmp_path):
         {"question": "一加一", "answer": "二", "id": "mine"},
         {"question": "一加一", "answer": "二"},
         {"question": "一加一"},
+        {"question": "首都是", "choices": ["北京", "上海"], "answer": 0, "shape": "continue"},
+        {"question": "首都是", "choices": ["北京", "上海"], "answer": 0, "shape": "round"},
     ]
     put(tmp_path, "mine", {"all.jsonl": lines(*rows) + b"{broken\n"})
     put(
@@ -265,9 +315,10 @@ def test_a_set_of_your_own(tmp_path):
         {"q.csv": b"question,A,B,C,answer\nSky?,red,blue,,blue\n", "dev.csv": b"question,answer\na,b\n"},
     )
     mine, table = read_tasks(tmp_path, ["all"])
-    assert [item.answer for item in mine.items] == ["上海", "上海", "上海", "二"]
+    assert [item.answer for item in mine.items] == ["上海", "上海", "上海", "二", "北京"]
+    assert [item.shape for item in mine.items[-2:]] == ["question", "continue"]
     assert (mine.language, mine.items[1].id, mine.forms) == ("zh", "mine", ("cloze", "choice", "bits", "generate"))
-    reasons = {"gold outside the options": 1, "duplicate id": 1, "missing column": 1, "not readable": 1}
+    reasons = {"gold outside the options": 1, "duplicate id": 1, "missing column": 1, "not readable": 2}
     assert mine.skipped == reasons
     assert (table.items[0].choices, table.items[0].gold, table.language) == (("red", "blue"), 1, "en")
     assert len(table.shots) == 1
@@ -280,7 +331,7 @@ def test_a_set_of_your_own(tmp_path):
         ("cmmlu", {"readme.md": b"x"}, "expected files .* of the split test, found none"),
         ("cmmlu", {"dev/a.csv": CMMLU}, "found dev/a.csv"),
         ("cmmlu", {"test/a.csv": b",Question,A\n0,x,y\n"}, "no item of cmmlu that can be asked: .*there is no answer"),
-        ("cmmlu", {"cmmlu.zip": b"PK broken"}, "no whole zip file"),
+        ("cmmlu", {"cmmlu.zip": b"PK broken"}, "no whole archive"),
         ("cmmlu", {"test/a.csv": "题".encode("gb18030")}, "is not UTF-8"),
         ("mmlu", {"all/test-0.parquet": b"PAR1 broken"}, "no whole parquet file"),
         ("humaneval", {"h.jsonl.gz": gzip.compress(b"x" * 99)[:20]}, "cannot be read"),

@@ -47,7 +47,7 @@ class Pair:
         for ours, theirs in ((blocks[0].keys, blocks[1].keys), (blocks[0].values, blocks[1].values)):
             theirs.copy_(ours.normal_())
         self.plain, self.caches = Forward(weights, blocks[0]), blocks
-        self.fast = CudaDecoder(weights, blocks[1], records=device == "cuda")
+        self.fast = CudaDecoder(weights, blocks[1], config.max_seq_len, records=device == "cuda")
         self.positions = torch.tensor(positions, device=device)
         self.tables = 1 + torch.arange(3 * len(positions), dtype=torch.int32, device=device).view(-1, 3).flip(1)
         self.tokens = torch.arange(3, 3 + len(positions), device=device) % config.vocab_ids
@@ -122,7 +122,7 @@ def test_padding_rows_write_only_to_block_0(device):
 def test_greedy_tokens_stay_on_the_device_and_feed_the_next_pass(device):
     pair = Pair(device, new_weights(device, torch.float32), [14, 3, 30])
     never = torch.tensor([0, 5])
-    pair.fast = CudaDecoder(pair.fast.weights, pair.caches[1], never, records=device == "cuda")
+    pair.fast = CudaDecoder(pair.fast.weights, pair.caches[1], 40, never, records=device == "cuda")
     tokens = wanted = pair.tokens
     for _ in range(3):
         logits = pair.plain.decode(wanted, pair.positions, pair.tables)
@@ -146,7 +146,7 @@ def test_engine_writes_the_same_text_with_it(device):
             engine._fast = None
         elif device == "cpu":
             weights = weights_of(loaded.model)
-            engine._fast = CudaDecoder(weights, engine.blocks, engine.vocabulary.never, records=False)
+            engine._fast = CudaDecoder(weights, engine.blocks, engine.max_len, engine.vocabulary.never, records=False)
         likeliest = {job.number: job.new_ids for job in engine.run([Request(row, 3) for row in rows])}
         written.append(likeliest | {job.number: job.new_ids for job in engine.run([drawn])})
     assert written[0] == written[1]

@@ -10,15 +10,15 @@ from zero2all.evals.items import Task
 from zero2all.evals.rewrites.list import TRAIN_ONCE, chosen_rewrites
 from zero2all.evals.rewrites.measure import measure_rewrites
 from zero2all.evals.rewrites.once import write_once
+from zero2all.evals.task_report import TaskQuestions
 from zero2all.infer.engine import Engine
 
 
-def rewrite_section(
-    engine: Engine, tasks: Sequence[Task], names: Sequence[str], shots: int | None, limit: int | None, once: Path
-) -> dict[str, Any]:
+def rewrite_section(engine: Engine, questions: TaskQuestions, tasks: Sequence[Task], once: Path) -> dict[str, Any]:
     """The section `rewrites` of a report; with R17, what to train on and ask is written to the folder `once`."""
-    section: dict[str, Any] = {"tasks": measure_rewrites(engine, tasks, chosen_rewrites(names), shots, limit)}
-    if TRAIN_ONCE in names:
+    chains = chosen_rewrites(questions.rewrites)
+    section: dict[str, Any] = {"tasks": measure_rewrites(engine, tasks, chains, questions.shots, questions.limit)}
+    if TRAIN_ONCE in questions.rewrites:
         write_once(tasks, once)
         section["once"] = str(once)
     return section
@@ -39,7 +39,8 @@ def rewrite_figures(section: Mapping[str, Any]) -> dict[str, float]:
 def rewrite_lines(section: Mapping[str, Any]) -> list[str]:
     """The section as a table for a terminal."""
     lines = [
-        "rewrites                       form               items  original  rewritten       gap  (95 %)          same"
+        "",
+        "rewrites                       form               items  original  rewritten       gap  (95 %)          same",
     ]
     for task, found in section["tasks"].items():
         lines.append(f"  {task}")

@@ -42,7 +42,7 @@ def _piqa(row: Any, _: DataFile) -> Iterator[Item]:
 def _piqa_rows(file: DataFile, header: Sequence[str] | None) -> Iterable[tuple[int, Any]]:
     """The original keeps the labels beside the questions: `train.jsonl` and `train-labels.lst`."""
     labels: list[str] = []
-    for other in data_files(file.folder):
+    for other in data_files(file.folder, (".lst",)):
         if other.archive == file.archive and other.name == f"{file.name.removesuffix('.jsonl')}-labels.lst":
             labels = other.read().decode().split()
     for number, row in rows_of(file, header):
@@ -79,8 +79,22 @@ def _pair(language: str) -> Any:
     return read
 
 
+def _kept(files: list[DataFile]) -> list[DataFile]:
+    """ZhoBLiMP keeps the paradigms that people disagreed on apart."""
+    return [file for file in files if "excluded" not in str(file).lower()]
+
+
 def _pairs(name: str, language: str) -> Reader:
-    return Reader(name, language, _pair(language), ("", "train", "test"), forms=SCORED_FORMS, default_shots=0)
+    return Reader(
+        name,
+        language,
+        _pair(language),
+        ("", "train", "test"),
+        forms=SCORED_FORMS,
+        default_shots=0,
+        suffixes=(".json", ".jsonl", ".parquet"),
+        choose=_kept,
+    )
 
 
 EVERYDAY = (

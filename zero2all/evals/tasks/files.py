@@ -1,4 +1,4 @@
-"""Rows of a benchmark's files: CSV, JSON, JSON lines and parquet, plain, gzipped or inside a zip.
+"""Rows of a benchmark's files: CSV, JSON, JSON lines and parquet, plain, gzipped or inside a zip or tar.
 
 The split of a file is the last of the words train, dev, val, test in its path: `dev/anatomy.csv`, `c3-d-test.json`,
 `ARC-Easy/train-00000-of-00001.parquet`.
@@ -7,9 +7,11 @@ The split of a file is the last of the words train, dev, val, test in its path: 
 from __future__ import annotations
 
 import csv
+import functools
 import gzip
 import io
 import re
+import tarfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ from zero2all.evals.items import MISSING_COLUMN, NOT_READABLE, ItemError
 
 SPLIT_WORDS = {"train": "train", "dev": "dev", "test": "test", "val": "val", "valid": "val", "validation": "val"}
 SUFFIXES = (".csv", ".json", ".jsonl", ".parquet")
+ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
+ARCHIVE_ERRORS = (OSError, EOFError, zipfile.BadZipFile, tarfile.TarError)
 NOT_DATA = ("benchmark.json", "dataset_infos.json")
 """What `z2a eval fetch` and hubs write about a data set, beside it."""
 LARGEST_BYTES = 2_000_000_000
@@ -30,13 +34,13 @@ LARGEST_BYTES = 2_000_000_000
 
 @dataclass(frozen=True)
 class DataFile:
-    """One file of a data set, perhaps inside a zip."""
+    """One file of a data set, perhaps inside an archive."""
 
     folder: Path
     name: str
-    """Its path below the folder, or inside the zip."""
+    """Its path below the folder, or inside the archive."""
     archive: str = ""
-    """The zip's path below the folder."""
+    """The path of the zip or tar below the folder."""
 
     @property
     def stem(self) -> str:
@@ -64,7 +68,7 @@ class DataFile:
             if self.name.endswith(".gz"):
                 with gzip.open(io.BytesIO(data)) as packed:
                     data = packed.read(LARGEST_BYTES + 1)
-        except (OSError, EOFError, zipfile.BadZipFile, RuntimeError) as error:
+        except (*ARCHIVE_ERRORS, RuntimeError) as error:
             raise BadInputError(
                 f"{self.folder / str(self)} cannot be read: {error}. Copy or fetch the data set again."
             ) from error
@@ -76,27 +80,47 @@ class DataFile:
         if not self.archive:
             with open(self.folder / self.name, "rb") as file:
                 return file.read(LARGEST_BYTES + 1)
-        with zipfile.ZipFile(self.folder / self.archive) as archive, archive.open(self.name) as member:
-            return member.read(LARGEST_BYTES + 1)
+        if self.archive.lower().endswith(".zip"):
+            with zipfile.ZipFile(self.folder / self.archive) as archive, archive.open(self.name) as member:
+                return member.read(LARGEST_BYTES + 1)
+        return _tar_contents(self.folder / self.archive)[self.name]
 
 
-def data_files(folder: Path) -> list[DataFile]:
-    """Every file below the folder and in its zips, in the order of their names; not hidden ones and NOT_DATA."""
-    found = []
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if not path.is_file() or _is_hidden(name):
-            continue
-        if path.suffix.lower() != ".zip":
-            found.append(DataFile(folder, name))
-            continue
-        try:
-            with zipfile.ZipFile(path) as archive:
-                members = sorted(archive.namelist())
-        except (OSError, zipfile.BadZipFile) as error:
-            raise BadInputError(f"{path} is no whole zip file ({error}). Copy or fetch it again.") from error
-        found += [DataFile(folder, member, name) for member in members if member[-1] != "/" and not _is_hidden(member)]
+def data_files(folder: Path, suffixes: tuple[str, ...] = SUFFIXES) -> list[DataFile]:
+    """The files of these kinds below the folder, in the order of their names; not hidden ones and NOT_DATA. Archives
+    are looked into where there is none: many people unpack one and keep it."""
+    names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    found = [DataFile(folder, name) for name in names if not _is_hidden(name)]
+    archives = [file.name for file in found if file.name.lower().endswith(ARCHIVES)]
+    found = [file for file in found if file.suffix in suffixes]
+    for archive in archives if not found else ():
+        members = [DataFile(folder, name, archive) for name in _members(folder / archive) if not _is_hidden(name)]
+        found += [file for file in members if file.suffix in suffixes]
     return found
+
+
+def _members(path: Path) -> list[str]:
+    """The files in an archive."""
+    try:
+        if path.suffix.lower() == ".zip":
+            with zipfile.ZipFile(path) as archive:
+                return sorted(name for name in archive.namelist() if not name.endswith("/"))
+        return sorted(_tar_contents(path))
+    except ARCHIVE_ERRORS as error:
+        raise BadInputError(f"{path} is no whole archive ({error}). Copy or fetch it again.") from error
+
+
+@functools.lru_cache(maxsize=1)
+def _tar_contents(path: Path) -> dict[str, bytes]:
+    """All files of a tar at once: to reach one, everything before it must be unpacked."""
+    contents: dict[str, bytes] = {}
+    with tarfile.open(path) as archive:
+        for member in archive:
+            if member.isfile() and (file := archive.extractfile(member)) is not None:
+                contents[member.name] = file.read(LARGEST_BYTES + 1)
+            if sum(map(len, contents.values())) > LARGEST_BYTES:
+                raise OSError(f"more than {LARGEST_BYTES:,} bytes are in it: no benchmark is so large")
+    return contents
 
 
 def _is_hidden(name: str) -> bool:

@@ -4,8 +4,9 @@
     {"question": "2 + 2 =", "answer": "4"}
 
 `answer` is the text of the right choice, its letter, or (in JSON) its number from 0. A CSV has the choices in columns
-A, B, C, … or in one column, separated by |. May be given as well: id, context, subject, language (en, zh). Files with
-train or dev in their name give the examples of few-shot prompts.
+A, B, C, … or in one column, separated by |. May be given as well: id, context, subject, language (en, zh), and shape:
+`continue` for a text that goes on with the right choice, without the words Question and Answer around it (The capital
+of France is → Paris). Files with train or dev in their name give the examples of few-shot prompts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from zero2all.evals.items import LABELS, Item
+from zero2all.evals.items import CONTINUE, LABELS, NOT_READABLE, QUESTION, Item, ItemError
 from zero2all.evals.tasks.files import DataFile, cell, text
 from zero2all.evals.tasks.reader import Reader, gold_of, with_choices
 
@@ -28,6 +29,9 @@ def _own(row: Any, _: DataFile) -> Iterator[Item]:
         "subject": str(row.get("subject") or ""),
         "context": str(row.get("context") or ""),
     }
+    more["shape"] = str(row.get("shape") or QUESTION)
+    if more["shape"] not in (QUESTION, CONTINUE):
+        raise ItemError(NOT_READABLE, f"the shape is {more['shape']!r}, not {QUESTION} or {CONTINUE}")
     name = str(row.get("id") or "")
     if not choices:
         yield Item(name, question, answer=str(answer).strip(), **more)
@@ -51,4 +55,4 @@ def _choices(row: Any) -> list[str]:
 
 def own_reader(name: str) -> Reader:
     """The reader of a set that is none of the public ones."""
-    return Reader(name, "", _own, ("test", "", "val"), ("train", "dev"))
+    return Reader(name, "", _own, ("test", "", "val"), ("train", "dev"), is_own=True)

@@ -35,17 +35,20 @@ class Reader:
     suffixes: tuple[str, ...] = SUFFIXES
     choose: Callable[[list[DataFile]], list[DataFile]] = list
     """Of the files that are there, those of this benchmark."""
+    is_own: bool = False
+    """A person's own set, which no hub has."""
 
     def read(self, folder: Path) -> Task:
         """The task; items that cannot be used are named and counted, a folder without any is an error."""
-        files = self.choose([file for file in data_files(folder) if file.suffix in self.suffixes])
+        files = self.choose(data_files(folder, self.suffixes))
         splits = {file.split for file in files}
         asked = next((split for split in self.items if split in splits), None)
         if asked is None:
             wanted = " or ".join(split or "a name without a split" for split in self.items)
+            hint = "" if self.is_own else f" See `z2a eval fetch {self.name}`."
             raise BadInputError(
                 f"{folder} has no items of {self.name}: expected files ({', '.join(self.suffixes)}) of the split "
-                f"{wanted}, found {', '.join(map(str, files[:8])) or 'none'}. See `z2a eval fetch {self.name}`."
+                f"{wanted}, found {', '.join(map(str, files[:8])) or 'none'}.{hint}"
             )
         items, problems, counts = self._read([file for file in files if file.split == asked])
         if not items:

@@ -27,28 +27,38 @@ def _c3(row: Any, _: DataFile) -> Iterator[Item | ItemError]:
 
 
 def _squad_rows(file: DataFile, header: Sequence[str] | None) -> Iterable[tuple[int, Any]]:
-    """One row for each question: the original nests questions in paragraphs in articles, the hub does not."""
+    """One row for each question: the original nests questions in paragraphs (in articles, in SQuAD's form), the hub
+    does not."""
     number = 0
     for _, article in rows_of(file, header):
-        if not isinstance(article, dict) or "paragraphs" not in article:
-            number += 1
-            yield number, article
-            continue
-        for paragraph in article["paragraphs"]:
-            for asked in paragraph.get("qas", ()):
+        paragraphs = article.get("paragraphs", [article]) if isinstance(article, dict) else [article]
+        for paragraph in paragraphs:
+            if not isinstance(paragraph, dict) or "qas" not in paragraph:
                 number += 1
-                yield number, {**asked, "context": paragraph.get("context")}
+                yield number, paragraph
+                continue
+            for asked in paragraph["qas"]:
+                number += 1
+                yield number, {**asked, "context": paragraph.get("context", paragraph.get("context_text"))}
+
+
+def _one_form(files: list[DataFile]) -> list[DataFile]:
+    """CMRC's repository has every file twice, once in SQuAD's form."""
+    return [file for file in files if "squad" in str(file).lower()] or files
 
 
 def _cmrc(row: Any, _: DataFile) -> Iterator[Item]:
     answers = cell(row, "answers")
-    texts = answers["text"] if isinstance(answers, dict) else [each["text"] for each in answers]
+    if isinstance(answers, dict):
+        texts = answers["text"]
+    else:
+        texts = [each if isinstance(each, str) else each["text"] for each in answers]
     if not len(texts):
         raise ItemError(EMPTY_TEXT, "there is no right answer")
     aliases = list(dict.fromkeys(each.strip() for each in texts))
-    question, passage = text(row, "question"), text(row, "context")
+    question, passage = text(row, "question", "query_text"), text(row, "context")
     extra = {"aliases": aliases}
-    yield Item(text(row, "id"), question, answer=aliases[0], language="zh", context=passage, extra=extra)
+    yield Item(text(row, "id", "query_id"), question, answer=aliases[0], language="zh", context=passage, extra=extra)
 
 
 def _lambada(row: Any, _: DataFile) -> Iterator[Item]:
@@ -70,6 +80,11 @@ def _english(files: list[DataFile]) -> list[DataFile]:
 
 READING = (
     Reader("c3", "zh", _c3, ("test", "val", "dev"), ("train",), default_shots=0),
-    Reader("cmrc", "zh", _cmrc, ("val", "dev"), ("train",), ("bits", "generate"), default_shots=0, rows=_squad_rows),
+    Reader(
+        *("cmrc", "zh", _cmrc, ("val", "dev"), ("train",), ("bits", "generate")),
+        default_shots=0,
+        rows=_squad_rows,
+        choose=_one_form,
+    ),
     Reader("lambada", "en", _lambada, ("test", "val", ""), forms=("bits",), default_shots=0, choose=_english),
 )

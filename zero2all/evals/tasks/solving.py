@@ -28,7 +28,14 @@ def _humaneval(row: Any, _: DataFile) -> Iterator[Item]:
     yield Item(text(row, "task_id"), head, answer=body, language="code", extra=extra, shape=CODE)
 
 
+def _without_examples(files: list[DataFile]) -> list[DataFile]:
+    """Their repositories have model solutions, examples and (GSM8K) a second wording beside the questions."""
+    others = ("example", "socratic")
+    return [file for file in files if not any(word in str(file).lower() for word in others)]
+
+
+BOTH: dict[str, Any] = {"forms": ("bits", "generate"), "choose": _without_examples}
 SOLVING = (
-    Reader("gsm8k", "en", _gsm8k, ("test",), ("train",), ("bits", "generate")),
-    Reader("humaneval", "code", _humaneval, ("test", ""), forms=("bits", "generate"), default_shots=0),
+    Reader("gsm8k", "en", _gsm8k, ("test",), ("train",), **BOTH),
+    Reader("humaneval", "code", _humaneval, ("test", ""), default_shots=0, **BOTH),
 )

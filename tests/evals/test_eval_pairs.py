@@ -1,0 +1,96 @@
+"""Contrast pairs: how a file is read, when a pair is told apart, and that more training tells more of them apart."""
+
+import json
+
+import pytest
+
+from tests.conftest import CAPITALS, SENTENCES
+from zero2all.common.errors import BadInputError
+from zero2all.evals.interval import mean_interval, share_interval
+from zero2all.evals.options import OWN_PAIRS
+from zero2all.evals.pair_file import Pair, read_pairs
+from zero2all.evals.pairs import Compared, PairResult, compare_pairs, summarize_pairs
+from zero2all.infer.engine import Engine
+from zero2all.infer.load import load_run, untrained
+
+
+def test_a_sentence_with_a_difference_is_a_pair(tmp_path):
+    path = tmp_path / "pairs.yaml"
+    path.write_text("- {kind: order, language: zh, pairs: ['冬天很{冷|热}，夏天很{热|冷}。']}", encoding="utf-8")
+    (pair,) = read_pairs(path)
+    right = "冬天很冷，夏天很热。"
+    assert pair == Pair(id=f"zh/order/{right}", channel="zh", kind="order", right=right, wrong="冬天很热，夏天很冷。")
+
+
+def test_json_lines_are_read_as_well_and_all_problems_are_named_at_once(tmp_path):
+    row = {"id": "1", "channel": "en", "kind": "k", "right": "a b", "wrong": "b a"}
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(row))
+    assert read_pairs(path) == [Pair(**row)]
+    rows = [row, row, {**row, "id": "2", "wrong": "a b"}, {**row, "wrong": None}]
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows) + "{")
+    with pytest.raises(BadInputError) as error:
+        read_pairs(path)
+    for part in ("1: there are two", "2: right and wrong must be", "line 4: wrong: got None", "line 5 is no JSON"):
+        assert part in str(error.value)
+
+
+def test_a_sentence_without_a_difference_is_named(tmp_path):
+    path = tmp_path / "pairs.yaml"
+    path.write_text("- {kind: a, language: en, pairs: [no difference, 'x{a|b}']}\n- {kind: c}\n")
+    with pytest.raises(BadInputError, match=r"(?s)2 problems.*en/a: got 'no difference'.*kind 2: expected"):
+        read_pairs(path)
+
+
+def test_our_own_pairs_are_many_in_both_languages():
+    channels = [pair.channel for pair in read_pairs(OWN_PAIRS)]
+    assert len(channels) >= 100
+    assert min(channels.count("zh"), channels.count("en")) >= 50
+
+
+def test_a_pair_is_told_apart_by_the_sentence_and_by_its_bytes():
+    pair = Pair(id="1", channel="en", kind="k", right="abcdefgh", wrong="abcd")
+    longer_costs_more = PairResult(pair, right_logprob=-6.0, wrong_logprob=-4.0)
+    assert (longer_costs_more.told_apart, longer_costs_more.told_apart_per_byte) == (False, True)
+    assert not PairResult(pair, -4.0, -4.0).told_apart
+    found = summarize_pairs(
+        Compared([longer_costs_more, PairResult(pair, -1.0, -4.0)], {"x": "too long", "y": "too long"})
+    )
+    assert (found["accuracy"], found["accuracy_per_byte"], found["nats"], found["pairs"]) == (0.5, 1.0, 0.5, 2)
+    assert found["skipped"] == {"too long": 2}
+
+
+def test_whole_sentences_are_scored_from_their_beginning(speller):
+    pairs = [
+        Pair(id="1", channel="zh", kind="k", right="首都 Rome", wrong="首都 Oslo"),
+        Pair(id="2", channel="zh", kind="k", right=" Rome", wrong="x" * 100),
+    ]
+    found = compare_pairs(Engine(speller("首都", " Rome")), pairs)
+    assert [result.pair.id for result in found.results] == ["1"]
+    assert found.results[0].right_logprob == pytest.approx(0.0, abs=1e-2)
+    assert found.results[0].told_apart
+    assert list(found.skipped) == ["2"]
+
+
+def test_more_training_tells_more_pairs_apart(trained_workspace, trained):
+    shuffled = {"zh": "{0}首都的是{1}。", "en": "The {0} is capital of {1}. "}
+    pairs = [
+        Pair(id=f"{fact}", channel=channel, kind="order", right=right, wrong=shuffled[channel].format(*fact))
+        for channel, facts in CAPITALS.items()
+        for fact in facts.items()
+        for right in [SENTENCES[channel][0].format(*fact)]
+    ]
+    models = (untrained(trained_workspace, trained.config), load_run(trained_workspace, "tiny", 15), trained)
+    before, half, after = (summarize_pairs(compare_pairs(Engine(model), pairs)) for model in models)
+    assert after["nats"] > half["nats"] > before["nats"]
+    assert after["interval"][0] > 0.5
+    assert after["accuracy"] >= half["accuracy"]
+
+
+def test_intervals_hold_the_figure_and_shrink_with_more_questions():
+    assert share_interval(5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)  # Wilson, by hand
+    assert share_interval(0, 10)[0] == 0.0
+    assert share_interval(10, 10)[0] == pytest.approx(0.7225, abs=1e-4)
+    few, many = mean_interval([0.0, 1.0] * 8), mean_interval([0.0, 1.0] * 200)
+    assert few[0] < many[0] < 0.5 < many[1] < few[1]
+    assert many == pytest.approx((0.451, 0.549), abs=0.01)  # 0.5 ± 1.96 · 0.5 / √400
