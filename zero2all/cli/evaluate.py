@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zero2all.cli import harness
 from zero2all.cli.benchmarks import add_data, files_of, look_for, made_tasks, named_tasks, names
 from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, real, whole, workspace_of
 
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
     from zero2all.evals.options import EvalOptions
-    from zero2all.evals.task_report import TaskQuestions
+    from zero2all.evals.tasks.list import TaskQuestions
     from zero2all.evals.watch import Watcher
 
 WORD = "eval"
-VERBS = ("run", "watch", "fetch", "contamination")
+VERBS = ("run", "watch", "fetch", "contamination", "harness", "export-tasks")
 """The second words of `z2a eval`; any other one is the name of a run."""
 
 
@@ -41,6 +41,7 @@ def register(verbs: Subparsers) -> None:
     _register_watch(inner)
     _register_fetch(inner)
     _register_contamination(inner)
+    harness.register(inner)
 
 
 def _register_run(inner: Subparsers) -> None:
@@ -84,7 +85,7 @@ def _register_watch(inner: Subparsers) -> None:
         help="0 to 19: how far training goes before this process where both want a core (default 10)",
     )
     parser.add_argument(
-        "--device", metavar="DEVICE", help="cpu, cuda, cuda:1, … (default: the one that the run is trained on)"
+        "--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:1 (default: the one that the run is trained on)"
     )
     parser.add_argument(
         "--poll-seconds",
@@ -194,20 +195,13 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
 
 
 def _tasks(arguments: argparse.Namespace) -> TaskQuestions | None:
-    from zero2all.evals.task_report import TaskQuestions
+    from zero2all.evals.tasks.list import TaskQuestions
 
     if arguments.tasks is None:
         return None
-    return TaskQuestions(
-        files_of(arguments.tasks),
-        arguments.data,
-        arguments.forms,
-        arguments.shots,
-        arguments.limit,
-        arguments.run_code,
-        made_tasks(arguments.tasks),
-        arguments.rewrites,
-    )
+    same = ("data", "forms", "shots", "limit", "run_code", "rewrites")
+    given = {name: getattr(arguments, name) for name in same}
+    return TaskQuestions(files_of(arguments.tasks), **given, made=made_tasks(arguments.tasks))
 
 
 def _file(given: str | None, workspace: Workspace, name: str) -> Path | None:
@@ -233,13 +227,9 @@ def _checked_options(
         pairs=_file(arguments.pairs, workspace, "pairs"),
         texts=tuple(arguments.text),
         int8=arguments.int8,
+        tasks=_tasks(arguments),
     )
     check_inputs(workspace, arguments.run, step, options, is_coming)
-    if arguments.tasks is not None:
-        from zero2all.evals.items import check_forms
-
-        check_forms(arguments.forms)
-        named_tasks(arguments.tasks, arguments.data)
     if arguments.rewrites:
         from zero2all.common.errors import UsageError
         from zero2all.evals.rewrites.list import chosen_rewrites
@@ -247,7 +237,7 @@ def _checked_options(
         chosen_rewrites(arguments.rewrites)
         if arguments.tasks is None:
             raise UsageError("--rewrites asks benchmarks otherwise: name them with --tasks.")
-    return replace(options, tasks=_tasks(arguments))
+    return options
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -295,7 +285,7 @@ def _watcher(name: str, workspace: Workspace, options: EvalOptions, device: str 
     from zero2all.train.saved_config import load_run_config
 
     run = workspace.run(name)
-    place = device or load_run_config(run).parallel.device
+    place = load_run_config(run).parallel.device if device is None else device
 
     def evaluate(step: int) -> dict[str, Any]:
         """Of a checkpoint only the weights are read, in float32, as training keeps them."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero2all.cli.model import add_model, load
-from zero2all.cli.verb import Subparsers, add_verb, real, whole
+from zero2all.cli.verb import LAST_PORT, Subparsers, add_verb, real, whole
 from zero2all.common.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def register(verbs: Subparsers) -> None:
     serve.add_argument("--name", metavar="NAME", help="what clients call the model (default: the name of the run)")
     _add_engine(serve)
     serve.add_argument(
-        "--port", type=whole(0), default=None, metavar="N", help="port (default: a free one from 6107 on)"
+        "--port", type=whole(0, LAST_PORT), default=None, metavar="N", help="port (default: a free one from 6107 on)"
     )
     serve.add_argument(
         "--host",

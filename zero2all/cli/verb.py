@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
 
 LARGEST_WHOLE = (1 << 62) - 1  # whatever is counted is counted in 64 bits, and sums of two such numbers still are
+LAST_PORT = 65535
 Subparsers = Any  # what argparse's add_subparsers returns; it has no public name
 
 OVERRIDES_HELP = """\
@@ -81,16 +82,16 @@ def workspace_of(arguments: argparse.Namespace, create: bool = False) -> Workspa
     return open_workspace(arguments.work, create=create)
 
 
-def whole(minimum: int) -> Callable[[str], int]:
-    """A type for add_argument: a whole number, at least `minimum`."""
+def whole(minimum: int, maximum: int = LARGEST_WHOLE) -> Callable[[str], int]:
+    """A type for add_argument: a whole number from `minimum` to `maximum`."""
 
     def read(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = minimum - 1
-        if not minimum <= value <= LARGEST_WHOLE:
-            bounds = f"at least {minimum}" if value < minimum else f"at most {LARGEST_WHOLE}"
+        if not minimum <= value <= maximum:
+            bounds = f"at least {minimum}" if value < minimum else f"at most {maximum}"
             raise argparse.ArgumentTypeError(f"got {text[:100]!r}, expected a whole number, {bounds}")
         return value
 

@@ -115,15 +115,15 @@ class HarnessModel(TemplateLM):
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """log P(continuation | context), exact also where a token spans the border, and whether it is the greedy
         one."""
-        pairs = [_spaces_moved(*request.args) for request in requests]
+        questions = _by_context(_spaces_moved(*request.args) for request in requests)
         found: list[tuple[float, bool]] = []
-        with progress("log-likelihoods", len(pairs), "request", quiet=disable_tqdm) as bar:
-            for group in _slices(_by_context(pairs), QUESTIONS_AT_ONCE):
-                answers = score_questions(self.engine, group)
+        with progress("log-likelihoods", len(questions), "question", quiet=disable_tqdm) as bar:
+            for first in range(0, len(questions), QUESTIONS_AT_ONCE):
+                group = questions[first : first + QUESTIONS_AT_ONCE]
+                answers = score_questions(self.engine, group, bar)
                 self.border_spans += self._border_spans(group, answers)
                 for question, scored in zip(group, answers, strict=True):
                     found += self._of_question(question, scored)
-                    bar.advance(len(question.continuations))
         for request, answer in zip(requests, found, strict=True):
             self.cache_hook.add_partial("loglikelihood", request.args, answer)
         return found
@@ -222,10 +222,6 @@ def _by_context(pairs: Iterable[tuple[str, str]]) -> list[Question]:
         else:
             questions += [Question("", (continuation,)) for continuation in continuations]
     return questions
-
-
-def _slices(questions: list[Question], size: int) -> Iterable[list[Question]]:
-    return (questions[first : first + size] for first in range(0, len(questions), size))
 
 
 def _most_new_tokens(settings: dict[str, Any]) -> int:

@@ -1,44 +1,17 @@
-"""Benchmarks in the report of a checkpoint: what was asked for, the section `tasks`, its table and its metrics."""
+"""Benchmarks in the report of a checkpoint: the section `tasks`, its table and its metrics."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from zero2all.evals.contamination import dirty_ids, split_accuracy, split_words
 from zero2all.evals.items import Task
 from zero2all.evals.judge import FormResult, judge, summary
-from zero2all.evals.tasks.list import read_tasks
+from zero2all.evals.tasks.list import TaskQuestions
 from zero2all.infer.engine import Engine
 
 PROBLEMS_SHOWN = 3
-
-
-@dataclass(frozen=True)
-class TaskQuestions:
-    """Benchmarks to ask, as the command line names them."""
-
-    names: tuple[str, ...]
-    data: Path
-    """Folder with one folder for each."""
-    forms: tuple[str, ...] | None = None
-    shots: int | None = None
-    limit: int | None = None
-    run_code: bool = False
-    made: tuple[Task, ...] = ()
-    """Tasks that need no files."""
-    rewrites: tuple[str, ...] = ()
-    """In which other ways to ask them: see `rewrites.list`."""
-
-    def read(self) -> list[Task]:
-        """The items of all of them."""
-        return [*(read_tasks(self.data, self.names) if self.names else ()), *self.made]
-
-    def record(self) -> dict[str, Any]:
-        """These settings as a report keeps them."""
-        values = asdict(replace(self, made=()))
-        return {**values, "data": str(self.data), "made": [task.name for task in self.made]}
 
 
 def task_section(

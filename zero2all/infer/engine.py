@@ -171,9 +171,9 @@ class Engine:
     ) -> list[Scores]:
         """For each row of ids, its tokens from the start on, given those before them. `when_done` gets the number of
         each row when it is scored."""
-        for row, start in zip(rows, starts, strict=True):
-            self.check(Request(row, 0, score_from=start))
         numbers = [number for number, row in enumerate(rows) if len(row) > starts[number]]
+        for number in numbers:
+            self.check(Request(rows[number], 0, score_from=starts[number]))
         scorer = RowScorer(
             self.forward, [rows[number] for number in numbers], [starts[number] for number in numbers],
             self.prefill_tokens,

@@ -51,15 +51,24 @@ def listen(host: str, port: int | None, first_port: int) -> socket.socket:
             listening.listen(128)
             return listening
         except socket.gaierror as error:
-            raise UsageError(f"`--host {host}` is no address of this machine ({error.strerror}).") from None
+            raise _wrong_address(host, error) from None
         except OSError as error:
             listening.close()
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise _wrong_address(host, error) from None
             if error.errno == errno.EADDRINUSE and port is None:
                 continue
             raise UsageError(
                 f"Cannot listen on {host} port {each}: {error.strerror}. Choose another with --port, or leave it out."
             ) from None
     raise UsageError(f"The ports {tries[0]} to {tries[-1]} are all in use. Name a free one with --port.")
+
+
+def _wrong_address(host: str, error: OSError) -> UsageError:
+    return UsageError(
+        f"`--host {host}` is no address of this machine ({error.strerror}). Give one that it has, 127.0.0.1 for this "
+        f"machine only, or 0.0.0.0 for all of its addresses."
+    )
 
 
 def address(host: str, listening: socket.socket) -> str:

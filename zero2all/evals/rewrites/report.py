@@ -10,7 +10,7 @@ from zero2all.evals.items import Task
 from zero2all.evals.rewrites.list import TRAIN_ONCE, chosen_rewrites
 from zero2all.evals.rewrites.measure import measure_rewrites
 from zero2all.evals.rewrites.once import write_once
-from zero2all.evals.task_report import TaskQuestions
+from zero2all.evals.tasks.list import TaskQuestions
 from zero2all.infer.engine import Engine
 
 

@@ -1,0 +1,80 @@
+"""`z2a eval harness`: the standard harness (lm-eval) on a run; `z2a eval export-tasks`: our sets as its tasks."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from zero2all.cli.verb import Subparsers, add_verb, add_work, whole, workspace_of
+
+
+def register(inner: Subparsers) -> None:
+    """Add both verbs to `z2a eval`."""
+    parser = add_verb(
+        inner,
+        "harness",
+        "run tasks of lm-eval on one checkpoint, offline (pip install 'zero2all[lmeval]')",
+        "z2a eval harness my-run --work my-workspace --tasks z2a_my_questions_cloze --include lm-tasks",
+        _harness,
+    )
+    parser.add_argument("run", help="name of the run")
+    add_work(parser)
+    parser.add_argument("--tasks", type=_names, required=True, metavar="NAMES", help="names of tasks, with commas")
+    parser.add_argument("--include", type=Path, metavar="DIR", help="folder with tasks that lm-eval does not have")
+    parser.add_argument("--step", type=whole(0), metavar="N", help="checkpoint to use (default: the newest)")
+    parser.add_argument("--shots", type=whole(0), metavar="N", help="examples in a prompt (default: as the task says)")
+    parser.add_argument("--limit", type=whole(1), metavar="N", help="only the first N items of each task")
+
+    parser = add_verb(
+        inner,
+        "export-tasks",
+        "write benchmarks, or a set of your own, as tasks of lm-eval: YAML and JSON lines",
+        "z2a eval export-tasks lm-tasks --data benchmarks --tasks cmmlu,my-questions",
+        _export,
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write to")
+    parser.add_argument(
+        "--data", type=Path, required=True, metavar="DIR", help="folder with a folder of files for each benchmark"
+    )
+    parser.add_argument("--tasks", type=_names, default=["all"], metavar="NAMES", help="which ones (default: all)")
+    parser.add_argument("--shots", type=whole(0), metavar="N", help="examples in a prompt (default: as the set says)")
+    parser.add_argument("--limit", type=whole(1), metavar="N", help="only the first N items of each")
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError("no name is given")
+    return names
+
+
+def _harness(arguments: argparse.Namespace) -> None:
+    from zero2all.evals.lm_harness import harness_lines, require_lm_eval, run_harness
+
+    require_lm_eval()
+    workspace = workspace_of(arguments)
+
+    from zero2all.common.files import write_json
+    from zero2all.infer.engine import Engine
+    from zero2all.infer.load import load_model
+
+    loaded = load_model(arguments.run, workspace, arguments.step)
+    found = run_harness(Engine(loaded), arguments.tasks, arguments.include, arguments.shots, arguments.limit)
+    report = {"run": loaded.name, "step": loaded.step, "tokens": loaded.tokens, **found}
+    print("\n".join(harness_lines(report)))
+    if loaded.config is not None and loaded.folder is not None:
+        path = loaded.folder / "eval" / f"harness-step-{loaded.step:08d}.json"
+        write_json(path, report)
+        print(f"written to {path}")
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from zero2all.evals.lm_tasks import write_tasks
+    from zero2all.evals.tasks.list import read_tasks
+
+    for each in write_tasks(
+        arguments.folder, read_tasks(arguments.data, arguments.tasks), shots=arguments.shots, limit=arguments.limit
+    ):
+        left_out = f", {each.left_out:,} left out (no such form in lm-eval)" if each.left_out else ""
+        print(f"{each.name}: {each.items:,} items{left_out}")
+    print(f"run them with: z2a eval harness RUN --include {arguments.folder} --tasks NAME")
