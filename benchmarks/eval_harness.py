@@ -57,7 +57,7 @@ from zero2all.perf.measure import wait_for
 from zero2all.quickstart.world import documents, probes
 
 CONFIGS = {"cuda": "z2all-1b", "cpu": "z2all-100m"}
-ITEMS = {"cuda": 400, "cpu": 6}
+ITEMS = {"cuda": 400, "cpu": 12}
 """Items of the larger config."""
 BATCHES = {"cuda": (16, 64, 128), "cpu": (1, 8)}
 TURNS = {"cuda": 2, "cpu": 3}

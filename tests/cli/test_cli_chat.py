@@ -16,7 +16,7 @@ from tests.processes import Screen
 from zero2all.infer.conversation import Conversation
 from zero2all.infer.sampling import Sampling
 from zero2all.infer.service import Service
-from zero2all.infer.talk import Talk, read_message
+from zero2all.infer.talk import Talk, Typed, read_message
 from zero2all.tokenizer.chat import Message
 
 IN_TERMINAL = """
@@ -136,6 +136,18 @@ def test_input_that_is_not_utf_8_does_not_end_the_program(pipe):
     assert ended.err == ""
 
 
+def test_bytes_typed_that_are_not_utf_8_can_be_saved(talk_to, bigram, logits, tmp_path, monkeypatch, capsys):
+    lines = iter(["a\udcff", f"/save {tmp_path}/chat.json", "/save a\0b", "/tokens"])
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda _: next(lines, None) or exec("raise EOFError"))
+    assert talk_to(bigram(logits), "plain").run() == 0
+    assert json.loads((tmp_path / "chat.json").read_text())["messages"][0]["content"] == "a\N{REPLACEMENT CHARACTER}"
+    shown = capsys.readouterr().out
+    assert "was not written: " in shown
+    assert "tokens for" in shown, "and the chat went on"
+
+
 def test_oldest_messages_are_dropped_with_a_word(pipe):
     ended = pipe(b"The capital of France?\n" * 9, "--frame", "template", "--max-new-tokens", "16")
     assert ended.code == 0
@@ -148,6 +160,7 @@ def test_message_that_is_too_long_is_refused_and_the_conversation_goes_on(pipe):
     ended = pipe(b"x" * 300 + b"\nThe capital\n/tokens\n", "--frame", "plain", "--max-new-tokens", "4")
     assert "301 tokens; the model can read 128" in ended.err
     assert "for 2 messages" in ended.err
+    assert ended.code == 3
 
 
 @pytest.mark.parametrize(
@@ -158,11 +171,13 @@ def test_message_that_is_too_long_is_refused_and_the_conversation_goes_on(pipe):
         ("/retry", "There is no message to answer"),
         ("/set", "temperature 0.0, top_k 0, top_p 1.0"),
         ("/set top_p 2", "top_p is 2.0; it must be above 0"),
-        ("/set top_k some", "top_k is 0; expected a whole number, as in `/set top_k 0`"),
-        ("/set tempreature 1", "Did you mean `temperature`"),
+        ("/set top_k some", "top_k cannot be `some`; expected a whole number, as in `/set top_k 0`"),
+        ("/set stop x", "There is no setting stop. There are: temperature, top_k,"),
+        ("/set seed -1", "seed is -1; it must be at least 0"),
         ("/set max_new_tokens 0", "max_new_tokens is 0; it must be at least 1"),
         ("/system Be kind", "System message: Be kind"),
         ("/sytsem x", "There is no command /sytsem. Did you mean `system`"),
+        ("/zzz", "plain, quit."),
         ("/save", "Name one file: /save chat.json"),
         ("/save /dev/null/x", "/dev/null"),
         ("/load no-such-file", "There is no file no-such-file"),
@@ -186,19 +201,27 @@ def test_conversation_is_taken_up_again(pipe, tmp_path):
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        (["one"], "one"),
-        (["one\\", "two\\", "three"], "one\ntwo\nthree"),
-        (['"""one', "", 'two"""'], "one\n\ntwo"),
-        (['"""', "one\\", '"""'], "one\\"),
-        (['"""one"""'], "one"),
-        (['"""one'], "one"),
-        (["one\\"], "one\n"),
+        (["one"], Typed("one")),
+        (["one\\", "two\\", "three"], Typed("one\ntwo\nthree")),
+        (['"""one', "", 'two"""'], Typed("one\n\ntwo", is_block=True)),
+        (['"""', "one\\", '"""'], Typed("one\\", is_block=True)),
+        (['"""one"""'], Typed("one", is_block=True)),
+        (['"""one'], Typed("one", is_block=True, is_open=True)),
+        (["one\\"], Typed("one\n")),
     ],
 )
 def test_messages_of_several_lines(typed, message):
     lines = iter(typed)
     assert read_message(lambda _: next(lines, None)) == message
     assert read_message(lambda _: next(lines, None)) is None
+
+
+def test_a_block_is_never_a_command_and_an_open_one_is_dropped(pipe):
+    ended = pipe(b'"""/quit"""\n"""/set top_k 5"""\n/set\n/tokens\n"""one', "--frame", "plain", "--max-new-tokens", "2")
+    assert "top_k 0," in ended.err
+    assert "for 4 messages" in ended.err
+    assert 'before the closing """: this message was dropped' in ended.err
+    assert ended.code == 3
 
 
 # ---- with models whose every word is known --------------------------------------------------------------------
@@ -228,6 +251,20 @@ def test_answer_ends_at_the_end_of_the_message(bigram, border_tokenizer, talk_to
     talk._say("首都")
     assert capsys.readouterr().out == "Rome\n"
     assert talk.conversation.messages == [Message("user", "首都"), Message("assistant", "Rome")]
+
+
+@pytest.mark.parametrize(("most", "said"), [(3, "(cut: max_new_tokens)"), (10_000, "(cut: the model's length")])
+def test_an_answer_that_was_cut_says_by_what(
+    bigram, talk_to, logits, capsys, monkeypatch, border_tokenizer, most, said
+):
+    (space,) = border_tokenizer.encode_text(" ")
+    logits[:, space] = 30.0
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    talk = talk_to(bigram(logits), "plain")
+    talk.max_new_tokens = most
+    talk._say("x")
+    assert said in capsys.readouterr().out
 
 
 def test_the_model_cannot_command_the_terminal(speller, talk_to, capsys, monkeypatch):

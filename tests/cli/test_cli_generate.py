@@ -141,8 +141,10 @@ def test_bad_lines_are_named_before_a_model_is_looked_for(z2a, lines_file):
         (("--prompt", "x", "--prompts", "p.txt"), "not allowed with argument --prompt"),
         (("--prompts", "no/such.txt"), "no/such.txt cannot be read"),
         (("--prompt", "x", "--temperature", "-1"), "got '-1', expected a number, at least 0"),
-        (("--prompt", "x", "--top-p", "0"), "top_p is 0.0; it must be above 0"),
-        (("--prompt", "x", "--logprobs", "99"), "99 alternatives were asked for"),
+        (("--prompt", "x", "--top-p", "0"), "got '0', expected a number, above 0 and at most 1"),
+        (("--prompt", "x", "--logprobs", "21"), "got '21', expected a whole number, at most 20"),
+        (("--prompt", "x", "--n", "10001"), "got '10001', expected a whole number, at most 10000"),
+        (("--prompt", "x", "--out", "-"), "Without --out the results go to standard output"),
         (("--prompt", "x", "--stop", ""), "A stop string is empty"),
     ],
 )
@@ -150,6 +152,16 @@ def test_what_cannot_be_done_is_said(generate, words, said):
     done = generate(*words)
     assert done.code in (2, 3)
     assert said in done.err
+
+
+def test_bytes_that_are_not_utf_8_are_replaced_and_a_finished_file_stays(generate, tmp_path):
+    words = ("--prompt", "\udcff abc", "--n", "2", "--out", tmp_path / "out.jsonl")
+    first, again, other = generate(*words), generate(*words), generate(*words, "--seed", "1")
+    assert (first.code, again.code, other.code) == (0, 0, 2)
+    assert "all texts of a prompt will be the same" in first.err
+    assert "is finished already: nothing was done" in again.err
+    assert "Choose another name, or delete it" in other.err
+    assert parsed((tmp_path / "out.jsonl").read_text())[0]["prompt"] == "\N{REPLACEMENT CHARACTER} abc"
 
 
 def test_prompts_are_not_replaced_by_their_results(generate, lines_file):
@@ -190,7 +202,9 @@ def test_killed_command_continues_and_two_processes_share_the_work(
     results = parsed((tmp_path / "killed.jsonl").read_text())
     assert [result["index"] for result in results] == list(range(48))
     assert parsed((tmp_path / "shared.jsonl").read_text()) == results
-    assert sorted(path.name for path in tmp_path.glob("*.jsonl*")) == ["killed.jsonl", "prompts.jsonl", "shared.jsonl"]
+    assert sorted(path.name for path in tmp_path.glob("*.jsonl*")) == [
+        *("killed.jsonl", "killed.jsonl.job", "prompts.jsonl", "shared.jsonl", "shared.jsonl.job")
+    ]
 
 
 def test_other_settings_do_not_continue_a_killed_command(generate, lines_file, tmp_path):

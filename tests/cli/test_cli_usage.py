@@ -127,7 +127,7 @@ def test_what_a_verb_does_not_know_is_refused_with_the_nearest_flag(words, expec
     [
         (["corpus", "show", "en", "--count", "0"], "--count: got '0', expected a whole number, at least 1"),
         (["generate", "r", "--prompt", "x", "--temperature", "-1"], "got '-1', expected a number, at least 0"),
-        (["generate", "r", "--prompt", "x", "--top-p", "1.5"], "got '1.5', expected a number, from 0 to 1"),
+        (["generate", "r", "--prompt", "x", "--top-p", "1.5"], "got '1.5', expected a number, above 0 and at most 1"),
         (["generate", "r", "--prompt", "x", "--temperature", "nan"], "got 'nan', expected a number"),
         (["generate", "r", "--prompt", "x", "--max-new-tokens", "ten"], "got 'ten', expected a whole number"),
         (["corpus", "build", "a=b", "--valid-share", "0.9"], "got '0.9', expected a number, from 0 to 0.5"),

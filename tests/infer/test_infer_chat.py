@@ -296,6 +296,18 @@ def test_message_that_fits_only_without_the_usual_room_is_answered_and_a_longer_
         conversation.fitted(20)
 
 
+def test_long_conversation_is_fitted_without_encoding_what_is_dropped(run, monkeypatch):
+    messages = [Message(role, "word " * 3) for _ in range(400) for role in ("user", "assistant")]
+    conversation = Conversation(run, max_len=100, frame="plain", messages=messages)
+    sizes = []
+    count = conversation._count
+    monkeypatch.setattr(conversation, "_count", lambda prompt: sizes.append(len(prompt.prompt)) or count(prompt))
+    fitted = conversation.newest(20)
+    assert 0 < fitted.dropped < 800
+    assert fitted.tokens <= 80 < conversation._from(fitted.dropped - 2).tokens
+    assert sum(sizes) < 20 * len(fitted.prompt.prompt)
+
+
 def test_undo_and_taking_back_an_answer(run):
     conversation = Conversation(
         run, 80, messages=[Message("user", "a"), Message("assistant", "b"), Message("user", "c")]
@@ -311,10 +323,15 @@ def test_undo_and_taking_back_an_answer(run):
 
 def test_saved_conversation_comes_back(run, tmp_path):
     before = Conversation(run, 80, system="Be brief.", messages=TALK[1:])
-    before.save(tmp_path / "chat.json")
-    after = Conversation(run, 80)
-    after.load(tmp_path / "chat.json")
-    assert (after.system, after.messages) == (before.system, before.messages)
+    path = tmp_path / "chat.json"
+    before.save(path)
+    for byte_order_mark in (b"", b"\xef\xbb\xbf"):
+        path.write_bytes(byte_order_mark + path.read_bytes())
+        after = Conversation(run, 80)
+        after.load(path)
+        assert (after.system, after.messages) == (before.system, before.messages)
+    with pytest.raises(BadInputError, match="is a folder"):
+        after.load(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from zero2all.common.errors import BadInputError, RunLockedError, UsageError
 from zero2all.infer.prompts import Prompt, read_prompts
-from zero2all.infer.results import Results, process_of
+from zero2all.infer.results import Results, finished, process_of
 from zero2all.infer.sampling import Sampling
 from zero2all.infer.text import TextRequest
 
@@ -35,6 +35,21 @@ def test_each_sample_of_a_prompt_has_its_own_seed():
     assert [request.sampling.seed for request in prompt.samples()] == [7, 8, 9]
 
 
+def test_json_lines_are_known_by_the_first_one_whatever_the_name(capsys):
+    first, second = read_prompts(b'\xef\xbb\xbf\n{"prompt": "a"}\n{"prompt": "b"}', "p.txt", USUAL)
+    assert (first.request.prompt, second.request.prompt) == ("a", "b")
+    assert capsys.readouterr().err == ""
+    mixed = read_prompts(b'\xef\xbb\xbfa\n{"prompt": "b"}', "p.txt", USUAL)
+    assert [prompt.request.prompt for prompt in mixed] == ["a", '{"prompt": "b"}']
+    assert "p.txt line 2 is a JSON object with `prompt`, but the first line is none" in capsys.readouterr().err
+
+
+def test_bad_bytes_are_said_in_the_same_words_in_text_and_json():
+    for data, name in ((b"\xff", "p.txt"), (b'{"prompt": "\xff"}', "p.jsonl")):
+        with pytest.raises(BadInputError, match=r"mend it\..*\n  line 1: 'utf-8' codec can't decode byte 0xff"):
+            read_prompts(data, name, USUAL)
+
+
 def test_text_that_begins_with_a_brace_is_text_in_a_text_file():
     assert read_prompts(b"{x", "p.txt", USUAL)[0].request.prompt == "{x"
 
@@ -48,6 +63,8 @@ def test_text_that_begins_with_a_brace_is_text_in_a_text_file():
         ('{"prompt": "a", "tempreature": 1}', "Did you mean `temperature`"),
         ('{"prompt": "a", "top_k": 1.5}', "`top_k` is '1.5', expected a whole number"),
         ('{"prompt": "a", "n": true}', "`n` is 'True', expected a whole number"),
+        ('{"prompt": "a", "n": 10001}', "`n` is '10001', expected a whole number from 1 to 10000"),
+        ('{"prompt": "a", "seed": 5000000000000000000}', "a whole number from 0 to 4611686018427387903"),
         ('{"prompt": "a", "top_p": 2}', "top_p is 2; it must be"),
         ('{"prompt": "a", "stop": [""]}', "`stop` is"),
         ('{"prompt": "\\ud800"}', "line 2: "),
@@ -90,7 +107,23 @@ def test_results_come_in_the_order_of_the_prompts_and_the_parts_go(tmp_path):
         results.add({"index": 1, "sample": 1, "error": "too long"})
         assert results.join([(0, 0), (1, 0), (1, 1), (2, 0)], wait=False) == 1
     assert [(line["index"], line.get("sample", 0)) for line in lines_of(out)] == [(0, 0), (1, 0), (1, 1), (2, 0)]
-    assert [path.name for path in out.parent.iterdir()] == ["o*.jsonl"]
+    assert sorted(path.name for path in out.parent.iterdir()) == ["o*.jsonl", "o*.jsonl.job"]
+
+
+def test_finished_results_are_known_and_never_replaced_by_others(tmp_path):
+    out = tmp_path / "o.jsonl"
+    assert finished(out, "one") is None
+    with Results(out, "one") as results:
+        results.add({"index": 0, "error": "too long"})
+        results.join([(0, 0)], wait=False)
+    assert finished(out, "one") == 1
+    with pytest.raises(UsageError, match=r"exists already.*Choose another name, or delete it"):
+        finished(out, "two")
+    out.write_text("mine")
+    with pytest.raises(UsageError, match="or it was changed"):
+        finished(out, "one")
+    (tmp_path / "o.jsonl.part-0").write_text('{"job": "one"}\n')  # killed while the parts were joined
+    assert finished(out, "one") is None
 
 
 def test_what_a_killed_process_finished_is_known_and_its_half_line_is_not(tmp_path):

@@ -32,7 +32,7 @@ def register(verbs: Subparsers) -> None:
     add_sampling(parser, temperature=0.7, max_new_tokens=512)
 
 
-def _chat(arguments: argparse.Namespace) -> None:
+def _chat(arguments: argparse.Namespace) -> int:
     sampling = sampling_of(arguments)
     loaded = load(arguments)
 
@@ -40,12 +40,14 @@ def _chat(arguments: argparse.Namespace) -> None:
     from zero2all.infer.engine import EngineSettings
     from zero2all.infer.service import Service
     from zero2all.infer.talk import Talk
+    from zero2all.tokenizer.text import well_formed
 
     service = Service(loaded, EngineSettings(max_batch=1, int8=arguments.int8, owns_model=True))
     try:
-        conversation = Conversation(loaded, service.engine.max_len, arguments.frame, arguments.system)
+        conversation = Conversation(loaded, service.engine.max_len, arguments.frame, well_formed(arguments.system))
         if arguments.load is not None:
             conversation.load(arguments.load)
-        Talk(service, conversation, sampling, arguments.max_new_tokens, tuple(arguments.stop)).run()
+        stops = tuple(map(well_formed, arguments.stop))
+        return Talk(service, conversation, sampling, arguments.max_new_tokens, stops).run()
     finally:
         service.close()

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from zero2all.infer.prompts import Prompt
     from zero2all.infer.service import Service
 
+MOST_SAMPLES = 10_000
+"""Texts for one prompt; `infer.prompts` has the same bound for files."""
 EXAMPLE = (
     'z2a generate my-run --work my-workspace --prompt "中国的首都是"\n'
     "  z2a generate my-run --work my-workspace --prompts questions.jsonl --out answers.jsonl"
@@ -33,17 +35,25 @@ def register(verbs: Subparsers) -> None:
     given.add_argument(
         "--prompts",
         metavar="FILE",
-        help='many prompts: a line each, as text or as {"prompt": "…"} with settings of its own such as "temperature", '
-        '"stop" and "id"; - reads them from standard input',
+        help='many prompts: a line each, as text, or all as {"prompt": "…"} with settings of its own such as '
+        '"temperature", "stop" and "id" (where the first line is one, whatever the name of the file, and in a .jsonl); '
+        "- reads them from standard input",
     )
     add_output(parser, "--out", help="write the texts there as JSON lines; a killed command continues where it was")
-    parser.add_argument("--n", type=whole(1), default=1, metavar="N", help="texts for each prompt (default 1)")
+    parser.add_argument(
+        "--n",
+        type=whole(1, MOST_SAMPLES),
+        default=1,
+        metavar="N",
+        help=f"texts for each prompt (default 1, at most {MOST_SAMPLES:,}); needs a temperature",
+    )
     add_sampling(parser, temperature=0.0, max_new_tokens=100)
     parser.add_argument(
         "--logprobs",
-        type=whole(0),
+        type=whole(0, 20),
         metavar="N",
-        help="also give, as JSON, the log probability of each token and of the N likeliest ones at its place",
+        help="also give, as JSON, the log probability of each token and of the N likeliest ones at its place (at most "
+        "20)",
     )
     parser.add_argument(
         "--no-heal",
@@ -61,7 +71,11 @@ def _generate(arguments: argparse.Namespace) -> int | None:
     try:
         if processes > 1 and (arguments.out is None or arguments.prompts == "-"):
             raise UsageError(f"{processes} processes share files only: give both --prompts FILE and --out FILE.")
+        if arguments.out is not None and str(arguments.out) == "-":
+            raise UsageError("--out - names no file. Without --out the results go to standard output.")
         prompts = _prompts(arguments)  # before the model is loaded: every bad line is named at once
+        if rank == 0:
+            _note_useless_draws(prompts)
         loaded = load(arguments)
     except UserError as error:
         raise for_all_ranks(error) from error.__cause__
@@ -81,25 +95,38 @@ def _generate(arguments: argparse.Namespace) -> int | None:
 def _prompts(arguments: argparse.Namespace) -> list[Prompt]:
     from zero2all.infer.prompts import Prompt, prompts_file, read_prompts
     from zero2all.infer.text import TextRequest
+    from zero2all.tokenizer.text import well_formed
 
     usual = TextRequest(
         "",
         arguments.max_new_tokens,
         sampling_of(arguments),
-        tuple(arguments.stop),
+        tuple(map(well_formed, arguments.stop)),
         heal=not arguments.no_heal,
         logprobs=arguments.logprobs,
     )
     if arguments.prompt is not None:
         import dataclasses
 
-        return [Prompt(dataclasses.replace(usual, prompt=text), arguments.n) for text in arguments.prompt]
+        texts = map(well_formed, arguments.prompt)  # bytes that are no UTF-8 come as surrogates
+        return [Prompt(dataclasses.replace(usual, prompt=text), arguments.n) for text in texts]
     if arguments.prompts == "-":
         return read_prompts(sys.stdin.buffer.read(), "standard input", Prompt(usual, arguments.n))
     path = Path(arguments.prompts)
     if arguments.out is not None and arguments.out.resolve() == path.resolve():
         raise UsageError(f"--out {path} is the file with the prompts, which would be lost. Choose another one.")
     return read_prompts(prompts_file(path), path.name, Prompt(usual, arguments.n))
+
+
+def _note_useless_draws(prompts: list[Prompt]) -> None:
+    """Say so where several texts, or a seed, are asked for and nothing is drawn."""
+    from zero2all.common.progress import say
+
+    greedy = [prompt for prompt in prompts if prompt.request.sampling.is_greedy]
+    if any(prompt.n > 1 for prompt in greedy):
+        say("z2a: the temperature is 0, so all texts of a prompt will be the same; --temperature 0.8 changes that")
+    elif any(prompt.request.sampling.seed for prompt in greedy):
+        say("z2a: the temperature is 0, so the seed changes nothing; --temperature 0.8 changes that")
 
 
 def _as_text(service: Service, prompts: list[Prompt]) -> None:
@@ -144,11 +171,15 @@ def _to_file(arguments: argparse.Namespace, service: Service, prompts: list[Prom
     """The results in a file; what was finished before is not done again."""
     from zero2all.common.progress import counted, say
     from zero2all.infer.batch import tasks_of
-    from zero2all.infer.results import Results
+    from zero2all.infer.results import Results, finished
 
-    tasks = tasks_of(prompts)
+    tasks, job = tasks_of(prompts), _job(service.loaded, prompts, arguments)
+    if (refused_before := finished(arguments.out, job)) is not None:
+        if rank == 0:
+            say(f"{arguments.out} is finished already: nothing was done. To have it written again, delete it.")
+        return _exit_code(refused_before, len(tasks)) if rank == 0 else 0
     own = [task for task in tasks if task.index % processes == rank]
-    with Results(arguments.out, _job(service.loaded, prompts, arguments), rank) as results:
+    with Results(arguments.out, job, rank) as results:
         left = [task for task in own if task.key not in results.done]
         if len(left) < len(own):
             say(f"{counted(len(own) - len(left), 'text')} of {len(own):,} were finished before")

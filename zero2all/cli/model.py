@@ -52,7 +52,7 @@ def add_sampling(parser: argparse.ArgumentParser, temperature: float, max_new_to
     )
     parser.add_argument(
         "--top-p",
-        type=real(0, 1),
+        type=real(0, 1, is_open=True),
         default=1.0,
         metavar="X",
         help="draw only among the likeliest tokens that together have this probability (default 1: all)",

@@ -98,16 +98,19 @@ def whole(minimum: int, maximum: int = LARGEST_WHOLE) -> Callable[[str], int]:
     return read
 
 
-def real(minimum: float, maximum: float | None = None) -> Callable[[str], float]:
-    """A type for add_argument: a number from `minimum` to `maximum`."""
+def real(minimum: float, maximum: float | None = None, is_open: bool = False) -> Callable[[str], float]:
+    """A type for add_argument: a number from `minimum` to `maximum`; `is_open`: the minimum itself is none."""
+    bounds = f"at least {minimum:g}" if maximum is None else f"from {minimum:g} to {maximum:g}"
+    if is_open:
+        bounds = f"above {minimum:g}" + ("" if maximum is None else f" and at most {maximum:g}")
 
     def read(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = float("nan")
-        if not (minimum <= value < float("inf") and (maximum is None or value <= maximum)):
-            bounds = f"at least {minimum:g}" if maximum is None else f"from {minimum:g} to {maximum:g}"
+        is_above = minimum < value if is_open else minimum <= value
+        if not (is_above and value < float("inf") and (maximum is None or value <= maximum)):
             raise argparse.ArgumentTypeError(f"got {text!r}, expected a number, {bounds}")
         return value
 

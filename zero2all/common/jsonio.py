@@ -41,7 +41,7 @@ def loads_strict(data: bytes) -> Any:
     """Parse one JSON value; ValueError also for double names, numbers beyond any use, lone surrogates, deep nesting."""
     try:
         value = json.loads(
-            data.decode("utf-8"),
+            data.decode("utf-8-sig"),  # editors on Windows write a byte order mark
             object_pairs_hook=object_of_once,
             parse_constant=_refuse,
             parse_float=finite_float,

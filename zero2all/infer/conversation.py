@@ -54,20 +54,37 @@ class Conversation:
 
     def fitted(self, max_new_tokens: int) -> Fitted:
         """The prompt for the next answer, without the oldest turns where the model has no room for them."""
+        fitted = self.newest(max_new_tokens)
+        if fitted.tokens >= self.max_len:
+            raise UsageError(
+                f"The message has, with all that must stand before it, {fitted.tokens:,} tokens; the model can read "
+                f"{self.max_len:,}, the answer included. Shorten it."
+            )
+        return fitted
+
+    def newest(self, max_new_tokens: int) -> Fitted:
+        """The newest turns that leave room for an answer; the last turn also where it leaves none."""
         most = self.max_len - min(max_new_tokens, self.max_len // ROOM_SHARE)
-        head = [Message("system", self.system)] if self.system else []
         turns = [number for number, message in enumerate(self.messages) if number and message.role == "user"]
-        for first in [0, *turns]:
-            prompt = chat_prompt(self.loaded, [*head, *self.messages[first:]], self.frame)
-            tokens = self._count(prompt)
-            if tokens <= most:
-                return Fitted(prompt, tokens, first)
-        if tokens < self.max_len:
-            return Fitted(prompt, tokens, first)
-        raise UsageError(
-            f"The message has, with all that must stand before it, {tokens:,} tokens; the model can read "
-            f"{self.max_len:,}, the answer included. Shorten it."
-        )
+        starts = [0, *turns]
+        # Twice as many turns each time, then bisection: what is encoded depends on the model's length, not on how
+        # long the conversation has become.
+        fits, too_many, step = len(starts) - 1, -1, 1
+        fitted = self._from(starts[fits])
+        while fits - too_many > 1:
+            first = max(fits - step, 0) if too_many < 0 else (fits + too_many) // 2
+            longer = self._from(starts[first])
+            if longer.tokens <= most:
+                fits, fitted, step = first, longer, step * 2
+            else:
+                too_many = first
+        return fitted
+
+    def _from(self, first: int) -> Fitted:
+        """The prompt without the messages before `first`."""
+        head = [Message("system", self.system)] if self.system else []
+        prompt = chat_prompt(self.loaded, [*head, *self.messages[first:]], self.frame)
+        return Fitted(prompt, self._count(prompt), first)
 
     def save(self, path: Path) -> None:
         """Write the messages to a file, whole or not at all."""
@@ -78,6 +95,8 @@ class Conversation:
 
     def load(self, path: Path) -> None:
         """Take the messages of a file instead of these."""
+        if path.is_dir():
+            raise BadInputError(f"{path} is a folder. Give a file that /save wrote.")
         try:
             value = read_json(path, "Give a file that /save wrote.")
         except FileNotFoundError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -11,12 +12,14 @@ from typing import Any
 
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.common.progress import counted, terminal_safe
+from zero2all.common.progress import counted, say, terminal_safe
 from zero2all.common.schema import nearest_hint
 from zero2all.infer.sampling import Sampling
 from zero2all.infer.text import TextRequest
 
 SHOWN_PROBLEMS = 20
+MOST_SAMPLES = 10_000
+"""Texts for one prompt: each is a request of its own, known from the start."""
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 
 
@@ -42,12 +45,19 @@ class Prompt:
 def read_prompts(data: bytes, name: str, usual: Prompt) -> list[Prompt]:
     """The prompts in a file with these bytes; what a line does not say is as in `usual`.
 
-    Every line that cannot be used is named in the error. Empty lines are passed over.
+    They are JSON where the first line is an object with `prompt`, or the name says so; else each line is a text. Every
+    line that cannot be used is named in the error. Empty lines are passed over.
     """
+    data = data.removeprefix(codecs.BOM_UTF8)
     lines = [(number, line.strip(b"\r")) for number, line in enumerate(data.split(b"\n"), start=1)]
     lines = [(number, line) for number, line in lines if line.strip()]
-    as_json = name.endswith(JSON_SUFFIXES) or (not name.endswith(".txt") and lines and lines[0][1].startswith(b"{"))
+    as_json = name.endswith(JSON_SUFFIXES) or (bool(lines) and _has_prompt(lines[0][1]))
     read = _from_json if as_json else _from_text
+    if not as_json and (number := next((number for number, line in lines if _has_prompt(line)), None)) is not None:
+        say(
+            f"z2a: {name} line {number} is a JSON object with `prompt`, but the first line is none, so every line is "
+            f"taken as text. If all of them are to be read as JSON, name the file .jsonl."
+        )
     prompts, problems = [], []
     for number, line in lines:
         try:
@@ -57,8 +67,9 @@ def read_prompts(data: bytes, name: str, usual: Prompt) -> list[Prompt]:
     if problems:
         shown = problems[:SHOWN_PROBLEMS]
         more = [f"and {counted(len(problems) - len(shown), 'more line')}"] if len(problems) > len(shown) else []
+        them = "it" if len(problems) == 1 else "them"
         raise BadInputError(
-            f"{counted(len(problems), 'line')} of {name} cannot be used; mend them. Nothing was generated.\n  "
+            f"{counted(len(problems), 'line')} of {name} cannot be used; mend {them}. Nothing was generated.\n  "
             + "\n  ".join([*shown, *more])
         )
     if not prompts:
@@ -66,12 +77,23 @@ def read_prompts(data: bytes, name: str, usual: Prompt) -> list[Prompt]:
     return prompts
 
 
+def _has_prompt(line: bytes) -> bool:
+    """Whether a line is a JSON object with `prompt`."""
+    if not line.lstrip().startswith(b"{"):
+        return False
+    try:
+        value = jsonio.loads(line)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and "prompt" in value
+
+
 def _from_text(line: bytes, usual: Prompt) -> Prompt:
     return dataclasses.replace(usual, request=dataclasses.replace(usual.request, prompt=line.decode("utf-8")))
 
 
 def _from_json(line: bytes, usual: Prompt) -> Prompt:
-    value = jsonio.loads(line)
+    value = jsonio.loads(line.decode("utf-8"))
     if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
         raise ValueError('expected an object with `prompt`, a text: {"prompt": "Once upon a time"}')
     for key, given in value.items():
@@ -93,8 +115,8 @@ def _taken(value: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: value[name] for name in names if name in value}
 
 
-def _is_whole(least: int) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and least <= value < 1 << 62
+def _whole(least: int, most: int = (1 << 62) - 1) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: type(value) is int and least <= value <= most, f"a whole number from {least} to {most}"
 
 
 def _is_number(value: Any) -> bool:
@@ -111,15 +133,15 @@ REQUEST_FIELDS = ("prompt", "max_new_tokens", "stop")
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "prompt": (lambda value: isinstance(value, str), "a text"),
     "id": (lambda value: type(value) in (int, str), "a text or a whole number"),
-    "n": (_is_whole(1), "a whole number, at least 1"),
-    "max_new_tokens": (_is_whole(1), "a whole number, at least 1"),
+    "n": _whole(1, MOST_SAMPLES),
+    "max_new_tokens": _whole(1),
     "stop": (_is_stop, "a text or a list of texts, none of them empty"),
     "temperature": (_is_number, "a number"),
-    "top_k": (_is_whole(0), "a whole number, at least 0"),
+    "top_k": _whole(0),
     "top_p": (_is_number, "a number"),
     "min_p": (_is_number, "a number"),
     "repetition_penalty": (_is_number, "a number"),
-    "seed": (_is_whole(0), "a whole number, at least 0"),
+    "seed": _whole(0),
 }
 """What a line may say: whether a value is one, and what is expected."""
 

@@ -2,7 +2,8 @@
 
 Each process appends to a file of its own, `OUT.part-0`, `OUT.part-1`, …: first a line that names the job, then a JSON
 line for each text. What a killed job has finished is not done again, also with another number of processes. When
-all texts are there, one process joins them in the order of the prompts and puts `OUT` in its place.
+all texts are there, one process joins them in the order of the prompts and puts `OUT` in its place. Beside it,
+`OUT.job` says which job wrote it, so that the same command knows it is done and another one does not replace it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from zero2all.common import jsonio
-from zero2all.common.errors import RunLockedError, UsageError
-from zero2all.common.files import atomic_file
+from zero2all.common.errors import RunLockedError, UsageError, UserError
+from zero2all.common.files import atomic_file, read_json_object, write_json
 
 Key = tuple[int, int]
 """Number of the prompt, number of the sample."""
@@ -35,6 +36,26 @@ def process_of() -> tuple[int, int]:
             f"Unset both, or start the processes with torchrun."
         )
     return rank, processes
+
+
+def finished(out: Path, job: str) -> int | None:
+    """How many errors are in `out`, if it holds all results of `job`; None if there is work to do. A file with
+    anything else is not replaced."""
+    size = out.stat().st_size if out.exists() else 0
+    if not size:
+        return None
+    try:
+        mark = read_json_object(_mark(out))
+    except (UserError, OSError):
+        mark = {}
+    if (mark.get("job"), mark.get("bytes")) == (job, size):
+        return int(mark["errors"])
+    if any(_job_of(path) == job for path in _parts(out)):
+        return None  # killed after `out` appeared and before the parts were removed
+    raise UsageError(
+        f"--out {out} exists already, and this command did not write it (other prompts, settings or model, or it was "
+        f"changed). Choose another name, or delete it."
+    )
 
 
 class Results:
@@ -72,7 +93,7 @@ class Results:
 
     def look(self) -> None:
         """Read what all processes have added since the last look."""
-        for path in sorted(self.out.parent.glob(f"{_escaped(self.out.name)}.part-*")):
+        for path in _parts(self.out):
             start = self._read_to.get(path, 0)
             with open(path, "rb") as file:
                 file.seek(start)
@@ -109,6 +130,8 @@ class Results:
         finally:
             for part in parts.values():
                 part.close()
+        facts = {"job": self.job, "bytes": self.out.stat().st_size, "errors": len(self._errors)}
+        write_json(_mark(self.out), facts)
         for path in parts:
             path.unlink(missing_ok=True)
         return len(self._errors)
@@ -120,6 +143,19 @@ class Results:
 
 def _part(out: Path, rank: int) -> Path:
     return out.with_name(f"{out.name}.part-{rank}")
+
+
+def _parts(out: Path) -> list[Path]:
+    return sorted(out.parent.glob(f"{_escaped(out.name)}.part-*"))
+
+
+def _mark(out: Path) -> Path:
+    return out.with_name(f"{out.name}.job")
+
+
+def _job_of(part: Path) -> str | None:
+    with open(part, "rb") as file:
+        return (_parsed(file.readline()) or {}).get("job")
 
 
 def _escaped(name: str) -> str:

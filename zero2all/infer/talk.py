@@ -8,9 +8,10 @@ import shlex
 import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from zero2all.common.errors import UsageError, UserError
+from zero2all.common.errors import BadInputError, UsageError, UserError
 from zero2all.common.progress import TEXT_MARKS, counted, say, terminal_safe
 from zero2all.common.schema import nearest_hint
 from zero2all.infer.chat import choose
@@ -19,6 +20,7 @@ from zero2all.infer.sampling import Sampling
 from zero2all.infer.service import Service
 from zero2all.infer.text import Piece, TextRequest
 from zero2all.tokenizer.chat import LEARNED_ROLE, Message
+from zero2all.tokenizer.text import well_formed
 
 PROMPT, MORE_PROMPT = "> ", "… "
 BLOCK_MARK = '"""'
@@ -39,6 +41,17 @@ HELP = {
 }
 
 
+@dataclass(frozen=True)
+class Typed:
+    """What a person typed: a line, or several that belong together."""
+
+    text: str
+    is_block: bool = False
+    """It stood between triple quotes: a message, never a command."""
+    is_open: bool = False
+    """The input ended before the block did."""
+
+
 class Talk:
     """One conversation, its settings and its terminal."""
 
@@ -56,6 +69,7 @@ class Talk:
         self._is_dim = self._is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._answers = 0
         self._dropped = 0
+        self._has_failed = False
         self._commands: dict[str, Callable[[str], object]] = {
             "help": self._help,
             "undo": self._undo,
@@ -69,8 +83,8 @@ class Talk:
             **{name: self._frame_command(name) for name in ("template", "frame", "plain")},
         }
 
-    def run(self) -> None:
-        """Answer until the input ends."""
+    def run(self) -> int:
+        """Answer until the input ends. Returns the exit code: through a pipe, 3 where a message got no answer."""
         if self._is_terminal:
             with suppress(ImportError):
                 import readline  # noqa: F401 (input() then has a history and editing keys)
@@ -79,11 +93,14 @@ class Talk:
             sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
         while True:
             try:
-                message = read_message(_typed_line if self._is_terminal else _piped_line)
-                if message is None or message.strip() in ("/quit", "/exit"):
+                typed = read_message(_typed_line if self._is_terminal else _piped_line)
+                if typed is None or (typed.text.strip() in ("/quit", "/exit") and not typed.is_block):
                     break
-                if message.strip():
-                    self._take(message)
+                if typed.is_open:
+                    self._has_failed = True
+                    self._note(f"The input ended before the closing {BLOCK_MARK}: this message was dropped.")
+                elif typed.text.strip():
+                    self._take(typed)
             except KeyboardInterrupt:
                 if not self._is_terminal:
                     raise
@@ -91,17 +108,20 @@ class Talk:
                 self._note("Ctrl-D or /quit ends.")
         if self._is_terminal:
             print()
+            return 0
+        return BadInputError.exit_code if self._has_failed else 0
 
-    def _take(self, message: str) -> None:
+    def _take(self, typed: Typed) -> None:
         """A command, or something to answer."""
+        message = typed.text
         word, _, rest = message.partition(" ")
         try:
-            if not message.startswith("/") or "/" in word[1:]:  # /usr/bin is a path
+            if typed.is_block or not message.startswith("/") or "/" in word[1:]:  # /usr/bin is a path
                 self._say(message)
             elif word[1:] in self._commands:
                 self._commands[word[1:]](rest.strip())
             else:
-                hint = nearest_hint(word[1:], self._commands)
+                hint = nearest_hint(word[1:], [*self._commands, "quit"])
                 self._note(f"There is no command {word}. {hint} To send this as a message, begin with a space.")
         except UserError as error:
             self._note(str(error))
@@ -116,6 +136,7 @@ class Talk:
         try:
             self._answer()
         except UserError:  # it cannot be answered
+            self._has_failed = True
             messages.pop()
             raise
 
@@ -140,15 +161,16 @@ class Talk:
         if last is None:
             self._note("Stopped. " + ("What was written stays; /undo removes it." if text else "/retry asks again."))
         elif last.finish == "error":
+            self._has_failed = True
             self._note(last.error)
         elif not text:
             self._note("The model ended its answer at once. Try /retry, or another layout: /template /frame /plain.")
         elif self._is_terminal and last.usage is not None:
             seconds = max(last.usage.seconds, 1e-9)
-            cut = " (cut: max_new_tokens)" if last.finish == "length" else ""
-            self._note(
-                f"{counted(last.usage.new_tokens, 'token')}, {last.usage.new_tokens / seconds:,.0f} tokens/s{cut}"
-            )
+            new_tokens = last.usage.new_tokens
+            limit = "max_new_tokens" if new_tokens >= self.max_new_tokens else "the model's length is used up"
+            cut = f" (cut: {limit})" if last.finish == "length" else ""
+            self._note(f"{counted(new_tokens, 'token')}, {new_tokens / seconds:,.0f} tokens/s{cut}")
 
     def _stream(self, request: TextRequest, keep_margins: bool) -> tuple[str, Piece | None]:
         """Print an answer as it comes; its text and its last piece, None where it was stopped with Ctrl-C."""
@@ -189,7 +211,10 @@ class Talk:
 
     def _save(self, name: str) -> None:
         if path := self._path(name, "/save chat.json"):
-            self.conversation.save(path)
+            try:
+                self.conversation.save(path)
+            except (OSError, ValueError) as error:
+                raise UserError(f"{path} was not written: {error}. Choose another file.") from error
             self._note(f"{counted(len(self.conversation.messages), 'message')} in {path}")
 
     def _load(self, name: str) -> None:
@@ -207,18 +232,20 @@ class Talk:
         name, _, value = words.partition(" ")
         settings = {**dataclasses.asdict(self.sampling), "max_new_tokens": self.max_new_tokens}
         if name and name not in settings:
-            self._note(f"There is no setting {name}. {nearest_hint(name, settings)}")
+            self._note(f"There is no setting {name}. There are: {', '.join(settings)}.")
             return
         if name:
             try:
                 number = type(settings[name])(value)
             except ValueError:
                 kind = "a whole number" if isinstance(settings[name], int) else "a number"
-                self._note(f"{name} is {settings[name]}; expected {kind}, as in `/set {name} {settings[name]}`.")
+                given = f"{name} cannot be `{value}`" if value else f"{name} is {settings[name]}"
+                self._note(f"{given}; expected {kind}, as in `/set {name} {settings[name]}`.")
                 return
+            least = {"max_new_tokens": 1, "seed": 0}.get(name, number)
+            if number < least:
+                raise UsageError(f"{name} is {number}; it must be at least {least}.")
             if name == "max_new_tokens":
-                if number < 1:
-                    raise UsageError(f"max_new_tokens is {number}; it must be at least 1.")
                 self.max_new_tokens = number
             else:
                 self.sampling = dataclasses.replace(self.sampling, **{name: number})
@@ -239,10 +266,13 @@ class Talk:
 
     def _tokens(self, _: str) -> None:
         conversation = self.conversation
-        used = conversation.fitted(self.max_new_tokens).tokens if conversation.messages else 0
         count = counted(len(conversation.messages), "message")
-        dropped = f", the oldest {self._dropped} of them left out" if self._dropped else ""
-        self._note(f"{used:,} of {conversation.max_len:,} tokens for {count}{dropped}.")
+        used, dropped = 0, 0
+        if conversation.messages:
+            fitted = conversation.newest(self.max_new_tokens)
+            used, dropped = fitted.tokens, fitted.dropped
+        left_out = f", the oldest {dropped:,} of them left out" if dropped else ""
+        self._note(f"{used:,} of {conversation.max_len:,} tokens for {count}{left_out}.")
 
     # Words to the person -----------------------------------------------------------------------------------------
 
@@ -261,7 +291,8 @@ class Talk:
         with suppress(ValueError):  # an open quotation mark
             words = shlex.split(name)
         if len(words) == 1:
-            return Path(words[0]).expanduser()
+            with suppress(RuntimeError):  # ~nobody has no folder
+                return Path(words[0]).expanduser()
         self._note(f"Name one file: {example}")
         return None
 
@@ -274,7 +305,7 @@ class Talk:
             print(f"\x1b[2m{text}\x1b[0m" if self._is_dim else text, flush=True)
 
 
-def read_message(read: ReadLine) -> str | None:
+def read_message(read: ReadLine) -> Typed | None:
     """The next message: a line, lines that end with a backslash, or a block in triple quotes; None at the end."""
     line = read(PROMPT)
     if line is None:
@@ -285,23 +316,23 @@ def read_message(read: ReadLine) -> str | None:
     while lines[-1].endswith("\\"):
         lines[-1] = lines[-1][:-1]
         lines.append(read(MORE_PROMPT) or "")
-    return "\n".join(lines)
+    return Typed("\n".join(lines))
 
 
-def _block(first: str, read: ReadLine) -> str:
+def _block(first: str, read: ReadLine) -> Typed:
     lines, line = [], first
     while not line.endswith(BLOCK_MARK):
         lines.append(line)
         following = read(MORE_PROMPT)
         if following is None:
-            return "\n".join(lines).strip("\n")
+            return Typed("\n".join(lines), is_block=True, is_open=True)
         line = following
-    return "\n".join([*lines, line.removesuffix(BLOCK_MARK)]).strip("\n")
+    return Typed("\n".join([*lines, line.removesuffix(BLOCK_MARK)]).strip("\n"), is_block=True)
 
 
 def _typed_line(prompt: str) -> str | None:
     try:
-        return input(prompt)
+        return well_formed(input(prompt))  # bytes that are no UTF-8 come as surrogates
     except EOFError:
         return None
 

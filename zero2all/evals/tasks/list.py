@@ -80,15 +80,19 @@ class TaskQuestions:
     shots: int | None = None
     limit: int | None = None
     run_code: bool = False
+    rewrites: tuple[str, ...] = ()
+    """In which other ways to ask them: see `rewrites.list`."""
+    made: tuple[Task, ...] = ()
+    """Tasks that need no files."""
 
     def read(self) -> list[Task]:
         """The items of all of them; an error for a name or form that does not exist."""
         check_forms(self.forms)
-        return read_tasks(self.data, self.names)
+        return [*(read_tasks(self.data, self.names) if self.names else ()), *self.made]
 
     def record(self) -> dict[str, Any]:
         """These settings as a report keeps them, with the checksum of every file."""
         folders = {folder_of(self.data, name) for name in self.names} if self.names != ("all",) else {self.data}
         paths = sorted(path for folder in folders for path in folder.rglob("*") if path.is_file())
         files = {path.relative_to(self.data).as_posix(): crc32c_of(path) for path in paths}
-        return {**asdict(self), "data": files}
+        return {**asdict(replace(self, made=())), "data": files, "made": [task.name for task in self.made]}
