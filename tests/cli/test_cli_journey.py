@@ -134,7 +134,8 @@ def test_eval_prints_bits_per_byte_and_probes_and_writes_its_report(copy, z2a):
     ended = z2a("eval", "tiny", "--work", copy, "--max-bytes", "2000", *asked)
     assert ended.code == 0
     assert ended.out.startswith("tiny at step 4\n")
-    table = ended.out.split("probes")[0]
+    table = ended.out.split("\n\n")[1]
+    assert table.startswith("held-out text")
     bits = {line.split()[0]: float(line.split()[1]) for line in table.splitlines() if line[:5] in ("  en ", "  zh ")}
     assert "capital" in ended.out
     report = json.loads((copy / "runs/tiny/eval/step-00000004.json").read_text())

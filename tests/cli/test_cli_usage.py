@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
 from zero2all import __version__
+from zero2all.cli import board, serve
 from zero2all.cli.evaluate import with_verb
 from zero2all.cli.main import _fail_for_disk_or_path, split_overrides
 from zero2all.common.files import write_json
@@ -43,6 +46,15 @@ def test_overrides_are_told_from_flags_wherever_they_stand():
 def test_a_missing_value_does_not_swallow_the_next_flag():
     words = ["train", "x", "--train.steps", "--work", "w"]
     assert split_overrides(words) == (["train", "x", "--work", "w"], ["--train.steps"])
+
+
+@pytest.mark.parametrize("verb", [serve, board])
+def test_a_port_above_the_last_one_is_refused_by_the_parser(verb, capsys):
+    parser = argparse.ArgumentParser()
+    verb.register(parser.add_subparsers())
+    with pytest.raises(SystemExit):
+        parser.parse_args([verb.__name__.rpartition(".")[2], "x", "--port", "80000"])
+    assert "got '80000', expected a whole number, at most 65535" in capsys.readouterr().err
 
 
 def test_after_two_dashes_everything_is_left_alone():

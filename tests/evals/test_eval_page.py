@@ -86,6 +86,22 @@ def test_every_table_says_what_was_left_out():
     assert "No item was left out." in tables["pairs"]
 
 
+def test_rewrites_stand_beside_their_originals_with_the_gap():
+    row = {"rewrite": "R1", "form": "choice", "items": 50, "original": 0.6, "rewritten": 0.4, "gap": 0.2}
+    section = {"tasks": {"quiz": {"rows": [{**row, "gap_interval": [0.1, 0.3], "skipped": {"no labels": 2}}]}}}
+    page = evaluation_page("r", [{**report(100), "rewrites": section}])
+    (body,) = re.findall(r'<section id="rewrites">(.*?)</section>', page, re.DOTALL)
+    for words in (
+        "quiz · R1 · choice",
+        "<b>60.0%</b>",
+        "<b>40.0%</b>",
+        "<b>20.0%</b>",
+        "10.0% – 30.0%",
+        "2 × no labels",
+    ):
+        assert words in body
+
+
 def test_curves_and_verdicts_come_with_several_checkpoints():
     page = evaluation_page("r", REPORTS)
     assert page.count("<svg") == page.count("</svg>") == 7

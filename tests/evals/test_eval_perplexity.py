@@ -142,6 +142,7 @@ def test_loss_by_position_is_that_of_the_tokens_with_so_many_before_them(trained
     (score,) = score_documents(Engine(trained), ["中国的首都是北京。" * 30], Windows(trained.window))
     buckets = score.summary()["by_position"]
     assert [(bucket["from"], bucket["to"]) for bucket in buckets][:3] == [(1, 1), (2, 3), (4, 7)]
+    assert (buckets[-1]["from"], buckets[-1]["to"]) == (64, 64), "a window has 64 tokens"
     assert sum(bucket["tokens"] for bucket in buckets) == score.tokens
     assert sum(bucket["tokens"] * bucket["loss"] for bucket in buckets) == pytest.approx(score.nats)
     assert buckets[-1]["loss"] < buckets[0]["loss"]

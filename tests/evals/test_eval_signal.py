@@ -118,7 +118,7 @@ def test_the_scores_of_reports_are_found_by_their_path_with_interval_and_chance(
     def report(step, accuracy):
         return {
             "step": step,
-            "held_out": {"en": {"bits_per_byte": 2.0 - step / 100, "documents": 4}},
+            "held_out": {"en": {"bits_per_byte": 2.0 - step / 100, "nats": 900.0}},
             "probes": {"accuracy": 0.5, "channels": {"zh": {"groups": {"capital": {"accuracy": accuracy}}}}},
             "pairs": {"channels": {"en": {"accuracy": 0.75, "interval": [0.7, 0.8], "kinds": {}}}},
             "tasks": [{"task": "quiz", "form": "cloze", "shots": 5, "chance": 0.25, "accuracy": accuracy}],

@@ -16,6 +16,13 @@ def copied(trained_workspace, tmp_path):
     return Workspace(tmp_path / "work")
 
 
+def steps_of(printed):
+    """The first column of the table, which comes first and ends with an empty line."""
+    title, *rows = printed.split("\n\n")[0].splitlines()
+    assert title.split()[0] == "step"
+    return [row.split()[0] for row in rows]
+
+
 def test_all_steps_are_evaluated_once_and_again_only_with_other_settings(copied, tmp_path, capfd):
     pairs, text = tmp_path / "pairs.yaml", tmp_path / "mine.txt"
     pairs.write_text("- {kind: capital, language: zh, pairs: ['中国的首都是{北京|巴黎}。']}", encoding="utf-8")
@@ -23,8 +30,7 @@ def test_all_steps_are_evaluated_once_and_again_only_with_other_settings(copied,
     asked = ["--max-bytes", "200", "--probes", "none", "--pairs", str(pairs), "--text", str(text), "--stride", "32"]
     words = ["eval", "tiny", "--all-steps", "--work", str(copied.root), *asked]
     assert main(words) == 0
-    table = capfd.readouterr().out
-    assert [line.split()[0] for line in table.splitlines()[1:]] == ["15", "30"]
+    assert steps_of(capfd.readouterr().out) == ["15", "30"]
     options = EvalOptions(max_bytes=200, stride=32, pairs=pairs, texts=(text,))
     report = kept_report(copied.run("tiny"), 15, options)
     assert report["texts"]["mine.txt"]["bytes"] == 31
@@ -35,7 +41,7 @@ def test_all_steps_are_evaluated_once_and_again_only_with_other_settings(copied,
     assert main(words) == 0
     said = capfd.readouterr()
     assert "evaluated in" not in said.out + said.err
-    assert [line.split()[0] for line in said.out.splitlines()[1:]] == ["30"]
+    assert steps_of(said.out) == ["30"]
     text.write_text("Another text.")
     assert kept_report(copied.run("tiny"), 30, options) is None
 
@@ -47,4 +53,4 @@ def test_a_damaged_checkpoint_is_said_and_the_others_are_evaluated(copied, capfd
     assert main(["eval", "tiny", "--all-steps", *words]) == 0
     said = capfd.readouterr()
     assert "step 15 is left out" in said.out + said.err
-    assert said.out.splitlines()[-1].split()[0] == "30"
+    assert steps_of(said.out) == ["30"]

@@ -9,6 +9,9 @@ import pytest
 
 from zero2all.cli import main
 from zero2all.evals.report import figures
+from zero2all.evals.tasks.list import TaskQuestions
+
+NOTHING_ELSE = ("--probes", "none", "--pairs", "none")
 
 
 @pytest.fixture
@@ -33,7 +36,9 @@ def eval_run(trained_workspace, tmp_path, data, capsys):
     (run,) = (path for path in (work / "runs").iterdir() if path.is_dir())
 
     def ask(*words):
-        code = main(["eval", run.name, "--work", str(work), "--data", str(data), "--max-bytes", "500", *words])
+        code = main(
+            ["eval", run.name, "--work", str(work), "--data", str(data), "--max-bytes", "500", *NOTHING_ELSE, *words]
+        )
         return code, capsys.readouterr(), run
 
     return ask
@@ -76,3 +81,12 @@ def test_what_cannot_be_asked_is_refused_before_the_model_is_loaded(eval_run, mo
     found, said, _ = eval_run(*words)
     assert found == code
     assert expected in said.err
+
+
+def test_a_report_is_that_of_the_files_it_was_made_from(data):
+    questions = TaskQuestions(("cmmlu",), data)
+    before = questions.record()
+    (data / "capitals/all.csv").write_text("another set")
+    assert questions.record() == before
+    (data / "cmmlu/test/law.csv").write_text("changed")
+    assert questions.record() != before

@@ -6,7 +6,7 @@ import pytest
 
 from tests.infer.tiny import tiny_model
 from zero2all.common.errors import UsageError
-from zero2all.infer.engine import Engine
+from zero2all.infer.engine import Engine, PromptTooLongError
 from zero2all.infer.sampling import Sampling
 from zero2all.infer.text import Piece, TextRequest, complete, stream
 
@@ -56,6 +56,15 @@ def test_ids_are_taken_as_they_are():
     tokenizer = tiny_model().tokenizer
     ids = [tokenizer.begin_id, *tokenizer.encode_text("hello")]
     assert text_of(TextRequest(ids, 8, ANY)) == text_of(TextRequest("hello", 8, ANY, heal=False))
+
+
+def test_megabytes_that_cannot_fit_are_refused_before_they_are_encoded(monkeypatch):
+    tokenizer = tiny_model().tokenizer
+    for text in ("hello world, 中国的首都是北京。\n    return", " " * 40, "中" * 20, "e\u0301"):
+        assert 0 < tokenizer.fewest_tokens(text) <= len(tokenizer.encode_text(text))
+    monkeypatch.setattr(tokenizer, "encode_text", None)
+    with pytest.raises(PromptTooLongError, match=r"at least [\d,]+ tokens; prompt and answer together may have 160"):
+        pieces_of(TextRequest("x" * 3_000_000))
 
 
 def test_an_id_named_as_an_end_ends_the_text():

@@ -11,8 +11,11 @@ import openai
 import pytest
 
 from zero2all.infer.engine import Engine
+from zero2all.infer.job import Choice
 from zero2all.infer.load import LoadedModel
-from zero2all.infer.text import TextRequest, stream
+from zero2all.infer.text import Piece, TextRequest, stream
+from zero2all.serve.answers import CompletionAnswer
+from zero2all.serve.wire import Call
 
 PROMPT = "The capital of France"
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 24}
@@ -193,6 +196,17 @@ def test_log_probabilities_in_the_form_of_completions(client, greedy):
     for place in after_whole:
         assert greedy[logprobs.text_offset[place] :].startswith(logprobs.tokens[place])
     assert complete(client, logprobs=0).choices[0].logprobs.top_logprobs is None
+
+
+def test_offsets_count_characters_that_broken_bytes_become(loaded: LoadedModel):
+    spelled = [b"a", b"\xe4", b"b", b"\xe4", b"\xb8", b"\xad", b"\xe4", b"\xe4", b"c", b"\xef", b"\xbf", b"\xbd", b"d"]
+    tokens = [loaded.tokenizer.ids_of_bytes(piece)[0] for piece in spelled]
+    answer = CompletionAnswer(Call("tiny", [TextRequest("x", logprobs=0)], 1), "tiny", loaded.tokenizer)
+    text = b"".join(spelled).decode("utf-8", "replace")
+    piece = Piece(text, tuple(tokens), tuple(Choice(token, 0.0) for token in tokens))
+    found = answer.choice(0, piece)["logprobs"]["text_offset"]
+    assert text == "a\ufffdb中\ufffd\ufffdc\ufffdd"
+    assert found == [0, 1, 2, 3, 3, 3, 4, 5, 6, 7, 7, 7, 8]
 
 
 def test_log_probabilities_in_the_form_of_chats(client):

@@ -47,7 +47,8 @@ def is_ending(client: openai.OpenAI) -> bool:
 
 
 def test_it_says_where_it_is_outlives_its_folder_and_ends_with_sigterm(serve: Serve, tmp_path):
-    program, client = serve("--int8")
+    program, client = serve("--int8", "--max-len", 100_000)
+    assert "--max-len 100000 is cut to 128" in program.text()
     assert "http://127.0.0.1:" in program.text()
     before = ask(client).choices[0].text
     shutil.rmtree(tmp_path / "work")
@@ -68,6 +69,7 @@ def test_the_first_signal_waits_for_what_runs_and_the_second_does_not(serve: Ser
     next(iter(stream))
     program.signal(signal.SIGINT)
     program.wait_until(lambda: is_ending(client))
+    program.wait_until(lambda: "requests, up to 60 s; Ctrl-C again ends at once." in program.text())
     assert program.poll() is None
     program.signal(signal.SIGINT)
     assert program.wait() == 130

@@ -12,6 +12,7 @@ import pytest
 
 from zero2all.common.errors import BadInputError
 from zero2all.infer.engine import EngineSettings
+from zero2all.serve import app
 from zero2all.serve.model import ServedModel
 from zero2all.serve.server import ModelServer, ServeOptions
 
@@ -58,6 +59,14 @@ def test_a_client_that_leaves_before_its_body_is_complete_is_no_error_of_ours(se
     assert not caplog.records
 
 
+def test_a_body_that_does_not_come_is_408_and_one_that_is_too_large_is_413_before_it_comes(served, monkeypatch):
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    for size, status in ((100, b"408"), (100_000_000, b"413")):
+        with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
+            connection.sendall(f"{HEAD}Content-Length: {size}\r\n\r\n".encode())
+            assert connection.recv(100).split()[1] == status
+
+
 def test_too_many_waiting_are_429_and_the_first_come_is_the_first_served(loaded):
     with serving(loaded, settings=EngineSettings(max_batch=1), max_waiting=2) as served, served.client() as client:
         order: list[int] = []
@@ -84,12 +93,13 @@ def test_too_many_waiting_are_429_and_the_first_come_is_the_first_served(loaded)
 def test_beyond_loopback_everything_needs_the_token(loaded):
     options = ServeOptions(port=0, grace_seconds=0, token="a-token-of-the-test")
     with serving(loaded, options) as served:
-        for path in ("/", "/health", "/v1/models", "/v1/stats"):
+        for path in ("/", "/v1/models", "/v1/stats"):
             assert ask(served, "GET", path)[0] == 401
+        assert ask(served, "GET", "/health")[0] == 200
         status, answer = ask(served, "POST", COMPLETIONS, {"prompt": "a"})
         assert status == 401
         assert answer["error"]["type"] == "authentication_error"
-        with served.client("wrong") as client, pytest.raises(openai.AuthenticationError):
+        with served.client("wrong") as client, pytest.raises(openai.AuthenticationError, match="wrong token"):
             client.models.list()
         with served.client("a-token-of-the-test") as client:
             assert client.models.list().data[0].id == "tiny"

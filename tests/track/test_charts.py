@@ -48,6 +48,8 @@ def test_probes_are_charts_of_their_own_by_channel_and_by_family():
     assert set(labels(charts["eval/probes/accuracy"])) == {"en", "zh"}
     assert set(labels(charts["eval/probes/en/accuracy"])) == {"capital", "arithmetic (new wording)"}
     assert charts["eval/probes/probability"]["unit"] == "share"
+    charts = charts_of(*(f"eval/{kind}/zh/{part}" for kind in ("probes/logprob", "pairs/nats") for part in "ab"))
+    assert {*charts} == {"eval/probes/logprob", "eval/pairs/nats"}
 
 
 def test_scores_of_one_quantity_over_several_sets_share_a_chart_and_unknown_ones_do_not():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 
-from zero2all.cli.verb import Subparsers, add_verb, whole
+from zero2all.cli.verb import LAST_PORT, Subparsers, add_verb, whole
 
 
 def register(verbs: Subparsers) -> None:
@@ -25,7 +25,7 @@ def register(verbs: Subparsers) -> None:
         help="folders with runs in them, at any depth, or ssh://[user@]host/path (default: here)",
     )
     board.add_argument(
-        "--port", type=whole(0), default=None, metavar="N", help="port (default: a free one from 6106 on)"
+        "--port", type=whole(0, LAST_PORT), default=None, metavar="N", help="port (default: a free one from 6106 on)"
     )
     board.add_argument(
         "--host",

@@ -1,24 +1,24 @@
-"""`z2a eval RUN` and the verbs of the same word: `z2a eval run / watch / fetch`."""
+"""`z2a eval RUN` and the verbs of the same word: `z2a eval run / watch / fetch / contamination`."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli import harness
+from zero2all.cli.benchmarks import add_data, files_of, look_for, made_tasks, named_tasks, names
 from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, real, whole, workspace_of
 
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
     from zero2all.evals.options import EvalOptions
-    from zero2all.evals.task_report import TaskQuestions
+    from zero2all.evals.tasks.list import TaskQuestions
     from zero2all.evals.watch import Watcher
 
 WORD = "eval"
-VERBS = ("run", "watch", "fetch", "harness", "export-tasks")
+VERBS = ("run", "watch", "fetch", "contamination", "harness", "export-tasks")
 """The second words of `z2a eval`; any other one is the name of a run."""
 
 
@@ -40,6 +40,7 @@ def register(verbs: Subparsers) -> None:
     _register_run(inner)
     _register_watch(inner)
     _register_fetch(inner)
+    _register_contamination(inner)
     harness.register(inner)
 
 
@@ -84,7 +85,7 @@ def _register_watch(inner: Subparsers) -> None:
         help="0 to 19: how far training goes before this process where both want a core (default 10)",
     )
     parser.add_argument(
-        "--device", metavar="DEVICE", help="cpu, cuda, cuda:1, … (default: the one that the run is trained on)"
+        "--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:1 (default: the one that the run is trained on)"
     )
     parser.add_argument(
         "--poll-seconds",
@@ -96,6 +97,28 @@ def _register_watch(inner: Subparsers) -> None:
     _add_questions(parser)
 
 
+def _register_contamination(inner: Subparsers) -> None:
+    parser = add_verb(
+        inner,
+        "contamination",
+        "look for the items of benchmarks in the training text, for accuracy on clean and dirty items",
+        "z2a eval contamination cmmlu,arc_easy --data eval-data --work my-workspace",
+        _contamination,
+    )
+    parser.add_argument("tasks", type=names, metavar="NAME,…", help="which benchmarks")
+    add_data(parser)
+    add_work(parser)
+    parser.add_argument("--workers", type=whole(1), metavar="N", help="processes (default: one per core)")
+
+
+def _contamination(arguments: argparse.Namespace) -> None:
+    from zero2all.common.engine import EngineConfig
+
+    workspace = workspace_of(arguments)
+    tasks = named_tasks(arguments.tasks, arguments.data)
+    look_for(workspace, tasks, EngineConfig(workers=arguments.workers))
+
+
 def _register_fetch(inner: Subparsers) -> None:
     parser = add_verb(
         inner,
@@ -105,13 +128,8 @@ def _register_fetch(inner: Subparsers) -> None:
         _fetch,
     )
     parser.add_argument("names", nargs="+", metavar="NAME", help="cmmlu, ceval, mmlu, arc_easy, hellaswag, piqa, …")
-    _add_data(parser)
+    add_data(parser)
     parser.add_argument("--endpoint", metavar="URL", help="hub or mirror (default: HF_ENDPOINT, or the hub)")
-
-
-def _add_data(parser: argparse.ArgumentParser) -> None:
-    about = "folder with a folder of files for each benchmark (default eval-data)"
-    parser.add_argument("--data", type=Path, default=Path("eval-data"), metavar="DIR", help=about)
 
 
 def _steps(text: str) -> Callable[[int], bool]:
@@ -160,35 +178,30 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--int8", action="store_true", help="score the held-out text once more with 8-bit weights: what they cost"
     )
-    about = "benchmarks to ask: cmmlu,piqa,my-questions, each a folder of --data; all: every folder (default: none)"
-    parser.add_argument("--tasks", type=_names, metavar="NAMES", help=about)
-    _add_data(parser)
+    about = "benchmarks to ask: cmmlu,piqa,my-questions, each a folder of --data; all: every folder there; "
+    about += "quickstart-facts needs no files (default: none)"
+    parser.add_argument("--tasks", type=names, metavar="NAMES", help=about)
+    add_data(parser)
     about = "ways to ask them: cloze,choice,bits,generate (default: all that fit)"
-    parser.add_argument("--forms", type=_names, metavar="FORMS", help=about)
+    parser.add_argument("--forms", type=names, metavar="FORMS", help=about)
     about = "examples before an item (default: 5, or as is usual for the benchmark)"
     parser.add_argument("--shots", type=whole(0), metavar="N", help=about)
     about = "items of each benchmark, the same ones every time (default: all)"
     parser.add_argument("--limit", type=whole(1), metavar="N", help=about)
+    about = "also ask them rewritten, and show what that costs: R1,R2,R13+R2, … or all (docs/evaluation.md lists them)"
+    parser.add_argument("--rewrites", type=names, default=(), metavar="NAMES", help=about)
     about = "run the programs that the model writes for HumanEval, in a sandbox (default: they are not run)"
     parser.add_argument("--run-code", action="store_true", help=about)
 
 
-def _names(text: str) -> tuple[str, ...]:
-    """A type for add_argument: `a,b` -> the names."""
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    if not names:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected names such as cmmlu,piqa")
-    return names
-
-
 def _tasks(arguments: argparse.Namespace) -> TaskQuestions | None:
-    from zero2all.evals.task_report import TaskQuestions
+    from zero2all.evals.tasks.list import TaskQuestions
 
     if arguments.tasks is None:
         return None
-    return TaskQuestions(
-        arguments.tasks, arguments.data, arguments.forms, arguments.shots, arguments.limit, arguments.run_code
-    )
+    same = ("data", "forms", "shots", "limit", "run_code", "rewrites")
+    given = {name: getattr(arguments, name) for name in same}
+    return TaskQuestions(files_of(arguments.tasks), **given, made=made_tasks(arguments.tasks))
 
 
 def _file(given: str | None, workspace: Workspace, name: str) -> Path | None:
@@ -214,15 +227,17 @@ def _checked_options(
         pairs=_file(arguments.pairs, workspace, "pairs"),
         texts=tuple(arguments.text),
         int8=arguments.int8,
+        tasks=_tasks(arguments),
     )
     check_inputs(workspace, arguments.run, step, options, is_coming)
-    if arguments.tasks is not None:
-        from zero2all.evals.items import check_forms
-        from zero2all.evals.tasks.list import read_tasks
+    if arguments.rewrites:
+        from zero2all.common.errors import UsageError
+        from zero2all.evals.rewrites.list import chosen_rewrites
 
-        check_forms(arguments.forms)
-        read_tasks(arguments.data, arguments.tasks)
-    return replace(options, tasks=_tasks(arguments))
+        chosen_rewrites(arguments.rewrites)
+        if arguments.tasks is None:
+            raise UsageError("--rewrites asks benchmarks otherwise: name them with --tasks.")
+    return options
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -270,7 +285,7 @@ def _watcher(name: str, workspace: Workspace, options: EvalOptions, device: str 
     from zero2all.train.saved_config import load_run_config
 
     run = workspace.run(name)
-    place = device or load_run_config(run).parallel.device
+    place = load_run_config(run).parallel.device if device is None else device
 
     def evaluate(step: int) -> dict[str, Any]:
         """Of a checkpoint only the weights are read, in float32, as training keeps them."""
@@ -311,5 +326,5 @@ def _fetch(arguments: argparse.Namespace) -> None:
         task = fetch(name, arguments.data, arguments.endpoint, say)
         licence = SOURCES[name].licence or "see its README.md"
         print(f"{name}: {len(task.items):,} items, {len(task.shots):,} examples; licence: {licence}")
-    names = ",".join(arguments.names)
-    print(f"next: z2a eval RUN --tasks {names} --data {arguments.data} --work my-workspace")
+    fetched = ",".join(arguments.names)
+    print(f"next: z2a eval RUN --tasks {fetched} --data {arguments.data} --work my-workspace")

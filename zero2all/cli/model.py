@@ -17,7 +17,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="RUN|FOLDER", help="name or folder of a run, or a Hugging Face folder")
     add_work(parser)
     parser.add_argument("--step", type=whole(0), metavar="N", help="checkpoint to use (default: the newest)")
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: a GPU where there is one)")
+    parser.add_argument(
+        "--device", metavar="NAME", help="auto, cpu, cuda or cuda:1 (default auto: a GPU where there is one)"
+    )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from zero2all.cli.benchmarks import add_data, look_for, named_tasks, names
 from zero2all.cli.verb import Subparsers, add_verb, add_work, whole, workspace_of
 
 EXAMPLES = """z2a pack --work my-workspace
@@ -33,6 +34,9 @@ def register(verbs: Subparsers) -> None:
     parser.add_argument("--workers", type=whole(1), metavar="N", help="tasks at a time (default: one per core)")
     about = "address of a Ray cluster, whose nodes all see the workspace (default: start Ray here)"
     parser.add_argument("--address", help=about)
+    about = "afterwards look for the items of these benchmarks in the training text (see contamination.json)"
+    parser.add_argument("--against", type=names, default=(), metavar="NAME,…", help=about)
+    add_data(parser)
 
 
 def _lengths(text: str) -> tuple[int, ...]:
@@ -46,6 +50,7 @@ def _pack(arguments: argparse.Namespace) -> None:
     from zero2all.tokenizer.encoders import EncoderConfig
 
     workspace = workspace_of(arguments)
+    tasks = named_tasks(arguments.against, arguments.data)  # first: a wrong name should not cost the packing
     options = PackOptions(
         learn_prompts=arguments.learn_prompts,
         best_fit=arguments.best_fit,
@@ -60,8 +65,10 @@ def _pack(arguments: argparse.Namespace) -> None:
             f"{name:<24} {manifest['documents']:>9,} documents  {human_count(manifest['tokens']):>8} tokens  "
             f"{ratio:.2f} bytes/token  channel {manifest['channel']}{talks}"
         )
-    for reason, names in _by_encoder(manifests).items():
-        print(f"{', '.join(names)}: encoded by {reason}")
+    for reason, splits in _by_encoder(manifests).items():
+        print(f"{', '.join(splits)}: encoded by {reason}")
+    if tasks:
+        look_for(workspace, tasks, engine)
 
 
 def _by_encoder(manifests: dict[str, dict[str, Any]]) -> dict[str, list[str]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero2all.cli.model import add_model, load
-from zero2all.cli.verb import Subparsers, add_verb, real, whole
+from zero2all.cli.verb import LAST_PORT, Subparsers, add_verb, real, whole
 from zero2all.common.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def register(verbs: Subparsers) -> None:
     serve.add_argument("--name", metavar="NAME", help="what clients call the model (default: the name of the run)")
     _add_engine(serve)
     serve.add_argument(
-        "--port", type=whole(0), default=None, metavar="N", help="port (default: a free one from 6107 on)"
+        "--port", type=whole(0, LAST_PORT), default=None, metavar="N", help="port (default: a free one from 6107 on)"
     )
     serve.add_argument(
         "--host",
@@ -93,19 +93,21 @@ def _serve(arguments: argparse.Namespace) -> None:
     options = ServeOptions(
         arguments.host, arguments.port, arguments.token, token, arguments.allow_host, arguments.grace
     )
-    server = ModelServer(model, options, lambda: _say_ready(server, arguments.open))
+    server = ModelServer(model, options, lambda: _say_ready(server, arguments))
     print(f"Loading {arguments.model} …", flush=True)
     server.serve()
 
 
-def _say_ready(server: ModelServer, opens: bool) -> None:
+def _say_ready(server: ModelServer, arguments: argparse.Namespace) -> None:
     facts = server.model.facts()
     z2a = facts["z2a"]
     print(f"{facts['id']}: {z2a['parameters'] / 1e6:,.1f} M parameters, {z2a['dtype']}, {z2a['device']}")
+    if (arguments.max_len or 0) > z2a["max_len"]:
+        print(f"--max-len {arguments.max_len} is cut to {z2a['max_len']}, the model's own (model.max_seq_len)")
     key = f", api_key={server.token}" if server.token else ", any api_key"
     print(f"The page is at {server.page}   (Ctrl-C ends it)")
     print(f"OpenAI clients: base_url={server.url}v1{key}, model={facts['id']}", flush=True)
-    if opens:
+    if arguments.open:
         import webbrowser
 
         webbrowser.open(server.page)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
 
 LARGEST_WHOLE = (1 << 62) - 1  # whatever is counted is counted in 64 bits, and sums of two such numbers still are
+LAST_PORT = 65535
 Subparsers = Any  # what argparse's add_subparsers returns; it has no public name
 
 OVERRIDES_HELP = """\

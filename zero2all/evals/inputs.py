@@ -36,6 +36,8 @@ def check_inputs(
     if options.pairs is not None:
         problems += _problems_of(lambda: read_pairs(options.pairs or Path()))
     problems += _problems_of(lambda: text_files(options.texts))
+    if options.tasks is not None:
+        problems += _problems_of(options.tasks.read)
     if len(problems) == 1:
         raise BadInputError(problems[0])
     if problems:
@@ -53,7 +55,7 @@ def _problems_of(check: Callable[[], Any]) -> list[str]:
 
 def _check_corpus(corpus: Path, options: EvalOptions) -> None:
     sources = corpus_sources(corpus)
-    has_more = options.probes is not None or options.pairs is not None or options.texts
+    has_more = options.probes is not None or options.pairs is not None or options.texts or options.tasks
     if not has_more and not any(manifest["report"]["valid_records"] for manifest in sources.values()):
         raise BadInputError(
             f"The corpus in {corpus} holds no text out, so there is nothing to score. Build it with a larger "

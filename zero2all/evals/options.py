@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import crc32c_of, read_json_object
 from zero2all.common.workspace import Workspace
+from zero2all.evals.tasks.list import TaskQuestions
 from zero2all.evals.text_files import text_files
-
-if TYPE_CHECKING:
-    from zero2all.evals.task_report import TaskQuestions
 
 OWN_PROBES = Path(__file__).parent / "probes.yaml"
 OWN_PAIRS = Path(__file__).parent / "pairs.yaml"
@@ -44,7 +42,7 @@ class EvalOptions:
             "probes": None if self.probes is None else crc32c_of(self.probes),
             "pairs": None if self.pairs is None else crc32c_of(self.pairs),
             "texts": {name: crc32c_of(path) for name, path in text_files(self.texts).items()},
-            "tasks": None if self.tasks is None else {**asdict(self.tasks), "data": str(self.tasks.data)},
+            "tasks": None if self.tasks is None else self.tasks.record(),
             "int8": self.int8,
         }
 

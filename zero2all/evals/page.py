@@ -20,6 +20,9 @@ from zero2all.evals.scores import KINDS, SECTIONS, Counts, Curve, counts_of, cur
 from zero2all.evals.signal import CHANCE, NOISE, SIGNAL, TOO_FEW, Signal, judge_curves, signals_json
 
 PAGE_NAME, SIGNAL_NAME = "report.html", "signal.json"
+MOST_PANELS = 8
+WITH_FAMILIES = ("probes", "pairs")
+"""Sections with figures for whole channels, and for dozens of families below them."""
 MOST_LINES = 8
 """More lines in a picture cannot be told apart: they go to the next one."""
 
@@ -38,6 +41,9 @@ FIELD_WORDS = {
     "share_among_foils": ("P(answer) among foils", "答案在候选中的占比"),
     "logprob": ("log P(answer)", "答案的对数概率"),
     "nats": ("nats apart", "对数概率之差"),
+    "original": ("accuracy, original", "原题准确率"),
+    "rewritten": ("accuracy, rewritten", "改写后准确率"),
+    "gap": ("memorisation gap", "记忆差距"),
     "score": ("mean above chance", "高于随机的平均分"),
 }
 VERDICT_WORDS = {
@@ -122,14 +128,28 @@ def _section(
     newest = next((report for report in reversed(reports) if section in report), None)
     if newest is None or not mine:
         return ""
-    title = _both(*SECTION_WORDS[section])
+    wholes = [curve for curve in mine if section not in WITH_FAMILIES or "/" not in curve.subject]
+    families = [curve for curve in mine if curve not in wholes]
+    shown, hidden = _charts(section, wholes), ""
+    if families:
+        below = "".join(_charts(section, families))
+        hidden = f"{_panels(below)}{_table(section, families, signals, newest)}"
+        hidden = f"<details><summary>{_both('By family', '按类别')}</summary>{hidden}</details>"
+    elif len(shown) > MOST_PANELS:
+        hidden = _panels("".join(shown[MOST_PANELS:]))
+        hidden = f"<details><summary>{_both('More curves', '更多曲线')}</summary>{hidden}</details>"
+        shown = shown[:MOST_PANELS]
     return (
-        f'<section id="{section}"><h2>{title}</h2>{_charts(section, mine)}'
-        f"{_table(section, mine, signals, newest)}{_left_out(newest, section)}</section>"
+        f'<section id="{section}"><h2>{_both(*SECTION_WORDS[section])}</h2>{_panels("".join(shown))}'
+        f"{_table(section, wholes, signals, newest)}{_left_out(newest, section)}{hidden}</section>"
     )
 
 
-def _charts(section: str, curves: Sequence[Curve]) -> str:
+def _panels(panels: str) -> str:
+    return f'<div class="panels">{panels}</div>' if panels else ""
+
+
+def _charts(section: str, curves: Sequence[Curve]) -> list[str]:
     """One picture per kind of score and per group of subjects (all channels; all families of one channel; …)."""
     groups: dict[tuple[str, str], list[Curve]] = {}
     for curve in curves:
@@ -140,7 +160,7 @@ def _charts(section: str, curves: Sequence[Curve]) -> str:
     for (field, group), found in groups.items():
         parts = (found[start : start + MOST_LINES] for start in range(0, len(found), MOST_LINES))
         panels += [_panel(section, field, group, part) for part in parts]
-    return f'<div class="panels">{"".join(panels)}</div>' if panels else ""
+    return panels
 
 
 def _panel(section: str, field: str, group: str, curves: Sequence[Curve]) -> str:

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from zero2all.common.progress import progress
-from zero2all.evals.interval import share_interval
+from zero2all.evals.judge import wilson
 from zero2all.evals.pair_file import Pair
 from zero2all.evals.probes import IMPOSSIBLE
 from zero2all.evals.scorer import Question, score_questions
@@ -82,7 +82,7 @@ def _figures(results: list[PairResult]) -> dict[str, Any]:
     right = sum(result.told_apart for result in results)
     return {
         "accuracy": right / len(results),
-        "interval": list(share_interval(right, len(results))),
+        "interval": list(wilson(right, len(results))),
         "accuracy_per_byte": fmean(result.told_apart_per_byte for result in results),
         "nats": fmean(result.right_logprob - result.wrong_logprob for result in results),
         "pairs": len(results),

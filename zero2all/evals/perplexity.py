@@ -70,11 +70,14 @@ class TextScore:
     position_nats: list[float] = field(default_factory=list)
     """Number n: of the tokens with 2^n to 2^(n+1) - 1 tokens before them in their window."""
     position_tokens: list[int] = field(default_factory=list)
+    most_before: int = 0
+    """Tokens before the one that had most."""
 
     def count(self, logprobs: Sequence[float], context: int) -> None:
         """Add tokens that follow each other, the first with so many tokens before it."""
         self.nats -= math.fsum(logprobs)
         self.tokens += len(logprobs)
+        self.most_before = max(self.most_before, context + len(logprobs) - 1)
         for place, logprob in enumerate(logprobs, context):
             bucket = place.bit_length() - 1
             while len(self.position_nats) <= bucket:
@@ -90,6 +93,7 @@ class TextScore:
         self.documents += other.documents
         self.bytes += other.bytes
         self.gzip_bytes += other.gzip_bytes
+        self.most_before = max(self.most_before, other.most_before)
         self.position_nats = _added(self.position_nats, other.position_nats)
         self.position_tokens = list(map(int, _added(self.position_tokens, other.position_tokens)))
 
@@ -104,7 +108,12 @@ class TextScore:
             "tokens": self.tokens,
             "nats": self.nats,
             "by_position": [
-                {"from": 1 << bucket, "to": (2 << bucket) - 1, "loss": nats / tokens, "tokens": tokens}
+                {
+                    "from": 1 << bucket,
+                    "to": min((2 << bucket) - 1, self.most_before),
+                    "loss": nats / tokens,
+                    "tokens": tokens,
+                }
                 for bucket, (nats, tokens) in enumerate(zip(self.position_nats, self.position_tokens, strict=True))
                 if tokens
             ],

@@ -10,12 +10,14 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.files import write_json
 from zero2all.common.progress import terminal_safe
 from zero2all.common.workspace import Workspace
+from zero2all.evals.contamination import read_contamination
 from zero2all.evals.options import EvalOptions, report_path
 from zero2all.evals.pair_file import read_pairs
 from zero2all.evals.pairs import compare_pairs, summarize_pairs
 from zero2all.evals.perplexity import Windows, file_bits_per_byte, held_out_bits_per_byte, validation_bits_per_byte
 from zero2all.evals.probe_file import read_probes
 from zero2all.evals.probes import run_probes, summarize
+from zero2all.evals.rewrites.report import rewrite_figures, rewrite_lines, rewrite_section
 from zero2all.evals.task_report import task_figures, task_lines, task_section
 from zero2all.evals.text_files import text_files
 from zero2all.infer.engine import Engine, EngineSettings
@@ -70,7 +72,10 @@ def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOpt
         report["pair_results"] = [asdict(result) for result in compared.results]
         report["pairs_skipped"] = compared.skipped
     if options.tasks is not None:
-        report["tasks"] = task_section(engine, options.tasks, tasks)
+        report["tasks"] = task_section(engine, options.tasks, tasks, read_contamination(workspace))
+        if options.tasks.rewrites:
+            once = workspace.run(loaded.name) / "eval" / "once"
+            report["rewrites"] = rewrite_section(engine, options.tasks, tasks, once)
     return report
 
 
@@ -110,7 +115,9 @@ def figures(report: dict[str, Any]) -> dict[str, float]:
                 for part, means in found[parts].items():
                     if score in means:  # an older report may lack it
                         values[f"eval/{section}/{channel}/{score}/{part}"] = means[score]
-    return {**values, **(task_figures(report["tasks"]) if "tasks" in report else {})}
+    for section, of_section in (("tasks", task_figures), ("rewrites", rewrite_figures)):
+        values |= of_section(report[section]) if section in report else {}
+    return values
 
 
 def report_lines(report: dict[str, Any]) -> list[str]:
@@ -134,20 +141,24 @@ def report_lines(report: dict[str, Any]) -> list[str]:
             lines.append(f"  {channel:<27} {values['bits_per_byte']:>9.4f} {values['loss']:>7.4f}")
     lines += _position_lines(report["held_out"])
     lines += _text_lines(report) + _probe_lines(report) + _pair_lines(report)
-    return lines + (task_lines(report["tasks"]) if "tasks" in report else [])
+    for section, of_section in (("tasks", task_lines), ("rewrites", rewrite_lines)):
+        lines += of_section(report[section]) if section in report else []
+    return lines
 
 
 def _position_lines(held_out: dict[str, Any]) -> list[str]:
     """Loss by how many tokens stand before: a model that uses its context has lower ones further down."""
     losses: dict[int, dict[str, float]] = {}
+    ends: dict[int, int] = {}
     for channel, values in held_out.items():
         for bucket in values["by_position"]:
             losses.setdefault(bucket["from"], {})[channel] = bucket["loss"]
+            ends[bucket["from"]] = max(bucket["to"], ends.get(bucket["from"], 0))
     if not losses:
         return []
     lines = ["", "loss by tokens before " + "".join(f"{channel[:10]:>11}" for channel in held_out)]
     for first, found in sorted(losses.items()):
-        name = "1" if first == 1 else f"{first:,} to {2 * first - 1:,}"
+        name = f"{first:,}" if first == ends[first] else f"{first:,} to {ends[first]:,}"
         cells = (f"{found[channel]:>11.4f}" if channel in found else " " * 11 for channel in held_out)
         lines.append(f"  {name:<20}" + "".join(cells))
     return lines

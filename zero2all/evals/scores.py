@@ -21,7 +21,7 @@ from zero2all.train.checkpoints.layout import FOLDER_NAME
 SECTIONS = ("held_out", "validation", "texts", "probes", "pairs", "tasks", "rewrites")
 SECTION_CHANCE = {"pairs": 0.5}
 """Accuracy of guessing, where the report itself does not say."""
-TRANSPARENT = ("channels", "groups", "kinds", "results", "tasks")
+TRANSPARENT = ("channels", "groups", "kinds", "results", "tasks", "rows")
 """Levels of a report that say nothing in the name of a score."""
 OPAQUE = ("skipped", "settings")
 COUNT_FIELDS = ("items", "probes", "pairs", "documents")
@@ -39,6 +39,8 @@ class Kind:
     has_chance: bool = False
     is_share: bool = False
     """From 0 to 1, shown in per cent."""
+    only_in: str = ""
+    """The section that has such a score; elsewhere the same word means something else."""
 
 
 KINDS = {
@@ -46,7 +48,10 @@ KINDS = {
     "accuracy": Kind(is_better_high=True, interval="interval", has_chance=True, is_share=True),
     "share_among_foils": Kind(is_better_high=True, interval="share_interval"),
     "logprob": Kind(is_better_high=True, interval="logprob_interval"),
-    "nats": Kind(is_better_high=True),
+    "nats": Kind(is_better_high=True, only_in="pairs"),
+    "original": Kind(is_better_high=True, is_share=True, only_in="rewrites"),
+    "rewritten": Kind(is_better_high=True, is_share=True, only_in="rewrites"),
+    "gap": Kind(is_better_high=False, interval="gap_interval", is_share=True, only_in="rewrites"),
     "score": Kind(is_better_high=True, is_share=True),
 }
 
@@ -155,7 +160,7 @@ def _scores(report: Mapping[str, Any]) -> Iterator[tuple[str, float, tuple[float
     for section in SECTIONS:
         for name, node, chance in _nodes(section, report.get(section), SECTION_CHANCE.get(section)):
             for field, kind in KINDS.items():
-                if _is_number(node.get(field)):
+                if _is_number(node.get(field)) and kind.only_in in ("", section):
                     interval = _interval(node.get(kind.interval))
                     yield f"{name}/{field}", float(node[field]), interval, chance if kind.has_chance else None
 

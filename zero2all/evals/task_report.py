@@ -1,47 +1,37 @@
-"""Benchmarks in the report of a checkpoint: what was asked for, the section `tasks`, its table and its metrics."""
+"""Benchmarks in the report of a checkpoint: the section `tasks`, its table and its metrics."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
+from zero2all.evals.contamination import dirty_ids, split_accuracy, split_words
 from zero2all.evals.items import Task
 from zero2all.evals.judge import FormResult, judge, summary
-from zero2all.evals.tasks.list import read_tasks
+from zero2all.evals.tasks.list import TaskQuestions
 from zero2all.infer.engine import Engine
 
 PROBLEMS_SHOWN = 3
 
 
-@dataclass(frozen=True)
-class TaskQuestions:
-    """Benchmarks to ask, as the command line names them."""
-
-    names: tuple[str, ...]
-    data: Path
-    """Folder with one folder for each."""
-    forms: tuple[str, ...] | None = None
-    shots: int | None = None
-    limit: int | None = None
-    run_code: bool = False
-
-    def read(self) -> list[Task]:
-        """The items of all of them."""
-        return read_tasks(self.data, self.names)
-
-
-def task_section(engine: Engine, questions: TaskQuestions, tasks: list[Task]) -> dict[str, Any]:
-    """The section `tasks` of a report."""
+def task_section(
+    engine: Engine, questions: TaskQuestions, tasks: list[Task], contamination: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The section `tasks` of a report. `contamination`: what is known of the items in the training text."""
     results = judge(engine, tasks, questions.forms, questions.shots, questions.limit, run_code=questions.run_code)
     problems = [line for task in tasks for line in (f"{task.name} {problem}" for problem in task.problems)]
     problems += dict.fromkeys(line for result in results for line in result.problems)  # those of cloze come twice
-    return {"results": [_as_values(result) for result in results], "summary": summary(results), "problems": problems}
+    dirty = {task.name: dirty_ids(contamination, task) for task in tasks}
+    values = [_as_values(result, dirty[result.task]) for result in results]
+    return {"results": values, "summary": summary(results), "problems": problems}
 
 
-def _as_values(result: FormResult) -> dict[str, Any]:
+def _as_values(result: FormResult, dirty: set[str] | None) -> dict[str, Any]:
     values = asdict(result)
     del values["problems"]
+    correct = {each.id: each.correct for each in result.per_item if each.correct is not None}
+    if dirty is not None and correct:
+        values["contamination"] = split_accuracy(correct, dirty)
     return {**values, "centred": result.centred, "centred_interval": result.centred_interval}
 
 
@@ -80,6 +70,8 @@ def task_lines(section: dict[str, Any]) -> list[str]:
         notes = [f"{count:,} skipped: {reason}" for reason, count in each["skipped"].items()]
         if each["border_spans"]:
             notes.append(f"{each['border_spans']:,} with a token over the border of prompt and answer, scored exactly")
+        if "contamination" in each:
+            notes.append(split_words(each["contamination"]))
         if notes:
             lines.append(f"    {'; '.join(notes)}")
     names = {"en": "English", "zh": "Chinese"}

@@ -5,6 +5,8 @@ weights     its tensors by layer, as the engine reads them
 cache       keys and values in blocks; blocks of equal content are shared
 int8        its matrices in 8 bits
 forward     passes over ragged batches, in plain torch
+tree        many texts read as one tree: what they begin with is computed once
+score       what a model says of the tokens of such texts
 cuda        decoding passes on a GPU: our kernels, as CUDA graphs
 sampling    how the next token is chosen
 engine      continuous batching: requests come and go while others run

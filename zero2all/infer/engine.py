@@ -218,11 +218,7 @@ class Engine:
             raise UsageError("There is nothing to do: no token is to be written, and none to be scored.")
         # The last token of a text that is only scored is never fed to the model.
         if length >= self.max_len + (0 if request.max_new_tokens else 2):
-            origin = "model.max_seq_len" if self.max_len == config.max_seq_len else "--max-len"
-            raise PromptTooLongError(
-                f"The prompt has {length:,} tokens; prompt and answer together may have {self.max_len:,} ({origin}). "
-                f"Shorten the prompt."
-            )
+            raise self.too_long(f"{length:,}")
         wrong = next((number for number in request.ids if not 0 <= number < vocabulary), None)
         if wrong is not None:
             raise UsageError(f"The prompt has the token id {wrong}; this model has the ids 0 to {vocabulary - 1}.")
@@ -230,6 +226,14 @@ class Engine:
             raise UsageError(f"{request.alternatives} alternatives were asked for; there are 0 to {MOST_ALTERNATIVES}.")
         if request.score_from is not None and request.score_from < 1:
             raise UsageError("The first token of a text has nothing before it: scoring starts at token 1.")
+
+    def too_long(self, tokens: str) -> PromptTooLongError:
+        """The refusal of a prompt of so many tokens."""
+        origin = "model.max_seq_len" if self.max_len == self.forward.weights.config.max_seq_len else "--max-len"
+        return PromptTooLongError(
+            f"The prompt has {tokens} tokens; prompt and answer together may have {self.max_len:,} ({origin}). "
+            f"Shorten the prompt."
+        )
 
     def _admit(self) -> None:
         """Let waiting requests in, in their order, as long as there is room."""

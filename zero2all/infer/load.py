@@ -108,7 +108,9 @@ def load_model(
     `device` None takes a GPU where there is one; `dtype` None is bfloat16 there and float32 on the CPU. Of a run only
     the weights are read; a newer checkpoint whose weights are damaged is left out, and said so.
     """
-    place = device if isinstance(device, torch.device) else pick_device(device or "auto", "--device")
+    place = (
+        device if isinstance(device, torch.device) else pick_device("auto" if device is None else device, "--device")
+    )
     kind = _dtype(dtype, place)
     folder = Path(source).expanduser()
     if workspace is not None and is_folder_name(source) and workspace.run(source).is_dir():

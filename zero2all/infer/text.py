@@ -145,6 +145,8 @@ def engine_request(engine: Engine, request: TextRequest) -> Request:
     given_back: Sequence[int] = ()
     if not isinstance(request.prompt, str):
         ids = request.prompt
+    elif (least := engine.tokenizer.fewest_tokens(request.prompt)) >= engine.max_len:
+        raise engine.too_long(f"at least {least:,}")  # now: to encode megabytes takes seconds
     elif request.heal:
         healed = heal(request.prompt, engine.tokenizer, engine.vocabulary)
         ids, given_back = healed.ids, healed.given_back

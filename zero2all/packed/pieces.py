@@ -120,37 +120,38 @@ class Document(NamedTuple):
     """None: plain text, the only one of `texts`."""
 
 
-def _records(task: PieceTask) -> Iterator[dict[str, Any]]:
-    if task.part.suffix != ".jsonl":
-        yield from READERS[task.part.name.partition(".")[2]](task.part, task.source)
-        advance(task.end - task.start)
+def _records(part: Path, start: int, end: int, source: str) -> Iterator[dict[str, Any]]:
+    if part.suffix != ".jsonl":
+        yield from READERS[part.name.partition(".")[2]](part, source)
+        advance(end - start)
         return
-    told, at = 0, task.start
-    with open(task.part, "rb", buffering=READ_BYTES) as file:
-        file.seek(task.start)
-        while at < task.end:
+    told, at = 0, start
+    with open(part, "rb", buffering=READ_BYTES) as file:
+        file.seek(start)
+        while at < end:
             line = file.readline()
             try:
                 record = jsonio.loads(line)
             except ValueError as error:
                 raise BadInputError(
-                    f"{task.part}, the line at byte {at}, is not JSON ({error}): the shard was changed or damaged "
+                    f"{part}, the line at byte {at}, is not JSON ({error}): the shard was changed or damaged "
                     f"after it was written. Run `z2a corpus build` again with the same sources: it writes it anew."
                 ) from error
             yield record
             at += len(line)
-            if at - task.start - told > READ_BYTES:
-                advance(at - task.start - told)
-                told = at - task.start
-    advance(task.end - task.start - told)
+            if at - start - told > READ_BYTES:
+                advance(at - start - told)
+                told = at - start
+    advance(end - start - told)
 
 
-def _batches(task: PieceTask) -> Iterator[list[Document]]:
+def document_batches(part: Path, start: int, end: int, source: str) -> Iterator[list[Document]]:
+    """The documents in some bytes of a corpus shard (see `cut_part`), a batch at a time; tells `advance` the bytes."""
     batch: list[Document] = []
     characters = 0
-    for record in _records(task):
+    for record in _records(part, start, end, source):
         gid = record.get("gid", NO_GID)
-        turns = turns_of(record, f"{task.part}, record gid {gid}")
+        turns = turns_of(record, f"{part}, record gid {gid}")
         texts = [training_text(record)] if turns is None else [turn.text for turn in turns]
         batch.append(Document(gid, texts, turns))
         characters += sum(map(len, texts))
@@ -172,7 +173,7 @@ def _write_piece(task: PieceTask, tokenizer: Tokenizer, encoder: Encoder, folder
     gids: list[int] = []
     all_lengths: list[np.ndarray] = []
     with open(folder / TOKENS, "wb") as tokens_file, open(folder / COUNTS, "wb") as counts_file:
-        for batch in _batches(task):
+        for batch in document_batches(task.part, task.start, task.end, task.source):
             texts = [text for document in batch for text in document.texts]
             encoded = encoder.encode_batch(texts)
             largest = int(encoded.ids.max(initial=0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from typing import Any
 
 import torch
@@ -19,12 +20,26 @@ def pick_device(asked: str, setting: str = "parallel.device") -> torch.device:
     require."""
     if asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "cpu"
-    if asked == "cuda" and not torch.cuda.is_available():
+    if asked == "cpu":
+        return torch.device("cpu")
+    named = re.fullmatch(r"cuda(?::(\d{1,3}))?", asked, re.ASCII)
+    if named is None:
+        raise UsageError(f"{setting} is `{asked}`; expected auto, cpu, cuda, or a GPU by its number, such as cuda:1.")
+    if not torch.cuda.is_available():
         raise UsageError(
-            f"{setting} is cuda, but torch sees no CUDA device here. Check the driver and that a CUDA build of torch "
-            f"is installed, or set {setting} to cpu or auto."
+            f"{setting} is {asked}, but torch sees no CUDA device here. Check the driver and that a CUDA build of "
+            f"torch is installed, or set {setting} to cpu or auto."
         )
-    return torch.device("cuda", local_rank()) if asked == "cuda" else torch.device(asked)
+    if named[1] is None:
+        return torch.device("cuda", local_rank())
+    count = torch.cuda.device_count()
+    if int(named[1]) >= count:
+        raise UsageError(f"{setting} is {asked}, but the GPUs here are {_numbered(count)}.")
+    return torch.device("cuda", int(named[1]))
+
+
+def _numbered(count: int) -> str:
+    return "cuda:0 only" if count == 1 else f"cuda:0 to cuda:{count - 1}"
 
 
 def local_rank() -> int:

@@ -108,11 +108,7 @@ class CompletionAnswer(Answer):
 
     def _logprobs(self, index: int, piece: Piece) -> dict[str, Any]:
         tokens = [self._spelled(choice.id) for choice in piece.choices]
-        offsets = []
-        for choice in piece.choices:
-            offsets.append(self._offsets[index])
-            fresh = self.bytes_of(choice.id)[choice.bytes_before :]
-            self._offsets[index] += len(self._decoders[index].decode(fresh))
+        offsets = [self._offset(index, self.bytes_of(each.id)[each.bytes_before :]) for each in piece.choices]
         top = [
             {self._spelled(token): logprob for token, logprob in reversed(choice.alternatives)}
             for choice in piece.choices
@@ -123,6 +119,16 @@ class CompletionAnswer(Answer):
             "top_logprobs": top if self.call.requests[index].logprobs else None,
             "text_offset": offsets,
         }
+
+    def _offset(self, index: int, fresh: bytes) -> int:
+        """Where the first of these bytes stands in the text; inside a character: where that begins."""
+        decoder, begin = self._decoders[index], self._offsets[index]
+        pending = decoder.getstate()[0]
+        first = decoder.decode(fresh[:1])
+        # Bytes that the first one does not go on from become a U+FFFD, which stands before this token.
+        is_broken = bool(pending) and bool(first) and (len(first) > 1 or bool(decoder.getstate()[0]))
+        self._offsets[index] += len(first) + len(decoder.decode(fresh[1:]))
+        return begin + is_broken
 
     def _spelled(self, token: int) -> str:
         """A token as text; where it is a part of a character, its bytes, written as OpenAI writes them."""

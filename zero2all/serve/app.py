@@ -37,6 +37,8 @@ SHARED_WITH_BOARD = ("before.js", "dom.js", "format.js", "icon.svg", "style.css"
 MAX_BODY_BYTES = 4_000_000
 SMALL_BODY_BYTES = 8_000
 BODY_SECONDS = 60.0
+OPEN_PATHS = frozenset({"/health"})
+"""For those who watch over servers, and have no token."""
 NO_STORE = {"Cache-Control": "no-store"}
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -63,7 +65,7 @@ def make_app(
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
         *page_routes(files, [name for name in files if name.endswith(".js") and name != "/web/before.js"]),
     ]
-    door = Door("server", "z2a serve", lambda _, status, message: _refusal(RefusedError(status, message)))
+    door = Door("server", "z2a serve", lambda _, status, message: _refusal(RefusedError(status, message)), OPEN_PATHS)
     gate = Middleware(Gate, host=host, token=token, allowed_hosts=list(allowed_hosts), door=door)
     handlers: Mapping[Any, Any] = {RefusedError: _refused, HTTPException: _no_route, Exception: _failed}
     return Starlette(routes=routes, middleware=[gate], exception_handlers=handlers, lifespan=lifespan)
@@ -173,28 +175,31 @@ class _Reply:
 
 
 async def read_body(request: Request) -> bytes:
-    """The body, which has to be JSON by its header. What is too large is read to its end, and not kept."""
+    """The body, which has to be JSON. What its headers rule out is refused before it is read."""
+    announced = request.headers.get("content-length", "")
+    if announced.isascii() and announced.isdigit() and int(announced[:20]) > MAX_BODY_BYTES:
+        raise _too_large(f"{int(announced[:20]):,}")
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    body, size = bytearray(), 0
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for piece in request.stream():
-                size += len(piece)
-                if size <= MAX_BODY_BYTES:
-                    body += piece
-    except ClientDisconnect:
-        raise RefusedError(400, "The client left before its body was complete.") from None
-    except TimeoutError:
-        raise RefusedError(408, f"The body did not arrive within {BODY_SECONDS:.0f} seconds.") from None
-    if size > MAX_BODY_BYTES:
-        raise RefusedError(
-            413, f"The body has {size:,} bytes; at most {MAX_BODY_BYTES:,} are taken. Send less at a time."
-        )
     if kind != "application/json":
         raise RefusedError(
             415, f"The body is `{kind[:100]}`; send JSON, with the header Content-Type: application/json."
         )
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > MAX_BODY_BYTES:  # it came in chunks, without its length
+                    raise _too_large(f"more than {MAX_BODY_BYTES:,}")
+    except ClientDisconnect:
+        raise RefusedError(400, "The client left before its body was complete.") from None
+    except TimeoutError:
+        raise RefusedError(408, f"The body did not arrive within {BODY_SECONDS:.0f} seconds.") from None
     return bytes(body)
+
+
+def _too_large(size: str) -> RefusedError:
+    return RefusedError(413, f"The body has {size} bytes; at most {MAX_BODY_BYTES:,} are taken. Send less at a time.")
 
 
 def parsed(body: bytes) -> Any:

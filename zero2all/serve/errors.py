@@ -17,7 +17,9 @@ class RefusedError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """When to try again, where that helps."""
+        """When to try again, where that helps; after a body that did not come, the connection is of no use."""
+        if self.status == 408:
+            return {"Connection": "close"}
         return {"Retry-After": str(RETRY_SECONDS[self.status])} if self.status in RETRY_SECONDS else {}
 
     def body(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from types import FrameType
 import uvicorn
 from starlette.applications import Starlette
 
+from zero2all.common.progress import say
 from zero2all.common.signals import stop_signals_to
 from zero2all.serve.app import make_app
 from zero2all.serve.model import ServedModel
@@ -63,7 +64,7 @@ class ModelServer:
                 timeout_graceful_shutdown=SECONDS_TO_SEND_THE_REST,
             )
         )
-        self._is_ending = False
+        self._is_ending = self._was_signalled = False
         self._problem: Exception | None = None
 
     @property
@@ -86,6 +87,7 @@ class ModelServer:
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         if self._is_ending:
             os._exit(INTERRUPTED)
+        self._was_signalled = True
         self.stop()
 
     @contextlib.asynccontextmanager
@@ -108,8 +110,18 @@ class ModelServer:
         """Wait for the order to end, then end: first the engine, whose last pieces go out, then the server."""
         while not self._is_ending:
             await asyncio.sleep(POLL_SECONDS)
+        if self._was_signalled:  # said here: a signal may come in the middle of another print
+            say(self._farewell())
         await asyncio.to_thread(self.model.close, self.options.grace_seconds)
         self._server.should_exit = True
+
+    def _farewell(self) -> str:
+        stats = self.model.stats()
+        left = stats["running"] + stats["waiting"]
+        if not left:
+            return "Ending: no request is left."
+        counted = "1 request" if left == 1 else f"{left} requests"
+        return f"Finishing {counted}, up to {self.options.grace_seconds:g} s; Ctrl-C again ends at once."
 
 
 class _Uvicorn(uvicorn.Server):

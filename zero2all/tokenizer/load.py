@@ -8,6 +8,7 @@ Text and control tokens are encoded separately: `encode_text` never returns a co
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -88,6 +89,19 @@ class Tokenizer:
             return self.encode_batch([text])[0]
         ids: list[int] = self.backend.encode(well_formed(text), add_special_tokens=False).ids
         return ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number that `encode_text` cannot stay below, found without encoding; 0 where pieces do not spell it all."""
+        if not self.is_byte_level or self.normalisation == "other":
+            return 0
+        text = well_formed(text)
+        if self.normalisation != "none":
+            text = unicodedata.normalize(self.normalisation.upper(), text)
+        return -(-len(text.encode()) // self._longest_piece)
+
+    @cached_property
+    def _longest_piece(self) -> int:
+        return max(map(len, self.text_pieces.values()))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode_text` of each text, on all cores."""

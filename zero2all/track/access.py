@@ -51,15 +51,24 @@ def listen(host: str, port: int | None, first_port: int) -> socket.socket:
             listening.listen(128)
             return listening
         except socket.gaierror as error:
-            raise UsageError(f"`--host {host}` is no address of this machine ({error.strerror}).") from None
+            raise _wrong_address(host, error) from None
         except OSError as error:
             listening.close()
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise _wrong_address(host, error) from None
             if error.errno == errno.EADDRINUSE and port is None:
                 continue
             raise UsageError(
                 f"Cannot listen on {host} port {each}: {error.strerror}. Choose another with --port, or leave it out."
             ) from None
     raise UsageError(f"The ports {tries[0]} to {tries[-1]} are all in use. Name a free one with --port.")
+
+
+def _wrong_address(host: str, error: OSError) -> UsageError:
+    return UsageError(
+        f"`--host {host}` is no address of this machine ({error.strerror}). Give one that it has, 127.0.0.1 for this "
+        f"machine only, or 0.0.0.0 for all of its addresses."
+    )
 
 
 def address(host: str, listening: socket.socket) -> str:
@@ -100,6 +109,8 @@ class Door:
     name: str = "board"
     verb: str = "z2a board"
     refuse: Callable[[Scope, int, str], Response] = plain_refusal
+    open_paths: frozenset[str] = frozenset()
+    """They need no token."""
 
 
 class Gate:
@@ -116,7 +127,8 @@ class Gate:
         self.app = app
         self.token = token
         self.door = door
-        self.names = {*LOOPBACK_NAMES, *(name.lower() for name in allowed_hosts)}
+        self.proxies = {name.lower() for name in allowed_hosts}  # they may hand on another Host than the browser's
+        self.names = {*LOOPBACK_NAMES, *self.proxies}
         self.allows_addresses = not is_loopback(host)  # a rebound name cannot look like an address
         if self.allows_addresses:
             self.names |= {host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
@@ -146,9 +158,9 @@ class Gate:
                 f"This {self.door.name} answers to the names of its own machine only. Open it as "
                 f"http://127.0.0.1:PORT, or start it with --allow-host NAME.",
             )
-        if headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-mode") != "navigate":
+        if self._is_of_another_site(headers):
             return self.door.refuse(scope, 403, "Requests made by other sites are refused.")
-        if self.token is None:
+        if self.token is None or scope["path"] in self.door.open_paths:
             return None
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         if self._is_token(dict(query).get("token", "")):
@@ -163,12 +175,24 @@ class Gate:
         cookie = cookie_parser(headers.get("cookie", "")).get(_cookie_name(scope), "")
         if self._is_token(cookie) or self._is_token(bearer):
             return None
+        wrong = "That is the wrong token. " if bearer or cookie or "token" in dict(query) else ""
         return self.door.refuse(
             scope,
             401,
-            f"This {self.door.name} needs its token: open the whole address that `{self.door.verb}` printed, with "
-            f"?token=… at its end, or send the header `Authorization: Bearer TOKEN`.",
+            f"{wrong}This {self.door.name} needs its token: open the whole address that `{self.door.verb}` printed, "
+            f"with ?token=… at its end, or send the header `Authorization: Bearer TOKEN`.",
         )
+
+    def _is_of_another_site(self, headers: Headers) -> bool:
+        """By what browsers say. A link to us is fine; programs say nothing."""
+        site = headers.get("sec-fetch-site")
+        if site == "cross-site" and headers.get("sec-fetch-mode") != "navigate":
+            return True
+        origin = headers.get("origin")
+        if origin is None or site == "same-origin":
+            return False
+        place = origin.partition("://")[2].lower()
+        return place != headers.get("host", "").strip().lower() and host_name(place) not in self.proxies
 
     def _is_our_name(self, name: str) -> bool:
         try:

@@ -31,7 +31,9 @@ NEVER_SMOOTHED = frozenset({"eval", "memory", "mixture"})
 """Scores, sums and plans are drawn as they are: smoothing would only bend them."""
 LINES_PER_CHART = 24
 FIRST = ("loss", "bpb", "lr", "grad_norm", "tokens_per_second", "mfu", "time")
-QUANTITY = re.compile(r"(loss|bpb|perplexity|ppl|acc|accuracy|probability|share_among_foils|f1|exact_match)(_|$)")
+QUANTITY = re.compile(
+    r"(loss|bpb|perplexity|ppl|acc|accuracy|probability|share_among_foils|logprob|nats|f1|exact_match)(_|$)"
+)
 UNITS: tuple[tuple[str, str], ...] = (
     ("nats", r"(^|/)loss(/|$)"),
     ("bits", r"(^|/)bpb(/|$)"),

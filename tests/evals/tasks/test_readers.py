@@ -133,7 +133,10 @@ CASES = [
     ),
     (
         "arc_easy",
-        {"ARC-Easy/ARC-Easy-Test.jsonl": lines({"id": "q1", "question": ARC, "answerKey": "2"})},
+        {
+            "ARC-Easy/ARC-Easy-Test.csv": b"questionID,question\n1,x\n",
+            "ARC-Easy/ARC-Easy-Test.jsonl": lines({"id": "q1", "question": ARC, "answerKey": "2"}),
+        },
         ("Sky?", "blue", "", 0),
     ),
     (

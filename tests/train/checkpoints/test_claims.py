@@ -67,7 +67,28 @@ def test_a_claim_from_elsewhere_counts_while_its_heartbeat_is_fresh(run, facts):
         assert claim is not None
 
 
-def test_a_claim_that_is_just_being_written_counts(run):
+def test_without_links_on_the_disk_it_works_too(run, monkeypatch):
+    def link(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "link", link)
+    with claim_step(run, 7) as claim, claim_step(run, 7) as second:
+        assert claim is not None
+        assert claim.is_held()
+        assert second is None
+    assert list(claim_path(run).parent.iterdir()) == []
+
+
+def test_what_a_process_left_that_was_killed_while_it_made_a_claim_is_swept(run):
+    leave_claim(run, pid=2**22 + 1)
+    left = claim_path(run).with_name("abc.new")
+    left.touch()
+    os.utime(left, (1.0, 1.0))
+    with claim_step(run, 7):
+        assert [path.name for path in claim_path(run).parent.iterdir()] == [claim_path(run).name]
+
+
+def test_a_claim_that_cannot_be_read_counts_while_it_is_fresh(run):
     claim_path(run).parent.mkdir()
     claim_path(run).touch()
     with claim_step(run, 7) as claim:

@@ -59,8 +59,17 @@ def _arc(row: Any, file: DataFile) -> Iterator[Item]:
     yield Item(text(row, "id"), item.question, item.choices, item.gold, item.answer)
 
 
-def _part(name: str) -> Any:
-    return lambda files: [file for file in files if name in str(file).lower()]
+def _arc_reader(part: str) -> Reader:
+    """Both parts come together, and the original has a CSV without options beside each file."""
+    return Reader(
+        f"arc_{part}",
+        "en",
+        _arc,
+        ("test",),
+        ("train", "val", "dev"),
+        suffixes=(".jsonl", ".parquet"),
+        choose=lambda files: [file for file in files if part in str(file).lower()],
+    )
 
 
 EXAMS = (
@@ -69,6 +78,6 @@ EXAMS = (
     Reader(
         "mmlu", "en", _mmlu, ("test",), ("dev", "val"), header=("question", *LABELS[:4], "answer"), choose=_all_or_each
     ),
-    Reader("arc_easy", "en", _arc, ("test",), ("train", "val", "dev"), choose=_part("easy")),
-    Reader("arc_challenge", "en", _arc, ("test",), ("train", "val", "dev"), choose=_part("challenge")),
+    _arc_reader("easy"),
+    _arc_reader("challenge"),
 )

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from zero2all.common.errors import BadInputError
+from zero2all.common.files import crc32c_of
 from zero2all.common.schema import nearest_hint
-from zero2all.evals.items import Task
+from zero2all.evals.items import Task, check_forms
 from zero2all.evals.tasks.everyday import EVERYDAY
 from zero2all.evals.tasks.exams import EXAMS
 from zero2all.evals.tasks.own import own_reader
@@ -65,3 +67,32 @@ def read_task(data: Path, name: str) -> Task:
     language, _ = Counter(item.language for item in task.items).most_common(1)[0]
     forms = task.forms if any(item.choices for item in task.items) else ("bits", "generate")
     return replace(task, language=language, forms=forms)
+
+
+@dataclass(frozen=True)
+class TaskQuestions:
+    """Benchmarks to ask, as the command line names them."""
+
+    names: tuple[str, ...]
+    data: Path
+    """Folder with one folder for each."""
+    forms: tuple[str, ...] | None = None
+    shots: int | None = None
+    limit: int | None = None
+    run_code: bool = False
+    rewrites: tuple[str, ...] = ()
+    """In which other ways to ask them: see `rewrites.list`."""
+    made: tuple[Task, ...] = ()
+    """Tasks that need no files."""
+
+    def read(self) -> list[Task]:
+        """The items of all of them; an error for a name or form that does not exist."""
+        check_forms(self.forms)
+        return [*(read_tasks(self.data, self.names) if self.names else ()), *self.made]
+
+    def record(self) -> dict[str, Any]:
+        """These settings as a report keeps them, with the checksum of every file."""
+        folders = {folder_of(self.data, name) for name in self.names} if self.names != ("all",) else {self.data}
+        paths = sorted(path for folder in folders for path in folder.rglob("*") if path.is_file())
+        files = {path.relative_to(self.data).as_posix(): crc32c_of(path) for path in paths}
+        return {**asdict(replace(self, made=())), "data": files, "made": [task.name for task in self.made]}

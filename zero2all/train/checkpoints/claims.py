@@ -1,8 +1,8 @@
 """Claims: which checkpoints other processes are reading, one reader to a checkpoint.
 
 `<run>/checkpoints/claims/step-00001000.json` is there while a process judges that checkpoint. Retention does not delete
-a claimed checkpoint, and readers on several machines share the work, because only one can create the file (O_EXCL). It
-names host, process and start of the reader, and its mtime is the heartbeat, as with the lock of the run.
+a claimed checkpoint, and readers on several machines share the work, because only one can create the file. It names
+host, process and start of the reader, and its mtime is the heartbeat, as with the lock of the run.
 
 A claim is stale when its process is dead, or, on another host, when the heartbeat is old. A stale claim holds nothing:
 retention ignores it, and the next reader takes it over. A reader that was suspended and lost its claim finds out from
@@ -35,6 +35,7 @@ from zero2all.train.checkpoints.run_lock import (
 )
 
 CLAIMS_FOLDER = "claims"
+NEW_SUFFIX = ".new"
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,28 @@ def _claim_path(run: Path, step: int) -> Path:
 
 
 def _create(claim: Claim) -> bool:
+    """Make the file; False when there is one. It is linked to its name, so that it is never seen empty: who made it
+    could not be told from that, if its maker was killed. Disks without links get it with O_EXCL."""
+    content = exact_json.dump({**this_process(), "token": claim.token})
+    new = claim.path.with_name(f"{claim.token}{NEW_SUFFIX}")
+    new.write_bytes(content)
     try:
-        handle = os.open(claim.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode=0o666)
+        os.link(new, claim.path)
     except FileExistsError:
         return False
-    with os.fdopen(handle, "wb") as file:
-        file.write(exact_json.dump({**this_process(), "token": claim.token}))
+    except OSError:
+        return _create_without_link(claim.path, content)
+    finally:
+        new.unlink()
+    return True
+
+
+def _create_without_link(path: Path, content: bytes) -> bool:
+    try:
+        with open(path, "xb") as file:
+            file.write(content)
+    except FileExistsError:
+        return False
     return True
 
 
@@ -102,6 +119,10 @@ def _remove_stale(path: Path, stale_seconds: float) -> bool:
             is_stale = _is_stale(path, stale_seconds)
             if is_stale:
                 path.unlink(missing_ok=True)
+            for new in path.parent.glob(f"*{NEW_SUFFIX}"):
+                with contextlib.suppress(FileNotFoundError):
+                    if _heartbeat_age(new) > stale_seconds:  # its maker was killed while it made a claim
+                        new.unlink()
             return is_stale
     except RunLockedError:  # another process is just taking one over
         return False
@@ -112,7 +133,7 @@ def _is_stale(path: Path, stale_seconds: float) -> bool:
     try:
         if holder.get("host") == socket.gethostname() and holder.get("boot") == boot_id():
             return not is_alive(holder)
-        return _heartbeat_age(path) > stale_seconds  # another machine's, or one that is being written
+        return _heartbeat_age(path) > stale_seconds  # another machine's, or one that cannot be read
     except FileNotFoundError:
         return True
 

@@ -1,0 +1,403 @@
+"""Rewrites: what each makes of an item, what it refuses, and how original and rewritten items are compared."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from zero2all.cli import main
+from zero2all.cli.benchmarks import named_tasks
+from zero2all.common.errors import UsageError
+from zero2all.evals.items import BLANK, CONTINUE, SENTENCE, Item, Task, check_item
+from zero2all.evals.rewrites.base import lineage_of, order_of, rewritten
+from zero2all.evals.rewrites.list import REWRITES, chosen_rewrites
+from zero2all.evals.rewrites.measure import measure_rewrites, paired_gap
+from zero2all.evals.rewrites.once import write_once
+from zero2all.evals.rewrites.options import HARDEST
+from zero2all.evals.rewrites.report import rewrite_figures, rewrite_lines
+from zero2all.evals.rewrites.shots import ShotRewrite
+from zero2all.evals.rewrites.surface import chinese_numeral, english_numeral
+from zero2all.evals.tasks.list import read_tasks
+from zero2all.infer.engine import Engine
+from zero2all.quickstart.journey import WORLD_SEED
+from zero2all.quickstart.world.generator import documents
+
+WATER = Item("water", "水的化学式是什么？", ("CO2", "H2O", "O2", "H2O2"), 1, "H2O", "zh", "chemistry")
+CAPITAL = Item("capital", "What is the capital of France?", ("Rome", "Oslo", "Paris", "Lima"), 2, "Paris")
+PASSAGE = replace(CAPITAL, id="passage", context="France is a country.")
+GOES_ON = replace(CAPITAL, id="goes on", question="The capital of France is", shape=CONTINUE)
+PENS = Item("pens", "3 pens cost 4 yuan each. How many yuan do they cost?", answer="12")
+
+
+def made(name, item, seed=0):
+    """What one or more rewrites make of an item."""
+    return rewritten(item, chosen_rewrites([name])[name], seed)
+
+
+def only(name, item, seed=0):
+    (found,) = made(name, item, seed)
+    return found
+
+
+# ---- options --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [
+        ("R1.han", "一二三四"),
+        ("R1.stems", "甲乙丙丁"),
+        ("R1.circled", "①②③④"),
+        ("R1.digits", "1234"),
+        ("R1.letters", "JKLM"),
+    ],
+)
+def test_labels_are_others_and_the_right_one_stays_right(name, labels):
+    item = only(name, WATER)
+    assert item.choices == tuple(labels)
+    assert item.answer == labels[1]
+    assert f"{labels[1]}．H2O" in item.question
+    assert order_of(item) == (0, 1, 2, 3)
+
+
+def test_with_a_dash_for_a_label_the_text_is_the_answer():
+    item = only("R1.bullets", CAPITAL)
+    assert item.question == "What is the capital of France?\n- Rome\n- Oslo\n- Paris\n- Lima"
+    assert item.choices == CAPITAL.choices
+
+
+def test_rotations_hold_every_option_in_every_place_once():
+    items = made("R2", CAPITAL)
+    assert [item.gold for item in items] == [2, 1, 0, 3]
+    assert all(item.choices[item.gold] == item.answer == "Paris" for item in items)
+    assert [sorted(item.choices[place] for item in items) for place in range(4)] == [sorted(CAPITAL.choices)] * 4
+    assert all(CAPITAL.choices[order_of(item)[place]] == item.choices[place] for item in items for place in range(4))
+
+
+def test_none_of_the_others_replaces_the_right_option_or_a_wrong_one():
+    gold, other = only("R3", WATER), only("R4", WATER)
+    assert gold.answer == gold.choices[1] == "其他选项均不正确"
+    assert "H2O" not in gold.choices
+    assert other.answer == "H2O"
+    assert other.choices.count("其他选项均不正确") == 1
+    assert order_of(gold) == (0, -1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "question", ["下列最大的是？", "Which is NOT a city?", "Which is the best answer?", "下列错误的是"]
+)
+def test_none_of_the_others_does_not_fit_questions_that_compare_or_ask_for_the_wrong_one(question):
+    assert made("R3", replace(CAPITAL, question=question)) == []
+    assert made("R4", replace(CAPITAL, question=question)) == []
+
+
+def test_options_that_speak_of_others_are_not_moved_or_replaced():
+    item = replace(CAPITAL, choices=("Rome", "Oslo", "Paris", "None of the above"))
+    assert [made(name, item) for name in ("R2", "R3", "R4")] == [[], [], []]
+
+
+def test_of_several_right_options_one_is_left_and_of_one_right_option_the_question_is_turned():
+    several = replace(CAPITAL, extra={"golds": (0, 2)})
+    item = only("R5", several)
+    assert sorted(item.choices) in (["Lima", "Oslo", "Paris"], ["Lima", "Oslo", "Rome"])
+    assert item.answer in ("Paris", "Rome")
+    turned = only("R5", CAPITAL)
+    assert turned.question.startswith("Which of these is not a right answer?")
+    assert len(turned.choices) == 2
+    assert turned.answer != "Paris"
+    assert "Paris" in turned.choices
+
+
+def test_two_options_are_the_right_one_and_the_hardest():
+    item = only("R6", replace(CAPITAL, extra={HARDEST: 0}))
+    assert sorted(item.choices) == ["Paris", "Rome"]
+    assert item.answer == "Paris"
+
+
+# ---- wording --------------------------------------------------------------------------------------------------
+
+
+def test_a_short_answer_has_no_options():
+    item = only("R8", WATER)
+    assert (item.choices, item.gold, item.answer) == ((), None, "H2O")
+
+
+def test_each_option_is_proposed_and_what_follows_is_scored():
+    item = only("R9", CAPITAL)
+    assert item.question == "What is the capital of France? The answer is _. True or false? True"
+    assert (item.shape, item.choices) == (BLANK, CAPITAL.choices)
+    assert made("R9", replace(CAPITAL, question="Fill in: ___")) == []
+
+
+def test_statements_are_whole_sentences_with_their_passage():
+    item = only("R10", PASSAGE)
+    assert item.choices[2] == "France is a country.\nWhat is the capital of France? The answer is Paris."
+    assert item.shape == SENTENCE
+    assert only("R10", GOES_ON).choices[0] == "The capital of France is Rome"
+
+
+def test_an_irrelevant_sentence_comes_first_in_the_language_of_the_item():
+    assert only("R13", WATER).question.endswith("。水的化学式是什么？")
+    assert only("R13", CAPITAL).question.endswith(". What is the capital of France?")
+
+
+def test_another_language_needs_a_translation():
+    assert made("R15", WATER) == []
+    item = only("R15", replace(WATER, extra={"translation": "What is the formula of water?"}))
+    assert (item.question, item.language, item.choices) == ("What is the formula of water?", "en", WATER.choices)
+
+
+def test_every_option_stands_in_the_context_as_the_answer():
+    item = only("R16", PASSAGE)
+    first, *told = item.context.split("\n")
+    assert first == PASSAGE.context
+    assert sorted(told) == sorted(f"{CAPITAL.question} The answer is {choice}." for choice in CAPITAL.choices)
+    assert only("R16", GOES_ON).question.count("The capital of France is") == 5
+
+
+def test_paraphrases_are_those_the_item_brings_along():
+    assert made("R18.all", CAPITAL) == []
+    item = replace(CAPITAL, extra={"paraphrases": ("France's capital?", "Where does France govern from?")})
+    assert [each.question for each in made("R18.all", item)] == list(item.extra["paraphrases"])
+    assert only("R18.one", item).question in item.extra["paraphrases"]
+
+
+# ---- surface and numbers --------------------------------------------------------------------------------------
+
+
+def test_surface_changes_keep_the_words():
+    assert only("R11.width", WATER).choices[1] == "Ｈ２Ｏ"
+    assert only("R11.traditional", WATER).question == "水的化學式是什麼？".replace("麼", "么")
+    assert only("R11.options_first", CAPITAL).question.startswith("A. Rome\n")
+    assert made("R11.wording", CAPITAL)[0].question == "Q: What is the capital of France?\nA:"
+    assert only("R11.numerals", PENS).question.startswith("three pens cost four yuan")
+    assert [made(name, CAPITAL) for name in ("R11.width", "R11.traditional", "R11.numerals")] == [[], [], []]
+
+
+def test_numerals():
+    assert [chinese_numeral(number) for number in (0, 10, 12, 20, 99)] == ["零", "十", "十二", "二十", "九十九"]
+    assert [english_numeral(number) for number in (0, 13, 20, 42)] == ["zero", "thirteen", "twenty", "forty-two"]
+    unchanged = replace(PENS, question="In 1999 it was 3.5 m, 100 %, 7th.")
+    assert made("R11.numerals", unchanged) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_other_numbers_give_another_answer(seed):
+    item = only("R12", PENS, seed)
+    pens, yuan = (int(word) for word in item.question.split() if word.isdigit())
+    assert (pens, yuan) != (3, 4)
+    assert int(item.answer) == pens * yuan
+
+
+def test_numbers_follow_the_equations_of_a_written_solution():
+    solution = "She sold 48/2 = 24 clips in May. Together 48+24 = 72 clips. The answer is 72."
+    clips = Item("clips", "She sold 48 clips, then half as many.", answer=solution, extra={"number": "72"})
+    item = only("R12", clips)
+    given = int(item.question.split()[2])
+    assert given != 48
+    assert item.extra["number"] == str(given + given // 2)
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [("2 and 2?", "4"), ("3 pens, 4 yuan, 5 days", "12"), ("Who?", "Paris"), ("3 of 4", "99"), ("7 or 0", "7")],
+)
+def test_numbers_stay_where_the_way_to_the_answer_is_not_known(question, answer):
+    assert made("R12", replace(PENS, question=question, answer=answer)) == []
+
+
+# ---- all of them ----------------------------------------------------------------------------------------------
+
+EVERY_CHAIN = [name for name, rewrite in REWRITES.items() if not isinstance(rewrite, ShotRewrite)]
+
+
+@pytest.mark.parametrize("name", EVERY_CHAIN)
+def test_every_rewrite_makes_items_that_can_be_asked_with_their_lineage_and_the_same_for_the_same_seed(name):
+    full = {"translation": "?", "paraphrases": ("a?", "b?")}
+    items = [replace(item, extra=full) for item in (WATER, CAPITAL, PASSAGE, GOES_ON, PENS)]
+    found = [each for item in items for each in made(name, item, seed=3)]
+    assert found
+    for item in found:
+        check_item(item)
+        assert lineage_of(item)["rewrites"] == [name]
+        assert lineage_of(item)["seed"] == 3
+        assert lineage_of(item)["origin"] in {each.id for each in items}
+    assert found == [each for item in items for each in made(name, item, seed=3)]
+    assert len({item.id for item in found}) == len(found)
+
+
+def test_rewrites_follow_one_another():
+    items = made("R13+R2", CAPITAL)
+    assert len(items) == 4
+    assert lineage_of(items[3])["rewrites"] == ["R13", "R2"]
+    assert all(item.question != CAPITAL.question and item.choices[item.gold] == "Paris" for item in items)
+    assert made("R3+R2", CAPITAL) != []
+    assert made("R10+R2", CAPITAL) == []  # whole sentences have no options to turn
+
+
+def test_other_shapes_do_not_fit():
+    sentence = Item("s", "", ("He goes.", "He go."), 0, "He goes.", shape=SENTENCE)
+    assert all(made(name, sentence) == [] for name in EVERY_CHAIN if name not in ("R12", "R11.numerals"))
+
+
+def test_names():
+    assert list(chosen_rewrites(["R18", "R2"])) == ["R18.one", "R18.all", "R2"]
+    assert next(iter(chosen_rewrites(["R1"]))) == "R1.han"
+    assert "R10" not in chosen_rewrites(["R1"])
+    assert len(chosen_rewrites(["all"])) == len(REWRITES)
+    assert {name.partition(".")[0] for name in REWRITES} == {f"R{n}" for n in (*range(1, 17), 18)}
+    with pytest.raises(UsageError, match="no rewrite 'R99'"):
+        chosen_rewrites(["R99"])
+    with pytest.raises(UsageError, match="cannot be joined"):
+        chosen_rewrites(["R2+R14.0"])
+
+
+def test_examples_can_be_wrong_or_balanced():
+    shots = tuple(replace(CAPITAL, id=str(number)) for number in range(8))
+    task = Task("t", "en", (WATER,), shots)
+    wrong = REWRITES["R14.wrong"].task(task, 0).shots
+    assert all(shot.gold != 2 and shot.answer == shot.choices[shot.gold] for shot in wrong)
+    balanced = REWRITES["R14.balanced"].task(task, 0).shots
+    assert [shot.gold for shot in balanced] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert all(shot.answer == "Paris" for shot in balanced)
+
+
+# ---- the comparison -------------------------------------------------------------------------------------------
+
+
+def test_the_gap_is_paired():
+    pairs = [(True, False)] * 30 + [(True, True)] * 50 + [(False, False)] * 20
+    found = paired_gap(pairs)
+    assert (found["original"], found["rewritten"]) == (0.8, 0.5)
+    assert found["gap"] == pytest.approx(0.3)
+    low, high = found["gap_interval"]
+    assert 0.19 < low < 0.3 < high < 0.4
+    assert found["p"] < 1e-6
+    even = paired_gap([(True, False), (False, True)] * 10)
+    assert even["p"] == 1.0
+    assert even["gap_interval"][0] < 0 < even["gap_interval"][1]
+    assert paired_gap([])["gap"] is None
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says():
+    rng = random.Random(0)
+    truth = 0.6 * 0.5 - 0.4 * 0.2  # right before and lost, wrong before and won
+    inside = 0
+    for _ in range(300):
+        befores = [rng.random() < 0.6 for _ in range(80)]
+        pairs = [(before, (rng.random() >= 0.5) if before else (rng.random() < 0.2)) for before in befores]
+        low, high = paired_gap(pairs)["gap_interval"]
+        inside += low <= truth <= high
+    assert 0.91 <= inside / 300 <= 0.99
+
+
+def test_rewrites_are_asked_of_a_model_and_compared(trained):
+    items = tuple(
+        Item(country, f"{country}的首都是", ("北京", "巴黎", "东京"), gold, capital, "zh", shape=CONTINUE)
+        for gold, (country, capital) in enumerate((("中国", "北京"), ("法国", "巴黎"), ("日本", "东京")))
+    )
+    task = Task("capitals", "zh", items, forms=("cloze", "choice"))
+    chains = chosen_rewrites(["R2", "R6", "R10", "R13", "R18", "R14.5", "R8"])
+    found = measure_rewrites(Engine(trained), [task], chains)["capitals"]
+    rows = {(row["rewrite"], row["form"]): row for row in found["rows"]}
+    assert rows["R2", "choice"]["items"] == 3
+    assert rows["R2", "choice"]["rewritten"] <= rows["R2", "choice"]["original"] + 1e-9
+    assert rows["R6", "cloze"]["rewritten"] >= rows["R6", "cloze"]["original"]  # the model's own best wrong option
+    assert (
+        rows["R10", "cloze"]["gap_interval"][0]
+        <= rows["R10", "cloze"]["gap"]
+        <= rows["R10", "cloze"]["gap_interval"][1]
+    )
+    assert rows["R18.one", "cloze"]["skipped"] == {"the rewrite does not fit": 3}
+    assert rows["R14.5", "cloze"]["skipped"] == {"too few examples": 3}
+    assert rows["R8", "generate"]["items"] == 0
+    assert found["spread"] == pytest.approx(found["highest"] - found["lowest"])
+    assert set(found["consistency"]) == {"cloze", "choice"}
+    assert all(0 <= share <= 1 for share in found["consistency"].values())
+    section = {"tasks": {"capitals": found}}
+    assert rewrite_figures(section)["eval/rewrites/gap/capitals/R2/choice"] == rows["R2", "choice"]["gap"]
+    lines = rewrite_lines(section)
+    assert any("R13" in line and "%" in line for line in lines)
+    assert any("all items left out (too few examples): R14.5" in line for line in lines)
+
+
+def test_what_to_train_on_once_tells_no_answer_and_what_to_ask_is_a_set_that_can_be_read(tmp_path):
+    task = Task("exam", "zh", (WATER, PASSAGE, PENS))
+    assert write_once([task], tmp_path) == {"exam": 2}
+    texts = [json.loads(line)["text"] for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert texts[1] == "France is a country.\nWhat is the capital of France?\nA. Rome\nB. Oslo\nC. Paris\nD. Lima"
+    (again,) = read_tasks(tmp_path / "ask", ["exam"])
+    assert [(item.id, item.question, item.choices, item.gold) for item in again.items] == [
+        (item.id, item.question, item.choices, item.gold) for item in (WATER, PASSAGE)
+    ]
+    assert again.items[1].context == PASSAGE.context
+
+
+# ---- the command line -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def capitals(trained_workspace, tmp_path):
+    """A copy of the trained workspace, and a folder with a benchmark."""
+    shutil.copytree(trained_workspace.root, tmp_path / "work")
+    (tmp_path / "data/capitals").mkdir(parents=True)
+    rows = [
+        {"id": "cn", "question": "中国的首都是", "choices": ["北京", "巴黎"], "answer": 0},
+        {"id": "fr", "question": "法国的首都是", "choices": ["北京", "巴黎"], "answer": 1},
+        {"id": "none", "question": "月球上的首都叫什么名字呢", "choices": ["北京", "巴黎"], "answer": 1},
+    ]
+    path = tmp_path / "data/capitals/test.jsonl"
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return tmp_path / "work", tmp_path / "data"
+
+
+def test_a_run_is_asked_rewritten_benchmarks_and_told_what_was_in_its_training_text(capitals, capsys):
+    work, data = capitals
+    common = ["--work", str(work), "--data", str(data)]
+    assert main(["eval", "contamination", "capitals", *common]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["capitals", "3", "2"]
+    words = ["--tasks", "capitals", "--rewrites", "R2,R13+R2,R17", "--forms", "cloze", "--max-bytes", "500"]
+    assert main(["eval", "tiny", *common, *words]) == 0
+    shown = capsys.readouterr().out
+    assert "in the training text: all " in shown
+    assert "R13+R2" in shown
+    report = json.loads((work / "runs/tiny/eval/step-00000030.json").read_bytes())
+    assert [row["rewrite"] for row in report["rewrites"]["tasks"]["capitals"]["rows"]] == ["R2", "R13+R2"]
+    split = report["tasks"]["results"][0]["contamination"]
+    assert [split[name]["items"] for name in ("all", "clean", "dirty")] == [3, 1, 2]
+    assert (work / "runs/tiny/eval/once/train.jsonl").read_text(encoding="utf-8").count("\n") == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--rewrites", "R2"], "name them with --tasks"),
+        (["--tasks", "capitals", "--rewrites", "R77"], "no rewrite 'R77'"),
+    ],
+)
+def test_what_cannot_be_rewritten_is_refused_early(capitals, capsys, words, problem):
+    work, data = capitals
+    assert main(["eval", "tiny", "--work", str(work), "--data", str(data), *words]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_the_quiz_of_the_small_world_needs_no_files(tmp_path):
+    tasks = {task.name: task for task in named_tasks(["quickstart-facts"], tmp_path / "nowhere")}
+    assert set(tasks) == {
+        f"quickstart-{kind}-{language}" for kind in ("facts", "unread-facts") for language in ("en", "zh")
+    }
+    for language in ("en", "zh"):
+        text = "\n".join(document.text for document in documents(language, 400_000, WORLD_SEED))
+        for item in tasks[f"quickstart-facts-{language}"].items:
+            check_item(item)
+            joined = item.question + (" " if language == "en" else "") + item.answer
+            assert joined in text
+            for other in item.extra["paraphrases"]:
+                assert other + (" " if language == "en" else "") + item.answer not in text
+        for item in tasks[f"quickstart-unread-facts-{language}"].items:
+            check_item(item)
+            assert item.id.partition("/")[2] not in text

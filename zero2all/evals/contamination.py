@@ -1,0 +1,399 @@
+"""Was an item of a benchmark in the training text? Its n-grams (`ngrams.py`) against every training document.
+
+    z2a pack --against cmmlu,arc_easy --data benchmarks        with the packing of the corpus
+    z2a eval contamination my-workspace ...                    later, for other benchmarks
+
+Compared is the question (options and passages are often public text by themselves). An item with fewer units than an
+n-gram has is one gram, its whole question, and marked weak: a short question may well stand in a text by chance.
+`contamination.json` lists the dirty items, each with a document (its gid) it was found in; evaluations then show
+accuracy over all, clean and dirty items.
+
+Memory: 8 bytes a gram, 12 for what was found of it, and a filter of at most 64 MB, in every worker process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zero2all.common.engine import EngineConfig, open_engine
+from zero2all.common.errors import BadInputError
+from zero2all.common.files import read_json, write_json
+from zero2all.common.manifest import fingerprint
+from zero2all.common.progress import progress, say
+from zero2all.common.records import corpus_sources
+from zero2all.common.workspace import Workspace
+from zero2all.evals.items import Item, Task
+from zero2all.evals.ngrams import (
+    RUN_LENGTHS,
+    STRETCH_CHARACTERS,
+    Kind,
+    Units,
+    kind_for,
+    run_hashes,
+    run_hashes_at,
+    runs_within,
+    stretches,
+    units_of,
+)
+from zero2all.packed.layout import NO_GID
+from zero2all.packed.pieces import PIECE_BYTES, Document, cut_part, document_batches
+
+REPORT_NAME = "contamination.json"
+GRAMS_FOLDER, ANCHORS_FOLDER = "grams", "anchors"
+FILTER_BITS = range(16, 27)
+"""The filter has 2^n entries: at least 16 for every gram, where memory allows."""
+SMALL_BYTES = 8_000_000
+"""Below this much text one process is faster than starting several."""
+PRELOADED = ("zero2all.evals.contamination",)
+
+
+class GramKey(NamedTuple):
+    """Grams that are looked for in the same way."""
+
+    kind: Kind
+    length: int
+
+
+@dataclass(frozen=True)
+class ItemGrams:
+    """The grams of all items, by kind and length."""
+
+    hashes: dict[GramKey, np.ndarray]
+    """Sorted, each once."""
+    anchors: dict[GramKey, np.ndarray]
+    """The runs that grams begin with, by the key that `anchor_of` gives; what a filter is made of."""
+    of_item: list[tuple[GramKey, np.ndarray]]
+    """Of each item: positions of its grams in `hashes`."""
+
+    @property
+    def count(self) -> int:
+        """How many different grams there are."""
+        return sum(map(len, self.hashes.values()))
+
+
+def is_weak(item_grams: tuple[GramKey, np.ndarray]) -> bool:
+    """Whether the only gram of an item is its whole, short question."""
+    key, _ = item_grams
+    return key.length < RUN_LENGTHS[key.kind]
+
+
+def grams_of_items(items: Sequence[Item]) -> ItemGrams:
+    """Hash all items. One without any letter or digit has no grams and is never found."""
+    of_item: list[tuple[GramKey, np.ndarray]] = []
+    anchors: dict[GramKey, list[np.ndarray]] = {}
+    by_key: dict[GramKey, list[np.ndarray]] = {}
+    for item in items:
+        kind = kind_for(item.question, item.language)
+        units = units_of([item.question], kind)
+        key = GramKey(kind, min(RUN_LENGTHS[kind], len(units.hashes)))
+        found = np.unique(run_hashes(units, key.length)) if key.length else np.zeros(0, np.uint64)
+        of_item.append((key, found))
+        if key.length:
+            by_key.setdefault(key, []).append(found)
+            anchor = anchor_of(key)
+            anchors.setdefault(anchor, []).append(found if anchor == key else run_hashes(units, anchor.length)[:1])
+    hashes = {key: np.unique(np.concatenate(found)) for key, found in sorted(by_key.items())}
+    places = [(key, np.searchsorted(hashes[key], found) if key.length else found) for key, found in of_item]
+    return ItemGrams(hashes, {key: np.unique(np.concatenate(found)) for key, found in anchors.items()}, places)
+
+
+def anchor_of(key: GramKey) -> GramKey:
+    """Full-length grams are looked up by themselves; shorter ones by the largest power of two within them, so that
+    many lengths do not take as many passes."""
+    is_full = key.length == RUN_LENGTHS[key.kind]
+    return key if is_full else GramKey(key.kind, 1 << (key.length.bit_length() - 1))
+
+
+# ---- in a worker ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScanTask:
+    """Some bytes of a corpus shard."""
+
+    part: Path
+    start: int
+    end: int
+    source: str
+    grams: Path
+    """Where the hashes lie."""
+
+
+class Found(NamedTuple):
+    """What a piece of the corpus holds of the grams of one key."""
+
+    grams: np.ndarray
+    """Positions of the grams that were found, rising."""
+    documents: np.ndarray
+    """In how many documents each was."""
+    first: np.ndarray
+    """The least gid of those documents."""
+
+
+class Matcher:
+    """Looks grams of one kind up whose lengths have the same anchor, a run they begin with: a filter tells nearly all
+    anchors apart, and only what passes it is looked up at its full length."""
+
+    def __init__(self, anchor: GramKey, hashes: Mapping[GramKey, np.ndarray], anchors: np.ndarray) -> None:
+        self.anchor, self.hashes = anchor, hashes
+        bits = next((bits for bits in FILTER_BITS if 1 << bits >= 16 * len(anchors)), FILTER_BITS[-1])
+        self._shift = np.uint64(64 - bits)
+        self._filter = np.zeros(1 << bits, bool)
+        self._filter[anchors >> self._shift] = True
+
+    def find(self, units: Units) -> Iterator[tuple[GramKey, np.ndarray, np.ndarray]]:
+        """For each length: the grams that were found, and the texts they were found in."""
+        passed = np.flatnonzero(self._filter.take(run_hashes(units, self.anchor.length) >> self._shift))
+        for key, hashes in self.hashes.items():
+            places = runs_within(units, passed, key.length)
+            runs = run_hashes_at(units, places, key.length)
+            at = np.minimum(np.searchsorted(hashes, runs), len(hashes) - 1)
+            is_equal = hashes[at] == runs
+            if is_equal.any():
+                yield key, at[is_equal], np.searchsorted(units.bounds, places[is_equal], side="right") - 1
+
+
+_kept_matchers: dict[Path, list[Matcher]] = {}
+"""Of this process: making the filters takes longer than a small piece."""
+
+
+def scan_piece(task: ScanTask) -> dict[GramKey, Found]:
+    """Look for all grams in some documents."""
+    matchers = _matchers(task.grams)
+    hits: dict[GramKey, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for batch in document_batches(task.part, task.start, task.end, task.source):
+        for all_texts, all_gids in _groups(batch):
+            for kind in sorted({matcher.anchor.kind for matcher in matchers}):
+                texts, gids = all_texts, all_gids
+                if kind == "characters":  # half of the work is saved where most text is English
+                    places = [place for place, text in enumerate(all_texts) if not text.isascii()]
+                    texts, gids = [all_texts[place] for place in places], all_gids[places]
+                units = units_of(texts, kind)
+                for matcher in (matcher for matcher in matchers if matcher.anchor.kind == kind):
+                    for key, grams, found_in in matcher.find(units):
+                        hits.setdefault(key, []).append((grams, gids[found_in]))
+    return {key: _counted(found) for key, found in hits.items()}
+
+
+def _groups(batch: Sequence[Document]) -> Iterator[tuple[list[str], np.ndarray]]:
+    """The documents in groups of about STRETCH_CHARACTERS, long ones in stretches; and the gid of each text."""
+    texts: list[str] = []
+    gids: list[int] = []
+    characters = 0
+    for document in batch:
+        for text in stretches("\n".join(document.texts)):
+            texts.append(text)
+            gids.append(document.gid)
+            characters += len(text)
+            if characters >= STRETCH_CHARACTERS:
+                yield texts, np.array(gids, np.uint64)
+                texts, gids, characters = [], [], 0
+    if texts:
+        yield texts, np.array(gids, np.uint64)
+
+
+def _counted(found: list[tuple[np.ndarray, np.ndarray]]) -> Found:
+    pairs = np.stack([np.concatenate([part[side].astype(np.uint64) for part in found]) for side in (0, 1)])
+    pairs = pairs[:, np.lexsort(pairs[::-1])]
+    is_new = np.concatenate([[True], (np.diff(pairs.astype(np.int64), axis=1) != 0).any(axis=0)])
+    grams, starts, counts = np.unique(pairs[0, is_new], return_index=True, return_counts=True)
+    return Found(grams.astype(np.int64), counts, pairs[1, is_new][starts])
+
+
+def _matchers(folder: Path) -> list[Matcher]:
+    if folder not in _kept_matchers:
+        _kept_matchers.clear()
+        hashes, anchors = _load_grams(folder / GRAMS_FOLDER), _load_grams(folder / ANCHORS_FOLDER)
+        _kept_matchers[folder] = [
+            Matcher(anchor, {key: found for key, found in hashes.items() if anchor_of(key) == anchor}, beginnings)
+            for anchor, beginnings in anchors.items()
+        ]
+    return _kept_matchers[folder]
+
+
+def _save_grams(folder: Path, hashes: Mapping[GramKey, np.ndarray]) -> None:
+    folder.mkdir()
+    for key, values in hashes.items():
+        np.save(folder / f"{key.kind}-{key.length}.npy", values)
+
+
+def _load_grams(folder: Path) -> dict[GramKey, np.ndarray]:
+    found = {}
+    for kind in RUN_LENGTHS:
+        for path in sorted(folder.glob(f"{kind}-*.npy")):
+            found[GramKey(kind, int(path.stem.partition("-")[2]))] = np.load(path, mmap_mode="r")
+    return found
+
+
+# ---- the pass -------------------------------------------------------------------------------------------------
+
+
+def find_contamination(
+    workspace: Workspace, tasks: Sequence[Task], engine: EngineConfig | None = None
+) -> dict[str, Any]:
+    """Look for the items of all tasks in the training text of a corpus; writes `contamination.json` beside it and
+    returns it. Tasks that an earlier pass over the same corpus looked for stay in it."""
+    items = [item for task in tasks for item in task.items]
+    if not items:
+        raise BadInputError("There is no item to look for in the corpus. Name at least one task that has items.")
+    sources = corpus_sources(workspace.corpus)
+    grams = grams_of_items(items)
+    started = time.monotonic()
+    with TemporaryDirectory(prefix=".grams-", dir=workspace.root) as folder:
+        _save_grams(Path(folder) / GRAMS_FOLDER, grams.hashes)
+        _save_grams(Path(folder) / ANCHORS_FOLDER, grams.anchors)
+        parts = {
+            workspace.corpus / name / part: (name, int(file["bytes"]))
+            for name, manifest in sources.items()
+            for part, file in sorted(manifest["files"].items())
+            if part.startswith("train/")
+        }
+        found, total = _scan(parts, Path(folder), grams, engine or EngineConfig())
+        _kept_matchers.clear()
+    report: dict[str, Any] = {
+        "corpus": _corpus_fingerprint(sources),
+        "bytes": total,
+        "seconds": round(time.monotonic() - started, 3),
+        "grams": grams.count,
+        "tasks": _of_tasks(tasks, grams, found, workspace.corpus),
+    }
+    before = read_contamination(workspace)
+    if before is not None:
+        report["tasks"] = {**before["tasks"], **report["tasks"]}
+    write_json(workspace.root / REPORT_NAME, report)
+    return report
+
+
+def _scan(
+    parts: Mapping[Path, tuple[str, int]], folder: Path, grams: ItemGrams, engine: EngineConfig
+) -> tuple[dict[GramKey, tuple[np.ndarray, np.ndarray]], int]:
+    """Of every gram: in how many documents it is, and the least gid of them; and the bytes that were read."""
+    found = {
+        key: (np.zeros(len(hashes), np.uint32), np.full(len(hashes), NO_GID, np.uint64))
+        for key, hashes in grams.hashes.items()
+    }
+    tasks = [
+        ScanTask(part, start, end, source, folder)
+        for part, (source, size) in parts.items()
+        for start, end in cut_part(part, size, PIECE_BYTES)
+    ]
+    total = sum(size for _, size in parts.values())
+    if engine.kind == "local" and engine.workers is None and total < SMALL_BYTES:
+        engine = EngineConfig("local", 1)
+    with progress("contamination", total=total, unit="B") as bar, open_engine(engine, PRELOADED) as opened:
+        for _, piece in opened.run(scan_piece, tasks, bar.advance):
+            for key, hits in piece.items():
+                documents, first = found[key]
+                documents[hits.grams] += hits.documents.astype(np.uint32)
+                first[hits.grams] = np.minimum(first[hits.grams], hits.first)
+    return found, total
+
+
+def _of_tasks(
+    tasks: Sequence[Task], grams: ItemGrams, found: Mapping[GramKey, tuple[np.ndarray, np.ndarray]], corpus: Path
+) -> dict[str, Any]:
+    numbers: dict[str, int] = read_json(corpus / "sources.json")
+    names = {number: name for name, number in numbers.items()}
+    result: dict[str, Any] = {}
+    position = 0
+    for task in tasks:
+        dirty: dict[str, dict[str, Any]] = {}
+        weak = 0
+        for item in task.items:
+            key, places = mine = grams.of_item[position]
+            position += 1
+            weak += is_weak(mine)
+            if not len(places):
+                continue
+            documents, first = found[key]
+            hit = documents[places] > 0
+            if hit.any():
+                gid = int(first[places][hit].min())
+                dirty[item.id] = {
+                    "gid": None if gid == NO_GID else gid,
+                    "source": names.get(gid >> 40),
+                    "documents": int(documents[places].max()),
+                    "share": round(float(hit.mean()), 4),
+                    "weak": is_weak(mine),
+                }
+        result[task.name] = {
+            "items": len(task.items),
+            "dirty": len(dirty),
+            "weak": weak,
+            "weak_dirty": sum(entry["weak"] for entry in dirty.values()),
+            "fingerprint": task_fingerprint(task),
+            "dirty_items": dirty,
+        }
+    return result
+
+
+def task_fingerprint(task: Task) -> str:
+    """Names the questions of a task: other questions under the same ids are noticed."""
+    return fingerprint([[item.id, item.question] for item in task.items])
+
+
+def _corpus_fingerprint(sources: Mapping[str, Mapping[str, Any]]) -> str:
+    return fingerprint({name: manifest["files"] for name, manifest in sources.items()})
+
+
+def read_contamination(workspace: Workspace) -> dict[str, Any] | None:
+    """What the last pass over this corpus found; None where there was none, or the corpus is another one now."""
+    path = workspace.root / REPORT_NAME
+    if not path.is_file():
+        return None
+    report: dict[str, Any] = read_json(path)
+    if not isinstance(report, dict) or report.get("corpus") != _corpus_fingerprint(corpus_sources(workspace.corpus)):
+        say(
+            f"{path} is about another corpus than the one there is now, and is not used. Look again: z2a pack --against"
+        )
+        return None
+    return report
+
+
+# ---- what it means for a result -------------------------------------------------------------------------------
+
+
+def dirty_ids(report: Mapping[str, Any] | None, task: Task) -> set[str] | None:
+    """The ids of a task's dirty items; None where it was never looked for, or has other questions now."""
+    found = None if report is None else report["tasks"].get(task.name)
+    if found is None or found["fingerprint"] != task_fingerprint(task):
+        return None
+    return set(found["dirty_items"])
+
+
+def split_accuracy(correct: Mapping[str, bool], dirty: set[str]) -> dict[str, Any]:
+    """Accuracy over all, clean and dirty items, by whether each item was answered right."""
+    groups = {
+        "all": list(correct.values()),
+        "clean": [right for name, right in correct.items() if name not in dirty],
+        "dirty": [right for name, right in correct.items() if name in dirty],
+    }
+    return {
+        name: {"items": len(group), "accuracy": sum(group) / len(group) if group else None}
+        for name, group in groups.items()
+    }
+
+
+def split_words(split: Mapping[str, Any]) -> str:
+    """The three accuracies in a line."""
+    parts = []
+    for name, group in split.items():
+        share = "" if group["accuracy"] is None else f" {group['accuracy']:.1%}"
+        parts.append(f"{name}{share} ({group['items']:,})")
+    return "in the training text: " + ", ".join(parts)
+
+
+def contamination_lines(report: Mapping[str, Any]) -> list[str]:
+    """The report for a terminal."""
+    lines = ["contamination                      items     dirty   share   of them weak"]
+    for name, found in report["tasks"].items():
+        share = found["dirty"] / found["items"] if found["items"] else 0.0
+        lines.append(f"  {name:<28} {found['items']:>9,} {found['dirty']:>9,} {share:>7.1%} {found['weak_dirty']:>9,}")
+    return lines

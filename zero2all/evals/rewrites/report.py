@@ -1,0 +1,73 @@
+"""Rewrites in the report of a checkpoint: the section `rewrites`, its table and its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zero2all.evals.items import Task
+from zero2all.evals.rewrites.list import TRAIN_ONCE, chosen_rewrites
+from zero2all.evals.rewrites.measure import measure_rewrites
+from zero2all.evals.rewrites.once import write_once
+from zero2all.evals.tasks.list import TaskQuestions
+from zero2all.infer.engine import Engine
+
+
+def rewrite_section(engine: Engine, questions: TaskQuestions, tasks: Sequence[Task], once: Path) -> dict[str, Any]:
+    """The section `rewrites` of a report; with R17, what to train on and ask is written to the folder `once`."""
+    chains = chosen_rewrites(questions.rewrites)
+    section: dict[str, Any] = {"tasks": measure_rewrites(engine, tasks, chains, questions.shots, questions.limit)}
+    if TRAIN_ONCE in questions.rewrites:
+        write_once(tasks, once)
+        section["once"] = str(once)
+    return section
+
+
+def rewrite_figures(section: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics: the memorisation gap of each rewrite, and the consistency of each task."""
+    figures = {}
+    for task, found in section["tasks"].items():
+        for row in found["rows"]:
+            if row["gap"] is not None:
+                figures[f"eval/rewrites/gap/{task}/{row['rewrite']}/{row['form']}"] = row["gap"]
+        for form, share in found["consistency"].items():
+            figures[f"eval/rewrites/consistency/{task}/{form}"] = share
+    return figures
+
+
+def rewrite_lines(section: Mapping[str, Any]) -> list[str]:
+    """The section as a table for a terminal."""
+    lines = [
+        "",
+        "rewrites                       form               items  original  rewritten       gap  (95 %)          same",
+    ]
+    for task, found in section["tasks"].items():
+        lines.append(f"  {task}")
+        lines += [_row_line(row) for row in found["rows"] if row["items"]]
+        for reason in dict.fromkeys(reason for row in found["rows"] if not row["items"] for reason in row["skipped"]):
+            names = dict.fromkeys(
+                row["rewrite"] for row in found["rows"] if reason in row["skipped"] and not row["items"]
+            )
+            lines.append(f"    all items left out ({reason}): {', '.join(names)}")
+        if found["spread"] is not None:
+            lines.append(f"    from {found['lowest']:.1%} to {found['highest']:.1%}, spread {found['spread']:.1%}")
+        for form, share in found["consistency"].items():
+            lines.append(f"    the same answer as {form} and under all its rewrites: {share:.1%} of the items")
+    if "once" in section:
+        lines.append(
+            f"  R17: what to train on once and what to ask then lies in {section['once']} (docs/evaluation.md)"
+        )
+    return lines
+
+
+def _row_line(row: Mapping[str, Any]) -> str:
+    forms = row["form"] if row["form"] == row["baseline"] else f"{row['baseline']} → {row['form']}"
+    low, high = row["gap_interval"]
+    same = "" if row["same_answer"] is None else f"{row['same_answer']:.1%}"
+    left_out = sum(row["skipped"].values())
+    return (
+        f"    {row['rewrite']:<26} {forms:<18} {row['items']:>5} {row['original']:>9.1%} {row['rewritten']:>10.1%} "
+        f"{row['gap']:>+9.1%}  {low:>+6.1%} {high:>+6.1%} {same:>7}"
+        + (f"  ({left_out:,} left out)" if left_out else "")
+    ).rstrip()
