@@ -137,10 +137,10 @@ def test_input_that_is_not_utf_8_does_not_end_the_program(pipe):
 
 
 def test_bytes_typed_that_are_not_utf_8_can_be_saved(talk_to, bigram, logits, tmp_path, monkeypatch, capsys):
-    lines = iter(["a\udcff", f"/save {tmp_path}/chat.json", "/save a\0b", "/tokens"])
+    lines = ["a\udcff", f"/save {tmp_path}/chat.json", "/save a\0b", "/tokens", "/quit"]
     for stream in (sys.stdin, sys.stdout):
         monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr("builtins.input", lambda _: next(lines, None) or exec("raise EOFError"))
+    monkeypatch.setattr("builtins.input", lambda _: lines.pop(0))
     assert talk_to(bigram(logits), "plain").run() == 0
     assert json.loads((tmp_path / "chat.json").read_text())["messages"][0]["content"] == "a\N{REPLACEMENT CHARACTER}"
     shown = capsys.readouterr().out

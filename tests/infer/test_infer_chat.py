@@ -294,6 +294,7 @@ def test_message_that_fits_only_without_the_usual_room_is_answered_and_a_longer_
     conversation.messages = [Message("user", "x" * 39)]
     with pytest.raises(UsageError, match="40 tokens; the model can read 40"):
         conversation.fitted(20)
+    assert conversation.newest(20).tokens == 40, "which /tokens says without an error"
 
 
 def test_long_conversation_is_fitted_without_encoding_what_is_dropped(run, monkeypatch):
