@@ -8,6 +8,7 @@ import pytest
 
 from zero2all.cli.main import main
 from zero2all.common.errors import UsageError
+from zero2all.common.workspace import Workspace
 from zero2all.perf import infer
 from zero2all.perf.infer import InferOptions, cells, measure_inference
 from zero2all.perf.infer_report import write_picture
@@ -59,6 +60,20 @@ def test_bad_requests_say_what_was_wrong(tiny_path, trained_workspace, capsys):
         measure_inference(InferOptions(str(tiny_path), prompt_tokens=60, new_tokens=5, device="cpu"), lambda _: None)
     assert main(["perf", "infer", "tiny", "--work", str(trained_workspace.root), "--model.layers", "1"]) == 2
     assert "--model.layers" in capsys.readouterr().err
+
+
+def test_where_a_run_or_a_folder_is_called_like_a_preset_it_is_said_which_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    work = Workspace(tmp_path)
+    (tmp_path / "z2all-1b").mkdir()
+    work.run("quickstart").mkdir(parents=True)
+    assert infer._is_model("quickstart", work)
+    assert "measuring the run" in capsys.readouterr().err
+    assert not infer._is_model("z2all-1b", work)
+    assert "measuring the preset (for the folder: ./z2all-1b)" in capsys.readouterr().err
+    assert infer._is_model("./z2all-1b", work)
+    with pytest.raises(UsageError, match=r"no config file or preset `mine`.*Or a run of .*: quickstart\."):
+        infer._load(InferOptions("mine", work))
 
 
 def test_run_of_a_workspace_is_measured_to_the_last_token_asked_for(trained_workspace):

@@ -50,7 +50,7 @@ def obstacle(weights: Weights) -> str:
     """Why this model cannot be decoded with these kernels here; empty: it can."""
     device = weights.embedding.device
     if device.type != "cuda":
-        return "it needs a CUDA device"
+        return "the decoding kernels need a CUDA device"
     if not has_triton():
         return "triton is not installed"
     if torch.cuda.get_device_capability(device) < (8, 0):

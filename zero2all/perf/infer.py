@@ -24,6 +24,7 @@ import torch
 from zero2all.common.errors import UsageError
 from zero2all.common.progress import Bar, progress, say
 from zero2all.common.workspace import Workspace, is_folder_name
+from zero2all.config import RunConfig, find_config, preset_files
 from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.job import Request
 from zero2all.infer.load import READY_OPS, LoadedModel, empty_model, load_model
@@ -205,19 +206,41 @@ def write_tokens(engine: Engine, batch: int, prompt: int, new: int, seed: int, b
 def _load(options: InferOptions) -> LoadedModel:
     """The model, with ids that never end a text."""
     work, source = options.workspace, options.source
-    is_run = work is not None and is_folder_name(source) and work.run(source).is_dir()
-    if is_run or Path(source).expanduser().is_dir():
+    if _is_model(source, work):
         if options.overrides:
             raise UsageError(f"`{options.overrides[0]}` sets a field of a config; {source} is a model that has one.")
         loaded = load_model(source, work, device=pick_device(options.device, "--device"), dtype=options.dtype)
     else:
-        config, notes = load_measured_config(source, list(options.overrides))
+        config, notes = _config(source, work, list(options.overrides))
         for note in notes:
             say(note)
         device = pick_device(options.device, "--device")
         model = random_model(config.model, device, options.dtype)
         loaded = LoadedModel(f"{Path(source).stem}, random weights", 0, model, cast(Tokenizer, None))
     return dataclasses.replace(loaded, tokenizer=cast(Tokenizer, NoText(loaded.model.config.vocab_ids)))
+
+
+def _is_model(source: str, work: Workspace | None) -> bool:
+    """Whether `source` has weights; where a preset has the same name, it is said which of them is measured."""
+    is_preset = source in preset_files()
+    if work is not None and is_folder_name(source) and work.run(source).is_dir():
+        if is_preset:
+            say(f"perf infer: {source} is a run of {work.root.absolute()} and a preset; measuring the run")
+        return True
+    is_folder = Path(source).expanduser().is_dir()
+    if is_folder and is_preset:
+        say(f"perf infer: {source} is a folder here and a preset; measuring the preset (for the folder: ./{source})")
+    return is_folder and not is_preset
+
+
+def _config(source: str, work: Workspace | None, overrides: list[str]) -> tuple[RunConfig, list[str]]:
+    try:
+        find_config(source)
+    except UsageError as error:
+        runs = sorted(path.name for path in work.runs.glob("*") if path.is_dir()) if work is not None else []
+        known = f" Or a run of {work.root.absolute()}: {', '.join(runs)}." if work is not None and runs else ""
+        raise UsageError(f"{error}{known}") from None
+    return load_measured_config(source, overrides)
 
 
 def random_model(config: ModelConfig, device: torch.device, dtype: str | None = None) -> Z2all:

@@ -159,7 +159,7 @@ def test_sizes_of_a_pass():
 
 def test_what_cannot_be_decoded_this_way_is_said():
     weights = new_weights("cpu", torch.float32)
-    assert obstacle(weights) == "it needs a CUDA device"
+    assert obstacle(weights) == "the decoding kernels need a CUDA device"
     assert unsupported(weights) == ""
 
     def changed(**changes) -> str:
