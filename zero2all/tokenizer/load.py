@@ -96,7 +96,7 @@ class Tokenizer:
             return 0
         text = well_formed(text)
         if self.normalisation != "none":
-            text = unicodedata.normalize(self.normalisation.upper(), text)
+            text = unicodedata.normalize("NFC" if self.normalisation == "nfc" else "NFKC", text)
         return -(-len(text.encode()) // self._longest_piece)
 
     @cached_property
