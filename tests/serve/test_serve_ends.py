@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -143,8 +144,9 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_the_reason():
         raise BadInputError("The folder is empty.")
 
     server = ModelServer(ServedModel(load), ServeOptions(port=0))
-    with pytest.raises(BadInputError, match="The folder is empty"):
-        server.serve()
+    # In a thread: where a browser is open for other tests, this one has an event loop of its own already.
+    with ThreadPoolExecutor(1) as thread, pytest.raises(BadInputError, match="The folder is empty"):
+        thread.submit(server.serve).result(timeout=60)
 
 
 def test_a_pass_that_fails_is_500_and_the_next_request_is_served(loaded):
