@@ -39,11 +39,14 @@ class KeyValueBlocks:
     def __init__(self, config: ModelConfig, blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = (config.layers, blocks, BLOCK, config.kv_heads, config.head_size)
         self.keys, self.values = _zeros(shape, dtype, device), _zeros(shape, dtype, device)
+        self.slots_of_layer = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(self.keys, self.values, strict=True)]
+        """Views of keys and values of each layer, token by token: (blocks * BLOCK, Hk, D)."""
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put (N, Hk, D) keys and values where `slots` (N,) say: block * BLOCK + place."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, slots, keys)
-        self.values[layer].flatten(0, 1).index_copy_(0, slots, values)
+        stored_keys, stored_values = self.slots_of_layer[layer]
+        stored_keys.index_copy_(0, slots, keys)
+        stored_values.index_copy_(0, slots, values)
 
     def read(self, layer: int, tables: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of tables (..., blocks): (..., blocks * BLOCK, Hk, D)."""

@@ -106,6 +106,8 @@ class Forward:
         tables = tables.long()
         block = tables.gather(1, (positions // BLOCK).unsqueeze(1)).squeeze(1)
         slots = block * BLOCK + positions % BLOCK
+        if not tokens.is_cuda and len(tokens) == 1 and _are_neighbours(tables[0]):
+            return self.logits(self.trunk(tokens, positions, self._alone(int(tables[0, 0]), int(positions[0]))))
         seen = torch.arange(tables.shape[1] * BLOCK, device=tables.device) <= positions.unsqueeze(1)  # (B, S)
         mask = None if bool(seen.all()) else seen[:, None, None, :]
 
@@ -120,6 +122,20 @@ class Forward:
 
         return self.logits(self.trunk(tokens, positions, attend))
 
+    def _alone(self, first: int, position: int) -> Attend:
+        """Attention of one sequence whose blocks stand side by side: its keys and values are read where they are."""
+        begin, end = first * BLOCK, first * BLOCK + position + 1
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = self.blocks.slots_of_layer[layer]
+            keys[end - 1].copy_(key[0, :, 0])
+            values[end - 1].copy_(value[0, :, 0])
+            grouped = query.reshape(1, key.shape[1], -1, key.shape[3])
+            known = keys[begin:end].transpose(0, 1)[None], values[begin:end].transpose(0, 1)[None]  # (1, Hk, S, D)
+            return F.scaled_dot_product_attention(grouped, *known).reshape(1, -1)
+
+        return attend
+
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, C) -> (N, V) in float32."""
         return project(hidden, self.weights.head, None).float()
@@ -129,18 +145,19 @@ class Forward:
         weights, config, ops = self.weights, self.weights.config, self.weights.ops
         tables = weights.cos[positions], weights.sin[positions]  # (N, D / 2)
         rope = ops.rope if tokens.is_cuda else _fewer_calls_rope(tables)
+        rms_norm = ops.rms_norm if tokens.is_cuda or weights.norm.dtype != torch.float32 else _fewer_calls_rms_norm
         x = F.embedding(tokens, weights.embedding)
         if config.fp32_residual:
             x = widened(x)
         branch: Tensor | None = None
         for number, layer in enumerate(weights.layers):
-            normed, x = ops.rms_norm(x, branch, layer.attention_norm, config.rms_norm_eps)
+            normed, x = rms_norm(x, branch, layer.attention_norm, config.rms_norm_eps)
             qkv = project(normed, layer.qkv, layer.qkv_bias).view(1, len(tokens), -1, config.head_size)
             mixed = attend(number, *rope(qkv, *tables, config.heads, config.kv_heads))
             branch = project(mixed, layer.out, layer.out_bias)
-            normed, x = ops.rms_norm(x, branch, layer.feed_forward_norm, config.rms_norm_eps)
+            normed, x = rms_norm(x, branch, layer.feed_forward_norm, config.rms_norm_eps)
             branch = self._feed_forward(layer, normed)
-        normed, _ = ops.rms_norm(x, branch, weights.norm, config.rms_norm_eps)
+        normed, _ = rms_norm(x, branch, weights.norm, config.rms_norm_eps)
         return normed
 
     def _feed_forward(self, layer: LayerWeights, x: Tensor) -> Tensor:
@@ -153,6 +170,18 @@ class Forward:
         return project(inner, layer.down, layer.down_bias)
 
 
+def _are_neighbours(table: Tensor) -> bool:
+    """Whether the blocks of a table (blocks,) stand side by side, in order."""
+    return len(table) == 1 or bool((table[1:] - table[:-1] == 1).all())
+
+
+def _fewer_calls_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The formula of `ops.rms_norm` in float32, for few tokens on a CPU: calls take longer than their arithmetic."""
+    x = x if branch is None else x + branch
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * (weight * torch.rsqrt(norm * norm * (1 / x.shape[-1]) + eps)), x
+
+
 def _fewer_calls_rope(tables: tuple[Tensor, Tensor]) -> RopeOp:
     """The formula of `ops.rope` for few tokens on a CPU, where calls take longer than their arithmetic: queries and
     keys at once, and whole heads instead of halves."""
@@ -161,6 +190,11 @@ def _fewer_calls_rope(tables: tuple[Tensor, Tensor]) -> RopeOp:
 
     def rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
         del cos, sin
+        if qkv.shape[1] == 1 and qkv.dtype == whole_cos.dtype:  # one token: heads need not change places
+            by_head = qkv.view(1, -1, 1, qkv.shape[3])
+            turning = by_head[:, : heads + kv_heads]
+            turned = torch.addcmul(turning * whole_cos, turning.roll(qkv.shape[3] // 2, dims=-1), whole_sin)
+            return turned[:, :heads], turned[:, heads:], by_head[:, heads + kv_heads :]
         turning, value = qkv[0].split((heads + kv_heads, kv_heads), dim=1)
         wide = widened(turning)
         turned = torch.addcmul(wide * whole_cos, wide.roll(wide.shape[-1] // 2, dims=-1), whole_sin).to(qkv.dtype)

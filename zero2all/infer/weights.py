@@ -100,6 +100,10 @@ def project(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias) if isinstance(weight, Tensor) else weight.project(x, bias)
 
 
+LEAST_PACKED = 1 << 18
+"""Values of a matrix that is packed: for a smaller one oneDNN's call takes longer than it saves."""
+
+
 class PackedWeight:
     """A weight for the CPU, with a second copy in the order that oneDNN reads: for 2 to 32 rows that takes 40 to 70 %
     of the time. One row alone is faster with the plain one."""
@@ -130,7 +134,8 @@ def packed_for_cpu(weights: Weights, free_bytes: int) -> Weights:
 
     def packed(holder: LayerWeights | Weights, *names: str) -> dict[str, Any]:
         kept = {name: getattr(holder, name) for name in names}
-        return {name: PackedWeight(each) if isinstance(each, Tensor) else each for name, each in kept.items()}
+        is_worth_it = {name: isinstance(each, Tensor) and each.numel() >= LEAST_PACKED for name, each in kept.items()}
+        return {name: PackedWeight(each) if is_worth_it[name] else each for name, each in kept.items()}
 
     layers = [
         dataclasses.replace(layer, **packed(layer, "qkv", "out", "gate_up_pairs", "down")) for layer in weights.layers
