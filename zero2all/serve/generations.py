@@ -2,7 +2,7 @@
 
 The engine must not wait for clients, and a loop that is woken for every token of every client takes the interpreter
 from the engine's thread. So pieces are left in a queue, and all streams that have news are woken together, every
-`PERIOD_SECONDS`; the first piece and the end of a text wake their own at once.
+`PERIOD_SECONDS`, less often where they are many; the first piece and the end of a text wake their own at once.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from zero2all.infer.text import Piece
 from zero2all.serve.wire import Call
 
 PERIOD_SECONDS = 0.05
+STREAMS_A_PERIOD = 12
+"""Streams that are woken in a period; for twice as many the period is twice as long, up to four times."""
 
 
 class Bell:
@@ -27,6 +29,7 @@ class Bell:
         self.loop = loop
         self._waiting: deque[asyncio.Event] = deque()
         self._is_set = False
+        self._seconds = PERIOD_SECONDS
 
     def ring(self, event: asyncio.Event) -> None:
         """Set `event` with the next ringing. From the engine's thread."""
@@ -41,12 +44,14 @@ class Bell:
             self.loop.call_soon_threadsafe(note)
 
     def _set(self) -> None:
-        self.loop.call_later(PERIOD_SECONDS, self._ring)
+        self.loop.call_later(self._seconds, self._ring)
 
     def _ring(self) -> None:
         self._is_set = False  # before the events are taken: what comes after that sets the bell again
-        for _ in range(len(self._waiting)):
-            self._waiting.popleft().set()
+        events = {self._waiting.popleft() for _ in range(len(self._waiting))}
+        self._seconds = PERIOD_SECONDS * min(4.0, max(1.0, len(events) / STREAMS_A_PERIOD))
+        for event in events:
+            event.set()
 
 
 class Generations:
