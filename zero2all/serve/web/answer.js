@@ -76,15 +76,21 @@ export class Answer {
 		this.controller.abort();
 	}
 
-	// Seconds to the first token, tokens per second after it, tokens of the context that are in use; null: not known yet.
+	// Seconds to the first token, tokens per second, tokens of the context that are in use; null: not known yet.
 	get figures() {
 		const { first, usage, last } = this;
-		const since = first && usage ? { seconds: (last - first.at) / 1000, tokens: usage.completion_tokens - first.tokens } : null;
 		return {
 			toFirst: first ? (first.at - this.asked) / 1000 : null,
-			perSecond: since?.seconds > 0 && since.tokens > 0 ? since.tokens / since.seconds : null,
+			perSecond: first && usage ? this.rateSince(first) ?? this.rateSince({ at: this.asked, tokens: 0 }) : null,
 			inContext: usage?.total_tokens ?? null,
 		};
+	}
+
+	// Counted from the first token on; an answer that came in one piece has no such time, and counts from the question.
+	rateSince({ at, tokens }) {
+		const seconds = (this.last - at) / 1000;
+		const count = this.usage.completion_tokens - tokens;
+		return seconds > 0 && count > 0 ? count / seconds : null;
 	}
 
 	// [{text, start, cluster}], or null where there are no probabilities to show.
