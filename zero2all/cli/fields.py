@@ -7,6 +7,7 @@ import typing
 from typing import Any
 
 from zero2all.cli.parser import closest
+from zero2all.common.language import translate as t
 
 
 def field_names() -> list[str]:
@@ -43,8 +44,8 @@ def unknown_field(overrides: list[str], sections_only: bool = False) -> str | No
             continue
         meant = closest(name, known)
         if meant is None:
-            return f"There is no config field `{name}`. `z2a train CONFIG --print-config` lists all fields."
-        return (
+            return t(f"There is no config field `{name}`. `z2a train CONFIG --print-config` lists all fields.")
+        return t(
             f"There is no config field `{name}`. Did you mean `--{meant}`? `z2a train CONFIG --print-config` lists all "
             f"fields."
         )

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from zero2all.common.errors import UsageError
+from zero2all.common.language import translate as t
 
 LIKENESS = 0.6
 """How alike two names must be before one is suggested for the other (0 to 1)."""
@@ -24,7 +25,22 @@ def closest(name: str, candidates: Iterable[str]) -> str | None:
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps examples as they are written, and gives the longest verb a place on the line of its help."""
+    """Keeps examples as they are written, gives the longest verb a place on the line of its help, and translates."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help and t(action.help)
+
+    def add_text(self, text: str | None) -> None:
+        """A description, or an example with its notes."""
+        super().add_text(text and t(text))
+
+    def start_section(self, heading: str | None) -> None:
+        """Such as `options`."""
+        super().start_section(heading and t(heading))
+
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None = None) -> None:
+        """The first line."""
+        super().add_usage(usage, actions, groups, t("usage: ") if prefix is None else prefix)
 
     def add_argument(self, action: argparse.Action) -> None:
         """Also count the width of a verb's indented name, which argparse forgets."""
@@ -101,42 +117,41 @@ class Parser(argparse.ArgumentParser):
 
     def _explain(self, message: str) -> str:
         """An error of argparse in our words."""
-        usual = f"See `{self.prog} --help`."
         if missing := re.fullmatch(r"the following arguments are required: (.+)", message):
             return self._explain_missing(missing[1].split(", "))
         if either := re.fullmatch(r"one of the arguments (.+) is required", message):
             flags = " or ".join(either[1].split())
-            return f"`{self.prog}` needs {flags}. See `{self.prog} --help`."
+            return t(f"`{self.prog}` needs {flags}. See `{self.prog} --help`.")
         argument = re.fullmatch(r"argument (.+?): (.+)", message, re.DOTALL)
         if argument is None:
-            return f"{message}. {usual}"
+            return t(f"{message}. See `{self.prog} --help`.")
         name, problem = argument[1], argument[2]
         if choice := re.match(r"invalid choice: (.+) \(choose from ", problem, re.DOTALL):
             value = ast.literal_eval(choice[1])
             return self._explain_verb(value) if name == VERB else self._explain_choice(name, str(value))
         if problem.startswith("expected ") and problem.endswith((" argument", " arguments")):
-            return f"{name} needs a value. See `{self.prog} --help`."
+            return t(f"{name} needs a value. See `{self.prog} --help`.")
         if other := re.fullmatch(r"not allowed with argument (.+)", problem):
-            return f"{name} and {other[1]} exclude each other. Give one of them."
+            return t(f"{name} and {other[1]} exclude each other. Give one of them.")
         if given := re.fullmatch(r"ignored explicit argument (.+)", problem):
-            return f"{name} takes no value, but got {given[1]}."
-        return f"{name}: {problem}. See `{self.prog} --help`."
+            return t(f"{name} takes no value, but got {given[1]}.")
+        return t(f"{name}: {problem}. See `{self.prog} --help`.")
 
     def _explain_missing(self, names: list[str]) -> str:
         if names == [VERB]:
-            return f"`{self.prog}` needs a verb: {', '.join(self.verbs)}. See `{self.prog} --help`."
-        return f"`{self.prog}` needs {' and '.join(names)}. See `{self.prog} --help`."
+            return t(f"`{self.prog}` needs a verb: {', '.join(self.verbs)}. See `{self.prog} --help`.")
+        return t(f"`{self.prog}` needs {' and '.join(names)}. See `{self.prog} --help`.")
 
     def _explain_verb(self, word: str) -> str:
         meant = closest(word, self.verbs)
         is_first = " " not in self.prog
         if is_first and meant is None:
-            return f"There is no verb `{word}`. `z2a --help` lists the verbs."
+            return t(f"There is no verb `{word}`. `z2a --help` lists the verbs.")
         if is_first:
-            return f"There is no verb `{word}`. Did you mean `{meant}`? `z2a --help` lists the verbs."
+            return t(f"There is no verb `{word}`. Did you mean `{meant}`? `z2a --help` lists the verbs.")
         if meant is None:
-            return f"`{self.prog}` has no verb `{word}`. Use one of: {', '.join(self.verbs)}."
-        return f"`{self.prog}` has no verb `{word}`. Did you mean `{meant}`? See `{self.prog} --help`."
+            return t(f"`{self.prog}` has no verb `{word}`. Use one of: {', '.join(self.verbs)}.")
+        return t(f"`{self.prog}` has no verb `{word}`. Did you mean `{meant}`? See `{self.prog} --help`.")
 
     def _explain_choice(self, name: str, value: str) -> str:
         actions = (*self.flags.values(), *self.positionals)
@@ -144,8 +159,8 @@ class Parser(argparse.ArgumentParser):
         names = [str(choice) for choice in choices or ()]
         meant = closest(value, names)
         if meant is None:
-            return f"{name}: got {value!r}, expected one of {', '.join(names)}."
-        return f"{name}: got {value!r}, expected one of {', '.join(names)}. Did you mean `{meant}`?"
+            return t(f"{name}: got {value!r}, expected one of {', '.join(names)}.")
+        return t(f"{name}: got {value!r}, expected one of {', '.join(names)}. Did you mean `{meant}`?")
 
 
 def _is_flag(word: str) -> bool:
