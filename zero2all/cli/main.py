@@ -16,6 +16,7 @@ from zero2all.cli import (
     anneal,
     board,
     chat,
+    completion,
     corpus,
     data,
     evaluate,
@@ -204,7 +205,7 @@ def build_parser() -> Parser:
     verbs = parser.add_subparsers(title="verbs", metavar=VERB, required=True)
     stages = (overview, quickstart, corpus, tokenizer, pack, data, train, anneal, run_list)
     looks = (inspect, board, watch, plot, track)
-    for stage in (*stages, *looks, evaluate, generate, chat, serve, exchange, perf):
+    for stage in (*stages, *looks, evaluate, generate, chat, serve, exchange, perf, completion):
         stage.register(verbs)
     return parser
 

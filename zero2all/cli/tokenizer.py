@@ -57,9 +57,7 @@ def _register_train(inner: Subparsers) -> None:
     )
     train.add_argument("--pattern", metavar="NAME|REGEX", help="hf-bbpe: qwen2 (default), isolated-han, or your own")
     train.add_argument("--min-piece-count", type=whole(), metavar="N", help="learn pieces seen this often (default 2)")
-    train.add_argument(
-        "--max-piece-bytes", type=whole(), metavar="N", help="longest piece in bytes (default: any)"
-    )
+    train.add_argument("--max-piece-bytes", type=whole(), metavar="N", help="longest piece in bytes (default: any)")
     train.add_argument("--max-memory", metavar="SIZE", help="memory to stay within, such as 4GB")
     train.add_argument("--threads", type=whole(), metavar="N", help="threads (default: one per core)")
     train.add_argument(
