@@ -21,8 +21,8 @@ SHA256 = "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"
 VENDOR = Path(__file__).parent / "web" / "vendor"
 CHART_LIBRARY = VENDOR / "uPlot.iife.min.js"
 FETCH_COMMAND = "z2a board --fetch-charts"
-MISSING = f"The chart library is missing, so the page shows no curves. Fetch it once with `{FETCH_COMMAND}`, using npm."
-    f"The chart library is missing, so the page shows no curves. Fetch it once with `{FETCH_COMMAND}` (needs npm)."
+MISSING = (
+    f"The chart library is missing, so the page shows no curves. Fetch it once with `{FETCH_COMMAND}`, which needs npm."
 )
 LONGEST_FETCH_SECONDS = 300
 
