@@ -33,6 +33,7 @@ from zero2all.cli import (
     watch,
 )
 from zero2all.cli.verb import HelpFormatter, check_outputs
+from zero2all.common import language
 from zero2all.common.errors import (
     AnomalyError,
     BadInputError,
@@ -78,7 +79,7 @@ def main(words: list[str] | None = None) -> int:
 
 def _run(words: list[str] | None) -> int:
     try:
-        words = sys.argv[1:] if words is None else words
+        words = take_language(sys.argv[1:] if words is None else words)
         plain, overrides = split_overrides(words)
         arguments, unknown = build_parser().parse_known_args(evaluate.with_verb(plain))
         _refuse_unknown(arguments, unknown, overrides)
@@ -153,6 +154,24 @@ def _require_address_space() -> None:
         )
 
 
+def take_language(words: list[str]) -> list[str]:
+    """Obey `--lang LANGUAGE`, wherever it stands, before anything is printed; returns the other words."""
+    rest = list(words)
+    for place, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if word == "--":
+            break
+        if name != "--lang":
+            continue
+        value = value if equals else "".join(words[place + 1 : place + 2])
+        if value not in language.LANGUAGES:
+            raise UsageError(f"--lang takes one of: {', '.join(language.LANGUAGES)}; got {value!r}.")
+        os.environ[language.LANGUAGE_VARIABLE] = value
+        del rest[place : place + (1 if equals else 2)]
+        break
+    return rest
+
+
 def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
     """The words for argparse, and the overrides `--section.field VALUE`, whose values it would take for arguments."""
     plain: list[str] = []
@@ -181,6 +200,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--lang", choices=language.LANGUAGES, help="language of messages (default: your locale's)")
     parser.add_argument("--version", action="version", version=f"z2a {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     stages = (quickstart, corpus, tokenizer, pack, data, train, anneal, inspect, board, watch, plot, track)
@@ -235,5 +255,5 @@ def _fail_for_disk_or_path(error: Exception) -> int:
 
 def _fail(message: str, code: int) -> int:
     with suppress(OSError):  # without a terminal the code still says how it ended
-        print(f"z2a: {message}", file=sys.stderr)
+        print(f"z2a: {language.translate(message)}", file=sys.stderr)
     return code

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zero2all.common.language import translate
+
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
 
@@ -118,7 +120,22 @@ def real(minimum: float, maximum: float | None = None, is_open: bool = False) ->
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps examples as they are written, and gives the longest verb a place on the line of its help."""
+    """Keeps examples as they are written, gives the longest verb a place on the line of its help, and translates."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help and translate(action.help)
+
+    def add_text(self, text: str | None) -> None:
+        """A description, or an example with its notes."""
+        super().add_text(text and translate(text))
+
+    def start_section(self, heading: str | None) -> None:
+        """Such as `options`."""
+        super().start_section(heading and translate(heading))
+
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None = None) -> None:
+        """The first line."""
+        super().add_usage(usage, actions, groups, translate("usage: ") if prefix is None else prefix)
 
     def add_argument(self, action: argparse.Action) -> None:
         """Also count the width of a verb's indented name, which argparse forgets."""
