@@ -156,6 +156,9 @@ def check_python(program: str, words: list[str]) -> None:
     if not path.is_file():
         raise RefusedError(f"{program} would find no {path.relative_to(ROOT)}")
     source = path.read_text(encoding="utf-8")
+    for flag in re.findall(r'add_argument\(\s*"(--[\w-]+)"[^()]*required=True', source):
+        if flag not in rest:
+            raise RefusedError(f"{path.relative_to(ROOT)} cannot run without {flag}")
     for word in rest:
         flag = word.partition("=")[0]
         if flag.startswith("--") and "." not in flag and f'"{flag}"' not in source:
