@@ -187,7 +187,7 @@ def test_a_field_under_the_wrong_section_is_answered_with_the_right_one():
     (found,) = problems_of({"train": {"lr_max": 0.1}})
     assert found.endswith("Another section has this field: `optim.lr_max`.")
     (found,) = problems_of({"every_steps": 5})
-    assert found.endswith("There is `checkpoint.every_steps` and `eval.every_steps`.")
+    assert found.endswith("Another section has this field: `checkpoint.every_steps`, `eval.every_steps`.")
 
 
 def test_what_does_not_fit_together_is_found_beside_what_is_wrong_alone():
@@ -208,7 +208,7 @@ def test_what_does_not_fit_together_is_found_beside_what_is_wrong_alone():
         f"train.name: got 'a/b', expected {FOLDER_NAME_WORDS}.",
         "data.seq_len: got 128, expected at most model.max_seq_len (64).",
         "train.tokens_per_step: got 1000, expected a multiple of data.seq_len (128). The nearest is 1024.",
-        "schedule.warmup_steps: got 20, expected at most the 10 steps of this schedule.",
+        "schedule.warmup_steps: got 20, expected at most 10, the number of steps of this schedule.",
     ]
 
 

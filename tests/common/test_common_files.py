@@ -263,7 +263,7 @@ def test_a_result_that_could_not_be_put_there_is_refused_before_the_work(tmp_pat
         (".", False, "is not a regular file"),
         ("file", True, "is not a folder"),
         ("fifo", False, "is not a regular file"),
-        ("fifo", True, "is not a regular file"),
+        ("fifo", True, "is not a folder"),
         ("nowhere", True, "a broken link"),
         ("n" * 250, False, "longer than 200 bytes"),
     ):

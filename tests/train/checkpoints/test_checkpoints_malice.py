@@ -273,10 +273,10 @@ def test_links_and_pipes_in_place_of_files_are_refused_even_with_the_right_conte
     shutil.copy(folder / name, tmp_path / "elsewhere")
     (folder / name).unlink()
     (folder / name).symlink_to(tmp_path / "elsewhere")
-    refused(folder, "is not a regular file")
+    refused(folder, "is no plain file")
     (folder / name).unlink()
     os.mkfifo(folder / name)  # opening it would wait for ever
-    refused(folder, "is not a regular file")
+    refused(folder, "is no plain file")
 
 
 def test_a_linked_folder_is_refused(run):
@@ -324,15 +324,15 @@ def test_a_fifo_in_a_run_folder_is_refused_or_passed_over_and_never_waited_for(r
         path.unlink(missing_ok=True)
         os.mkfifo(path)
     assert latest_noted(run) is None
-    with pytest.raises(BadInputError, match=r"pins\.json is not a regular file"):
+    with pytest.raises(BadInputError, match=r"pins\.json is no plain file"):
         pins(run)
     with pytest.raises(DamagedLedgerError, match=r"not a regular file"):
         SkipLedger.load(run / "incidents")
     keep_damaged(run / "incidents/skipped.json")
-    with pytest.raises(BadInputError, match=r"lock is not a regular file"), hold_run(run):
+    with pytest.raises(BadInputError, match=r"lock is no plain file"), hold_run(run):
         pass
     os.mkfifo(run / "config.yaml")
     with pytest.raises(BadInputError, match=r"(?s)config\.yaml.* is not a regular file"):
         load_run_config(run)
-    with pytest.raises(UsageError, match=r"config\.yaml is not a regular file"):
+    with pytest.raises(UsageError, match=r"config\.yaml is a pipe or a device"):
         load_config(run / "config.yaml")
