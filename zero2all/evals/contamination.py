@@ -242,7 +242,7 @@ def find_contamination(
     returns it. Tasks that an earlier pass over the same corpus looked for stay in it."""
     items = [item for task in tasks for item in task.items]
     if not items:
-        raise BadInputError("There is no item to look for in the corpus. Name at least one task that has items.")
+        raise BadInputError("The tasks have no items to search for in the corpus. Name at least one task that has items.")
     sources = corpus_sources(workspace.corpus)
     grams = grams_of_items(items)
     started = time.monotonic()
@@ -351,7 +351,7 @@ def read_contamination(workspace: Workspace) -> dict[str, Any] | None:
     report: dict[str, Any] = read_json(path)
     if not isinstance(report, dict) or report.get("corpus") != _corpus_fingerprint(corpus_sources(workspace.corpus)):
         say(
-            f"{path} is about another corpus than the one there is now, and is not used. Look again: z2a pack --against"
+            f"{path} was made for another corpus than the current one, so it is not used. Search again: z2a pack --against"
         )
         return None
     return report

@@ -114,10 +114,10 @@ def _check(messages: Sequence[Message], frame: str) -> None:
     if frame not in FRAMES:
         raise UsageError(f"The frame is {frame!r}; expected one of {', '.join(FRAMES)}.")
     if not messages:
-        raise UsageError("There is no message. A conversation needs at least one.")
+        raise UsageError("The conversation has no messages. It needs at least one.")
     for message in messages:
         if message.role not in ROLES:
-            raise UsageError(f"A message has the role {message.role!r}; there are {', '.join(ROLES)}.")
+            raise UsageError(f"A message has the role {message.role!r}. The roles are {', '.join(ROLES)}.")
 
 
 # ---- template -------------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def _from_json(line: bytes, usual: Prompt) -> Prompt:
         raise ValueError('expected an object with `prompt`, a text: {"prompt": "Once upon a time"}')
     for key, given in value.items():
         if key not in FIELDS:
-            raise ValueError(f"`{key}` is no setting. {nearest_hint(key, FIELDS)}")
+            raise ValueError(f"`{key}` is not a setting. {nearest_hint(key, FIELDS)}")
         is_good, expected = FIELDS[key]
         if not is_good(given):
             raise ValueError(f"`{key}` is {str(given)[:40]!r}, expected {expected}")

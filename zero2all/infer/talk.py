@@ -232,7 +232,7 @@ class Talk:
         name, _, value = words.partition(" ")
         settings = {**dataclasses.asdict(self.sampling), "max_new_tokens": self.max_new_tokens}
         if name and name not in settings:
-            self._note(f"There is no setting {name}. There are: {', '.join(settings)}.")
+            self._note(f"There is no setting {name}. The settings are {', '.join(settings)}.")
             return
         if name:
             try:

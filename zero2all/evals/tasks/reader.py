@@ -88,7 +88,7 @@ class Reader:
         except ItemError as error:
             return [error]
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            return [ItemError(NOT_READABLE, f"it has another form than {self.name} ({error!r})")]
+            return [ItemError(NOT_READABLE, f"its format is not that of {self.name} ({error!r})")]
 
 
 def _usable(found: Item | ItemError, place_name: str) -> Item:
