@@ -80,7 +80,7 @@ def test_talking_in_a_terminal(terminal, tmp_path):
     typist, program = terminal
     greeting = typist.seen.decode()
     assert "tiny at step 30: 0.1 M parameters, float32, cpu" in greeting
-    assert "by a written dialogue: the run has seen no conversations in training" in greeting
+    assert "with a written dialogue: the run was not trained on conversations" in greeting
 
     typist.type("/plain\n", "plain continuation", "\n> ")
     typist.type("/set temperature 0\n", "temperature 0.0", "\n> ")
@@ -219,7 +219,7 @@ def test_messages_of_several_lines(typed, message):
 def test_a_block_is_never_a_command_and_an_open_one_is_dropped(pipe):
     ended = pipe(b'"""/quit"""\n"""/set top_k 5"""\n/set\n/tokens\n"""one', "--frame", "plain", "--max-new-tokens", "2")
     assert "top_k 0," in ended.err
-    assert "for 4 messages" in ended.err
+    assert "used by 4 messages" in ended.err
     assert 'before the closing """: this message was dropped' in ended.err
     assert ended.code == 3
 

@@ -99,7 +99,7 @@ def choose(loaded: LoadedModel) -> Choice:
     if _template_of(loaded) is not None:
         return Choice("template", "the model came with a chat template")
     if chat_template(tokenizer) is None:
-        return Choice("frame", "the tokenizer has no marks for messages and there is no chat template")
+        return Choice("frame", "the tokenizer has no message tokens and the model has no chat template")
     learned = _learned_conversations(loaded)
     if learned is None:
         return Choice(
@@ -107,7 +107,7 @@ def choose(loaded: LoadedModel) -> Choice:
         )
     if learned:
         return Choice("template", "the run was trained on conversations")
-    return Choice("frame", "the run has seen no conversations in training")
+    return Choice("frame", "the run was not trained on conversations")
 
 
 def _check(messages: Sequence[Message], frame: str) -> None:

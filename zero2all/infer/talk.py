@@ -160,7 +160,9 @@ class Talk:
         if text:
             self.conversation.messages.append(Message(LEARNED_ROLE, text))
         if last is None:
-            self._note("Stopped. The text so far is kept; /undo removes it." if text else "Stopped. /retry tries again.")
+            self._note(
+                "Stopped. The text so far is kept; /undo removes it." if text else "Stopped. /retry tries again."
+            )
         elif last.finish == "error":
             self._has_failed = True
             self._note(last.error)
