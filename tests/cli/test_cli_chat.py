@@ -102,7 +102,9 @@ def test_talking_in_a_terminal(terminal, tmp_path):
     assert "44 of 128 tokens used by 2 messages" in typist.type("/tokens\n", "tokens used by", "\n> ")
     again = typist.type("/retry\n", "tokens/s", "\n> ")
     assert "The temperature is 0, so the answer will be the same" in again
-    typist.type("\x1b[A\x1b[A\n", "of 128 tokens used by 2 messages", "\n> ")  # in the history, /tokens stands two lines up
+    typist.type(
+        "\x1b[A\x1b[A\n", "of 128 tokens used by 2 messages", "\n> "
+    )  # in the history, /tokens stands two lines up
     typist.type("\x04")
     assert program.wait() == 0
 

@@ -354,7 +354,8 @@ def read_contamination(workspace: Workspace) -> dict[str, Any] | None:
     report: dict[str, Any] = read_json(path)
     if not isinstance(report, dict) or report.get("corpus") != _corpus_fingerprint(corpus_sources(workspace.corpus)):
         say(
-            f"{path} was made for another corpus than the current one, so it is not used. Search again: z2a pack --against"
+            f"{path} was made for another corpus than the current one, so it is not used. "
+            f"Search again: z2a pack --against"
         )
         return None
     return report

@@ -126,8 +126,8 @@ def _read_line(line: bytes, place: str) -> Probe:
     if problems:
         optional = [each.name for each in fields(Probe)][5:]
         raise BadInputError(
-            f"{place} is not a probe: {' '.join(map(str, problems))} Expected an object with id, channel, family, prompt, "
-            f"answer, and optionally joiner, {', '.join(name for name in optional if name != 'answer')}."
+            f"{place} is not a probe: {' '.join(map(str, problems))} Expected an object with id, channel, family, "
+            f"prompt, answer, and optionally joiner, {', '.join(name for name in optional if name != 'answer')}."
         )
     assert isinstance(probe, Probe), "build returns what it was asked for when it found no problem"
     return probe

@@ -138,9 +138,7 @@ class Watcher:
                     continue
                 report = _read_report(path)
                 if not _is_logged(report, logged_rows(self.run)):
-                    self.say(
-                        f"step {step}: the report existed, but its figures were missing from the metrics; they are added now"
-                    )
+                    self.say(f"step {step}: the report existed, but the metrics lacked its figures; they are added now")
                     _log(metrics(), report)
 
 

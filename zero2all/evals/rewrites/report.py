@@ -41,9 +41,7 @@ def rewrite_lines(section: Mapping[str, Any]) -> list[str]:
     """The section as a table for a terminal."""
     lines = [
         "",
-        t(
-            "rewrites                       form               items  original  rewritten       gap  (95 %)          same"
-        ),
+        t("rewrites                       form               items  original  rewritten       gap  (95 %)       same"),
     ]
     for task, found in section["tasks"].items():
         lines.append(f"  {task}")
@@ -60,7 +58,7 @@ def rewrite_lines(section: Mapping[str, Any]) -> list[str]:
     if "once" in section:
         lines.append(
             t(
-                f"  R17: the text to train on once and the questions to ask then are in {section['once']} (docs/evaluation.md)"
+                f"  R17: the text to train on once and the questions for it are in {section['once']} (docs/evaluation.md)"
             )
         )
     return lines
