@@ -175,7 +175,7 @@ def _verdict(curve: Curve, found: _Figures) -> tuple[str, str, str]:
     if abs(found.spearman) < LEAST_SPEARMAN or found.p > LARGEST_P:
         return (
             NOISE,
-            f"no trend: Spearman with the step is {found.spearman:+.2f}; chance gives as much in {found.p:.0%} of cases",
+            f"no trend: Spearman with the step is {found.spearman:+.2f}; chance gives that in {found.p:.0%} of cases",
             f"没有次序：与步数的 Spearman 为 {found.spearman:+.2f}，偶然达到的概率为 {found.p:.0%}",
         )
     if found.signal_to_noise < LEAST_SIGNAL_TO_NOISE:

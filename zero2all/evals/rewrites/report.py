@@ -57,9 +57,7 @@ def rewrite_lines(section: Mapping[str, Any]) -> list[str]:
             lines.append(t(f"    the same answer as {form} and under all its rewrites: {share:.1%} of the items"))
     if "once" in section:
         lines.append(
-            t(
-                f"  R17: the text to train on once and the questions for it are in {section['once']} (docs/evaluation.md)"
-            )
+            t(f"  R17: the text to train on once and its questions are in {section['once']} (docs/evaluation.md)")
         )
     return lines
 
