@@ -187,7 +187,7 @@ def breaches(imports: list[Import]) -> list[str]:
     for each in imports:
         target, allowed = short(each.target), allowed_for(short(each.importer))
         if target and not any(inside(target, name) for name in allowed):  # without a target: the version
-            found.append(f"{each}; it may import {', '.join(allowed) or 'nothing'}")
+            found.append(f"{each}; it may import {', '.join(allowed) or 'not given'}")
     return found
 
 

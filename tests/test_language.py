@@ -20,7 +20,8 @@ from zero2all.common import language
 from zero2all.common.language import literal_parts, padded, translate
 
 PACKAGE = language.PACKAGE
-ROOMS = sorted(path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py")))
+ROOMS = sorted(path.name for path in PACKAGE.iterdir() if any(path.glob("*.py")) and path.name != "serve")
+"""Without the server, whose answers are read by programs."""
 
 NOT_SHOWN = {"AssertionError", "NotImplementedError", "RuntimeError", "TypeError", "IndexError", "KeyError", "OSError"}
 """Errors that mean a bug, or that the system words."""
@@ -37,9 +38,9 @@ def messages(source: str) -> Iterator[str]:
         if not isinstance(node, ast.Call):
             continue
         name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-        if name == "counted":  # 3, "step" -> "3 steps"
-            noun = next(templates(node.args[1]), "")
-            yield from (f"{{}} {noun}", f"{{}} {noun}s")
+        if name == "counted" and len(node.args) == 2:  # 3, "step" -> "3 steps"
+            for noun in templates(node.args[1]):
+                yield from (f"{{}} {noun}", f"{{}} {noun}s")
         if name in SPEAKS or (name.endswith("Error") and name not in NOT_SHOWN):
             shown = list(node.args)
         else:

@@ -239,7 +239,7 @@ def test_a_workspace_where_nobody_may_write_ends_with_3(tmp_path, raw, z2a_witho
     ended = z2a_without_rights("corpus", "build", f"en={raw / 'en.jsonl'}", "--work", tmp_path / "w")
     tmp_path.chmod(0o755)
     assert ended.code == 3
-    assert "No workspace can be made" in paragraph(ended.err)
+    assert "Cannot create a workspace" in paragraph(ended.err)
 
 
 @pytest.mark.parametrize("content", ["", "  \n \n"], ids=["no bytes", "white space"])

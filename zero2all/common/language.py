@@ -45,8 +45,17 @@ def translate(text: str) -> str:
 
 def padded(text: str, width: int) -> str:
     """The text with spaces up to `width` columns of a terminal, where a Chinese character takes two."""
-    columns = sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
-    return text + " " * (width - columns)
+    return text + " " * (width - columns(text))
+
+
+def flush_right(text: str, width: int) -> str:
+    """The same with the spaces in front."""
+    return " " * (width - columns(text)) + text
+
+
+def columns(text: str) -> int:
+    """How many columns of a terminal the text takes."""
+    return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
 
 
 @dataclass(frozen=True)
