@@ -116,9 +116,9 @@ def test_a_second_training_of_the_tokenizer_is_explained(tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("bits", "epochs", "words"),
     [
-        (2.0, 1.0, "en: 2.00, 50% less than gzip -9 (4.00): it has learned from your text"),
-        (4.5, 1.0, "en: 4.50, more than gzip -9 (4.00): too little was learned yet; more steps help most"),
-        (4.5, 10.0, "en: 4.50, more than gzip -9 (4.00): too little was learned yet; more text helps most"),
+        (2.0, 1.0, "en: 2.00, 50% less than gzip -9 (4.00). It learned from your text."),
+        (4.5, 1.0, "en: 4.50, more than gzip -9 (4.00). It needs more steps (--train.steps)."),
+        (4.5, 10.0, "en: 4.50, more than gzip -9 (4.00). It needs more text."),
     ],
 )
 def test_bits_per_byte_are_put_into_words_beside_gzip(bits: float, epochs: float, words: str) -> None:
