@@ -227,9 +227,9 @@ def test_other_text_is_not_put_into_a_workspace_that_has_learned_from_some(
 ) -> None:
     (tmp_path / "other.txt").write_text("Another text, which has nothing to do with it.")
     before = (own[0] / "corpus/report.json").read_bytes()
-    with pytest.raises(UsageError, match=r"learned from .*novel.*--fresh.*another --work"):
+    with pytest.raises(UsageError, match=r"trained on .*novel.*--fresh.*another --work"):
         run_journey(load_config("quickstart"), own[0], data=tmp_path / "other.txt")
-    with pytest.raises(UsageError, match=r"learned from .*novel.*--fresh"):
+    with pytest.raises(UsageError, match=r"trained on .*novel.*--fresh"):
         run_journey(load_config("quickstart"), own[0])
     assert (own[0] / "corpus/report.json").read_bytes() == before
 

@@ -253,10 +253,11 @@ def _with_vocabulary(config: RunConfig, workspace: Workspace, text_bytes: int, g
     except TooFewPiecesError as error:
         if "tokenizer.vocab_size" in given:
             raise BadInputError(
-                f"This text has pieces for {error.largest:,} token ids at most; --tokenizer.vocab_size asks for "
-                f"{most:,}. Leave it out, and the quickstart chooses; or set it to {error.largest} or less."
+                f"This text has pieces for at most {error.largest:,} token ids, but "
+                f"--tokenizer.vocab_size asks for {most:,}. Leave it out to let the quickstart choose, "
+                f"or set it to {error.largest} or less."
             ) from None
-        _print_lines([f"this text has pieces for {error.largest:,} token ids at most: trained again with that number"])
+        _print_lines([f"this text has pieces for at most {error.largest:,} token ids: training again with that number"])
         config = choices.with_settings(config, {"tokenizer.vocab_size": error.largest})
     _print_lines([choices.vocabulary_in_words(config, most, given)])
     return config

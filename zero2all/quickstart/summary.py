@@ -125,7 +125,10 @@ def _markdown(journey: Journey) -> str:
     if journey.evaluation["held_out"]:
         parts += [f"## {t('Held-out text')}", _channel_table(journey)]
     if journey.before is not None:
-        note = t("Each fact is asked in a phrasing that the text never uses for it; a new wording is one that the text never uses.")
+        note = t(
+            "Each fact is asked in a phrasing that the text never uses for it. A new wording is a phrasing that the "
+            "text never uses for any fact."
+        )
         parts += [f"## {t('Probes')}", note, _probe_table(journey)]
         shown_probes = (f"- P({of} | {on}) = {old:.4f} → {new:.4f}" for on, of, old, new in journey.shown_probes)
         parts.append("\n".join(shown_probes))
