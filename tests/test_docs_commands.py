@@ -14,6 +14,7 @@ import importlib
 import io
 import re
 import shlex
+import sys
 import tomllib
 import typing
 from functools import cache
@@ -70,7 +71,7 @@ def the_parser() -> Parser:
 @pytest.fixture(autouse=True)
 def one_parser(monkeypatch):
     """Building it takes longer than parsing."""
-    monkeypatch.setattr("zero2all.cli.main.build_parser", the_parser)
+    monkeypatch.setattr(sys.modules[parse.__module__], "build_parser", the_parser)
 
 
 # ---- commands -------------------------------------------------------------------------------------------------
@@ -268,7 +269,7 @@ def unknown_messages(place: str, lines: tuple[str, ...]) -> list[str]:
 
 @cache
 def templates_of_the_program() -> list[str]:
-    """Every longer string of the program with `{}` for its values. By pattern, since parsing all files takes seconds."""
+    """Every longer string of the program with `{}` for its values. By pattern: parsing all files takes seconds."""
     found = set()
     for path in (ROOT / "zero2all").rglob("*.py"):
         source = re.sub(r'"\s*\n\s*f?"', "", path.read_text(encoding="utf-8"))
