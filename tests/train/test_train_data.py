@@ -57,11 +57,11 @@ def watched(monkeypatch):
 def test_a_mixture_changed_on_resume_lets_every_source_continue_where_it_stood(work, config, watched):
     train(config(train={"steps": 3}), work, say=quiet)
     other = config(train={"steps": 7}, data={"mixture": {"en": 1, "zh": 3}})
-    with pytest.raises(UsageError, match="the mixture or the sequence length from here on has changed"):
+    with pytest.raises(UsageError, match="the mixture or the sequence length has changed"):
         train(other, work, say=quiet)
     notes: list[str] = []
     train(other, work, accept_changes=True, say=notes.append)
-    assert "other weights hold from token 384 on; every source continues where it stood" in notes
+    assert "the mixture changes at token 384; every source continues where it stopped" in notes
     assert not [note for note in notes if "repeated or left out" in note]
     train(config(train={"steps": 9}, data={"mixture": {"en": 1, "zh": 3}}), work, accept_changes=True, say=quiet)
     assert [len(watched[source]) for source in (0, 1)] == [9 + 6, 3 + 18]

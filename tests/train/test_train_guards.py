@@ -514,7 +514,7 @@ def test_a_step_that_is_not_finite_changes_no_bit_of_weights_and_moments(work, n
     assert losses.step.tolist() == list(range(1, 13))
     doubts = {step_of(folder): read_checkpoint_manifest(folder).get("not_good") for folder in list_checkpoints(run)}
     # Two are kept, and 4 was the last good one until 12 was saved.
-    assert doubts == {8: "refused since the save before, for not being finite: step 6", 12: None}
+    assert doubts == {8: "since the last save these steps were not finite: 6", 12: None}
 
 
 def test_what_came_before_steps_that_are_not_finite_stays_until_there_is_something_good_again(work, not_finite):

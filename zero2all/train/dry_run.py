@@ -64,8 +64,8 @@ def dry_run(
         for line in notes:
             say(line)
         raise DiskError(
-            f"{error}\nThat is for the one process of a dry run, which cannot go on; what each process of the run "
-            f"itself needs is in the table above."
+            f"{error}\nThis is what the dry run needs, which has one process. The table above shows what each process "
+            f"of the run needs."
         ) from error
     finally:
         store.close()
@@ -94,7 +94,7 @@ def dry_run(
     for line in [*notes, *result.lines()]:
         say(line)
     if not result.learns:
-        raise AnomalyError("The dry run did not learn one batch by heart; see the warning above. Nothing was started.")
+        raise AnomalyError("The dry run could not overfit one batch: see the warning above. Nothing was started.")
     return result
 
 
@@ -116,7 +116,7 @@ def parallel_notes(config: RunConfig, sizes: MeshSizes, ops: Ops, samples: int, 
     settings = memory_settings(config, ops, Mesh(sizes), samples)
     named = ", ".join(f"{name} {size}" for name, size in dataclasses.asdict(sizes).items() if size > 1)
     return [
-        f"the run itself will have {sizes.processes} processes ({named}, zero {settings.zero}); for each of them:",
+        f"the run has {sizes.processes} processes ({named}, zero {settings.zero}). Each of them:",
         *memory_notes(config.model, settings, device_bytes),
         *communication_notes(config.model, settings),
         *plan_notes(plan),

@@ -55,10 +55,10 @@ class Simulated:
 
     def rows(self) -> list[list[str]]:
         """As a table."""
-        found = [["rank 0 of " + str(self.processes), "over", "given, counted", "given, by formula"]]
+        found = [[f"rank 0 of {self.processes}", "over", "counted", "by formula"]]
         for name, counted, expected in (
             ("states", self.state_bytes, self.expected_state_bytes),
-            ("at the peak of a step", self.peak_bytes, self.expected_peak_bytes),
+            ("peak of a step", self.peak_bytes, self.expected_peak_bytes),
         ):
             found.append([name, "", f"{counted / GIB:.3f} GiB", f"{expected / GIB:.3f} GiB"])
         for (kind, axes), (counted, formula) in self.given.items():
@@ -81,7 +81,7 @@ def simulate_ranks(config: RunConfig, processes: int) -> Simulated:
 
     sizes = check_spread(config, processes)
     if config.parallel.offload != "none":
-        raise UsageError("Simulated ranks have no host memory of their own: set parallel.offload to none.")
+        raise UsageError("A simulation cannot offload to host memory. Set parallel.offload to none.")
     started = time.perf_counter()
     dist.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
     try:

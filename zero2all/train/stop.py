@@ -39,7 +39,7 @@ class StopRequest:
         self.requested, self._first = True, now
         if os.environ.get("RANK", "0") != "0":
             return  # only rank 0 prints
-        text = f"\n{signal.Signals(number).name}: stopping after this step (again to stop at once)\n"
+        text = f"\n{signal.Signals(number).name}: stopping after this step (send it again to stop at once)\n"
         with suppress(OSError):  # not print(): the signal may have interrupted one
             os.write(sys.stderr.fileno(), text.encode())
 

@@ -20,20 +20,20 @@ TITLES = {
     "loss_spike": "Loss spike",
     "grad_spike": "Gradient spike",
     "loss_drop": "Sudden drop of the loss",
-    "nonfinite": "Not finite",
-    "level_shift": "The level changed",
+    "nonfinite": "NaN or infinite step",
+    "level_shift": "The loss has a new level",
     "hard_shard": "A shard far harder than the rest",
     "easy_shard": "A shard far easier than the rest",
     "repeated_shard": "A shard that repeats another",
 }
 ACTIONS = {
-    "continue": "Nothing was changed; the run goes on.",
-    "skip": "The data was left out; the run goes on.",
-    "rollback": "The run went back to a checkpoint and leaves the data out.",
+    "continue": "Nothing was changed. The run continues.",
+    "skip": "The data was skipped. The run continues.",
+    "rollback": "The run went back to a checkpoint and skips the data.",
     "stop": "The run was stopped (exit code 12).",
 }
 WIDE_SPACES = "\u3000\xa0"
-"""Python does not call them printable, and Chinese paragraphs begin with them."""
+"""Chinese paragraphs begin with them, but `str.isprintable` is false for them."""
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 180, 56, 22
 
 
@@ -169,7 +169,7 @@ def _text_lines(incident: Incident) -> Iterator[str]:
     yield f"  {terminal_safe(incident.done)}"
     yield ""
     yield from (f"  found: {terminal_safe(finding['text'])}" for finding in incident.findings)
-    yield from (f"  to do: {terminal_safe(line['text'])}" for line in incident.advice)
+    yield from (f"  advice: {terminal_safe(line['text'])}" for line in incident.advice)
     if incident.channels:
         yield ""
         yield f"  {'channel':<20} {'usual':>10} {'this step':>10}"
