@@ -37,7 +37,7 @@ class ParallelConfig:
     processes: PositiveInt | Literal["auto"] = "auto"
     """Processes on this machine; auto: one per GPU, or one without a GPU. torchrun's own number takes precedence."""
     zero: Annotated[int, Range(minimum=0, maximum=3)] = 0
-    """What is sharded over `shard` processes: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights (FSDP2)."""
+    """What `shard` processes share: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights (FSDP2)."""
     replicate: PositiveInt | Literal["auto"] = "auto"
     """Copies of the model. auto: all processes with zero 0, else processes / shard."""
     shard: PositiveInt | Literal["auto"] = "auto"

@@ -95,7 +95,8 @@ def bench_operators(
     wanted = [name for name in names if only is None or only in (name, name.partition("/")[0])]
     if not wanted:
         hint = nearest_hint(only or "", names)
-        raise UsageError(f"There is no operator {only}. {hint}{' ' if hint else ''}There are: {', '.join(names)}.")
+        problem = f"There is no operator {only}. The operators are: {', '.join(names)}."
+        raise UsageError(f"{problem} {hint}" if hint else problem)
     samples, seq_len = batch_of(config, tokens, device)
     say(f"ops bench: {device_name(device)}: measuring copy and matmul rates first")
     ceilings = measured_ceilings(device, dtype, least_seconds)
@@ -369,5 +370,5 @@ def bench_cells(bench: Bench) -> list[list[str]]:
         rate = f"{row.rate / 1e12:.3g} TFLOPS" if row.is_matmul else f"{row.rate / 1e9:.4g} GB/s"
         figures = [f"{row.forward_ms:.3f}", f"{row.backward_ms:.3f}", rate, f"{row.floor_percent:.1f}"]
         rows.append([shown, name, *figures, f"{row.error:.1e}", ""])
-    heading = ["operator", "implementation", "forward ms", "backward ms", "rate", "% of floor", "error", "why not"]
+    heading = ["operator", "implementation", "forward ms", "backward ms", "rate", "% of floor", "error", "problem"]
     return [heading, *rows]

@@ -49,8 +49,8 @@ def listed_operators(config: RunConfig | None) -> list[dict[str, Any]]:
 def describe(where: OpContext) -> str:
     """The context in one line."""
     device = torch.cuda.get_device_name() if where.device == "cuda" else "cpu"
-    compiled = ", inside torch.compile" if where.compiled else ""
-    return f"{device}, {str(where.dtype).removeprefix('torch.')}{compiled}"
+    dtype = str(where.dtype).removeprefix("torch.")
+    return f"{device}, {dtype}, inside torch.compile" if where.compiled else f"{device}, {dtype}"
 
 
 def list_cells(entries: list[dict[str, Any]]) -> list[list[str]]:
@@ -64,4 +64,4 @@ def list_cells(entries: list[dict[str, Any]]) -> list[list[str]]:
         flags = ("yes" if entry[flag] else "no" for flag in ("compile_safe", "deterministic"))
         rows.append([shown, entry["implementation"], taken, here, *flags])
         before = entry["operator"]
-    return [["operator", "implementation", "taken by", "here", "compile-safe", "deterministic"], *rows]
+    return [["operator", "implementation", "chosen by", "here", "compile-safe", "deterministic"], *rows]

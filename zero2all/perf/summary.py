@@ -158,7 +158,7 @@ def notes(ablation: Ablation, tables: list[BatchTable]) -> list[str]:
     for table in tables:
         if len(table.anchors) > 1:
             each = ", ".join(f"{number}: {seconds:.3f} s" for number, seconds in table.anchors.items())
-            found.append(f"{table.batch}: anchor (all fused) of each sitting: {each}")
+            found.append(f"{table.batch}: seconds of the anchor row (all fused), by session: {each}")
         found += [
             f"{table.batch} {row.variant.name}: {row.line['status']}: {_in_short(row.result.get('reason', ''))}"
             for row in table.rows
@@ -167,11 +167,11 @@ def notes(ablation: Ablation, tables: list[BatchTable]) -> list[str]:
     rows = [row for table in tables for row in table.rows]
     found += sorted({row.result["mfu_note"] for row in rows if row.is_measured and row.result["mfu_note"]})
     if len({row.line["code"] for row in rows}) > 1:
-        found.append("these rows were measured with more than one version of the code")
+        found.append("the rows were measured with more than one version of the code")
     if any(table.has_seed for table in tables):
         found.append(
-            f"{DEVICE}: the seed's table, at {SEED_BATCH}; * follows from its seconds. MFU in the seed "
-            f"convention; `x fused` against its all-fused row, whose AdamW was not fused"
+            f"{DEVICE}: the table of Gstdioh/llm-zero2all, at {SEED_BATCH}; * computed from its seconds. MFU in its "
+            f"convention; `x fused` is relative to its all-fused row, whose AdamW was not fused"
         )
     return found
 
@@ -220,7 +220,7 @@ def as_markdown(ablation: Ablation, tables: list[BatchTable]) -> str:
     parts = []
     for table in tables:
         names = heading(table)
-        parts += [f"**{table.batch}** ({table.batch.tokens:,} tokens an iteration)", ""]
+        parts += [f"**{table.batch}** ({table.batch.tokens:,} tokens per iteration)", ""]
         parts += [f"| {' | '.join(names)} |", f"|---|{'---:|' * (len(names) - 1)}"]
         parts += [f"| {' | '.join(row)} |" for row in cells(table)]
         parts.append("")
