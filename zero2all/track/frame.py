@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from rich.cells import set_cell_size
 from rich.text import Text
 
-from zero2all.common.progress import human_count, human_seconds, terminal_safe
+from zero2all.common.progress import counted, human_count, human_seconds, terminal_safe
 from zero2all.track.braille import Canvas
 from zero2all.track.listing import TRAIN_WRITER, median_step_seconds
 from zero2all.track.reader import Event, RunReader, RunStatus, Series
@@ -160,7 +160,8 @@ def _footline(reader: RunReader, status: RunStatus, note: str) -> Text:
         line.append(_clean(status.message), style=COLORS.get(status.state, ""))
     problems = sum(reader.problems.values())
     if problems:
-        line.append(("  " if line else "") + f"left out: {problems:,} (see `problems` on the board)", style="red")
+        line.append("  " if line else "")
+        line.append(f"{problems:,} lines or values left out (the board lists them)", style="red")
     if note:
         line.append(("  " if line else "") + _clean(note), style="dim")
     return line
@@ -191,9 +192,13 @@ def _chart(reader: RunReader, columns: int, rows: int) -> list[Text]:
     above = int((series.value[np.isfinite(series.value)] > high).sum())
     not_finite = int((~np.isfinite(series.value)).sum())
     spikes = len(reader.spikes(metric))
-    for count, word in ((above, "above the top"), (not_finite, "not finite"), (spikes, f"spike{'s' * (spikes > 1)}")):
+    for count, words, style in (
+        (above, f"{above:,} above the top", "yellow"),
+        (not_finite, f"{not_finite:,} not finite", "red"),
+        (spikes, counted(spikes, "spike"), "yellow"),
+    ):
         if count:
-            title.append(f"  {count:,} {word}", style="yellow" if word != "not finite" else "red")
+            title.append(f"  {words}", style=style)
     lines = [title]
     tops = canvas.top_layers()
     for number, row in enumerate(canvas.lines()):

@@ -541,7 +541,7 @@ def _check_resume(
         for name, text in changed.items()
         if name.split(".")[0] not in SECTIONS_FREE_ON_RESUME and name not in FIELDS_FREE_ON_RESUME
     ]
-    notes = [f"changed since the last start: {text}" for text in changed.values()]
+    notes = [f"changed since the last attempt: {text}" for text in changed.values()]
     if checkpoint.step and "optim.kind" in changed:
         raise UsageError(
             f"The run {run.name} was started with another optimizer ({changed['optim.kind']}). Its checkpoints hold "
@@ -607,4 +607,4 @@ def _environment_notes(before: dict[str, Any], now: dict[str, Any], operators: l
     changed += operators
     if not changed:
         return []
-    return [f"not bit-exact with the earlier start, because these have changed: {', '.join(changed)}"]
+    return [f"not bit-exact with the earlier attempt, because of: {', '.join(changed)}"]
