@@ -349,7 +349,7 @@ def test_export_replaces_nothing(trained, trained_workspace, tmp_path, there):
     else:
         target.mkdir()
         (target / "mine").write_text("mine")
-    with pytest.raises(UsageError, match="exists and is no empty folder"):
+    with pytest.raises(UsageError, match="already exists and is not an empty folder"):
         export_run(trained, trained_workspace.tokenizer, target)
     assert (target if there == "file" else target / "mine").read_text() == "mine"
 
@@ -743,9 +743,9 @@ REFUSED = {
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
     "half a file": (truncated, "not a readable safetensors file"),
     "a shard is missing": (shard_missing, "model-00002-of-00002.safetensors is missing"),
-    "config is no object": (lambda folder: (folder / "config.json").write_text("[1]"), "should hold a JSON object"),
+    "config is no object": (lambda folder: (folder / "config.json").write_text("[1]"), "expected a JSON object"),
     "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "cannot be read as JSON"),
-    "unknown model type": (change_config(model_type="gpt2"), "model_type 'gpt2'; only llama, qwen2, mixtral, glm4_moe"),
+    "unknown model type": (change_config(model_type="gpt2"), "model_type 'gpt2'. Only llama, qwen2, mixtral, glm4_moe"),
     "no model type": (change_config(model_type=...), "model_type None"),
     "no vocabulary size": (change_config(vocab_size=...), "has no vocab_size"),
     "no width": (change_config(hidden_size=...), "hidden_size: got None"),
@@ -798,7 +798,7 @@ REFUSED = {
         "neither a file nor a link to one",
     ),
     "a tensor in two files": (twice, "so does another file"),
-    "a name twice in the config": (double_name, "'vocab_size' stands twice"),
+    "a name twice in the config": (double_name, "'vocab_size' is listed twice"),
     "NaN weights": (
         spoiled(float("nan")),
         r"97 weights in .* are NaN or infinite, in 2 of 21 tensors",
@@ -873,7 +873,7 @@ def test_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(refusable, t
     tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "content": "<new>", "id": VOCAB_ROWS})
     write_json(folder / "tokenizer.json", tokenizer)
     before = files_below(workspace.root)
-    with pytest.raises(BadInputError, match=r"has 353 ids, its model only 352 rows"):
+    with pytest.raises(BadInputError, match=r"has 353 ids, but its model has only 352 rows"):
         import_folder(folder, workspace, "run")
     assert files_below(workspace.root) == before
 
@@ -887,7 +887,7 @@ def test_workspace_keeps_its_own_tokenizer(refusable, trained_workspace):
 def test_existing_run_is_not_replaced(refusable, workspace):
     import_folder(refusable, workspace, "run")
     before = files_below(workspace.root)
-    with pytest.raises(UsageError, match="The run run exists already"):
+    with pytest.raises(UsageError, match="The run run already exists"):
         import_folder(refusable, workspace, "run")
     assert files_below(workspace.root) == before
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 
-from zero2all.cli.verb import LAST_PORT, Subparsers, add_verb, whole
+from zero2all.cli.verb import LAST_PORT, Subparsers, add_verb, default_work, whole
 
 
 def register(verbs: Subparsers) -> None:
@@ -20,9 +20,9 @@ def register(verbs: Subparsers) -> None:
     board.add_argument(
         "places",
         nargs="*",
-        default=["."],
+        default=[str(default_work() or ".")],
         metavar="PATH",
-        help="folders with runs in them, at any depth, or ssh://[user@]host/path (default: here)",
+        help="folders with runs in them, at any depth, or ssh://[user@]host/path (default: Z2A_WORK, or here)",
     )
     board.add_argument(
         "--port", type=whole(0, LAST_PORT), default=None, metavar="N", help="port (default: a free one from 6106 on)"

@@ -310,7 +310,7 @@ def test_a_state_that_no_run_would_save_is_refused(folder, reseal, change, match
 
 def test_a_name_that_stands_twice_in_the_state_is_refused(folder, reseal):
     (folder / "state.json").write_text('{"step": 20, "tokens": 1, "tokens": 2}')
-    refused(reseal(folder), "'tokens' stands twice")
+    refused(reseal(folder), "'tokens' is listed twice")
 
 
 # ---- files that are none ----
@@ -326,13 +326,13 @@ def test_a_fifo_in_a_run_folder_is_refused_or_passed_over_and_never_waited_for(r
     assert latest_noted(run) is None
     with pytest.raises(BadInputError, match=r"pins\.json is not a regular file"):
         pins(run)
-    with pytest.raises(DamagedLedgerError, match=r"no plain file"):
+    with pytest.raises(DamagedLedgerError, match=r"not a regular file"):
         SkipLedger.load(run / "incidents")
     keep_damaged(run / "incidents/skipped.json")
     with pytest.raises(BadInputError, match=r"lock is not a regular file"), hold_run(run):
         pass
     os.mkfifo(run / "config.yaml")
-    with pytest.raises(BadInputError, match=r"(?s)config\.yaml.* is no plain file"):
+    with pytest.raises(BadInputError, match=r"(?s)config\.yaml.* is not a regular file"):
         load_run_config(run)
-    with pytest.raises(UsageError, match=r"config\.yaml is no plain file"):
+    with pytest.raises(UsageError, match=r"config\.yaml is a pipe or a device"):
         load_config(run / "config.yaml")
