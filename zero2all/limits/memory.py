@@ -38,6 +38,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from zero2all.common.language import padded
+from zero2all.common.language import translate as t
 from zero2all.limits.floors import linear_shapes
 from zero2all.limits.flops import recomputed_blocks
 from zero2all.limits.held import HeldStage, expert_values, held_model
@@ -236,9 +238,9 @@ class MemoryEstimate:
     def lines(self) -> list[str]:
         """The estimate as a table: the device, then host memory and disk where something lies there."""
         lines = self._rows("device")
-        for place, heading in (("host", "  in host memory:"), ("disk", "  on disk:")):
+        for place, heading in (("host", "in host memory:"), ("disk", "on disk:")):
             if self._at(place):
-                lines += [heading, *self._rows(place)]
+                lines += [f"  {t(heading)}", *self._rows(place)]
         return lines
 
     def _at(self, place: str) -> float:
@@ -247,11 +249,11 @@ class MemoryEstimate:
     def _rows(self, place: str) -> list[str]:
         total = self._at(place)
         rows = [
-            f"  {part.name:<14}{binary_size(part.bytes, 2):>12}  {part.note}"
+            f"  {padded(t(part.name), 14)}{binary_size(part.bytes, 2):>12}  {t(part.note)}"
             for part in self.parts
             if part.place == place and part.bytes >= total / 1e4
         ]
-        return [*rows, f"  {'total':<14}{binary_size(total, 2):>12}"]
+        return [*rows, f"  {padded(t('total'), 14)}{binary_size(total, 2):>12}"]
 
 
 STATE_PARTS = ("weights", "masters", "gradients", "optimizer")

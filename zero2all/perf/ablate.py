@@ -117,7 +117,7 @@ class _Sitting:
         needed = self._estimate(anchor) + (self._estimate(others[0]) if others else 0.0)
         if not self._fits(needed, f"{batch} {variants[0].name}"):
             return False
-        self._run(batch, anchor, f"anchor of sitting {self.number}")
+        self._run(batch, anchor, f"anchor of session {self.number}")
         for number, variant in enumerate(others, 1):
             if not self._fits(self._estimate(variant), f"{batch} {variant.name}"):
                 return False

@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 
 from zero2all.common.errors import UsageError
+from zero2all.common.language import translate as t
 from zero2all.common.progress import Bar, progress, say
 from zero2all.common.workspace import Workspace, is_folder_name
 from zero2all.config import RunConfig, find_config, preset_files
@@ -284,7 +285,7 @@ def cells(found: Inference) -> list[list[str]]:
 
 def _cells(row: InferRow) -> list[str]:
     if row.problem is not None:
-        return [row.weights, str(row.batch), row.problem, *[""] * 5]
+        return [row.weights, str(row.batch), t(row.problem), *[""] * 5]
     return [
         row.weights,
         str(row.batch),

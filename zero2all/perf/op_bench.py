@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zero2all.common.errors import UsageError
+from zero2all.common.language import translate as t
 from zero2all.common.progress import say
 from zero2all.common.schema import nearest_hint
 from zero2all.config import RunConfig
@@ -364,7 +365,7 @@ def bench_cells(bench: Bench) -> list[list[str]]:
         before = row.operator
         name = f"{row.implementation}{' (auto)' if row.taken_by_auto else ''}"
         if row.problem is not None:
-            rows.append([shown, name, "", "", "", "", "", row.problem])
+            rows.append([shown, name, "", "", "", "", "", t(row.problem)])
             continue
         assert row.rate is not None
         rate = f"{row.rate / 1e12:.3g} TFLOPS" if row.is_matmul else f"{row.rate / 1e9:.4g} GB/s"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from zero2all.common.language import translate as t
 from zero2all.limits.flops import CONVENTIONS
 from zero2all.perf.ablate import Ablation
 from zero2all.perf.batch import SEED_BATCH, BatchShape
@@ -108,12 +109,14 @@ def _own_columns(table: BatchTable) -> list[str]:
 
 def cells(table: BatchTable) -> list[list[str]]:
     """The rows as text."""
-    return [[row.title, *_own_cells(row, table), *(_seed_cells(row) if table.has_seed else [])] for row in table.rows]
+    return [
+        [t(row.title), *_own_cells(row, table), *(_seed_cells(row) if table.has_seed else [])] for row in table.rows
+    ]
 
 
 def _own_cells(row: Row, table: BatchTable) -> list[str]:
     if not row.is_measured:
-        return [str(row.line["status"]), *[""] * (len(_own_columns(table)) - 1)]
+        return [t(str(row.line["status"])), *[""] * (len(_own_columns(table)) - 1)]
     result, scaled = row.result, row.scaled_seconds
     share = None if scaled is None or table.anchor_seconds is None else scaled / table.anchor_seconds
     return [

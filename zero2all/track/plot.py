@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import write_atomic
-from zero2all.common.progress import human_count, terminal_safe
+from zero2all.common.language import translate
+from zero2all.common.progress import counted, human_count, terminal_safe
 from zero2all.common.schema import nearest_hint
 from zero2all.track.listing import distinct_names
 from zero2all.track.reader import Axis, RunReader, Series
@@ -303,15 +304,15 @@ def _x_limits(panels: list[_Panel], axis: Axis) -> tuple[float, float]:
 def _draw_heading(figure: Figure, runs: list[RunReader], title: str | None) -> None:
     facts = _facts(runs[0]) if len(runs) == 1 else [", ".join(_shortened(_printable(run.name), 20) for run in runs[:4])]
     if len(runs) > 4:
-        facts.append(f"{len(runs) - 4} more")
-    title = title or (runs[0].name if len(runs) == 1 else f"{len(runs)} runs")
+        facts.append(f"+ {len(runs) - 4}")
+    title = title or (runs[0].name if len(runs) == 1 else _t(counted(len(runs), "run")))
     figure.suptitle(_shortened(_printable(title), 48), x=0.012, ha="left", fontsize=16, fontweight="bold", color=INK)
     figure.text(0.988, 0.988, "   ·   ".join(facts), ha="right", va="top", fontsize=10, color=FAINT_INK)
     left_out = {run.name: run.problems for run in runs if run.problems}
     if left_out:
         total = sum(sum(problems.values()) for problems in left_out.values())
         reasons = "; ".join(problem for problems in left_out.values() for problem in problems)
-        note = f"left out {total:,}: {reasons}"
+        note = _t(f"left out {total:,}: {reasons}")
         figure.supxlabel(_shortened(_printable(note), 140), x=0.988, ha="right", fontsize=8.5, color=ALARM)
 
 
@@ -324,12 +325,11 @@ def _facts(run: RunReader) -> list[str]:
     if len(loss):
         facts.append(f"last loss {loss.value[-1]:.4g}")
     resumed = run.resumed_at_steps
-    if resumed:
-        if len(resumed) == 1:
-            facts.append(f"resumed at step {resumed[0]:,}")
-        else:
-            facts.append(f"resumed {len(resumed)} times")
-    return facts
+    if len(resumed) == 1:
+        facts.append(f"resumed at step {resumed[0]:,}")
+    elif resumed:
+        facts.append(f"resumed {len(resumed)} times")
+    return [_t(fact) for fact in facts]
 
 
 def _draw_panel(axis: Axes, panel: _Panel, colors: dict[str, str], options: PlotOptions) -> None:
@@ -353,11 +353,11 @@ def _draw_panel(axis: Axes, panel: _Panel, colors: dict[str, str], options: Plot
         runs = {id(curve.run): curve.run for curve in panel.lines.values()}
         for step in [step for run in runs.values() for step in run.resumed_at_steps]:
             axis.axvline(step, color="#94a3b8", linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
-    axis.set_title(_shortened(_printable(panel.title), 60), color=INK)
-    notes = [f"thin: as logged, thick: smoothed ({used.kind}, {used.width:.0f} rows)"] if used else []
-    notes += [f"{not_finite} not finite (×)"] if not_finite else []
+    axis.set_title(_shortened(_printable(_t(panel.title)), 60), color=INK)
+    notes = [_t(f"thin: as logged, thick: smoothed ({used.kind}, {used.width:.0f} rows)")] if used else []
+    notes += [_t(f"{not_finite} not finite (×)")] if not_finite else []
     axis.set_title(", ".join(notes), loc="right", fontsize=8.5, fontweight="normal", color=FAINT_INK)
-    axis.set_xlabel(AXIS_LABELS[options.axis])
+    axis.set_xlabel(_t(AXIS_LABELS[options.axis]))
     axis.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=options.axis == "step", steps=[1, 2, 2.5, 5, 10]))
     axis.xaxis.set_major_formatter(FuncFormatter(X_TICKS[options.axis]))
     if options.log_y:
@@ -405,7 +405,7 @@ def _draw_legend(axis: Axes, panel: _Panel, colors: dict[str, str]) -> None:
     labels = [f"{_shortened(_printable(label), 24)}  {last[label]:.3g}" for label in named]
     if len(ranked) > MAX_LEGEND_ENTRIES:
         handles.append(Line2D([], [], linewidth=0))
-        labels.append(f"{len(ranked) - MAX_LEGEND_ENTRIES} more")
+        labels.append(f"+ {len(ranked) - MAX_LEGEND_ENTRIES}")
     axis.legend(handles, labels, loc="upper right", ncols=1 + (len(labels) > 5), handlelength=1.4, labelcolor=INK)
 
 
@@ -448,6 +448,11 @@ def _cjk_fonts() -> list[str]:
 
     installed = set(fontManager.get_font_names())
     return [name for name in CJK_FONTS if name in installed]
+
+
+def _t(text: str) -> str:
+    """The text in the person's language, if this machine has a font for it."""
+    return translate(text) if _cjk_fonts() else text
 
 
 def _shortened(text: str, length: int) -> str:

@@ -298,12 +298,13 @@ def _build_state(
         if world.size > 1
         else environment(world.device)["device"]
     )
-    spread = f", {spread_name(config, world)}" if world.size > 1 else ""
-    spread += f", offload {config.parallel.offload}" if config.parallel.offload != "none" else ""
-    active = f" ({counts['active'] / 1e6:.2f} M active)" if config.model.moe.experts else ""
-    size = f"model: {counts['total'] / 1e6:.2f} M parameters{active} on {where}{spread}, {config.train.precision}"
+    size = f"{counts['total'] / 1e6:.2f} M parameters"
+    if config.model.moe.experts:
+        size = f"{counts['total'] / 1e6:.2f} M parameters ({counts['active'] / 1e6:.2f} M active)"
+    how = [spread_name(config, world)] if world.size > 1 else []
+    how += [f"offload {config.parallel.offload}"] if config.parallel.offload != "none" else []
     notes = [
-        size,
+        f"model: {size} on {where}, {', '.join([*how, config.train.precision])}",
         *_unused_notes(config, world),
         *_half_precision_notes(world.device, dtype),
         *ops.notes(),
