@@ -14,6 +14,7 @@ import torch
 from canvas import MARGIN, SMALL, WIDTH, Canvas, Theme, font_families
 from example import Example
 
+from zero2all.common.files import PARTIAL_MARK
 from zero2all.config.schedule import learning_rate
 from zero2all.config.training import AnnealConfig
 from zero2all.train.checkpoints.find import newest_checkpoint
@@ -32,9 +33,9 @@ def schedule(example: Example, theme: Theme) -> Canvas:
     logged = example.metrics.series("lr")
     canvas = Canvas(
         theme,
-        480,
+        492,
         "The learning rate is a function of the step",
-        "A checkpoint need not store it, and a changed schedule applies from the next step on.",
+        "Step, number of steps, top rate and schedule decide it, so a checkpoint need not store it.",
     )
     first = canvas.chart(84, 96, WIDTH - MARGIN - 84, 140)
     rates = [learning_rate(step, steps, top, config.schedule) for step in range(steps)]
@@ -101,7 +102,7 @@ def commit(_: Example, theme: Theme) -> Canvas:
         "A checkpoint exists from the rename on, whole or not at all",
         "A process that saves a checkpoint was killed before each of its file operations, then restarted.",
     )
-    columns = (MARGIN, 330.0, 560.0)
+    columns = (MARGIN, 384.0, 586.0)
     for x, heading in zip(columns, ("killed before it could …", "on disk", "a restart finds"), strict=True):
         canvas.text(x, 86, heading, weight="bold")
     canvas.line([(MARGIN, 100), (WIDTH - MARGIN, 100)])
@@ -133,8 +134,8 @@ def _draw_files(canvas: Canvas, files: list[str], is_new: bool, x: float, y: flo
         return
     for number in range(len(files)):
         canvas.box(x + number * 20, y - 8, 16, 16, theme.green if is_new else theme.line, round_by=2)
-    last = files[-1] if len(files) < 5 else f"{len(files)} files"
-    canvas.text(x + len(files) * 20 + 6, y, last, size=SMALL, colour=theme.faint)
+    counted = "1 file" if len(files) == 1 else f"{len(files)} files"
+    canvas.text(x + len(files) * 20 + 6, y, counted, size=SMALL, colour=theme.faint)
 
 
 @cache
@@ -149,7 +150,7 @@ def _killed_everywhere() -> list[Killed]:
             names = [path.name for path in sorted(run.glob(f"checkpoints/step-{STEPS[1]:08d}*/*"))]
             newest = newest_checkpoint(run)
             assert newest is not None, "the first checkpoint is never touched"
-            outcomes.append(Killed(operation or "(not killed)", names, newest.step))
+            outcomes.append(Killed(operation or "(the save ends: not killed)", names, newest.step))
         if operation is None:
             return outcomes
 
@@ -191,8 +192,10 @@ def _in_words(event: str, arguments: tuple[object, ...], run: Path) -> str | Non
     """A file operation in the folder of the run that changes something; None for any other event."""
     if event not in ("open", "os.mkdir", "os.rename") or not str(arguments[0]).startswith(str(run)):
         return None
-    path = Path(str(arguments[0]))
+    path, flags = Path(str(arguments[0])), arguments[2] if event == "open" else 0
+    name = path.name.partition(PARTIAL_MARK)[0] + (".partial" if PARTIAL_MARK in path.name else "")
     if event == "open":
-        is_write = isinstance(arguments[2], int) and bool(arguments[2] & (os.O_WRONLY | os.O_RDWR))
-        return f"write {path.name}" if is_write else None
-    return f"{'make folder' if event == 'os.mkdir' else 'rename'} {path.name}"
+        return f"write {name}" if isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR) else None
+    if event == "os.mkdir":
+        return None if path.exists() else f"make the folder {name}"
+    return f"rename {name} to {Path(str(arguments[1])).name}"
