@@ -185,9 +185,9 @@ def test_all_problems_are_reported_together_with_field_value_expectation_and_nea
 
 def test_a_field_under_the_wrong_section_is_answered_with_the_right_one():
     (found,) = problems_of({"train": {"lr_max": 0.1}})
-    assert found.endswith("There is `optim.lr_max`.")
+    assert found.endswith("Another section has this field: `optim.lr_max`.")
     (found,) = problems_of({"every_steps": 5})
-    assert found.endswith("There is `checkpoint.every_steps` and `eval.every_steps`.")
+    assert found.endswith("Another section has this field: `checkpoint.every_steps`, `eval.every_steps`.")
 
 
 def test_what_does_not_fit_together_is_found_beside_what_is_wrong_alone():
@@ -207,8 +207,8 @@ def test_what_does_not_fit_together_is_found_beside_what_is_wrong_alone():
         "model.kv_heads: got 3, expected a divisor of model.heads (7).",
         f"train.name: got 'a/b', expected {FOLDER_NAME_WORDS}.",
         "data.seq_len: got 128, expected at most model.max_seq_len (64).",
-        "train.tokens_per_step: got 1000, expected a multiple of data.seq_len (128). Nearest: 1024.",
-        "schedule.warmup_steps: got 20, expected at most the 10 steps of this schedule.",
+        "train.tokens_per_step: got 1000, expected a multiple of data.seq_len (128). The nearest is 1024.",
+        "schedule.warmup_steps: got 20, expected at most 10, the number of steps of this schedule.",
     ]
 
 
@@ -223,14 +223,14 @@ OLD_NAMES = {
 def test_a_field_or_choice_by_its_old_name_is_answered_with_the_new_one(tmp_path):
     assert problems_of(OLD_NAMES) == [
         "ops.linear: got 'into32', expected one of 'auto', 'plain', 'fp32_wgrad', 'fp8'. "
-        "It is called `fp32_wgrad` now.",
+        "It is now called `fp32_wgrad`.",
         "parallel.data: got 'shard', expected a field of `parallel`. "
-        "It is `parallel.zero` now: 0 is what replicate was, 3 what shard was.",
-        "schedule.lr_min_share: got 0.2, expected a field of `schedule`. It is called `min_lr_ratio` now.",
+        "It is now `parallel.zero`: 0 replaces replicate, 3 replaces shard.",
+        "schedule.lr_min_share: got 0.2, expected a field of `schedule`. It is now called `min_lr_ratio`.",
         "stages[0].schedule.lr_min_share: got 0.0, expected a field of `stages[0].schedule`. "
-        "It is called `min_lr_ratio` now.",
+        "It is now called `min_lr_ratio`.",
     ]
-    with pytest.raises(ConfigError, match="It is called `min_lr_ratio` now"):
+    with pytest.raises(ConfigError, match="It is now called `min_lr_ratio`"):
         load_config(write(tmp_path, ""), ["--schedule.lr_min_share", "0.2"])
 
 
@@ -292,7 +292,7 @@ def test_stages_must_follow_one_another_and_leave_something_to_read():
     ]
     assert problems_of({"stages": stages}) == [
         "stages[1].mixture: got {'en': 0.0}, expected at least one weight above 0.",
-        "stages[1].from_step: got 10, expected a later step than the stage before (10).",
+        "stages[1].from_step: got 10, expected a step after that of the previous stage (10).",
         "stages[2].mixture: got {}, expected at least one weight above 0.",
     ]
 
@@ -304,7 +304,7 @@ def test_stages_must_follow_one_another_and_leave_something_to_read():
         (["--train.steps", "--optim.beta1", "0.9"], "train.steps: got nothing, expected a value after the name."),
         (["lr_max=3"], "lr_max=3: got 'lr_max=3', expected an override such as --optim.lr_max 3e-4."),
         (["--stages.mixture", "1"], "stages: got {'mixture': 1}, expected a list of mappings."),
-        (["--train.steps.more", "1"], "train.steps.more: got '1', expected a field; `steps` is no section"),
+        (["--train.steps.more", "1"], "train.steps.more: got '1', expected a field of a section; `steps` is not a section"),
         (["--optm.lr_max", "1"], "optm: got {'lr_max': 1}, expected the name of a section. Did you mean `optim`?"),
         (["--train.steps", "[1"], "train.steps: got '[1', expected a whole number at least 1."),
     ],
@@ -360,9 +360,9 @@ def test_broken_yaml_names_file_and_line(tmp_path):
 
 def test_a_name_that_stands_twice_is_refused_instead_of_dropping_the_first(tmp_path):
     message = refused(write(tmp_path, "optim: {lr_max: 1.0e-3}\nmodel: {}\noptim: {beta1: 0.8}\n"))
-    assert "`optim` stands here twice" in message
+    assert "`optim` is listed twice" in message
     assert "line 3" in message
-    assert "`lr_max` stands here twice" in refused(write(tmp_path, "optim:\n  lr_max: 1\n  lr_max: 2\n"))
+    assert "`lr_max` is listed twice" in refused(write(tmp_path, "optim:\n  lr_max: 1\n  lr_max: 2\n"))
 
 
 def test_yaml_that_holds_no_sections_is_refused(tmp_path):

@@ -105,7 +105,7 @@ def test_a_warmup_that_fits_stays_as_it_is():
 
 def test_a_warmup_that_somebody_chose_for_the_run_stays_and_must_fit(tmp_path):
     for word in (["--schedule.warmup_steps", "20"], ["--schedule.warmup_steps=20"]):
-        with pytest.raises(ConfigError, match="warmup_steps: got 20, expected at most the 5 steps"):
+        with pytest.raises(ConfigError, match="warmup_steps: got 20, expected at most 5, the number of steps"):
             load_config("quickstart", ["--train.steps", "5", *word])
     own = tmp_path / "own.yaml"
     own.write_text("schedule: {warmup_steps: 20}")
@@ -114,7 +114,7 @@ def test_a_warmup_that_somebody_chose_for_the_run_stays_and_must_fit(tmp_path):
     own.write_text("train: {steps: 5}")  # nobody chose the default either
     assert load_config(own).schedule.warmup_steps == 1
     own.write_text("stages: [{name: b, from_step: 50, schedule: {lr_max: 1e-4, warmup_steps: 5}}]")
-    with pytest.raises(ConfigError, match="warmup_steps: got 100, expected at most the 50 steps"):
+    with pytest.raises(ConfigError, match="warmup_steps: got 100, expected at most 50, the number of steps"):
         load_config(own)
 
 

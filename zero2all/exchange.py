@@ -67,7 +67,9 @@ def require_new(target: Path) -> Path:
     """The absolute path of a folder to write; an error when something is there already."""
     target = target.resolve()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise UsageError(f"{target} exists and is no empty folder. Choose another one, or delete it first.")
+        raise UsageError(
+            f"{target} already exists and is not an empty folder. Choose another path, or delete it first."
+        )
     return target
 
 
@@ -112,7 +114,7 @@ def import_folder(
         open_workspace(workspace.root)  # refuses that of another version
     run = workspace.run(name)
     if run.exists():
-        raise UsageError(f"The run {name} exists already. Choose another --name, or delete {run}.")
+        raise UsageError(f"The run {name} already exists. Choose another --name, or delete {run}.")
     model, tensors, dtype = read_hf_folder(folder)
     _check_ends(folder, model.vocab_ids)
     old = tokenizer = load_tokenizer(folder)
@@ -149,7 +151,7 @@ def _check_ends(folder: Path, vocab_ids: int) -> None:
             if end is not None and (type(end) is not int or not 0 <= end < vocab_ids):
                 raise BadInputError(
                     f"{path} names {str(end)[:40]!r} as eos_token_id; expected a whole number from 0 to "
-                    f"{vocab_ids - 1}, the ids of the model. Mend it, or fetch the folder again."
+                    f"{vocab_ids - 1}, the ids of the model. Correct it, or download the folder again."
                 )
 
 
@@ -196,8 +198,8 @@ def _adopt_tokenizer(
     """Make the folder's tokenizer that of the workspace, unless it already is; `ends` are the model's."""
     if theirs.vocab_size > model.vocab_ids:
         raise BadInputError(
-            f"The tokenizer in {folder} has {theirs.vocab_size} ids, its model only {model.vocab_ids} rows: the "
-            f"folder does not fit together. If the tokenizer is meant to be larger, add --resize-embeddings."
+            f"The tokenizer in {folder} has {theirs.vocab_size} ids, but its model has only {model.vocab_ids} "
+            "rows. If the tokenizer is meant to be larger, add --resize-embeddings."
         )
     if workspace.tokenizer.exists():
         if load_tokenizer(workspace.tokenizer).fingerprint != theirs.fingerprint:

@@ -199,7 +199,7 @@ def test_asking_for_more_room_than_the_disk_has_names_both_figures(tmp_path):
         require_free_space(place, 10**18, "the corpus")
     assert caught.value.exit_code == 4
     message = str(caught.value)
-    assert "1000000.0 TB are needed" in message
+    assert "1000000.0 TB under" in message
     free = int(os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize)
     assert human_bytes(free).split()[1] in message, "the unit of what is free"
     assert "the corpus" in message
@@ -260,11 +260,11 @@ def test_a_result_that_could_not_be_put_there_is_refused_before_the_work(tmp_pat
     for path, is_folder, words in (
         ("file/below", False, "is a file, so nothing can be written below it"),
         ("file/a/b/c", True, "is a file, so nothing can be written below it"),
-        (".", False, "is a folder; a file is to be written there"),
-        ("file", True, "is a file; a folder is to be written there"),
-        ("fifo", False, "neither a file nor a folder"),
-        ("fifo", True, "neither a file nor a folder"),
-        ("nowhere", True, "a link to nothing"),
+        (".", False, "is not a regular file"),
+        ("file", True, "is not a folder"),
+        ("fifo", False, "is not a regular file"),
+        ("fifo", True, "is not a folder"),
+        ("nowhere", True, "a broken link"),
         ("n" * 250, False, "longer than 200 bytes"),
     ):
         with pytest.raises(BadInputError, match=words) as caught:

@@ -82,8 +82,8 @@ def test_damage_is_a_value_error(damaged):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"a": 1, "b": 2, "a": 3}', "'a' stands twice"),
-        ('{"files": {"x": {"bytes": 1, "bytes": 2}}}', "'bytes' stands twice"),
+        ('{"a": 1, "b": 2, "a": 3}', "'a' is listed twice"),
+        ('{"files": {"x": {"bytes": 1, "bytes": 2}}}', "'bytes' is listed twice"),
         ('{"a": 1e999}', "too large"),
         ('{"a": -1e999}', "too large"),
         (f'{{"a": {"9" * 5000}}}', "5,000 digits"),

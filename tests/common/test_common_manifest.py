@@ -62,15 +62,15 @@ def test_an_absent_manifest_names_the_command_that_makes_it(tmp_path):
 
 def test_the_manifest_of_another_kind_is_foreign(artifact):
     message = refused(artifact, kind="checkpoint")
-    assert "does not describe a checkpoint (it describes a packed)" in message
+    assert "does not describe a checkpoint (kind: packed)" in message
     assert f"`{COMMAND}`" in message
 
 
 def test_json_that_is_no_manifest_is_foreign(artifact):
     write_json(artifact / MANIFEST_NAME, [1, 2, 3])
-    assert "none of ours" in refused(artifact)
+    assert "(kind: None)" in refused(artifact)
     write_json(artifact / MANIFEST_NAME, {"name": "somebody's package"})
-    assert "none of ours" in refused(artifact)
+    assert "(kind: None)" in refused(artifact)
 
 
 def test_another_format_version_says_both_versions_and_what_to_do(artifact):
@@ -155,7 +155,7 @@ def test_a_fingerprint_stays_the_same_over_versions():
 def test_a_name_that_stands_twice_is_refused_instead_of_dropping_one(artifact):
     path = artifact / MANIFEST_NAME
     path.write_bytes(path.read_bytes().replace(b'"tokens": 5,', b'"tokens": 5, "tokens": 6,'))
-    assert "'tokens' stands twice in one object" in refused(artifact)
+    assert "'tokens' is listed twice in one object" in refused(artifact)
     assert not is_current(artifact, "packed", "made-from-this")
 
 
@@ -177,11 +177,11 @@ def test_a_name_that_stands_twice_is_refused_instead_of_dropping_one(artifact):
 )
 def test_a_manifest_of_odd_types_sizes_or_paths_is_refused_in_words(artifact, odd):
     change(artifact, **odd)
-    assert "cannot be right" in refused(artifact)
+    assert "is damaged: " in refused(artifact)
     assert not is_current(artifact, "packed", "made-from-this")
 
 
 def test_a_fifo_in_place_of_a_manifest_is_refused_and_not_waited_for(artifact):
     (artifact / MANIFEST_NAME).unlink()
     os.mkfifo(artifact / MANIFEST_NAME)
-    assert "no plain file" in refused(artifact)
+    assert "not a regular file" in refused(artifact)

@@ -216,7 +216,7 @@ def test_mappings_name_the_place_inside():
 @pytest.mark.parametrize("key", [False, None, 1.5])
 def test_a_key_that_yaml_took_for_a_value_must_be_quoted(key):
     (problem,) = refused(weights={key: 1})
-    assert problem.startswith(f"here.weights.{key}: got {key!r}, expected a name; YAML takes this one for a value")
+    assert problem.startswith(f"here.weights.{key}: got {key!r}, expected a name in quotes, because YAML reads this one as a value")
 
 
 def test_sections_inside_sections():
@@ -238,7 +238,7 @@ def test_a_list_of_sections():
 def test_an_unknown_field_is_answered_with_the_nearest_name_or_all_of_them():
     assert refused(shares=1) == ["here.shares: got 1, expected a field of `here`. Did you mean `share`?"]
     (problem,) = refused(qqq=1)
-    assert problem.startswith("here.qqq: got 1, expected a field of `here`. There are: flag, count, size,")
+    assert problem.startswith("here.qqq: got 1, expected a field of `here`. Available: flag, count, size,")
 
 
 def test_all_problems_come_together():
@@ -264,7 +264,7 @@ def test_the_doc_line_under_each_field_is_found_on_one_line():
 
 def test_the_hint_names_the_nearest_or_lists_all():
     assert nearest_hint("quikstart", ["quickstart", "z2all-1b"]) == "Did you mean `quickstart`?"
-    assert nearest_hint("xxxx", ["a", "b"]) == "There are: a, b."
+    assert nearest_hint("xxxx", ["a", "b"]) == "Available: a, b."
 
 
 def test_annotated_marks_that_are_no_range_are_left_alone():
@@ -288,7 +288,7 @@ def test_a_whole_number_beyond_64_bits_is_a_problem_and_not_a_number(value):
     (problem,) = problems
     assert len(str(problem)) < 500
     assert "a whole number at least 1" in str(problem)
-    assert "It has to fit into 64 bits." in str(problem)
+    assert "It must fit into 64 bits." in str(problem)
 
 
 def test_a_long_value_is_cut_where_it_is_shown():

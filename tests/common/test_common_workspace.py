@@ -51,7 +51,7 @@ def test_a_path_where_no_workspace_can_be_is_refused(tmp_path):
     (tmp_path / "file").write_text("text")
     with pytest.raises(BadInputError, match="is a file, not a folder"):
         open_workspace(tmp_path / "file", create=True)
-    with pytest.raises(BadInputError, match=r"No workspace can be made in .*Not a directory.*--work"):
+    with pytest.raises(BadInputError, match=r"Cannot create a workspace in .*Not a directory.*--work"):
         open_workspace(tmp_path / "file" / "below", create=True)
 
 
@@ -86,7 +86,7 @@ def test_records_come_shard_by_shard_and_a_damaged_line_is_named(tmp_path):
     (folder / "part-00000.jsonl").write_bytes(b'{"id": 1}\n{"id": 2}\n')
     records = iter_records(tmp_path, "en", "train")
     assert [next(records)["id"] for _ in range(3)] == [1, 2, 3]
-    with pytest.raises(BadInputError, match=r"part-00001\.jsonl, line 2.*Run `z2a corpus build` again"):
+    with pytest.raises(BadInputError, match=r"part-00001\.jsonl is damaged: line 2.*Run `z2a corpus build` again"):
         next(records)
     assert list(iter_records(tmp_path, "en", "valid")) == []
 
@@ -118,7 +118,7 @@ def test_a_result_never_replaces_a_file_that_a_stage_has_written(tmp_path):
         (tmp_path / name).write_text("{}")
     (tmp_path / "link.json").symlink_to(tmp_path / "corpus/report.json")
     for name in (*OF_STAGES, "link.json", "corpus/../corpus/report.json"):
-        with pytest.raises(BadInputError, match=r"is there already, inside of .* delete the file first"):
+        with pytest.raises(BadInputError, match=r"already exists inside .* delete the file first"):
             require_output(tmp_path / name, "--json")
 
 
@@ -127,7 +127,7 @@ def test_a_result_never_replaces_a_file_in_a_folder_with_a_manifest_wherever_tha
     (tmp_path / "copied/train/tokens.bin").write_bytes(b"")
     (tmp_path / "copied/manifest.json").write_text('{"kind": "packed", "zero2all": "0.1"}')
     for name in ("manifest.json", "train/tokens.bin"):
-        with pytest.raises(BadInputError, match="is there already"):
+        with pytest.raises(BadInputError, match="already exists"):
             require_output(tmp_path / "copied" / name, "--json")
     (tmp_path / "copied/manifest.json").write_text('{"name": "a web page"}')
     require_output(tmp_path / "copied/train/tokens.bin", "--json")

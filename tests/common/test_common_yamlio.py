@@ -31,9 +31,9 @@ def bomb(levels: int, link: str = "[{}]") -> str:
         ("[" * 400 + "]" * 400, "nested deeper"),
         ("{a: " * 300 + "1" + "}" * 300, "nested deeper"),
         ("\n".join("  " * n + "a:" for n in range(200)), "nested deeper"),
-        ("a: &a [1, *a]", "inside its own value"),
-        ("a: &a {b: {c: *a}}", "inside its own value"),
-        ("a: 1\nb: 2\na: 3", "line 3: `a` stands here twice"),
+        ("a: &a [1, *a]", "refers to itself"),
+        ("a: &a {b: {c: *a}}", "refers to itself"),
+        ("a: 1\nb: 2\na: 3", "line 3: `a` is listed twice"),
         ("x" * (LARGEST_BYTES + 1), "characters"),
     ],
     ids=range(11),
@@ -90,5 +90,5 @@ def test_any_text_is_a_value_or_a_yaml_error(text):
 
 def test_a_fifo_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "config.yaml")
-    with pytest.raises(OSError, match="no plain file"):
+    with pytest.raises(OSError, match="not a regular file"):
         read_yaml(tmp_path / "config.yaml")

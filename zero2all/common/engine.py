@@ -64,7 +64,7 @@ class EngineConfig:
         if self.workers is not None and self.workers < 1:
             found.append(f"workers is {self.workers}; expected at least 1")
         if self.address is not None and self.kind != "ray":
-            found.append(f"an address ({self.address}) was given, which only the ray engine uses: add --engine ray")
+            found.append(f"the address {self.address} needs the ray engine: add --engine ray")
         return found
 
 
@@ -308,8 +308,9 @@ def _end_with(parent_sentinel: int) -> None:
 
 def _workers_die(times: int) -> BadInputError:
     return BadInputError(
-        f"Worker processes were killed {times} times in a row without finishing a task. Most often the machine has run "
-        f"out of memory: give a smaller --workers. What was finished is kept; run the same command to continue."
+        f"Worker processes were killed {times} times in a row without finishing a task. The machine has most "
+        "likely run out of memory: use a smaller --workers. Finished work is kept; run the same command to "
+        "continue."
     )
 
 
@@ -341,8 +342,8 @@ class _RayEngine:
                 )
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise BadInputError(
-                    f"Ray at {self._config.address or 'this machine'} cannot be reached: {error}. Start a cluster with "
-                    f"`ray start --head` and give its address with --address, or leave --address out."
+                    f"Cannot reach Ray at {self._config.address or 'local'}: {error}. Start a cluster with "
+                    "`ray start --head` and give its address with --address, or leave --address out."
                 ) from error
             self._started = True
         self.workers = self._config.workers or max(1, int(ray.cluster_resources().get("CPU", 1)))

@@ -91,7 +91,7 @@ def read_json_object(path: Path, remedy: str = "Delete it and run its stage agai
     """The same where the value has to be an object."""
     value = read_json(path, remedy)
     if not isinstance(value, dict):
-        raise BadInputError(f"{path} should hold a JSON object and holds a {type(value).__name__}. {remedy}")
+        raise BadInputError(f"{path} holds a {type(value).__name__}; expected a JSON object. {remedy}")
     return value
 
 
@@ -102,7 +102,9 @@ def as_written(what: object, remedy: str) -> Iterator[None]:
         yield
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {str(error)[:200]}"
-        raise BadInputError(f"{what} is not what this version of zero2all writes ({reason}). {remedy}") from error
+        raise BadInputError(
+            f"{what} does not have the form that this version of zero2all writes ({reason}). {remedy}"
+        ) from error
 
 
 def is_inner_path(name: object) -> bool:
@@ -118,11 +120,9 @@ def read_regular(path: Path, largest_bytes: int) -> bytes:
     with os.fdopen(handle, "rb") as file:
         facts = os.fstat(handle)
         if not stat.S_ISREG(facts.st_mode):
-            raise OSError(errno.EINVAL, "it is no plain file", str(path))
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         if facts.st_size > largest_bytes:
-            raise OSError(
-                errno.EOVERFLOW, f"it has {facts.st_size:,} bytes, at most {largest_bytes:,} are read", str(path)
-            )
+            raise OSError(errno.EOVERFLOW, f"it has {facts.st_size:,} bytes; the limit is {largest_bytes:,}", str(path))
         return file.read(largest_bytes)
 
 
@@ -251,19 +251,21 @@ LONGEST_NAME = 200  # bytes of a name: file systems take 255, and a file is firs
 
 def require_writable(path: Path, flag: str, is_folder: bool = False) -> None:
     """Stop before the work begins when its result cannot be put at `path`, the value of `flag`."""
-    wanted, other = ("a folder", "a file") if is_folder else ("a file", "a folder")
     if len(os.fsencode(path.name)) > LONGEST_NAME:
         raise BadInputError(f"{flag} {path}: the name is longer than {LONGEST_NAME} bytes. Choose a shorter one.")
-    if path.exists() and not (path.is_dir() if is_folder else path.is_file()):
-        kind = other if path.is_dir() or path.is_file() else "neither a file nor a folder"
-        raise BadInputError(f"{flag} {path} is {kind}; {wanted} is to be written there. Choose another path.")
+    if path.exists() and is_folder and not path.is_dir():
+        raise BadInputError(f"{flag} {path} is not a folder. Choose another path.")
+    if path.exists() and not is_folder and not path.is_file():
+        raise BadInputError(f"{flag} {path} is not a regular file. Choose another path.")
     folder = path if is_folder else path.parent
     while not folder.exists():
         if folder.is_symlink():
-            raise BadInputError(f"{flag} {path}: {folder} is a link to nothing. Choose another path.")
+            raise BadInputError(f"{flag} {path}: {folder} is a broken link. Choose another path.")
         folder = folder.parent
     if not folder.is_dir():
-        raise BadInputError(f"{flag} {path}: {folder} is a file, so nothing can be written below it. Choose another.")
+        raise BadInputError(
+            f"{flag} {path}: {folder} is a file, so nothing can be written below it. Choose another path."
+        )
     try:  # to make a file that nobody sees: rights alone say too little about /proc, /sys or a read-only disk
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -271,8 +273,8 @@ def require_writable(path: Path, flag: str, is_folder: bool = False) -> None:
         if error.errno in DISK_FULL_ERRNOS:
             raise
         raise BadInputError(
-            f"{flag} {path}: {folder} cannot be written to ({error.strerror}). Choose another path, or change its "
-            f"rights."
+            f"{flag} {path}: {folder} cannot be written to ({error.strerror}). Choose another path, or change "
+            "its permissions."
         ) from error
 
 
@@ -284,8 +286,8 @@ def require_free_space(folder: Path, needed_bytes: int, purpose: str) -> None:
     free_bytes = shutil.disk_usage(existing).free
     if free_bytes < needed_bytes:
         raise DiskError(
-            f"Not enough disk space for {purpose}: about {human_bytes(needed_bytes)} are needed under {folder}, "
-            f"{human_bytes(free_bytes)} are free. Free some space, or choose another disk with --work."
+            f"Not enough disk space for {purpose}: it needs about {human_bytes(needed_bytes)} under {folder}, "
+            f"and {human_bytes(free_bytes)} are free. Free some space, or choose another disk with --work."
         )
 
 

@@ -53,7 +53,7 @@ def loads_strict(data: bytes) -> Any:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise ValueError("it holds half of a surrogate pair") from None
+            raise ValueError("it holds a lone surrogate") from None
     _refuse_depth(value)
     return value
 
@@ -64,7 +64,7 @@ def object_of_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"{twice[:80]!r} stands twice in one object")
+        raise ValueError(f"{twice[:80]!r} is listed twice in one object")
     return found
 
 

@@ -61,24 +61,24 @@ def read_manifest(folder: Path, kind: str, made_by: str) -> dict[str, Any]:
         manifest: dict[str, Any] = read_json(path)
     except FileNotFoundError:
         raise BadInputError(
-            f"There is no finished {kind} in {folder} (no {MANIFEST_NAME}). Run `{made_by}` first; "
-            f"if it was interrupted, running it again continues."
+            f"There is no finished {kind} in {folder} (no {MANIFEST_NAME}). Run `{made_by}` first. If it was "
+            "interrupted, run it again to continue."
         ) from None
     if not isinstance(manifest, dict) or manifest.get("kind") != kind:
         found = manifest.get("kind") if isinstance(manifest, dict) else None
-        what = f"it describes a {found}" if isinstance(found, str) else "it is none of ours"
         raise BadInputError(
-            f"{path} does not describe a {kind} ({what}). Check the path, or delete {folder} and run `{made_by}` again."
+            f"{path} does not describe a {kind} (kind: {found}). Check the path, or delete {folder} and run "
+            f"`{made_by}` again."
         )
     if manifest.get("format") != FORMATS[kind]:
         raise BadInputError(
-            f"{folder} was written by zero2all {manifest.get('zero2all', 'of unknown version')} in {kind} format "
+            f"{folder} was written by zero2all {manifest.get('zero2all', '(unknown version)')} in {kind} format "
             f"{manifest.get('format')}; this is zero2all {__version__}, which reads format {FORMATS[kind]}. "
             f"Run `{made_by}` again to rebuild it, or use the version that wrote it."
         )
     odd = _oddity(manifest, FIELDS.get(kind, {}))
     if odd:
-        raise BadInputError(f"{path} cannot be right: {odd}. Delete {folder} and run `{made_by}` again.")
+        raise BadInputError(f"{path} is damaged: {odd}. Delete {folder} and run `{made_by}` again.")
     return manifest
 
 
@@ -100,7 +100,7 @@ def _oddity(manifest: dict[str, Any], fields: Mapping[str, type]) -> str | None:
         if not is_inner_path(name):
             return f"it lists the file {name[:80]!r}"
         if not isinstance(facts, dict) or not is_count(facts.get("bytes")) or not isinstance(facts.get("crc32c"), str):
-            return f"it does not say how long {name[:80]!r} is, or what its crc32c is"
+            return f"it does not give the size and crc32c of {name[:80]!r}"
     return None
 
 

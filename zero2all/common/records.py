@@ -31,8 +31,8 @@ def corpus_sources(corpus: Path) -> dict[str, dict[str, Any]]:
         report = read_json(corpus / REPORT_NAME)
     except FileNotFoundError:
         raise BadInputError(
-            f"There is no finished corpus in {corpus} (no {REPORT_NAME}). Run `z2a corpus build` first; "
-            f"if it was interrupted, running it again continues."
+            f"There is no finished corpus in {corpus} (no {REPORT_NAME}). Run `z2a corpus build` first. If it "
+            "was interrupted, run it again to continue."
         ) from None
     names = report_sources(report, corpus / REPORT_NAME, "Run `z2a corpus build` again.")
     return {name: read_manifest(corpus / name, "corpus", "z2a corpus build") for name in names}
@@ -42,7 +42,7 @@ def report_sources(report: Any, origin: object, remedy: str) -> list[str]:
     """The names of the sources that a report lists, each a folder beside it; BadInputError for anything else."""
     sources = report.get("sources") if isinstance(report, dict) else None
     if not isinstance(sources, dict) or not all(map(is_folder_name, sources)):
-        raise BadInputError(f"{origin} does not list sources by name, as a report of ours does. {remedy}")
+        raise BadInputError(f"{origin} is not a corpus report: it does not list sources by name. {remedy}")
     return list(sources)
 
 
@@ -54,7 +54,7 @@ def iter_records(corpus: Path, source: str, split: str) -> Iterator[dict[str, An
         reader = READERS.get(part.name.partition(".")[2])
         if reader is None:
             raise BadInputError(
-                f"{part} is no shard of a known format ({', '.join(READERS)}). Remove it; it is not ours."
+                f"{part} is not a shard in a known format ({', '.join(READERS)}). zero2all did not write it: remove it."
             )
         yield from reader(part, source)
 
@@ -80,7 +80,7 @@ def _read_zst(part: Path, _: str) -> Iterator[dict[str, Any]]:
             number += 1
             yield record_of_line(line, part, f"line {number}")
     if rest:
-        raise _damaged(part, "ends inside a record")
+        raise _damaged(part, "it ends inside a record")
 
 
 def _decompressed(part: Path) -> Iterator[bytes]:
@@ -95,11 +95,11 @@ def _decompressed(part: Path) -> Iterator[bytes]:
                 try:
                     yield frame.decompress(data)
                 except zstandard.ZstdError as error:
-                    raise _damaged(part, f"cannot be decompressed ({error})") from error
+                    raise _damaged(part, f"it cannot be decompressed ({error})") from error
                 data = frame.unused_data
                 frame = None if frame.eof else frame
         if frame is not None:
-            raise _damaged(part, "ends inside a compressed frame")
+            raise _damaged(part, "it ends inside a compressed frame")
 
 
 def _read_parquet(part: Path, _: str) -> Iterator[dict[str, Any]]:
@@ -113,7 +113,7 @@ def _read_parquet(part: Path, _: str) -> Iterator[dict[str, Any]]:
                     row["others"] = jsonio.loads(row["others"])
                     yield row
     except (pyarrow.ArrowException, OSError) as error:
-        raise _damaged(part, f"cannot be read as parquet ({error})") from error
+        raise _damaged(part, f"it cannot be read as parquet ({error})") from error
 
 
 def _read_txt(part: Path, source: str) -> Iterator[dict[str, Any]]:
@@ -125,10 +125,10 @@ def _read_txt(part: Path, source: str) -> Iterator[dict[str, Any]]:
                 try:
                     content = text.decode()
                 except UnicodeDecodeError as error:
-                    raise _damaged(part, f"is not UTF-8 ({error})") from error
+                    raise _damaged(part, f"it is not UTF-8 ({error})") from error
                 yield {"data_src": source, "category": "", "title": "", "content": content, "desc": "", "others": {}}
         if rest:
-            raise _damaged(part, "ends inside a document")
+            raise _damaged(part, "it ends inside a document")
 
 
 def record_of_line(line: bytes, part: Path, where: str) -> dict[str, Any]:
@@ -136,14 +136,14 @@ def record_of_line(line: bytes, part: Path, where: str) -> dict[str, Any]:
     try:
         record: dict[str, Any] = jsonio.loads(line)
     except ValueError as error:
-        raise _damaged(part, f"{where}, is not JSON ({error})", comma=True) from error
+        raise _damaged(part, f"{where} is not JSON ({error})") from error
     return record
 
 
-def _damaged(part: Path, what: str, comma: bool = False) -> BadInputError:
+def _damaged(part: Path, what: str) -> BadInputError:
     return BadInputError(
-        f"{part}{',' if comma else ''} {what}: the shard was changed or damaged after it was written. "
-        f"Run `z2a corpus build` again with the same sources: it finds the damage and writes the source anew."
+        f"{part} is damaged: {what}. The shard was changed after it was written. Run `z2a corpus build` again "
+        "with the same sources: it finds the damage and rewrites the source."
     )
 
 

@@ -77,7 +77,7 @@ def _shown(value: Any) -> str:
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print whole numbers of more than 4,300 digits
-        return "a number of thousands of digits"
+        return "a number with thousands of digits"
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]} … ({len(text):,} characters)"
 
 
@@ -127,7 +127,7 @@ def nearest_hint(name: str, candidates: Iterable[str]) -> str:
     """'Did you mean X?', or the list of what there is."""
     names = list(candidates)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"Did you mean `{close[0]}`?" if close else f"There are: {', '.join(names)}."
+    return f"Did you mean `{close[0]}`?" if close else f"Available: {', '.join(names)}."
 
 
 def apply_overrides(values: dict[str, Any], overrides: list[str], problems: list[Problem]) -> None:
@@ -147,7 +147,7 @@ def apply_overrides(values: dict[str, Any], overrides: list[str], problems: list
         try:
             value = _override_value(text)
         except ValueError as error:
-            problems.append(Problem(name, text, "a plain value", f"As YAML it cannot be read: {error}."))
+            problems.append(Problem(name, text, "a plain value", f"It is not valid YAML: {error}."))
             continue
         *sections, leaf = name.split(".")
         inner = values
@@ -156,7 +156,7 @@ def apply_overrides(values: dict[str, Any], overrides: list[str], problems: list
                 inner[section] = {}
             inner = inner[section]
             if not isinstance(inner, dict):
-                problems.append(Problem(name, text, f"a field; `{section}` is no section with fields of its own"))
+                problems.append(Problem(name, text, f"a field of a section; `{section}` is not a section"))
                 break
         else:
             inner[leaf] = value
@@ -245,7 +245,7 @@ def _convert(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
         inner = typing.get_args(kind)[1]
         # YAML reads the names no, on and null as values; "False" would be nobody's source.
         problems.extend(
-            Problem(_join(where, str(key)), key, "a name; YAML takes this one for a value, so put it in quotes")
+            Problem(_join(where, str(key)), key, "a name in quotes, because YAML reads this one as a value")
             for key in value
             if not isinstance(key, str | int) or isinstance(key, bool)
         )
@@ -277,7 +277,7 @@ def _convert_plain(kind: Any, value: Any, where: str, problems: list[Problem]) -
         whole = _as_int(value)
         if whole is not None and -LARGEST_INT <= whole <= LARGEST_INT:
             return whole
-        hint = "It has to fit into 64 bits." if whole is not None else ""
+        hint = "It must fit into 64 bits." if whole is not None else ""
         problems.append(Problem(where, value, _type_words(kind), hint))
         return None
     if kind is float and not isinstance(value, bool):

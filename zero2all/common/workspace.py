@@ -109,8 +109,8 @@ def open_workspace(root: Path, create: bool = False) -> Workspace:
         if is_disk_full(error):
             raise
         raise BadInputError(
-            f"No workspace can be made in {root} ({error.strerror}: {error.filename}). Choose a folder that you may "
-            f"write to with --work."
+            f"Cannot create a workspace in {root} ({error.strerror}: {error.filename}). Choose a folder you "
+            "can write to with --work."
         ) from error
     return Workspace(root)
 
@@ -128,8 +128,8 @@ def require_output(path: Path, flag: str, is_folder: bool = False) -> None:
         )
         if is_stamped or _holds_manifest(folder):
             raise BadInputError(
-                f"{flag} {path} is there already, inside of {folder}, where stages keep what they write; replacing it "
-                f"could destroy that. Choose another path, or delete the file first if it is one of your own."
+                f"{flag} {path} already exists inside {folder}, where zero2all keeps its own files. Replacing "
+                "it could destroy data. Choose another path, or delete the file first if it is yours."
             )
 
 

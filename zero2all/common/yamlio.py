@@ -30,7 +30,7 @@ def loads(text: str) -> Any:
     import yaml
 
     if len(text) > LARGEST_BYTES:
-        raise YamlRefusedError(f"it has {len(text):,} characters; at most {LARGEST_BYTES:,} are read")
+        raise YamlRefusedError(f"it has {len(text):,} characters; the limit is {LARGEST_BYTES:,}")
     try:
         _check_bounds(text)
         return yaml.load(text, _loader())
@@ -60,7 +60,7 @@ def _loader() -> Any:
                 if not isinstance(key, yaml.ScalarNode):
                     continue
                 if key.value in seen:
-                    raise YamlRefusedError(f"{_line(key)}: `{key.value}` stands here twice")
+                    raise YamlRefusedError(f"{_line(key)}: `{key.value}` is listed twice")
                 seen.add(key.value)
             mapping: dict[Any, Any] = super().construct_mapping(node, deep)
             return mapping
@@ -92,13 +92,13 @@ def _check_bounds(text: str) -> None:
             open_nodes[-1].add(1, 1)
         elif isinstance(event, yaml.AliasEvent):
             if any(node.anchor == event.anchor for node in open_nodes[1:]):
-                raise YamlRefusedError(f"{_line(event)}: *{event.anchor} stands inside its own value")
+                raise YamlRefusedError(f"{_line(event)}: *{event.anchor} refers to itself")
             values, depth = sizes.get(event.anchor, (1, 1))  # one that nothing stands for is found when it is built
             total += values
             _refuse_depth(len(open_nodes) - 1 + depth, event)
             open_nodes[-1].add(values, depth)
         if total > MOST_VALUES:
-            raise YamlRefusedError(f"{_line(event)}: more than {MOST_VALUES:,} values, counting what aliases stand for")
+            raise YamlRefusedError(f"{_line(event)}: more than {MOST_VALUES:,} values once aliases are expanded")
 
 
 class _OpenNode:

@@ -164,11 +164,18 @@ def find_config(source: str) -> Path:
     if name in presets and path.parent in (Path(), Path("configs")):
         return presets[name]
     if path.exists() and not path.is_dir():
-        raise UsageError(f"The config {source} is no plain file (a pipe, a device). Save it as a file and name that.")
+        raise UsageError(
+            f"The config {source} is a pipe or a device. Save it as a file and give the path of that file."
+        )
     hint = nearest_hint(name, presets)
+    names = ", ".join(presets)
+    if hint.startswith("Did"):
+        raise UsageError(
+            f"There is no config file or preset `{source}`. {hint} Give one of the presets ({names}) or the path of a "
+            f"YAML file."
+        )
     raise UsageError(
-        f"There is no config file or preset `{source}`.{f' {hint}' if hint.startswith('Did') else ''} "
-        f"Give one of the presets ({', '.join(presets)}) or the path of a YAML file."
+        f"There is no config file or preset `{source}`. Give one of the presets ({names}) or the path of a YAML file."
     )
 
 
@@ -211,8 +218,8 @@ def read_config_values(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise UsageError(
-            f"The config {path} holds a {type(values).__name__}; expected sections such as `model:` with fields below "
-            f"them. `z2a train quickstart --print-config` shows a whole one."
+            f"The config {path} holds a {type(values).__name__}; expected sections such as `model:` with "
+            "fields below them. `z2a train quickstart --print-config` prints a complete config."
         )
     return values
 
@@ -225,13 +232,13 @@ def _is_kept_by_run(path: Path) -> bool:
 def _with_new_name(problem: Problem) -> Problem | None:
     """A field or choice by the name it had in an earlier version: say the new one. None for any other problem."""
     if problem.field == "parallel.data":
-        hint = "It is `parallel.zero` now: 0 is what replicate was, 3 what shard was."
+        hint = "It is now `parallel.zero`: 0 replaces replicate, 3 replaces shard."
         return dataclasses.replace(problem, hint=hint)
     if isinstance(problem, UnknownName):
         new = RENAMED_FIELDS.get(problem.field.rpartition(".")[2])
     else:
         new = RENAMED_CHOICES.get(problem.field, {}).get(str(problem.value))
-    return dataclasses.replace(problem, hint=f"It is called `{new}` now.") if new else None
+    return dataclasses.replace(problem, hint=f"It is now called `{new}`.") if new else None
 
 
 def _with_other_place(problem: Problem) -> Problem:
@@ -245,7 +252,11 @@ def _with_other_place(problem: Problem) -> Problem:
         if dataclasses.is_dataclass(section.default_factory)
         and leaf in {item.name for item in dataclasses.fields(section.default_factory)}
     ]
-    return dataclasses.replace(problem, hint=f"{problem.hint} There is {' and '.join(homes)}.") if homes else problem
+    return (
+        dataclasses.replace(problem, hint=f"{problem.hint} Another section has this field: {', '.join(homes)}.")
+        if homes
+        else problem
+    )
 
 
 def _cross_problems(config: RunConfig, known: list[Problem]) -> list[Problem]:
@@ -281,7 +292,7 @@ def _stages_problems(stages: list[StageConfig]) -> list[Problem]:
     for index, stage in enumerate(stages):
         found.extend(stage.problems(f"stages[{index}]"))
         if index and stage.from_step <= stages[index - 1].from_step:
-            expected = f"a later step than the stage before ({stages[index - 1].from_step})"
+            expected = f"a step after that of the previous stage ({stages[index - 1].from_step})"
             found.append(Problem(f"stages[{index}].from_step", stage.from_step, expected))
     return found
 
@@ -302,7 +313,7 @@ def _batch_problems(seq_len: int, train: TrainConfig) -> list[Problem]:
     if per_step % seq_len:
         near = max(1, round(per_step / seq_len)) * seq_len
         expected = f"a multiple of data.seq_len ({seq_len})"
-        return [Problem("train.tokens_per_step", per_step, expected, f"Nearest: {near}.")]
+        return [Problem("train.tokens_per_step", per_step, expected, f"The nearest is {near}.")]
     return []
 
 

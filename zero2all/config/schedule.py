@@ -23,7 +23,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zero2all.common.progress import counted
 from zero2all.common.schema import Problem
 from zero2all.config.training import AnnealConfig, DecayShape, ScheduleConfig, StageConfig, StageScheduleConfig
 
@@ -74,15 +73,15 @@ def schedule_problems(
     for stretch in _stretches(steps, lr_max, config, stages):
         place, schedule = stretch.place, stretch.schedule
         if schedule.warmup_steps > stretch.length:
-            expected = f"at most the {counted(stretch.length, 'step')} of this schedule"
+            expected = f"at most {stretch.length:,}, the number of steps of this schedule"
             found.append(Problem(f"{place}.warmup_steps", schedule.warmup_steps, expected))
         elif schedule.kind == "wsd" and schedule.warmup_steps + _decay_steps(stretch) > stretch.length:
             room = stretch.length - schedule.warmup_steps
             field = "decay_share" if schedule.decay_steps is None else "decay_steps"
-            expected = f"a decay of at most the {counted(room, 'step')} that the warmup leaves of {stretch.length}"
+            expected = f"a decay of at most {room:,} steps, because the warmup takes the others of {stretch.length}"
             found.append(Problem(f"{place}.{field}", getattr(schedule, field), expected))
         if stretch.first and stretch.top is None and reached == 0.0:
-            expected = "a rate: the schedule before ends at 0, where nothing is learned"
+            expected = "a learning rate, because the previous schedule ends at 0"
             found.append(Problem(f"{place}.lr_max", None, expected))
         reached = _rate(stretch, stretch.length - 1, reached)
     return found

@@ -31,7 +31,7 @@ class TrainConfig:
     name: str = "run"
     """Folder of the run below <workspace>/runs/."""
     steps: PositiveInt = 10000
-    """Optimizer steps in the whole run."""
+    """Optimizer steps of the whole run."""
     tokens_per_step: PositiveInt = 524288
     """Tokens in one optimizer step, over all micro-batches."""
     micro_batch_samples: PositiveInt | Literal["auto"] = 8
@@ -59,7 +59,10 @@ class TrainConfig:
         if not is_folder_name(self.name):
             found.append(Problem(f"{place}.name", self.name, FOLDER_NAME_WORDS))
         if self.cuda_graph == "on" and self.micro_batch_samples == "auto":
-            expected = f"auto or off, or a number for {place}.micro_batch_samples: the largest leaves no memory for it"
+            expected = (
+                f"auto or off, or a number for {place}.micro_batch_samples, because auto there leaves no memory "
+                "for a CUDA graph"
+            )
             found.append(Problem(f"{place}.cuda_graph", self.cuda_graph, expected))
         return found
 
@@ -89,7 +92,7 @@ class OptimConfig:
     decay_embeddings: bool = True
     """Whether weight decay also acts on the embedding and the output head."""
     clip_grad_norm: NaturalFloat = 1.0
-    """Largest L2 norm of the whole gradient; 0 leaves it alone."""
+    """Largest L2 norm of the whole gradient; 0 turns clipping off."""
     muon_iterations: PositiveInt = 5
     """Newton-Schulz iterations that make the update of a matrix nearly orthogonal."""
     muon_update_rms: PositiveFloat = 0.2
@@ -97,7 +100,7 @@ class OptimConfig:
     muon_precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of those iterations; auto takes bfloat16 on CUDA and float32 elsewhere."""
     adafactor_beta1: ShareBelowOne = 0.0
-    """Decay of adafactor's momentum; 0 keeps none, and no memory for it."""
+    """Decay of adafactor's momentum; 0 turns it off and saves its memory."""
     adafactor_decay_power: Annotated[float, Range(above=0, maximum=1)] = 0.8
     """adafactor: the second moment of step t decays by 1 - t^(-this)."""
     adafactor_clip_rms: PositiveFloat = 1.0
@@ -107,10 +110,10 @@ class OptimConfig:
 
     def problems(self, place: str) -> list[Problem]:
         """The multipliers must name kinds of parameters."""
-        expected = f"one of {', '.join(PARAMETER_KINDS)}"
+        expected = f"kinds of parameters: {', '.join(PARAMETER_KINDS)}"
         return [
-            Problem(f"{place}.lr_multipliers.{name}", value, f"the name before it to be {expected}")
-            for name, value in self.lr_multipliers.items()
+            Problem(f"{place}.lr_multipliers", name, expected)
+            for name in self.lr_multipliers
             if name not in PARAMETER_KINDS
         ]
 
@@ -156,7 +159,7 @@ class StageScheduleConfig:
         """A new lr_max needs a warmup, so that the rate does not jump."""
         if self.lr_max is None or self.warmup_steps:
             return []
-        expected = "at least 1 step, in which the rate moves to lr_max"
+        expected = "at least 1, so that the rate does not jump to lr_max"
         return [Problem(f"{place}.warmup_steps", self.warmup_steps, expected)]
 
 
@@ -219,14 +222,14 @@ class GuardsConfig:
     """What the loop does with a bad step."""
 
     nonfinite: Literal["skip", "rollback", "stop"] = "skip"
-    """A loss or gradient that is not finite. skip: make no update with that step; rollback: skip, and after
+    """What to do when a loss or gradient is NaN or Inf. skip: do not apply that step; rollback: skip, and after
     rollback_after_spikes of them go back to the last good checkpoint and skip the data; stop: end the run (exit
     code 12)."""
     max_skips_in_a_row: PositiveInt = 10
     """Stop (exit code 12) after this many skipped updates in a row."""
     loss_spike: Literal["log", "skip", "rollback"] = "rollback"
-    """A loss far above the steps before it. log: note it; skip: make no update with that step; rollback: skip, and
-    after rollback_after_spikes of them go back to the last good checkpoint and skip the data."""
+    """What to do when a loss is far above recent steps. log: record it; skip: do not apply that step; rollback: skip,
+    and after rollback_after_spikes of them go back to the last good checkpoint and skip the data."""
     grad_spike: Literal["log", "skip", "rollback"] = "skip"
     """The same for the norm of the gradient."""
     loss_drop: Literal["log", "skip", "rollback"] = "log"
@@ -260,7 +263,7 @@ class GuardsConfig:
     max_rollbacks_within_steps: PositiveInt = 2000
     """See max_rollbacks."""
     false_shard_alarms: Annotated[float, Range(above=0, below=1)] = 0.01
-    """Probability that a run reports any shard although none is unusual."""
+    """False alarms: the probability that a run reports a shard although none is unusual."""
 
 
 @dataclass(frozen=True)
@@ -274,7 +277,7 @@ class CheckpointConfig:
     keep_every_steps: NaturalInt = 0
     """Checkpoints at multiples of this are never deleted; 0 keeps none beyond keep_last."""
     when_busy: Literal["wait", "skip"] = "wait"
-    """A save that is due while the one before is still being written: wait for it, or skip this one."""
+    """When a save is due and the previous one is still being written: wait for it, or skip this save."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class BuildOptions:
     format: ShardFormat = "jsonl"
     """How shards are written: jsonl, jsonl.zst, parquet or txt."""
     shard_bytes: int = 200_000_000
-    """A shard ends before its records, as lines of JSON, would weigh more than this."""
+    """Largest size of a shard, measured as lines of JSON."""
     valid_share: float = 0.01
     """Share of the kept records held out as valid, chosen by digest. A source of at least 20 records holds out at
     least one, a smaller one none. 0: nothing is held out."""
@@ -50,7 +50,7 @@ class BuildOptions:
     accept_drops: bool = False
     """Go on when a rule drops more than a fifth of a source whose channel was guessed; otherwise the build stops."""
     max_record_bytes: int = 32_000_000
-    """A JSON line, JSON object or whole-file document above this size goes to quarantine unread."""
+    """A JSON line, JSON object or whole-file document above this size is quarantined without being read."""
     split_text_above_bytes: int = 1_000_000
     """A plain text file above this size is cut into documents; below, it is one document."""
     text_piece_bytes: int = 8_000

@@ -15,39 +15,39 @@ class DataConfig:
     seq_len: PositiveInt = 2048
     """Tokens per training sample."""
     mixture: dict[str, NaturalFloat] | None = None
-    """Weight of each source (or, for a name that is no source, of a channel, shared among its sources by tokens).
+    """Weight of each source. The name of a channel gives its weight to its sources, shared by their tokens.
     None weighs sources by their tokens. Weights are rounded to n/65536 and need not sum to one."""
     seed: int = 1234
-    """Key of the shuffle: which sample stands where is a pure function of this, the mixture and the position."""
+    """Seed of the shuffle. The sample at each position depends only on this seed, the mixture and the position."""
     packing: Literal["concat", "best_fit"] = "concat"
-    """concat: windows over the documents one after the other, none of them padded. best_fit: no document is cut unless
+    """concat: windows over the documents in a row, without padding. best_fit: no document is cut unless
     it is longer than a sample; rows are padded, and an index for seq_len must have been built."""
     document_mask: bool = False
     """Attention stops at document borders, and positions begin at 0 with each document."""
     max_epochs: dict[str, PositiveFloat] | None = None
     """How often a source (or each source of a channel) may be read in the whole run. None sets no limit."""
     when_used_up: Literal["error", "share"] = "error"
-    """A source that would be read more often than max_epochs: error: refused before step 0; share: from that position
-    on its weight is shared among the others."""
+    """When a source would be read more often than max_epochs. error: stop before step 0; share: from that position on
+    the other sources share its weight."""
     prefetch_steps: PositiveInt = 2
-    """Steps that are read ahead."""
+    """How many steps to read ahead."""
     readers: PositiveInt = 1
     """Threads (or processes) that read ahead."""
     reader_kind: Literal["thread", "process"] = "thread"
-    """process: for the rare case that reading competes with the trainer for Python's lock."""
+    """Read in threads, or in processes where reading competes with the trainer for Python's lock (rare)."""
     quarantine: Literal["off", "log", "auto"] = "log"
-    """Shards whose loss stands out over the run, or that repeat another one. log: named; auto: named, and the rest of
-    their samples counts nothing in the loss while the position still advances; off: not looked for."""
+    """What to do with shards whose loss stands out over the run, or that repeat another shard. log: report them; auto:
+    report them and leave the rest of their samples out of the loss; off: do not look for them."""
     verify_shards: bool = True
-    """Check the size and crc32c of every file that is read, once per start and beside the training (32 MB a second and
-    process). The run stops when one is damaged."""
+    """Check the size and crc32c of every file that is read, once per start, in the background (32 MB per second and
+    process). The run stops when a file is damaged."""
 
     packed: str | None = None
-    """Folder or address (s3://bucket/packed, whatever fsspec knows) of the packed data. None: that of the workspace."""
+    """Folder or fsspec address (such as s3://bucket/packed) of the packed data. None: that of the workspace."""
     cache: str | None = None
     """Folder for what is fetched from an address. None: packed-cache in the workspace."""
     cache_bytes: PositiveInt = 50_000_000_000
-    """How much of the token shards at an address the cache may hold; what was not used for longest goes first."""
+    """Most bytes of remote token shards that the cache holds; the least recently used are removed first."""
 
     def problems(self, place: str) -> list[Problem]:
         """A mixture must leave something to read."""

@@ -40,13 +40,13 @@ class SentencePieceConfig:
     input_sentence_size: PositiveInt | None = None
     """Train on this many lines drawn at random; None takes all. Bounds the memory, changes the result."""
     split_digits: bool = True
-    """Every digit stands alone."""
+    """Every digit is a piece of its own."""
     split_by_unicode_script: bool = True
     """No piece mixes scripts, such as Han and Latin."""
     split_by_whitespace: bool = True
     """No piece contains a space after its first character."""
     add_dummy_prefix: bool = False
-    """Put a space before every text, as Llama 2 does; off, so that text comes back exactly."""
+    """Put a space before every text, as Llama 2 does. Off by default, so that text comes back exactly."""
     max_sentencepiece_length: PositiveInt = 16
     """Longest piece in characters."""
     seed_sentencepiece_size: PositiveInt = 1_000_000
@@ -56,7 +56,7 @@ class SentencePieceConfig:
     num_sub_iterations: PositiveInt = 2
     """unigram: steps of expectation and maximisation in each round."""
     train_extremely_large_corpus: bool = False
-    """Use 64-bit positions, needed beyond 2^31 characters."""
+    """Use 64-bit positions; needed for more than 2^31 characters."""
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ def test_multipliers_share_out_the_rate(name):
 
 def test_multipliers_of_unknown_kinds_are_named():
     (problem,) = OptimConfig(lr_multipliers={"matrices": 1.0, "norm": 2.0}).problems("optim")
-    assert problem.field == "optim.lr_multipliers.matrices"
+    assert (problem.field, problem.value) == ("optim.lr_multipliers", "matrices")
 
 
 def one_matrix(weight, config, implementation="auto", seed=0):

@@ -31,7 +31,7 @@ class DedupConfig:
     """How duplicates are found."""
 
     exact: bool = True
-    """Drop records whose text equals another's but for white space."""
+    """Drop records whose text equals that of another record, white space aside."""
     near: Literal["all", "held_out", "off"] = "all"
     """all: of every group of similar records the best stays, so whatever is held out has no near duplicate in train;
     held_out: only train records similar to a held-out one are dropped; off: similar records stay, and some of them may
@@ -49,7 +49,7 @@ class DedupConfig:
     token_ngram: int = 5
     """Tokens in a shingle of the code channel."""
     lines: bool = False
-    """Remove lines that stand in many records (menus, footers, share buttons). Not used for code."""
+    """Remove lines that occur in many records (menus, footers, share buttons). Not used for code."""
     line_records: int = 100
     """A line is boilerplate when at least this many records contain it."""
     line_min_chars: int = 4
