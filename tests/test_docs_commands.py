@@ -48,7 +48,7 @@ RUN_SECTIONS = {field.name for field in dataclasses.fields(RunConfig)}
 FILES = ("py", "json", "jsonl", "md", "yaml", "safetensors", "html", "bin", "model", "png", "txt")
 
 
-OTHER_FLAGS = ("--gpus", "--entrypoint", "--shm-size", "--nproc-per-node", "--nnodes", "--ipc")
+OTHER_FLAGS = ("--gpus", "--entrypoint", "--shm-size", "--nproc-per-node", "--nnodes", "--ipc", "--rm")
 """Flags of docker and torchrun that pages name."""
 
 
