@@ -13,6 +13,8 @@ PAGES = {str(page): page for page in pages()}
 TRANSLATED = sorted(name for name in PAGES if name.endswith(".zh.md"))
 README_LINES = 200
 PICTURE_BYTES = 200 << 10
+MOVED = {"docs/measurements.md"}
+"""Pages that only say where their text is now, for old links."""
 
 
 def report(problems: list[str]) -> None:
@@ -57,7 +59,7 @@ def test_every_page_is_reached_from_the_readme():
         page = PAGES[name]
         targets = [(page.path.parent / target.partition("#")[0]).resolve() for _, target in page.links]
         rest += [target.relative_to(ROOT).as_posix() for target in targets if target.is_relative_to(ROOT)]
-    report([f"{name}: no page links to it" for name in sorted(PAGES.keys() - reached)])
+    report([f"{name}: no page links to it" for name in sorted(PAGES.keys() - reached - MOVED)])
 
 
 @pytest.mark.parametrize("name", TRANSLATED)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import importlib
 import io
 import re
@@ -263,8 +262,9 @@ def unknown_messages(place: str, lines: tuple[str, ...]) -> list[str]:
     shown = lines[0].removeprefix("z2a: ").partition(LEFT_OUT)[0].strip()
     if any(begins_with(template, shown) for template in templates_of_the_program()):
         return []
-    nearest = difflib.get_close_matches(shown, [each[: len(shown)] for each in templates_of_the_program()], 1, 0.3)
-    return [f"{place}: no message of the program begins with `{shown}`; the nearest is `{''.join(nearest)}`"]
+    words = set(shown.split())
+    nearest = max(templates_of_the_program(), key=lambda each: len(words.intersection(each[: len(shown)].split())))
+    return [f"{place}: no message of the program begins with `{shown}`; the nearest is `{nearest}`"]
 
 
 @cache
