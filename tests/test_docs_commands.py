@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.pages import OTHER_PROGRAMS, ROOT, Command, pages, split_shell
+from tests.pages import OTHER_PROGRAMS, ROOT, UNREADABLE, Command, pages, split_shell
 from tests.test_docs import report
 from zero2all.cli import evaluate
 from zero2all.cli.main import build_parser, parse, split_overrides
@@ -85,6 +85,8 @@ def is_refused_on_the_page(command: Command) -> bool:
 def check(words: tuple[str, ...], is_whole: bool = True) -> None:
     """Raise RefusedError when a command cannot work as written; one that is not whole may lack what must be given."""
     program, rest = words[0].rpartition("/")[2], [word for word in words[1:] if word != LEFT_OUT]
+    if program == UNREADABLE:
+        raise RefusedError("the shell cannot read this line")
     if program == "z2a":
         check_z2a(rest)
     elif program in ("python", "torchrun"):
@@ -232,12 +234,15 @@ def begins_with(template: str, shown: str) -> bool:
 @pytest.mark.parametrize("page", pages(), ids=str)
 def test_verbs_and_flags_in_the_text_exist(page):
     problems = []
+    wrong_on_purpose = {" ".join(command.words) for command in page.commands if is_refused_on_the_page(command)}
     for place, text in page.spans:
         try:
+            if text in wrong_on_purpose:
+                continue
             if text.startswith("z2a "):
-                check_mention(split_shell(text, place)[0])
+                check_mention(split_shell(text)[0])
             elif text.startswith("make ") or re.match(r"python (-m )?(benchmarks|docs|zero2all)", text):
-                check(split_shell(text, place)[0], is_whole=False)
+                check(split_shell(text)[0], is_whole=False)
             elif re.match(r"--[a-z]", text):
                 check_flag(text)
         except RefusedError as error:
