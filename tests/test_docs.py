@@ -81,6 +81,13 @@ def test_a_readme_is_short(name):
     assert lines <= README_LINES, f"{name} has {lines} lines, at most {README_LINES} are allowed"
 
 
+@pytest.mark.parametrize(("name", "minutes"), [("README.md", "minutes"), ("README.zh.md", "分钟")])
+def test_a_readme_begins_with_what_you_get(name, minutes):
+    first_screen = "\n".join(PAGES[name].lines[:40])
+    wanted = ("make quickstart", "make test", minutes, "<img src=")
+    assert [words for words in wanted if words not in first_screen] == [], f"missing in the first 40 lines of {name}"
+
+
 @pytest.mark.parametrize("page", PAGES.values(), ids=str)
 def test_a_page_has_one_title_and_no_level_is_left_out(page):
     problems = []
