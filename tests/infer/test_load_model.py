@@ -204,7 +204,7 @@ def fewer_rows(folder):
     ("spoil", "words"),
     [
         (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
-        (lambda folder: os.truncate(folder / "model.safetensors", 5000), "no readable safetensors file"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 5000), "not a readable safetensors file"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "There is no tokenizer in"),
         (nan_weights, "1 weights in .* are NaN or infinite"),
         (fewer_rows, "has 420 ids, its model only 400 rows"),
