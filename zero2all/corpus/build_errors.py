@@ -53,7 +53,7 @@ def nothing_kept(corpus_folder: Path, report: Mapping[str, Any]) -> BadInputErro
         f"more samples are in {corpus_folder / name / DROPPED_FOLDER}" for name in sources if sources[name]["dropped"]
     ]
     look += [
-        f"what was damaged is listed in {corpus_folder / QUARANTINE_NAME / name}.jsonl"
+        f"damaged items are listed in {corpus_folder / QUARANTINE_NAME / name}.jsonl"
         for name in sources
         if sources[name]["quarantined"]
     ]

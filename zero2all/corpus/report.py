@@ -33,13 +33,13 @@ LENGTH_BUCKETS = 32
 OTHER_REASONS = {
     "duplicate": "The same text as another record, white space aside.",
     "near_duplicate": "Nearly the same text as another record.",
-    "boilerplate": "Nothing was left after lines that stand in many records had been removed.",
+    "boilerplate": "Nothing was left after boilerplate lines, which occur in many records, had been removed.",
 }
 """Why records are dropped by others than the rules of cleaning."""
 STRIKING_SHARE = 0.05
 """A rule that drops a larger share of a source is pointed at, with samples: it may not suit the text."""
 SHOWN_SAMPLES, SHOWN_CHARS = 2, 60
-FOUND_BY_DOCUMENT = "found for each document"
+FOUND_BY_DOCUMENT = "decided for each document"
 """The reason for the channel of a part of an `auto` source."""
 EXAMPLE_CHARS = 300
 """How much of a text the report shows as an example."""
@@ -141,8 +141,8 @@ def read_report(corpus_folder: Path) -> dict[str, Any]:
         report = read_json_object(corpus_folder / REPORT_NAME, "Run `z2a corpus build` again.")
     except FileNotFoundError:
         raise BadInputError(
-            f"There is no finished corpus in {corpus_folder} (no {REPORT_NAME}). Run `z2a corpus build NAME=PATH` "
-            f"first; if it was interrupted, running it again continues."
+            f"There is no finished corpus in {corpus_folder} (no {REPORT_NAME}). Run `z2a corpus build "
+            "NAME=PATH` first. If it was interrupted, run it again to continue."
         ) from None
     report_sources(report, corpus_folder / REPORT_NAME, "Run `z2a corpus build` again.")
     return report
@@ -175,7 +175,7 @@ def summary_notes(report: dict[str, Any], work: Path | None = None) -> list[str]
             is_part = source["channel_reason"] == FOUND_BY_DOCUMENT
             whole = name.removesuffix(f"-{source['channel']}") if is_part else name
             words = [f"{whole}: fields guessed: {mapping_in_words(mapping)}" for mapping in source["mappings"]]
-            guesses = [f"{each}; all others are kept under 'others'" for each in words]
+            guesses = [f"{each}; all other fields are kept under 'others'" for each in words]
             notes += [each for each in guesses if each not in notes]
         if source["dropped"]:
             notes.append(f"{name}: dropped {counts_in_words(source['dropped'])}")
@@ -203,7 +203,7 @@ def summary_notes(report: dict[str, Any], work: Path | None = None) -> list[str]
             notes.append(f"{name}: files not read: {counts_in_words(source['skipped_files'])}")
         notes += [f"{name}: {note}" for note in source["reading_notes"]]
         if not source["valid_records"] and report["options"]["valid_share"]:
-            notes.append(f"{name}: too few records to hold any out for validation")
+            notes.append(f"{name}: too few records to hold out any for validation")
     return notes + report["notes"]
 
 
@@ -213,18 +213,19 @@ def facts_in_words(source: Mapping[str, Any]) -> dict[str, str]:
     if (contained := source["contained"]).get("records"):
         example = contained["examples"][0]
         words["contained"] = (
-            f"{contained['records']:,} of {contained['looked_up']:,} records looked up stand to 80% or more inside a "
-            f"longer one and were kept, such as gid {example['gid']} in gid {example['inside']}"
+            f"{contained['records']:,} of {contained['looked_up']:,} records looked up are contained in a "
+            f"longer record to 80% or more and were kept, such as gid {example['gid']} in gid "
+            f"{example['inside']}"
         )
     if counts := source["private_use"]:
         words["characters"] = (
-            f"private-use characters in {_counted(counts['records'], 'record')}: {counts.get('mapped', 0):,} became "
-            f"the standard characters of GB18030, {counts.get('removed', 0):,} were taken out"
+            f"private-use characters in {counted(counts['records'], 'record')}: {counts.get('mapped', 0):,} "
+            f"replaced by the standard characters of GB18030, {counts.get('removed', 0):,} removed"
         )
     if counts := source.get("replaced"):  # not in reports of earlier versions
         words["bad bytes"] = (
-            f"{_counted(counts['characters'], 'character')} in {_counted(counts['records'], 'record')} could not be "
-            f"decoded and became U+FFFD; text in another encoding needs conversion"
+            f"{counted(counts['characters'], 'character')} in {counted(counts['records'], 'record')} could "
+            "not be decoded and became U+FFFD; convert text that is in another encoding first"
         )
     return words
 

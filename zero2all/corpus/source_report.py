@@ -45,7 +45,7 @@ def require_usable(
     for part in parts:
         path = corpus_folder / QUARANTINE_NAME / f"{part.name}.jsonl"
         damage = write_quarantine(path, segments[part.name], part.number)
-        listed = f"Found: {damage}. Each is listed with file, place and reason in {path}."
+        listed = f"Found: {damage}. Each one is listed with file, place and reason in {path}."
         if part.is_main:
             whole = Tally.of(segment for each in parts if each.plan is part.plan for segment in segments[each.name])
             _require_undamaged(part, whole, tallies[part.name], listed, read[part.plan.name], options.max_damaged_share)
@@ -116,12 +116,14 @@ def too_many_dropped(
         lines += [f"    {in_short(excerpt)}" for excerpt in dropped_excerpts(segments[part.name], rule)]
     sources = " and ".join(dict.fromkeys(part.plan.name for part, *_ in found))
     return BadInputError(
-        f"A rule drops more than {MOST_DROPPED_BY_GUESS:.0%} of a source whose channel was guessed: the guess or the "
-        f"rule may be wrong. Nothing was written to the corpus; what was read is kept.\n"
+        f"A rule drops more than {MOST_DROPPED_BY_GUESS:.0%} of a source whose channel was guessed: the guess "
+        "or the rule may be wrong. Nothing was written to the corpus; what was read is kept.\n"
         + "\n".join(lines)
-        + f"\nIf this is good text, name the channel of {sources}: NAME=PATH:CHANNEL with zh, en, code, auto (each "
-        f"document by its own text) or a word of yours, or loosen the rule. If it is rubbish, run the same command "
-        f"with --accept-drops: it goes on from here."
+        + (
+            f"\nIf this is good text, name the channel of {sources} as NAME=PATH:CHANNEL (zh, en, code, auto for "
+            "each document by its own text, or a name of yours), or loosen the rule. If it is bad text, run the "
+            "same command with --accept-drops: it continues from here."
+        )
     )
 
 
@@ -150,9 +152,7 @@ def plan_in_words(plan: SourcePlan) -> str:
     if plan.look.formats:
         parts.append(" and ".join(plan.look.formats))
     if plan.source.is_auto:
-        parts.append(
-            f"each document goes to the source of its channel, {plan.name}-zh and so on: {plan.channel_reason}"
-        )
+        parts.append(f"each document goes to the source of its channel, such as {plan.name}-zh: {plan.channel_reason}")
     else:
         guessed = "" if plan.source.given_channel else f" (guessed: {plan.channel_reason})"
         parts.append(f"channel {plan.channel}{guessed}")

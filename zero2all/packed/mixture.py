@@ -140,8 +140,8 @@ def open_training_data(
     gone = used - {split.name for split in every}
     if gone:
         raise BadInputError(
-            f"The run has read the source `{min(gone)}`, which is no longer among the packed sources of {packed}. "
-            f"Pack it again, or start over with --fresh."
+            f"The run has read the source `{min(gone)}`, but {packed} no longer has it. Pack it again, or "
+            "start over with --fresh."
         )
     splits = [split for split in every if split.name in used]
     by_name = {split.name: split for split in splits}
@@ -180,7 +180,7 @@ def source_weights(splits: Sequence[PackedSplit], mixture: Mapping[str, float] |
     weights = [0.0] * len(splits)
     for name, weight in mixture.items():
         if not 0 <= weight < math.inf:
-            raise UsageError(f"data.mixture gives `{name}` the weight {weight}; expected one that is not negative.")
+            raise UsageError(f"data.mixture gives `{name}` the weight {weight}; expected 0 or more.")
         members = _members(splits, name, "data.mixture")
         tokens = sum(splits[index].tokens for index in members)
         for index in members:
@@ -218,7 +218,9 @@ def _members(splits: Sequence[PackedSplit], name: str, field: str) -> list[int]:
     ]
     if not members:
         known = [*(split.name for split in splits), *sorted({split.channel for split in splits})]
-        raise UsageError(f"{field} names `{name}`, neither a packed source nor a channel. {nearest_hint(name, known)}")
+        raise UsageError(
+            f"{field} names `{name}`, which is neither a packed source nor a channel. {nearest_hint(name, known)}"
+        )
     return members
 
 
@@ -227,10 +229,11 @@ def _check_samples(stage: PlannedStage, splits: Mapping[str, PackedSplit], sampl
     if short:
         name = short[0]
         others = [f"--data.mixture.{other} {units}" for other, units in stage.units.items() if other not in short]
-        leave = f"Leave it out by a mixture of the others ({' '.join(others)}), add" if others else "Add"
+        leave = f"Add text to it, lower data.seq_len (--data.seq_len N), or leave it out: {' '.join(others)}"
         raise BadInputError(
             f"The source `{name}` has {splits[name].tokens} tokens, fewer than one sample of {stage.seq_len} + 1 "
-            f"({splits[name].folder}). {leave} text to it, or lower data.seq_len (--data.seq_len N)."
+            f"({splits[name].folder}). "
+            + (leave if others else "Add text to it, or lower data.seq_len (--data.seq_len N).")
         )
 
 
