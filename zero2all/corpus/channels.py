@@ -180,5 +180,4 @@ def guess_channel(titles: Sequence[str], contents: Sequence[str]) -> tuple[str, 
         return "en", "the sampled documents have no letters"
     total = found.total()
     shares = [f"{count / total:.0%} {name}" for name, count in found.most_common()]
-    what = "document" if total == 1 else "documents"
     return found.most_common(1)[0][0], f"sampled documents: {total:,}; {', '.join(shares)}"

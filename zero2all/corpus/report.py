@@ -22,7 +22,7 @@ from typing import Any
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import human_bytes, read_json_object
-from zero2all.common.progress import terminal_safe
+from zero2all.common.progress import counted, terminal_safe
 from zero2all.common.records import REPORT_NAME, report_sources
 from zero2all.corpus.segments import Segment
 
@@ -183,22 +183,27 @@ def summary_notes(report: dict[str, Any], work: Path | None = None) -> list[str]
             share = count / source["records_in"]
             if share > STRIKING_SHARE:
                 samples = source["examples"]["dropped"].get(rule, [])[:SHOWN_SAMPLES]
-                such = "".join(f"; such as: {in_short(sample, SHOWN_CHARS)}" for sample in samples[:1])
-                such += "".join(f" | {in_short(sample, SHOWN_CHARS)}" for sample in samples[1:])
+                excerpts = " | ".join(in_short(sample, SHOWN_CHARS) for sample in samples)
                 look = f"z2a corpus show {in_work}{name} --dropped {rule}"
-                notes.append(
-                    f"{name}: {rule} dropped {share:.0%} of the records as channel {source['channel']}; see whether "
-                    f"it should: {look}{such}"
+                note = (
+                    f"{name}: {rule} dropped {share:.0%} of the records as channel {source['channel']}. Check whether "
+                    f"it should: {look}"
                 )
+                notes.append(note)
+                if excerpts:
+                    notes.append(f"{name}: {rule} dropped, for example: {excerpts}")
         if source["masked"]:
             notes.append(f"{name}: masked {counts_in_words(source['masked'])}")
         notes += [f"{name}: {words}" for words in facts_in_words(source).values()]
         if source["quarantined"]:
             reasons = counts_in_words(source["quarantined_by_reason"])
             listed = (work or Path()) / "corpus/quarantine" / f"{name}.jsonl"
-            hint = "; if one of their fields is the text, name it: --map content=FIELD"
-            hint = hint if "no_text_field" in source["quarantined_by_reason"] else ""
-            notes.append(f"{name}: quarantined {reasons}; see {listed}{hint}")
+            notes.append(f"{name}: quarantined {reasons}; see {listed}")
+            if "no_text_field" in source["quarantined_by_reason"]:
+                notes.append(
+                    f"{name}: some records have no text field; if one of their fields is the text, name it "
+                    f"with --map content=FIELD"
+                )
         if source["skipped_files"]:
             notes.append(f"{name}: files not read: {counts_in_words(source['skipped_files'])}")
         notes += [f"{name}: {note}" for note in source["reading_notes"]]
@@ -228,10 +233,6 @@ def facts_in_words(source: Mapping[str, Any]) -> dict[str, str]:
             "not be decoded and became U+FFFD; convert text that is in another encoding first"
         )
     return words
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def mapping_in_words(mapping: Mapping[str, str]) -> str:

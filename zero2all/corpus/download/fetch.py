@@ -143,9 +143,10 @@ class _Download:
         self.announce(
             f"{request.repo} ({request.kind}) at commit {commit[:12]}: {len(chosen):,} of "
             f"{counted(len(listing), 'file')} selected, "
-            f"{human_bytes(sum((file.size_bytes for file in chosen.values())))}"
-            + (f"; {extra:,} more are here from earlier downloads" if extra else "")
+            f"{human_bytes(sum(file.size_bytes for file in chosen.values()))}"
         )
+        if extra:
+            self.announce(f"{counted(extra, 'more file')} are here from earlier downloads")
         return DownloadResult(commit, files, self._missing(files))
 
     def run(self) -> DownloadResult:
@@ -197,11 +198,10 @@ class _Download:
         names = [file.name for file in listing]
         wanted = set(filter_repo_objects(names, allow_patterns=include or None, ignore_patterns=exclude or None))
         if not wanted:
+            patterns = [f"--include {' '.join(include) or '*'}"]
+            patterns += [f"--exclude {' '.join(exclude)}"] if exclude else []
             raise UsageError(
-                f"No file of {self.request.repo} is wanted: of {counted(len(listing), 'file')} none matches --include "
-                f"{' '.join(include) or '*'}"
-                + (f" without --exclude {' '.join(exclude)}" if exclude else "")
-                + f". It has: {_outline(listing)}."
+                f"No file of {self.request.repo} matches {' '.join(patterns)}. The repo has: {_outline(listing)}."
             )
         return {file.name: file for file in listing if file.name in wanted}
 

@@ -250,7 +250,7 @@ class Hub:
             other = "model" if self.kind == "dataset" else "dataset"
             return BadInputError(
                 f"{self.endpoint} has no {self.kind} {self.repo}. Check the spelling (OWNER/NAME); if it is a {other}, "
-                f"add --type {other}; if it is private, give a token: {self._token_advice()}"
+                f"add --type {other}; if it is private, use a token. {self._token_advice()}"
             )
         if status == 404:
             return MissingFileError(where)
@@ -258,19 +258,22 @@ class Hub:
 
     def _refusal(self, status: int) -> str:
         page = f"{self.endpoint}/{'datasets/' if self.kind == 'dataset' else ''}{self.repo}"
-        who = "to the owner of this token" if self._token else "without a token"
-        advice = (
-            "a fine-grained token also needs the right to read gated repos." if self._token else self._token_advice()
-        )
+        if self._token:
+            return (
+                f"{self.endpoint} refuses {self.repo} with this token ({status}): the repo is gated, private or does "
+                f"not exist. Check the spelling, accept its terms at {page} if it has any, and use a token of that "
+                f"account. A fine-grained token also needs the right to read gated repos."
+            )
         return (
-            f"{self.endpoint} refuses {self.repo} {who} ({status}): it is gated, or private, or does not exist. Check "
-            f"the spelling, accept its terms at {page} if it has any, and use a token of that account: {advice}"
+            f"{self.endpoint} refuses {self.repo} without a token ({status}): the repo is gated, private or does not "
+            f"exist. Check the spelling, accept its terms at {page} if it has any, and use a token of that account. "
+            f"{self._token_advice()}"
         )
 
     def _token_advice(self) -> str:
         if self.endpoint != OFFICIAL_HUB:
-            return "put it into a variable and name that with --token-env HF_TOKEN (a mirror gets no token unasked)."
-        return "set HF_TOKEN, or log in with `hf auth login`, or name another variable with --token-env."
+            return "Put the token into a variable and name it with --token-env HF_TOKEN (a mirror gets no other token)."
+        return "Set HF_TOKEN, log in with `hf auth login`, or name another variable with --token-env."
 
     def _strange_answer(self, detail: str) -> UserError:
         return UserError(

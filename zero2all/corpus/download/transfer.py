@@ -183,8 +183,9 @@ class Fleet:
                     problem = f"{name}: {self.hub.endpoint} cannot send parts of a file (no Range)"
                     if len(transfer.ranges) > 1:
                         raise NoRangesError(problem)
-                    thrown_away = f"{human_bytes(wanted.position)} thrown away"
-                    self.hub.patience.announce(f"{problem}, so it is fetched from its start ({thrown_away})")
+                    self.hub.patience.announce(
+                        f"{problem}, so it is downloaded again from its start ({human_bytes(wanted.position)} lost)"
+                    )
                     self._count(-wanted.position)
                     wanted.position = 0
                     part.truncate(0)

@@ -51,7 +51,7 @@ def _heading(report: Mapping[str, Any]) -> str:
     ratios = ", ".join(f"{ours['channels'][name]['bytes_per_token']:.2f} in {name}" for name in channels)
     back = ours["round_trip"]
     whole = (
-        f"All {back['documents']:,} documents come back from their tokens exactly."
+        f"All {back['documents']:,} documents come back from their tokens unchanged."
         if not back["changed"]
         else f"{back['changed']:,} of {back['documents']:,} documents come back changed."
     )
