@@ -32,6 +32,7 @@ from zero2all.train.loop import train
 
 hypothesis.settings.register_profile("same", derandomize=True)
 hypothesis.settings.register_profile("random")
+os.environ["Z2A_LANG"] = "en"  # tests read English, whatever the locale of the machine
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 LONG_FILES = (

@@ -80,7 +80,7 @@ def test_talking_in_a_terminal(terminal, tmp_path):
     typist, program = terminal
     greeting = typist.seen.decode()
     assert "tiny at step 30: 0.1 M parameters, float32, cpu" in greeting
-    assert "by a written dialogue: the run has seen no conversations in training" in greeting
+    assert "with a written dialogue: the run was not trained on conversations" in greeting
 
     typist.type("/plain\n", "plain continuation", "\n> ")
     typist.type("/set temperature 0\n", "temperature 0.0", "\n> ")
@@ -88,21 +88,23 @@ def test_talking_in_a_terminal(terminal, tmp_path):
     typist.type("\n", "is")
     assert b"tokens/s" not in typist.seen, "the answer is shown as it is written"
     typist.wait_for(b"tokens/s")
-    answer = re.search(r"\r\n(.+)\r\n\x1b\[2m40 tokens, [\d,]+ tokens/s \(cut", typist.seen.decode())
+    answer = re.search(r"\r\n(.+)\r\n\x1b\[2m40 tokens, [\d,]+ tokens/s\x1b", typist.seen.decode())
     assert answer, "with its speed, dimmed"
     typist.wait_for(b"\n> ")
 
     typist.type("/set max_new_tokens 100\n", "max_new_tokens 100", "\n> ")
     typist.type("I know", "I know")
     typist.type("\n", "that")
-    typist.type("\x03", "Stopped. What was written stays", "\n> ")
-    typist.interrupt("Ctrl-D or /quit ends")
-    typist.type(f"/save {tmp_path}/chat.json\n", "4 messages in", "\n> ")
-    typist.type("/undo\n", "Taken back: I know", "\n> ")
-    assert "44 of 128 tokens for 2 messages" in typist.type("/tokens\n", "tokens for", "\n> ")
+    typist.type("\x03", "Stopped. The text so far is kept", "\n> ")
+    typist.interrupt("Press Ctrl-D or type /quit")
+    typist.type(f"/save {tmp_path}/chat.json\n", "Saved 4 messages to", "\n> ")
+    typist.type("/undo\n", "Removed: I know", "\n> ")
+    assert "44 of 128 tokens used by 2 messages" in typist.type("/tokens\n", "tokens used by", "\n> ")
     again = typist.type("/retry\n", "tokens/s", "\n> ")
     assert "The temperature is 0, so the answer will be the same" in again
-    typist.type("\x1b[A\x1b[A\n", "of 128 tokens for 2 messages", "\n> ")  # in the history, /tokens stands two lines up
+    typist.type(
+        "\x1b[A\x1b[A\n", "of 128 tokens used by 2 messages", "\n> "
+    )  # in the history, /tokens stands two lines up
     typist.type("\x04")
     assert program.wait() == 0
 
@@ -127,7 +129,7 @@ def test_pipe_gets_one_answer_for_each_message_and_nothing_else(pipe):
     assert both.code == 0
     assert both.out == "".join(alone)
     assert all(text.strip() for text in alone)
-    assert both.err.splitlines() == ["A new conversation.", "0 of 128 tokens for 0 messages."]
+    assert both.err.splitlines() == ["Started a new conversation.", "0 of 128 tokens used by 0 messages."]
 
 
 def test_input_that_is_not_utf_8_does_not_end_the_program(pipe):
@@ -145,21 +147,21 @@ def test_bytes_typed_that_are_not_utf_8_can_be_saved(talk_to, bigram, logits, tm
     assert json.loads((tmp_path / "chat.json").read_text())["messages"][0]["content"] == "a\N{REPLACEMENT CHARACTER}"
     shown = capsys.readouterr().out
     assert "was not written: " in shown
-    assert "tokens for" in shown, "and the chat went on"
+    assert "tokens used by" in shown, "and the chat went on"
 
 
 def test_oldest_messages_are_dropped_with_a_word(pipe):
     ended = pipe(b"The capital of France?\n" * 9, "--frame", "template", "--max-new-tokens", "16")
     assert ended.code == 0
-    dropped = [int(count) for count in re.findall(r"the oldest (\d+) messages: left out", ended.err)]
+    dropped = [int(count) for count in re.findall(r"fit into the context and are left out: (\d+)\.", ended.err)]
     assert dropped
     assert dropped == sorted(dropped)
 
 
 def test_message_that_is_too_long_is_refused_and_the_conversation_goes_on(pipe):
     ended = pipe(b"x" * 300 + b"\nThe capital\n/tokens\n", "--frame", "plain", "--max-new-tokens", "4")
-    assert "301 tokens; the model can read 128" in ended.err
-    assert "for 2 messages" in ended.err
+    assert "301 tokens. The context has room for 128" in ended.err
+    assert "used by 2 messages" in ended.err
     assert ended.code == 3
 
 
@@ -167,18 +169,18 @@ def test_message_that_is_too_long_is_refused_and_the_conversation_goes_on(pipe):
     ("line", "said"),
     [
         ("/help", "/set NAME VALUE"),
-        ("/undo", "There is no message to take back"),
+        ("/undo", "There is no message to remove"),
         ("/retry", "There is no message to answer"),
         ("/set", "temperature 0.0, top_k 0, top_p 1.0"),
         ("/set top_p 2", "top_p is 2.0; it must be above 0"),
-        ("/set top_k some", "top_k cannot be `some`; expected a whole number, as in `/set top_k 0`"),
-        ("/set stop x", "There is no setting stop. There are: temperature, top_k,"),
+        ("/set top_k some", "top_k is 0. Set it to a whole number, for example `/set top_k 0`"),
+        ("/set stop x", "There is no setting stop. The settings are temperature, top_k,"),
         ("/set seed -1", "seed is -1; it must be at least 0"),
         ("/set max_new_tokens 0", "max_new_tokens is 0; it must be at least 1"),
         ("/system Be kind", "System message: Be kind"),
         ("/sytsem x", "There is no command /sytsem. Did you mean `system`"),
         ("/zzz", "plain, quit."),
-        ("/save", "Name one file: /save chat.json"),
+        ("/save", "Give the name of one file: /save chat.json"),
         ("/save /dev/null/x", "/dev/null"),
         ("/load no-such-file", "There is no file no-such-file"),
     ],
@@ -195,7 +197,7 @@ def test_conversation_is_taken_up_again(pipe, tmp_path):
     pipe(f"The capital\n/save '{path}'\n".encode(), "--max-new-tokens", "4", "--system", "Be kind")
     ended = pipe(b"/system\n/tokens\n", "--load", path)
     assert "System message: Be kind" in ended.err
-    assert "for 2 messages" in ended.err
+    assert "used by 2 messages" in ended.err
 
 
 @pytest.mark.parametrize(
@@ -219,7 +221,7 @@ def test_messages_of_several_lines(typed, message):
 def test_a_block_is_never_a_command_and_an_open_one_is_dropped(pipe):
     ended = pipe(b'"""/quit"""\n"""/set top_k 5"""\n/set\n/tokens\n"""one', "--frame", "plain", "--max-new-tokens", "2")
     assert "top_k 0," in ended.err
-    assert "for 4 messages" in ended.err
+    assert "used by 4 messages" in ended.err
     assert 'before the closing """: this message was dropped' in ended.err
     assert ended.code == 3
 
@@ -253,7 +255,7 @@ def test_answer_ends_at_the_end_of_the_message(bigram, border_tokenizer, talk_to
     assert talk.conversation.messages == [Message("user", "首都"), Message("assistant", "Rome")]
 
 
-@pytest.mark.parametrize(("most", "said"), [(3, "(cut: max_new_tokens)"), (10_000, "(cut: the model's length")])
+@pytest.mark.parametrize(("most", "said"), [(3, "cut at max_new_tokens"), (10_000, "cut because the context is full")])
 def test_an_answer_that_was_cut_says_by_what(
     bigram, talk_to, logits, capsys, monkeypatch, border_tokenizer, most, said
 ):

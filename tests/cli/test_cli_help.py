@@ -41,13 +41,14 @@ VERBS = {words: parser for words, parser in TREE.items() if parser.get_default("
 
 def test_the_verbs_of_the_issue_are_all_there():
     expected = (
+        "help",
         *("quickstart", "corpus build", "corpus show", "corpus report", "corpus rules", "corpus download"),
         *(f"tokenizer {verb}" for verb in ("train", "extend", "eval", "show", "encode", "decode")),
         "pack",
         *(f"data {verb}" for verb in ("show", "stats", "verify", "export", "import")),
-        *("train", "anneal", "inspect", "board", "watch", "plot", "track import", "track export"),
+        *("train", "anneal", "runs", "inspect", "board", "watch", "plot", "track import", "track export"),
         *(f"eval {verb}" for verb in EVAL_VERBS),
-        *("generate", "chat", "serve", "export", "import", "perf ops", "perf ablate", "perf infer"),
+        *("generate", "chat", "serve", "export", "import", "perf ops", "perf ablate", "perf infer", "completion"),
     )
     assert [" ".join(words) for words in VERBS] == list(expected)
 
@@ -120,7 +121,7 @@ def test_neither_help_nor_a_usage_error_imports_anything_heavy():
     script = """
 import json, sys
 from zero2all.cli import main
-for words in (["--help"], ["train", "--help"], ["pack", "--nonsense"], ["train"]):
+for words in ([], ["help"], ["--help"], ["train", "--help"], ["pack", "--nonsense"], ["train"]):
     try:
         main(words)
     except SystemExit:

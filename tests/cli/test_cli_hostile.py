@@ -183,7 +183,7 @@ def test_a_damaged_config_of_a_run_is_named(text, copy, z2a):
     for words in (["inspect", "tiny", "1"], ["anneal", "tiny"], ["generate", "tiny", "--prompt", "ka"]):
         ended = z2a(*words, "--work", copy)
         assert ended.code == 3, ended
-        assert f"{path}, the saved config of a run, has been changed or damaged" in ended.err
+        assert f"{path}, the saved config of a run, was changed or is damaged" in ended.err
     assert z2a("watch", "tiny", "--once", "--work", copy).code == 0
 
 

@@ -54,7 +54,7 @@ def test_a_dry_run_shows_the_data_learns_a_batch_and_leaves_no_trace(copy, tiny,
     assert ended.code == 0, ended.err
     assert "data: row 0 (" in ended.out
     assert "memory: about" in ended.out
-    assert "dry run: the loss of one batch fell to" in ended.out
+    assert "dry run: the loss of one batch fell from" in ended.out
     assert not (copy / "runs/dry").exists()
 
 
@@ -84,10 +84,10 @@ def test_a_dry_run_of_a_model_that_is_too_large_for_it_still_tells_what_each_pro
     spread = ("--parallel.processes", "4", "--parallel.zero", "2", "--train.tokens_per_step", "512")
     ended = z2a("train", "quickstart", *tiny, *changes, *spread, "--dry-run", "--work", copy)
     assert ended.code == 4
-    assert "the run itself will have 4 processes" in ended.out
-    assert "1/4 of them" in ended.out
+    assert "the run has 4 processes" in ended.out
+    assert "1/4 of the parameters" in ended.out
     assert "communication: each process sends" in ended.out
-    assert "the one process of a dry run" in ended.err
+    assert "what the dry run needs, which has one process" in ended.err
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
@@ -107,7 +107,7 @@ def test_a_dry_run_that_learns_nothing_ends_with_code_12(copy, tiny, z2a):
     ended = z2a("train", "quickstart", *tiny, "--optim.lr_max", "1e-9", "--dry-run", "--work", copy)
     assert ended.code == 12
     assert "optim.lr_max is too small" in ended.out
-    assert "did not learn one batch" in ended.err
+    assert "could not overfit one batch" in ended.err
 
 
 def test_a_silent_run_of_another_host_is_taken_over_only_when_asked(copy, tiny, z2a):

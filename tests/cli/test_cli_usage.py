@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 
 from zero2all import __version__
-from zero2all.cli import board, serve
 from zero2all.cli.evaluate import with_verb
+from zero2all.cli.fields import unknown_field
 from zero2all.cli.main import _fail_for_disk_or_path, split_overrides
 from zero2all.common.files import write_json
 from zero2all.common.workspace import LAYOUT, STAMP_NAME, open_workspace
@@ -48,13 +46,11 @@ def test_a_missing_value_does_not_swallow_the_next_flag():
     assert split_overrides(words) == (["train", "x", "--work", "w"], ["--train.steps"])
 
 
-@pytest.mark.parametrize("verb", [serve, board])
-def test_a_port_above_the_last_one_is_refused_by_the_parser(verb, capsys):
-    parser = argparse.ArgumentParser()
-    verb.register(parser.add_subparsers())
-    with pytest.raises(SystemExit):
-        parser.parse_args([verb.__name__.rpartition(".")[2], "x", "--port", "80000"])
-    assert "got '80000', expected a whole number, at most 65535" in capsys.readouterr().err
+@pytest.mark.parametrize("verb", ["serve", "board"])
+def test_a_port_above_the_last_one_is_refused_by_the_parser(verb, z2a):
+    ended = z2a(verb, "x", "--port", "80000")
+    assert ended.code == 2
+    assert "--port: got '80000', expected a whole number, at most 65535" in paragraph(ended.err)
 
 
 def test_after_two_dashes_everything_is_left_alone():
@@ -69,7 +65,8 @@ def test_after_two_dashes_everything_is_left_alone():
         ("eval --work w my-run", "eval run --work w my-run"),
         ("eval run run", "eval run run"),
         ("eval --help", "eval --help"),
-        ("eval", "eval"),
+        ("eval", "eval run"),
+        ("eval --step 3", "eval run --step 3"),
         ("tokenizer eval", "tokenizer eval"),
     ],
 )
@@ -94,23 +91,62 @@ def test_print_config_shows_the_resolved_config_which_loads_back_to_an_equal_one
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["trian"], ["corpus"], ["corpus", "buidl"], ["train"], ["generate", "run"]], ids=" ".join
+    ("words", "expected"),
+    [
+        ("trian", "There is no verb `trian`. Did you mean `train`? `z2a --help` lists the verbs."),
+        ("xyz", "There is no verb `xyz`. `z2a --help` lists the verbs."),
+        ("help trian", "There is no verb `trian`. Did you mean `train`? `z2a --help` lists the verbs."),
+        ("corpus", "`z2a corpus` needs a verb: build, show, report, rules, download. See `z2a corpus --help`."),
+        ("corpus buidl", "`z2a corpus` has no verb `buidl`. Did you mean `build`? See `z2a corpus --help`."),
+        ("corpus xyz", "`z2a corpus` has no verb `xyz`. Use one of: build, show, report, rules, download."),
+        ("train", "`z2a train` needs CONFIG. See `z2a train --help`."),
+        ("generate run", "`z2a generate` needs --prompt or --prompts. See `z2a generate --help`."),
+        ("generate --promt hi", "`z2a generate` has no flag `--promt`. Did you mean `--prompt`?"),
+        ("pack --work", "--work needs a value. See `z2a pack --help`."),
+        ("train quickstart --fresh=1", "--fresh takes no value, but got '1'."),
+        ("eval r --step 1 --all-steps", "--all-steps and --step exclude each other. Give one of them."),
+        ("export r --to x --dtype f", "--dtype: got 'f', expected one of float32, bfloat16, float16."),
+        ("export r --to x --dtype flot32", "--dtype: got 'flot32', expected one of float32, bfloat16, float16. Did"),
+        ("tokenizer decode x", "ID: got 'x', expected a whole number. See `z2a tokenizer decode --help`."),
+        ("--verson", "`z2a` has no flag `--verson`. Did you mean `--version`? See `z2a --help`."),
+    ],
 )
-def test_missing_or_mistyped_verbs_and_arguments_end_with_2_and_the_usage(words, z2a):
-    ended = z2a(*words)
+def test_missing_or_mistyped_words_end_with_2_and_one_line_that_says_what_to_type(words, expected, z2a):
+    ended = z2a(*words.split())
     assert ended.code == 2
-    assert ended.err.startswith("usage: z2a")
+    assert paragraph(ended.err).startswith(expected)
+
+
+@pytest.mark.parametrize("config", ["", "quickstart "])
+def test_a_mistyped_section_of_the_config_gets_the_nearest_field(config, z2a):
+    ended = z2a(*f"train {config}--optm.lr 1".split())
+    assert ended.code == 2
+    assert paragraph(ended.err).startswith("There is no config field `optm.lr`. Did you mean `--optim.lr_max`?")
+
+
+def test_a_mistyped_field_is_named_before_a_missing_config(z2a):
+    ended = z2a("train", "--optim.lr", "1")
+    assert paragraph(ended.err).startswith("There is no config field `optim.lr`. Did you mean `--optim.lr_max`?")
+
+
+@pytest.mark.parametrize(("flag", "field"), [("--lr", "--optim.lr_max"), ("--seq-len", "--data.seq_len")])
+def test_a_config_field_that_is_written_as_a_flag_gets_its_section(flag, field, z2a):
+    assert f"Did you mean `{field}`?" in paragraph(z2a("train", "quickstart", flag, "1").err)
+
+
+def test_a_field_of_an_optional_section_and_a_key_of_a_mapping_are_known():
+    assert unknown_field(["--data.mixture.en", "2", "--stages", "[]", "--model={heads: 2}"]) is None
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["pack", "--nonsense", "3"], "`z2a pack` does not know `--nonsense`."),
-        (["pack", "--wrok", "w"], "`z2a pack` does not know `--wrok`. Did you mean `--work`? See `z2a pack --help`."),
-        (["pack", "--wo", "w"], "`z2a pack` does not know `--wo`."),
-        (["pack", "stray"], "`z2a pack` does not know `stray`. See `z2a pack --help`."),
-        (["train", "quickstart", "--fresch"], "`z2a train` does not know `--fresch`. Did you mean `--fresh`?"),
-        (["quickstart", "--nonsense=3"], "`z2a quickstart` does not know `--nonsense`."),
+        (["pack", "--nonsense", "3"], "`z2a pack` has no flag `--nonsense`. See `z2a pack --help`."),
+        (["pack", "--wrok", "w"], "`z2a pack` has no flag `--wrok`. Did you mean `--work`? See `z2a pack --help`."),
+        (["pack", "--wo", "w"], "`z2a pack` has no flag `--wo`."),
+        (["pack", "stray"], "`z2a pack` takes no argument `stray`. See `z2a pack --help`."),
+        (["train", "quickstart", "--fresch"], "`z2a train` has no flag `--fresch`. Did you mean `--fresh`?"),
+        (["quickstart", "--nonsense=3"], "`z2a quickstart` has no flag `--nonsense`."),
         (["pack", "--optim.lr_max", "1"], "`z2a pack` reads no config, so `--optim.lr_max` cannot be set here."),
         (["generate", "r", "--prompt", "x", "--stages", "[]"], "`z2a generate` reads no config, so `--stages`"),
     ],

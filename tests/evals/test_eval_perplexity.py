@@ -173,7 +173,7 @@ def test_files_and_folders_are_scored_one_by_one_and_what_is_no_text_is_named(tr
     assert skipped == {
         "mine/latin.txt": "is not UTF-8",
         "mine/none.txt": "is empty",
-        "mine/picture.png": "is no text (it has zero bytes)",
+        "mine/picture.png": "is not text (it has zero bytes)",
     }
     with pytest.raises(BadInputError, match="no text file or folder"):
         text_files([tmp_path / "absent"])

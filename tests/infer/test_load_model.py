@@ -145,7 +145,7 @@ def test_loading_imports_neither_the_trainer_nor_torchs_compiler(trained_workspa
 def test_damaged_weights_are_left_out_for_those_before_them_unless_that_step_was_asked_for(copied, capsys):
     damage(copied.run("tiny") / "checkpoints/step-00000030/model-00000-00000.safetensors")
     assert load_model("tiny", copied).step == 15
-    assert "Left out a damaged checkpoint" in capsys.readouterr().out
+    assert "Skipped a damaged checkpoint" in capsys.readouterr().out
     with pytest.raises(BadInputError, match=r"model-00000-00000.safetensors has changed since it was written"):
         load_model("tiny", copied, step=30)
 
@@ -204,7 +204,7 @@ def fewer_rows(folder):
     ("spoil", "words"),
     [
         (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
-        (lambda folder: os.truncate(folder / "model.safetensors", 5000), "no readable safetensors file"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 5000), "not a readable safetensors file"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "There is no tokenizer in"),
         (nan_weights, "1 weights in .* are NaN or infinite"),
         (fewer_rows, "has 420 ids, its model only 400 rows"),

@@ -297,7 +297,7 @@ def test_everything_that_forbids_offload_is_found_together():
     fields = ["optim.kind lion", "zero 1", "one_step_late", "train.recompute none", "ops.compile block"]
     found = spread_problems(config, MeshSizes(shard=2))
     assert len(found) == len(fields), found
-    assert all(each.startswith("parallel.offload weights with ") for each in found)
+    assert all(each.startswith("parallel.offload weights does not work with ") for each in found)
     assert all(field in each for field, each in zip(fields, found, strict=True)), found
     allowed = {"parallel": {"offload": "weights"}, "train": {"recompute": "full"}}
     assert spread_problems(config_from_values(allowed, "of a test"), MeshSizes()) == []
@@ -319,6 +319,6 @@ def test_a_full_disk_is_found_before_anything_is_built(tmp_path):
 def test_a_folder_that_is_none_is_refused_and_not_made(name, tmp_path):
     (tmp_path / "a file").touch()
     zeros = host_zeros(ParallelConfig(offload="optimizer_disk", offload_folder=str(tmp_path / name)), 0)
-    with pytest.raises(BadInputError, match=r"offload_folder.*cannot be used.*Name a folder that exists"):
+    with pytest.raises(BadInputError, match=r"offload_folder.*cannot be used.*Choose an existing folder"):
         zeros("masters", 8, torch.float32)
     assert [path.name for path in tmp_path.iterdir()] == ["a file"]

@@ -53,7 +53,7 @@ def test_a_measurement_has_every_figure_and_a_loss_near_that_of_a_guess(tiny):
     assert found["iterations"] == len(found["iteration_seconds"]) == 1
     assert found["state_gib"] * 2**30 > 4 * 4 * 200 * 32  # weights, gradient and two moments of the embedding alone
     assert found["peak_gib"] > found["state_gib"]
-    assert found["ops"]["attention"] == {"asked": "auto", "got": "sdpa", "reason": "first that runs on cpu"}
+    assert found["ops"]["attention"] == {"asked": "auto", "got": "sdpa", "reason": "the first that runs on cpu"}
     assert found["ops"]["compile"]["got"] == "none"
 
 

@@ -67,9 +67,9 @@ def test_a_run_goes_on_without_and_says_so_once(work, config, monkeypatch):
     assert train(config(), work, say=said.append).step == 8
     assert made[0].passes == 4, "two passes a step; the second step is the last with a graph"
     about = [line for line in said if "CUDA graph" in line]
-    assert about[0].startswith("passes will be captured as a CUDA graph")
+    assert about[0].startswith("CUDA graph: passes will be captured")
     assert about[1:] == [
-        "a pass cannot be captured as a CUDA graph: a made-up one. From here on passes run without one."
+        "passes can no longer be captured as a CUDA graph: a made-up one. They run without one from here on."
     ]
 
 
@@ -172,7 +172,9 @@ class TestWhatCannotBeCaptured:
         passes, ids, shares = passes_of(config, monkeypatch, lambda ids: ids.sum().item(), insists=True)
         for _ in range(EAGER_PASSES):
             passes(ids, shares)
-        with pytest.raises(UsageError, match=r"train.cuda_graph = on: a pass of this run cannot be captured: "):
+        with pytest.raises(
+            UsageError, match=r"train.cuda_graph is on, but the passes of this run cannot be captured: "
+        ):
             passes(ids, shares)
 
     def test_a_graph_that_leaves_too_little_memory_is_dropped(self, config, monkeypatch):
@@ -182,7 +184,7 @@ class TestWhatCannotBeCaptured:
         for _ in range(EAGER_PASSES + 2):
             passes(ids, shares)
         assert not passes.is_captured
-        assert "GiB for itself" in passes.problem
+        assert "GiB, and less than that" in passes.problem
 
     def test_passes_that_keep_changing_their_shape_are_left_alone(self, config):
         passes, ids, shares = passes_of(config)
@@ -190,5 +192,5 @@ class TestWhatCannotBeCaptured:
             rows = 1 + number % 2
             for _ in range(EAGER_PASSES + 1):
                 passes(ids[:rows], shares[:rows])
-        assert "its shape has changed" in passes.problem
+        assert "the shape of a pass has changed" in passes.problem
         assert not passes.is_captured

@@ -37,7 +37,7 @@ def test_a_plain_run_on_one_gpu_can_be_captured():
 @pytest.mark.parametrize(
     ("changes", "processes", "ops", "reason"),
     [
-        ({"recompute": "full"}, 1, {}, "train.recompute: full"),
+        ({"recompute": "full"}, 1, {}, "train.recompute full"),
         ({"precision": "float16"}, 1, {}, "float16 scales the loss"),
         ({}, 1, {"attention": "flex"}, "flex is compiled"),
         ({}, 1, {"rope": "liger", "swiglu": "liger"}, "liger-kernel's rope, swiglu"),
@@ -72,7 +72,7 @@ def small_model() -> Z2all:
 
 def test_on_where_it_is_impossible_is_an_error():
     model = small_model()
-    with pytest.raises(UsageError, match=r"train.cuda_graph = on: .* it needs a CUDA device. Use auto or off"):
+    with pytest.raises(UsageError, match=r"train.cuda_graph is on, .* it needs a CUDA device. Use auto or off"):
         choose_cuda_graph(the_1b(cuda_graph="on"), model, CPU, 1, 2, 256)
     assert choose_cuda_graph(the_1b(), model, CPU, 1, 2, 256) is None
     assert choose_cuda_graph(the_1b(cuda_graph="off"), model, CPU, 1, 2, 256) is None
@@ -95,7 +95,7 @@ def test_of_several_processes_passes_that_send_gradients_cannot():
 
 
 def test_passes_that_do_not_divide_a_step_cannot():
-    with pytest.raises(UsageError, match="passes of 3 samples do not divide the 256 of a step"):
+    with pytest.raises(UsageError, match="the 256 rows of a step are not a multiple of the 3 samples of a pass"):
         choose_cuda_graph(the_1b(cuda_graph="on"), small_model(), CUDA, 1, 3, 256)
 
 

@@ -71,10 +71,10 @@ def test_tables_are_at_most_100_columns_wide_and_need_no_workspace(capsys, tmp_p
     printed = capsys.readouterr().out
     assert max(len(line.rstrip()) for line in printed.splitlines()) <= 100
     for said in (
-        "mesh: 16 processes",
+        "mesh: 16 ranks",
         "gate_up_pairs",
         "reduce-scatter",
-        "which axis bears a slow link",
+        "axes that tolerate a slow link",
         "batch ranks",
     ):
         assert said in printed
@@ -84,7 +84,7 @@ def test_tables_are_at_most_100_columns_wide_and_need_no_workspace(capsys, tmp_p
 
 def test_without_a_vocabulary_and_with_an_impossible_mesh_the_plan_says_what_to_do(capsys, tmp_path):
     assert main(["train", "z2all-1b", "--plan-only", "--model.vocab_size", "null", "--work", str(tmp_path)]) == 2
-    assert "give --model.vocab_size N" in capsys.readouterr().err
+    assert "Give --model.vocab_size N" in capsys.readouterr().err
     assert main(["train", *LARGE, "--plan-only", "--parallel.tensor", "3"]) == 2
     assert "model.heads 32 is not a multiple of parallel.tensor 3" in capsys.readouterr().err
 

@@ -57,11 +57,11 @@ def watched(monkeypatch):
 def test_a_mixture_changed_on_resume_lets_every_source_continue_where_it_stood(work, config, watched):
     train(config(train={"steps": 3}), work, say=quiet)
     other = config(train={"steps": 7}, data={"mixture": {"en": 1, "zh": 3}})
-    with pytest.raises(UsageError, match="the mixture or the sequence length from here on has changed"):
+    with pytest.raises(UsageError, match="the mixture or the sequence length has changed"):
         train(other, work, say=quiet)
     notes: list[str] = []
     train(other, work, accept_changes=True, say=notes.append)
-    assert "other weights hold from token 384 on; every source continues where it stood" in notes
+    assert "the mixture changes at token 384; every source continues where it stopped" in notes
     assert not [note for note in notes if "repeated or left out" in note]
     train(config(train={"steps": 9}, data={"mixture": {"en": 1, "zh": 3}}), work, accept_changes=True, say=quiet)
     assert [len(watched[source]) for source in (0, 1)] == [9 + 6, 3 + 18]
@@ -136,7 +136,7 @@ def test_an_anneal_that_would_read_more_than_max_epochs_is_refused_by_the_run_wh
     said: list[str] = []
     assert train(config(data=ZH_AT_STEP_8), work, say=said.append).step == 8
     text = "\n".join(said)
-    assert "run cannot anneal over 16 steps from step 4 on" in text
+    assert "run cannot anneal over 16 steps from step 4." in text
     assert "at most 0.04 allowed" in text
     assert "--steps N" in text
     events = [(event.kind, event.step) for event in read_run(work.run("run")).events]
@@ -165,7 +165,7 @@ def test_a_request_that_cannot_be_met_is_refused_at_the_start_and_may_be_replace
     train(settings, work, say=quiet)
     run = work.run("run")
     request_anneal(run, 12, "linear", 0.0)
-    with pytest.raises(UsageError, match="cannot anneal over 12 steps from step 8 on"):
+    with pytest.raises(UsageError, match="cannot anneal over 12 steps from step 8"):
         train(settings, work, say=quiet)
     request_anneal(run, 1, "linear", 0.0)
     assert train(settings, work, say=quiet).step == 9
@@ -216,7 +216,9 @@ def test_a_run_stops_at_a_damaged_shard_without_saving_and_goes_on_once_it_is_me
     shard = work.packed / "zh/train/tokens-00000.bin"
     content = shard.read_bytes()
     flip(shard)
-    with pytest.raises(BadInputError, match=r"zh/train/tokens-00000\.bin has changed .* not saved. `z2a pack` writes"):
+    with pytest.raises(
+        BadInputError, match=r"zh/train/tokens-00000\.bin has changed .* not saved. Run `z2a pack` to write"
+    ):
         train(settings, work, say=quiet)
     run = work.run("run")
     assert list_checkpoints(run) == []

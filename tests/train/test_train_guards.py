@@ -466,7 +466,7 @@ def test_a_run_whose_checkpoint_judged_shards_by_older_rules_goes_on_and_says_so
     longer = settings(train={"steps": 14}, checkpoint=SHORT["checkpoint"])
     assert trained(longer, work, accept_changes=True).step == 14
     (warning,) = events(work.run("run"), "warning")
-    assert "statistics of the shards" in warning.data["problem"]
+    assert "shard statistics in the checkpoint come from another version" in warning.data["problem"]
 
 
 # ---- steps that are not finite, and runs that keep failing ----------------------------------------------------
@@ -514,7 +514,7 @@ def test_a_step_that_is_not_finite_changes_no_bit_of_weights_and_moments(work, n
     assert losses.step.tolist() == list(range(1, 13))
     doubts = {step_of(folder): read_checkpoint_manifest(folder).get("not_good") for folder in list_checkpoints(run)}
     # Two are kept, and 4 was the last good one until 12 was saved.
-    assert doubts == {8: "refused since the save before, for not being finite: step 6", 12: None}
+    assert doubts == {8: "since the last save these steps were not finite: 6", 12: None}
 
 
 def test_what_came_before_steps_that_are_not_finite_stays_until_there_is_something_good_again(work, not_finite):
@@ -557,7 +557,7 @@ def test_a_run_that_keeps_failing_ends_with_code_12_and_weights_from_before(work
     not_finite(*range(6, 12))
     assert command(work, tmp_path, settings(**SHORT, guards={"max_skips_in_a_row": 3})) == 12
     message = capsys.readouterr().err
-    assert "3 updates in a row were skipped" in message
+    assert "Updates skipped in a row: 3" in message
     assert "The weights are those of step 5" in message
     assert page(work.run("run"), "8-nonfinite")["action"] == "stop"
 

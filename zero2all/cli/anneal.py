@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from zero2all.cli.verb import Subparsers, add_verb, add_work, real, whole, workspace_of
+from zero2all.cli.runs import add_run_name
+from zero2all.cli.verb import Subparsers, add_verb, real, whole, workspace_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,7 +25,7 @@ def register(verbs: Subparsers) -> None:
         "z2a anneal my-run --steps 500 --work my-workspace",
         _anneal,
     )
-    parser.add_argument("run", metavar="RUN", help="name of the run: training, interrupted or finished")
+    add_run_name(parser)
     parser.add_argument(
         "--steps",
         type=whole(1),
@@ -40,7 +41,6 @@ def register(verbs: Subparsers) -> None:
         metavar="S",
         help="last rate as a share of the present one (default 0)",
     )
-    add_work(parser)
 
 
 def _anneal(arguments: argparse.Namespace) -> None:

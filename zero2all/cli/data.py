@@ -33,7 +33,7 @@ IMPORT_EXAMPLES = """z2a data import pile=data/pile_text_document --from megatro
 def _register_show(inner: Subparsers) -> None:
     summary = "print a sample: its documents, their borders, what counts, where each came from"
     show = add_verb(inner, "show", summary, SHOW_EXAMPLES, _show)
-    show.set_defaults(takes_overrides=True)
+    show.set_defaults(takes_overrides=True, reads_config=True)
     add_work(show)
     show.add_argument("--at", type=whole(0), default=None, metavar="N", help="which sample of the run, counted from 0")
     _add_config(show)
@@ -45,7 +45,7 @@ def _register_show(inner: Subparsers) -> None:
 def _register_stats(inner: Subparsers) -> None:
     summary = "count tokens, document lengths, what packing loses and how often sources are read"
     stats = add_verb(inner, "stats", summary, STATS_EXAMPLE, _stats)
-    stats.set_defaults(takes_overrides=True)
+    stats.set_defaults(takes_overrides=True, reads_config=True)
     add_work(stats)
     _add_config(stats)
     stats.add_argument("--tokens", type=whole(1), metavar="N", help="budget of the run (default: that of the config)")

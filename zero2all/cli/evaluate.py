@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero2all.cli import harness
 from zero2all.cli.benchmarks import add_data, files_of, look_for, made_tasks, named_tasks, names
+from zero2all.cli.runs import add_run_name
 from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, real, whole, workspace_of
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ VERBS = ("run", "watch", "fetch", "contamination", "harness", "export-tasks")
 
 
 def with_verb(words: list[str]) -> list[str]:
-    """`eval NAME …` as `eval run NAME …`; other command lines, and `eval --help`, as they are."""
-    if words[:1] != [WORD] or len(words) == 1 or words[1] in (*VERBS, "-h", "--help"):
+    """`eval` and `eval NAME …` as `eval run …`; other command lines, and `eval --help`, as they are."""
+    if words[:1] != [WORD] or (words[1:2] and words[1] in (*VERBS, "-h", "--help")):
         return words
     return [WORD, "run", *words[1:]]
 
@@ -52,8 +53,7 @@ def _register_run(inner: Subparsers) -> None:
         "z2a eval run my-run --work my-workspace --all-steps",
         _run,
     )
-    parser.add_argument("run", help="name of the run")
-    add_work(parser)
+    add_run_name(parser)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=whole(0), metavar="N", help="checkpoint to use (default: the newest)")
     which.add_argument(
@@ -70,16 +70,14 @@ def _register_watch(inner: Subparsers) -> None:
         "z2a eval watch my-run --work my-workspace --steps 1000-9000,20000 --niceness 15",
         _watch,
     )
-    parser.add_argument("run", help="name of the run")
-    add_work(parser)
+    add_run_name(parser)
     parser.add_argument(
         "--steps", type=_steps, metavar="N,A-B,…", help="only checkpoints of these steps (default: all of them)"
     )
     parser.add_argument("--once", action="store_true", help="end when nothing is left, although training goes on")
     parser.add_argument(
         "--niceness",
-        type=int,
-        choices=range(20),
+        type=whole(0, 19),
         default=10,
         metavar="N",
         help="0 to 19: how far training goes before this process where both want a core (default 10)",

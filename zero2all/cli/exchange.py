@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from zero2all.cli.runs import add_run_name
 from zero2all.cli.verb import Subparsers, add_output, add_verb, add_work, whole, workspace_of
 
 
@@ -17,8 +18,7 @@ def register(verbs: Subparsers) -> None:
         "z2a export my-run --work my-workspace --to my-model-hf",
         _export,
     )
-    export.add_argument("run", help="name of the run")
-    add_work(export)
+    add_run_name(export)
     add_output(export, "--to", is_folder=True, required=True, help="folder to write, new or empty")
     export.add_argument(
         "--step", type=whole(0), default=None, metavar="N", help="checkpoint to use (default: the newest)"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from zero2all.cli.verb import Subparsers, add_verb, add_work, whole, workspace_of
+from zero2all.cli.runs import add_run_name
+from zero2all.cli.verb import Subparsers, add_verb, whole, workspace_of
 
 
 def register(inner: Subparsers) -> None:
@@ -17,8 +18,7 @@ def register(inner: Subparsers) -> None:
         "z2a eval harness my-run --work my-workspace --tasks z2a_my_questions_cloze --include lm-tasks",
         _harness,
     )
-    parser.add_argument("run", help="name of the run")
-    add_work(parser)
+    add_run_name(parser)
     parser.add_argument("--tasks", type=_names, required=True, metavar="NAMES", help="names of tasks, with commas")
     parser.add_argument("--include", type=Path, metavar="DIR", help="folder with tasks that lm-eval does not have")
     parser.add_argument("--step", type=whole(0), metavar="N", help="checkpoint to use (default: the newest)")

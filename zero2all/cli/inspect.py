@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.verb import Subparsers, add_verb, add_work, whole, workspace_of
+from zero2all.cli.runs import add_run_name
+from zero2all.cli.verb import Subparsers, add_verb, whole, workspace_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,12 +24,11 @@ def register(verbs: Subparsers) -> None:
         "z2a inspect my-run 1200 --sample 3 --full --work my-workspace",
         _inspect,
     )
-    parser.add_argument("run", metavar="RUN", help="name of the run")
+    add_run_name(parser)
     parser.add_argument("step", metavar="STEP", type=whole(1), help="the step, as in the metrics: the first is 1")
     parser.add_argument("--sample", type=whole(0), default=None, metavar="N", help="only this row of the step, from 0")
     parser.add_argument("--full", action="store_true", help="whole texts, not only the first 300 characters")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    add_work(parser)
 
 
 def _inspect(arguments: argparse.Namespace) -> None:

@@ -16,23 +16,29 @@ from zero2all.cli import (
     anneal,
     board,
     chat,
+    completion,
     corpus,
     data,
     evaluate,
     exchange,
     generate,
     inspect,
+    overview,
     pack,
     perf,
     plot,
     quickstart,
+    run_list,
     serve,
     tokenizer,
     track,
     train,
     watch,
 )
-from zero2all.cli.verb import HelpFormatter, check_outputs
+from zero2all.cli.parser import VERB, Parser, closest
+from zero2all.cli.runs import fill_in_run
+from zero2all.cli.verb import check_outputs
+from zero2all.common import language
 from zero2all.common.errors import (
     AnomalyError,
     BadInputError,
@@ -78,15 +84,16 @@ def main(words: list[str] | None = None) -> int:
 
 def _run(words: list[str] | None) -> int:
     try:
-        words = sys.argv[1:] if words is None else words
-        plain, overrides = split_overrides(words)
-        arguments, unknown = build_parser().parse_known_args(evaluate.with_verb(plain))
-        _refuse_unknown(arguments, unknown, overrides)
-        arguments.overrides, arguments.command_line = overrides, words
+        words = take_language(sys.argv[1:] if words is None else words)
+        if not words:
+            overview.print_overview()
+            return 0
+        arguments = parse(words)
         _require_address_space()
+        fill_in_run(arguments)
         check_outputs(arguments)
         code = arguments.handler(arguments) or 0
-        sys.stdout.flush()  # here, where a full disk can still be told
+        sys.stdout.flush()  # here, where a full disk can still be reported
         return code
     except UserError as error:
         is_of_all = error.of_all_ranks or error.exit_code in DECIDED_TOGETHER
@@ -153,6 +160,24 @@ def _require_address_space() -> None:
         )
 
 
+def take_language(words: list[str]) -> list[str]:
+    """Obey `--lang LANGUAGE`, wherever it stands, before anything is printed; returns the other words."""
+    rest = list(words)
+    for place, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if word == "--":
+            break
+        if name != "--lang":
+            continue
+        value = value if equals else "".join(words[place + 1 : place + 2])
+        if value not in language.LANGUAGES:
+            raise UsageError(f"--lang takes one of: {', '.join(language.LANGUAGES)}; got {value!r}.")
+        os.environ[language.LANGUAGE_VARIABLE] = value
+        del rest[place : place + (1 if equals else 2)]
+        break
+    return rest
+
+
 def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
     """The words for argparse, and the overrides `--section.field VALUE`, whose values it would take for arguments."""
     plain: list[str] = []
@@ -172,39 +197,68 @@ def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
     return plain, overrides
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The whole command line."""
-    parser = argparse.ArgumentParser(
-        prog="z2a",
-        description="From raw text to a language model of your own.",
-        epilog=EPILOG,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog="z2a", description="From raw text to a language model of your own.", epilog=EPILOG)
+    parser.add_argument("--lang", choices=language.LANGUAGES, help="language of messages (default: your locale's)")
     parser.add_argument("--version", action="version", version=f"z2a {__version__}")
-    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    stages = (quickstart, corpus, tokenizer, pack, data, train, anneal, inspect, board, watch, plot, track)
-    for stage in (*stages, evaluate, generate, chat, serve, exchange, perf):
+    verbs = parser.add_subparsers(title="verbs", metavar=VERB, required=True)
+    stages = (overview, quickstart, corpus, tokenizer, pack, data, train, anneal, run_list)
+    looks = (inspect, board, watch, plot, track)
+    for stage in (*stages, *looks, evaluate, generate, chat, serve, exchange, perf, completion):
         stage.register(verbs)
     return parser
 
 
-def _refuse_unknown(arguments: argparse.Namespace, unknown: list[str], overrides: list[str]) -> None:
-    verb = arguments.verb.prog
-    if unknown:
-        import re
-
-        from zero2all.common.schema import nearest_hint
-
-        word = unknown[0].partition("=")[0]
-        flags = dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w.-])", arguments.verb.format_usage()))
-        hint = nearest_hint(word, flags) if word.startswith("--") else ""
-        raise UsageError(f"`{verb}` does not know `{word}`. {hint}{' ' if hint else ''}See `{verb} --help`.")
+def parse(words: list[str]) -> argparse.Namespace:
+    """The arguments of a command line; an error, with the nearest name, where it cannot be understood."""
+    plain, overrides = split_overrides(words)
+    plain = evaluate.with_verb(plain)
+    parser = build_parser()
+    verb = parser.find(plain)
+    _refuse_unknown_flags(verb, plain)
+    reads_config = bool(verb.get_default("reads_config"))
+    if reads_config:
+        _refuse_unknown_fields(overrides, sections_only=True)
+    try:
+        arguments, stray = parser.parse_known_args(plain)
+    except UsageError:
+        if reads_config:  # the name is the first mistake: a missing argument is seen sooner
+            _refuse_unknown_fields(overrides)
+        raise
+    if stray:
+        raise UsageError(f"`{verb.prog}` takes no argument `{stray[0]}`. See `{verb.prog} --help`.")
     if overrides and not arguments.takes_overrides:
         raise UsageError(
-            f"`{verb}` reads no config, so `{overrides[0]}` cannot be set here. Config fields belong to `z2a train` "
-            f"and `z2a quickstart`; for the flags of this verb see `{verb} --help`."
+            f"`{verb.prog}` reads no config, so `{overrides[0]}` cannot be set here. Config fields belong to "
+            f"`z2a train` and `z2a quickstart`; for the flags of this verb see `{verb.prog} --help`."
         )
+    arguments.overrides, arguments.command_line = overrides, words
+    return arguments
+
+
+def _refuse_unknown_flags(verb: Parser, words: list[str]) -> None:
+    """Before argparse looks: it would first complain about something that is missing."""
+    for word in words[: words.index("--") if "--" in words else None]:
+        flag = word.partition("=")[0]
+        if not flag.startswith("--") or flag in verb.flags:
+            continue
+        meant = closest(flag, verb.flags)
+        if meant is None and verb.get_default("reads_config"):
+            from zero2all.cli.fields import field_for_flag
+
+            meant = field_for_flag(flag)
+        if meant is None:
+            raise UsageError(f"`{verb.prog}` has no flag `{flag}`. See `{verb.prog} --help`.")
+        raise UsageError(f"`{verb.prog}` has no flag `{flag}`. Did you mean `{meant}`? See `{verb.prog} --help`.")
+
+
+def _refuse_unknown_fields(overrides: list[str], sections_only: bool = False) -> None:
+    if overrides:
+        from zero2all.cli.fields import unknown_field
+
+        if problem := unknown_field(overrides, sections_only):
+            raise UsageError(problem)
 
 
 def _fail_for_disk_or_path(error: Exception) -> int:
@@ -235,5 +289,5 @@ def _fail_for_disk_or_path(error: Exception) -> int:
 
 def _fail(message: str, code: int) -> int:
     with suppress(OSError):  # without a terminal the code still says how it ended
-        print(f"z2a: {message}", file=sys.stderr)
+        print(f"z2a: {language.translate(message)}", file=sys.stderr)
     return code

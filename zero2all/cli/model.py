@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from zero2all.cli.verb import add_work, real, whole
+from zero2all.cli.runs import add_optional_run
+from zero2all.cli.verb import real, whole
 
 if TYPE_CHECKING:
     from zero2all.infer.load import LoadedModel
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The model, and how it is loaded."""
-    parser.add_argument("model", metavar="RUN|FOLDER", help="name or folder of a run, or a Hugging Face folder")
-    add_work(parser)
+    about = "name or folder of a run, or a Hugging Face folder (default: the one run of the workspace)"
+    add_optional_run(parser, "model", metavar="RUN|FOLDER", help=about)
     parser.add_argument("--step", type=whole(0), metavar="N", help="checkpoint to use (default: the newest)")
     parser.add_argument(
         "--device", metavar="NAME", help="auto, cpu, cuda or cuda:1 (default auto: a GPU where there is one)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from zero2all.cli.verb import Subparsers, add_verb
+from zero2all.cli.verb import WORK_VARIABLE, Subparsers, add_verb, default_work
 from zero2all.common.errors import UsageError
 
 
@@ -22,9 +22,9 @@ def register(verbs: Subparsers) -> None:
     parser.add_argument(
         "--work",
         type=Path,
-        default=None,
+        default=default_work(),
         metavar="DIR",
-        help="workspace (default: quickstart, or quickstart-own with --data)",
+        help=f"workspace (default: {WORK_VARIABLE}, or quickstart, or quickstart-own with --data)",
     )
     parser.add_argument("--data", type=Path, default=None, metavar="PATH", help="use your own file or folder of text")
     parser.add_argument(

@@ -7,15 +7,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from zero2all.cli.run_list import run_folders
 from zero2all.cli.verb import add_work, workspace_of
 from zero2all.common.errors import BadInputError, UsageError
 
 if TYPE_CHECKING:
     from zero2all.track.mirror import Mirror
 
-RUN_HELP = "name of a run in the workspace, a run's folder, or ssh://[user@]host[:port]/path/to/run"
+RUN_HELP = (
+    "name of a run in the workspace, a run's folder, or ssh://[user@]host[:port]/path/to/run (default: the one run of "
+    "the workspace)"
+)
+NAMED_RUNS = 10
 
 
 @dataclass(frozen=True)
@@ -28,12 +33,38 @@ class OpenRun:
 
 
 def add_run(parser: argparse.ArgumentParser, several: bool = False) -> None:
-    """The argument that names a run (or several), and the workspace flag."""
-    if several:
-        parser.add_argument("runs", nargs="+", metavar="RUN", help=RUN_HELP)
-    else:
-        parser.add_argument("run", metavar="RUN", help=RUN_HELP)
+    """The argument that names a run (or several), here or on another machine, and the workspace flag."""
+    add_optional_run(parser, "runs" if several else "run", metavar="RUN", help=RUN_HELP)
+
+
+def add_run_name(parser: argparse.ArgumentParser) -> None:
+    """The argument that names a run of the workspace, and the workspace flag."""
+    add_optional_run(parser, "run", metavar="RUN", help="name of the run (default: the one run of the workspace)")
+
+
+def add_optional_run(parser: argparse.ArgumentParser, name: str, **details: Any) -> None:
+    """An argument that may be left out where the workspace has one run; `main` then fills it in."""
+    parser.add_argument(name, nargs="*" if name == "runs" else "?", **details)
+    parser.set_defaults(run_argument=name)
     add_work(parser)
+
+
+def fill_in_run(arguments: argparse.Namespace) -> None:
+    """Name the one run of the workspace where the command line names none."""
+    argument = getattr(arguments, "run_argument", None)
+    if argument is None or getattr(arguments, argument):
+        return
+    workspace = workspace_of(arguments)
+    names = [folder.name for folder in run_folders(workspace.runs)]
+    if not names:
+        raise UsageError(f"The workspace {workspace.root.absolute()} has no runs yet: train one with `z2a train`.")
+    if len(names) > 1:
+        listed = ", ".join(names[:NAMED_RUNS])
+        raise UsageError(
+            f"The workspace {workspace.root.absolute()} has {len(names)} runs. Name the one you mean: {listed}. `z2a "
+            f"runs` says more about them."
+        )
+    setattr(arguments, argument, names if argument == "runs" else names[0])
 
 
 @contextmanager

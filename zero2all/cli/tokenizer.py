@@ -40,7 +40,7 @@ def _register_train(inner: Subparsers) -> None:
         takes_overrides=True,
     )
     add_work(train)
-    train.add_argument("--vocab-size", type=int, metavar="N", help="number of token ids (default 64000)")
+    train.add_argument("--vocab-size", type=whole(), metavar="N", help="number of token ids (default 64000)")
     train.add_argument(
         "--kind",
         choices=("bpe", "hf-bbpe", "sentencepiece"),
@@ -56,10 +56,10 @@ def _register_train(inner: Subparsers) -> None:
         "--normalise", choices=("none", "nfc", "nfkc"), help="Unicode form of all text (default none: nothing is lost)"
     )
     train.add_argument("--pattern", metavar="NAME|REGEX", help="hf-bbpe: qwen2 (default), isolated-han, or your own")
-    train.add_argument("--min-piece-count", type=int, metavar="N", help="learn pieces seen this often (default 2)")
-    train.add_argument("--max-piece-bytes", type=int, metavar="N", help="longest piece in UTF-8 bytes (default: any)")
+    train.add_argument("--min-piece-count", type=whole(), metavar="N", help="learn pieces seen this often (default 2)")
+    train.add_argument("--max-piece-bytes", type=whole(), metavar="N", help="longest piece in bytes (default: any)")
     train.add_argument("--max-memory", metavar="SIZE", help="memory to stay within, such as 4GB")
-    train.add_argument("--threads", type=int, metavar="N", help="threads (default: one per core)")
+    train.add_argument("--threads", type=whole(), metavar="N", help="threads (default: one per core)")
     train.add_argument(
         "--approximate", action="store_true", help="bpe: allow an approximate result where memory leaves no other way"
     )
@@ -143,7 +143,7 @@ def _register_looking(inner: Subparsers) -> None:
         inner, "decode", "show the text of tokens", "z2a tokenizer decode --work my-workspace 17 256", _decode
     )
     _add_folder(decode)
-    decode.add_argument("ids", nargs="*", type=int, metavar="ID", help="token ids; without any, read from a pipe")
+    decode.add_argument("ids", nargs="*", type=whole(), metavar="ID", help="token ids; without any, read from a pipe")
     decode.add_argument("--file", type=Path, metavar="FILE", help="decode the ids in this file")
     decode.add_argument("--skip-control", action="store_true", help="leave control tokens out")
     decode.add_argument("--json", action="store_true", help="print JSON")

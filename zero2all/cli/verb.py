@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zero2all.cli.parser import VERB, Parser
+from zero2all.common.errors import UsageError
+
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
 
+WORK_VARIABLE = "Z2A_WORK"
 LARGEST_WHOLE = (1 << 62) - 1  # whatever is counted is counted in 64 bits, and sums of two such numbers still are
 LAST_PORT = 65535
 Subparsers = Any  # what argparse's add_subparsers returns; it has no public name
@@ -28,29 +33,35 @@ def add_verb(
     example: str,
     handler: Callable[[argparse.Namespace], int | None],
     takes_overrides: bool = False,
-) -> argparse.ArgumentParser:
+) -> Parser:
     """Register a verb; the handler gets the parsed arguments and returns an exit code (None is 0)."""
     notes = f"{OVERRIDES_HELP}\n\n" if takes_overrides else ""
     parser = _parser(verbs, name, summary, f"{notes}example:\n  {example}")
-    parser.set_defaults(handler=handler, verb=parser, takes_overrides=takes_overrides)
+    parser.set_defaults(handler=handler, takes_overrides=takes_overrides, reads_config=takes_overrides)
     return parser
 
 
 def add_group(verbs: Subparsers, name: str, summary: str, example: str) -> Subparsers:
     """Register a word with verbs of its own, such as `z2a corpus`."""
     parser = _parser(verbs, name, summary, f"example:\n  {example}")
-    return parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    return parser.add_subparsers(title="verbs", metavar=VERB, required=True)
 
 
-def _parser(verbs: Subparsers, name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
-    looks = {"help": summary, "description": summary, "epilog": epilog, "formatter_class": HelpFormatter}
-    parser: argparse.ArgumentParser = verbs.add_parser(name, **looks, allow_abbrev=False)
+def _parser(verbs: Subparsers, name: str, summary: str, epilog: str) -> Parser:
+    parser: Parser = verbs.add_parser(name, help=summary, description=summary, epilog=epilog)
     return parser
 
 
 def add_work(parser: argparse.ArgumentParser) -> None:
     """The workspace flag that every stage has."""
-    parser.add_argument("--work", type=Path, default=Path(), metavar="DIR", help="workspace folder (default: here)")
+    about = f"workspace folder (default: {WORK_VARIABLE}, or here)"
+    parser.add_argument("--work", type=Path, default=default_work() or Path(), metavar="DIR", help=about)
+
+
+def default_work() -> Path | None:
+    """The workspace that the environment names."""
+    named = os.environ.get(WORK_VARIABLE)
+    return Path(named) if named else None
 
 
 def add_output(parser: argparse.ArgumentParser, flag: str, is_folder: bool = False, **details: Any) -> None:
@@ -68,21 +79,29 @@ def _named_path(text: str) -> Path:
 
 def check_outputs(arguments: argparse.Namespace) -> None:
     """Refuse a path that the verb could not write to, before hours of work end there."""
-    from zero2all.common.workspace import require_output
-
     for name, flag, is_folder in getattr(arguments, "outputs", ()):
         if (path := getattr(arguments, name)) is not None:
+            from zero2all.common.workspace import require_output
+
             require_output(path, flag, is_folder)
 
 
 def workspace_of(arguments: argparse.Namespace, create: bool = False) -> Workspace:
     """The workspace that --work names."""
-    from zero2all.common.workspace import open_workspace
+    from zero2all.common.workspace import STAMP_NAME, open_workspace
 
-    return open_workspace(arguments.work, create=create)
+    work: Path = arguments.work
+    if not create and work == Path() and not Path(STAMP_NAME).is_file():
+        below = sorted(stamp.parent.name for stamp in Path().glob(f"*/{STAMP_NAME}"))
+        if below:
+            raise UsageError(
+                f"This folder is not a workspace, but it holds some: {', '.join(below)}. Add --work {below[0]} or set "
+                f"{WORK_VARIABLE}."
+            )
+    return open_workspace(work, create=create)
 
 
-def whole(minimum: int, maximum: int = LARGEST_WHOLE) -> Callable[[str], int]:
+def whole(minimum: int = -LARGEST_WHOLE, maximum: int = LARGEST_WHOLE) -> Callable[[str], int]:
     """A type for add_argument: a whole number from `minimum` to `maximum`."""
 
     def read(text: str) -> int:
@@ -90,9 +109,12 @@ def whole(minimum: int, maximum: int = LARGEST_WHOLE) -> Callable[[str], int]:
             value = int(text)
         except ValueError:
             value = minimum - 1
-        if not minimum <= value <= maximum:
-            bounds = f"at least {minimum}" if value < minimum else f"at most {maximum}"
-            raise argparse.ArgumentTypeError(f"got {text[:100]!r}, expected a whole number, {bounds}")
+        if value > maximum:
+            raise argparse.ArgumentTypeError(f"got {text[:100]!r}, expected a whole number, at most {maximum}")
+        if value < minimum == -LARGEST_WHOLE:
+            raise argparse.ArgumentTypeError(f"got {text[:100]!r}, expected a whole number")
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"got {text[:100]!r}, expected a whole number, at least {minimum}")
         return value
 
     return read
@@ -115,14 +137,3 @@ def real(minimum: float, maximum: float | None = None, is_open: bool = False) ->
         return value
 
     return read
-
-
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps examples as they are written, and gives the longest verb a place on the line of its help."""
-
-    def add_argument(self, action: argparse.Action) -> None:
-        """Also count the width of a verb's indented name, which argparse forgets."""
-        super().add_argument(action)
-        for verb in self._iter_indented_subactions(action):
-            width = len(self._format_action_invocation(verb)) + self._current_indent
-            self._action_max_length = max(self._action_max_length, width)

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from zero2all.common.language import padded, translate
+
 LOG_EVERY_SECONDS = 10.0
 TEXT_MARKS = "\n\t\u3000\xa0\u200c\u200d"
 """Line ends, tabs, wide spaces and joiners: what a printed document keeps beside printable characters."""
@@ -33,6 +35,7 @@ class Bar:
 @contextmanager
 def progress(label: str, total: float | None, unit: str, done: float = 0, quiet: bool = False) -> Iterator[Bar]:
     """A bar named `label`; `done` units were finished before and do not count in the speed. `quiet` shows nothing."""
+    label, unit = translate(label), translate(unit)
     if quiet:
         yield Bar()
     elif sys.stderr.isatty():
@@ -45,9 +48,9 @@ def progress(label: str, total: float | None, unit: str, done: float = 0, quiet:
 
 
 def say(line: str) -> None:
-    """Print a line on stderr; a closed stderr (`2>&1 | head`) does not end the work."""
+    """Print a line on stderr, in the person's language; a closed stderr (`2>&1 | head`) does not end the work."""
     with suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
+        print(translate(line), file=sys.stderr, flush=True)
 
 
 def human_count(count: float) -> str:
@@ -104,16 +107,16 @@ class _LogBar(Bar):
     def _print(self, now: float) -> None:
         elapsed = now - self.started
         speed = (self.done - self.done_at_start) / elapsed if elapsed > 0 else 0.0
-        parts = [f"{self.label:<10} {human_count(self.done)}"]
+        parts = [f"{padded(self.label, 10)} {human_count(self.done)}"]
         if self.total:
             parts[0] += f"/{human_count(self.total)} {self.unit} ({min(1.0, self.done / self.total):.0%})"
         else:
             parts[0] += f" {self.unit}"
         parts.append(f"{human_count(speed)} {self.unit}/s")
         if self.total and speed > 0 and self.done < self.total:
-            parts.append(f"{human_seconds((self.total - self.done) / speed)} left")
+            parts.append(translate(f"{human_seconds((self.total - self.done) / speed)} left"))
         if self.note:
-            parts.append(self.note)
+            parts.append(translate(self.note))
         say("  ".join(parts))
 
 
@@ -124,7 +127,7 @@ class _RichBar(Bar):
         self.live, self.task = live, task
 
     def advance(self, amount: float, note: str = "") -> None:
-        self.live.update(self.task, advance=amount, **({"note": note} if note else {}))
+        self.live.update(self.task, advance=amount, **({"note": translate(note)} if note else {}))
 
     def set_total(self, total: float) -> None:
         self.live.update(self.task, total=total)
@@ -142,7 +145,7 @@ def _rich_bar(label: str, total: float | None, unit: str, done: float) -> Iterat
             return Text("" if speed is None else f"{human_count(speed)} {unit}/s", style="cyan")
 
     columns = [
-        TextColumn("{task.description:<10}"),
+        TextColumn("{task.description}"),
         BarColumn(bar_width=30),
         TextColumn("{task.percentage:>3.0f}%"),
         Speed(),
@@ -152,7 +155,7 @@ def _rich_bar(label: str, total: float | None, unit: str, done: float) -> Iterat
     live = Progress(*columns, console=Console(stderr=True), refresh_per_second=5)
     live.start()
     try:
-        yield _RichBar(live, live.add_task(label, total=total, completed=int(done), note=""))
+        yield _RichBar(live, live.add_task(padded(label, 10), total=total, completed=int(done), note=""))
     finally:
         with suppress(OSError):  # the terminal may be gone, and how the work ended must not depend on it
             live.stop()

@@ -147,9 +147,7 @@ def apply_overrides(values: dict[str, Any], overrides: list[str], problems: list
         try:
             value = _override_value(text)
         except ValueError as error:
-            problems.append(
-                Problem(name, text, "a plain value", f"It is not valid YAML: {error}.")
-            )
+            problems.append(Problem(name, text, "a plain value", f"It is not valid YAML: {error}."))
             continue
         *sections, leaf = name.split(".")
         inner = values

@@ -25,6 +25,7 @@ import numpy as np
 from zero2all.common.engine import EngineConfig, open_engine
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json, write_json
+from zero2all.common.language import translate as t
 from zero2all.common.manifest import fingerprint
 from zero2all.common.progress import progress, say
 from zero2all.common.records import corpus_sources
@@ -242,7 +243,9 @@ def find_contamination(
     returns it. Tasks that an earlier pass over the same corpus looked for stay in it."""
     items = [item for task in tasks for item in task.items]
     if not items:
-        raise BadInputError("There is no item to look for in the corpus. Name at least one task that has items.")
+        raise BadInputError(
+            "The tasks have no items to search for in the corpus. Name at least one task that has items."
+        )
     sources = corpus_sources(workspace.corpus)
     grams = grams_of_items(items)
     started = time.monotonic()
@@ -351,7 +354,8 @@ def read_contamination(workspace: Workspace) -> dict[str, Any] | None:
     report: dict[str, Any] = read_json(path)
     if not isinstance(report, dict) or report.get("corpus") != _corpus_fingerprint(corpus_sources(workspace.corpus)):
         say(
-            f"{path} is about another corpus than the one there is now, and is not used. Look again: z2a pack --against"
+            f"{path} was made for another corpus than the current one, so it is not used. "
+            f"Search again: z2a pack --against"
         )
         return None
     return report
@@ -387,12 +391,12 @@ def split_words(split: Mapping[str, Any]) -> str:
     for name, group in split.items():
         share = "" if group["accuracy"] is None else f" {group['accuracy']:.1%}"
         parts.append(f"{name}{share} ({group['items']:,})")
-    return "in the training text: " + ", ".join(parts)
+    return f"in the training text: {', '.join(parts)}"
 
 
 def contamination_lines(report: Mapping[str, Any]) -> list[str]:
     """The report for a terminal."""
-    lines = ["contamination                      items     dirty   share   of them weak"]
+    lines = [t("contamination                      items     dirty   share   of them weak")]
     for name, found in report["tasks"].items():
         share = found["dirty"] / found["items"] if found["items"] else 0.0
         lines.append(f"  {name:<28} {found['items']:>9,} {found['dirty']:>9,} {share:>7.1%} {found['weak_dirty']:>9,}")

@@ -66,7 +66,7 @@ def fetch(name: str, data: Path, endpoint: str | None = None, announce: Callable
         raise UsageError(f"There is no benchmark {name!r} to fetch. {nearest_hint(name, SOURCES)}")
     folder = data / SHARED_FOLDERS.get(name, name)
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
-        raise BadInputError(f"HF_HUB_OFFLINE says that there is no network. {_by_hand(source, folder)}")
+        raise BadInputError(f"HF_HUB_OFFLINE is set, so nothing is downloaded. {_by_hand(source, folder)}")
     try:
         result = download(
             DownloadRequest(source.repo, folder, include=(*source.include, "README.md"), endpoint=endpoint), announce

@@ -42,7 +42,7 @@ def check_inputs(
         raise BadInputError(problems[0])
     if problems:
         lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
-        raise BadInputError(f"{name} cannot be evaluated: {len(problems)} things are missing.\n{lines}")
+        raise BadInputError(f"{name} cannot be evaluated. Problems found: {len(problems)}.\n{lines}")
 
 
 def _problems_of(check: Callable[[], Any]) -> list[str]:
@@ -58,7 +58,7 @@ def _check_corpus(corpus: Path, options: EvalOptions) -> None:
     has_more = options.probes is not None or options.pairs is not None or options.texts or options.tasks
     if not has_more and not any(manifest["report"]["valid_records"] for manifest in sources.values()):
         raise BadInputError(
-            f"The corpus in {corpus} holds no text out, so there is nothing to score. Build it with a larger "
+            f"The corpus in {corpus} has no held-out text, so there is nothing to score. Build it with a larger "
             f"--valid-share, or from more documents (a source of fewer than 20 holds none out), or ask --probes, "
             f"or score a --text."
         )

@@ -15,6 +15,7 @@ from typing import Any
 
 from zero2all.common.files import package_text, write_atomic, write_json
 from zero2all.common.html import html_page
+from zero2all.common.language import LANGUAGES, language
 from zero2all.evals.chart import COLOURS, figure, line_chart
 from zero2all.evals.scores import KINDS, SECTIONS, Counts, Curve, counts_of, curves_of, read_reports, skipped_of
 from zero2all.evals.signal import CHANCE, NOISE, SIGNAL, TOO_FEW, Signal, judge_curves, signals_json
@@ -91,7 +92,10 @@ def _both(english: str, chinese: str) -> str:
 
 def _language_switch() -> list[str]:
     return [
-        '<input type="radio" name="language" id="show-en" checked><input type="radio" name="language" id="show-zh">',
+        *(
+            f'<input type="radio" name="language" id="show-{each}"{" checked" if each == language() else ""}>'
+            for each in LANGUAGES
+        ),
         '<nav class="languages"><label for="show-en" lang="en">English</label>'
         '<label for="show-zh" lang="zh-CN">中文</label></nav>',
     ]

@@ -57,7 +57,7 @@ def _of_line(line: bytes, number: int, problems: list[str]) -> list[Pair]:
     try:
         pair = build(Pair, jsonio.loads(line), "", found)
     except ValueError as error:
-        problems.append(f"line {number} is no JSON ({error})")
+        problems.append(f"line {number} is not JSON ({error})")
         return []
     problems += [f"line {number}: {problem}" for problem in found]
     return [] if found else [pair]

@@ -91,7 +91,7 @@ def read_question_file(path: Path, kind: str) -> bytes:
     if not data.strip():
         raise BadInputError(f"The {kind} file {path} is empty. Expected one JSON object a line, or YAML (*.yaml).")
     if len(data) > LARGEST_FILE_BYTES:
-        raise BadInputError(f"The {kind} file {path} has more than {LARGEST_FILE_BYTES:,} bytes. Ask fewer at a time.")
+        raise BadInputError(f"The {kind} file {path} has more than {LARGEST_FILE_BYTES:,} bytes. Use a smaller file.")
     return data
 
 
@@ -100,7 +100,7 @@ def load_yaml(data: bytes, path: Path) -> list[Any]:
     try:
         value = yaml.load(data, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # both are safe
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise BadInputError(f"{path} is no YAML: {error}") from error
+        raise BadInputError(f"{path} is not YAML: {error}") from error
     if not isinstance(value, list) or not value:
         raise BadInputError(f"{path} should be a list, each member with `language` and what belongs to it (see docs).")
     return value
@@ -120,14 +120,14 @@ def _read_line(line: bytes, place: str) -> Probe:
     try:
         probe = build(Probe, jsonio.loads(line), "", problems)
     except ValueError as error:
-        raise BadInputError(f"{place} is no JSON ({error}). Expected one JSON object a line.") from error
+        raise BadInputError(f"{place} is not JSON ({error}). Expected one JSON object a line.") from error
     if not problems and "" in (probe.answer, *probe.also):
         problems.append(Problem("answer", probe.answer, "some text"))
     if problems:
         optional = [each.name for each in fields(Probe)][5:]
         raise BadInputError(
-            f"{place} is no probe: {' '.join(map(str, problems))} Expected an object with id, channel, family, prompt, "
-            f"answer, and optionally joiner, {', '.join(name for name in optional if name != 'answer')}."
+            f"{place} is not a probe: {' '.join(map(str, problems))} Expected an object with id, channel, family, "
+            f"prompt, answer, and optionally joiner, {', '.join(name for name in optional if name != 'answer')}."
         )
     assert isinstance(probe, Probe), "build returns what it was asked for when it found no problem"
     return probe
@@ -170,7 +170,7 @@ def _expanded(family: Any, number: int, problems: list[str]) -> Iterator[Probe]:
         return
     place = f"{language}/{name}"
     problems += [
-        f"{place}: {key} is no field. {nearest_hint(str(key), FAMILY_FIELDS)}"
+        f"{place}: {key} is not a field. {nearest_hint(str(key), FAMILY_FIELDS)}"
         for key in family
         if key not in FAMILY_FIELDS
     ]
@@ -208,7 +208,7 @@ def _facts_of(family: dict[str, Any], facts: dict[Any, Any], place: str, problem
         if isinstance(value, list):
             row = {"gold": value[:1], "foils": value[1:]}
         problems += [
-            f"{where}: {key} is no field. {nearest_hint(str(key), FACT_FIELDS)}"
+            f"{where}: {key} is not a field. {nearest_hint(str(key), FACT_FIELDS)}"
             for key in row
             if key not in FACT_FIELDS
         ]
@@ -216,7 +216,7 @@ def _facts_of(family: dict[str, Any], facts: dict[Any, Any], place: str, problem
         foils = _texts(row.get("foils", family.get("foils", [])), f"{where}: foils", problems)
         templates = _texts(row.get("templates", family.get("templates", [])), f"{where}: templates", problems)
         if not gold:
-            problems.append(f"{where}: there is no gold answer")
+            problems.append(f"{where}: it has no gold answer")
         if len(set(templates)) < LEAST_TEMPLATES:
             problems.append(f"{where}: {len(set(templates))} different templates, expected {LEAST_TEMPLATES} or more")
         if "templates" not in row and len(facts) > 1 and not all("{x}" in template for template in templates):
@@ -235,7 +235,7 @@ def _with_foils(rows: list[_Fact], number: int, place: str, problems: list[str])
             if other.gold and not any(_overlap(other.gold[0], text) for text in (*row.gold, *foils)):
                 foils.append(other.gold[0])
     if not foils:
-        problems.append(f"{place}/{row.subject}: there is no foil, and no other answer in the table to take")
+        problems.append(f"{place}/{row.subject}: it has no foil, and the table has no other answer to use")
     problems += [
         f"{place}/{row.subject}: {one!r} and {other!r} are not two answers: one begins with the other"
         for one, other in itertools.combinations([*row.gold, *foils], 2)

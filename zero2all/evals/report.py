@@ -8,6 +8,8 @@ from typing import Any
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import write_json
+from zero2all.common.language import flush_right
+from zero2all.common.language import translate as t
 from zero2all.common.progress import terminal_safe
 from zero2all.common.workspace import Workspace
 from zero2all.evals.contamination import read_contamination
@@ -123,9 +125,9 @@ def figures(report: dict[str, Any]) -> dict[str, float]:
 def report_lines(report: dict[str, Any]) -> list[str]:
     """The report for a terminal."""
     lines = [
-        f"{report['run']} at step {report['step']}",
+        t(f"{report['run']} at step {report['step']}"),
         "",
-        "held-out text        bits/byte   gzip -9   documents      bytes",
+        t("held-out text        bits/byte   gzip -9   documents      bytes"),
     ]
     for channel, values in report["held_out"].items():
         lines.append(
@@ -134,9 +136,9 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         )
         if "int8_bits_per_byte" in values:
             cost = values["int8_bits_per_byte"] - values["bits_per_byte"]
-            lines.append(f"    with 8-bit weights {values['int8_bits_per_byte']:>7.4f}  ({cost:+.5f})")
+            lines.append(t(f"    with 8-bit weights {values['int8_bits_per_byte']:>7.4f}  ({cost:+.5f})"))
     if report.get("validation"):
-        lines += ["", "rows that training scores     bits/byte   loss"]
+        lines += ["", t("rows that training scores     bits/byte   loss")]
         for channel, values in report["validation"].items():
             lines.append(f"  {channel:<27} {values['bits_per_byte']:>9.4f} {values['loss']:>7.4f}")
     lines += _position_lines(report["held_out"])
@@ -147,7 +149,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
 
 
 def _position_lines(held_out: dict[str, Any]) -> list[str]:
-    """Loss by how many tokens stand before: a model that uses its context has lower ones further down."""
+    """Loss by the number of tokens before: it falls further down for a model that uses its context."""
     losses: dict[int, dict[str, float]] = {}
     ends: dict[int, int] = {}
     for channel, values in held_out.items():
@@ -156,7 +158,7 @@ def _position_lines(held_out: dict[str, Any]) -> list[str]:
             ends[bucket["from"]] = max(bucket["to"], ends.get(bucket["from"], 0))
     if not losses:
         return []
-    lines = ["", "loss by tokens before " + "".join(f"{channel[:10]:>11}" for channel in held_out)]
+    lines = ["", t("loss by tokens before ") + "".join(f"{channel[:10]:>11}" for channel in held_out)]
     for first, found in sorted(losses.items()):
         name = f"{first:,}" if first == ends[first] else f"{first:,} to {ends[first]:,}"
         cells = (f"{found[channel]:>11.4f}" if channel in found else " " * 11 for channel in held_out)
@@ -167,19 +169,19 @@ def _position_lines(held_out: dict[str, Any]) -> list[str]:
 def _text_lines(report: dict[str, Any]) -> list[str]:
     if "texts" not in report:
         return []
-    lines = ["", "text files                     bits/byte   gzip -9    loss     tokens      bytes"]
+    lines = ["", t("text files                     bits/byte   gzip -9    loss     tokens      bytes")]
     for name, values in report["texts"].items():
         lines.append(
             f"  {terminal_safe(name):<28} {values['bits_per_byte']:>9.4f} {values['gzip_bits_per_byte']:>9.4f} "
             f"{values['loss']:>7.4f} {values['tokens']:>10,} {values['bytes']:>10,}"
         )
-    return lines + [f"  {terminal_safe(name)} {why}: left out" for name, why in report["texts_skipped"].items()]
+    return lines + [t(f"  left out: {terminal_safe(name)} {why}") for name, why in report["texts_skipped"].items()]
 
 
 def _probe_lines(report: dict[str, Any]) -> list[str]:
     if "probes" not in report:
         return []
-    lines = ["", "probes                          accuracy   P(answer)  among foils (95 %)      log P   rank  asked"]
+    lines = ["", t("probes                          accuracy   P(answer)  among foils (95 %)      log P   rank  asked")]
     for channel, values in report["probes"]["channels"].items():
         if "accuracy" in values:
             lines.append(_probe_line(channel, values))
@@ -200,7 +202,7 @@ def _probe_line(name: str, means: dict[str, Any]) -> str:
 def _pair_lines(report: dict[str, Any]) -> list[str]:
     if "pairs" not in report:
         return []
-    lines = ["", "pairs (chance: 50 %)          told apart        95 %   per byte   nats apart  pairs"]
+    lines = ["", t("pairs (chance: 50 %)            accuracy        95 %   per byte         nats  pairs")]
     for channel, values in report["pairs"]["channels"].items():
         lines.append(_pair_line(channel, values))
         lines += [_pair_line(f"  {kind}", found) for kind, found in values["kinds"].items()]
@@ -216,14 +218,14 @@ def _pair_line(name: str, found: dict[str, Any]) -> str:
 
 
 def _skipped_lines(summary: dict[str, Any]) -> list[str]:
-    return [f"  {times} left out: {why}" for why, times in summary["skipped"].items()]
+    return [t(f"  {times} left out: {why}") for why, times in summary["skipped"].items()]
 
 
 def step_lines(reports: list[dict[str, Any]]) -> list[str]:
     """Several checkpoints of a run, a line each."""
     channels = list(dict.fromkeys(channel for report in reports for channel in report["held_out"]))
     titles = [*(f"bpb {channel[:8]}" for channel in channels), "probes right", "among foils", "log P", "pairs right"]
-    lines = ["    step  " + "".join(f"{title:>14}" for title in titles)]
+    lines = [flush_right(t("step"), 8) + "  " + "".join(flush_right(t(title), 14) for title in titles)]
     for report in reports:
         bits = [report["held_out"].get(channel, {}).get("bits_per_byte") for channel in channels]
         probes, pairs = report.get("probes", {}), report.get("pairs", {})

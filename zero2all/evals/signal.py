@@ -24,6 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from zero2all.common.language import language
+from zero2all.common.language import translate as t
 from zero2all.common.progress import terminal_safe
 from zero2all.evals.scores import Curve
 
@@ -76,18 +78,22 @@ def signal_lines(signals: Sequence[Signal]) -> list[str]:
     if not signals:
         return []
     if all(signal.verdict == TOO_FEW for signal in signals):
-        return ["", f"no verdict on the curves yet: {signals[0].reason}"]
-    lines = ["", "which curves to believe                 Spearman   signal/noise   verdict"]
+        return ["", t(f"no verdict on the curves yet: {_reason(signals[0])}")]
+    lines = ["", t("which curves to believe                 Spearman   signal/noise   verdict")]
     shown = sorted(signals, key=lambda each: each.name.count("/"))
     for signal in shown[:MOST_LINES]:
         spearman = "-" if signal.spearman is None else f"{signal.spearman:+.2f}"
         ratio = "-" if signal.signal_to_noise is None else f"{signal.signal_to_noise:.1f}"
-        lines.append(f"  {terminal_safe(signal.name):<38} {spearman:>7} {ratio:>14}   {signal.verdict}")
+        lines.append(f"  {terminal_safe(signal.name):<38} {spearman:>7} {ratio:>14}   {t(signal.verdict)}")
     if len(signals) > MOST_LINES:
         counts = Counter(signal.verdict for signal in shown[MOST_LINES:])
-        rest = ", ".join(f"{times} {verdict}" for verdict, times in counts.most_common())
-        lines.append(f"  and {len(signals) - MOST_LINES} more: {rest}")
+        rest = ", ".join(f"{times} {t(verdict)}" for verdict, times in counts.most_common())
+        lines.append(t(f"  and {len(signals) - MOST_LINES} more: {rest}"))
     return lines
+
+
+def _reason(signal: Signal) -> str:
+    return signal.reason_zh if language() == "zh" else signal.reason
 
 
 def judge_curve(curve: Curve) -> Signal:
@@ -101,7 +107,7 @@ def judge_curve(curve: Curve) -> Signal:
             len(points),
             left_out,
             TOO_FEW,
-            f"{len(points)} checkpoints{not_numbers}; {LEAST_CHECKPOINTS} are needed to tell a trend from luck",
+            f"{len(points)} checkpoints{not_numbers}; {LEAST_CHECKPOINTS} are needed to see a trend",
             f"只有 {len(points)} 个检查点{f'（另有 {left_out} 个不是数值）' if left_out else ''}，"
             f"至少要 {LEAST_CHECKPOINTS} 个才能区分趋势与偶然",
         )
@@ -165,11 +171,11 @@ def _verdict(curve: Curve, found: _Figures) -> tuple[str, str, str]:
             f"末段为 {found.last:.4g}，随机猜测为 {chance:.4g}：相差在 ±{found.error:.2g} 以内",
         )
     if found.is_flat:
-        return NOISE, "the same value at every checkpoint: it tells none from another", "每个检查点的值都相同，无法区分"
+        return NOISE, "the value is the same at every checkpoint", "每个检查点的值都相同，无法区分"
     if abs(found.spearman) < LEAST_SPEARMAN or found.p > LARGEST_P:
         return (
             NOISE,
-            f"no order: Spearman with the step {found.spearman:+.2f}, and luck gives as much in {found.p:.0%} of cases",
+            f"no trend: Spearman with the step is {found.spearman:+.2f}; chance gives that in {found.p:.0%} of cases",
             f"没有次序：与步数的 Spearman 为 {found.spearman:+.2f}，偶然达到的概率为 {found.p:.0%}",
         )
     if found.signal_to_noise < LEAST_SIGNAL_TO_NOISE:

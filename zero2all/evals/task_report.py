@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from zero2all.common.language import translate as t
 from zero2all.evals.contamination import dirty_ids, split_accuracy, split_words
 from zero2all.evals.items import Task
 from zero2all.evals.judge import FormResult, judge, summary
@@ -53,7 +54,7 @@ def task_lines(section: dict[str, Any]) -> list[str]:
     """The section as a table for a terminal."""
     lines = [
         "",
-        "benchmarks         form       shots  items  accuracy  chance  above chance  (95 %)           bits/byte",
+        t("benchmarks         form       shots  items  accuracy  chance  above chance  (95 %)           bits/byte"),
     ]
     for each in section["results"]:
         accuracy = f"{each['accuracy']:>8.1%}  {each['chance']:>6.1%}" if each["accuracy"] is not None else " " * 16
@@ -67,20 +68,20 @@ def task_lines(section: dict[str, Any]) -> list[str]:
             f"  {each['task']:<16} {each['form']:<10} {each['shots']:>5} {each['items']:>6,}  {accuracy}  {above}  "
             f"{interval:<16} {bits:>9}".rstrip()
         )
-        notes = [f"{count:,} skipped: {reason}" for reason, count in each["skipped"].items()]
+        notes = [t(f"{count:,} skipped: {reason}") for reason, count in each["skipped"].items()]
         if each["border_spans"]:
-            notes.append(f"{each['border_spans']:,} with a token over the border of prompt and answer, scored exactly")
+            notes.append(t(f"{each['border_spans']:,} with a token across prompt and answer, scored exactly"))
         if "contamination" in each:
-            notes.append(split_words(each["contamination"]))
+            notes.append(t(split_words(each["contamination"])))
         if notes:
             lines.append(f"    {'; '.join(notes)}")
     names = {"en": "English", "zh": "Chinese"}
     for language, found in section["summary"].items():
         forms = ", ".join(f"{task} ({form})" for task, form in found["forms"].items())
-        lines.append(f"  {names[language]}: {found['score']:.1%} above chance, the mean of {forms}")
+        lines.append(t(f"  {names[language]}: {found['score']:.1%} above chance, the mean of {forms}"))
     problems = section["problems"]
     if problems:
-        lines += ["  left out:", *(f"    {line}" for line in problems[:PROBLEMS_SHOWN])]
+        lines += [t("  left out:"), *(f"    {line}" for line in problems[:PROBLEMS_SHOWN])]
         if len(problems) > PROBLEMS_SHOWN:
-            lines.append(f"    … and {len(problems) - PROBLEMS_SHOWN:,} more, in the report's file")
+            lines.append(t(f"    … and {len(problems) - PROBLEMS_SHOWN:,} more, in the report's file"))
     return lines

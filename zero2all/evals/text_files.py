@@ -44,7 +44,7 @@ def read_text(path: Path, max_bytes: int) -> tuple[str, bool] | str:
     if not data:
         return "is empty"
     if b"\0" in data:
-        return "is no text (it has zero bytes)"
+        return "is not text (it has zero bytes)"
     try:
         text = data[:max_bytes].decode("utf-8")
     except UnicodeDecodeError as error:

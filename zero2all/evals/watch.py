@@ -69,7 +69,7 @@ class Watcher:
                 if once or (has_ended and not left):
                     break
                 if not is_waiting:
-                    self.say(f"waiting for {'another watcher at step ' + str(left[0]) if left else 'a checkpoint'}")
+                    self.say(f"waiting for another watcher at step {left[0]}" if left else "waiting for a checkpoint")
                 is_waiting = True
                 time.sleep(self.poll_seconds)
             self._log_missing(metrics)
@@ -96,7 +96,7 @@ class Watcher:
             try:
                 self._evaluate(step, claim, metrics)
             except LostClaimError:
-                self.say(f"step {step}: another watcher has taken it over; what was found here is dropped")
+                self.say(f"step {step}: another watcher has taken over this step; the result found here is dropped")
             except Exception as error:
                 self._leave_out(step, error)
                 return False
@@ -116,7 +116,7 @@ class Watcher:
     def _leave_out(self, step: int, error: Exception) -> None:
         """A checkpoint that is gone or damaged ends nothing; any other error is for the caller."""
         if not checkpoint_folder(self.run, step).is_dir():
-            reason = "its checkpoint was deleted or moved while it was read"
+            reason = "its checkpoint was deleted or moved while it was being read"
         elif isinstance(error, BadInputError):
             reason = str(error)
         else:
@@ -138,7 +138,7 @@ class Watcher:
                     continue
                 report = _read_report(path)
                 if not _is_logged(report, logged_rows(self.run)):
-                    self.say(f"step {step}: its report was there, but not in the metrics; added")
+                    self.say(f"step {step}: the report existed, but the metrics lacked its figures; they are added now")
                     _log(metrics(), report)
 
 

@@ -99,7 +99,7 @@ def choose(loaded: LoadedModel) -> Choice:
     if _template_of(loaded) is not None:
         return Choice("template", "the model came with a chat template")
     if chat_template(tokenizer) is None:
-        return Choice("frame", "the tokenizer has no marks for messages and there is no chat template")
+        return Choice("frame", "the tokenizer has no message tokens and the model has no chat template")
     learned = _learned_conversations(loaded)
     if learned is None:
         return Choice(
@@ -107,17 +107,17 @@ def choose(loaded: LoadedModel) -> Choice:
         )
     if learned:
         return Choice("template", "the run was trained on conversations")
-    return Choice("frame", "the run has seen no conversations in training")
+    return Choice("frame", "the run was not trained on conversations")
 
 
 def _check(messages: Sequence[Message], frame: str) -> None:
     if frame not in FRAMES:
         raise UsageError(f"The frame is {frame!r}; expected one of {', '.join(FRAMES)}.")
     if not messages:
-        raise UsageError("There is no message. A conversation needs at least one.")
+        raise UsageError("The conversation has no messages. It needs at least one.")
     for message in messages:
         if message.role not in ROLES:
-            raise UsageError(f"A message has the role {message.role!r}; there are {', '.join(ROLES)}.")
+            raise UsageError(f"A message has the role {message.role!r}. The roles are {', '.join(ROLES)}.")
 
 
 # ---- template -------------------------------------------------------------------------------------------------

@@ -57,8 +57,8 @@ class Conversation:
         fitted = self.newest(max_new_tokens)
         if fitted.tokens >= self.max_len:
             raise UsageError(
-                f"The message has, with all that must stand before it, {fitted.tokens:,} tokens; the model can read "
-                f"{self.max_len:,}, the answer included. Shorten it."
+                f"The message and the system message have {fitted.tokens:,} tokens. The context has room for "
+                f"{self.max_len:,}, including the answer. Shorten the message."
             )
         return fitted
 

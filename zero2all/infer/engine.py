@@ -215,7 +215,7 @@ class Engine:
         if not request.ids:
             raise UsageError("The prompt has no tokens; give at least one.")
         if request.max_new_tokens < 1 and (request.score_from is None or len(request.ids) <= request.score_from):
-            raise UsageError("There is nothing to do: no token is to be written, and none to be scored.")
+            raise UsageError("There is nothing to do: the request generates no token and scores none.")
         # The last token of a text that is only scored is never fed to the model.
         if length >= self.max_len + (0 if request.max_new_tokens else 2):
             raise self.too_long(f"{length:,}")

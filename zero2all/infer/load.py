@@ -122,7 +122,7 @@ def load_model(
             return _hf_weights(folder, step, place, kind)
     except FileNotFoundError as error:
         raise BadInputError(
-            f"{error.filename} vanished while {folder} was read. Restore it, or fetch it again."
+            f"{error.filename} disappeared while {folder} was being read. Restore it, or download the folder again."
         ) from error
     if folder.is_dir():
         raise BadInputError(

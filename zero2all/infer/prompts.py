@@ -55,8 +55,8 @@ def read_prompts(data: bytes, name: str, usual: Prompt) -> list[Prompt]:
     read = _from_json if as_json else _from_text
     if not as_json and (number := next((number for number, line in lines if _has_prompt(line)), None)) is not None:
         say(
-            f"z2a: {name} line {number} is a JSON object with `prompt`, but the first line is none, so every line is "
-            f"taken as text. If all of them are to be read as JSON, name the file .jsonl."
+            f"z2a: {name} line {number} is a JSON object with `prompt`, but the first line is not, so every line is "
+            f"read as text. To read every line as JSON, name the file .jsonl."
         )
     prompts, problems = [], []
     for number, line in lines:
@@ -67,9 +67,8 @@ def read_prompts(data: bytes, name: str, usual: Prompt) -> list[Prompt]:
     if problems:
         shown = problems[:SHOWN_PROBLEMS]
         more = [f"and {counted(len(problems) - len(shown), 'more line')}"] if len(problems) > len(shown) else []
-        them = "it" if len(problems) == 1 else "them"
         raise BadInputError(
-            f"{counted(len(problems), 'line')} of {name} cannot be used; mend {them}. Nothing was generated.\n  "
+            f"{counted(len(problems), 'line')} of {name} cannot be used. Nothing was generated. Correct the file:\n  "
             + "\n  ".join([*shown, *more])
         )
     if not prompts:
@@ -98,7 +97,7 @@ def _from_json(line: bytes, usual: Prompt) -> Prompt:
         raise ValueError('expected an object with `prompt`, a text: {"prompt": "Once upon a time"}')
     for key, given in value.items():
         if key not in FIELDS:
-            raise ValueError(f"`{key}` is no setting. {nearest_hint(key, FIELDS)}")
+            raise ValueError(f"`{key}` is not a setting. {nearest_hint(key, FIELDS)}")
         is_good, expected = FIELDS[key]
         if not is_good(given):
             raise ValueError(f"`{key}` is {str(given)[:40]!r}, expected {expected}")

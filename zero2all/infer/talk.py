@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero2all.common.errors import BadInputError, UsageError, UserError
+from zero2all.common.language import padded, translate
 from zero2all.common.progress import TEXT_MARKS, counted, say, terminal_safe
 from zero2all.common.schema import nearest_hint
 from zero2all.infer.chat import choose
@@ -27,17 +28,17 @@ BLOCK_MARK = '"""'
 ReadLine = Callable[[str], str | None]
 
 HELP = {
-    "/help": "this list",
-    "/undo": "take back your last message and its answer",
-    "/retry": "have the last message answered again",
-    "/system TEXT": "tell the model how to behave; - removes it, no text shows it",
+    "/help": "show this list",
+    "/undo": "remove your last message and its answer",
+    "/retry": "generate another answer to the last message",
+    "/system TEXT": "set how the model should behave; - removes it, no text shows it",
     "/set NAME VALUE": "change temperature, top_k, top_p, min_p, repetition_penalty, seed or max_new_tokens; no name "
     "shows them",
-    "/template /frame /plain": "lay the conversation out as the model was taught, as a dialogue, or as one text",
-    "/tokens": "how much of the model's length is used",
-    "/save FILE, /load FILE": "keep the conversation, or take one up again",
-    "/reset": "begin anew",
-    "/quit": "end (Ctrl-D too); Ctrl-C stops an answer",
+    "/template /frame /plain": "format the conversation with the model's template, as a dialogue, or as one text",
+    "/tokens": "show how much of the context is used",
+    "/save FILE, /load FILE": "save the conversation, or load one",
+    "/reset": "start a new conversation",
+    "/quit": "quit (also Ctrl-D); Ctrl-C stops an answer",
 }
 
 
@@ -105,7 +106,7 @@ class Talk:
                 if not self._is_terminal:
                     raise
                 print()
-                self._note("Ctrl-D or /quit ends.")
+                self._note("Press Ctrl-D or type /quit to quit.")
         if self._is_terminal:
             print()
             return 0
@@ -143,7 +144,7 @@ class Talk:
     def _answer(self) -> None:
         fitted = self.conversation.fitted(self.max_new_tokens)
         if fitted.dropped > self._dropped:
-            self._note(f"The model has no room for the oldest {counted(fitted.dropped, 'message')}: left out.")
+            self._note(f"The oldest messages no longer fit into the context and are left out: {fitted.dropped:,}.")
         self._dropped = fitted.dropped
         prompt = fitted.prompt
         request = TextRequest(
@@ -159,18 +160,22 @@ class Talk:
         if text:
             self.conversation.messages.append(Message(LEARNED_ROLE, text))
         if last is None:
-            self._note("Stopped. " + ("What was written stays; /undo removes it." if text else "/retry asks again."))
+            self._note(
+                "Stopped. The text so far is kept; /undo removes it." if text else "Stopped. /retry tries again."
+            )
         elif last.finish == "error":
             self._has_failed = True
             self._note(last.error)
         elif not text:
-            self._note("The model ended its answer at once. Try /retry, or another layout: /template /frame /plain.")
+            self._note("The answer is empty. Try /retry, or another format: /template /frame /plain.")
         elif self._is_terminal and last.usage is not None:
             seconds = max(last.usage.seconds, 1e-9)
             new_tokens = last.usage.new_tokens
-            limit = "max_new_tokens" if new_tokens >= self.max_new_tokens else "the model's length is used up"
-            cut = f" (cut: {limit})" if last.finish == "length" else ""
-            self._note(f"{counted(new_tokens, 'token')}, {new_tokens / seconds:,.0f} tokens/s{cut}")
+            self._note(f"{counted(new_tokens, 'token')}, {new_tokens / seconds:,.0f} tokens/s")
+            if last.finish == "length" and new_tokens >= self.max_new_tokens:
+                self._note("The answer was cut at max_new_tokens; /set max_new_tokens 1000 allows more.")
+            elif last.finish == "length":
+                self._note("The answer was cut because the context is full; /reset starts a new conversation.")
 
     def _stream(self, request: TextRequest, keep_margins: bool) -> tuple[str, Piece | None]:
         """Print an answer as it comes; its text and its last piece, None where it was stopped with Ctrl-C."""
@@ -193,13 +198,14 @@ class Talk:
 
     def _help(self, _: str) -> None:
         width = max(map(len, HELP)) + 2
-        lines = [f"{name:<{width}}{words}" for name, words in HELP.items()]
-        self._note("\n".join([*lines, f"Several lines: end a line with \\, or begin and end with {BLOCK_MARK}."]))
+        for name, words in HELP.items():
+            self._note(padded(name, width) + translate(words))
+        self._note(f"For several lines, end a line with \\, or put the text between {BLOCK_MARK} and {BLOCK_MARK}.")
 
     def _undo(self, _: str) -> None:
         taken = self.conversation.undo()
         shown = "" if taken is None else taken if len(taken) <= 60 else f"{taken[:60]}…"
-        self._note("There is no message to take back." if taken is None else f"Taken back: {shown}")
+        self._note("There is no message to remove." if taken is None else f"Removed: {shown}")
 
     def _retry(self, _: str) -> None:
         if not self.conversation.take_back_answer():
@@ -215,32 +221,32 @@ class Talk:
                 self.conversation.save(path)
             except (OSError, ValueError) as error:
                 raise UserError(f"{path} was not written: {error}. Choose another file.") from error
-            self._note(f"{counted(len(self.conversation.messages), 'message')} in {path}")
+            self._note(f"Saved {counted(len(self.conversation.messages), 'message')} to {path}")
 
     def _load(self, name: str) -> None:
         if path := self._path(name, "/load chat.json"):
             self.conversation.load(path)
             self._dropped = 0
-            self._note(f"{counted(len(self.conversation.messages), 'message')} from {path}")
+            self._note(f"Loaded {counted(len(self.conversation.messages), 'message')} from {path}")
 
     def _system(self, text: str) -> None:
         if text:
             self.conversation.system = "" if text == "-" else text
-        self._note(f"System message: {self.conversation.system or 'none'}")
+        system = self.conversation.system
+        self._note(f"System message: {system}" if system else "There is no system message.")
 
     def _set(self, words: str) -> None:
         name, _, value = words.partition(" ")
         settings = {**dataclasses.asdict(self.sampling), "max_new_tokens": self.max_new_tokens}
         if name and name not in settings:
-            self._note(f"There is no setting {name}. There are: {', '.join(settings)}.")
+            self._note(f"There is no setting {name}. The settings are {', '.join(settings)}.")
             return
         if name:
             try:
                 number = type(settings[name])(value)
             except ValueError:
                 kind = "a whole number" if isinstance(settings[name], int) else "a number"
-                given = f"{name} cannot be `{value}`" if value else f"{name} is {settings[name]}"
-                self._note(f"{given}; expected {kind}, as in `/set {name} {settings[name]}`.")
+                self._note(f"{name} is {settings[name]}. Set it to {kind}, for example `/set {name} {settings[name]}`.")
                 return
             least = {"max_new_tokens": 1, "seed": 0}.get(name, number)
             if number < least:
@@ -255,12 +261,12 @@ class Talk:
     def _reset(self, _: str) -> None:
         self.conversation.messages.clear()
         self._dropped = 0
-        self._note("A new conversation.")
+        self._note("Started a new conversation.")
 
     def _frame_command(self, name: str) -> Callable[[str], None]:
         def change(_: str) -> None:
             self.conversation.frame = name
-            self._note(f"Conversations are now laid out by {_in_words(name)}.")
+            self._note(f"The conversation is now formatted with {_in_words(name)}.")
 
         return change
 
@@ -271,8 +277,9 @@ class Talk:
         if conversation.messages:
             fitted = conversation.newest(self.max_new_tokens)
             used, dropped = fitted.tokens, fitted.dropped
-        left_out = f", the oldest {dropped:,} of them left out" if dropped else ""
-        self._note(f"{used:,} of {conversation.max_len:,} tokens for {count}{left_out}.")
+        self._note(f"{used:,} of {conversation.max_len:,} tokens used by {count}.")
+        if dropped:
+            self._note(f"The oldest messages no longer fit into the context and are left out: {dropped:,}.")
 
     # Words to the person -----------------------------------------------------------------------------------------
 
@@ -283,8 +290,8 @@ class Talk:
         self._note(f"{loaded.name}{step}: {loaded.parameters / 1e6:,.1f} M parameters, {dtype}, {loaded.device}")
         if self.conversation.frame == "auto":
             choice = choose(loaded)
-            self._note(f"Laid out by {_in_words(choice.how)}: {choice.why}.")
-        self._note("/help lists the commands.")
+            self._note(f"The conversation is formatted with {_in_words(choice.how)}: {choice.why}.")
+        self._note("Type /help for the commands.")
 
     def _path(self, name: str, example: str) -> Path | None:
         words = []
@@ -293,12 +300,12 @@ class Talk:
         if len(words) == 1:
             with suppress(RuntimeError):  # ~nobody has no folder
                 return Path(words[0]).expanduser()
-        self._note(f"Name one file: {example}")
+        self._note(f"Give the name of one file: {example}")
         return None
 
     def _note(self, text: str) -> None:
         """A line of ours, dim in the terminal and on stderr beside a pipe."""
-        text = terminal_safe(text, keep="\n")
+        text = translate(terminal_safe(text, keep="\n"))
         if not self._is_terminal:
             say(text)
         else:

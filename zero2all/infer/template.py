@@ -157,7 +157,7 @@ def _compiled(source: str, place: str) -> Callable[..., str]:
         return environment.from_string(source).render
     except TemplateError as error:
         raise BadInputError(
-            f"The chat template in {place} is damaged ({error}). Mend it, or talk to the model with a plain frame "
+            f"The chat template in {place} is damaged ({error}). Repair it, or talk to the model with a plain frame "
             f"(--frame frame)."
         ) from error
 

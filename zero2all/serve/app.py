@@ -192,7 +192,7 @@ async def read_body(request: Request) -> bytes:
                 if len(body) > MAX_BODY_BYTES:  # it came in chunks, without its length
                     raise _too_large(f"more than {MAX_BODY_BYTES:,}")
     except ClientDisconnect:
-        raise RefusedError(400, "The client left before its body was complete.") from None
+        raise RefusedError(400, "The client closed the connection before its body was complete.") from None
     except TimeoutError:
         raise RefusedError(408, f"The body did not arrive within {BODY_SECONDS:.0f} seconds.") from None
     return bytes(body)

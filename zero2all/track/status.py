@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from zero2all.common.progress import human_seconds
+
 State = Literal["running", "stalled", "finished", "crashed", "unknown"]
 
 SILENCE_SECONDS = 60.0
@@ -60,11 +62,11 @@ def judge(evidence: Evidence, now: float | None = None) -> tuple[State, str]:
     silence = max(0.0, now - evidence.modified)
     if evidence.alive is False:
         pid = evidence.header.get("pid")
-        return "crashed", f"Process {pid} is gone and did not say that it ended."
+        return "crashed", f"Process {pid} has ended without closing the run."
     if evidence.alive is None and evidence.last_time is not None:  # a fresh copy of old files is not a running run
         silence = max(silence, now - evidence.last_time - CLOCK_DIFFERENCE_SECONDS)
     if silence > max(SILENCE_SECONDS, SILENCE_STEPS * (evidence.median_step_seconds or 0.0)):
-        return "stalled", f"No row for {_duration(silence)}."
+        return "stalled", f"No new row for {human_seconds(silence)}."
     return "running", ""
 
 
@@ -75,8 +77,8 @@ def _ended(end: dict[str, Any]) -> tuple[State, str]:
     if reason == "exit":
         return "finished", message or "The program ended without closing the run."
     if reason == "preempted":
-        return "stalled", message or "Preempted: start the same command again to continue."
-    return "crashed", message or f"It ended: {reason}."
+        return "stalled", message or "Stopped on request. Start the same command again to continue."
+    return "crashed", message or f"The run ended: {reason}."
 
 
 def is_writer_alive(header: dict[str, Any]) -> bool | None:
@@ -120,10 +122,3 @@ def pid_namespace() -> str | None:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         return None
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}s"
-    return f"{seconds:.0f} seconds"

@@ -50,7 +50,7 @@ def begun_anneal(run: Path) -> AnnealConfig | None:
 
 def _read(path: Path, step: int) -> tuple[AnnealConfig, bool] | None:
     """The record (of a request: from `step` on), and whether it is a request."""
-    remedy = "Write it again with `z2a anneal`, or delete it to train on as scheduled."
+    remedy = "Write it again with `z2a anneal`, or delete it to continue with the schedule."
     try:
         values = read_json_object(path, remedy)
     except FileNotFoundError:
@@ -60,5 +60,5 @@ def _read(path: Path, step: int) -> tuple[AnnealConfig, bool] | None:
     record = build(AnnealConfig, {**values, "from_step": step} if is_request else values, "", problems)
     if problems:
         reasons = " ".join(str(problem) for problem in problems)
-        raise BadInputError(f"{path} is not a record of an anneal. {reasons} {remedy}")
+        raise BadInputError(f"{path} is not a valid anneal record. {reasons} {remedy}")
     return record, is_request

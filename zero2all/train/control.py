@@ -181,7 +181,7 @@ class Control:
         if not self._not_finite:
             return None
         steps = ", ".join(map(str, self._not_finite[:5])) + (", …" if len(self._not_finite) > 5 else "")
-        return f"refused since the save before, for not being finite: step {steps}"
+        return f"since the last save these steps were not finite: {steps}"
 
     def saved(self) -> None:
         """A state was saved; `doubt` starts again."""

@@ -46,7 +46,7 @@ def choose_cuda_graph(
         return None
     problem = why_no_cuda_graph(config, device, processes, ops)
     if problem is None and rows % samples:
-        problem = f"passes of {samples} samples do not divide the {rows} of a step: the last differs"
+        problem = f"the {rows} rows of a step are not a multiple of the {samples} samples of a pass"
     if problem is None and processes > 1 and rows == samples:
         problem = "the only pass of a step sends gradients to other processes"
     if problem is not None and asked == "on":
@@ -74,19 +74,19 @@ def why_no_cuda_graph(config: RunConfig, device: torch.device, processes: int, o
     theirs = sorted(operator for operator, name in taken.items() if name == "liger")
     problems = {
         "it needs a CUDA device": device.type != "cuda",
-        "with parallel.zero 2 and 3, and where the model or the sequences are cut, every pass communicates": (
+        "with parallel.zero 2 or 3, and with pipeline, context, tensor or expert, every pass communicates": (
             processes > 1 and config.parallel.every_pass_communicates
         ),
-        "with parallel.offload new weights arrive within a pass": config.parallel.offload != "none",
-        "outside bfloat16 experts compute one after the other, and the host reads how many tokens each has": (
+        "with parallel.offload new weights arrive during a pass": config.parallel.offload != "none",
+        "experts need train.precision bfloat16 for it": (
             model.moe.experts > 0 and config.train.precision != "bfloat16"
         ),
-        "ops.compile captures graphs of its own": ops.compile != "none",
-        f"train.recompute: {config.train.recompute} reads the device's random state": config.train.recompute != "none",
-        "float16 scales the loss": config.train.precision == "float16",
+        "ops.compile captures its own graphs": ops.compile != "none",
+        f"train.recompute {config.train.recompute} reads the device's random state": config.train.recompute != "none",
+        "float16 scales the loss, and the scale changes": config.train.precision == "float16",
         "dropout draws new numbers in every pass": any(dropouts),
         "data.document_mask changes the shape of attention in every pass": config.data.document_mask,
-        "ops.attention: flex is compiled": taken["attention"] == "flex",
+        "ops.attention flex is compiled": taken["attention"] == "flex",
         f"liger-kernel's {', '.join(theirs)} may wait for the device": bool(theirs),
     }
     return next((problem for problem, is_so in problems.items() if is_so), None)
@@ -161,7 +161,7 @@ class CudaGraphPasses:
     def _capture_or_leave(self, ids: Tensor, shares: Tensor) -> None:
         self._captures += 1
         if self._captures > MOST_CAPTURES:
-            self.problem = f"its shape has changed {MOST_CAPTURES} times"
+            self.problem = f"the shape of a pass has changed {MOST_CAPTURES} times"
             return
         fp8_linear.renew_copies(self._model.parameters())
         self._ids, self._shares = ids.clone(), shares.clone()
@@ -171,7 +171,7 @@ class CudaGraphPasses:
         kept = torch.cuda.memory_reserved(self._device) - before
         if self._graph is not None and not self._insists and torch.cuda.mem_get_info(self._device)[0] < kept:
             # Validation and the optimizer used the memory of a pass between passes. They still need it.
-            self.problem = f"it would keep {kept / 2**30:.1f} GiB for itself, and less than that would be left"
+            self.problem = f"it would reserve {kept / 2**30:.1f} GiB, and less than that would stay free"
             self._forget()
 
     def _capture(self) -> None:
@@ -198,7 +198,9 @@ class CudaGraphPasses:
 
 def _refusal(problem: str) -> UsageError:
     """The error for a graph that was asked for."""
-    return UsageError(f"train.cuda_graph = on: a pass of this run cannot be captured: {problem}. Use auto or off.")
+    return UsageError(
+        f"train.cuda_graph is on, but the passes of this run cannot be captured: {problem}. Use auto or off."
+    )
 
 
 def reason_of(error: BaseException) -> str:

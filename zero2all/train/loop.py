@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from zero2all.common.errors import AnomalyError, BadInputError, PreemptedError, UsageError
+from zero2all.common.language import translate as t
 from zero2all.common.progress import counted
 from zero2all.common.signals import stop_signals_to
 from zero2all.common.workspace import Workspace
@@ -100,9 +101,11 @@ def train(
         # While it waits for the other processes no Python runs, and one of them may have been stopped before.
         with stop_signals_to(signal.SIG_DFL) if asked_processes() > 1 else nullcontext():
             if stop.requested:
-                raise PreemptedError("Stopped before the run had begun; nothing was changed. Run it again to start it.")
+                raise PreemptedError(
+                    "Stopped before the run had begun. Nothing was changed. Run the same command again."
+                )
             world = stack.enter_context(join_world(device, config.parallel, flat_values(config_values(config))))
-        speak = say if world.is_first else lambda _text: None
+        speak = (lambda text: say(t(text))) if world.is_first else lambda _text: None
         stack.enter_context(explain_peer_failure(config, run, world))
         lock, store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
         prepared = prepare(config, workspace, world, store, accept_changes, fresh)
@@ -328,7 +331,7 @@ class TrainingLoop:
         self.read_results()
         self.state.step += 1
         self.state.tokens += tokens
-        self.log.show_progress(self.state.tokens, f"step {self.state.step} left out")
+        self.log.show_progress(self.state.tokens, f"step {self.state.step} skipped")
 
     def read_results(self) -> None:
         """Read the pending step, if there is one: log it and let the guards judge it."""
@@ -344,8 +347,9 @@ class TrainingLoop:
         self.log.show_progress(result.tokens[1], f"step {result.step} loss {result.loss:.3f}")
         action, page = self.control.observe(result, self.prepared.data.channels, self.store.good_steps)
         if isinstance(action, Stop):
-            where = f" {page} shows the step, its documents and what to try." if page else ""
-            raise AnomalyError(f"{action.reason}{where}")
+            if page is None:
+                raise AnomalyError(action.reason)
+            raise AnomalyError(f"{action.reason} {page} shows the step, its documents and what to try.")
         if isinstance(action, Rollback):
             raise _RollbackError(action)
 
@@ -379,7 +383,7 @@ class TrainingLoop:
         self.folder_news = self.folder_watch.found = False
         anneal, problem = self.world.run_on_rank0(self._read_anneal)
         if problem is not None:
-            self.log.warn(problem, "\nTraining goes on as scheduled.")
+            self.log.warn(problem, "\nTraining continues with its schedule.")
         if anneal is None:
             return False
         self.prepared.data = self.prepared.data_with(anneal)
@@ -397,8 +401,14 @@ class TrainingLoop:
             self.saver.save_now(self.stage_name)
         self.log.event("preempted", {"saved": saves})
         step, name = self.state.step, self.config.train.name
-        where = f"saved at step {step}" if saves else "not saved (resilience.save_on_signal is false)"
-        raise PreemptedError(f"Training of `{name}` was stopped and {where}. Run the same command again to continue.")
+        if not saves:
+            raise PreemptedError(
+                f"Training of `{name}` was stopped without a save (resilience.save_on_signal is false). Run the same "
+                f"command again to continue from the last checkpoint."
+            )
+        raise PreemptedError(
+            f"Training of `{name}` was stopped and saved at step {step}. Run the same command again to continue."
+        )
 
     def end(self, first_step: int) -> None:
         """Validate, and save if there was a step since `first_step`. A run whose last state cannot be saved fails."""
@@ -447,7 +457,7 @@ class TrainingLoop:
         if graph is not None and graph.problem:
             self.state.cuda_graph = None
             self.log.warn(
-                f"a pass cannot be captured as a CUDA graph: {graph.problem}. From here on passes run without one."
+                f"passes can no longer be captured as a CUDA graph: {graph.problem}. They run without one from here on."
             )
 
     def _leave_nonfinite_checkpoints(self) -> None:
@@ -459,13 +469,17 @@ class TrainingLoop:
                 return
             step = self.state.step
             older = [one for one in self.world.run_on_rank0(self.store.good_steps) if one < step]
-            what = f"the checkpoint of step {step} holds values that are not finite, in {bad}"
             if not older:
                 raise BadInputError(
-                    f"{self.config.train.name}: {what}, and there is no older one that is good. Start over with "
-                    f"--fresh, or restore an earlier checkpoint."
+                    f"The checkpoint of step {step} of {self.config.train.name} contains NaN or infinite values, in "
+                    f"{bad}, and there is no older good checkpoint. Start over with --fresh, or restore an earlier "
+                    f"checkpoint."
                 )
-            self.rollback(Rollback(older[-1], None, f"{what}: back to the checkpoint of step {older[-1]}"))
+            reason = (
+                f"the checkpoint of step {step} contains NaN or infinite values, in {bad}: back to the checkpoint of "
+                f"step {older[-1]}"
+            )
+            self.rollback(Rollback(older[-1], None, reason))
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Restore guards and stage. A stage that begins right after the checkpoint has not begun in it."""
@@ -520,5 +534,5 @@ def _tracking_problems(metrics: Run) -> list[str]:
     """What is missing from the metrics files."""
     problems = [f"metrics: {problem} ({counted(count, 'time')})" for problem, count in metrics.problems.items()]
     if metrics.dropped_rows:
-        problems.append(f"metrics: rows were dropped and are missing from {metrics.path}: {metrics.dropped_rows:,}")
+        problems.append(f"metrics: {counted(metrics.dropped_rows, 'row')} could not be written to {metrics.path}")
     return problems

@@ -47,12 +47,8 @@ MARGIN = 0.05
 """Share of the device's memory that torch may not use during the search."""
 MOST_ON_CPU = 8
 """A few rows fill a CPU's caches; more only take memory."""
-ESTIMATED = (
-    "by the estimate of memory: every pass communicates, and a try that does not fit would leave the other processes "
-    "waiting; where memory stays free, set train.micro_batch_samples yourself"
-)
 PASSES = 2
-"""Passes of one try: the second meets the fragmentation that the first has left."""
+"""Passes of one try: the second runs in the memory that the first has fragmented."""
 
 
 def choose_micro_batch(
@@ -72,24 +68,34 @@ def choose_micro_batch(
     if world.device.type != "cuda":
         taken = least_samples(config, world)
         return taken, [
-            f"micro-batch: {counted(taken, 'sample')} (auto on a CPU: at most {MOST_ON_CPU}, and a divisor of the rows)"
+            f"micro-batch: {counted(taken, 'sample')} (auto on a CPU: the largest divisor of the rows up to "
+            f"{MOST_ON_CPU})"
         ]
     decided_by = deciding(config, model.ops, world)
     known = world.broadcast(recall(run, decided_by) if run is not None and world.is_first else None)
     if known in candidates:
         return known, [
-            f"micro-batch: {counted(known, 'sample')}, as found before (delete {FILE_NAME} in the run to search again)"
+            f"micro-batch: {counted(known, 'sample')}, found in an earlier attempt (to search again, delete "
+            f"{FILE_NAME} in the run)"
         ]
     guess = largest_by_estimate(config, model.ops, world, candidates)
     if world.size > 1 and config.parallel.every_pass_communicates:
-        taken, how = min(world.gather(guess)), ESTIMATED
+        taken = min(world.gather(guess))
+        note = (
+            f"micro-batch: {taken} of {counted(candidates[-1], 'sample')}, from the memory estimate. Every pass "
+            f"communicates, so larger sizes cannot be tried. If memory stays free, set train.micro_batch_samples."
+        )
     else:
         own = _find_on_device(config, model, world.device, candidates, guess, zero_gradients)
-        taken, how = min(world.gather(own)), f"the most that fit, {MARGIN:.0%} of the memory left free"
+        taken = min(world.gather(own))
+        note = (
+            f"micro-batch: {taken} of {counted(candidates[-1], 'sample')}, the most that fits with {MARGIN:.0%} of the "
+            f"memory left free"
+        )
     if run is not None:
         folder = run
         world.run_on_rank0(lambda: behind(fence, lambda: remember(folder, decided_by, taken)))
-    return taken, [f"micro-batch: {taken} of {counted(candidates[-1], 'sample')} ({how})"]
+    return taken, [note]
 
 
 def least_samples(config: RunConfig, world: World) -> int:
@@ -126,11 +132,11 @@ def find_micro_batch(
             too_many = middle
     if fits < 0:
         raise UsageError(
-            f"Not even a micro-batch of {candidates[0]} fits into the memory of this device. Make the model or "
-            f"data.seq_len smaller, set train.recompute to full, choose an optimizer with less state "
-            f"(optim.kind: adamw_8bit or adamw_bf16), divide the states over several GPUs (parallel.zero: 1; 2 divides "
-            f"the gradients too, 3 also the weights), or keep them in host memory (parallel.offload: optimizer; "
-            f"weights keeps those there too)."
+            f"Even a micro-batch of {candidates[0]} does not fit into the memory of this device. Make the model or "
+            f"data.seq_len smaller, set train.recompute to full, choose an optimizer with less state (optim.kind "
+            f"adamw_8bit or adamw_bf16), shard the optimizer states over several GPUs (parallel.zero 1; 2 also shards "
+            f"gradients, 3 also weights), or move them to host memory (parallel.offload optimizer; weights also moves "
+            f"the weights)."
         )
     return candidates[fits]
 

@@ -76,8 +76,8 @@ def _zeros_in_file(path: Path, count: int, dtype: torch.dtype) -> Tensor:
     except (OSError, RuntimeError) as error:  # torch has no type for a file that cannot be mapped
         if isinstance(error, OSError) and not is_disk_full(error):
             raise BadInputError(
-                f"parallel.offload_folder: {path.parent} cannot be used ({error.strerror or error}). Name a folder "
-                f"that exists, on a fast disk, where you may write."
+                f"parallel.offload_folder: {path.parent} cannot be used ({error.strerror or error}). Choose an "
+                f"existing folder on a fast disk in which you may write."
             ) from error
         raise DiskError(
             f"parallel.offload = optimizer_disk needs {human_bytes(size)} for {path.stem} in {path.parent}, where "

@@ -27,8 +27,8 @@ def resolve_together(config: OpsConfig, context: OpContext, world: World) -> Ops
             if name != first[operator]:
                 problem = UsageError(
                     f"The processes chose different operators: {operator} is {first[operator]} on rank 0 and {name} on "
-                    f"rank {rank}. `z2a perf ops` on each machine says why; fix the difference, or name one that runs "
-                    f"on all: --ops.{operator} {name}."
+                    f"rank {rank}. Run `z2a perf ops` on each machine to see why. Fix the difference, or choose one "
+                    f"that runs on all of them: --ops.{operator} {name}."
                 )
                 raise for_all_ranks(problem)
     return ops

@@ -32,14 +32,17 @@ def explain_peer_failure(
     except Exception as error:
         if world.size == 1 or not is_failed_collective(error):
             raise
-        moment = "before the first step" if state is None else f"after step {state.step:,}"
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        name, seconds = config.train.name, config.parallel.timeout_seconds
+        if state is None:
+            moment = f"Rank {world.rank} of {world.size} of `{name}` failed before the first step."
+        else:
+            moment = f"Rank {world.rank} of {world.size} of `{name}` failed after step {state.step:,}."
         raise PeerFailureError(
-            f"Rank {world.rank} of {world.size}, {moment} of `{config.train.name}`: another process has died, or has "
-            f"not answered for parallel.timeout_seconds ({config.parallel.timeout_seconds:g} s). If one of them "
-            f"printed an error, that is the cause. The checkpoints are whole: end what is left of the run, then run "
-            f"the same command again to continue from the newest.\n"
-            f"The error of the collective: {said}\n{_keep_traceback(run, world, fence)}"
+            f"{moment} Another process has died, or has not answered within parallel.timeout_seconds ({seconds:g} s). "
+            f"If one of them printed an error, that is the cause. The checkpoints are intact: end the processes that "
+            f"are left, then run the same command again to continue from the newest checkpoint.\n"
+            f"The error of the collective: {type(error).__name__}: {str(error).partition(chr(10))[0]}\n"
+            f"{_keep_traceback(run, world, fence)}"
         ) from error
 
 
@@ -50,5 +53,5 @@ def _keep_traceback(run: Path, world: World, fence: Fence) -> str:
         fence()
         path.write_text(traceback.format_exc(), encoding="utf-8")
     except (OSError, LostRunError) as problem:
-        return f"Its traceback could not be written to {path} ({problem})."
-    return f"Its traceback: {path}"
+        return f"The traceback could not be written to {path} ({problem})."
+    return f"The traceback is in {path}."

@@ -165,7 +165,7 @@ class CheckpointSaver:
         }
         self._log.event("checkpoint" if result.folder else "checkpoint_failed", facts, result.step)
         if result.problem and not result.was_skipped and self._lock.is_held():
-            self._log.say(f"The checkpoint of step {result.step} was not saved: {result.problem}. Training goes on.")
+            self._log.say(f"The checkpoint of step {result.step} was not saved: {result.problem}. Training continues.")
 
 
 class ShardDamage:
@@ -204,10 +204,9 @@ class ShardDamage:
             return
         self._log.event("damaged_shard", {"problems": found})
         text = (
-            f"{found[0]}. Training of `{name}` was stopped at step {step}, which was not saved. `z2a pack` writes the "
-            f"file again; then run the same command to continue. What was trained since step {self._first_step}, where "
-            f"this start began, may have read the damage: to keep none of it, first delete the checkpoints after that "
-            f"step."
+            f"{found[0]}. Training of `{name}` was stopped at step {step}, which was not saved. Run `z2a pack` to "
+            f"write the file again, then run the same command to continue. The steps since {self._first_step}, where "
+            f"this start began, may have read damaged data: to drop them, first delete the checkpoints after that step."
         )
         raise BadInputError(text) if world.is_first else PreemptedError(text)  # one process reports it for all
 

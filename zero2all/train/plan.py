@@ -1,7 +1,7 @@
 """`z2a train --plan-only`: how a run will be spread, by arithmetic alone: no GPU, no data, no other process.
 
 The mesh and who talks to whom, who holds what of the model, memory and bytes of a process, how long a pipeline waits,
-and which axis bears a slow link best. A run that cannot be spread so is refused here with the same words as at its
+and which axis tolerates a slow link best. A run that cannot be spread so is refused here with the same words as at its
 start (`zero2all.parallel.check`).
 """
 
@@ -18,7 +18,9 @@ import torch
 
 from zero2all.common.errors import UsageError
 from zero2all.common.files import human_bytes
+from zero2all.common.language import translate as t
 from zero2all.common.manifest import read_manifest
+from zero2all.common.progress import counted
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
 from zero2all.limits.communication import AxisTraffic, Transfer, by_axis, bytes_sent, communication_per_step
@@ -40,12 +42,12 @@ from zero2all.train.state import DTYPES
 USUAL_PER_MACHINE = 8
 """Processes of a machine, where neither the config nor this machine says it."""
 AXES = {
-    "pipeline": "blocks; hidden states go to the next",
-    "replicate": "copies; rows of their own",
-    "shard": "parts of the states; rows of their own",
-    "context": "parts of every sequence",
-    "tensor": "parts of every matrix",
-    "expert": "experts; tokens go to them",
+    "pipeline": "the blocks",
+    "replicate": "the rows; each has a whole copy",
+    "shard": "the rows and the states",
+    "context": "every sequence",
+    "tensor": "every matrix",
+    "expert": "the experts",
 }
 
 Rows = list[list[str]]
@@ -147,16 +149,15 @@ def processes_per_machine(config: ParallelConfig, processes: int) -> int:
 
 
 def with_planned_vocabulary(config: RunConfig, workspace: Workspace) -> RunConfig:
-    """The config with the size of the vocabulary, which the tokenizer of the workspace says where the config does
-    not."""
+    """The config with the size of the vocabulary: its own, or that of the workspace's tokenizer."""
     if config.model.vocab_size is not None:
         return config
     try:
         size = int(read_manifest(workspace.tokenizer, "tokenizer", "z2a tokenizer train")["vocab_size"])
     except Exception as error:
         raise UsageError(
-            f"A plan needs the size of the vocabulary: give --model.vocab_size N, or --work with a workspace that has "
-            f"a tokenizer ({error})"
+            f"A plan needs the size of the vocabulary. Give --model.vocab_size N, or --work with a workspace that has "
+            f"a tokenizer. ({error})"
         ) from error
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
@@ -216,9 +217,9 @@ def plan_tables(plan: Plan) -> list[tuple[str, Rows]]:
     """The plan as tables with titles."""
     return [
         (_mesh_title(plan), _mesh_rows(plan)),
-        ("who holds what (*: of every block; batch: replicate x shard)", _layout_rows(plan)),
+        ("layout of the parameters (*: every block; batch: replicate x shard)", _layout_rows(plan)),
         (f"memory of a process, by stage, in GiB (operators of {plan.device})", _memory_rows(plan)),
-        (f"bytes of a step: a process sends {human_bytes(bytes_sent(plan.transfers))}", _transfer_rows(plan)),
+        (f"communication: a process sends {human_bytes(bytes_sent(plan.transfers))} per step", _transfer_rows(plan)),
     ]
 
 
@@ -231,19 +232,19 @@ def _mesh_title(plan: Plan) -> str:
     total = parameter_counts(plan.config.model)["total"]
     machines = -(-plan.sizes.processes // plan.per_machine)
     return (
-        f"mesh: {plan.sizes.processes} processes on {machines} machine{'s' if machines > 1 else ''}, "
+        f"mesh: {counted(plan.sizes.processes, 'rank')} on {counted(machines, 'machine')}, "
         f"{total / 1e6:,.1f} M parameters, zero {plan.config.parallel.zero}"
     )
 
 
 def _mesh_rows(plan: Plan) -> Rows:
     sent = {axis.axis: axis.sent for axis in plan.traffic}
-    rows = [["axis", "size", "its processes share", "with rank 0", "link", "sent"]]
+    rows = [["axis", "size", "what it divides", "ranks with rank 0", "link", "sent"]]
     for axis in plan.axes:
-        link = "between machines" if axis.between_machines else "in a machine"
+        link = "between machines" if axis.between_machines else "within a machine"
         own = human_bytes(sent.get(axis.name, 0.0))
-        rows.append([axis.name, str(axis.size), AXES[axis.name], _ranks(axis.ranks), link, own])
-    return rows if len(rows) > 1 else [*rows, ["-", "1", "one process has everything", "0", "-", "-"]]
+        rows.append([axis.name, str(axis.size), t(AXES[axis.name]), _ranks(axis.ranks), t(link), own])
+    return rows if len(rows) > 1 else [*rows, ["-", "1", t("nothing: one process"), "0", "-", "-"]]
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -251,7 +252,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _layout_rows(plan: Plan) -> Rows:
-    rows = [["parameter", "whole", "cut", "here", "copies", "summed over"]]
+    rows = [["parameter", "whole", "cut", "local", "copies", "summed over"]]
     for one in plan.layout:
         whole, here = ("x".join(map(str, shape)) for shape in (one.shape, one.local))
         name = one.name.removeprefix("blocks.").removesuffix(".weight")
@@ -262,38 +263,43 @@ def _layout_rows(plan: Plan) -> Rows:
 
 def _memory_rows(plan: Plan) -> Rows:
     names = list(dict.fromkeys(part.name for estimate in plan.memory for part in estimate.parts))
-    stages = [f"stage {number}" for number in range(len(plan.memory))] if len(plan.memory) > 1 else ["a process"]
+    stages = [f"stage {number}" for number in range(len(plan.memory))] if len(plan.memory) > 1 else ["per process"]
     rows = [["", *stages]]
     for name in names:
         sizes = [sum(part.bytes for part in each.parts if part.name == name) for each in plan.memory]
         if max(sizes) >= GIB / 1e5:
-            rows.append([name, *(f"{size / GIB:.3f}" for size in sizes)])
-    return [*rows, ["total on the device", *(f"{each.total / GIB:.3f}" for each in plan.memory)]]
+            rows.append([t(name), *(f"{size / GIB:.3f}" for size in sizes)])
+    return [*rows, [t("total on the device"), *(f"{each.total / GIB:.3f}" for each in plan.memory)]]
 
 
 def _transfer_rows(plan: Plan) -> Rows:
     rows = [["collective", "what", "over", "whole", "sent", "hidden by"]]
     for one in plan.transfers:
         over = one.axis.replace("replicate x shard", "batch")
-        rows.append([one.collective, one.what, over, human_bytes(one.whole), human_bytes(one.sent), one.hidden_by])
-    return rows if len(rows) > 1 else [*rows, ["-", "a process alone sends nothing", "-", "0 B", "0 B", ""]]
+        sizes = [human_bytes(one.whole), human_bytes(one.sent)]
+        rows.append([one.collective, t(one.what), over, *sizes, t(one.hidden_by)])
+    return rows if len(rows) > 1 else [*rows, ["-", t("nothing: one process"), "-", "0 B", "0 B", ""]]
 
 
 def _bubble_notes(plan: Plan) -> list[str]:
     if plan.bubble is None:
         return []
     parallel = plan.config.parallel
-    chunks = f" with {parallel.chunks} chunks" if parallel.chunks > 1 else ""
-    return [f"bubble: stages wait {plan.bubble:.1%} of a step for each other ({parallel.schedule}{chunks}, predicted)"]
+    schedule = f"{parallel.schedule}, {parallel.chunks} chunks" if parallel.chunks > 1 else parallel.schedule
+    return [f"bubble: each stage waits {plan.bubble:.1%} of a step for the others (predicted, schedule {schedule})"]
 
 
 def _link_notes(plan: Plan) -> list[str]:
     if not plan.traffic:
         return []
-    lines = ["which axis bears a slow link (the best first):"]
+    lines = ["axes that tolerate a slow link, best first:"]
     for number, axis in enumerate(plan.traffic, 1):
-        waits = f"the processes wait for {human_bytes(axis.waited)} of it" if axis.waited else "computing can hide it"
-        lines.append(f"  {number}. {axis.axis}: {human_bytes(axis.sent)} a step; {waits}")
+        sent = human_bytes(axis.sent)
+        if axis.waited:
+            waited = human_bytes(axis.waited)
+            lines.append(f"  {number}. {axis.axis}: {sent} per step; the processes wait for {waited} of it")
+        else:
+            lines.append(f"  {number}. {axis.axis}: {sent} per step; computation can hide all of it")
     return lines
 
 

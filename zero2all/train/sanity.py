@@ -17,6 +17,8 @@ import numpy as np
 
 from zero2all.common.errors import BadInputError, DiskError
 from zero2all.common.files import human_bytes
+from zero2all.common.language import padded
+from zero2all.common.language import translate as t
 from zero2all.common.progress import counted
 from zero2all.config import RunConfig
 from zero2all.config.training import ScheduleConfig
@@ -47,19 +49,23 @@ def check_first_loss(loss: float, model: ModelConfig) -> list[str]:
     lowest, highest = expected_first_loss(model)
     if lowest <= loss <= highest:
         return []
-    usual = f"a new model should have about ln({model.vocab_ids:,}) = {math.log(model.vocab_ids):.2f}"
-    said = f"warning: the first loss is {loss:.3f}; {usual}, here between {lowest:.2f} and {highest:.2f}"
+    found = (
+        f"warning: the first loss is {loss:.3f}. A new model should have about ln({model.vocab_ids:,}) = "
+        f"{math.log(model.vocab_ids):.2f}, here between {lowest:.2f} and {highest:.2f}."
+    )
     if not math.isfinite(loss):
-        return [f"{said}. Probably: model.init_std is far too large, or a kernel is wrong (try ops.* eager)."]
-    if loss > highest:
-        return [
-            f"{said}. Probably: model.init_std ({model.init_std:g}) is too large for a width of {model.hidden_size}, "
-            f"or the weights are not those that were drawn."
-        ]
-    return [
-        f"{said}. Probably: the weights are not new, the targets are not shifted against the inputs, or most of the "
-        f"batch is padding or masked. The preview of the data shows what is in it."
-    ]
+        cause = "Probable causes: model.init_std is far too large, or a kernel is wrong (try ops.* eager)."
+    elif loss > highest:
+        cause = (
+            f"Probable causes: model.init_std ({model.init_std:g}) is too large for a width of {model.hidden_size}, or "
+            f"the weights are not the initial ones."
+        )
+    else:
+        cause = (
+            "Probable causes: the weights are already trained, the targets are not shifted by one token, or most of "
+            "the batch is padding or masked. `z2a train --dry-run` prints what the batch contains."
+        )
+    return [f"{found} {cause}"]
 
 
 def preview(batch: Batch, channels: Sequence[str], decode: Decode | None, rows: int = 2, tokens: int = 40) -> list[str]:
@@ -69,7 +75,8 @@ def preview(batch: Batch, channels: Sequence[str], decode: Decode | None, rows: 
     for row in range(min(rows, len(ids))):
         beginning = [int(token) for token in ids[row, :tokens]]
         text = " ".join(map(str, beginning)) if decode is None else repr(decode(beginning))
-        lines.append(f"data: row {row} ({channels[int(channel_of[row])]}) begins: {text} …")
+        begins = t(f"data: row {row} ({channels[int(channel_of[row])]}) begins:")
+        lines.append(f"{begins} {text} …")
     return lines
 
 
@@ -81,14 +88,14 @@ def check_batch_ids(batches: Iterable[Batch], vocab_size: int) -> None:
         if wrong.any():
             row, column = (int(place) for place in np.argwhere(wrong)[0])
             raise BadInputError(
-                f"The data has the token id {int(ids[row, column])} (row {row}, position {column} of the batch at "
-                f"token {batch.first_token:,}), but the model has the ids 0 to {vocab_size - 1}. {REPACK}"
+                f"The data contains the token id {int(ids[row, column])} (row {row}, position {column} of the batch at "
+                f"token {batch.first_token:,}), but the model has only the ids 0 to {vocab_size - 1}. {REPACK}"
             )
 
 
 REPACK = (
     "Pack the data with the tokenizer of this model (`z2a pack`), or set model.vocab_size to the size of the tokenizer "
-    "it was packed with; `z2a data verify` finds damaged files."
+    "that packed it. `z2a data verify` finds damaged files."
 )
 
 
@@ -112,15 +119,19 @@ def check_disk(
     at_once = retention.most_at_once([*existing_steps, *coming])
     needed = max(0, at_once - len(existing_steps)) * checkpoint_bytes
     free = shutil.disk_usage(nearest_folder(run)).free
-    what = f"{counted(at_once, 'checkpoint')} of {human_bytes(checkpoint_bytes)} at once"
+    each = human_bytes(checkpoint_bytes)
     if needed > free:
         raise DiskError(
-            f"Not enough disk space for the checkpoints of the whole run: {human_bytes(needed)} more are needed under "
-            f"{run} ({what}), {human_bytes(free)} are free. Free some space, choose another disk with --work, or keep "
-            f"fewer (checkpoint.keep_last {retention.keep_last}, checkpoint.keep_every_steps "
+            f"Not enough disk space for the checkpoints of the whole run. {run} will hold up to "
+            f"{counted(at_once, 'checkpoint')} of {each} at once: {human_bytes(needed)} more are needed, "
+            f"{human_bytes(free)} are free. Free some space, choose another disk with --work, or keep fewer "
+            f"checkpoints (checkpoint.keep_last {retention.keep_last}, checkpoint.keep_every_steps "
             f"{retention.keep_every_steps})."
         )
-    return f"disk: {what}, {human_bytes(needed)} more to come; {human_bytes(free)} are free"
+    return (
+        f"disk: up to {counted(at_once, 'checkpoint')} of {each} at once. They need {human_bytes(needed)} more, "
+        f"{human_bytes(free)} are free"
+    )
 
 
 def nearest_folder(path: Path) -> Path:
@@ -133,14 +144,16 @@ def nearest_folder(path: Path) -> Path:
 def memory_notes(model: ModelConfig, settings: MemorySettings, device_bytes: int | None) -> list[str]:
     """The memory estimate as a table, with a warning if the device (None: unknown size) may be too small."""
     estimate = estimate_memory(model, settings)
-    of = "" if device_bytes is None else f" of {binary_size(device_bytes)}"
-    beside = f", beside {binary_size(estimate.host)} in host memory" if estimate.host else ""
-    notes = [
-        f"memory: about {binary_size(estimate.total)}{of} at micro-batches of {settings.micro_batch_samples}{beside}"
-    ]
+    needed, samples = binary_size(estimate.total), settings.micro_batch_samples
+    if device_bytes is None:
+        notes = [f"memory: about {needed} with micro-batches of {samples}"]
+    else:
+        notes = [f"memory: about {needed} of {binary_size(device_bytes)} with micro-batches of {samples}"]
+    if estimate.host:
+        notes.append(f"host memory: about {binary_size(estimate.host)}")
     notes += estimate.lines()
     if device_bytes is not None and estimate.total > (1.0 - ALLOWANCE) * device_bytes:
-        notes += f"warning: that may not fit. {_less_memory(settings, 'cuda')}".splitlines()
+        notes += ["warning: this may not fit into the memory of the device.", *_less_memory(settings, "cuda")]
     return notes
 
 
@@ -151,34 +164,37 @@ def communication_notes(model: ModelConfig, settings: MemorySettings) -> list[st
         return []
     total = human_bytes(bytes_sent(transfers))
     return [
-        f"communication: each process sends {total} in a step and receives as much (collectives as rings)",
+        f"communication: each process sends {total} per step and receives the same amount (ring collectives)",
         *(
-            f"  {each.collective:<16}{each.what:<19}{human_bytes(each.whole):>9} over {each.ranks} processes, "
-            f"{human_bytes(each.sent)} sent"
+            f"  {each.collective:<16}{padded(t(each.what), 19)}{human_bytes(each.whole):>9}  "
+            + t(f"over {each.ranks} ranks, {human_bytes(each.sent)} sent")
             for each in transfers
         ),
     ]
 
 
-def _less_memory(settings: MemorySettings, device: str) -> str:
+def _less_memory(settings: MemorySettings, device: str) -> list[str]:
     """What a run that does not fit could change: only what it does not do yet, and what works with the rest."""
-    ways = ["a smaller model (model.layers, model.hidden_size)", *_smaller_passes(settings)]
+    ways = ["make the model smaller (model.layers, model.hidden_size)", *_smaller_passes(settings)]
     offload, has_adamw = settings.offload, settings.optimizer == "adamw"
     if offload == "none" and settings.optimizer not in ("adamw_8bit", "adamw_bf16"):
-        ways.append("an optimizer with less state (optim.kind adamw_8bit or adamw_bf16)")
+        ways.append("choose an optimizer with less state (optim.kind adamw_8bit or adamw_bf16)")
     highest = {"none": 3, "optimizer": 2, "optimizer_disk": 2, "weights": 0}[offload]
     shares = settings.processes > 1 or device != "cpu"  # processes on a CPU have one memory
     if shares and settings.zero < highest:
-        ways.append(f"over several processes, parallel.zero up to {highest} (now {settings.zero})")
+        ways.append(f"shard over several processes: set parallel.zero to at most {highest} (now {settings.zero})")
     if device == "cpu" and settings.processes > 1:
-        ways.append(f"fewer processes (now {settings.processes}): on a CPU all of them share the memory")
+        ways.append(f"start fewer processes (now {settings.processes}): on a CPU they share one memory")
     if device != "cpu" and settings.zero < 3 and has_adamw and offload == "none":
-        ways.append("parallel.offload optimizer, which keeps masters and states in host memory (or optimizer_disk)")
+        ways.append("set parallel.offload to optimizer: masters and states go to host memory (or optimizer_disk)")
     if device != "cpu" and settings.zero == 0 and has_adamw and offload != "weights":
-        ways.append("parallel.offload weights, which keeps all but two blocks and the tables in host memory")
+        ways.append("set parallel.offload to weights: all but two blocks and the tables go to host memory")
     if device == "cpu" and settings.zero < 3 and has_adamw and offload in ("none", "optimizer"):
-        ways.append("parallel.offload optimizer_disk, which keeps masters and states in files on a fast disk")
-    return "Less is needed by:\n" + "\n".join(f"  - {way}" for way in ways)
+        ways.append(TO_DISK)
+    return ["To need less memory:", *(f"  - {way}" for way in ways)]
+
+
+TO_DISK = "set parallel.offload to optimizer_disk: masters and states go to files on a fast disk"
 
 
 def _smaller_passes(settings: MemorySettings) -> list[str]:
@@ -186,26 +202,26 @@ def _smaller_passes(settings: MemorySettings) -> list[str]:
     samples, ways = settings.micro_batch_samples, []
     if settings.is_fsdp and settings.passes > 1:
         ways.append(
-            f"a larger train.micro_batch_samples, so that a step has one pass (now {settings.passes}): with zero 3 "
-            f"each process keeps whole gradients until the last one. Or parallel.zero 2"
+            f"raise train.micro_batch_samples until a step has one pass (now {settings.passes}): with zero 3 each "
+            f"process keeps whole gradients until the last pass. Or set parallel.zero to 2"
         )
     elif samples > 1:
-        ways.append(f"a smaller train.micro_batch_samples (now {samples})")
-    ways.append(f"a smaller data.seq_len (now {settings.seq_len})")
+        ways.append(f"lower train.micro_batch_samples (now {samples})")
+    ways.append(f"lower data.seq_len (now {settings.seq_len})")
     if settings.recompute != "full":
-        ways.append(f"train.recompute full (now {settings.recompute})")
+        ways.append(f"set train.recompute to full (now {settings.recompute})")
     return ways
 
 
-def _less_host_memory(offload: str) -> str:
+def _less_host_memory(offload: str) -> list[str]:
     """What a run whose offloaded part does not fit into the machine could change. Only AdamW can be offloaded."""
-    ways = ["fewer layers (model.layers), or a narrower model"]
+    ways = ["use fewer layers (model.layers) or a narrower model (model.hidden_size)"]
     if offload == "optimizer":
-        ways.append("parallel.offload optimizer_disk, which keeps masters and states in files on a fast disk")
-        ways.append("more processes that share the states (parallel.zero 1 or 2, a larger shard), on more machines")
+        ways.append(TO_DISK)
+        ways.append("shard the states over more processes on more machines (parallel.zero 1 or 2, a larger shard)")
     if offload == "weights":
-        ways.append("parallel.offload optimizer_disk, where weights and gradients fit on the device")
-    return "Less host memory is needed by:\n" + "\n".join(f"  - {way}" for way in ways)
+        ways.append("set parallel.offload to optimizer_disk, if weights and gradients fit on the device")
+    return ["To need less host memory:", *(f"  - {way}" for way in ways)]
 
 
 def require_memory(
@@ -224,29 +240,37 @@ def require_memory(
     """
     estimate = estimate_memory(model, settings)
     needed = estimate.state if compiled else estimate.total
-    lines = "\n".join(estimate.lines())
     if device == "cpu":
         each = needed + estimate.host
         if each * local_processes > host_bytes:
-            raise DiskError(
-                f"There is not enough memory to train this model here: {_of_machine(each, local_processes)} needed, "
-                f"{binary_size(host_bytes)} are free. Nothing was started.\n{lines}\n{_less_memory(settings, device)}"
+            problem = (
+                f"There is not enough memory to train this model here: about {_of_machine(each, local_processes)} are "
+                f"needed, {binary_size(host_bytes)} are free. Nothing was started."
             )
+            raise DiskError("\n".join([problem, *estimate.lines(), *_less_memory(settings, device)]))
         return
     if needed > device_bytes:
-        raise DiskError(
+        problem = (
             f"There is not enough memory on the GPU to train this model: about {binary_size(needed)} are needed, "
-            f"{binary_size(device_bytes)} are free. Nothing was started.\n{lines}\n{_less_memory(settings, device)}"
+            f"{binary_size(device_bytes)} are free. Nothing was started."
         )
+        raise DiskError("\n".join([problem, *estimate.lines(), *_less_memory(settings, device)]))
     each = estimate.host + drawn_bytes(model)
     if each * local_processes > host_bytes:
-        what = f"for what parallel.offload {settings.offload} keeps there" if estimate.host else "to draw the weights"
-        fewer = "Start fewer processes on it (parallel.processes), or make the model smaller."
-        raise DiskError(
-            f"There is not enough memory on this machine {what}: {_of_machine(each, local_processes)} needed, "
-            f"{binary_size(host_bytes)} are free. Nothing was started.\n{lines}\n"
-            f"{_less_host_memory(settings.offload) if estimate.host else fewer}"
-        )
+        of_machine, free = _of_machine(each, local_processes), binary_size(host_bytes)
+        if estimate.host:
+            problem = (
+                f"There is not enough host memory for parallel.offload {settings.offload}: about {of_machine} are "
+                f"needed, {free} are free. Nothing was started."
+            )
+            ways = _less_host_memory(settings.offload)
+        else:
+            problem = (
+                f"There is not enough host memory to draw the initial weights: about {of_machine} are needed, {free} "
+                f"are free. Nothing was started."
+            )
+            ways = ["Start fewer processes on this machine (parallel.processes), or make the model smaller."]
+        raise DiskError("\n".join([problem, *estimate.lines(), *ways]))
 
 
 def drawn_bytes(model: ModelConfig) -> float:
@@ -257,8 +281,9 @@ def drawn_bytes(model: ModelConfig) -> float:
 
 def _of_machine(each: float, processes: int) -> str:
     """What all processes of a machine need together, in words."""
-    of = f" ({processes} processes of {binary_size(each)})" if processes > 1 else ""
-    return f"about {binary_size(each * processes)}{of} are"
+    if processes == 1:
+        return binary_size(each)
+    return f"{binary_size(each * processes)} ({processes} processes of {binary_size(each)})"
 
 
 UPDATES = 30
@@ -283,16 +308,15 @@ class Overfit:
         last = len(self.losses) - 1
         shown = sorted({0, *(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500) if n < last), last})
         curve = ", ".join(f"{number}: {self.losses[number]:.3f}" for number in shown)
-        share = f"{self.losses[-1] / self.losses[0]:.0%} of the first" if self.losses[0] else "the first was 0"
-        updates = counted(last, "update")
-        verdict = f"the loss of one batch fell to {share} in {updates}"
+        start, end, updates = self.losses[0], self.losses[-1], counted(last, "update")
+        verdict = f"dry run: the loss of one batch fell from {start:.3f} to {end:.3f} in {updates}"
         if not self.learns:
             verdict = (
-                f"warning: the loss of one batch is {share} after {updates}; at most {self.falls_to:.0%} was "
-                f"expected. Probably: optim.lr_max is too small or so large that it diverges, the targets are masked, "
-                f"or the text is noise."
+                f"dry run: warning: the loss of one batch went from {start:.3f} to {end:.3f} in {updates}. It should "
+                f"fall to {self.falls_to * start:.3f} or less. Probable causes: optim.lr_max is too small, or so large "
+                f"that training diverges, the targets are masked, or the text is noise."
             )
-        return [f"dry run: loss by update: {curve}", f"dry run: {verdict}"]
+        return [f"dry run: loss by update: {curve}", verdict]
 
 
 def overfit_one_batch(update: Callable[[], float], updates: int = UPDATES, falls_to: float = FALLS_TO) -> Overfit:

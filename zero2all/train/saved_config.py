@@ -23,7 +23,7 @@ def with_vocabulary(config: RunConfig, tokens_in_data: int) -> RunConfig:
     if size < tokens_in_data:
         raise UsageError(
             f"model.vocab_size is {size}, but the data was packed with {tokens_in_data} token ids. Set it to at least "
-            f"that (or to null, which takes the tokenizer's size), or train a smaller tokenizer and pack again."
+            f"that, or to null for the tokenizer's size, or train a smaller tokenizer and pack again."
         )
     return config
 
@@ -39,18 +39,19 @@ def load_run_config(run: Path) -> RunConfig:
     path = run / CONFIG_FILE
     if not os.path.lexists(path):
         known = sorted(folder.name for folder in run.parent.glob("*") if (folder / CONFIG_FILE).is_file())
-        raise BadInputError(
-            f"There is no run in {run} (no {CONFIG_FILE}). "
-            + (f"Runs in this workspace: {', '.join(known)}." if known else "Train one with `z2a train`.")
-        )
+        if known:
+            raise BadInputError(
+                f"There is no run in {run} (no {CONFIG_FILE}). Runs in this workspace: {', '.join(known)}."
+            )
+        raise BadInputError(f"There is no run in {run} (no {CONFIG_FILE}). Train one with `z2a train`.")
     try:
         values = with_new_names(read_config_values(path))
         missing = [name for name in SECTIONS_OF_EVERY_RUN if name not in values]
         if missing:
-            raise UsageError(f"It has no section {', '.join(missing)}.")
+            raise UsageError(f"These sections are missing: {', '.join(missing)}.")
         return config_from_values(values, str(path))
     except UsageError as error:
         raise BadInputError(
-            f"{path}, the saved config of a run, has been changed or damaged. {error}\n"
+            f"{path}, the saved config of a run, was changed or is damaged. {error}\n"
             f"Restore the file, or write it again with `z2a train CONFIG --print-config` and the settings of the run."
         ) from error

@@ -155,9 +155,9 @@ def prepare(
     if checkpoint is not None:
         notes += together(lambda: _check_resume(config, run, checkpoint, data, accept_changes))
     elif not fresh and (run / CONFIG_FILE).is_file():
-        notes.append(f"{run.name} was started before but has no checkpoint yet, so it begins at step 0")
+        notes.append(f"{run.name} was started before, but has no checkpoint yet. It begins at step 0")
     if anneal is not None:
-        notes.append(f"annealing over {counted(anneal.steps, 'step')} from step {anneal.from_step:,} on")
+        notes.append(f"annealing over {counted(anneal.steps, 'step')}, from step {anneal.from_step:,}")
     recorded = checkpoint.manifest["environment"].get("cpu_threads") if checkpoint and checkpoint.step else None
     set_cpu_threads(config.parallel.cpu_threads, recorded)
     here = {
@@ -180,7 +180,7 @@ def prepare(
     valid = open_valid_splits(packed_root(workspace.packed, config.data), [split.name for split in data.splits])
     too_short = [split.name for split in valid if split.samples(config.data.seq_len) == 0]
     if too_short:
-        notes.append(f"held-out loss: left out for less than one sample of held-out text: {', '.join(too_short)}")
+        notes.append(f"held-out loss: not measured for channels with less than one sample: {', '.join(too_short)}")
     return Prepared(config, workspace, run, world, data, valid, state, here, checkpoint, anneal, notes)
 
 
@@ -190,8 +190,9 @@ def _check_same_data(world: World, data: TrainingData) -> None:
     differ = [f"rank {rank} has {theirs}" for rank, theirs in enumerate(others, 1) if theirs != first]
     if differ:
         raise BadInputError(
-            f"The processes of this run read different data; nothing was started. Rank 0 has the fingerprint {first}, "
-            f"but {', '.join(differ)}. Copy the same packed data to every machine, or name a folder that all share."
+            f"The processes of this run read different data. Nothing was started. Rank 0 has the fingerprint {first}, "
+            f"but {', '.join(differ)}. Copy the same packed data to every machine, or use a folder that all machines "
+            f"share."
         )
 
 
@@ -241,12 +242,12 @@ def _read_ledger(run: Path, store: CheckpointStore, world: World) -> tuple[SkipL
     newest = store.newest(set_aside=True)
     known = _recorded(newest)
     ledger = SkipLedger.from_state(world.run_on_rank0(rebuild))
-    where = f"{newest.folder.name} and " if newest is not None else ""
-    note = (
-        f"{problem} It was rebuilt from {where}the incident pages: {counted(len(ledger.entries), 'decision')}, "
-        f"{counted(ledger.tokens(), 'token')} left out. The damaged file is kept beside it."
-    )
-    return ledger, [note]
+    decisions, tokens = counted(len(ledger.entries), "decision"), counted(ledger.tokens(), "token")
+    if newest is None:
+        rebuilt = f"It was rebuilt from the incident pages: {decisions}, {tokens} skipped."
+    else:
+        rebuilt = f"It was rebuilt from {newest.folder.name} and the incident pages: {decisions}, {tokens} skipped."
+    return ledger, [f"{problem} {rebuilt} The damaged file is kept beside it."]
 
 
 RECORDED: dict[str, tuple[type, ...]] = {
@@ -264,7 +265,7 @@ def _check_record(checkpoint: Checkpoint) -> None:
         wrong = [name for name in ("step", "tokens") if name not in checkpoint.record]
         wrong += [name for name, kinds in RECORDED.items() if not isinstance(checkpoint.manifest.get(name), kinds)]
         if wrong:
-            raise ValueError(f"nothing usable about {', '.join(wrong)}")
+            raise ValueError(f"these fields are missing or wrong: {', '.join(wrong)}")
 
 
 def _build_state(
@@ -297,20 +298,23 @@ def _build_state(
         if world.size > 1
         else environment(world.device)["device"]
     )
-    spread = f", {spread_name(config, world)}" if world.size > 1 else ""
-    spread += f", offload {config.parallel.offload}" if config.parallel.offload != "none" else ""
-    active = f" ({counts['active'] / 1e6:.2f} M active)" if config.model.moe.experts else ""
-    size = f"model: {counts['total'] / 1e6:.2f} M parameters{active} on {where}{spread}, {config.train.precision}"
+    size = f"{counts['total'] / 1e6:.2f} M parameters"
+    if config.model.moe.experts:
+        size = f"{counts['total'] / 1e6:.2f} M parameters ({counts['active'] / 1e6:.2f} M active)"
+    how = [spread_name(config, world)] if world.size > 1 else []
+    how += [f"offload {config.parallel.offload}"] if config.parallel.offload != "none" else []
     notes = [
-        size,
+        f"model: {size} on {where}, {', '.join([*how, config.train.precision])}",
         *_unused_notes(config, world),
         *_half_precision_notes(world.device, dtype),
         *ops.notes(),
         *micro_notes,
     ]
     if state.cuda_graph is not None:
-        why = "as asked" if config.train.cuda_graph == "on" else "the host would queue them slower than they run"
-        notes.append(f"passes will be captured as a CUDA graph: {why}")
+        if config.train.cuda_graph == "on":
+            notes.append("CUDA graph: passes will be captured (train.cuda_graph is on)")
+        else:
+            notes.append("CUDA graph: passes will be captured, because the GPU would be faster than the host")
     return state, notes
 
 
@@ -386,13 +390,13 @@ def _unused_notes(config: RunConfig, world: World) -> list[str]:
     asked, notes = config.parallel, []
     if asked.processes not in ("auto", local_processes()) and world.size > 1:
         notes.append(
-            f"parallel.processes {asked.processes} is not used: torchrun has started "
-            f"{local_processes()} on this machine"
+            f"parallel.processes {asked.processes} has no effect: torchrun has started {local_processes()} on this "
+            f"machine"
         )
     if asked.zero and world.mesh.shard.size == 1 and world.mesh.replicate.size > 1:
         notes.append(
-            f"parallel.zero {asked.zero} cuts nothing: with parallel.replicate {asked.replicate} each process has a "
-            f"whole copy. Leave replicate at auto to share one copy among all processes"
+            f"parallel.zero {asked.zero} has no effect: with parallel.replicate {asked.replicate} each process has a "
+            f"whole copy. Set parallel.replicate to auto to share one copy among all processes"
         )
     return notes
 
@@ -404,8 +408,8 @@ def _half_precision_notes(device: torch.device, dtype: torch.dtype) -> list[str]
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     name = str(dtype).removeprefix("torch.")
     return [
-        f"train.precision {name} on a CPU: without instructions for it the products are a hundred times slower than in "
-        f"float32, and more; --train.precision float32 is meant for CPUs"
+        f"train.precision {name} on a CPU can be a hundred times slower than float32, if the CPU has no instructions "
+        f"for it. Use --train.precision float32 on CPUs"
     ]
 
 
@@ -503,9 +507,9 @@ def _explained(anneal: AnnealConfig, config: RunConfig) -> Iterator[None]:
     except UsageError as error:
         name = config.train.name
         raise UsageError(
-            f"{name} cannot anneal over {counted(anneal.steps, 'step')} from step {anneal.from_step:,} on. {error}\n"
-            f"For an anneal: ask for fewer steps (`z2a anneal {name} --steps N`). The other ways need a run that is "
-            f"not training: stop it, and start it again with the changed setting and --accept-changes."
+            f"{name} cannot anneal over {counted(anneal.steps, 'step')} from step {anneal.from_step:,}. {error}\n"
+            f"For an anneal, ask for fewer steps (`z2a anneal {name} --steps N`). To change a setting instead, stop "
+            f"the run and start it again with the new setting and --accept-changes."
         ) from error
 
 
@@ -522,8 +526,8 @@ def _check_tokenizer(workspace: Workspace, data: TrainingData) -> None:
     if here != theirs:
         raise BadInputError(
             f"The packed data was made with the tokenizer {theirs[:8]} (`tokenizer` in "
-            f"{data.splits[0].folder / MANIFEST_NAME}), but {workspace.tokenizer} holds {here[:8]}, in which ids mean "
-            f"other pieces of text. Run `z2a pack` again, or bring back the tokenizer the data was packed with."
+            f"{data.splits[0].folder / MANIFEST_NAME}), but {workspace.tokenizer} holds the tokenizer {here[:8]}, "
+            f"whose ids have other meanings. Run `z2a pack` again, or restore the tokenizer that packed the data."
         )
 
 
@@ -542,29 +546,29 @@ def _check_resume(
     if checkpoint.step and "optim.kind" in changed:
         raise UsageError(
             f"The run {run.name} was started with another optimizer ({changed['optim.kind']}). Its checkpoints hold "
-            f"the moments of that one, so it cannot continue with the new one, not even with --accept-changes. Set "
-            f"optim.kind back, start over with --fresh, or give the new one a run of its own with --train.name."
+            f"the state of that optimizer, so the run cannot continue with the new one, even with --accept-changes. "
+            f"Set optim.kind back, start over with --fresh, or start a new run with another --train.name."
         )
     trained_on = checkpoint.manifest["data"]  # None for imported weights
     theirs, ours = checkpoint.manifest.get("tokenizer"), data.splits[0].manifest["tokenizer"]
     if theirs not in (None, ours) and not accept_changes:
         raise BadInputError(
-            f"{checkpoint.folder} was trained with the tokenizer {theirs[:8]}, but the packed data was made with "
-            f"{ours[:8]} (`tokenizer` in {data.splits[0].folder / 'manifest.json'}), in which ids mean other pieces of "
-            f"text. Pack the data with the tokenizer of the run, or start over with --fresh."
+            f"{checkpoint.folder} was trained with the tokenizer {theirs[:8]}, but the packed data was made with the "
+            f"tokenizer {ours[:8]} (`tokenizer` in {data.splits[0].folder / 'manifest.json'}), whose ids have other "
+            f"meanings. Pack the data with the tokenizer of the run, or start over with --fresh."
         )
     if trained_on is not None and trained_on != data.fingerprint:
         if _reads_on(checkpoint.manifest.get("order"), data.record):
-            strict.append("the mixture or the sequence length from here on has changed")
+            strict.append("the mixture or the sequence length has changed")
             tokens = checkpoint.record["tokens"]
-            notes.append(f"other weights hold from token {tokens:,} on; every source continues where it stood")
+            notes.append(f"the mixture changes at token {tokens:,}; every source continues where it stopped")
         else:
             strict.append("the packed data, or the order in which it is read, has changed since this run was started")
-            notes.append("the order of the data has changed, so samples may be repeated or left out from here on")
+            notes.append("the order of the data has changed: from here on samples may be repeated or left out")
     if strict and checkpoint.step and not accept_changes:
         lines = "\n".join(f"  - {text}" for text in strict)
         raise UsageError(
-            f"The run {run.name} was started with other settings:\n{lines}\nGive --accept-changes to continue with the "
+            f"The run {run.name} was started with other settings:\n{lines}\nUse --accept-changes to continue with the "
             f"new ones, --fresh to start over, or another --train.name to keep both."
         )
     return notes
@@ -594,8 +598,8 @@ def _late_notes(config: RunConfig, step: int) -> list[str]:
     if not config.parallel.offload_one_step_late or (every and step % every == 0):
         return []
     return [
-        f"not bit-exact with a run that was left alone: parallel.offload_one_step_late, and the save of step {step} "
-        f"was not due (checkpoint.every_steps {every}); after a save the next step computes with the newest weights"
+        f"not bit-exact with an uninterrupted run: with parallel.offload_one_step_late a save changes the next step, "
+        f"and the save of step {step} was not due (checkpoint.every_steps {every})"
     ]
 
 

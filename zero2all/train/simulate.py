@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from zero2all.common.errors import UsageError
 from zero2all.common.files import human_bytes
+from zero2all.common.language import translate as t
 from zero2all.config import RunConfig
 from zero2all.limits.communication import communication_per_step
 from zero2all.limits.memory import GIB, estimate_memory
@@ -55,12 +56,12 @@ class Simulated:
 
     def rows(self) -> list[list[str]]:
         """As a table."""
-        found = [["rank 0 of " + str(self.processes), "over", "given, counted", "given, by formula"]]
+        found = [[f"rank 0 of {self.processes}", "over", "counted", "by formula"]]
         for name, counted, expected in (
             ("states", self.state_bytes, self.expected_state_bytes),
-            ("at the peak of a step", self.peak_bytes, self.expected_peak_bytes),
+            ("peak of a step", self.peak_bytes, self.expected_peak_bytes),
         ):
-            found.append([name, "", f"{counted / GIB:.3f} GiB", f"{expected / GIB:.3f} GiB"])
+            found.append([t(name), "", f"{counted / GIB:.3f} GiB", f"{expected / GIB:.3f} GiB"])
         for (kind, axes), (counted, formula) in self.given.items():
             found.append([kind, axes, f"{counted:,} B ({human_bytes(counted)})", f"{formula:,.0f} B"])
         return found
@@ -81,7 +82,7 @@ def simulate_ranks(config: RunConfig, processes: int) -> Simulated:
 
     sizes = check_spread(config, processes)
     if config.parallel.offload != "none":
-        raise UsageError("Simulated ranks have no host memory of their own: set parallel.offload to none.")
+        raise UsageError("A simulation cannot offload to host memory. Set parallel.offload to none.")
     started = time.perf_counter()
     dist.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
     try:

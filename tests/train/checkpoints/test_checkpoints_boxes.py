@@ -241,15 +241,15 @@ def test_boxes_that_overlap_without_being_equal_are_refused_and_their_ranks_name
     pieces = [slice(0, 7), slice(6, 11)]
     said = refused(together, tmp_path, lambda rank: {"model/table": table_part(pieces[rank])})
     assert said == (
-        "model/table (11, 7): the box [0:7, 0:7] of rank 0 and the box [6:11, 0:7] of rank 1 overlap and are no copies "
-        "of each other"
+        "model/table (11, 7): the box [0:7, 0:7] of rank 0 and the box [6:11, 0:7] of rank 1 overlap and are not "
+        "copies of each other"
     )
 
 
 def test_a_plain_tensor_beside_a_part_of_it_is_no_copy(together, tmp_path):
     whole = Part.whole(TENSORS["model/table"].clone())
     said = refused(together, tmp_path, lambda rank: {"model/table": whole if rank else table_part(slice(0, 11 - 3))})
-    assert "overlap and are no copies" in said
+    assert "overlap and are not copies" in said
 
 
 def test_a_box_beyond_its_tensor_is_refused(together, tmp_path):
@@ -283,7 +283,7 @@ def test_exactly_the_boxes_that_several_ranks_hold_are_compared(together):
             return str(error).split(" (", maxsplit=1)[0].split(". ", maxsplit=1)[0]
 
     said = together(WORLD, work)
-    expected = "The replicas differ: rank 3 of 4 does not hold what the others hold in optimizer/exp_avg/table"
+    expected = "The replicas differ: the values of rank 3 of 4 are not those of the rest, in optimizer/exp_avg/table"
     assert said == [expected] * WORLD
 
 
@@ -315,7 +315,7 @@ def test_a_stage_loads_its_tensors_and_what_no_rank_asks_for_is_named_on_every_r
 
     said = together(WORLD, load)
     assert set(said) == {said[0]}
-    assert "is of another model: model/cube: unknown here." in said[0]
+    assert "is of another model: model/cube: not expected." in said[0]
 
 
 def test_what_one_rank_cannot_load_stops_all_of_them(together):

@@ -79,11 +79,11 @@ def test_a_damaged_or_missing_file_makes_the_run_fall_back_and_is_set_aside_with
     path.write_bytes(flip(bytearray(path.read_bytes()), random.Random(1)))
     assert newest_checkpoint(run).step == 10
     assert steps_of(run) == [20, 10]  # who only reads moves nothing
-    assert "Left out a damaged checkpoint" in capsys.readouterr().out
+    assert "Skipped a damaged checkpoint" in capsys.readouterr().out
     path.unlink()
     assert newest_checkpoint(run, set_aside=True).step == 10
     assert steps_of(run) == [10]
-    assert "Set aside a damaged checkpoint" in capsys.readouterr().out
+    assert "Moved a damaged checkpoint to checkpoints/damaged" in capsys.readouterr().out
     reason = (run / "checkpoints/damaged/step-00000020.txt").read_text()
     assert f"{name} is missing" in reason
 
@@ -101,7 +101,7 @@ def test_the_same_step_can_be_set_aside_twice(run, tensors_of):
 
 def test_a_renamed_checkpoint_is_noticed(run):
     (run / "checkpoints/step-00000020").rename(run / "checkpoints/step-00000025")
-    with pytest.raises(BadInputError, match="holds step 20: it was renamed"):
+    with pytest.raises(BadInputError, match="contains step 20: it was renamed"):
         verified_checkpoint(run / "checkpoints/step-00000025")
     assert newest_checkpoint(run).step == 10
 
@@ -118,14 +118,14 @@ def test_when_every_checkpoint_is_damaged_the_run_stops_now_and_later(run):
 def test_when_every_checkpoint_is_gone_the_run_stops(run):
     for folder in list_checkpoints(run):
         shutil.rmtree(folder)
-    with pytest.raises(BadInputError, match=r"step 20 was saved once, but .* does not hold it any more.*--fresh"):
+    with pytest.raises(BadInputError, match=r"step 20 was saved, but .* no longer contains it.*--fresh"):
         newest_checkpoint(run)
 
 
 def test_when_the_newest_one_is_gone_that_is_said(run, capsys):
     shutil.rmtree(run / "checkpoints/step-00000020")
     assert newest_checkpoint(run).step == 10
-    assert "Step 20 was saved once, but its checkpoint is missing" in capsys.readouterr().out
+    assert "The checkpoint of step 20 was saved, but is missing now" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("hint", [b"", b"[]", b'{"step": "x"}', b"\x80\x04."])

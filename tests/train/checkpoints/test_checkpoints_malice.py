@@ -63,7 +63,7 @@ def test_a_pickle_in_any_file_is_refused_and_its_code_does_not_run(folder, tmp_p
     (folder / name).write_bytes(bomb)
     if is_sealed and name != "manifest.json":
         reseal(folder)
-    refused(folder, r"no readable safetensors|cannot be read as JSON|seal is broken|bytes, its manifest says")
+    refused(folder, r"not a readable safetensors|cannot be read as JSON|seal is broken|bytes, its manifest says")
     assert not trap.exists()
     pickle.loads(bomb)
     assert trap.exists()  # the trap itself works
@@ -72,7 +72,7 @@ def test_a_pickle_in_any_file_is_refused_and_its_code_does_not_run(folder, tmp_p
 @pytest.mark.parametrize("name", ["model.pt", ".metadata", "__0_0.distcp", "code.py", "config.json"])
 def test_files_that_no_checkpoint_has_are_refused(folder, reseal, name):
     (folder / name).write_bytes(b"x")
-    refused(reseal(folder), "which no checkpoint of ours has")
+    refused(reseal(folder), "which is not a file of a checkpoint")
 
 
 # ---- names ----
@@ -81,7 +81,7 @@ def test_files_that_no_checkpoint_has_are_refused(folder, reseal, name):
 @pytest.mark.parametrize("name", ["../../lock", "/etc/passwd", "model/../x.safetensors", "a\x00b", "..", "x" * 500, ""])
 def test_names_that_lead_elsewhere_are_refused(folder, reseal, name):
     reseal(folder, files={name: {"bytes": 1, "crc32c": "00000000"}})
-    refused(folder, "which no checkpoint of ours has")
+    refused(folder, "which is not a file of a checkpoint")
 
 
 def edit_index(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
@@ -96,7 +96,7 @@ def test_an_index_that_points_elsewhere_is_refused(folder, reseal, file):
     def change(tensors):
         tensors["model/mask"]["boxes"][0]["file"] = file
 
-    refused(reseal(edit_index(folder, change)), "which no checkpoint of ours has")
+    refused(reseal(edit_index(folder, change)), "which is not a file of a checkpoint")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_tensor_names_that_could_be_paths_are_refused(folder, reseal, name):
     ("name", "value", "match"),
     [
         ("shape", [HUGE], "do not fill its shape"),
-        ("shape", [1 << 61, 1 << 61], "more elements than any memory holds"),
+        ("shape", [1 << 61, 1 << 61], "which is too large"),
         ("shape", [1 << 200], "impossible shape"),
         ("shape", [-7], "impossible shape"),
         ("shape", [7.0], "impossible shape"),
@@ -126,13 +126,13 @@ def test_tensor_names_that_could_be_paths_are_refused(folder, reseal, name):
         ("shape", None, "impossible shape"),
         ("shape", [8], "do not fill"),
         ("shape", [6], "reaches beyond"),
-        ("dtype", "F128", "dtype 'F128', which is not known"),
+        ("dtype", "F128", "the unknown dtype 'F128'"),
         ("dtype", "os.system", "not known"),
         ("dtype", ["U8"], "not known"),
         ("dtype", "F64", "header and the index differ"),
         ("boxes", [], "do not fill"),
         ("boxes", None, "no list of boxes"),
-        ("boxes", [3], "not described"),
+        ("boxes", [3], "has no key"),
     ],
 )
 def test_an_index_with_impossible_sizes_is_refused(folder, reseal, name, value, match):
@@ -154,10 +154,10 @@ def box(offset: int, length: int, **other: Any) -> dict[str, Any]:
         ([box(0, 3), box(4, 3)], "do not fill"),
         ([box(0, 7), box(7, 0)], "is empty"),
         ([box(3, 7)], "reaches beyond"),
-        ([box(0, 4), box(4, 3)], "claim the key 'mask'"),
+        ([box(0, 4), box(4, 3)], "have the same key 'mask'"),
         ([box(0, 4, key="a"), box(4, 3, key="b")], "header and the index differ"),
-        ([box(0, 7, offsets=[0, 0], shape=[7, 1])], "not the dimensions"),
-        ([box(0, 7, key=["mask"])], "not described"),
+        ([box(0, 7, offsets=[0, 0], shape=[7, 1])], "another number of dimensions"),
+        ([box(0, 7, key=["mask"])], "has no key"),
     ],
 )
 def test_boxes_that_do_not_fill_their_tensor_once_are_refused(folder, reseal, boxes, match):
@@ -203,7 +203,7 @@ def test_a_header_that_does_not_describe_its_file_is_refused(folder, reseal, slo
 def test_tensors_beyond_the_index_and_bytes_beyond_the_tensors_are_refused(folder, reseal):
     extra = {"dtype": "U8", "shape": [3], "data_offsets": [81, 84]}
     good = (folder / MODEL).read_bytes()
-    refused(reseal(forge_header(folder, lambda header: header.update(extra=extra), b"abc")), "differ about 'extra'")
+    refused(reseal(forge_header(folder, lambda header: header.update(extra=extra), b"abc")), "differ in 'extra'")
     (folder / MODEL).write_bytes(good + b"abc")
     refused(reseal(folder), "describes 81 bytes of data, the file holds 84")
 
@@ -212,7 +212,7 @@ def test_tensors_beyond_the_index_and_bytes_beyond_the_tensors_are_refused(folde
 def test_a_header_length_that_cannot_be_is_refused(folder, reseal, length):
     data = (folder / MODEL).read_bytes()
     (folder / MODEL).write_bytes(length.to_bytes(8, "little") + data[8:])
-    refused(reseal(folder), "no readable safetensors")
+    refused(reseal(folder), "not a readable safetensors")
 
 
 @pytest.mark.parametrize("name", ["index.json", "state.json"])
@@ -235,7 +235,7 @@ def test_a_document_must_be_a_json_object(folder, reseal, text):
 )
 def test_a_manifest_that_says_nothing_usable_about_a_file_is_refused(folder, reseal, facts):
     reseal(folder, files={MODEL: {"bytes": 1, "crc32c": "00000000", **facts}})
-    refused(folder, f"says nothing usable about {MODEL}")
+    refused(folder, f"has no valid size and checksum of {MODEL}")
 
 
 def test_a_file_a_thousand_times_longer_than_the_disk_is_refused_by_its_size(folder, reseal):
@@ -273,16 +273,16 @@ def test_links_and_pipes_in_place_of_files_are_refused_even_with_the_right_conte
     shutil.copy(folder / name, tmp_path / "elsewhere")
     (folder / name).unlink()
     (folder / name).symlink_to(tmp_path / "elsewhere")
-    refused(folder, "is no plain file")
+    refused(folder, "is not a regular file")
     (folder / name).unlink()
     os.mkfifo(folder / name)  # opening it would wait for ever
-    refused(folder, "is no plain file")
+    refused(folder, "is not a regular file")
 
 
 def test_a_linked_folder_is_refused(run):
     (run / "checkpoints/step-00000020").rename(run / "elsewhere")
     (run / "checkpoints/step-00000020").symlink_to(run / "elsewhere")
-    refused(run / "checkpoints/step-00000020", "is no plain folder")
+    refused(run / "checkpoints/step-00000020", "is not a folder")
 
 
 # ---- the state, sealed anew ----
@@ -324,12 +324,12 @@ def test_a_fifo_in_a_run_folder_is_refused_or_passed_over_and_never_waited_for(r
         path.unlink(missing_ok=True)
         os.mkfifo(path)
     assert latest_noted(run) is None
-    with pytest.raises(BadInputError, match=r"pins\.json is no plain file"):
+    with pytest.raises(BadInputError, match=r"pins\.json is not a regular file"):
         pins(run)
     with pytest.raises(DamagedLedgerError, match=r"not a regular file"):
         SkipLedger.load(run / "incidents")
     keep_damaged(run / "incidents/skipped.json")
-    with pytest.raises(BadInputError, match=r"lock is no plain file"), hold_run(run):
+    with pytest.raises(BadInputError, match=r"lock is not a regular file"), hold_run(run):
         pass
     os.mkfifo(run / "config.yaml")
     with pytest.raises(BadInputError, match=r"(?s)config\.yaml.* is not a regular file"):

@@ -215,9 +215,9 @@ def test_all_ranks_fall_back_to_the_same_checkpoint_whoever_finds_the_damage(run
     first, second = ranks(2, run, TOGETHER)
     assert second.splitlines() == ["10", "[10]", "BadInputError"]
     assert first.splitlines()[1:] == second.splitlines()
-    assert "Set aside a damaged checkpoint" in first
+    assert "Moved a damaged checkpoint to checkpoints/damaged" in first
     assert (run / "checkpoints/withdrawn/step-00000010.txt").read_text() == "rolled back\n"
-    with pytest.raises(BadInputError, match="set aside before"):
+    with pytest.raises(BadInputError, match="damaged and moved away before"):
         newest_checkpoint(run)
 
 
@@ -281,9 +281,9 @@ def test_a_copy_that_differs_in_one_bit_or_in_its_order_is_not_saved_and_its_ran
     for text in ranks(3, tmp_path / "run", DIFFERENT):
         assert text.splitlines() == [
             "None",
-            "The replicas differ: rank 1 of 3 does not hold what the others hold in model/plain",
-            "The replicas differ: rank 1 of 3 does not hold what the others hold in model/copies",
-            "The replicas differ: rank 2 of 3 does not hold what the others hold in model/plain",
+            "The replicas differ: the values of rank 1 of 3 are not those of the rest, in model/plain",
+            "The replicas differ: the values of rank 1 of 3 are not those of the rest, in model/copies",
+            "The replicas differ: the values of rank 2 of 3 are not those of the rest, in model/plain",
         ]
     assert [folder.name for folder in list_checkpoints(tmp_path / "run")] == ["step-00000001"]
 

@@ -78,7 +78,7 @@ def test_a_living_holder_is_named_and_respected_and_a_dead_one_taken_over(tmp_pa
     holder.signal(signal.SIGKILL)
     holder.wait()
     with hold_run(tmp_path / "run") as lock:
-        assert lock.notes == [f"took over the lock of process {holder.pid} on {socket.gethostname()}, which is dead"]
+        assert lock.notes == [f"took over the lock of process {holder.pid} on {socket.gethostname()}, which has ended"]
     assert start(tmp_path / "run", code=Z2A_LIKE).wait() == 0
 
 
@@ -97,7 +97,7 @@ def test_a_process_number_that_was_given_to_another_process_does_not_deceive(tmp
     record = own_record(tmp_path)
     write_record(tmp_path / "run", **{**record, "started": record["started"] - 1000})
     with hold_run(tmp_path / "run") as lock:
-        assert "which is dead" in lock.notes[0]
+        assert "which has ended" in lock.notes[0]
 
 
 def test_after_a_restart_of_the_machine_its_old_lock_is_taken_over_but_not_from_a_namesake(tmp_path):
@@ -107,7 +107,7 @@ def test_after_a_restart_of_the_machine_its_old_lock_is_taken_over_but_not_from_
         pass
     write_record(tmp_path / "run", age_seconds=90, **record)
     with hold_run(tmp_path / "run") as lock:
-        assert "which is dead" in lock.notes[0]
+        assert "which has ended" in lock.notes[0]
 
 
 def test_a_holder_on_another_host_with_a_fresh_heartbeat_cannot_be_taken_over(tmp_path):
@@ -122,10 +122,10 @@ def test_a_holder_on_another_host_with_a_fresh_heartbeat_cannot_be_taken_over(tm
 
 def test_a_silent_one_is_taken_over_only_when_a_person_says_so(tmp_path):
     write_record(tmp_path / "run", age_seconds=3600)
-    with pytest.raises(RunLockedError, match=r"silent for 3600 s.*--take-over"), hold_run(tmp_path / "run"):
+    with pytest.raises(RunLockedError, match=r"last alive 3600 s ago.*--take-over"), hold_run(tmp_path / "run"):
         pass
     with hold_run(tmp_path / "run", take_over=True) as lock:
-        assert lock.notes == ["took over the lock of process 1 on another-host, silent for 3600 s, as asked"]
+        assert lock.notes == ["took over the lock of process 1 on another-host, last alive 3600 s ago (--take-over)"]
 
 
 def test_who_was_taken_over_learns_it_and_leaves_the_new_lock_alone(tmp_path):
@@ -142,7 +142,7 @@ def test_a_lock_that_was_removed_is_lost_for_good_even_when_it_comes_back(tmp_pa
         content = lock.path.read_bytes()
         assert lock.is_held()
         lock.path.unlink()
-        with pytest.raises(LostRunError, match="may have had another writer"):
+        with pytest.raises(LostRunError, match="another process may have written to it"):
             lock.check()
         lock.path.write_bytes(content)
         assert not lock.is_held()

@@ -155,7 +155,7 @@ def test_the_page_shows_everything_and_lets_nothing_through():
     assert page.tags.count("circle") == 2, "the step that stood out, on both curves"
     assert "second line" in shown
     assert "gid 1099511627776" in shown
-    assert "Data and settings look sound" in shown
+    assert "Data and settings look right" in shown
     assert "http" not in text.replace("http-equiv", "")
 
 
@@ -165,7 +165,7 @@ def test_the_terminal_gets_no_commands():
     assert "\x00" not in text
     assert "Loss spike, step 300" in text
     assert "shard 2" in text
-    assert "to do: Data and settings look sound" in text
+    assert "to do: Data and settings look right" in text
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def test_a_bad_source_of_one_shard_is_still_named(loss, kind):
     channel = Channel(1, [3.4, 3.0], [[1.0] * 9, [1.0]], noise=0.4, bad={(1, 0): loss})
     (one,) = channel.found(60)
     assert named([one]) == {(kind, "source-1", 0)}
-    assert one.text.endswith("; there is no other shard of source-1 to compare with")
+    assert one.text.endswith("; source-1 has no other shard to compare with")
     assert one.details["usual_beside"] is None
     assert one.details["rows"] <= 40
 

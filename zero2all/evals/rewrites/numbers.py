@@ -51,13 +51,13 @@ def _evaluated(expression: str, values: Mapping[Fraction, Fraction]) -> Fraction
                 return Fraction(OPERATORS[type(node.op)](visit(node.left), visit(node.right)))
             except ZeroDivisionError as error:
                 raise _UnclearError("it divides by zero") from error
-        raise _UnclearError("it is no plain arithmetic")
+        raise _UnclearError("it is not plain arithmetic")
 
     plain = re.sub(r"[$,]", "", expression).replace("×", "*").replace("x", "*").replace("÷", "/").strip()
     try:
         return visit(ast.parse(plain, mode="eval"))
     except (SyntaxError, RecursionError, MemoryError) as error:
-        raise _UnclearError("it is no expression") from error
+        raise _UnclearError("it is not an expression") from error
 
 
 def _steps(item: Item) -> list[tuple[str, Fraction]]:
@@ -77,14 +77,14 @@ def _steps(item: Item) -> list[tuple[str, Fraction]]:
     ways = [f"{left} {sign} {right_hand}" for sign in "+-*/" if sign != "/" or _value(right_hand)]
     ways = [way for way in ways if _evaluated(way, {}) == answer]
     if len(ways) != 1 or left == right_hand:
-        raise _UnclearError("more than one calculation gives the answer, or none")
+        raise _UnclearError("no calculation gives the answer, or more than one does")
     return [(ways[0], answer)]
 
 
 def _answer(item: Item) -> Fraction:
     text = str(item.extra.get("number", item.answer)).strip()
     if not re.fullmatch(r"-?\d[\d,]*(?:\.\d+)?", text):
-        raise _UnclearError("its answer is no number")
+        raise _UnclearError("its answer is not a number")
     return _value(text)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from zero2all.common.language import translate as t
 from zero2all.evals.items import Task
 from zero2all.evals.rewrites.list import TRAIN_ONCE, chosen_rewrites
 from zero2all.evals.rewrites.measure import measure_rewrites
@@ -40,7 +41,7 @@ def rewrite_lines(section: Mapping[str, Any]) -> list[str]:
     """The section as a table for a terminal."""
     lines = [
         "",
-        "rewrites                       form               items  original  rewritten       gap  (95 %)          same",
+        t("rewrites                       form               items  original  rewritten       gap  (95 %)       same"),
     ]
     for task, found in section["tasks"].items():
         lines.append(f"  {task}")
@@ -49,14 +50,14 @@ def rewrite_lines(section: Mapping[str, Any]) -> list[str]:
             names = dict.fromkeys(
                 row["rewrite"] for row in found["rows"] if reason in row["skipped"] and not row["items"]
             )
-            lines.append(f"    all items left out ({reason}): {', '.join(names)}")
+            lines.append(t(f"    all items left out ({reason}): {', '.join(names)}"))
         if found["spread"] is not None:
-            lines.append(f"    from {found['lowest']:.1%} to {found['highest']:.1%}, spread {found['spread']:.1%}")
+            lines.append(t(f"    from {found['lowest']:.1%} to {found['highest']:.1%}, spread {found['spread']:.1%}"))
         for form, share in found["consistency"].items():
-            lines.append(f"    the same answer as {form} and under all its rewrites: {share:.1%} of the items")
+            lines.append(t(f"    the same answer as {form} and under all its rewrites: {share:.1%} of the items"))
     if "once" in section:
         lines.append(
-            f"  R17: what to train on once and what to ask then lies in {section['once']} (docs/evaluation.md)"
+            t(f"  R17: the text to train on once and its questions are in {section['once']} (docs/evaluation.md)")
         )
     return lines
 
@@ -69,5 +70,5 @@ def _row_line(row: Mapping[str, Any]) -> str:
     return (
         f"    {row['rewrite']:<26} {forms:<18} {row['items']:>5} {row['original']:>9.1%} {row['rewritten']:>10.1%} "
         f"{row['gap']:>+9.1%}  {low:>+6.1%} {high:>+6.1%} {same:>7}"
-        + (f"  ({left_out:,} left out)" if left_out else "")
+        + (t(f"  ({left_out:,} left out)") if left_out else "")
     ).rstrip()

@@ -107,7 +107,7 @@ def _members(path: Path) -> list[str]:
                 return sorted(name for name in archive.namelist() if not name.endswith("/"))
         return sorted(_tar_contents(path))
     except ARCHIVE_ERRORS as error:
-        raise BadInputError(f"{path} is no whole archive ({error}). Copy or fetch it again.") from error
+        raise BadInputError(f"{path} is not a complete archive ({error}). Copy or fetch it again.") from error
 
 
 @functools.lru_cache(maxsize=1)
@@ -163,12 +163,12 @@ def _csv_rows(text: str, header: Sequence[str] | None) -> Rows:
         except StopIteration:
             return
         except csv.Error as error:
-            yield number, ItemError(NOT_READABLE, f"this is no CSV: {error}")
+            yield number, ItemError(NOT_READABLE, f"this is not CSV: {error}")
             continue
         if not cells:
             continue
         if len(cells) > len(names):
-            yield number, ItemError(NOT_READABLE, f"there are {len(cells)} cells for {len(names)} columns")
+            yield number, ItemError(NOT_READABLE, f"it has {len(cells)} cells for {len(names)} columns")
             continue
         yield number, dict(zip(names, cells, strict=False))
 
@@ -191,7 +191,7 @@ def _line_rows(text: str) -> Rows:
         try:
             yield number, jsonio.loads(line)
         except ValueError as error:
-            yield number, ItemError(NOT_READABLE, f"this is no JSON: {error}")
+            yield number, ItemError(NOT_READABLE, f"this is not JSON: {error}")
 
 
 def _parquet_rows(data: bytes, file: DataFile) -> Rows:
@@ -202,7 +202,7 @@ def _parquet_rows(data: bytes, file: DataFile) -> Rows:
         rows = pyarrow.parquet.read_table(pyarrow.BufferReader(data), use_threads=False).to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise BadInputError(
-            f"{file.folder / str(file)} is no whole parquet file ({error}). Copy or fetch it again."
+            f"{file.folder / str(file)} is not a complete parquet file ({error}). Copy or fetch it again."
         ) from error
     yield from enumerate(rows, 1)
 
@@ -214,7 +214,7 @@ def cell(row: Any, *names: str) -> Any:
     for name in names:
         if row.get(name) is not None:
             return row[name]
-    raise ItemError(MISSING_COLUMN, f"there is no {names[0]}; it has {', '.join(map(str, row)) or 'nothing'}")
+    raise ItemError(MISSING_COLUMN, f"it has no {names[0]}; its fields are {', '.join(map(str, row)) or 'not given'}")
 
 
 def text(row: Any, *names: str) -> str:

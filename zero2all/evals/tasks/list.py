@@ -31,7 +31,9 @@ SHARED_FOLDERS = {"arc_easy": "arc", "arc_challenge": "arc"}
 def read_tasks(data: Path, names: Sequence[str]) -> list[Task]:
     """The tasks of these names, each from its folder below `data`; `all`: every folder there."""
     if not data.is_dir():
-        raise BadInputError(f"There is no folder {data}. `z2a eval fetch NAME --data {data}` puts a benchmark there.")
+        raise BadInputError(
+            f"There is no folder {data}. `z2a eval fetch NAME --data {data}` downloads a benchmark into it."
+        )
     if list(names) == ["all"]:
         names = [name for name in READERS if folder_of(data, name).is_dir()]
         known = {folder_of(data, name) for name in names}

@@ -45,10 +45,10 @@ class Reader:
         asked = next((split for split in self.items if split in splits), None)
         if asked is None:
             wanted = " or ".join(split or "a name without a split" for split in self.items)
-            hint = "" if self.is_own else f" See `z2a eval fetch {self.name}`."
+            hint = "Check the folder." if self.is_own else f"See `z2a eval fetch {self.name}`."
             raise BadInputError(
                 f"{folder} has no items of {self.name}: expected files ({', '.join(self.suffixes)}) of the split "
-                f"{wanted}, found {', '.join(map(str, files[:8])) or 'none'}.{hint}"
+                f"{wanted}, found {', '.join(map(str, files[:8])) or 'none'}. {hint}"
             )
         items, problems, counts = self._read([file for file in files if file.split == asked])
         if not items:
@@ -88,7 +88,7 @@ class Reader:
         except ItemError as error:
             return [error]
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            return [ItemError(NOT_READABLE, f"it has another form than {self.name} ({error!r})")]
+            return [ItemError(NOT_READABLE, f"its format is not that of {self.name} ({error!r})")]
 
 
 def _usable(found: Item | ItemError, place_name: str) -> Item:

@@ -21,7 +21,7 @@ def _c3(row: Any, _: DataFile) -> Iterator[Item | ItemError]:
     for question, choices, answer in questions:
         texts = [choice.strip() for choice in choices]
         if answer.strip() not in texts:
-            yield ItemError(GOLD_OUTSIDE, f"the answer {answer!r} is none of the options {choices}")
+            yield ItemError(GOLD_OUTSIDE, f"the answer {answer!r} is not among the options {choices}")
             continue
         yield with_choices(question.strip(), texts, texts.index(answer.strip()), language="zh", context=passage)
 
@@ -54,7 +54,7 @@ def _cmrc(row: Any, _: DataFile) -> Iterator[Item]:
     else:
         texts = [each if isinstance(each, str) else each["text"] for each in answers]
     if not len(texts):
-        raise ItemError(EMPTY_TEXT, "there is no right answer")
+        raise ItemError(EMPTY_TEXT, "it has no right answer")
     aliases = list(dict.fromkeys(each.strip() for each in texts))
     question, passage = text(row, "question", "query_text"), text(row, "context")
     extra = {"aliases": aliases}

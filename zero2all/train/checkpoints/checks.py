@@ -70,15 +70,18 @@ def compare_replicas(parts: Mapping[str, Part], copies: Mapping[str, list[Source
         digests[f"{name}|{place}"] = _digest([values])
     odd = _odd_ranks(peers.gather(digests))
     names = sorted({key.rpartition("|")[0] for keys in odd.values() for key in keys})
-    who = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, sorted(odd)))}"
-    more = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
-    unsure = " (with two ranks it is unknown which one is right; the second is named)" if peers.size == 2 else ""
+    ranks, shown = ", ".join(map(str, sorted(odd))), ", ".join(names[:3] + ["…"] * (len(names) > 3))
+    if peers.size == 2:
+        found = f"The replicas of the two ranks differ, in {shown}. Either may be wrong."
+    else:
+        found = (
+            f"The replicas differ: the values of rank {ranks} of {peers.size} are not those of the rest, in {shown}."
+        )
     raise ReplicasDifferError(
-        f"The replicas differ: {who} of {peers.size} does not hold what the others hold in {', '.join(names[:3])}{more}"
-        f"{unsure}. This state was not saved; earlier checkpoints were compared too, and stand. Run the same command "
-        f"again to continue from the newest: all ranks then start from the same bits. If the same rank is named again, "
-        f"its memory or its GPU is to blame (look for ECC errors): leave that machine out. Devices of different kinds "
-        f"round differently and cannot hold replicas of one run; parallel.zero: 3 takes them."
+        f"{found} This state was not saved. Earlier checkpoints passed the same check. Run the same command again to "
+        f"continue from the newest: all ranks then start from the same bits. If the same rank is named again, its "
+        f"memory or GPU is faulty (look for ECC errors): exclude that machine. Devices of different kinds round "
+        f"differently and cannot hold replicas of one run; use parallel.zero 3 for them."
     )
 
 

@@ -125,7 +125,7 @@ def _first_problem(reports: list[dict[str, Any]], layout: SaveLayout) -> str | N
     written = {name: facts["bytes"] for report in reports for name, facts in report["files"].items()}
     if written != layout.file_bytes:
         wrong = sorted(written.items() ^ layout.file_bytes.items())
-        return f"what was written is not what was planned: {', '.join(str(each) for each in wrong[:4])}"
+        return f"the files written differ from the plan: {', '.join(str(each) for each in wrong[:4])}"
     return None
 
 
@@ -138,7 +138,7 @@ def _finish(
         fence()
         for name, facts in files.items():
             if not (partial / name).is_file() or (partial / name).stat().st_size != facts["bytes"]:
-                return f"{name} of another rank is not in {partial}: is the run on a disk that all ranks share?"
+                return f"{name} of another rank is not in {partial}; the run must be on a disk that all ranks share"
         files[INDEX_NAME] = write_durably(partial / INDEX_NAME, exact_json.dump(index_json(staged.layout.index), None))
         files[STATE_NAME] = write_durably(partial / STATE_NAME, staged.record)
         manifest = manifest_bytes(staged.step, world_size, files, staged.details)
@@ -146,7 +146,7 @@ def _finish(
         fsync_folder(partial)
         fence()
         if final.exists():
-            return f"{final} exists already, and a committed checkpoint is never written again"
+            return f"{final} exists already, and a committed checkpoint is never overwritten"
         partial.rename(final)
         fsync_folder(final.parent)
     except Exception as error:
@@ -185,5 +185,6 @@ def _why(error: Exception) -> str:
     """An exception as a sentence."""
     if isinstance(error, UserError | SaveError):
         return str(error)
-    what = "the disk is full" if is_disk_full(error) else "the save failed"
-    return f"{what} ({type(error).__name__}: {error})"
+    if is_disk_full(error):
+        return f"the disk is full ({type(error).__name__}: {error})"
+    return f"the save failed ({type(error).__name__}: {error})"

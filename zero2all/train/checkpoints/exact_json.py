@@ -37,7 +37,7 @@ def parse(data: bytes, what: str) -> Any:
 def read_limited(path: Path) -> bytes:
     """The bytes of a JSON file, after a check of its size."""
     if path.exists() and not path.is_file():
-        raise BadInputError(f"{path} is no plain file.")  # a fifo would never end
+        raise BadInputError(f"{path} is not a regular file.")  # a fifo would never end
     size = path.stat().st_size
     if size > LARGEST_BYTES:
         raise BadInputError(f"{path} has {size} bytes; no JSON file of a checkpoint has more than {LARGEST_BYTES}.")

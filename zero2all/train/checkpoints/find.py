@@ -14,6 +14,7 @@ from pathlib import Path
 
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, LostRunError, for_all_ranks
+from zero2all.common.language import translate as t
 from zero2all.track.writer import METRICS_FOLDER
 from zero2all.train.checkpoints.layout import (
     checkpoint_folder,
@@ -35,7 +36,7 @@ Open = Callable[[Path, Peers], Checkpoint]
 
 def say_aloud(text: str) -> None:
     """Print one notice at once."""
-    print(text, flush=True)
+    print(t(text), flush=True)
 
 
 def open_at(run: Path, step: int, peers: Peers) -> Checkpoint:
@@ -79,11 +80,14 @@ def find_newest(
             damaged.append(str(error))
             if peers.is_first:
                 is_moved = fence is not None and _is_moved(checkpoint_folder(run, step), str(error), fence)
-                say(f"{'Set aside' if is_moved else 'Left out'} a damaged checkpoint: {error}")
+                if is_moved:
+                    say(f"Moved a damaged checkpoint to checkpoints/damaged: {error}")
+                else:
+                    say(f"Skipped a damaged checkpoint: {error}")
             continue
         hint = latest_noted(run)
         if peers.is_first and not damaged and hint is not None and hint > step:
-            say(f"Step {hint} was saved once, but its checkpoint is missing: step {step} is the newest there is.")
+            say(f"The checkpoint of step {hint} was saved, but is missing now. Step {step} is the newest.")
         return found
     _stop_unless_new(run, peers, damaged)
     return None
@@ -108,18 +112,18 @@ def _is_moved(folder: Path, reason: str, fence: Fence) -> bool:
 def _stop_unless_new(run: Path, peers: Peers, damaged: list[str]) -> None:
     reason = "; ".join(damaged)
     if not reason and has_quarantined(run):
-        reason = "all of them were set aside before"
+        reason = "all of them were damaged and moved away before"
     hint = latest_noted(run)
     if not reason and hint is not None:
-        reason = f"step {hint} was saved once, but {checkpoints_folder(run)} does not hold it any more"
+        reason = f"step {hint} was saved, but {checkpoints_folder(run)} no longer contains it"
     logged = None if reason or not peers.is_first else _latest_logged(run)
     if logged is not None:
-        reason = f"its metrics say that step {logged} was saved, but {checkpoints_folder(run)} holds nothing"
+        reason = f"the metrics say that step {logged} was saved, but {checkpoints_folder(run)} is empty"
     reason = next((each for each in peers.gather(reason) if each), "")
     if reason:
         problem = BadInputError(
-            f"No checkpoint of {run} is whole: {reason}. Restore the folder; or start over with "
-            f"--fresh, which deletes what is left of this run; or keep that, with another train.name."
+            f"No checkpoint of {run} is intact: {reason}. Restore the folder, start over with --fresh, which deletes "
+            f"the rest of this run, or start a new run with another --train.name."
         )
         raise for_all_ranks(problem)
 

@@ -75,7 +75,7 @@ def parse_index(values: Any, where: str) -> Index:
     """The index of a JSON value; BadInputError when a name, a size or a box is not what we would write."""
     tensors = values.get("tensors") if isinstance(values, dict) else None
     if not isinstance(tensors, dict):
-        raise BadInputError(f"{where} is no index of tensors")
+        raise BadInputError(f"{where} is not an index of tensors")
     index = {}
     for name, entry in tensors.items():
         if not is_tensor_name(name):
@@ -92,7 +92,7 @@ def boxes_by_file(index: Index) -> dict[str, dict[str, tuple[str, Sizes]]]:
         for box in entry.boxes:
             keys = files.setdefault(box.file, {})
             if box.key in keys:
-                raise BadInputError(f"two boxes (one of {name}) claim the key {box.key!r} of {box.file}")
+                raise BadInputError(f"two boxes (one of {name}) have the same key {box.key!r} of {box.file}")
             keys[box.key] = (entry.dtype, box.place.shape)
     return files
 
@@ -100,7 +100,7 @@ def boxes_by_file(index: Index) -> dict[str, dict[str, tuple[str, Sizes]]]:
 def _parse_entry(name: str, entry: Any, where: str) -> TensorEntry:
     dtype = entry.get("dtype") if isinstance(entry, dict) else None
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise BadInputError(f"{where}: {name} has the dtype {str(dtype)[:40]!r}, which is not known here")
+        raise BadInputError(f"{where}: {name} has the unknown dtype {str(dtype)[:40]!r}")
     shape = _sizes(entry.get("shape"), name, where)
     boxes = entry.get("boxes")
     if not isinstance(boxes, list):
@@ -110,14 +110,14 @@ def _parse_entry(name: str, entry: Any, where: str) -> TensorEntry:
 
 def _parse_box(box: Any, dimensions: int, name: str, where: str) -> Box:
     if not isinstance(box, dict) or not isinstance(box.get("key"), str):
-        raise BadInputError(f"{where}: a box of {name} is not described")
+        raise BadInputError(f"{where}: a box of {name} has no key")
     file = box.get("file")
     if not isinstance(file, str) or not TENSOR_FILE_NAME.fullmatch(file):
-        raise BadInputError(f"{where}: {name} is said to lie in {str(file)[:80]!r}, which no checkpoint of ours has")
+        raise BadInputError(f"{where}: {name} is listed in {str(file)[:80]!r}, which is not a file of a checkpoint")
     offsets = _sizes(box.get("offsets"), name, where)
     shape = _sizes(box.get("shape"), name, where)
     if not len(offsets) == len(shape) == dimensions:
-        raise BadInputError(f"{where}: a box of {name} has not the dimensions of the tensor")
+        raise BadInputError(f"{where}: a box of {name} has another number of dimensions than the tensor")
     return Box(Place(offsets, shape), file, box["key"])
 
 
@@ -125,7 +125,7 @@ def _sizes(value: Any, name: str, where: str) -> Sizes:
     if not isinstance(value, list) or len(value) > LARGEST_DIMENSIONS or not all(is_count(size) for size in value):
         raise BadInputError(f"{where}: {name} has an impossible shape or offset {str(value)[:80]}")
     if not is_shape(tuple(value)):
-        raise BadInputError(f"{where}: {name} has the shape {str(value)[:80]}, more elements than any memory holds")
+        raise BadInputError(f"{where}: {name} has the shape {str(value)[:80]}, which is too large")
     return tuple(value)
 
 

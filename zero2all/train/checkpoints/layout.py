@@ -56,7 +56,7 @@ def step_of(folder: Path) -> int:
     """The step in a checkpoint folder's name."""
     match = FOLDER_NAME.fullmatch(folder.name)
     if match is None:
-        raise BadInputError(f"{folder} is no checkpoint folder; expected a name such as step-00001000.")
+        raise BadInputError(f"{folder} is not a checkpoint folder. Expected a name such as step-00001000.")
     return int(match[1])
 
 

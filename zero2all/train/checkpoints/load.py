@@ -46,9 +46,6 @@ class OtherModelError(BadInputError):
     """An intact checkpoint, but of another model than asked for."""
 
 
-CHANGED = "has changed since it was written (crc32c differs)"
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint, checked in form by `read_checkpoint` and byte by byte by `check_bytes`."""
@@ -94,7 +91,7 @@ class Checkpoint:
             with _opened(path) as handle:
                 crc = read_checked(handle, self.headers[file], of_file)
             if crc != self.manifest["files"][file]["crc32c"]:
-                raise BadInputError(f"{path} {CHANGED}")
+                raise _changed(path)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """Whole tensors on the CPU, by what follows the prefix ('model/', 'optimizer/exp_avg/') in their names."""
@@ -112,15 +109,15 @@ class Checkpoint:
             names = {name for of_rank, _ in said for name in of_rank}
             groups = {split_name(name)[0] for name in names}
             unknown = (name for name in self.index if split_name(name)[0] in groups and name not in names)
-            differences += [f"{name}: unknown here" for name in unknown]
+            differences += [f"{name}: not expected" for name in unknown]
         if differences:
-            what = "optimizer" if all(each.startswith("optimizer/") for each in differences) else "model"
-            more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
-            problem = OtherModelError(
-                f"The checkpoint {self.folder} is of another {what}: {'; '.join(differences[:4])}{more}. Use the "
-                f"config it was trained with (config.yaml in its run folder), or choose another train.name."
-            )
-            raise for_all_ranks(problem)
+            found = "; ".join(differences[:4] + ["…"] * (len(differences) > 4))
+            if all(each.startswith("optimizer/") for each in differences):
+                problem = f"The checkpoint {self.folder} is of another optimizer: {found}."
+            else:
+                problem = f"The checkpoint {self.folder} is of another model: {found}."
+            remedy = "Use the config it was trained with (config.yaml in its run folder), or another --train.name."
+            raise for_all_ranks(OtherModelError(f"{problem} {remedy}"))
 
     def _differences(self, parts: Mapping[str, Part], any_dtype: bool) -> list[str]:
         """How this rank's parts differ from what is stored, in words."""
@@ -129,7 +126,7 @@ class Checkpoint:
             entry = self.index.get(name)
             dtype = DTYPE_NAMES.get(part.values.dtype, str(part.values.dtype))
             if entry is None:
-                differences.append(f"{name}: absent instead of {part.shape}")
+                differences.append(f"{name}: missing instead of {part.shape}")
             elif entry.shape != part.shape:
                 differences.append(f"{name}: {entry.shape} instead of {part.shape}")
             elif entry.dtype != dtype and not any_dtype:
@@ -158,7 +155,7 @@ def _opened(path: Path) -> Iterator[int]:
 @contextmanager
 def reading_record(checkpoint: Checkpoint) -> Iterator[None]:
     """Turn errors in reading the record (guards, data, stages), which may be forged, into BadInputError."""
-    remedy = "Move it away to continue from an older checkpoint, or start over with --fresh."
+    remedy = "Move the folder away to continue from an older checkpoint, or start over with --fresh."
     with as_written(f"The record of the run in {checkpoint.folder}", remedy):
         yield
 
@@ -187,15 +184,19 @@ def check_bytes(checkpoint: Checkpoint, names: Iterable[str]) -> None:
         except OSError as error:
             raise BadInputError(f"{path} cannot be read ({error})") from error
         if crc != checkpoint.manifest["files"][name]["crc32c"]:
-            raise BadInputError(f"{path} {CHANGED}")
+            raise _changed(path)
+
+
+def _changed(path: Path) -> BadInputError:
+    return BadInputError(f"{path} has changed since it was written (crc32c differs)")
 
 
 def _read_checkpoint(folder: Path) -> Checkpoint:
     if not stat.S_ISDIR(folder.lstat().st_mode):
-        raise BadInputError(f"{folder} is no plain folder")
+        raise BadInputError(f"{folder} is not a folder")
     manifest = read_manifest(folder)
     if manifest["step"] != step_of(folder):
-        raise BadInputError(f"{folder} holds step {manifest['step']}: it was renamed after it was written")
+        raise BadInputError(f"{folder} contains step {manifest['step']}: it was renamed after it was written")
     for name, facts in manifest["files"].items():
         _check_file(folder / name, facts["bytes"])
     index = parse_index(exact_json.read(folder / INDEX_NAME), str(folder / INDEX_NAME))
@@ -207,7 +208,7 @@ def _read_checkpoint(folder: Path) -> Checkpoint:
 def _check_state(path: Path, record: Any, step: int) -> None:
     """Check the fields that a resumed run needs; the guards check their own."""
     if not isinstance(record, dict):
-        raise BadInputError(f"{path} is no JSON object")
+        raise BadInputError(f"{path} is not a JSON object")
     for name, value in record.items():
         known = {
             "step": value == step and is_count(value),
@@ -216,7 +217,7 @@ def _check_state(path: Path, record: Any, step: int) -> None:
             "stage": value is None or isinstance(value, str),
         }
         if not known.get(name, True):
-            raise BadInputError(f"{path}: its `{name}` is {str(value)[:80]!r}, which no run of ours would save there")
+            raise BadInputError(f"{path}: the value of `{name}` is {str(value)[:80]!r}, which is not valid")
 
 
 def _check_file(path: Path, expected_bytes: int) -> None:
@@ -225,9 +226,9 @@ def _check_file(path: Path, expected_bytes: int) -> None:
     except FileNotFoundError:
         raise BadInputError(f"{path} is missing") from None
     if not stat.S_ISREG(facts.st_mode):
-        raise BadInputError(f"{path} is no plain file (a link, a device or a folder)")
+        raise BadInputError(f"{path} is not a regular file (a link, a device or a folder)")
     if facts.st_size != expected_bytes:
-        raise BadInputError(f"{path} has {facts.st_size} bytes, its manifest says {expected_bytes}")
+        raise BadInputError(f"{path} has {facts.st_size} bytes, but the manifest says {expected_bytes}")
 
 
 def _check_headers(folder: Path, manifest: dict[str, Any], index: Index) -> dict[str, Header]:
@@ -235,7 +236,7 @@ def _check_headers(folder: Path, manifest: dict[str, Any], index: Index) -> dict
     listed = set(manifest["files"]) - {INDEX_NAME, STATE_NAME}
     expected = boxes_by_file(index)
     if listed != set(expected):
-        raise BadInputError(f"{folder}: index and manifest differ about {', '.join(sorted(listed ^ set(expected)))}")
+        raise BadInputError(f"{folder}: index and manifest differ in {', '.join(sorted(listed ^ set(expected)))}")
     headers = {}
     for name in sorted(listed):
         headers[name] = read_header(folder / name)
@@ -243,8 +244,8 @@ def _check_headers(folder: Path, manifest: dict[str, Any], index: Index) -> dict
         wrong = sorted(key for key in found.keys() | expected[name].keys() if found.get(key) != expected[name].get(key))
         if wrong:
             raise BadInputError(
-                f"{folder / name}: its header and the index differ about {wrong[0][:80]!r} "
-                f"({found.get(wrong[0], 'absent')} instead of {expected[name].get(wrong[0], 'nothing')})"
+                f"{folder / name}: its header and the index differ in {wrong[0][:80]!r} "
+                f"({found.get(wrong[0])} instead of {expected[name].get(wrong[0])})"
             )
     return headers
 

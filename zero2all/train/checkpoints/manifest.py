@@ -50,12 +50,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint after checking its seal and its form; no other file is read."""
     path = folder / MANIFEST_NAME
     if path.is_symlink() or not path.is_file():
-        raise BadInputError(f"{path} is missing" if not path.exists() else f"{path} is no plain file")
+        raise BadInputError(f"{path} is missing" if not path.exists() else f"{path} is not a regular file")
     data = exact_json.read_limited(path)
     body, seal = data[:-SEAL_BYTES], SEAL.fullmatch(data[-SEAL_BYTES:])
     if seal is None or hashlib.sha256(body).hexdigest().encode() != seal[1]:
         _stop_at_format_1(path, data)
-        raise BadInputError(f"{path} has changed since it was written (its seal is broken)")
+        raise BadInputError(f"{path} has changed since it was written (its checksum differs)")
     manifest = exact_json.parse(data, str(path))
     if not isinstance(manifest, dict) or manifest.get("kind") != "checkpoint":
         raise BadInputError(f"{path} does not describe a checkpoint")
@@ -71,13 +71,13 @@ def _check_form(path: Path, manifest: dict[str, Any]) -> None:
         raise BadInputError(f"{path} lacks its step, its world size or its files")
     for name, facts in files.items():
         if name not in (INDEX_NAME, STATE_NAME) and not TENSOR_FILE_NAME.fullmatch(name):
-            raise BadInputError(f"{path} lists the file {name!r}, which no checkpoint of ours has")
+            raise BadInputError(f"{path} lists the file {name!r}, which is not a file of a checkpoint")
         if (
             not isinstance(facts, dict)
             or not is_count(facts.get("bytes"))
             or not CRC.fullmatch(str(facts.get("crc32c")))
         ):
-            raise BadInputError(f"{path} says nothing usable about {name}")
+            raise BadInputError(f"{path} has no valid size and checksum of {name}")
     missing = {INDEX_NAME, STATE_NAME} - set(files)
     if missing:
         raise BadInputError(f"{path} does not list {', '.join(sorted(missing))}")
@@ -99,13 +99,13 @@ def _other_version(path: Path, manifest: dict[str, Any]) -> OtherVersionError:
     theirs, number = manifest.get("zero2all", "of unknown version"), manifest.get("format")
     if isinstance(number, int) and number < FORMAT:
         remedy = (
-            "Its weights can be taken over: `z2a export` with the version that wrote it, then `z2a import` here, which "
-            "makes a run at step 0 with these weights and without the optimizer's moments. Or finish the run with that "
-            "version, or start it over with --fresh, which deletes it."
+            "To keep its weights, run `z2a export` with the version that wrote it, then `z2a import` here: this makes "
+            "a run at step 0 with these weights and without the optimizer's state. Or finish the run with that "
+            "version, or start over with --fresh, which deletes it."
         )
     else:
-        remedy = "Use the version that wrote it, or a newer one; or start the run over with --fresh, which deletes it."
+        remedy = "Use the version that wrote it or a newer one, or start over with --fresh, which deletes the run."
     return OtherVersionError(
-        f"{path.parent} was written by zero2all {theirs} in checkpoint format {number}; this is zero2all "
+        f"{path.parent} was written by zero2all {theirs} in checkpoint format {number}. This is zero2all "
         f"{__version__}, which reads format {FORMAT}. Nothing was changed. {remedy}"
     )

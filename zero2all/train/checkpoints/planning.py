@@ -227,7 +227,7 @@ def _check_parts(parts: Mapping[str, Part]) -> None:
         if type(values) not in (Tensor, torch.nn.Parameter) or values.dtype not in DTYPE_NAMES:
             raise TypeError(
                 f"{name} is a {type(values).__name__} of {values.dtype}; a checkpoint holds plain tensors of "
-                f"{', '.join(DTYPES)}. Give the plain tensors it is made of."
+                f"{', '.join(DTYPES)}. Pass the plain tensors it consists of."
             )
         if values.is_meta:
             raise TypeError(f"{name} is on the meta device and holds no values")
@@ -255,7 +255,7 @@ def _check_filling(name: str, size: Sizes, holders: Mapping[Place, list[int]]) -
         one, other = overlap
         raise ValueError(
             f"{name} {size}: the box {one} of {_ranks(holders[one])} and the box {other} of {_ranks(holders[other])} "
-            f"overlap and are no copies of each other"
+            f"overlap and are not copies of each other"
         )
     missing = math.prod(size) - sum(place.numel for place in holders)
     if missing:

@@ -124,7 +124,7 @@ def pins(run: Path) -> dict[int, str]:
     except FileNotFoundError:
         return {}
     if not isinstance(found, dict) or not all(key.isdigit() and isinstance(why, str) for key, why in found.items()):
-        raise BadInputError(f'{path} should hold steps and reasons, such as {{"1000": "best so far"}}. Correct it.')
+        raise BadInputError(f'{path} must contain steps and reasons, such as {{"1000": "best so far"}}. Correct it.')
     return {int(key): why for key, why in found.items()}
 
 

@@ -85,10 +85,13 @@ class RunLock:
         if self.is_held():
             return
         name, holder = self.path.parent.name, read_holder(self.path)
-        what = f"was taken over by {_name(holder)}" if holder else "has lost its lock, and may have had another writer"
+        if holder:
+            what = f"The run {name} was taken over by {_name(holder)}."
+        else:
+            what = f"The run {name} has lost its lock, so another process may have written to it."
         raise LostRunError(
-            f"The run {name} {what}. This process writes nothing more to it and ends. The run continues from its "
-            f"newest checkpoint: leave it to the other process, or, when none is running, start the same command again."
+            f"{what} This process ends and writes nothing more to the run. The run continues from its newest "
+            f"checkpoint: leave it to the other process, or, if none is running, start the same command again."
         )
 
 
@@ -104,16 +107,16 @@ def hold_run(
     run.mkdir(parents=True, exist_ok=True)
     path = run / LOCK_NAME
     if path.exists() and not path.is_file():
-        raise BadInputError(f"{path} is no plain file, so the run cannot be locked. Remove it and start again.")
+        raise BadInputError(f"{path} is not a regular file, so the run cannot be locked. Remove it and start again.")
     with open(path, "a+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RunLockedError(_refusal(run, read_holder(path), "is running")) from None
+            raise RunLockedError(_refusal(run, f"{_name(read_holder(path))} is running")) from None
         except OSError:  # a disk without locks: only the content of the file counts
             pass
         if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            raise RunLockedError(_refusal(run, {}, "has just ended"))  # and has removed the file in between
+            raise RunLockedError(_refusal(run, "it has just ended"))  # and has removed the file in between
         notes = _judge(run, read_holder(path), take_over, stale_seconds)
         lock = RunLock(path, secrets.token_hex(8), notes)
         _write_holder(path, {**this_process(), "token": lock.token})
@@ -141,24 +144,25 @@ def _judge(run: Path, holder: dict[str, Any], take_over: bool, stale_seconds: fl
     if holder.get("host") == socket.gethostname():
         if holder.get("boot") == boot_id():
             if is_alive(holder):
-                raise RunLockedError(_refusal(run, holder, "is running"))
+                raise RunLockedError(_refusal(run, f"{_name(holder)} is running"))
         elif age < stale_seconds:  # this machine before a reboot, or another one with the same name
-            raise RunLockedError(_refusal(run, holder, f"was last alive {age:.0f} s ago"))
-        return [f"took over the lock of {_name(holder)}, which is dead"]
+            raise RunLockedError(_refusal(run, f"{_name(holder)} was last alive {age:.0f} s ago"))
+        return [f"took over the lock of {_name(holder)}, which has ended"]
     if age < stale_seconds:
-        raise RunLockedError(_refusal(run, holder, f"was last alive {age:.0f} s ago"))
+        raise RunLockedError(_refusal(run, f"{_name(holder)} was last alive {age:.0f} s ago"))
     if not take_over:
         raise RunLockedError(
-            f"The run {run.name} belongs to {_name(holder)}, silent for {age:.0f} s. It cannot be told from here "
-            f"whether it is dead or only disconnected. If you know that it is dead, start again with --take-over."
+            f"The run {run.name} belongs to {_name(holder)}, which was last alive {age:.0f} s ago. This machine cannot "
+            f"see whether it has ended or is only disconnected. If you are sure that it has ended, start again with "
+            f"--take-over."
         )
-    return [f"took over the lock of {_name(holder)}, silent for {age:.0f} s, as asked"]
+    return [f"took over the lock of {_name(holder)}, last alive {age:.0f} s ago (--take-over)"]
 
 
-def _refusal(run: Path, holder: dict[str, Any], state: str) -> str:
+def _refusal(run: Path, state: str) -> str:
     return (
-        f"The run {run.name} is being written by another process: {_name(holder)} {state}. Wait for it, stop it, or "
-        f"give this run another name with --train.name."
+        f"Another process writes the run {run.name}: {state}. Wait for it, stop it, or give this run another name with "
+        f"--train.name."
     )
 
 

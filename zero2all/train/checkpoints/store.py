@@ -203,7 +203,7 @@ class CheckpointStore:
         compare_replicas(parts, self._layout.copies, self._peers)
         bad = self.not_finite(parts)
         if bad is not None:
-            return SaveResult(step, None, f"{bad} holds values that are not finite", is_refused=True)
+            return SaveResult(step, None, f"{bad} contains NaN or infinite values", is_refused=True)
         return str(said[0]["attempt"])
 
     def _replan(self, parts: Mapping[str, Part]) -> str | None:
@@ -272,7 +272,7 @@ def write_checkpoint(run: Path, step: int, snapshot: Snapshot, details: Mapping[
     try:
         ticket = store.save(step, snapshot, details, wait=True)
         if ticket.result is not None and ticket.result.is_refused:
-            raise BadInputError(f"{ticket.result.problem}: such weights cannot be trained on or used.")
+            raise BadInputError(f"{ticket.result.problem}. Such weights cannot be trained or used.")
         return ticket.folder()
     finally:
         store.close()

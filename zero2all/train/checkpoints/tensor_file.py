@@ -153,14 +153,14 @@ def read_header(path: Path) -> Header:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(LARGEST_HEADER_BYTES, size - 8):
-            raise BadInputError(f"{path} is no readable safetensors file: its header is longer than it can be")
+            raise BadInputError(f"{path} is not a readable safetensors file: its header is too long")
         text = file.read(length)
     try:
         described = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadInputError(f"{path} is no readable safetensors file: its header is no JSON ({error})") from error
+        raise BadInputError(f"{path} is not a readable safetensors file: its header is not JSON ({error})") from error
     if not isinstance(described, dict):
-        raise BadInputError(f"{path} is no readable safetensors file: its header describes nothing")
+        raise BadInputError(f"{path} is not a readable safetensors file: its header describes no tensors")
     described.pop("__metadata__", None)
     infos = {key: _parse_info(path, key, info, 8 + length) for key, info in described.items()}
     place = 0

@@ -66,9 +66,8 @@ class SaveTicket:
             )
         if result.folder is None:
             raise DiskError(
-                f"The checkpoint of step {self.step} was not saved: {result.problem}. Nothing half-written was kept. "
-                f"If the disk is full, free some space and run the same command again; it continues from the "
-                f"checkpoint before."
+                f"The checkpoint of step {self.step} was not saved: {result.problem}. Incomplete files were removed. "
+                f"If the disk is full, free some space. Run the same command again to continue from the one before."
             )
         return result.folder
 

@@ -1,7 +1,7 @@
-"""What follows for the settings from a spike, by rules that are written down.
+"""What to change after a spike, by fixed rules.
 
-First the data: where one channel, or a few rows, carry the rise, or where a shard was named, the text is to blame and
-no setting is changed. Only otherwise do the rules about the optimizer apply, each with the figures it rests on.
+First the data: if one channel or a few rows cause the rise, or a shard was named, the text is to blame and no setting
+is changed. Only otherwise the rules about the optimizer apply, each with the figures it is based on.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ SMALL_GRADIENT = 10.0
 """Times eps: below that, eps decides the step and not the gradient."""
 
 LOOK_AT_THE_SHARD = (
-    "Look at the documents below. If they are not what you want the model to learn, set data.quarantine to auto, which "
-    "leaves out what is still to come, and take them out of the corpus before the next run."
+    "Look at the documents below. If the model should not learn them, set data.quarantine to auto, which skips the "
+    "rest of the shard, and remove them from the corpus before the next run."
 )
 ALL_LOOKS_SOUND = (
-    "Data and settings look sound. A single spike from which the loss comes back needs no change; if it happens again, "
-    "lower optim.lr_max."
+    "Data and settings look right. If the loss recovers from a single spike, nothing needs to change. If it happens "
+    "again, lower optim.lr_max."
 )
 
 
@@ -66,7 +66,7 @@ def data_is_suspect(facts: Facts) -> str | None:
     if facts.shards_named:
         return f"{', '.join(facts.shards_named)} stands out over the whole run"
     if facts.kind == "loss_drop":
-        return "a loss does not fall like this by learning: look for repeated or trivial text among the documents"
+        return "learning does not make a loss fall this fast, so the documents may be repeated or trivial"
     channel = _rising_channel(facts.channels_before or {}, facts.channels_now or {})
     if channel is not None:
         return channel
@@ -79,7 +79,7 @@ def advice(facts: Facts) -> list[Advice]:
         return [Advice("data", LOOK_AT_THE_SHARD)]
     suspect = data_is_suspect(facts)
     if suspect is not None:
-        return [Advice("data", f"The data is to blame: {suspect}. Settings need not change; mend or drop that text.")]
+        return [Advice("data", f"The data is to blame: {suspect}. Fix or remove that text; keep the settings.")]
     return list(_about_settings(facts)) or [Advice("none", ALL_LOOKS_SOUND)]
 
 
@@ -89,9 +89,9 @@ def _about_settings(facts: Facts) -> Iterator[Advice]:
         steps, largest = 1 / (1 - facts.beta2), (1 - facts.beta1) / math.sqrt(1 - facts.beta2)
         yield Advice(
             "beta2",
-            f"optim.beta2 is {facts.beta2:g}: the running mean of squares looks back about {steps:,.0f} steps, so "
-            f"after a quiet stretch one large gradient moves a weight by up to {largest:.1f} times the learning rate. "
-            f"Set it to {LARGE_BETA2}.",
+            f"optim.beta2 is {facts.beta2:g}: the running mean of squares covers about {steps:,.0f} steps, so after "
+            f"small gradients one large gradient moves a weight by up to {largest:.1f} times the learning rate. Set it "
+            f"to {LARGE_BETA2}.",
         )
     usual, clip = facts.usual_grad_norm, facts.clip_grad_norm
     typical = (usual or 0.0) / math.sqrt(max(1, facts.parameters))
@@ -99,16 +99,16 @@ def _about_settings(facts: Facts) -> Iterator[Advice]:
         lower = 10.0 ** math.floor(math.log10(typical / 1000))
         yield Advice(
             "eps",
-            f"A gradient component is {typical:.1e} as a rule, and optim.eps is {facts.eps:g}: eps is no longer small "
-            f"beside it, and steps grow suddenly when gradients do. Set optim.eps to {lower:.0e} or less.",
+            f"A gradient component is usually {typical:.1e}, and optim.eps is {facts.eps:g}: eps is not small against "
+            f"it, so steps grow suddenly when gradients grow. Set optim.eps to {lower:.0e} or less.",
         )
     if clip == 0:
         yield Advice("clip", "Gradients are not clipped (optim.clip_grad_norm is 0). Set it to 1.0.")
     elif usual and clip > TOO_LOOSE_CLIP * usual:
         yield Advice(
             "clip",
-            f"optim.clip_grad_norm is {clip:g}, and the gradient norm is {usual:.2g} as a rule, so a spike "
-            f"{clip / usual:.1f} times as large passes whole. Set it to about {2 * usual:.1g}.",
+            f"optim.clip_grad_norm is {clip:g}, and the gradient norm is usually {usual:.2g}, so a spike "
+            f"{clip / usual:.1f} times as large is not clipped. Set it to about {2 * usual:.1g}.",
         )
     warmup = facts.warmup_steps
     if facts.step <= 2 * warmup or (warmup == 0 and facts.step <= 100):
@@ -133,7 +133,7 @@ def _rising_channel(before: Mapping[str, float], now: Mapping[str, float | None]
     top = max(rises, key=lambda name: rises[name])
     others = [max(0.0, rise) for name, rise in rises.items() if name != top]
     if rises[top] > 0.1 * before[top] and rises[top] > CHANNEL_FACTOR * max(others):
-        return f"the channel {top} rose from {before[top]:.3g} to {finite[top]:.3g}, the others hardly at all"
+        return f"the channel {top} rose from {before[top]:.3g} to {finite[top]:.3g}, the others hardly changed"
     return None
 
 
@@ -146,4 +146,4 @@ def _few_rows(losses: Sequence[float], usual: float | None) -> str | None:
     share = sum(excess[:few]) / total
     if share < CONCENTRATED_SHARE or excess[0] < 0.5 * usual:
         return None
-    return f"{few} of {len(excess)} rows carry {share:.0%} of the rise"
+    return f"{few} of {len(excess)} rows cause {share:.0%} of the rise"

@@ -164,8 +164,10 @@ class Detector:
         self.restart()
         self._losses = losses
         self._log_norms = [norm for _, norm in self._flagged_in_a_row] or self._log_norms
-        words = "" if usual is None else f" (loss {usual:.4g} before, {now:.4g} now)"
-        text = f"{count} steps in a row stood out, so this is the new level{words}; the window starts over"
+        if usual is None:
+            text = f"{count} steps in a row stood out, so this is the new level"
+        else:
+            text = f"{count} steps in a row stood out, so this is the new level: loss {usual:.4g} before, {now:.4g} now"
         return Finding("level_shift", step, tokens, text, value=now, usual=usual)
 
     def _limits_now(self) -> Limits:
@@ -204,11 +206,13 @@ class Detector:
             "nonfinite": (None, None, None),
         }[kind]
         if kind == "nonfinite":
-            text = f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite"
+            text = f"step {step} is not finite: loss {loss}, gradient norm {grad_norm}"
+        elif kind == "grad_spike":
+            text = f"step {step}: gradient norm {value:.4g}, above the limit {limit:.4g} (usual: {usual:.4g})"
+        elif kind == "loss_drop":
+            text = f"step {step}: loss {value:.4g}, below the limit {limit:.4g} (usual: {usual:.4g})"
         else:
-            name = "gradient norm" if kind == "grad_spike" else "loss"
-            side = "below" if kind == "loss_drop" else "above"
-            text = f"step {step}: {name} {value:.4g}, {side} the limit {limit:.4g} (usual: {usual:.4g})"
+            text = f"step {step}: loss {value:.4g}, above the limit {limit:.4g} (usual: {usual:.4g})"
         details = {
             "loss": _finite(loss),
             "grad_norm": _finite(grad_norm),

@@ -156,9 +156,11 @@ def incident_samples(
     if "of_shard" in details:
         source, shard = str(details["source"]), int(details["shard"])
         numbers = [here for here, _ in details["documents"]]
-        note = f"Documents of shard {shard} of {source}, each of which repeats one of shard {details['of_shard']} of "
-        shown = documents_by_number(data, source, shard, numbers, corpus, decode)
-        return shown, f"{note}{details['of_source']}, word for word."
+        note = (
+            f"Documents of shard {shard} of {source}. Each is a copy of a document of shard {details['of_shard']} of "
+            f"{details['of_source']}."
+        )
+        return documents_by_number(data, source, shard, numbers, corpus, decode), note
     first, end = incident.tokens
     count = (end - first) // data.segment_at(first).seq_len
     losses = {row: loss for row, loss in enumerate(incident.row_losses) if loss is not None}
@@ -168,11 +170,13 @@ def incident_samples(
         is_drop = incident.kind == "loss_drop"
         ranked = sorted(losses, key=lambda row: (losses[row] if is_drop else -losses[row], row))
         rows = ranked[:MAX_ROWS]
-        which = "lowest" if is_drop else "highest"
-        note = f"The {counted(len(rows), 'row')} with the {which} loss, of {count} in this step."
+        if is_drop:
+            note = f"The {len(rows)} of {counted(count, 'row')} of this step with the lowest loss."
+        else:
+            note = f"The {len(rows)} of {counted(count, 'row')} of this step with the highest loss."
     elif len(rows) == count:
-        note = "The one row of this step." if count == 1 else f"All {count} rows of this step."
-    note += f" All of them: z2a inspect {incident.run} {incident.step}"
+        note = f"All rows of this step: {count}."
+    note = f"{note} To see every row: z2a inspect {incident.run} {incident.step}"
     return samples_of_step(data, first, count, corpus, decode, rows, losses), note
 
 

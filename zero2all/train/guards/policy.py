@@ -84,7 +84,7 @@ class Policy:
             most = max(self.config.max_skips_in_a_row, self.config.rollback_after_spikes)
             self._not_finite = [*self._not_finite, step][-most:]
             if self.config.nonfinite == "stop":
-                return Stop(f"{worst.text}. guards.nonfinite is `stop`, so the run ends here; its state is intact.")
+                return Stop(f"{worst.text}. guards.nonfinite is `stop`, so the run ends here. Its state is intact.")
             action = self._leave_bad_start(worst, checkpoints) or self._leave_not_finite(
                 step, worst, ledger, checkpoints
             )
@@ -97,16 +97,15 @@ class Policy:
             margin = self.config.rollback_margin_steps
             return self._go_back(step, back[0], spikes, ledger, checkpoints, margin, counted(len(spikes) + 1, "spike"))
         if in_a_row >= self.config.max_skips_in_a_row:
-            skipped = "1 update was" if in_a_row == 1 else f"{in_a_row} updates in a row were"
             return Stop(
-                f"{worst.text}. {skipped} skipped, so the run ends here. The weights are those of step "
-                f"{step - in_a_row}."
+                f"{worst.text}. Updates skipped in a row: {in_a_row} (guards.max_skips_in_a_row), so the run ends "
+                f"here. The weights are those of step {step - in_a_row}."
             )
         if worst.kind == "nonfinite":
-            return Continue(f"{worst.text}; no update was made with this step")
+            return Continue(f"{worst.text}; the update of this step was skipped")
         chosen = back[0] if back else worst
         skip = Skipped(*chosen.tokens, step, chosen.kind, "refuse", chosen.text)
-        return SkipWindow(skip, f"{chosen.text}; no update was made with this step")
+        return SkipWindow(skip, f"{chosen.text}; the update of this step was skipped")
 
     def _leave_bad_start(self, finding: Finding, checkpoints: Sequence[int]) -> Action | None:
         """Back to an older checkpoint when no step since the loaded one was finite."""
@@ -178,20 +177,20 @@ class Policy:
         if len(recent) >= self.config.max_rollbacks:
             return Stop(
                 f"{finding.text}. The run has gone back {counted(len(recent), 'time')} within {within:,} steps "
-                f"(guards.max_rollbacks), and its loss jumps again: this is not one bad range of data."
+                f"(guards.max_rollbacks), and its loss jumps again, so one bad range of data is not the cause."
             )
         to_step = self._last_good(onset_step - margin, checkpoints, rollbacks)
         if to_step is None:
             return SkipWindow(
                 Skipped(onset_token, end, step, finding.kind, "window", finding.text),
-                f"{finding.text}; there is no good checkpoint at least {counted(margin, 'step')} older than step "
-                f"{onset_step} to go back to, so only the data is skipped",
+                f"{finding.text}; no good checkpoint is at least {counted(margin, 'step')} older than step "
+                f"{onset_step}, so the run does not go back and only skips the data",
             )
         return Rollback(
             to_step,
             Skipped(onset_token, end, step, finding.kind, "rollback", finding.text, to_step),
-            f"{finding.text}; {what} since step {onset_step}: back to the checkpoint of step {to_step}, without tokens "
-            f"{onset_token:,} to {end:,}",
+            f"{finding.text}; {what} since step {onset_step}: back to the checkpoint of step {to_step}, and tokens "
+            f"{onset_token:,} to {end:,} are skipped",
         )
 
     def _last_good(self, latest: int, checkpoints: Sequence[int], rollbacks: Sequence[Skipped]) -> int | None:

@@ -178,12 +178,11 @@ class ShardWatch:
         examples = [one for one in self._examples.get(key, []) if one[0] * sign > 0]
         is_trivial = loss < TRIVIAL_SHARE * (usual if beside is None else min(usual, beside))
         words = "far harder" if kind == "hard_shard" else "trivially easy" if is_trivial else "far easier"
-        no_others = f"; there is no other shard of {source} to compare with"
-        others = no_others if beside is None else f", the other shards of {source} {beside:.4g}"
-        text = (
-            f"shard {shard} of {source} is {words}: mean loss {loss:.4g} over {counted(count, 'sample')}, "
-            f"its channel {usual:.4g}{others}"
-        )
+        text = f"shard {shard} of {source} is {words}: mean loss {loss:.4g} over {counted(count, 'sample')}"
+        if beside is None:
+            text = f"{text}, its channel {usual:.4g}; {source} has no other shard to compare with"
+        else:
+            text = f"{text}, its channel {usual:.4g}, the other shards of {source} {beside:.4g}"
         details = {
             "source": source,
             "shard": shard,

@@ -22,6 +22,7 @@ import numpy as np
 
 from zero2all.common import jsonio
 from zero2all.common.files import LARGEST_JSON_BYTES, read_regular, write_json
+from zero2all.common.progress import counted
 from zero2all.config.training import GuardsConfig
 from zero2all.packed.mixture import TrainingData
 from zero2all.parallel.world import World
@@ -227,7 +228,7 @@ class RunGuards:
         self.ledger = then
         self.quarantine.merge(state["quarantine"])
         self._waiting = WaitingRows.from_state(state.get("waiting_rows"))  # None in older checkpoints
-        return [*self._mend_quarantine(), *self._restore_shards(state["shards"])]
+        return [*self._rewrite_quarantine(), *self._restore_shards(state["shards"])]
 
     def _restore_shards(self, state: Mapping[str, Any] | None) -> list[str]:
         if self.shards is None or state is None:
@@ -237,8 +238,8 @@ class RunGuards:
             return []
         self.shards.forget()
         return [
-            "The checkpoint holds statistics of the shards by the rules of another version of zero2all. They start "
-            "again, so a bad shard is found somewhat later; shards found before stay in quarantine."
+            "The shard statistics in the checkpoint come from another version of zero2all. They start again, so a bad "
+            "shard is found a little later. Shards found before stay in quarantine."
         ]
 
     def _load_quarantine(self) -> None:
@@ -258,8 +259,8 @@ class RunGuards:
             return None
         return found.state()
 
-    def _mend_quarantine(self) -> list[str]:
-        """Write a list that could not be read again from the checkpoint, which has all shards up to its step."""
+    def _rewrite_quarantine(self) -> list[str]:
+        """Replace a list that could not be read by that of the checkpoint, which has all shards up to its step."""
         if not self._is_quarantine_damaged:
             return []
         self._is_quarantine_damaged = False
@@ -272,6 +273,6 @@ class RunGuards:
 
         self._world.run_on_rank0(write_again)
         return [
-            f"{path} could not be read and was written again: {len(self.quarantine.shards)} shards that the checkpoint "
-            f"holds. Later ones will be found again."
+            f"{path} could not be read. It was written again with the {counted(len(self.quarantine.shards), 'shard')} "
+            f"in the checkpoint. Shards found later will be found again."
         ]

@@ -1,0 +1,177 @@
+"""Bare `z2a`: the journey, and the next command that makes sense in this folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from zero2all.cli.overview import JOURNEY, next_commands
+from zero2all.cli.run_list import Run
+from zero2all.common.workspace import open_workspace
+
+
+def test_a_folder_without_a_workspace_leads_to_the_quickstart(z2a, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ended = z2a()
+    assert ended.code == 0
+    assert ended.out == z2a("help").out
+    assert "There is no workspace here yet. Next:\n  z2a quickstart\n" in ended.out
+    assert len(ended.out.splitlines()) <= 24
+    assert max(map(len, ended.out.splitlines())) <= 80
+
+
+def test_a_finished_run_leads_to_eval_chat_and_board_and_they_need_no_name(z2a, journey, monkeypatch):
+    monkeypatch.chdir(journey)
+    out = z2a().out
+    assert f"Workspace {journey}: corpus, tokenizer, packed.\n  run tiny: finished, step 4 of 4, loss " in out
+    assert "Next:\n  z2a eval\n  z2a chat\n  z2a board\n" in out
+
+
+def test_a_workspace_below_this_folder_is_named_in_the_commands(z2a, journey, monkeypatch):
+    monkeypatch.chdir(journey.parent)
+    assert "Next:\n  z2a eval --work work\n  z2a chat --work work\n  z2a board work\n" in z2a().out
+    monkeypatch.chdir(journey)
+    monkeypatch.setenv("Z2A_WORK", str(journey))
+    assert "Next:\n  z2a eval\n" in z2a().out
+
+
+def test_each_missing_stage_is_the_next_command(z2a, copy, monkeypatch):
+    monkeypatch.chdir(copy)
+    for folder, command in (
+        ("runs", "z2a train z2all-100m"),
+        ("packed", "z2a pack"),
+        ("tokenizer", "z2a tokenizer train --vocab-size 32000"),
+        ("corpus", "z2a corpus build NAME=PATH"),
+    ):
+        shutil.rmtree(copy / folder)
+        assert f"\n  {command}\n" in z2a().out
+
+
+def run(state: str, name: str = "a", seconds_ago: float = 1.0) -> Run:
+    return Run(name, state, 3, 9, 1.0, seconds_ago, "")
+
+
+@pytest.mark.parametrize(
+    ("runs", "first"),
+    [
+        ([run("stopped")], "z2a train w/runs/a/config.yaml --work w"),
+        ([run("failed")], "z2a train w/runs/a/config.yaml --work w"),
+        ([run("running")], "z2a watch --work w"),
+        ([run("finished", seconds_ago=9.0), run("running", "my run")], "z2a watch 'my run' --work w"),
+    ],
+)
+def test_the_newest_run_decides_what_comes_next(runs, first):
+    assert next_commands(Path("w"), " --work w", ["corpus", "tokenizer", "packed"], runs)[0] == first
+
+
+def test_every_verb_of_the_journey_exists(z2a):
+    for line in JOURNEY.splitlines():
+        if line.startswith("  z2a "):
+            for command in line[2:23].split(", "):
+                assert z2a(*command.split()[1:], "--help").code == 0
+
+
+def test_help_of_a_verb_is_its_help(z2a):
+    assert z2a("help", "corpus", "build").out == z2a("corpus", "build", "--help").out
+
+
+# ---- z2a runs ---------------------------------------------------------------------------------------------------
+
+
+def test_runs_lists_state_step_loss_size_and_age(z2a, journey, copy):
+    heading, _, row = [line.split() for line in z2a("runs", "--work", journey).out.splitlines() if line.strip()]
+    assert heading == ["run", "state", "step", "of", "loss", "size", "last", "row"]
+    assert row[:4] == ["tiny", "finished", "4", "4"]
+    (found,) = json.loads(z2a("runs", "--json", "--work", copy).out)
+    assert (found["name"], found["state"], found["step"], found["steps"]) == ("tiny", "finished", 4, 4)
+    assert found["bytes"] == sum(path.stat().st_size for path in (copy / "runs/tiny").rglob("*") if path.is_file())
+
+
+def test_a_run_says_whether_it_was_stopped_or_killed_or_has_not_begun(z2a, copy):
+    runs = copy / "runs"
+    metrics = runs / "tiny/metrics/train-1.jsonl"
+    lines = metrics.read_text().splitlines()
+    for name, end in {
+        "stopped": {"reason": "preempted"},
+        "failed": {"reason": "failed", "message": "The loss is not finite."},
+        "killed": None,
+    }.items():
+        shutil.copytree(runs / "tiny", runs / name)
+        kept = lines[:-1] if end is None else [*lines[:-1], json.dumps({**json.loads(lines[-1]), "data": end})]
+        (runs / name / "metrics/train-1.jsonl").write_text("\n".join(kept) + "\n")
+    header = json.loads(lines[0])
+    header["data"]["pid"] = 2**22 - 1  # of no process
+    text = "\n".join([json.dumps(header), *lines[1:-1]]) + "\n"
+    (runs / "killed/metrics/train-1.jsonl").write_text(text)
+    shutil.copytree(runs / "tiny/checkpoints", runs / "new/checkpoints")
+    states = {run["name"]: run["state"] for run in json.loads(z2a("runs", "--json", "--work", copy).out)}
+    assert states == {"tiny": "finished", "stopped": "stopped", "failed": "failed", "killed": "failed", "new": "new"}
+    out = z2a("runs", "--work", copy).out
+    assert "failed: The loss is not finite." in out
+    assert "killed: Process 4194303 is gone" in out
+
+
+def test_an_empty_workspace_has_no_runs(z2a, tmp_path):
+    open_workspace(tmp_path, create=True)
+    assert z2a("runs", "--work", tmp_path).out.startswith("There are no runs in ")
+
+
+# ---- the run may be left out ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["watch", "--once"],
+        ["inspect", "1"],
+        ["--work", "W", "inspect", "2", "--json"],
+        ["generate", "--prompt", "ka", "--max-new-tokens", "2"],
+        ["track", "export", "--to", "csv", "F.csv"],
+        ["anneal", "--steps", "5"],
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_the_one_run_of_a_workspace_needs_no_name(words, z2a, copy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("Z2A_WORK", str(copy))
+    ended = z2a(*[word for word in words if word not in ("--work", "W")])
+    assert ended.code == 0, ended.err
+
+
+@pytest.mark.parametrize("words", ["inspect --work W tiny 1", "inspect tiny --work W 1", "watch --work W tiny --once"])
+def test_the_run_may_stand_before_and_behind_flags(words, z2a, journey):
+    assert z2a(*words.replace("W", str(journey)).split()).code == 0
+
+
+def test_among_several_runs_one_has_to_be_named(z2a, copy):
+    shutil.copytree(copy / "runs/tiny", copy / "runs/other")
+    ended = z2a("watch", "--once", "--work", copy)
+    assert ended.code == 2
+    assert "has 2 runs. Name the one you mean: other, tiny." in ended.err
+    assert z2a("watch", "other", "--once", "--work", copy).code == 0
+
+
+def test_a_workspace_without_runs_says_how_to_get_one(z2a, tmp_path):
+    open_workspace(tmp_path, create=True)
+    ended = z2a("eval", "--work", tmp_path)
+    assert ended.code == 2
+    assert "has no runs yet: train one with `z2a train`." in ended.err
+
+
+# ---- the workspace of the environment ---------------------------------------------------------------------------
+
+
+def test_the_flag_wins_over_the_environment(z2a, journey, tmp_path, monkeypatch):
+    monkeypatch.setenv("Z2A_WORK", str(tmp_path / "elsewhere"))
+    assert z2a("runs", "--work", journey).code == 0
+    assert "elsewhere is not a workspace" in z2a("runs").err
+
+
+def test_a_folder_that_holds_workspaces_names_them(z2a, journey, monkeypatch):
+    monkeypatch.chdir(journey.parent)
+    ended = z2a("runs")
+    assert ended.code == 2
+    assert "it holds some: work. Add --work work or set Z2A_WORK." in ended.err

@@ -1,0 +1,99 @@
+"""The pages fit together: links, pictures, names and headings. Commands are in test_docs_commands.py."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import unquote
+
+import pytest
+
+from tests.pages import ROOT, Page, pages
+
+PAGES = {str(page): page for page in pages()}
+TRANSLATED = sorted(name for name in PAGES if name.endswith(".zh.md"))
+README_LINES = 200
+PICTURE_BYTES = 200 << 10
+
+
+def report(problems: list[str]) -> None:
+    assert not problems, f"{len(problems)} to fix:\n" + "\n".join(problems)
+
+
+@pytest.mark.parametrize("page", PAGES.values(), ids=str)
+def test_links_and_pictures_exist(page):
+    problems = []
+    for place, target in page.links:
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = unquote(target).partition("#")
+        path = (page.path.parent / file).resolve() if file else page.path
+        if not path.exists():
+            problems.append(f"{place}: the link {target} leads to no file")
+        elif anchor and path.suffix == ".md" and anchor not in Page(path).anchors:
+            problems.append(f"{place}: {file or 'this page'} has no heading for #{anchor}")
+        elif path.suffix == ".png" and path.stat().st_size > PICTURE_BYTES:
+            problems.append(f"{place}: {file} has {path.stat().st_size:,} bytes, at most {PICTURE_BYTES:,} are allowed")
+    report(problems)
+
+
+@pytest.mark.parametrize("page", PAGES.values(), ids=str)
+def test_files_of_the_repository_that_are_named_exist(page):
+    folders = ("benchmarks", "configs", "docs", "scripts", "tests", "zero2all")
+    named = re.compile(rf"(?:{'|'.join(folders)})/[\w./-]+\.(?:py|md|sh|yaml|json|png|css)")
+    report([f"{place}: there is no {text}" for place, text in page.spans if named.fullmatch(text) and missing(text)])
+
+
+def missing(name: str) -> bool:
+    return not (ROOT / name).exists()
+
+
+def test_every_page_is_reached_from_the_readme():
+    reached, rest = set(), ["README.md"]
+    while rest:
+        name = rest.pop()
+        if name in reached or name not in PAGES:
+            continue
+        reached.add(name)
+        page = PAGES[name]
+        targets = [(page.path.parent / target.partition("#")[0]).resolve() for _, target in page.links]
+        rest += [target.relative_to(ROOT).as_posix() for target in targets if target.is_relative_to(ROOT)]
+    report([f"{name}: no page links to it" for name in sorted(PAGES.keys() - reached)])
+
+
+@pytest.mark.parametrize("name", TRANSLATED)
+def test_a_translation_has_the_headings_of_its_original(name):
+    original = name.replace(".zh.md", ".md")
+    assert original in PAGES, f"{name}: there is no {original}"
+    ours, theirs = PAGES[name].headings, PAGES[original].headings
+    for (line, level, text), (other_line, other_level, other) in zip(ours, theirs, strict=False):
+        assert level == other_level, (
+            f"{name}:{line}: `{text}` has level {level}; {original}:{other_line}: `{other}` has level {other_level}"
+        )
+    left = theirs[len(ours) :] or ours[len(theirs) :]
+    assert not left, f"{name} has {len(ours)} headings, {original} {len(theirs)}; left over from line {left[0][0]}"
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
+def test_a_readme_is_short(name):
+    lines = len(PAGES[name].lines)
+    assert lines <= README_LINES, f"{name} has {lines} lines, at most {README_LINES} are allowed"
+
+
+@pytest.mark.parametrize("page", PAGES.values(), ids=str)
+def test_a_page_has_one_title_and_no_level_is_left_out(page):
+    problems = []
+    level = 0
+    for number, found, text in page.headings:
+        if found > level + 1 or (found == 1 and level > 0):
+            problems.append(f"{page}:{number}: `{text}` has level {found} after level {level}")
+        level = found
+    report(problems)
+
+
+@pytest.mark.parametrize("page", PAGES.values(), ids=str)
+def test_no_placeholder_is_left(page):
+    words = re.compile(r"\b(?:TODO|FIXME|TBD|[A-Z]{3,}_[A-Z_]{3,})\b")
+    prose = [(number, re.sub(r"`[^`]*`", "", line)) for number, line in enumerate(page.prose, 1)]
+    blocks = [(number, line) for block in page.blocks for number, line in enumerate(block.lines, block.number)]
+    lines = [*prose, *((number, line) for number, line in blocks if words.fullmatch(line.strip()))]
+    report([f"{page}:{number}: {found[0]}" for number, line in lines if (found := words.search(line))])

@@ -1,0 +1,472 @@
+"""Every command, flag and config field that the pages show works as written.
+
+Commands are read by the real parser, and their overrides by the schema of the config. Those that only print something
+are run. A command that begins with `$ ` and is answered by `z2a: …` must be refused with these words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import importlib
+import io
+import re
+import shlex
+import sys
+import tomllib
+import typing
+from functools import cache
+from types import UnionType
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.pages import OTHER_PROGRAMS, ROOT, Command, Page, pages, split_shell
+from tests.test_docs import report
+from zero2all.cli import evaluate
+from zero2all.cli.main import build_parser, main, parse, split_overrides
+from zero2all.cli.parser import Parser
+from zero2all.common.errors import UserError
+from zero2all.common.language import LANGUAGE_VARIABLE
+from zero2all.common.schema import Problem, apply_overrides, build
+from zero2all.config import RunConfig, config_from_values, load_config, preset_files
+from zero2all.corpus import BuildOptions, load_settings
+from zero2all.corpus.clean.config import RULES, CleanConfig
+from zero2all.corpus.dedup.config import DedupConfig
+from zero2all.corpus.settings import SECTIONS as CORPUS_SECTIONS
+
+LEFT_OUT = "…"
+PRINTS_ONLY = (
+    *("--help", "--version", "--print-config", "--print-schedule", "--plan-only", "--list"),
+    *("corpus rules", "perf ops"),
+)
+"""Words by which a command is known to print something and change nothing."""
+RUN_SECTIONS = {field.name for field in dataclasses.fields(RunConfig)}
+FILES = ("py", "json", "jsonl", "md", "yaml", "safetensors", "html", "bin", "model", "png", "txt")
+
+
+OTHER_FLAGS = ("--gpus", "--entrypoint", "--shm-size", "--nproc-per-node", "--nnodes", "--ipc")
+"""Flags of docker and torchrun that pages name."""
+
+
+NEEDS_WORKSPACE = "is not a workspace"
+LEAST_LETTERS = 15
+"""Of a message that must be recognised."""
+LONGEST_VALUE = 80
+"""Letters of a value in a message."""
+
+
+class RefusedError(Exception):
+    """A command that does not work as written, and why."""
+
+
+@cache
+def the_parser() -> Parser:
+    return build_parser()
+
+
+@pytest.fixture(autouse=True)
+def one_parser(monkeypatch):
+    """Building it takes longer than parsing."""
+    monkeypatch.setattr(sys.modules[parse.__module__], "build_parser", the_parser)
+
+
+# ---- commands -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", pages(), ids=str)
+def test_commands_are_accepted(page):
+    problems = []
+    for command in page.commands:
+        if is_refused_on_the_page(command):
+            continue
+        try:
+            check(command.words)
+        except RefusedError as error:
+            problems.append(f"{command}\n    {error}")
+    report(problems)
+
+
+def is_refused_on_the_page(command: Command) -> bool:
+    return any(line.startswith("z2a: ") for line in command.answer)
+
+
+def check(words: tuple[str, ...], is_whole: bool = True) -> None:
+    """Raise RefusedError when a command cannot work as written; one that is not whole may lack what must be given."""
+    program, rest = words[0].rpartition("/")[2], [word for word in words[1:] if word != LEFT_OUT]
+    if program == "z2a":
+        check_z2a(rest)
+    elif program in ("python", "torchrun"):
+        check_python(program, rest, is_whole)
+    elif program == "make":
+        check_make(rest)
+    elif program == "docker":
+        if rest[:1] == ["run"] and "--entrypoint" not in rest:
+            check_z2a(rest[rest.index("zero2all") + 1 :])
+    elif program == "pip":
+        check_pip(rest)
+    elif program not in OTHER_PROGRAMS:
+        raise RefusedError(f"`{program}` is no program that the documentation uses (tests/pages.py lists them)")
+
+
+def check_z2a(words: list[str]) -> None:
+    words = [re.sub(r"\$\w+", "1", word) for word in words]  # a variable of a loop
+    if not words:
+        return
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            arguments = parse(words)
+        verb = the_parser().find(evaluate.with_verb(split_overrides(words)[0])).prog
+        check_overrides(verb, arguments, arguments.overrides)
+    except SystemExit:
+        return  # --help and --version
+    except UserError as error:
+        raise RefusedError(str(error)) from None
+
+
+def check_overrides(verb: str, arguments: argparse.Namespace, overrides: list[str]) -> None:
+    """Settings of a corpus, or fields of a config; a config that is no preset is taken to be empty."""
+    if not overrides:
+        return
+    if verb == "z2a corpus build":
+        words = [word for word in arguments.sources if "=" in word]
+        load_settings(words, overrides)
+        return
+    config = getattr(arguments, "config", None) or getattr(arguments, "source", None)
+    if verb == "z2a quickstart":
+        config = "quickstart"
+    if config in preset_files():
+        load_config(config, overrides)
+        return
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    apply_overrides(values, overrides, problems)
+    config_from_values(values, "of the page", problems)
+
+
+def check_python(program: str, words: list[str], is_whole: bool) -> None:
+    """A module or a file of the repository, whose source names every flag."""
+    if "-c" in words:
+        return
+    if "-m" in words:
+        module, rest = words[words.index("-m") + 1], words[words.index("-m") + 2 :]
+        if module == "zero2all":
+            check_z2a(rest)
+            return
+        if module in ("venv", "http.server", "pip"):
+            return
+        path = ROOT / f"{module.replace('.', '/')}.py"
+    else:
+        name = next((word for word in words if word.endswith(".py")), "")
+        path, rest = ROOT / name, words[words.index(name) + 1 :] if name else []
+    if not path.is_file():
+        raise RefusedError(f"{program} would find no {path.relative_to(ROOT)}")
+    source = path.read_text(encoding="utf-8")
+    for flag in re.findall(r'add_argument\(\s*"(--[\w-]+)"[^()]*required=True', source):
+        if is_whole and flag not in rest:
+            raise RefusedError(f"{path.relative_to(ROOT)} cannot run without {flag}")
+    for word in rest:
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and "." not in flag and f'"{flag}"' not in source:
+            raise RefusedError(f"{path.relative_to(ROOT)} has no {flag}")
+
+
+def check_make(words: list[str]) -> None:
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals and name not in targets:
+            raise RefusedError(f"the Makefile has no target {name}; it has {', '.join(targets)}")
+        if name == "ARGS":
+            check_z2a(["quickstart", *shlex.split(value)])
+
+
+def check_pip(words: list[str]) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for word in words:
+        for name in re.findall(r"^(?:zero2all|\.)\[([\w,]+)\]", word):
+            if unknown := set(name.split(",")) - extras.keys():
+                raise RefusedError(f"pyproject.toml has no extra {', '.join(sorted(unknown))}")
+
+
+def commands_to_run() -> dict[tuple[str, ...], Command]:
+    """Each command that only prints something, once."""
+    return {
+        command.words[1:]: command
+        for page in pages()
+        for command in page.commands
+        if command.words[0] == "z2a"
+        and LEFT_OUT not in command.words
+        and any(part in shlex.join(command.words) for part in PRINTS_ONLY)
+        and not is_refused_on_the_page(command)
+        and names_no_file(command.words)
+    }
+
+
+def names_no_file(words: tuple[str, ...]) -> bool:
+    return not any("/" in word or word.endswith((".yaml", ".json")) for word in words)
+
+
+@pytest.mark.parametrize("command", commands_to_run().values(), ids=str)
+def test_commands_that_only_print_are_run(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = main(list(command.words[1:]))
+    except SystemExit as end:
+        code = end.code
+    said = capsys.readouterr()
+    assert not code, f"{command}\nended with {code}: {said.err}"
+    assert said.out
+
+
+def refused_commands() -> list[Command]:
+    return [command for page in pages() for command in page.commands if is_refused_on_the_page(command)]
+
+
+@pytest.mark.parametrize("command", refused_commands(), ids=str)
+def test_refusals_are_shown_as_printed(command, tmp_path, monkeypatch, capsys):
+    """Config files that the page shows are there, in its own words."""
+    (page,) = [page for page in pages() if command.place.startswith(f"{page}:")]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(LANGUAGE_VARIABLE, "zh" if str(page).endswith(".zh.md") else "en")
+    for name in (word for word in command.words if word.endswith(".yaml")):
+        (tmp_path / name).write_text(block_behind(page, name), encoding="utf-8")
+    try:
+        code = main(list(command.words[1:]))
+    except SystemExit as end:
+        code = end.code
+    said = capsys.readouterr().err
+    if NEEDS_WORKSPACE in said:
+        report(unknown_messages(command.place, command.answer))
+        return
+    shown = re.escape(" ".join(" ".join(command.answer).split())).replace(LEFT_OUT, ".*")
+    assert code, f"{command}\nis refused on the page, and was not"
+    assert re.fullmatch(shown, plain_words(said)), f"{command}\nprinted:\n{said}"
+
+
+@pytest.mark.parametrize("page", pages(), ids=str)
+def test_messages_that_are_shown_are_those_of_the_program(page):
+    """A line `z2a: …`, or one of a block of language `text`; what stands in the place of `…` is not compared."""
+    problems = []
+    for block in page.blocks if not str(page).endswith(".zh.md") else []:
+        for number, line in enumerate(block.lines, block.number):
+            if line.startswith("z2a: ") or block.language == "text":
+                problems += unknown_messages(f"{page}:{number}", block.lines[number - block.number :])
+    report(problems)
+
+
+def unknown_messages(place: str, lines: tuple[str, ...]) -> list[str]:
+    """A problem, if the first line of a message is not the beginning of any message of the program."""
+    shown = lines[0].removeprefix("z2a: ").partition(LEFT_OUT)[0].strip()
+    if any(begins_with(template, shown) for template in templates_of_the_program()):
+        return []
+    nearest = difflib.get_close_matches(shown, [each[: len(shown)] for each in templates_of_the_program()], 1, 0.3)
+    return [f"{place}: no message of the program begins with `{shown}`; the nearest is `{''.join(nearest)}`"]
+
+
+@cache
+def templates_of_the_program() -> list[str]:
+    """Every longer string of the program with `{}` for its values. By pattern: parsing all files takes seconds."""
+    found = set()
+    for path in (ROOT / "zero2all").rglob("*.py"):
+        source = re.sub(r'"\s*\n\s*f?"', "", path.read_text(encoding="utf-8"))
+        found |= {re.sub(r"\{[^{}]*\}", "{}", text) for text in re.findall(r'"([^"\n]{20,})"', source)}
+    return sorted(found)
+
+
+def begins_with(template: str, shown: str) -> bool:
+    """Whether a message of this template can begin with the words shown, which may end inside of a value."""
+    matched = place = 0
+    for number, part in enumerate(template.replace("{{", "{").replace("}}", "}").split("{}")):
+        rest = shown[place:]
+        if number == 0 and not rest.startswith(part[: len(rest)]):
+            return False
+        found = rest.find(part) if part in rest else -1
+        if found < 0:
+            overlap = max((size for size in range(len(part)) if rest.endswith(part[:size])), default=0)
+            return matched + overlap >= LEAST_LETTERS and len(rest) - overlap <= LONGEST_VALUE
+        matched, place = matched + len(part), place + found + len(part)
+    return matched >= LEAST_LETTERS
+
+
+def plain_words(text: str) -> str:
+    return " ".join(text.replace(f"{ROOT}/", "").split())
+
+
+def block_behind(page: Page, name: str) -> str:
+    """The YAML block before which the page names the file."""
+    for block in page.blocks:
+        before = " ".join(page.prose[max(0, block.number - 4) : block.number])
+        if block.language == "yaml" and name in before:
+            return "\n".join(block.lines)
+    raise AssertionError(f"{page}: no YAML block is introduced as `{name}`")
+
+
+# ---- names in the text ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", pages(), ids=str)
+def test_verbs_and_flags_in_the_text_exist(page):
+    problems = []
+    for place, text in page.spans:
+        try:
+            if text.startswith("z2a "):
+                check_mention(split_shell(text, place)[0])
+            elif text.startswith("make ") or re.match(r"python (-m )?(benchmarks|docs|zero2all)", text):
+                check(split_shell(text, place)[0], is_whole=False)
+            elif re.match(r"--[a-z]", text):
+                check_flag(text)
+        except RefusedError as error:
+            problems.append(f"{place}: `{text}`: {error}")
+    report(problems)
+
+
+def check_mention(words: tuple[str, ...]) -> None:
+    """A command that may be a part only: its verb must exist, and its flags must be flags of this verb."""
+    parser = the_parser()
+    prog = "z2a"
+    plain, overrides = split_overrides(list(words[1:]))
+    for word in evaluate.with_verb(plain) if "--" not in plain else plain:
+        inner = parser.verbs
+        if not inner or word.startswith("-") or word.isupper() or word == LEFT_OUT:
+            break
+        if word not in inner:
+            raise RefusedError(f"`{prog}` has no verb {word}; it has {', '.join(inner)}")
+        parser, prog = inner[word], f"{prog} {word}"
+    flags = flags_below(parser)
+    for word in plain:
+        if word.startswith("--") and word.partition("=")[0] not in flags:
+            raise RefusedError(f"`{prog}` has no {word}; it has {', '.join(sorted(flags))}")
+    for word in overrides:
+        if word.startswith("--"):
+            check_field(word.removeprefix("--").partition("=")[0])
+
+
+def flags_below(parser: Parser) -> set[str]:
+    flags = set(parser.flags)
+    for inner in parser.verbs.values():
+        flags |= flags_below(inner)
+    return flags
+
+
+@cache
+def all_flags() -> set[str]:
+    """The flags of all verbs, and those of the programs under benchmarks and docs."""
+    programs = [
+        *(ROOT / "benchmarks").glob("*.py"),
+        *(ROOT / "docs").rglob("*.py"),
+        *(ROOT / "zero2all/perf").glob("*.py"),
+    ]
+    theirs = {flag for path in programs for flag in re.findall(r'"(--[a-z][a-z-]*)"', path.read_text(encoding="utf-8"))}
+    return flags_below(the_parser()) | theirs
+
+
+def check_flag(text: str) -> None:
+    name = re.match(r"--[\w.-]+", text)[0].rstrip(".")  # type: ignore[index]
+    if "." in name or name == "--stages":
+        check_field(name.removeprefix("--"))
+    elif name not in all_flags() and name not in OTHER_FLAGS:
+        raise RefusedError(f"no verb has {name}")
+
+
+@pytest.mark.parametrize("page", pages(), ids=str)
+def test_config_fields_in_the_text_exist(page):
+    problems = []
+    for place, text in page.spans:
+        match = re.match(r"([a-z]+)((?:\.[a-z][a-z0-9_]*)+)(?=$|[:= ])", text)
+        if not match or match[1] not in RUN_SECTIONS | {"options", "dedup", "clean"} or is_other_name(match[0]):
+            continue
+        try:
+            check_field(match[0])
+        except RefusedError as error:
+            problems.append(f"{place}: `{text}`: {error}")
+    report(problems)
+
+
+def is_other_name(name: str) -> bool:
+    """A file, a module of ours, or a tensor of a model."""
+    path = ROOT / "zero2all" / name.replace(".", "/")
+    is_module = path.is_dir() or path.with_name(f"{path.name}.py").exists()
+    return is_module or name.rpartition(".")[2] in FILES or name.endswith(".weight")
+
+
+def check_field(name: str) -> None:
+    """Raise RefusedError when neither the config nor the settings of a corpus have this field."""
+    section, *fields = name.split(".")
+    if section == "clean":
+        if any(field.isupper() for field in fields):
+            return
+        names = set(RULES) | {each.name for each in dataclasses.fields(CleanConfig)}
+        if not (set(fields) & names or set(fields) <= {"zh", "en", "code", "other"}):
+            raise RefusedError(f"no rule of cleaning is named in {name}")
+        return
+    place: Any = {"options": BuildOptions, "dedup": DedupConfig}.get(section)
+    if section in CORPUS_SECTIONS and place is None:
+        return
+    if place is None:
+        place, fields = RunConfig, [section, *fields]
+    at = "the config" if place is RunConfig else f"`{section}`"
+    for field in fields:
+        if field.isupper():
+            return
+        if not dataclasses.is_dataclass(place):
+            return  # a mapping, such as data.mixture, has the names of the user
+        hints = typing.get_type_hints(place, include_extras=False)
+        if field not in hints:
+            raise RefusedError(f"{at} has no field {field}; it has {', '.join(hints)}")
+        place, at = section_of(hints[field]), f"`{field}`"
+
+
+def section_of(kind: Any) -> Any:
+    """The dataclass in `X`, `X | None` and `list[X]`."""
+    options = typing.get_args(kind) if isinstance(kind, UnionType) or typing.get_origin(kind) else (kind,)
+    return next((option for option in options if dataclasses.is_dataclass(option)), None)
+
+
+# ---- examples of files ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", pages(), ids=str)
+def test_configs_in_blocks_are_valid(page):
+    problems = []
+    for block in page.blocks:
+        if block.language != "yaml":
+            continue
+        try:
+            values = yaml.safe_load("\n".join(block.lines))
+        except yaml.YAMLError as error:
+            problems.append(f"{page}:{block.number}: this is not YAML: {error}")
+            continue
+        found: list[Problem] = []
+        if isinstance(values, dict) and values.keys() <= RUN_SECTIONS:
+            build(RunConfig, values, "", found)
+        elif isinstance(values, dict) and "sources" in values:
+            build(BuildOptions, values.get("options"), "options", found)
+            build(DedupConfig, values.get("dedup"), "dedup", found)
+        problems += [f"{page}:{block.number}: {problem}" for problem in found]
+    report(problems)
+
+
+@pytest.mark.parametrize("page", pages(), ids=str)
+def test_python_in_blocks_compiles_and_imports_what_exists(page):
+    problems = []
+    for block in page.blocks:
+        if block.language != "python":
+            continue
+        source = "\n".join(block.lines)
+        place = f"{page}:{block.number}"
+        try:
+            compile(source, place, "exec")
+        except SyntaxError as error:
+            problems.append(f"{place}: {error}")
+        for module, names in re.findall(r"^from (zero2all[\w.]*) import ([\w, ]+)", source, re.MULTILINE):
+            found = importlib.import_module(module)
+            problems += [
+                f"{place}: {module} has no {name.strip()}"
+                for name in names.split(",")
+                if not hasattr(found, name.strip().partition(" as ")[0])
+            ]
+    report(problems)

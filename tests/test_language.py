@@ -1,0 +1,196 @@
+"""Every message of the program has its Chinese, and is recognised by it.
+
+`python tests/test_language.py ROOM…` prints the messages of these rooms that have none, as JSON to fill in.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from string import Formatter
+
+import pytest
+
+from zero2all.common import language
+from zero2all.common.language import literal_parts, padded, translate
+
+PACKAGE = language.PACKAGE
+ROOMS = sorted(path.name for path in PACKAGE.iterdir() if any(path.glob("*.py")) and path.name != "serve")
+"""Without the server, whose answers are read by programs."""
+
+NOT_SHOWN = {"AssertionError", "NotImplementedError", "RuntimeError", "TypeError", "IndexError", "KeyError", "OSError"}
+"""Errors that mean a bug, or that the system words."""
+SPEAKS = {"say", "print", "t", "translate", "refuse", "warn", "_note"}
+WORDS_OF = {"add_verb": (2,), "add_group": (2,), "progress": (0, 2), "advance": (1,), "print_table": (0, 1)}
+"""Function -> which of its arguments a person reads."""
+SHOWN_KEYWORDS = {"help", "description", "note", "unit", "title"}
+PROSE = re.compile(r"(?<![\w`/.<=-])[A-Za-z][a-z]{2,}(?![\w`/=(]|[.:]\w)")
+
+
+def messages(source: str) -> Iterator[str]:
+    """Every text of a file that a person reads, as a template."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+        if name == "counted" and len(node.args) == 2:  # 3, "step" -> "3 steps"
+            for noun in templates(node.args[1]):
+                yield from (f"{{}} {noun}", f"{{}} {noun}s")
+        if name in SPEAKS or (name.endswith("Error") and name not in NOT_SHOWN):
+            shown = list(node.args)
+        else:
+            shown = [node.args[index] for index in WORDS_OF.get(name, ()) if index < len(node.args)]
+        shown += [keyword.value for keyword in node.keywords if keyword.arg in SHOWN_KEYWORDS]
+        for expression in shown:
+            yield from templates(expression)
+
+
+def templates(node: ast.AST) -> Iterator[str]:
+    """The texts of an expression: its f-strings and plain strings, and those chosen inside of a hole."""
+    if isinstance(node, ast.JoinedStr):
+        parts = [part.value if isinstance(part, ast.Constant) else None for part in node.values]
+        yield "".join("{}" if part is None else escaped(part) for part in parts).strip()
+        for part in node.values:
+            if isinstance(part, ast.FormattedValue):
+                yield from templates(part.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield escaped(node.value).strip()
+    elif isinstance(node, ast.BinOp | ast.BoolOp | ast.IfExp | ast.List | ast.Tuple | ast.Starred):
+        for child in ast.iter_child_nodes(node):
+            if not (isinstance(node, ast.IfExp) and child is node.test):
+                yield from templates(child)
+
+
+def escaped(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+def is_prose(template: str) -> bool:
+    """Whether there are words in it, beside code, flags, paths and names."""
+    return bool(PROSE.search(re.sub(r"`[^`]*`|--[\w.-]+|z2a [a-z ]+", " ", template)))
+
+
+def needed(room: str) -> list[str]:
+    """The templates that the room's table must have, in the order of its files."""
+    found = (message for path in sorted((PACKAGE / room).rglob("*.py")) for message in messages(path.read_text()))
+    return list(dict.fromkeys(message for message in found if is_prose(message)))
+
+
+def table(room: str) -> dict[str, str]:
+    path = PACKAGE / room / language.TABLE_NAME
+    return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_repeats) if path.exists() else {}
+
+
+def without_repeats(pairs: list[tuple[str, str]]) -> dict[str, str]:
+    repeated = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+    assert not repeated, f"twice in one table: {repeated}"
+    return dict(pairs)
+
+
+def all_tables() -> dict[str, str]:
+    return {english: chinese for room in ROOMS for english, chinese in table(room).items()}
+
+
+def missing(room: str) -> list[str]:
+    known = all_tables()
+    return [template for template in needed(room) if template not in known]
+
+
+ROOMS_WITH_TABLES = [room for room in ROOMS if table(room) and room != "common"]
+
+
+@pytest.mark.parametrize("room", ROOMS_WITH_TABLES)
+def test_every_message_has_its_chinese(room):
+    assert missing(room) == [], f"`python tests/test_language.py {room}` prints them as JSON"
+
+
+@pytest.mark.parametrize("room", ROOMS_WITH_TABLES)
+def test_a_table_holds_nothing_that_the_program_does_not_say(room):
+    said = all_strings() | {template for each in ROOMS for template in needed(each)} | SAID_BY_LIBRARIES
+    assert [template for template in table(room) if template not in said] == []
+
+
+@functools.cache
+def all_strings() -> frozenset[str]:
+    """Every string of the package as a template: words that stand in constants are translated where they are shown."""
+    nodes = (node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    return frozenset(template for node in nodes for template in templates(node))
+
+
+SAID_BY_LIBRARIES = {"options", "positional arguments", "usage:", "show this help message and exit"}
+"""Words of argparse, which stand in no file of ours."""
+
+SAMPLES = ("/data/x.jsonl", "12,345", "name-7", "'a'", "3.5 MB", "en", "0.25", "text")
+
+
+@pytest.mark.parametrize("room", ROOMS_WITH_TABLES)
+def test_a_filled_sentence_is_recognised_and_keeps_its_values(room, monkeypatch):
+    monkeypatch.setenv(language.LANGUAGE_VARIABLE, "zh")
+    for english, chinese in table(room).items():
+        holes = len(literal_parts(english)) - 1
+        numbered = [name for _, name, _, _ in Formatter().parse(chinese) if name is not None]
+        used = [int(name) if name else place for place, name in enumerate(numbered)]
+        assert sorted(set(used)) == list(range(holes)), f"the holes of {english!r} and {chinese!r} differ"
+        values = [SAMPLES[place % len(SAMPLES)] for place in range(holes)]
+        assert translate(english.format(*values)) == chinese.format(*values)
+
+
+def test_the_language_is_the_flag_or_else_the_locale(monkeypatch):
+    for name in ("Z2A_LANG", "LC_ALL", "LC_MESSAGES", "LANG"):
+        monkeypatch.delenv(name, raising=False)
+    assert language.language() == "en"
+    monkeypatch.setenv("LANG", "zh_CN.UTF-8")
+    assert language.language() == "zh"
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    assert language.language() == "en"
+    monkeypatch.setenv("Z2A_LANG", "zh")
+    assert language.language() == "zh"
+
+
+@pytest.fixture
+def small_table(monkeypatch, tmp_path):
+    words = {
+        "{} has no field {}.": "{0} 中没有字段 {1}。",
+        "Use {} instead.": "请改用 {}。",
+        "left: {} of {}": "{1} 中还剩 {0}",
+        "interrupted.": "已中断。",
+    }
+    (tmp_path / "room").mkdir()
+    (tmp_path / "room" / language.TABLE_NAME).write_text(json.dumps(words), encoding="utf-8")
+    monkeypatch.setenv(language.LANGUAGE_VARIABLE, "zh")
+    monkeypatch.setattr(language, "PACKAGE", tmp_path)
+    language._tables.cache_clear()
+    yield
+    language._tables.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("english", "chinese"),
+    [
+        ("a.jsonl has no field text.", "a.jsonl 中没有字段 text。"),
+        ("left: 2 of 3", "3 中还剩 2"),
+        ("  interrupted.\n", "  已中断。\n"),
+        ("a.jsonl has no field text. Use `content` instead.", "a.jsonl 中没有字段 text。请改用 `content`。"),
+        ("b.csv: a.jsonl has no field text.", "b.csv: a.jsonl 中没有字段 text。"),
+        ("Nobody wrote this one. interrupted.", "Nobody wrote this one. 已中断。"),
+        ("interrupted.\na has no field b.", "已中断。\na 中没有字段 b。"),
+        ("Use interrupted. instead.", "请改用 interrupted.。"),
+    ],
+)
+def test_sentences_are_found_alone_joined_and_after_a_name(small_table, english, chinese):
+    assert translate(english) == chinese
+
+
+def test_padding_counts_chinese_characters_twice():
+    assert padded("打包", 6) == "打包  "
+    assert padded("pack", 6) == "pack  "
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or ROOMS:
+        print(json.dumps(dict.fromkeys(missing(name), ""), ensure_ascii=False, indent=2))

@@ -1,0 +1,132 @@
+"""Bare `z2a` and `z2a help`: the journey in one screen, and the next sensible command for this folder."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+from zero2all.cli.run_list import Run, look_at_run, run_folders
+from zero2all.cli.verb import Subparsers, add_verb, default_work
+
+JOURNEY = """\
+From raw text to a language model of your own.
+
+  z2a corpus build     clean raw files, drop duplicates, hold out text
+  z2a tokenizer train  learn a vocabulary
+  z2a pack             encode the corpus into token shards
+  z2a train            train a model; the same command continues it
+  z2a eval             judge it: bits per byte, probes, benchmarks
+  z2a chat, z2a serve  talk to it here or in the browser
+  z2a export           write it as a Hugging Face folder
+
+  z2a quickstart       all of this in minutes on two CPU cores
+  z2a runs, z2a board  list the runs, watch them in the browser
+"""
+HELP = "Help: `z2a help VERB` for one verb, `z2a --help` for all verbs."
+STAMP = "workspace.json"
+MANY = 3
+"""Workspaces and runs that are named; more are counted."""
+
+
+def register(verbs: Subparsers) -> None:
+    """Add the verb."""
+    parser = add_verb(verbs, "help", "show the journey and what comes next, or explain a verb", "z2a help train", _help)
+    parser.add_argument("words", nargs="*", metavar="WORD", help="the verb to explain: train, corpus build, …")
+
+
+def _help(arguments: argparse.Namespace) -> None:
+    if not arguments.words:
+        print_overview()
+        return
+    from zero2all.cli.main import build_parser
+
+    parser = build_parser()
+    for word in arguments.words:
+        if not parser.verbs:
+            break  # `z2a help train quickstart`: the rest are its arguments
+        parser = parser.verb(word)
+    parser.print_help()
+
+
+def print_overview() -> None:
+    """Print the journey, where this folder stands, and the next commands."""
+    print(JOURNEY)
+    work = _workspace_here()
+    for line in nothing_here() if work is None else _standing(work):
+        print(line)
+    print()
+    print(HELP)
+
+
+def nothing_here() -> list[str]:
+    """What to do in a folder without a workspace."""
+    return [
+        "There is no workspace here yet. Next:",
+        "  z2a quickstart",
+        "  z2a quickstart --data FOLDER_WITH_YOUR_TEXT",
+        "  z2a corpus build NAME=PATH --work my-workspace",
+    ]
+
+
+def _workspace_here() -> Path | None:
+    """The workspace that the environment names, this folder, or the newest one in it."""
+    named = default_work()
+    if named is not None:
+        return named if (named / STAMP).is_file() else None
+    if Path(STAMP).is_file():
+        return Path()
+    found = [stamp.parent for stamp in Path().glob(f"*/{STAMP}")]
+    return max(found, key=lambda folder: folder.stat().st_mtime, default=None)
+
+
+def _standing(work: Path) -> list[str]:
+    """What a workspace has, and the commands that come next."""
+    runs = [look_at_run(folder) for folder in run_folders(work / "runs")]
+    stages = {"corpus": "report.json", "tokenizer": "tokenizer.json", "packed": "report.json"}
+    there = [name for name, mark in stages.items() if (work / name / mark).is_file()]
+    have = f"Workspace {work.resolve()}: {', '.join(there)}." if there else f"Workspace {work.resolve()} is empty."
+    lines = [have, *_runs_in_words(runs)]
+    is_default = work in (Path(), default_work())
+    flag = "" if is_default else f" --work {shlex.quote(str(work))}"
+    return [*lines, "Next:", *(f"  {command}" for command in next_commands(work, flag, there, runs))]
+
+
+def _runs_in_words(runs: list[Run]) -> list[str]:
+    lines = []
+    for run in runs[:MANY]:
+        steps = "" if run.steps is None else f" of {run.steps:,}"
+        loss = "" if run.loss is None else f", loss {run.loss:.4f}"
+        step = "no step yet" if run.step is None else f"step {run.step:,}{steps}{loss}"
+        lines.append(f"  run {run.name}: {run.state}, {step}")
+    if len(runs) > MANY:
+        lines.append(f"  and {len(runs) - MANY:,} more (`z2a runs`)")
+    return lines
+
+
+def next_commands(work: Path, flag: str, there: list[str], runs: list[Run]) -> list[str]:
+    """The commands that come next in a workspace; `flag` names it."""
+    if "corpus" not in there and not runs and "packed" not in there:
+        return [f"z2a quickstart{flag or ' --work .'}", f"z2a corpus build NAME=PATH{flag}"]
+    if runs:
+        return _after_training(work, flag, runs)
+    if "tokenizer" not in there:
+        return [f"z2a corpus report{flag}", f"z2a tokenizer train{flag} --vocab-size 32000"]
+    if "packed" not in there:
+        return [f"z2a tokenizer eval{flag}", f"z2a pack{flag}"]
+    return [f"z2a data stats{flag}", f"z2a train z2all-100m{flag} --dry-run", f"z2a train z2all-100m{flag}"]
+
+
+def _after_training(work: Path, flag: str, runs: list[Run]) -> list[str]:
+    newest = min(runs, key=lambda run: float("inf") if run.seconds_ago is None else run.seconds_ago)
+    name = "" if len(runs) == 1 else f" {shlex.quote(newest.name)}"
+    if newest.state in ("running", "silent"):
+        return [f"z2a watch{name}{flag}", _board(work)]
+    if newest.state == "finished":
+        return [f"z2a eval{name}{flag}", f"z2a chat{name}{flag}", _board(work)]
+    config = shlex.quote(str(work / "runs" / newest.name / "config.yaml"))
+    return [f"z2a train {config}{flag}", _board(work)]
+
+
+def _board(work: Path) -> str:
+    return "z2a board" if work in (Path(), default_work()) else f"z2a board {shlex.quote(str(work))}"

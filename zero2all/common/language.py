@@ -1,0 +1,151 @@
+"""The language the program speaks: English, or Chinese for a person whose locale is Chinese or who passes `--lang zh`.
+
+The code is written in English, with ordinary f-strings. Where a text reaches a person, `translate` looks the finished
+sentence up in the tables `zero2all/<room>/zh.json`, whose keys are the sentences with `{}` for every value:
+
+    {"{} has no field {}.": "{0} 中没有字段 {1}。"}
+
+A text without an entry is looked up sentence by sentence, and stays English where nothing is found.
+tests/test_language.py finds every message in the source, and fails for one that no table has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import unicodedata
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from string import Formatter
+
+LANGUAGES = ("en", "zh")
+LANGUAGE_VARIABLE = "Z2A_LANG"
+"""Set by `--lang`, so that processes started by this one speak the same language."""
+TABLE_NAME = "zh.json"
+PACKAGE = Path(__file__).parent.parent
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
+CUT = re.compile(r"(?<=[.:;!?])\s+|\n+")
+"""Where a text may be cut to look up its parts."""
+
+
+def language() -> str:
+    """`en` or `zh`: what `--lang` says, else the locale."""
+    for name in (LANGUAGE_VARIABLE, "LC_ALL", "LC_MESSAGES", "LANG"):
+        if value := os.environ.get(name):
+            return "zh" if value.lower().startswith("zh") else "en"
+    return "en"
+
+
+def translate(text: str) -> str:
+    """The text in the person's language."""
+    return text if language() == "en" or not text else _in_chinese(text)
+
+
+def padded(text: str, width: int) -> str:
+    """The text with spaces up to `width` columns of a terminal, where a Chinese character takes two."""
+    return text + " " * (width - columns(text))
+
+
+def flush_right(text: str, width: int) -> str:
+    """The same with the spaces in front."""
+    return " " * (width - columns(text)) + text
+
+
+def columns(text: str) -> int:
+    """How many columns of a terminal the text takes."""
+    return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
+
+
+@dataclass(frozen=True)
+class _Template:
+    """A sentence with holes, and how its Chinese is put together."""
+
+    pattern: re.Pattern[str]
+    longest_literal: str
+    letters: int
+    chinese: str
+
+    def fill(self, text: str, whole_sentences_in_holes: bool) -> str | None:
+        """The Chinese, if the text is this sentence. A hole that holds an end of a sentence may be a wrong match."""
+        if self.longest_literal not in text or (found := self.pattern.fullmatch(text)) is None:
+            return None
+        if not whole_sentences_in_holes and any(SENTENCE_END.search(value) for value in found.groups()):
+            return None
+        return self.chinese.format(*(_value(value) for value in found.groups()))
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """All rooms together: sentences without holes, and templates, the one with most letters first."""
+
+    exact: dict[str, str]
+    templates: tuple[_Template, ...]
+
+    def find(self, text: str, whole_sentences_in_holes: bool = False) -> str | None:
+        """The Chinese of a whole text."""
+        if (known := self.exact.get(text)) is not None:
+            return known
+        filled = (template.fill(text, whole_sentences_in_holes) for template in self.templates)
+        return next((chinese for chinese in filled if chinese is not None), None)
+
+
+def _in_chinese(text: str) -> str:
+    """The whole text, or else as many of its sentences at a time as one entry covers."""
+    core = text.strip()
+    if not core:
+        return text
+    before, after = text[: text.index(core[0])], text[len(text.rstrip()) :]
+    if (whole := _tables().find(core)) is not None:
+        return before + whole + after
+    cuts = list(CUT.finditer(core))
+    for cut in reversed(cuts):
+        if (known := _tables().find(core[: cut.start()])) is not None:
+            return before + known + _joint(cut.group()) + _in_chinese(core[cut.end() :]) + after
+    if (whole := _tables().find(core, whole_sentences_in_holes=True)) is not None:
+        return before + whole + after
+    if not cuts:
+        return text
+    name = cuts[0].end()  # such as the file before a colon
+    return before + core[:name] + _in_chinese(core[name:]) + after
+
+
+def _joint(space: str) -> str:
+    """Chinese has no space between sentences; line ends stay."""
+    return space if "\n" in space else ""
+
+
+def _value(value: str) -> str:
+    """What stands in a hole: a sentence is translated, a name or figure is not."""
+    return _in_chinese(value) if " " in value else value
+
+
+@cache
+def _tables() -> _Tables:
+    exact: dict[str, str] = {}
+    templates: list[_Template] = []
+    for path in table_paths():
+        for english, chinese in json.loads(path.read_text(encoding="utf-8")).items():
+            literals = literal_parts(english)
+            if len(literals) == 1:
+                exact[literals[0]] = chinese.format()
+            else:
+                pattern = re.compile("(.*?)".join(map(re.escape, literals)), re.DOTALL)
+                templates.append(_Template(pattern, max(literals, key=len), sum(map(len, literals)), chinese))
+    return _Tables(exact, tuple(sorted(templates, key=lambda template: -template.letters)))
+
+
+def table_paths() -> list[Path]:
+    """The table of every room that has one."""
+    return sorted(PACKAGE.glob(f"*/{TABLE_NAME}"))
+
+
+def literal_parts(template: str) -> list[str]:
+    """What stands before, between and behind the holes of a template."""
+    parts = [""]
+    for literal, hole, _, _ in Formatter().parse(template):
+        parts[-1] += literal
+        if hole is not None:
+            parts.append("")
+    return parts
