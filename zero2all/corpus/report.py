@@ -22,6 +22,7 @@ from typing import Any
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import human_bytes, read_json_object
+from zero2all.common.language import translate as t
 from zero2all.common.progress import counted, terminal_safe
 from zero2all.common.records import REPORT_NAME, report_sources
 from zero2all.corpus.segments import Segment
@@ -237,7 +238,7 @@ def facts_in_words(source: Mapping[str, Any]) -> dict[str, str]:
 
 def mapping_in_words(mapping: Mapping[str, str]) -> str:
     """{'content': 'text'} -> "content from 'text'"."""
-    return ", ".join(f"{target} from '{raw}'" for target, raw in mapping.items())
+    return ", ".join(t(f"{target} from '{raw}'") for target, raw in mapping.items())
 
 
 def in_short(text: str, chars: int = 100) -> str:
@@ -248,7 +249,7 @@ def in_short(text: str, chars: int = 100) -> str:
 
 def counts_in_words(counts: Mapping[str, int]) -> str:
     """{'empty': 3, 'duplicate': 1200} -> '1,200 duplicate, 3 empty'."""
-    return ", ".join(f"{count:,} {reason}" for reason, count in by_size(counts))
+    return ", ".join(f"{count:,} {t(reason)}" for reason, count in by_size(counts))
 
 
 def by_size(counts: Mapping[str, int]) -> list[tuple[str, int]]:
