@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.language import columns, flush_right, padded
+from zero2all.common.language import translate as t
 from zero2all.common.manifest import fingerprint
 from zero2all.common.schema import nearest_hint
 from zero2all.packed.bestfit import open_best_fit
@@ -108,15 +110,15 @@ class TrainingData:
         """Per source: tokens it has, tokens and share of the run up to `end`, and how often it is read."""
         reading = self.reading(end)
         total = sum(tokens for tokens, _ in reading) or 1.0
-        table = [("source", "channel", "tokens", "read", "share", "epochs")]
+        table = [tuple(map(t, ("source", "channel", "tokens", "read", "share", "epochs")))]
         for split, (tokens, epochs) in zip(self.splits, reading, strict=True):
             figures = (f"{split.tokens:,}", f"{tokens:,.0f}", f"{tokens / total:.2%}", f"{epochs:.2f}")
             table.append((split.name, split.channel, *figures))
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [f"epochs over the whole run ({end:,} tokens)"]
+        widths = [max(map(columns, column)) for column in zip(*table, strict=True)]
+        lines = [t(f"epochs over the whole run ({end:,} tokens)")]
         for row in table:
-            cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-            cells[:2] = [cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)]
+            cells = [flush_right(cell, width) for cell, width in zip(row, widths, strict=True)]
+            cells[:2] = [padded(cell, width) for cell, width in zip(row[:2], widths, strict=False)]
             lines.append("  " + "  ".join(cells).rstrip())
         return lines
 
