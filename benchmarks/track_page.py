@@ -35,7 +35,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.machine import save_result
 from benchmarks.track_run import write_long_run
 from zero2all.track import Run
-from zero2all.track.api import CHART_LIBRARY, HEARTBEAT, HEARTBEAT_SECONDS, page_files
+from zero2all.track.api import HEARTBEAT, HEARTBEAT_SECONDS, page_files
+from zero2all.track.chart_library import CHART_LIBRARY
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 ROUNDS = 5
@@ -75,7 +76,7 @@ def measure() -> dict[str, Any]:
     if browser_path is None:
         missing = "there is no Chromium on the PATH; scripts/install_browser.sh installs one"
     elif not CHART_LIBRARY.is_file():
-        missing = "the chart library is missing; scripts/vendor_web.sh fetches it"
+        missing = "the chart library is missing; z2a board --fetch-charts fetches it"
     else:
         try:
             from playwright.sync_api import sync_playwright

@@ -20,7 +20,7 @@ PROGRAMS = ("z2a", "make", "python", "torchrun", "docker", "pip")
 OTHER_PROGRAMS = (
     *("cd", "source", "mkdir", "printf", "head", "ls", "cat", "git", "curl", "ssh", "kill", "df", "du", "free", "rm"),
     *("tensorboard", "nvidia-smi", "export", "ulimit", "tail", "wc", "cp", "mv", "lsof", "ps", "echo", "scp", "rsync"),
-    *("npm", "eval", "unset", "tar", "time", "watch", "dmesg", "open", "."),
+    *("npm", "dd", "eval", "unset", "tar", "time", "watch", "dmesg", "open", "."),
 )
 """Programs that are not ours: their commands are not checked."""
 
@@ -164,9 +164,11 @@ def _commands_of(block: Block, page: str) -> Iterator[Command]:
 
 def _is_command(text: str) -> bool:
     """Whether a line of a block without a language is a command: it begins with a program of ours."""
-    words = [word for word in text.split() if not re.match(r"[A-Z_0-9]+=", word)]
+    words = [word for word in text.partition(" # ")[0].split() if not re.match(r"[A-Z_0-9]+=", word)]
     if not words or words[0].rpartition("/")[2] not in PROGRAMS:
         return False
+    if words[0] == "make":  # also a word of English
+        return len(words) <= 2
     return words[0] != "python" or (len(words) > 1 and (words[1].startswith("-") or words[1].endswith(".py")))
 
 
@@ -189,7 +191,8 @@ def split_shell(text: str, place: str) -> list[tuple[str, ...]]:
             commands.append([])
         elif commands[-1] or not re.match(r"[A-Za-z_]\w*=", token):
             commands[-1].append(token)
-    return [tuple(words) for words in commands if words]
+    without_keywords = [words[1:] if words[:1] in (["do"], ["then"]) else words for words in commands]
+    return [tuple(words) for words in without_keywords if words and words[0] not in ("for", "done", "fi")]
 
 
 @cache

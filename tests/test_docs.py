@@ -88,3 +88,12 @@ def test_a_page_has_one_title_and_no_level_is_left_out(page):
             problems.append(f"{page}:{number}: `{text}` has level {found} after level {level}")
         level = found
     report(problems)
+
+
+@pytest.mark.parametrize("page", PAGES.values(), ids=str)
+def test_no_placeholder_is_left(page):
+    words = re.compile(r"\b(?:TODO|FIXME|TBD|[A-Z]{3,}_[A-Z_]{3,})\b")
+    prose = [(number, re.sub(r"`[^`]*`", "", line)) for number, line in enumerate(page.prose, 1)]
+    blocks = [(number, line) for block in page.blocks for number, line in enumerate(block.lines, block.number)]
+    lines = [*prose, *((number, line) for number, line in blocks if words.fullmatch(line.strip()))]
+    report([f"{page}:{number}: {found[0]}" for number, line in lines if (found := words.search(line))])

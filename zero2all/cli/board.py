@@ -6,6 +6,7 @@ import argparse
 import contextlib
 
 from zero2all.cli.verb import LAST_PORT, Subparsers, add_verb, default_work, whole
+from zero2all.common.language import translate as t
 
 
 def register(verbs: Subparsers) -> None:
@@ -42,16 +43,24 @@ def register(verbs: Subparsers) -> None:
         help="another name the board may be opened by, such as that of a proxy; can be repeated",
     )
     board.add_argument("--open", action="store_true", help="open the page in the browser")
+    board.add_argument(
+        "--fetch-charts", action="store_true", help="fetch the chart library of the page with npm, once, and stop"
+    )
 
 
 def _board(arguments: argparse.Namespace) -> None:
+    if arguments.fetch_charts:
+        from zero2all.track.chart_library import CHART_LIBRARY, fetch_charts
+
+        print(t(f"fetched {CHART_LIBRARY}") if fetch_charts() else t("The chart library is there already."))
+        return
     from zero2all.track.server import Board, BoardOptions
 
     options = BoardOptions(arguments.host, arguments.port, arguments.token, arguments.allow_host)
     board = Board(arguments.places, options)
     for note in board.notes():
-        print(note)
-    print(f"The board is at {board.url}   (Ctrl-C ends it)", flush=True)
+        print(t(note))
+    print(t(f"The board is at {board.url}   (Ctrl-C ends it)"), flush=True)
     if arguments.open:
         import webbrowser
 

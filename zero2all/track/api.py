@@ -37,7 +37,6 @@ from zero2all.track.page import CONTENT_TYPES, page_routes
 
 WEB = Path(__file__).parent / "web"
 MODULES = sorted(path.name for path in WEB.glob("*.js") if path.name != "before.js")
-CHART_LIBRARY = WEB / "vendor" / "uPlot.iife.min.js"
 PICTURE_TYPES = {f".{kind}": f"image/{kind.replace('jpg', 'jpeg')}" for kind in ("png", "jpg", "jpeg", "gif", "webp")}
 MAX_QUERIES = 400
 MAX_BODY_BYTES = 1_000_000

@@ -16,7 +16,8 @@ from starlette.applications import Starlette
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.track.access import address, is_loopback, listen
-from zero2all.track.api import CHART_LIBRARY, make_app
+from zero2all.track.api import make_app
+from zero2all.track.chart_library import MISSING, has_charts
 from zero2all.track.library import Root, RunLibrary
 from zero2all.track.sidecar import user_cache
 from zero2all.track.ssh import SCHEME, is_address
@@ -59,12 +60,7 @@ class Board:
 
     def notes(self) -> list[str]:
         """What the person should know, one sentence each."""
-        notes = []
-        if not CHART_LIBRARY.is_file():
-            notes.append(
-                "The chart library is missing, so the page can show no curves. Install Node and run "
-                "scripts/vendor_web.sh in the source tree; wheels of zero2all contain it."
-            )
+        notes = [] if has_charts() else [MISSING]
         missing = [root.folder for root in self.library.roots if root.mirror is None and not root.folder.is_dir()]
         return notes + [f"{folder} does not exist yet. Its runs appear here once it does." for folder in missing]
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.browser import watched_page
 from zero2all.track import Run
-from zero2all.track.api import CHART_LIBRARY
+from zero2all.track.chart_library import CHART_LIBRARY
 from zero2all.track.server import Board, BoardOptions
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -142,7 +142,7 @@ def training() -> Iterator[Callable[[Path], SmallTraining]]:
 def context_of(browser: Any, served: ServedBoard) -> Callable[[str], Any]:
     """A browser context for each language. Its pages share a process, which the first page keeps, and compiled code."""
     if not CHART_LIBRARY.is_file():
-        pytest.skip("the chart library is missing; scripts/vendor_web.sh fetches it with npm")
+        pytest.skip("the chart library is missing; z2a board --fetch-charts fetches it")
 
     @functools.cache
     def context(language: str) -> Any:

@@ -332,7 +332,7 @@ def test_thousands_of_metric_names_stay_usable(page, served, live_root):
 def test_without_the_chart_library_the_page_says_what_is_missing(page, served):
     page.route("**/uPlot.iife.min.js", lambda route: route.fulfill(status=200, body=""))
     page.goto(served.url)
-    page.get_by_text("scripts/vendor_web.sh").wait_for()
+    page.get_by_text("z2a board --fetch-charts").wait_for()
 
 
 def test_an_empty_folder_says_where_it_looked_and_notices_the_first_run(page, tmp_path):
@@ -392,9 +392,10 @@ def test_numbers_are_short_and_never_wrong(page, served):
 
 
 def test_the_front_end_is_small():
-    from zero2all.track.api import CHART_LIBRARY, page_files
+    from zero2all.track.api import page_files
+    from zero2all.track.chart_library import CHART_LIBRARY
 
     if not CHART_LIBRARY.is_file():
-        pytest.skip("the chart library is missing; scripts/vendor_web.sh fetches it with npm")
+        pytest.skip("the chart library is missing; z2a board --fetch-charts fetches it")
     sizes = {path.name: path.stat().st_size for path in page_files().values()}
     assert sum(sizes.values()) <= 150_000, json.dumps(sizes)

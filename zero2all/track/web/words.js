@@ -91,7 +91,7 @@ const WORDS = {
 	notFinite: ['{count} not finite', '{count} 个 NaN/Inf'],
 	offline: ['No connection to the board; trying again', '与看板的连接已断开，正在重试'],
 	noCharts: ['The chart library is missing', '缺少图表库'],
-	noChartsLong: ['Run scripts/vendor_web.sh, which needs Node, and reload this page.', '请运行 scripts/vendor_web.sh（需要 Node）后刷新。'],
+	noChartsLong: ['Run z2a board --fetch-charts, which needs npm, and reload this page.', '请运行 z2a board --fetch-charts（需要 npm），然后刷新本页。'],
 	eta: ['{time} left', '剩余 {time}'],
 	attempt: ['attempt {number}', '第 {number} 次尝试'],
 	updated: ['last row', '最近一行'],
