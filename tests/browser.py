@@ -16,6 +16,9 @@ BROWSER_FLAGS = (
     "--renderer-process-limit=1",  # a second of CPU for each page that has a process of its own
 )
 
+PATIENCE_MS = 15_000
+"""How long a test waits for the page: other tests use the cores at the same time."""
+
 
 @contextlib.contextmanager
 def launched() -> Iterator[Any]:
@@ -24,6 +27,7 @@ def launched() -> Iterator[Any]:
     if path is None:
         pytest.skip("there is no Chromium on the PATH; scripts/install_browser.sh installs one")
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra `dev`)")
+    playwright.expect.set_options(timeout=PATIENCE_MS)
     with playwright.sync_playwright() as driver:
         chromium = driver.chromium.launch(executable_path=path, args=BROWSER_FLAGS)
         yield chromium
@@ -40,7 +44,7 @@ def watched_page(context: Any, refusals: tuple[int, ...] = ()) -> Iterator[Any]:
     """A fresh page; any error in it is a failure. A server may be away for a while, and refuse with these statuses."""
     notes = ("net::ERR_", *(f"responded with a status of {status} " for status in refusals))
     opened = context.new_page()
-    opened.set_default_timeout(15_000)
+    opened.set_default_timeout(PATIENCE_MS)
     errors: list[str] = []
     opened.on("pageerror", lambda error: errors.append(str(error)))
     opened.on("console", lambda message: errors.append(message.text) if is_own_error(message, notes) else None)

@@ -20,7 +20,7 @@ PROGRAMS = ("z2a", "make", "python", "torchrun", "docker", "pip")
 OTHER_PROGRAMS = (
     *("cd", "source", "mkdir", "printf", "head", "ls", "cat", "git", "curl", "ssh", "kill", "df", "du", "free", "rm"),
     *("tensorboard", "nvidia-smi", "export", "ulimit", "tail", "wc", "cp", "mv", "lsof", "ps", "echo", "scp", "rsync"),
-    *("npm", "eval", "unset", "tar", "time", "watch", "dmesg", "open", "."),
+    *("npm", "dd", "eval", "unset", "tar", "time", "watch", "dmesg", "open", "."),
 )
 """Programs that are not ours: their commands are not checked."""
 
@@ -158,26 +158,32 @@ def _commands_of(block: Block, page: str) -> Iterator[Command]:
             answer.append(block.lines[number])
             number += 1
         place = f"{page}:{block.number + first}"
-        for words in split_shell(text.removeprefix("$ "), place):
+        for words in split_shell(text.removeprefix("$ ")):
             yield Command(place, words, tuple(answer))
 
 
 def _is_command(text: str) -> bool:
     """Whether a line of a block without a language is a command: it begins with a program of ours."""
-    words = [word for word in text.split() if not re.match(r"[A-Z_0-9]+=", word)]
+    words = [word for word in text.partition(" # ")[0].split() if not re.match(r"[A-Z_0-9]+=", word)]
     if not words or words[0].rpartition("/")[2] not in PROGRAMS:
         return False
+    if words[0] == "make":  # also a word of English
+        return len(words) <= 2
     return words[0] != "python" or (len(words) > 1 and (words[1].startswith("-") or words[1].endswith(".py")))
 
 
-def split_shell(text: str, place: str) -> list[tuple[str, ...]]:
+UNREADABLE = "(unreadable)"
+"""Instead of a program, for a line that the shell cannot read."""
+
+
+def split_shell(text: str) -> list[tuple[str, ...]]:
     """The words of each command of a line of shell, without comments, variables and redirections."""
     lexer = shlex.shlex(text, posix=True, punctuation_chars="|&;<>")
     lexer.whitespace_split = True
     try:
         tokens = list(lexer)
     except ValueError as error:
-        raise AssertionError(f"{place}: the shell cannot read this line ({error}): {text}") from None
+        return [(UNREADABLE, str(error), text)]
     commands: list[list[str]] = [[]]
     redirected = False
     for token in tokens:
@@ -189,7 +195,8 @@ def split_shell(text: str, place: str) -> list[tuple[str, ...]]:
             commands.append([])
         elif commands[-1] or not re.match(r"[A-Za-z_]\w*=", token):
             commands[-1].append(token)
-    return [tuple(words) for words in commands if words]
+    without_keywords = [words[1:] if words[:1] in (["do"], ["then"]) else words for words in commands]
+    return [tuple(words) for words in without_keywords if words and words[0] not in ("for", "done", "fi")]
 
 
 @cache

@@ -13,6 +13,8 @@ PAGES = {str(page): page for page in pages()}
 TRANSLATED = sorted(name for name in PAGES if name.endswith(".zh.md"))
 README_LINES = 200
 PICTURE_BYTES = 200 << 10
+MOVED = {"docs/measurements.md"}
+"""Pages that only say where their text is now, for old links."""
 
 
 def report(problems: list[str]) -> None:
@@ -57,7 +59,7 @@ def test_every_page_is_reached_from_the_readme():
         page = PAGES[name]
         targets = [(page.path.parent / target.partition("#")[0]).resolve() for _, target in page.links]
         rest += [target.relative_to(ROOT).as_posix() for target in targets if target.is_relative_to(ROOT)]
-    report([f"{name}: no page links to it" for name in sorted(PAGES.keys() - reached)])
+    report([f"{name}: no page links to it" for name in sorted(PAGES.keys() - reached - MOVED)])
 
 
 @pytest.mark.parametrize("name", TRANSLATED)
@@ -79,6 +81,13 @@ def test_a_readme_is_short(name):
     assert lines <= README_LINES, f"{name} has {lines} lines, at most {README_LINES} are allowed"
 
 
+@pytest.mark.parametrize(("name", "minutes"), [("README.md", "minutes"), ("README.zh.md", "分钟")])
+def test_a_readme_begins_with_what_you_get(name, minutes):
+    first_screen = "\n".join(PAGES[name].lines[:40])
+    wanted = ("make quickstart", "make test", minutes, "<img src=")
+    assert [words for words in wanted if words not in first_screen] == [], f"missing in the first 40 lines of {name}"
+
+
 @pytest.mark.parametrize("page", PAGES.values(), ids=str)
 def test_a_page_has_one_title_and_no_level_is_left_out(page):
     problems = []
@@ -88,3 +97,12 @@ def test_a_page_has_one_title_and_no_level_is_left_out(page):
             problems.append(f"{page}:{number}: `{text}` has level {found} after level {level}")
         level = found
     report(problems)
+
+
+@pytest.mark.parametrize("page", PAGES.values(), ids=str)
+def test_no_placeholder_is_left(page):
+    words = re.compile(r"\b(?:TODO|FIXME|TBD|[A-Z]{3,}_[A-Z_]{3,})\b")
+    prose = [(number, re.sub(r"`[^`]*`", "", line)) for number, line in enumerate(page.prose, 1)]
+    blocks = [(number, line) for block in page.blocks for number, line in enumerate(block.lines, block.number)]
+    lines = [*prose, *((number, line) for number, line in blocks if words.fullmatch(line.strip()))]
+    report([f"{page}:{number}: {found[0]}" for number, line in lines if (found := words.search(line))])

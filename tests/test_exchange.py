@@ -409,8 +409,8 @@ def moe_model(router_bias=0.0, **settings):
     ("settings", "words"),
     [
         ({"router": "softmax", "shared_experts": 1}, "moe.router softmax, moe.shared_experts 1"),
-        ({"router": "sigmoid"}, "GLM-4 MoE is: sigmoid, 1 or more"),
-        ({"router": "softmax", "router_bias": 0.1}, "balanced by a bias, which Mixtral does not have"),
+        ({"router": "sigmoid"}, "GLM-4 MoE needs: sigmoid, 1 or more"),
+        ({"router": "softmax", "router_bias": 0.1}, "has balancing biases. Mixtral has none"),
     ],
 )
 def test_experts_that_no_layout_has_are_refused_in_words(settings, words):
@@ -588,7 +588,7 @@ def test_a_tokenizer_that_is_too_large_or_moves_ids_is_refused(make_folder, work
     larger = extended_tokenizer(folder, tmp_path / "larger", [f"量{chr(0x4E00 + n)}" for n in range(60)])
     with pytest.raises(BadInputError, match="add --resize-embeddings"):
         import_folder(folder, workspace, "run", larger)
-    with pytest.raises(BadInputError, match=r"does not extend that of the model: id 0 is '<s>'"):
+    with pytest.raises(BadInputError, match=r"does not extend the tokenizer of the model: id 0 is '<s>'"):
         import_folder(folder, workspace, "run", trained_workspace.tokenizer, resize_embeddings=True)
     assert files_below(workspace.root) == ["workspace.json"]
 
@@ -738,14 +738,14 @@ def rope(**values):
 
 
 REFUSED = {
-    "no folder": (shutil.rmtree, "is no Hugging Face model folder"),
+    "no folder": (shutil.rmtree, "is not a Hugging Face model folder"),
     "pickled weights only": (pickled_only, r"only pickled weights \(pytorch_model.bin\).*never loads"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
-    "half a file": (truncated, "no readable safetensors file"),
+    "half a file": (truncated, "not a readable safetensors file"),
     "a shard is missing": (shard_missing, "model-00002-of-00002.safetensors is missing"),
     "config is no object": (lambda folder: (folder / "config.json").write_text("[1]"), "expected a JSON object"),
     "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "cannot be read as JSON"),
-    "unknown model type": (change_config(model_type="gpt2"), "model_type 'gpt2'; only llama, qwen2, mixtral, glm4_moe"),
+    "unknown model type": (change_config(model_type="gpt2"), "model_type 'gpt2'. Only llama, qwen2, mixtral, glm4_moe"),
     "no model type": (change_config(model_type=...), "model_type None"),
     "no vocabulary size": (change_config(vocab_size=...), "has no vocab_size"),
     "no width": (change_config(hidden_size=...), "hidden_size: got None"),
@@ -755,10 +755,10 @@ REFUSED = {
     "quantised": (change_config(quantization_config={"bits": 4}), "sets quantization_config"),
     "partial rotary": (change_config(partial_rotary_factor=0.5), "sets partial_rotary_factor"),
     "partial rotary, new place": (rope(rope_type="default", partial_rotary_factor=0.5), "sets partial_rotary_factor"),
-    "another activation": (change_config(hidden_act="gelu"), "hidden_act 'gelu'; only silu"),
-    "unknown scaling": (rope(rope_type="longrope", factor=2.0), "'longrope'; only linear, llama3 and yarn"),
-    "scaling without factor": (rope(rope_type="linear"), "names no factor"),
-    "scaling per kind of layer": (rope(full_attention={"rope_type": "linear"}), "sets full_attention in its rope"),
+    "another activation": (change_config(hidden_act="gelu"), "hidden_act 'gelu'. Only silu"),
+    "unknown scaling": (rope(rope_type="longrope", factor=2.0), "'longrope'. Only linear, llama3 and yarn"),
+    "scaling without factor": (rope(rope_type="linear"), "has no factor"),
+    "scaling per kind of layer": (rope(full_attention={"rope_type": "linear"}), "its rope scaling sets full_attention"),
     "yarn with the strength of others": (rope(rope_type="yarn", factor=2.0, mscale=1.5), "sets mscale"),
     "a strength without yarn": (rope(rope_type="linear", factor=2.0, attention_factor=1.5), "sets attention_factor"),
     "missing tensor": (
@@ -797,7 +797,7 @@ REFUSED = {
         ],
         "neither a file nor a link to one",
     ),
-    "a tensor in two files": (twice, "another file does too"),
+    "a tensor in two files": (twice, "so does another file"),
     "a name twice in the config": (double_name, "'vocab_size' is listed twice"),
     "NaN weights": (
         spoiled(float("nan")),
@@ -805,7 +805,7 @@ REFUSED = {
     ),
     "infinite weights": (spoiled(float("-inf")), "97 weights in .* are NaN or infinite"),
     "layers without end": (change_config(num_hidden_layers=10**7), r"layers: got 10000000, .* at most 10000"),
-    "more layers than weights": (change_config(num_hidden_layers=9_000), "is 9,000, and the weights are those of 2"),
+    "more layers than weights": (change_config(num_hidden_layers=9_000), "is 9,000, but the weights have 2 layers"),
     "widths without end": (change_config(hidden_size=10**15), r"hidden_size: got 1000000000000000, .* at most"),
     "ids without end": (change_config(vocab_size=10**30), r"vocab_size: got 1000000000000000000000000000000, "),
     "an end of text without end": (change_config(eos_token_id=10**30), "'10{30}' as eos_token_id; .* 0 to 351"),
@@ -819,7 +819,7 @@ REFUSED = {
     "a text for an object": (change_config(rope_scaling="x"), "rope_scaling is 'x', expected an object"),
     "a number for an object": (change_config(rope_parameters=7), "rope_parameters is '7', expected an object"),
     "a list for a model type": (change_config(model_type=["llama"]), "model_type \\['llama'\\]"),
-    "a list for a kind of scaling": (rope(rope_type=["yarn"], factor=2.0), "stretches positions by \\['yarn'\\]"),
+    "a list for a kind of scaling": (rope(rope_type=["yarn"], factor=2.0), "has the rope scaling \\['yarn'\\]"),
     "a text for true or false": (change_config(tie_word_embeddings="no"), "tie_word_embeddings is 'no'"),
     "yarn without a base": (
         rope(rope_type="yarn", factor=2.0, rope_theta=1.0),

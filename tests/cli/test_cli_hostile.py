@@ -87,7 +87,7 @@ def test_an_extended_tokenizer_replaces_no_folder_of_another_kind(journey, tmp_p
     (tmp_path / name).write_text("precious")
     ended = z2a("tokenizer", "extend", "--pieces", "kalo", "--to", tmp_path, "--work", journey)
     assert ended.code == 2
-    assert "no tokenizer folder of ours, so it is not replaced" in ended.err
+    assert "is not a zero2all tokenizer folder, so it is not replaced" in ended.err
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 

@@ -55,5 +55,5 @@ def test_importing_what_is_no_model_leaves_no_workspace(tmp_path, capsys):
     (tmp_path / "hf").mkdir()
     work = tmp_path / "new"
     assert main(["import", str(tmp_path / "hf"), "--name", "x", "--work", str(work)]) == 3
-    assert "is no Hugging Face model folder" in capsys.readouterr().err
+    assert "is not a Hugging Face model folder" in capsys.readouterr().err
     assert not work.exists()

@@ -85,7 +85,7 @@ def test_a_dry_run_of_a_model_that_is_too_large_for_it_still_tells_what_each_pro
     ended = z2a("train", "quickstart", *tiny, *changes, *spread, "--dry-run", "--work", copy)
     assert ended.code == 4
     assert "the run has 4 processes" in ended.out
-    assert "1/4 of them" in ended.out
+    assert "1/4 of the parameters" in ended.out
     assert "communication: each process sends" in ended.out
     assert "what the dry run needs, which has one process" in ended.err
 

@@ -131,11 +131,11 @@ def test_a_later_pass_adds_to_the_report_until_the_corpus_is_another_one(planted
     path = workspace.root / "contamination.json"
     path.write_text(json.dumps(report | {"corpus": "of yesterday"}))
     assert read_contamination(workspace) is None
-    assert "is about another corpus" in capsys.readouterr().err
+    assert "was made for another corpus" in capsys.readouterr().err
 
 
 def test_no_items_are_refused(planted):
-    with pytest.raises(BadInputError, match="no item to look for"):
+    with pytest.raises(BadInputError, match="no items to search for"):
         find_contamination(planted[0], [Task("empty", "en", ())])
 
 

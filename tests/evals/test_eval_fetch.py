@@ -63,7 +63,7 @@ def test_without_the_hub_it_says_what_to_put_where(hub, tmp_path, monkeypatch):
         fetch("mmlu", tmp_path, hub.endpoint, lambda _: None)
     assert not (tmp_path / "mmlu").exists()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(BadInputError, match=r"HF_HUB_OFFLINE says that there is no network\. By hand: "):
+    with pytest.raises(BadInputError, match=r"HF_HUB_OFFLINE is set, so nothing is downloaded\. By hand: "):
         fetch("mmlu", tmp_path, hub.endpoint, lambda _: None)
 
 

@@ -31,7 +31,7 @@ def test_all_that_is_missing_is_listed_at_once_before_the_model_is_looked_at(cop
     words = ["eval", "tiny", "--step", "7", "--work", str(copied.root), "--probes", str(copied.root / "none.jsonl")]
     assert main(words) == 3
     said = capsys.readouterr().err
-    assert "4 things are missing" in said
+    assert "Problems found: 4." in said
     for part in ("no checkpoint at step 7; it has [15, 30]", "finished tokenizer", "finished corpus", "none.jsonl"):
         assert part in said
 
@@ -45,7 +45,7 @@ def test_one_missing_thing_is_said_without_a_list(copied):
 def test_a_corpus_without_held_out_text_is_answered_unless_there_are_probes(copied, tmp_path):
     (tmp_path / "a.txt").write_text("One text alone is too little for a part to be held out of it.")
     build_corpus(copied.corpus, [Source("a", tmp_path / "a.txt", "en")], BuildOptions())
-    with pytest.raises(BadInputError, match=r"holds no text out"):
+    with pytest.raises(BadInputError, match=r"has no held-out text"):
         check_inputs(copied, "tiny", None, EvalOptions())
     probes = tmp_path / "probes.jsonl"
     probes.write_text('{"id": "1", "channel": "en", "family": "f", "prompt": "p", "answer": "a"}\n')

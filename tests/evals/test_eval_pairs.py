@@ -31,7 +31,7 @@ def test_json_lines_are_read_as_well_and_all_problems_are_named_at_once(tmp_path
     path.write_text("".join(json.dumps(each) + "\n" for each in rows) + "{")
     with pytest.raises(BadInputError) as error:
         read_pairs(path)
-    for part in ("1: there are two", "2: right and wrong must be", "line 4: wrong: got None", "line 5 is no JSON"):
+    for part in ("1: there are two", "2: right and wrong must be", "line 4: wrong: got None", "line 5 is not JSON"):
         assert part in str(error.value)
 
 

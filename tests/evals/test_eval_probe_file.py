@@ -67,20 +67,20 @@ def test_all_problems_of_a_file_are_named_at_once(tmp_path):
         )
     said = str(error.value)
     for part in (
-        "en/a: foil is no field. Did you mean `foils`?",
+        "en/a: foil is not a field. Did you mean `foils`?",
         "en/a/b: gold: got True, expected text",
         "en/a/b: 2 different templates, expected 3",
         "en/c/d: 'eat' and 'eaten' are not two answers",
         "en/c/e: a template for several facts must have {x}",
         "en/f: facts must be a mapping",
-        "en/g/h: there is no foil",
+        "en/g/h: it has no foil",
         "family 5: expected a mapping",
     ):
         assert part in said
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"), [("a: [", "is no YAML"), ("a: 1", "should be a list"), (" \n", "is empty")]
+    ("text", "reason"), [("a: [", "is not YAML"), ("a: 1", "should be a list"), (" \n", "is empty")]
 )
 def test_a_file_that_is_no_list_of_families_is_refused(tmp_path, text, reason):
     with pytest.raises(BadInputError, match=reason):

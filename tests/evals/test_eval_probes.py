@@ -140,8 +140,8 @@ GOOD_LINE = json.dumps(dataclasses.asdict(ROMAN))
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{not json", "is no JSON"),
-        ("", "is no JSON"),
+        ("{not json", "is not JSON"),
+        ("", "is not JSON"),
         ('["a"]', "a mapping of field names"),
         ('{"id": "1", "channel": "en", "family": "x", "prompt": "y"}', "answer: got nothing, expected text"),
         (GOOD_LINE.replace('"Rome"', "null"), "answer: got None, expected text"),

@@ -74,7 +74,7 @@ def test_a_curve_that_rose_and_is_saturated_carries_signal():
 def test_a_constant_one_tells_no_checkpoint_from_another():
     found = judge_curve(curve([1.0] * 12, chance=0.25))
     assert (found.verdict, found.signal_to_noise) == (NOISE, 0.0)
-    assert "the same value at every checkpoint" in found.reason
+    assert "the value is the same at every checkpoint" in found.reason
     assert judge_curve(curve([0.25] * 12, chance=0.25)).verdict == CHANCE
     assert judge_curve(curve([0.0] * 12)).verdict == NOISE
 

@@ -83,7 +83,7 @@ def test_a_checkpoint_deleted_while_it_is_read_is_reported_and_skipped(run):
 
     watcher = watch_once(run, evaluate=evaluate)
     assert watcher.evaluated == [20, 30]
-    assert watcher.left_out == {10: "its checkpoint was deleted or moved while it was read"}
+    assert watcher.left_out == {10: "its checkpoint was deleted or moved while it was being read"}
 
 
 def test_a_damaged_checkpoint_is_reported_and_skipped_and_tried_again_by_the_next_watcher(run):

@@ -65,7 +65,7 @@ def text_of(loaded, prompt):
 
 def test_run_that_saw_no_conversations_gets_the_frame(run):
     assert choose(run).how == "frame"
-    assert "no conversations" in choose(run).why
+    assert "not trained on conversations" in choose(run).why
     assert chat_prompt(run, TALK).how == "frame"
 
 
@@ -111,8 +111,8 @@ def test_hugging_face_folder_without_a_template_gets_the_frame(hf_folder):
 @pytest.mark.parametrize(
     ("messages", "frame", "said"),
     [
-        ([], "auto", "There is no message"),
-        ([Message("robot", "x")], "plain", "the role 'robot'; there are system, user, assistant, tool"),
+        ([], "auto", "The conversation has no messages"),
+        ([Message("robot", "x")], "plain", "the role 'robot'. The roles are system, user, assistant, tool"),
         (TALK, "pretty", "expected one of auto, template, frame, plain"),
     ],
 )
@@ -292,7 +292,7 @@ def test_message_that_fits_only_without_the_usual_room_is_answered_and_a_longer_
     conversation = Conversation(run, max_len=40, frame="plain", messages=[Message("user", "x" * 35)])
     assert conversation.fitted(20).tokens == 36
     conversation.messages = [Message("user", "x" * 39)]
-    with pytest.raises(UsageError, match="40 tokens; the model can read 40"):
+    with pytest.raises(UsageError, match=r"40 tokens. The context has room for 40"):
         conversation.fitted(20)
     assert conversation.newest(20).tokens == 40, "which /tokens says without an error"
 

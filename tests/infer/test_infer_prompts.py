@@ -41,12 +41,12 @@ def test_json_lines_are_known_by_the_first_one_whatever_the_name(capsys):
     assert capsys.readouterr().err == ""
     mixed = read_prompts(b'\xef\xbb\xbfa\n{"prompt": "b"}', "p.txt", USUAL)
     assert [prompt.request.prompt for prompt in mixed] == ["a", '{"prompt": "b"}']
-    assert "p.txt line 2 is a JSON object with `prompt`, but the first line is none" in capsys.readouterr().err
+    assert "p.txt line 2 is a JSON object with `prompt`, but the first line is not" in capsys.readouterr().err
 
 
 def test_bad_bytes_are_said_in_the_same_words_in_text_and_json():
     for data, name in ((b"\xff", "p.txt"), (b'{"prompt": "\xff"}', "p.jsonl")):
-        with pytest.raises(BadInputError, match=r"mend it\..*\n  line 1: 'utf-8' codec can't decode byte 0xff"):
+        with pytest.raises(BadInputError, match=r"Correct the file:\n  line 1: 'utf-8' codec can't decode byte 0xff"):
             read_prompts(data, name, USUAL)
 
 

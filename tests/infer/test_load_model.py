@@ -172,7 +172,7 @@ def test_a_run_without_checkpoints_and_an_unknown_step_are_said(copied):
     with pytest.raises(BadInputError, match=r"no checkpoint at step 7; it has \[15, 30\]"):
         load_model("tiny", copied, step=7)
     shutil.rmtree(copied.run("tiny") / "checkpoints")
-    with pytest.raises(BadInputError, match=r"No checkpoint of .* is whole"):
+    with pytest.raises(BadInputError, match=r"No checkpoint of .* is intact"):
         load_model("tiny", copied)
 
 
@@ -182,7 +182,7 @@ def test_a_folder_that_vanishes_while_it_is_read_is_said(hf_copy, monkeypatch):
         return read_json(folder / "config.json")
 
     monkeypatch.setattr(load, "open_hf_folder", vanish)
-    with pytest.raises(BadInputError, match=r"config.json vanished while .* was read"):
+    with pytest.raises(BadInputError, match=r"config.json disappeared while .* was being read"):
         load_model(str(hf_copy))
 
 
@@ -204,7 +204,7 @@ def fewer_rows(folder):
     ("spoil", "words"),
     [
         (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
-        (lambda folder: os.truncate(folder / "model.safetensors", 5000), "no readable safetensors file"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 5000), "not a readable safetensors file"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "There is no tokenizer in"),
         (nan_weights, "1 weights in .* are NaN or infinite"),
         (fewer_rows, "has 420 ids, its model only 400 rows"),

@@ -297,7 +297,7 @@ def test_everything_that_forbids_offload_is_found_together():
     fields = ["optim.kind lion", "zero 1", "one_step_late", "train.recompute none", "ops.compile block"]
     found = spread_problems(config, MeshSizes(shard=2))
     assert len(found) == len(fields), found
-    assert all(each.startswith("parallel.offload weights with ") for each in found)
+    assert all(each.startswith("parallel.offload weights does not work with ") for each in found)
     assert all(field in each for field, each in zip(fields, found, strict=True)), found
     allowed = {"parallel": {"offload": "weights"}, "train": {"recompute": "full"}}
     assert spread_problems(config_from_values(allowed, "of a test"), MeshSizes()) == []

@@ -60,7 +60,7 @@ def test_cuda_without_a_card_is_an_error_that_says_what_to_do():
 
 @pytest.mark.parametrize("name", ["tpu", "mps", "meta", "cpu:5", "", "cuda:", "cuda:x", "cuda:-1", "CUDA"])
 def test_a_device_that_is_none_is_refused_in_words(name):
-    with pytest.raises(UsageError, match=rf"--device is `{name}`; expected auto, cpu, cuda"):
+    with pytest.raises(UsageError, match=rf"--device is `{name}`. Expected auto, cpu, cuda"):
         pick_device(name, "--device")
 
 
@@ -68,7 +68,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert pick_device("cuda:1") == torch.device("cuda", 1)
-    with pytest.raises(UsageError, match="is cuda:2, but the GPUs here are cuda:0 to cuda:1"):
+    with pytest.raises(UsageError, match="is cuda:2, but this machine has only cuda:0 to cuda:1"):
         pick_device("cuda:2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="is cuda:1, but torch sees no CUDA device"):

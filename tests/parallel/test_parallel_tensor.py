@@ -159,11 +159,11 @@ def test_what_divides_is_not_refused():
     [
         (["model.heads 4 is not a multiple of parallel.tensor 8"], {"tensor": 8}),
         (["model.intermediate_size 26", "parallel.tensor 4"], {"tensor": 4, "intermediate_size": 26}),
-        (["model.kv_heads 2 are fewer than parallel.tensor 4", "copy_kv_heads"], {"tensor": 4}),
+        (["model.kv_heads 2 is less than parallel.tensor 4", "copy_kv_heads"], {"tensor": 4}),
         (["model.kv_heads 2 and parallel.tensor 3", "neither"], {"tensor": 3, "may_copy": True}),
         (["60 ids", "64 rows", "parallel.tensor 3"], {"tensor": 3}),
-        (["data.seq_len 8 is not a multiple of parallel.tensor 3", "Nearest: 9"], {"tensor": 3}),
-        (["ops.compile block with parallel.tensor 2"], {"tensor": 2, "compiled": "block"}),
+        (["data.seq_len 8 is not a multiple of parallel.tensor 3", "The nearest multiple is 9"], {"tensor": 3}),
+        (["ops.compile block does not work with parallel.tensor 2"], {"tensor": 2, "compiled": "block"}),
         (["optim.kind muon", "a whole matrix"], {"tensor": 2, "optimizer": "muon"}),
         (["optim.kind adafactor", "whole rows and columns"], {"tensor": 2, "optimizer": "adafactor"}),
     ],
@@ -178,7 +178,7 @@ def test_offloaded_states_may_be_cut_but_not_offloaded_weights(offload, is_refus
     config = layouts.run_config(parallel=ParallelConfig(tensor=2, offload=offload), recompute="full")
     found = spread_problems(config, MeshSizes(tensor=2))
     assert len(found) == is_refused, found
-    assert all(f"parallel.offload {offload} with tensor 2" in text for text in found)
+    assert all(f"parallel.offload {offload} does not work with tensor 2" in text for text in found)
 
 
 # ---- like one process --------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def test_a_row_that_takes_too_long_is_a_result_and_is_tried_again_next_time(opti
     )
     found = ablate(broken)
     assert [line["status"] for line in found.lines] == ["failed"]
-    assert "not over after" in found.lines[0]["result"]["reason"]
+    assert "not finished after" in found.lines[0]["result"]["reason"]
     assert [variant.name for _, variant in found.pending] == ["all-fused"]
 
 
@@ -233,7 +233,7 @@ def test_the_verb_prints_the_table_and_how_to_continue(second, options, tiny_pat
     out = capsys.readouterr().out
     assert "all fused" in out
     assert "cannot run here" in out
-    assert "there is no MFU" in out
+    assert "no MFU: the peak" in out
     assert "1 rows are left: 1x16x1 liger" in out
 
 

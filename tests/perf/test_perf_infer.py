@@ -72,7 +72,7 @@ def test_where_a_run_or_a_folder_is_called_like_a_preset_it_is_said_which_is_mea
     assert not infer._is_model("z2all-1b", work)
     assert "measuring the preset (for the folder: ./z2all-1b)" in capsys.readouterr().err
     assert infer._is_model("./z2all-1b", work)
-    with pytest.raises(UsageError, match=r"no config file or preset `mine`.*Or a run of .*: quickstart\."):
+    with pytest.raises(UsageError, match=r"no config file or preset `mine`.*Or name a run of .*: quickstart\."):
         infer._load(InferOptions("mine", work))
 
 

@@ -53,14 +53,14 @@ def test_a_measurement_has_every_figure_and_a_loss_near_that_of_a_guess(tiny):
     assert found["iterations"] == len(found["iteration_seconds"]) == 1
     assert found["state_gib"] * 2**30 > 4 * 4 * 200 * 32  # weights, gradient and two moments of the embedding alone
     assert found["peak_gib"] > found["state_gib"]
-    assert found["ops"]["attention"] == {"asked": "auto", "got": "sdpa", "reason": "first that runs on cpu"}
+    assert found["ops"]["attention"] == {"asked": "auto", "got": "sdpa", "reason": "the first that runs on cpu"}
     assert found["ops"]["compile"]["got"] == "none"
 
 
 def test_an_unknown_device_has_no_mfu_and_the_result_says_so(tiny):
     found = figures(tiny, BatchShape(2, 32, 2), Pace(0.1, [1.0], [0.5], 5.0, 100, {}), CPU)
     assert found["mfu"] == {}
-    assert "not known" in found["mfu_note"]
+    assert "are unknown" in found["mfu_note"]
 
 
 def test_a_known_device_has_mfu_in_three_conventions(tiny, monkeypatch):

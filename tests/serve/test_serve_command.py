@@ -82,7 +82,7 @@ def test_what_cannot_be_served_is_said_before_and_after_loading(start: Start, tr
         (("nobody", *work), 3, "nobody"),
         (("tiny", *work, "--token-file", tmp_path / "short"), 3, "at least 16"),
         (("tiny", *work, "--token-file", tmp_path / "none"), 3, "cannot be read"),
-        (("tiny", *work, "--host", "no.such.host.example"), 2, "no address of this machine"),
+        (("tiny", *work, "--host", "no.such.host.example"), 2, "not an address of this machine"),
         (("tiny", *work, "--cache-gb", "0.000001"), 2, "too small"),
     ):
         program = start("serve", *words)

@@ -45,15 +45,15 @@ def test_a_browser_that_calls_its_request_our_own_is_believed_without_an_origin(
 
 def test_a_wrong_token_is_told_from_none_and_open_paths_need_none():
     client = behind_a_gate("right", Door(open_paths=frozenset({"/health"})))
-    assert "wrong token" not in client.get("/").text
+    assert "token is wrong" not in client.get("/").text
     for wrong in (client.get("/?token=left"), client.get("/", headers={"Authorization": "Bearer left"})):
         assert wrong.status_code == 401
-        assert "wrong token" in wrong.text
+        assert "token is wrong" in wrong.text
     assert client.get("/health").text == "inside"
     assert client.get("/health", headers={"Origin": "http://evil.example"}).status_code == 403
 
 
 def test_an_address_that_this_machine_does_not_have_is_named_as_the_mistake():
-    with pytest.raises(UsageError, match=r"`--host 192\.0\.2\.1` is no address of this machine") as refusal:
+    with pytest.raises(UsageError, match=r"`--host 192\.0\.2\.1` is not an address of this machine") as refusal:
         listen("192.0.2.1", 0, 6107)
     assert "--port" not in str(refusal.value)

@@ -97,7 +97,7 @@ def test_metrics_config_anneal_and_media_of_every_run_are_copied_and_nothing_els
     mirror = synced(mirror_of(far))
     assert content(mirror.folder) == wanted
     assert mirror.state == "live"
-    assert mirror.problems == {"files whose names are not those of a run": 1}, "deeper/train-1.jsonl"
+    assert mirror.problems == {"files that do not belong to a run": 1}, "deeper/train-1.jsonl"
 
 
 def test_the_path_may_be_a_workspace_or_one_run_or_below_the_home_folder(mirror_of, sshd, tmp_path):
@@ -267,7 +267,7 @@ def test_two_viewers_of_one_address_do_not_write_into_the_same_copy(mirror_of, t
 
 def test_why_it_cannot_connect_is_said_and_stop_does_not_wait(mirror_of, sshd, tmp_path):
     absent = mirror_of(tmp_path / "absent")
-    wait_for(lambda: absent.state.startswith("broken: there is no folder"), why=lambda: absent.state)
+    wait_for(lambda: "has no folder" in absent.state, why=lambda: absent.state)
     refused = Mirror(f"ssh://nobody-at-all@{sshd.alias}/x", tmp_path / "refused", sshd.command)
     unreachable = Mirror("ssh://no-such-host.invalid/x", tmp_path / "unreachable", sshd.command)
     for mirror, reason in ((refused, "Permission denied"), (unreachable, "no-such-host")):
@@ -403,5 +403,5 @@ def test_verbs_take_an_address_and_say_what_is_wrong_with_it(sshd, tmp_path, mon
     assert main(["track", "export", sshd.url(tmp_path / "runs" / "two"), *to_csv]) == 0
     assert (tmp_path / "out.csv").read_text().startswith("step,tokens,time,loss\n7,0,")
     assert main(["watch", "--once", sshd.url(tmp_path / "nowhere")]) == 3
-    assert "there is no folder" in capsys.readouterr().err
+    assert "has no folder" in capsys.readouterr().err
     assert main(["watch", "--once", "ssh://-oProxyCommand=x/y"]) == 2

@@ -168,7 +168,7 @@ def test_every_x_axis_draws(tmp_path, axis):
 def test_a_flops_axis_without_flops_is_a_clear_error(tmp_path):
     with Run(tmp_path / "run") as run:
         run.log({"loss": 2.5}, step=1, tokens=1)
-    with pytest.raises(BadInputError, match="logs no `flops`"):
+    with pytest.raises(BadInputError, match="has no `flops`"):
         plot_runs([tmp_path / "run"], tmp_path / "run.png", PlotOptions(axis="flops"))
 
 

@@ -125,7 +125,7 @@ def test_half_a_last_line_and_garbage_are_skipped_counted_and_named(tmp_path):
     run = read_run(tmp_path)
     assert run.series["loss"].step.tolist() == [0, 1, 2]
     assert run.skipped_lines == len(garbage) + 1
-    assert run.problems == ["train-1.jsonl: unreadable lines: 8", "train-1.jsonl: half a last line: 1"]
+    assert run.problems == ["train-1.jsonl: unreadable lines: 8", "train-1.jsonl: incomplete last line: 1"]
 
 
 def test_values_that_are_no_numbers_are_counted_and_the_rest_of_the_row_is_used(tmp_path):
@@ -346,7 +346,7 @@ def test_more_events_than_memory_should_hold_are_counted_and_the_end_is_still_se
     reader = RunReader(tmp_path)
     assert sum(event.kind == "text" for event in reader.events()) == 10
     assert len(reader.events()) == 50
-    assert reader.problems == {"train-1.jsonl: events beyond what is kept": 32}
+    assert reader.problems == {"train-1.jsonl: events beyond the limit": 32}
     assert reader.status.state == "finished"
 
 

@@ -179,7 +179,7 @@ def test_folders_below_become_runs_of_their_own_and_nan_survives(tmp_path):
 def test_nothing_to_import_and_a_name_that_is_taken_are_clear_errors(tmp_path):
     with pytest.raises(BadInputError, match="no TensorBoard event files"):
         import_tensorboard(tmp_path, tmp_path / "runs", "x")
-    with pytest.raises(BadInputError, match="is no folder"):
+    with pytest.raises(BadInputError, match="is not a folder"):
         import_tensorboard(tmp_path / "absent", tmp_path / "runs", "x")
     put(tmp_path / "logs", WRITTEN_BY_TENSORBOARD)
     (tmp_path / "runs" / "x").mkdir(parents=True)
@@ -203,6 +203,6 @@ def test_the_command_line_says_what_was_left_out(tmp_path, capsys):
     assert main(["track", "import", str(tmp_path / "logs"), "--name", "old", "--work", str(work)]) == 0
     out = capsys.readouterr().out
     assert "1 file, 1 row, 3 values, 0 texts" in out
-    assert "bytes of a torn end" in out
+    assert "bytes of an incomplete last record" in out
     assert "1 value of kind other" in out
     assert (work / "runs" / "old" / "metrics" / "train-1.jsonl").is_file()

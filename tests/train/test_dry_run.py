@@ -34,7 +34,7 @@ def test_memory_and_communication_are_those_of_one_process_of_the_run():
     config, ops = load_config("z2all-100m", [*words, "--parallel.zero", "2"]), resolve(OpsConfig(), "cpu")
     lines = parallel_notes(config, config.parallel.sizes(4), ops, 4, None)
     assert lines[0].startswith("the run has 4 processes (shard 4, zero 2)")
-    assert any(line.split()[0] == "optimizer" and line.endswith("1/4 of them") for line in lines)
+    assert any(line.split()[0] == "optimizer" and line.endswith("1/4 of the parameters") for line in lines)
     assert [line.split()[0] for line in lines if " over 4 processes" in line] == ["reduce-scatter", "all-gather"]
     assert any(line.startswith("  1. shard: ") and line.endswith("computation can hide all of it") for line in lines)
     alone = load_config("z2all-100m", words[:4])

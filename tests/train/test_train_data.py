@@ -82,7 +82,7 @@ def test_a_stage_with_longer_sequences_keeps_the_tokens_of_a_step(work, config, 
     assert summary.tokens == 8 * STEP
     assert sorted({len(row) // 8 for rows in watched.values() for row in rows}) == [33, 65]
     assert sum(len(row) // 8 == 65 for row in watched[0]) == 3 * 2
-    assert any("sequences of 64 from token 640 on are cut and shuffled anew" in note for note in notes)
+    assert any("from token 640 on, sequences have 64 tokens: the text is cut and shuffled again" in note for note in notes)
 
 
 def test_a_run_killed_around_a_change_of_length_ends_with_the_same_bits(work, config):
@@ -136,7 +136,7 @@ def test_an_anneal_that_would_read_more_than_max_epochs_is_refused_by_the_run_wh
     said: list[str] = []
     assert train(config(data=ZH_AT_STEP_8), work, say=said.append).step == 8
     text = "\n".join(said)
-    assert "run cannot anneal over 16 steps from step 4 on" in text
+    assert "run cannot anneal over 16 steps from step 4." in text
     assert "at most 0.04 allowed" in text
     assert "--steps N" in text
     events = [(event.kind, event.step) for event in read_run(work.run("run")).events]
@@ -165,7 +165,7 @@ def test_a_request_that_cannot_be_met_is_refused_at_the_start_and_may_be_replace
     train(settings, work, say=quiet)
     run = work.run("run")
     request_anneal(run, 12, "linear", 0.0)
-    with pytest.raises(UsageError, match="cannot anneal over 12 steps from step 8 on"):
+    with pytest.raises(UsageError, match="cannot anneal over 12 steps from step 8"):
         train(settings, work, say=quiet)
     request_anneal(run, 1, "linear", 0.0)
     assert train(settings, work, say=quiet).step == 9
@@ -195,7 +195,7 @@ def test_a_run_whose_reading_process_is_killed_goes_on_to_the_same_bits_and_writ
     weights = "checkpoints/step-00000008/model-00000-00000.safetensors"
     assert (work.run("killed") / weights).read_bytes() == (work.run("run") / weights).read_bytes()
     (warning,) = [event for event in read_run(work.run("killed")).events if event.kind == "warning"]
-    assert warning.data["problem"] == "a reading process ended by SIGKILL; another one reads the same again"
+    assert warning.data["problem"] == "a reader process ended (SIGKILL); another one takes over"
 
 
 def flip(path):
@@ -216,7 +216,9 @@ def test_a_run_stops_at_a_damaged_shard_without_saving_and_goes_on_once_it_is_me
     shard = work.packed / "zh/train/tokens-00000.bin"
     content = shard.read_bytes()
     flip(shard)
-    with pytest.raises(BadInputError, match=r"zh/train/tokens-00000\.bin has changed .* not saved. `z2a pack` writes"):
+    with pytest.raises(
+        BadInputError, match=r"zh/train/tokens-00000\.bin has changed .* not saved. Run `z2a pack` to write"
+    ):
         train(settings, work, say=quiet)
     run = work.run("run")
     assert list_checkpoints(run) == []

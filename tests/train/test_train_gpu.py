@@ -158,7 +158,7 @@ def test_a_micro_batch_is_found_on_the_device_and_remembered(config, tmp_path):
     assert not state.weights.gradients.any()  # the search left nothing behind
     again, notes = choose_micro_batch(settings, state.model, world, tmp_path, state.weights.zero_gradients)
     assert again == found
-    assert "found in an earlier start" in notes[0]
+    assert "found in an earlier attempt" in notes[0]
 
 
 def test_batches_reach_the_device_whole_while_it_is_busy(config, work):

@@ -466,7 +466,7 @@ def test_a_run_whose_checkpoint_judged_shards_by_older_rules_goes_on_and_says_so
     longer = settings(train={"steps": 14}, checkpoint=SHORT["checkpoint"])
     assert trained(longer, work, accept_changes=True).step == 14
     (warning,) = events(work.run("run"), "warning")
-    assert "statistics of the shards" in warning.data["problem"]
+    assert "shard statistics in the checkpoint come from another version" in warning.data["problem"]
 
 
 # ---- steps that are not finite, and runs that keep failing ----------------------------------------------------
@@ -557,7 +557,7 @@ def test_a_run_that_keeps_failing_ends_with_code_12_and_weights_from_before(work
     not_finite(*range(6, 12))
     assert command(work, tmp_path, settings(**SHORT, guards={"max_skips_in_a_row": 3})) == 12
     message = capsys.readouterr().err
-    assert "3 updates in a row were skipped" in message
+    assert "Updates skipped in a row: 3" in message
     assert "The weights are those of step 5" in message
     assert page(work.run("run"), "8-nonfinite")["action"] == "stop"
 
@@ -591,7 +591,7 @@ def test_data_packed_with_another_tokenizer_is_refused(work):
 def test_an_id_beyond_the_vocabulary_is_named_with_its_file_before_the_model_sees_it(work):
     for shard in range(len(open_split(work.packed, "en", "train").shards)):
         overwrite_shard(work, "en", shard, VOCABULARY + 7)
-    with pytest.raises(BadInputError, match=r"packed.en.train: token \d+ of sample .* is the id 407.*z2a data verify"):
+    with pytest.raises(BadInputError, match=r"packed.en.train: token \d+ of sample .* has the id 407.*z2a data verify"):
         trained(settings(**SHORT), work)
     rewrite_manifest(work.packed / "en/train", max_id=VOCABULARY + 7)
     with pytest.raises(BadInputError, match=r"`max_id` is 407, expected an id below vocab_size \(400\)"):

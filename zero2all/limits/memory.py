@@ -38,6 +38,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from zero2all.common.language import padded
+from zero2all.common.language import translate as t
 from zero2all.limits.floors import linear_shapes
 from zero2all.limits.flops import recomputed_blocks
 from zero2all.limits.held import HeldStage, expert_values, held_model
@@ -236,9 +238,9 @@ class MemoryEstimate:
     def lines(self) -> list[str]:
         """The estimate as a table: the device, then host memory and disk where something lies there."""
         lines = self._rows("device")
-        for place, heading in (("host", "  in host memory:"), ("disk", "  on disk:")):
+        for place, heading in (("host", "in host memory:"), ("disk", "on disk:")):
             if self._at(place):
-                lines += [heading, *self._rows(place)]
+                lines += [f"  {t(heading)}", *self._rows(place)]
         return lines
 
     def _at(self, place: str) -> float:
@@ -247,11 +249,11 @@ class MemoryEstimate:
     def _rows(self, place: str) -> list[str]:
         total = self._at(place)
         rows = [
-            f"  {part.name:<14}{binary_size(part.bytes, 2):>12}  {part.note}"
+            f"  {padded(t(part.name), 14)}{binary_size(part.bytes, 2):>12}  {t(part.note)}"
             for part in self.parts
             if part.place == place and part.bytes >= total / 1e4
         ]
-        return [*rows, f"  {'total':<14}{binary_size(total, 2):>12}"]
+        return [*rows, f"  {padded(t('total'), 14)}{binary_size(total, 2):>12}"]
 
 
 STATE_PARTS = ("weights", "masters", "gradients", "optimizer")
@@ -272,7 +274,8 @@ def estimate_memory(model: ModelConfig, settings: MemorySettings) -> MemoryEstim
     ]
     saved, in_flight = saved_bytes_per_token(model, settings), settings.stage.in_flight if settings.stage else 1.0
     note = f"{saved / 1e3:.1f} KB per token, recompute {settings.recompute}"
-    note += f", {in_flight:g} micro-batches under way" if settings.stage else ""
+    if settings.stage:
+        note = f"{note}, {in_flight:g} micro-batches in flight"
     parts.append(MemoryPart("activations", settings.tokens * in_flight * saved, note))
     has_head = settings.stage is None or settings.stage.has_head
     head, block = _head_peak(model, settings) if has_head else 0.0, _block_peak(model, settings)
@@ -289,9 +292,12 @@ def _weights(model: ModelConfig, settings: MemorySettings) -> MemoryPart:
     total, width = parameter_counts(model)["total"], WIDTHS[settings.precision]
     if settings.is_fsdp:
         width = width if settings.optimizer == "adamw_bf16" else 0
-        return MemoryPart("weights", width * total / settings.shard, f"bfloat16, no masters{_of(settings.shard)}")
-    has_masters = _master_bytes(settings) > 0
-    note = f"{settings.precision}, {'for the forward pass' if has_masters else 'no masters'}"
+        note = _shared("bfloat16, no masters", settings.shard)
+        return MemoryPart("weights", width * total / settings.shard, note)
+    if _master_bytes(settings) > 0:
+        note = f"{settings.precision}, for the forward pass"
+    else:
+        note = f"{settings.precision}, no masters"
     return MemoryPart("weights", float(width * total), note, settings.place_of_weights)
 
 
@@ -308,15 +314,18 @@ def _master_bytes(settings: MemorySettings) -> int:
 
 def _masters(model: ModelConfig, settings: MemorySettings) -> MemoryPart:
     size, values = _master_bytes(settings), sum(_fullest_rank(model, settings, settings.state_ranks))
-    beside = " beside the weights" if settings.has_split_masters else ""
-    note = f"{size} bytes a parameter{beside}{_of(settings.state_ranks)}"
+    if settings.has_split_masters:
+        note = f"{size} bytes per parameter in addition to the weights"
+    else:
+        note = f"{size} bytes per parameter"
+    note = _shared(note, settings.state_ranks)
     return MemoryPart("masters", size * values, note, PLACE_OF_STATES[settings.offload])
 
 
 def _gradients(model: ModelConfig, settings: MemorySettings) -> MemoryPart:
     """The gradients that are kept until the update."""
     size, values = settings.gradient_bytes, sum(_fullest_rank(model, settings, settings.gradient_ranks))
-    note = f"{size} bytes a parameter{_of(settings.gradient_ranks)}"
+    note = _shared(f"{size} bytes per parameter", settings.gradient_ranks)
     return MemoryPart("gradients", size * values, note, settings.place_of_weights)
 
 
@@ -326,7 +335,7 @@ def _optimizer(model: ModelConfig, settings: MemorySettings) -> MemoryPart:
     matrices, others = _fullest_rank(model, settings, settings.state_ranks)
     of_matrix, of_other = _moment_bytes(model, kind, momentum, kahan)
     each = widen * optimizer_bytes(model, kind, momentum, kahan) / parameter_counts(model)["total"]
-    note = f"{each:.2f} bytes a parameter, {kind}{_of(settings.state_ranks)}"
+    note = _shared(f"{each:.2f} bytes per parameter, {kind}", settings.state_ranks)
     size = widen * (of_matrix * matrices + of_other * others)
     return MemoryPart("optimizer", size, note, PLACE_OF_STATES[settings.offload])
 
@@ -372,8 +381,9 @@ def _values(shapes: Sequence[tuple[int, int]]) -> int:
     return sum(rows * columns for rows, columns in shapes)
 
 
-def _of(ranks: int) -> str:
-    return f", 1/{ranks} of them" if ranks > 1 else ""
+def _shared(note: str, ranks: int) -> str:
+    """The note, with the share of one of `ranks` processes."""
+    return f"{note}, 1/{ranks} of the parameters" if ranks > 1 else note
 
 
 def _fullest_rank(model: ModelConfig, settings: MemorySettings, ranks: int) -> tuple[float, float]:
@@ -428,7 +438,7 @@ def _borrowed_parts(model: ModelConfig, settings: MemorySettings) -> list[Memory
     table = settings.gradient_bytes * parameter_counts(model)["embedding"]
     size = BORROWED_BUCKETS * _bucket_bytes(model, settings) + table
     size = min(size, settings.gradient_bytes * parameter_counts(model)["total"])
-    return [MemoryPart("buckets", size, f"gradients under way: {BORROWED_BUCKETS} buckets and a table")]
+    return [MemoryPart("buckets", size, f"gradients in flight: {BORROWED_BUCKETS} buckets and a table")]
 
 
 def _bucket_bytes(model: ModelConfig, settings: MemorySettings) -> float:
@@ -447,7 +457,7 @@ def _staging_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryP
     parts = [MemoryPart("staging", float(STAGED_PIECES * piece), f"{STAGED_PIECES} pieces, pinned", "host")]
     if settings.one_step_late:
         values = sum(_fullest_rank(model, settings, settings.state_ranks))
-        note = "new weights until the next step has ended"
+        note = "new weights, until the next step has ended"
         parts.append(MemoryPart("late weights", width * values, note, PLACE_OF_STATES[settings.offload]))
     if settings.offload == "weights":
         streamed = min(1.0, STREAMED_BLOCKS / model.layers) * counts["blocks"] + counts["embedding"] + counts["head"]
@@ -465,7 +475,7 @@ def _float8_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPa
     values = counts["matmul"] - counts["embedding"] - chosen  # experts have none
     if settings.offload == "weights":
         values = values * min(STREAMED_BLOCKS, model.layers) // model.layers
-    return [MemoryPart("float8", float(copy_bytes * values), "weights of the blocks, as they are and transposed")]
+    return [MemoryPart("float8", float(copy_bytes * values), "weights of the blocks, plain and transposed")]
 
 
 # ---- what a pass needs -----------------------------------------------------------------------------------------------

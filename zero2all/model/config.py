@@ -36,17 +36,17 @@ class RopeScaling:
     factor: Factor = 1.0
     """How many times longer than `original_seq_len` positions may become."""
     original_seq_len: Positions | None = None
-    """Length in tokens the model was first trained at; needed by llama3 and yarn."""
+    """Sequence length in tokens of the original training; needed by llama3 and yarn."""
     low_freq_factor: Factor = 1.0
     """llama3: wavelengths above original_seq_len / this are fully interpolated."""
     high_freq_factor: Factor = 4.0
-    """llama3: wavelengths below original_seq_len / this are left alone."""
+    """llama3: wavelengths below original_seq_len / this are not changed."""
     beta_fast: Factor = 32.0
-    """yarn: rotations over the original length above which a dimension is left alone."""
+    """yarn: rotations over the original length above which a dimension is not changed."""
     beta_slow: Factor = 1.0
     """yarn: rotations over the original length below which a dimension is fully interpolated."""
     attention_factor: Factor | None = None
-    """yarn: factor on cos and sin, so that attention logits grow by its square. None takes 0.1 ln(factor) + 1."""
+    """yarn: factor on cos and sin, so attention logits grow by its square; null takes 0.1 ln(factor) + 1."""
 
     def problems(self, place: str) -> list[Problem]:
         """Fields that the kind needs and that are missing or do not fit."""
@@ -65,20 +65,20 @@ class MoeConfig:
     """Mixture of experts: which blocks have experts instead of one SwiGLU, and how tokens choose among them."""
 
     experts: Experts = 0
-    """Experts of a block; 0: every block has one SwiGLU for all tokens."""
+    """Experts per block; 0: every block has one SwiGLU for all tokens."""
     experts_per_token: Heads = 2
     """Experts that each token goes to."""
     expert_size: Width = 512
     """Width inside the SwiGLU of one expert."""
     shared_experts: Experts = 0
-    """Experts that every token goes to beside those it chooses; computed as one SwiGLU of that many widths."""
+    """Experts that every token goes to, in addition to those the router chooses."""
     dense_layers: LayersOrNone = 0
-    """The first blocks keep one SwiGLU of model.intermediate_size."""
+    """Number of first blocks without experts: they have one SwiGLU of model.intermediate_size."""
     router: Literal["sigmoid", "softmax"] = "sigmoid"
-    """From logits to scores. The gates of a token are the scores of its experts, divided by their sum."""
+    """Function from router logits to scores. The gates of a token are its experts' scores, divided by their sum."""
     balance_rate: Rate = 0.001
-    """How far the bias of an expert moves after each step: up where it got fewer tokens than the mean, else down. It
-    decides only who is chosen. 0: no balancing."""
+    """How far an expert's routing bias moves after each step: up if it got fewer tokens than the mean, else down. The
+    bias only affects which experts are chosen. 0: no balancing."""
 
     def problems(self, place: str) -> list[Problem]:
         """Fields that are valid alone but do not fit together."""
@@ -93,7 +93,7 @@ class ModelConfig:
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
     vocab_size: Ids | None = None
-    """Ids the model can predict. None takes the tokenizer's size. The matrices have vocab_rows rows."""
+    """Number of token ids the model can predict; null takes the tokenizer's size."""
     hidden_size: Width = 2048
     """Width of the residual stream."""
     intermediate_size: Width = 5632
@@ -105,13 +105,13 @@ class ModelConfig:
     kv_heads: Heads = 8
     """Key/value heads, shared by heads / kv_heads query heads each."""
     head_dim: Heads | None = None
-    """Width of one head. None takes hidden_size / heads."""
+    """Width of one head; null takes hidden_size / heads."""
     max_seq_len: Positions = 2048
-    """Longest sequence in tokens the model is made for; exported as max_position_embeddings."""
+    """Longest sequence in tokens that the model supports; exported as max_position_embeddings."""
     rope_theta: Base = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
-    """Stretching of rotary positions for long context."""
+    """How rotary positions are stretched for long context."""
     rms_norm_eps: PositiveFloat = 1e-5
     """Added to the mean square inside every RMSNorm."""
     init_std: PositiveFloat = 0.02
@@ -174,7 +174,9 @@ class ModelConfig:
         """Fields that are valid alone but do not fit together."""
         found = self.moe.problems(f"{place}.moe")
         if self.moe.experts and self.mlp_bias:
-            found.append(Problem(f"{place}.mlp_bias", True, f"false: {place}.moe has experts, which have no biases"))
+            found.append(
+                Problem(f"{place}.mlp_bias", True, f"false, because the experts of {place}.moe have no biases")
+            )
         if self.moe.experts and self.moe.dense_layers >= self.layers:
             expected = f"fewer than {place}.layers ({self.layers}), or {place}.moe.experts 0"
             found.append(Problem(f"{place}.moe.dense_layers", self.moe.dense_layers, expected))
@@ -183,7 +185,9 @@ class ModelConfig:
                 Problem(f"{place}.hidden_size", self.hidden_size, f"a multiple of {place}.heads ({self.heads})")
             )
         elif self.head_size % 2:
-            found.append(Problem(f"{place}.head_dim", self.head_size, "an even width: positions turn pairs"))
+            found.append(
+                Problem(f"{place}.head_dim", self.head_size, "an even width, because RoPE rotates pairs of values")
+            )
         if self.heads % self.kv_heads:
             found.append(Problem(f"{place}.kv_heads", self.kv_heads, f"a divisor of {place}.heads ({self.heads})"))
         found += self.rope_scaling.problems(f"{place}.rope_scaling")

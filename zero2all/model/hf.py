@@ -113,14 +113,14 @@ def open_hf_folder(folder: Path) -> HfFolder:
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise BadInputError(f"{folder} is no Hugging Face model folder: it has no config.json.")
+        raise BadInputError(f"{folder} is not a Hugging Face model folder: it has no config.json.")
     config = from_hf_config(read_json_object(path, FETCH_AGAIN), path)
     files = _weight_files(folder)
     stored = _stored_tensors(files)
     _check_shapes(config, {name: shape for name, (shape, _) in stored.items()}, folder)
     names = {dtype for name, (_, dtype) in stored.items() if not name.endswith(HF_ROUTER_BIAS)}
     if not names <= STORED_DTYPES.keys():
-        raise BadInputError(f"{folder} stores {sorted(names)}; only {', '.join(DTYPES)} can be imported.")
+        raise BadInputError(f"{folder} stores {', '.join(sorted(names))}. Only {', '.join(DTYPES)} can be imported.")
     return HfFolder(folder, config, files, "float32" if len(names) > 1 else STORED_DTYPES[names.pop()])
 
 
@@ -143,7 +143,7 @@ def to_hf_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> Iterator[t
         tensor.any() for name, tensor in tensors.items() if name.endswith(ROUTER_BIAS)
     ):
         raise BadInputError(
-            "The experts of this model were balanced by a bias, which Mixtral does not have: its routing would change. "
+            "The router of this model has balancing biases. Mixtral has none, so the routing would change. "
             "Train with model.moe.balance_rate 0, or with model.moe.router sigmoid and a shared expert (GLM-4 MoE)."
         )
     for name, theirs in _counterparts(config).items():
@@ -179,8 +179,8 @@ def _check_shapes(config: ModelConfig, found: Mapping[str, tuple[int, ...]], ori
     layers = max((int(match[1]) + 1 for name in found if (match := LAYER_NUMBER.match(name))), default=0)
     if layers != config.layers:
         raise BadInputError(
-            f"The tensors in {origin} do not fit its config.json: num_hidden_layers is {config.layers:,}, and the "
-            f"weights are those of {layers:,} layers. {FETCH_AGAIN}"
+            f"The tensors in {origin} do not fit its config.json: num_hidden_layers is {config.layers:,}, but the "
+            f"weights have {layers:,} layers. {FETCH_AGAIN}"
         )
     wanted = {part: shape for parts in _counterparts(config).values() for part, shape in parts.items()}
     found = {name: shape for name, shape in found.items() if not (config.tied_embeddings and name == "lm_head.weight")}
@@ -193,10 +193,10 @@ def _check_shapes(config: ModelConfig, found: Mapping[str, tuple[int, ...]], ori
     ]
     problems += [f"{name} is unknown" for name in sorted(found.keys() - wanted.keys())]
     if problems:
-        more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
+        found_problems = "; ".join(problems[:4] + ["…"] * (len(problems) > 4))
         raise BadInputError(
-            f"The tensors in {origin} do not fit its config.json: {'; '.join(problems[:4])}{more}. Fetch the folder "
-            f"again; only plain models of these kinds can be imported: {', '.join(LAYOUTS)}."
+            f"The tensors in {origin} do not fit its config.json: {found_problems}. {FETCH_AGAIN} Only plain models "
+            f"of these kinds can be imported: {', '.join(LAYOUTS)}."
         )
 
 
@@ -278,11 +278,11 @@ def _stored_tensors(files: list[Path]) -> dict[str, tuple[tuple[int, ...], str]]
         with _opened(path) as file:
             for name in _weight_names(file):
                 if name in found:
-                    raise BadInputError(f"{path} holds {name[:80]!r}, and another file does too. {FETCH_AGAIN}")
+                    raise BadInputError(f"{path} contains {name[:80]!r}, and so does another file. {FETCH_AGAIN}")
                 tensor = file.get_slice(name)
                 found[name] = tuple(tensor.get_shape()), tensor.get_dtype()
     if not found:
-        raise BadInputError(f"The safetensors files in {files[0].parent} hold no tensors. {FETCH_AGAIN}")
+        raise BadInputError(f"The safetensors files in {files[0].parent} contain no tensors. {FETCH_AGAIN}")
     return found
 
 
@@ -292,7 +292,7 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise BadInputError(f"{path} is no readable safetensors file: {error}") from error
+        raise BadInputError(f"{path} is not a readable safetensors file: {error}") from error
 
 
 def _weight_names(file: Any) -> list[str]:
@@ -311,8 +311,8 @@ def _weight_files(folder: Path) -> list[Path]:
         for name in named:
             if not is_folder_name(name):
                 raise BadInputError(
-                    f"{index} names the file {name[:200]!r}. Expected are names of files beside it, without slashes; "
-                    f"nothing else is opened."
+                    f"{index} names the file {name[:200]!r}. Only files in the same folder are opened: expected names "
+                    f"without slashes."
                 )
         return [_plain_file(folder / name) for name in sorted(named)]
     if (folder / SINGLE_FILE).exists():
@@ -322,13 +322,14 @@ def _weight_files(folder: Path) -> list[Path]:
         raise BadInputError(f"{folder} has no weights. Expected {SINGLE_FILE} or {INDEX_FILE}. {FETCH_AGAIN}")
     raise BadInputError(
         f"{folder} has only pickled weights ({pickles[0]}), which zero2all never loads because they can run code. "
-        f"Convert it with transformers (`model.save_pretrained(FOLDER)`) where you trust it."
+        f"If you trust it, convert it with transformers (`model.save_pretrained(FOLDER)`)."
     )
 
 
 def _plain_file(path: Path) -> Path:
     """Opening a fifo would wait for its writer forever."""
     if not path.is_file():
-        problem = "is neither a file nor a link to one" if path.exists() else "is missing"
-        raise BadInputError(f"{path} {problem}. {FETCH_AGAIN}")
+        if path.exists():
+            raise BadInputError(f"{path} is neither a file nor a link to one. {FETCH_AGAIN}")
+        raise BadInputError(f"{path} is missing. {FETCH_AGAIN}")
     return path

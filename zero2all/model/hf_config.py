@@ -56,7 +56,7 @@ def hf_layout(config: ModelConfig) -> str:
     if not moe.experts:
         if biases == "qkv" and config.mlp_bias:
             raise BadInputError(
-                "attention_bias: qkv with mlp_bias has no Hugging Face layout; set one of them otherwise."
+                "attention_bias qkv together with mlp_bias has no Hugging Face layout. Change one of the two."
             )
         return "qwen2" if biases == "qkv" else "llama"
     if moe.router == "softmax" and not moe.shared_experts and not moe.dense_layers and biases == "none":
@@ -65,8 +65,8 @@ def hf_layout(config: ModelConfig) -> str:
         return "glm4_moe"
     raise BadInputError(
         f"A model with moe.router {moe.router}, moe.shared_experts {moe.shared_experts}, moe.dense_layers "
-        f"{moe.dense_layers} and attention_bias {biases} has no Hugging Face layout. Mixtral is: softmax, 0, 0, none. "
-        f"GLM-4 MoE is: sigmoid, 1 or more, any, none or qkv."
+        f"{moe.dense_layers} and attention_bias {biases} has no Hugging Face layout. Mixtral needs: softmax, 0, 0, "
+        f"none. GLM-4 MoE needs: sigmoid, 1 or more, any, none or qkv."
     )
 
 
@@ -131,9 +131,9 @@ def _from_hf_moe(values: dict[str, Any], layout: str, origin: Path) -> dict[str,
     rotated = values.get("partial_rotary_factor", rope.get("partial_rotary_factor", 0.5))  # transformers' default
     found = {name: values.get(name, plain) for name, plain in PLAIN_GLM.items()} | {"partial_rotary_factor": rotated}
     plain = PLAIN_GLM | {"partial_rotary_factor": 1.0}
-    odd = [f"{name} {str(found[name])[:40]}, not {plain[name]}" for name in plain if found[name] != plain[name]]
+    odd = [f"{name} {str(found[name])[:40]} != {plain[name]}" for name in plain if found[name] != plain[name]]
     if odd:
-        raise BadInputError(f"{origin} cannot be imported, because Z2all has only plain experts: {'; '.join(odd)}.")
+        raise BadInputError(f"{origin} cannot be imported: Z2all does not support these settings: {'; '.join(odd)}.")
     return {
         "experts": values.get("n_routed_experts"),
         "experts_per_token": values.get("num_experts_per_tok"),
@@ -147,23 +147,23 @@ def from_hf_config(values: dict[str, Any], origin: Path) -> ModelConfig:
     """Our config of a config.json of one of LAYOUTS; refuses what would be computed differently here."""
     layout = values.get("model_type")
     if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise BadInputError(f"{origin} is of model_type {layout!r}; only {', '.join(LAYOUTS)} can be imported.")
+        raise BadInputError(f"{origin} has the model_type {layout!r}. Only {', '.join(LAYOUTS)} can be imported.")
     for name, (kind, words) in TYPES.items():
         if values.get(name) is not None and not isinstance(values[name], kind):
             raise BadInputError(
                 f"{origin} cannot be imported: {name} is {str(values[name])[:80]!r}, expected {words}. {FETCH_AGAIN}"
             )
     if values.get("hidden_act", "silu") != "silu":
-        raise BadInputError(f"{origin} uses hidden_act {values['hidden_act']!r}; only silu can be imported.")
+        raise BadInputError(f"{origin} uses hidden_act {values['hidden_act']!r}. Only silu can be imported.")
     with_bias = {"llama": "all", "glm4_moe": "qkv"}.get(layout, "none")
     attention_bias = "qkv" if layout == "qwen2" else with_bias if values.get("attention_bias") else "none"
     # transformers 5 writes rope_parameters, 4 wrote rope_theta and rope_scaling.
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     strange = [name for name in UNSUPPORTED_FIELDS if values.get(name) and _matters(name, values)]
     if strange:
-        raise BadInputError(f"{origin} sets {', '.join(strange)}, which Z2all does not have; it cannot be imported.")
+        raise BadInputError(f"{origin} cannot be imported: it sets {', '.join(strange)}, which Z2all does not support.")
     if values.get("vocab_size") is None:
-        raise BadInputError(f"{origin} has no vocab_size; it cannot be imported.")
+        raise BadInputError(f"{origin} cannot be imported: it has no vocab_size.")
     problems: list[Any] = []
     config = build(
         ModelConfig,
@@ -222,14 +222,16 @@ def _from_hf_scaling(rope: dict[str, Any], max_seq_len: int | None, origin: Path
     odd += ["partial_rotary_factor"] if rope.get("partial_rotary_factor") not in (None, 1.0) else []
     odd += ["attention_factor"] if rope.get("attention_factor") is not None and _kind(rope) != "yarn" else []
     if odd:
-        raise BadInputError(f"{origin} sets {', '.join(odd)} in its rope scaling, which Z2all does not have.")
+        raise BadInputError(
+            f"{origin} cannot be imported: its rope scaling sets {', '.join(odd)}, which Z2all does not support."
+        )
     kind = _kind(rope)
     if kind == "default":
         return {}
     if kind not in list(SCALING_FIELDS):  # it may be anything, also unhashable
-        raise BadInputError(f"{origin} stretches positions by {kind!r}; only linear, llama3 and yarn can be imported.")
+        raise BadInputError(f"{origin} has the rope scaling {kind!r}. Only linear, llama3 and yarn can be imported.")
     if rope.get("factor") is None:
-        raise BadInputError(f"{origin} stretches positions by {kind!r} but names no factor.")
+        raise BadInputError(f"{origin} cannot be imported: its rope scaling {kind!r} has no factor.")
     names = {"factor": "factor", **SCALING_NAMES}
     known = {ours: rope[theirs] for theirs, ours in names.items() if rope.get(theirs) is not None}
     if kind != "linear":

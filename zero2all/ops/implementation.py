@@ -91,7 +91,7 @@ def needs_triton(context: OpContext) -> str | None:
     if context.dtype == torch.float64:
         return "its sums are float32, and the model is float64"
     if not 0 <= context.hidden_size <= MAX_ROW:
-        return f"a row of {context.hidden_size} values is wider than the {MAX_ROW} one program takes"
+        return f"it takes rows of at most {MAX_ROW} values, and model.hidden_size is {context.hidden_size}"
     return None
 
 
@@ -132,7 +132,7 @@ def needs_float8(context: OpContext) -> str | None:
     if torch.cuda.get_device_capability() < (8, 9):
         return "this GPU has no float8 tensor cores"
     if context.dtype != torch.bfloat16:
-        return f"it makes float8 from bfloat16, and the model is {str(context.dtype).removeprefix('torch.')}"
+        return f"it needs a bfloat16 model, and the model is {str(context.dtype).removeprefix('torch.')}"
     if context.sharded:
         # FSDP gathers weights without changing their version counter, so the float8 copies would never be renewed.
         return "it keeps float8 copies of whole weights, and parallel.zero is 3"

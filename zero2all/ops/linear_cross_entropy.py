@@ -276,7 +276,7 @@ def liger_linear_cross_entropy(
 
 def _needs_torch_2_13(context: OpContext) -> str | None:
     if not hasattr(F, "linear_cross_entropy"):
-        return f"torch {torch.__version__} does not have it; 2.13 does"
+        return f"it needs torch 2.13, and this is {torch.__version__}"
     return "it has no z term" if context.z_loss else None
 
 
@@ -287,7 +287,7 @@ def _needs_liger_without_z(context: OpContext) -> str | None:
 def _needs_quack(context: OpContext) -> str | None:
     problem = needs_quack(context)
     if problem is None and torch.cuda.get_device_capability()[0] != 9:
-        problem = "its softmax inside matmuls runs only on GPUs of the Hopper generation"
+        problem = "it runs only on GPUs of the Hopper generation"
     if problem is None and context.dtype != torch.bfloat16:
         problem = f"it computes in bfloat16, and the model is {str(context.dtype).removeprefix('torch.')}"
     if problem is None and context.vocab_size % 64:

@@ -100,11 +100,10 @@ class Ops:
 
     def notes(self) -> list[str]:
         """The choices as text: all on one line, then one line for each that is not what was asked."""
-        lines = [f"ops: {', '.join(f'{choice.operator}={choice.got}' for choice in self.choices)}"]
-        if self.compile != "none":
-            lines[0] += f", compile={self.compile}"
-        return lines + [
-            f"ops: {choice.operator}: asked {choice.asked}, got {choice.got}: {choice.reason}"
+        taken = [f"{choice.operator}={choice.got}" for choice in self.choices]
+        taken += [f"compile={self.compile}"] if self.compile != "none" else []
+        return [f"ops: {', '.join(taken)}"] + [
+            f"ops: {choice.operator}: {choice.got} instead of {choice.asked}: {choice.reason}"
             for choice in self.choices
             if choice.asked not in ("auto", choice.got)
         ]
@@ -182,21 +181,24 @@ def _choose(
     inside_compilation: bool = False,
 ) -> tuple[Chosen, Choice]:
     by_name = {implementation.name: implementation for implementation in implementations}
-    obstacle = ""
     if asked != "auto":
         problem = by_name[asked].probe(context)
         if problem is None:
             return by_name[asked], Choice(operator, asked, asked, "as asked")
         if strict:
             raise UsageError(
-                f"ops.{operator} = {asked} cannot run on this machine: {problem}. "
-                f"Choose another implementation ({', '.join(by_name)}), or set ops.strict to false to fall back."
+                f"ops.{operator} {asked} cannot run on this machine: {problem}. Choose another implementation "
+                f"({', '.join(by_name)}), or set ops.strict to false to fall back."
             )
-        obstacle = f"{asked} cannot run here ({problem}); "
     # In order, and no further than needed: some probes run their kernels, which takes seconds.
     ordered = sorted(implementations, key=lambda one: inside_compilation and not one.compile_safe)
     taken = next((one for one in ordered if one.probe(context) is None), None)
     if taken is None:
         raise UsageError(f"No implementation of {operator} runs on {context.device}.")
-    compiled = " and can be compiled" if inside_compilation and taken.compile_safe else ""
-    return taken, Choice(operator, asked, taken.name, f"{obstacle}first that runs on {context.device}{compiled}")
+    if asked != "auto":
+        reason = f"{asked} cannot run here ({problem})"
+    elif inside_compilation and taken.compile_safe:
+        reason = f"the first that runs on {context.device} and can be compiled"
+    else:
+        reason = f"the first that runs on {context.device}"
+    return taken, Choice(operator, asked, taken.name, reason)

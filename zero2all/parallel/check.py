@@ -29,8 +29,8 @@ def check_spread(config: SpreadConfig, processes: int) -> MeshSizes:
     if found:
         lines = "\n".join(f"  {number}. {text}" for number, text in enumerate(found, 1))
         raise UsageError(
-            f"The run cannot be spread over {processes} process{'' if processes == 1 else 'es'} as asked "
-            f"({counted(len(found), 'problem')}); nothing was started.\n{lines}\n{arithmetic(config, sizes)}"
+            f"The run cannot be spread over {counted(processes, 'rank')} ({counted(len(found), 'problem')}). Nothing "
+            f"was started.\n{lines}\n{arithmetic(config, sizes)}"
         )
     return sizes
 
@@ -50,17 +50,14 @@ def arithmetic(config: SpreadConfig, sizes: MeshSizes) -> str:
         f"  batch ranks = processes / (tensor x pipeline x context) = {sizes.processes} / ({sizes.tensor} x "
         f"{sizes.pipeline} x {sizes.context}) = {batch}",
         f"  rows        = train.tokens_per_step / data.seq_len = {config.train.tokens_per_step} / "
-        f"{config.data.seq_len} = {rows} a step",
+        f"{config.data.seq_len} = {rows} per step",
     ]
     if micro != "auto":
         own = -(-rows // batch)
         micro = min(micro, own)
         passes = -(-own // micro)
-        word = "pass" if passes == 1 else "passes"
-        lines.append(
-            f"              = {micro} a pass x {counted(batch, 'batch rank')} x {passes} {word}"
-            f"{'' if rows == micro * batch * passes else ', the last of them shorter or padded'}"
-        )
+        product = f"              = {micro} per pass x {counted(batch, 'batch rank')}, passes: {passes}"
+        lines.append(product if rows == micro * batch * passes else f"{product} (the last is shorter or padded)")
     return "\n".join(lines)
 
 
@@ -84,7 +81,7 @@ def _sequence_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
     pieces = sizes.context * sizes.tensor
     return [
         f"{name} {length} is not a multiple of context x tensor = {sizes.context} x {sizes.tensor} = {pieces}: tensor "
-        f"ranks share the part of a sequence that a context rank has. Nearest: "
+        f"ranks split the part of a sequence that a context rank has. The nearest multiple is "
         f"{max(1, round(length / pieces)) * pieces}."
         for name, length in sequence_lengths(config)
         if sizes.context > 1 and sizes.tensor > 1 and length % pieces
@@ -95,15 +92,15 @@ def _zero_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
     """ZeRO-2 sends gradients in every pass, but in a pipeline several passes are under way at once."""
     if config.parallel.zero == 2 and sizes.shard > 1 and sizes.pipeline > 1:
         return [
-            f"parallel.zero 2 with parallel.pipeline {sizes.pipeline}: ZeRO-2 sends the gradients of each pass, but a "
-            f"pipeline has several passes under way at once and sends after the last. Set parallel.zero to 1."
+            f"parallel.zero 2 does not work with parallel.pipeline {sizes.pipeline}: ZeRO-2 sends the gradients of "
+            f"each pass, but a pipeline has several passes in flight and sends after the last. Set parallel.zero to 1."
         ]
     return []
 
 
 def _offload_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
-    """What offload moves is laid out for processes that hold all blocks, and weights also for whole matrices; the host
-    knows AdamW."""
+    """Offload needs processes that hold all blocks; offload of weights also whole matrices; on the host only AdamW
+    runs."""
     asked, found = config.parallel.offload, []
     if asked == "none":
         return []
@@ -113,13 +110,14 @@ def _offload_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
     if others:
         named = ", ".join(f"{name} {getattr(sizes, name)}" for name in others)
         found.append(
-            f"parallel.offload {asked} with {named}: it works with {', '.join(allowed)} only. Set parallel.offload to "
-            f"none (each of these axes also makes the states of a process smaller), or these axes to 1."
+            f"parallel.offload {asked} does not work with {named}, only with {'/'.join(allowed)}. Set "
+            f"parallel.offload to none (each of these axes also makes the states of a process smaller), or these axes "
+            f"to 1."
         )
     if config.optim.kind != "adamw":
         found.append(
-            f"parallel.offload {asked} with optim.kind {config.optim.kind}: the host updates the weights, as only "
-            f"adamw can there. Set optim.kind to adamw, or parallel.offload to none."
+            f"parallel.offload {asked} does not work with optim.kind {config.optim.kind}: the host updates the "
+            f"weights, and only adamw runs there. Set optim.kind to adamw, or parallel.offload to none."
         )
     return found + (_streaming_problems(config) if asked == "weights" else [])
 
@@ -129,28 +127,29 @@ def _streaming_problems(config: SpreadConfig) -> list[str]:
     parallel, train, found = config.parallel, config.train, []
     if parallel.zero:
         found.append(
-            f"parallel.offload weights with parallel.zero {parallel.zero}: whole weights lie on the host. Set "
-            f"parallel.zero to 0, or parallel.offload to optimizer."
+            f"parallel.offload weights does not work with parallel.zero {parallel.zero}: the host holds whole weights. "
+            f"Set parallel.zero to 0, or parallel.offload to optimizer."
         )
     if parallel.offload_one_step_late:
         found.append(
-            "parallel.offload weights with parallel.offload_one_step_late: the weights are updated before the next "
-            "step. Set offload_one_step_late to false, or parallel.offload to optimizer."
+            "parallel.offload weights does not work with parallel.offload_one_step_late: the weights must be updated "
+            "before the next step. Set offload_one_step_late to false, or parallel.offload to optimizer."
         )
     if recomputed_blocks(config.model, train.recompute, train.recompute_every) < config.model.layers:
         found.append(
-            f"parallel.offload weights with train.recompute {train.recompute}: a block is fetched again for its "
-            f"backward pass, so each must be computed again there. Set train.recompute to full or selective."
+            f"parallel.offload weights does not work with train.recompute {train.recompute}: every block is fetched "
+            f"again for its backward pass and must be recomputed there. Set train.recompute to full or selective."
         )
     if config.model.moe.experts:
         found.append(
-            f"parallel.offload weights with model.moe.experts {config.model.moe.experts}: a block with experts is too "
-            f"large to be fetched whole. Set parallel.offload to optimizer, or spread the experts with parallel.expert."
+            f"parallel.offload weights does not work with model.moe.experts {config.model.moe.experts}: a block with "
+            f"experts is too large to be fetched whole. Set parallel.offload to optimizer, or spread the experts with "
+            f"parallel.expert."
         )
     if config.ops.compile != "none":
         found.append(
-            f"parallel.offload weights with ops.compile {config.ops.compile}: compiled blocks keep addresses of "
-            f"weights. Set ops.compile to none, or parallel.offload to optimizer."
+            f"parallel.offload weights does not work with ops.compile {config.ops.compile}: compiled blocks keep the "
+            f"addresses of weights. Set ops.compile to none, or parallel.offload to optimizer."
         )
     return found
 
@@ -161,8 +160,8 @@ def _cuda_graph_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
     if config.train.cuda_graph != "on" or not others:
         return []
     return [
-        f"train.cuda_graph on with parallel.{others[0]} {getattr(sizes, others[0])}: every pass then communicates, and "
-        f"such a pass cannot be captured. Set train.cuda_graph to auto."
+        f"train.cuda_graph on does not work with parallel.{others[0]} {getattr(sizes, others[0])}: every pass "
+        f"communicates, and such a pass cannot be captured. Set train.cuda_graph to auto."
     ]
 
 

@@ -33,61 +33,63 @@ class ParallelConfig:
     """The devices of a run and the CPU threads it may use."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA when there is a card, else the CPU."""
+    """auto: CUDA if there is a GPU, else the CPU."""
     processes: PositiveInt | Literal["auto"] = "auto"
-    """Processes on this machine; auto: one per GPU, or one without a GPU. Under torchrun its own number is used."""
+    """Processes on this machine; auto: one per GPU, or one without a GPU. torchrun's own number takes precedence."""
     zero: Annotated[int, Range(minimum=0, maximum=3)] = 0
-    """What is cut over the `shard` processes: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too (FSDP2)."""
+    """What `shard` processes share: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights (FSDP2)."""
     replicate: PositiveInt | Literal["auto"] = "auto"
-    """Copies of the model. auto: all processes with zero 0, else as many as `shard` leaves."""
+    """Copies of the model. auto: all processes with zero 0, else processes / shard."""
     shard: PositiveInt | Literal["auto"] = "auto"
-    """Processes that share one copy. auto: 1 with zero 0, else as many as `replicate` leaves."""
+    """Processes that share one copy. auto: 1 with zero 0, else processes / replicate."""
     pipeline: PositiveInt = 1
-    """Stages: processes that each have some blocks of the model."""
+    """Pipeline stages: each process has some blocks of the model."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
-    """The order of passes in a pipeline (`zero2all.parallel.schedule`)."""
+    """The order of forward and backward passes in a pipeline."""
     chunks: PositiveInt = 1
     """With schedule interleaved: stages per process, 2 or more."""
     context: PositiveInt = 1
-    """Processes that share a sequence."""
+    """Processes that split every sequence."""
     context_method: Literal["auto", "ulysses", "gather"] = "auto"
-    """ulysses: for attention, each gets whole sequences of some heads; gather: keys and values of the whole sequence.
-    auto: ulysses where `context` divides the heads."""
+    """How attention sees the whole sequence. ulysses: each process gets all positions of some heads; gather: each
+    gathers all keys and values; auto: ulysses if `context` divides the heads."""
     tensor: PositiveInt = 1
-    """Processes that share every matrix."""
+    """Processes that split every matrix."""
     copy_kv_heads: bool = False
-    """With more tensor processes than kv heads, let several of them have a copy of each; false: refuse that."""
+    """Allow more tensor processes than kv heads: several processes then have a copy of each kv head."""
     expert: PositiveInt = 1
-    """Processes that share the experts; divides shard x context x tensor."""
+    """Processes that divide the experts among them; must divide shard x context x tensor."""
     bucket_mb: PositiveFloat = 128.0
-    """Megabytes of gradients that are sent at once, while the backward pass computes the next ones."""
+    """Megabytes of gradients sent at once, while the backward pass computes the next ones."""
     overlap: bool = True
-    """Send gradients during the backward pass; false: after it, to see what the overlap saves."""
+    """Send gradients during the backward pass; false: after it."""
     offload: Literal["none", "optimizer", "optimizer_disk", "weights"] = "none"
-    """optimizer: its states and the master weights are in host memory and updated there; optimizer_disk: in files on a
-    fast disk; weights: also the weights, which come to the device block by block."""
+    """optimizer: keep and update optimizer states and master weights in host memory; optimizer_disk: in files on a
+    fast disk; weights: also keep the weights in host memory and copy them to the device block by block."""
     offload_one_step_late: bool = False
-    """With offload: the update of a step overlaps the whole next step, which still computes with the old weights."""
+    """With offload: update during the whole next step, which still computes with the old weights."""
     offload_folder: str | None = None
-    """For optimizer_disk; None: the folder of the run."""
+    """Folder for optimizer_disk; null: the folder of the run."""
     expandable_segments: bool = True
-    """Let segments of GPU memory grow instead of allocating new ones: less fragmentation with tensors of changing
-    sizes. PYTORCH_ALLOC_CONF, where it is set, takes precedence."""
+    """Let segments of GPU memory grow, which reduces fragmentation. PYTORCH_ALLOC_CONF takes precedence if it is
+    set."""
     join_seconds: PositiveFloat = 120.0
-    """How long the processes wait for each other at the start; then those that did not come are named."""
+    """How long the processes wait for each other at the start before the run fails and names the missing ones."""
     timeout_seconds: PositiveFloat = 1800.0
     """How long a process waits for the others in a collective before it gives up."""
     cpu_threads: PositiveInt | None = None
-    """CPU threads for the arithmetic. None takes all cores when a run starts, and the same number again on resume:
-    float sums depend on the number of threads, so an exact resume needs the same one."""
+    """CPU threads for computation. null takes all cores when a run starts, and the same number again on resume, because
+    the last bits of sums depend on it."""
 
     def problems(self, place: str) -> list[Problem]:
         """Fields that are valid alone but do not fit together."""
         found = []
         if self.zero == 0 and self.shard not in (1, "auto"):
-            found.append(Problem(f"{place}.shard", self.shard, f"1 or auto, because {place}.zero is 0: nothing is cut"))
+            found.append(Problem(f"{place}.shard", self.shard, f"1 or auto, because {place}.zero is 0"))
         if self.offload != "none" and self.zero == 3:
-            found.append(Problem(f"{place}.offload", self.offload, f"none with {place}.zero 3, or zero 0, 1 or 2"))
+            found.append(
+                Problem(f"{place}.offload", self.offload, f"none, because {place}.zero is 3 (0, 1 or 2 can offload)")
+            )
         if self.offload != "optimizer_disk" and self.offload_folder is not None:
             expected = f"null, because {place}.offload is {self.offload}: only optimizer_disk uses a folder"
             found.append(Problem(f"{place}.offload_folder", self.offload_folder, expected))
@@ -100,7 +102,7 @@ class ParallelConfig:
                 Problem(
                     f"{place}.chunks",
                     self.chunks,
-                    f"1 with {place}.schedule {self.schedule}; chunks are for schedule interleaved",
+                    f"1, because {place}.schedule is {self.schedule}: only interleaved uses chunks",
                 )
             )
         return found
@@ -119,7 +121,7 @@ class ParallelConfig:
         return sizes
 
     def asked_sizes(self, processes: int) -> MeshSizes:
-        """The same as far as they can be told: their product may be another number."""
+        """The sizes as asked for, without a check: their product may be another number."""
         of_model = self.pipeline * self.context * self.tensor
         asked_replicate = None if self.replicate == "auto" else self.replicate
         asked_shard = 1 if self.zero == 0 else None if self.shard == "auto" else self.shard
@@ -135,9 +137,9 @@ class ParallelConfig:
             return f"pipeline x context x tensor = {of_model} must divide {processes}."
         left = processes // of_model
         if self.zero == 0:
-            return f"Here: replicate {left} or auto."
+            return f"Set replicate to {left} or auto."
         pairs = [f"{left // shard} x {shard}" for shard in range(1, left + 1) if left % shard == 0]
-        return f"Here, as replicate x shard: {', '.join(pairs)}."
+        return f"Possible values of replicate x shard: {', '.join(pairs)}."
 
     def size_problems(self, sizes: MeshSizes, processes: int) -> list[str]:
         """Why this many processes cannot form a mesh of these sizes."""
@@ -145,17 +147,17 @@ class ParallelConfig:
         if sizes.processes != processes:
             others = [name for name in ("pipeline", "context", "tensor") if getattr(self, name) > 1]
             lengths = (sizes.replicate, sizes.shard, *(getattr(self, name) for name in others))
+            axes = ", ".join([f"zero {self.zero}", *(f"{name} {getattr(self, name)}" for name in others)])
             found.append(
-                f"parallel.replicate {self.replicate} and parallel.shard {self.shard} with parallel.zero {self.zero}"
-                f"{''.join(f', {name} {getattr(self, name)}' for name in others)} make "
+                f"parallel.replicate {self.replicate} and parallel.shard {self.shard} (with {axes}) make "
                 f"{' x '.join(map(str, lengths))} = {sizes.processes} processes, but the run has {processes}. Their "
-                f"product must be the number of processes; auto takes what is left. {self._sizes_that_work(processes)}"
+                f"product must be the number of processes. {self._sizes_that_work(processes)}"
             )
         inner = sizes.shard * self.context * self.tensor
         if inner % self.expert:
             found.append(
                 f"parallel.expert {self.expert} does not divide shard x context x tensor = {sizes.shard} x "
-                f"{self.context} x {self.tensor} = {inner}, the processes that share the experts of a copy. "
-                f"Choose a divisor, or parallel.zero 1, which makes shards of the processes."
+                f"{self.context} x {self.tensor} = {inner}, the number of processes that share the experts "
+                f"of one copy. Choose a divisor, or set parallel.zero to 1."
             )
         return found

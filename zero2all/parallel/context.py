@@ -84,21 +84,24 @@ def problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
         return []
     heads = config.model.heads // sizes.tensor
     if asked == "ulysses" and heads % ranks:
-        of_tensor = f" / tensor {sizes.tensor} = {heads}" if sizes.tensor > 1 else ""
         found.append(
             f"parallel.context_method ulysses gives each of the {ranks} context ranks an equal share of the query "
-            f"heads, but model.heads {config.model.heads}{of_tensor} is not a multiple of {ranks}. Set "
-            f"parallel.context_method to gather, or parallel.context to a divisor of {heads}."
+            f"heads, but model.heads / parallel.tensor = {config.model.heads} / {sizes.tensor} = {heads} is not a "
+            f"multiple of {ranks}. Set parallel.context_method to gather, or parallel.context to a divisor of {heads}."
         )
     is_gather = method_of(config.model, config.parallel, sizes) == "gather"
     chunks = 2 * ranks if is_gather else ranks
-    product = f"2 x parallel.context = 2 x {ranks} = {chunks}" if is_gather else f"parallel.context {ranks}"
     for name, length in sequence_lengths(config):
-        if length % chunks:
+        nearest = max(1, round(length / chunks)) * chunks
+        if length % chunks and is_gather:
             found.append(
-                f"{name} {length} is not a multiple of {product}: each context rank has "
-                f"{'two equal chunks' if is_gather else 'an equal part'} of every sequence. Nearest: "
-                f"{max(1, round(length / chunks)) * chunks}."
+                f"{name} {length} is not a multiple of 2 x parallel.context = 2 x {ranks} = {chunks}: each context "
+                f"rank has two equal chunks of every sequence. The nearest multiple is {nearest}."
+            )
+        elif length % chunks:
+            found.append(
+                f"{name} {length} is not a multiple of parallel.context {ranks}: each context rank has an equal part "
+                f"of every sequence. The nearest multiple is {nearest}."
             )
     return found
 

@@ -24,7 +24,7 @@ def pick_device(asked: str, setting: str = "parallel.device") -> torch.device:
         return torch.device("cpu")
     named = re.fullmatch(r"cuda(?::(\d{1,3}))?", asked, re.ASCII)
     if named is None:
-        raise UsageError(f"{setting} is `{asked}`; expected auto, cpu, cuda, or a GPU by its number, such as cuda:1.")
+        raise UsageError(f"{setting} is `{asked}`. Expected auto, cpu, cuda, or a GPU by its number, such as cuda:1.")
     if not torch.cuda.is_available():
         raise UsageError(
             f"{setting} is {asked}, but torch sees no CUDA device here. Check the driver and that a CUDA build of "
@@ -34,12 +34,8 @@ def pick_device(asked: str, setting: str = "parallel.device") -> torch.device:
         return torch.device("cuda", local_rank())
     count = torch.cuda.device_count()
     if int(named[1]) >= count:
-        raise UsageError(f"{setting} is {asked}, but the GPUs here are {_numbered(count)}.")
+        raise UsageError(f"{setting} is {asked}, but this machine has only cuda:0 to cuda:{count - 1}.")
     return torch.device("cuda", int(named[1]))
-
-
-def _numbered(count: int) -> str:
-    return "cuda:0 only" if count == 1 else f"cuda:0 to cuda:{count - 1}"
 
 
 def local_rank() -> int:

@@ -112,7 +112,7 @@ def problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
     moe, found = config.model.moe, []
     if sizes.expert > 1 and not moe.experts:
         found.append(
-            f"parallel.expert is {sizes.expert}, but the model has no experts: set model.moe.experts, or "
+            f"parallel.expert is {sizes.expert}, but the model has no experts. Set model.moe.experts, or "
             f"set parallel.expert to 1."
         )
     elif moe.experts % sizes.expert:
@@ -122,7 +122,7 @@ def problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
         )
     if config.parallel.zero == 3 and moe.experts and max(sizes.expert, sizes.tensor) > 1:
         found.append(
-            f"parallel.zero 3 gathers whole experts, and parallel.expert {sizes.expert} with parallel.tensor "
-            f"{sizes.tensor} spreads them or their tokens: use parallel.zero 0, 1 or 2, or set both to 1."
+            f"parallel.zero 3 gathers whole experts, so it does not work with parallel.expert {sizes.expert} and "
+            f"parallel.tensor {sizes.tensor}. Set parallel.zero to 0, 1 or 2, or the other two to 1."
         )
     return found

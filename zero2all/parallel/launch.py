@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from zero2all.common.errors import PeerFailureError, PreemptedError, UsageError
-from zero2all.common.progress import counted, say
+from zero2all.common.progress import say
 from zero2all.common.signals import stop_signals_to
 from zero2all.parallel.config import ParallelConfig
 
@@ -36,8 +36,8 @@ ENDS_IN_TIME = (None, 0, PreemptedError.exit_code)
 """Exit codes after which the others may take as long as they need: after a signal all of them save."""
 POLL_SECONDS = 0.05
 SIGNAL_HINTS: dict[int, str] = {
-    signal.SIGKILL: " (by a user, or by the system because it ran out of memory)",
-    signal.SIGABRT: " (NCCL sends it when another process has died or does not answer within parallel.timeout_seconds)",
+    signal.SIGKILL: "A user sent it, or the system because memory ran out.",
+    signal.SIGABRT: "NCCL sends it when another process has died or does not answer within parallel.timeout_seconds.",
 }
 
 
@@ -54,8 +54,8 @@ def local_processes(config: ParallelConfig) -> int:
         return max(1, gpus)
     if config.device == "cuda" and config.processes > gpus:
         raise UsageError(
-            f"parallel.processes is {config.processes}, but this machine has {counted(gpus, 'GPU')}, and each "
-            f"process needs one. Set it to auto or to at most {gpus}."
+            f"parallel.processes is {config.processes}, but this machine has {gpus} GPUs in all, and each process "
+            f"needs one. Set it to auto or to at most {gpus}."
         )
     return config.processes
 
@@ -148,12 +148,13 @@ def unusual_ends(codes: Sequence[int | None], grace_seconds: float) -> list[str]
     for rank, code in enumerate(codes):
         if code is not None and code < 0:
             name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
-            lines.append(f"Rank {rank} was killed by {name}{SIGNAL_HINTS.get(-code, '')}.")
+            killed = f"Rank {rank} was killed by {name}."
+            lines.append(f"{killed} {SIGNAL_HINTS[-code]}" if -code in SIGNAL_HINTS else killed)
     silent = [str(rank) for rank, code in enumerate(codes) if code is None]
     if silent:
-        lines.append(f"Killed because it did not end within {grace_seconds:g} s: rank {', '.join(silent)}.")
+        lines.append(f"Rank {', '.join(silent)} did not end within {grace_seconds:g} s and was killed.")
     if lines:
-        lines.append("Checkpoints are whole; run the same command again to continue from the newest.")
+        lines.append("The checkpoints are intact. Run the same command again to continue from the newest.")
     return lines
 
 

@@ -74,7 +74,7 @@ def open_store(rank: int, seconds: float) -> dist.Store:
         raise PeerFailureError(
             f"Rank {rank} did not reach rank 0 at {host}:{port} within parallel.join_seconds ({seconds:g} s). Check "
             f"that rank 0 was started, that MASTER_ADDR and MASTER_PORT are the same everywhere, and that no firewall "
-            f"stands between them. The error of the store: {str(error).splitlines()[0]}"
+            f"blocks the port. The error of the store: {str(error).splitlines()[0]}"
         ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"z2a/{attempt}", store)
@@ -104,9 +104,9 @@ def _judge(store: dist.Store, size: int, facts: Facts, seconds: float) -> UsageE
     if missing:
         names = ", ".join(key.removeprefix("facts/") for key in missing)
         return PeerFailureError(
-            f"Of {size} processes these ranks did not come within parallel.join_seconds ({seconds:g} s): {names}. "
-            f"Look for their errors, check that they were started with the same MASTER_ADDR, MASTER_PORT and "
-            f"WORLD_SIZE, and start all of them again; a slow machine needs a larger parallel.join_seconds."
+            f"These ranks of {size} did not join within parallel.join_seconds ({seconds:g} s): {names}. Look for their "
+            f"errors, check that they were started with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and start "
+            f"all of them again. On a slow machine, raise parallel.join_seconds."
         )
     first = json.loads(json.dumps(facts, default=str))
     lines = []
@@ -118,9 +118,13 @@ def _judge(store: dist.Store, size: int, facts: Facts, seconds: float) -> UsageE
     if not lines:
         return None
     return UsageError(
-        "The processes of this run are not alike; nothing was started. Against rank 0:\n"
-        + "\n".join(lines)
-        + "\nStart all of them with the same command, config and version of zero2all."
+        "\n".join(
+            [
+                "The processes of this run differ. Nothing was started. Compared with rank 0:",
+                *lines,
+                "Start all of them with the same command, config and version of zero2all.",
+            ]
+        )
     )
 
 
@@ -129,7 +133,7 @@ def differences(first: Facts, other: Facts) -> str:
     names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
     shown = [f"{name} {other.get(name)!r} instead of {first.get(name)!r}" for name in names[:MOST_NAMED]]
     if len(names) > MOST_NAMED:
-        shown.append(f"and {len(names) - MOST_NAMED} more")
+        shown.append("…")
     return "; ".join(shown)
 
 
@@ -138,20 +142,20 @@ def _learn_verdict(store: dist.Store, rank: int, facts: Facts, seconds: float) -
     try:
         if _wait(store, ["verdict"], seconds + SLOWER_SECONDS):
             return PeerFailureError(
-                f"Rank {rank} heard nothing from rank 0 within parallel.join_seconds ({seconds:g} s): rank 0 did not "
-                f"come, or hangs. Look for its error, and start all processes again."
+                f"Rank {rank} heard nothing from rank 0 within parallel.join_seconds ({seconds:g} s): rank 0 was not "
+                f"started, or hangs. Look for its error, and start all processes again."
             )
         store.set(f"seen/{rank}", "")
         kind, _, text = store.get("verdict").decode().partition(" ")
         own = differences(json.loads(store.get("facts/0")), json.loads(json.dumps(facts, default=str)))
     except dist.DistError as error:
         return PeerFailureError(
-            f"Rank {rank} lost rank 0 before the first step; if rank 0 printed an error, that is the cause. The error "
-            f"of the store: {str(error).splitlines()[0]}"
+            f"Rank {rank} lost the connection to rank 0 before the first step. If rank 0 printed an error, that is the "
+            f"cause. The error of the store: {str(error).splitlines()[0]}"
         )
     if kind != "alike":
         return (UsageError if kind == "UsageError" else PeerFailureError)(text)
-    return UsageError(f"Rank {rank} is not like rank 0; nothing was started: {own}.") if own else None
+    return UsageError(f"Rank {rank} differs from rank 0: {own}. Nothing was started.") if own else None
 
 
 def _wait(store: dist.Store, keys: list[str], seconds: float) -> list[str]:

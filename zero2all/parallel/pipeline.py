@@ -103,26 +103,26 @@ def problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
     found, model, parallel = [], config.model, config.parallel
     stages = sizes.pipeline * parallel.chunks
     if stages > model.layers:
-        product = f"parallel.pipeline {sizes.pipeline} x parallel.chunks {parallel.chunks} = {stages}"
         found.append(
-            f"{product if parallel.chunks > 1 else f'parallel.pipeline {stages}'} stages, but the model has only "
-            f"{model.layers} blocks (model.layers). A stage needs at least one: ask for at most {model.layers} stages."
+            f"The model has too few blocks: parallel.pipeline {sizes.pipeline} x parallel.chunks {parallel.chunks} = "
+            f"{stages} stages, but model.layers is {model.layers}, and a stage needs at least one block. Use at most "
+            f"{model.layers} stages."
         )
     if model.tied_embeddings:
         found.append(
-            f"model.tied_embeddings with parallel.pipeline {sizes.pipeline}: the first stage would need the matrix as "
-            f"embedding and the last one as head. Set model.tied_embeddings to false, or parallel.pipeline to 1."
+            f"model.tied_embeddings does not work with parallel.pipeline {sizes.pipeline}: the first stage needs the "
+            f"matrix as embedding and the last as head. Set model.tied_embeddings to false, or parallel.pipeline to 1."
         )
     if config.ops.compile != "none":
         found.append(
-            f"ops.compile {config.ops.compile} with parallel.pipeline {sizes.pipeline}: only whole models are "
-            f"compiled. Set ops.compile to none."
+            f"ops.compile {config.ops.compile} does not work with parallel.pipeline {sizes.pipeline}: only whole "
+            f"models are compiled. Set ops.compile to none."
         )
     if parallel.schedule == "zero_bubble" and parallel.zero == 3 and sizes.shard > 1:
         found.append(
-            "parallel.schedule zero_bubble with parallel.zero 3: the gradients of matrices are computed after the "
-            "backward pass, when FSDP has already freed the weights. Set parallel.schedule to 1f1b, or parallel.zero "
-            "to 1."
+            "parallel.schedule zero_bubble does not work with parallel.zero 3: it computes the gradients of matrices "
+            "after the backward pass, when FSDP has already freed the weights. Set parallel.schedule to 1f1b, or "
+            "parallel.zero to 1."
         )
     return found
 

@@ -33,9 +33,9 @@ from zero2all.parallel.reduce import gather_into, scatter_sum_into
 from zero2all.parallel.run_config import SpreadConfig, sequence_lengths
 
 NEED_WHOLE_MATRICES = {
-    "muon": "makes the update of a whole matrix orthogonal",
-    "adafactor": "takes means over whole rows and columns",
-    "adamw_8bit": "scales its moments row by row",
+    "muon": "it makes the update of a whole matrix orthogonal",
+    "adafactor": "it takes means over whole rows and columns",
+    "adamw_8bit": "it scales its moments row by row",
 }
 """Optimizers that would compute something else from a part of a matrix."""
 
@@ -235,27 +235,27 @@ def problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
     if model.vocab_size is not None and model.vocab_rows % ranks:
         found.append(
             f"The vocabulary of {model.vocab_size} ids, padded to a multiple of {VOCAB_MULTIPLE}, has "
-            f"{model.vocab_rows} rows, not a multiple of parallel.tensor {ranks}: every rank has the same number of "
-            f"rows of the embedding and the head. Choose a power of two up to {VOCAB_MULTIPLE}, or a model.vocab_size "
-            f"above {model.vocab_size} whose padded rows divide."
+            f"{model.vocab_rows} rows, which is not a multiple of parallel.tensor {ranks}: every rank has the same "
+            f"number of rows of the embedding and the head. Choose a power of two up to {VOCAB_MULTIPLE}, or a larger "
+            f"model.vocab_size."
         )
     for name, length in sequence_lengths(config):
         if length % ranks:
             found.append(
                 f"{name} {length} is not a multiple of parallel.tensor {ranks}: between the matrices every rank has "
-                f"the same number of positions. Nearest: {max(1, round(length / ranks)) * ranks}."
+                f"the same number of positions. The nearest multiple is {max(1, round(length / ranks)) * ranks}."
             )
     why_whole = NEED_WHOLE_MATRICES.get(config.optim.kind)
     if why_whole is not None:
         found.append(
-            f"optim.kind {config.optim.kind} with parallel.tensor {ranks}: it {why_whole}, "
-            f"and a tensor rank has only a part of each. Use adamw, adamw_bf16, lion or sgd, or parallel.zero with "
-            f"parallel.tensor 1."
+            f"optim.kind {config.optim.kind} does not work with parallel.tensor {ranks}: {why_whole}, and a tensor "
+            f"rank has only a part of each. Use adamw, adamw_bf16, lion or sgd, or parallel.zero with parallel.tensor "
+            f"1."
         )
     if config.ops.compile != "none":
         found.append(
-            f"ops.compile {config.ops.compile} with parallel.tensor {ranks}: every block communicates, which is not "
-            f"compiled. Set ops.compile to none."
+            f"ops.compile {config.ops.compile} does not work with parallel.tensor {ranks}: every block communicates, "
+            f"which cannot be compiled. Set ops.compile to none."
         )
     return found
 
@@ -265,13 +265,13 @@ def _kv_problems(kv_heads: int, ranks: int, may_copy: bool) -> list[str]:
         return []
     if ranks % kv_heads:
         return [
-            f"model.kv_heads {kv_heads} and parallel.tensor {ranks}: neither is a multiple of the other, so that kv "
-            f"heads would be cut. Choose a divisor or a multiple of {kv_heads}."
+            f"model.kv_heads {kv_heads} and parallel.tensor {ranks} do not fit: neither is a multiple of the other. "
+            f"Set parallel.tensor to a divisor or a multiple of {kv_heads}."
         ]
     if may_copy:
         return []
     return [
-        f"model.kv_heads {kv_heads} are fewer than parallel.tensor {ranks}. Choose a divisor of {kv_heads}, or set "
-        f"parallel.copy_kv_heads to true: then {ranks // kv_heads} ranks have a copy of each kv head and sum its "
-        f"gradient."
+        f"model.kv_heads {kv_heads} is less than parallel.tensor {ranks}. Set parallel.tensor to a divisor of "
+        f"{kv_heads}, or set parallel.copy_kv_heads to true: then {ranks // kv_heads} ranks have a copy of each kv "
+        f"head and sum its gradient."
     ]

@@ -69,7 +69,7 @@ def ablate(options: AblateOptions) -> Ablation:
     results = Results(options.output)
     if options.report_only:
         if not results.lines:
-            raise BadInputError(f"{results.path} holds no results yet. Measure some first, without --report.")
+            raise BadInputError(f"{results.path} has no results yet. Measure first: run the command without --report.")
         here = results.lines[-1]["environment"]
     else:
         here = environment()
@@ -78,7 +78,7 @@ def ablate(options: AblateOptions) -> Ablation:
     if options.report_only:
         return Ablation(config, batches, here, results.lines, pending)
     done = len(batches) * len(options.variants) - len(pending)
-    say(f"ablate: {done} rows are there, {len(pending)} to measure, into {options.output}")
+    say(f"ablate: {done} rows done, {len(pending)} to measure; results go to {options.output}")
     for batch in batches:
         if not sitting.measure_batch(batch, [variant for of, variant in pending if of == batch]):
             break
@@ -117,7 +117,7 @@ class _Sitting:
         needed = self._estimate(anchor) + (self._estimate(others[0]) if others else 0.0)
         if not self._fits(needed, f"{batch} {variants[0].name}"):
             return False
-        self._run(batch, anchor, f"anchor of sitting {self.number}")
+        self._run(batch, anchor, f"anchor of session {self.number}")
         for number, variant in enumerate(others, 1):
             if not self._fits(self._estimate(variant), f"{batch} {variant.name}"):
                 return False
@@ -132,7 +132,7 @@ class _Sitting:
         if needed <= left:
             return True
         say(
-            f"ablate: stopped before {name}: it would take about {human_seconds(needed)}, and {human_seconds(left)} of "
+            f"ablate: stopped before {name}, which would take about {human_seconds(needed)}; {human_seconds(left)} of "
             f"the budget are left. Run the same command again to continue."
         )
         return False
@@ -199,17 +199,17 @@ class _Sitting:
                     timeout=self.options.row_timeout_seconds,
                 ).returncode
             except subprocess.TimeoutExpired:
-                return {"status": "failed", "reason": f"not over after {self.options.row_timeout_seconds:g} s"}
+                return {"status": "failed", "reason": f"not finished after {self.options.row_timeout_seconds:g} s"}
             if result.is_file():
                 found = read_json(result)
                 assert isinstance(found, dict)
                 return found
         if code == -9:
-            return {"status": "out of memory", "reason": "the system ended the process (signal 9)"}
+            return {"status": "out of memory", "reason": "the system killed the process (signal 9)"}
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
         for line in tail:
             say(f"  | {line}")
-        return {"status": "failed", "reason": f"exit code {code}: {tail[-1] if tail else 'no output'}", "log": str(log)}
+        return {"status": "failed", "reason": f"exit code {code}: {tail[-1] if tail else '-'}", "log": str(log)}
 
 
 def _in_short(line: Line) -> str:
@@ -217,8 +217,7 @@ def _in_short(line: Line) -> str:
     if line["status"] != "measured":
         return f"{line['status']}: {result.get('reason', '')}"
     utilisation = result["mfu"].get("seed")
-    share = "" if utilisation is None else f", {100 * utilisation:.1f} % MFU (seed)"
-    return (
-        f"{result['seconds_per_iteration']:.3f} s, {result['tokens_per_second']:,.0f} tokens/s{share}, "
-        f"peak {result['peak_gib']:.1f} GiB"
-    )
+    speed = f"{result['seconds_per_iteration']:.3f} s, {result['tokens_per_second']:,.0f} tokens/s"
+    if utilisation is None:
+        return f"{speed}, peak {result['peak_gib']:.1f} GiB"
+    return f"{speed}, {100 * utilisation:.1f} % MFU (seed), peak {result['peak_gib']:.1f} GiB"

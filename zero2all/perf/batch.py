@@ -61,7 +61,7 @@ def check_batch(batch: BatchShape, config: RunConfig) -> None:
     if batch.seq_len > config.model.max_seq_len:
         raise UsageError(
             f"--batch {batch} has sequences of {batch.seq_len} tokens, but model.max_seq_len is "
-            f"{config.model.max_seq_len}. Give shorter ones, or set --model.max_seq_len."
+            f"{config.model.max_seq_len}. Use shorter sequences, or raise --model.max_seq_len."
         )
 
 
@@ -71,9 +71,9 @@ def load_measured_config(source: str, overrides: list[str]) -> tuple[RunConfig, 
     notes = []
     if config.model.vocab_size is None:
         size = config.tokenizer.vocab_size
-        notes.append(f"model.vocab_size is not set: measured with tokenizer.vocab_size, {size}")
+        notes.append(f"model.vocab_size is not set: using tokenizer.vocab_size, {size}")
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
     if config.data.document_mask:
-        notes.append("data.document_mask is left out: random tokens have no documents")
+        notes.append("data.document_mask is ignored: random tokens have no documents")
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, document_mask=False))
     return config, notes

@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 
 from zero2all.common.errors import UsageError
+from zero2all.common.language import translate as t
 from zero2all.common.progress import Bar, progress, say
 from zero2all.common.workspace import Workspace, is_folder_name
 from zero2all.config import RunConfig, find_config, preset_files
@@ -208,7 +209,10 @@ def _load(options: InferOptions) -> LoadedModel:
     work, source = options.workspace, options.source
     if _is_model(source, work):
         if options.overrides:
-            raise UsageError(f"`{options.overrides[0]}` sets a field of a config; {source} is a model that has one.")
+            raise UsageError(
+                f"`{options.overrides[0]}` sets a field of a config, but {source} is a model, whose config is fixed. "
+                f"Leave it out, or measure a preset."
+            )
         loaded = load_model(source, work, device=pick_device(options.device, "--device"), dtype=options.dtype)
     else:
         config, notes = _config(source, work, list(options.overrides))
@@ -221,15 +225,15 @@ def _load(options: InferOptions) -> LoadedModel:
 
 
 def _is_model(source: str, work: Workspace | None) -> bool:
-    """Whether `source` has weights; where a preset has the same name, it is said which of them is measured."""
+    """Whether `source` has weights; prints which one is measured if a preset has the same name."""
     is_preset = source in preset_files()
     if work is not None and is_folder_name(source) and work.run(source).is_dir():
         if is_preset:
-            say(f"perf infer: {source} is a run of {work.root.absolute()} and a preset; measuring the run")
+            say(f"perf infer: {source} is both a run of {work.root.absolute()} and a preset; measuring the run")
         return True
     is_folder = Path(source).expanduser().is_dir()
     if is_folder and is_preset:
-        say(f"perf infer: {source} is a folder here and a preset; measuring the preset (for the folder: ./{source})")
+        say(f"perf infer: {source} is both a folder and a preset; measuring the preset (for the folder: ./{source})")
     return is_folder and not is_preset
 
 
@@ -238,8 +242,9 @@ def _config(source: str, work: Workspace | None, overrides: list[str]) -> tuple[
         find_config(source)
     except UsageError as error:
         runs = sorted(path.name for path in work.runs.glob("*") if path.is_dir()) if work is not None else []
-        known = f" Or a run of {work.root.absolute()}: {', '.join(runs)}." if work is not None and runs else ""
-        raise UsageError(f"{error}{known}") from None
+        if work is None or not runs:
+            raise
+        raise UsageError(f"{error} Or name a run of {work.root.absolute()}: {', '.join(runs)}.") from None
     return load_measured_config(source, overrides)
 
 
@@ -259,8 +264,8 @@ def random_model(config: ModelConfig, device: torch.device, dtype: str | None = 
 def _check_length(config: ModelConfig, prompt: int, new: int) -> None:
     if new < 1 or prompt + new > config.max_seq_len:
         raise UsageError(
-            f"A prompt of {prompt} tokens and {max(new, 1)} new ones are more than the {config.max_seq_len} the model "
-            f"was made for (model.max_seq_len). Give a smaller --prompt or --new."
+            f"A prompt of {prompt} tokens and {max(new, 1)} new tokens are more than the {config.max_seq_len} tokens "
+            f"that the model supports (model.max_seq_len). Use a smaller --prompt or --new."
         )
 
 
@@ -274,13 +279,13 @@ def as_json(found: Inference) -> dict[str, Any]:
 
 def cells(found: Inference) -> list[list[str]]:
     """The table, its heading first."""
-    heading = ["weights", "batch", "first token", "tokens/s", "a pass", "bandwidth", "with prompts", "memory"]
+    heading = ["weights", "batch", "first token", "tokens/s", "per pass", "bandwidth", "with prompts", "memory"]
     return [heading, *(_cells(row) for row in found.rows)]
 
 
 def _cells(row: InferRow) -> list[str]:
     if row.problem is not None:
-        return [row.weights, str(row.batch), row.problem, *[""] * 5]
+        return [row.weights, str(row.batch), t(row.problem), *[""] * 5]
     return [
         row.weights,
         str(row.batch),

@@ -27,7 +27,7 @@ def write_picture(found: Inference, folder: Path) -> str:
     """Write the picture; returns its path, or why there is none."""
     rows = [row for row in found.rows if row.problem is None]
     if not rows:
-        return "no picture: nothing could be measured"
+        return "no picture: nothing was measured"
     try:
         draw_inference(found, rows, folder / "inference.png")
     except ImportError as error:
@@ -50,7 +50,7 @@ def draw_inference(found: Inference, rows: list[InferRow], png: Path) -> None:
         title = f"{found.model} on {found.device}: prompts of {found.prompt_tokens}, {found.new_tokens} new tokens"
         figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
         speed, share = figure.subplots(1, 2)
-        _draw(speed, rows, "tokens/s of all sequences", lambda row: row.tokens_per_second, "{:,.0f}")
+        _draw(speed, rows, "tokens/s, all sequences", lambda row: row.tokens_per_second, "{:,.0f}")
         _draw(share, rows, "share of the memory bandwidth, %", lambda row: row.bandwidth_percent, "{:.0f} %")
         speed.set_yscale("log")
         speed.yaxis.set_major_formatter(FuncFormatter(lambda value, _: human_count(value)))
@@ -75,6 +75,6 @@ def _draw(axis: Axes, rows: list[InferRow], title: str, value: Any, form: str) -
     axis.set_xticks(batches, [str(batch) for batch in batches])
     axis.margins(x=0.08, y=0.15)
     axis.set_title(title, color=INK)
-    axis.set_xlabel("sequences at once", color=FAINT_INK)
+    axis.set_xlabel("batch (sequences)", color=FAINT_INK)
     if len(kinds) > 1:
         axis.legend(loc="best")

@@ -159,7 +159,7 @@ def figures(config: RunConfig, batch: BatchShape, pace: Pace, device: torch.devi
         "queueing_seconds": sum(pace.queueing_seconds) / len(pace.queueing_seconds),
         "tokens_per_second": tokens_per_second,
         "mfu": utilisation,
-        "mfu_note": None if peak_flops(name) else f"the peak of {name!r} is not known, so there is no MFU",
+        "mfu_note": None if peak_flops(name) else f"no MFU: the peak FLOPS of {name!r} are unknown",
         "peak_gib": pace.peak_bytes / 2**30,
         "first_step_seconds": pace.first_step_seconds,
         "loss": pace.loss if math.isfinite(pace.loss) else str(pace.loss),

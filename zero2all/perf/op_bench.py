@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zero2all.common.errors import UsageError
+from zero2all.common.language import translate as t
 from zero2all.common.progress import say
 from zero2all.common.schema import nearest_hint
 from zero2all.config import RunConfig
@@ -95,7 +96,8 @@ def bench_operators(
     wanted = [name for name in names if only is None or only in (name, name.partition("/")[0])]
     if not wanted:
         hint = nearest_hint(only or "", names)
-        raise UsageError(f"There is no operator {only}. {hint}{' ' if hint else ''}There are: {', '.join(names)}.")
+        problem = f"There is no operator {only}. The operators are: {', '.join(names)}."
+        raise UsageError(f"{problem} {hint}" if hint else problem)
     samples, seq_len = batch_of(config, tokens, device)
     say(f"ops bench: {device_name(device)}: measuring copy and matmul rates first")
     ceilings = measured_ceilings(device, dtype, least_seconds)
@@ -363,11 +365,11 @@ def bench_cells(bench: Bench) -> list[list[str]]:
         before = row.operator
         name = f"{row.implementation}{' (auto)' if row.taken_by_auto else ''}"
         if row.problem is not None:
-            rows.append([shown, name, "", "", "", "", "", row.problem])
+            rows.append([shown, name, "", "", "", "", "", t(row.problem)])
             continue
         assert row.rate is not None
         rate = f"{row.rate / 1e12:.3g} TFLOPS" if row.is_matmul else f"{row.rate / 1e9:.4g} GB/s"
         figures = [f"{row.forward_ms:.3f}", f"{row.backward_ms:.3f}", rate, f"{row.floor_percent:.1f}"]
         rows.append([shown, name, *figures, f"{row.error:.1e}", ""])
-    heading = ["operator", "implementation", "forward ms", "backward ms", "rate", "% of floor", "error", "why not"]
+    heading = ["operator", "implementation", "forward ms", "backward ms", "rate", "% of floor", "error", "problem"]
     return [heading, *rows]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from zero2all.common.language import translate as t
 from zero2all.config import RunConfig
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import OpContext
@@ -49,8 +50,8 @@ def listed_operators(config: RunConfig | None) -> list[dict[str, Any]]:
 def describe(where: OpContext) -> str:
     """The context in one line."""
     device = torch.cuda.get_device_name() if where.device == "cuda" else "cpu"
-    compiled = ", inside torch.compile" if where.compiled else ""
-    return f"{device}, {str(where.dtype).removeprefix('torch.')}{compiled}"
+    dtype = str(where.dtype).removeprefix("torch.")
+    return f"{device}, {dtype}, inside torch.compile" if where.compiled else f"{device}, {dtype}"
 
 
 def list_cells(entries: list[dict[str, Any]]) -> list[list[str]]:
@@ -60,8 +61,8 @@ def list_cells(entries: list[dict[str, Any]]) -> list[list[str]]:
     for entry in entries:
         shown = entry["operator"] if entry["operator"] != before else ""
         taken = "auto" if entry["taken_by_auto"] else "config" if entry["taken"] else ""
-        here = "runs" if entry["why_not"] is None else f"no: {entry['why_not']}"
-        flags = ("yes" if entry[flag] else "no" for flag in ("compile_safe", "deterministic"))
+        here = t("runs") if entry["why_not"] is None else t(f"no: {entry['why_not']}")
+        flags = (t("yes") if entry[flag] else t("no") for flag in ("compile_safe", "deterministic"))
         rows.append([shown, entry["implementation"], taken, here, *flags])
         before = entry["operator"]
-    return [["operator", "implementation", "taken by", "here", "compile-safe", "deterministic"], *rows]
+    return [["operator", "implementation", "chosen by", "here", "compile-safe", "deterministic"], *rows]

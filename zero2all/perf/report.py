@@ -72,8 +72,10 @@ def _draw_batch(axis: Axes, table: BatchTable) -> None:
     axis.set_xlim(0, 1.42 * longest)
     axis.set_ylim(0.3, len(table.rows) + 0.7)
     axis.set_title(f"{table.batch}", color=INK)
-    marks = f"; ◇ the seed on one {DEVICE}" if by_mfu and table.has_seed else ""
-    axis.set_xlabel(f"MFU, seed convention, %{marks}" if by_mfu else "tokens/s", color=FAINT_INK)
+    label = "MFU, seed convention, %" if by_mfu else "tokens/s"
+    if by_mfu and table.has_seed:
+        label = f"MFU, seed convention, %; ◇ llm-zero2all on one {DEVICE}"
+    axis.set_xlabel(label, color=FAINT_INK)
 
 
 def _length(row: Row, by_mfu: bool) -> float:

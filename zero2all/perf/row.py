@@ -34,12 +34,12 @@ def main(words: list[str] | None = None) -> int:
     """Measure the row that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="a preset or the path of a YAML file")
-    parser.add_argument("--row", required=True, choices=sorted(BY_NAME), help="which row")
+    parser.add_argument("--row", required=True, choices=sorted(BY_NAME), help="the row to measure")
     parser.add_argument("--batch", required=True, help="SAMPLESxSEQUENCExACCUMULATION")
-    parser.add_argument("--seconds", type=float, default=8.0, help="least seconds of steady state")
-    parser.add_argument("--warm-up-seconds", type=float, default=WARM_UP_SECONDS, help="least seconds before that")
+    parser.add_argument("--seconds", type=float, default=8.0, help="measure at least this long")
+    parser.add_argument("--warm-up-seconds", type=float, default=WARM_UP_SECONDS, help="warm up at least this long")
     parser.add_argument("--result", type=Path, default=None, help="file for the result (default: standard output)")
-    parser.epilog = "after --: settings of the config, as in -- --ops.linear plain"
+    parser.epilog = "Settings of the config follow after --, for example -- --ops.linear plain"
     words = sys.argv[1:] if words is None else words
     border = words.index("--") if "--" in words else len(words)
     arguments, overrides = parser.parse_args(words[:border]), words[border + 1 :]

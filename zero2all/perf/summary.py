@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from zero2all.common.language import translate as t
 from zero2all.limits.flops import CONVENTIONS
 from zero2all.perf.ablate import Ablation
 from zero2all.perf.batch import SEED_BATCH, BatchShape
@@ -108,12 +109,14 @@ def _own_columns(table: BatchTable) -> list[str]:
 
 def cells(table: BatchTable) -> list[list[str]]:
     """The rows as text."""
-    return [[row.title, *_own_cells(row, table), *(_seed_cells(row) if table.has_seed else [])] for row in table.rows]
+    return [
+        [t(row.title), *_own_cells(row, table), *(_seed_cells(row) if table.has_seed else [])] for row in table.rows
+    ]
 
 
 def _own_cells(row: Row, table: BatchTable) -> list[str]:
     if not row.is_measured:
-        return [str(row.line["status"]), *[""] * (len(_own_columns(table)) - 1)]
+        return [t(str(row.line["status"])), *[""] * (len(_own_columns(table)) - 1)]
     result, scaled = row.result, row.scaled_seconds
     share = None if scaled is None or table.anchor_seconds is None else scaled / table.anchor_seconds
     return [
@@ -158,7 +161,7 @@ def notes(ablation: Ablation, tables: list[BatchTable]) -> list[str]:
     for table in tables:
         if len(table.anchors) > 1:
             each = ", ".join(f"{number}: {seconds:.3f} s" for number, seconds in table.anchors.items())
-            found.append(f"{table.batch}: anchor (all fused) of each sitting: {each}")
+            found.append(f"{table.batch}: seconds of the anchor row (all fused), by session: {each}")
         found += [
             f"{table.batch} {row.variant.name}: {row.line['status']}: {_in_short(row.result.get('reason', ''))}"
             for row in table.rows
@@ -167,11 +170,11 @@ def notes(ablation: Ablation, tables: list[BatchTable]) -> list[str]:
     rows = [row for table in tables for row in table.rows]
     found += sorted({row.result["mfu_note"] for row in rows if row.is_measured and row.result["mfu_note"]})
     if len({row.line["code"] for row in rows}) > 1:
-        found.append("these rows were measured with more than one version of the code")
+        found.append("the rows were measured with more than one version of the code")
     if any(table.has_seed for table in tables):
         found.append(
-            f"{DEVICE}: the seed's table, at {SEED_BATCH}; * follows from its seconds. MFU in the seed "
-            f"convention; `x fused` against its all-fused row, whose AdamW was not fused"
+            f"{DEVICE}: the table of Gstdioh/llm-zero2all, at {SEED_BATCH}; * computed from its seconds. MFU in its "
+            f"convention; `x fused` is relative to its all-fused row, whose AdamW was not fused"
         )
     return found
 
@@ -220,7 +223,7 @@ def as_markdown(ablation: Ablation, tables: list[BatchTable]) -> str:
     parts = []
     for table in tables:
         names = heading(table)
-        parts += [f"**{table.batch}** ({table.batch.tokens:,} tokens an iteration)", ""]
+        parts += [f"**{table.batch}** ({table.batch.tokens:,} tokens per iteration)", ""]
         parts += [f"| {' | '.join(names)} |", f"|---|{'---:|' * (len(names) - 1)}"]
         parts += [f"| {' | '.join(row)} |" for row in cells(table)]
         parts.append("")

@@ -143,9 +143,8 @@ def named_variants(names: list[str] | None) -> list[Variant]:
     for name in names or []:
         if name not in BY_NAME:
             hint = nearest_hint(name, BY_NAME)
-            raise UsageError(
-                f"There is no row {name}. {hint}{' ' if hint else ''}`z2a perf ablate CONFIG --list` shows them all."
-            )
+            problem = f"There is no row {name}. `z2a perf ablate CONFIG --list` lists all rows."
+            raise UsageError(f"{problem} {hint}" if hint else problem)
     return [variant for variant in VARIANTS if names is None or variant.name in names]
 
 

@@ -12,6 +12,6 @@ class ResilienceConfig:
     """Reactions to signals."""
 
     save_on_signal: bool = True
-    """On Ctrl-C, SIGTERM or SIGHUP finish the step, save a checkpoint and exit with code 10; False exits without it."""
+    """On Ctrl-C, SIGTERM or SIGHUP finish the step, save a checkpoint and exit with code 10; false: do not save."""
     save_timeout_seconds: PositiveFloat = 600.0
-    """How long the end of a run waits for a checkpoint that is still being written."""
+    """How long a run waits at its end for a checkpoint that is still being written."""

@@ -59,15 +59,15 @@ def listen(host: str, port: int | None, first_port: int) -> socket.socket:
             if error.errno == errno.EADDRINUSE and port is None:
                 continue
             raise UsageError(
-                f"Cannot listen on {host} port {each}: {error.strerror}. Choose another with --port, or leave it out."
+                f"Cannot listen on {host} port {each}: {error.strerror}. Choose another --port, or leave it out."
             ) from None
-    raise UsageError(f"The ports {tries[0]} to {tries[-1]} are all in use. Name a free one with --port.")
+    raise UsageError(f"The ports {tries[0]} to {tries[-1]} are all in use. Choose a free one with --port.")
 
 
 def _wrong_address(host: str, error: OSError) -> UsageError:
     return UsageError(
-        f"`--host {host}` is no address of this machine ({error.strerror}). Give one that it has, 127.0.0.1 for this "
-        f"machine only, or 0.0.0.0 for all of its addresses."
+        f"`--host {host}` is not an address of this machine ({error.strerror}). Use one of its addresses, 127.0.0.1 "
+        f"for this machine only, or 0.0.0.0 for all addresses."
     )
 
 
@@ -155,11 +155,11 @@ class Gate:
             return self.door.refuse(
                 scope,
                 421,
-                f"This {self.door.name} answers to the names of its own machine only. Open it as "
+                f"This {self.door.name} answers only to the names of its own machine. Open it as "
                 f"http://127.0.0.1:PORT, or start it with --allow-host NAME.",
             )
         if self._is_of_another_site(headers):
-            return self.door.refuse(scope, 403, "Requests made by other sites are refused.")
+            return self.door.refuse(scope, 403, "Requests from other sites are refused.")
         if self.token is None or scope["path"] in self.door.open_paths:
             return None
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
@@ -175,13 +175,12 @@ class Gate:
         cookie = cookie_parser(headers.get("cookie", "")).get(_cookie_name(scope), "")
         if self._is_token(cookie) or self._is_token(bearer):
             return None
-        wrong = "That is the wrong token. " if bearer or cookie or "token" in dict(query) else ""
-        return self.door.refuse(
-            scope,
-            401,
-            f"{wrong}This {self.door.name} needs its token: open the whole address that `{self.door.verb}` printed, "
-            f"with ?token=… at its end, or send the header `Authorization: Bearer TOKEN`.",
+        needed = (
+            f"This {self.door.name} needs its token: open the whole address that `{self.door.verb}` printed, with "
+            f"?token=… at its end, or send the header `Authorization: Bearer TOKEN`."
         )
+        is_wrong = bool(bearer or cookie or "token" in dict(query))
+        return self.door.refuse(scope, 401, f"The token is wrong. {needed}" if is_wrong else needed)
 
     def _is_of_another_site(self, headers: Headers) -> bool:
         """By what browsers say. A link to us is fine; programs say nothing."""

@@ -170,7 +170,7 @@ class _Api:
             event = facts.event_facts(run.reader, _asked(request, "i"))
             path = media_file(run.folder, event["data"].get("file")) if event["kind"] == "image" else None
         if path is None or path.suffix.lower() not in PICTURE_TYPES:
-            raise BadInputError("This event has no picture below the media folder of its run.")
+            raise BadInputError("This event has no picture in the media folder of its run.")
         try:
             kind = PICTURE_TYPES[path.suffix.lower()]
             return Response(path.read_bytes(), media_type=kind, headers={"Cache-Control": "private, max-age=3600"})
@@ -264,7 +264,7 @@ def _route(answer: Callable[[Request, bytes], Response]) -> Callable[[Request], 
                     return _json({"error": "The request is too large."}, 413)
             return await run_in_threadpool(answer, request, body)
         except UnknownRunError as error:
-            return _json({"error": f"There is no run {error}. It may have been moved or deleted."}, 404)
+            return _json({"error": f"There is no run {error}. It was moved or deleted."}, 404)
         except BadInputError as error:
             return _json({"error": str(error)}, 400)
 

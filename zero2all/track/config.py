@@ -12,13 +12,13 @@ class TrackConfig:
     """How a run writes its metrics."""
 
     log_every_steps: PositiveInt = 1
-    """Write one metric row every this many steps. A row with ten values takes about 250 bytes of disk."""
+    """Write a row of metrics every this many steps. A row with ten values takes about 250 bytes."""
 
     update_ratios_every_steps: NaturalInt = 100
-    """How often the length of the update over that of the weights is logged per kind of parameter; 0: never."""
+    """Log update norm / weight norm per kind of parameter every this many steps; 0: never."""
 
     queue_rows: PositiveInt = 10_000
-    """Rows held in memory while the disk does not take them; beyond this the oldest are dropped and counted."""
+    """Rows kept in memory while the disk cannot take them; if there are more, the oldest are dropped and counted."""
 
     close_timeout_seconds: NaturalFloat = 0.5
-    """The longest the end of a run waits for the disk to take the last rows."""
+    """How long a run waits at its end for the last rows to be written."""

@@ -24,7 +24,9 @@ from numpy.typing import NDArray
 from rich.cells import set_cell_size
 from rich.text import Text
 
-from zero2all.common.progress import human_count, human_seconds, terminal_safe
+from zero2all.common.language import flush_right, padded
+from zero2all.common.language import translate as t
+from zero2all.common.progress import counted, human_count, human_seconds, terminal_safe
 from zero2all.track.braille import Canvas
 from zero2all.track.listing import TRAIN_WRITER, median_step_seconds
 from zero2all.track.reader import Event, RunReader, RunStatus, Series
@@ -139,30 +141,32 @@ def _only_wait(seconds: float) -> str:
 
 def _headline(reader: RunReader, status: RunStatus, columns: int, now: float) -> Text:
     line = Text(_clean(reader.name)[: max(12, columns // 3)], style="bold")
-    line.append(f"  ● {status.state}", style=COLORS.get(status.state, ""))
+    line.append(f"  ● {t(status.state)}", style=COLORS.get(status.state, ""))
     if status.last_step is not None:
-        line.append(f"  step {status.last_step:,}")
+        step = f"{status.last_step:,}"
         if status.total_steps:
-            line.append(f"/{status.total_steps:,} ({status.last_step / status.total_steps:.0%})")
+            step = f"{status.last_step:,}/{status.total_steps:,} ({status.last_step / status.total_steps:.0%})"
+        line.append("  " + t(f"step {step}"))
     left = seconds_left(reader, status)
     if left is not None and status.state == "running":
-        line.append(f"  {human_seconds(left)} left", style="cyan")
+        line.append("  " + t(f"{human_seconds(left)} left"), style="cyan")
     if status.attempt is not None and status.attempt > 1:
-        line.append(f"  attempt {status.attempt}", style="dim")
+        line.append("  " + t(f"attempt {status.attempt}"), style="dim")
     if status.last_time is not None and status.state != "finished":
-        line.append(f"  last row {human_seconds(now - status.last_time)} ago", style="dim")
+        line.append("  " + t(f"last row {human_seconds(now - status.last_time)} ago"), style="dim")
     return line
 
 
 def _footline(reader: RunReader, status: RunStatus, note: str) -> Text:
     line = Text()
     if status.message:
-        line.append(_clean(status.message), style=COLORS.get(status.state, ""))
+        line.append(_clean(t(status.message)), style=COLORS.get(status.state, ""))
     problems = sum(reader.problems.values())
     if problems:
-        line.append(("  " if line else "") + f"left out: {problems:,} (see `problems` on the board)", style="red")
+        line.append("  " if line else "")
+        line.append(t(f"{problems:,} lines or values left out (the board lists them)"), style="red")
     if note:
-        line.append(("  " if line else "") + _clean(note), style="dim")
+        line.append(("  " if line else "") + _clean(t(note)), style="dim")
     return line
 
 
@@ -171,7 +175,7 @@ def _chart(reader: RunReader, columns: int, rows: int) -> list[Text]:
     metric = "loss" if "loss" in reader.metrics() else next(iter(reader.metrics()), None)
     width, height = columns - LABEL_COLUMNS, rows - 2
     if metric is None or height < 2 or width < 10:
-        return [Text("no metrics yet", style="dim")]
+        return [Text(t("no metrics yet"), style="dim")]
     series = reader.series(metric)
     points = max(1, len(series))
     smoothing = Smoothing("ema", points / MIN_POINTS) if points >= 4 * MIN_POINTS else None
@@ -183,17 +187,21 @@ def _chart(reader: RunReader, columns: int, rows: int) -> list[Text]:
     if buckets.smooth is not None:
         canvas.curve(buckets.x, buckets.smooth.astype(float), layer=1)
 
-    title = Text("training loss" if metric == "loss" else _clean(metric), style="bold")
+    title = Text(t("training loss") if metric == "loss" else _clean(metric), style="bold")
     last = float(series.value[-1])
     title.append(f" {last:.4f}", style="red" if not math.isfinite(last) else "cyan")
     if buckets.smooth is not None and math.isfinite(buckets.smooth[-1]):
-        title.append(f"  smoothed {buckets.smooth[-1]:.4f}", style="dim")
+        title.append("  " + t(f"smoothed {buckets.smooth[-1]:.4f}"), style="dim")
     above = int((series.value[np.isfinite(series.value)] > high).sum())
     not_finite = int((~np.isfinite(series.value)).sum())
     spikes = len(reader.spikes(metric))
-    for count, word in ((above, "above the top"), (not_finite, "not finite"), (spikes, f"spike{'s' * (spikes > 1)}")):
+    for count, words, style in (
+        (above, f"{above:,} above the top", "yellow"),
+        (not_finite, f"{not_finite:,} not finite", "red"),
+        (spikes, counted(spikes, "spike"), "yellow"),
+    ):
         if count:
-            title.append(f"  {count:,} {word}", style="yellow" if word != "not finite" else "red")
+            title.append(f"  {t(words)}", style=style)
     lines = [title]
     tops = canvas.top_layers()
     for number, row in enumerate(canvas.lines()):
@@ -239,8 +247,9 @@ def _figures(reader: RunReader, status: RunStatus, columns: int, rows: int) -> l
     room = max(2, rows - min(len(vitals), rows // 2 - 1))
     lines = []
     if channels:
-        lines.append(Text(f"{'':<8}{'training':^22}{'held-out':>9}", style="dim"))
-        lines.append(Text(f"{'channel':<8}{'loss':>7}{'bpb':>7}{'change':>8}{'bpb':>9}", style="dim"))
+        lines.append(Text(f"{'':<8}{flush_right(t('training'), 15)}{flush_right(t('held-out'), 16)}", style="dim"))
+        heading = flush_right(t("loss"), 7) + f"{'bpb':>7}" + flush_right(t("change"), 8) + f"{'bpb':>9}"
+        lines.append(Text(padded(t("channel"), 8) + heading, style="dim"))
         lines += [_channel_line(channel) for channel in channels[: room - 2]]
     lines += vitals[: rows - len(lines)]
     for line in lines:
@@ -275,7 +284,7 @@ def _channels(reader: RunReader, metrics: list[str]) -> list[_Channel]:
     rows = []
     if "loss" in metrics:
         series = reader.series("loss")
-        rows.append(_Channel("all", _last(series), change_of(series)))
+        rows.append(_Channel(t("all"), _last(series), change_of(series)))
     prefixes = ("loss/", "bpb/", "eval/valid/bpb/")
     names = {metric.removeprefix(prefix) for prefix in prefixes for metric in metrics if metric.startswith(prefix)}
     for name in sorted(names):
@@ -288,14 +297,14 @@ def _channels(reader: RunReader, metrics: list[str]) -> list[_Channel]:
 def _vitals(reader: RunReader, metrics: list[str], status: RunStatus) -> list[Text]:
     figures: list[tuple[str, str]] = []
     if "tokens_per_second" in metrics:
-        figures.append(("tokens/s", human_count(_mean_of_last(reader.series("tokens_per_second")))))
+        figures.append((t("tokens/s"), human_count(_mean_of_last(reader.series("tokens_per_second")))))
     for metric in (metric for metric in metrics if metric.split("/")[0] == "mfu"):
         figures += [(f"MFU {metric[4:]}", f"{_last(reader.series(metric)):.1%}")]
     for metric in (metric for metric in metrics if metric.startswith("memory/")):
-        figures += [(f"memory {metric[7:]}", _memory(metric, _last(reader.series(metric))))]
+        figures += [(t(f"memory {metric[7:]}"), _memory(metric, _last(reader.series(metric))))]
     if status.last_tokens:
-        figures.append(("tokens", human_count(status.last_tokens)))
-    for metric, label in (("lr", "lr"), ("grad_norm", "gradient norm")):
+        figures.append((t("tokens"), human_count(status.last_tokens)))
+    for metric, label in (("lr", t("learning rate")), ("grad_norm", t("gradient norm"))):
         if metric in metrics:
             figures.append((label, f"{_last(reader.series(metric)):.3g}"))
     return [
@@ -308,10 +317,10 @@ def _events(reader: RunReader, columns: int, rows: int) -> list[Text]:
     if rows <= 0:
         return []
     events = [event for event in reader.events() if not _is_quiet(event)]
-    lines = [Text("last events" if events else "no events yet", style="dim")]
+    lines = [Text(t("last events") if events else t("no events yet"), style="dim")]
     for event in reversed(events[-(rows - 1) :] if rows > 1 else []):
         line = Text().append(f"{event.step:>8,} ", style="dim")
-        line.append(_clean(event.kind), style="yellow" if event.kind in ALARM_KINDS else "")
+        line.append(_clean(t(event.kind)), style="yellow" if event.kind in ALARM_KINDS else "")
         line.append(f" {_summary(event)}")
         line.truncate(columns, overflow="ellipsis")
         lines.append(line)

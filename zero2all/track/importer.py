@@ -46,14 +46,14 @@ def import_tensorboard(
     if not is_folder_name(name):
         raise UsageError(f"--name is {name!r}, expected {FOLDER_NAME_WORDS}.")
     if not source.is_dir():
-        raise BadInputError(f"{source} is no folder. Give the folder with TensorBoard's event files (*tfevents*).")
+        raise BadInputError(f"{source} is not a folder. Give the folder with TensorBoard's event files (*tfevents*).")
     folders = [folder for folder in (source, *sorted(source.rglob("*"))) if folder.is_dir() and event_files(folder)]
     if not folders:
         raise BadInputError(f"There are no TensorBoard event files (*tfevents*) in {source} or below it.")
     targets = [runs / "-".join([name, *folder.relative_to(source).parts]) for folder in folders]
     taken = [str(target) for target in targets if target.exists()]
     if taken:
-        raise UsageError(f"There is a run in {', '.join(taken)} already. Choose another name with --name.")
+        raise UsageError(f"These runs exist already: {', '.join(taken)}. Choose another name with --name.")
     messages()  # a missing package is reported before anything is written
     return [_import_folder(*pair, rename or {}, tokens_tag) for pair in zip(folders, targets, strict=True)]
 

@@ -156,8 +156,9 @@ class Mirror:
             try:
                 self._converse()
             except (SshError, OSError) as error:
-                disk = f"this machine's disk: {error.strerror} ({error.filename})" if isinstance(error, OSError) else ""
-                why = disk or str(error)
+                why = str(error)
+                if isinstance(error, OSError):
+                    why = f"the disk of this machine failed: {error.strerror} ({error.filename})"
                 self.state = self.state if self._stopping.is_set() else f"broken: {why}"
             if self._synced.is_set():  # it did work: begin with the short pauses again
                 pause = first
@@ -221,7 +222,7 @@ class Mirror:
             file = parse_line(line, own_name if is_one_run else None)
             why = None
             if file is None:
-                why = "files whose names are not those of a run"
+                why = "files that do not belong to a run"
             elif len(far) >= MAX_FILES:
                 why = f"files beyond the first {MAX_FILES:,}"
             elif not file.only_grows and file.size > MAX_OTHER_BYTES:
@@ -272,7 +273,7 @@ class Mirror:
 
     def _fetch(self, connection: Connection, jobs: list[tuple[FarFile, Request]]) -> None:
         if shutil.disk_usage(self._slot).free < MIN_FREE_BYTES:
-            raise SshError(f"this machine's disk has less than {MIN_FREE_BYTES // 1_000_000} MB free")
+            raise SshError(f"the disk of this machine has less than {MIN_FREE_BYTES // 1_000_000} MB free")
         began, before = time.monotonic(), connection.received_bytes
         answers = connection.ranges([request for _, request in jobs])
         for (file, request), found in zip(jobs, answers, strict=True):
@@ -432,5 +433,5 @@ def _free_slot(cache: Path, address: Address, held: ExitStack) -> Path:
             continue
         return slot
     raise BadInputError(
-        f"{MAX_SLOTS} viewers of {address.host}:{address.path} are already running with the cache {cache}. Close some."
+        f"{MAX_SLOTS} viewers of {address.host}:{address.path} are already open with the cache {cache}. Close some."
     )

@@ -37,7 +37,7 @@ def _file_route(path: Path, preload: str) -> Callable[[Request], Any]:
                 content = path.read_bytes()
                 known = (changed, content, f'"{hashlib.sha256(content).hexdigest()[:16]}"')
         except OSError:
-            return PlainTextResponse("This file of the page is gone.", status_code=404)
+            return PlainTextResponse("This file of the page is missing.", status_code=404)
         _, content, tag = known
         headers = {"ETag": tag, "Cache-Control": "no-cache"}
         if path.suffix == ".html" and preload:

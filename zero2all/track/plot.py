@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import write_atomic
-from zero2all.common.progress import human_count, terminal_safe
+from zero2all.common.language import translate
+from zero2all.common.progress import counted, human_count, terminal_safe
 from zero2all.common.schema import nearest_hint
 from zero2all.track.listing import distinct_names
 from zero2all.track.reader import Axis, RunReader, Series
@@ -98,20 +99,18 @@ def plot_runs(folders: Sequence[Path], target: Path, options: PlotOptions | None
     """Draw one run, or several over each other, into `target`: a .png, .svg or .pdf."""
     options = options or PlotOptions()
     if target.suffix.lower() not in FORMATS:
-        raise UsageError(f"{target} has to end with one of {', '.join(FORMATS)}: the ending says what is written.")
+        raise UsageError(f"{target} must end with one of {', '.join(FORMATS)}: the ending selects the format.")
     runs = [_open(folder) for folder in folders]
     panels = _chosen_panels(runs, options) if options.metrics or len(runs) > 1 else _usual_panels(runs[0])
     if not panels:
         raise BadInputError(
             f"The run {folders[0]} has none of the metrics this picture shows (loss, loss/<channel>, "
             f"{BPB}<channel>, lr, grad_norm, tokens_per_second). It has: {', '.join(runs[0].metrics()[:10])}. "
-            f"Name those to draw."
+            f"Choose some of them with --metric."
         )
     curves = [line for panel in panels for line in panel.lines.values()]
     if options.axis == "flops" and not any(np.isfinite(curve.along("flops")).any() for curve in curves):
-        raise BadInputError(
-            f"The run {folders[0]} logs no `flops`, so there is nothing to draw over. Choose another axis."
-        )
+        raise BadInputError(f"The run {folders[0]} has no `flops`, so they cannot be the x axis. Choose another axis.")
     write_atomic(target, _render(runs, panels, options, target.suffix.lower()))
 
 
@@ -158,12 +157,13 @@ def _open(folder: Path) -> RunReader:
         raise BadInputError(f"There is no run in {folder}. Give a run's folder, for example work/runs/NAME.")
     run = RunReader(folder)
     if not run.metrics():
-        lines = f"{run.skipped_lines} line{'s' * (run.skipped_lines != 1)}"
-        left_out = f" ({lines} could not be read)" if run.skipped_lines else ""
-        raise BadInputError(
-            f"The run {folder} has no metrics to draw: there are no rows in {folder / 'metrics'}{left_out}. "
-            f"Metrics appear with the first training step; check that this is the folder of a run that has started."
+        problem = (
+            f"The run {folder} has no metrics to draw: {folder / 'metrics'} has no rows. Metrics appear with the first "
+            f"training step. Check that this is the folder of a run that has started."
         )
+        if run.skipped_lines:
+            problem = f"{problem} Unreadable lines: {run.skipped_lines}."
+        raise BadInputError(problem)
     return run
 
 
@@ -304,14 +304,15 @@ def _x_limits(panels: list[_Panel], axis: Axis) -> tuple[float, float]:
 def _draw_heading(figure: Figure, runs: list[RunReader], title: str | None) -> None:
     facts = _facts(runs[0]) if len(runs) == 1 else [", ".join(_shortened(_printable(run.name), 20) for run in runs[:4])]
     if len(runs) > 4:
-        facts.append(f"and {len(runs) - 4} more")
-    title = title or (runs[0].name if len(runs) == 1 else f"{len(runs)} runs")
+        facts.append(f"+ {len(runs) - 4}")
+    title = title or (runs[0].name if len(runs) == 1 else _t(counted(len(runs), "run")))
     figure.suptitle(_shortened(_printable(title), 48), x=0.012, ha="left", fontsize=16, fontweight="bold", color=INK)
     figure.text(0.988, 0.988, "   ·   ".join(facts), ha="right", va="top", fontsize=10, color=FAINT_INK)
     left_out = {run.name: run.problems for run in runs if run.problems}
     if left_out:
         total = sum(sum(problems.values()) for problems in left_out.values())
-        note = f"left out {total:,}: " + "; ".join(problem for problems in left_out.values() for problem in problems)
+        reasons = "; ".join(problem for problems in left_out.values() for problem in problems)
+        note = _t(f"left out {total:,}: {reasons}")
         figure.supxlabel(_shortened(_printable(note), 140), x=0.988, ha="right", fontsize=8.5, color=ALARM)
 
 
@@ -324,9 +325,11 @@ def _facts(run: RunReader) -> list[str]:
     if len(loss):
         facts.append(f"last loss {loss.value[-1]:.4g}")
     resumed = run.resumed_at_steps
-    if resumed:
-        facts.append(f"resumed at step {resumed[0]:,}" if len(resumed) == 1 else f"resumed {len(resumed)} times")
-    return facts
+    if len(resumed) == 1:
+        facts.append(f"resumed at step {resumed[0]:,}")
+    elif resumed:
+        facts.append(f"resumed {len(resumed)} times")
+    return [_t(fact) for fact in facts]
 
 
 def _draw_panel(axis: Axes, panel: _Panel, colors: dict[str, str], options: PlotOptions) -> None:
@@ -350,11 +353,11 @@ def _draw_panel(axis: Axes, panel: _Panel, colors: dict[str, str], options: Plot
         runs = {id(curve.run): curve.run for curve in panel.lines.values()}
         for step in [step for run in runs.values() for step in run.resumed_at_steps]:
             axis.axvline(step, color="#94a3b8", linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
-    axis.set_title(_shortened(_printable(panel.title), 60), color=INK)
-    notes = [f"thin: as logged, thick: smoothed ({used.kind}, {used.width:.0f} rows)"] if used else []
-    notes += [f"{not_finite} not finite (×)"] if not_finite else []
+    axis.set_title(_shortened(_printable(_t(panel.title)), 60), color=INK)
+    notes = [_t(f"thin: as logged, thick: smoothed ({used.kind}, {used.width:.0f} rows)")] if used else []
+    notes += [_t(f"{not_finite} not finite (×)")] if not_finite else []
     axis.set_title(", ".join(notes), loc="right", fontsize=8.5, fontweight="normal", color=FAINT_INK)
-    axis.set_xlabel(AXIS_LABELS[options.axis])
+    axis.set_xlabel(_t(AXIS_LABELS[options.axis]))
     axis.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=options.axis == "step", steps=[1, 2, 2.5, 5, 10]))
     axis.xaxis.set_major_formatter(FuncFormatter(X_TICKS[options.axis]))
     if options.log_y:
@@ -402,7 +405,7 @@ def _draw_legend(axis: Axes, panel: _Panel, colors: dict[str, str]) -> None:
     labels = [f"{_shortened(_printable(label), 24)}  {last[label]:.3g}" for label in named]
     if len(ranked) > MAX_LEGEND_ENTRIES:
         handles.append(Line2D([], [], linewidth=0))
-        labels.append(f"and {len(ranked) - MAX_LEGEND_ENTRIES} more")
+        labels.append(f"+ {len(ranked) - MAX_LEGEND_ENTRIES}")
     axis.legend(handles, labels, loc="upper right", ncols=1 + (len(labels) > 5), handlelength=1.4, labelcolor=INK)
 
 
@@ -445,6 +448,11 @@ def _cjk_fonts() -> list[str]:
 
     installed = set(fontManager.get_font_names())
     return [name for name in CJK_FONTS if name in installed]
+
+
+def _t(text: str) -> str:
+    """The text in the person's language, if this machine has a font for it."""
+    return translate(text) if _cjk_fonts() else text
 
 
 def _shortened(text: str, length: int) -> str:

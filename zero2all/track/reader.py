@@ -132,7 +132,7 @@ class RunReader:
             self._status = read_status(self.folder)[0]
         if self.folder.is_dir():
             return self._status
-        return replace(self._status, state="unknown", message="The folder is gone.")
+        return replace(self._status, state="unknown", message="The folder was deleted or moved.")
 
     @property
     def resumed_at_steps(self) -> list[int]:
@@ -155,9 +155,9 @@ class RunReader:
             for file in self._in_order():
                 name = file.path.name
                 counts[f"{name}: unreadable lines"] = file.skipped_lines
-                counts[f"{name}: half a last line"] = int(file.has_torn_line)
-                counts[f"{name}: values that are no numbers"] = file.skipped_values
-                counts[f"{name}: events beyond what is kept"] = file.left_out_events
+                counts[f"{name}: incomplete last line"] = int(file.has_torn_line)
+                counts[f"{name}: values that are not numbers"] = file.skipped_values
+                counts[f"{name}: events beyond the limit"] = file.left_out_events
                 counts[f"{name}: replaced by another file"] = file.replaced
             counts[f"values of metrics beyond the first {MAX_METRICS:,} names"] = self._names.left_out_values
             return {problem: count for problem, count in counts.items() if count}

@@ -192,7 +192,7 @@ def _sure_number(value: Any, may_be_name: bool) -> float | int:
     if may_be_name and type(value) is str and value in NOT_FINITE:
         return NOT_FINITE[value]
     if type(value) not in (float, int):
-        raise TypeError(f"{value!r} is no number")
+        raise TypeError(f"{value!r} is not a number")
     number: float | int = value
     return number
 

@@ -62,7 +62,7 @@ class Board:
         """What the person should know, one sentence each."""
         notes = [] if has_charts() else [MISSING]
         missing = [root.folder for root in self.library.roots if root.mirror is None and not root.folder.is_dir()]
-        return notes + [f"{folder} does not exist yet; runs in it will appear when they do." for folder in missing]
+        return notes + [f"{folder} does not exist yet. Its runs appear here once it does." for folder in missing]
 
 
 def open_roots(places: Sequence[str], mirrors: Path) -> list[Root]:
@@ -75,7 +75,9 @@ def open_roots(places: Sequence[str], mirrors: Path) -> list[Root]:
             mirror = Mirror(place, mirrors)
             roots.append(Root(place[len(SCHEME) :], mirror.folder, mirror))
         elif "://" in place:
-            raise UsageError(f"`{place}` is not understood. Give folders, or ssh://user@host/path/to/runs.")
+            raise UsageError(
+                f"`{place}` is neither a folder nor an ssh address. Give folders, or ssh://user@host/path/to/runs."
+            )
         else:
             folder = Path(place).expanduser()
             if folder.is_file():

@@ -202,7 +202,7 @@ def _wandb_package() -> Any:
         wandb = None
     if not hasattr(wandb, "init"):  # a folder `wandb`, left here by its offline runs, can be imported too
         raise UsageError(
-            "Sending to wandb needs its package, which zero2all does not install: pip install wandb, then "
+            "Sending to wandb needs the package wandb, which zero2all does not install. Run `pip install wandb`, then "
             "`wandb login` (or set WANDB_MODE=offline)."
         )
     return wandb

@@ -57,8 +57,8 @@ def parse_smoothing(text: str) -> Smoothing | None:
         return Smoothing(kind, float(width))  # type: ignore[arg-type]
     except ValueError:
         raise ValueError(
-            f"is {text[:80]!r}; expected none, or a kind ({', '.join(KINDS)}) and a width in points, at most "
-            f"{LARGEST_WIDTH:,}, as in ema:20"
+            f"is {text[:80]!r}; expected none, or a kind ({', '.join(KINDS)}) and a width in points up to "
+            f"{LARGEST_WIDTH:,}, for example ema:20"
         ) from None
 
 

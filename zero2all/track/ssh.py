@@ -38,7 +38,7 @@ ANSWER_SECONDS = 30.0
 MAX_GREETING_BYTES = 1 << 20
 MAX_LISTING_BYTES = 32 << 20
 STDERR_BYTES_KEPT = 4_096
-UNEXPECTED = "the far side answers something else than expected"
+UNEXPECTED = "unexpected answer from the remote machine"
 MAX_REQUESTS = 8
 RANGE_NUMBER = re.compile(rb"-?[0-9]{1,18}")
 
@@ -89,7 +89,7 @@ def parse_address(url: str) -> Address:
 
     def refuse(why: str) -> UsageError:
         return UsageError(
-            f"{url!r} is no address of a runs folder: {why}. Expected ssh://[user@]host[:port]/path/to/runs, for "
+            f"{url!r} is not the address of a runs folder: {why}. Expected ssh://[user@]host[:port]/path/to/runs, for "
             f"example ssh://gpu-box/home/me/work/runs or ssh://me@gpu-box:2222/~/work/runs."
         )
 
@@ -101,15 +101,15 @@ def parse_address(url: str) -> Address:
     if parts.scheme != "ssh":
         raise refuse("it does not begin with ssh://")
     if parts.password is not None:
-        raise refuse("it holds a password, which ssh takes from nobody's command line; use a key")
+        raise refuse("it contains a password, which ssh does not accept; use a key")
     if parts.query or parts.fragment:
-        raise refuse("'?' and '#' in a path are written %3F and %23")
+        raise refuse("in its path write '?' as %3F and '#' as %23")
     authority = parts.netloc.rpartition("@")[2]
     host = authority[1 : authority.index("]")] if authority.startswith("[") else authority.partition(":")[0]
     if not HOST.fullmatch(host):
-        raise refuse(f"{host!r} is no host name")
+        raise refuse(f"{host!r} is not a host name")
     if parts.username is not None and not USER.fullmatch(parts.username):
-        raise refuse(f"{parts.username!r} is no user name")
+        raise refuse(f"{parts.username!r} is not a user name")
     try:
         path = unquote_to_bytes(parts.path).decode("utf-8")
     except UnicodeDecodeError:
@@ -158,7 +158,7 @@ class Connection:
                 words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
             )
         except OSError as error:
-            raise SshError(f"{words[0]} cannot be started ({error.strerror}); install OpenSSH's client") from error
+            raise SshError(f"{words[0]} cannot be started ({error.strerror}); install the OpenSSH client") from error
         pipes: Any = self._process  # whose streams are not None
         self._input: IO[bytes] = pipes.stdin
         self._output: IO[bytes] = pipes.stdout
@@ -178,7 +178,7 @@ class Connection:
         self._skip_to_mark()
         answer = self._line().split()
         if answer == [b"missing"]:
-            raise SshError(f"there is no folder {self.address.path} on {self.address.host}, or it may not be entered")
+            raise SshError(f"{self.address.host} has no folder {self.address.path}, or you may not read it")
         if len(answer) != 2 or answer[0] != b"ready" or answer[1] not in (b"run", b"runs"):
             raise SshError(UNEXPECTED)
         return answer[1].decode()
@@ -200,7 +200,7 @@ class Connection:
             lines.append(line)
             total += len(line)
             if total > MAX_LISTING_BYTES:
-                raise SshError(f"the far side lists more than {MAX_LISTING_BYTES:,} bytes of file names")
+                raise SshError(f"the remote machine lists more than {MAX_LISTING_BYTES:,} bytes of file names")
         return [line for line in lines if line]
 
     def ranges(self, requests: Sequence[Request]) -> Iterator[FileRange]:
@@ -216,7 +216,7 @@ class Connection:
                 raise SshError(UNEXPECTED)
             size, count = int(words[1]), int(words[2])
             if not 0 <= count <= request.limit:
-                raise SshError("the far side sends more than was asked for")
+                raise SshError("the remote machine sends more than requested")
             data = self._exactly(count)
             if self._line() != self._mark + b" end":
                 raise SshError("a file shrank while it was being read")
@@ -247,7 +247,7 @@ class Connection:
         deadline = time.monotonic() + ANSWER_SECONDS
         while (found := self._buffer.find(wanted)) < 0:
             if self.received_bytes > MAX_GREETING_BYTES:
-                raise SshError("the far side's login scripts print without end")
+                raise SshError("the login scripts of the remote machine print too much")
             self._receive(deadline)
         del self._buffer[: found + len(wanted)]
 
@@ -263,7 +263,7 @@ class Connection:
         while (end := self._buffer.find(b"\n", looked_at)) < 0:
             looked_at = len(self._buffer)
             if looked_at > MAX_LISTING_BYTES:
-                raise SshError("the far side sends a line without end")
+                raise SshError("the remote machine sends a line that is too long")
             self._receive(deadline)
         line = bytes(self._buffer[:end])
         del self._buffer[: end + 1]
@@ -298,8 +298,11 @@ class Connection:
             code = None
         self._reading_errors.join(0.2)
         lines = [line.strip() for line in self._errors.decode("utf-8", "replace").splitlines() if line.strip()]
-        closed = f"the connection to {self.address.host} was closed" + (f" (ssh ended with {code})" if code else "")
-        return SshError(terminal_safe(lines[-1], "?")[:300] if lines else closed)
+        if lines:
+            return SshError(terminal_safe(lines[-1], "?")[:300])
+        if code:
+            return SshError(f"the connection to {self.address.host} was closed (ssh ended with code {code})")
+        return SshError(f"the connection to {self.address.host} was closed")
 
     def _read_errors(self, stream: IO[bytes]) -> None:
         """Keep the end of what ssh writes to its error stream."""

@@ -60,11 +60,11 @@ def judge(evidence: Evidence, now: float | None = None) -> tuple[State, str]:
     silence = max(0.0, now - evidence.modified)
     if evidence.alive is False:
         pid = evidence.header.get("pid")
-        return "crashed", f"Process {pid} is gone and did not say that it ended."
+        return "crashed", f"Process {pid} has ended without closing the run."
     if evidence.alive is None and evidence.last_time is not None:  # a fresh copy of old files is not a running run
         silence = max(silence, now - evidence.last_time - CLOCK_DIFFERENCE_SECONDS)
     if silence > max(SILENCE_SECONDS, SILENCE_STEPS * (evidence.median_step_seconds or 0.0)):
-        return "stalled", f"No row for {_duration(silence)}."
+        return "stalled", f"No new row for {_duration(silence)}."
     return "running", ""
 
 
@@ -75,8 +75,8 @@ def _ended(end: dict[str, Any]) -> tuple[State, str]:
     if reason == "exit":
         return "finished", message or "The program ended without closing the run."
     if reason == "preempted":
-        return "stalled", message or "Preempted: start the same command again to continue."
-    return "crashed", message or f"It ended: {reason}."
+        return "stalled", message or "Stopped on request. Start the same command again to continue."
+    return "crashed", message or f"The run ended: {reason}."
 
 
 def is_writer_alive(header: dict[str, Any]) -> bool | None:
@@ -123,7 +123,7 @@ def pid_namespace() -> str | None:
 
 
 def _duration(seconds: float) -> str:
-    for unit, size in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}s"
-    return f"{seconds:.0f} seconds"
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

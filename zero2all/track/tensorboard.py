@@ -68,8 +68,8 @@ def messages() -> Any:
         from tensorboard.compat.proto.types_pb2 import DataType
     except ImportError as error:
         raise UsageError(
-            f"Reading and writing TensorBoard's files needs its package, which cannot be imported ({error}). Install "
-            f"it: pip install 'zero2all[tensorboard]'"
+            f"TensorBoard's files need the package tensorboard, which cannot be imported ({error}). Install it: pip "
+            f"install 'zero2all[tensorboard]'"
         ) from error
     return SimpleNamespace(DecodeError=DecodeError, Event=Event, DataType=DataType, START=SessionLog.START)
 
@@ -243,6 +243,7 @@ def event_files(folder: Path) -> list[Path]:
 
 def describe(damage: Damage) -> list[str]:
     """One sentence for each thing that was left out."""
-    said = [(damage.records, "damaged record", ""), (damage.tail_bytes, "byte", " of a torn end")]
-    said += [(count, "value", f" of kind {kind}") for kind, count in sorted(damage.values.items())]
-    return [f"{counted(count, noun)}{rest}" for count, noun, rest in said if count]
+    said = [(damage.records, counted(damage.records, "damaged record"))]
+    said += [(damage.tail_bytes, f"{counted(damage.tail_bytes, 'byte')} of an incomplete last record")]
+    said += [(count, f"{counted(count, 'value')} of kind {kind}") for kind, count in sorted(damage.values.items())]
+    return [words for count, words in said if count]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from zero2all.common.errors import AnomalyError, DiskError
+from zero2all.common.language import translate as t
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
 from zero2all.config.schedule import learning_rate
@@ -49,6 +50,10 @@ def dry_run(
     say: Callable[[str], None] = print,
 ) -> Overfit:
     """Print what a run of `config` would start with; AnomalyError if it cannot overfit one batch. One process."""
+
+    def speak(line: str) -> None:
+        say(t(line))
+
     set_memory_settings(config.parallel.expandable_segments)
     sizes = check_spread(config, processes_of(config.parallel))
     world = World(device=pick_device(config.parallel.device))
@@ -62,7 +67,7 @@ def dry_run(
         if not notes:
             raise
         for line in notes:
-            say(line)
+            speak(line)
         raise DiskError(
             f"{error}\nThis is what the dry run needs, which has one process. The table above shows what each process "
             f"of the run needs."
@@ -71,13 +76,13 @@ def dry_run(
         store.close()
     of_short_run = prepared.data.notes(short.train.steps * short.train.tokens_per_step)
     for note in [*data.notes(end), *(note for note in prepared.notes if note not in of_short_run)]:
-        say(note)
+        speak(note)
     short, state = prepared.config, prepared.state
     options = LoaderOptions(documents=short.data.document_mask)
     batch = read_batch(prepared.data, 0, short.samples_per_step, options)
     decode = make_decode() if make_decode is not None and workspace.tokenizer.is_dir() else None
     for line in preview(batch, prepared.data.channels, decode):
-        say(line)
+        say(line)  # text of the corpus is not translated
 
     def update() -> float:
         lr = learning_rate(state.step, short.train.steps, short.optim.lr_max, short.schedule)
@@ -92,7 +97,7 @@ def dry_run(
     of_run = dataclasses.replace(config, model=model)
     notes += parallel_notes(of_run, sizes, state.model.ops, state.micro_batch_samples, total)
     for line in [*notes, *result.lines()]:
-        say(line)
+        speak(line)
     if not result.learns:
         raise AnomalyError("The dry run could not overfit one batch: see the warning above. Nothing was started.")
     return result

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from zero2all.common.errors import AnomalyError, BadInputError, PreemptedError, UsageError
+from zero2all.common.language import translate as t
 from zero2all.common.progress import counted
 from zero2all.common.signals import stop_signals_to
 from zero2all.common.workspace import Workspace
@@ -106,7 +107,7 @@ def train(
                     "Stopped before the run had begun. Nothing was changed. Run the same command again."
                 )
             world = stack.enter_context(join_world(device, config.parallel, flat_values(config_values(config))))
-        speak = say if world.is_first else lambda _text: None
+        speak = (lambda text: say(t(text))) if world.is_first else lambda _text: None
         stack.enter_context(explain_peer_failure(config, run, world))
         lock, store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
         prepared = prepare(config, workspace, world, store, accept_changes, fresh)

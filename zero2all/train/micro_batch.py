@@ -75,8 +75,8 @@ def choose_micro_batch(
     known = world.broadcast(recall(run, decided_by) if run is not None and world.is_first else None)
     if known in candidates:
         return known, [
-            f"micro-batch: {counted(known, 'sample')}, found in an earlier start (to search again, delete {FILE_NAME} "
-            f"in the run)"
+            f"micro-batch: {counted(known, 'sample')}, found in an earlier attempt (to search again, delete "
+            f"{FILE_NAME} in the run)"
         ]
     guess = largest_by_estimate(config, model.ops, world, candidates)
     if world.size > 1 and config.parallel.every_pass_communicates:

@@ -18,6 +18,7 @@ import torch
 
 from zero2all.common.errors import UsageError
 from zero2all.common.files import human_bytes
+from zero2all.common.language import translate as t
 from zero2all.common.manifest import read_manifest
 from zero2all.common.progress import counted
 from zero2all.common.workspace import Workspace
@@ -214,17 +215,19 @@ def _held(name: str, members: Sequence[LogicalParameter], zero: int, sizes: Mesh
 
 def plan_tables(plan: Plan) -> list[tuple[str, Rows]]:
     """The plan as tables with titles."""
-    return [
+    tables = [
         (_mesh_title(plan), _mesh_rows(plan)),
         ("layout of the parameters (*: every block; batch: replicate x shard)", _layout_rows(plan)),
         (f"memory of a process, by stage, in GiB (operators of {plan.device})", _memory_rows(plan)),
         (f"communication: a process sends {human_bytes(bytes_sent(plan.transfers))} per step", _transfer_rows(plan)),
     ]
+    return [(t(title), rows) for title, rows in tables]
 
 
 def plan_notes(plan: Plan) -> list[str]:
     """What the tables mean for the choice of links, and the arithmetic of the batch."""
-    return [*_bubble_notes(plan), *_link_notes(plan), "arithmetic:", *arithmetic(plan.config, plan.sizes).splitlines()]
+    lines = [*_bubble_notes(plan), *_link_notes(plan), "arithmetic:", *arithmetic(plan.config, plan.sizes).splitlines()]
+    return [t(line) for line in lines]
 
 
 def _mesh_title(plan: Plan) -> str:
@@ -242,8 +245,8 @@ def _mesh_rows(plan: Plan) -> Rows:
     for axis in plan.axes:
         link = "between machines" if axis.between_machines else "within a machine"
         own = human_bytes(sent.get(axis.name, 0.0))
-        rows.append([axis.name, str(axis.size), AXES[axis.name], _ranks(axis.ranks), link, own])
-    return rows if len(rows) > 1 else [*rows, ["-", "1", "nothing: one process", "0", "-", "-"]]
+        rows.append([axis.name, str(axis.size), t(AXES[axis.name]), _ranks(axis.ranks), t(link), own])
+    return rows if len(rows) > 1 else [*rows, ["-", "1", t("nothing: one process"), "0", "-", "-"]]
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -251,7 +254,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _layout_rows(plan: Plan) -> Rows:
-    rows = [["parameter", "whole", "cut", "here", "copies", "summed over"]]
+    rows = [["parameter", "whole", "cut", "local", "copies", "summed over"]]
     for one in plan.layout:
         whole, here = ("x".join(map(str, shape)) for shape in (one.shape, one.local))
         name = one.name.removeprefix("blocks.").removesuffix(".weight")
@@ -262,21 +265,22 @@ def _layout_rows(plan: Plan) -> Rows:
 
 def _memory_rows(plan: Plan) -> Rows:
     names = list(dict.fromkeys(part.name for estimate in plan.memory for part in estimate.parts))
-    stages = [f"stage {number}" for number in range(len(plan.memory))] if len(plan.memory) > 1 else ["a process"]
+    stages = [f"stage {number}" for number in range(len(plan.memory))] if len(plan.memory) > 1 else ["per process"]
     rows = [["", *stages]]
     for name in names:
         sizes = [sum(part.bytes for part in each.parts if part.name == name) for each in plan.memory]
         if max(sizes) >= GIB / 1e5:
-            rows.append([name, *(f"{size / GIB:.3f}" for size in sizes)])
-    return [*rows, ["total on the device", *(f"{each.total / GIB:.3f}" for each in plan.memory)]]
+            rows.append([t(name), *(f"{size / GIB:.3f}" for size in sizes)])
+    return [*rows, [t("total on the device"), *(f"{each.total / GIB:.3f}" for each in plan.memory)]]
 
 
 def _transfer_rows(plan: Plan) -> Rows:
     rows = [["collective", "what", "over", "whole", "sent", "hidden by"]]
     for one in plan.transfers:
         over = one.axis.replace("replicate x shard", "batch")
-        rows.append([one.collective, one.what, over, human_bytes(one.whole), human_bytes(one.sent), one.hidden_by])
-    return rows if len(rows) > 1 else [*rows, ["-", "nothing: one process", "-", "0 B", "0 B", ""]]
+        sizes = [human_bytes(one.whole), human_bytes(one.sent)]
+        rows.append([one.collective, t(one.what), over, *sizes, t(one.hidden_by)])
+    return rows if len(rows) > 1 else [*rows, ["-", t("nothing: one process"), "-", "0 B", "0 B", ""]]
 
 
 def _bubble_notes(plan: Plan) -> list[str]:

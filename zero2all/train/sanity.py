@@ -17,6 +17,8 @@ import numpy as np
 
 from zero2all.common.errors import BadInputError, DiskError
 from zero2all.common.files import human_bytes
+from zero2all.common.language import padded
+from zero2all.common.language import translate as t
 from zero2all.common.progress import counted
 from zero2all.config import RunConfig
 from zero2all.config.training import ScheduleConfig
@@ -73,7 +75,8 @@ def preview(batch: Batch, channels: Sequence[str], decode: Decode | None, rows: 
     for row in range(min(rows, len(ids))):
         beginning = [int(token) for token in ids[row, :tokens]]
         text = " ".join(map(str, beginning)) if decode is None else repr(decode(beginning))
-        lines.append(f"data: row {row} ({channels[int(channel_of[row])]}) begins: {text} …")
+        begins = t(f"data: row {row} ({channels[int(channel_of[row])]}) begins:")
+        lines.append(f"{begins} {text} …")
     return lines
 
 
@@ -163,8 +166,8 @@ def communication_notes(model: ModelConfig, settings: MemorySettings) -> list[st
     return [
         f"communication: each process sends {total} per step and receives the same amount (ring collectives)",
         *(
-            f"  {each.collective:<16}{each.what:<19}{human_bytes(each.whole):>9} over {each.ranks} processes, "
-            f"{human_bytes(each.sent)} sent"
+            f"  {each.collective:<16}{padded(t(each.what), 19)}{human_bytes(each.whole):>9}  "
+            + t(f"over {each.ranks} ranks, {human_bytes(each.sent)} sent")
             for each in transfers
         ),
     ]

@@ -298,12 +298,13 @@ def _build_state(
         if world.size > 1
         else environment(world.device)["device"]
     )
-    spread = f", {spread_name(config, world)}" if world.size > 1 else ""
-    spread += f", offload {config.parallel.offload}" if config.parallel.offload != "none" else ""
-    active = f" ({counts['active'] / 1e6:.2f} M active)" if config.model.moe.experts else ""
-    size = f"model: {counts['total'] / 1e6:.2f} M parameters{active} on {where}{spread}, {config.train.precision}"
+    size = f"{counts['total'] / 1e6:.2f} M parameters"
+    if config.model.moe.experts:
+        size = f"{counts['total'] / 1e6:.2f} M parameters ({counts['active'] / 1e6:.2f} M active)"
+    how = [spread_name(config, world)] if world.size > 1 else []
+    how += [f"offload {config.parallel.offload}"] if config.parallel.offload != "none" else []
     notes = [
-        size,
+        f"model: {size} on {where}, {', '.join([*how, config.train.precision])}",
         *_unused_notes(config, world),
         *_half_precision_notes(world.device, dtype),
         *ops.notes(),
@@ -541,7 +542,7 @@ def _check_resume(
         for name, text in changed.items()
         if name.split(".")[0] not in SECTIONS_FREE_ON_RESUME and name not in FIELDS_FREE_ON_RESUME
     ]
-    notes = [f"changed since the last start: {text}" for text in changed.values()]
+    notes = [f"changed since the last attempt: {text}" for text in changed.values()]
     if checkpoint.step and "optim.kind" in changed:
         raise UsageError(
             f"The run {run.name} was started with another optimizer ({changed['optim.kind']}). Its checkpoints hold "
@@ -607,4 +608,4 @@ def _environment_notes(before: dict[str, Any], now: dict[str, Any], operators: l
     changed += operators
     if not changed:
         return []
-    return [f"not bit-exact with the earlier start, because these have changed: {', '.join(changed)}"]
+    return [f"not bit-exact with the earlier attempt, because of: {', '.join(changed)}"]

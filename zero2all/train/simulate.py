@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from zero2all.common.errors import UsageError
 from zero2all.common.files import human_bytes
+from zero2all.common.language import translate as t
 from zero2all.config import RunConfig
 from zero2all.limits.communication import communication_per_step
 from zero2all.limits.memory import GIB, estimate_memory
@@ -60,7 +61,7 @@ class Simulated:
             ("states", self.state_bytes, self.expected_state_bytes),
             ("peak of a step", self.peak_bytes, self.expected_peak_bytes),
         ):
-            found.append([name, "", f"{counted / GIB:.3f} GiB", f"{expected / GIB:.3f} GiB"])
+            found.append([t(name), "", f"{counted / GIB:.3f} GiB", f"{expected / GIB:.3f} GiB"])
         for (kind, axes), (counted, formula) in self.given.items():
             found.append([kind, axes, f"{counted:,} B ({human_bytes(counted)})", f"{formula:,.0f} B"])
         return found

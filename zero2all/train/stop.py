@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+from zero2all.common.language import translate as t
 from zero2all.common.signals import stop_signals_to
 
 TOGETHER_SECONDS = 1.0
@@ -39,9 +40,9 @@ class StopRequest:
         self.requested, self._first = True, now
         if os.environ.get("RANK", "0") != "0":
             return  # only rank 0 prints
-        text = f"\n{signal.Signals(number).name}: stopping after this step (send it again to stop at once)\n"
+        text = t(f"{signal.Signals(number).name}: stopping after this step (send it again to stop at once)")
         with suppress(OSError):  # not print(): the signal may have interrupted one
-            os.write(sys.stderr.fileno(), text.encode())
+            os.write(sys.stderr.fileno(), f"\n{text}\n".encode())
 
 
 @contextmanager

@@ -288,7 +288,7 @@ def test_items_that_cannot_be_used_are_named_and_the_rest_is_read(tmp_path):
     assert len(task.items) == 1
     assert task.skipped == {"gold outside the options": 1, "empty text": 2, "missing column": 1, "not readable": 1}
     assert task.problems[0] == "val/law_val.csv row 2: the right answer is E; the options are A, B, C, D"
-    assert "there is no answer; it has id, question, A" in task.problems[2]
+    assert "it has no answer; its fields are id, question, A" in task.problems[2]
 
 
 def test_one_bad_question_of_a_passage_leaves_the_others(tmp_path):
@@ -333,10 +333,10 @@ def test_a_set_of_your_own(tmp_path):
         ("cmmlu", {}, "no folder .*cmmlu.*z2a eval fetch cmmlu"),
         ("cmmlu", {"readme.md": b"x"}, "expected files .* of the split test, found none"),
         ("cmmlu", {"dev/a.csv": CMMLU}, "found dev/a.csv"),
-        ("cmmlu", {"test/a.csv": b",Question,A\n0,x,y\n"}, "no item of cmmlu that can be asked: .*there is no answer"),
-        ("cmmlu", {"cmmlu.zip": b"PK broken"}, "no whole archive"),
+        ("cmmlu", {"test/a.csv": b",Question,A\n0,x,y\n"}, "no item of cmmlu that can be asked: .*it has no answer"),
+        ("cmmlu", {"cmmlu.zip": b"PK broken"}, "not a complete archive"),
         ("cmmlu", {"test/a.csv": "题".encode("gb18030")}, "is not UTF-8"),
-        ("mmlu", {"all/test-0.parquet": b"PAR1 broken"}, "no whole parquet file"),
+        ("mmlu", {"all/test-0.parquet": b"PAR1 broken"}, "not a complete parquet file"),
         ("humaneval", {"h.jsonl.gz": gzip.compress(b"x" * 99)[:20]}, "cannot be read"),
     ],
 )

@@ -252,7 +252,7 @@ def test_zoom_axis_scales_search_and_theme_are_in_the_address(page, served):
 
 def test_what_was_left_out_is_said_and_nan_is_marked(page, served):
     open_page(page, served, "runs=0/torn")
-    page.get_by_text(re.compile(r"Left out: [23] damaged lines")).wait_for()
+    page.get_by_text(re.compile(r"Left out: damaged lines: [23]")).wait_for()
     page.locator(LOSS).get_by_text("1 not finite").wait_for()
 
 
@@ -262,7 +262,7 @@ def test_one_damaged_line_is_one_line(page, served, live_root):
     row = '{"step":%d,"time":5.0,"tokens":1,"values":{"loss":2.0}}\n'
     (metrics / "train-1.jsonl").write_text(row % 1 + "garbage\n" + row % 2)
     open_page(page, served, "runs=1/damaged")
-    page.get_by_text(re.compile(r"Left out: 1 damaged line$")).wait_for()
+    page.get_by_text(re.compile(r"Left out: damaged lines: 1$")).wait_for()
 
 
 def test_a_run_that_vanishes_while_watched_stays_on_the_screen_with_a_word(page, served, live_root):
@@ -271,7 +271,7 @@ def test_a_run_that_vanishes_while_watched_stays_on_the_screen_with_a_word(page,
             run.log({"loss": 1 / step}, step=step)
     open_page(page, served, "runs=1/gone")
     shutil.rmtree(live_root / "gone")
-    page.get_by_text("The folder of gone is gone").wait_for()
+    page.get_by_text("The folder of gone was deleted").wait_for()
     assert page.locator(LOSS).get_attribute("data-points") == "10"
     page.wait_for_selector('[data-run="1/gone"]', state="detached")
 
@@ -341,7 +341,7 @@ def test_an_empty_folder_says_where_it_looked_and_notices_the_first_run(page, tm
     served = ServedBoard([root], tmp_path / "cache")
     try:
         page.goto(served.url)
-        page.get_by_text(f"Looked in {root}").wait_for()
+        page.get_by_text(f"Searched in {root}").wait_for()
         page.get_by_text(f"z2a quickstart --work {root}", exact=True).wait_for()  # and what to do next
         with Run(root / "runs" / "first") as run:
             run.log({"loss": 3.0}, step=1)

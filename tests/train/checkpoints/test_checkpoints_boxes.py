@@ -315,7 +315,7 @@ def test_a_stage_loads_its_tensors_and_what_no_rank_asks_for_is_named_on_every_r
 
     said = together(WORLD, load)
     assert set(said) == {said[0]}
-    assert "is of another model: model/cube: unknown here." in said[0]
+    assert "is of another model: model/cube: not expected." in said[0]
 
 
 def test_what_one_rank_cannot_load_stops_all_of_them(together):

@@ -63,7 +63,7 @@ def test_a_pickle_in_any_file_is_refused_and_its_code_does_not_run(folder, tmp_p
     (folder / name).write_bytes(bomb)
     if is_sealed and name != "manifest.json":
         reseal(folder)
-    refused(folder, r"no readable safetensors|cannot be read as JSON|seal is broken|bytes, its manifest says")
+    refused(folder, r"not a readable safetensors|cannot be read as JSON|seal is broken|bytes, its manifest says")
     assert not trap.exists()
     pickle.loads(bomb)
     assert trap.exists()  # the trap itself works
@@ -212,7 +212,7 @@ def test_tensors_beyond_the_index_and_bytes_beyond_the_tensors_are_refused(folde
 def test_a_header_length_that_cannot_be_is_refused(folder, reseal, length):
     data = (folder / MODEL).read_bytes()
     (folder / MODEL).write_bytes(length.to_bytes(8, "little") + data[8:])
-    refused(reseal(folder), "no readable safetensors")
+    refused(reseal(folder), "not a readable safetensors")
 
 
 @pytest.mark.parametrize("name", ["index.json", "state.json"])

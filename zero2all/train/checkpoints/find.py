@@ -14,6 +14,7 @@ from pathlib import Path
 
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, LostRunError, for_all_ranks
+from zero2all.common.language import translate as t
 from zero2all.track.writer import METRICS_FOLDER
 from zero2all.train.checkpoints.layout import (
     checkpoint_folder,
@@ -35,7 +36,7 @@ Open = Callable[[Path, Peers], Checkpoint]
 
 def say_aloud(text: str) -> None:
     """Print one notice at once."""
-    print(text, flush=True)
+    print(t(text), flush=True)
 
 
 def open_at(run: Path, step: int, peers: Peers) -> Checkpoint:

@@ -46,9 +46,6 @@ class OtherModelError(BadInputError):
     """An intact checkpoint, but of another model than asked for."""
 
 
-CHANGED = "has changed since it was written (crc32c differs)"
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint, checked in form by `read_checkpoint` and byte by byte by `check_bytes`."""
@@ -94,7 +91,7 @@ class Checkpoint:
             with _opened(path) as handle:
                 crc = read_checked(handle, self.headers[file], of_file)
             if crc != self.manifest["files"][file]["crc32c"]:
-                raise BadInputError(f"{path} {CHANGED}")
+                raise _changed(path)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """Whole tensors on the CPU, by what follows the prefix ('model/', 'optimizer/exp_avg/') in their names."""
@@ -187,7 +184,11 @@ def check_bytes(checkpoint: Checkpoint, names: Iterable[str]) -> None:
         except OSError as error:
             raise BadInputError(f"{path} cannot be read ({error})") from error
         if crc != checkpoint.manifest["files"][name]["crc32c"]:
-            raise BadInputError(f"{path} {CHANGED}")
+            raise _changed(path)
+
+
+def _changed(path: Path) -> BadInputError:
+    return BadInputError(f"{path} has changed since it was written (crc32c differs)")
 
 
 def _read_checkpoint(folder: Path) -> Checkpoint:

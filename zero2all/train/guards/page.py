@@ -14,6 +14,8 @@ from typing import Any
 
 from zero2all.common.files import package_text
 from zero2all.common.html import html_page
+from zero2all.common.language import flush_right, padded
+from zero2all.common.language import translate as t
 from zero2all.common.progress import terminal_safe
 
 TITLES = {
@@ -67,19 +69,20 @@ class Incident:
 
 def incident_html(incident: Incident) -> str:
     """The whole page."""
-    title = TITLES.get(incident.kind, incident.kind)
+    title = t(f"{TITLES.get(incident.kind, incident.kind)}, step {incident.step:,}")
+    action = t(ACTIONS.get(incident.action, incident.action))
     body = [
-        f"<h1>{_e(title)}, step {incident.step:,}</h1>",
-        f'<p class="dim">Run {_e(incident.run)}</p>',
-        f'<p class="done"><b>{_e(ACTIONS.get(incident.action, incident.action))}</b><br>{_e(incident.done)}</p>',
-        _list("What was found", incident.findings),
-        _list("What to do", incident.advice),
-        _curve(incident, 1, "Loss"),
-        _curve(incident, 2, "Gradient norm"),
+        f"<h1>{_e(title)}</h1>",
+        f'<p class="dim">{t("Run")} {_e(incident.run)}</p>',
+        f'<p class="done"><b>{_e(action)}</b><br>{_e(t(incident.done))}</p>',
+        _list(t("What was found"), incident.findings),
+        _list(t("What to do"), incident.advice),
+        _curve(incident, 1, t("Loss")),
+        _curve(incident, 2, t("Gradient norm")),
         _channels(incident),
         _samples(incident),
     ]
-    return html_page(f"{title}, step {incident.step}", package_text(__package__, "page.css"), body)
+    return html_page(title, package_text(__package__, "page.css"), body)
 
 
 def incident_text(incident: Incident) -> str:
@@ -88,7 +91,7 @@ def incident_text(incident: Incident) -> str:
 
 
 def _list(title: str, lines: Sequence[Mapping[str, Any]]) -> str:
-    items = "".join(f"<li>{_e(line['text'])}</li>" for line in lines)
+    items = "".join(f"<li>{_e(t(line['text']))}</li>" for line in lines)
     return f"<h2>{title}</h2><ul>{items}</ul>"
 
 
@@ -103,8 +106,9 @@ def _channels(incident: Incident) -> str:
             f'<td class="n">{_n(before)}</td><td class="n">{_n(now)}</td><td class="n{mark}">{_n(change, "+.4g")}</td>'
         )
         rows.append(f"<tr><td>{_e(name)}</td>{cells}</tr>")
-    head = '<tr><th>channel</th><th class="n">usual</th><th class="n">this step</th><th class="n">change</th></tr>'
-    return f"<h2>Loss by channel</h2><table>{head}{''.join(rows)}</table>"
+    figures = "".join(f'<th class="n">{t(name)}</th>' for name in ("usual", "this step", "change"))
+    head = f"<tr><th>{t('channel')}</th>{figures}</tr>"
+    return f"<h2>{t('Loss per channel')}</h2><table>{head}{''.join(rows)}</table>"
 
 
 def _curve(incident: Incident, column: int, title: str) -> str:
@@ -131,12 +135,12 @@ def _curve(incident: Incident, column: int, title: str) -> str:
     return (
         f"<h2>{_e(title)}</h2>"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{_e(title)} from {_n(values[0])} to {_n(values[-1])}">'
+        f'aria-label="{_e(title)}: {_n(values[0])} – {_n(values[-1])}">'
         f'<line class="axis" x1="{LEFT}" y1="0" x2="{LEFT}" y2="{base}"/>'
         f'<line class="axis" x1="{LEFT}" y1="{base}" x2="{WIDTH}" y2="{base}"/>'
         f'<text x="2" y="11">{_n(high)}</text><text x="2" y="{base - 2}">{_n(low)}</text>'
-        f'<text x="{LEFT}" y="{HEIGHT - 6}">step {steps[0]:,}</text>'
-        f'<text x="{WIDTH - 4}" y="{HEIGHT - 6}" text-anchor="end">step {steps[-1]:,}</text>'
+        f'<text x="{LEFT}" y="{HEIGHT - 6}">{t(f"step {steps[0]:,}")}</text>'
+        f'<text x="{WIDTH - 4}" y="{HEIGHT - 6}" text-anchor="end">{t(f"step {steps[-1]:,}")}</text>'
         f'<polyline class="curve" points="{line}"/>{dots}</svg>'
     )
 
@@ -144,7 +148,7 @@ def _curve(incident: Incident, column: int, title: str) -> str:
 def _samples(incident: Incident) -> str:
     if not incident.samples and not incident.samples_note:
         return ""
-    parts = [f"<h2>Documents</h2><p class='dim'>{_e(incident.samples_note)}</p>"]
+    parts = [f"<h2>{t('Documents')}</h2><p class='dim'>{_e(t(incident.samples_note))}</p>"]
     for sample in incident.samples:
         parts.append(f"<h3>{_e(_sample_heading(sample))}</h3>")
         parts += (
@@ -164,19 +168,20 @@ def _n(value: float | None, style: str = ".4g") -> str:
 
 
 def _text_lines(incident: Incident) -> Iterator[str]:
-    yield f"{TITLES.get(incident.kind, incident.kind)}, step {incident.step:,}, run {terminal_safe(incident.run)}"
-    yield f"  {ACTIONS.get(incident.action, incident.action)}"
-    yield f"  {terminal_safe(incident.done)}"
+    title = TITLES.get(incident.kind, incident.kind)
+    yield t(f"{title}, step {incident.step:,}, run {terminal_safe(incident.run)}")
+    yield f"  {t(ACTIONS.get(incident.action, incident.action))}"
+    yield f"  {t(terminal_safe(incident.done))}"
     yield ""
-    yield from (f"  found: {terminal_safe(finding['text'])}" for finding in incident.findings)
-    yield from (f"  advice: {terminal_safe(line['text'])}" for line in incident.advice)
+    yield from (f"  {t('found')}: {t(terminal_safe(finding['text']))}" for finding in incident.findings)
+    yield from (f"  {t('advice')}: {t(terminal_safe(line['text']))}" for line in incident.advice)
     if incident.channels:
         yield ""
-        yield f"  {'channel':<20} {'usual':>10} {'this step':>10}"
+        yield f"  {padded(t('channel'), 20)} {flush_right(t('usual'), 10)} {flush_right(t('this step'), 10)}"
         yield from (f"  {terminal_safe(name):<20} {_n(old):>10} {_n(new):>10}" for name, old, new in incident.channels)
     if incident.samples_note:
         yield ""
-        yield f"  {terminal_safe(incident.samples_note)}"
+        yield f"  {t(terminal_safe(incident.samples_note))}"
     for sample in incident.samples:
         yield f"── {terminal_safe(_sample_heading(sample))}"
         for document in sample["documents"]:
@@ -185,19 +190,22 @@ def _text_lines(incident: Incident) -> Iterator[str]:
 
 
 def _sample_heading(sample: dict[str, Any]) -> str:
-    loss = f", loss {sample['loss']:.4g}" if sample.get("loss") is not None else ""
-    where = f"source {sample['source']}, channel {sample['channel']}, shard {sample['shard']}"
+    where = t(f"source {sample['source']}, channel {sample['channel']}, shard {sample['shard']}")
     if sample["row"] is None:
         return where
-    return f"row {sample['row']}{loss}: {where}, sample {sample['sample']:,}"
+    row = t(f"row {sample['row']}")
+    if sample.get("loss") is not None:
+        row = t(f"row {sample['row']}, loss {sample['loss']:.4g}")
+    number = t(f"sample {sample['sample']:,}")
+    return f"{row}: {where}, {number}"
 
 
 def _document_heading(document: dict[str, Any]) -> str:
     last = document["first_column"] + document["tokens"] - 1
-    gid = "" if document["gid"] is None else f", gid {document['gid']}"
-    title = f", “{document['title']}”" if document["title"] else ""
-    origin = f"; {document['origin']}" if document["origin"] else ""
-    return f"document {document['number']:,}, tokens {document['first_column']} to {last}{gid}{title}{origin}"
+    facts = [t(f"document {document['number']:,}, tokens {document['first_column']} to {last}")]
+    facts += [] if document["gid"] is None else [f"gid {document['gid']}"]
+    facts += [f"“{document['title']}”"] if document["title"] else []
+    return "; ".join([", ".join(facts), *([document["origin"]] if document["origin"] else [])])
 
 
 def _excerpt(document: dict[str, Any]) -> str:
