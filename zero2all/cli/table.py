@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -25,7 +26,8 @@ def print_table(rows: Sequence[Sequence[str]], title: str | None = None) -> None
 
     heading, *body = rows
     title, heading = title and translate(title), [translate(name) for name in heading]
-    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else WIDTH_IN_FILES)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH_IN_FILES
+    console = Console(highlight=False, markup=False, width=width, height=25)  # rich obeys a width only with a height
     table = _table(heading, body, title, space=1)
     if _widths(table, console)[1] > console.width:
         table = _table(heading, body, title, space=0)  # rather closer together than with words cut in two
@@ -34,7 +36,7 @@ def print_table(rows: Sequence[Sequence[str]], title: str | None = None) -> None
         return
     with console.capture() as printed:  # rich itself would end the program when nobody reads (`| head`)
         console.print(table)
-    print(printed.get(), end="")
+    print("\n".join(line.rstrip() for line in printed.get().split("\n")), end="")
 
 
 def _table(heading: Sequence[str], body: Sequence[Sequence[str]], title: str | None, space: int) -> Table:
