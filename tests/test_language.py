@@ -159,6 +159,7 @@ def small_table(monkeypatch, tmp_path):
         "Use {} instead.": "请改用 {}。",
         "left: {} of {}": "{1} 中还剩 {0}",
         "interrupted.": "已中断。",
+        "{} runs": "{} 次运行",
     }
     (tmp_path / "room").mkdir()
     (tmp_path / "room" / language.TABLE_NAME).write_text(json.dumps(words), encoding="utf-8")
@@ -180,6 +181,8 @@ def small_table(monkeypatch, tmp_path):
         ("Nobody wrote this one. interrupted.", "Nobody wrote this one. 已中断。"),
         ("interrupted.\na has no field b.", "已中断。\na 中没有字段 b。"),
         ("Use interrupted. instead.", "请改用 interrupted.。"),
+        ("1,024 runs", "1,024 次运行"),
+        ("list all the runs", "list all the runs"),
     ],
 )
 def test_sentences_are_found_alone_joined_and_after_a_name(small_table, english, chinese):
