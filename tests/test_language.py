@@ -109,6 +109,14 @@ def test_every_message_has_its_chinese(room):
     assert missing(room) == [], f"`python tests/test_language.py {room}` prints them as JSON"
 
 
+def test_a_sentence_of_two_rooms_has_one_chinese():
+    found: dict[str, set[str]] = {}
+    for room in ROOMS:
+        for english, chinese in table(room).items():
+            found.setdefault(english, set()).add(chinese)
+    assert {english: all_of_it for english, all_of_it in found.items() if len(all_of_it) > 1} == {}
+
+
 @pytest.mark.parametrize("room", ROOMS_WITH_TABLES)
 def test_a_table_holds_nothing_that_the_program_does_not_say(room):
     said = all_strings() | {template for each in ROOMS for template in needed(each)} | SAID_BY_LIBRARIES
