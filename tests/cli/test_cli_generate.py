@@ -137,8 +137,8 @@ def test_bad_lines_are_named_before_a_model_is_looked_for(z2a, lines_file):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "one of the arguments --prompt --prompts is required"),
-        (("--prompt", "x", "--prompts", "p.txt"), "not allowed with argument --prompt"),
+        ((), "needs --prompt or --prompts"),
+        (("--prompt", "x", "--prompts", "p.txt"), "--prompts and --prompt exclude each other"),
         (("--prompts", "no/such.txt"), "no/such.txt cannot be read"),
         (("--prompt", "x", "--temperature", "-1"), "got '-1', expected a number, at least 0"),
         (("--prompt", "x", "--top-p", "0"), "got '0', expected a number, above 0 and at most 1"),
@@ -166,7 +166,7 @@ def test_bytes_that_are_not_utf_8_are_replaced_and_a_finished_file_stays(generat
 
 def test_prompts_are_not_replaced_by_their_results(generate, lines_file):
     path = lines_file({"prompt": "x"})
-    assert "would be lost" in generate("--prompts", path, "--out", path).err
+    assert "would be overwritten" in generate("--prompts", path, "--out", path).err
     assert json.loads(path.read_text()) == {"prompt": "x"}
 
 

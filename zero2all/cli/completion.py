@@ -16,8 +16,11 @@ from zero2all.cli.parser import Parser
 from zero2all.cli.verb import Subparsers, add_verb
 
 SHELLS = ("bash", "zsh", "fish")
-INSTALL = """z2a completion bash > ~/.local/share/bash-completion/completions/z2a
-  z2a completion zsh > ~/.zfunc/_z2a       (with fpath+=~/.zfunc before compinit in ~/.zshrc)
+INSTALL = """z2a completion bash
+
+to install it, write it where your shell looks for completions:
+  z2a completion bash > ~/.local/share/bash-completion/completions/z2a
+  z2a completion zsh > ~/.zfunc/_z2a   # with fpath+=~/.zfunc before compinit in ~/.zshrc
   z2a completion fish > ~/.config/fish/completions/z2a.fish"""
 
 

@@ -8,11 +8,11 @@ import itertools
 import shlex
 import shutil
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 from zero2all.cli import download
+from zero2all.cli.terminal import wrapped
 from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, real, whole, workspace_of
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
@@ -256,9 +256,9 @@ def _print_rule(name: str, description: str, settings: Any) -> None:
     is_on = values.pop("on", True)
     words = [f"{key} {_setting_in_words(value)}" for key, value in values.items()]
     label = f"  {name:<24}"
-    _print_wrapped(f"{label}{'' if is_on else '(off) '}{description}", indent=len(label))
+    _print_wrapped(f"{'' if is_on else t('(off) ')}{t(description)}", label, len(label))
     if words:
-        _print_wrapped(" " * len(label) + ", ".join(words), indent=len(label))
+        _print_wrapped(", ".join(words), " " * len(label), len(label))
 
 
 def _setting_in_words(value: Any) -> str:
@@ -270,16 +270,19 @@ def _setting_in_words(value: Any) -> str:
 SHOWN_CHARS = 1000
 LINE_COLUMNS = 110
 """Longer lines are hard to read, however wide the terminal is."""
+LEAST_COLUMNS = 30
+"""Text beside a label needs at least these; otherwise it goes below the label."""
 
 
-def _print_wrapped(line: str, indent: int = 4) -> None:
-    """Print a line, broken at blanks where the terminal ends; whole where there is no terminal."""
+def _print_wrapped(line: str, label: str = "", indent: int = 4) -> None:
+    """Print a line behind its label, broken at blanks where the terminal ends; whole where there is no terminal."""
     if not sys.stdout.isatty():
-        print(line)
+        print(f"{label}{line}")
         return
     columns = min(shutil.get_terminal_size().columns, LINE_COLUMNS)
-    hanging = " " * indent
-    print(textwrap.fill(line, columns, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False))
+    if columns < indent + LEAST_COLUMNS:
+        label, indent = f"{label.rstrip()}\n    " if label.strip() else "    ", 4
+    print(label + f"\n{' ' * indent}".join(wrapped(line, columns - indent)))
 
 
 def _in_a_line(text: str) -> str:

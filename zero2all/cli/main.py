@@ -37,6 +37,7 @@ from zero2all.cli import (
 )
 from zero2all.cli.parser import VERB, Parser, closest
 from zero2all.cli.runs import fill_in_run
+from zero2all.cli.terminal import show_what_the_encoding_lacks
 from zero2all.cli.verb import check_outputs
 from zero2all.common import language
 from zero2all.common.errors import (
@@ -76,6 +77,7 @@ REFUSED_PATH_ERRNOS = frozenset(
 def main(words: list[str] | None = None) -> int:
     """Run `z2a WORDS…`; returns the exit code."""
     _open_closed_streams()
+    show_what_the_encoding_lacks()
     outlive_readers()
     code = _run(words)
     _close_dead_streams()

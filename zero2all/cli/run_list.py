@@ -109,12 +109,12 @@ def _runs(arguments: argparse.Namespace) -> None:
     for run, size in runs:
         counts = ["" if count is None else f"{count:,}" for count in (run.step, run.steps)]
         loss = "" if run.loss is None else f"{run.loss:.4f}"
-        age = "" if run.seconds_ago is None else human_age(run.seconds_ago)
-        rows.append([run.name, run.state, *counts, loss, human_bytes(size), age])
+        age = "" if run.seconds_ago is None else t(human_age(run.seconds_ago))
+        rows.append([run.name, t(run.state), *counts, loss, human_bytes(size), age])
     print_table(rows)
     for run, _ in runs:
         if run.message and run.state in ("failed", "silent"):
-            print(f"{run.name}: {run.message}")
+            print(f"{run.name}: {t(run.message)}")
 
 
 def _size(folder: Path) -> int:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from zero2all.cli.terminal import has_colour
 from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, whole, workspace_of
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
@@ -317,8 +318,8 @@ def _show(arguments: argparse.Namespace) -> None:
     print(
         t(
             f"ids         {facts['vocab_size']:,}: {len(facts['control'])} control tokens and {facts['pieces']:,} "
-            f"pieces ({facts['whole_characters']:,} of them whole characters), {facts['merges']:,} merges; a model pads "
-            f"its rows to {facts['rows_of_a_model']:,}"
+            f"pieces ({facts['whole_characters']:,} of them whole characters), {facts['merges']:,} merges; a model "
+            f"pads its rows to {facts['rows_of_a_model']:,}"
         )
     )
     print(t(f"pattern     {facts['pattern'] or 'none'}"))
@@ -355,7 +356,7 @@ def _encode(arguments: argparse.Namespace) -> None:
     if not arguments.colour:
         for number, piece in pieces:
             print(f"{number:>7}  {piece.decode('utf-8', 'backslashreplace')!r}")
-    if arguments.colour or sys.stdout.isatty():
+    if arguments.colour or has_colour():
         print(coloured(pieces))
     print(t(f"{counted(len(pieces), 'token')}, {per_token:.2f} bytes per token"))
 

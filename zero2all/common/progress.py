@@ -19,6 +19,8 @@ from zero2all.common.language import padded, translate
 
 LOG_EVERY_SECONDS = 10.0
 BRIEF_LOG_EVERY_SECONDS = 60.0
+WIDE_COLUMNS = 72
+"""Narrower terminals get no room for the bar itself and its note: both would be broken over lines."""
 TEXT_MARKS = "\n\t\u3000\xa0\u200c\u200d"
 """Line ends, tabs, wide spaces and joiners: what a printed document keeps beside printable characters."""
 
@@ -160,15 +162,16 @@ def _rich_bar(label: str, total: float | None, unit: str, done: float) -> Iterat
             speed = task.finished_speed or task.speed
             return Text("" if speed is None else f"{human_count(speed)} {unit}/s", style="cyan")
 
-    columns = [
+    console = Console(stderr=True)
+    columns: list[ProgressColumn] = [
         TextColumn("{task.description}"),
-        BarColumn(bar_width=30),
         TextColumn("{task.percentage:>3.0f}%"),
         Speed(),
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
-        TextColumn("{task.fields[note]}", style="dim"),
     ]
-    live = Progress(*columns, console=Console(stderr=True), refresh_per_second=5, transient=_is_brief)
+    if console.width >= WIDE_COLUMNS:
+        columns = [columns[0], BarColumn(bar_width=30), *columns[1:], TextColumn("{task.fields[note]}", style="dim")]
+    live = Progress(*columns, console=console, refresh_per_second=5, transient=_is_brief)
     live.start()
     try:
         yield _RichBar(live, live.add_task(padded(label, 10), total=total, completed=int(done), note=""))
