@@ -139,7 +139,7 @@ def near_copies(example: Example, theme: Theme) -> Canvas:
         theme,
         575,
         "A near copy has nearly the same signature",
-        f"A is a story of the quickstart, B a copy with {EDITS} words changed, C another story.",
+        f"A is a text of the quickstart, B a copy with {EDITS} words changed, C another text.",
     )
     y = 78.0
     for name, words in zip(("A", "B"), _marked_words(story, copy), strict=True):
