@@ -239,7 +239,7 @@ def test_a_shortened_shard_is_named_and_packing_again_mends_it(copy, z2a, tiny):
     shard.write_bytes(whole[:-2])
     ended = z2a("train", "quickstart", *tiny, "--train.name", "other", "--work", copy)
     assert ended.code == 3
-    assert "tokens-00000.bin is damaged" in ended.err
+    assert "tokens-00000.bin has" in ended.err
     assert "Run `z2a pack` again" in ended.err
     assert z2a("pack", "--work", copy).code == 0
     assert shard.read_bytes() == whole
@@ -256,7 +256,7 @@ def test_a_full_disk_ends_every_stage_with_4_and_leaves_nothing_half_written(cop
         with files_up_to(size_bytes):
             ended = z2a(*words, "--work", copy)
         assert ended.code == 4, ended.err
-        assert "free some space and run the same command again" in ended.err
+        assert "Free some space and run the same command again" in ended.err
         assert "Traceback" not in ended.err
         assert leftovers(copy) == []
 
@@ -293,7 +293,7 @@ def test_a_workspace_that_may_no_longer_be_written_ends_with_3_and_the_path(copy
     copy.chmod(0o755)
     assert ended.code == 3, ended.err
     assert f"z2a: {copy / 'tokenizer'}{SCRATCH_MARK}" in ended.err
-    assert "Permission denied. Check that the path is the one you mean" in ended.err
+    assert "Permission denied. Check the path" in ended.err
 
 
 def test_output_that_nobody_reads_or_that_finds_no_room_ends_calmly(journey):
@@ -334,7 +334,7 @@ def test_ctrl_c_during_a_corpus_build_ends_with_130_and_the_same_command_finishe
     _, said = process.communicate(timeout=20)
     assert process.returncode in (130, -signal.SIGINT), said  # a shell shows 130 for both
     assert said.strip().splitlines()[-1] == (
-        "z2a: interrupted. What was finished is kept; run the same command again to continue."
+        "z2a: interrupted. Finished work is kept; run the same command again to continue."
     )
     assert leftovers(corpus) == []
     assert not (corpus / "report.json").exists()

@@ -23,7 +23,7 @@ INSTALL = """z2a completion bash > ~/.local/share/bash-completion/completions/z2
 
 def register(verbs: Subparsers) -> None:
     """Add the verb."""
-    parser = add_verb(verbs, "completion", "print a script that completes z2a's words in a shell", INSTALL, _completion)
+    parser = add_verb(verbs, "completion", "print a completion script for your shell", INSTALL, _completion)
     parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help="bash, zsh or fish")
 
 

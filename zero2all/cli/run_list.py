@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero2all.cli.verb import Subparsers, add_verb, add_work, workspace_of
+from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
     from zero2all.track.status import RunStatus
@@ -100,7 +101,7 @@ def _runs(arguments: argparse.Namespace) -> None:
         print(dumps_pretty([{**asdict(run), "bytes": size} for run, size in runs]).decode(), end="")
         return
     if not runs:
-        print(f"There are no runs in {folder}. `z2a train CONFIG` starts one.")
+        print(t(f"There are no runs in {folder}. `z2a train CONFIG` starts one."))
         return
     from zero2all.cli.table import print_table
 
