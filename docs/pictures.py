@@ -8,8 +8,8 @@ Every picture shows real data: texts and packed rows of the workspace, the run's
 or what a function of the package returns. Each is written twice, docs/images/NAME-light.png and NAME-dark.png, with at
 most 200 KB. A font with Chinese characters must be installed.
 
-The curve of `result` has one point per checkpoint: make the workspace with
-`z2a quickstart --checkpoint.every_steps 25 --checkpoint.keep_last 30` to see more of it.
+The curves of `result` have one point per checkpoint and per evaluation. The run behind the pictures in docs/images had
+`--checkpoint.every_steps 25 --checkpoint.keep_last 30 --eval.every_steps 25`, which `z2a quickstart` takes as well.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 IMAGES = Path(__file__).parent / "images"
 THEME_NAMES = ("light", "dark")
@@ -40,7 +41,7 @@ CAPTIONS = {
     "cleaning": Caption(
         "draw_corpus",
         "Each step of `z2a corpus build` drops what later steps need not see, and keeps count of it.",
-        "Web pages pass five steps of cleaning; beside each step stand the number of dropped records and an example",
+        "Web pages pass four steps of cleaning; beside each step stand the number of dropped records and an example",
     ),
     "near-copies": Caption(
         "draw_corpus",
@@ -50,7 +51,7 @@ CAPTIONS = {
     "bpe": Caption(
         "draw_tokenizer",
         "BPE joins neighbouring bytes in the order in which it learned the pairs, in English and Chinese alike.",
-        "Trees of merges for one English and one Chinese word, and two sentences after more and more merges",
+        "The merges of an English and a Chinese word drawn as trees, and two sentences after more and more merges",
     ),
     "packing": Caption(
         "draw_packed",
@@ -80,7 +81,7 @@ CAPTIONS = {
     "memory": Caption(
         "draw_costs",
         "Where the memory of a run goes: weights, gradients and optimizer are fixed, activations grow with the batch.",
-        "Stacked bars of the memory of three runs by part, as the planner estimates it",
+        "Stacked bars: the memory of a large model in four settings and of the quickstart, part by part",
     ),
     "step": Caption(
         "draw_costs",
@@ -131,7 +132,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     unknown = [name for name in options.names if name not in CAPTIONS and name not in MADE_ELSEWHERE]
     if unknown:
-        print(f"There is no picture {unknown[0]}. There are: {', '.join([*CAPTIONS, *MADE_ELSEWHERE])}.")
+        known = ", ".join([*CAPTIONS, *MADE_ELSEWHERE])
+        print(f"error: There is no picture {unknown[0]}. There are: {known}.", file=sys.stderr)
         return 2
     try:
         _draw_all(options.names or list(CAPTIONS), options.work, options.out)
@@ -139,6 +141,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def function_name(name: str) -> str:
+    """What the function that draws a picture is called."""
+    return name.replace("-", "_")
 
 
 def picture_path(name: str, theme: str, folder: Path = IMAGES) -> Path:
@@ -156,27 +163,32 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _draw_all(names: list[str], work: Path, out: Path) -> None:
-    sys.path.insert(0, str(IMAGES))
-    from canvas import THEMES
+    sys.path.insert(0, str(IMAGES))  # the drawing modules import each other by name
     from example import Example
 
     example = Example(work)
     out.mkdir(parents=True, exist_ok=True)
     for number, name in enumerate(names, 1):
-        print(f"[{number}/{len(names)}] {name}", end="", flush=True)
+        print(f"[{number}/{len(names)}] {name}", flush=True)
         started = time.monotonic()
         if name in MADE_ELSEWHERE:
             script, *words = [word.format(work=work) for word in MADE_ELSEWHERE[name]]
-            print()
             subprocess.run([sys.executable, IMAGES / script, *words], check=True)
             continue
-        draw = getattr(importlib.import_module(CAPTIONS[name].drawn_by), name.replace("-", "_"))
-        sizes = []
-        for theme in THEMES:
-            path = picture_path(name, theme.name, out)
-            draw(example, theme).save(path)
-            sizes.append(f"{theme.name} {path.stat().st_size / 1000:.0f} KB")
-        print(f": {', '.join(sizes)}, {time.monotonic() - started:.1f} s", flush=True)
+        sizes = [f"{path.name} {path.stat().st_size / 1000:.0f} KB" for path in _draw(name, example, out)]
+        print(f"      {', '.join(sizes)}, {time.monotonic() - started:.0f} s", flush=True)
+
+
+def _draw(name: str, example: Any, out: Path) -> list[Path]:
+    """Draw one picture in both themes; returns the files."""
+    from canvas import THEMES
+
+    draw = getattr(importlib.import_module(CAPTIONS[name].drawn_by), function_name(name))
+    paths = []
+    for theme in THEMES:
+        paths.append(picture_path(name, theme.name, out))
+        draw(example, theme).save(paths[-1])
+    return paths
 
 
 if __name__ == "__main__":

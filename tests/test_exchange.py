@@ -758,7 +758,7 @@ REFUSED = {
     "another activation": (change_config(hidden_act="gelu"), "hidden_act 'gelu'. Only silu"),
     "unknown scaling": (rope(rope_type="longrope", factor=2.0), "'longrope'. Only linear, llama3 and yarn"),
     "scaling without factor": (rope(rope_type="linear"), "has no factor"),
-    "scaling per kind of layer": (rope(full_attention={"rope_type": "linear"}), "sets full_attention in its rope"),
+    "scaling per kind of layer": (rope(full_attention={"rope_type": "linear"}), "its rope scaling sets full_attention"),
     "yarn with the strength of others": (rope(rope_type="yarn", factor=2.0, mscale=1.5), "sets mscale"),
     "a strength without yarn": (rope(rope_type="linear", factor=2.0, attention_factor=1.5), "sets attention_factor"),
     "missing tensor": (

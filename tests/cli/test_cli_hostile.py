@@ -284,4 +284,4 @@ def test_a_process_with_little_address_space_ends_in_words(limit_bytes, words, j
 
 def test_an_empty_path_to_write_is_refused_and_does_not_mean_the_current_folder(journey, z2a):
     ended = z2a("data", "export", "--to", "numpy", "--out", "", "--work", journey)
-    assert (ended.code, "an empty path names nothing to write" in ended.err) == (2, True), ended
+    assert (ended.code, "--out: the path is empty." in ended.err) == (2, True), ended

@@ -292,7 +292,7 @@ def test_message_that_fits_only_without_the_usual_room_is_answered_and_a_longer_
     conversation = Conversation(run, max_len=40, frame="plain", messages=[Message("user", "x" * 35)])
     assert conversation.fitted(20).tokens == 36
     conversation.messages = [Message("user", "x" * 39)]
-    with pytest.raises(UsageError, match="40 tokens. The context has room for 40"):
+    with pytest.raises(UsageError, match=r"40 tokens. The context has room for 40"):
         conversation.fitted(20)
     assert conversation.newest(20).tokens == 40, "which /tokens says without an error"
 

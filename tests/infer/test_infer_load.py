@@ -112,7 +112,7 @@ def test_evaluation_is_written_beside_the_run_and_shown(copied, tmp_path):
     assert [item["probe"]["answer"] for item in written["probe_results"]] == ["北京", "北京"]
     shown = "\n".join(report_lines(report))
     assert report["pairs"]["channels"]["zh"]["kinds"]["capital"]["pairs"] == 1
-    for words in ("tiny at step 30", "told apart", "bits/byte", "zh", "capital", "arithmetic"):
+    for words in ("tiny at step 30", "pairs (chance", "bits/byte", "zh", "capital", "arithmetic"):
         assert words in shown
 
 

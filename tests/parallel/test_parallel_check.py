@@ -41,7 +41,7 @@ def test_all_problems_are_reported_at_once_with_the_arithmetic():
     text = str(raised.value)
     numbered = re.findall(r"^  (\d+)\. (.*)$", text, re.MULTILINE)
     assert [int(number) for number, _ in numbered] == list(range(1, len(numbered) + 1))
-    assert f"({len(numbered)} problems); nothing was started" in text
+    assert f"({len(numbered)} problems). Nothing was started" in text
     for said in (
         "make 4 x 8 x 8 x 5 = 1280 processes, but the run has 64",
         "model.heads 8 is not a multiple of parallel.tensor 5",
@@ -52,12 +52,12 @@ def test_all_problems_are_reported_at_once_with_the_arithmetic():
         "parallel.pipeline 8 x parallel.chunks 1 = 8 stages, but model.layers is 4",
         "model.tied_embeddings does not work with parallel.pipeline 8",
         "16 rows, fewer than the 32 batch ranks (replicate 4 x shard 8)",
-        "parallel.zero 2 with parallel.pipeline 8",
-        "parallel.offload optimizer with pipeline 8: it works with replicate, shard, tensor only",
+        "parallel.zero 2 does not work with parallel.pipeline 8",
+        "parallel.offload optimizer does not work with pipeline 8, only with replicate/shard/tensor",
     ):
         assert any(said in line for _, line in numbered), said
     assert "batch ranks = processes / (tensor x pipeline x context) = 1280 / (5 x 8 x 1) = 32" in text
-    assert "rows        = train.tokens_per_step / data.seq_len = 1024 / 64 = 16 a step" in text
+    assert "rows        = train.tokens_per_step / data.seq_len = 1024 / 64 = 16 per step" in text
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def problems_of(context, stages=(), **parallel):
 def test_what_does_not_divide_is_refused_in_words():
     assert problems_of(4) == []
     (heads,) = problems_of(8, context_method="ulysses")
-    assert "model.heads 4 is not a multiple of 8" in heads
+    assert "model.heads / parallel.tensor = 4 / 1 = 4 is not a multiple of 8" in heads
     assert "parallel.context_method to gather" in heads
     (length,) = problems_of(8)  # by gathered keys
     assert "data.seq_len 8 is not a multiple of 2 x parallel.context = 2 x 8 = 16" in length

@@ -163,7 +163,7 @@ def test_what_divides_is_not_refused():
         (["model.kv_heads 2 and parallel.tensor 3", "neither"], {"tensor": 3, "may_copy": True}),
         (["60 ids", "64 rows", "parallel.tensor 3"], {"tensor": 3}),
         (["data.seq_len 8 is not a multiple of parallel.tensor 3", "The nearest multiple is 9"], {"tensor": 3}),
-        (["ops.compile block with parallel.tensor 2"], {"tensor": 2, "compiled": "block"}),
+        (["ops.compile block does not work with parallel.tensor 2"], {"tensor": 2, "compiled": "block"}),
         (["optim.kind muon", "a whole matrix"], {"tensor": 2, "optimizer": "muon"}),
         (["optim.kind adafactor", "whole rows and columns"], {"tensor": 2, "optimizer": "adafactor"}),
     ],

@@ -110,7 +110,7 @@ def _offload_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
     if others:
         named = ", ".join(f"{name} {getattr(sizes, name)}" for name in others)
         found.append(
-            f"parallel.offload {asked} does not work with {named}, only with {', '.join(allowed)}. Set "
+            f"parallel.offload {asked} does not work with {named}, only with {'/'.join(allowed)}. Set "
             f"parallel.offload to none (each of these axes also makes the states of a process smaller), or these axes "
             f"to 1."
         )

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from zero2all.common.errors import PeerFailureError, PreemptedError, UsageError
-from zero2all.common.progress import counted, say
+from zero2all.common.progress import say
 from zero2all.common.signals import stop_signals_to
 from zero2all.parallel.config import ParallelConfig
 
@@ -54,8 +54,8 @@ def local_processes(config: ParallelConfig) -> int:
         return max(1, gpus)
     if config.device == "cuda" and config.processes > gpus:
         raise UsageError(
-            f"parallel.processes is {config.processes}, but this machine has {counted(gpus, 'GPU')}, and each "
-            f"process needs one. Set it to auto or to at most {gpus}."
+            f"parallel.processes is {config.processes}, but this machine has {gpus} GPUs in all, and each process "
+            f"needs one. Set it to auto or to at most {gpus}."
         )
     return config.processes
 

@@ -215,17 +215,19 @@ def _held(name: str, members: Sequence[LogicalParameter], zero: int, sizes: Mesh
 
 def plan_tables(plan: Plan) -> list[tuple[str, Rows]]:
     """The plan as tables with titles."""
-    return [
+    tables = [
         (_mesh_title(plan), _mesh_rows(plan)),
         ("layout of the parameters (*: every block; batch: replicate x shard)", _layout_rows(plan)),
         (f"memory of a process, by stage, in GiB (operators of {plan.device})", _memory_rows(plan)),
         (f"communication: a process sends {human_bytes(bytes_sent(plan.transfers))} per step", _transfer_rows(plan)),
     ]
+    return [(t(title), rows) for title, rows in tables]
 
 
 def plan_notes(plan: Plan) -> list[str]:
     """What the tables mean for the choice of links, and the arithmetic of the batch."""
-    return [*_bubble_notes(plan), *_link_notes(plan), "arithmetic:", *arithmetic(plan.config, plan.sizes).splitlines()]
+    lines = [*_bubble_notes(plan), *_link_notes(plan), "arithmetic:", *arithmetic(plan.config, plan.sizes).splitlines()]
+    return [t(line) for line in lines]
 
 
 def _mesh_title(plan: Plan) -> str:

@@ -73,7 +73,7 @@ def incident_html(incident: Incident) -> str:
     action = t(ACTIONS.get(incident.action, incident.action))
     body = [
         f"<h1>{_e(title)}</h1>",
-        f'<p class="dim">{_e(t(f"Run {incident.run}"))}</p>',
+        f'<p class="dim">{t("Run")} {_e(incident.run)}</p>',
         f'<p class="done"><b>{_e(action)}</b><br>{_e(t(incident.done))}</p>',
         _list(t("What was found"), incident.findings),
         _list(t("What to do"), incident.advice),

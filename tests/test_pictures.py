@@ -1,0 +1,65 @@
+"""The explaining pictures of the docs (docs/pictures.py): each is there in both themes, small, and has its words."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from PIL import Image
+
+DOCS = Path(__file__).parents[1] / "docs"
+MAX_BYTES = 200_000
+
+
+def load_pictures() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("pictures", DOCS / "pictures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["pictures"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+pictures = load_pictures()
+
+
+@pytest.mark.parametrize("name", pictures.CAPTIONS)
+def test_every_picture_is_there_in_both_themes_of_one_size_and_at_most_200_kb(name):
+    paths = [pictures.picture_path(name, theme) for theme in pictures.THEME_NAMES]
+    assert [path.stat().st_size <= MAX_BYTES for path in paths] == [True, True]
+    sizes = []
+    for path in paths:
+        with Image.open(path) as picture:
+            sizes.append(picture.size)
+    assert sizes[0] == sizes[1]
+    assert sizes[0][0] == 1440  # twice the width of a column, for sharp text on any screen
+
+
+@pytest.mark.parametrize("name", pictures.CAPTIONS)
+def test_every_picture_has_a_caption_an_alt_text_and_a_function_that_draws_it(name):
+    words = pictures.CAPTIONS[name]
+    assert words.caption.endswith(".")
+    assert 20 < len(words.alt) < 140
+    assert '"' not in words.alt  # it stands in an HTML attribute
+    tree = ast.parse((DOCS / "images" / f"{words.drawn_by}.py").read_text(encoding="utf-8"))
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert pictures.function_name(name) in functions
+
+
+def test_no_drawing_module_and_no_picture_in_two_themes_is_without_a_caption():
+    drawn = {path.stem for path in (DOCS / "images").glob("draw_*.py")}
+    assert drawn == {words.drawn_by for words in pictures.CAPTIONS.values()}
+    light = {path.stem.removesuffix("-light") for path in (DOCS / "images").glob("*-light.png")}
+    assert light == {*pictures.CAPTIONS, "board"}  # board.py takes that one
+
+
+def test_a_missing_workspace_and_an_unknown_name_are_refused_in_words(tmp_path, capsys):
+    assert pictures.main(["--work", str(tmp_path / "nowhere"), "bpe"]) == 3
+    assert "z2a quickstart --work" in capsys.readouterr().err
+    assert pictures.main(["bpee"]) == 2
+    assert "near-copies" in capsys.readouterr().err
