@@ -382,7 +382,7 @@ class CleanConfig:
     """Cleaning for one channel. Rules are judged in this order; the first that fails is the reason of the drop."""
 
     repair: Repair = Repair()
-    """Edits: removes control, format and unassigned characters and outer white space, makes all line ends line feeds."""
+    """Edits: removes control, format and unassigned characters and outer white space, unifies line ends."""
     mask: Mask = Mask()
     """Which secrets and personal data are replaced."""
     kinds: Kinds = Kinds()
