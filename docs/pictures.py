@@ -8,8 +8,8 @@ Every picture shows real data: texts and packed rows of the workspace, the run's
 or what a function of the package returns. Each is written twice, docs/images/NAME-light.png and NAME-dark.png, with at
 most 200 KB. A font with Chinese characters must be installed.
 
-The curve of `result` has one point per checkpoint: make the workspace with
-`z2a quickstart --checkpoint.every_steps 25 --checkpoint.keep_last 30` to see more of it.
+The curves of `result` have one point per checkpoint and per evaluation. The run behind the pictures in docs/images had
+`--checkpoint.every_steps 25 --checkpoint.keep_last 30 --eval.every_steps 25`, which `z2a quickstart` takes as well.
 """
 
 from __future__ import annotations

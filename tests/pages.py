@@ -158,7 +158,7 @@ def _commands_of(block: Block, page: str) -> Iterator[Command]:
             answer.append(block.lines[number])
             number += 1
         place = f"{page}:{block.number + first}"
-        for words in split_shell(text.removeprefix("$ "), place):
+        for words in split_shell(text.removeprefix("$ ")):
             yield Command(place, words, tuple(answer))
 
 
@@ -172,14 +172,18 @@ def _is_command(text: str) -> bool:
     return words[0] != "python" or (len(words) > 1 and (words[1].startswith("-") or words[1].endswith(".py")))
 
 
-def split_shell(text: str, place: str) -> list[tuple[str, ...]]:
+UNREADABLE = "(unreadable)"
+"""Instead of a program, for a line that the shell cannot read."""
+
+
+def split_shell(text: str) -> list[tuple[str, ...]]:
     """The words of each command of a line of shell, without comments, variables and redirections."""
     lexer = shlex.shlex(text, posix=True, punctuation_chars="|&;<>")
     lexer.whitespace_split = True
     try:
         tokens = list(lexer)
     except ValueError as error:
-        raise AssertionError(f"{place}: the shell cannot read this line ({error}): {text}") from None
+        return [(UNREADABLE, str(error), text)]
     commands: list[list[str]] = [[]]
     redirected = False
     for token in tokens:

@@ -1,7 +1,7 @@
 """Every command, flag and config field that the pages show works as written.
 
-Commands are read by the real parser, and their overrides by the schema of the config. Those that only print something
-are run. A command that begins with `$ ` and is answered by `z2a: …` must be refused with these words.
+Commands are read by the real parser, and their overrides by the schema of the config. test_docs_run.py runs those that
+are fast and harmless.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import importlib
 import io
 import re
@@ -24,13 +23,12 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.pages import OTHER_PROGRAMS, ROOT, Command, Page, pages, split_shell
+from tests.pages import OTHER_PROGRAMS, ROOT, UNREADABLE, Command, pages, split_shell
 from tests.test_docs import report
 from zero2all.cli import evaluate
-from zero2all.cli.main import build_parser, main, parse, split_overrides
+from zero2all.cli.main import build_parser, parse, split_overrides
 from zero2all.cli.parser import Parser
 from zero2all.common.errors import UserError
-from zero2all.common.language import LANGUAGE_VARIABLE
 from zero2all.common.schema import Problem, apply_overrides, build
 from zero2all.config import RunConfig, config_from_values, load_config, preset_files
 from zero2all.corpus import BuildOptions, load_settings
@@ -39,20 +37,10 @@ from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.settings import SECTIONS as CORPUS_SECTIONS
 
 LEFT_OUT = "…"
-PRINTS_ONLY = (
-    *("--help", "--version", "--print-config", "--print-schedule", "--plan-only", "--list"),
-    *("corpus rules", "perf ops"),
-)
-"""Words by which a command is known to print something and change nothing."""
 RUN_SECTIONS = {field.name for field in dataclasses.fields(RunConfig)}
 FILES = ("py", "json", "jsonl", "md", "yaml", "safetensors", "html", "bin", "model", "png", "txt")
-
-
-OTHER_FLAGS = ("--gpus", "--entrypoint", "--shm-size", "--nproc-per-node", "--nnodes", "--ipc")
+OTHER_FLAGS = ("--gpus", "--entrypoint", "--shm-size", "--nproc-per-node", "--nnodes", "--ipc", "--rm")
 """Flags of docker and torchrun that pages name."""
-
-
-NEEDS_WORKSPACE = "is not a workspace"
 LEAST_LETTERS = 15
 """Of a message that must be recognised."""
 LONGEST_VALUE = 80
@@ -97,6 +85,8 @@ def is_refused_on_the_page(command: Command) -> bool:
 def check(words: tuple[str, ...], is_whole: bool = True) -> None:
     """Raise RefusedError when a command cannot work as written; one that is not whole may lack what must be given."""
     program, rest = words[0].rpartition("/")[2], [word for word in words[1:] if word != LEFT_OUT]
+    if program == UNREADABLE:
+        raise RefusedError("the shell cannot read this line")
     if program == "z2a":
         check_z2a(rest)
     elif program in ("python", "torchrun"):
@@ -192,61 +182,6 @@ def check_pip(words: list[str]) -> None:
                 raise RefusedError(f"pyproject.toml has no extra {', '.join(sorted(unknown))}")
 
 
-def commands_to_run() -> dict[tuple[str, ...], Command]:
-    """Each command that only prints something, once."""
-    return {
-        command.words[1:]: command
-        for page in pages()
-        for command in page.commands
-        if command.words[0] == "z2a"
-        and LEFT_OUT not in command.words
-        and any(part in shlex.join(command.words) for part in PRINTS_ONLY)
-        and not is_refused_on_the_page(command)
-        and names_no_file(command.words)
-    }
-
-
-def names_no_file(words: tuple[str, ...]) -> bool:
-    return not any("/" in word or word.endswith((".yaml", ".json")) for word in words)
-
-
-@pytest.mark.parametrize("command", commands_to_run().values(), ids=str)
-def test_commands_that_only_print_are_run(command, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    try:
-        code = main(list(command.words[1:]))
-    except SystemExit as end:
-        code = end.code
-    said = capsys.readouterr()
-    assert not code, f"{command}\nended with {code}: {said.err}"
-    assert said.out
-
-
-def refused_commands() -> list[Command]:
-    return [command for page in pages() for command in page.commands if is_refused_on_the_page(command)]
-
-
-@pytest.mark.parametrize("command", refused_commands(), ids=str)
-def test_refusals_are_shown_as_printed(command, tmp_path, monkeypatch, capsys):
-    """Config files that the page shows are there, in its own words."""
-    (page,) = [page for page in pages() if command.place.startswith(f"{page}:")]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(LANGUAGE_VARIABLE, "zh" if str(page).endswith(".zh.md") else "en")
-    for name in (word for word in command.words if word.endswith(".yaml")):
-        (tmp_path / name).write_text(block_behind(page, name), encoding="utf-8")
-    try:
-        code = main(list(command.words[1:]))
-    except SystemExit as end:
-        code = end.code
-    said = capsys.readouterr().err
-    if NEEDS_WORKSPACE in said:
-        report(unknown_messages(command.place, command.answer))
-        return
-    shown = re.escape(" ".join(" ".join(command.answer).split())).replace(LEFT_OUT, ".*")
-    assert code, f"{command}\nis refused on the page, and was not"
-    assert re.fullmatch(shown, plain_words(said)), f"{command}\nprinted:\n{said}"
-
-
 @pytest.mark.parametrize("page", pages(), ids=str)
 def test_messages_that_are_shown_are_those_of_the_program(page):
     """A line `z2a: …`, or one of a block of language `text`; what stands in the place of `…` is not compared."""
@@ -263,8 +198,9 @@ def unknown_messages(place: str, lines: tuple[str, ...]) -> list[str]:
     shown = lines[0].removeprefix("z2a: ").partition(LEFT_OUT)[0].strip()
     if any(begins_with(template, shown) for template in templates_of_the_program()):
         return []
-    nearest = difflib.get_close_matches(shown, [each[: len(shown)] for each in templates_of_the_program()], 1, 0.3)
-    return [f"{place}: no message of the program begins with `{shown}`; the nearest is `{''.join(nearest)}`"]
+    words = set(shown.split())
+    nearest = max(templates_of_the_program(), key=lambda each: len(words.intersection(each[: len(shown)].split())))
+    return [f"{place}: no message of the program begins with `{shown}`; the nearest is `{nearest}`"]
 
 
 @cache
@@ -292,31 +228,21 @@ def begins_with(template: str, shown: str) -> bool:
     return matched >= LEAST_LETTERS
 
 
-def plain_words(text: str) -> str:
-    return " ".join(text.replace(f"{ROOT}/", "").split())
-
-
-def block_behind(page: Page, name: str) -> str:
-    """The YAML block before which the page names the file."""
-    for block in page.blocks:
-        before = " ".join(page.prose[max(0, block.number - 4) : block.number])
-        if block.language == "yaml" and name in before:
-            return "\n".join(block.lines)
-    raise AssertionError(f"{page}: no YAML block is introduced as `{name}`")
-
-
 # ---- names in the text ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", pages(), ids=str)
 def test_verbs_and_flags_in_the_text_exist(page):
     problems = []
+    wrong_on_purpose = {" ".join(command.words) for command in page.commands if is_refused_on_the_page(command)}
     for place, text in page.spans:
         try:
+            if text in wrong_on_purpose:
+                continue
             if text.startswith("z2a "):
-                check_mention(split_shell(text, place)[0])
+                check_mention(split_shell(text)[0])
             elif text.startswith("make ") or re.match(r"python (-m )?(benchmarks|docs|zero2all)", text):
-                check(split_shell(text, place)[0], is_whole=False)
+                check(split_shell(text)[0], is_whole=False)
             elif re.match(r"--[a-z]", text):
                 check_flag(text)
         except RefusedError as error:

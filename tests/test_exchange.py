@@ -588,7 +588,7 @@ def test_a_tokenizer_that_is_too_large_or_moves_ids_is_refused(make_folder, work
     larger = extended_tokenizer(folder, tmp_path / "larger", [f"量{chr(0x4E00 + n)}" for n in range(60)])
     with pytest.raises(BadInputError, match="add --resize-embeddings"):
         import_folder(folder, workspace, "run", larger)
-    with pytest.raises(BadInputError, match=r"does not extend that of the model: id 0 is '<s>'"):
+    with pytest.raises(BadInputError, match=r"does not extend the tokenizer of the model: id 0 is '<s>'"):
         import_folder(folder, workspace, "run", trained_workspace.tokenizer, resize_embeddings=True)
     assert files_below(workspace.root) == ["workspace.json"]
 

@@ -109,6 +109,14 @@ def test_every_message_has_its_chinese(room):
     assert missing(room) == [], f"`python tests/test_language.py {room}` prints them as JSON"
 
 
+def test_a_sentence_of_two_rooms_has_one_chinese():
+    found: dict[str, set[str]] = {}
+    for room in ROOMS:
+        for english, chinese in table(room).items():
+            found.setdefault(english, set()).add(chinese)
+    assert {english: all_of_it for english, all_of_it in found.items() if len(all_of_it) > 1} == {}
+
+
 @pytest.mark.parametrize("room", ROOMS_WITH_TABLES)
 def test_a_table_holds_nothing_that_the_program_does_not_say(room):
     said = all_strings() | {template for each in ROOMS for template in needed(each)} | SAID_BY_LIBRARIES
@@ -159,6 +167,7 @@ def small_table(monkeypatch, tmp_path):
         "Use {} instead.": "请改用 {}。",
         "left: {} of {}": "{1} 中还剩 {0}",
         "interrupted.": "已中断。",
+        "{} runs": "{} 次运行",
     }
     (tmp_path / "room").mkdir()
     (tmp_path / "room" / language.TABLE_NAME).write_text(json.dumps(words), encoding="utf-8")
@@ -180,6 +189,8 @@ def small_table(monkeypatch, tmp_path):
         ("Nobody wrote this one. interrupted.", "Nobody wrote this one. 已中断。"),
         ("interrupted.\na has no field b.", "已中断。\na 中没有字段 b。"),
         ("Use interrupted. instead.", "请改用 interrupted.。"),
+        ("1,024 runs", "1,024 次运行"),
+        ("list all the runs", "list all the runs"),
     ],
 )
 def test_sentences_are_found_alone_joined_and_after_a_name(small_table, english, chinese):

@@ -128,7 +128,12 @@ class Canvas:
         turn: float = 0,
     ) -> float:
         """Words on one line whose middle is at y; returns where they end."""
-        style = {"fontsize": size, "fontweight": weight, "family": font_families(mono), "parse_math": False}
+        style: dict[str, Any] = {
+            "fontsize": size,
+            "fontweight": weight,
+            "family": font_families(mono),
+            "parse_math": False,
+        }
         colour = colour or self.theme.ink
         drawn = self.page.text(x, y, words, ha=align, va="center_baseline", color=colour, rotation=turn, **style)
         return float(drawn.get_window_extent().x1 / self.figure.dpi * POINTS_PER_INCH)
@@ -171,12 +176,12 @@ class Canvas:
         mono: bool = False,
     ) -> None:
         """A filled rectangle with a label in its middle."""
-        style = {"facecolor": colour, "edgecolor": edge or "none", "linewidth": 1.0}
+        style: dict[str, Any] = {"facecolor": colour, "edgecolor": edge or "none", "linewidth": 1.0}
         if round_by:
-            shape = FancyBboxPatch((x, y), width, height, boxstyle=f"round,pad=0,rounding_size={round_by}", **style)
+            corners = f"round,pad=0,rounding_size={round_by}"
+            self.page.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=corners, **style))
         else:
-            shape = Rectangle((x, y), width, height, **style)
-        self.page.add_patch(shape)
+            self.page.add_patch(Rectangle((x, y), width, height, **style))
         if label:
             on = text_colour or self.theme.on_colour
             middle = y + height / 2
@@ -193,7 +198,13 @@ class Canvas:
 
     def arrow(self, start: tuple[float, float], end: tuple[float, float], colour: str | None = None) -> None:
         """A straight arrow."""
-        style = {"arrowstyle": "-|>", "mutation_scale": 10, "linewidth": 1.3, "shrinkA": 0, "shrinkB": 0}
+        style: dict[str, Any] = {
+            "arrowstyle": "-|>",
+            "mutation_scale": 10,
+            "linewidth": 1.3,
+            "shrinkA": 0,
+            "shrinkB": 0,
+        }
         self.page.add_patch(FancyArrowPatch(start, end, color=colour or self.theme.faint, **style))
 
     def chart(self, x: float, y: float, width: float, height: float) -> Axes:
@@ -217,7 +228,9 @@ class Canvas:
         raw, packed = io.BytesIO(), io.BytesIO()
         dpi = SCALE * POINTS_PER_INCH
         self.figure.savefig(raw, format="png", dpi=dpi, facecolor=self.theme.page, metadata={"Software": None})
-        picture = Image.open(raw).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+        # Maximum coverage keeps colours that are rare, such as those of small text.
+        way, dither = Image.Quantize.MAXCOVERAGE, Image.Dither.NONE
+        picture = Image.open(raw).convert("RGB").quantize(64, method=way, dither=dither)
         picture.save(packed, "PNG", optimize=True)
         if packed.tell() > MAX_BYTES:
             raise ValueError(f"{path.name} has {packed.tell():,} bytes; at most {MAX_BYTES:,} are allowed")

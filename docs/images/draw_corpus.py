@@ -28,7 +28,7 @@ class Dropped(NamedTuple):
     """Records that one rule removed."""
 
     rule: str
-    count: int
+    records: int
     example: str
 
 
@@ -60,7 +60,7 @@ def cleaning(example: Example, theme: Theme) -> Canvas:
     y += 16
     for step in steps:
         height = max(1, len(step.dropped)) * 25 + 22
-        after = count - sum(each.count for each in step.dropped)
+        after = count - sum(each.records for each in step.dropped)
         ends = [(middle - half(count), y), (middle + half(count), y)]
         ends += [(middle + half(after), y + height), (middle - half(after), y + height)]
         canvas.area(ends, theme.blend(theme.blue, 0.30))
@@ -68,7 +68,7 @@ def cleaning(example: Example, theme: Theme) -> Canvas:
         canvas.line([(left, y), (WIDTH - MARGIN, y)])
         for number, each in enumerate(step.dropped):
             at = y + 23 + number * 25
-            canvas.text(290, at, f"−{each.count}", colour=theme.red, weight="bold", align="right")
+            canvas.text(290, at, f"−{each.records}", colour=theme.red, weight="bold", align="right")
             end = canvas.text(300, at, each.rule, colour=theme.ink)
             room = WIDTH - MARGIN - end - 12
             excerpt = canvas.shortened(each.example, min(room, EXCERPT_WIDTH), SMALL, mono=True)
@@ -103,7 +103,7 @@ def _cleaning_steps(report: dict[str, Any]) -> list[CleaningStep]:
 
     def dropped(rules: list[str], all_counts: dict[str, int]) -> list[Dropped]:
         found = [Dropped(rule, all_counts[rule], " ".join(examples[rule][0].split())) for rule in rules]
-        return sorted(found, key=lambda each: -each.count)
+        return sorted(found, key=lambda each: -each.records)
 
     damaged = report["quarantined_by_reason"]
     steps = [CleaningStep("read", dropped(list(damaged), damaged))]
@@ -139,7 +139,7 @@ def near_copies(example: Example, theme: Theme) -> Canvas:
         theme,
         575,
         "A near copy has nearly the same signature",
-        f"A is a story of the quickstart, B a copy with {EDITS} words changed, C another story.",
+        f"A is a text of the quickstart, B a copy with {EDITS} words changed, C another text.",
     )
     y = 78.0
     for name, words in zip(("A", "B"), _marked_words(story, copy), strict=True):
@@ -202,8 +202,8 @@ def _draw_words(canvas: Canvas, name: str, words: list[tuple[str, bool]], y: flo
         width = canvas.text_width(word, weight="normal" if is_same else "bold")
         if x + width > WIDTH - MARGIN:
             x, y = float(left), y + 19
-        style = {"colour": theme.ink} if is_same else {"colour": theme.orange, "weight": "bold"}
-        canvas.text(x, y, word, **style)
+        colour, weight = (theme.ink, "normal") if is_same else (theme.orange, "bold")
+        canvas.text(x, y, word, colour=colour, weight=weight)
         x += width + space + (0 if is_same else 1)
     return y + 19
 
@@ -229,10 +229,10 @@ def _draw_bands(canvas: Canvas, config: DedupConfig, pairs: list[tuple[str, np.n
     axes.plot(similarity, 100 * _chance(similarity, config), color=theme.faint, linewidth=2)
     for name, equal in pairs:
         at = jaccard_estimate(int(equal.sum()))
-        chance = 100 * _chance(np.array(at), config)
+        chance = 100 * float(_chance(np.array(at), config))
         axes.plot([at], [chance], "o", color=theme.blue, markersize=8, clip_on=False)
-        place = (at - 0.05, chance - 4, "right") if at > 0.5 else (at + 0.02, chance + 10, "left")
-        canvas.label(axes, *place[:2], name, colour=theme.blue, ha=place[2], fontweight="bold")
+        right, up, align = (-0.05, -4, "right") if at > 0.5 else (0.02, 10, "left")
+        canvas.label(axes, at + right, chance + up, name, colour=theme.blue, ha=align, fontweight="bold")
     axes.set(xlim=(0, 1), ylim=(0, 104), yticks=[0, 50, 100], yticklabels=["0 %", "50 %", "100 %"])
     axes.set_xlabel("similarity", color=theme.faint, fontsize=SMALL, family=font_families())
 

@@ -183,7 +183,7 @@ def memory(example: Example, theme: Theme) -> Canvas:
         _draw_memory(canvas, name, estimate, widest, 84 + number * 56)
     own = MemorySettings(
         small.data.seq_len,
-        small.train.micro_batch_samples or 1,
+        small.samples_per_step if small.train.micro_batch_samples == "auto" else small.train.micro_batch_samples,
         resolve(OpsConfig(), "cpu").footprints,
         precision=small.train.precision,
     )
@@ -243,9 +243,9 @@ PARTS = {
     "forward": "embedding and blocks; activations are kept",
     "loss": "logits and cross-entropy, a part of the rows at a time, with the gradients of the head",
     "backward": "gradients of all blocks, last block first",
-    "reduce": "sum the gradients of all processes (here: one)",
-    "optimizer": "clip the gradients, then AdamW on all parameters at once",
-    "other": "metrics, checks, checkpoints",
+    "reduce": "sum over all processes (here: one), and the norm of the gradient",
+    "optimizer": "check loss and norm, clip, then AdamW on all parameters at once",
+    "other": "between two steps: metrics, checkpoints, guards",
 }
 
 

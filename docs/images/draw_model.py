@@ -146,10 +146,10 @@ def _draw_distance(canvas: Canvas, cos: Tensor, sin: Tensor, query: int, key: in
     points = [(x + radius * 0.55 * math.cos(one), y - radius * 0.55 * math.sin(one)) for one in arc]
     canvas.area([(x, y), *points], theme.blend(theme.green, 0.45))
     for position, colour in ((query, theme.blue), (key, theme.orange)):
-        end = (x + radius * float(cos[position]), y - radius * float(sin[position]))
-        canvas.arrow((x, y), end, colour)
-    left = canvas.text_width(f"q at {query}", SMALL) + canvas.text_width(f"k at {key}", SMALL) + 8
-    end = canvas.text(x - left / 2, y + radius + 18, f"q at {query}", size=SMALL, colour=theme.blue)
+        tip = (x + radius * float(cos[position]), y - radius * float(sin[position]))
+        canvas.arrow((x, y), tip, colour)
+    width = canvas.text_width(f"q at {query}", SMALL) + canvas.text_width(f"k at {key}", SMALL) + 8
+    end = canvas.text(x - width / 2, y + radius + 18, f"q at {query}", size=SMALL, colour=theme.blue)
     canvas.text(end + 8, y + radius + 18, f"k at {key}", size=SMALL, colour=theme.orange)
     said = f"{math.degrees(angle):.0f}° apart"
     canvas.text(x, y + radius + 36, said, size=SMALL, colour=theme.green, align="center", weight="bold")

@@ -36,8 +36,8 @@ def packing(example: Example, theme: Theme) -> Canvas:
     borders = _borders(split)
     canvas.text(left, 80, "concat: windows over the stream", weight="bold")
     canvas.text(left, 99, "no padding; documents are cut at the end of a row", size=SMALL, colour=theme.faint)
-    for row in range(ROWS):
-        _draw_row(canvas, _window(borders, row * length, length + 1), length, left, 116 + row * 30, width)
+    for number in range(ROWS):
+        _draw_row(canvas, _window(borders, number * length, length + 1), length, left, 116 + number * 30, width)
     canvas.text(right, 80, "best_fit: whole documents", weight="bold")
     rows, padding = _best_fit(borders, length)
     said = f"no document is cut that fits in a row; {padding:.1%} padding in all"
@@ -53,44 +53,39 @@ def _borders(split: PackedSplit) -> np.ndarray:
     return np.append(split.docs[0].astype(np.int64), split.shards.lengths[0])
 
 
-def _window(borders: np.ndarray, start: int, length: int) -> list[tuple[int, int, bool]]:
-    """The documents in a window of the stream: number, tokens in it, and whether one of its ends lies outside."""
+def _window(borders: np.ndarray, start: int, length: int) -> list[tuple[int, int]]:
+    """The documents in a window of the stream: the number of each, and its tokens in the window."""
     found = []
     for number in range(np.searchsorted(borders, start, "right") - 1, len(borders) - 1):
         first, end = int(borders[number]), int(borders[number + 1])
         if first >= start + length:
             break
-        tokens = min(end, start + length) - max(first, start)
-        found.append((number, tokens, first < start or end > start + length))
+        found.append((number, min(end, start + length) - max(first, start)))
     return found
 
 
 @cache
-def _best_fit_of(borders: bytes, length: int) -> tuple[list[list[tuple[int, int, bool]]], float]:
+def _best_fit_of(borders: bytes, length: int) -> tuple[list[list[tuple[int, int]]], float]:
     chunks = cut_documents(np.frombuffer(borders, np.int64), length)
     row_of = best_fit_rows(chunks.lengths, length + 1)
     documents = np.searchsorted(np.frombuffer(borders, np.int64), chunks.starts, "right") - 1
     wanted = list(dict.fromkeys(row_of.tolist()))[:ROWS]  # the rows of the first documents
-    rows = [
-        [(int(documents[at]), int(chunks.lengths[at]), False) for at in np.flatnonzero(row_of == row)] for row in wanted
-    ]
+    rows = [[(int(documents[at]), int(chunks.lengths[at])) for at in np.flatnonzero(row_of == row)] for row in wanted]
     padding = 1 - chunks.lengths.sum() / ((row_of.max() + 1) * (length + 1))
     return rows, float(padding)
 
 
-def _best_fit(borders: np.ndarray, length: int) -> tuple[list[list[tuple[int, int, bool]]], float]:
+def _best_fit(borders: np.ndarray, length: int) -> tuple[list[list[tuple[int, int]]], float]:
     """The rows that the first documents are placed in, and the share of padding in all rows."""
     return _best_fit_of(borders.tobytes(), length)
 
 
-def _draw_row(
-    canvas: Canvas, documents: list[tuple[int, int, bool]], length: int, x: float, y: float, width: float
-) -> None:
+def _draw_row(canvas: Canvas, documents: list[tuple[int, int]], length: int, x: float, y: float, width: float) -> None:
     """A row to scale; what no document fills is padding."""
     theme, scale = canvas.theme, width / (length + 1)
     colours = (theme.blue, theme.orange, theme.green, theme.purple, theme.red)
     canvas.box(x, y, width, 22, theme.panel, edge=theme.line, round_by=0)
-    for number, tokens, _ in documents:
+    for number, tokens in documents:
         size = tokens * scale
         label = str(tokens) if size > 24 else ""
         colour = theme.blend(colours[number % len(colours)] if number < ROWS else theme.faint, 0.45)

@@ -120,7 +120,7 @@ def test_prompt_over_the_models_length_is_named_and_the_others_are_done(generate
     done = generate("--prompts", path, "--out", tmp_path / "out.jsonl")
     assert done.code == 3
     assert "prompts.jsonl line 1: The prompt has 501 tokens" in done.err
-    assert "3 texts of 4 could not be written" in done.err
+    assert "3 texts of 4 could not be generated" in done.err
     results = parsed((tmp_path / "out.jsonl").read_text())
     assert ["error" in result for result in results] == [True, False, True, True]
     assert results[1]["text"]
@@ -137,8 +137,8 @@ def test_bad_lines_are_named_before_a_model_is_looked_for(z2a, lines_file):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "one of the arguments --prompt --prompts is required"),
-        (("--prompt", "x", "--prompts", "p.txt"), "not allowed with argument --prompt"),
+        ((), "needs --prompt or --prompts"),
+        (("--prompt", "x", "--prompts", "p.txt"), "--prompts and --prompt exclude each other"),
         (("--prompts", "no/such.txt"), "no/such.txt cannot be read"),
         (("--prompt", "x", "--temperature", "-1"), "got '-1', expected a number, at least 0"),
         (("--prompt", "x", "--top-p", "0"), "got '0', expected a number, above 0 and at most 1"),
@@ -158,22 +158,22 @@ def test_bytes_that_are_not_utf_8_are_replaced_and_a_finished_file_stays(generat
     words = ("--prompt", "\udcff abc", "--n", "2", "--out", tmp_path / "out.jsonl")
     first, again, other = generate(*words), generate(*words), generate(*words, "--seed", "1")
     assert (first.code, again.code, other.code) == (0, 0, 2)
-    assert "all texts of a prompt will be the same" in first.err
-    assert "is finished already: nothing was done" in again.err
+    assert "all texts of a prompt are the same" in first.err
+    assert "is already finished, so nothing was done" in again.err
     assert "Choose another name, or delete it" in other.err
     assert parsed((tmp_path / "out.jsonl").read_text())[0]["prompt"] == "\N{REPLACEMENT CHARACTER} abc"
 
 
 def test_prompts_are_not_replaced_by_their_results(generate, lines_file):
     path = lines_file({"prompt": "x"})
-    assert "would be lost" in generate("--prompts", path, "--out", path).err
+    assert "would be overwritten" in generate("--prompts", path, "--out", path).err
     assert json.loads(path.read_text()) == {"prompt": "x"}
 
 
 def test_several_processes_need_a_file(generate, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "2 processes share files only" in generate("--prompt", "x").err
-    assert "2 processes share files only" in generate("--prompts", "-", "--out", "x.jsonl").err
+    assert "2 processes can share only files" in generate("--prompt", "x").err
+    assert "2 processes can share only files" in generate("--prompts", "-", "--out", "x.jsonl").err
     monkeypatch.setenv("RANK", "1")
     assert generate("--prompt", "x").err == "", "one process says it for all"
 
@@ -197,7 +197,7 @@ def test_killed_command_continues_and_two_processes_share_the_work(
     assert not (tmp_path / "killed.jsonl").exists()
     again = generate("--prompts", path, "--out", tmp_path / "killed.jsonl")
     assert again.code == 0
-    assert f"{finished} texts of 48 were finished before" in again.err
+    assert f"{finished} texts of 48 are already finished" in again.err
     assert [program.wait() for program in ranks] == [0, 0]
     results = parsed((tmp_path / "killed.jsonl").read_text())
     assert [result["index"] for result in results] == list(range(48))

@@ -87,7 +87,7 @@ def test_an_extended_tokenizer_replaces_no_folder_of_another_kind(journey, tmp_p
     (tmp_path / name).write_text("precious")
     ended = z2a("tokenizer", "extend", "--pieces", "kalo", "--to", tmp_path, "--work", journey)
     assert ended.code == 2
-    assert "no tokenizer folder of ours, so it is not replaced" in ended.err
+    assert "is not a zero2all tokenizer folder, so it is not replaced" in ended.err
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
@@ -284,4 +284,4 @@ def test_a_process_with_little_address_space_ends_in_words(limit_bytes, words, j
 
 def test_an_empty_path_to_write_is_refused_and_does_not_mean_the_current_folder(journey, z2a):
     ended = z2a("data", "export", "--to", "numpy", "--out", "", "--work", journey)
-    assert (ended.code, "an empty path names nothing to write" in ended.err) == (2, True), ended
+    assert (ended.code, "--out: the path is empty." in ended.err) == (2, True), ended

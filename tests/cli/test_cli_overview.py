@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -72,6 +73,17 @@ def test_every_verb_of_the_journey_exists(z2a):
         if line.startswith("  z2a "):
             for command in line[2:23].split(", "):
                 assert z2a(*command.split()[1:], "--help").code == 0
+
+
+def test_the_guide_shows_what_is_printed(z2a, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs/cli.md").read_text()
+    shown = {words: text for words, text in re.findall(r"```\n\$ z2a([^\n]*)\n(.*?)\n```", page, re.DOTALL)}
+    checked = [words for words, text in shown.items() if "quickstart:" not in text and "--work" not in words]
+    assert {"", " trian", " train --optm.lr 1"} <= set(checked)
+    for words in checked:
+        ended = z2a(*words.split())
+        assert (ended.out + ended.err).rstrip("\n") == shown[words]
 
 
 def test_help_of_a_verb_is_its_help(z2a):

@@ -78,8 +78,8 @@ def test_bad_bytes_nul_and_control_strings_are_repaired_and_counted(text, z2a, t
     bad.write_bytes(text.read_bytes() + b"\nNUL \0 and \xff\xfe bytes <|end_of_text|> <|pad|>\n")
     ended = z2a("tokenizer", "train", "--work", tmp_path, "--text", bad, "--vocab-size", "340")
     assert ended.code == 0, ended.err
-    assert "repaired: 1 document with bytes or surrogates that are no UTF-8" in ended.out
-    assert "taken out of the text: 2 strings that spell a control token" in ended.out
+    assert "repaired: 1 document with invalid UTF-8" in ended.out
+    assert "removed from the text: 2 strings that spell a control token" in ended.out
 
 
 def test_a_line_without_an_end_is_learned_from(z2a, tmp_path):
@@ -205,7 +205,7 @@ def test_encode_reads_the_line_a_file_or_a_pipe(work, z2a, tmp_path, monkeypatch
         assert z2a("tokenizer", "encode", "--work", work, "--ids", *words).out == expected
     piped(monkeypatch, b"bad \xff byte")
     ended = z2a("tokenizer", "encode", "--work", work, "--json")
-    assert "1 bytes are no UTF-8" in ended.err
+    assert "1 bytes are not UTF-8" in ended.err
     shown = json.loads(ended.out)
     assert shown["tokens"] == len(shown["pieces"])
     assert z2a("tokenizer", "encode", "--work", work, "x", "--file", tmp_path / "t.txt").code == 2

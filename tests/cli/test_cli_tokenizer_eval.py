@@ -26,7 +26,7 @@ def test_eval_refuses_an_amount_that_is_none(trained_workspace, capsys):
 
 def test_pack_says_which_engine_encoded(trained_workspace, capsys):
     assert main(["pack", "--work", str(trained_workspace.root)]) == 0
-    assert "encoded by tokenizers (so little text" in capsys.readouterr().out
+    assert "encoded by tokenizers (there is too little text" in capsys.readouterr().out
 
 
 def test_held_out_text_takes_from_every_source_up_to_its_share(trained_workspace):

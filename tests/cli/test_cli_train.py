@@ -204,7 +204,7 @@ def test_a_finished_run_is_annealed_to_a_later_end(copy, tiny, z2a):
 
     again = z2a("anneal", "tiny", "--work", copy)
     assert again.code == 2
-    assert "tiny anneals since step 4, over 3 steps" in again.err
+    assert "tiny has been annealing since step 4, over 3 steps" in again.err
 
 
 def test_a_run_that_is_training_anneals_within_a_step_and_ends(copy, tiny, z2a):
@@ -257,9 +257,9 @@ def test_an_anneal_that_would_read_a_source_too_often_is_refused_when_it_is_aske
 def test_a_run_without_a_step_or_without_a_rate_has_nothing_to_anneal(copy, tiny, z2a):
     (copy / "runs/new").mkdir()
     (copy / "runs/new/config.yaml").write_text((copy / "runs/tiny/config.yaml").read_text())
-    assert "has made no step yet" in z2a("anneal", "new", "--work", copy).err
+    assert "has no steps yet" in z2a("anneal", "new", "--work", copy).err
     words = ("train", "quickstart", *tiny, "--train.name", "zero", "--schedule.min_lr_ratio", "0", "--work", copy)
     assert z2a(*words).code == 0
     ended = z2a("anneal", "zero", "--work", copy)
     assert ended.code == 2
-    assert "is 0 at step 4" in ended.err
+    assert "is already 0 at step 4" in ended.err

@@ -188,7 +188,7 @@ def test_rows_without_a_text_field_are_refused_with_the_fields_seen(tmp_path, wr
 
 
 def test_mapping_to_a_field_that_is_not_there_is_refused(write_lines, build):
-    with pytest.raises(BadInputError, match="the field 'body' that content was mapped to is not in it"):
+    with pytest.raises(BadInputError, match="have no field 'body', which content is mapped to"):
         build(write_lines("a.jsonl", rows(5)), mapping={"content": "body"})
 
 
@@ -205,7 +205,7 @@ def test_too_much_damage_stops_the_build_with_a_summary(tmp_path, write_lines, b
         build(path)
     message = str(caught.value)
     assert "4 of 100 records are damaged" in message
-    assert "4.00%, where 1.00% is allowed" in message
+    assert "(4.00%; at most 1.00% is allowed)" in message
     assert "2 invalid_json (first in a.jsonl, byte " in message
     assert "--max-damaged-share" in message
     assert len(quarantined()) == 4, "the list is there to look at"
@@ -235,7 +235,7 @@ def test_full_disk_is_told_before_the_work(tmp_path, build):
 def test_changed_shard_is_noticed_when_read(tmp_path, write_lines, build):
     build(write_lines("a.jsonl", rows(3)))
     (tmp_path / "corpus/one/train/part-00000.jsonl").write_text("{bad\n")
-    with pytest.raises(BadInputError, match=r"part-00000.jsonl, line 1, is not JSON"):
+    with pytest.raises(BadInputError, match=r"part-00000.jsonl is damaged: line 1 is not JSON"):
         list(iter_records(tmp_path / "corpus", "one", "train"))
 
 
@@ -268,7 +268,7 @@ def test_a_damaged_shard_is_found_by_the_second_run_and_written_anew(tmp_path, w
     build_with(tmp_path / "corpus", sources, plain_options(), HERE, announce=said.append)
     assert shard.read_bytes() == content
     assert (tmp_path / "corpus/a/manifest.json").stat().st_mtime_ns == untouched
-    assert re.search(r"b/train/part-00000\.jsonl .*; the source b is built again", said[0]), said
+    assert re.search(r"b/train/part-00000\.jsonl .*\. The source b is built again", said[0]), said
 
 
 def test_changed_input_rebuilds_the_corpus(tmp_path, write_lines):

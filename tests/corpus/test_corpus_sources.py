@@ -96,7 +96,7 @@ def test_a_given_field_is_used_where_it_is_and_must_be_somewhere(tmp_path, write
     report = build(tmp_path / "raw", mapping={"content": "my, long review"})
     assert [record["content"] for record in kept()[::5]] == ["some words, number 0", "a review, number 0"]
     assert report["mapping_guessed"]
-    with pytest.raises(BadInputError, match="the field 'absent' that content was mapped to is not in it"):
+    with pytest.raises(BadInputError, match="have no field 'absent', which content is mapped to"):
         build(tmp_path / "raw", mapping={"content": "absent"})
 
 
@@ -112,7 +112,7 @@ def test_a_table_without_text_among_texts_is_told_how_to_name_its_field(tmp_path
     notes = summary_notes({"sources": {"one": report}, "options": {"valid_share": 0}, "notes": []}, Path("my work"))
     note = next(note for note in notes if "quarantined 5 no_text_field" in note)
     assert "see my work/corpus/quarantine/one.jsonl; " in note
-    assert note.endswith("if one of their fields is the text, name it: --map content=FIELD")
+    assert note.endswith("if one of their fields is the text, name it with --map content=FIELD")
 
 
 def test_mapping_is_read_from_text():

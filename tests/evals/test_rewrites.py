@@ -375,7 +375,7 @@ def test_a_run_is_asked_rewritten_benchmarks_and_told_what_was_in_its_training_t
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--rewrites", "R2"], "name them with --tasks"),
+        (["--rewrites", "R2"], "--rewrites needs benchmarks. Name them with --tasks."),
         (["--tasks", "capitals", "--rewrites", "R77"], "no rewrite 'R77'"),
     ],
 )

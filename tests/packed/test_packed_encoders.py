@@ -36,7 +36,7 @@ def test_a_fallback_is_printed_and_recorded(shared_work, tmp_path, monkeypatch, 
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name != "numba" else find(name))
     pack_corpus(shared_work.corpus, shared_work.tokenizer, tmp_path, PackOptions(encoder=EncoderConfig("fastokens")))
-    assert "asked for the encoder fastokens, got numba" in capsys.readouterr().err
+    assert "the encoder fastokens cannot be used, so numba is used" in capsys.readouterr().err
     choice = read_manifest(tmp_path / "novels" / "valid", "packed", "z2a pack")["encoder"]
     assert "fastokens is not installed" in choice["reason"]
 

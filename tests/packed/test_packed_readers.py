@@ -56,7 +56,7 @@ def test_a_reader_that_is_killed_is_replaced_and_no_batch_is_lost_or_changed(dat
             killed += 1
     loader.close()
     assert killed == 2
-    assert said == ["a reading process ended by SIGKILL; another one reads the same again"] * 2
+    assert said == ["a reader process ended (SIGKILL); another one takes over"] * 2
     assert reading_processes(os.getpid()) == []
 
 
@@ -64,7 +64,7 @@ def test_readers_that_keep_dying_end_the_run_with_the_way_on(data, monkeypatch):
     monkeypatch.setattr(readers_module, "START", "import os; os.kill(os.getpid(), 9)")
     said: list[str] = []
     loader = Loader(data, STEP, 0, 6, LoaderOptions(reader_kind="process"), on_problem=said.append)
-    with pytest.raises(BadInputError, match=r"4 times in a row .* by SIGKILL.*data\.reader_kind to thread"):
+    with pytest.raises(BadInputError, match=r"4 times in a row .*SIGKILL.*data\.reader_kind to thread"):
         next(iter(loader))
     assert len(said) == readers_module.RETRIES
     loader.close()
@@ -76,7 +76,7 @@ def test_an_error_in_a_reader_reaches_the_trainer(by_hand, tmp_path):
     for shard in (tmp_path / "a/train").glob("tokens-*.bin"):
         shard.write_bytes(b"\xff" * shard.stat().st_size)
     loader = Loader(data, STEP, 0, 6, LoaderOptions(reader_kind="process"))
-    with pytest.raises(BadInputError, match="is the id 65535"):
+    with pytest.raises(BadInputError, match="has the id 65535"):
         next(iter(loader))
     loader.close()
 

@@ -167,7 +167,7 @@ def test_a_best_fit_index_comes_along(made, tmp_path):
 
 def test_a_missing_shard_is_named_when_the_data_is_opened(address, tmp_path):
     fsspec.filesystem("memory").rm(f"{address}/a/train/tokens-00003.bin")
-    with pytest.raises(BadInputError, match=r"a/train/tokens-00003\.bin is damaged: no file"):
+    with pytest.raises(BadInputError, match=r"a/train/tokens-00003\.bin is missing"):
         opened(address, tmp_path / "cache")
 
 

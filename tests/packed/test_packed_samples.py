@@ -169,7 +169,7 @@ def test_a_missing_or_foreign_index_is_named(by_hand, tmp_path):
         open_training_data(made.packed, config, [Stage("main", 0, None, 16)]).segments[0].order.sources[0].samples > 0
     )
     split.manifest["files"]["tokens-00000.bin"]["crc32c"] = "00000000"  # packed anew, the index left behind
-    with pytest.raises(BadInputError, match="index of other tokens"):
+    with pytest.raises(BadInputError, match="does not belong to the tokens"):
         open_best_fit(split, 16)
 
 

@@ -112,8 +112,8 @@ def test_expected_repeats_are_what_is_counted(made):
         later = [i * 2 * T + k for i in other.segments[1].order.lookup(np.arange(31))[1] for k in range(2 * T)]
         shares.append(np.mean([token in seen for token in later]))
     assert np.mean(shares) == pytest.approx(0.5, abs=0.03)
-    (note,) = [note for note in data.notes(62 * T + 31 * 2 * T) if "shuffled anew" in note]
-    assert "sequences of 16 from token 496 on" in note
+    (note,) = [note for note in data.notes(62 * T + 31 * 2 * T) if "shuffled again" in note]
+    assert "from token 496 on, sequences have 16 tokens" in note
     assert "about 50.0%" in note
 
 

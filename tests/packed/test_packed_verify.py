@@ -58,7 +58,7 @@ def test_everything_that_is_wrong_is_found_at_once(made):
     (made.packed / "talk/valid/manifest.json").unlink()
     problems = verify_packed(made.packed, "another")
     assert len(problems) == 4
-    for words in ("packed with the tokenizer by-hand", "tokens-00002.bin is missing", "docs-00001.idx", "talk/valid"):
+    for words in ("packed with tokenizer by-hand", "tokens-00002.bin is missing", "docs-00001.idx", "talk/valid"):
         assert sum(words in problem for problem in problems) == 1
 
 
@@ -68,7 +68,7 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_place(made):
     ids[7] = 50000
     ids.tofile(path)
     sealed(path)
-    assert verify_packed(made.packed) == [f"{path}: token 7 is the id 50000, beyond 50000 ids"]
+    assert verify_packed(made.packed) == [f"{path}: token 7 has the id 50000, but there are only 50000 ids"]
 
 
 @pytest.mark.parametrize("change", [lambda starts: starts[::-1], lambda starts: starts + 1, lambda starts: starts * 9])
@@ -77,7 +77,7 @@ def test_borders_that_cannot_be_true_are_named(made, change):
     change(np.fromfile(path, "<u8")).tofile(path)
     sealed(path)
     (problem,) = verify_packed(made.packed)
-    assert f"{path}: the starts of documents do not rise from 0 to below 140" in problem
+    assert f"{path}: document starts must rise from 0 and stay below 140" in problem
 
 
 def test_a_manifest_of_another_tokenizer_or_count_is_named(made):
@@ -95,4 +95,4 @@ def test_a_best_fit_index_of_other_tokens_is_named(made):
     flip(path)
     sealed(path)
     (problem,) = verify_packed(made.packed)
-    assert "best-fit-16/manifest.json is an index of other tokens" in problem
+    assert "best-fit-16/manifest.json does not belong to the token shards" in problem

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shlex
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,6 @@ from zero2all.common.files import read_json
 from zero2all.config import load_config
 from zero2all.quickstart.choices import given_fields
 from zero2all.quickstart.journey import WorldSize, run_journey
-from zero2all.quickstart.summary import print_summary
 
 SMALL = [
     *("--tokenizer.vocab_size", "700"),
@@ -53,17 +55,49 @@ def finished(warm: WarmProcess, tmp_path_factory: pytest.TempPathFactory) -> tup
     return folder / "work", program.text()
 
 
-def test_summary_shows_stages_channels_probes_samples_picture_and_what_to_try_next(finished: tuple[Path, str]) -> None:
+STAGES = ("raw data", "corpus", "tokenizer", "pack", "probes, untrained", "train", "evaluate", "generate", "export")
+
+
+def test_it_prints_a_line_for_each_stage_five_for_the_result_and_three_commands(finished: tuple[Path, str]) -> None:
     work, output = finished
-    for stage in ("raw data", "corpus", "tokenizer", "pack", "train", "evaluate", "generate", "export", "picture"):
-        assert f"│ {stage} " in output
-    for channel in ("en", "zh", "code"):
-        assert f"│ {channel} " in output
-    assert "P(Paris | The capital of France is)" in output
-    assert "P(北京 | 中国的首都是)" in output
-    assert output.count("z2a ") >= 3
+    lines = output.splitlines()
+    for stage in (*STAGES, "picture"):
+        assert len([line for line in lines if line.startswith(f"{stage}  ")]) == 1, output
+    first = next(number for number, line in enumerate(lines) if line.startswith("Done in "))
+    results, commands = lines[first : lines.index("", first)], lines[-3:]
+    assert len(results) == 5
+    assert results[1].startswith("Held-out text, bits per byte: code ")
+    assert results[2].startswith("Facts asked in a phrasing it never saw: ")
+    places = "summary.md (all tables), corpus/report.html, runs/quickstart/curves.png, hf (the model)"
+    assert results[4] == f"In {work}: {places}."
+    assert len(lines) <= 25, "short enough to be read"
+    for command, verb in zip(commands, ("generate", "board", "train"), strict=True):
+        words = shlex.split(command)
+        assert Path(words[0]).is_absolute(), "z2a is not on the PATH of a fresh shell"
+        assert words[1] == verb
+        assert str(work) in command
     assert (work / "runs/quickstart/curves.png").read_bytes().startswith(b"\x89PNG")
     assert (work / "hf/model.safetensors").is_file()
+
+
+def test_a_command_works_when_it_is_pasted_into_a_fresh_shell(finished: tuple[Path, str], tmp_path: Path) -> None:
+    command = finished[1].splitlines()[-3].strip()
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    if "PYTHONPATH" in os.environ:
+        environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("The capital of France is")
+
+
+def test_all_tables_lie_in_a_file(finished: tuple[Path, str]) -> None:
+    text = (finished[0] / "summary.md").read_text()
+    for heading in ("# Quickstart", "## Held-out text", "## Probes", "## Samples", "## Next"):
+        assert f"\n{heading}\n" in f"\n{text}"
+    for name in (*STAGES, "picture", "en", "zh", "code", "**en**", "**all facts**"):
+        assert f"\n| {name} " in text
+    assert "P(Paris | The capital of France is)" in text
+    assert "P(北京 | 中国的首都是)" in text
 
 
 def test_untrained_model_knows_no_fact(finished: tuple[Path, str]) -> None:
@@ -94,7 +128,6 @@ def test_killed_again_and_again_the_journey_ends_with_the_same_bits(
 def test_a_second_run_finds_everything_done(finished: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
     before = last_checkpoint(finished[0])
     journey = run_journey(load_config("quickstart", SMALL), finished[0], size=SIZE)
-    print_summary(journey)
     assert {stage.name for stage in journey.stages if stage.done_before} >= {"raw data", "tokenizer", "pack", "train"}
     assert last_checkpoint(finished[0]) == before
     assert "(done before)" in capsys.readouterr().out
@@ -161,6 +194,7 @@ def test_twenty_kilobytes_of_text_become_a_model_and_it_is_said_what_was_chosen(
         "as you asked",
         "gzip -9",
         f"z2a generate quickstart --work {work} --prompt",
+        f"In {work}: summary.md",
     ):
         assert words in output, words
     config = load_config(work / "runs/quickstart/config.yaml")
@@ -193,9 +227,9 @@ def test_other_text_is_not_put_into_a_workspace_that_has_learned_from_some(
 ) -> None:
     (tmp_path / "other.txt").write_text("Another text, which has nothing to do with it.")
     before = (own[0] / "corpus/report.json").read_bytes()
-    with pytest.raises(UsageError, match=r"learned from .*novel.*--fresh.*another --work"):
+    with pytest.raises(UsageError, match=r"trained on .*novel.*--fresh.*another --work"):
         run_journey(load_config("quickstart"), own[0], data=tmp_path / "other.txt")
-    with pytest.raises(UsageError, match=r"learned from .*novel.*--fresh"):
+    with pytest.raises(UsageError, match=r"trained on .*novel.*--fresh"):
         run_journey(load_config("quickstart"), own[0])
     assert (own[0] / "corpus/report.json").read_bytes() == before
 

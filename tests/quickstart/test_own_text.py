@@ -38,7 +38,7 @@ def test_an_empty_folder_ends_with_3_and_the_way_on_before_anything_is_written(
     (tmp_path / "texts").mkdir()
     assert main(["quickstart", "--data", str(tmp_path / "texts"), "--work", str(tmp_path / "work")]) == 3
     said = capsys.readouterr().err
-    assert "holds nothing" in said
+    assert "contains nothing" in said
     assert "`z2a quickstart` without --data" in said
     assert not (tmp_path / "work").exists()
 
@@ -46,7 +46,7 @@ def test_an_empty_folder_ends_with_3_and_the_way_on_before_anything_is_written(
 def test_a_folder_of_empty_and_hidden_files_says_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
     (tmp_path / ".b.txt").write_text("hidden")
-    with pytest.raises(BadInputError, match=r"only what is not read: 1 empty, 1 hidden"):
+    with pytest.raises(BadInputError, match=r"only files that are not read \(1 empty, 1 hidden\)"):
         look_at(tmp_path)
 
 
@@ -108,7 +108,7 @@ def test_a_second_training_of_the_tokenizer_is_explained(tmp_path: Path, capsys:
     workspace = open_workspace(tmp_path / "work", create=True)
     build_corpus(workspace.corpus, [look_at(tmp_path / "a.jsonl").source], BuildOptions(accept_drops=True))
     config = _with_vocabulary(load_config("quickstart", []), workspace, 100_000, ())
-    told = re.search(r"has pieces for (\d+) token ids at most: trained again", capsys.readouterr().out)
+    told = re.search(r"has pieces for at most (\d+) token ids: training again", capsys.readouterr().out)
     assert told is not None
     assert config.tokenizer.vocab_size == int(told[1])
 
@@ -116,9 +116,9 @@ def test_a_second_training_of_the_tokenizer_is_explained(tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("bits", "epochs", "words"),
     [
-        (2.0, 1.0, "en: 2.00, 50% less than gzip -9 (4.00): it has learned from your text"),
-        (4.5, 1.0, "en: 4.50, more than gzip -9 (4.00): too little was learned yet; more steps help most"),
-        (4.5, 10.0, "en: 4.50, more than gzip -9 (4.00): too little was learned yet; more text helps most"),
+        (2.0, 1.0, "en: 2.00, 50% less than gzip -9 (4.00). It learned from your text."),
+        (4.5, 1.0, "en: 4.50, more than gzip -9 (4.00). It needs more steps (--train.steps)."),
+        (4.5, 10.0, "en: 4.50, more than gzip -9 (4.00). It needs more text."),
     ],
 )
 def test_bits_per_byte_are_put_into_words_beside_gzip(bits: float, epochs: float, words: str) -> None:

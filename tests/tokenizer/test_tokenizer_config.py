@@ -46,12 +46,12 @@ def test_problems_between_fields_reach_the_config_of_a_run():
 @pytest.mark.parametrize(
     ("specials", "field", "expected"),
     [
-        ({"pad": ""}, "specials.pad", "empty control token"),
+        ({"pad": ""}, "specials.pad", "a name that is not empty"),
         ({"pad": "<|end_of_text|>"}, "specials.pad", "no other control token"),
         ({"extra": ["<|tool|>", "<|tool|>"]}, "specials.extra[1]", "no other control token"),
         ({"extra": ["<|reserved_0|>"]}, "specials.extra[0]", "no other control token"),
-        ({"extra": ["pad"]}, "specials.extra[0]", "no part of another control token ('<|pad|>' contains it)"),
-        ({"end": "<|x|>", "pad": "<|x|>>"}, "specials.end", "no part of another"),
+        ({"extra": ["pad"]}, "specials.extra[0]", "not part of another control token ('<|pad|>' contains it)"),
+        ({"end": "<|x|>", "pad": "<|x|>>"}, "specials.end", "not part of another"),
         ({"extra": ["a"]}, "specials.extra[0]", "several characters"),
         ({"extra": ["<|a b|>"]}, "specials.extra[0]", "white space"),
         ({"extra": ["▁the"]}, "specials.extra[0]", "white space"),

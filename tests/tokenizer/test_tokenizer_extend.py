@@ -135,7 +135,7 @@ def test_too_little_text_says_the_largest_size(folder, tmp_path):
     largest = int(str(refused.value).split("--vocab-size to ")[1].split()[0])
     _, new = extended(folder, tmp_path / "new", texts=["量子 量子 量子"], vocab_size=largest)
     assert new.vocab_size == largest
-    with pytest.raises(UsageError, match="700 ids already"):
+    with pytest.raises(UsageError, match="already has 700 ids"):
         extended(folder, tmp_path / "other", texts=FIELD, vocab_size=700)
     with pytest.raises(BadInputError, match="no text"):
         extended(folder, tmp_path / "other", texts=[""], vocab_size=800)

@@ -172,7 +172,7 @@ def test_a_sentencepiece_model_can_be_compared(folder, texts, eval_text, tmp_pat
     assert small["channels"]["mixed"]["tokens"] == sum(len(model.encode(text)) for text in eval_text.channels["mixed"])
     assert small["round_trip"]["changed"] > 0  # it drops line breaks
     (tmp_path / "bad.model").write_bytes(b"no model")
-    with pytest.raises(BadInputError, match=r"bad\.model is no SentencePiece model"):
+    with pytest.raises(BadInputError, match=r"bad\.model is not a SentencePiece model"):
         open_candidates(folder, [str(tmp_path / "bad.model")], eval_text)
 
 
@@ -183,7 +183,7 @@ def test_tiktoken_without_its_file_says_how_to_get_it(folder, eval_text, monkeyp
         raise ConnectionError("no network")
 
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
-    with pytest.raises(BadInputError, match=r"could not be fetched \(ConnectionError\).*TIKTOKEN_CACHE_DIR"):
+    with pytest.raises(BadInputError, match=r"could not be downloaded \(ConnectionError\).*TIKTOKEN_CACHE_DIR"):
         open_candidates(folder, ["tiktoken:o200k_base"], eval_text)
     with pytest.raises(UsageError, match=r"no encoding 'o200k'.*o200k_base"):
         open_candidates(folder, ["tiktoken:o200k"], eval_text)

@@ -119,7 +119,7 @@ def test_other_inputs_replace_the_old_tokenizer(texts, tmp_path, kind):
 def test_vocabulary_beyond_the_text_is_refused_with_the_largest_possible_size(tmp_path, kind):
     folder = tmp_path / "tokenizer"
     text = ["the cat sat on the mat, the cat sat"]
-    with pytest.raises(BadInputError, match=r"at most. Set --vocab-size to (\d+) or less") as refused:
+    with pytest.raises(BadInputError, match=r"for at most [\d,]+.*Set --vocab-size to (\d+) or less") as refused:
         train_tokenizer(text, 5000, folder, "inputs", kind=kind)
     assert list(tmp_path.iterdir()) == []
     largest = int(str(refused.value).split("--vocab-size to ")[1].split()[0])
@@ -183,7 +183,7 @@ def test_control_tokens_have_the_names_and_ids_that_the_config_gives_them(texts,
 
 
 def test_a_control_token_that_is_also_a_piece_is_refused(texts):
-    with pytest.raises(BadInputError, match=r"'shan' is also a piece that was learned"):
+    with pytest.raises(BadInputError, match=r"'shan' is also a piece learned"):
         tokenizer_json_of([b"x", b"shan"], [], ["<|a|>", "shan"])
 
 

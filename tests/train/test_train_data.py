@@ -82,7 +82,7 @@ def test_a_stage_with_longer_sequences_keeps_the_tokens_of_a_step(work, config, 
     assert summary.tokens == 8 * STEP
     assert sorted({len(row) // 8 for rows in watched.values() for row in rows}) == [33, 65]
     assert sum(len(row) // 8 == 65 for row in watched[0]) == 3 * 2
-    assert any("sequences of 64 from token 640 on are cut and shuffled anew" in note for note in notes)
+    assert any("from token 640 on, sequences have 64 tokens: the text is cut and shuffled again" in note for note in notes)
 
 
 def test_a_run_killed_around_a_change_of_length_ends_with_the_same_bits(work, config):
@@ -195,7 +195,7 @@ def test_a_run_whose_reading_process_is_killed_goes_on_to_the_same_bits_and_writ
     weights = "checkpoints/step-00000008/model-00000-00000.safetensors"
     assert (work.run("killed") / weights).read_bytes() == (work.run("run") / weights).read_bytes()
     (warning,) = [event for event in read_run(work.run("killed")).events if event.kind == "warning"]
-    assert warning.data["problem"] == "a reading process ended by SIGKILL; another one reads the same again"
+    assert warning.data["problem"] == "a reader process ended (SIGKILL); another one takes over"
 
 
 def flip(path):

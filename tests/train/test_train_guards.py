@@ -591,7 +591,7 @@ def test_data_packed_with_another_tokenizer_is_refused(work):
 def test_an_id_beyond_the_vocabulary_is_named_with_its_file_before_the_model_sees_it(work):
     for shard in range(len(open_split(work.packed, "en", "train").shards)):
         overwrite_shard(work, "en", shard, VOCABULARY + 7)
-    with pytest.raises(BadInputError, match=r"packed.en.train: token \d+ of sample .* is the id 407.*z2a data verify"):
+    with pytest.raises(BadInputError, match=r"packed.en.train: token \d+ of sample .* has the id 407.*z2a data verify"):
         trained(settings(**SHORT), work)
     rewrite_manifest(work.packed / "en/train", max_id=VOCABULARY + 7)
     with pytest.raises(BadInputError, match=r"`max_id` is 407, expected an id below vocab_size \(400\)"):

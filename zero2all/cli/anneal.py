@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from zero2all.cli.runs import add_run_name
 from zero2all.cli.verb import Subparsers, add_verb, real, whole, workspace_of
+from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,7 +22,7 @@ def register(verbs: Subparsers) -> None:
     parser = add_verb(
         verbs,
         "anneal",
-        "end a run well: let its learning rate fall from where it stands, whatever is scheduled",
+        "anneal a run: lower its learning rate from where it is now, and end the run there",
         "z2a anneal my-run --steps 500 --work my-workspace",
         _anneal,
     )
@@ -31,15 +32,15 @@ def register(verbs: Subparsers) -> None:
         type=whole(1),
         default=None,
         metavar="N",
-        help="steps over which the rate falls; the run ends with them (default: a fifth of those made so far)",
+        help="steps over which the rate falls; the run ends after them (default: a fifth of the steps so far)",
     )
-    parser.add_argument("--shape", choices=SHAPES, default="1-sqrt", help="how it falls (default 1-sqrt)")
+    parser.add_argument("--shape", choices=SHAPES, default="1-sqrt", help="shape of the decay (default 1-sqrt)")
     parser.add_argument(
         "--to-share",
         type=real(0, 1),
         default=0.0,
         metavar="S",
-        help="last rate as a share of the present one (default 0)",
+        help="final rate as a share of the current rate (default 0)",
     )
 
 
@@ -59,18 +60,17 @@ def _anneal(arguments: argparse.Namespace) -> None:
     begun = begun_anneal(run)
     if begun is not None:
         raise UsageError(
-            f"{run.name} anneals since step {begun.from_step:,}, over {counted(begun.steps, 'step')} "
-            f"(see {run / ANNEAL_FILE}). "
-            f"A run anneals once; for another end, train a run of another name."
+            f"{run.name} has been annealing since step {begun.from_step:,}, over "
+            f"{counted(begun.steps, 'step')} (see {run / ANNEAL_FILE}). A run can be annealed only "
+            "once. To try another decay, train a run with another name."
         )
     made = _steps_made(run)
     if made == 0:
-        raise UsageError(f"{run.name} has made no step yet, so there is no rate to fall from. Train it first.")
+        raise UsageError(f"{run.name} has no steps yet, so there is no learning rate to lower. Train it first.")
     rate = learning_rate(made - 1, config.train.steps, config.optim.lr_max, config.schedule, config.stages)
     if rate == 0.0:
         raise UsageError(
-            f"The learning rate of {run.name} is 0 at step {made:,}: it cannot fall any further, and nothing would be "
-            f"learned on the way."
+            f"The learning rate of {run.name} is already 0 at step {made:,}, so there is nothing to anneal."
         )
     steps = arguments.steps or max(1, round(DEFAULT_SHARE * made))
     if config.data.max_epochs:
@@ -78,10 +78,12 @@ def _anneal(arguments: argparse.Namespace) -> None:
         check_anneal(config, workspace, newest_checkpoint(run), asked)
     request_anneal(run, steps, arguments.shape, arguments.to_share)
     print(
-        f"{run.name}, at step {made:,} of {config.train.steps:,}: the learning rate will fall from {rate:.3g} to "
-        f"{rate * arguments.to_share:.3g} over {counted(steps, 'step')} ({arguments.shape}), and the run ends there.\n"
-        f"If it is training, this begins within a few steps; otherwise when you start it again with its `z2a train` "
-        "command."
+        t(
+            f"{run.name}, at step {made:,} of {config.train.steps:,}: the learning rate will fall from "
+            f"{rate:.3g} to {rate * arguments.to_share:.3g} over {counted(steps, 'step')} ({arguments.shape}), "
+            "and the run ends there. If it is training now, this starts within a few steps. Otherwise it "
+            "starts when you continue the run with `z2a train`."
+        )
     )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zero2all.common.language import translate as t
+
 if TYPE_CHECKING:
     from zero2all.common.engine import EngineConfig
     from zero2all.common.workspace import Workspace
@@ -60,4 +62,4 @@ def look_for(workspace: Workspace, tasks: Sequence[Task], engine: EngineConfig) 
     report = find_contamination(workspace, tasks, engine)
     print("\n".join(contamination_lines(report)))
     speed = report["bytes"] / 1e6 / max(report["seconds"], 1e-3)
-    print(f"{report['bytes'] / 1e6:,.1f} MB of corpus at {speed:,.1f} MB/s; {workspace.root / REPORT_NAME}")
+    print(t(f"{report['bytes'] / 1e6:,.1f} MB of corpus at {speed:,.1f} MB/s; {workspace.root / REPORT_NAME}"))

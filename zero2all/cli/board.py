@@ -23,24 +23,28 @@ def register(verbs: Subparsers) -> None:
         nargs="*",
         default=[str(default_work() or ".")],
         metavar="PATH",
-        help="folders with runs in them, at any depth, or ssh://[user@]host/path (default: Z2A_WORK, or here)",
+        help="folders that contain runs, at any depth, or ssh://[user@]host/path (default: Z2A_WORK, or here)",
     )
     board.add_argument(
-        "--port", type=whole(0, LAST_PORT), default=None, metavar="N", help="port (default: a free one from 6106 on)"
+        "--port",
+        type=whole(0, LAST_PORT),
+        default=None,
+        metavar="N",
+        help="port (default: the first free one from 6106)",
     )
     board.add_argument(
         "--host",
         default="127.0.0.1",
         metavar="ADDRESS",
-        help="address to listen on (default: 127.0.0.1); any other makes a token necessary, which is printed",
+        help="address to listen on (default: 127.0.0.1); any other address requires a token, which is printed",
     )
-    board.add_argument("--token", action="store_true", help="ask for a token on 127.0.0.1 too: for shared machines")
+    board.add_argument("--token", action="store_true", help="require a token on 127.0.0.1 too, for shared machines")
     board.add_argument(
         "--allow-host",
         action="append",
         default=[],
         metavar="NAME",
-        help="another name the board may be opened by, such as that of a proxy; can be repeated",
+        help="another host name to accept, such as a proxy's; can be repeated",
     )
     board.add_argument("--open", action="store_true", help="open the page in the browser")
     board.add_argument(

@@ -23,12 +23,12 @@ def register(verbs: Subparsers) -> None:
         "--frame",
         choices=("auto", "template", "frame", "plain"),
         default="auto",
-        help="how the conversation is laid out: template, as the model was taught; frame, a written dialogue, for "
-        "models that have seen only plain text; plain, your text simply continued (default auto: template where the "
-        "model is known to have seen it, else frame)",
+        help="layout of the conversation: template, as the model was trained; frame, a written "
+        "dialogue, for models that saw only plain text; plain, your text continued as it is "
+        "(default auto: template if the model was trained with it, else frame)",
     )
-    parser.add_argument("--system", default="", metavar="TEXT", help="how the model is to behave")
-    parser.add_argument("--load", type=Path, metavar="FILE", help="take up a conversation that /save kept")
+    parser.add_argument("--system", default="", metavar="TEXT", help="instructions for the model")
+    parser.add_argument("--load", type=Path, metavar="FILE", help="continue a conversation that was saved with /save")
     add_sampling(parser, temperature=0.7, max_new_tokens=512)
 
 

@@ -16,14 +16,17 @@ from zero2all.cli.parser import Parser
 from zero2all.cli.verb import Subparsers, add_verb
 
 SHELLS = ("bash", "zsh", "fish")
-INSTALL = """z2a completion bash > ~/.local/share/bash-completion/completions/z2a
-  z2a completion zsh > ~/.zfunc/_z2a       (with fpath+=~/.zfunc before compinit in ~/.zshrc)
+INSTALL = """z2a completion bash
+
+to install it, write it where your shell looks for completions:
+  z2a completion bash > ~/.local/share/bash-completion/completions/z2a
+  z2a completion zsh > ~/.zfunc/_z2a   # with fpath+=~/.zfunc before compinit in ~/.zshrc
   z2a completion fish > ~/.config/fish/completions/z2a.fish"""
 
 
 def register(verbs: Subparsers) -> None:
     """Add the verb."""
-    parser = add_verb(verbs, "completion", "print a script that completes z2a's words in a shell", INSTALL, _completion)
+    parser = add_verb(verbs, "completion", "print a completion script for your shell", INSTALL, _completion)
     parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help="bash, zsh or fish")
 
 

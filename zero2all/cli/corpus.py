@@ -8,19 +8,20 @@ import itertools
 import shlex
 import shutil
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 from zero2all.cli import download
+from zero2all.cli.terminal import wrapped
 from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, real, whole, workspace_of
 from zero2all.common.errors import UsageError
+from zero2all.common.language import translate as t
 
 BUILD_EXAMPLES = """z2a corpus build news=raw/news.json:zh wiki=raw/wiki.parquet:en --work my-workspace
   z2a corpus build qa=raw/baike::baike2018qa --work my-workspace --format jsonl.zst --dedup.near off
   z2a corpus build corpus.yaml --work my-workspace --engine ray --address auto
 
-every rule of cleaning has a name and thresholds (z2a corpus rules); set them with overrides behind the sources:
+each cleaning rule has a name and thresholds (see z2a corpus rules); set them after the sources:
   z2a corpus build news=raw/news.json --clean.too_short.min_chars 20 --clean.zh.digits.on false"""
 
 
@@ -45,9 +46,13 @@ def register(verbs: Subparsers) -> None:
     show.add_argument("--split", choices=("train", "valid"), default="train", help="which split (default train)")
     show.add_argument("--count", type=whole(1), default=3, metavar="N", help="records of each source (default 3)")
     show.add_argument(
-        "--dropped", nargs="?", const="", metavar="RULE", help="samples of what RULE dropped; no RULE: of every rule"
+        "--dropped",
+        nargs="?",
+        const="",
+        metavar="RULE",
+        help="show samples of what RULE dropped; without RULE, of what every rule dropped",
     )
-    show.add_argument("--gid", type=whole(0), metavar="N", help="the one record with this gid, if kept")
+    show.add_argument("--gid", type=whole(0), metavar="N", help="show the record with this gid, if it was kept")
     show.add_argument(
         "--chars", type=whole(1), metavar="N", help="characters of each text (default: 1,000 on a terminal, else all)"
     )
@@ -57,8 +62,8 @@ def register(verbs: Subparsers) -> None:
     )
     add_work(report)
 
-    rules = add_verb(inner, "rules", "list the rules of cleaning and their settings", "z2a corpus rules zh", _rules)
-    rules.add_argument("channel", nargs="?", default="en", help="whose defaults are shown (default en)")
+    rules = add_verb(inner, "rules", "list the cleaning rules and their settings", "z2a corpus rules zh", _rules)
+    rules.add_argument("channel", nargs="?", default="en", help="channel whose defaults are shown (default en)")
     download.register(inner)
 
 
@@ -71,9 +76,9 @@ def _register_build(inner: Subparsers) -> None:
         "sources",
         nargs="+",
         metavar="NAME=PATH[:CHANNEL[:KIND]]",
-        help="a file or folder, the name it gets, the channel its loss is reported under such as zh, en or code "
-        "(default: guessed; auto: split by the channel of each document), and the kind of a known data set; or one "
-        "YAML file that names them all",
+        help="name and path of a file or folder; optionally its channel such as zh, en or code "
+        "(default: guessed; auto: split by the channel of each document) and the kind of a known "
+        "data set; or one YAML file that lists them all",
     )
     add_work(build)
     build.add_argument("--map", metavar="FIELD=RAW,…", help="raw fields to use: content=body,title=name")
@@ -90,15 +95,15 @@ def _register_build(inner: Subparsers) -> None:
         "--accept-drops",
         action="store_true",
         default=None,
-        help="go on when a rule drops more than a fifth of a source whose channel was guessed",
+        help="continue even if a rule drops more than a fifth of a source whose channel was guessed",
     )
-    build.add_argument("--engine", choices=("local", "ray"), help="what runs the work (default local)")
-    build.add_argument("--workers", type=whole(1), metavar="N", help="tasks at a time (default: one per core)")
+    build.add_argument("--engine", choices=("local", "ray"), help="where tasks run (default local)")
+    build.add_argument("--workers", type=whole(1), metavar="N", help="parallel tasks (default: one per core)")
     build.add_argument(
-        "--address", help="address of a Ray cluster, whose nodes all see the workspace (default: start Ray here)"
+        "--address", help="address of a Ray cluster whose nodes share the workspace (default: start Ray here)"
     )
     build.add_argument(
-        "--keep-build", action="store_true", help="keep corpus/.build, so that the next build reads only what is new"
+        "--keep-build", action="store_true", help="keep corpus/.build, so that the next build reads only new files"
     )
 
 
@@ -120,7 +125,7 @@ def _build(arguments: argparse.Namespace) -> None:
         corpus, settings.sources, settings.options, settings.engine, keep_build=arguments.keep_build, announce=say
     )
     _print_report(report, arguments)
-    print(f"report: {corpus / 'report.html'}")
+    print(t(f"report: {corpus / 'report.html'}"))
 
 
 def _report(arguments: argparse.Namespace) -> None:
@@ -130,7 +135,7 @@ def _report(arguments: argparse.Namespace) -> None:
     corpus = workspace_of(arguments).corpus
     with as_written(corpus / "report.json", "Run `z2a corpus build` again."):
         _print_report(read_report(corpus), arguments)
-    print(f"report: {corpus / 'report.html'}")
+    print(t(f"report: {corpus / 'report.html'}"))
 
 
 def _print_report(report: dict[str, Any], arguments: argparse.Namespace) -> None:
@@ -172,12 +177,12 @@ def _show_gid(corpus: Any, known: dict[str, Any], arguments: argparse.Namespace)
         work = _work_flag(arguments)
         in_work = "" if work is None else f" --work {shlex.quote(str(work))}"
         raise UsageError(
-            f"No record with gid {arguments.gid} was kept. It may have been dropped (z2a corpus show --dropped"
-            f"{in_work}), be damaged ({corpus / 'quarantine'}), or belong to another corpus; shards of plain text have "
-            f"no gids."
+            f"No record with gid {arguments.gid} was kept. It may have been dropped (see z2a corpus "
+            f"show --dropped{in_work}), damaged (see {corpus / 'quarantine'}), or part of another "
+            "corpus. Shards of plain text have no gids."
         )
     split, record = found
-    print(f"── gid {arguments.gid}  {record['data_src']}, {split}  {_in_a_line(record['title'])}")
+    print(t(f"── gid {arguments.gid}  {record['data_src']}, {split}  {_in_a_line(record['title'])}"))
     print(_cut(record["content"], arguments))
 
 
@@ -188,7 +193,7 @@ def _show_records(corpus: Any, names: list[str], arguments: argparse.Namespace) 
         records = iter_records(corpus, name, arguments.split)
         first = next(records, None)
         if first is None:
-            print(f"The {arguments.split} split of `{name}` is empty.")
+            print(t(f"The {arguments.split} split of `{name}` is empty."))
             continue
         for record in itertools.islice(itertools.chain([first], records), arguments.count):
             number = f"gid {record['gid']}" if "gid" in record else name
@@ -209,16 +214,16 @@ def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) 
         dropped = {rule: None for name in names for rule in sources[name]["dropped"]}
     if arguments.dropped and arguments.dropped not in dropped:
         if arguments.dropped in RULES or arguments.dropped in OTHER_REASONS:
-            print(f"{arguments.dropped} dropped nothing.")
+            print(t(f"{arguments.dropped} dropped nothing."))
             return
         raise UsageError(f"No rule `{arguments.dropped}` dropped anything. {nearest_hint(arguments.dropped, dropped)}")
     if not dropped:
-        print(f"Nothing was dropped from {' and '.join(names)}.")
+        print(t(f"Nothing was dropped from {' and '.join(names)}."))
     for rule in [arguments.dropped] if arguments.dropped else dropped:
         for name in names:
             count = sources[name]["dropped"].get(rule, 0)
             if count:
-                print(f"══ {name}: {count:,} dropped by {rule}")
+                print(t(f"══ {name}: {count:,} dropped by {rule}"))
             for sample in itertools.islice(iter_dropped(corpus, name, rule), arguments.count):
                 facts = [f"gid {sample['gid']}", f"{sample['chars']:,} characters"]
                 if "file" in sample:
@@ -237,8 +242,8 @@ def _rules(arguments: argparse.Namespace) -> None:
 
     channel = arguments.channel
     config = default_config(channel)
-    print(f"The rules of channel {channel} and their settings. Change them with overrides, for all channels or one:")
-    print(f"  --clean.too_short.min_chars 20   --clean.{channel}.digits.on false")
+    print(t(f"The rules of channel {channel} and their settings. Change them with overrides, for all channels or one:"))
+    print(t(f"  --clean.too_short.min_chars 20   --clean.{channel}.digits.on false"))
     for title, wanted in (("edits, which never drop a text", True), ("drops, in this order", False)):
         print(f"\n{title}")
         for name, description in RULES.items():
@@ -251,9 +256,9 @@ def _print_rule(name: str, description: str, settings: Any) -> None:
     is_on = values.pop("on", True)
     words = [f"{key} {_setting_in_words(value)}" for key, value in values.items()]
     label = f"  {name:<24}"
-    _print_wrapped(f"{label}{'' if is_on else '(off) '}{description}", indent=len(label))
+    _print_wrapped(f"{'' if is_on else t('(off) ')}{t(description)}", label, len(label))
     if words:
-        _print_wrapped(" " * len(label) + ", ".join(words), indent=len(label))
+        _print_wrapped(", ".join(words), " " * len(label), len(label))
 
 
 def _setting_in_words(value: Any) -> str:
@@ -265,16 +270,19 @@ def _setting_in_words(value: Any) -> str:
 SHOWN_CHARS = 1000
 LINE_COLUMNS = 110
 """Longer lines are hard to read, however wide the terminal is."""
+LEAST_COLUMNS = 30
+"""Text beside a label needs at least these; otherwise it goes below the label."""
 
 
-def _print_wrapped(line: str, indent: int = 4) -> None:
-    """Print a line, broken at blanks where the terminal ends; whole where there is no terminal."""
+def _print_wrapped(line: str, label: str = "", indent: int = 4) -> None:
+    """Print a line behind its label, broken at blanks where the terminal ends; whole where there is no terminal."""
     if not sys.stdout.isatty():
-        print(line)
+        print(f"{label}{line}")
         return
     columns = min(shutil.get_terminal_size().columns, LINE_COLUMNS)
-    hanging = " " * indent
-    print(textwrap.fill(line, columns, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False))
+    if columns < indent + LEAST_COLUMNS:
+        label, indent = f"{label.rstrip()}\n    " if label.strip() else "    ", 4
+    print(label + f"\n{' ' * indent}".join(wrapped(line, columns - indent)))
 
 
 def _in_a_line(text: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, whole, workspace_of
+from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
@@ -15,11 +16,11 @@ if TYPE_CHECKING:
 
 def register(verbs: Subparsers) -> None:
     """Add the verbs."""
-    inner = add_group(verbs, "data", "look at packed data, check it, bring it in or take it out", STATS_EXAMPLE)
+    inner = add_group(verbs, "data", "show, count, verify, export and import packed data", STATS_EXAMPLE)
     _register_show(inner)
     _register_stats(inner)
     example = "z2a data verify --work my-workspace"
-    add_work(add_verb(inner, "verify", "read every packed file and name what is damaged", example, _verify))
+    add_work(add_verb(inner, "verify", "read every packed file and report damage", example, _verify))
     _register_exchange(inner)
 
 
@@ -31,11 +32,11 @@ IMPORT_EXAMPLES = """z2a data import pile=data/pile_text_document --from megatro
 
 
 def _register_show(inner: Subparsers) -> None:
-    summary = "print a sample: its documents, their borders, what counts, where each came from"
+    summary = "print a sample: its documents, where each begins and ends, and where it came from"
     show = add_verb(inner, "show", summary, SHOW_EXAMPLES, _show)
     show.set_defaults(takes_overrides=True, reads_config=True)
     add_work(show)
-    show.add_argument("--at", type=whole(0), default=None, metavar="N", help="which sample of the run, counted from 0")
+    show.add_argument("--at", type=whole(0), default=None, metavar="N", help="number of the sample in the run, from 0")
     _add_config(show)
     show.add_argument("--source", default=None, metavar="NAME", help="instead of --at: a sample of this source")
     show.add_argument("--sample", type=whole(0), default=0, metavar="N", help="which one of --source (default 0)")
@@ -43,14 +44,16 @@ def _register_show(inner: Subparsers) -> None:
 
 
 def _register_stats(inner: Subparsers) -> None:
-    summary = "count tokens, document lengths, what packing loses and how often sources are read"
+    summary = "count tokens, document lengths, tokens lost in packing, and epochs per source"
     stats = add_verb(inner, "stats", summary, STATS_EXAMPLE, _stats)
     stats.set_defaults(takes_overrides=True, reads_config=True)
     add_work(stats)
     _add_config(stats)
-    stats.add_argument("--tokens", type=whole(1), metavar="N", help="budget of the run (default: that of the config)")
+    stats.add_argument(
+        "--tokens", type=whole(1), metavar="N", help="tokens that the run reads (default: as in the config)"
+    )
     add_output(stats, "--json", help="also write the figures as JSON")
-    add_output(stats, "--png", help="also draw them")
+    add_output(stats, "--png", help="also draw the figures")
 
 
 def _register_exchange(inner: Subparsers) -> None:
@@ -63,17 +66,21 @@ def _register_exchange(inner: Subparsers) -> None:
 
     summary = "make a packed source of a token file from elsewhere"
     bring = add_verb(inner, "import", summary, IMPORT_EXAMPLES, _import)
-    bring.add_argument("source", metavar="NAME=PATH", help="name it gets; Megatron's PREFIX, or the .npy or .bin file")
+    bring.add_argument(
+        "source", metavar="NAME=PATH", help="name of the new source, and Megatron's PREFIX or the .npy or .bin file"
+    )
     bring.add_argument("--from", dest="form", choices=("megatron", "numpy"), required=True, help="the format")
     bring.add_argument("--channel", default=None, help="channel its loss is reported under (default: its name)")
     bring.add_argument("--split", choices=("train", "valid"), default="train", help="which split (default train)")
-    bring.add_argument("--dtype", metavar="TYPE", help="type of the tokens of a bare .bin: uint16, int32, …")
-    bring.add_argument("--tokenizer-fingerprint", metavar="HEX", help="of its tokenizer, to be checked")
+    bring.add_argument("--dtype", metavar="TYPE", help="type of the tokens in a plain .bin file: uint16, int32, …")
+    bring.add_argument(
+        "--tokenizer-fingerprint", metavar="HEX", help="fingerprint of the tokenizer that made the tokens, to check it"
+    )
     add_work(bring)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    about = "a run of this workspace, a preset or a YAML file (default: sources by their tokens)"
+    about = "a run of this workspace, a preset or a YAML file (default: sources weighted by their tokens)"
     parser.add_argument("--config", metavar="CONFIG", help=about)
 
 
@@ -87,7 +94,7 @@ def _config_of(arguments: argparse.Namespace, workspace: Workspace) -> tuple[Run
         values: dict[str, Any] = {}
         problems: list[Any] = []
         apply_overrides(values, arguments.overrides, problems)
-        return config_from_values(values, "(the defaults and what was given here)", problems), False
+        return config_from_values(values, "(defaults and command line)", problems), False
     run = workspace.run(arguments.config) / CONFIG_FILE
     return load_config(run if run.exists() else arguments.config, arguments.overrides), run.exists()
 
@@ -117,17 +124,17 @@ def _show(arguments: argparse.Namespace) -> None:
         data, _ = open_run_data(config, workspace, is_run)
         sample = sample_at(data, arguments.at, workspace.corpus)
     else:
-        raise UsageError("Say which sample: --at N of a run, or --source NAME --sample N.")
+        raise UsageError("Name a sample: --at N of a run, or --source NAME --sample N.")
     tokenizer = load_tokenizer(workspace.tokenizer)
     print(sample.heading())
     for document in sample.documents:
         count = f"tokens {document.column:,} to {document.column + len(document.tokens) - 1:,}"
         if document.number is None:
-            print(f"── padding, {count}")
+            print(t(f"── padding, {count}"))
             continue
         origin = document.origin.in_words() if document.origin is not None else "origin unknown"
         title = f"  {document.origin.title}" if document.origin is not None and document.origin.title else ""
-        print(f"── document {document.number:,}, {count}; {origin}{terminal_safe(title, ' ')}")
+        print(t(f"── document {document.number:,}, {count}; {origin}{terminal_safe(title, ' ')}"))
         print(terminal_safe(document.text(tokenizer), keep=TEXT_MARKS))
 
 
@@ -200,7 +207,7 @@ def _verify(arguments: argparse.Namespace) -> None:
     if problems:
         lines = "\n".join(f"{number}. {problem}" for number, problem in enumerate(problems, 1))
         raise BadInputError(f"The packed data in {workspace.packed} is damaged:\n{lines}\nRun `z2a pack` again.")
-    print(f"{workspace.packed}: {human_bytes(total)}, every byte as it was written")
+    print(t(f"{workspace.packed}: {human_bytes(total)}, no damage found"))
 
 
 # ---- in and out -----------------------------------------------------------------------------------------------
@@ -225,7 +232,7 @@ def _export(arguments: argparse.Namespace) -> None:
                 for path in export_split(opened, arguments.out, arguments.to):
                     print(path)
                 if opened.masks is not None and arguments.to == "megatron":
-                    print(f"{name}/{split}: its loss mask has no place in this format and was left out")
+                    print(t(f"{name}/{split}: this format has no place for the loss mask, so it was left out"))
 
 
 def _import(arguments: argparse.Namespace) -> None:
@@ -243,6 +250,8 @@ def _import(arguments: argparse.Namespace) -> None:
     asked = Import(name, Path(path), arguments.form, channel, split, arguments.dtype, fingerprint)
     manifest = import_source(workspace.packed, tokenizer, asked)
     print(
-        f"{name}/{arguments.split}: {counted(manifest['documents'], 'document')}, {manifest['tokens']:,} tokens, "
-        f"channel {manifest['channel']}"
+        t(
+            f"{name}/{arguments.split}: {counted(manifest['documents'], 'document')}, {manifest['tokens']:,} tokens, "
+            f"channel {manifest['channel']}"
+        )
     )

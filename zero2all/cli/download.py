@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.verb import Subparsers, add_output, add_verb, whole
+from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
     from zero2all.corpus.download.fetch import DownloadRequest, DownloadResult
@@ -15,27 +16,32 @@ EXAMPLES = """z2a corpus download wikimedia/wikipedia --include '20231101.zh/*' 
   z2a corpus download OWNER/MODEL --type model --exclude '*.bin' --endpoint https://mirror.example
   z2a corpus download OWNER/DATASET --dry-run
 
-the same command again goes on in the middle of a file where the last one was cut off, and checks every file"""
+run the same command again to resume an interrupted download; every file is checked"""
 
 
 def register(inner: Subparsers) -> None:
     """Add the verb."""
     verb = add_verb(inner, "download", "fetch a data set or a model from a Hugging Face-style hub", EXAMPLES, _download)
-    verb.add_argument("repo", metavar="OWNER/NAME", help="the repo on the hub")
-    verb.add_argument("--type", choices=("dataset", "model"), default="dataset", help="what it is (default dataset)")
+    verb.add_argument("repo", metavar="OWNER/NAME", help="repository on the hub")
+    verb.add_argument(
+        "--type", choices=("dataset", "model"), default="dataset", help="kind of the repository (default dataset)"
+    )
     patterns: Any = {"action": "append", "default": [], "metavar": "PATTERN"}
     about = "only files such as 'data/*.parquet', where * also matches slashes; may be repeated (default: all)"
     verb.add_argument("--include", help=about, **patterns)
-    verb.add_argument("--exclude", help="no files that match this; may be repeated", **patterns)
-    add_output(verb, "--to", is_folder=True, help="where they go (default raw/NAME, for models models/NAME)")
+    verb.add_argument("--exclude", help="skip files that match this; may be repeated", **patterns)
+    add_output(verb, "--to", is_folder=True, help="folder to write to (default: raw/NAME, for models models/NAME)")
     verb.add_argument("--revision", default="main", help="branch, tag or commit (default main)")
     verb.add_argument("--endpoint", metavar="URL", help="hub or mirror (default: HF_ENDPOINT, or the hub)")
-    about = "environment variable with the token; a mirror gets none otherwise (default: HF_TOKEN or `hf auth login`)"
+    about = (
+        "environment variable that holds the token; without it, mirrors get no token (default: "
+        "HF_TOKEN or `hf auth login`)"
+    )
     verb.add_argument("--token-env", metavar="VARIABLE", help=about)
-    about = "files, or ranges of files, fetched at a time (default 4)"
+    about = "files or parts of files fetched in parallel (default 4)"
     verb.add_argument("--connections", type=whole(1), default=4, metavar="N", help=about)
-    verb.add_argument("--verify", action="store_true", help="read files that are here already and check them again")
-    verb.add_argument("--update", action="store_true", help="replace what is here by what the revision is now")
+    verb.add_argument("--verify", action="store_true", help="also verify files that are already here")
+    verb.add_argument("--update", action="store_true", help="replace local files with the current ones of the revision")
     verb.add_argument("--dry-run", action="store_true", help="list the files and stop")
 
 
@@ -71,7 +77,7 @@ def _print_files(result: DownloadResult) -> None:
         for file in result.files
     ]
     print_table([["file", "size", "here", "checked by"], *rows])
-    print(f"would fetch {in_words(result.missing)}")
+    print(t(f"would fetch {in_words(result.missing)}"))
 
 
 def _print_summary(request: DownloadRequest, result: DownloadResult) -> None:
@@ -80,17 +86,21 @@ def _print_summary(request: DownloadRequest, result: DownloadResult) -> None:
     from zero2all.corpus.download.fetch import MANIFEST_NAME, STATE_FOLDER, in_words
 
     if result.missing:
-        losses = f", lost connections taken up again: {result.interruptions:,}" if result.interruptions else ""
         print(
-            f"fetched {counted(len(result.missing), 'file')}, {human_bytes(result.bytes_fetched)} in "
-            f"{human_seconds(result.seconds)}, every checksum right{losses}"
+            t(
+                f"fetched {counted(len(result.missing), 'file')}, {human_bytes(result.bytes_fetched)} in "
+                f"{human_seconds(result.seconds)}, all checksums match"
+            )
         )
+        if result.interruptions:
+            print(t(f"lost connections that were resumed: {result.interruptions:,}"))
+    elif request.verify:
+        print(t("nothing to do: all files are here, and their checksums match"))
     else:
-        checked = "with the right checksums" if request.verify else "with the right sizes (--verify reads them again)"
-        print(f"nothing to do: all files are here {checked}")
-    print(f"{request.folder}: {in_words(result.files)}, commit {result.commit[:12]}")
-    print(f"manifest: {request.folder / STATE_FOLDER / MANIFEST_NAME}")
+        print(t("nothing to do: all files are here, and their sizes match (--verify also checks their content)"))
+    print(t(f"{request.folder}: {in_words(result.files)}, commit {result.commit[:12]}"))
+    print(t(f"manifest: {request.folder / STATE_FOLDER / MANIFEST_NAME}"))
     if request.kind == "dataset":
-        print(f"next: z2a corpus build {request.folder.name}={request.folder} --work my-workspace")
+        print(t(f"next: z2a corpus build {request.folder.name}={request.folder} --work my-workspace"))
     else:
-        print(f"next: z2a import {request.folder} --work my-workspace --name NAME")
+        print(t(f"next: z2a import {request.folder} --work my-workspace --name NAME"))

@@ -11,6 +11,7 @@ from zero2all.cli import harness
 from zero2all.cli.benchmarks import add_data, files_of, look_for, made_tasks, named_tasks, names
 from zero2all.cli.runs import add_run_name
 from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, real, whole, workspace_of
+from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
@@ -35,7 +36,7 @@ def register(verbs: Subparsers) -> None:
     inner = add_group(
         verbs,
         WORD,
-        "judge a run: bits per byte on text, probes, contrast pairs (`z2a eval RUN` is `z2a eval run RUN`)",
+        "evaluate a run: bits per byte, probes, contrast pairs, benchmarks (`z2a eval RUN` is `z2a eval run RUN`)",
         "z2a eval my-run --work my-workspace",
     )
     _register_run(inner)
@@ -49,7 +50,7 @@ def _register_run(inner: Subparsers) -> None:
     parser = add_verb(
         inner,
         "run",
-        "judge one checkpoint, or all: bits per byte on held-out and other text, probes, contrast pairs",
+        "evaluate one checkpoint or all: bits per byte on held-out and other text, probes, contrast pairs, benchmarks",
         "z2a eval run my-run --work my-workspace --all-steps",
         _run,
     )
@@ -57,7 +58,9 @@ def _register_run(inner: Subparsers) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=whole(0), metavar="N", help="checkpoint to use (default: the newest)")
     which.add_argument(
-        "--all-steps", action="store_true", help="every checkpoint that was not evaluated with these settings before"
+        "--all-steps",
+        action="store_true",
+        help="evaluate every checkpoint that was not yet evaluated with these settings",
     )
     _add_questions(parser)
 
@@ -66,7 +69,7 @@ def _register_watch(inner: Subparsers) -> None:
     parser = add_verb(
         inner,
         "watch",
-        "evaluate the checkpoints of a run as training commits them; several watchers share the work",
+        "evaluate the checkpoints of a run as training saves them; several watchers share the work",
         "z2a eval watch my-run --work my-workspace --steps 1000-9000,20000 --niceness 15",
         _watch,
     )
@@ -74,16 +77,18 @@ def _register_watch(inner: Subparsers) -> None:
     parser.add_argument(
         "--steps", type=_steps, metavar="N,A-B,…", help="only checkpoints of these steps (default: all of them)"
     )
-    parser.add_argument("--once", action="store_true", help="end when nothing is left, although training goes on")
+    parser.add_argument(
+        "--once", action="store_true", help="stop when every checkpoint is evaluated, even if training continues"
+    )
     parser.add_argument(
         "--niceness",
         type=whole(0, 19),
         default=10,
         metavar="N",
-        help="0 to 19: how far training goes before this process where both want a core (default 10)",
+        help="niceness of this process, 0 to 19: higher leaves more of a shared core to training (default 10)",
     )
     parser.add_argument(
-        "--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:1 (default: the one that the run is trained on)"
+        "--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:1 (default: the device that the run trains on)"
     )
     parser.add_argument(
         "--poll-seconds",
@@ -99,11 +104,11 @@ def _register_contamination(inner: Subparsers) -> None:
     parser = add_verb(
         inner,
         "contamination",
-        "look for the items of benchmarks in the training text, for accuracy on clean and dirty items",
+        "search the training text for benchmark items, to report accuracy on clean and contaminated items",
         "z2a eval contamination cmmlu,arc_easy --data eval-data --work my-workspace",
         _contamination,
     )
-    parser.add_argument("tasks", type=names, metavar="NAME,…", help="which benchmarks")
+    parser.add_argument("tasks", type=names, metavar="NAME,…", help="names of benchmarks")
     add_data(parser)
     add_work(parser)
     parser.add_argument("--workers", type=whole(1), metavar="N", help="processes (default: one per core)")
@@ -121,7 +126,7 @@ def _register_fetch(inner: Subparsers) -> None:
     parser = add_verb(
         inner,
         "fetch",
-        "get the files of public benchmarks from a Hugging Face-style hub",
+        "download public benchmarks from a Hugging Face-style hub",
         "z2a eval fetch cmmlu piqa --data eval-data --endpoint https://mirror.example",
         _fetch,
     )
@@ -143,12 +148,12 @@ def _steps(text: str) -> Callable[[int], bool]:
 
 def _add_questions(parser: argparse.ArgumentParser) -> None:
     """What is asked of a checkpoint: the same flags for every verb that judges one."""
-    for name, of in (("probes", "questions to ask"), ("pairs", "contrast pairs to tell apart")):
+    for name, of in (("probes", "questions to ask"), ("pairs", "contrast pairs to compare")):
         parser.add_argument(
             f"--{name}",
             metavar="FILE",
-            help=f"{of}: YAML, or one JSON object a line (default: raw/{name}.jsonl of the workspace where there is "
-            f"one, else our own; none: none)",
+            help=f"{of}: a YAML file or JSON lines (default: raw/{name}.jsonl of the workspace if it "
+            "exists, else the built-in ones; none: skip them)",
         )
     parser.add_argument(
         "--text",
@@ -156,15 +161,15 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PATH",
-        help="a text file of your own, or a folder of them, to score as well; may be given several times",
+        help="also score this text file or folder of text files; may be repeated",
     )
     parser.add_argument(
         "--stride",
         type=whole(0),
         default=0,
         metavar="N",
-        help="score long texts in windows that begin N tokens apart, so that tokens have context (default 0: windows "
-        "do not overlap)",
+        help="score long texts in windows that start N tokens apart, so that every token has context "
+        "(default 0: no overlap)",
     )
     parser.add_argument(
         "--max-bytes",
@@ -174,19 +179,19 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         help="held-out bytes to score per source, and bytes of each --text file (default 1000000)",
     )
     parser.add_argument(
-        "--int8", action="store_true", help="score the held-out text once more with 8-bit weights: what they cost"
+        "--int8", action="store_true", help="also score the held-out text with 8-bit weights, to see what they cost"
     )
-    about = "benchmarks to ask: cmmlu,piqa,my-questions, each a folder of --data; all: every folder there; "
+    about = "benchmarks to run: cmmlu,piqa,my-questions, each a folder of --data; all: every folder there; "
     about += "quickstart-facts needs no files (default: none)"
     parser.add_argument("--tasks", type=names, metavar="NAMES", help=about)
     add_data(parser)
-    about = "ways to ask them: cloze,choice,bits,generate (default: all that fit)"
+    about = "question forms: cloze,choice,bits,generate (default: all that fit)"
     parser.add_argument("--forms", type=names, metavar="FORMS", help=about)
-    about = "examples before an item (default: 5, or as is usual for the benchmark)"
+    about = "examples in each prompt (default: 5, or the benchmark's usual number)"
     parser.add_argument("--shots", type=whole(0), metavar="N", help=about)
-    about = "items of each benchmark, the same ones every time (default: all)"
+    about = "items per benchmark, the same ones every time (default: all)"
     parser.add_argument("--limit", type=whole(1), metavar="N", help=about)
-    about = "also ask them rewritten, and show what that costs: R1,R2,R13+R2, … or all (docs/evaluation.md lists them)"
+    about = "also ask rewritten items, and compare: R1,R2,R13+R2, … or all (docs/evaluation.md lists them)"
     parser.add_argument("--rewrites", type=names, default=(), metavar="NAMES", help=about)
     about = "run the programs that the model writes for HumanEval, in a sandbox (default: they are not run)"
     parser.add_argument("--run-code", action="store_true", help=about)
@@ -234,7 +239,7 @@ def _checked_options(
 
         chosen_rewrites(arguments.rewrites)
         if arguments.tasks is None:
-            raise UsageError("--rewrites asks benchmarks otherwise: name them with --tasks.")
+            raise UsageError("--rewrites needs benchmarks. Name them with --tasks.")
     return options
 
 
@@ -311,7 +316,7 @@ def _watch(arguments: argparse.Namespace) -> None:
         watcher.is_wanted = arguments.steps
     watcher.watch(arguments.once)
     evaluated = counted(len(watcher.evaluated), "checkpoint")
-    print(f"{arguments.run}: {evaluated} evaluated, {len(watcher.left_out)} left out")
+    print(t(f"{arguments.run}: {evaluated} evaluated, {len(watcher.left_out)} left out"))
     if read_reports(watcher.run):
         print("\n".join(_overview(watcher.run)))
 
@@ -323,6 +328,6 @@ def _fetch(arguments: argparse.Namespace) -> None:
     for name in arguments.names:
         task = fetch(name, arguments.data, arguments.endpoint, say)
         licence = SOURCES[name].licence or "see its README.md"
-        print(f"{name}: {len(task.items):,} items, {len(task.shots):,} examples; licence: {licence}")
+        print(t(f"{name}: {len(task.items):,} items, {len(task.shots):,} examples; licence: {licence}"))
     fetched = ",".join(arguments.names)
-    print(f"next: z2a eval RUN --tasks {fetched} --data {arguments.data} --work my-workspace")
+    print(t(f"next: z2a eval RUN --tasks {fetched} --data {arguments.data} --work my-workspace"))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from zero2all.cli.runs import add_run_name
 from zero2all.cli.verb import Subparsers, add_output, add_verb, add_work, whole, workspace_of
+from zero2all.common.language import translate as t
 
 
 def register(verbs: Subparsers) -> None:
@@ -35,8 +36,8 @@ def register(verbs: Subparsers) -> None:
         dest="tokenizer_layout",
         choices=("safe", "compatible"),
         default="safe",
-        help="safe (default): text can never spell a control token; compatible: ordinary added tokens and a chat "
-        "template, for tools that render chats as text",
+        help="safe (default): text can never become a control token; compatible: ordinary added tokens "
+        "and a chat template, for tools that render chats as text",
     )
 
     parser = add_verb(
@@ -50,10 +51,13 @@ def register(verbs: Subparsers) -> None:
     add_work(parser)
     parser.add_argument("--name", required=True, help="name of the new run")
     parser.add_argument(
-        "--tokenizer", type=Path, metavar="DIR", help="an extension of its tokenizer (z2a tokenizer extend) to use"
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="use this extension of its tokenizer (made with z2a tokenizer extend)",
     )
     parser.add_argument(
-        "--resize-embeddings", action="store_true", help="give the model a row for every id of the tokenizer"
+        "--resize-embeddings", action="store_true", help="give the model an embedding row for every token id"
     )
 
 
@@ -65,7 +69,7 @@ def _export(arguments: argparse.Namespace) -> None:
     workspace = workspace_of(arguments)
     loaded = load_run(workspace, arguments.run, arguments.step)
     export_run(loaded, workspace.tokenizer, arguments.to, arguments.dtype, arguments.tokenizer_layout)
-    print(f"{arguments.to}: {loaded.name} at step {loaded.step}, for transformers.AutoModelForCausalLM")
+    print(t(f"{arguments.to}: {loaded.name} at step {loaded.step}, for transformers.AutoModelForCausalLM"))
 
 
 def _import(arguments: argparse.Namespace) -> None:
@@ -78,9 +82,11 @@ def _import(arguments: argparse.Namespace) -> None:
     if done.resized is not None:
         rows = done.resized
         print(
-            f"embeddings: {rows.rows_before:,} rows before, {rows.rows:,} now; {rows.new_ids:,} new ids, each the mean "
-            f"of the {rows.mean_pieces:.1f} old pieces (on average) that spelled it"
+            t(
+                f"embeddings: {rows.rows_before:,} rows before, {rows.rows:,} now; {rows.new_ids:,} new "
+                f"ids, each initialised with the mean of its old pieces ({rows.mean_pieces:.1f} on average)"
+            )
         )
     run = done.run
-    print(f"{run}: ready at step 0. Look at its config.yaml, pack your data with its tokenizer, then continue it with")
+    print(t(f"{run}: ready at step 0. Check its config.yaml, pack your data with its tokenizer, then train it:"))
     print(f"  z2a train {run / 'config.yaml'} --work {arguments.work}")

@@ -28,18 +28,18 @@ EXAMPLE = (
 
 def register(verbs: Subparsers) -> None:
     """Add the verb."""
-    parser = add_verb(verbs, "generate", "continue texts", EXAMPLE, _generate)
+    parser = add_verb(verbs, "generate", "continue texts with a model", EXAMPLE, _generate)
     add_model(parser)
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument("--prompt", action="append", metavar="TEXT", help="the beginning of a text; may be repeated")
     given.add_argument(
         "--prompts",
         metavar="FILE",
-        help='many prompts: a line each, as text, or all as {"prompt": "…"} with settings of its own such as '
-        '"temperature", "stop" and "id" (where the first line is one, whatever the name of the file, and in a .jsonl); '
-        "- reads them from standard input",
+        help='file with many prompts: one per line as text, or JSON lines {"prompt": "…"} with settings '
+        'such as "temperature", "stop" and "id" (if the first line is JSON, or the name ends with '
+        ".jsonl); - reads standard input",
     )
-    add_output(parser, "--out", help="write the texts there as JSON lines; a killed command continues where it was")
+    add_output(parser, "--out", help="write the texts to this file as JSON lines; an interrupted command continues it")
     parser.add_argument(
         "--n",
         type=whole(1, MOST_SAMPLES),
@@ -52,13 +52,13 @@ def register(verbs: Subparsers) -> None:
         "--logprobs",
         type=whole(0, 20),
         metavar="N",
-        help="also give, as JSON, the log probability of each token and of the N likeliest ones at its place (at most "
-        "20)",
+        help="print JSON with the log probability of each token and of the N most likely ones at its "
+        "place (at most 20)",
     )
     parser.add_argument(
         "--no-heal",
         action="store_true",
-        help="take the tokens of the prompt as they are, also where it ends in the middle of one",
+        help="use the tokens of the prompt as they are, even if it ends inside a token",
     )
 
 
@@ -70,9 +70,9 @@ def _generate(arguments: argparse.Namespace) -> int | None:
     rank, processes = process_of()
     try:
         if processes > 1 and (arguments.out is None or arguments.prompts == "-"):
-            raise UsageError(f"{processes} processes share files only: give both --prompts FILE and --out FILE.")
+            raise UsageError(f"{processes} processes can share only files. Give both --prompts FILE and --out FILE.")
         if arguments.out is not None and str(arguments.out) == "-":
-            raise UsageError("--out - names no file. Without --out the results go to standard output.")
+            raise UsageError("--out needs the name of a file. Without --out the results go to standard output.")
         prompts = _prompts(arguments)  # before the model is loaded: every bad line is named at once
         if rank == 0:
             _note_useless_draws(prompts)
@@ -114,7 +114,7 @@ def _prompts(arguments: argparse.Namespace) -> list[Prompt]:
         return read_prompts(sys.stdin.buffer.read(), "standard input", Prompt(usual, arguments.n))
     path = Path(arguments.prompts)
     if arguments.out is not None and arguments.out.resolve() == path.resolve():
-        raise UsageError(f"--out {path} is the file with the prompts, which would be lost. Choose another one.")
+        raise UsageError(f"--out {path} is the file with the prompts and would be overwritten. Choose another file.")
     return read_prompts(prompts_file(path), path.name, Prompt(usual, arguments.n))
 
 
@@ -124,9 +124,12 @@ def _note_useless_draws(prompts: list[Prompt]) -> None:
 
     greedy = [prompt for prompt in prompts if prompt.request.sampling.is_greedy]
     if any(prompt.n > 1 for prompt in greedy):
-        say("z2a: the temperature is 0, so all texts of a prompt will be the same; --temperature 0.8 changes that")
+        say(
+            "z2a: the temperature is 0, so all texts of a prompt are the same. Use --temperature 0.8 "
+            "for different ones."
+        )
     elif any(prompt.request.sampling.seed for prompt in greedy):
-        say("z2a: the temperature is 0, so the seed changes nothing; --temperature 0.8 changes that")
+        say("z2a: the temperature is 0, so the seed has no effect. Use --temperature 0.8 to sample.")
 
 
 def _as_text(service: Service, prompts: list[Prompt]) -> None:
@@ -176,13 +179,13 @@ def _to_file(arguments: argparse.Namespace, service: Service, prompts: list[Prom
     tasks, job = tasks_of(prompts), _job(service.loaded, prompts, arguments)
     if (refused_before := finished(arguments.out, job)) is not None:
         if rank == 0:
-            say(f"{arguments.out} is finished already: nothing was done. To have it written again, delete it.")
+            say(f"{arguments.out} is already finished, so nothing was done. Delete it to generate it again.")
         return _exit_code(refused_before, len(tasks)) if rank == 0 else 0
     own = [task for task in tasks if task.index % processes == rank]
     with Results(arguments.out, job, rank) as results:
         left = [task for task in own if task.key not in results.done]
         if len(left) < len(own):
-            say(f"{counted(len(own) - len(left), 'text')} of {len(own):,} were finished before")
+            say(f"{counted(len(own) - len(left), 'text')} of {len(own):,} are already finished")
         for result in _with_bar(service, left, len(own), quiet=rank > 0):
             results.add(result)
         if rank > 0:
@@ -224,5 +227,5 @@ def _exit_code(refused: int, total: int) -> int:
     from zero2all.common.progress import counted, say
 
     if refused:
-        say(f"z2a: {counted(refused, 'text')} of {total:,} could not be written; their results say why")
+        say(f"z2a: {counted(refused, 'text')} of {total:,} could not be generated; their results contain the reason")
     return BadInputError.exit_code if refused else 0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from zero2all.cli.runs import add_run_name
 from zero2all.cli.verb import Subparsers, add_verb, whole, workspace_of
+from zero2all.common.language import translate as t
 
 
 def register(inner: Subparsers) -> None:
@@ -19,7 +20,9 @@ def register(inner: Subparsers) -> None:
         _harness,
     )
     add_run_name(parser)
-    parser.add_argument("--tasks", type=_names, required=True, metavar="NAMES", help="names of tasks, with commas")
+    parser.add_argument(
+        "--tasks", type=_names, required=True, metavar="NAMES", help="names of tasks, separated by commas"
+    )
     parser.add_argument("--include", type=Path, metavar="DIR", help="folder with tasks that lm-eval does not have")
     parser.add_argument("--step", type=whole(0), metavar="N", help="checkpoint to use (default: the newest)")
     parser.add_argument("--shots", type=whole(0), metavar="N", help="examples in a prompt (default: as the task says)")
@@ -44,7 +47,7 @@ def register(inner: Subparsers) -> None:
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise argparse.ArgumentTypeError("no name is given")
+        raise argparse.ArgumentTypeError("expected at least one name")
     return names
 
 
@@ -65,7 +68,7 @@ def _harness(arguments: argparse.Namespace) -> None:
     if loaded.config is not None and loaded.folder is not None:
         path = loaded.folder / "eval" / f"harness-step-{loaded.step:08d}.json"
         write_json(path, report)
-        print(f"written to {path}")
+        print(t(f"written to {path}"))
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -76,5 +79,5 @@ def _export(arguments: argparse.Namespace) -> None:
         arguments.folder, read_tasks(arguments.data, arguments.tasks), shots=arguments.shots, limit=arguments.limit
     ):
         left_out = f", {each.left_out:,} left out (no such form in lm-eval)" if each.left_out else ""
-        print(f"{each.name}: {each.items:,} items{left_out}")
-    print(f"run them with: z2a eval harness RUN --include {arguments.folder} --tasks NAME")
+        print(t(f"{each.name}: {each.items:,} items{left_out}"))
+    print(t(f"run them with: z2a eval harness RUN --include {arguments.folder} --tasks NAME"))

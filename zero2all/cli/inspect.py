@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.runs import add_run_name
 from zero2all.cli.verb import Subparsers, add_verb, whole, workspace_of
+from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,13 +21,15 @@ def register(verbs: Subparsers) -> None:
     parser = add_verb(
         verbs,
         "inspect",
-        "print the documents of a step of a run, decoded",
+        "print the documents that a run read in one step",
         "z2a inspect my-run 1200 --sample 3 --full --work my-workspace",
         _inspect,
     )
     add_run_name(parser)
     parser.add_argument("step", metavar="STEP", type=whole(1), help="the step, as in the metrics: the first is 1")
-    parser.add_argument("--sample", type=whole(0), default=None, metavar="N", help="only this row of the step, from 0")
+    parser.add_argument(
+        "--sample", type=whole(0), default=None, metavar="N", help="only this sample of the step, from 0"
+    )
     parser.add_argument("--full", action="store_true", help="whole texts, not only the first 300 characters")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -107,14 +110,16 @@ def _print(facts: dict[str, Any], count: int, samples: list[SampleText]) -> None
     state = "" if facts["trained"] else ", not trained yet"
     first, end = facts["tokens"]
     rows = counted(count, "sample")
-    print(f"{facts['run']}, step {facts['step']:,}: {rows}, tokens {first:,} to {end - 1:,}{loss}{state}")
+    print(t(f"{facts['run']}, step {facts['step']:,}: {rows}, tokens {first:,} to {end - 1:,}{loss}{state}"))
     for sample in samples:
         begin, behind = sample.split_tokens or (0, 0)
         where = "" if sample.split_tokens is None else f", its tokens {begin:,} to {behind - 1:,}"
         row_loss = "" if sample.loss is None else f", loss {sample.loss:.4f}"
         print(
-            f"\n── sample {sample.row}: source {sample.source}, channel {sample.channel}, shard {sample.shard}, "
-            f"sample {sample.sample:,} of it{where}, epoch {sample.epoch}, stage {sample.stage}{row_loss}"
+            t(
+                f"\n── sample {sample.row}: source {sample.source}, channel {sample.channel}, shard {sample.shard}, "
+                f"sample {sample.sample:,} of it{where}, epoch {sample.epoch}, stage {sample.stage}{row_loss}"
+            )
         )
         for document in sample.documents:
             last = document.first_column + document.tokens - 1
@@ -122,5 +127,5 @@ def _print(facts: dict[str, Any], count: int, samples: list[SampleText]) -> None
             gid = "" if document.gid is None else f"; gid {document.gid}"
             origin = f"; {document.origin}" if document.origin else gid
             tokens = f"tokens {document.first_column:,} to {last:,}"
-            print(f"   document {document.number:,}, {tokens}{terminal_safe(origin)}{title}")
+            print(t(f"   document {document.number:,}, {tokens}{terminal_safe(origin)}{title}"))
             print(terminal_safe(document.text, keep=TEXT_MARKS) + (" …" if document.is_cut else ""))

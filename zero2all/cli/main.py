@@ -37,6 +37,7 @@ from zero2all.cli import (
 )
 from zero2all.cli.parser import VERB, Parser, closest
 from zero2all.cli.runs import fill_in_run
+from zero2all.cli.terminal import show_what_the_encoding_lacks
 from zero2all.cli.verb import check_outputs
 from zero2all.common import language
 from zero2all.common.errors import (
@@ -59,7 +60,7 @@ start here:
 help of a verb, with an example:
   z2a train --help
 
-exit codes: 0 done, 1 a bug of ours or a process lost, 2 usage or config, 3 bad input,
+exit codes: 0 done, 1 a bug or a lost process, 2 usage or config, 3 bad input,
             4 disk or memory full, 10 stopped and saved, 12 run stopped itself,
             13 run in use, 14 run taken over, 130 interrupted"""
 INTERRUPTED = 130
@@ -76,6 +77,7 @@ REFUSED_PATH_ERRNOS = frozenset(
 def main(words: list[str] | None = None) -> int:
     """Run `z2a WORDS…`; returns the exit code."""
     _open_closed_streams()
+    show_what_the_encoding_lacks()
     outlive_readers()
     code = _run(words)
     _close_dead_streams()
@@ -101,7 +103,10 @@ def _run(words: list[str] | None) -> int:
             return error.exit_code  # the first process says it for all
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        return _fail("interrupted. What was finished is kept; run the same command again to continue.", INTERRUPTED)
+        return _fail(
+            language.translate("interrupted. Finished work is kept; run the same command again to continue."),
+            INTERRUPTED,
+        )
     except Exception as error:
         return _fail_for_disk_or_path(error)
 
@@ -155,8 +160,9 @@ def _require_address_space() -> None:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE_BYTES:
         raise DiskError(
-            f"This process may use only {limit >> 20} MB of address space (`ulimit -v`), and loading torch alone takes "
-            f"more than {LEAST_ADDRESS_SPACE_BYTES >> 20}. Raise the limit, or lift it with `ulimit -v unlimited`."
+            f"This process may use only {limit >> 20} MB of address space (`ulimit -v`), but loading "
+            f"torch takes more than {LEAST_ADDRESS_SPACE_BYTES >> 20} MB. Raise the limit, or remove it "
+            "with `ulimit -v unlimited`."
         )
 
 
@@ -264,24 +270,30 @@ def _refuse_unknown_fields(overrides: list[str], sections_only: bool = False) ->
 def _fail_for_disk_or_path(error: Exception) -> int:
     """End for what the disk or the memory refused; anything else is a bug of ours and keeps its traceback."""
     if is_disk_full(error):
-        place = f" while writing {error.filename}" if isinstance(error, OSError) and error.filename else ""
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        return _fail(
-            f"the disk is full{place} ({reason}). Nothing half-written was kept; free some space and run the same "
-            f"command again to continue.",
-            DiskError.exit_code,
+        if isinstance(error, OSError) and error.filename:
+            full = language.translate(f"the disk is full, so {error.filename} could not be written ({reason}).")
+        else:
+            full = language.translate(f"the disk is full ({reason}).")
+        again = language.translate(
+            "Unfinished files were removed. Free some space and run the same command again to continue."
         )
+        return _fail(f"{full} {again}", DiskError.exit_code)
     if is_out_of_memory(error):
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         return _fail(
-            f"there is not enough memory ({reason[:300]}). Nothing half-written was kept; give the process more (see "
-            f"`ulimit -v` and what else runs on the machine or the GPU), or ask for less at a time.",
+            language.translate(
+                f"there is not enough memory ({reason[:300]}). Unfinished files were removed. Give the process more "
+                f"memory (check `ulimit -v` and what else runs on the machine or the GPU), or use smaller batches."
+            ),
             DiskError.exit_code,
         )
     if isinstance(error, OSError) and error.errno in REFUSED_PATH_ERRNOS and error.filename:
         return _fail(
-            f"{error.filename} cannot be used: {error.strerror}. Check that the path is the one you mean (a folder "
-            f"where a folder is expected) and that you may read and write there, then run the command again.",
+            language.translate(
+                f"{error.filename} cannot be used: {error.strerror}. Check the path (a folder where a folder is "
+                f"expected) and your permissions, then run the command again."
+            ),
             BadInputError.exit_code,
         )
     raise error

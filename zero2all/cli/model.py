@@ -27,7 +27,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         help="precision of weights and computation (default: bfloat16 on a GPU, float32 on the CPU)",
     )
     parser.add_argument(
-        "--int8", action="store_true", help="keep the weights of linear layers in 8 bits: less memory, a little worse"
+        "--int8", action="store_true", help="keep the weights of linear layers in 8 bits: less memory, slightly worse"
     )
 
 
@@ -38,39 +38,42 @@ def add_sampling(parser: argparse.ArgumentParser, temperature: float, max_new_to
         type=whole(1),
         default=max_new_tokens,
         metavar="N",
-        help=f"tokens to write at most (default {max_new_tokens})",
+        help=f"most tokens to generate (default {max_new_tokens})",
     )
     parser.add_argument(
         "--temperature",
         type=real(0),
         default=temperature,
         metavar="X",
-        help=f"0 always takes the likeliest token, 1 draws as the model's own distribution says (default "
-        f"{temperature:g})",
+        help=f"0 always takes the most likely token, 1 samples from the model's distribution (default {temperature:g})",
     )
     parser.add_argument(
-        "--top-k", type=whole(0), default=0, metavar="N", help="draw only among the N likeliest tokens (default 0: all)"
+        "--top-k",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="sample only from the N most likely tokens (default 0: all)",
     )
     parser.add_argument(
         "--top-p",
         type=real(0, 1, is_open=True),
         default=1.0,
         metavar="X",
-        help="draw only among the likeliest tokens that together have this probability (default 1: all)",
+        help="sample only from the most likely tokens that together have this probability (default 1: all)",
     )
     parser.add_argument(
         "--min-p",
         type=real(0, 1),
         default=0.0,
         metavar="X",
-        help="draw only among tokens at least X times as likely as the likeliest one (default 0: all)",
+        help="sample only from tokens at least X times as likely as the most likely one (default 0: all)",
     )
     parser.add_argument(
         "--repetition-penalty",
         type=real(0),
         default=1.0,
         metavar="X",
-        help="above 1: tokens that occur already become less likely (default 1)",
+        help="above 1: tokens that already occurred become less likely (default 1)",
     )
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
@@ -80,7 +83,7 @@ def add_sampling(parser: argparse.ArgumentParser, temperature: float, max_new_to
         type=whole(0),
         default=0,
         metavar="N",
-        help="another number, another draw (default 0); needs a temperature",
+        help="seed of the sampling (default 0); needs a temperature",
     )
 
 

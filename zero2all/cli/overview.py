@@ -8,6 +8,7 @@ from pathlib import Path
 
 from zero2all.cli.run_list import Run, look_at_run, run_folders
 from zero2all.cli.verb import Subparsers, add_verb, default_work
+from zero2all.common.language import translate as t
 
 JOURNEY = """\
 From raw text to a language model of your own.
@@ -16,7 +17,7 @@ From raw text to a language model of your own.
   z2a tokenizer train  learn a vocabulary
   z2a pack             encode the corpus into token shards
   z2a train            train a model; the same command continues it
-  z2a eval             judge it: bits per byte, probes, benchmarks
+  z2a eval             evaluate it: bits per byte, probes, benchmarks
   z2a chat, z2a serve  talk to it here or in the browser
   z2a export           write it as a Hugging Face folder
 
@@ -51,18 +52,18 @@ def _help(arguments: argparse.Namespace) -> None:
 
 def print_overview() -> None:
     """Print the journey, where this folder stands, and the next commands."""
-    print(JOURNEY)
+    print(t(JOURNEY))
     work = _workspace_here()
     for line in nothing_here() if work is None else _standing(work):
         print(line)
     print()
-    print(HELP)
+    print(t(HELP))
 
 
 def nothing_here() -> list[str]:
     """What to do in a folder without a workspace."""
     return [
-        "There is no workspace here yet. Next:",
+        t("There is no workspace here yet. Next:"),
         "  z2a quickstart",
         "  z2a quickstart --data FOLDER_WITH_YOUR_TEXT",
         "  z2a corpus build NAME=PATH --work my-workspace",
@@ -85,22 +86,28 @@ def _standing(work: Path) -> list[str]:
     runs = [look_at_run(folder) for folder in run_folders(work / "runs")]
     stages = {"corpus": "report.json", "tokenizer": "tokenizer.json", "packed": "report.json"}
     there = [name for name, mark in stages.items() if (work / name / mark).is_file()]
-    have = f"Workspace {work.resolve()}: {', '.join(there)}." if there else f"Workspace {work.resolve()} is empty."
+    if there:
+        have = t(f"Workspace {work.resolve()}: {', '.join(there)}.")
+    else:
+        have = t(f"Workspace {work.resolve()} is empty.")
     lines = [have, *_runs_in_words(runs)]
     is_default = work in (Path(), default_work())
     flag = "" if is_default else f" --work {shlex.quote(str(work))}"
-    return [*lines, "Next:", *(f"  {command}" for command in next_commands(work, flag, there, runs))]
+    return [*lines, t("Next:"), *(f"  {command}" for command in next_commands(work, flag, there, runs))]
 
 
 def _runs_in_words(runs: list[Run]) -> list[str]:
     lines = []
     for run in runs[:MANY]:
-        steps = "" if run.steps is None else f" of {run.steps:,}"
-        loss = "" if run.loss is None else f", loss {run.loss:.4f}"
-        step = "no step yet" if run.step is None else f"step {run.step:,}{steps}{loss}"
-        lines.append(f"  run {run.name}: {run.state}, {step}")
+        state = t(run.state)
+        if run.step is None:
+            lines.append(t(f"  run {run.name}: {state}, no step yet"))
+        else:
+            steps = "?" if run.steps is None else f"{run.steps:,}"
+            loss = "?" if run.loss is None else f"{run.loss:.4f}"
+            lines.append(t(f"  run {run.name}: {state}, step {run.step:,} of {steps}, loss {loss}"))
     if len(runs) > MANY:
-        lines.append(f"  and {len(runs) - MANY:,} more (`z2a runs`)")
+        lines.append(t(f"  and {len(runs) - MANY:,} more (`z2a runs`)"))
     return lines
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from zero2all.cli.benchmarks import add_data, look_for, named_tasks, names
 from zero2all.cli.verb import Subparsers, add_verb, add_work, whole, workspace_of
+from zero2all.common.language import translate as t
 
 EXAMPLES = """z2a pack --work my-workspace
   z2a pack --work my-workspace --best-fit 2048,4096 --workers 8
@@ -19,22 +20,22 @@ def register(verbs: Subparsers) -> None:
     add_work(parser)
     about = "also build the index of data.packing best_fit for these sequence lengths"
     parser.add_argument("--best-fit", type=_lengths, default=(), metavar="N,…", help=about)
-    about = "of conversations, count every token in the loss (default: only what the assistant writes)"
+    about = "in conversations, count every token in the loss (default: only what the assistant writes)"
     parser.add_argument("--learn-prompts", action="store_true", help=about)
     parser.add_argument(
         "--encoder",
         default="auto",
         metavar="NAME",
-        help="what encodes: auto, fastokens, numba, gigatoken, tiktoken or tokenizers; the tokens are the same with all"
-        " of them (default auto: the fastest that runs here and agrees with tokenizers)",
+        help="encoder: auto, fastokens, numba, gigatoken, tiktoken or tokenizers; all give the same "
+        "tokens (default auto: the fastest that runs here and agrees with tokenizers)",
     )
-    about = "stop when the encoder named cannot be used (default: take another)"
+    about = "stop if the named encoder cannot be used (default: use another)"
     parser.add_argument("--strict-encoder", action="store_true", help=about)
-    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="what runs it (default local)")
-    parser.add_argument("--workers", type=whole(1), metavar="N", help="tasks at a time (default: one per core)")
-    about = "address of a Ray cluster, whose nodes all see the workspace (default: start Ray here)"
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="where tasks run (default local)")
+    parser.add_argument("--workers", type=whole(1), metavar="N", help="parallel tasks (default: one per core)")
+    about = "address of a Ray cluster whose nodes share the workspace (default: start Ray here)"
     parser.add_argument("--address", help=about)
-    about = "afterwards look for the items of these benchmarks in the training text (see contamination.json)"
+    about = "then search the training text for items of these benchmarks (see contamination.json)"
     parser.add_argument("--against", type=names, default=(), metavar="NAME,…", help=about)
     add_data(parser)
 
@@ -62,11 +63,13 @@ def _pack(arguments: argparse.Namespace) -> None:
         ratio = manifest["text_bytes"] / max(1, manifest["tokens"])
         talks = f"  {manifest['conversations']:,} conversations" if manifest["conversations"] else ""
         print(
-            f"{name:<24} {manifest['documents']:>9,} documents  {human_count(manifest['tokens']):>8} tokens  "
-            f"{ratio:.2f} bytes/token  channel {manifest['channel']}{talks}"
+            t(
+                f"{name:<24} {manifest['documents']:>9,} documents  {human_count(manifest['tokens']):>8} tokens  "
+                f"{ratio:.2f} bytes/token  channel {manifest['channel']}{talks}"
+            )
         )
     for reason, splits in _by_encoder(manifests).items():
-        print(f"{', '.join(splits)}: encoded by {reason}")
+        print(t(f"{', '.join(splits)}: encoded by {reason}"))
     if tasks:
         look_for(workspace, tasks, engine)
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+from zero2all.cli.terminal import wrapped
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
@@ -26,6 +27,9 @@ def closest(name: str, candidates: Iterable[str]) -> str | None:
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Keeps examples as they are written, gives the longest verb a place on the line of its help, and translates."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrapped(text, width)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help and t(action.help)

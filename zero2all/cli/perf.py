@@ -9,6 +9,7 @@ from pathlib import Path
 
 from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, real, whole
 from zero2all.common.errors import UsageError
+from zero2all.common.language import translate as t
 
 ABLATE_EXAMPLE = "z2a perf ablate z2all-1b --batch 2x2048x16 --output ablation --budget-seconds 540"
 CONFIG_HELP = "a preset (quickstart, z2all-100m, z2all-1b, z2all-moe) or the path of a YAML file"
@@ -26,7 +27,7 @@ def _register_ops(inner: Subparsers) -> None:
     parser = add_verb(
         inner,
         "ops",
-        "list the implementations of every operator here; with bench, measure each alone",
+        "list the implementations of every operator on this machine; with bench, measure each one",
         "z2a perf ops z2all-1b\n  z2a perf ops bench z2all-1b --only rms_norm --json norm.json",
         _ops,
         takes_overrides=True,
@@ -42,7 +43,7 @@ def _register_ops(inner: Subparsers) -> None:
     )
     parser.add_argument("--only", default=None, metavar="OP", help="bench: one operator: rms_norm, linear/qkv, …")
     parser.add_argument(
-        "--seconds", type=real(0.0), default=0.2, metavar="N", help="bench: least seconds per figure (default 0.2)"
+        "--seconds", type=real(0.0), default=0.2, metavar="N", help="bench: minimum seconds per figure (default 0.2)"
     )
     add_output(parser, "--json", help="also write it as JSON")
     parser.usage = (
@@ -72,7 +73,7 @@ def _ops(arguments: argparse.Namespace) -> None:
 
         config, _ = load_measured_config(words[0], arguments.overrides)
     elif arguments.overrides:
-        raise UsageError(f"`{arguments.overrides[0]}` sets a field of a config; name the config too.")
+        raise UsageError(f"`{arguments.overrides[0]}` sets a config field. Name the config too.")
     entries = listed_operators(config)
     print_table(list_cells(entries), describe(context_here(config)))
     _write_json(arguments.json, entries)
@@ -108,7 +109,7 @@ def _register_ablate(inner: Subparsers) -> None:
     parser = add_verb(
         inner,
         "ablate",
-        "speed and memory of training with one operator changed at a time; resumes",
+        "measure speed and memory of training with one operator changed at a time; can be resumed",
         ABLATE_EXAMPLE,
         _ablate,
         takes_overrides=True,
@@ -120,31 +121,43 @@ def _register_ablate(inner: Subparsers) -> None:
         "--batch",
         default=None,
         metavar="BxTxA,…",
-        help="samples a pass x tokens x passes an iteration (default: 2x2048x16, the seed's, and the config's own)",
+        help="samples per pass x tokens x passes per iteration (default: 2x2048x16 and the config's own)",
     )
     parser.add_argument(
-        "--seconds", type=real(0.0), default=8.0, metavar="N", help="least steady state of a row (default 8)"
+        "--seconds", type=real(0.0), default=8.0, metavar="N", help="minimum seconds measured per row (default 8)"
     )
     parser.add_argument(
-        "--warm-up-seconds", type=real(0.0), default=3.0, metavar="N", help="least time before that (default 3)"
+        "--warm-up-seconds",
+        type=real(0.0),
+        default=3.0,
+        metavar="N",
+        help="minimum seconds of warm-up before (default 3)",
     )
     parser.add_argument(
         "--budget-seconds",
         type=real(0.0),
         default=None,
         metavar="N",
-        help="begin no row that would not be over by then (default: measure all)",
+        help="start no row that would end later than this (default: measure all)",
     )
     parser.add_argument(
-        "--row-timeout-seconds", type=real(1.0), default=900.0, metavar="N", help="end a row after this (default 900)"
+        "--row-timeout-seconds",
+        type=real(1.0),
+        default=900.0,
+        metavar="N",
+        help="stop a row after this many seconds (default 900)",
     )
     add_output(parser, "--output", is_folder=True, help="folder of the results (default: ablation-CONFIG)")
     parser.add_argument(
-        "--report", action="store_true", help="measure nothing; show the results in --output, wherever they were made"
+        "--report",
+        action="store_true",
+        help="measure nothing; show the results in --output, also those of another machine",
     )
-    parser.add_argument("--again", action="store_true", help="measure rows although their results are there")
+    parser.add_argument("--again", action="store_true", help="measure rows again even if results exist")
     parser.add_argument(
-        "--warm-starts", action="store_true", help="start compiled rows twice: first step with a warm cache, too"
+        "--warm-starts",
+        action="store_true",
+        help="start compiled rows twice, to time the first step with a warm cache too",
     )
 
 
@@ -187,7 +200,7 @@ def _ablate(arguments: argparse.Namespace) -> int:
     )
     tables = batch_tables(ablation)
     for table in tables:
-        print_table([heading(table), *cells(table)], f"{table.batch}: {table.batch.tokens:,} tokens an iteration")
+        print_table([heading(table), *cells(table)], f"{table.batch}: {table.batch.tokens:,} tokens per iteration")
     for line in notes(ablation, tables):
         print(line)
     written = write_report(ablation, output, f"{stem} on one {device_of(ablation)}")
@@ -195,7 +208,7 @@ def _ablate(arguments: argparse.Namespace) -> int:
         print(line)
     if ablation.pending:
         names = ", ".join(f"{batch} {variant.name}" for batch, variant in ablation.pending)
-        print(f"{len(ablation.pending)} rows are left: {names}. Run the same command again to continue.")
+        print(t(f"{len(ablation.pending)} rows are left: {names}. Run the same command again to continue."))
     return 0
 
 
@@ -203,7 +216,7 @@ def _register_infer(inner: Subparsers) -> None:
     parser = add_verb(
         inner,
         "infer",
-        "how fast a model writes: time to first token, tokens/s over batch sizes, share of the bandwidth",
+        "measure generation: time to first token, tokens/s over batch sizes, share of the bandwidth",
         "z2a perf infer z2all-100m --batch 1,8\n  z2a perf infer my-run --output inference",
         _infer,
         takes_overrides=True,
@@ -222,14 +235,14 @@ def _register_infer(inner: Subparsers) -> None:
         metavar="N",
         help="tokens of an answer (default: 256 on a GPU, 32 on a CPU)",
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where (default: auto)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device (default: auto)")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         default=None,
-        help="of the weights (default: bfloat16 on a GPU, float32 on a CPU)",
+        help="dtype of the weights (default: bfloat16 on a GPU, float32 on a CPU)",
     )
-    parser.add_argument("--no-int8", action="store_true", help="leave out the rows with weights in 8 bits")
+    parser.add_argument("--no-int8", action="store_true", help="skip the rows with 8-bit weights")
     add_output(parser, "--output", is_folder=True, help="folder of the results (default: inference-MODEL)")
     add_work(parser)
 

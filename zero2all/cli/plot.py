@@ -21,7 +21,7 @@ def register(verbs: Subparsers) -> None:
     plot = add_verb(
         verbs,
         "plot",
-        "draw the curves of a run, or of several over each other",
+        "plot the curves of a run, or of several runs together",
         "z2a plot my-run --work my-workspace --png run.png\n"
         "  z2a plot baseline wider --work my-workspace --metric loss --x tokens --pdf figure.pdf",
         _plot,
@@ -30,10 +30,8 @@ def register(verbs: Subparsers) -> None:
     for kind in FORMATS:
         where = " (default: curves.png in the run)" if kind == "png" else ""
         add_output(plot, f"--{kind}", help=f"{kind.upper()} to write{where}")
-    plot.add_argument("--metric", action="append", default=[], metavar="NAME", help="draw this one; can be repeated")
-    plot.add_argument(
-        "--x", choices=("step", "tokens", "time", "flops"), default="step", help="what to draw over (default: step)"
-    )
+    plot.add_argument("--metric", action="append", default=[], metavar="NAME", help="plot this metric; can be repeated")
+    plot.add_argument("--x", choices=("step", "tokens", "time", "flops"), default="step", help="x axis (default: step)")
     plot.add_argument(
         "--smoothing",
         default="auto",
@@ -42,10 +40,17 @@ def register(verbs: Subparsers) -> None:
     )
     plot.add_argument("--log", action="store_true", help="logarithmic y axis")
     plot.add_argument("--title", help="heading (default: the name of the run)")
-    plot.add_argument("--width", type=real(2, 60), default=11.5, metavar="INCHES", help="default: 11.5")
-    plot.add_argument("--height", type=real(1.5, 120), metavar="INCHES", help="default: what the panels need")
     plot.add_argument(
-        "--dpi", type=whole(20), metavar="N", help="dots per inch of a PNG (default: the most that stay below 200 KB)"
+        "--width", type=real(2, 60), default=11.5, metavar="INCHES", help="width of the picture (default: 11.5)"
+    )
+    plot.add_argument(
+        "--height",
+        type=real(1.5, 120),
+        metavar="INCHES",
+        help="height of the picture (default: as much as the panels need)",
+    )
+    plot.add_argument(
+        "--dpi", type=whole(20), metavar="N", help="dots per inch of a PNG (default: as many as fit into 200 KB)"
     )
 
 
@@ -68,7 +73,7 @@ def _plot(arguments: argparse.Namespace) -> None:
     for kind in FORMATS:
         target = getattr(arguments, kind)
         if target is not None and target.suffix.lower() != f".{kind}":
-            raise UsageError(f"--{kind} {target}: the name has to end with .{kind}.")
+            raise UsageError(f"--{kind} {target}: the name must end with .{kind}.")
     with ExitStack() as opened:
         runs = [opened.enter_context(open_run(word, arguments)) for word in arguments.runs]
         if not targets:

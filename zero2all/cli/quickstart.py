@@ -14,7 +14,7 @@ def register(verbs: Subparsers) -> None:
     parser = add_verb(
         verbs,
         "quickstart",
-        "the whole journey in minutes: make a corpus, train a tokenizer and a model, evaluate and talk to it",
+        "the whole journey in minutes: build a corpus, train a tokenizer and a model, evaluate it",
         "z2a quickstart --data my-texts/",
         _quickstart,
         takes_overrides=True,
@@ -31,7 +31,7 @@ def register(verbs: Subparsers) -> None:
         "--map", default=None, metavar="FIELD=RAW,…", help="raw fields of your data to use: content=body,title=name"
     )
     parser.add_argument("--fresh", action="store_true", help="delete an earlier quickstart in this workspace")
-    parser.add_argument("--accept-changes", action="store_true", help="continue training although settings changed")
+    parser.add_argument("--accept-changes", action="store_true", help="continue training even if settings changed")
     flags = "[-h] [--work DIR] [--data PATH] [--map FIELD=RAW,…] [--fresh] [--accept-changes] [--section.field VALUE …]"
     parser.usage = f"z2a quickstart {flags}"
 

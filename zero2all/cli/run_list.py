@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero2all.cli.verb import Subparsers, add_verb, add_work, workspace_of
+from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
     from zero2all.track.status import RunStatus
@@ -100,7 +101,7 @@ def _runs(arguments: argparse.Namespace) -> None:
         print(dumps_pretty([{**asdict(run), "bytes": size} for run, size in runs]).decode(), end="")
         return
     if not runs:
-        print(f"There are no runs in {folder}. `z2a train CONFIG` starts one.")
+        print(t(f"There are no runs in {folder}. `z2a train CONFIG` starts one."))
         return
     from zero2all.cli.table import print_table
 
@@ -108,12 +109,12 @@ def _runs(arguments: argparse.Namespace) -> None:
     for run, size in runs:
         counts = ["" if count is None else f"{count:,}" for count in (run.step, run.steps)]
         loss = "" if run.loss is None else f"{run.loss:.4f}"
-        age = "" if run.seconds_ago is None else human_age(run.seconds_ago)
-        rows.append([run.name, run.state, *counts, loss, human_bytes(size), age])
+        age = "" if run.seconds_ago is None else t(human_age(run.seconds_ago))
+        rows.append([run.name, t(run.state), *counts, loss, human_bytes(size), age])
     print_table(rows)
     for run, _ in runs:
         if run.message and run.state in ("failed", "silent"):
-            print(f"{run.name}: {run.message}")
+            print(f"{run.name}: {t(run.message)}")
 
 
 def _size(folder: Path) -> int:

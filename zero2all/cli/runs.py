@@ -97,9 +97,9 @@ def _wait_until_copied(mirror: Mirror) -> None:
         if mirror.state.startswith("broken: "):
             host = mirror.address.host
             raise BadInputError(
-                f"{mirror.url} cannot be reached: {mirror.state.removeprefix('broken: ')}. Try `ssh {host}` in a "
-                f"terminal: what it asks there (a password, a new host key) cannot be asked here, so set up a key or "
-                f"an agent, and check the path."
+                f"{mirror.url} cannot be reached: {mirror.state.removeprefix('broken: ')}. Try `ssh "
+                f"{host}` in a terminal. If it asks for a password or a new host key, set up a key or "
+                "an agent. Check the path too."
             )
         if waited == 10:
             say(f"copying the metrics of {mirror.url}")

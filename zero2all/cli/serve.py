@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from zero2all.cli.model import add_model, load
 from zero2all.cli.verb import LAST_PORT, Subparsers, add_verb, real, whole
 from zero2all.common.errors import BadInputError
+from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
     from zero2all.serve.server import ModelServer
@@ -21,39 +22,43 @@ def register(verbs: Subparsers) -> None:
     serve = add_verb(
         verbs,
         "serve",
-        "answer OpenAI's clients, and talk to the model in the browser",
+        "serve a model: an OpenAI-compatible API, and a page to talk to it",
         "z2a serve my-run --work my-workspace --open\n  z2a serve path/to/huggingface-folder --port 8000",
         _serve,
     )
     add_model(serve)
-    serve.add_argument("--name", metavar="NAME", help="what clients call the model (default: the name of the run)")
+    serve.add_argument("--name", metavar="NAME", help="name of the model for clients (default: the name of the run)")
     _add_engine(serve)
     serve.add_argument(
-        "--port", type=whole(0, LAST_PORT), default=None, metavar="N", help="port (default: a free one from 6107 on)"
+        "--port",
+        type=whole(0, LAST_PORT),
+        default=None,
+        metavar="N",
+        help="port (default: the first free one from 6107)",
     )
     serve.add_argument(
         "--host",
         default="127.0.0.1",
         metavar="ADDRESS",
-        help="address to listen on (default: 127.0.0.1); any other makes a token necessary, which is printed",
+        help="address to listen on (default: 127.0.0.1); any other address requires a token, which is printed",
     )
-    serve.add_argument("--token", action="store_true", help="ask for a token on 127.0.0.1 too: for shared machines")
+    serve.add_argument("--token", action="store_true", help="require a token on 127.0.0.1 too, for shared machines")
     serve.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="take the token from this file: it stays the same"
+        "--token-file", type=Path, metavar="FILE", help="read the token from this file, so that it stays the same"
     )
     serve.add_argument(
         "--allow-host",
         action="append",
         default=[],
         metavar="NAME",
-        help="another name the server may be reached by, such as that of a proxy; can be repeated",
+        help="another host name to accept, such as a proxy's; can be repeated",
     )
     serve.add_argument(
         "--grace",
         type=real(0),
         default=30.0,
         metavar="SECONDS",
-        help="how long running requests may go on after Ctrl-C or SIGTERM (default 30)",
+        help="how long running requests may continue after Ctrl-C or SIGTERM (default 30)",
     )
     serve.add_argument("--open", action="store_true", help="open the page in the browser")
 
@@ -66,17 +71,20 @@ def _add_engine(serve: argparse.ArgumentParser) -> None:
         help="tokens of prompt and answer together (default: the model's)",
     )
     serve.add_argument(
-        "--max-batch", type=whole(1), metavar="N", help="answers written at once (default: 32 on a CPU, 256 on a GPU)"
+        "--max-batch", type=whole(1), metavar="N", help="answers generated at once (default: 32 on a CPU, 256 on a GPU)"
     )
     serve.add_argument(
         "--max-waiting",
         type=whole(1),
         default=256,
         metavar="N",
-        help="requests that may wait for their turn; more are refused with 429 (default 256)",
+        help="requests that may wait; further ones are refused with 429 (default 256)",
     )
     serve.add_argument(
-        "--cache-gb", type=real(0), metavar="X", help="memory for keys and values (default: by what is free)"
+        "--cache-gb",
+        type=real(0),
+        metavar="X",
+        help="memory for keys and values in GB (default: depends on the free memory)",
     )
 
 
@@ -94,19 +102,21 @@ def _serve(arguments: argparse.Namespace) -> None:
         arguments.host, arguments.port, arguments.token, token, arguments.allow_host, arguments.grace
     )
     server = ModelServer(model, options, lambda: _say_ready(server, arguments))
-    print(f"Loading {arguments.model} …", flush=True)
+    print(t(f"Loading {arguments.model} …"), flush=True)
     server.serve()
 
 
 def _say_ready(server: ModelServer, arguments: argparse.Namespace) -> None:
     facts = server.model.facts()
     z2a = facts["z2a"]
-    print(f"{facts['id']}: {z2a['parameters'] / 1e6:,.1f} M parameters, {z2a['dtype']}, {z2a['device']}")
+    print(t(f"{facts['id']}: {z2a['parameters'] / 1e6:,.1f} M parameters, {z2a['dtype']}, {z2a['device']}"))
     if (arguments.max_len or 0) > z2a["max_len"]:
-        print(f"--max-len {arguments.max_len} is cut to {z2a['max_len']}, the model's own (model.max_seq_len)")
+        print(
+            t(f"--max-len {arguments.max_len} is reduced to {z2a['max_len']}, the model's maximum (model.max_seq_len)")
+        )
     key = f", api_key={server.token}" if server.token else ", any api_key"
-    print(f"The page is at {server.page}   (Ctrl-C ends it)")
-    print(f"OpenAI clients: base_url={server.url}v1{key}, model={facts['id']}", flush=True)
+    print(t(f"The page is at {server.page}   (Ctrl-C ends it)"))
+    print(t(f"OpenAI clients: base_url={server.url}v1{key}, model={facts['id']}"), flush=True)
     if arguments.open:
         import webbrowser
 
@@ -122,7 +132,7 @@ def _token_in(path: Path) -> str:
         ) from None
     if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
         raise BadInputError(
-            f"The token in {path} must have at least {SHORTEST_TOKEN} printable ASCII characters without blanks, on "
-            f"one line. `openssl rand -hex 24 > {path}` makes a good one."
+            f"The token in {path} must have at least {SHORTEST_TOKEN} printable ASCII characters "
+            f"without spaces, on one line. `openssl rand -hex 24 > {path}` makes a good one."
         )
     return token

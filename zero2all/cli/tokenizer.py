@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from zero2all.cli.terminal import has_colour
 from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, whole, workspace_of
 from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.language import translate as t
 
 TRAIN_FLAGS = (
     *("vocab_size", "kind", "take", "normalise", "pattern", "min_piece_count", "max_piece_bytes", "max_memory"),
@@ -21,7 +23,7 @@ def register(verbs: Subparsers) -> None:
     inner = add_group(
         verbs,
         "tokenizer",
-        "train, extend, judge and try out a vocabulary",
+        "train, extend, evaluate and try out a tokenizer",
         "z2a tokenizer train --work my-workspace --vocab-size 32000",
     )
     _register_train(inner)
@@ -44,7 +46,7 @@ def _register_train(inner: Subparsers) -> None:
     train.add_argument(
         "--kind",
         choices=("bpe", "hf-bbpe", "sentencepiece"),
-        help="bpe (default): our exact trainer; the others are those of the libraries",
+        help="bpe (default): the built-in exact trainer; the others use libraries",
     )
     train.add_argument(
         "--take",
@@ -53,27 +55,31 @@ def _register_train(inner: Subparsers) -> None:
     )
     train.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="train on these text files, not the corpus")
     train.add_argument(
-        "--normalise", choices=("none", "nfc", "nfkc"), help="Unicode form of all text (default none: nothing is lost)"
+        "--normalise",
+        choices=("none", "nfc", "nfkc"),
+        help="Unicode normalisation of all text (default none: nothing is lost)",
     )
     train.add_argument("--pattern", metavar="NAME|REGEX", help="hf-bbpe: qwen2 (default), isolated-han, or your own")
-    train.add_argument("--min-piece-count", type=whole(), metavar="N", help="learn pieces seen this often (default 2)")
+    train.add_argument(
+        "--min-piece-count", type=whole(), metavar="N", help="learn only pieces seen this often (default 2)"
+    )
     train.add_argument("--max-piece-bytes", type=whole(), metavar="N", help="longest piece in bytes (default: any)")
-    train.add_argument("--max-memory", metavar="SIZE", help="memory to stay within, such as 4GB")
+    train.add_argument("--max-memory", metavar="SIZE", help="memory limit, such as 4GB")
     train.add_argument("--threads", type=whole(), metavar="N", help="threads (default: one per core)")
     train.add_argument(
-        "--approximate", action="store_true", help="bpe: allow an approximate result where memory leaves no other way"
+        "--approximate", action="store_true", help="bpe: allow an approximate result if memory does not suffice"
     )
     train.add_argument(
-        "--ignore-memory", action="store_true", help="hf-bbpe, sentencepiece: start although memory will not suffice"
+        "--ignore-memory", action="store_true", help="hf-bbpe, sentencepiece: start even if memory will not suffice"
     )
-    train.add_argument("--config", metavar="CONFIG", help="take the tokenizer section of this preset or YAML file")
+    train.add_argument("--config", metavar="CONFIG", help="use the tokenizer section of this preset or YAML file")
 
 
 def _register_extend(inner: Subparsers) -> None:
     extend = add_verb(
         inner,
         "extend",
-        "add pieces to a tokenizer without moving an id",
+        "add pieces to a tokenizer; existing ids stay the same",
         "z2a tokenizer extend --work my-workspace --from-text field.txt --vocab-size 66000 --to larger-tokenizer",
         _extend,
     )
@@ -84,10 +90,12 @@ def _register_extend(inner: Subparsers) -> None:
     extend.add_argument("--add", type=Path, metavar="FILE", help="pieces from a file, one a line")
     extend.add_argument("--pieces", nargs="+", metavar="PIECE", default=[], help=r"pieces (\s: space, \n: line end)")
     extend.add_argument("--from-text", type=Path, nargs="+", metavar="FILE", help="learn pieces from these text files")
-    extend.add_argument("--vocab-size", type=whole(1), metavar="N", help="ids to reach, with --from-text")
+    extend.add_argument(
+        "--vocab-size", type=whole(1), metavar="N", help="number of token ids after learning, with --from-text"
+    )
     add_output(extend, "--to", is_folder=True, help="folder to write (default: the workspace's tokenizer is replaced)")
     extend.add_argument(
-        "--replace", action="store_true", help="replace the workspace's tokenizer although data or runs use the old one"
+        "--replace", action="store_true", help="replace the workspace's tokenizer even if data or runs use the old one"
     )
 
 
@@ -95,7 +103,7 @@ def _register_eval(inner: Subparsers) -> None:
     parser = add_verb(
         inner,
         "eval",
-        "judge the vocabulary on held-out text, side by side with others",
+        "evaluate the tokenizer on held-out text, and compare it with others",
         "z2a tokenizer eval --work my-workspace --against qwen/ tiktoken:o200k_base --html eval.html",
         _eval,
     )
@@ -119,7 +127,7 @@ def _register_eval(inner: Subparsers) -> None:
 
 
 def _register_looking(inner: Subparsers) -> None:
-    show = add_verb(inner, "show", "what a tokenizer is", "z2a tokenizer show --work my-workspace", _show)
+    show = add_verb(inner, "show", "show what a tokenizer consists of", "z2a tokenizer show --work my-workspace", _show)
     _add_folder(show)
     show.add_argument("--count", type=whole(1), default=12, metavar="N", help="sample pieces to show (default 12)")
     show.add_argument("--json", action="store_true", help="print JSON")
@@ -176,8 +184,10 @@ def _train(arguments: argparse.Namespace) -> None:
         manifest = train_on_corpus(workspace.corpus, workspace.tokenizer, config, arguments.ignore_memory)
     _print_repairs(manifest["text"])
     print(
-        f"{workspace.tokenizer}: {manifest['tokenizer_kind']}, {manifest['vocab_size']:,} token ids from "
-        f"{manifest['text']['bytes'] / 1e6:,.1f} MB of text, fingerprint {manifest['fingerprint']}"
+        t(
+            f"{workspace.tokenizer}: {manifest['tokenizer_kind']}, {manifest['vocab_size']:,} token ids from "
+            f"{manifest['text']['bytes'] / 1e6:,.1f} MB of text, fingerprint {manifest['fingerprint']}"
+        )
     )
 
 
@@ -212,9 +222,9 @@ def _print_repairs(text: dict[str, Any]) -> None:
 
     if text.get("documents_with_repaired_surrogates"):
         count = text["documents_with_repaired_surrogates"]
-        print(f"repaired: {counted(count, 'document')} with bytes or surrogates that are no UTF-8, each now U+FFFD")
+        print(t(f"repaired: {counted(count, 'document')} with invalid UTF-8, replaced by U+FFFD"))
     if text.get("control_strings_removed"):
-        print(f"taken out of the text: {text['control_strings_removed']:,} strings that spell a control token")
+        print(t(f"removed from the text: {text['control_strings_removed']:,} strings that spell a control token"))
 
 
 def _extend(arguments: argparse.Namespace) -> None:
@@ -225,7 +235,9 @@ def _extend(arguments: argparse.Namespace) -> None:
     if not (arguments.add or arguments.pieces or arguments.from_text):
         raise UsageError("Nothing to add. Give pieces with --pieces or --add FILE, or text with --from-text FILE.")
     if (arguments.from_text is None) != (arguments.vocab_size is None):
-        raise UsageError("--from-text and --vocab-size belong together: how many ids should there be in the end?")
+        raise UsageError(
+            "--from-text and --vocab-size belong together: --vocab-size is the number of ids after learning."
+        )
     source, target = _folder(arguments), arguments.to
     if target is None:
         workspace = workspace_of(arguments)
@@ -233,8 +245,9 @@ def _extend(arguments: argparse.Namespace) -> None:
         used = [path.name for path in (workspace.packed, workspace.runs) if path.is_dir()]
         if used and not arguments.replace:
             raise UsageError(
-                f"{' and '.join(used)} in {workspace.root} were made with the tokenizer that stands there, and would "
-                f"no longer load. Write the new one elsewhere with --to, or add --replace and make them again."
+                f"{' and '.join(used)} in {workspace.root} were made with the current tokenizer and "
+                "would no longer load. Write the new one elsewhere with --to, or add --replace and make "
+                "them again."
             )
     require_replaceable(target)
     extender = Extender(source)
@@ -245,18 +258,23 @@ def _extend(arguments: argparse.Namespace) -> None:
         extender.learn(texts, arguments.vocab_size)
     done = extender.save(target)
     print(
-        f"{target}: {done['old_vocab_size']:,} ids before, {done['vocab_size']:,} now; "
-        f"{counted(done['pieces_added'] - done['helper_pieces'], 'piece')} and "
-        f"{counted(done['helper_pieces'], 'helper')} added, "
-        f"{done['already_there']:,} were there already"
+        t(
+            f"{target}: {done['old_vocab_size']:,} ids before, {done['vocab_size']:,} now; "
+            f"{counted(done['pieces_added'] - done['helper_pieces'], 'piece')} and "
+            f"{counted(done['helper_pieces'], 'helper')} added, "
+            f"{done['already_there']:,} were there already"
+        )
     )
     if done["text"]["bytes_left_out"]:
         print(
-            f"text beyond the first {done['text']['bytes']:,} bytes was not read ({done['text']['bytes_left_out']:,})"
+            t(
+                f"only the first {done['text']['bytes']:,} bytes of text were read; "
+                f"{done['text']['bytes_left_out']:,} bytes were left out"
+            )
         )
     if done["sentencepiece_model_left_behind"]:
-        print("sentencepiece.model was left behind: it does not know the new pieces")
-    print(f"give a model rows for them: z2a import FOLDER --tokenizer {target} --resize-embeddings --name NAME")
+        print(t("sentencepiece.model was not copied, because it lacks the new pieces"))
+    print(t(f"give a model rows for them: z2a import FOLDER --tokenizer {target} --resize-embeddings --name NAME"))
 
 
 def _eval(arguments: argparse.Namespace) -> None:
@@ -282,10 +300,10 @@ def _eval(arguments: argparse.Namespace) -> None:
         print()
     if arguments.json:
         write_json(arguments.json, report)
-        print(f"all figures: {arguments.json}")
+        print(t(f"all figures: {arguments.json}"))
     if arguments.html:
         write_atomic(arguments.html, evaluation_page(report).encode())
-        print(f"page: {arguments.html}")
+        print(t(f"page: {arguments.html}"))
 
 
 def _show(arguments: argparse.Namespace) -> None:
@@ -296,20 +314,22 @@ def _show(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(jsonio.dumps_pretty(facts).decode(), end="")
         return
-    print(f"{facts['folder']}: {facts['kind']}, fingerprint {facts['fingerprint']}")
+    print(t(f"{facts['folder']}: {facts['kind']}, fingerprint {facts['fingerprint']}"))
     print(
-        f"ids         {facts['vocab_size']:,}: {len(facts['control'])} control tokens and {facts['pieces']:,} pieces "
-        f"({facts['whole_characters']:,} of them whole characters), {facts['merges']:,} merges; a model pads its rows "
-        f"to {facts['rows_of_a_model']:,}"
+        t(
+            f"ids         {facts['vocab_size']:,}: {len(facts['control'])} control tokens and {facts['pieces']:,} "
+            f"pieces ({facts['whole_characters']:,} of them whole characters), {facts['merges']:,} merges; a model "
+            f"pads its rows to {facts['rows_of_a_model']:,}"
+        )
     )
-    print(f"pattern     {facts['pattern'] or 'none'}")
-    print(f"normalise   {facts['normalisation']}: {facts['normalisation_means']}")
-    print(f"control     {'  '.join(f'{number} {name}' for name, number in facts['control'].items())}")
+    print(t(f"pattern     {facts['pattern'] or 'none'}"))
+    print(t(f"normalise   {facts['normalisation']}: {facts['normalisation_means']}"))
+    print(t(f"control     {'  '.join(f'{number} {name}' for name, number in facts['control'].items())}"))
     ends = ", ".join(map(str, facts["end_ids"]))
-    print(f"            begin {facts['begin_id']}, end {ends}, pad {facts['pad_id']}")
+    print(t(f"            begin {facts['begin_id']}, end {ends}, pad {facts['pad_id']}"))
     if facts["text_reaches_control"]:
         names = ", ".join(facts["text_reaches_control"])
-        print(f"            plain `tokenizers` recognises these in text, z2a does not: {names}")
+        print(t(f"            plain `tokenizers` recognises these in text, z2a does not: {names}"))
     for name in ("sample", "longest"):
         print(f"{name:<11} {'  '.join(f'{number}:{piece}' for number, piece in facts[name].items())}")
 
@@ -336,9 +356,9 @@ def _encode(arguments: argparse.Namespace) -> None:
     if not arguments.colour:
         for number, piece in pieces:
             print(f"{number:>7}  {piece.decode('utf-8', 'backslashreplace')!r}")
-    if arguments.colour or sys.stdout.isatty():
+    if arguments.colour or has_colour():
         print(coloured(pieces))
-    print(f"{counted(len(pieces), 'token')}, {per_token:.2f} bytes per token")
+    print(t(f"{counted(len(pieces), 'token')}, {per_token:.2f} bytes per token"))
 
 
 def _decode(arguments: argparse.Namespace) -> None:
@@ -352,7 +372,7 @@ def _decode(arguments: argparse.Namespace) -> None:
         try:
             ids = [int(word) for word in words]
         except ValueError as error:
-            raise UsageError(f"These are no token ids: {error}. Give whole numbers.") from error
+            raise UsageError(f"These are not token ids: {error}. Give whole numbers.") from error
     try:
         text = load_tokenizer(_folder(arguments)).decode(ids, skip_control=arguments.skip_control)
     except ValueError as error:
@@ -372,7 +392,7 @@ def _given_text(arguments: argparse.Namespace) -> str:
 
     text = _given_bytes(arguments, "text").decode("utf-8", "surrogateescape")
     if bad := sum("\udc80" <= character <= "\udcff" for character in text):
-        print(f"{bad} bytes are no UTF-8 and are shown as U+FFFD", file=sys.stderr)
+        print(t(f"{bad} bytes are not UTF-8 and are shown as U+FFFD"), file=sys.stderr)
     return well_formed(text)
 
 
@@ -383,5 +403,5 @@ def _given_bytes(arguments: argparse.Namespace, what: str) -> bytes:
         except FileNotFoundError:
             raise BadInputError(f"{arguments.file} does not exist. Give a file with --file.") from None
     if sys.stdin is None or sys.stdin.isatty():
-        raise UsageError(f"There is no {what}. Give it on the command line, with --file, or through a pipe.")
+        raise UsageError(f"No {what} given. Use the command line, --file, or a pipe.")
     return sys.stdin.buffer.read()

@@ -8,6 +8,7 @@ from pathlib import Path
 from zero2all.cli.runs import OpenRun, add_run, open_run
 from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, workspace_of
 from zero2all.common.errors import UsageError
+from zero2all.common.language import translate as t
 
 KINDS = ("tensorboard", "wandb", "csv")
 
@@ -17,28 +18,28 @@ def register(verbs: Subparsers) -> None:
     track = add_group(
         verbs,
         "track",
-        "bring metrics from TensorBoard, send them to TensorBoard, wandb or CSV",
+        "import metrics from TensorBoard; export them to TensorBoard, wandb or CSV",
         "z2a track export my-run --work my-workspace --to tensorboard tb --follow",
     )
     taken = add_verb(
         track,
         "import",
-        "make runs of TensorBoard's event files",
+        "make runs from TensorBoard's event files",
         "z2a track import logs/experiment --name old --work my-workspace --rename train/loss=loss",
         _import,
     )
-    taken.add_argument("source", type=Path, metavar="FOLDER", help="folder with event files, also below it")
+    taken.add_argument("source", type=Path, metavar="FOLDER", help="folder with event files, also in its subfolders")
     add_work(taken)
     taken.add_argument("--name", required=True, help="name of the new run")
     taken.add_argument(
-        "--rename", action="append", default=[], metavar="TAG=METRIC", help="give a tag another name; can be repeated"
+        "--rename", action="append", default=[], metavar="TAG=METRIC", help="rename a tag; can be repeated"
     )
     taken.add_argument("--tokens-tag", metavar="TAG", help="the tag that holds the tokens seen so far")
 
     sent = add_verb(
         track,
         "export",
-        "send a run to another tracker, from a process of its own that training never notices",
+        "send a run to another tracker, from a separate process that does not slow training",
         "z2a track export my-run --work my-workspace --to wandb --project my-project --follow",
         _export,
     )
@@ -51,7 +52,7 @@ def register(verbs: Subparsers) -> None:
     sent.add_argument(
         "--metric", action="append", default=[], metavar="NAME", help="column of the CSV; can be repeated"
     )
-    sent.add_argument("--follow", action="store_true", help="go on while the run is being written, until it ends")
+    sent.add_argument("--follow", action="store_true", help="keep sending until the run ends")
 
 
 def _import(arguments: argparse.Namespace) -> None:
@@ -70,7 +71,7 @@ def _import(arguments: argparse.Namespace) -> None:
         counts = {"file": done.files, "row": done.rows, "value": done.values, "text": done.texts}
         print(f"{done.folder}: {', '.join(counted(count, noun) for noun, count in counts.items())}")
         for sentence in describe(done.damage):
-            print(f"  left out: {sentence}")
+            print(t(f"  left out: {sentence}"))
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -78,7 +79,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
     kind, *place = arguments.to
     if kind not in KINDS:
-        raise UsageError(f"--to {kind} is not known. Use one of: {', '.join(KINDS)}.")
+        raise UsageError(f"--to {kind} is unknown. Use one of: {', '.join(KINDS)}.")
     if kind == "wandb":
         if place or not arguments.project:
             raise UsageError("For wandb give the project, and no path: --to wandb --project NAME.")
@@ -117,6 +118,6 @@ def _send(run: OpenRun, arguments: argparse.Namespace, folder: Path | None) -> N
         sink = WandbSink(arguments.project, run.folder, state, arguments.name)
         target = f"wandb project {arguments.project}"
     sent = export(run.folder, sink, arguments.follow)
-    print(f"{target}: {counted(sent.rows, 'row')} sent")
+    print(t(f"{target}: {counted(sent.rows, 'row')} sent"))
     if sent.skipped_lines:
-        print(f"  left out: {sent.skipped_lines:,} unreadable lines")
+        print(t(f"  left out: {sent.skipped_lines:,} unreadable lines"))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from zero2all.cli.verb import Subparsers, add_verb, add_work, whole, workspace_of
+from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
@@ -33,25 +34,25 @@ def register(verbs: Subparsers) -> None:
     add_work(parser)
     parser.add_argument("--print-config", action="store_true", help="show the resolved config and stop")
     parser.add_argument("--print-schedule", action="store_true", help="show the learning rate over the steps and stop")
+    parser.add_argument("--dry-run", action="store_true", help="check everything and overfit one batch; write nothing")
     parser.add_argument(
-        "--dry-run", action="store_true", help="check everything, learn one batch by heart, and keep nothing of it"
-    )
-    parser.add_argument(
-        "--plan-only", action="store_true", help="show mesh, layout, memory and bytes of the run by arithmetic and stop"
+        "--plan-only",
+        action="store_true",
+        help="show mesh, layout, memory and traffic of the run, computed without running it, and stop",
     )
     parser.add_argument(
         "--simulate-ranks",
         type=whole(1),
         metavar="N",
-        help="run one step of rank 0 of N with collectives that send nothing, and count memory and bytes",
+        help="run one step as rank 0 of N without sending anything, and count memory and traffic",
     )
-    parser.add_argument("--json", action="store_true", help="with the two before: print JSON")
-    parser.add_argument("--fresh", action="store_true", help="forget an earlier run of this name and start over")
-    parser.add_argument("--accept-changes", action="store_true", help="continue a run although its settings changed")
+    parser.add_argument("--json", action="store_true", help="with --plan-only or --simulate-ranks: print JSON")
+    parser.add_argument("--fresh", action="store_true", help="delete an earlier run of this name and start over")
+    parser.add_argument("--accept-changes", action="store_true", help="continue a run even if its settings changed")
     parser.add_argument(
         "--take-over",
         action="store_true",
-        help="take the run from a process on another host that is silent and, as you know, dead",
+        help="take over the run from a process on another host that you know is dead",
     )
     parser.usage = (
         "z2a train [-h] CONFIG [--work DIR] [--section.field VALUE …]\n"
@@ -109,7 +110,9 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
     )
     if int(os.environ.get("RANK", "0")) > 0:
         return 0  # only rank 0 prints the summary
-    print(f"{summary.run}: step {summary.step}, {summary.tokens:,} tokens, {summary.tokens_per_second:,.0f} tokens/s")
+    print(
+        t(f"{summary.run}: step {summary.step}, {summary.tokens:,} tokens, {summary.tokens_per_second:,.0f} tokens/s")
+    )
     for name, value in summary.held_out.items():
         print(f"  {name:<28} {value:.4f}")
     return 0
@@ -139,7 +142,7 @@ def _plan(arguments: argparse.Namespace, config: RunConfig) -> int:
             print(json.dumps(simulated.values(), indent=2))
         else:
             print_table(simulated.rows())
-            print(f"simulated in {simulated.seconds:.1f} s, {simulated.micro_batch_samples} samples a pass")
+            print(t(f"simulated in {simulated.seconds:.1f} s, {simulated.micro_batch_samples} samples per pass"))
         return 0
     plan = make_plan(config, processes)
     if arguments.json:

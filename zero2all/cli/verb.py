@@ -20,9 +20,9 @@ LAST_PORT = 65535
 Subparsers = Any  # what argparse's add_subparsers returns; it has no public name
 
 OVERRIDES_HELP = """\
-Any field of the config can be set here, over what its file says:
+Any config field can be set here and overrides the file:
   --optim.lr_max 3e-4 --data.mixture '{en: 2, zh: 1}'
-All fields, what they mean and what they are now:
+All fields with their meaning and value:
   z2a train CONFIG --print-config"""
 
 
@@ -73,7 +73,7 @@ def add_output(parser: argparse.ArgumentParser, flag: str, is_folder: bool = Fal
 def _named_path(text: str) -> Path:
     """A path that somebody wrote: an unset variable of the shell would mean the current folder."""
     if not text:
-        raise argparse.ArgumentTypeError("an empty path names nothing to write")
+        raise argparse.ArgumentTypeError("the path is empty")
     return Path(text)
 
 

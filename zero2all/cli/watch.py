@@ -18,7 +18,7 @@ def register(verbs: Subparsers) -> None:
         _watch,
     )
     add_run(watch)
-    watch.add_argument("--once", action="store_true", help="print one picture and end (so does output into a pipe)")
+    watch.add_argument("--once", action="store_true", help="print one frame and exit (as with output into a pipe)")
 
 
 def _watch(arguments: argparse.Namespace) -> None:

@@ -24,6 +24,8 @@ LANGUAGES = ("en", "zh")
 LANGUAGE_VARIABLE = "Z2A_LANG"
 """Set by `--lang`, so that processes started by this one speak the same language."""
 TABLE_NAME = "zh.json"
+COUNTED = re.compile(r"\{\} [\w -]+")
+"""Such as `{} runs`: its hole holds one word, or every sentence that ends so would be taken for it."""
 PACKAGE = Path(__file__).parent.parent
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 CUT = re.compile(r"(?<=[.:;!?])\s+|\n+")
@@ -131,7 +133,8 @@ def _tables() -> _Tables:
             if len(literals) == 1:
                 exact[literals[0]] = chinese.format()
             else:
-                pattern = re.compile("(.*?)".join(map(re.escape, literals)), re.DOTALL)
+                hole = r"(\S+)" if COUNTED.fullmatch(english) else "(.*?)"
+                pattern = re.compile(hole.join(map(re.escape, literals)), re.DOTALL)
                 templates.append(_Template(pattern, max(literals, key=len), sum(map(len, literals)), chinese))
     return _Tables(exact, tuple(sorted(templates, key=lambda template: -template.letters)))
 

@@ -18,6 +18,9 @@ from typing import Any
 from zero2all.common.language import padded, translate
 
 LOG_EVERY_SECONDS = 10.0
+BRIEF_LOG_EVERY_SECONDS = 60.0
+WIDE_COLUMNS = 72
+"""Narrower terminals get no room for the bar itself and its note: both would be broken over lines."""
 TEXT_MARKS = "\n\t\u3000\xa0\u200c\u200d"
 """Line ends, tabs, wide spaces and joiners: what a printed document keeps beside printable characters."""
 
@@ -32,6 +35,20 @@ class Bar:
         """Change the total."""
 
 
+_is_brief = False
+
+
+@contextmanager
+def brief_progress() -> Iterator[None]:
+    """While the block runs, bars vanish when they are done, and log files get fewer lines."""
+    global _is_brief
+    before, _is_brief = _is_brief, True
+    try:
+        yield
+    finally:
+        _is_brief = before
+
+
 @contextmanager
 def progress(label: str, total: float | None, unit: str, done: float = 0, quiet: bool = False) -> Iterator[Bar]:
     """A bar named `label`; `done` units were finished before and do not count in the speed. `quiet` shows nothing."""
@@ -44,7 +61,8 @@ def progress(label: str, total: float | None, unit: str, done: float = 0, quiet:
     else:
         log = _LogBar(label, total, unit, done)
         yield log
-        log.finish()
+        if not _is_brief:
+            log.finish()
 
 
 def say(line: str) -> None:
@@ -94,7 +112,7 @@ class _LogBar(Bar):
         self.done += amount
         self.note = note or self.note
         now = time.monotonic()
-        if now - self.last_line >= LOG_EVERY_SECONDS:
+        if now - self.last_line >= (BRIEF_LOG_EVERY_SECONDS if _is_brief else LOG_EVERY_SECONDS):
             self.last_line = now
             self._print(now)
 
@@ -144,15 +162,16 @@ def _rich_bar(label: str, total: float | None, unit: str, done: float) -> Iterat
             speed = task.finished_speed or task.speed
             return Text("" if speed is None else f"{human_count(speed)} {unit}/s", style="cyan")
 
-    columns = [
+    console = Console(stderr=True)
+    columns: list[ProgressColumn] = [
         TextColumn("{task.description}"),
-        BarColumn(bar_width=30),
         TextColumn("{task.percentage:>3.0f}%"),
         Speed(),
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
-        TextColumn("{task.fields[note]}", style="dim"),
     ]
-    live = Progress(*columns, console=Console(stderr=True), refresh_per_second=5)
+    if console.width >= WIDE_COLUMNS:
+        columns = [columns[0], BarColumn(bar_width=30), *columns[1:], TextColumn("{task.fields[note]}", style="dim")]
+    live = Progress(*columns, console=console, refresh_per_second=5, transient=_is_brief)
     live.start()
     try:
         yield _RichBar(live, live.add_task(padded(label, 10), total=total, completed=int(done), note=""))

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any
 
+from zero2all.common.language import translate as t
+
 
 @dataclass(frozen=True)
 class Range:
@@ -38,7 +40,8 @@ class Range:
     def words(self) -> str:
         """'at least 1', 'above 0 and at most 1'."""
         bounds = {"above": self.above, "at least": self.minimum, "at most": self.maximum, "below": self.below}
-        return " and ".join(f"{word} {_number(bound)}" for word, bound in bounds.items() if bound is not None)
+        words = (f"{t(word)} {_number(bound)}" for word, bound in bounds.items() if bound is not None)
+        return t(" and ").join(words)
 
 
 def _number(value: float) -> str:
@@ -66,8 +69,8 @@ class Problem:
     hint: str = ""
 
     def __str__(self) -> str:
-        hint = f" {self.hint}" if self.hint else ""
-        return f"{self.field[:LONGEST_SHOWN]}: got {_shown(self.value)}, expected {self.expected}.{hint}"
+        text = t(f"{self.field[:LONGEST_SHOWN]}: got {_shown(self.value)}, expected {self.expected}.")
+        return f"{text} {t(self.hint)}" if self.hint else text
 
 
 LONGEST_SHOWN = 200  # characters of a name or value that are printed
@@ -77,7 +80,7 @@ def _shown(value: Any) -> str:
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print whole numbers of more than 4,300 digits
-        return "a number with thousands of digits"
+        return t("a number with thousands of digits")
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]} … ({len(text):,} characters)"
 
 
@@ -88,7 +91,7 @@ class UnknownName(Problem):
 
 class _Missing:
     def __repr__(self) -> str:
-        return "nothing"
+        return t("nothing")
 
 
 MISSING = _Missing()
@@ -316,18 +319,18 @@ def _type_words(kind: Any) -> str:
     origin = typing.get_origin(kind)
     if origin is Annotated:
         inner, *marks = typing.get_args(kind)
-        bounds = " and ".join(mark.words() for mark in marks if isinstance(mark, Range))
+        bounds = t(" and ").join(mark.words() for mark in marks if isinstance(mark, Range))
         return f"{_type_words(inner)} {bounds}".strip()
     if origin is typing.Literal:
-        return "one of " + ", ".join(repr(choice) for choice in typing.get_args(kind))
+        return t(f"one of {', '.join(repr(choice) for choice in typing.get_args(kind))}")
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(_type_words(option) for option in typing.get_args(kind))
+        return t(" or ").join(_type_words(option) for option in typing.get_args(kind))
     if origin is list:
         inner = typing.get_args(kind)[0]
-        return "a list of mappings" if dataclasses.is_dataclass(inner) else f"a list, each {_type_words(inner)}"
+        return t("a list of mappings" if dataclasses.is_dataclass(inner) else f"a list, each {_type_words(inner)}")
     if origin is dict:
-        return f"a mapping such as {{name: value}}, each value {_type_words(typing.get_args(kind)[1])}"
+        return t(f"a mapping such as {{name: value}}, each value {_type_words(typing.get_args(kind)[1])}")
     if dataclasses.is_dataclass(kind):
-        return "a mapping of field names to values"
+        return t("a mapping of field names to values")
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
-    return names.get(kind, str(kind))
+    return t(names.get(kind, str(kind)))

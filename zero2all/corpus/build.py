@@ -103,8 +103,8 @@ def build_corpus(
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise DiskError(
-                    f"The disk of {corpus_folder} is full. Free some space and run the same command: what is finished "
-                    f"is kept and not done twice."
+                    f"The disk of {corpus_folder} is full. Free some space and run the same command again: "
+                    "finished work is kept."
                 ) from error
             raise
 
@@ -185,7 +185,7 @@ class _Build:
         problems: dict[str, str] = {}
         for check, problem in damaged_files(checks, config.workers if config.kind == "local" else None):
             name = source_of[check.path]
-            problems.setdefault(name, f"{problem}; the source {name} is built again")
+            problems.setdefault(name, f"{problem}. The source {name} is built again.")
         self.stale = [part for part in self.parts if part.name not in self.finished or part.name in problems]
         return list(problems.values())
 
@@ -304,7 +304,7 @@ class _Build:
         }
         notes = []
         if self.options.valid_share and self.options.dedup.near == "off":
-            notes = ["near duplicates were not looked for: some of valid may stand, slightly changed, in train"]
+            notes = ["near duplicates were not looked for: train may hold slightly changed copies of valid records"]
         report = make_report(by_source, asdict(self.options), fingerprint(self.inputs), notes)
         if not report["totals"]["records_kept"]:
             raise nothing_kept(self.corpus_folder, report)

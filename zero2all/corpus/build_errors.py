@@ -15,24 +15,28 @@ from zero2all.corpus.sources import FIELD_NAMES, Source, content_flag
 
 def nothing_readable(source: Source, skipped: Mapping[str, int], notes: Sequence[str]) -> BadInputError:
     """The error for a source without a single readable file."""
-    why = f" (left out: {counts_in_words(skipped)})" if skipped else ""
-    hints = "".join(f" {note}." for note in notes[:3])
-    return BadInputError(
-        f"Source {source.name}: nothing readable was found in {source.path}{why}. Expected text, JSON lines, JSON "
-        f"arrays or objects, CSV or parquet, plain, compressed or in archives, in files whose names do not start with "
-        f"a dot.{hints} Check the path."
+    sentences = [f"Source {source.name}: nothing readable was found in {source.path}."]
+    if skipped:
+        sentences.append(f"Files left out: {counts_in_words(skipped)}.")
+    sentences.append(
+        "Expected text, JSON lines, JSON arrays or objects, CSV or parquet, plain, compressed or in archives, in files "
+        "whose names do not start with a dot."
     )
+    sentences += [f"{note}." for note in notes[:3]]
+    return BadInputError(" ".join([*sentences, "Check the path."]))
 
 
 def no_text_field(source: Source, where: str, fields: list[str]) -> BadInputError:
     """The error for rows none of whose fields is known to hold the text."""
     wanted = source.given_mapping.get("content")
-    missing = f"the field '{wanted}' that content was mapped to is not in it" if wanted else "none is a known name"
+    if wanted:
+        problem = f"Source {source.name}: the records in {where} have no field '{wanted}', which content is mapped to."
+    else:
+        problem = f"Source {source.name}: no text field was found in {where}."
     return BadInputError(
-        f"Source {source.name}: no text field was found in {where}. Its records have the fields "
-        f"{', '.join(fields) or '(none)'}; {missing}. Say which field holds the text with --map content=FIELD, "
-        f"for example {content_flag(fields[0] if fields else 'text')}. Recognised without it: "
-        f"{FIELD_NAMES['content'].replace(' ', ', ')}."
+        f"{problem} Its records have the fields {', '.join(fields) or '(none)'}. Name the field that holds the text "
+        f"with --map content=FIELD, for example {content_flag(fields[0] if fields else 'text')}. Recognised without "
+        f"it: {FIELD_NAMES['content'].replace(' ', ', ')}."
     )
 
 
@@ -47,23 +51,23 @@ def nothing_kept(corpus_folder: Path, report: Mapping[str, Any]) -> BadInputErro
             samples = "".join(f"\n    {in_short(sample)}" for sample in source["examples"]["dropped"].get(rule, [])[:2])
             lines.append(
                 f"  {name}: {rule} dropped {count:,} of {source['records_in']:,} records as channel "
-                f"{source['channel']}{', such as:' if samples else ''}{samples}"
+                f"{source['channel']}{samples}"
             )
     look = [
-        f"more samples are in {corpus_folder / name / DROPPED_FOLDER}" for name in sources if sources[name]["dropped"]
+        f"More samples are in {corpus_folder / name / DROPPED_FOLDER}." for name in sources if sources[name]["dropped"]
     ]
     look += [
-        f"what was damaged is listed in {corpus_folder / QUARANTINE_NAME / name}.jsonl"
+        f"Damaged items are listed in {corpus_folder / QUARANTINE_NAME / name}.jsonl."
         for name in sources
         if sources[name]["quarantined"]
     ]
     fields = [mapping["content"] for source in sources.values() for mapping in source["mappings"]]
     taken_from = ", ".join(f"'{field}'" for field in dict.fromkeys(fields)) or "whole text files"
     return BadInputError(
-        f"The corpus is empty: {totals['records_in']:,} records were read and none was kept ({words}). Content was "
+        f"The corpus is empty: {totals['records_in']:,} records were read and none was kept ({words}). Text was "
         f"taken from {taken_from}.\n"
         + "".join(f"{line}\n" for line in lines)
         + "If this is good text, check that the text field is the right one (--map content=FIELD), name the right "
-        "channel (NAME=PATH:CHANNEL with zh, en, code, auto or a word of yours; none: guessed), or loosen the rule "
-        f"(z2a corpus rules); {'; '.join(look)}."
+        "channel (NAME=PATH:CHANNEL with zh, en, code, auto or a name of yours), or loosen the rule "
+        "(z2a corpus rules).\n" + "\n".join(look)
     )

@@ -175,10 +175,9 @@ def guess_channel(titles: Sequence[str], contents: Sequence[str]) -> tuple[str, 
     """The channel that most of the sampled documents of a source belong to, and the figures it rests on."""
     found = Counter(channel for channel in channels_of(titles, contents) if channel is not None)
     if not titles:
-        return "en", "nothing could be sampled"
+        return "en", "no document could be sampled"
     if not found:
-        return "en", f"none of {len(titles):,} sampled documents has letters to tell it by"
+        return "en", "the sampled documents have no letters"
     total = found.total()
     shares = [f"{count / total:.0%} {name}" for name, count in found.most_common()]
-    what = "document" if total == 1 else "documents"
-    return found.most_common(1)[0][0], f"of {total:,} sampled {what} {', '.join(shares)}"
+    return found.most_common(1)[0][0], f"sampled documents: {total:,}; {', '.join(shares)}"

@@ -266,7 +266,7 @@ class _Notes:
             name = str(first.origin.format)
             self.formats[name] = self.formats.get(name, 0) + 1
             if first.origin.is_misnamed:
-                self.note(first.origin.name, "read as plain text: its name says JSON, but there is none in it")
+                self.note(first.origin.name, "read as plain text: the name says JSON, but the file holds none")
         if mapping and mapping not in self.mappings:
             self.mappings.append(dict(mapping))
         elif not mapping and isinstance(first, Row) and not first.is_document:

@@ -26,13 +26,13 @@ def require_readable(path: Path, source_name: str) -> None:
     """Stop with a clear message when a source path is not there or may not be read."""
     if not path.exists():
         raise BadInputError(
-            f"Source {source_name}: {path} does not exist (looked from {Path.cwd()}). Check the spelling; a source "
-            f"is given as NAME=PATH or NAME=PATH:CHANNEL, where PATH is a file or a folder."
+            f"Source {source_name}: {path} does not exist (looked from {Path.cwd()}). Check the spelling. "
+            "Write a source as NAME=PATH or NAME=PATH:CHANNEL, where PATH is a file or a folder."
         )
     if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
-        raise BadInputError(f"Source {source_name}: {path} may not be read by this user. Change its permissions.")
+        raise BadInputError(f"Source {source_name}: you have no permission to read {path}. Change its permissions.")
     if not path.is_dir() and not path.is_file():
-        raise BadInputError(f"Source {source_name}: {path} is neither a file nor a folder.")
+        raise BadInputError(f"Source {source_name}: {path} is neither a file nor a folder. Check the path.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,16 +107,16 @@ def source_numbers(corpus_folder: Path, names: list[str]) -> dict[str, int]:
         or len(set(numbers.values())) < len(numbers)
     ):
         raise BadInputError(
-            f"{path} should map source names to numbers, each to one of its own, and does not. Restore it from a "
-            f"copy, or delete the whole corpus folder and build again (records get new gids)."
+            f"{path} must give every source name a number of its own, and does not. Restore it from a copy, "
+            "or delete the whole corpus folder and build again (records get new gids)."
         )
     new = [name for name in names if name not in numbers]
     for name in new:
         numbers[name] = max(numbers.values(), default=-1) + 1
     if numbers and max(numbers.values()) >= SOURCES_LIMIT:
         raise BadInputError(
-            f"{path} lists more than {SOURCES_LIMIT} sources, and gids have no room for more. Put several inputs "
-            f"into one folder and give that as one source, or start a new workspace."
+            f"{path} lists more than {SOURCES_LIMIT} sources, the largest number that gids can hold. Put "
+            "several inputs into one folder and give that folder as one source, or start a new workspace."
         )
     return numbers
 

@@ -22,7 +22,8 @@ from typing import Any
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import human_bytes, read_json_object
-from zero2all.common.progress import terminal_safe
+from zero2all.common.language import translate as t
+from zero2all.common.progress import counted, terminal_safe
 from zero2all.common.records import REPORT_NAME, report_sources
 from zero2all.corpus.segments import Segment
 
@@ -33,13 +34,13 @@ LENGTH_BUCKETS = 32
 OTHER_REASONS = {
     "duplicate": "The same text as another record, white space aside.",
     "near_duplicate": "Nearly the same text as another record.",
-    "boilerplate": "Nothing was left after lines that stand in many records had been removed.",
+    "boilerplate": "Nothing was left after boilerplate lines, which occur in many records, had been removed.",
 }
 """Why records are dropped by others than the rules of cleaning."""
 STRIKING_SHARE = 0.05
 """A rule that drops a larger share of a source is pointed at, with samples: it may not suit the text."""
 SHOWN_SAMPLES, SHOWN_CHARS = 2, 60
-FOUND_BY_DOCUMENT = "found for each document"
+FOUND_BY_DOCUMENT = "decided for each document"
 """The reason for the channel of a part of an `auto` source."""
 EXAMPLE_CHARS = 300
 """How much of a text the report shows as an example."""
@@ -141,8 +142,8 @@ def read_report(corpus_folder: Path) -> dict[str, Any]:
         report = read_json_object(corpus_folder / REPORT_NAME, "Run `z2a corpus build` again.")
     except FileNotFoundError:
         raise BadInputError(
-            f"There is no finished corpus in {corpus_folder} (no {REPORT_NAME}). Run `z2a corpus build NAME=PATH` "
-            f"first; if it was interrupted, running it again continues."
+            f"There is no finished corpus in {corpus_folder} (no {REPORT_NAME}). Run `z2a corpus build "
+            "NAME=PATH` first. If it was interrupted, run it again to continue."
         ) from None
     report_sources(report, corpus_folder / REPORT_NAME, "Run `z2a corpus build` again.")
     return report
@@ -175,7 +176,7 @@ def summary_notes(report: dict[str, Any], work: Path | None = None) -> list[str]
             is_part = source["channel_reason"] == FOUND_BY_DOCUMENT
             whole = name.removesuffix(f"-{source['channel']}") if is_part else name
             words = [f"{whole}: fields guessed: {mapping_in_words(mapping)}" for mapping in source["mappings"]]
-            guesses = [f"{each}; all others are kept under 'others'" for each in words]
+            guesses = [f"{each}; all other fields are kept under 'others'" for each in words]
             notes += [each for each in guesses if each not in notes]
         if source["dropped"]:
             notes.append(f"{name}: dropped {counts_in_words(source['dropped'])}")
@@ -183,27 +184,32 @@ def summary_notes(report: dict[str, Any], work: Path | None = None) -> list[str]
             share = count / source["records_in"]
             if share > STRIKING_SHARE:
                 samples = source["examples"]["dropped"].get(rule, [])[:SHOWN_SAMPLES]
-                such = "".join(f"; such as: {in_short(sample, SHOWN_CHARS)}" for sample in samples[:1])
-                such += "".join(f" | {in_short(sample, SHOWN_CHARS)}" for sample in samples[1:])
+                excerpts = " | ".join(in_short(sample, SHOWN_CHARS) for sample in samples)
                 look = f"z2a corpus show {in_work}{name} --dropped {rule}"
-                notes.append(
-                    f"{name}: {rule} dropped {share:.0%} of the records as channel {source['channel']}; see whether "
-                    f"it should: {look}{such}"
+                note = (
+                    f"{name}: {rule} dropped {share:.0%} of the records as channel {source['channel']}. Check whether "
+                    f"it should: {look}"
                 )
+                notes.append(note)
+                if excerpts:
+                    notes.append(f"{name}: {rule} dropped, for example: {excerpts}")
         if source["masked"]:
             notes.append(f"{name}: masked {counts_in_words(source['masked'])}")
         notes += [f"{name}: {words}" for words in facts_in_words(source).values()]
         if source["quarantined"]:
             reasons = counts_in_words(source["quarantined_by_reason"])
             listed = (work or Path()) / "corpus/quarantine" / f"{name}.jsonl"
-            hint = "; if one of their fields is the text, name it: --map content=FIELD"
-            hint = hint if "no_text_field" in source["quarantined_by_reason"] else ""
-            notes.append(f"{name}: quarantined {reasons}; see {listed}{hint}")
+            notes.append(f"{name}: quarantined {reasons}; see {listed}")
+            if "no_text_field" in source["quarantined_by_reason"]:
+                notes.append(
+                    f"{name}: some records have no text field; if one of their fields is the text, name it "
+                    f"with --map content=FIELD"
+                )
         if source["skipped_files"]:
             notes.append(f"{name}: files not read: {counts_in_words(source['skipped_files'])}")
         notes += [f"{name}: {note}" for note in source["reading_notes"]]
         if not source["valid_records"] and report["options"]["valid_share"]:
-            notes.append(f"{name}: too few records to hold any out for validation")
+            notes.append(f"{name}: too few records to hold out any for validation")
     return notes + report["notes"]
 
 
@@ -213,29 +219,26 @@ def facts_in_words(source: Mapping[str, Any]) -> dict[str, str]:
     if (contained := source["contained"]).get("records"):
         example = contained["examples"][0]
         words["contained"] = (
-            f"{contained['records']:,} of {contained['looked_up']:,} records looked up stand to 80% or more inside a "
-            f"longer one and were kept, such as gid {example['gid']} in gid {example['inside']}"
+            f"{contained['records']:,} of {contained['looked_up']:,} records looked up are contained in a "
+            f"longer record to 80% or more and were kept, such as gid {example['gid']} in gid "
+            f"{example['inside']}"
         )
     if counts := source["private_use"]:
         words["characters"] = (
-            f"private-use characters in {_counted(counts['records'], 'record')}: {counts.get('mapped', 0):,} became "
-            f"the standard characters of GB18030, {counts.get('removed', 0):,} were taken out"
+            f"private-use characters in {counted(counts['records'], 'record')}: {counts.get('mapped', 0):,} "
+            f"replaced by the standard characters of GB18030, {counts.get('removed', 0):,} removed"
         )
     if counts := source.get("replaced"):  # not in reports of earlier versions
         words["bad bytes"] = (
-            f"{_counted(counts['characters'], 'character')} in {_counted(counts['records'], 'record')} could not be "
-            f"decoded and became U+FFFD; text in another encoding needs conversion"
+            f"{counted(counts['characters'], 'character')} in {counted(counts['records'], 'record')} could "
+            "not be decoded and became U+FFFD; convert text that is in another encoding first"
         )
     return words
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
-
-
 def mapping_in_words(mapping: Mapping[str, str]) -> str:
     """{'content': 'text'} -> "content from 'text'"."""
-    return ", ".join(f"{target} from '{raw}'" for target, raw in mapping.items())
+    return ", ".join(t(f"{target} from '{raw}'") for target, raw in mapping.items())
 
 
 def in_short(text: str, chars: int = 100) -> str:
@@ -246,7 +249,7 @@ def in_short(text: str, chars: int = 100) -> str:
 
 def counts_in_words(counts: Mapping[str, int]) -> str:
     """{'empty': 3, 'duplicate': 1200} -> '1,200 duplicate, 3 empty'."""
-    return ", ".join(f"{count:,} {reason}" for reason, count in by_size(counts))
+    return ", ".join(f"{count:,} {t(reason)}" for reason, count in by_size(counts))
 
 
 def by_size(counts: Mapping[str, int]) -> list[tuple[str, int]]:

@@ -13,6 +13,8 @@ from typing import Any
 
 from zero2all.common.files import human_bytes, package_text
 from zero2all.common.html import html_page
+from zero2all.common.language import translate as t
+from zero2all.common.progress import counted
 from zero2all.corpus.clean.config import RULES
 from zero2all.corpus.report import (
     EXAMPLE_CHARS,
@@ -46,7 +48,7 @@ def report_html(report: Mapping[str, Any]) -> str:
         *(_source_section(name, source, anchors[name]) for name, source in sources.items()),
         _settings(report),
     ]
-    return html_page("Corpus report", package_text(__package__, "report.css"), body)
+    return html_page(t("Corpus report"), package_text(__package__, "report.css"), body)
 
 
 # ---- the corpus as a whole ------------------------------------------------------------------------------------
@@ -57,17 +59,17 @@ def _headline(totals: Mapping[str, Any]) -> str:
     kept, valid = totals["records_kept"], totals["valid_records"]
     text_share = _share(totals["bytes_kept"], totals["bytes_in"])
     tiles = [
-        ("text kept", human_bytes(totals["bytes_kept"]), f"{text_share} of what came in"),
-        ("records kept", f"{kept:,}", f"of {totals['records_in']:,} read"),
-        ("held out", f"{valid:,}", f"{_share(valid, kept)} of the kept"),
-        ("dropped", f"{dropped:,}", f"{_share(dropped, totals['records_in'])} of the records"),
-        ("quarantined", f"{totals['quarantined']:,}", "damaged items"),
+        ("text kept", human_bytes(totals["bytes_kept"]), t(f"{text_share} of the input text")),
+        ("records kept", f"{kept:,}", t(f"of {totals['records_in']:,} read")),
+        ("held out", f"{valid:,}", t(f"{_share(valid, kept)} of the kept records")),
+        ("dropped", f"{dropped:,}", t(f"{_share(dropped, totals['records_in'])} of the records")),
+        ("quarantined", f"{totals['quarantined']:,}", t("damaged items")),
     ]
     shown = "".join(
-        f'<div class="tile"><dt>{label}</dt><dd><b>{escape(value)}</b><span>{escape(under)}</span></dd></div>'
+        f'<div class="tile"><dt>{t(label)}</dt><dd><b>{escape(value)}</b><span>{escape(under)}</span></dd></div>'
         for label, value, under in tiles
     )
-    return f'<header><h1>Corpus report</h1><dl class="tiles">{shown}</dl></header>'
+    return f'<header><h1>{t("Corpus report")}</h1><dl class="tiles">{shown}</dl></header>'
 
 
 def _balance(sources: Sources) -> str:
@@ -79,16 +81,16 @@ def _balance(sources: Sources) -> str:
         total.update({"dropped": sum(source["dropped"].values()), "quarantined": source["quarantined"]})
         sizes.update({"in": source["bytes_in"], **accounted_bytes(source)})
     rows = "".join(
-        f'<div class="balance"><h3>{title}</h3>{_stacked(parts)}{_equation(parts)}</div>'
+        f'<div class="balance"><h3>{t(title)}</h3>{_stacked(parts)}{_equation(parts)}</div>'
         for title, parts in (("Records", total), ("Bytes of text", sizes))
     )
-    return f"<section><h2>Where everything went</h2>{rows}</section>"
+    return f"<section><h2>{t('What became of the input')}</h2>{rows}</section>"
 
 
 def _stacked(parts: Mapping[str, int]) -> str:
     """A bar of everything that came in; the equation below it has the figures."""
     bars = "".join(
-        f'<i class="{name}" style="flex-grow:{size}" title="{name}: {size:,} ({_share(size, parts["in"])})"></i>'
+        f'<i class="{name}" style="flex-grow:{size}" title="{t(name)}: {size:,} ({_share(size, parts["in"])})"></i>'
         for name, size in parts.items()
         if name != "in" and size
     )
@@ -98,13 +100,13 @@ def _stacked(parts: Mapping[str, int]) -> str:
 def _equation(parts: Mapping[str, int]) -> str:
     total, *terms = parts.items()
     words = " + ".join(
-        f'<span class="term"><i class="key {name}"></i>{size:,} {name}</span>'
+        f'<span class="term"><i class="key {name}"></i>{size:,} {t(name)}</span>'
         for name, size in terms
         if size or name in ("kept", "dropped", "quarantined")
     )
     holds = total[1] == sum(size for _, size in terms)
-    mark = '<b class="right">✓ adds up</b>' if holds else '<b class="wrong">✗ does not add up</b>'
-    return f'<p class="equation"><span class="term">{total[1]:,} in</span> = {words} {mark}</p>'
+    mark = f'<b class="right">✓ {t("adds up")}</b>' if holds else f'<b class="wrong">✗ {t("does not add up")}</b>'
+    return f'<p class="equation"><span class="term">{total[1]:,} {t("in")}</span> = {words} {mark}</p>'
 
 
 def _make_up(sources: Sources) -> str:
@@ -131,23 +133,23 @@ def _make_up(sources: Sources) -> str:
             f'<span class="figure">{human_bytes(size)} · {_share(size, total)}</span>'
             f'<span class="under">{names}</span></div>'
         )
-    return f'<section><h2>Channels, by text kept</h2><div class="bars">{"".join(rows)}</div></section>'
+    return f'<section><h2>{t("Channels, by text kept")}</h2><div class="bars">{"".join(rows)}</div></section>'
 
 
 def _sources_table(report: Mapping[str, Any], anchors: Mapping[str, str]) -> str:
     heading, *rows = summary_rows(report)
-    head = "".join(f'<th scope="col">{name}</th>' for name in [*heading, "of the bytes read"])
+    head = "".join(f'<th scope="col">{t(name)}</th>' for name in [*heading, "of the bytes read"])
     body = "".join(
         f'<tr><th scope="row"><a href="#{anchors[name]}">{escape(name)}</a></th>{_cells(figures)}'
         f"<td>{_share_bar(report['sources'][name])}</td></tr>"
         for name, *figures in rows[: len(anchors)]
     )
     foot = "".join(
-        f'<tfoot><tr><th scope="row">{name}</th>{_cells(figures)}<td></td></tr></tfoot>'
+        f'<tfoot><tr><th scope="row">{t(name)}</th>{_cells(figures)}<td></td></tr></tfoot>'
         for name, *figures in rows[len(anchors) :]
     )
     return (
-        '<section><h2>Sources</h2><div class="wide" tabindex="0" role="region" aria-label="Sources">'
+        f'<section><h2>{t("Sources")}</h2><div class="wide" tabindex="0" role="region" aria-label="{t("Sources")}">'
         f'<table class="sources"><thead><tr>{head}</tr></thead><tbody>{body}</tbody>{foot}</table></div></section>'
     )
 
@@ -158,7 +160,7 @@ def _cells(figures: Sequence[str]) -> str:
 
 def _share_bar(source: Source) -> str:
     parts = {"in": source["bytes_in"], **accounted_bytes(source)}
-    words = ", ".join(f"{name} {_share(size, parts['in'])}" for name, size in parts.items() if size and name != "in")
+    words = ", ".join(f"{t(name)} {_share(size, parts['in'])}" for name, size in parts.items() if size and name != "in")
     return f'<div role="img" aria-label="{words}">{_stacked(parts)}</div>'
 
 
@@ -181,18 +183,22 @@ def _rules_table(report: Mapping[str, Any], anchors: Mapping[str, str]) -> str:
             share = count / max(source["records_in"], 1)
             heat = (share / most) ** 0.5
             cells.append(
-                f'<td class="heat" style="--heat:{heat:.3f}" title="{share:.2%} of its records">'
+                f'<td class="heat" style="--heat:{heat:.3f}" title="{t(f"{share:.2%} of its records")}">'
                 f"<span>{count:,}</span></td>"
                 if count
                 else '<td class="none">·</td>'
             )
         label = f'<th scope="row"><code>{escape(rule)}</code><small>{escape(_meaning(rule))}</small></th>'
         rows.append(f"<tr>{label}<td><b>{total:,}</b></td>{''.join(cells)}</tr>")
+    title = t("Dropped, by rule and source")
+    explained = t(
+        "The figures are records. A deeper colour means a larger share of that source. Samples are listed below, under "
+        "each source."
+    )
     return (
-        '<section><h2>Dropped, by rule and source</h2><p class="faint">Records. The deeper the colour, the larger the '
-        "share of that source. Samples of each stand below, under the source.</p>"
-        '<div class="wide" tabindex="0" role="region" aria-label="Dropped, by rule and source">'
-        f'<table class="{kind}"><thead><tr><th scope="col">rule</th><th scope="col">all</th>{names}</tr></thead>'
+        f'<section><h2>{title}</h2><p class="faint">{explained}</p>'
+        f'<div class="wide" tabindex="0" role="region" aria-label="{title}"><table class="{kind}"><thead>'
+        f'<tr><th scope="col">{t("rule")}</th><th scope="col">{t("all")}</th>{names}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div></section>"
     )
 
@@ -203,13 +209,13 @@ def _settings(report: Mapping[str, Any]) -> str:
         f'<tr><th scope="row"><code>{escape(name)}</code></th><td>{escape(value)}</td></tr>'
         for name, value in _flattened(report["options"])
     )
-    notes = "".join(f"<li>{escape(note)}</li>" for note in report["notes"])
+    notes = "".join(f"<li>{escape(t(note))}</li>" for note in report["notes"])
     return (
-        (f"<section><h2>Notes</h2><ul>{notes}</ul></section>" if notes else "")
-        + "<section><h2>How it was built</h2><details><summary>Settings</summary>"
+        (f"<section><h2>{t('Notes')}</h2><ul>{notes}</ul></section>" if notes else "")
+        + f"<section><h2>{t('How it was built')}</h2><details><summary>{t('Settings')}</summary>"
         + f'<div class="wide"><table class="settings"><tbody>{rows}</tbody></table></div></details>'
-        + f'<p class="faint">Fingerprint of files, settings and rules: <code>{escape(report["inputs"])}</code>. '
-        + "The same files, settings and rules give the same records, byte for byte.</p></section>"
+        + f'<p class="faint">{t("Fingerprint of files, settings and rules")}: <code>{escape(report["inputs"])}</code>. '
+        + f"{t('The same files, settings and rules give the same records, byte for byte.')}</p></section>"
     )
 
 
@@ -218,7 +224,7 @@ def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
         if isinstance(value, Mapping) and value:
             yield from _flattened(value, f"{prefix}{name}.")
         else:
-            words = "defaults of each channel" if value == {} else str(value)
+            words = t("defaults of each channel") if value == {} else str(value)
             yield f"{prefix}{name}", f"{value:,}" if type(value) is int else words
 
 
@@ -229,37 +235,39 @@ def _source_section(name: str, source: Source, anchor: str) -> str:
     sizes = {script: shares["bytes"] for script, shares in source["scripts"].items()}
     total = sum(sizes.values()) or 1
     bars = "".join(_bar(script, size, total, human_bytes(size)) for script, size in sizes.items())
-    scripts = f'<div class="bars">{bars}</div>' if sizes else '<p class="faint">nothing was kept</p>'
+    scripts = f'<div class="bars">{bars}</div>' if sizes else f'<p class="faint">{t("nothing was kept")}</p>'
     lengths = {int(low): count for low, count in source["length_histogram"].items()}
-    facts = "".join(f"<div><dt>{label}</dt><dd>{escape(words)}</dd></div>" for label, words in _facts(source))
+    facts = "".join(f"<div><dt>{t(label)}</dt><dd>{escape(t(words))}</dd></div>" for label, words in _facts(source))
     kept = _texts(source["examples"]["kept"], source["channel"])
+    captions = [t("Length of the kept texts"), t("Scripts, by bytes of kept text")]
     parts = [
         f'<section class="source" id="{anchor}"><h2>{escape(name)} ',
         f'<span class="chip">{escape(source["channel"])}</span></h2><dl class="facts">{facts}</dl>',
-        f'<div class="plots"><figure><figcaption>Length of the kept texts</figcaption>{length_plot(lengths)}</figure>',
-        f"<figure><figcaption>Scripts, by bytes of kept text</figcaption>{scripts}</figure></div>",
+        f'<div class="plots"><figure><figcaption>{captions[0]}</figcaption>{length_plot(lengths)}</figure>',
+        f"<figure><figcaption>{captions[1]}</figcaption>{scripts}</figure></div>",
         _dropped(source),
         _quarantined(name, source),
     ]
     if source["examples"]["kept"]:
-        parts.append(f'<details class="samples"><summary>The first texts that were kept</summary>{kept}</details>')
+        parts.append(f'<details class="samples"><summary>{t("The first kept texts")}</summary>{kept}</details>')
     return "".join(parts) + "</section>"
 
 
 def _facts(source: Source) -> Iterator[tuple[str, str]]:
     """What is to be said of a source in a line each."""
     formats = source["formats"]
-    kinds = ", ".join(kind if len(formats) == 1 else f"{count:,} {kind}" for kind, count in formats.items())
-    files = f"{source['input_files']:,} file{'' if source['input_files'] == 1 else 's'}"
-    size = f"{human_bytes(source['input_file_bytes'])} on disk"
-    yield "files", f"{files} ({kinds}), {size}" if kinds else f"{files}, {size}"
+    kinds = ", ".join(t(kind) if len(formats) == 1 else f"{count:,} {t(kind)}" for kind, count in formats.items())
+    files, size = counted(source["input_files"], "file"), human_bytes(source["input_file_bytes"])
+    yield "files", f"{files} ({kinds}), {size} on disk" if kinds else f"{files}, {size} on disk"
     if source["skipped_files"]:
         yield "not read", counts_in_words(source["skipped_files"])
-    guessed = "guessed: " if source["channel_guessed"] else ""
-    yield "channel", f"{source['channel']} ({guessed}{source['channel_reason']})"
+    if source["channel_guessed"]:
+        yield "channel", f"{source['channel']} (guessed: {t(source['channel_reason'])})"
+    else:
+        yield "channel", f"{source['channel']} ({t(source['channel_reason'])})"
     for mapping in source["mappings"]:
-        guessed = " (guessed)" if source["mapping_guessed"] else ""
-        yield "fields", mapping_in_words(mapping) + guessed
+        words = mapping_in_words(mapping)
+        yield "fields", f"{words} (guessed)" if source["mapping_guessed"] else words
     kept = source["records_kept"]
     if kept:
         mean = human_bytes(source["bytes_kept"] / kept)
@@ -282,7 +290,7 @@ def _bar(name: str, size: int, total: int, words: str) -> str:
 def _dropped(source: Source) -> str:
     """A line for each rule, which opens to show what it dropped."""
     if not source["dropped"]:
-        return '<h3>Dropped</h3><p class="faint">no record</p>'
+        return f'<h3>{t("Dropped")}</h3><p class="faint">{t("no record")}</p>'
     top = max(source["dropped"].values())
     rules = []
     for rule, count in by_size(source["dropped"]):
@@ -294,7 +302,7 @@ def _dropped(source: Source) -> str:
         )
         texts = _texts(source["examples"]["dropped"].get(rule, []), source["channel"])
         rules.append(f'<details class="rule">{line}{texts}</details>')
-    return f"<h3>Dropped, by rule (share of the records read)</h3>{''.join(rules)}"
+    return f"<h3>{t('Dropped, by rule (share of the records read)')}</h3>{''.join(rules)}"
 
 
 def _quarantined(name: str, source: Source) -> str:
@@ -304,15 +312,15 @@ def _quarantined(name: str, source: Source) -> str:
     bars = "".join(_bar(reason, count, source["quarantined"], f"{count:,}") for reason, count in reasons)
     where = f"corpus/quarantine/{name}.jsonl"
     return (
-        f'<h3>Quarantined, by reason</h3><div class="bars damaged">{bars}</div>'
-        f'<p class="faint">Each item with its file, place and beginning: <code>{escape(where)}</code></p>'
+        f'<h3>{t("Quarantined, by reason")}</h3><div class="bars damaged">{bars}</div>'
+        f'<p class="faint">{t("Each item with its file, place and beginning:")} <code>{escape(where)}</code></p>'
     )
 
 
 def _texts(texts: Sequence[str], channel: str) -> str:
     """Texts of the corpus, with a mark where one was cut; the language decides how Han characters are drawn."""
     if not texts:
-        return '<p class="faint">no sample was kept</p>'
+        return f'<p class="faint">{t("no sample was kept")}</p>'
     language = ' lang="zh"' if channel == "zh" else ""
     kind = "code" if channel == "code" else "prose"
     shown = [f"{text} …" if len(text) >= EXAMPLE_CHARS else text for text in texts]
@@ -325,7 +333,7 @@ def _texts(texts: Sequence[str], channel: str) -> str:
 def length_plot(lengths: Mapping[int, int]) -> str:
     """A histogram over powers of two bytes, as SVG."""
     if not lengths:
-        return '<p class="faint">nothing was kept</p>'
+        return f'<p class="faint">{t("nothing was kept")}</p>'
     first, last = min(lengths).bit_length() - 1, max(lengths).bit_length() - 1
     buckets = range(first, last + 1)
     width, left, right, top, base = 480, 44, 20, 8, 148
@@ -344,25 +352,26 @@ def length_plot(lengths: Mapping[int, int]) -> str:
         count = lengths.get(1 << bucket, 0)
         tall = max((base - top) * count / ceiling, 1 if count else 0)
         x = left + place * step
-        words = f"{_binary_size(1 << bucket)} to {_binary_size(2 << bucket)}: {count:,} records"
+        words = t(f"{_binary_size(1 << bucket)} to {_binary_size(2 << bucket)}: {count:,} records")
         shapes.append(
             f'<rect class="bar" x="{x + 1:.1f}" y="{base - tall:.1f}" width="{step - 2:.1f}" height="{tall:.1f}">'
             f"<title>{words}</title></rect>"
         )
     shapes.append(f'<line class="axis" x1="{left}" x2="{width - right}" y1="{base}" y2="{base}"/>')
-    middle = _middle_bucket(lengths)
-    words = f"Half of the records are shorter than some length between {middle}."
+    low, high = _middle_bucket(lengths)
+    words = t(f"The median length lies between {low} and {high}.")
+    scale = t("Bytes of text per record; each bar covers twice the range of the one before it.")
     return (
         f'<svg viewBox="0 0 {width} {base + 24}" role="img" aria-label="{words}">{"".join(shapes)}</svg>'
-        f'<p class="faint">Bytes of text a record; bars double in width. The median lies between {middle}.</p>'
+        f'<p class="faint">{scale} {words}</p>'
     )
 
 
-def _middle_bucket(lengths: Mapping[int, int]) -> str:
+def _middle_bucket(lengths: Mapping[int, int]) -> tuple[str, str]:
     lows = sorted(lengths)
     sums = itertools.accumulate(lengths[low] for low in lows)
     middle = next(low for low, below in zip(lows, sums, strict=True) if 2 * below >= sum(lengths.values()))
-    return f"{_binary_size(middle)} and {_binary_size(2 * middle)}"
+    return _binary_size(middle), _binary_size(2 * middle)
 
 
 def _round_scale(most: int) -> tuple[int, list[int]]:
@@ -386,12 +395,12 @@ def _binary_size(count: int) -> str:
 
 def _meaning(rule: str) -> str:
     """A rule in a sentence."""
-    return {**OTHER_REASONS, **RULES}.get(rule, "").replace("Also edits", "It also edits")
+    return t({**OTHER_REASONS, **RULES}.get(rule, ""))
 
 
 def _share(part: float, whole: float) -> str:
     """0.9987 -> '99.9%'; never rounds a remainder away."""
     share = part / whole if whole else 0.0
     if 0 < share < 0.001:
-        return "under 0.1%"
-    return "over 99.9%" if 0.9995 <= share < 1 else f"{share:.1%}"
+        return t("under 0.1%")
+    return t("over 99.9%") if 0.9995 <= share < 1 else f"{share:.1%}"

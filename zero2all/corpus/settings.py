@@ -110,7 +110,7 @@ class BuildOptions:
         channels = [name for name in self.clean if name not in RULES] or ["en"]
         for channel in channels:
             if self.clean.get(channel) is not None and not isinstance(self.clean[channel], Mapping):
-                expected = f"a mapping of rules; `{channel}` is taken for a channel, as no rule has that name"
+                expected = f"a mapping of rules; there is no rule named `{channel}`, so it is read as a channel"
                 problems.append(Problem(f"clean.{channel}", self.clean[channel], expected))
             else:
                 self._built(channel, problems)
@@ -239,7 +239,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = read_yaml(path)
     except FileNotFoundError:
-        raise UsageError(f"There is no file {path}. A source is given as NAME=PATH; a build as a YAML file.") from None
+        raise UsageError(f"There is no file {path}. Give a source as NAME=PATH, or a build as a YAML file.") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read as YAML: {error}") from error
     values = _with_text_keys(values)

@@ -13,6 +13,7 @@ from typing import Any
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import human_bytes
+from zero2all.common.progress import counted
 from zero2all.corpus.build_errors import no_text_field, nothing_readable
 from zero2all.corpus.listing import UNREADABLE
 from zero2all.corpus.plan import Part, SourcePlan, planned_units
@@ -45,7 +46,7 @@ def require_usable(
     for part in parts:
         path = corpus_folder / QUARANTINE_NAME / f"{part.name}.jsonl"
         damage = write_quarantine(path, segments[part.name], part.number)
-        listed = f"Found: {damage}. Each is listed with file, place and reason in {path}."
+        listed = f"Found: {damage}. Each one is listed with file, place and reason in {path}."
         if part.is_main:
             whole = Tally.of(segment for each in parts if each.plan is part.plan for segment in segments[each.name])
             _require_undamaged(part, whole, tallies[part.name], listed, read[part.plan.name], options.max_damaged_share)
@@ -87,19 +88,20 @@ def _require_undamaged(
     share = min(1.0, max(damaged / records_in, unread_share))
     if share > most:
         _forget_unreadable(plan, segments)
-        are = "is" if damaged == 1 else "are"
-        behind = f", and {unread_bytes:,} bytes behind damaged places could not be read" if unread_bytes else ""
-        hint = ""
+        sentences = [
+            f"Source {source.name}: {damaged:,} of {records_in:,} records are damaged ({share:.2%}; at most {most:.2%} "
+            f"is allowed)."
+        ]
+        if unread_bytes:
+            sentences.append(f"After damaged places, {unread_bytes:,} bytes could not be read.")
+        sentences.append(listed)
         if without_text and fields:
-            hint = (
-                f"If a field of those without text ({', '.join(fields[:NAMED_FIELDS])}) is the text, name it, for "
-                f"example {content_flag(fields[0])}. "
+            sentences.append(
+                f"Some records have no text field. If one of their fields ({', '.join(fields[:NAMED_FIELDS])}) is the "
+                f"text, name it, for example {content_flag(fields[0])}."
             )
-        raise BadInputError(
-            f"Source {source.name}: {damaged:,} of {records_in:,} records {are} damaged{behind}: {share:.2%}, "
-            f"where {most:.2%} is allowed. {listed} {hint}Repair the input, or accept the loss with a larger "
-            f"--max-damaged-share."
-        )
+        sentences.append("Repair the input, or accept the loss with a larger --max-damaged-share.")
+        raise BadInputError(" ".join(sentences))
 
 
 def too_many_dropped(
@@ -114,14 +116,16 @@ def too_many_dropped(
             f"channel {part.channel}, such as:"
         )
         lines += [f"    {in_short(excerpt)}" for excerpt in dropped_excerpts(segments[part.name], rule)]
-    sources = " and ".join(dict.fromkeys(part.plan.name for part, *_ in found))
+    sources = ", ".join(dict.fromkeys(part.plan.name for part, *_ in found))
     return BadInputError(
-        f"A rule drops more than {MOST_DROPPED_BY_GUESS:.0%} of a source whose channel was guessed: the guess or the "
-        f"rule may be wrong. Nothing was written to the corpus; what was read is kept.\n"
+        f"A rule drops more than {MOST_DROPPED_BY_GUESS:.0%} of a source whose channel was guessed: the guess "
+        "or the rule may be wrong. Nothing was written to the corpus; what was read is kept.\n"
         + "\n".join(lines)
-        + f"\nIf this is good text, name the channel of {sources}: NAME=PATH:CHANNEL with zh, en, code, auto (each "
-        f"document by its own text) or a word of yours, or loosen the rule. If it is rubbish, run the same command "
-        f"with --accept-drops: it goes on from here."
+        + (
+            f"\nIf this is good text, name the channel of {sources} as NAME=PATH:CHANNEL (zh, en, code, auto for "
+            "each document by its own text, or a name of yours), or loosen the rule. If it is bad text, run the "
+            "same command with --accept-drops: it continues from here."
+        )
     )
 
 
@@ -145,17 +149,16 @@ def segments_of(part: Part, read: list[Segment]) -> list[Segment]:
 
 def plan_in_words(plan: SourcePlan) -> str:
     """What was found and guessed, in a line."""
-    files = f"{len(plan.listing.files):,} file{'' if len(plan.listing.files) == 1 else 's'}"
-    parts = [f"{files}, {human_bytes(plan.listing.size_bytes)}"]
+    parts = [f"{counted(len(plan.listing.files), 'file')}, {human_bytes(plan.listing.size_bytes)}"]
     if plan.look.formats:
         parts.append(" and ".join(plan.look.formats))
     if plan.source.is_auto:
-        parts.append(
-            f"each document goes to the source of its channel, {plan.name}-zh and so on: {plan.channel_reason}"
-        )
+        parts.append(f"each document goes to the source of its channel, such as {plan.name}-zh: {plan.channel_reason}")
     else:
-        guessed = "" if plan.source.given_channel else f" (guessed: {plan.channel_reason})"
-        parts.append(f"channel {plan.channel}{guessed}")
+        is_given = plan.source.given_channel
+        parts.append(
+            f"channel {plan.channel}" if is_given else f"channel {plan.channel} (guessed: {plan.channel_reason})"
+        )
     parts += [mapping_in_words(mapping) for mapping in plan.look.mappings]
     return f"{plan.name}: {'; '.join(parts)}"
 

@@ -195,11 +195,11 @@ def source_problems(sources: Sequence[Source]) -> list[str]:
     problems = []
     names = [source.name for source in sources]
     if not sources:
-        problems.append("no source was given; name at least one as NAME=PATH")
+        problems.append("no source was given; give at least one as NAME=PATH")
     problems += [f"the source name {name} is used twice" for name in dict.fromkeys(names) if names.count(name) > 1]
     parts = [name for source in sources if source.is_auto for name in source.possible_names]
     problems += [
-        f"the source name {name} is also that of a part of a source whose channel is {AUTO}"
+        f"the source name {name} is also the name of a part of a source whose channel is {AUTO}"
         for name in dict.fromkeys([*names, *parts])
         if name in parts and names.count(name) + parts.count(name) > 1
     ]
@@ -207,11 +207,11 @@ def source_problems(sources: Sequence[Source]) -> list[str]:
         if not NAME_PATTERN.fullmatch(source.name) or ".partial-" in source.name:
             problems.append(f"'{source.name}' cannot be a source name: use letters, digits, '_', '-' and '.'")
         if source.name in RESERVED_NAMES:
-            problems.append(f"'{source.name}' is a name the corpus folder needs for itself; choose another")
+            problems.append(f"'{source.name}' is a name the corpus folder uses itself; choose another")
         if source.channel is not None and not CHANNEL_PATTERN.fullmatch(source.channel):
             problems.append(f"'{source.channel}' cannot be a channel name: use letters, digits, '_' and '-'")
         if source.kind is not None and source.kind not in KINDS:
-            problems.append(f"'{source.kind}' is no kind of source; known are {', '.join(KINDS)}")
+            problems.append(f"'{source.kind}' is not a kind of source; known are {', '.join(KINDS)}")
         unknown = sorted(set(source.mapping or {}) - set(FIELD_NAMES))
         if unknown:
             problems.append(

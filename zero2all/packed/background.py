@@ -79,7 +79,7 @@ def _check_all(check: ShardCheck, read: Callable[[int], Any], files: int, on_pro
                 return
         check.finished = True
     except UserError as error:  # the check cannot be made, which is no reason to stop the run
-        on_problem(f"the shards are not checked any further: {error}")
+        on_problem(f"the check of the shards stopped: {error}")
     except ReadersEndedError:  # with the run
         return
 

@@ -90,8 +90,8 @@ def open_best_fit(split: PackedSplit, seq_len: int) -> BestFitIndex:
         split.remote.bring(folder, manifest["files"])
     if not is_current(folder, "best_fit", _inputs(split, seq_len)):
         raise BadInputError(
-            f"{folder} is an index of other tokens than {split.folder} holds now, or one of its files is damaged. "
-            f"Run `{BEST_FIT_COMMAND} {seq_len}` again."
+            f"{folder} does not belong to the tokens in {split.folder}, or one of its files is damaged. Run "
+            f"`{BEST_FIT_COMMAND} {seq_len}` again."
         )
     arrays = [map_array(folder / name, dtype) for name, dtype in ARRAYS.items()]
     return BestFitIndex(folder, manifest, *arrays)

@@ -53,9 +53,13 @@ def _turn(message: Any, role_key: str, text_key: str, where: str) -> Turn:
     text = message.get(text_key) if isinstance(message, dict) else None
     role = OTHER_ROLE_NAMES.get(str(role), role)
     if role not in ROLES:
-        raise BadInputError(f"{where}: the role is {role!r}, expected one of {', '.join(ROLES)}. Fix it and rebuild.")
+        raise BadInputError(
+            f"{where}: the role is {role!r}, expected one of {', '.join(ROLES)}. Correct it and build the corpus again."
+        )
     if not isinstance(text, str):
-        raise BadInputError(f"{where}: `{text_key}` is {type(text).__name__}, expected text. Mend it and build again.")
+        raise BadInputError(
+            f"{where}: `{text_key}` is {type(text).__name__}, expected text. Correct it and build the corpus again."
+        )
     return Turn(str(role), text)
 
 
@@ -90,5 +94,5 @@ def _mark(tokenizer: Tokenizer, part: str) -> str:
             return str(name)
     raise BadInputError(
         f"The corpus has conversations, but this tokenizer has no control token for {part} (looked for "
-        f"{', '.join(MARKS[part])}). Train one with `z2a tokenizer train`, which has."
+        f"{', '.join(MARKS[part])}). Train a tokenizer that has one with `z2a tokenizer train`."
     )

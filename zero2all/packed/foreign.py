@@ -183,12 +183,12 @@ def _check_name(packed: Path, asked: Import, tokenizer: Tokenizer) -> None:
         raise UsageError(f"`{asked.name}` cannot be the name of a source. Use letters, digits, dots and dashes.")
     imported = {manifest["source"]: manifest for manifest in imported_manifests(packed)}
     if (packed / asked.name / "train" / "manifest.json").is_file() and asked.name not in imported:
-        raise UsageError(f"There is a packed source `{asked.name}` already, made from the corpus. Choose another name.")
+        raise UsageError(f"A packed source `{asked.name}` already exists, made from the corpus. Choose another name.")
     if (packed / REPORT_NAME).is_file():
         stated = packed_report(packed).get("tokenizer")
         if stated not in (None, tokenizer.fingerprint):
             raise BadInputError(
-                f"The packed data in {packed} was made with the tokenizer {stated[:8]}, this workspace has "
+                f"The packed data in {packed} was made with tokenizer {stated[:8]}, but this workspace has "
                 f"{tokenizer.fingerprint[:8]}. Run `{PACK_COMMAND}` first."
             )
 
@@ -197,8 +197,9 @@ def _check_tokenizer(asked: Import, facts: dict[str, Any], tokenizer: Tokenizer)
     theirs = asked.tokenizer_fingerprint or facts.get("tokenizer")
     if theirs is not None and theirs != tokenizer.fingerprint:
         raise BadInputError(
-            f"{asked.path} was made with the tokenizer {theirs[:8]}, this workspace has {tokenizer.fingerprint[:8]}, "
-            f"in which ids mean other pieces of text. Put that tokenizer into the workspace, or encode the text again."
+            f"{asked.path} was made with tokenizer {theirs[:8]}, but this workspace has "
+            f"{tokenizer.fingerprint[:8]}, where ids mean other pieces of text. Put that tokenizer into the "
+            "workspace, or encode the text again."
         )
 
 
@@ -226,8 +227,9 @@ class ForeignTokens:
         if len(wrong):
             at = start + int(wrong[0])
             raise BadInputError(
-                f"{self.path}: token {at:,} is the id {int(ids[wrong[0]])}, beyond the {self._vocab_size:,} ids of the "
-                f"tokenizer of this workspace. The file was made with another tokenizer, or --dtype is wrong."
+                f"{self.path}: token {at:,} has the id {int(ids[wrong[0]])}, but the tokenizer of this "
+                f"workspace has only {self._vocab_size:,} ids. The file was made with another tokenizer, or "
+                "--dtype is wrong."
             )
         self.max_id = max(self.max_id, int(ids.max(initial=0)))
         self.text_bytes += int(self._text_bytes_of[ids].sum())
@@ -262,7 +264,9 @@ def _open_foreign(asked: Import, tokenizer: Tokenizer) -> tuple[ForeignTokens, d
         bin_path, index_path = (plain.with_name(f"{plain.name}{suffix}") for suffix in (".bin", ".idx"))
         for path in (bin_path, index_path):
             if not path.is_file():
-                raise BadInputError(f"There is no {path}. Megatron data is PREFIX.bin and PREFIX.idx: give PREFIX.")
+                raise BadInputError(
+                    f"There is no {path}. Megatron data is a pair of files, PREFIX.bin and PREFIX.idx: give PREFIX."
+                )
         dtype, lengths = read_index(index_path, bin_path.stat().st_size)
         return ForeignTokens(bin_path, _mapped(bin_path, dtype), lengths, None, tokenizer), _facts(bin_path)
     path = asked.path
@@ -292,16 +296,18 @@ def _open_numpy(path: Path, dtype: str | None) -> np.ndarray:
             raise BadInputError(f"{path} cannot be read as a numpy file ({error}). Copy it again.") from error
     else:
         if dtype is None:
-            raise UsageError(f"{path} does not say of which type its tokens are: add --dtype uint16 (or int32, …).")
+            raise UsageError(f"{path} does not say which type its tokens have: add --dtype uint16 (or int32, …).")
         try:
             kind = np.dtype(dtype).newbyteorder("<")
         except TypeError as error:
-            raise UsageError(f"--dtype {dtype} is no type of numpy. Write uint16, int32, uint32 or int64.") from error
+            raise UsageError(f"--dtype {dtype} is not a numpy type. Use uint16, int32, uint32 or int64.") from error
         if path.stat().st_size % kind.itemsize:
             raise BadInputError(f"{path} has {path.stat().st_size} bytes, not a multiple of {kind.itemsize} (--dtype).")
         array = _mapped(path, kind)
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
-        raise BadInputError(f"{path} holds {array.dtype} of shape {array.shape}; expected a list or rows of integers.")
+        raise BadInputError(
+            f"{path} holds {array.dtype} of shape {array.shape}; expected a one- or two-dimensional array of integers."
+        )
     return array
 
 
@@ -312,7 +318,7 @@ def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
 def _lengths_of_starts(starts: np.ndarray, tokens: int, path: Path) -> np.ndarray:
     starts = starts.astype(np.int64)
     if (len(starts) and starts[0] != 0) or (np.diff(starts) < 0).any() or (len(starts) and starts[-1] > tokens):
-        raise BadInputError(f"{path}: expected where each document starts, rising from 0 to at most {tokens:,}.")
+        raise BadInputError(f"{path} must list where each document starts, rising from 0 to at most {tokens:,}.")
     return np.diff(np.append(starts, tokens)) if len(starts) else np.full(min(1, tokens), tokens, np.int64)
 
 
@@ -372,12 +378,12 @@ def read_index(path: Path, bin_bytes: int) -> tuple[np.dtype, np.ndarray]:
     data = path.read_bytes()
     start = len(MAGIC) + HEADER.size
     if not data.startswith(MAGIC) or len(data) < start:
-        raise BadInputError(f"{path} is no Megatron index: it does not begin with {MAGIC!r}. Check the path.")
+        raise BadInputError(f"{path} is not a Megatron index: it does not begin with {MAGIC!r}. Check the path.")
     version, code, sequences, entries = HEADER.unpack_from(data, len(MAGIC))
     if version != VERSION:
         raise BadInputError(f"{path} is a Megatron index of version {version}; expected {VERSION}.")
     if code not in TYPES:
-        raise BadInputError(f"{path} says its tokens are of type {code}; expected one of {', '.join(map(str, TYPES))}.")
+        raise BadInputError(f"{path} gives its tokens the type {code}; expected one of {', '.join(map(str, TYPES))}.")
     if len(data) < start + 12 * sequences + 8 * entries:
         raise BadInputError(
             f"{path} has {len(data)} bytes, too few for {sequences} sequences and {entries} documents. Copy it again."
@@ -388,12 +394,16 @@ def read_index(path: Path, bin_bytes: int) -> tuple[np.dtype, np.ndarray]:
     documents = np.frombuffer(data, "<i8", entries, start + 12 * sequences)
     ends = np.cumsum(lengths)
     if (pointers != (ends - lengths) * dtype.itemsize).any():
-        raise BadInputError(f"{path}: its sequences do not follow one another in the .bin, which is not supported.")
+        raise BadInputError(
+            f"{path}: the sequences do not follow one another in the .bin file, which is not supported."
+        )
     expected = int(ends[-1]) * dtype.itemsize if sequences else 0
     if bin_bytes != expected:
-        raise BadInputError(f"{path.with_suffix('.bin')} has {bin_bytes} bytes, its index says {expected}. Copy again.")
+        raise BadInputError(
+            f"{path.with_suffix('.bin')} has {bin_bytes} bytes, but its index says {expected}. Copy both files again."
+        )
     firsts = documents if entries and documents[-1] == sequences else np.append(documents, sequences)
     if len(firsts) == 1 or firsts[0] != 0 or (np.diff(firsts) < 0).any() or firsts[-1] != sequences:
-        raise BadInputError(f"{path}: its document list is not a rising list of sequences from 0 to {sequences}.")
+        raise BadInputError(f"{path}: the document list must rise from 0 to {sequences}.")
     borders = np.concatenate(([0], ends))[firsts]
     return dtype, np.diff(borders)

@@ -111,9 +111,10 @@ class ShardFiles:
         except FileNotFoundError:
             size = None
         if size != expected:
-            found = "no file" if size is None else f"{size} bytes"
+            if size is None:
+                raise BadInputError(f"The packed file {self._folder / name} is missing. {PACK_AGAIN}")
             raise BadInputError(
-                f"The packed file {self._folder / name} is damaged: {found}, expected {expected} bytes. {PACK_AGAIN}"
+                f"The packed file {self._folder / name} has {size} bytes, expected {expected}. {PACK_AGAIN}"
             )
         return expected
 
@@ -266,7 +267,7 @@ def open_split(packed: Path, source: str, split: str) -> PackedSplit:
     check_split_manifest(folder, manifest)
     opened = PackedSplit(packed, source, split, manifest)
     if opened.tokens != manifest["tokens"]:
-        raise _bad_field(folder, "tokens", manifest["tokens"], f"{opened.tokens}, which is what the shards hold")
+        raise _bad_field(folder, "tokens", manifest["tokens"], f"{opened.tokens}, the number of tokens in the shards")
     for shard, size in enumerate(opened.masks.lengths if opened.masks is not None else ()):
         tokens = opened.shards.lengths[shard]
         if size != -(-tokens // 8):
@@ -282,13 +283,13 @@ def check_split_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     for field, kind in MANIFEST_FIELDS.items():
         value = manifest.get(field)
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise _bad_field(folder, field, value, f"a {kind.__name__}")
+            raise _bad_field(folder, field, value, f"a value of type {kind.__name__}")
     for field in COUNTS:
         if manifest[field] < 0:
-            raise _bad_field(folder, field, manifest[field], "a number that is not negative")
+            raise _bad_field(folder, field, manifest[field], "0 or more")
     shards, files, dtype, vocab_size = (manifest[name] for name in ("shards", "files", "dtype", "vocab_size"))
     if shards > len(files):
-        raise _bad_field(folder, "shards", shards, f"at most one for each of {len(files)} files")
+        raise _bad_field(folder, "shards", shards, f"at most the number of files ({len(files)})")
     if dtype not in TOKEN_DTYPES:
         raise _bad_field(folder, "dtype", dtype, f"one of {', '.join(TOKEN_DTYPES)}")
     if vocab_size > 1 << 8 * np.dtype(dtype).itemsize:
@@ -308,7 +309,7 @@ def packed_report(packed: Path) -> dict[str, Any]:
     report = read_json_object(path, PACK_AGAIN)
     report_sources(report, path, PACK_AGAIN)
     if not isinstance(report.get("tokenizer"), str | None):
-        raise BadInputError(f"{path}: `tokenizer` is no fingerprint. {PACK_AGAIN}")
+        raise BadInputError(f"{path}: `tokenizer` is not a fingerprint. {PACK_AGAIN}")
     return report
 
 
@@ -318,6 +319,6 @@ def packed_sources(packed: Path) -> list[str]:
         return sorted(packed_report(packed)["sources"])
     except FileNotFoundError:
         raise BadInputError(
-            f"There is no finished packed data in {packed} (no {REPORT_NAME}). Run `{PACK_COMMAND}` first; if it was "
-            f"interrupted, running it again continues."
+            f"There is no finished packed data in {packed} (no {REPORT_NAME}). Run `{PACK_COMMAND}` first. If "
+            "it was interrupted, run it again to continue."
         ) from None

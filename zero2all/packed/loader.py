@@ -140,9 +140,9 @@ def _check_ids(data: TrainingData, tokens: np.ndarray, sources: np.ndarray, indi
         row, column = (int(place) for place in np.argwhere(tokens >= vocab_size)[0])
         split = data.splits[int(sources[row])]
         raise BadInputError(
-            f"{split.folder}: token {column} of sample {int(indices[row]):,} is the id {int(tokens[row, column])}, but "
-            f"the data was packed with {vocab_size:,} ids. A file was damaged or changed after packing: "
-            f"`z2a data verify` names it, `z2a pack` makes it anew."
+            f"{split.folder}: token {column} of sample {int(indices[row]):,} has the id "
+            f"{int(tokens[row, column])}, but the data was packed with {vocab_size:,} ids. A file was damaged "
+            "or changed after packing. `z2a data verify` names it, `z2a pack` rewrites it."
         )
 
 

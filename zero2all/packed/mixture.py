@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.language import columns, flush_right, padded
+from zero2all.common.language import translate as t
 from zero2all.common.manifest import fingerprint
 from zero2all.common.schema import nearest_hint
 from zero2all.packed.bestfit import open_best_fit
@@ -108,15 +110,15 @@ class TrainingData:
         """Per source: tokens it has, tokens and share of the run up to `end`, and how often it is read."""
         reading = self.reading(end)
         total = sum(tokens for tokens, _ in reading) or 1.0
-        table = [("source", "channel", "tokens", "read", "share", "epochs")]
+        table = [tuple(map(t, ("source", "channel", "tokens", "read", "share", "epochs")))]
         for split, (tokens, epochs) in zip(self.splits, reading, strict=True):
             figures = (f"{split.tokens:,}", f"{tokens:,.0f}", f"{tokens / total:.2%}", f"{epochs:.2f}")
             table.append((split.name, split.channel, *figures))
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [f"epochs over the whole run ({end:,} tokens)"]
+        widths = [max(map(columns, column)) for column in zip(*table, strict=True)]
+        lines = [t(f"epochs over the whole run ({end:,} tokens)")]
         for row in table:
-            cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-            cells[:2] = [cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)]
+            cells = [flush_right(cell, width) for cell, width in zip(row, widths, strict=True)]
+            cells[:2] = [padded(cell, width) for cell, width in zip(row[:2], widths, strict=False)]
             lines.append("  " + "  ".join(cells).rstrip())
         return lines
 
@@ -140,8 +142,8 @@ def open_training_data(
     gone = used - {split.name for split in every}
     if gone:
         raise BadInputError(
-            f"The run has read the source `{min(gone)}`, which is no longer among the packed sources of {packed}. "
-            f"Pack it again, or start over with --fresh."
+            f"The run has read the source `{min(gone)}`, but {packed} no longer has it. Pack it again, or "
+            "start over with --fresh."
         )
     splits = [split for split in every if split.name in used]
     by_name = {split.name: split for split in splits}
@@ -180,7 +182,7 @@ def source_weights(splits: Sequence[PackedSplit], mixture: Mapping[str, float] |
     weights = [0.0] * len(splits)
     for name, weight in mixture.items():
         if not 0 <= weight < math.inf:
-            raise UsageError(f"data.mixture gives `{name}` the weight {weight}; expected one that is not negative.")
+            raise UsageError(f"data.mixture gives `{name}` the weight {weight}; expected 0 or more.")
         members = _members(splits, name, "data.mixture")
         tokens = sum(splits[index].tokens for index in members)
         for index in members:
@@ -218,7 +220,9 @@ def _members(splits: Sequence[PackedSplit], name: str, field: str) -> list[int]:
     ]
     if not members:
         known = [*(split.name for split in splits), *sorted({split.channel for split in splits})]
-        raise UsageError(f"{field} names `{name}`, neither a packed source nor a channel. {nearest_hint(name, known)}")
+        raise UsageError(
+            f"{field} names `{name}`, which is neither a packed source nor a channel. {nearest_hint(name, known)}"
+        )
     return members
 
 
@@ -227,10 +231,11 @@ def _check_samples(stage: PlannedStage, splits: Mapping[str, PackedSplit], sampl
     if short:
         name = short[0]
         others = [f"--data.mixture.{other} {units}" for other, units in stage.units.items() if other not in short]
-        leave = f"Leave it out by a mixture of the others ({' '.join(others)}), add" if others else "Add"
+        leave = f"Add text to it, lower data.seq_len (--data.seq_len N), or leave it out: {' '.join(others)}"
         raise BadInputError(
             f"The source `{name}` has {splits[name].tokens} tokens, fewer than one sample of {stage.seq_len} + 1 "
-            f"({splits[name].folder}). {leave} text to it, or lower data.seq_len (--data.seq_len N)."
+            f"({splits[name].folder}). "
+            + (leave if others else "Add text to it, or lower data.seq_len (--data.seq_len N).")
         )
 
 

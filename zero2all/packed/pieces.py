@@ -134,8 +134,9 @@ def _records(part: Path, start: int, end: int, source: str) -> Iterator[dict[str
                 record = jsonio.loads(line)
             except ValueError as error:
                 raise BadInputError(
-                    f"{part}, the line at byte {at}, is not JSON ({error}): the shard was changed or damaged "
-                    f"after it was written. Run `z2a corpus build` again with the same sources: it writes it anew."
+                    f"{part} is damaged: the line at byte {at} is not JSON ({error}). The shard was changed "
+                    "after it was written. Run `z2a corpus build` again with the same sources: it rewrites "
+                    "the source."
                 ) from error
             yield record
             at += len(line)
@@ -178,7 +179,10 @@ def _write_piece(task: PieceTask, tokenizer: Tokenizer, encoder: Encoder, folder
             encoded = encoder.encode_batch(texts)
             largest = int(encoded.ids.max(initial=0))
             if largest >= tokenizer.vocab_size:
-                raise BadInputError(f"The encoder {encoder.name} gave the id {largest}, beyond {tokenizer.vocab_size}.")
+                raise BadInputError(
+                    f"The encoder {encoder.name} gave the id {largest}, but the tokenizer has only "
+                    f"{tokenizer.vocab_size} ids."
+                )
             conversations = sum(document.turns is not None for document in batch)
             if conversations:
                 layout = layout or ConversationLayout(tokenizer)

@@ -90,11 +90,11 @@ class ReaderProcesses:
         how = process.end()
         if deaths > RETRIES:
             raise BadInputError(
-                f"Reading processes ended {deaths} times in a row without a batch, the last of them {how}. Most often "
-                f"the machine has run out of memory: lower data.readers or data.prefetch_steps, or set "
-                f"data.reader_kind to thread. Run the same command again to continue from the last checkpoint."
+                f"Reader processes ended {deaths} times in a row without a batch ({how}). The machine has "
+                "most likely run out of memory: lower data.readers or data.prefetch_steps, or set "
+                "data.reader_kind to thread. Run the same command again to continue from the last checkpoint."
             )
-        self._on_problem(f"a reading process ended {how}; another one reads the same again")
+        self._on_problem(f"a reader process ended ({how}); another one takes over")
 
 
 class _Process:
@@ -127,7 +127,7 @@ class _Process:
             self._process.kill()
             code = self._process.wait()
         names = {int(number): number.name for number in signal.Signals}
-        return f"by {names.get(-code, f'signal {-code}')}" if code < 0 else f"with exit code {code}"
+        return names.get(-code, f"signal {-code}") if code < 0 else f"exit code {code}"
 
 
 def serve(number: int, niceness: int) -> None:

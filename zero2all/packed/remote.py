@@ -72,19 +72,21 @@ def open_address(url: str, cache: Path, cache_bytes: int, block_bytes: int = BLO
     """Fetch what is needed to open the packed data at `url`; returns the folder that stands for it."""
     if cache_bytes < LEAST_BLOCKS * block_bytes:
         raise UsageError(
-            f"data.cache_bytes is {cache_bytes:,}, too little: expected room for {LEAST_BLOCKS} blocks of "
-            f"{block_bytes:,} bytes."
+            f"data.cache_bytes is {cache_bytes:,}, which is too small: expected room for {LEAST_BLOCKS} "
+            f"blocks of {block_bytes:,} bytes."
         )
     url = url.rstrip("/")
     storage = _Storage(url)
     folder = cache.absolute() / fingerprint(url)
-    report = storage.read(REPORT_NAME, f"There is no finished packed data at {url} (no {REPORT_NAME})")
+    report = storage.read(
+        REPORT_NAME, f"There is no finished packed data at {url} (no {REPORT_NAME}). Check the address. {UPLOAD}"
+    )
     with as_written(f"{url}/{REPORT_NAME}", UPLOAD):
         sources = report_sources(jsonio.loads_strict(report), f"{url}/{REPORT_NAME}", UPLOAD)
     for inner in (f"{source}/{split}" for source in sources for split in SPLITS):
         sizes = storage.sizes(inner)
         if not all(map(is_inner_path, sizes)):
-            raise BadInputError(f"{url}/{inner} lists names that lead out of it. {UPLOAD}")
+            raise BadInputError(f"{url}/{inner} lists names that point outside of it. {UPLOAD}")
         for name in sizes:
             if name == MANIFEST_NAME or name.endswith(f"/{MANIFEST_NAME}"):
                 write_atomic(folder / inner / name, storage.read(f"{inner}/{name}"))
@@ -101,9 +103,10 @@ def _require_files(where: str, manifest: Any, sizes: dict[str, int]) -> None:
     with as_written(f"{where}/{MANIFEST_NAME}", UPLOAD):
         for name, facts in manifest["files"].items():
             if sizes.get(name) != facts["bytes"] and not name.startswith("gids-"):
-                found = f"{sizes[name]} bytes" if name in sizes else "no file"
+                if name not in sizes:
+                    raise BadInputError(f"The packed file {where}/{name} is missing. {UPLOAD}")
                 raise BadInputError(
-                    f"The packed file {where}/{name} is damaged: {found}, expected {facts['bytes']} bytes. {UPLOAD}"
+                    f"The packed file {where}/{name} has {sizes[name]} bytes, expected {facts['bytes']}. {UPLOAD}"
                 )
 
 
@@ -137,7 +140,7 @@ class Remote:
                 write_atomic(fetched, self.storage.read(where))
                 if crc32c_of(fetched) != facts["crc32c"]:
                     raise BadInputError(
-                        f"{self.storage.url}/{where} is damaged: its bytes have changed since it was written (crc32c "
+                        f"{self.storage.url}/{where} is damaged: it has changed since it was written (crc32c "
                         f"differs). {UPLOAD}"
                     )
                 fetched.replace(local)
@@ -266,8 +269,8 @@ class _Storage:
             self._files, self._root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise UsageError(
-                f"The address {url} cannot be opened: {error}. Addresses need fsspec, and the package of their kind, "
-                f"such as s3fs for s3://."
+                f"The address {url} cannot be opened: {error}. Addresses need fsspec and a package for their "
+                "kind, such as s3fs for s3://."
             ) from error
 
     def read(self, name: str, missing: str | None = None, start: int | None = None, end: int | None = None) -> bytes:
@@ -297,12 +300,12 @@ class _Storage:
             try:
                 return once()
             except FileNotFoundError as error:
-                raise BadInputError(f"{missing or f'{what} is missing'}. Check the address. {UPLOAD}") from error
+                raise BadInputError(missing or f"{what} is missing. Check the address. {UPLOAD}") from error
             except Exception as error:  # whatever the package behind an address may raise
                 if attempt == TRIES - 1:
                     raise BadInputError(
-                        f"{what} cannot be read, tried {TRIES} times ({type(error).__name__}: {error}). Check the "
-                        f"network, the address and the access rights."
+                        f"{what} cannot be read after {TRIES} tries ({type(error).__name__}: {error}). Check "
+                        "the network, the address and the access rights."
                     ) from error
                 time.sleep(FIRST_WAIT_SECONDS * 4**attempt)
         raise AssertionError("unreachable: the last try raises")

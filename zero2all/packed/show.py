@@ -50,7 +50,7 @@ class Origin:
 
     def in_words(self) -> str:
         """In a line."""
-        where = f"item {self.ordinal:,} of the {self.files:,} files of {self.path}"
+        where = f"item {self.ordinal:,} of {self.path} (files: {self.files:,})"
         if self.file is not None and self.item is not None:
             where = f"{self.file}, item {self.item:,}"
         record = f"; {'/'.join(self.part.parts[-3:])}" if self.part is not None else ""
@@ -174,7 +174,7 @@ class ShownSample:
 def sample_at(data: TrainingData, position: int, corpus: Path) -> ShownSample:
     """The sample that stands at `position` of the run, counted in samples from its start."""
     if position >= LARGEST_POSITION:
-        raise UsageError(f"There is no sample {position}: no run is that long. Give a number below {LARGEST_POSITION}.")
+        raise UsageError(f"There is no sample {position}. Give a number below {LARGEST_POSITION}.")
     before = 0
     for number, segment in enumerate(data.segments):
         following = data.segments[number + 1] if number + 1 < len(data.segments) else None
@@ -198,8 +198,8 @@ def split_sample(split: PackedSplit, index: int, seq_len: int, packing: str, cor
     samples = open_samples(split, seq_len, packing)
     if not 0 <= index < samples.count:
         raise UsageError(
-            f"{split.folder} has {samples.count:,} samples of {seq_len:,} + 1 tokens, so there is no sample {index:,}. "
-            f"Give a number below that, or another --data.seq_len."
+            f"{split.folder} has {samples.count:,} samples of {seq_len:,} + 1 tokens, so there is no sample "
+            f"{index:,}. Give a smaller number, or another --data.seq_len."
         )
     tokens, weights = np.empty(seq_len + 1, np.int64), np.empty(seq_len, np.float32)
     borders = Borders()

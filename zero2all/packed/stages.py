@@ -187,8 +187,8 @@ def _without(stage: PlannedStage, used_up: set[str], at: int) -> PlannedStage:
     left = {name: units for name, units in stage.units.items() if name not in used_up}
     if not left:
         raise UsageError(
-            f"data.max_epochs leaves nothing to read from token {at:,} on (stage {stage.name}): every source of its "
-            f"mixture is used up. Raise the limits, add text, or train fewer steps."
+            f"data.max_epochs leaves nothing to read from token {at:,} on (stage {stage.name}): every source "
+            "of its mixture is used up. Raise the limits, add text, or train fewer steps."
         )
     units = dict(zip(left, rounded_weights([float(value) for value in left.values()]), strict=True))
     return PlannedStage(f"{stage.name} without {', '.join(gone)}", at, stage.seq_len, units)
@@ -209,15 +209,17 @@ def stage_notes(plan: Sequence[PlannedStage], segments: Sequence[Segment], names
     begins = {segment.from_token: segment for segment in segments[1:]}
     for stage in plan:
         parts = [f"{name} {stage.units.get(name, 0) / WEIGHT_UNITS:.2%}" for name in names]
-        where = f", from token {stage.from_token:,}" if stage.from_token else ""
-        notes.append(f"mixture ({stage.name}{where}): {', '.join(parts)}")
+        if stage.from_token:
+            notes.append(f"mixture ({stage.name}, from token {stage.from_token:,}): {', '.join(parts)}")
+        else:
+            notes.append(f"mixture ({stage.name}): {', '.join(parts)}")
         if stage.from_token in begins and stage.from_token < end:
             segment = begins[stage.from_token]
             segment_end = min([end, *(other.from_token for other in segments[segment.number + 1 :])])
             again = expected_repeats(segments[: segment.number + 1], segment_end)
             notes.append(
-                f"sequences of {segment.seq_len:,} from token {segment.from_token:,} on are cut and shuffled anew; "
-                f"about {again:.1%} of what they hold will have been read before"
+                f"from token {segment.from_token:,} on, sequences have {segment.seq_len:,} tokens: the text "
+                f"is cut and shuffled again, and about {again:.1%} of it has been read before"
             )
     return notes
 

@@ -52,7 +52,7 @@ def verify_packed(
     stated = str(packed_report(packed).get("tokenizer")) if packed_sources(packed) else None
     if stated is not None and tokenizer_fingerprint not in (None, stated):
         problems.append(
-            f"{packed / REPORT_NAME}: the data was packed with the tokenizer {stated[:8]}, the workspace has "
+            f"{packed / REPORT_NAME}: the data was packed with tokenizer {stated[:8]}, but the workspace has "
             f"{str(tokenizer_fingerprint)[:8]}"
         )
     for name in packed_sources(packed):
@@ -66,7 +66,7 @@ def verify_packed(
                 continue
             if stated is not None and manifest["tokenizer"] != stated:
                 problems.append(
-                    f"{folder / MANIFEST_NAME}: `tokenizer` is {manifest['tokenizer'][:8]}, "
+                    f"{folder / MANIFEST_NAME}: `tokenizer` is {manifest['tokenizer'][:8]}, but "
                     f"{packed / REPORT_NAME} says {stated[:8]}"
                 )
             problems += _Split(folder, manifest, on_bytes or (lambda _: None)).problems()
@@ -126,7 +126,7 @@ class _Split:
             beyond = np.flatnonzero(ids[start : start + READ_TOKENS] >= vocab_size)
             if len(beyond):
                 at = start + int(beyond[0])
-                self.found.append(f"{path}: token {at:,} is the id {ids[at]}, beyond {vocab_size} ids")
+                self.found.append(f"{path}: token {at:,} has the id {ids[at]}, but there are only {vocab_size} ids")
                 return
 
     def _check_borders(self, shard: int, tokens: int) -> int:
@@ -134,7 +134,7 @@ class _Split:
         starts = np.fromfile(path, "<u8").astype(np.int64)
         rising = len(starts) > 0 and starts[0] == 0 and bool((np.diff(starts) > 0).all()) and starts[-1] < tokens
         if not rising:
-            self.found.append(f"{path}: the starts of documents do not rise from 0 to below {tokens}")
+            self.found.append(f"{path}: document starts must rise from 0 and stay below {tokens}")
         if self.manifest.get("gids"):
             gids = self.folder / gids_name(shard)
             if gids.stat().st_size != 8 * len(starts):
@@ -142,7 +142,9 @@ class _Split:
         if self.manifest.get("loss_mask"):
             mask = self.folder / mask_name(shard)
             if mask.stat().st_size != -(-tokens // 8):
-                self.found.append(f"{mask} has {mask.stat().st_size} bytes, expected a bit for each of {tokens} tokens")
+                self.found.append(
+                    f"{mask} has {mask.stat().st_size} bytes, expected one bit for each of {tokens} tokens"
+                )
         return len(starts)
 
     def _check_indexes(self) -> None:
@@ -155,4 +157,4 @@ class _Split:
             self.found += verify_files(path.parent, manifest)
             facts = {"files": self.manifest["files"], "seq_len": manifest["seq_len"]}
             if manifest["inputs"] != fingerprint(facts):
-                self.found.append(f"{path} is an index of other tokens than the shards beside it hold")
+                self.found.append(f"{path} does not belong to the token shards beside it")

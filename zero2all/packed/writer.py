@@ -140,7 +140,7 @@ def pack_corpus(
         _sweep_builds(packed, [])
         results = {f"{plan.source}/{plan.split}": read_manifest(plan.folder, "packed", PACK_COMMAND) for plan in plans}
         if not any(result["tokens"] for result in results.values()):
-            raise BadInputError(f"The corpus in {corpus} holds no text to pack. Build it again from other sources.")
+            raise BadInputError(f"The corpus in {corpus} has no text to pack. Build it again from other sources.")
         write_report(packed, tokenizer.fingerprint, [*results.values(), *imported])
     return results
 
@@ -217,8 +217,8 @@ def _say_damaged(problem: str, folder: Path, current: Mapping[Path, _Plan]) -> N
             f"{problem}. It belongs to an imported source, which cannot be packed from the corpus: delete "
             f"{folder} and import it again."
         )
-    what = f"{split.parent.name}/{split.name}"
-    say(f"pack: {problem}; {what if split == folder else f'{folder.name} of {what}'} is written again")
+    name = folder.relative_to(split.parent.parent)
+    say(f"pack: {problem}. {name} is written again.")
 
 
 def _check_sizes(plan: _Plan) -> None:
@@ -226,14 +226,15 @@ def _check_sizes(plan: _Plan) -> None:
     for part, expected in plan.parts.items():
         size = part.stat().st_size if part.is_file() else None
         if size != expected["bytes"]:
-            found = "is missing" if size is None else f"has {size} bytes, its manifest says {expected['bytes']}"
-            raise _damaged_part(f"{part} {found}")
+            if size is None:
+                raise _damaged_part(f"{part} is missing")
+            raise _damaged_part(f"{part} has {size} bytes, its manifest says {expected['bytes']}")
 
 
 def _damaged_part(problem: str) -> BadInputError:
     return BadInputError(
-        f"{problem}. Run `z2a corpus build` again with the same sources: it finds the damage and writes the source "
-        f"anew. Then run `{PACK_COMMAND}` again."
+        f"{problem}. Run `z2a corpus build` again with the same sources: it finds the damage and rewrites the "
+        f"source. Then run `{PACK_COMMAND}` again."
     )
 
 
@@ -270,9 +271,9 @@ def _imported_sources(packed: Path, sources: dict[str, Any], tokenizer: Tokenize
             )
         if manifest["tokenizer"] != tokenizer.fingerprint:
             raise BadInputError(
-                f"The imported source {folder} was made with the tokenizer {manifest['tokenizer'][:8]}, this workspace "
-                f"has {tokenizer.fingerprint[:8]}. Sources of one workspace share a tokenizer: delete {folder}, or put "
-                f"the tokenizer back that it was made with."
+                f"The imported source {folder} was made with tokenizer {manifest['tokenizer'][:8]}, but this "
+                f"workspace has {tokenizer.fingerprint[:8]}. All sources of a workspace share one tokenizer: "
+                f"delete {folder}, or restore the tokenizer it was made with."
             )
     return found
 
@@ -281,7 +282,7 @@ def _choose_encoder(corpus: Path, stale: Sequence[_Plan], tokenizer: Tokenizer, 
     sample = [text for source in dict.fromkeys(plan.source for plan in stale) for text in first_texts(corpus, source)]
     encoder = open_encoder(tokenizer, options.encoder, sample, sum(plan.corpus_bytes for plan in stale))
     if options.encoder.name not in ("auto", encoder.name):
-        say(f"pack: asked for the encoder {options.encoder.name}, got {encoder.name}: {encoder.reason}")
+        say(f"pack: the encoder {options.encoder.name} cannot be used, so {encoder.name} is used: {encoder.reason}")
     return encoder
 
 

@@ -152,9 +152,13 @@ def given_fields(overrides: Collection[str]) -> frozenset[str]:
 def vocabulary_in_words(config: RunConfig, most: int, given: Collection[str]) -> str:
     """What was chosen, and why."""
     size, take = config.tokenizer.vocab_size, config.tokenizer.take
-    why = "as many as so small a model has use for" if size == most else "more would be seen too seldom to learn them"
-    taken = f", learned from {take} of the text" if take else ""
-    return f"vocabulary of {size:,} token ids{taken}: {'as you asked' if 'tokenizer.vocab_size' in given else why}"
+    if "tokenizer.vocab_size" in given:
+        line = f"vocabulary of {size:,} token ids, as you asked"
+    elif size == most:
+        line = f"vocabulary of {size:,} token ids: enough for a model this small"
+    else:
+        line = f"vocabulary of {size:,} token ids: the text is too short to learn more"
+    return f"{line} (from {take} of the text)" if take else line
 
 
 def epochs_of(tokens: Mapping[str, int], config: RunConfig) -> float:
@@ -174,18 +178,20 @@ def settings_in_words(tokens: Mapping[str, int], config: RunConfig, given: Colle
     used = _used(tokens, config)
     total = sum(used.values())
     epochs = epochs_of(tokens, config)
-    is_largest = model.hidden_size >= SCALES[-1].hidden_size
-    why_model = "as large as minutes on a CPU allow" if is_largest else "a larger one would memorise so little text"
-    why_steps = "then it begins to memorise it"
+    size = f"model of {parameter_counts(model)['total'] / 1e6:.2f} M parameters, {model.layers} layers"
+    steps = f"{counted(run.steps, 'step')}, reading the text {epochs:.1f} times"
+    if model.hidden_size >= SCALES[-1].hidden_size:
+        model_line = f"{size}: as large as fits into minutes on a CPU"
+    else:
+        model_line = f"{size}: a larger one would memorise so little text"
     if "train.steps" in given:
-        why_steps = "as you asked"
+        step_line = f"{steps}, as you asked"
     elif epochs < next(scale.epochs for scale in SCALES if total < scale.below_tokens) - 0.1:
-        why_steps = "as much as minutes on a CPU allow; --train.steps sets more"
-    lines = [
-        f"samples of {data.seq_len} tokens, {run.tokens_per_step // data.seq_len} a step; there are {total:,} tokens",
-        f"model of {parameter_counts(model)['total'] / 1e6:.2f} M parameters, {model.layers} layers: {why_model}",
-        f"{counted(run.steps, 'step')}, which read the text {epochs:.1f} times: {why_steps}",
-    ]
+        step_line = f"{steps}: as often as fits into minutes on a CPU (--train.steps sets more)"
+    else:
+        step_line = f"{steps}: after that it would memorise the text"
+    per_step = run.tokens_per_step // data.seq_len
+    lines = [f"samples of {data.seq_len} tokens, {per_step} per step, {total:,} tokens in all", model_line, step_line]
     left = {name: count for name, count in tokens.items() if name not in used}
     return lines + [
         f"not trained on: {name}, {counted(count, 'token')}, less than one sample" for name, count in left.items()

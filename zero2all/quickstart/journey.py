@@ -19,8 +19,10 @@ from typing import Any
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import crc32c_of, human_bytes, read_json, write_json
+from zero2all.common.language import padded
+from zero2all.common.language import translate as t
 from zero2all.common.manifest import fingerprint
-from zero2all.common.progress import counted, say
+from zero2all.common.progress import brief_progress, counted, human_seconds, say
 from zero2all.common.records import iter_records, training_text
 from zero2all.common.workspace import STAMP_NAME, Workspace, open_workspace
 from zero2all.config import RunConfig
@@ -54,10 +56,12 @@ WORLD_OPTIONS = BuildOptions(
     rules="none",
     dedup=DedupConfig(near="off"),
 )
+NAME_COLUMNS = 17
 PROMPT_LETTERS = 4
 PROMPT_COLUMNS = 32
 """How much of a document of one's own a sample begins with; a Chinese character takes two columns."""
 TIMES_NAME = "quickstart.json"
+SUMMARY_NAME = "summary.md"
 SAMPLE_PROMPTS: dict[str, tuple[str, ...]] = {
     "en": ("The capital of France is", "On a rainy morning,"),
     "zh": ("中国的首都是", "那是一个凉爽的中午，"),
@@ -79,13 +83,17 @@ class WorldSize:
 
 @dataclass
 class StageTime:
-    """One row of the closing table."""
+    """One row of the table of stages."""
 
     name: str
     seconds: float
     result: str
     done_before: bool = False
     """The work was found done; the seconds are those of the time it was done."""
+
+    def in_words(self) -> str:
+        """The result, and whether it was there before."""
+        return f"{self.result} (done before)" if self.done_before else self.result
 
 
 @dataclass
@@ -102,13 +110,10 @@ class Journey:
     """(prompt, answer, P before, P after) of the probes that are shown by name."""
     samples: list[tuple[str, str, str]] = field(default_factory=list)
     """(channel, prompt, continuation)."""
-    picture: Path | None = None
-    exported: Path | None = None
+    parameters: int = 0
     own_data: bool = False
     epochs: float = 0.0
     """How often your own text was read."""
-    dropped: int = 0
-    """Records of your own text that cleaning and dedup dropped."""
     losses: list[str] = field(default_factory=list)
     """The rules that dropped much of it, in words."""
 
@@ -128,7 +133,20 @@ def run_journey(
     `data` replaces the small world, which has `size`; settings are then chosen for it, except those in `given`.
     `mapping` says which raw fields of the data to use. `accept_changes` continues a run although its settings changed.
     """
-    size = size or WorldSize()
+    with brief_progress():
+        return _run_stages(config, work, data, fresh, size or WorldSize(), given, mapping, accept_changes)
+
+
+def _run_stages(
+    config: RunConfig,
+    work: Path,
+    data: Path | None,
+    fresh: bool,
+    size: WorldSize,
+    given: Collection[str],
+    mapping: Mapping[str, str] | None,
+    accept_changes: bool,
+) -> Journey:
     own = None if data is None else look_at(data, mapping)
     if fresh:
         clear_workspace(work)
@@ -146,7 +164,7 @@ def run_journey(
         # The preset's mixture speaks of the small world's channels.
         config = config if "data.mixture" in given else choices.with_settings(config, {"data.mixture": None})
         duration = choices.forecast(own.size_bytes, config, given)
-        print(f"{own.in_words()}. This takes about {duration} on two idle CPU cores.")
+        print(t(f"{own.in_words()}. This takes about {duration} on two idle CPU cores."), flush=True)
     with timer.stage("corpus") as done:
         options, announce = WORLD_OPTIONS, None
         if own is not None:  # damage and rules that drop much are named, and do not stop the build
@@ -157,7 +175,6 @@ def run_journey(
         kept, seen = totals["records_kept"], totals["records_in"]
         if own is not None:
             _print_lines(corpus_in_words(report, workspace))
-            journey.dropped = sum(totals["dropped"].values())
             journey.losses = losses_in_words(report, workspace)
         done(f"{kept:,} of {counted(seen, 'record')}, {human_bytes(totals['bytes_kept'])} of text")
     with timer.stage("tokenizer") as done:
@@ -181,7 +198,7 @@ def run_journey(
             journey.before = _untrained_probes(workspace, config, probes)
             done(f"{journey.before['accuracy']:.1%} right")
     with timer.stage("train") as done:
-        summary = train(config, workspace, accept_changes=accept_changes)
+        summary = train(config, workspace, accept_changes=accept_changes, say=say, brief=True)
         held_out = [value for key, value in summary.held_out.items() if key.startswith("eval/valid/loss/")]
         loss = f"held-out loss {sum(held_out) / len(held_out):.3f}" if held_out else "no held-out text"
         done(f"{summary.tokens:,} tokens in {counted(summary.step, 'step')}, {loss}")
@@ -197,15 +214,15 @@ def run_journey(
         journey.samples = _samples(loaded, prompts)
         done(counted(len(journey.samples), "sample"))
     with timer.stage("export") as done:
-        journey.exported = workspace.root / "hf"
-        shutil.rmtree(journey.exported, ignore_errors=True)
-        export_run(loaded, workspace.tokenizer, journey.exported)
-        total = parameter_counts(loaded.model.config)["total"]
-        done(f"{total / 1e6:.2f} M parameters, {_folder_size(journey.exported)}")
+        exported = workspace.root / "hf"
+        shutil.rmtree(exported, ignore_errors=True)
+        export_run(loaded, workspace.tokenizer, exported)
+        journey.parameters = parameter_counts(loaded.model.config)["total"]
+        done(f"{journey.parameters / 1e6:.2f} M parameters, {_folder_size(exported)}")
     with timer.stage("picture") as done:
-        journey.picture = workspace.run(name) / "curves.png"
-        plot_run(workspace.run(name), journey.picture)
-        done(human_bytes(journey.picture.stat().st_size))
+        picture = workspace.run(name) / "curves.png"
+        plot_run(workspace.run(name), picture)
+        done(human_bytes(picture.stat().st_size))
     return journey
 
 
@@ -216,7 +233,7 @@ def clear_workspace(work: Path) -> None:
     workspace = Workspace(work)
     for folder in (workspace.raw, workspace.corpus, workspace.tokenizer, workspace.packed, workspace.runs, work / "hf"):
         shutil.rmtree(folder, ignore_errors=True)
-    for name in (TIMES_NAME, STAMP_NAME):
+    for name in (TIMES_NAME, SUMMARY_NAME, STAMP_NAME):
         (work / name).unlink(missing_ok=True)
 
 
@@ -236,10 +253,11 @@ def _with_vocabulary(config: RunConfig, workspace: Workspace, text_bytes: int, g
     except TooFewPiecesError as error:
         if "tokenizer.vocab_size" in given:
             raise BadInputError(
-                f"This text has pieces for {error.largest:,} token ids at most; --tokenizer.vocab_size asks for "
-                f"{most:,}. Leave it out, and the quickstart chooses; or set it to {error.largest} or less."
+                f"This text has pieces for at most {error.largest:,} token ids, but "
+                f"--tokenizer.vocab_size asks for {most:,}. Leave it out to let the quickstart choose, "
+                f"or set it to {error.largest} or less."
             ) from None
-        _print_lines([f"this text has pieces for {error.largest:,} token ids at most: trained again with that number"])
+        _print_lines([f"this text has pieces for at most {error.largest:,} token ids: training again with that number"])
         config = choices.with_settings(config, {"tokenizer.vocab_size": error.largest})
     _print_lines([choices.vocabulary_in_words(config, most, given)])
     return config
@@ -247,7 +265,7 @@ def _with_vocabulary(config: RunConfig, workspace: Workspace, text_bytes: int, g
 
 def _print_lines(lines: list[str]) -> None:
     for line in lines:
-        print(f"   {line}", flush=True)
+        print(f"   {t(line)}", flush=True)
 
 
 def _untrained_probes(workspace: Workspace, config: RunConfig, probes: Path) -> dict[str, Any]:
@@ -333,7 +351,6 @@ class _Timer:
     @contextmanager
     def stage(self, name: str) -> Iterator[Callable[[str], None]]:
         """Time a stage; the block says its result through what is yielded."""
-        print(f"── {name}", flush=True)
         results: list[str] = []
         started = time.perf_counter()
         spent_before = float(self.known.get(name, {}).get("seconds", 0.0))
@@ -347,4 +364,6 @@ class _Timer:
             total = spent_before if finished and finished_before and seconds < spent_before else spent_before + seconds
             self.known[name] = {"seconds": total, "finished": finished or finished_before}
             write_json(self.path, self.known)
-        self.journey.stages.append(StageTime(name, total, results[0], done_before=total == spent_before))
+        stage = StageTime(name, total, results[0], done_before=total == spent_before)
+        self.journey.stages.append(stage)
+        print(f"{padded(t(name), NAME_COLUMNS)} {human_seconds(total):>6}  {t(stage.in_words())}", flush=True)

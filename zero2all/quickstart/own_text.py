@@ -45,10 +45,10 @@ def look_at(data: Path, mapping: Mapping[str, str] | None = None) -> OwnText:
     if not size:
         counts = {reason: len(names) for reason, names in listing.skipped.items()}
         counts |= {"empty": len(listing.files)} if listing.files else {}
-        why = f"only what is not read: {counts_in_words(counts)}" if counts else "nothing"
+        why = f"only files that are not read ({counts_in_words(counts)})" if counts else "nothing"
         raise BadInputError(
-            f"--data {data} holds {why}, so there is no text to learn from. Put {KINDS} into it, 20 KB or more, or "
-            f"name another folder; `z2a quickstart` without --data makes its own text."
+            f"--data {data} contains {why}, so there is no text to train on. Put {KINDS} into it, 20 KB "
+            "or more, or name another folder. `z2a quickstart` without --data makes its own text."
         )
     named = source_from_path(data)
     return OwnText(Source(named.name, named.path, "auto", mapping), len(listing.files), size)
@@ -67,8 +67,8 @@ def refuse_other_text(workspace: Workspace, name: str, sources: Sequence[Source]
         return
     if {Path(path).name for path in before} != {Path(source.location).name for source in sources}:
         raise UsageError(
-            f"{workspace.root} holds a quickstart that learned from {', '.join(sorted(before))}. Give --fresh to "
-            f"replace it, or another --work to keep both."
+            f"{workspace.root} contains a quickstart that was trained on {', '.join(sorted(before))}. "
+            "Add --fresh to replace it, or use another --work to keep both."
         )
 
 
@@ -94,7 +94,7 @@ def losses_in_words(report: Mapping[str, Any], workspace: Workspace) -> list[str
 def _fields_in_words(report: Mapping[str, Any]) -> list[str]:
     """Which fields of records were taken for the text; the parts of one source share them."""
     found = [mapping_in_words(each) for source in report["sources"].values() for each in source["mappings"]]
-    return [f"fields of records: {words} (--map sets others)" for words in dict.fromkeys(found)]
+    return [f"fields of the records: {words} (--map sets others)" for words in dict.fromkeys(found)]
 
 
 def _is_said(note: str) -> bool:

@@ -1,140 +1,186 @@
-"""What the quickstart prints at its end: stages, results, samples and what to try next."""
+"""What the quickstart prints at its end, and `summary.md` with all tables: stages, held-out text, probes, samples."""
 
 from __future__ import annotations
 
 import math
+import os
 import shlex
-from collections.abc import Mapping
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from zero2all.common.progress import human_seconds
-from zero2all.quickstart.journey import Journey
+from zero2all.common.files import write_atomic
+from zero2all.common.language import padded
+from zero2all.common.language import translate as t
+from zero2all.common.progress import TEXT_MARKS, human_seconds, terminal_safe
+from zero2all.quickstart.journey import SUMMARY_NAME, Journey
 
 FEW_EPOCHS = 3
 """Reading the text more often than this helps less than more text."""
 
 
 def print_summary(journey: Journey) -> None:
-    """Print everything to the terminal."""
-    console = Console(highlight=False)
-    console.print(_stage_table(journey))
-    for line in journey.losses:
-        console.print(f"  cleaning: {line}", markup=False, soft_wrap=True)
-    if journey.evaluation["held_out"]:
-        console.print(_channel_table(journey))
+    """Print the results and the next commands; write all tables to `summary.md` in the workspace."""
+    write_atomic(journey.workspace.root / SUMMARY_NAME, _markdown(journey).encode())
+    print()
+    for line in _results(journey):
+        print(line)
+    print()
+    print(t("Next, paste any of these lines: continue a text, look at the curves, train for longer."))
+    for command in next_commands(journey):
+        print(f"  {command}")
+
+
+def _results(journey: Journey) -> list[str]:
+    """Some lines: what was made, how good it is, and where it lies."""
+    steps, size = journey.config.train.steps, journey.parameters / 1e6
+    seconds = human_seconds(sum(stage.seconds for stage in journey.stages))
+    lines = [t(f"Done in {seconds}: a model of {size:.2f} M parameters, trained for {steps:,} steps.")]
+    held_out = journey.evaluation["held_out"]
     if journey.own_data:
-        for line in verdicts(journey.evaluation["held_out"], journey.epochs):
-            console.print(f"  {line}")
+        lines += [t(line) for line in verdicts(held_out, journey.epochs)]
+    else:
+        bits = _by_channel(held_out, "bits_per_byte")
+        gzip = _by_channel(held_out, "gzip_bits_per_byte")
+        lines.append(t(f"Held-out text, bits per byte: {bits}. gzip -9 needs {gzip}."))
     if journey.before is not None:
-        console.print(_probe_table(journey))
-    for prompt, answer, before, after in journey.shown_probes:
-        console.print(f"  P({answer} | {prompt}) = {before:.4f} → {after:.4f}")
-    console.print("\n[bold]Samples[/bold]  (prompt in colour, the rest is the model's)")
-    for channel, prompt, continuation in journey.samples:
-        console.print(Text.assemble((f"  {channel + ' ':<5}", "dim"), (prompt, "cyan"), continuation.rstrip()))
-    console.print(f"\n[bold]Loss curves[/bold]  {journey.picture}")
-    console.print("\n[bold]Next[/bold]")
-    for command, why in _next_commands(journey):
-        console.print(f"  {command}\n      {why}", style=None, markup=False, soft_wrap=True)
-
-
-def _stage_table(journey: Journey) -> Table:
-    table = Table(title="The journey", title_justify="left")
-    table.add_column("stage")
-    table.add_column("time", justify="right")
-    table.add_column("result")
-    for stage in journey.stages:
-        table.add_row(
-            stage.name, human_seconds(stage.seconds), stage.result + (" (done before)" if stage.done_before else "")
-        )
-    total = human_seconds(sum(stage.seconds for stage in journey.stages))
-    table.add_section()
-    table.add_row("all", total, f"workspace {journey.workspace.root}")
-    return table
-
-
-def _channel_table(journey: Journey) -> Table:
-    """Loss per channel on held-out text."""
-    table = Table(title="Held-out text", title_justify="left")
-    for name in ("channel", "loss (nats/token)", "bits per byte", "documents", "bytes"):
-        table.add_column(name, justify="left" if name == "channel" else "right")
-    for channel, values in journey.evaluation["held_out"].items():
-        loss = values["bits_per_byte"] * math.log(2) * values["bytes"] / values["tokens"]
-        table.add_row(
-            channel, f"{loss:.3f}", f"{values['bits_per_byte']:.3f}", f"{values['documents']:,}", f"{values['bytes']:,}"
-        )
-    return table
-
-
-def verdicts(held_out: Mapping[str, Mapping[str, float]], epochs: float) -> list[str]:
-    """What bits per byte mean, in words: the model beside gzip, on text that neither has seen."""
-    advice = "more steps help most (--train.steps)" if epochs < FEW_EPOCHS else "more text helps most"
-    if not held_out:
-        return [
-            "No text was held out (a channel needs 20 documents for that), so nothing says how well the model reads "
-            "what it has not seen."
-        ]
-    lines = ["Bits per byte: what the model needs to write down held-out text; fewer is better, 8 is knowing nothing."]
-    for channel, values in held_out.items():
-        ours, theirs = values["bits_per_byte"], values.get("gzip_bits_per_byte")
-        if theirs is None:  # a report from before gzip stood in it
-            continue
-        better = 1 - ours / theirs
-        verdict = (
-            f"{better:.0%} less than gzip -9 ({theirs:.2f}): it has learned from your text"
-            if better > 0
-            else f"more than gzip -9 ({theirs:.2f}): too little was learned yet; {advice}"
-        )
-        lines.append(f"{channel}: {ours:.2f}, {verdict}.")
+        before, after = journey.before["accuracy"], journey.evaluation["probes"]["accuracy"]
+        lines.append(t(f"Facts asked in a phrasing it never saw: {after:.1%} right; before training {before:.1%}."))
+    if journey.samples:
+        _, prompt, text = journey.samples[0]
+        lines.append(t(f"Sample: {_one_line(prompt + text)}"))
+    root, run = journey.workspace.root.absolute(), journey.workspace.run(journey.config.train.name)
+    places = ("corpus/report.html", str(run.relative_to(journey.workspace.root) / "curves.png"), "hf")
+    lines.append(t(f"In {root}: {SUMMARY_NAME} (all tables), {places[0]}, {places[1]}, {places[2]} (the model)."))
     return lines
 
 
-def _probe_table(journey: Journey) -> Table:
+def _by_channel(held_out: Mapping[str, Mapping[str, float]], key: str) -> str:
+    return ", ".join(f"{channel} {values.get(key, math.nan):.2f}" for channel, values in held_out.items())
+
+
+def _one_line(text: str) -> str:
+    return terminal_safe(" ".join(text.split()))
+
+
+def verdicts(held_out: Mapping[str, Mapping[str, float]], epochs: float) -> list[str]:
+    """What the bits per byte of your own text mean: the model beside gzip, on text that neither has seen."""
+    if not held_out:
+        return [
+            "No text was held out (a channel needs 20 documents for that), so the model cannot be judged on text that "
+            "it has not seen."
+        ]
+    lines = ["Bits per byte of held-out text; lower is better, and 8 is plain text:"]
+    for channel, values in held_out.items():
+        ours, theirs = values["bits_per_byte"], values.get("gzip_bits_per_byte")
+        if theirs is None:  # a report from before gzip stood in it
+            lines.append(f"  {channel}: {ours:.2f}.")
+        elif ours < theirs:
+            less = 1 - ours / theirs
+            lines.append(
+                f"  {channel}: {ours:.2f}, {less:.0%} less than gzip -9 ({theirs:.2f}). It learned from your text."
+            )
+        elif epochs < FEW_EPOCHS:
+            lines.append(
+                f"  {channel}: {ours:.2f}, more than gzip -9 ({theirs:.2f}). It needs more steps (--train.steps)."
+            )
+        else:
+            lines.append(f"  {channel}: {ours:.2f}, more than gzip -9 ({theirs:.2f}). It needs more text.")
+    return lines
+
+
+def next_commands(journey: Journey) -> list[str]:
+    """Three commands that work when they are pasted into a fresh shell, in any folder."""
+    name, work = journey.config.train.name, journey.workspace.root.absolute()
+    z2a, in_work = z2a_command(), f"--work {shlex.quote(str(work))}"
+    prompt = shlex.quote(_one_line(journey.samples[0][1]) if journey.samples else "Hello")
+    config = shlex.quote(str(work / "runs" / name / "config.yaml"))
+    longer = f"--train.name longer --train.steps {2 * journey.config.train.steps}"
+    return [
+        f"{z2a} generate {shlex.quote(name)} {in_work} --prompt {prompt} --temperature 0.7",
+        f"{z2a} board {shlex.quote(str(work))}",
+        f"{z2a} train {config} {in_work} {longer}",
+    ]
+
+
+def z2a_command() -> str:
+    """How z2a is called from a fresh shell: by name where the PATH has this one, else by its path."""
+    own = Path(sys.executable).with_name("z2a")
+    found = shutil.which("z2a")
+    activated = [os.environ[name] for name in ("VIRTUAL_ENV", "CONDA_PREFIX") if name in os.environ]
+    is_for_all = not any(own.is_relative_to(folder) for folder in activated)
+    if found and is_for_all and own.exists() and own.samefile(found):
+        return "z2a"
+    return shlex.quote(str(own)) if own.exists() else f"{shlex.quote(sys.executable)} -m zero2all"
+
+
+# ---- summary.md -------------------------------------------------------------------------------------------------
+
+
+def _markdown(journey: Journey) -> str:
+    parts = [f"# {t('Quickstart')}", _stage_table(journey)]
+    parts += [t(f"Cleaning: {line}") for line in journey.losses]
+    if journey.evaluation["held_out"]:
+        parts += [f"## {t('Held-out text')}", _channel_table(journey)]
+    if journey.before is not None:
+        note = t(
+            "Each fact is asked in a phrasing that the text never uses for it. A new wording is a phrasing that the "
+            "text never uses for any fact."
+        )
+        parts += [f"## {t('Probes')}", note, _probe_table(journey)]
+        shown_probes = (f"- P({of} | {on}) = {old:.4f} → {new:.4f}" for on, of, old, new in journey.shown_probes)
+        parts.append("\n".join(shown_probes))
+    parts.append(f"## {t('Samples')}")
+    for channel, prompt, text in journey.samples:
+        shown = terminal_safe(prompt + text, keep=TEXT_MARKS).rstrip()
+        parts.append(f"{channel}, `{_one_line(prompt)}`:\n\n```\n{shown}\n```")
+    parts += [f"## {t('Next')}", "```\n" + "\n".join(next_commands(journey)) + "\n```"]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table that is also aligned as text; the first row is the heading."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    heading, *lines = [" | ".join(map(padded, row, widths)) for row in rows]
+    rule = " | ".join("-" * width for width in widths)
+    return "\n".join(f"| {line} |" for line in (heading, rule, *lines))
+
+
+def _stage_table(journey: Journey) -> str:
+    rows = [[t("stage"), t("time"), t("result")]]
+    rows += [[t(stage.name), human_seconds(stage.seconds), t(stage.in_words())] for stage in journey.stages]
+    rows.append([t("all"), human_seconds(sum(stage.seconds for stage in journey.stages)), str(journey.workspace.root)])
+    return _table(rows)
+
+
+def _channel_table(journey: Journey) -> str:
+    """Loss per channel on held-out text."""
+    rows = [[t("channel"), t("loss (nats/token)"), t("bits per byte"), t("documents"), t("bytes")]]
+    for channel, values in journey.evaluation["held_out"].items():
+        loss = values["bits_per_byte"] * math.log(2) * values["bytes"] / values["tokens"]
+        counts = [f"{values['documents']:,}", f"{values['bytes']:,}"]
+        rows.append([channel, f"{loss:.3f}", f"{values['bits_per_byte']:.3f}", *counts])
+    return _table(rows)
+
+
+def _probe_table(journey: Journey) -> str:
     """Accuracy of whole answers and P(answer), before and after training."""
     assert journey.before is not None, "the caller checks"
-    table = Table(title="Probes: facts asked in wordings they were never seen in", title_justify="left")
-    for name in ("", "probes", "right, before → after", "P(answer), before → after"):
-        table.add_column(name, justify="right" if name else "left")
+    rows = [["", t("probes"), t("right, before → after"), t("P(answer), before → after")]]
     before, after = journey.before, journey.evaluation["probes"]
     for channel, values in after["channels"].items():
-        table.add_row(f"[bold]{channel}[/bold]", *_probe_cells(before["channels"][channel], values))
+        rows.append([f"**{channel}**", *_probe_cells(before["channels"][channel], values)])
         for group, means in values["groups"].items():
-            table.add_row(f"  {group}", *_probe_cells(before["channels"][channel]["groups"][group], means))
-        table.add_section()
-    table.add_row("[bold]all facts[/bold]", *_probe_cells(before, after))
-    table.caption = "facts = capital, day, person; arithmetic and wordings new to the model are shown apart"
-    return table
+            rows.append([group, *_probe_cells(before["channels"][channel]["groups"][group], means)])
+    rows.append([f"**{t('all facts')}**", *_probe_cells(before, after)])
+    return _table(rows)
 
 
 def _probe_cells(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [
         str(after["probes"]),
-        f"{before['accuracy']:.1%} → {after['accuracy']:6.1%}",
+        f"{before['accuracy']:.1%} → {after['accuracy']:.1%}",
         f"{before['probability']:.4f} → {after['probability']:.4f}",
-    ]
-
-
-def _next_commands(journey: Journey) -> list[tuple[str, str]]:
-    work, name = journey.workspace.root, journey.config.train.name
-    in_work = f"--work {shlex.quote(str(work))}"
-    prompt = shlex.quote(journey.samples[0][1] if journey.samples else "Hello")
-    talk = (f"z2a generate {name} {in_work} --prompt {prompt} --temperature 0.7", "talk to your model")
-    if not journey.own_data:
-        return [
-            talk,
-            ("z2a quickstart --data PATH_OF_YOUR_TEXT", "the same journey with your own text"),
-            (f"z2a train {name} {in_work} --train.name longer --train.steps 2000", "train longer on the same data"),
-        ]
-    config = shlex.quote(str(journey.workspace.run(name) / "config.yaml"))
-    longer = f"--train.name longer --train.steps {2 * journey.config.train.steps}"
-    look = [(f"z2a corpus show --dropped {in_work}", "what cleaning dropped, with samples")] if journey.dropped else []
-    return [
-        talk,
-        *look,
-        (f"z2a board {shlex.quote(str(work))}", "the curves as a page"),
-        (f"z2a train {config} {in_work} {longer}", "train longer on the same data"),
     ]

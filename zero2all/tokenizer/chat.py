@@ -51,7 +51,7 @@ def encode_chat(tokenizer: Tokenizer, messages: Iterable[Message], ask: bool = F
     assistant = [False] * len(ids)
     for message in messages:
         if message.role not in ROLES:
-            raise UsageError(f"A message has the role {message.role!r}; there are {', '.join(ROLES)}.")
+            raise UsageError(f"A message has the role {message.role!r}; expected one of {', '.join(ROLES)}.")
         head = [start, *tokenizer.encode_text(f"{message.role}\n")]
         body = [*tokenizer.encode_text(message.text), end]
         ids += [*head, *body]
@@ -84,6 +84,6 @@ def _mark(tokenizer: Tokenizer, role: str) -> str:
         if name in tokenizer.control:
             return name
     raise UsageError(
-        f"This tokenizer has no control token for {role} (looked for {', '.join(USUAL_NAMES[role])}), so no chat can "
-        f"be built with it. Train one with `z2a tokenizer train`, which has."
+        f"This tokenizer has no control token for {role} (looked for {', '.join(USUAL_NAMES[role])}), so it "
+        "cannot format a chat. Train a tokenizer that has one with `z2a tokenizer train`."
     )

@@ -116,7 +116,7 @@ class TokenizerConfig:
         control = len(self.specials.names())
         smallest = control + BYTE_COUNT + 1 + (self.kind == "sentencepiece")
         if self.vocab_size < smallest:
-            expected = f"at least {smallest}: {control} control tokens, {BYTE_COUNT} bytes and one piece"
+            expected = f"at least {smallest} for {control} control tokens, {BYTE_COUNT} bytes and one piece"
             found.append(Problem(f"{place}.vocab_size", self.vocab_size, expected))
         if self.max_memory is not None and parse_bytes(self.max_memory) is None:
             found.append(Problem(f"{place}.max_memory", self.max_memory, "an amount such as 4GB or 500MB"))
@@ -126,9 +126,9 @@ class TokenizerConfig:
             if trouble:
                 found.append(Problem(f"{place}.take{f'.{name}' if name else ''}", share, trouble))
         if self.pattern is not None and self.kind != "hf-bbpe":
-            expected = f"nothing: kind {self.kind} has its own way to cut text (kind hf-bbpe takes a pattern)"
+            expected = f"null, because kind {self.kind} cuts text in its own way (kind hf-bbpe takes a pattern)"
             found.append(Problem(f"{place}.pattern", self.pattern, expected))
         if self.kind == "sentencepiece" and self.max_piece_bytes is not None:
-            expected = "nothing: kind sentencepiece has tokenizer.sentencepiece.max_sentencepiece_length"
+            expected = "null, because kind sentencepiece uses tokenizer.sentencepiece.max_sentencepiece_length"
             found.append(Problem(f"{place}.max_piece_bytes", self.max_piece_bytes, expected))
         return found

@@ -44,8 +44,8 @@ def require_replaceable(target: Path) -> None:
             read_manifest(target, "tokenizer", EXTEND_COMMAND)
         except BadInputError as error:
             raise UsageError(
-                f"{target} is not empty and no tokenizer folder of ours, so it is not replaced. Give a new folder with "
-                f"--to, or empty this one."
+                f"{target} is not empty and is not a zero2all tokenizer folder, so it is not replaced. Give a "
+                "new folder with --to, or empty this one."
             ) from error
 
 
@@ -59,8 +59,9 @@ class Extender:
         model = self.json["model"]
         if model.get("type") != "BPE":
             raise BadInputError(
-                f"The tokenizer in {folder} is a {model.get('type')} model. Pieces can be added to BPE tokenizers "
-                f"only: the pieces of others carry probabilities that text of yours would have to be weighed against."
+                f"The tokenizer in {folder} is a {model.get('type')} model. Pieces can be added to BPE "
+                "tokenizers only, because pieces of other kinds have probabilities that new text would "
+                "change."
             )
         self.vocab: dict[str, int] = dict(model["vocab"])
         self.first_id = self.tokenizer.vocab_size
@@ -75,9 +76,9 @@ class Extender:
         """Add pieces by name: the text of each, with its leading space where it has one."""
         for text in texts:
             if not text or well_formed(text) != text:
-                raise UsageError(f"{text!r} cannot be a piece: give text that is not empty and that UTF-8 can hold.")
+                raise UsageError(f"{text!r} cannot be a piece: give text that is not empty and that is valid UTF-8.")
             if text in self.tokenizer.control:
-                raise UsageError(f"{text!r} is a control token; text may not make one.")
+                raise UsageError(f"{text!r} is a control token, which text must not produce.")
             pieces = self._joined(self._spelling(text))
             whole = "".join(pieces)
             if len(pieces) == 1:
@@ -95,22 +96,22 @@ class Extender:
         """Pieces from text, until there are `vocab_size` ids."""
         if not self.tokenizer.is_byte_level:
             raise BadInputError(
-                f"The tokenizer in {self.folder} has no pretoken pattern (SentencePiece style), so text cannot be "
-                f"cut into words to learn from. Add pieces by name with --pieces or --add."
+                f"The tokenizer in {self.folder} has no pretoken pattern (SentencePiece style), so it cannot "
+                "learn pieces from text. Add pieces by name with --pieces or --add."
             )
         wanted = vocab_size - self.first_id - len(self.pieces)
         if wanted <= 0:
             raise UsageError(
-                f"The tokenizer has {self.first_id + len(self.pieces):,} ids already; --vocab-size "
-                f"{vocab_size} adds none. Give a larger one."
+                f"The tokenizer already has {self.first_id + len(self.pieces):,} ids, so --vocab-size "
+                f"{vocab_size} adds none. Give a larger number."
             )
         words = self._words(texts)
         learned = _learn(words, wanted, self._joinable)
         if len(learned) < wanted:
             largest = self.first_id + len(self.pieces) + len(learned)
             raise BadInputError(
-                f"This text has new pieces (seen at least {SMALLEST_COUNT} times) for {largest:,} ids at most, not "
-                f"{vocab_size:,}. Set --vocab-size to {largest} or less, or give more text."
+                f"This text has new pieces (seen at least {SMALLEST_COUNT} times) for at most {largest} ids, "
+                f"not {vocab_size:,}. Set --vocab-size to {largest} or less, or give more text."
             )
         for left, right in learned:
             self._merge(left, right)
@@ -118,7 +119,7 @@ class Extender:
     def save(self, target: Path) -> dict[str, Any]:
         """Write the extended tokenizer to `target`, whole or not at all; returns what was done."""
         if not self.ranks:
-            raise UsageError("Nothing was added: every piece you named is in the vocabulary already.")
+            raise UsageError("Nothing was added: all pieces you named are already in the vocabulary.")
         model = self.json["model"]
         # Added tokens get their ids by counting up from the model's vocabulary unless they are in it; put them there,
         # or the new pieces would push them on.
@@ -165,7 +166,8 @@ class Extender:
         if len(words) != 1:
             cut = " | ".join(normalised[start:end] for _, (start, end) in words)
             raise UsageError(
-                f"{text!r} cannot be one piece: this tokenizer cuts it into {cut} before any merge. Add the parts."
+                f"{text!r} cannot be one piece: this tokenizer cuts it into {cut} before any merge. Add these "
+                "parts instead."
             )
         return self._old_pieces(words[0][0])
 
@@ -220,7 +222,9 @@ def read_pieces(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInputError(f"The pieces in {path} cannot be read ({error}). Give a UTF-8 file, one a line.") from error
+        raise BadInputError(
+            f"The pieces in {path} cannot be read ({error}). Give a UTF-8 file with one piece per line."
+        ) from error
     return [unescaped(line.rstrip("\r")) for line in lines if line.strip("\r")]
 
 
@@ -317,9 +321,9 @@ def check_extends(old: Tokenizer, new: Tokenizer, folder: Path) -> None:
     )
     if moved is not None:
         raise BadInputError(
-            f"The tokenizer in {folder} does not extend that of the model: id {moved} is "
-            f"{old.backend.id_to_token(moved)!r} in the model's and {new.backend.id_to_token(moved)!r} there. Make "
-            f"one with `{EXTEND_COMMAND}` from the model's own tokenizer."
+            f"The tokenizer in {folder} does not extend the tokenizer of the model: id {moved} is "
+            f"{old.backend.id_to_token(moved)!r} in the model's and {new.backend.id_to_token(moved)!r} there. "
+            f"Make one with `{EXTEND_COMMAND}` from the model's own tokenizer."
         )
 
 

@@ -135,7 +135,7 @@ class Tokenizer:
             return self.control[name]
         except KeyError:
             raise UsageError(
-                f"This tokenizer has no control token {name!r}. It has: {', '.join(self.control)}."
+                f"This tokenizer has no control token {name!r}. Available: {', '.join(self.control)}."
             ) from None
 
     def decode(self, ids: Iterable[int], skip_control: bool = True) -> str:
@@ -187,14 +187,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         tokenizer_json = _read_object(folder / "tokenizer.json")
     except FileNotFoundError:
         raise BadInputError(
-            f"There is no tokenizer in {folder} (no tokenizer.json). Run `{TRAIN_COMMAND}` first; for a model from "
-            f"elsewhere, save its tokenizer with a recent transformers "
-            f"(`AutoTokenizer.from_pretrained(SOURCE).save_pretrained(FOLDER)`), which writes that file."
+            f"There is no tokenizer in {folder} (no tokenizer.json). Run `{TRAIN_COMMAND}` first. For a model "
+            "from elsewhere, save its tokenizer with a recent transformers "
+            "(`AutoTokenizer.from_pretrained(SOURCE).save_pretrained(FOLDER)`), which writes that file."
         ) from None
     model = tokenizer_json.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
-        raise BadInputError(f"{folder}/tokenizer.json has no vocabulary. Fetch it again, or run `{TRAIN_COMMAND}`.")
-    with as_written(f"The tokenizer in {folder}", f"Fetch the folder again, or run `{TRAIN_COMMAND}`."):
+        raise BadInputError(f"{folder}/tokenizer.json has no vocabulary. Download it again, or run `{TRAIN_COMMAND}`.")
+    with as_written(f"The tokenizer in {folder}", f"Download the folder again, or run `{TRAIN_COMMAND}`."):
         control, roles = _declared_control(folder, tokenizer_json)
         played = _read_optional(folder / "tokenizer_config.json").get("control_roles", {})
         more_ends = _more_ends(_read_optional(folder / "generation_config.json"))
@@ -227,8 +227,8 @@ def _declared_control(folder: Path, tokenizer_json: dict[str, Any]) -> tuple[dic
     for role, name in roles.items():
         if name not in ids:
             raise BadInputError(
-                f"{folder} declares {name!r} as its {role}, but no such token is in its tokenizer.json. Mend the "
-                f"declaration in tokenizer_config.json, or use the tokenizer that belongs to the model."
+                f"{folder} declares {name!r} as its {role}, but its tokenizer.json has no such token. Correct "
+                "the declaration in tokenizer_config.json, or use the tokenizer that belongs to the model."
             )
         control[name] = ids[name]
     # An unknown-token is made from text, so text must be able to produce it, unless it also has one of the roles.
@@ -267,8 +267,8 @@ def _backend(tokenizer_json: dict[str, Any], control: dict[str, int]) -> tokeniz
         backend = Backend.from_str(jsonio.dumps_line({**tokenizer_json, "added_tokens": added}).decode())
     except Exception as error:  # the library raises plain Exception
         raise BadInputError(
-            f"The tokenizers library cannot read this tokenizer.json ({error}). Update the library "
-            f"(`pip install -U tokenizers`), or fetch the folder again."
+            f"The tokenizers library cannot read this tokenizer.json ({error}). Update the library (`pip "
+            "install -U tokenizers`), or download the folder again."
         ) from error
     backend.no_truncation()
     backend.no_padding()
@@ -285,14 +285,14 @@ def _check_against_manifest(folder: Path, tokenizer: Tokenizer) -> None:
     if manifest["fingerprint"] != tokenizer.fingerprint:
         raise BadInputError(
             f"The tokenizer in {folder} was changed after it was trained (its fingerprint is "
-            f"{tokenizer.fingerprint}, its manifest says {manifest['fingerprint']}), so packed data and models no "
-            f"longer fit it. Run `{TRAIN_COMMAND}` again; to keep your change, copy the folder elsewhere and delete "
-            f"{MANIFEST_NAME} from the copy."
+            f"{tokenizer.fingerprint}, its manifest says {manifest['fingerprint']}), so packed data and "
+            f"models no longer match it. Run `{TRAIN_COMMAND}` again. To keep your change, copy the folder "
+            f"elsewhere and delete {MANIFEST_NAME} from the copy."
         )
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    return read_json_object(path, f"Fetch it again, or run `{TRAIN_COMMAND}`.")
+    return read_json_object(path, f"Download it again, or run `{TRAIN_COMMAND}`.")
 
 
 def _read_optional(path: Path) -> dict[str, Any]:

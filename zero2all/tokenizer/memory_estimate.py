@@ -49,14 +49,16 @@ def check_memory(parts: Sequence[TextPart], config: TokenizerConfig, ignore: boo
     limit = config.memory_bytes or int(available_memory() * FREE_SHARE)
     estimate = estimate_memory(parts, config, limit)
     if estimate.memory_bytes > limit and not ignore:
-        whose = "--max-memory allows" if config.memory_bytes else "this machine has free"
         share = max(1, int(100 * (limit / estimate.memory_bytes) ** 1.3))
+        have = f"--max-memory allows {human_bytes(limit)}."
+        if not config.memory_bytes:
+            have = f"This machine has {human_bytes(limit)} free."
         raise BadInputError(
             f"--kind {config.kind} would need about {human_bytes(estimate.memory_bytes)} of memory for "
             f"{human_bytes(estimate.text_bytes)} of this text ({human_bytes(estimate.distinct_bytes)} of distinct "
-            f"pretokens, expected from a sample of {human_bytes(estimate.sampled_bytes)}); {whose} "
-            f"{human_bytes(limit)}. Use --kind bpe, which learns from all of it within any memory that holds its "
-            f"alphabet; or train on less (--take {share}/100); or, to try anyway, add --ignore-memory."
+            f"pretokens, estimated from a sample of {human_bytes(estimate.sampled_bytes)}). {have} Use --kind bpe, "
+            f"which learns from all text in little memory; or train on less text (--take {share}/100); or add "
+            f"--ignore-memory to try anyway."
         )
     return estimate
 

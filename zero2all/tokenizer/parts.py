@@ -105,7 +105,7 @@ class SpooledPart(TextPart):
                 size = int.from_bytes(head, "little")
                 data = file.read(size)
                 if len(data) < size:
-                    raise BadInputError(f"{self.path} ends early. Delete its folder and start the training again.")
+                    raise BadInputError(f"{self.path} ends too early. Delete its folder and start the training again.")
                 yield data.decode("utf-8", "surrogatepass")
 
 

@@ -102,8 +102,8 @@ def vocabulary_of(control: Sequence[str], pieces: Sequence[str]) -> dict[str, in
     taken = set(control).intersection(pieces)
     if taken:
         raise BadInputError(
-            f"The control token {sorted(taken)[0]!r} is also a piece that was learned from the text, so text would "
-            f"produce it. Give it another name in tokenizer.specials; names of the form <|…|> are safe."
+            f"The control token {sorted(taken)[0]!r} is also a piece learned from the text, so text would "
+            "produce it. Give it another name in tokenizer.specials; names of the form <|…|> are safe."
         )
     vocab = {name: number for number, name in enumerate([*control, *pieces])}
     assert len(vocab) == len(control) + len(pieces), "two pieces have the same spelling"

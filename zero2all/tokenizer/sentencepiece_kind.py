@@ -58,8 +58,8 @@ def _require_library() -> None:
     except ImportError:
         raise UsageError(
             "--kind sentencepiece needs the sentencepiece library, which is not installed. Install it with "
-            "`pip install sentencepiece` (or `pip install 'zero2all[sentencepiece]'`), or use --kind bpe, which needs "
-            "nothing and less memory."
+            "`pip install sentencepiece` (or `pip install 'zero2all[sentencepiece]'`), or use --kind bpe, "
+            "which needs no library and less memory."
         ) from None
 
 
@@ -171,7 +171,7 @@ def _failure(code: int, said: list[str], config: TokenizerConfig) -> UserError:
     if found := re.search(r"Vocabulary size too high \((\d+)\).*?<= (\d+)", log):
         return BadInputError(
             f"This text cannot support a vocabulary of {int(found[1]):,} ids: SentencePiece finds pieces for "
-            f"{int(found[2]):,} at most. Set --vocab-size to {found[2]} or less, or train on more text."
+            f"at most {int(found[2]):,}. Set --vocab-size to {found[2]} or less, or train on more text."
         )
     if found := re.search(r"smaller than required_chars\. (\d+) vs (\d+)", log):
         return BadInputError(
@@ -189,8 +189,8 @@ def _failure(code: int, said: list[str], config: TokenizerConfig) -> UserError:
     reason = next((line.removeprefix("FAILED ") for line in reversed(said) if line.startswith("FAILED ")), None)
     reason = reason or next((line for line in reversed(said) if "Check failed" in line), f"it ended with code {code}")
     return BadInputError(
-        f"SentencePiece could not train on this text: {reason.strip()}. Its options are under "
-        f"tokenizer.sentencepiece in the config; --kind bpe is the usual way out."
+        f"SentencePiece could not train on this text: {reason.strip()}. Change its options under "
+        "tokenizer.sentencepiece in the config, or use --kind bpe."
     )
 
 

@@ -38,7 +38,7 @@ def tokenizer_facts(folder: Path, samples: int = 12) -> dict[str, Any]:
         "unused_ids": tokenizer.vocab_size - len(pieces) - len(tokenizer.control),
         "fingerprint": tokenizer.fingerprint,
         "normalisation": tokenizer.normalisation,
-        "normalisation_means": CONSEQUENCES.get(tokenizer.normalisation, "the folder rewrites text in its own way"),
+        "normalisation_means": CONSEQUENCES.get(tokenizer.normalisation, "changed by the folder's own rules"),
         "pattern": _pattern(tokenizer_json),
         "control": tokenizer.control,
         "control_roles": tokenizer.control_roles,

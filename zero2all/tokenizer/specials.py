@@ -61,19 +61,19 @@ class SpecialsConfig:
 def _name_trouble(name: str) -> str | None:
     """What was expected instead of `name`, or None if it can be a control token."""
     if not name:
-        return "a name: an empty control token would match everywhere"
+        return "a name that is not empty"
     try:
         name.encode()
     except UnicodeEncodeError:
-        return "a name that UTF-8 can hold (this one has half a surrogate pair)"
+        return "a name that is valid UTF-8 (this one has a lone surrogate)"
     if len(name) == 1:
-        return "a name of several characters: single characters are pieces of text"
+        return "a name of several characters, because single characters are pieces of text"
     if any(character.isspace() or character == "▁" or ord(character) < 32 for character in name):
         return "a name without white space and without ▁, which text encoders rewrite"
     alphabet = byte_alphabet()
     if not name.isascii() and all(character in alphabet for character in name):
         # Such a name is, letter for letter, the spelling of some other text inside a byte-level vocabulary.
-        return "a name that is not the byte-level spelling of other text (Ġ, Ċ and the like); use <|…|>"
+        return "a name that is not the byte-level spelling of other text (Ġ, Ċ and the like), such as <|…|>"
     return None
 
 
@@ -82,7 +82,7 @@ def _trouble_among(name: str, index: int, names: Sequence[str]) -> str | None:
         return "a name that no other control token has"
     for other in names:
         if other != name and name and name in other:
-            return f"a name that is no part of another control token ({other!r} contains it)"
+            return f"a name that is not part of another control token ({other!r} contains it)"
     return None
 
 

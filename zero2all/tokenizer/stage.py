@@ -25,7 +25,7 @@ def train_on_files(
 ) -> dict[str, Any]:
     """The same for plain text files."""
     if config.take is not None:
-        raise UsageError("--take chooses among the sources of a corpus; with --text, name the files you want.")
+        raise UsageError("--take chooses among the sources of a corpus. With --text, name the files you want.")
     parts = file_parts(paths)
     inputs = fingerprint({"files": [part.fingerprint for part in parts], "config": deciding(config)})
     taken = {str(path): {"asked": "all", "share": "1", "about_bytes": path.stat().st_size} for path in paths}

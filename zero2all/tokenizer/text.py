@@ -30,8 +30,8 @@ class TooFewPiecesError(BadInputError):
     def __init__(self, vocab_size: int, largest: int, text: dict[str, Any], min_piece_count: int) -> None:
         super().__init__(
             f"This text cannot support a vocabulary of {vocab_size:,} ids: {human_bytes(text['bytes'])} in "
-            f"{text['documents']:,} documents have pieces (seen at least {min_piece_count} times) for {largest:,} at "
-            f"most. Set --vocab-size to {largest} or less, or build the corpus from more text."
+            f"{text['documents']:,} documents have pieces (seen at least {min_piece_count} times) for at most "
+            f"{largest} ids. Set --vocab-size to {largest} or less, or build the corpus from more text."
         )
         self.largest = largest
         """The most ids this text can support."""
@@ -41,8 +41,9 @@ def require_text(text: dict[str, Any]) -> None:
     """Raise when there is no text to train on."""
     if not text["bytes"]:
         raise BadInputError(
-            f"There is no text to train a tokenizer on ({text['documents']:,} documents, 0 bytes). Build a corpus from "
-            f"files with text first: `z2a corpus build NAME=PATH`, then `z2a corpus show`."
+            f"There is no text to train a tokenizer on ({text['documents']:,} documents, 0 bytes). Build a "
+            "corpus from text files first with `z2a corpus build NAME=PATH`, and check it with `z2a corpus "
+            "show`."
         )
 
 

@@ -37,9 +37,11 @@ REPEATABLE_FACTS = (
 
 CONSEQUENCES = {
     "none": "every text comes back byte for byte",
-    "nfc": "text comes back in NFC: accents joined to their letters, so bytes may differ where a text was not in NFC",
-    "nfkc": "NFKC loses distinctions: full-width letters, ligatures, superscripts and the like become plain ones, and "
-    "text does not come back as it was; code and mathematics suffer",
+    "nfc": "text comes back in NFC: accents are joined to their letters, so bytes differ where a text was not in NFC",
+    "nfkc": (
+        "NFKC loses distinctions: full-width letters, ligatures, superscripts and the like become plain ones, "
+        "and text does not come back as it was; this harms code and mathematics"
+    ),
 }
 """What each normalisation means for decode(encode(text))."""
 

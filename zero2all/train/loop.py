@@ -88,9 +88,11 @@ def train(
     take_over: bool = False,
     make_decode: Callable[[], Decode] | None = None,
     say: Callable[[str], None] = print,
+    brief: bool = False,
 ) -> TrainSummary:
     """Train `config` to its last step, continuing the run if it has a checkpoint. Called by every process of the run;
-    `make_decode` loads the tokenizer's decoder, for the pages that explain incidents."""
+    `make_decode` loads the tokenizer's decoder, for the pages that explain incidents. `brief` leaves the notes of the
+    start to the metrics."""
     run = workspace.run(config.train.name)
     with ExitStack() as stack:
         # From here on: a signal that comes during the setup is handled at the end of the first step.
@@ -111,7 +113,7 @@ def train(
         prepared = prepare(config, workspace, world, store, accept_changes, fresh)
         if fresh:  # only now, after all checks
             world.run_on_rank0(lambda: _clear_run(run, lock.check))
-        for note in prepared.notes:
+        for note in () if brief else prepared.notes:
             speak(note)
         world.run_on_rank0(lambda: behind(lock.check, lambda: save_run_config(prepared.config, run)))
         metrics = None
@@ -123,7 +125,7 @@ def train(
         reason, message = "done", None
         try:
             with explain_peer_failure(config, run, world, prepared.state, lock.check):
-                return TrainingLoop(prepared, store, lock, metrics, make_decode, speak, stop).run()
+                return TrainingLoop(prepared, store, lock, metrics, make_decode, speak, stop, brief).run()
         except BaseException as error:
             reason = "preempted" if isinstance(error, PreemptedError) else "failed"
             message = f"{type(error).__name__}: {error}"
@@ -185,7 +187,9 @@ class TrainingLoop:
         make_decode: Callable[[], Decode] | None,
         say: Callable[[str], None],
         stop: StopRequest,
+        brief: bool = False,
     ) -> None:
+        self.brief = brief
         self.prepared, self.store, self.lock, self.stop = prepared, store, lock, stop
         self.config, self.state, self.world = prepared.config, prepared.state, prepared.world
         self.log = RunLog(prepared.state, prepared.world, metrics, say)
@@ -281,7 +285,7 @@ class TrainingLoop:
         if self.state.step < prepared.last_step:
             notes = self._check_before_first_step(checkpoint_bytes)
             self.log.event("sanity", {"notes": notes})
-            self.log.say(*notes)
+            self.log.say(*(() if self.brief else notes))
 
     def stage(self) -> None:
         """Enter the stage of the next step, if it is a new one: set its positions, restart the guards."""

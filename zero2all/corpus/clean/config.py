@@ -254,7 +254,7 @@ class FewDistinct(Switch):
 
 @dataclass(frozen=True)
 class DuplicateLines(Switch):
-    """Lines that were there before, within windows of 8,192 lines."""
+    """Lines that repeat an earlier line, within windows of 8,192 lines."""
 
     max_share: Share = 0.3
     """Largest share of characters in lines that repeat an earlier one (white space ignored)."""
@@ -266,7 +266,7 @@ class DuplicateLines(Switch):
 
 @dataclass(frozen=True)
 class Kinds:
-    """What verse and classical Chinese are known by; several rules have other limits for them."""
+    """How verse and classical Chinese are recognised; several rules have other limits for them."""
 
     max_modern_share: Share = 0.04
     """Chinese is verse or classical only up to this share of function characters of modern Chinese (的 了 是 们 这)
@@ -387,34 +387,34 @@ class CleanConfig:
     mask: Mask = Mask()
     """Which secrets and personal data are replaced."""
     kinds: Kinds = Kinds()
-    """What verse and classical text are known by. Nothing is dropped for it."""
+    """How verse and classical text are recognised. Drops nothing."""
     licence_headers: Switch = Switch(on=False)
-    """Edits: removes the comment that a source file opens with when it speaks of licence or copyright."""
+    """Edits: removes an opening comment of a source file that is about licence or copyright."""
     boilerplate_lines: BoilerplateLines = field(default_factory=BoilerplateLines)
-    """Edits: removes short lines with phrases of navigation and legal notices."""
+    """Edits: removes short lines with phrases of navigation menus and legal notices."""
 
     empty: Switch = Switch()
-    """Nothing is left after repair. Cannot be switched off."""
+    """Nothing is left after repairs. This rule cannot be switched off."""
     too_short: MinChars = MinChars()
     """Fewer characters than the minimum."""
     too_long: MaxChars = MaxChars()
     """More characters than the maximum."""
     replacement_characters: MaxShare = MaxShare(max_share=0.002)
-    """U+FFFD, the mark of lost characters, takes too large a share."""
+    """Too large a share of U+FFFD, the mark of lost characters."""
     mojibake: Mojibake = Mojibake()
-    """Read in a wrong encoding and beyond repair."""
+    """Read in a wrong encoding, which could not be repaired."""
     block_art: BlockArt = BlockArt()
-    """Drawn with block elements or Braille patterns. Also edits: single drawn lines are removed."""
+    """Drawn with block elements or Braille patterns. Single drawn lines are removed from other documents."""
     wrong_script: WrongScript = WrongScript()
-    """Too small a share of the script of the channel."""
+    """Too small a share of the channel's script."""
     blobs: Blobs = Blobs()
     """Base64 and other encoded data."""
     digits: MaxShareBesideProse = MaxShareBesideProse(max_share=0.25)
-    """Digits take too large a share: tables of numbers."""
+    """Too large a share of digits: tables of numbers."""
     symbols: MaxShareBesideProse = MaxShareBesideProse(max_share=0.4)
-    """Punctuation and symbols take too large a share."""
+    """Too large a share of punctuation and symbols."""
     urls: MaxShareBesideProse = MaxShareBesideProse(max_share=0.3)
-    """Addresses of web pages take too large a share."""
+    """Too large a share of web addresses."""
     emails: Emails = Emails()
     """Too many e-mail addresses."""
     few_distinct: FewDistinct = FewDistinct()
@@ -422,7 +422,7 @@ class CleanConfig:
     duplicate_lines: DuplicateLines = DuplicateLines()
     """Too much text in repeated lines."""
     top_ngram: Ngrams = Ngrams(max_share=0.15, ngram_units=3)
-    """One n-gram, repeated, makes up too much of the text."""
+    """One repeated n-gram makes up too much of the text."""
     duplicate_ngrams: Ngrams = Ngrams(max_share=0.4, ngram_units=8)
     """Too much text in n-grams that occurred before."""
     menu_lines: MaxShare = MaxShare(max_share=0.5, from_chars=20)
@@ -441,15 +441,15 @@ class CleanConfig:
     keyword_lists: KeywordLists = KeywordLists()
     """Chinese search terms in a row."""
     scrambled: Scrambled = Scrambled()
-    """Han characters in an order that is no language."""
+    """Han characters in random order."""
     garbled: Garbled = Garbled()
-    """Badly recognised text."""
+    """Text with many recognition errors (OCR)."""
     spam: Spam = Spam()
     """Advertisements for gambling."""
     long_lines: LongLines = LongLines()
     """Minified code or data: a line too long, or lines too long on average."""
     generated: Switch = Switch(on=False)
-    """A comment in the first 20 lines says that a program wrote the file and that it is not to be edited."""
+    """A comment in the first 20 lines says that a program generated the file."""
     broken_python: Switch = Switch(on=False)
     """Not Python that this interpreter can parse; also drops Python 2 and every other language."""
 

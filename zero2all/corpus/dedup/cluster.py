@@ -162,7 +162,7 @@ class _Search:
             seen.append([len(rows), hasher.hexdigest()])
         self.documents = self.first_ids[-1]
         if self.documents >= 1 << 32:
-            raise UsageError(f"{self.documents} records are more than the 4.29e9 that one corpus can deduplicate.")
+            raise UsageError(f"The corpus has {self.documents} records; one corpus can deduplicate 4.29e9.")
         self.lengths = np.concatenate(lengths) if lengths else np.zeros(0, np.uint32)
         return fingerprint(seen)
 

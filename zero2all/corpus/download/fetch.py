@@ -105,7 +105,7 @@ def download(request: DownloadRequest, announce: Announce = lambda _: None) -> D
         try:
             return _Download(request, announce).run()
         except NoRangesError as error:
-            announce(f"{error}, so one connection fetches a file from its start")
+            announce(f"{error}, so each file is downloaded over one connection from its start")
             return _Download(replace(request, range_bytes=LARGEST_FILE_BYTES), announce).run()
         finally:
             if not any(home.iterdir()):  # nothing was found or begun: leave no trace
@@ -130,8 +130,8 @@ class _Download:
         request, state = self.request, self.state
         if state and (state["repo"], state["type"]) != (request.repo, request.kind):
             raise UsageError(
-                f"{request.folder} holds the {state['type']} {state['repo']}, and the {request.kind} {request.repo} "
-                f"would be mixed with it. Choose another folder with --to."
+                f"{request.folder} holds the {state['type']} {state['repo']}; the {request.kind} "
+                f"{request.repo} would be mixed with it. Choose another folder with --to."
             )
         commit = self._commit()
         listing = {file.name: file for file in self.hub.list_files(commit)}
@@ -141,10 +141,12 @@ class _Download:
         _refuse_unsafe_names(files)
         extra = len(files) - len(chosen)
         self.announce(
-            f"{request.repo} ({request.kind}) at commit {commit[:12]}: wanted are {len(chosen):,} of "
-            f"{counted(len(listing), 'file')}, {human_bytes(sum(file.size_bytes for file in chosen.values()))}"
-            + (f"; {extra:,} more are here from earlier downloads" if extra else "")
+            f"{request.repo} ({request.kind}) at commit {commit[:12]}: {len(chosen):,} of "
+            f"{counted(len(listing), 'file')} selected, "
+            f"{human_bytes(sum(file.size_bytes for file in chosen.values()))}"
         )
+        if extra:
+            self.announce(f"{counted(extra, 'more file')} are here from earlier downloads")
         return DownloadResult(commit, files, self._missing(files))
 
     def run(self) -> DownloadResult:
@@ -172,16 +174,18 @@ class _Download:
         if old == now:
             return now
         if self.request.update:
-            self.announce(f"going from commit {old[:12]} to {now[:12]}")
+            self.announce(f"updating from commit {old[:12]} to {now[:12]}")
             return now
         if revision not in (self.state["revision"], old):
             raise UsageError(
-                f"{self.request.folder} holds commit {old[:12]} ({self.state['revision']}) of {self.request.repo}, and "
-                f"{revision} is {now[:12]}. Replace it with --update, or choose another folder with --to."
+                f"{self.request.folder} holds commit {old[:12]} ({self.state['revision']}) of "
+                f"{self.request.repo}, but {revision} is now {now[:12]}. Replace it with --update, or choose "
+                "another folder with --to."
             )
         self.announce(
-            f"{revision} has moved from {old[:12]} to {now[:12]} since this download began; the older one is kept, so "
-            f"that two revisions are not mixed. For the newer one add --update, or choose another folder with --to."
+            f"{revision} has moved from {old[:12]} to {now[:12]} since this download began. The older one is "
+            "kept, so that two revisions are not mixed. For the newer one add --update, or choose another "
+            "folder with --to."
         )
         return old
 
@@ -194,11 +198,10 @@ class _Download:
         names = [file.name for file in listing]
         wanted = set(filter_repo_objects(names, allow_patterns=include or None, ignore_patterns=exclude or None))
         if not wanted:
+            patterns = [f"--include {' '.join(include) or '*'}"]
+            patterns += [f"--exclude {' '.join(exclude)}"] if exclude else []
             raise UsageError(
-                f"No file of {self.request.repo} is wanted: of {counted(len(listing), 'file')} none matches --include "
-                f"{' '.join(include) or '*'}"
-                + (f" without --exclude {' '.join(exclude)}" if exclude else "")
-                + f". It has: {_outline(listing)}."
+                f"No file of {self.request.repo} matches {' '.join(patterns)}. The repo has: {_outline(listing)}."
             )
         return {file.name: file for file in listing if file.name in wanted}
 
@@ -223,8 +226,8 @@ class _Download:
         foreign = [file.name for file in here if file.name not in right and file.name not in finished]
         if foreign:
             raise BadInputError(
-                f"{folder} has files that were not downloaded by us and are not what the hub has: {_names(foreign)}. "
-                f"Move them away, or choose another folder with --to."
+                f"{folder} has files that zero2all did not download and that differ from the hub: "
+                f"{_names(foreign)}. Move them away, or choose another folder with --to."
             )
         return missing
 
@@ -234,9 +237,9 @@ class _Download:
         if needed > room:
             free = shutil.disk_usage(self.home).free
             raise DiskError(
-                f"Not enough disk space under {self.request.folder}: {human_bytes(needed)} are still to be fetched, "
-                f"{human_bytes(free)} are free. Free some space, choose another disk with --to, or fewer files with "
-                f"--include and --exclude."
+                f"Not enough disk space under {self.request.folder}: {human_bytes(needed)} are left to "
+                f"download, {human_bytes(free)} are free. Free some space, choose another disk with --to, or "
+                "fewer files with --include and --exclude."
             )
 
     def _begin(self, result: DownloadResult, transfers: Sequence[Transfer]) -> None:
@@ -251,19 +254,19 @@ class _Download:
             if path.suffix in PARTIAL_SUFFIXES and path not in used:
                 path.unlink()
                 if path.suffix == ".done":
-                    self.announce(f"{path.name}: a part that version 0.1.0 had begun is fetched again")
+                    self.announce(f"{path.name}: a part begun by version 0.1.0 is downloaded again")
         gone = sorted(finished.keys() - {file.name for file in result.files})
         for name in gone:
             (self.request.folder / name).unlink(missing_ok=True)
         if gone:
-            self.announce(f"removed, since commit {result.commit[:12]} no longer has it: {_names(gone)}")
+            self.announce(f"removed, because commit {result.commit[:12]} no longer has them: {_names(gone)}")
 
     def _fetch(self, result: DownloadResult, transfers: Sequence[Transfer]) -> None:
         started, before = time.monotonic(), self.hub.patience.failures
         total = sum(file.size_bytes for file in result.missing)
         here = sum(transfer.bytes_done for transfer in transfers)
         if here:
-            self.announce(f"going on: {human_bytes(here)} of {human_bytes(total)} are here already")
+            self.announce(f"continuing: {human_bytes(here)} of {human_bytes(total)} are already here")
         with (
             open(self.home / FINISHED_NAME, "ab", buffering=0) as log,
             progress("download", total=total, unit="B", done=here, quiet=not transfers) as bar,
@@ -277,11 +280,12 @@ class _Download:
         result.bytes_fetched, result.interruptions = fleet.bytes_fetched, self.hub.patience.failures - before
         result.seconds = time.monotonic() - started
         if fleet.failures:
-            reasons = [f"{name} {reason}" for name, reason in sorted(fleet.failures.items())]
+            reasons = [f"{name}: {reason}" for name, reason in sorted(fleet.failures.items())]
             raise BadInputError(
                 f"{len(reasons):,} of {counted(len(result.files), 'file')} could not be downloaded: "
-                f"{_names(reasons, '; ')}. The others are here and checked. The copy on {self.hub.endpoint} may be "
-                f"damaged: run the command again with another --endpoint, or leave these files out with --exclude."
+                f"{_names(reasons, '; ')}. The others are complete and checked. The copy on "
+                f"{self.hub.endpoint} may be damaged: run the command again with another --endpoint, or leave "
+                "these files out with --exclude."
             )
 
     def _write_state(self, name: str, result: DownloadResult, **more: Any) -> None:
@@ -308,7 +312,9 @@ def _read_state(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         facts = read_json(path)
     except FileNotFoundError:
         return {}, {}
-    remedy = f"Use the version that wrote it, or delete {path.parent}: whole files are recognised by their checksums."
+    remedy = (
+        f"Use the version that wrote it, or delete {path.parent}: complete files are recognised by their checksums."
+    )
     with as_written(path, remedy):
         if (facts["kind"], facts["format"]) != (KIND, FORMAT):
             raise ValueError(f"it says {facts['kind']}, format {facts['format']}")
@@ -338,8 +344,9 @@ def _refuse_unsafe_names(files: Sequence[HubFile]) -> None:
     unsafe = [repr(file.name) for file in files if not _is_safe(file.name)]
     if unsafe:
         raise BadInputError(
-            f"The hub lists names that would be written outside the folder, or over our own records in {STATE_FOLDER}: "
-            f"{_names(unsafe)}. No honest repo does that. To fetch the other files, leave these out with --exclude."
+            "The hub lists names that would be written outside the folder, or over the records in "
+            f"{STATE_FOLDER}: {_names(unsafe)}. Such a repo is not trustworthy. To download the other files, "
+            "leave these out with --exclude."
         )
 
 

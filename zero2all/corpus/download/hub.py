@@ -106,14 +106,14 @@ class Patience:
         asked = error.asked_seconds
         if failures > retries:
             raise UserError(
-                f"{what}: {error}; this was try {failures} without getting any further. What has arrived is kept: run "
-                f"the same command again to continue. Check the network, its proxy and the endpoint (HF_ENDPOINT), or "
-                f"try another mirror with --endpoint."
+                f"{what}: {error}; {failures} tries in a row brought nothing new. Downloaded parts are kept: "
+                "run the same command again to continue. Check the network, its proxy and the endpoint "
+                "(HF_ENDPOINT), or try another mirror with --endpoint."
             ) from error
         if asked is not None and asked > LONGEST_ASKED_WAIT_SECONDS:
             raise UserError(
-                f"{what}: {error}, and the hub asks us to stay away for {human_seconds(asked)}. What has arrived is "
-                f"kept: run the same command again then. A token, or fewer --connections, may help."
+                f"{what}: {error}, and the hub asks to wait {human_seconds(asked)}. Downloaded parts are "
+                "kept: run the same command again then. A token, or fewer --connections, may help."
             ) from error
         if asked is not None:
             self.announce(f"{what}: {error}; waiting {human_seconds(asked)}, as the hub asks")
@@ -146,7 +146,7 @@ class Hub:
         self.repo, self.kind, self.patience = repo, kind, patience
         self.endpoint = (endpoint or os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
         if not re.match(r"https?://[^/]", self.endpoint):
-            raise UsageError(f"The endpoint {self.endpoint!r} is no address. Expected is one like {OFFICIAL_HUB}")
+            raise UsageError(f"The endpoint {self.endpoint!r} is not an address. Expected one like {OFFICIAL_HUB}")
         self.timeout_seconds = constants.HF_HUB_DOWNLOAD_TIMEOUT
         self._token = _token(token_env, self.endpoint)
         self._api = HfApi(endpoint=self.endpoint, token=self._token, library_name="zero2all")
@@ -163,7 +163,7 @@ class Hub:
         try:
             commit = self.patience.repeat("asking for the repo", ask, FIRST_RETRIES)
         except HFValidationError as error:
-            raise UsageError(f"{self.repo!r} cannot be the name of a repo: {error} Expected is OWNER/NAME.") from error
+            raise UsageError(f"{self.repo!r} is not a valid repo name: {error} Expected OWNER/NAME.") from error
         except (KeyError, TypeError, ValueError) as error:
             raise self._strange_answer(f"{type(error).__name__}: {error}") from error
         if not commit:
@@ -242,14 +242,15 @@ class Hub:
             return UserError(self._refusal(status))
         if isinstance(error, RevisionNotFoundError):
             return BadInputError(
-                f"{self.repo} has no such revision ({error.response.url}). Give a branch, a tag or a commit of it with "
-                f"--revision. If the commit of an earlier download is gone, take the present one with --update."
+                f"{self.repo} has no such revision ({error.response.url}). Give a branch, a tag or a commit "
+                "with --revision. If the commit of an earlier download no longer exists, download the "
+                "current one with --update."
             )
         if isinstance(error, RepositoryNotFoundError) or (status == 404 and "/resolve/" not in error.response.url.path):
             other = "model" if self.kind == "dataset" else "dataset"
             return BadInputError(
                 f"{self.endpoint} has no {self.kind} {self.repo}. Check the spelling (OWNER/NAME); if it is a {other}, "
-                f"add --type {other}; if it is private, give a token: {self._token_advice()}"
+                f"add --type {other}; if it is private, use a token. {self._token_advice()}"
             )
         if status == 404:
             return MissingFileError(where)
@@ -257,24 +258,27 @@ class Hub:
 
     def _refusal(self, status: int) -> str:
         page = f"{self.endpoint}/{'datasets/' if self.kind == 'dataset' else ''}{self.repo}"
-        who = "to the owner of this token" if self._token else "without a token"
-        advice = (
-            "a fine-grained token also needs the right to read gated repos." if self._token else self._token_advice()
-        )
+        if self._token:
+            return (
+                f"{self.endpoint} refuses {self.repo} with this token ({status}): the repo is gated, private or does "
+                f"not exist. Check the spelling, accept its terms at {page} if it has any, and use a token of that "
+                f"account. A fine-grained token also needs the right to read gated repos."
+            )
         return (
-            f"{self.endpoint} refuses {self.repo} {who} ({status}): it is gated, or private, or does not exist. Check "
-            f"the spelling, accept its terms at {page} if it has any, and use a token of that account: {advice}"
+            f"{self.endpoint} refuses {self.repo} without a token ({status}): the repo is gated, private or does not "
+            f"exist. Check the spelling, accept its terms at {page} if it has any, and use a token of that account. "
+            f"{self._token_advice()}"
         )
 
     def _token_advice(self) -> str:
         if self.endpoint != OFFICIAL_HUB:
-            return "put it into a variable and name that with --token-env HF_TOKEN (a mirror gets no token unasked)."
-        return "set HF_TOKEN, or log in with `hf auth login`, or name another variable with --token-env."
+            return "Put the token into a variable and name it with --token-env HF_TOKEN (a mirror gets no other token)."
+        return "Set HF_TOKEN, log in with `hf auth login`, or name another variable with --token-env."
 
     def _strange_answer(self, detail: str) -> UserError:
         return UserError(
-            f"{self.endpoint} does not answer like a Hugging Face-style hub ({detail}). Check --endpoint and "
-            f"HF_ENDPOINT; the login page of a network also answers like this."
+            f"{self.endpoint} does not answer like a Hugging Face hub ({detail}). Check --endpoint and "
+            "HF_ENDPOINT. The login page of a network also answers like this."
         )
 
 
@@ -286,7 +290,9 @@ def _token(token_env: str | None, endpoint: str) -> str | Literal[False]:
     if token_env is not None:
         token = os.environ.get(token_env, "").strip()
         if not token:
-            raise UsageError(f"--token-env names the variable {token_env}, which is not set. Export it, or omit it.")
+            raise UsageError(
+                f"--token-env names the variable {token_env}, which is not set. Export it, or leave the option out."
+            )
         return token
     if endpoint != OFFICIAL_HUB or constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:
         return False

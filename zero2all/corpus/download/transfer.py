@@ -162,7 +162,7 @@ class Fleet:
                 transfer.file.name, lambda: self._request(transfer, wanted), progress=lambda: wanted.position
             )
         except MissingFileError as error:
-            self._give_up(transfer, f"is listed by the hub, which does not have it ({error})")
+            self._give_up(transfer, f"the hub lists it but does not have it ({error})")
             return
         with self._lock:
             transfer.ranges_left -= 1
@@ -183,8 +183,9 @@ class Fleet:
                     problem = f"{name}: {self.hub.endpoint} cannot send parts of a file (no Range)"
                     if len(transfer.ranges) > 1:
                         raise NoRangesError(problem)
-                    thrown_away = f"{human_bytes(wanted.position)} thrown away"
-                    self.hub.patience.announce(f"{problem}, so it is fetched from its start ({thrown_away})")
+                    self.hub.patience.announce(
+                        f"{problem}, so it is downloaded again from its start ({human_bytes(wanted.position)} lost)"
+                    )
                     self._count(-wanted.position)
                     wanted.position = 0
                     part.truncate(0)
@@ -223,10 +224,10 @@ class Fleet:
         transfer.checksum_failures += 1
         if transfer.checksum_failures > 1:
             both = f"{file.algorithm} {found[:12]}…, expected {file.digest[:12]}…"
-            self._give_up(transfer, f"arrived twice with a wrong checksum ({both})")
+            self._give_up(transfer, f"it arrived twice with a wrong checksum ({both})")
             return
         announce = self.hub.patience.announce
-        announce(f"{file.name}: wrong checksum ({file.algorithm}); the file is fetched once more, from its start")
+        announce(f"{file.name}: wrong checksum ({file.algorithm}); the file is downloaded once more from its start")
         self._count(-file.size_bytes)
         transfer.discard()
         with self._lock:

@@ -106,7 +106,7 @@ class TarReader:
                 info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
             except tarfile.HeaderError as error:
                 lost = self._to_next_header()
-                detail = f"tar header: {first_line_of(error)}; {lost:,} bytes passed over"
+                detail = f"tar header: {first_line_of(error)}; {lost:,} bytes skipped"
                 yield Member(number, "", lost, error=StreamError("damaged_archive", detail))
                 number += 1
                 long_name, pax = "", {}
@@ -308,7 +308,7 @@ class ZipReader:
                 entries, length, offset = struct.unpack_from("<3Q", record, 32)
         start = end_at - length
         if start < 0 or start < offset:
-            raise StreamError("damaged_archive", "the zip directory does not lie where it should")
+            raise StreamError("damaged_archive", "the zip directory is not where it should be")
         return entries, start, length, start - offset  # something may have been put before the zip
 
 

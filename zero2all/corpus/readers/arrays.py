@@ -160,7 +160,7 @@ class _ArrayScan:
                 start = self.element_start
                 at = self.offset
                 char = bytes(self.data[self.position : self.position + 1])
-                detail = f"{char!r} cannot stand here"[1:]
+                detail = f"unexpected {char!r}"[1:]
                 if not (yield from self._recover(at if start is None else start, at, "invalid_json", detail)):
                     return
 

@@ -172,7 +172,7 @@ def parse_record(
     Lone surrogates, NaN, huge integers and control characters, which orjson refuses, are in real data sets: taken.
     """
     if len(data) >= LARGE_BYTES and has_too_many_values(data, 0, len(data)):
-        detail = f"the record may hold more than {MAX_VALUES:,} values, too many for the memory of a reader"
+        detail = f"the record may hold more than {MAX_VALUES:,} values, too many for a reader's memory"
         return damaged_at(origin, at, end, "too_many_values", detail, end - at, data)
     try:
         text = data.decode(encoding) if encoding != "utf-8" else data

@@ -125,7 +125,7 @@ class _UnitReader:
         container = container_of(head, name)
         if container and depth >= self.limits.max_nesting:
             origin = self._origin(Found(Format.ARCHIVE), name, member, path)
-            detail = f"more than {self.limits.max_nesting} archives and compressions inside one another (max_nesting)"
+            detail = f"more than {self.limits.max_nesting} nested archives and compressions (max_nesting)"
             yield damaged_at(origin, 0, FINISHED, "nested_too_deep", detail, 0, head)
         elif container in STREAMS:
             inner = Stream(decompress(stream.read_or_raise, container, self.guard))
@@ -213,7 +213,9 @@ class _UnitReader:
             return
         problem = entry.error
         if problem is None and not archives.is_safe_name(name):
-            problem = StreamError("unsafe_name", f"the archive member {name!r} points outside of the archive; refused")
+            problem = StreamError(
+                "unsafe_name", f"the archive member {name!r} points outside of the archive, so it is not read"
+            )
         if problem is not None:
             origin = self._origin(Found(Format.ARCHIVE), name, member, inner_path)
             place = member or f"entry {entry.number + 1}"

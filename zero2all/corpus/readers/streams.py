@@ -131,8 +131,8 @@ class Guard:
             if out > limits.ratio_from_bytes and out > limits.max_ratio * max(size, 1):
                 raise StreamError(
                     "bomb",
-                    f"{size:,} bytes of {what} gave {out:,}: more than {limits.max_ratio:g} to 1. If the data is "
-                    f"really like this, unpack it yourself",
+                    f"{size:,} bytes of {what} unpacked to {out:,}: more than {limits.max_ratio:g} to 1. If "
+                    "the data is really like this, unpack it yourself",
                 )
 
 
@@ -260,7 +260,7 @@ class _Decompressed:
         if not rest:
             return False
         if not rest.startswith(_MAGIC[self._compression]):
-            raise StreamError("trailing_data", f"something stands behind the end of the {self._compression} data")
+            raise StreamError("trailing_data", f"there is something after the end of the {self._compression} data")
         self._stream, self._waiting = _MAKE[self._compression](), rest
         return True
 
@@ -520,7 +520,7 @@ def spooled(stream: Stream, limits: Limits) -> BinaryIO:
         while data := stream.read_or_raise(CHUNK_BYTES):
             size += len(data)
             if size > limits.max_spool_bytes:
-                detail = f"more than {limits.max_spool_bytes:,} bytes (max_spool_bytes) to unpack first"
+                detail = f"unpacking needs more than {limits.max_spool_bytes:,} bytes (max_spool_bytes)"
                 raise StreamError("too_large", detail)
             file.write(data)
         file.seek(0)
@@ -528,8 +528,8 @@ def spooled(stream: Stream, limits: Limits) -> BinaryIO:
         file.close()
         if is_disk_full(error):  # nothing is wrong with the input
             raise DiskError(
-                f"The disk of temporary files, {tempfile.gettempdir()}, is full. Free some space there, or name "
-                f"another folder in the variable TMPDIR, and run the same command again."
+                f"The disk for temporary files, {tempfile.gettempdir()}, is full. Free some space there, or "
+                "name another folder in the variable TMPDIR, and run the same command again."
             ) from error
         raise
     return file

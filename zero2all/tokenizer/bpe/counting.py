@@ -140,8 +140,8 @@ class CountingRun:
             count.load(folder / state["folder"], state["count"])
         except (OSError, ValueError) as error:
             raise BadInputError(
-                f"The saved state of the training in {folder} cannot be read ({error}). Delete "
-                f"{self.scratch} and start again."
+                f"The saved state of the training in {folder} cannot be read ({error}). Delete {self.scratch} "
+                "and start again."
             ) from error
         seen.update(state["seen"])
         return int(state["finished"])

@@ -100,8 +100,8 @@ def learn_bpe(
     """
     if pieces_wanted <= BYTE_COUNT:
         raise UsageError(
-            f"A vocabulary with {pieces_wanted:,} pieces is too small: the {BYTE_COUNT} bytes are always in it, and "
-            f"one piece must be learned. Ask for {BYTE_COUNT + 1 + len(forbidden)} token ids or more."
+            f"A vocabulary of {pieces_wanted:,} pieces is too small: it must hold the {BYTE_COUNT} bytes and "
+            f"at least one learned piece. Ask for {BYTE_COUNT + 1 + len(forbidden)} token ids or more."
         )
     started = time.monotonic()
     threads = threads or available_cores()
@@ -185,8 +185,8 @@ class _Trainer:
                 return threshold, merged, alphabet
             lower = max(self.min_piece_count, int(NEXT_SHARE * threshold))
             self.say(
-                f"Cutting at pairs of characters seen fewer than {threshold:,} times left {merged.short_of:,} of "
-                f"{self.wanted:,} pieces unfilled. Reading the text again with {lower:,}."
+                f"Cutting at pairs of characters seen fewer than {threshold:,} times left {merged.short_of:,} "
+                f"of {self.wanted:,} pieces unfilled. The text is read again with {lower:,}."
             )
             threshold = lower
 
@@ -202,7 +202,7 @@ class _Trainer:
         self.facts["spills"], self.facts["spilled_bytes"] = fragments.spills, fragments.spilled_bytes()
         if fragments.spills:
             self.say(
-                f"Memory was not enough for all fragments at once: {human_bytes(fragments.spilled_bytes())} of them "
+                f"Not all fragments fit into memory at once: {human_bytes(fragments.spilled_bytes())} of them "
                 f"went through {self.run.scratch}. The result is still exact."
             )
         self.clock.lap("pieces")
@@ -222,7 +222,7 @@ class _Trainer:
         if words.dropped:
             self.say(
                 f"APPROXIMATE: {words.dropped:,} of {words.unique:,} fragments, those seen fewer than "
-                f"{drop_below:,} times, did not fit into the memory and were left out."
+                f"{drop_below:,} times, did not fit into memory and were left out."
             )
         return words
 

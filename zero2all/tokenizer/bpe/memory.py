@@ -38,8 +38,8 @@ class Memory:
             if self.free < LEAST:
                 raise UsageError(
                     f"A memory limit of {human_bytes(limit)} is too small to hold the alphabet and its pairs: the "
-                    f"program itself and {threads} thread(s) take {human_bytes(reserved)}. Set --max-memory to "
-                    f"{human_bytes(reserved + LEAST)} or more" + (", or --threads to 1." if threads > 1 else ".")
+                    f"program itself takes {human_bytes(reserved)} with --threads {threads}. Set --max-memory to "
+                    f"{human_bytes(reserved + LEAST)} or more, or lower --threads."
                 )
 
     def for_tables(self) -> int | None:

@@ -109,10 +109,10 @@ def rarest_that_fit(fragments: Fragments, ordered: np.ndarray, max_bytes: int) -
 
 def _too_large(needed: int, allowed: int) -> UsageError:
     return UsageError(
-        f"The memory limit is too small for an exact result: the distinct fragments of this text take about "
-        f"{human_bytes(needed)} while they are merged, and {human_bytes(allowed)} are left for them. Raise "
-        f"--max-memory by {human_bytes(1.5 * (needed - allowed))} or more, or train on less text; or allow an "
-        f"approximate result, which leaves out the rarest fragments."
+        "The memory limit is too small for an exact result: the distinct fragments of this text need about "
+        f"{human_bytes(needed)} for merging, and {human_bytes(allowed)} are left for them. Raise --max-memory "
+        f"by {human_bytes(1.5 * (needed - allowed))} or more, train on less text, or allow an approximate "
+        "result, which leaves out the rarest fragments."
     )
 
 

@@ -87,7 +87,7 @@ class Encoder:
         if forbidden_id(batch, self._is_control) is not None:
             raise ParityError(
                 f"The encoder {self.name} gave a control id for a text. Nothing was written. Use another one "
-                f"(--encoder {REFERENCE}) and tell us: text must never produce a control token."
+                f"(--encoder {REFERENCE}) and report this bug: text must never produce a control token."
             )
         return batch
 
@@ -127,7 +127,7 @@ def open_encoder(
                 ) from problem
             passed_over.append(f"{kind.name}: {problem}")
             continue
-        reason = "; ".join([why, *(f"passed over {problem}" for problem in passed_over)])
+        reason = "; ".join([why, *(f"skipped {problem}" for problem in passed_over)])
         return Encoder(tokenizer, raw, EncoderChoice(config.name, kind.name, reason, parity), config.threads)
     raise AssertionError("unreachable: the reference always runs")
 
@@ -138,7 +138,7 @@ def _candidates(config: EncoderConfig, sample: Sequence[str], text_bytes: int | 
     if config.name == REFERENCE:
         return named
     if not named and text_bytes is not None and text_bytes < SMALL_TEXT_BYTES:
-        return [(KINDS[REFERENCE], "so little text is encoded before a faster encoder is ready")]
+        return [(KINDS[REFERENCE], "there is too little text for a faster encoder to pay off")]
     ascii_share = _ascii_share(sample)
     ranked = sorted(
         (kind for kind in KINDS.values() if kind.by_list and kind.name != config.name),

@@ -46,7 +46,7 @@ class EncoderConfig:
 
     def __post_init__(self) -> None:
         if self.name not in ENCODER_NAMES:
-            raise UsageError(f"There is no encoder {self.name!r}. There are: {', '.join(ENCODER_NAMES)}.")
+            raise UsageError(f"There is no encoder {self.name!r}. Available: {', '.join(ENCODER_NAMES)}.")
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class _Fastokens:
             content = jsonio.dumps_line(json_without_control(tokenizer)).decode()
             self.backend = fastokens.Tokenizer.from_json_str(content)
         except Exception as error:  # the library says with a ValueError or RuntimeError what it does not know
-            raise NotSupported(f"fastokens does not take this tokenizer ({error})") from error
+            raise NotSupported(f"fastokens does not support this tokenizer ({error})") from error
 
     def encode(self, texts: Sequence[str]) -> EncodedBatch:
         ids, offsets = self.backend.encode_batch_flat(list(texts))
@@ -156,7 +156,7 @@ class _Gigatoken:
             content = jsonio.dumps_line(json_without_control(tokenizer))
             self.backend = gigatoken.Tokenizer.from_json(content)
         except Exception as error:  # likewise
-            raise NotSupported(f"gigatoken does not take this tokenizer ({error})") from error
+            raise NotSupported(f"gigatoken does not support this tokenizer ({error})") from error
 
     def encode(self, texts: Sequence[str]) -> EncodedBatch:
         import awkward
@@ -177,7 +177,9 @@ class _Tiktoken:
         content = json_without_control(tokenizer)
         pattern = pattern_of(content)
         if pattern is None or content.get("normalizer") or content["added_tokens"]:
-            raise NotSupported("tiktoken takes only byte-level BPE with a pattern, no normalisation, no added tokens")
+            raise NotSupported(
+                "tiktoken supports only byte-level BPE with a pattern, without normalisation and added tokens"
+            )
         ranks = {piece: number for number, piece in tokenizer.text_pieces.items()}
         self.threads = threads or os.cpu_count() or 1
         self.backend = tiktoken.Encoding("zero2all", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})

@@ -118,7 +118,7 @@ def _plain_model(tokenizer_json: dict[str, Any]) -> dict[str, Any]:
     if tokenizer_json.get("added_tokens"):
         raise NotSupported("it has added tokens that text can spell")
     if pattern_of(tokenizer_json) != PRETOKEN_PATTERN:
-        raise NotSupported("its pretoken pattern is not the one our scanner knows")
+        raise NotSupported("its pretoken pattern is not one that our scanner supports")
     if max(model["vocab"].values()) > LARGEST_ID:
         raise NotSupported(f"it has ids above {LARGEST_ID:,}")
     return model

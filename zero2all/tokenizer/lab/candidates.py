@@ -53,8 +53,9 @@ def open_candidates(folder: Path, against: Sequence[str], text: EvalText) -> lis
             candidate = _from_folder(Path(given), Path(given).resolve().name, sample, size)
         else:
             raise UsageError(
-                f"--against {given}: no such file or folder. Give a Hugging Face folder (with tokenizer.json), a "
-                f"SentencePiece .model file, or {TIKTOKEN_MARK}NAME such as {TIKTOKEN_MARK}o200k_base."
+                f"--against {given}: there is no such file or folder. Give a Hugging Face folder (with "
+                f"tokenizer.json), a SentencePiece .model file, or {TIKTOKEN_MARK}NAME such as "
+                f"{TIKTOKEN_MARK}o200k_base."
             )
         name, number = candidate.name, 2
         while name in {other.name for other in found}:
@@ -81,13 +82,13 @@ def _from_folder(folder: Path, name: str, sample: list[str], text_bytes: int) ->
 def _from_tiktoken(name: str) -> Candidate:
     tiktoken = _library("tiktoken", f"{TIKTOKEN_MARK}{name}")
     if name not in tiktoken.list_encoding_names():
-        raise UsageError(f"tiktoken has no encoding {name!r}. It has: {', '.join(tiktoken.list_encoding_names())}.")
+        raise UsageError(f"tiktoken has no encoding {name!r}. Available: {', '.join(tiktoken.list_encoding_names())}.")
     try:
         encoding = tiktoken.get_encoding(name)
     except Exception as error:  # whatever the network library raises, and tiktoken for a damaged file
         raise BadInputError(
-            f"tiktoken's file for {name} is not on this machine and could not be fetched ({type(error).__name__}). On "
-            f"a machine with internet run `python -c \"import tiktoken; tiktoken.get_encoding('{name}')\"` with "
+            f"tiktoken's file for {name} is not on this machine and could not be downloaded ({type(error).__name__}). "
+            f"On a machine with internet run `python -c \"import tiktoken; tiktoken.get_encoding('{name}')\"` with "
             f"TIKTOKEN_CACHE_DIR set to a folder, copy the folder here and set the same variable."
         ) from error
     special = set(encoding._special_tokens.values())
@@ -114,7 +115,7 @@ def _from_sentencepiece(path: Path) -> Candidate:
     try:
         model = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except Exception as error:  # it raises RuntimeError and OSError, with the C++ file and line as text
-        raise BadInputError(f"{path} is no SentencePiece model ({error}). --against takes .model files.") from error
+        raise BadInputError(f"{path} is not a SentencePiece model ({error}). --against takes .model files.") from error
     pieces = {}
     control = 0
     for number in range(model.vocab_size()):

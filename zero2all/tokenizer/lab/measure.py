@@ -28,13 +28,14 @@ USE_BUCKETS = ((0, 0), (1, 1), (2, 3), (4, 15), (16, 63), (64, 255), (256, 1023)
 
 JUNK_EXAMPLES = 12
 JUNK = {
-    "broken": "not valid UTF-8: begins or ends inside a character (beginnings of characters, which a byte-level "
-    "vocabulary needs to build them, included)",
-    "repeated": "one character, or two in turn, at least 6 times over (----------, 哈哈哈哈哈哈); white space only "
-    "beyond 16",
+    "broken": (
+        "not valid UTF-8: begins or ends inside a character (includes beginnings of characters, which a "
+        "byte-level vocabulary needs)"
+    ),
+    "repeated": "one character or two in turn, at least 6 times (----------, 哈哈哈哈哈哈); white space only beyond 16",
     "web": "part of an address or of markup: http, www., .com, .html, &nbsp;, </div, %E4 and the like",
     "clause": "a whole Chinese clause: at least 8 Han characters",
-    "unused": "none of the above, and not once in the text",
+    "unused": "none of the above, and never used in the text",
 }
 """Sorts of pieces that are not worth their id. A piece belongs to the first sort that fits. Single bytes are never
 junk: they make every text encodable."""
@@ -140,8 +141,8 @@ def _changed(candidate: Candidate, texts: Sequence[str], batch: EncodedBatch) ->
         joined = [b"".join([pieces[number] for number in ids]) for ids in rows]
     except KeyError as error:
         raise BadInputError(
-            f"{candidate.name} gave the id {error} for a text, which is none of its pieces. Its files do not belong "
-            f"together; fetch it again."
+            f"{candidate.name} gave the id {error} for a text, which is not one of its pieces. Its files do "
+            "not belong together; download it again."
         ) from error
     return [text for text, data in zip(texts, joined, strict=True) if data != text.encode()]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from zero2all.common.files import human_bytes, package_text
 from zero2all.common.html import html_page
+from zero2all.common.language import translate as t
 from zero2all.common.progress import counted
 from zero2all.tokenizer.lab.tables import LONGEST_COLUMN, evaluation_tables
 
@@ -38,28 +39,25 @@ def evaluation_page(report: Mapping[str, Any]) -> str:
         f".c{n} {{ background: var(--c{n}); fill: var(--c{n}); }} .sc{n} {{ stroke: var(--c{n}); }}\n"
         for n in range(COLOURS)
     )
-    return html_page("Tokenizer evaluation", style, body)
+    return html_page(t("Tokenizer evaluation"), style, body)
 
 
 def _heading(report: Mapping[str, Any]) -> str:
     ours = report["tokenizers"][0]
     channels = report["text"]["channels"]
     text = ", ".join(
-        f"{name} {counted(facts['documents'], 'document')} ({human_bytes(facts['bytes'])})"
+        f"{name} {t(counted(facts['documents'], 'document'))} ({human_bytes(facts['bytes'])})"
         for name, facts in channels.items()
     )
-    ratios = ", ".join(f"{ours['channels'][name]['bytes_per_token']:.2f} in {name}" for name in channels)
+    ratios = ", ".join(f"{name} {ours['channels'][name]['bytes_per_token']:.2f}" for name in channels)
     back = ours["round_trip"]
-    whole = (
-        f"All {back['documents']:,} documents come back from their tokens exactly."
-        if not back["changed"]
-        else f"{back['changed']:,} of {back['documents']:,} documents come back changed."
-    )
-    return (
-        f"<h1>{escape(str(round(ours['bytes_per_token'], 2)))} bytes per token with {ours['vocab_size']:,} ids</h1>"
-        f'<p class="faint">Bytes per token: {escape(ratios)}. Judged on the {escape(report["text"]["split"])} text: '
-        f"{escape(text)}. {escape(whole)}</p>"
-    )
+    if back["changed"]:
+        whole = t(f"{back['changed']:,} of {back['documents']:,} documents come back changed.")
+    else:
+        whole = t(f"All {back['documents']:,} documents come back from their tokens unchanged.")
+    title = t(f"{round(ours['bytes_per_token'], 2)} bytes per token with {ours['vocab_size']:,} ids")
+    figures = t(f"Bytes per token: {ratios}. Measured on the {report['text']['split']} text: {text}.")
+    return f'<h1>{escape(title)}</h1><p class="faint">{escape(figures)} {escape(whole)}</p>'
 
 
 def _charts(report: Mapping[str, Any]) -> str:
@@ -72,19 +70,23 @@ def _charts(report: Mapping[str, Any]) -> str:
 
     curves = [(each["name"], each["vocabulary_use"]["by_rank"], each["pieces"]) for each in tokenizers]
     stacks = "".join(
-        f'<p class="who"><span>{escape(each["name"])}</span><span>{each["vocabulary_use"]["share_used"]:.1%} of '
-        f"{each['pieces']:,} pieces used</span></p>{_use_histogram(each['vocabulary_use']['histogram'], number)}"
+        f'<p class="who"><span>{escape(each["name"])}</span><span>'
+        + t(f"{each['vocabulary_use']['share_used']:.1%} of {each['pieces']:,} pieces used")
+        + f"</span></p>{_use_histogram(each['vocabulary_use']['histogram'], number)}"
         for number, each in enumerate(tokenizers)
     )
     buckets = ", ".join(_bucket_name(bucket) for bucket in tokenizers[0]["vocabulary_use"]["histogram"])
-    return (
-        '<h2>At a glance</h2><div class="panels">'
-        f"{_panel('Bytes per token, by channel (more is better)', bars('bytes_per_token', '{:.2f}'))}"
-        f"{_panel('Tokens per character (fewer is better)', bars('tokens_per_character', '{:.3f}'))}"
-        f"{_panel('Use of the vocabulary by rank (dashed: all its pieces)', _rank_curves(curves))}"
-        f'<div class="panel"><h3>Share of the pieces by how often they were used</h3>{stacks}'
-        f'<p class="faint"><small>From left to right: {escape(buckets)}.</small></p></div></div>'
-    )
+    order = t(f"From left to right: {buckets}.")
+    panels = [
+        _panel(t("Bytes per token, by channel (more is better)"), bars("bytes_per_token", "{:.2f}")),
+        _panel(t("Tokens per character (fewer is better)"), bars("tokens_per_character", "{:.3f}")),
+        _panel(t("Use of the vocabulary by rank (dashed: all its pieces)"), _rank_curves(curves)),
+        _panel(
+            t("Share of the pieces by how often they were used"),
+            f'{stacks}<p class="faint"><small>{escape(order)}</small></p>',
+        ),
+    ]
+    return f'<h2>{t("At a glance")}</h2><div class="panels">{"".join(panels)}</div>'
 
 
 def _panel(title: str, drawing: str) -> str:
@@ -92,24 +94,24 @@ def _panel(title: str, drawing: str) -> str:
 
 
 def _tables(report: Mapping[str, Any]) -> str:
-    parts = ["<h2>Figures</h2>"]
+    parts = [f"<h2>{t('Figures')}</h2>"]
     for table in evaluation_tables(report):
         # The longest pieces have a part of the page to themselves.
         heading, *rows = [row[:-1] if table.rows[0][-1] == LONGEST_COLUMN else row for row in table.rows]
-        head = "".join(f"<th>{escape(cell)}</th>" for cell in heading)
+        head = "".join(f"<th>{escape(t(cell))}</th>" for cell in heading)
         lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
         notes = "".join(f'<p class="faint">{escape(note)}</p>' for note in table.notes)
         parts.append(
-            f'<h3>{escape(table.title)}</h3><div class="wide"><table><tr>{head}</tr>{lines}</table></div>{notes}'
+            f'<h3>{escape(t(table.title))}</h3><div class="wide"><table><tr>{head}</tr>{lines}</table></div>{notes}'
         )
     return "".join(parts)
 
 
 def _segmentations(report: Mapping[str, Any]) -> str:
     parts = [
-        "<h2>How text is cut</h2>",
-        '<p class="faint">Each colour is one token; point at it or touch it for its id and bytes. '
-        '<span class="part">E4 BD</span> is a token that ends inside a character.</p>',
+        f"<h2>{t('How text is cut')}</h2>",
+        f'<p class="faint">{t("Each colour is one token. Point at it or touch it to see its id and bytes.")} '
+        f'<span class="part">E4 BD</span>: {t("a token that ends inside a character.")}</p>',
     ]
     for place, excerpt in enumerate(report["excerpts"]):
         rows = []
@@ -117,19 +119,20 @@ def _segmentations(report: Mapping[str, Any]) -> str:
             tokens = tokenizer["segments"][place]
             rows.append(
                 f'<div><div class="who"><span><i class="dot {_colour(number)}"></i>{escape(tokenizer["name"])}</span>'
-                f'<span>{len(tokens):,} tokens</span></div><div class="tokens">{_segmentation(tokens)}</div></div>'
+                f'<span>{t(counted(len(tokens), "token"))}</span></div>'
+                f'<div class="tokens">{_segmentation(tokens)}</div></div>'
             )
         code = " code" if excerpt["title"].startswith(("code", "indentation", "numbers")) else ""
         opened = "" if excerpt["title"] == "indentation" else " open"
         parts.append(
-            f'<details class="cut{code}"{opened}><summary>{escape(excerpt["title"])}</summary>'
+            f'<details class="cut{code}"{opened}><summary>{escape(t(excerpt["title"]))}</summary>'
             f'<div class="body">{"".join(rows)}</div></details>'
         )
     return "".join(parts)
 
 
 def _junk_examples(report: Mapping[str, Any]) -> str:
-    examples = ["<h2>Examples of junk pieces</h2>"]
+    examples = [f"<h2>{t('Examples of junk pieces')}</h2>"]
     for tokenizer in report["tokenizers"]:
         inner = "".join(
             f"<h3>{escape(sort)}</h3>{_chips(junk['examples'])}"
@@ -141,7 +144,7 @@ def _junk_examples(report: Mapping[str, Any]) -> str:
 
 
 def _longest(report: Mapping[str, Any]) -> str:
-    parts = ["<h2>Longest pieces</h2>"]
+    parts = [f"<h2>{t('Longest pieces')}</h2>"]
     for number, tokenizer in enumerate(report["tokenizers"]):
         parts.append(
             f'<h3><i class="dot {_colour(number)}"></i>{escape(tokenizer["name"])}</h3>{_chips(tokenizer["longest"])}'
@@ -154,7 +157,7 @@ def _chips(entries: Sequence[Mapping[str, Any]]) -> str:
     for entry in entries:
         facts = [f"id {entry['id']}"]
         if "bytes" in entry:
-            facts += [f"{entry['bytes']} bytes", f"used {entry['used']:,} times"]
+            facts += [t(f"{entry['bytes']} bytes"), t(f"used {entry['used']:,} times")]
         shown = entry["piece"].replace("\n", "⏎").replace("\t", "⇥").replace("\r", "␍")
         if shown.strip() != shown or "  " in shown:
             shown = shown.replace(" ", "·")
@@ -193,7 +196,7 @@ def _grouped_bars(groups: Sequence[str], series: Sequence[tuple[str, Sequence[fl
             )
             y += row
         y += gap
-    return f'<svg viewBox="0 0 {width} {y - gap + 4}" role="img" aria-label="bars">{"".join(shapes)}</svg>'
+    return f'<svg viewBox="0 0 {width} {y - gap + 4}" role="img" aria-label="{t("bars")}">{"".join(shapes)}</svg>'
 
 
 def _rank_curves(series: Sequence[tuple[str, Sequence[Sequence[int]], int]]) -> str:
@@ -219,10 +222,11 @@ def _rank_curves(series: Sequence[tuple[str, Sequence[Sequence[int]], int]]) -> 
         place = y(10**power)
         shapes.append(f'<line x1="{left}" x2="{width - right}" y1="{place:.1f}" y2="{place:.1f}" class="grid"/>')
         shapes.append(f'<text x="{left - 6}" y="{place + 4:.1f}" class="tick end">{_power(power)}</text>')
-    shapes.append(f'<text x="{(left + width) / 2:.0f}" y="{height - 4}" class="tick middle">rank of the piece</text>')
+    across, upward = t("rank of the piece"), t("times used")
+    shapes.append(f'<text x="{(left + width) / 2:.0f}" y="{height - 4}" class="tick middle">{across}</text>')
     middle = f"{height / 2:.0f}"
     turned = f'transform="rotate(-90 12 {middle})"'
-    shapes.append(f'<text x="12" y="{middle}" class="tick middle" {turned}>times used</text>')
+    shapes.append(f'<text x="12" y="{middle}" class="tick middle" {turned}>{upward}</text>')
     for number, (name, points, pieces) in enumerate(series):
         if not points:
             continue
@@ -231,11 +235,12 @@ def _rank_curves(series: Sequence[tuple[str, Sequence[Sequence[int]], int]]) -> 
         shapes.append(
             f'<line x1="{x(pieces):.1f}" x2="{x(pieces):.1f}" y1="{over}" y2="{height - bottom}" '
             f'class="limit s{_colour(number)}"/>'
-            f'<polyline points="{path}" class="curve s{_colour(number)}"><title>{escape(name)}: {end:,} of {pieces:,} '
-            f"pieces used</title></polyline>"
+            f'<polyline points="{path}" class="curve s{_colour(number)}"><title>{escape(name)}: '
+            + t(f"{end:,} of {pieces:,} pieces used")
+            + "</title></polyline>"
             f'<circle cx="{x(end):.1f}" cy="{y(count):.1f}" r="3.5" class="{_colour(number)}"/>'
         )
-    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="use by rank">{"".join(shapes)}</svg>'
+    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{t("use by rank")}">{"".join(shapes)}</svg>'
 
 
 def _use_histogram(histogram: Sequence[Mapping[str, Any]], number: int) -> str:
@@ -246,7 +251,7 @@ def _use_histogram(histogram: Sequence[Mapping[str, Any]], number: int) -> str:
         share = bucket["pieces"] / total
         if share == 0:
             continue
-        words = f"{_bucket_name(bucket)}: {bucket['pieces']:,} pieces ({share:.1%})"
+        words = f"{_bucket_name(bucket)}: {t(counted(bucket['pieces'], 'piece'))} ({share:.1%})"
         strength = 25 + 75 * place / (len(histogram) - 1)
         style = "" if place == 0 else f"opacity:{strength / 100:.2f}"
         kind = "never" if place == 0 else _colour(number)
@@ -262,8 +267,8 @@ def _bucket_name(bucket: Mapping[str, Any]) -> str:
     """Such as `4 to 15 times`."""
     low, high = bucket["from"], bucket["to"]
     if low == high:
-        return "never" if low == 0 else "once"
-    return f"{low} to {high} times" if high is not None else f"{low} times or more"
+        return t("never" if low == 0 else "once")
+    return t(f"{low} to {high} times" if high is not None else f"{low} times or more")
 
 
 def _power(power: int) -> str:

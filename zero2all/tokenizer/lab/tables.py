@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zero2all.common.files import human_bytes
+from zero2all.common.language import translate as t
 from zero2all.common.progress import counted
 
 SHOWN_PIECES = 6
@@ -31,7 +32,9 @@ def evaluation_tables(report: Mapping[str, Any]) -> list[TextTable]:
 def _compression(report: Mapping[str, Any]) -> TextTable:
     channels = report["text"]["channels"]
     first = report["tokenizers"][0]
-    rows = [["tokenizer", "ids", *(f"{name} {unit}" for unit in ("bytes/token", "tokens/char") for name in channels)]]
+    rows = [
+        ["tokenizer", "ids", *(f"{name} {t(unit)}" for unit in ("bytes/token", "tokens/char") for name in channels)]
+    ]
     for tokenizer in report["tokenizers"]:
         cells = [tokenizer["name"], f"{tokenizer['vocab_size']:,}"]
         for name in channels:
@@ -41,10 +44,10 @@ def _compression(report: Mapping[str, Any]) -> TextTable:
         cells += [f"{tokenizer['channels'][name]['tokens_per_character']:.3f}" for name in channels]
         rows.append(cells)
     parts = (
-        f"{name} {counted(facts['documents'], 'document')}, {human_bytes(facts['bytes'])}"
+        f"{name} {t(counted(facts['documents'], 'document'))}, {human_bytes(facts['bytes'])}"
         for name, facts in channels.items()
     )
-    title = f"Compression on the {report['text']['split']} text: {'; '.join(parts)}"
+    title = t(f"Compression on the {report['text']['split']} text: {'; '.join(parts)}")
     return TextTable(title, rows)
 
 
@@ -55,9 +58,9 @@ def _speed(report: Mapping[str, Any]) -> TextTable:
     for tokenizer in report["tokenizers"]:
         speeds = [f"{tokenizer['channels'][name]['megabytes_per_second']:.1f}" for name in channels]
         back = tokenizer["round_trip"]
-        rows.append([tokenizer["name"], tokenizer["kind"], *speeds, f"{back['changed']:,} of {back['documents']:,}"])
+        rows.append([tokenizer["name"], tokenizer["kind"], *speeds, f"{back['changed']:,} / {back['documents']:,}"])
         if back["changed"]:
-            notes.append(f"{tokenizer['name']} changes for example {back['example']!r}")
+            notes.append(t(f"{tokenizer['name']} changes, for example, {back['example']!r}"))
     return TextTable("Encoding, in MB per second of one core", rows, notes)
 
 
@@ -77,7 +80,7 @@ def _vocabulary(report: Mapping[str, Any]) -> TextTable:
                 f"{tokenizer['pieces']:,}",
                 f"{use['used']:,}",
                 f"{use['share_used']:.1%}",
-                f"{use['pieces_for_half_of_tokens']:,} pieces",
+                t(counted(use["pieces_for_half_of_tokens"], "piece")),
                 f"{coverage['share_single']:.3%}",
                 f"{coverage['share_bytes_split']:.3%}",
                 longest,
@@ -99,10 +102,10 @@ def _fertility(report: Mapping[str, Any]) -> TextTable:
                 f"{fertility['code_tokens_per_line']:.1f}",
                 f"{fertility['code_bytes_per_token']:.2f}",
                 f"{fertility['indentation_tokens_per_line']:.2f}",
-                f"{fertility['fixed_texts']['mixed']} tokens",
+                t(counted(fertility["fixed_texts"]["mixed"], "token")),
             ]
         )
-    return TextTable("Fertility on fixed texts (fewer is better, but for bytes per token)", rows)
+    return TextTable("Fertility on fixed texts (fewer is better, except for bytes per token)", rows)
 
 
 def _junk(report: Mapping[str, Any]) -> TextTable:
@@ -112,7 +115,7 @@ def _junk(report: Mapping[str, Any]) -> TextTable:
         sorts = tokenizer["junk"].values()
         cells = [f"{junk['pieces']:,} ({junk['share_of_vocabulary']:.1%})" for junk in sorts]
         rows.append([tokenizer["name"], *cells])
-    return TextTable("Junk pieces", rows, [f"{sort}: {meaning}" for sort, meaning in definitions.items()])
+    return TextTable("Junk pieces", rows, [f"{sort}: {t(meaning)}" for sort, meaning in definitions.items()])
 
 
 def _short(piece: str) -> str:

@@ -86,7 +86,7 @@ def held_out_text(corpus: Path, split: str, limit_bytes: int) -> EvalText:
     if not channels:
         raise BadInputError(
             f"The {split} split of the corpus in {corpus} has no documents. Build the corpus with a larger "
-            f"--valid-share, or judge on text that was trained on with --split train."
+            "--valid-share, or measure on training text with --split train."
         )
     return EvalText(split, channels)
 
