@@ -58,7 +58,7 @@ def test_channel_and_kind_are_read_in_their_places(tmp_path):
     assert parse_source("a=s3://bucket/x.jsonl:en:wikipedia_en") == Source(
         "a", "s3://bucket/x.jsonl", "en", None, "wikipedia_en"
     )
-    with pytest.raises(UsageError, match="'nosuch' is no kind of source; known are baike2018qa"):
+    with pytest.raises(UsageError, match="'nosuch' is not a kind of source; known are baike2018qa"):
         build_corpus(tmp_path / "corpus", [parse_source(f"a={path}:zh:nosuch")])
 
 

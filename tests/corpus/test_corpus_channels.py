@@ -182,14 +182,14 @@ def test_auto_built_again_does_nothing_and_in_pieces_writes_the_same(tmp_path, m
 
 
 def test_a_name_that_a_part_of_an_auto_source_needs_is_refused(tmp_path, mixed):
-    with pytest.raises(UsageError, match=r"mix-zh is also that of a part"):
+    with pytest.raises(UsageError, match=r"mix-zh is also the name of a part"):
         build_corpus(tmp_path / "corpus", [Source("mix", mixed, "auto"), Source("mix-zh", mixed)], plain_options())
 
 
 def test_fields_of_an_auto_source_are_told_once(tmp_path, mixed):
     notes = summary_notes(build_corpus(tmp_path / "corpus", [Source("mix", mixed, "auto")], plain_options(), HERE))
     assert [note for note in notes if "fields guessed" in note] == [
-        "mix: fields guessed: content from 'text'; all others are kept under 'others'"
+        "mix: fields guessed: content from 'text'; all other fields are kept under 'others'"
     ]
 
 
