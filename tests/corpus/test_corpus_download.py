@@ -384,7 +384,7 @@ def test_an_unknown_repo_and_an_unknown_revision_say_what_to_check(fetch, folder
         fetch(repo="me/nothing")
     with pytest.raises(BadInputError, match=r"has no such revision.*--revision"):
         fetch(revision="v9")
-    with pytest.raises(UsageError, match=r"cannot be the name of a repo"):
+    with pytest.raises(UsageError, match=r"is not a valid repo name"):
         fetch(repo="a/b/c")
     assert not folder.exists()
 
@@ -457,7 +457,7 @@ def test_a_listed_file_that_is_not_there_does_not_hold_up_the_others(fetch, hub,
 @pytest.mark.parametrize("size", [-1, 10**17, 10**30, "5", None, True, 1.5, [], {"a": 1}])
 def test_a_size_that_cannot_be_is_a_wrong_answer(fetch, hub, folder, size):
     hub.stated_sizes[BIG] = size
-    with pytest.raises(UserError, match=r"does not answer like a Hugging Face-style hub \(ValueError: zh/part 1"):
+    with pytest.raises(UserError, match=r"does not answer like a Hugging Face hub \(ValueError: zh/part 1"):
         fetch()
     assert not folder.exists()
 
@@ -477,7 +477,7 @@ def test_a_listing_that_leads_back_to_itself_ends(fetch, hub):
 
 def test_a_server_that_is_no_hub_is_recognised(fetch, hub):
     hub.statuses["api"] = [(200, {})]
-    with pytest.raises(UserError, match="does not answer like a Hugging Face-style hub"):
+    with pytest.raises(UserError, match="does not answer like a Hugging Face hub"):
         fetch()
 
 
