@@ -254,7 +254,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _layout_rows(plan: Plan) -> Rows:
-    rows = [["parameter", "whole", "cut", "local", "copies", "summed over"]]
+    rows = [["parameter", "whole", "cut", "local shape", "copies", "summed over"]]
     for one in plan.layout:
         whole, here = ("x".join(map(str, shape)) for shape in (one.shape, one.local))
         name = one.name.removeprefix("blocks.").removesuffix(".weight")
