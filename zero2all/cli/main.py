@@ -239,7 +239,7 @@ def parse(words: list[str]) -> argparse.Namespace:
             f"`{verb.prog}` reads no config, so `{overrides[0]}` cannot be set here. Config fields belong to "
             f"`z2a train` and `z2a quickstart`; for the flags of this verb see `{verb.prog} --help`."
         )
-    arguments.overrides, arguments.command_line = overrides, words
+    arguments.overrides, arguments.command_line, arguments.whole_parser = overrides, words, parser
     return arguments
 
 
