@@ -32,7 +32,7 @@ def register(verbs: Subparsers) -> None:
 
 
 def _completion(arguments: argparse.Namespace) -> None:
-    print(script_for(arguments.shell, arguments.parser), end="")
+    print(script_for(arguments.shell, arguments.whole_parser), end="")
 
 
 @dataclass

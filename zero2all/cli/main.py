@@ -240,7 +240,7 @@ def parse(words: list[str]) -> argparse.Namespace:
             f"`{verb.prog}` reads no config, so `{overrides[0]}` cannot be set here. Config fields belong to "
             f"`z2a train` and `z2a quickstart`; for the flags of this verb see `{verb.prog} --help`."
         )
-    arguments.overrides, arguments.command_line, arguments.parser = overrides, words, parser
+    arguments.overrides, arguments.command_line, arguments.whole_parser = overrides, words, parser
     return arguments
 
 

@@ -6,7 +6,6 @@ import argparse
 import shlex
 from pathlib import Path
 
-from zero2all.cli.parser import Parser
 from zero2all.cli.run_list import Run, look_at_run, run_folders
 from zero2all.cli.verb import Subparsers, add_verb, default_work
 from zero2all.common.language import translate as t
@@ -41,7 +40,7 @@ def _help(arguments: argparse.Namespace) -> None:
     if not arguments.words:
         print_overview()
         return
-    parser: Parser = arguments.parser
+    parser = arguments.whole_parser
     for word in arguments.words:
         if not parser.verbs:
             break  # `z2a help train quickstart`: the rest are its arguments
