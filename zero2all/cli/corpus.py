@@ -17,11 +17,12 @@ from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, real, w
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
-BUILD_EXAMPLES = """z2a corpus build news=raw/news.json:zh wiki=raw/wiki.parquet:en --work my-workspace
+RULES_NOTE = "each cleaning rule has a name and thresholds (see z2a corpus rules); set them after the sources:"
+BUILD_EXAMPLES = f"""z2a corpus build news=raw/news.json:zh wiki=raw/wiki.parquet:en --work my-workspace
   z2a corpus build qa=raw/baike::baike2018qa --work my-workspace --format jsonl.zst --dedup.near off
   z2a corpus build corpus.yaml --work my-workspace --engine ray --address auto
 
-each cleaning rule has a name and thresholds (see z2a corpus rules); set them after the sources:
+{RULES_NOTE}
   z2a corpus build news=raw/news.json --clean.too_short.min_chars 20 --clean.zh.digits.on false"""
 
 
@@ -245,7 +246,7 @@ def _rules(arguments: argparse.Namespace) -> None:
     print(t(f"The rules of channel {channel} and their settings. Change them with overrides, for all channels or one:"))
     print(t(f"  --clean.too_short.min_chars 20   --clean.{channel}.digits.on false"))
     for title, wanted in (("edits, which never drop a text", True), ("drops, in this order", False)):
-        print(f"\n{title}")
+        print(f"\n{t(title)}")
         for name, description in RULES.items():
             if (name in EDITS) == wanted:
                 _print_rule(name, description, getattr(config, name))

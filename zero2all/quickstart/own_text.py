@@ -88,7 +88,7 @@ def corpus_in_words(report: Mapping[str, Any], workspace: Workspace) -> list[str
 def losses_in_words(report: Mapping[str, Any], workspace: Workspace) -> list[str]:
     """The rules that dropped much of the text, for the summary."""
     notes = summary_notes(dict(report), workspace.root)
-    return [note.split("; such as:")[0] for note in notes if "see whether it should" in note]
+    return [note for note in notes if "Check whether it should: " in note]
 
 
 def _fields_in_words(report: Mapping[str, Any]) -> list[str]:
