@@ -84,10 +84,11 @@ def _is_locked(folder: Path) -> bool:
 
 def human_age(seconds: float) -> str:
     """7300 -> '2 h ago'."""
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds // size:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"
+    if seconds >= 86_400:
+        return f"{seconds // 86_400:.0f} d ago"
+    if seconds >= 3_600:
+        return f"{seconds // 3_600:.0f} h ago"
+    return f"{seconds // 60:.0f} min ago" if seconds >= 60 else f"{seconds:.0f} s ago"
 
 
 def _runs(arguments: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.files import write_atomic
-from zero2all.common.language import padded
+from zero2all.common.language import columns, padded
 from zero2all.common.language import translate as t
 from zero2all.common.progress import TEXT_MARKS, human_seconds, terminal_safe
 from zero2all.quickstart.journey import SUMMARY_NAME, Journey
@@ -50,7 +50,7 @@ def _results(journey: Journey) -> list[str]:
         lines.append(t(f"Facts asked in a phrasing it never saw: {after:.1%} right; before training {before:.1%}."))
     if journey.samples:
         _, prompt, text = journey.samples[0]
-        lines.append(t(f"Sample: {_one_line(prompt + text)}"))
+        lines.append(f"{t('Sample:')} {_one_line(prompt + text)}")
     root, run = journey.workspace.root.absolute(), journey.workspace.run(journey.config.train.name)
     places = ("corpus/report.html", str(run.relative_to(journey.workspace.root) / "curves.png"), "hf")
     lines.append(t(f"In {root}: {SUMMARY_NAME} (all tables), {places[0]}, {places[1]}, {places[2]} (the model)."))
@@ -142,7 +142,7 @@ def _markdown(journey: Journey) -> str:
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table that is also aligned as text; the first row is the heading."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(columns(row[column]) for row in rows) for column in range(len(rows[0]))]
     heading, *lines = [" | ".join(map(padded, row, widths)) for row in rows]
     rule = " | ".join("-" * width for width in widths)
     return "\n".join(f"| {line} |" for line in (heading, rule, *lines))
