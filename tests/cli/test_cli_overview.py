@@ -78,7 +78,7 @@ def test_every_verb_of_the_journey_exists(z2a):
 def test_the_guide_shows_what_is_printed(z2a, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs/cli.md").read_text()
-    shown = {words: text for words, text in re.findall(r"```\n\$ z2a([^\n]*)\n(.*?)\n```", page, re.DOTALL)}
+    shown = dict(re.findall(r"```\n\$ z2a([^\n]*)\n(.*?)\n```", page, re.DOTALL))
     checked = [words for words, text in shown.items() if "quickstart:" not in text and "--work" not in words]
     assert {"", " trian", " train --optm.lr 1"} <= set(checked)
     for words in checked:

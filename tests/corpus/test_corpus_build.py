@@ -235,7 +235,7 @@ def test_full_disk_is_told_before_the_work(tmp_path, build):
 def test_changed_shard_is_noticed_when_read(tmp_path, write_lines, build):
     build(write_lines("a.jsonl", rows(3)))
     (tmp_path / "corpus/one/train/part-00000.jsonl").write_text("{bad\n")
-    with pytest.raises(BadInputError, match=r"part-00000.jsonl is damaged: line 1 is not JSON"):
+    with pytest.raises(BadInputError, match=r"part-00000.jsonl is damaged: it is not JSON at line 1"):
         list(iter_records(tmp_path / "corpus", "one", "train"))
 
 

@@ -162,7 +162,9 @@ def test_a_damaged_shard_is_named_and_packing_again_mends_it(work, tree, damage)
         shard.unlink()
     else:
         shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(BadInputError, match=r"letters/train/tokens-00000\.bin (is missing|has \d+ bytes, expected).*z2a pack"):
+    with pytest.raises(
+        BadInputError, match=r"letters/train/tokens-00000\.bin (is missing|has \d+ bytes, expected).*z2a pack"
+    ):
         open_split(work.packed, "letters", "train")
     pack(work)
     assert tree(work.packed) == before

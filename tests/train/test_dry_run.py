@@ -35,7 +35,7 @@ def test_memory_and_communication_are_those_of_one_process_of_the_run():
     lines = parallel_notes(config, config.parallel.sizes(4), ops, 4, None)
     assert lines[0].startswith("the run has 4 processes (shard 4, zero 2)")
     assert any(line.split()[0] == "optimizer" and line.endswith("1/4 of the parameters") for line in lines)
-    assert [line.split()[0] for line in lines if " over 4 processes" in line] == ["reduce-scatter", "all-gather"]
+    assert [line.split()[0] for line in lines if " over 4 ranks" in line] == ["reduce-scatter", "all-gather"]
     assert any(line.startswith("  1. shard: ") and line.endswith("computation can hide all of it") for line in lines)
     alone = load_config("z2all-100m", words[:4])
     assert parallel_notes(alone, alone.parallel.sizes(1), ops, 4, None) == []

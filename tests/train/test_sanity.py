@@ -249,7 +249,7 @@ def test_notes_say_what_a_process_sends_in_a_step():
     parameters = parameter_counts(LARGE)["total"]
     assert f"each process sends {human_bytes(6 * parameters)} per step" in first
     assert second.split() == [
-        *("all-reduce", "gradients", *human_bytes(4 * parameters).split(), "over", "4", "processes,"),
+        *("all-reduce", "gradients", *human_bytes(4 * parameters).split(), "over", "4", "ranks,"),
         *(*human_bytes(6 * parameters).split(), "sent"),
     ]
 

@@ -82,7 +82,9 @@ def test_a_stage_with_longer_sequences_keeps_the_tokens_of_a_step(work, config, 
     assert summary.tokens == 8 * STEP
     assert sorted({len(row) // 8 for rows in watched.values() for row in rows}) == [33, 65]
     assert sum(len(row) // 8 == 65 for row in watched[0]) == 3 * 2
-    assert any("from token 640 on, sequences have 64 tokens: the text is cut and shuffled again" in note for note in notes)
+    assert any(
+        "from token 640 on, sequences have 64 tokens: the text is cut and shuffled again" in note for note in notes
+    )
 
 
 def test_a_run_killed_around_a_change_of_length_ends_with_the_same_bits(work, config):

@@ -136,7 +136,7 @@ def record_of_line(line: bytes, part: Path, where: str) -> dict[str, Any]:
     try:
         record: dict[str, Any] = jsonio.loads(line)
     except ValueError as error:
-        raise _damaged(part, f"{where} is not JSON ({error})") from error
+        raise _damaged(part, f"it is not JSON at {where} ({error})") from error
     return record
 
 

@@ -104,7 +104,8 @@ class ConfigError(UsageError):
     def __init__(self, origin: str, problems: list[Problem]) -> None:
         self.problems = problems
         lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
-        super().__init__(f"The config {origin} has {counted(len(problems), 'problem')}; nothing was started.\n{lines}")
+        problem_count = counted(len(problems), "problem")
+        super().__init__(f"The config {origin} has {problem_count}; nothing was started.\n" + lines)
 
 
 def load_config(source: str | Path, overrides: list[str] | None = None) -> RunConfig:
@@ -213,7 +214,7 @@ def read_config_values(path: Path) -> dict[str, Any]:
     try:
         values = read_yaml(path)
     except (OSError, ValueError) as error:
-        raise UsageError(f"The config {path} cannot be read as YAML; nothing was started.\n{error}") from error
+        raise UsageError(f"The config {path} cannot be read as YAML; nothing was started.\n" + str(error)) from error
     if values is None:
         return {}
     if not isinstance(values, dict):

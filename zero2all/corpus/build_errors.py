@@ -48,11 +48,11 @@ def nothing_kept(corpus_folder: Path, report: Mapping[str, Any]) -> BadInputErro
     lines = []
     for name, source in sources.items():
         for rule, count in source["dropped"].items():
-            samples = "".join(f"\n    {in_short(sample)}" for sample in source["examples"]["dropped"].get(rule, [])[:2])
             lines.append(
                 f"  {name}: {rule} dropped {count:,} of {source['records_in']:,} records as channel "
-                f"{source['channel']}{samples}"
+                f"{source['channel']}."
             )
+            lines += [f"    {in_short(sample)}" for sample in source["examples"]["dropped"].get(rule, [])[:2]]
     look = [
         f"More samples are in {corpus_folder / name / DROPPED_FOLDER}." for name in sources if sources[name]["dropped"]
     ]

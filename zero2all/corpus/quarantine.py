@@ -12,6 +12,7 @@ from typing import Any
 
 from zero2all.common import jsonio
 from zero2all.common.files import atomic_file
+from zero2all.common.language import translate as t
 from zero2all.corpus.readers import Damaged
 from zero2all.corpus.record import make_gid
 from zero2all.corpus.segments import QUARANTINED_NAME, Segment, first_ordinals
@@ -60,4 +61,4 @@ def write_quarantine(path: Path, segments: Sequence[Segment], source_number: int
                     firsts.setdefault(line["reason"], f"{line['file']}, {line['place']}: {line['detail']}")
                     line["gid"] = make_gid(source_number, first_ordinal + line["gid"])
                     out.write(jsonio.dumps_line(line))
-    return "; ".join(f"{counts[reason]:,} {reason} (first in {first})" for reason, first in firsts.items())
+    return "; ".join(t(f"{counts[reason]:,} {reason} (first in {first})") for reason, first in firsts.items())

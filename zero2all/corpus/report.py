@@ -154,7 +154,7 @@ def summary_rows(report: Mapping[str, Any]) -> list[list[str]]:
     rows = [["source", "channel", "records in", "kept", "dropped", "quarantined", "train", "valid", "text kept"]]
     named = list(report["sources"].items())
     if len(named) > 1:
-        named.append(("total", {"channel": "", **report["totals"]}))
+        named.append((t("total"), {"channel": "", **report["totals"]}))
     for name, source in named:
         counts = [source["records_in"], source["records_kept"], sum(source["dropped"].values()), source["quarantined"]]
         counts += [source["train_records"], source["valid_records"]]
@@ -195,7 +195,7 @@ def summary_notes(report: dict[str, Any], work: Path | None = None) -> list[str]
                     notes.append(f"{name}: {rule} dropped, for example: {excerpts}")
         if source["masked"]:
             notes.append(f"{name}: masked {counts_in_words(source['masked'])}")
-        notes += [f"{name}: {words}" for words in facts_in_words(source).values()]
+        notes += [f"{name}: {t(words)}" for words in facts_in_words(source).values()]
         if source["quarantined"]:
             reasons = counts_in_words(source["quarantined_by_reason"])
             listed = (work or Path()) / "corpus/quarantine" / f"{name}.jsonl"
@@ -207,10 +207,10 @@ def summary_notes(report: dict[str, Any], work: Path | None = None) -> list[str]
                 )
         if source["skipped_files"]:
             notes.append(f"{name}: files not read: {counts_in_words(source['skipped_files'])}")
-        notes += [f"{name}: {note}" for note in source["reading_notes"]]
+        notes += [f"{name}: {t(note)}" for note in source["reading_notes"]]
         if not source["valid_records"] and report["options"]["valid_share"]:
             notes.append(f"{name}: too few records to hold out any for validation")
-    return notes + report["notes"]
+    return [t(note) for note in [*notes, *report["notes"]]]
 
 
 def facts_in_words(source: Mapping[str, Any]) -> dict[str, str]:

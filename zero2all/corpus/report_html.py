@@ -145,7 +145,7 @@ def _sources_table(report: Mapping[str, Any], anchors: Mapping[str, str]) -> str
         for name, *figures in rows[: len(anchors)]
     )
     foot = "".join(
-        f'<tfoot><tr><th scope="row">{t(name)}</th>{_cells(figures)}<td></td></tr></tfoot>'
+        f'<tfoot><tr><th scope="row">{name}</th>{_cells(figures)}<td></td></tr></tfoot>'
         for name, *figures in rows[len(anchors) :]
     )
     return (

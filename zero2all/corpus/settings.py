@@ -179,7 +179,7 @@ def load_settings(
     options, engine = _build_sections(values, problems)
     if problems:
         lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
-        raise UsageError(f"The settings of the build have problems; nothing was started.\n{lines}")
+        raise UsageError("The settings of the build have problems; nothing was started.\n" + lines)
     return BuildSettings(sources, options, engine)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import human_bytes
+from zero2all.common.language import translate as t
 from zero2all.common.progress import counted
 from zero2all.corpus.build_errors import no_text_field, nothing_readable
 from zero2all.corpus.listing import UNREADABLE
@@ -149,16 +150,16 @@ def segments_of(part: Part, read: list[Segment]) -> list[Segment]:
 
 def plan_in_words(plan: SourcePlan) -> str:
     """What was found and guessed, in a line."""
-    parts = [f"{counted(len(plan.listing.files), 'file')}, {human_bytes(plan.listing.size_bytes)}"]
+    parts = [f"{t(counted(len(plan.listing.files), 'file'))}, {human_bytes(plan.listing.size_bytes)}"]
     if plan.look.formats:
-        parts.append(" and ".join(plan.look.formats))
+        parts.append(", ".join(map(t, plan.look.formats)))
     if plan.source.is_auto:
-        parts.append(f"each document goes to the source of its channel, such as {plan.name}-zh: {plan.channel_reason}")
+        channel = f"each document goes to the source of its channel, such as {plan.name}-zh: {plan.channel_reason}"
+    elif plan.source.given_channel:
+        channel = f"channel {plan.channel}"
     else:
-        is_given = plan.source.given_channel
-        parts.append(
-            f"channel {plan.channel}" if is_given else f"channel {plan.channel} (guessed: {plan.channel_reason})"
-        )
+        channel = f"channel {plan.channel} (guessed: {plan.channel_reason})"
+    parts.append(t(channel))
     parts += [mapping_in_words(mapping) for mapping in plan.look.mappings]
     return f"{plan.name}: {'; '.join(parts)}"
 

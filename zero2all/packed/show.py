@@ -18,6 +18,7 @@ import numpy as np
 from zero2all.common import jsonio
 from zero2all.common.errors import UsageError
 from zero2all.common.files import MANIFEST_NAME, as_written, read_json
+from zero2all.common.language import translate as t
 from zero2all.common.records import ORIGINS_NAME, READERS
 from zero2all.packed.layout import PackedSplit
 from zero2all.packed.mixture import TrainingData
@@ -50,9 +51,9 @@ class Origin:
 
     def in_words(self) -> str:
         """In a line."""
-        where = f"item {self.ordinal:,} of {self.path} (files: {self.files:,})"
+        where = t(f"item {self.ordinal:,} of {self.path} (files: {self.files:,})")
         if self.file is not None and self.item is not None:
-            where = f"{self.file}, item {self.item:,}"
+            where = t(f"{self.file}, item {self.item:,}")
         record = f"; {'/'.join(self.part.parts[-3:])}" if self.part is not None else ""
         return f"{where}{record}; gid {self.gid}"
 
@@ -164,11 +165,13 @@ class ShownSample:
 
     def heading(self) -> str:
         """In a line."""
-        words = f"source {self.split.name}, channel {self.split.channel}, {self.split.split}"
-        words += f"; sample {self.index:,} of {self.count:,} of {self.seq_len:,} + 1 tokens"
+        words = t(
+            f"source {self.split.name}, channel {self.split.channel}, {self.split.split}; sample {self.index:,} of "
+            f"{self.count:,} of {self.seq_len:,} + 1 tokens"
+        )
         if self.position is None:
             return words
-        return f"position {self.position:,} (stage {self.stage}); {words}; epoch {self.epoch}"
+        return t(f"position {self.position:,} (stage {self.stage}); {words}; epoch {self.epoch}")
 
 
 def sample_at(data: TrainingData, position: int, corpus: Path) -> ShownSample:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import MANIFEST_NAME, as_written, read_json_object
+from zero2all.common.language import translate as t
 from zero2all.common.manifest import read_manifest
 from zero2all.tokenizer.save import tokenizer_fingerprint
 from zero2all.tokenizer.specials import byte_alphabet
@@ -250,7 +251,7 @@ def _usual_end(folder: Path, control: dict[str, int]) -> str:
             return name
     raise BadInputError(
         f"The tokenizer in {folder} does not say which token ends a document. Add a line such as "
-        f'"eos_token": "</s>" to its tokenizer_config.json (its special tokens: {", ".join(control) or "none"}).'
+        f'"eos_token": "</s>" to its tokenizer_config.json (its special tokens: {", ".join(control) or t("none")}).'
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from zero2all.common.errors import DiskError, UsageError, UserError
 from zero2all.common.files import MANIFEST_NAME, human_bytes, read_json, sweep_partials
+from zero2all.common.language import translate as t
 from zero2all.common.lock import folder_lock
 from zero2all.common.manifest import is_current
 from zero2all.common.progress import say
@@ -166,9 +167,10 @@ def _by_bpe(parts: Sequence[TextPart], config: TokenizerConfig, scratch: Path) -
     found = learned.facts
     facts = {"threshold": learned.threshold, "last_count": learned.last_count, "exact": learned.exact}
     facts |= {name: found[name] for name in REPEATABLE_FACTS if name in found}
+    result = t("exact" if learned.exact else "APPROXIMATE")
     say(
         f"bpe: {found['unique_pieces']:,} distinct fragments, cut at T = {learned.threshold:,}, last merge seen "
-        f"{learned.last_count:,} times: {'exact' if learned.exact else 'APPROXIMATE'}; {found['seconds']['all']:.0f} s "
+        f"{learned.last_count:,} times: {result}; {found['seconds']['all']:.0f} s "
         f"on {found['threads']} threads, peak memory {human_bytes(found['peak_memory_bytes'])}"
     )
     tokenizer_json = tokenizer_json_of(learned.pieces, learned.merges, control, config.normalise)

@@ -354,7 +354,7 @@ def _draw_panel(axis: Axes, panel: _Panel, colors: dict[str, str], options: Plot
         for step in [step for run in runs.values() for step in run.resumed_at_steps]:
             axis.axvline(step, color="#94a3b8", linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
     axis.set_title(_shortened(_printable(_t(panel.title)), 60), color=INK)
-    notes = [_t(f"thin: as logged, thick: smoothed ({used.kind}, {used.width:.0f} rows)")] if used else []
+    notes = [_t(f"thick: smoothed ({used.kind}, {used.width:.0f} rows)")] if used else []
     notes += [_t(f"{not_finite} not finite (×)")] if not_finite else []
     axis.set_title(", ".join(notes), loc="right", fontsize=8.5, fontweight="normal", color=FAINT_INK)
     axis.set_xlabel(_t(AXIS_LABELS[options.axis]))

@@ -165,7 +165,7 @@ def test_the_terminal_gets_no_commands():
     assert "\x00" not in text
     assert "Loss spike, step 300" in text
     assert "shard 2" in text
-    assert "to do: Data and settings look right" in text
+    assert "advice: Data and settings look right" in text
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_the_page_of_a_repeated_shard_shows_documents_of_that_shard(sharded_work
     )
     samples, note = incident_samples(made, data, sharded_work.corpus, None)
     assert [[one.number for one in sample.documents] for sample in samples] == [[40], [41]]
-    assert "repeats" in note
+    assert "Each is a copy of a document of shard 1 of en." in note
     assert "A shard that repeats another" in incident_html(made)
 
 

@@ -382,8 +382,7 @@ class CleanConfig:
     """Cleaning for one channel. Rules are judged in this order; the first that fails is the reason of the drop."""
 
     repair: Repair = Repair()
-    """Repairs of characters. Controls, format characters, surrogates and unassigned code points always go, newline
-    and tab always stay, line ends become line feeds, white space at both ends goes."""
+    """Edits: removes control, format and unassigned characters and outer white space, unifies line ends."""
     mask: Mask = Mask()
     """Which secrets and personal data are replaced."""
     kinds: Kinds = Kinds()
@@ -426,8 +425,7 @@ class CleanConfig:
     duplicate_ngrams: Ngrams = Ngrams(max_share=0.4, ngram_units=8)
     """Too much text in n-grams that occurred before."""
     menu_lines: MaxShare = MaxShare(max_share=0.5, from_chars=20)
-    """Menus whose entries are joined by bars (| · » •): lines of three and more bars, no sentence, less than 20
-    characters an entry. Not the rows of a Markdown table."""
+    """Menus: lines of short entries joined by three or more bars (| · » •), no sentence. Markdown tables are kept."""
     loose_lines: LooseLines = LooseLines()
     """Menus and lists: nearly all text is in short lines that are not sentences."""
     unended_lines: UnendedLines = UnendedLines()

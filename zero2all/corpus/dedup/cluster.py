@@ -151,7 +151,7 @@ class _Search:
         for number, folder in enumerate(self.units):
             rows = read_index(folder)
             if self.config.near != "off" and len(read_signatures(folder)) != len(rows):
-                raise BadInputError(f"{folder} has not as many signatures as records: delete it and run again.")
+                raise BadInputError(f"{folder} does not have one signature per record. Delete it and run again.")
             hasher = xxhash.xxh3_64()
             for piece in index_pieces(folder):
                 hasher.update(piece.data.cast("B"))

@@ -146,7 +146,7 @@ class _Download:
             f"{human_bytes(sum(file.size_bytes for file in chosen.values()))}"
         )
         if extra:
-            self.announce(f"{counted(extra, 'more file')} are here from earlier downloads")
+            self.announce(f"files already here from earlier downloads: {extra:,}")
         return DownloadResult(commit, files, self._missing(files))
 
     def run(self) -> DownloadResult:

@@ -227,7 +227,7 @@ def _plan_compressed(unit: Unit, handle: BinaryIO, limits: Limits, layers: list[
         if units:
             return units
     if layers == ["tar"]:
-        return [replace(unit, note="a tar is read by one worker; when resumed, it is read from its start")]
+        return [replace(unit, note="a tar is read by one worker; resuming skips what was read")]
     stream = " in ".join(reversed(layers))
     return [replace(unit, note=f"{stream} cannot be split: one worker reads it, and resuming unpacks it again")]
 

@@ -119,7 +119,7 @@ def _segmentations(report: Mapping[str, Any]) -> str:
             tokens = tokenizer["segments"][place]
             rows.append(
                 f'<div><div class="who"><span><i class="dot {_colour(number)}"></i>{escape(tokenizer["name"])}</span>'
-                f'<span>{t(counted(len(tokens), "token"))}</span></div>'
+                f"<span>{t(counted(len(tokens), 'token'))}</span></div>"
                 f'<div class="tokens">{_segmentation(tokens)}</div></div>'
             )
         code = " code" if excerpt["title"].startswith(("code", "indentation", "numbers")) else ""
