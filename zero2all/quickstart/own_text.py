@@ -86,26 +86,14 @@ def corpus_in_words(report: Mapping[str, Any], workspace: Workspace) -> list[str
         )
         lines.append(f"{source['channel']:<6} {kept}")
     lines += _fields_in_words(report)
-    lines += [note for note in summary_notes(dict(report), workspace.root) if not _is_said(note)]
+    lines += summary_notes(report, workspace.root, brief=True)
     return lines + [f"left out: {line}" for line in _left_out(report, workspace.corpus)]
-
-
-def losses_in_words(report: Mapping[str, Any], workspace: Workspace) -> list[str]:
-    """The rules that dropped much of the text, for the summary."""
-    notes = summary_notes(dict(report), workspace.root)
-    return [note.split("; such as:")[0] for note in notes if "see whether it should" in note]
 
 
 def _fields_in_words(report: Mapping[str, Any]) -> list[str]:
     """Which fields of records were taken for the text; the parts of one source share them."""
     found = [mapping_in_words(each) for source in report["sources"].values() for each in source["mappings"]]
     return [f"fields of the records: {words} (--map sets others)" for words in dict.fromkeys(found)]
-
-
-def _is_said(note: str) -> bool:
-    """Whether a note is said by the lines around it, with more detail."""
-    said = (": quarantined ", ": files not read: ", ": channel ", ": fields guessed: ", ": too few records to hold")
-    return any(words in note for words in said)
 
 
 def _left_out(report: Mapping[str, Any], corpus: Path) -> Iterator[str]:
