@@ -99,7 +99,7 @@ def test_a_run_that_is_stopped_while_it_loads_ends_with_code_10_and_changes_noth
     wait_until(lambda: "libtorch" in maps.read_text() or process.poll() is not None)
     process.send_signal(signal.SIGTERM)
     assert process.wait(LONG_SECONDS) == 10
-    assert "before the run had begun; nothing was changed" in process.stderr.read()
+    assert "before the run had started. Nothing was changed" in process.stderr.read()
     assert not (copy / "runs/early").exists()
 
 

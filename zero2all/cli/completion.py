@@ -32,9 +32,7 @@ def register(verbs: Subparsers) -> None:
 
 
 def _completion(arguments: argparse.Namespace) -> None:
-    from zero2all.cli.main import build_parser
-
-    print(script_for(arguments.shell, build_parser()), end="")
+    print(script_for(arguments.shell, arguments.whole_parser), end="")
 
 
 @dataclass

@@ -207,7 +207,8 @@ def build_parser() -> Parser:
     """The whole command line."""
     parser = Parser(prog="z2a", description="From raw text to a language model of your own.", epilog=EPILOG)
     parser.add_argument("--lang", choices=language.LANGUAGES, help="language of messages (default: your locale's)")
-    parser.add_argument("--version", action="version", version=f"z2a {__version__}", help="print the version")
+    about = "show the version and exit"
+    parser.add_argument("--version", action="version", version=f"z2a {__version__}", help=about)
     verbs = parser.add_subparsers(title="verbs", metavar=VERB, required=True)
     stages = (overview, quickstart, corpus, tokenizer, pack, data, train, anneal, run_list)
     looks = (inspect, board, watch, plot, track)
@@ -239,7 +240,7 @@ def parse(words: list[str]) -> argparse.Namespace:
             f"`{verb.prog}` reads no config, so `{overrides[0]}` cannot be set here. Config fields belong to "
             f"`z2a train` and `z2a quickstart`; for the flags of this verb see `{verb.prog} --help`."
         )
-    arguments.overrides, arguments.command_line = overrides, words
+    arguments.overrides, arguments.command_line, arguments.whole_parser = overrides, words, parser
     return arguments
 
 

@@ -40,9 +40,7 @@ def _help(arguments: argparse.Namespace) -> None:
     if not arguments.words:
         print_overview()
         return
-    from zero2all.cli.main import build_parser
-
-    parser = build_parser()
+    parser = arguments.whole_parser
     for word in arguments.words:
         if not parser.verbs:
             break  # `z2a help train quickstart`: the rest are its arguments

@@ -369,10 +369,10 @@ def _decode(arguments: argparse.Namespace) -> None:
     ids = arguments.ids
     if not ids:
         words = _given_bytes(arguments, "ids").decode("utf-8", "replace").replace(",", " ").strip("[] \n").split()
-        try:
-            ids = [int(word) for word in words]
-        except ValueError as error:
-            raise UsageError(f"These are not token ids: {error}. Give whole numbers.") from error
+        for word in words:
+            if not word.removeprefix("-").isdecimal():
+                raise UsageError(f"`{word[:100]}` is not a token id. Give whole numbers.")
+        ids = [int(word) for word in words]
     try:
         text = load_tokenizer(_folder(arguments)).decode(ids, skip_control=arguments.skip_control)
     except ValueError as error:

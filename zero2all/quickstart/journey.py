@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import shutil
 import time
-import unicodedata
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -19,7 +18,7 @@ from typing import Any
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import crc32c_of, human_bytes, read_json, write_json
-from zero2all.common.language import padded
+from zero2all.common.language import columns, padded
 from zero2all.common.language import translate as t
 from zero2all.common.manifest import fingerprint
 from zero2all.common.progress import brief_progress, counted, human_seconds, say
@@ -318,8 +317,8 @@ def _beginning(text: str) -> str:
     """Some words of the first line that has any, so that they can be typed as a prompt."""
     lines = text.strip().split("\n")
     line = next((line.strip() for line in lines if sum(map(str.isalpha, line)) >= PROMPT_LETTERS), lines[0])
-    columns = list(itertools.accumulate(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in line))
-    taken = line[: sum(width <= PROMPT_COLUMNS for width in columns)]
+    widths = itertools.accumulate(map(columns, line))
+    taken = line[: sum(width <= PROMPT_COLUMNS for width in widths)]
     words = taken.rpartition(" ")[0]
     return words if len(taken) < len(line) and words else taken
 

@@ -205,7 +205,7 @@ class TrainingLoop:
         self.pending: tuple[PendingStep, float] | None = None
         """The step that has not been read yet, and the seconds the host waited for its data."""
         self.stop_requested = self.folder_news = False
-        """What the figures of the steps read so far told; the same in every process."""
+        """Requests found in the figures of the steps read so far; the same in every process."""
 
     def run(self) -> TrainSummary:
         """Train until the last step."""

@@ -41,7 +41,10 @@ def rewrite_lines(section: Mapping[str, Any]) -> list[str]:
     """The section as a table for a terminal."""
     lines = [
         "",
-        t("rewrites                       form               items  original  rewritten       gap  (95 %)       same"),
+        t(
+            "rewrites                       form               items  original  rewritten       gap  (95 %)      "
+            "    same"
+        ),
     ]
     for task, found in section["tasks"].items():
         lines.append(f"  {task}")
