@@ -21,7 +21,7 @@ INSTALL = f"""z2a completion bash
 
 {INSTALL_NOTE}
   z2a completion bash > ~/.local/share/bash-completion/completions/z2a
-  z2a completion zsh > ~/.zfunc/_z2a   # with fpath+=~/.zfunc before compinit in ~/.zshrc
+  z2a completion zsh > ~/.zfunc/_z2a   # fpath+=~/.zfunc; compinit
   z2a completion fish > ~/.config/fish/completions/z2a.fish"""
 
 

@@ -20,14 +20,11 @@ LAST_PORT = 65535
 Subparsers = Any  # what argparse's add_subparsers returns; it has no public name
 
 EXAMPLE = "example:"
-OVERRIDES_HELP = "\n".join(
-    (
-        "Any config field can be set here and overrides the file:",
-        "  --optim.lr_max 3e-4 --data.mixture '{en: 2, zh: 1}'",
-        "All fields with their meaning and value:",
-        "  z2a train CONFIG --print-config",
-    )
-)
+OVERRIDES_HELP = """\
+Any config field can be set here and overrides the file:
+  --optim.lr_max 3e-4 --data.mixture '{en: 2, zh: 1}'
+All fields with their meaning and value:
+  z2a train CONFIG --print-config"""
 
 
 def add_verb(
@@ -126,9 +123,10 @@ def whole(minimum: int = -LARGEST_WHOLE, maximum: int = LARGEST_WHOLE) -> Callab
 
 def real(minimum: float, maximum: float | None = None, is_open: bool = False) -> Callable[[str], float]:
     """A type for add_argument: a number from `minimum` to `maximum`; `is_open`: the minimum itself is none."""
-    bounds = f"at least {minimum:g}" if maximum is None else f"from {minimum:g} to {maximum:g}"
     if is_open:
-        bounds = f"above {minimum:g}" + ("" if maximum is None else f" and at most {maximum:g}")
+        bounds = f"above {minimum:g}" if maximum is None else f"above {minimum:g} and at most {maximum:g}"
+    else:
+        bounds = f"at least {minimum:g}" if maximum is None else f"from {minimum:g} to {maximum:g}"
 
     def read(text: str) -> float:
         try:

@@ -27,6 +27,7 @@ from zero2all.common.workspace import STAMP_NAME, Workspace, open_workspace
 from zero2all.config import RunConfig
 from zero2all.corpus import BuildOptions, Source, build_corpus
 from zero2all.corpus.dedup.config import DedupConfig
+from zero2all.corpus.report import striking_drops
 from zero2all.evals.options import EvalOptions, kept_report
 from zero2all.evals.probe_file import read_probes
 from zero2all.evals.probes import run_probes, summarize
@@ -39,7 +40,7 @@ from zero2all.infer.text import generate
 from zero2all.model.config import parameter_counts
 from zero2all.packed.writer import pack_corpus
 from zero2all.quickstart import choices
-from zero2all.quickstart.own_text import OwnText, corpus_in_words, look_at, losses_in_words, refuse_other_text
+from zero2all.quickstart.own_text import OwnText, corpus_in_words, look_at, refuse_other_text
 from zero2all.quickstart.raw import CHINESE_NAME, CODE_NAME, ENGLISH_NAME, PAIRS_NAME, PROBES_NAME, write_raw
 from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.tokenizer.text import TooFewPiecesError
@@ -174,7 +175,7 @@ def _run_stages(
         kept, seen = totals["records_kept"], totals["records_in"]
         if own is not None:
             _print_lines(corpus_in_words(report, workspace))
-            journey.losses = losses_in_words(report, workspace)
+            journey.losses = striking_drops(report, workspace.root)
         done(f"{kept:,} of {counted(seen, 'record')}, {human_bytes(totals['bytes_kept'])} of text")
     with timer.stage("tokenizer") as done:
         if own is not None:

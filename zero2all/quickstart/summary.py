@@ -50,7 +50,7 @@ def _results(journey: Journey) -> list[str]:
         lines.append(t(f"Facts asked in a phrasing it never saw: {after:.1%} right; before training {before:.1%}."))
     if journey.samples:
         prompt, text = _shown_sample(journey)
-        lines.append(t(f"Sample: {_one_line(prompt + text)}"))
+        lines.append(f"{t('Sample:')} {_one_line(prompt + text)}")
     root, run = journey.workspace.root.absolute(), journey.workspace.run(journey.config.train.name)
     places = ("corpus/report.html", str(run.relative_to(journey.workspace.root) / "curves.png"), "hf")
     lines.append(t(f"In {root}: {SUMMARY_NAME} (all tables), {places[0]}, {places[1]}, {places[2]} (the model)."))
