@@ -104,7 +104,7 @@ def train(
         with stop_signals_to(signal.SIG_DFL) if asked_processes() > 1 else nullcontext():
             if stop.requested:
                 raise PreemptedError(
-                    "Stopped before the run had begun. Nothing was changed. Run the same command again."
+                    "Stopped before the run had started. Nothing was changed. Run the same command to start it."
                 )
             world = stack.enter_context(join_world(device, config.parallel, flat_values(config_values(config))))
         speak = (lambda text: say(t(text))) if world.is_first else lambda _text: None
