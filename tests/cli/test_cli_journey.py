@@ -194,7 +194,7 @@ def test_a_run_that_is_not_there_ends_with_3_and_names_those_that_are(journey, z
 def test_import_of_a_folder_that_is_no_model_ends_with_3(tmp_path, z2a):
     ended = z2a("import", tmp_path / "nowhere", "--work", tmp_path / "w", "--name", "x")
     assert ended.code == 3
-    assert "nowhere is no Hugging Face model folder" in ended.err
+    assert "nowhere is not a Hugging Face model folder" in ended.err
     assert not (tmp_path / "w" / "runs").exists()
 
 
@@ -230,7 +230,7 @@ def test_a_vocabulary_larger_than_the_text_supports_ends_with_3_and_leaves_the_o
 def test_a_vocabulary_smaller_than_the_alphabet_ends_with_2(copy, z2a, size):
     ended = z2a("tokenizer", "train", "--work", copy, "--vocab-size", size)
     assert ended.code == 2
-    assert f"tokenizer.vocab_size: got {size}, expected at least 271: 14 control tokens, 256 bytes" in ended.err
+    assert f"tokenizer.vocab_size: got {size}, expected at least 271 for 14 control tokens, 256 bytes" in ended.err
 
 
 def test_a_shortened_shard_is_named_and_packing_again_mends_it(copy, z2a, tiny):

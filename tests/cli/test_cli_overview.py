@@ -123,7 +123,7 @@ def test_a_run_says_whether_it_was_stopped_or_killed_or_has_not_begun(z2a, copy)
     assert states == {"tiny": "finished", "stopped": "stopped", "failed": "failed", "killed": "failed", "new": "new"}
     out = z2a("runs", "--work", copy).out
     assert "failed: The loss is not finite." in out
-    assert "killed: Process 4194303 is gone" in out
+    assert "killed: Process 4194303 has ended without closing the run." in out
 
 
 def test_an_empty_workspace_has_no_runs(z2a, tmp_path):

@@ -232,7 +232,7 @@ def test_decode_reads_ids_from_the_line_a_file_or_a_pipe(work, z2a, tmp_path, mo
     piped(monkeypatch, b"one two")
     ended = z2a("tokenizer", "decode", "--work", work)
     assert ended.code == 2
-    assert "no token ids" in ended.err
+    assert "`one` is not a token id" in ended.err
 
 
 def test_any_folder_can_be_looked_at_without_a_workspace(work, z2a, tmp_path, monkeypatch):

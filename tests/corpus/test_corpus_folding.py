@@ -72,5 +72,5 @@ def test_half_copies_are_reported(tmp_path, write_lines):
     assert contained["looked_up"] == 300
     assert 90 <= contained["records"] <= 100
     assert all(example["gid"] == example["inside"] + 100 for example in contained["examples"])
-    assert any("stand to 80% or more inside a longer one" in note for note in summary_notes(report))
+    assert any("are contained in a longer record to 80% or more" in note for note in summary_notes(report))
     assert report["sources"]["one"]["records_kept"] == 300, "reported, not dropped"

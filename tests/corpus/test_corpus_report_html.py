@@ -112,6 +112,23 @@ def test_page_shows_both_identities_in_figures():
     assert "2,000 in = 1,400 kept + 400 dropped + 20 quarantined + 100 repaired + 80 boilerplate ✓ adds up" in words
 
 
+def test_page_follows_the_language(monkeypatch):
+    monkeypatch.setenv("Z2A_LANG", "zh")
+    facts = {
+        "channel_reason": "sampled documents: 9; 100% en",
+        "examples": {"kept": [], "dropped": {}},
+        "reading_notes": ["a.tar: a tar is read by one worker; resuming skips what was read"],
+        "replaced": {"characters": 2, "records": 1},
+    }
+    report = whole_report({"a": source_report(**facts), "b": source_report(**facts)})
+    report["notes"] = ["near duplicates were not looked for: train may hold slightly changed copies of valid records"]
+    page = Page(report_html(report))
+    shown = [page.words, *(value or "" for name, value in page.attributes if name in ("title", "aria-label"))]
+    assert [found[0] for text in shown for found in re.finditer(r"[a-z]{2,}(?: [a-z]+){2,}", text)] == []
+    assert ("lang", "zh") in page.attributes
+    assert "20 读入 = 14 保留 + 4 丢弃 + 2 隔离 ✓ 吻合" in page.words
+
+
 def test_page_says_so_when_a_sum_is_wrong():
     report = whole_report({"a": source_report()})
     report["sources"]["a"]["records_kept"] = 6
@@ -128,7 +145,7 @@ def test_page_has_everything_the_report_says_of_a_source():
         "7 of 10 records, 100 B of text each on average",
         "3 emails",
         "gzip cannot be split",
-        "Digits take too large a share",
+        "Too large a share of digits",
         "corpus/quarantine/a.jsonl",
         "near duplicates were not looked for",
         "0123456789abcdef",

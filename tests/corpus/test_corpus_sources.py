@@ -110,9 +110,9 @@ def test_a_table_without_text_among_texts_is_told_how_to_name_its_field(tmp_path
     assert build(tmp_path / "raw", mapping=parse_mapping(flags[1]))["records_kept"] == 10
     report = build(tmp_path / "raw", max_damaged_share=1)
     notes = summary_notes({"sources": {"one": report}, "options": {"valid_share": 0}, "notes": []}, Path("my work"))
-    note = next(note for note in notes if "quarantined 5 no_text_field" in note)
-    assert "see my work/corpus/quarantine/one.jsonl; " in note
-    assert note.endswith("if one of their fields is the text, name it with --map content=FIELD")
+    note, advice = (note for note in notes if "no_text_field" in note or "no text field" in note)
+    assert note == "one: quarantined 5 no_text_field; see my work/corpus/quarantine/one.jsonl"
+    assert advice.endswith("if one of their fields is the text, name it with --map content=FIELD")
 
 
 def test_mapping_is_read_from_text():

@@ -14,7 +14,8 @@ from zero2all.cli import main
 from zero2all.common.errors import BadInputError
 from zero2all.common.workspace import open_workspace
 from zero2all.corpus import BuildOptions, build_corpus
-from zero2all.quickstart.own_text import corpus_in_words, look_at, losses_in_words
+from zero2all.corpus.report import striking_drops
+from zero2all.quickstart.own_text import corpus_in_words, look_at
 from zero2all.quickstart.summary import verdicts
 
 ENGLISH = re.findall(r"\w+", "the of and to in a is that it was for on are with as I his they be at one have this from")
@@ -38,7 +39,7 @@ def test_an_empty_folder_ends_with_3_and_the_way_on_before_anything_is_written(
     (tmp_path / "texts").mkdir()
     assert main(["quickstart", "--data", str(tmp_path / "texts"), "--work", str(tmp_path / "work")]) == 3
     said = capsys.readouterr().err
-    assert "contains nothing" in said
+    assert "contains no files" in said
     assert "`z2a quickstart` without --data" in said
     assert not (tmp_path / "work").exists()
 
@@ -79,10 +80,10 @@ def test_a_mixed_folder_becomes_channels_and_what_was_left_out_is_named_with_its
         "zh     25 of 25 documents kept",
         "content from 'text'",
         "left out: photo.jpg (binary)",
-        "left out: 200 records of figures.csv (no text field: fields: x, y; if one is the text: --map content=FIELD)",
+        "left out: figures.csv: 200 records (no text field: fields: x, y; if one is the text: --map content=FIELD)",
     ):
         assert words in said, words
-    assert losses_in_words(report, workspace) == []
+    assert striking_drops(report, workspace.root) == []
 
 
 def test_a_rule_that_drops_much_is_named_with_a_command_that_works_here(tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ def test_a_rule_that_drops_much_is_named_with_a_command_that_works_here(tmp_path
     workspace = open_workspace(tmp_path / "work", create=True)
     options = BuildOptions(accept_drops=True)
     report = build_corpus(workspace.corpus, [look_at(tmp_path / "a.jsonl").source], options)
-    (loss,) = losses_in_words(report, workspace)
+    (loss,) = striking_drops(report, workspace.root)
     assert "dropped 33% of the records" in loss
     rule = loss.split(": ")[1].split()[0]
     assert loss.endswith(f"z2a corpus show --work {workspace.root} a-en --dropped {rule}")

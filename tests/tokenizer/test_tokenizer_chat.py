@@ -33,7 +33,7 @@ def test_only_what_the_assistant_wrote_is_marked_for_learning(tokenizer):
 
 
 def test_a_role_that_is_none_is_refused(tokenizer):
-    with pytest.raises(UsageError, match="the role 'admin'; there are system, user"):
+    with pytest.raises(UsageError, match="the role 'admin'; expected one of system, user"):
         encode_chat(tokenizer, [Message("admin", "hi")])
 
 

@@ -118,7 +118,7 @@ def test_sentencepiece_bpe_takes_pieces_by_name_and_unigram_is_refused(texts, tm
     [
         (["two words"], r"cannot be one piece: this tokenizer cuts it into two \|  words"),
         ([""], "not empty"),
-        (["\ud800"], "UTF-8 can hold"),
+        (["\ud800"], "valid UTF-8"),
         (["<|pad|>"], "is a control token"),
         (["a"], "Nothing was added"),
     ],

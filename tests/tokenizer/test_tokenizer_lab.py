@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from html.parser import HTMLParser
 
@@ -147,6 +148,14 @@ def test_the_page_shows_every_excerpt_whole_and_runs_nothing(report):
     assert len(ids) == sum(len(tokens) for each in report["tokenizers"] for tokens in each["segments"])
 
 
+def test_the_page_follows_the_language(report, monkeypatch):
+    monkeypatch.setenv("Z2A_LANG", "zh")
+    page = re.sub(r'(?s)<style>.*?</style>|<div class="tokens">.*?</div>|<code.*?</code>', "", evaluation_page(report))
+    texts = [*re.sub(r"<[^>]+>", "\n", page).split("\n"), *re.findall(r'(?:title|aria-label)="([^"]*)"', page)]
+    assert [text for text in texts if re.search(r"[a-z]{2,}(?: [a-z]+){2,}", text)] == []
+    assert "每词元字节数" in page
+
+
 def test_tables_have_a_row_for_each_tokenizer(report):
     for table in evaluation_tables(report):
         assert [row[0] for row in table.rows] == ["tokenizer", "ours", "tokenizer"]
@@ -206,5 +215,5 @@ def test_a_tiktoken_encoding_can_be_compared(folder, tokenizer, eval_text, monke
 
 
 def test_what_is_neither_file_nor_folder_is_refused(folder, eval_text):
-    with pytest.raises(UsageError, match="nowhere: no such file or folder"):
+    with pytest.raises(UsageError, match="nowhere: there is no such file or folder"):
         open_candidates(folder, ["nowhere"], eval_text)

@@ -255,8 +255,8 @@ def test_a_metric_or_a_run_that_is_not_there_is_a_clear_error(tmp_path):
     [
         (["--to", "mlflow"], "not known"),
         (["--to", "wandb"], "--project"),
-        (["--to", "csv"], "needs one file"),
-        (["--to", "tensorboard"], "needs one folder"),
+        (["--to", "csv"], "needs one path"),
+        (["--to", "tensorboard"], "needs one path"),
         (["--to", "csv", "x.csv", "--follow"], "cannot be followed"),
     ],
 )

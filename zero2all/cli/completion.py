@@ -16,11 +16,12 @@ from zero2all.cli.parser import Parser
 from zero2all.cli.verb import Subparsers, add_verb
 
 SHELLS = ("bash", "zsh", "fish")
-INSTALL = """z2a completion bash
+INSTALL_NOTE = "to install it, write it where your shell looks for completions:"
+INSTALL = f"""z2a completion bash
 
-to install it, write it where your shell looks for completions:
+{INSTALL_NOTE}
   z2a completion bash > ~/.local/share/bash-completion/completions/z2a
-  z2a completion zsh > ~/.zfunc/_z2a   # with fpath+=~/.zfunc before compinit in ~/.zshrc
+  z2a completion zsh > ~/.zfunc/_z2a   # fpath+=~/.zfunc; compinit
   z2a completion fish > ~/.config/fish/completions/z2a.fish"""
 
 

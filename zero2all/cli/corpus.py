@@ -17,11 +17,12 @@ from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, real, w
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
-BUILD_EXAMPLES = """z2a corpus build news=raw/news.json:zh wiki=raw/wiki.parquet:en --work my-workspace
+RULES_NOTE = "each cleaning rule has a name and thresholds (see z2a corpus rules); set them after the sources:"
+BUILD_EXAMPLES = f"""z2a corpus build news=raw/news.json:zh wiki=raw/wiki.parquet:en --work my-workspace
   z2a corpus build qa=raw/baike::baike2018qa --work my-workspace --format jsonl.zst --dedup.near off
   z2a corpus build corpus.yaml --work my-workspace --engine ray --address auto
 
-each cleaning rule has a name and thresholds (see z2a corpus rules); set them after the sources:
+{RULES_NOTE}
   z2a corpus build news=raw/news.json --clean.too_short.min_chars 20 --clean.zh.digits.on false"""
 
 
@@ -218,18 +219,18 @@ def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) 
             return
         raise UsageError(f"No rule `{arguments.dropped}` dropped anything. {nearest_hint(arguments.dropped, dropped)}")
     if not dropped:
-        print(t(f"Nothing was dropped from {' and '.join(names)}."))
+        print(t(f"Nothing was dropped from {', '.join(names)}."))
     for rule in [arguments.dropped] if arguments.dropped else dropped:
         for name in names:
             count = sources[name]["dropped"].get(rule, 0)
             if count:
                 print(t(f"══ {name}: {count:,} dropped by {rule}"))
             for sample in itertools.islice(iter_dropped(corpus, name, rule), arguments.count):
-                facts = [f"gid {sample['gid']}", f"{sample['chars']:,} characters"]
+                facts = [f"gid {sample['gid']}", t(f"{sample['chars']:,} characters")]
                 if "file" in sample:
                     facts.insert(1, _in_a_line(f"{sample['file']}, {sample['place']}"))
                 if sample.get("kept_gid") is not None:
-                    facts.append(f"kept for it: gid {sample['kept_gid']}")
+                    facts.append(t(f"kept for it: gid {sample['kept_gid']}"))
                 measures = sample.get("measures", {})
                 compared = JUDGES[rule].compared.split() if rule in JUDGES else []
                 facts += [f"{measure} {measures.get(measure, 0):g}" for measure in compared]
@@ -245,7 +246,7 @@ def _rules(arguments: argparse.Namespace) -> None:
     print(t(f"The rules of channel {channel} and their settings. Change them with overrides, for all channels or one:"))
     print(t(f"  --clean.too_short.min_chars 20   --clean.{channel}.digits.on false"))
     for title, wanted in (("edits, which never drop a text", True), ("drops, in this order", False)):
-        print(f"\n{title}")
+        print(f"\n{t(title)}")
         for name, description in RULES.items():
             if (name in EDITS) == wanted:
                 _print_rule(name, description, getattr(config, name))
@@ -264,7 +265,7 @@ def _print_rule(name: str, description: str, settings: Any) -> None:
 def _setting_in_words(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return f"({len(value)} phrases)" if isinstance(value, list) else str(value)
+    return t(f"({len(value)} phrases)") if isinstance(value, list) else str(value)
 
 
 SHOWN_CHARS = 1000
@@ -298,4 +299,5 @@ def _cut(text: str, arguments: argparse.Namespace) -> str:
     limit = arguments.chars or (SHOWN_CHARS if sys.stdout.isatty() else len(text))
     if len(text) <= limit:
         return text
-    return f"{text[:limit]} … ({len(text) - limit:,} more characters; --chars {len(text)} shows all)"
+    more = t(f"({len(text) - limit:,} more characters; --chars {len(text)} shows all)")
+    return f"{text[:limit]} … {more}"

@@ -126,9 +126,9 @@ def _show(arguments: argparse.Namespace) -> None:
     else:
         raise UsageError("Name a sample: --at N of a run, or --source NAME --sample N.")
     tokenizer = load_tokenizer(workspace.tokenizer)
-    print(sample.heading())
+    print(t(sample.heading()))
     for document in sample.documents:
-        count = f"tokens {document.column:,} to {document.column + len(document.tokens) - 1:,}"
+        count = t(f"tokens {document.column:,} to {document.column + len(document.tokens) - 1:,}")
         if document.number is None:
             print(t(f"── padding, {count}"))
             continue

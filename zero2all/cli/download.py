@@ -12,11 +12,12 @@ from zero2all.common.language import translate as t
 if TYPE_CHECKING:
     from zero2all.corpus.download.fetch import DownloadRequest, DownloadResult
 
-EXAMPLES = """z2a corpus download wikimedia/wikipedia --include '20231101.zh/*' --to raw/wiki_zh
+RESUME_NOTE = "run the same command again to resume an interrupted download; every file is checked"
+EXAMPLES = f"""z2a corpus download wikimedia/wikipedia --include '20231101.zh/*' --to raw/wiki_zh
   z2a corpus download OWNER/MODEL --type model --exclude '*.bin' --endpoint https://mirror.example
   z2a corpus download OWNER/DATASET --dry-run
 
-run the same command again to resume an interrupted download; every file is checked"""
+{RESUME_NOTE}"""
 
 
 def register(inner: Subparsers) -> None:

@@ -181,8 +181,10 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--int8", action="store_true", help="also score the held-out text with 8-bit weights, to see what they cost"
     )
-    about = "benchmarks to run: cmmlu,piqa,my-questions, each a folder of --data; all: every folder there; "
-    about += "quickstart-facts needs no files (default: none)"
+    about = (
+        "benchmarks to run: cmmlu,piqa,my-questions, each a folder of --data; all: every folder there; "
+        "quickstart-facts needs no files (default: none)"
+    )
     parser.add_argument("--tasks", type=names, metavar="NAMES", help=about)
     add_data(parser)
     about = "question forms: cloze,choice,bits,generate (default: all that fit)"
@@ -264,7 +266,7 @@ def _overview(run: Path) -> list[str]:
     from zero2all.evals.signal import signal_lines
 
     page, signals = write_page(run)
-    return [*signal_lines(signals), "", f"page: {page}"]
+    return [*signal_lines(signals), "", t(f"page: {page}")]
 
 
 def _run_all(arguments: argparse.Namespace, workspace: Workspace, options: EvalOptions) -> None:
@@ -327,7 +329,7 @@ def _fetch(arguments: argparse.Namespace) -> None:
 
     for name in arguments.names:
         task = fetch(name, arguments.data, arguments.endpoint, say)
-        licence = SOURCES[name].licence or "see its README.md"
+        licence = SOURCES[name].licence or t("see its README.md")
         print(t(f"{name}: {len(task.items):,} items, {len(task.shots):,} examples; licence: {licence}"))
     fetched = ",".join(arguments.names)
     print(t(f"next: z2a eval RUN --tasks {fetched} --data {arguments.data} --work my-workspace"))

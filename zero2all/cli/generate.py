@@ -219,7 +219,7 @@ def _with_bar(service: Service, tasks: list[Task], total: int, quiet: bool = Fal
             bar.advance(1, f"{service.stats.tokens_per_second:,.0f} tokens/s")
             if "error" in result:
                 place = places[result["index"], result.get("sample", 0)]
-                say(f"z2a: {place or 'prompt ' + str(result['index'] + 1)}: {terminal_safe(result['error'])}")
+                say(f"z2a: {place or t('prompt') + ' ' + str(result['index'] + 1)}: {terminal_safe(result['error'])}")
             yield result
 
 

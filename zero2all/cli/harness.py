@@ -78,6 +78,6 @@ def _export(arguments: argparse.Namespace) -> None:
     for each in write_tasks(
         arguments.folder, read_tasks(arguments.data, arguments.tasks), shots=arguments.shots, limit=arguments.limit
     ):
-        left_out = f", {each.left_out:,} left out (no such form in lm-eval)" if each.left_out else ""
+        left_out = t(f", {each.left_out:,} left out (no such form in lm-eval)") if each.left_out else ""
         print(t(f"{each.name}: {each.items:,} items{left_out}"))
     print(t(f"run them with: z2a eval harness RUN --include {arguments.folder} --tasks NAME"))

@@ -106,15 +106,15 @@ def _tokens_of(run: Path, config: RunConfig, step: int) -> tuple[int, int, dict[
 def _print(facts: dict[str, Any], count: int, samples: list[SampleText]) -> None:
     from zero2all.common.progress import TEXT_MARKS, counted, terminal_safe
 
-    loss = "" if facts["loss"] is None else f", loss {facts['loss']:.4f}"
-    state = "" if facts["trained"] else ", not trained yet"
+    loss = "" if facts["loss"] is None else t(f", loss {facts['loss']:.4f}")
+    state = "" if facts["trained"] else t(", not trained yet")
     first, end = facts["tokens"]
     rows = counted(count, "sample")
     print(t(f"{facts['run']}, step {facts['step']:,}: {rows}, tokens {first:,} to {end - 1:,}{loss}{state}"))
     for sample in samples:
         begin, behind = sample.split_tokens or (0, 0)
-        where = "" if sample.split_tokens is None else f", its tokens {begin:,} to {behind - 1:,}"
-        row_loss = "" if sample.loss is None else f", loss {sample.loss:.4f}"
+        where = "" if sample.split_tokens is None else t(f", its tokens {begin:,} to {behind - 1:,}")
+        row_loss = "" if sample.loss is None else t(f", loss {sample.loss:.4f}")
         print(
             t(
                 f"\n── sample {sample.row}: source {sample.source}, channel {sample.channel}, shard {sample.shard}, "
@@ -126,6 +126,6 @@ def _print(facts: dict[str, Any], count: int, samples: list[SampleText]) -> None
             title = f"  {terminal_safe(document.title)}" if document.title else ""
             gid = "" if document.gid is None else f"; gid {document.gid}"
             origin = f"; {document.origin}" if document.origin else gid
-            tokens = f"tokens {document.first_column:,} to {last:,}"
+            tokens = t(f"tokens {document.first_column:,} to {last:,}")
             print(t(f"   document {document.number:,}, {tokens}{terminal_safe(origin)}{title}"))
             print(terminal_safe(document.text, keep=TEXT_MARKS) + (" …" if document.is_cut else ""))

@@ -207,7 +207,8 @@ def build_parser() -> Parser:
     """The whole command line."""
     parser = Parser(prog="z2a", description="From raw text to a language model of your own.", epilog=EPILOG)
     parser.add_argument("--lang", choices=language.LANGUAGES, help="language of messages (default: your locale's)")
-    parser.add_argument("--version", action="version", version=f"z2a {__version__}")
+    about = "show the version and exit"
+    parser.add_argument("--version", action="version", version=f"z2a {__version__}", help=about)
     verbs = parser.add_subparsers(title="verbs", metavar=VERB, required=True)
     stages = (overview, quickstart, corpus, tokenizer, pack, data, train, anneal, run_list)
     looks = (inspect, board, watch, plot, track)

@@ -61,7 +61,7 @@ def _pack(arguments: argparse.Namespace) -> None:
     manifests = pack_corpus(workspace.corpus, workspace.tokenizer, workspace.packed, options, engine)
     for name, manifest in manifests.items():
         ratio = manifest["text_bytes"] / max(1, manifest["tokens"])
-        talks = f"  {manifest['conversations']:,} conversations" if manifest["conversations"] else ""
+        talks = t(f"  {manifest['conversations']:,} conversations") if manifest["conversations"] else ""
         print(
             t(
                 f"{name:<24} {manifest['documents']:>9,} documents  {human_count(manifest['tokens']):>8} tokens  "

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from zero2all.cli.terminal import wrapped
 from zero2all.common.errors import UsageError
+from zero2all.common.language import columns
 from zero2all.common.language import translate as t
 
 LIKENESS = 0.6
@@ -45,6 +46,16 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None = None) -> None:
         """The first line."""
         super().add_usage(usage, actions, groups, t("usage: ") if prefix is None else prefix)
+
+    def format_help(self) -> str:
+        """Everything, with a Chinese colon after a Chinese heading."""
+        return re.sub(r"(?m)(?<=[\u4e00-\u9fff]):$", "：", super().format_help())
+
+    def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None) -> str:
+        """With further lines below the first, whose Chinese characters argparse counts as one column each."""
+        text = super()._format_usage(usage, actions, groups, prefix)
+        lacking = 0 if usage or not prefix else columns(prefix) - len(prefix)
+        return text.replace("\n ", "\n " + " " * lacking)
 
     def add_argument(self, action: argparse.Action) -> None:
         """Also count the width of a verb's indented name, which argparse forgets."""
@@ -124,7 +135,7 @@ class Parser(argparse.ArgumentParser):
         if missing := re.fullmatch(r"the following arguments are required: (.+)", message):
             return self._explain_missing(missing[1].split(", "))
         if either := re.fullmatch(r"one of the arguments (.+) is required", message):
-            flags = " or ".join(either[1].split())
+            flags = f" {t('or')} ".join(either[1].split())
             return t(f"`{self.prog}` needs {flags}. See `{self.prog} --help`.")
         argument = re.fullmatch(r"argument (.+?): (.+)", message, re.DOTALL)
         if argument is None:
@@ -144,7 +155,7 @@ class Parser(argparse.ArgumentParser):
     def _explain_missing(self, names: list[str]) -> str:
         if names == [VERB]:
             return t(f"`{self.prog}` needs a verb: {', '.join(self.verbs)}. See `{self.prog} --help`.")
-        return t(f"`{self.prog}` needs {' and '.join(names)}. See `{self.prog} --help`.")
+        return t(f"`{self.prog}` needs {', '.join(names)}. See `{self.prog} --help`.")
 
     def _explain_verb(self, word: str) -> str:
         meant = closest(word, self.verbs)

@@ -28,8 +28,8 @@ def register(verbs: Subparsers) -> None:
     )
     add_run(plot, several=True)
     for kind in FORMATS:
-        where = " (default: curves.png in the run)" if kind == "png" else ""
-        add_output(plot, f"--{kind}", help=f"{kind.upper()} to write{where}")
+        about = f"{kind.upper()} to write"
+        add_output(plot, f"--{kind}", help=f"{about} (default: curves.png in the run)" if kind == "png" else about)
     plot.add_argument("--metric", action="append", default=[], metavar="NAME", help="plot this metric; can be repeated")
     plot.add_argument("--x", choices=("step", "tokens", "time", "flops"), default="step", help="x axis (default: step)")
     plot.add_argument(

@@ -84,10 +84,13 @@ def _is_locked(folder: Path) -> bool:
 
 def human_age(seconds: float) -> str:
     """7300 -> '2 h ago'."""
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds // size:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"
+    if seconds >= 86_400:
+        return t(f"{seconds // 86_400:.0f} d ago")
+    if seconds >= 3_600:
+        return t(f"{seconds // 3_600:.0f} h ago")
+    if seconds >= 60:
+        return t(f"{seconds // 60:.0f} min ago")
+    return t(f"{seconds:.0f} s ago")
 
 
 def _runs(arguments: argparse.Namespace) -> None:
@@ -109,7 +112,7 @@ def _runs(arguments: argparse.Namespace) -> None:
     for run, size in runs:
         counts = ["" if count is None else f"{count:,}" for count in (run.step, run.steps)]
         loss = "" if run.loss is None else f"{run.loss:.4f}"
-        age = "" if run.seconds_ago is None else t(human_age(run.seconds_ago))
+        age = "" if run.seconds_ago is None else human_age(run.seconds_ago)
         rows.append([run.name, t(run.state), *counts, loss, human_bytes(size), age])
     print_table(rows)
     for run, _ in runs:

@@ -114,7 +114,7 @@ def _say_ready(server: ModelServer, arguments: argparse.Namespace) -> None:
         print(
             t(f"--max-len {arguments.max_len} is reduced to {z2a['max_len']}, the model's maximum (model.max_seq_len)")
         )
-    key = f", api_key={server.token}" if server.token else ", any api_key"
+    key = f", api_key={server.token}" if server.token else t(", any api_key")
     print(t(f"The page is at {server.page}   (Ctrl-C ends it)"))
     print(t(f"OpenAI clients: base_url={server.url}v1{key}, model={facts['id']}"), flush=True)
     if arguments.open:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from zero2all.common.language import padded, translate
+from zero2all.common.language import columns, padded, translate
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,7 +71,7 @@ def _widths(table: Table, console: Console) -> tuple[int, int]:
 
 
 def _blocks(heading: Sequence[str], body: Sequence[Sequence[str]], title: str | None) -> list[str]:
-    width = max(len(padded(name, 0)) for name in heading)
+    width = max(map(columns, heading))
     lines = [title] if title else []
     for row in body:
         lines += ["", *(f"{padded(name, width)}  {cell}".rstrip() for name, cell in zip(heading, row, strict=True))]

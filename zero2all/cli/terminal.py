@@ -7,12 +7,15 @@ import io
 import os
 import re
 import sys
-import unicodedata
+
+from zero2all.common.language import columns as columns_of
 
 PLAIN = {"→": "->", "←": "<-", "…": "...", "─": "-", "═": "=", "–": "-", "—": "-", "×": "x", "·": "-", "’": "'"}
 """What stands for a character that the terminal's encoding lacks."""
-UNBREAKABLE = re.compile(r"`[^`]*`|z2a [^;)`]*")
+UNBREAKABLE = re.compile(r"`[^`]*`|z2a [^;)`\u2e80-\uffef]*")
 """Commands: broken over two lines they could not be pasted."""
+OPENING, CLOSING = "（《「『【“", "、。，：；！？）》」』】”"
+"""Chinese punctuation that must not end a line, or begin one."""
 
 
 def show_what_the_encoding_lacks() -> None:
@@ -42,12 +45,12 @@ def wrapped(text: str, columns: int) -> list[str]:
     lines: list[str] = []
     line, width = "", 0
     for piece in _pieces(" ".join(text.split())):
-        size = _columns(piece.rstrip())
+        size = columns_of(piece.rstrip())
         if line and width + size > columns:
             lines.append(line.rstrip())
             line, width = "", 0
         line += piece
-        width += _columns(piece)
+        width += columns_of(piece)
     return [*lines, line.rstrip()]
 
 
@@ -63,8 +66,6 @@ def _pieces(text: str) -> list[str]:
 
 
 def _words(text: str) -> list[str]:
-    return re.findall(r"[\u2e80-\u9fff\uf900-\ufaff][\u3000-\u303f\uff00-\uffef]*|[^\s\u2e80-\u9fff]+\s*|\s+|.", text)
-
-
-def _columns(text: str) -> int:
-    return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
+    chinese = r"\u2e80-\u2fff\u3040-\u9fff\uf900-\ufaff"
+    word = rf"[{chinese}]|[^\s{chinese}{OPENING}{CLOSING}]+"
+    return re.findall(rf"[{OPENING}]*(?:{word})[{CLOSING}]*\s*|\s+|.", text)

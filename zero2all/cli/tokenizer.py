@@ -176,7 +176,7 @@ def _train(arguments: argparse.Namespace) -> None:
 
     config = _train_config(arguments)
     if config.normalise != "none":
-        print(f"--normalise {config.normalise}: {CONSEQUENCES[config.normalise]}.", file=sys.stderr)
+        print(f"--normalise {config.normalise}: {t(CONSEQUENCES[config.normalise])}", file=sys.stderr)
     workspace = workspace_of(arguments, create=arguments.text is not None)
     if arguments.text is not None:
         manifest = train_on_files(arguments.text, workspace.tokenizer, config, arguments.ignore_memory)
@@ -245,7 +245,7 @@ def _extend(arguments: argparse.Namespace) -> None:
         used = [path.name for path in (workspace.packed, workspace.runs) if path.is_dir()]
         if used and not arguments.replace:
             raise UsageError(
-                f"{' and '.join(used)} in {workspace.root} were made with the current tokenizer and "
+                f"{', '.join(used)} in {workspace.root} were made with the current tokenizer and "
                 "would no longer load. Write the new one elsewhere with --to, or add --replace and make "
                 "them again."
             )
@@ -322,7 +322,7 @@ def _show(arguments: argparse.Namespace) -> None:
             f"pads its rows to {facts['rows_of_a_model']:,}"
         )
     )
-    print(t(f"pattern     {facts['pattern'] or 'none'}"))
+    print(t(f"pattern     {facts['pattern'] or t('none')}"))
     print(t(f"normalise   {facts['normalisation']}: {facts['normalisation_means']}"))
     print(t(f"control     {'  '.join(f'{number} {name}' for name, number in facts['control'].items())}"))
     ends = ", ".join(map(str, facts["end_ids"]))
@@ -369,10 +369,10 @@ def _decode(arguments: argparse.Namespace) -> None:
     ids = arguments.ids
     if not ids:
         words = _given_bytes(arguments, "ids").decode("utf-8", "replace").replace(",", " ").strip("[] \n").split()
-        try:
-            ids = [int(word) for word in words]
-        except ValueError as error:
-            raise UsageError(f"These are not token ids: {error}. Give whole numbers.") from error
+        for word in words:
+            if not word.removeprefix("-").isdecimal():
+                raise UsageError(f"`{word[:100]}` is not a token id. Give whole numbers.")
+        ids = [int(word) for word in words]
     try:
         text = load_tokenizer(_folder(arguments)).decode(ids, skip_control=arguments.skip_control)
     except ValueError as error:

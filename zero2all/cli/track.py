@@ -69,7 +69,7 @@ def _import(arguments: argparse.Namespace) -> None:
     runs = workspace_of(arguments, create=True).runs
     for done in import_tensorboard(arguments.source, runs, arguments.name, rename, arguments.tokens_tag):
         counts = {"file": done.files, "row": done.rows, "value": done.values, "text": done.texts}
-        print(f"{done.folder}: {', '.join(counted(count, noun) for noun, count in counts.items())}")
+        print(f"{done.folder}: {', '.join(t(counted(count, noun)) for noun, count in counts.items())}")
         for sentence in describe(done.damage):
             print(t(f"  left out: {sentence}"))
 
@@ -84,7 +84,7 @@ def _export(arguments: argparse.Namespace) -> None:
         if place or not arguments.project:
             raise UsageError("For wandb give the project, and no path: --to wandb --project NAME.")
     elif len(place) != 1:
-        raise UsageError(f"--to {kind} needs one {'file' if kind == 'csv' else 'folder'} to write to.")
+        raise UsageError(f"--to {kind} needs one path to write to.")
     if kind == "csv" and arguments.follow:
         raise UsageError("A CSV is written whole, so it cannot be followed. Leave out --follow.")
     if place:
@@ -96,7 +96,7 @@ def _export(arguments: argparse.Namespace) -> None:
             from zero2all.track.csv_export import export_csv
 
             rows = export_csv(run.folder, Path(place[0]), arguments.metric or None)
-            print(f"{place[0]}: {counted(rows, 'step')}")
+            print(f"{place[0]}: {t(counted(rows, 'step'))}")
         else:
             _send(run, arguments, Path(place[0]) if place else None)
 

@@ -19,6 +19,7 @@ LARGEST_WHOLE = (1 << 62) - 1  # whatever is counted is counted in 64 bits, and 
 LAST_PORT = 65535
 Subparsers = Any  # what argparse's add_subparsers returns; it has no public name
 
+EXAMPLE = "example:"
 OVERRIDES_HELP = """\
 Any config field can be set here and overrides the file:
   --optim.lr_max 3e-4 --data.mixture '{en: 2, zh: 1}'
@@ -36,14 +37,14 @@ def add_verb(
 ) -> Parser:
     """Register a verb; the handler gets the parsed arguments and returns an exit code (None is 0)."""
     notes = f"{OVERRIDES_HELP}\n\n" if takes_overrides else ""
-    parser = _parser(verbs, name, summary, f"{notes}example:\n  {example}")
+    parser = _parser(verbs, name, summary, f"{notes}{EXAMPLE}\n  {example}")
     parser.set_defaults(handler=handler, takes_overrides=takes_overrides, reads_config=takes_overrides)
     return parser
 
 
 def add_group(verbs: Subparsers, name: str, summary: str, example: str) -> Subparsers:
     """Register a word with verbs of its own, such as `z2a corpus`."""
-    parser = _parser(verbs, name, summary, f"example:\n  {example}")
+    parser = _parser(verbs, name, summary, f"{EXAMPLE}\n  {example}")
     return parser.add_subparsers(title="verbs", metavar=VERB, required=True)
 
 
@@ -122,9 +123,10 @@ def whole(minimum: int = -LARGEST_WHOLE, maximum: int = LARGEST_WHOLE) -> Callab
 
 def real(minimum: float, maximum: float | None = None, is_open: bool = False) -> Callable[[str], float]:
     """A type for add_argument: a number from `minimum` to `maximum`; `is_open`: the minimum itself is none."""
-    bounds = f"at least {minimum:g}" if maximum is None else f"from {minimum:g} to {maximum:g}"
     if is_open:
-        bounds = f"above {minimum:g}" + ("" if maximum is None else f" and at most {maximum:g}")
+        bounds = f"above {minimum:g}" if maximum is None else f"above {minimum:g} and at most {maximum:g}"
+    else:
+        bounds = f"at least {minimum:g}" if maximum is None else f"from {minimum:g} to {maximum:g}"
 
     def read(text: str) -> float:
         try:

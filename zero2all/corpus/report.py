@@ -162,17 +162,17 @@ def summary_rows(report: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def summary_notes(report: dict[str, Any], work: Path | None = None) -> list[str]:
+def summary_notes(report: Mapping[str, Any], work: Path | None = None, brief: bool = False) -> list[str]:
     """What the table cannot say, a sentence each: what was guessed, dropped, quarantined, skipped.
 
-    `work`: the workspace, when commands must name it.
+    `work`: the workspace, when commands must name it. `brief`: without what was guessed, quarantined, skipped or not
+    held out, for a caller that prints this itself.
     """
     notes: list[str] = []
-    in_work = "" if work is None else f"--work {shlex.quote(str(work))} "
     for name, source in report["sources"].items():
-        if source["channel_guessed"] and source["channel_reason"] != FOUND_BY_DOCUMENT:
+        if not brief and source["channel_guessed"] and source["channel_reason"] != FOUND_BY_DOCUMENT:
             notes.append(f"{name}: channel guessed as {source['channel']} ({source['channel_reason']})")
-        if source["mapping_guessed"]:
+        if not brief and source["mapping_guessed"]:
             is_part = source["channel_reason"] == FOUND_BY_DOCUMENT
             whole = name.removesuffix(f"-{source['channel']}") if is_part else name
             words = [f"{whole}: fields guessed: {mapping_in_words(mapping)}" for mapping in source["mappings"]]
@@ -180,37 +180,48 @@ def summary_notes(report: dict[str, Any], work: Path | None = None) -> list[str]
             notes += [each for each in guesses if each not in notes]
         if source["dropped"]:
             notes.append(f"{name}: dropped {counts_in_words(source['dropped'])}")
-        for rule, count in source["dropped"].items():
-            share = count / source["records_in"]
-            if share > STRIKING_SHARE:
-                samples = source["examples"]["dropped"].get(rule, [])[:SHOWN_SAMPLES]
-                excerpts = " | ".join(in_short(sample, SHOWN_CHARS) for sample in samples)
-                look = f"z2a corpus show {in_work}{name} --dropped {rule}"
-                note = (
-                    f"{name}: {rule} dropped {share:.0%} of the records as channel {source['channel']}. Check whether "
-                    f"it should: {look}"
-                )
-                notes.append(note)
-                if excerpts:
-                    notes.append(f"{name}: {rule} dropped, for example: {excerpts}")
+        for rule, note in _striking_drops(name, source, work).items():
+            samples = source["examples"]["dropped"].get(rule, [])[:SHOWN_SAMPLES]
+            excerpts = " | ".join(in_short(sample, SHOWN_CHARS) for sample in samples)
+            notes += [note, f"{name}: {rule} dropped, for example: {excerpts}"] if excerpts else [note]
         if source["masked"]:
             notes.append(f"{name}: masked {counts_in_words(source['masked'])}")
         notes += [f"{name}: {t(words)}" for words in facts_in_words(source).values()]
-        if source["quarantined"]:
+        if source["quarantined"] and not brief:
             reasons = counts_in_words(source["quarantined_by_reason"])
             listed = (work or Path()) / "corpus/quarantine" / f"{name}.jsonl"
             notes.append(f"{name}: quarantined {reasons}; see {listed}")
-            if "no_text_field" in source["quarantined_by_reason"]:
-                notes.append(
-                    f"{name}: some records have no text field; if one of their fields is the text, name it "
-                    f"with --map content=FIELD"
-                )
-        if source["skipped_files"]:
+        if "no_text_field" in source["quarantined_by_reason"]:
+            notes.append(
+                f"{name}: some records have no text field; if one of their fields is the text, name it "
+                f"with --map content=FIELD"
+            )
+        if source["skipped_files"] and not brief:
             notes.append(f"{name}: files not read: {counts_in_words(source['skipped_files'])}")
         notes += [f"{name}: {t(note)}" for note in source["reading_notes"]]
-        if not source["valid_records"] and report["options"]["valid_share"]:
+        if not brief and not source["valid_records"] and report["options"]["valid_share"]:
             notes.append(f"{name}: too few records to hold out any for validation")
     return [t(note) for note in [*notes, *report["notes"]]]
+
+
+def striking_drops(report: Mapping[str, Any], work: Path | None = None) -> list[str]:
+    """The rules that dropped much of a source, a sentence each, with the command that shows what they dropped."""
+    found = (_striking_drops(name, source, work) for name, source in report["sources"].items())
+    return [t(note) for notes in found for note in notes.values()]
+
+
+def _striking_drops(name: str, source: Mapping[str, Any], work: Path | None) -> dict[str, str]:
+    """Rule -> what is said of it."""
+    in_work = "" if work is None else f"--work {shlex.quote(str(work))} "
+    notes = {}
+    for rule, count in source["dropped"].items():
+        share = count / source["records_in"]
+        if share > STRIKING_SHARE:
+            notes[rule] = (
+                f"{name}: {rule} dropped {share:.0%} of the records as channel {source['channel']}. Check whether "
+                f"it should: z2a corpus show {in_work}{name} --dropped {rule}"
+            )
+    return notes
 
 
 def facts_in_words(source: Mapping[str, Any]) -> dict[str, str]:

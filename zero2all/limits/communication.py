@@ -245,7 +245,7 @@ class AxisTraffic:
 
 
 def by_axis(transfers: Sequence[Transfer]) -> list[AxisTraffic]:
-    """The axes, the one that bears a slow link best first: those whose traffic can be hidden before those that make
+    """The axes, the one that tolerates a slow link best first: those whose traffic can be hidden before those that make
     the processes wait, and among these the one that sends least. What goes over a product of axes counts for each of
     them; figures are left out, they are a few bytes."""
     found: dict[str, AxisTraffic] = {}

@@ -83,12 +83,12 @@ PLACE_OF_STATES: dict[str, Place] = {
     "optimizer_disk": "disk",
     "weights": "host",
 }
-"""Where masters and optimizer states lie, by parallel.offload."""
+"""Where masters and optimizer states are kept, by parallel.offload."""
 
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """Everything beside the model's shape that decides the memory of a run."""
+    """Everything that determines the memory of a run, except the shape of the model."""
 
     seq_len: int
     micro_batch_samples: int
@@ -135,7 +135,7 @@ class MemorySettings:
 
     @property
     def place_of_weights(self) -> Place:
-        """Where weights and gradients lie."""
+        """Where weights and gradients are kept."""
         return "host" if self.offload == "weights" else "device"
 
     @property

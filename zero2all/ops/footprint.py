@@ -46,13 +46,13 @@ Bytes = Callable[[Sizes], float]
 
 
 def nothing(sizes: Sizes) -> float:
-    """Nothing is saved beside input and output."""
+    """Nothing is saved except input and output."""
     del sizes
     return 0.0
 
 
 def one_value(sizes: Sizes) -> float:
-    """One activation: nothing beside the logit itself."""
+    """One activation: only the logit itself."""
     return float(sizes.value_bytes)
 
 

@@ -24,7 +24,7 @@ from zero2all.perf.results import Line, Results, code_fingerprint, environment, 
 from zero2all.perf.variants import ANCHOR, BY_NAME, VARIANTS, Variant
 
 FIRST_GUESS_SECONDS = {False: 45.0, True: 150.0}
-"""First estimate of what a row takes beside its measurement: without and with compilation."""
+"""First estimate of the seconds a row takes in addition to its measurement: without and with compilation."""
 LOG_TAIL_LINES = 12
 
 

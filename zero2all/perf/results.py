@@ -30,7 +30,7 @@ Line = dict[str, Any]
 
 
 def environment() -> dict[str, str | None]:
-    """What a result depends on beside our code. Not found by torch, whose CUDA context would take memory of the GPU."""
+    """What a result depends on besides our code. Not asked of torch, whose CUDA context takes GPU memory."""
     gpu, driver = _gpu()
     found: dict[str, str | None] = {
         "gpu": gpu,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import shutil
 import time
-import unicodedata
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -19,7 +18,7 @@ from typing import Any
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import crc32c_of, human_bytes, read_json, write_json
-from zero2all.common.language import padded
+from zero2all.common.language import columns, padded
 from zero2all.common.language import translate as t
 from zero2all.common.manifest import fingerprint
 from zero2all.common.progress import brief_progress, counted, human_seconds, say
@@ -28,6 +27,7 @@ from zero2all.common.workspace import STAMP_NAME, Workspace, open_workspace
 from zero2all.config import RunConfig
 from zero2all.corpus import BuildOptions, Source, build_corpus
 from zero2all.corpus.dedup.config import DedupConfig
+from zero2all.corpus.report import striking_drops
 from zero2all.evals.options import EvalOptions, kept_report
 from zero2all.evals.probe_file import read_probes
 from zero2all.evals.probes import run_probes, summarize
@@ -40,7 +40,7 @@ from zero2all.infer.text import generate
 from zero2all.model.config import parameter_counts
 from zero2all.packed.writer import pack_corpus
 from zero2all.quickstart import choices
-from zero2all.quickstart.own_text import OwnText, corpus_in_words, look_at, losses_in_words, refuse_other_text
+from zero2all.quickstart.own_text import OwnText, corpus_in_words, look_at, refuse_other_text
 from zero2all.quickstart.raw import CHINESE_NAME, CODE_NAME, ENGLISH_NAME, PAIRS_NAME, PROBES_NAME, write_raw
 from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.tokenizer.text import TooFewPiecesError
@@ -175,7 +175,7 @@ def _run_stages(
         kept, seen = totals["records_kept"], totals["records_in"]
         if own is not None:
             _print_lines(corpus_in_words(report, workspace))
-            journey.losses = losses_in_words(report, workspace)
+            journey.losses = striking_drops(report, workspace.root)
         done(f"{kept:,} of {counted(seen, 'record')}, {human_bytes(totals['bytes_kept'])} of text")
     with timer.stage("tokenizer") as done:
         if own is not None:
@@ -317,8 +317,8 @@ def _beginning(text: str) -> str:
     """Some words of the first line that has any, so that they can be typed as a prompt."""
     lines = text.strip().split("\n")
     line = next((line.strip() for line in lines if sum(map(str.isalpha, line)) >= PROMPT_LETTERS), lines[0])
-    columns = list(itertools.accumulate(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in line))
-    taken = line[: sum(width <= PROMPT_COLUMNS for width in columns)]
+    widths = itertools.accumulate(map(columns, line))
+    taken = line[: sum(width <= PROMPT_COLUMNS for width in widths)]
     words = taken.rpartition(" ")[0]
     return words if len(taken) < len(line) and words else taken
 

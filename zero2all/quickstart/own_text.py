@@ -11,6 +11,7 @@ from typing import Any
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import human_bytes
+from zero2all.common.language import translate as t
 from zero2all.common.progress import counted
 from zero2all.common.records import corpus_sources
 from zero2all.common.workspace import Workspace
@@ -33,7 +34,7 @@ class OwnText:
 
     def in_words(self) -> str:
         """How much there is."""
-        return f"{self.source.path}: {counted(self.files, 'file')}, {human_bytes(self.size_bytes)}"
+        return f"{self.source.path}: {t(counted(self.files, 'file'))}, {human_bytes(self.size_bytes)}"
 
 
 def look_at(data: Path, mapping: Mapping[str, str] | None = None) -> OwnText:
@@ -45,10 +46,13 @@ def look_at(data: Path, mapping: Mapping[str, str] | None = None) -> OwnText:
     if not size:
         counts = {reason: len(names) for reason, names in listing.skipped.items()}
         counts |= {"empty": len(listing.files)} if listing.files else {}
-        why = f"only files that are not read ({counts_in_words(counts)})" if counts else "nothing"
+        if counts:
+            why = f"--data {data} contains only files that are not read ({counts_in_words(counts)})."
+        else:
+            why = f"--data {data} contains no files."
         raise BadInputError(
-            f"--data {data} contains {why}, so there is no text to train on. Put {KINDS} into it, 20 KB "
-            "or more, or name another folder. `z2a quickstart` without --data makes its own text."
+            f"{why} Put {KINDS} into it, 20 KB or more, or name another folder. `z2a quickstart` without --data makes "
+            "its own text."
         )
     named = source_from_path(data)
     return OwnText(Source(named.name, named.path, "auto", mapping), len(listing.files), size)
@@ -76,19 +80,14 @@ def corpus_in_words(report: Mapping[str, Any], workspace: Workspace) -> list[str
     """What was found in each channel, dropped, and left out, a line each."""
     lines = []
     for name, source in report["sources"].items():
-        lines.append(
-            f"{source['channel']:<6} {source['records_kept']:,} of {source['records_in'] - source['quarantined']:,} "
-            f"documents kept, {human_bytes(source['bytes_kept'])}; {source['valid_records']:,} held out ({name})"
+        kept = t(
+            f"{source['records_kept']:,} of {source['records_in'] - source['quarantined']:,} documents kept, "
+            f"{human_bytes(source['bytes_kept'])}; {source['valid_records']:,} held out ({name})"
         )
+        lines.append(f"{source['channel']:<6} {kept}")
     lines += _fields_in_words(report)
-    lines += [note for note in summary_notes(dict(report), workspace.root) if not _is_said(note)]
+    lines += summary_notes(report, workspace.root, brief=True)
     return lines + [f"left out: {line}" for line in _left_out(report, workspace.corpus)]
-
-
-def losses_in_words(report: Mapping[str, Any], workspace: Workspace) -> list[str]:
-    """The rules that dropped much of the text, for the summary."""
-    notes = summary_notes(dict(report), workspace.root)
-    return [note.split("; such as:")[0] for note in notes if "see whether it should" in note]
 
 
 def _fields_in_words(report: Mapping[str, Any]) -> list[str]:
@@ -97,23 +96,16 @@ def _fields_in_words(report: Mapping[str, Any]) -> list[str]:
     return [f"fields of the records: {words} (--map sets others)" for words in dict.fromkeys(found)]
 
 
-def _is_said(note: str) -> bool:
-    """Whether a note is said by the lines around it, with more detail."""
-    said = (": quarantined ", ": files not read: ", ": channel ", ": fields guessed: ", ": too few records to hold")
-    return any(words in note for words in said)
-
-
 def _left_out(report: Mapping[str, Any], corpus: Path) -> Iterator[str]:
     """Files that were not read, and damaged or textless parts of those that were, each with its reason."""
     for name, manifest in corpus_sources(corpus).items():
         for reason, count in report["sources"][name]["skipped_files"].items():
             named = manifest["skipped_file_names"].get(reason, [])[:NAMED_FILES]
-            more = f" and {count - len(named):,} more" if count > len(named) else ""
-            yield f"{', '.join(named)}{more} ({reason})"
+            more = t(f" and {count - len(named):,} more") if count > len(named) else ""
+            yield f"{', '.join(named)}{more} ({t(reason)})"
         for (file, reason), (count, detail) in _quarantined(corpus / "quarantine" / f"{name}.jsonl").items():
-            records = "1 record" if count == 1 else f"{count:,} records"
-            hint = "; if one is the text: --map content=FIELD" if reason == "no_text_field" else ""
-            yield f"{records} of {file} ({reason.replace('_', ' ')}: {detail}{hint})"
+            hint = t("; if one is the text: --map content=FIELD") if reason == "no_text_field" else ""
+            yield f"{file}: {t(counted(count, 'record'))} ({t(reason.replace('_', ' '))}: {t(detail)}{hint})"
 
 
 def _quarantined(path: Path) -> dict[tuple[str, str], tuple[int, str]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.files import write_atomic
-from zero2all.common.language import padded
+from zero2all.common.language import columns, language, padded
 from zero2all.common.language import translate as t
 from zero2all.common.progress import TEXT_MARKS, human_seconds, terminal_safe
 from zero2all.quickstart.journey import SUMMARY_NAME, Journey
@@ -49,12 +49,19 @@ def _results(journey: Journey) -> list[str]:
         before, after = journey.before["accuracy"], journey.evaluation["probes"]["accuracy"]
         lines.append(t(f"Facts asked in a phrasing it never saw: {after:.1%} right; before training {before:.1%}."))
     if journey.samples:
-        _, prompt, text = journey.samples[0]
-        lines.append(t(f"Sample: {_one_line(prompt + text)}"))
+        prompt, text = _shown_sample(journey)
+        lines.append(f"{t('Sample:')} {_one_line(prompt + text)}")
     root, run = journey.workspace.root.absolute(), journey.workspace.run(journey.config.train.name)
     places = ("corpus/report.html", str(run.relative_to(journey.workspace.root) / "curves.png"), "hf")
     lines.append(t(f"In {root}: {SUMMARY_NAME} (all tables), {places[0]}, {places[1]}, {places[2]} (the model)."))
     return lines
+
+
+def _shown_sample(journey: Journey) -> tuple[str, str]:
+    """Prompt and continuation of the first sample, in the person's language where there is one."""
+    own = [sample for sample in journey.samples if sample[0] == language()]
+    _, prompt, text = (own or journey.samples)[0]
+    return prompt, text
 
 
 def _by_channel(held_out: Mapping[str, Mapping[str, float]], key: str) -> str:
@@ -95,7 +102,7 @@ def next_commands(journey: Journey) -> list[str]:
     """Three commands that work when they are pasted into a fresh shell, in any folder."""
     name, work = journey.config.train.name, journey.workspace.root.absolute()
     z2a, in_work = z2a_command(), f"--work {shlex.quote(str(work))}"
-    prompt = shlex.quote(_one_line(journey.samples[0][1]) if journey.samples else "Hello")
+    prompt = shlex.quote(_one_line(_shown_sample(journey)[0]) if journey.samples else "Hello")
     config = shlex.quote(str(work / "runs" / name / "config.yaml"))
     longer = f"--train.name longer --train.steps {2 * journey.config.train.steps}"
     return [
@@ -142,7 +149,7 @@ def _markdown(journey: Journey) -> str:
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table that is also aligned as text; the first row is the heading."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(columns(row[column]) for row in rows) for column in range(len(rows[0]))]
     heading, *lines = [" | ".join(map(padded, row, widths)) for row in rows]
     rule = " | ".join("-" * width for width in widths)
     return "\n".join(f"| {line} |" for line in (heading, rule, *lines))

@@ -74,7 +74,7 @@ class Query:
 
 
 def read_query(given: Any) -> Query:
-    """A query out of a request; raises BadInputError for what is none."""
+    """A query from a request; BadInputError if it is not valid."""
     problems: list[Problem] = []
     query: Query = build(Query, given, "query", problems)
     problems = [problem for problem in problems if not isinstance(problem, UnknownName)]

@@ -1,4 +1,4 @@
-"""What the page knows about a run beside its curves: its status, its events, what it generated.
+"""What the page shows of a run besides its curves: its status, its events, what it generated.
 
 Events are sent short; all about one of them is sent when it is opened. The board also looks for spikes in the loss
 itself, so that runs of other programs have them marked too. Everything is sent ready to be shown.

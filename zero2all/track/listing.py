@@ -128,7 +128,7 @@ def _run_folders(root: Path) -> Iterator[Path]:
 
 
 def read_status(folder: Path) -> tuple[RunStatus, float | None]:
-    """How the run in `folder` stands, and its last loss, from the head and the tail of its latest file."""
+    """The status of the run in `folder` and its last loss, from the head and the tail of its latest file."""
     files = metrics_files(folder / METRICS_FOLDER)
     latest = latest_attempt(files)
     if latest is None:
@@ -159,7 +159,7 @@ def _last_loss(rows: list[dict[str, Any]]) -> float | None:
 
 
 def latest_attempt(files: list[tuple[Path, str, int]]) -> tuple[Path, str, int] | None:
-    """The file that tells the status of a run: the last attempt of training, else the one written last."""
+    """The file that has the status of a run: the last attempt of training, else the one written last."""
 
     def modified(file: tuple[Path, str, int]) -> float:
         try:
@@ -174,7 +174,7 @@ def latest_attempt(files: list[tuple[Path, str, int]]) -> tuple[Path, str, int] 
 
 
 def median_step_seconds(steps: Any, times: Any) -> float | None:
-    """How long a step takes, from some rows; None when they do not tell."""
+    """Seconds per step, from some rows; None if they are too few."""
     advance = np.diff(steps)
     good = advance > 0
     return float(np.median(np.diff(times)[good] / advance[good])) if good.any() else None

@@ -127,7 +127,7 @@ class RunReader:
 
     @property
     def status(self) -> RunStatus:
-        """How the run stands now, by its files and its process; of one whose files are gone, what was last seen."""
+        """The status of the run, from its files and its process; if its files are gone, the last known one."""
         if (self.folder / METRICS_FOLDER).is_dir() or self._status.last_step is None:
             self._status = read_status(self.folder)[0]
         if self.folder.is_dir():

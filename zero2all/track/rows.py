@@ -289,7 +289,7 @@ def read_row(line: bytes) -> dict[str, Any] | None:
 
 
 def read_number(value: Any) -> float | None:
-    """A value of a metric row as a float; None for what is no number."""
+    """A value of a metric row as a float; None if it is not a number."""
     if _is_number(value):
         return float(value)
     return NOT_FINITE.get(value) if isinstance(value, str) else None

@@ -79,7 +79,7 @@ def by_step(points: Series) -> Series:
 
 
 def concatenate(several: Sequence[Series]) -> Series:
-    """All points, one series behind the other."""
+    """All points, one series after the other."""
     several = [points for points in several if len(points)]
     if len(several) <= 1:
         return several[0] if several else NO_POINTS

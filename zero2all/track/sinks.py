@@ -140,7 +140,7 @@ class RowTail:
 
 
 def numbers(row: Row) -> dict[str, float]:
-    """The values of a metric row, as floats; what is no number is left out."""
+    """The values of a metric row, as floats, without values that are not numbers."""
     return {name: number for name, value in row["values"].items() if (number := read_number(value)) is not None}
 
 

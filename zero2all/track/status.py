@@ -25,7 +25,7 @@ SAME_PROCESS_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Where a run stands."""
+    """The status of a run."""
 
     state: State = "unknown"
     last_step: int | None = None

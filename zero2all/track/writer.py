@@ -413,7 +413,7 @@ class Run:
             delay = min(2 * delay, LAST_RETRY_SECONDS)
 
     def _open(self) -> None:
-        """Create the next free file and begin it. A run folder that someone deleted is not brought back to life."""
+        """Create the next free file and begin it. A run folder that was deleted is not created again."""
         folder = self.folder / METRICS_FOLDER
         folder.mkdir(exist_ok=True)
         if self.attempt is None:

@@ -104,7 +104,7 @@ def train(
         with stop_signals_to(signal.SIG_DFL) if asked_processes() > 1 else nullcontext():
             if stop.requested:
                 raise PreemptedError(
-                    "Stopped before the run had begun. Nothing was changed. Run the same command again."
+                    "Stopped before the run had started. Nothing was changed. Run the same command to start it."
                 )
             world = stack.enter_context(join_world(device, config.parallel, flat_values(config_values(config))))
         speak = (lambda text: say(t(text))) if world.is_first else lambda _text: None
@@ -205,7 +205,7 @@ class TrainingLoop:
         self.pending: tuple[PendingStep, float] | None = None
         """The step that has not been read yet, and the seconds the host waited for its data."""
         self.stop_requested = self.folder_news = False
-        """What the figures of the steps read so far told; the same in every process."""
+        """Requests found in the figures of the steps read so far; the same in every process."""
 
     def run(self) -> TrainSummary:
         """Train until the last step."""

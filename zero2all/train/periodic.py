@@ -1,4 +1,4 @@
-"""What a run does beside its steps: validate, save, log update ratios, check shards, watch its folder, collect garbage.
+"""What a run does besides its steps: validate, save, log update ratios, check shards, watch its folder.
 
 One small object each; the loop asks `is_due` and decides the order.
 """

@@ -40,7 +40,7 @@ from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES
 
 USUAL_PER_MACHINE = 8
-"""Processes of a machine, where neither the config nor this machine says it."""
+"""Processes per machine, if neither the config nor this machine determines it."""
 AXES = {
     "pipeline": "the blocks",
     "replicate": "the rows; each has a whole copy",
@@ -94,7 +94,7 @@ class Plan:
 
     @property
     def traffic(self) -> list[AxisTraffic]:
-        """The axes, the one that bears a slow link best first."""
+        """The axes, the one that tolerates a slow link best first."""
         return by_axis(self.transfers)
 
 
@@ -144,7 +144,7 @@ def processes_of(config: ParallelConfig) -> int:
 
 
 def processes_per_machine(config: ParallelConfig, processes: int) -> int:
-    """As configured, else what is usual."""
+    """As configured, else the usual number."""
     return min(processes, USUAL_PER_MACHINE if config.processes == "auto" else config.processes)
 
 
@@ -254,7 +254,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _layout_rows(plan: Plan) -> Rows:
-    rows = [["parameter", "whole", "cut", "local", "copies", "summed over"]]
+    rows = [["parameter", "whole", "cut", "local shape", "copies", "summed over"]]
     for one in plan.layout:
         whole, here = ("x".join(map(str, shape)) for shape in (one.shape, one.local))
         name = one.name.removeprefix("blocks.").removesuffix(".weight")

@@ -24,7 +24,7 @@ from zero2all.train.step import StepResult, TimeOfDay, bubble_share, mark_now, s
 
 
 class RunLog:
-    """The log of one process. Rows and events carry the step at which the run stands."""
+    """The log of one process. Rows and events carry the current step."""
 
     _bar: progress.Bar
     _shown_tokens: int

@@ -103,7 +103,7 @@ class Prepared:
 
     @property
     def details(self) -> dict[str, Any]:
-        """What the manifest of a checkpoint holds beside the state."""
+        """What the manifest of a checkpoint holds in addition to the state."""
         choices = {choice.operator: dataclasses.asdict(choice) for choice in self.state.model.ops.choices}
         tokenizer = self.data.splits[0].manifest["tokenizer"]
         return {

@@ -25,7 +25,7 @@ EXCERPT_CHARS = 300
 
 @dataclass(frozen=True)
 class DocumentText:
-    """The part of a document that stands in a row."""
+    """The part of a document in a row."""
 
     number: int  # of the document in its split
     gid: int | None  # of its corpus record, where the corpus is known

@@ -149,7 +149,7 @@ def write_incident(folder: Path, incident: Incident, fence: Fence = no_fence) ->
 def incident_samples(
     incident: Incident, data: TrainingData, corpus: Path, decode: Decode | None
 ) -> tuple[list[SampleText], str]:
-    """The rows whose loss lies furthest out, of the step or of a shard, and a sentence that says which they are."""
+    """The rows with the most extreme loss, of the step or of a shard, and a sentence that describes them."""
     details = incident.findings[0]["details"]
     if "examples" in details:
         return _shard_samples(details, data, corpus, decode)

@@ -1,0 +1,93 @@
+"""For a person whose locale is Chinese no English sentence is left: help, overview and errors."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+import pytest
+
+from tests.english import english_left, prose_of_page
+from zero2all.cli.main import build_parser
+from zero2all.cli.parser import Parser
+from zero2all.common.language import columns
+
+pytestmark = pytest.mark.usefixtures("chinese")
+
+
+@pytest.fixture
+def chinese(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("Z2A_LANG", "LC_ALL", "LC_MESSAGES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LANG", "zh_CN.UTF-8")
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def parsers(parser: Parser) -> Iterator[Parser]:
+    yield parser
+    for verb in parser.verbs.values():
+        yield from parsers(verb)
+
+
+def test_english_is_found_among_chinese_but_code_and_names_are_not():
+    assert english_left("已完成。the run has ended. 请继续") == ["the run has ended", "the run"]
+    assert english_left("超过 99.9% of text") == ["of text"]
+    names = "用 `z2a train the model` 或 z2a corpus build --work my-workspace，见 docs/the file.md；Hugging Face 文件夹"
+    assert english_left(names) == []
+    page = "<p title='x'>报告</p><pre>The sun shines on us.</pre><p>not one sentence</p>"
+    assert english_left(prose_of_page(page)) == ["not one sentence"]
+
+
+def test_help_of_every_verb():
+    left = {parser.prog: english_left(parser.format_help()) for parser in parsers(build_parser())}
+    assert len(left) > 40
+    assert {verb: words for verb, words in left.items() if words} == {}
+
+
+def test_help_fits_the_terminal(monkeypatch):
+    for width in (60, 100):
+        monkeypatch.setenv("COLUMNS", str(width))
+        for parser in parsers(build_parser()):
+            help_lines = [line for line in parser.format_help().splitlines() if line.startswith("   ")]
+            prose = [line for line in help_lines if "z2a " not in line and "[" not in line and "/" not in line]
+            assert [line for line in prose if columns(line) > width] == []
+
+
+@pytest.mark.parametrize("words", ["", "help", "help train", "--help"])
+def test_overview_and_help(words, z2a, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("Z2A_WORK", raising=False)
+    ended = z2a(*words.split())
+    assert ended.code == 0
+    assert english_left(ended.out) == []
+
+
+def test_overview_and_runs_of_a_workspace(z2a, journey, monkeypatch):
+    monkeypatch.chdir(journey)
+    for words in ([], ["runs"], ["corpus", "report"], ["corpus", "rules", "zh"], ["data", "stats"], ["data", "verify"]):
+        ended = z2a(*words)
+        assert ended.code == 0
+        assert english_left(ended.out + ended.err) == [], words
+
+
+ERRORS = (
+    *("trian", "corpus", "corpus buidl", "corpus xyz", "train", "train quickstart --fresh=1", "--verson"),
+    *("generate run", "generate --promt hi", "pack --work", "eval r --step 1 --all-steps", "tokenizer decode x"),
+    *("export r --to x --dtype flot32", "--lang fr", "serve x --port 80000", "corpus build a=b --valid-share 0.9"),
+    *("train quickstart --optm.lr 1", "train quickstart --optim.lr_max many", "train missing.yaml"),
+    *("pack", "runs", "corpus build a=missing.jsonl", "quickstart --data missing", "quickstart --data empty"),
+    *("generate some-run --prompt hi", "import missing --name a", "corpus show --work file.txt"),
+    *("plot x --png a.svg", "track export x --to wandb", "watch", "inspect 1", "anneal"),
+)
+
+
+@pytest.mark.parametrize("words", ERRORS)
+def test_errors(words, z2a, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("Z2A_WORK", raising=False)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file.txt").write_text("text")
+    ended = z2a(*shlex.split(words))
+    assert ended.code in (2, 3)
+    assert english_left(ended.err) == []
+    assert any("\u4e00" <= char <= "\u9fff" for char in ended.err)
