@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import resource
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,17 +104,14 @@ def test_the_version(z2a):
     assert z2a("--version").out == f"z2a {__version__}\n"
 
 
-def test_the_installed_command_answers_help_at_once_and_imports_nothing_heavy(capsys):
-    seconds = []
-    for _ in range(3):
-        started = time.perf_counter()
-        done = subprocess.run([Z2A, "--help"], capture_output=True, text=True)
-        seconds.append(time.perf_counter() - started)
-        assert done.returncode == 0
-        assert done.stdout.startswith("usage: z2a")
-    with capsys.disabled():
-        print(f"\n  z2a --help: {min(seconds):.3f} s (the issue allows 0.3 s)")
-    assert min(seconds) < 1.0, "0.3 s is the aim; this is the bound for a busy machine"
+def test_the_installed_command_answers_help_at_once():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([Z2A, "--help"], capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: z2a")
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert seconds < 1.0, "of CPU; 0.3 s is the aim"
 
 
 def test_neither_help_nor_a_usage_error_imports_anything_heavy():

@@ -230,7 +230,7 @@ def test_a_run_that_is_training_anneals_within_a_step_and_ends(copy, tiny, z2a):
     [
         (["tinny"], 3, "has no run `tinny`. Did you mean `tiny`?"),
         (["tiny", "--steps", "0"], 2, "at least 1"),
-        (["tiny", "--shape", "square"], 2, "invalid choice"),
+        (["tiny", "--shape", "square"], 2, "--shape: got 'square', expected one of linear, 1-sqrt, cosine."),
         (["tiny", "--to-share", "2"], 2, "from 0 to 1"),
     ],
 )
@@ -247,7 +247,7 @@ def test_an_anneal_that_would_read_a_source_too_often_is_refused_when_it_is_aske
     path.write_text(yaml.safe_dump(values))
     ended = z2a("anneal", "tiny", "--steps", "100000", "--work", copy)
     assert ended.code == 2
-    assert "tiny cannot anneal over 100,000 steps from step 4 on" in ended.err
+    assert "tiny cannot anneal over 100,000 steps from step 4." in ended.err
     assert "at most 1 allowed" in ended.err
     assert "ask for fewer steps" in ended.err
     assert not (copy / "runs/tiny/anneal.json").exists()

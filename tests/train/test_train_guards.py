@@ -556,9 +556,11 @@ def test_with_stop_the_command_ends_with_code_12_and_names_its_page(work, not_fi
 def test_a_run_that_keeps_failing_ends_with_code_12_and_weights_from_before(work, not_finite, tmp_path, capsys):
     not_finite(*range(6, 12))
     assert command(work, tmp_path, settings(**SHORT, guards={"max_skips_in_a_row": 3})) == 12
-    message = capsys.readouterr().err
+    out, message = capsys.readouterr()
     assert "Updates skipped in a row: 3" in message
     assert "The weights are those of step 5" in message
+    (line,) = [line for line in out.splitlines() if line.startswith("step 6 is not finite")]
+    assert line.endswith(f"skipped. {work.run('run')}/incidents/6-nonfinite.html shows the documents and what to try.")
     assert page(work.run("run"), "8-nonfinite")["action"] == "stop"
 
 

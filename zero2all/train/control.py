@@ -19,12 +19,12 @@ from zero2all.model.config import parameter_counts
 from zero2all.packed.loader import rank_rows
 from zero2all.packed.mixture import TrainingData
 from zero2all.track.writer import Run
-from zero2all.train.checkpoints.run_lock import Fence, no_fence
+from zero2all.train.checkpoints.run_lock import Fence
 from zero2all.train.guards.advice import Facts
 from zero2all.train.guards.documents import Decode
 from zero2all.train.guards.findings import Finding
 from zero2all.train.guards.incident import IncidentWriter, make_incident, usual_channels
-from zero2all.train.guards.policy import Action, Continue
+from zero2all.train.guards.policy import Action, Continue, Stop
 from zero2all.train.guards.repeats import repeated_shards
 from zero2all.train.guards.rows import RowFinder
 from zero2all.train.guards.watch import RunGuards
@@ -36,9 +36,15 @@ class Control:
     """The guards of a run, seen from one process."""
 
     def __init__(
-        self, prepared: Prepared, metrics: Run | None, make_decode: Callable[[], Decode] | None, fence: Fence = no_fence
+        self,
+        prepared: Prepared,
+        metrics: Run | None,
+        make_decode: Callable[[], Decode] | None,
+        fence: Fence,
+        say: Callable[[str], None],
     ) -> None:
         """Created by all ranks at the same point; only rank 0 has `metrics`. `fence` is checked before every write."""
+        self._say = say
         config, world, data = prepared.config, prepared.world, prepared.data
         self._not_finite: list[int] = []
         self._config, self._world, self._metrics, self._run = config, world, metrics, prepared.run
@@ -118,7 +124,7 @@ class Control:
         return usual
 
     def _report(self, findings: Sequence[Finding], action: Action, result: StepResult | None) -> Path | None:
-        """Event rows for the board, and a page with the documents; on rank 0."""
+        """Event rows for the board, a page with the documents, and a line on the terminal; on rank 0."""
         if not findings or self._metrics is None or self._pages is None:
             return None
         row_losses = [] if result is None else _row_losses(result)
@@ -135,6 +141,9 @@ class Control:
         for finding in findings:
             data = {**finding.as_json(), "action": incident.action, "done": incident.done, "page": page.name}
             self._metrics.event(EVENT_KINDS.get(finding.kind, finding.kind), finding.step, data)
+        if not isinstance(action, Stop):  # its error says it
+            what = findings[0].text if "shard" in findings[0].details else action.reason
+            self._say(f"{what}. {page} shows the documents and what to try.")
         return page
 
     def _facts(self, finding: Finding, result: StepResult | None, row_losses: Sequence[float | None]) -> Facts:

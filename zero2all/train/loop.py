@@ -104,7 +104,7 @@ def train(
         with stop_signals_to(signal.SIG_DFL) if asked_processes() > 1 else nullcontext():
             if stop.requested:
                 raise PreemptedError(
-                    "Stopped before the run had begun. Nothing was changed. Run the same command again."
+                    "Stopped before the run had started. Nothing was changed. Run the same command to start it."
                 )
             world = stack.enter_context(join_world(device, config.parallel, flat_values(config_values(config))))
         speak = (lambda text: say(t(text))) if world.is_first else lambda _text: None
@@ -194,7 +194,7 @@ class TrainingLoop:
         self.config, self.state, self.world = prepared.config, prepared.state, prepared.world
         self.log = RunLog(prepared.state, prepared.world, metrics, say)
         self.reports = StepReports(prepared, metrics)
-        self.control = Control(prepared, metrics, make_decode, lock.check)
+        self.control = Control(prepared, metrics, make_decode, lock.check, self.log.say)
         self.validation = Validation(prepared, self.log)
         self.saver = CheckpointSaver(prepared, store, self.control, lock, self.log)
         every_steps = self.config.track.update_ratios_every_steps
@@ -379,7 +379,6 @@ class TrainingLoop:
         self.log.show_progress(self.state.tokens, f"back at step {self.state.step}")
         facts = {"from_step": left_at, "to_step": decision.to_step, "withdrawn": withdrawn, "reason": decision.reason}
         self.log.event("rollback", facts)
-        self.log.say(decision.reason)
 
     def anneal(self) -> bool:
         """What rank 0 found in the run's folder. A request of `z2a anneal` gives the run a new end; then returns True.
@@ -483,6 +482,7 @@ class TrainingLoop:
                 f"the checkpoint of step {step} contains NaN or infinite values, in {bad}: back to the checkpoint of "
                 f"step {older[-1]}"
             )
+            self.log.say(reason)
             self.rollback(Rollback(older[-1], None, reason))
 
     def _restore(self, checkpoint: Checkpoint) -> None:

@@ -87,7 +87,7 @@ def test_pieces_are_no_longer_than_allowed(learn):
 
 def test_too_large_a_vocabulary_names_the_largest_possible(learn):
     texts = ["天地玄黄宇宙洪荒" * 3, "hello hello"]
-    with pytest.raises(BadInputError, match=r"vocabulary of 1,002 ids.* for (\d+) at most") as caught:
+    with pytest.raises(BadInputError, match=r"vocabulary of 1,002 ids.* for at most (\d+) ids") as caught:
         learn(texts, 1000, forbidden=["<|a|>", "<|b|>"])
     largest = int(str(caught.value).split("--vocab-size to ")[1].split()[0])
     assert len(learn(texts, largest - 2).pieces) == largest - 2

@@ -103,7 +103,7 @@ def incident(action=None, **changes) -> Incident:
         detector.observe(step, 3.0 if step < 300 else 8.0, 1.0, {"en": 3.0, "zh": 3.1}, (step, step + 1))
     made = make_incident(f"run{NASTY}", [finding()], action or Continue(f"done {NASTY}"), detector, SOUND)
     document = {
-        **{"number": 7, "gid": 1 << 40, "title": f"T {NASTY}", "origin": f"file {NASTY}", "first_column": 0},
+        **{"number": 7, "gid": 1 << 40, "title": f"T {NASTY}", "origin": f"file {NASTY}; gid {1 << 40}", "first_column": 0},
         **{"tokens": 9, "text": f"text {NASTY}\nsecond line", "is_cut": True},
     }
     sample = {
@@ -154,7 +154,7 @@ def test_the_page_shows_everything_and_lets_nothing_through():
     assert page.tags.count("svg") == 2
     assert page.tags.count("circle") == 2, "the step that stood out, on both curves"
     assert "second line" in shown
-    assert "gid 1099511627776" in shown
+    assert shown.count("gid 1099511627776") == 1
     assert "Data and settings look right" in shown
     assert "http" not in text.replace("http-equiv", "")
 
@@ -166,6 +166,8 @@ def test_the_terminal_gets_no_commands():
     assert "Loss spike, step 300" in text
     assert "shard 2" in text
     assert "advice: Data and settings look right" in text
+    assert "\n   second line" in text, "lines of a document stay lines"
+    assert text.count("gid 1099511627776") == 1
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from zero2all.common.files import package_text
 from zero2all.common.html import html_page
 from zero2all.common.language import flush_right, padded
 from zero2all.common.language import translate as t
-from zero2all.common.progress import terminal_safe
+from zero2all.common.progress import TEXT_MARKS, terminal_safe
 
 TITLES = {
     "loss_spike": "Loss spike",
@@ -34,8 +34,6 @@ ACTIONS = {
     "rollback": "The run went back to a checkpoint and skips the data.",
     "stop": "The run was stopped (exit code 12).",
 }
-WIDE_SPACES = "\u3000\xa0"
-"""Chinese paragraphs begin with them, but `str.isprintable` is false for them."""
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 180, 56, 22
 
 
@@ -160,7 +158,7 @@ def _samples(incident: Incident) -> str:
 
 def _e(value: Any) -> str:
     """Escaped; control characters, which no page may hold, become visible."""
-    return escape(terminal_safe(str(value), keep=f"\n\t{WIDE_SPACES}"))
+    return escape(terminal_safe(str(value), keep=TEXT_MARKS))
 
 
 def _n(value: float | None, style: str = ".4g") -> str:
@@ -186,7 +184,7 @@ def _text_lines(incident: Incident) -> Iterator[str]:
         yield f"── {terminal_safe(_sample_heading(sample))}"
         for document in sample["documents"]:
             yield f"   {terminal_safe(_document_heading(document))}"
-            yield f"   {terminal_safe(_excerpt(document), keep=WIDE_SPACES)}"
+            yield from (f"   {line}" for line in terminal_safe(_excerpt(document), keep=TEXT_MARKS).split("\n"))
 
 
 def _sample_heading(sample: dict[str, Any]) -> str:
@@ -203,7 +201,8 @@ def _sample_heading(sample: dict[str, Any]) -> str:
 def _document_heading(document: dict[str, Any]) -> str:
     last = document["first_column"] + document["tokens"] - 1
     facts = [t(f"document {document['number']:,}, tokens {document['first_column']} to {last}")]
-    facts += [] if document["gid"] is None else [f"gid {document['gid']}"]
+    if document["gid"] is not None and not document["origin"]:  # an origin ends with the gid
+        facts.append(f"gid {document['gid']}")
     facts += [f"“{document['title']}”"] if document["title"] else []
     return "; ".join([", ".join(facts), *([document["origin"]] if document["origin"] else [])])
 
