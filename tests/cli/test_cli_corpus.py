@@ -38,6 +38,8 @@ def test_show_dropped_prints_what_the_rule_measured_and_which_record_was_kept(wo
     assert "══ own: 1 dropped by digits\n── gid 30, own.jsonl, byte " in digits
     assert "characters, digit_share 0.6667, prose_share " in digits
     assert " …\n" in digits
+    cut = z2a("corpus", "show", "--dropped", "digits", "--chars", "5", "--work", work).out
+    assert len(cut.splitlines()[2]) == len("12345 …")
     copies = z2a("corpus", "show", "--dropped", "duplicate", "--work", work).out
     assert "kept for it: gid 1\n" in copies
     assert z2a("corpus", "show", "--dropped", "mojibake", "--work", work).out == "mojibake dropped nothing.\n"

@@ -14,6 +14,7 @@ import pytest
 
 from zero2all.common.files import read_json
 from zero2all.tokenizer import load_tokenizer
+from zero2all.tokenizer.show import readable
 from zero2all.tokenizer.train import SCRATCH_MARK
 
 SYLLABLES = ["ka", "lo", "mi", "ter", "vun", "es", "or", "pi", "shan", "dre", "天地", "玄黄", "宇宙", "洪荒"]
@@ -180,6 +181,7 @@ def test_show_tells_what_the_tokenizer_is(work, z2a):
     assert out.startswith(f"{work / 'tokenizer'}: bpe, fingerprint ")
     assert "340: 14 control tokens and 326 pieces" in out
     assert "a model pads its rows to 384" in out
+    assert "␣" in out, "spaces of pieces are visible"
     assert "pattern     qwen2" in out
     assert "none: every text comes back byte for byte" in out
     facts = json.loads(z2a("tokenizer", "show", "--work", work, "--json").out)
@@ -210,6 +212,11 @@ def test_encode_reads_the_line_a_file_or_a_pipe(work, z2a, tmp_path, monkeypatch
     assert shown["tokens"] == len(shown["pieces"])
     assert z2a("tokenizer", "encode", "--work", work, "x", "--file", tmp_path / "t.txt").code == 2
     assert z2a("tokenizer", "encode", "--work", work, "--file", tmp_path / "absent").code == 3
+
+
+def test_pieces_are_shown_on_one_line_and_bytes_with_one_backslash():
+    shown = [readable(piece) for piece in (b"\xc3", " 天".encode(), b"\n\n", b"\x1b")]
+    assert shown == [r"\xc3", " 天", r"\n\n", r"\x1b"]
 
 
 def test_encode_in_colour_shows_the_same_text(work, z2a):

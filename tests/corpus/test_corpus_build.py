@@ -282,6 +282,14 @@ def test_changed_input_rebuilds_the_corpus(tmp_path, write_lines):
     assert dropped == {"a": {}, "b": {"duplicate": 1}, "c": {"duplicate": 1}}
 
 
+def test_a_build_without_near_dedup_warns_only_where_something_was_held_out(tmp_path, write_lines):
+    few, many = (Source("a", write_lines(f"{count}.jsonl", rows(count, "a"))) for count in (3, 300))
+    dedup = DedupConfig(near="off")
+    assert build_corpus(tmp_path / "few", [few], dedup=dedup)["notes"] == []
+    (note,) = build_corpus(tmp_path / "many", [many], dedup=dedup)["notes"]
+    assert note.startswith("near duplicates were not looked for")
+
+
 def test_without_dedup_only_the_changed_source_is_rebuilt(tmp_path, write_lines):
     names = ("a", "b", "c")
     sources = [Source(name, write_lines(f"{name}.jsonl", rows(30, name))) for name in names]

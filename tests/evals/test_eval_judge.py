@@ -88,8 +88,10 @@ def test_items_that_cannot_be_asked_are_counted_and_named_and_the_rest_is_judged
     assert by_form["cloze"].skipped == {
         "missing column": 2,
         "longer than the context": 1,
-        "no choices in this form": 1,
+        "a question without choices": 1,
     }
+    assert by_form["bits"].skipped == {"missing column": 2, "longer than the context": 1}
+    assert by_form["bits"].items == by_form["cloze"].items + 1, "bits needs no choices"
     assert any(line.startswith("mine cloze long: prompt and continuation have") for line in by_form["cloze"].problems)
     assert by_form["choice"].skipped["more choices than labels"] == 1
     assert by_form["generate"].skipped["longer than the context"] == 1

@@ -9,6 +9,7 @@ import pytest
 
 from zero2all.cli import main
 from zero2all.evals.report import figures
+from zero2all.evals.task_report import task_lines
 from zero2all.evals.tasks.list import TaskQuestions
 
 NOTHING_ELSE = ("--probes", "none", "--pairs", "none")
@@ -67,6 +68,17 @@ def test_a_run_is_asked_benchmarks(eval_run):
     assert shown["eval/tasks/bits/cmmlu"] == results["cmmlu", "bits"]["bits_per_byte"] > 0
     assert shown["eval/tasks/summary/zh"] == report["tasks"]["summary"]["zh"]["score"]
     assert "eval/tasks/summary/en" not in shown
+
+
+def test_the_columns_stand_below_their_headings_however_long_a_name_is():
+    result = {
+        **{"task": "quickstart-facts-en", "form": "cloze", "shots": 0, "items": 40, "accuracy": 0.5, "chance": 0.25},
+        **{"centred": 1 / 3, "centred_interval": (0.1, 0.5), "bits_per_byte": 1.0, "skipped": {}, "border_spans": 0},
+    }
+    short = {**result, "task": "评测"}
+    _, heading, *rows = task_lines({"results": [result, short], "summary": {}, "problems": []})
+    assert [row.index("cloze") for row in rows] == [heading.index("form"), heading.index("form") - 2]
+    assert len(rows[0]) == len(heading)
 
 
 @pytest.mark.parametrize(

@@ -325,6 +325,15 @@ def test_rewrites_are_asked_of_a_model_and_compared(trained):
     assert any("all items left out (too few examples): R14.5" in line for line in lines)
 
 
+def test_rewrites_are_asked_in_the_forms_that_were_chosen(trained):
+    task = Task("capital", "en", (CAPITAL,), forms=("cloze", "choice"))
+    chains = chosen_rewrites(["R1.digits", "R13"])
+    found = measure_rewrites(Engine(trained), [task], chains, shots=0, forms=["cloze"])["capital"]
+    assert [(row["rewrite"], row["baseline"]) for row in found["rows"]] == [("R13", "cloze")]
+    none = measure_rewrites(Engine(trained), [task], chosen_rewrites(["R1.digits"]), shots=0, forms=["cloze"])
+    assert "    none of these rewrites is compared in the forms of --forms" in rewrite_lines({"tasks": none})
+
+
 def test_what_to_train_on_once_tells_no_answer_and_what_to_ask_is_a_set_that_can_be_read(tmp_path):
     task = Task("exam", "zh", (WATER, PASSAGE, PENS))
     assert write_once([task], tmp_path) == {"exam": 2}
@@ -360,7 +369,7 @@ def test_a_run_is_asked_rewritten_benchmarks_and_told_what_was_in_its_training_t
     common = ["--work", str(work), "--data", str(data)]
     assert main(["eval", "contamination", "capitals", *common]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["capitals", "3", "2"]
-    words = ["--tasks", "capitals", "--rewrites", "R2,R13+R2,R17", "--forms", "cloze", "--max-bytes", "500"]
+    words = ["--tasks", "capitals", "--rewrites", "R2,R13+R2,R17", "--forms", "choice", "--max-bytes", "500"]
     assert main(["eval", "tiny", *common, *words]) == 0
     shown = capsys.readouterr().out
     assert "in the training text: all " in shown

@@ -234,8 +234,9 @@ def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) 
                 measures = sample.get("measures", {})
                 compared = JUDGES[rule].compared.split() if rule in JUDGES else []
                 facts += [f"{measure} {measures.get(measure, 0):g}" for measure in compared]
-                more = " …" if sample["chars"] > len(sample["excerpt"]) else ""
-                print(f"── {', '.join(facts)}\n{terminal_safe(sample['excerpt'], keep=TEXT_MARKS)}{more}\n")
+                excerpt = sample["excerpt"][: arguments.chars]
+                more = " …" if sample["chars"] > len(excerpt) else ""
+                print(f"── {', '.join(facts)}\n{terminal_safe(excerpt, keep=TEXT_MARKS)}{more}\n")
 
 
 def _rules(arguments: argparse.Namespace) -> None:

@@ -70,7 +70,8 @@ def _register_exchange(inner: Subparsers) -> None:
         "source", metavar="NAME=PATH", help="name of the new source, and Megatron's PREFIX or the .npy or .bin file"
     )
     bring.add_argument("--from", dest="form", choices=("megatron", "numpy"), required=True, help="the format")
-    bring.add_argument("--channel", default=None, help="channel its loss is reported under (default: its name)")
+    about = "channel its loss is reported under (default: as in the .json beside the file, else its name)"
+    bring.add_argument("--channel", default=None, help=about)
     bring.add_argument("--split", choices=("train", "valid"), default="train", help="which split (default train)")
     bring.add_argument("--dtype", metavar="TYPE", help="type of the tokens in a plain .bin file: uint16, int32, …")
     bring.add_argument(
@@ -94,6 +95,9 @@ def _config_of(arguments: argparse.Namespace, workspace: Workspace) -> tuple[Run
         values: dict[str, Any] = {}
         problems: list[Any] = []
         apply_overrides(values, arguments.overrides, problems)
+        data = values.get("data")
+        if isinstance(data, dict) and "seq_len" in data and "train" not in values:
+            values["train"] = {"tokens_per_step": data["seq_len"]}  # without a run there are no steps: any length will do
         return config_from_values(values, "(defaults and command line)", problems), False
     run = workspace.run(arguments.config) / CONFIG_FILE
     return load_config(run if run.exists() else arguments.config, arguments.overrides), run.exists()

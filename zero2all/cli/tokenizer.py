@@ -318,8 +318,8 @@ def _show(arguments: argparse.Namespace) -> None:
     print(
         t(
             f"ids         {facts['vocab_size']:,}: {len(facts['control'])} control tokens and {facts['pieces']:,} "
-            f"pieces ({facts['whole_characters']:,} of them whole characters), {facts['merges']:,} merges; a model "
-            f"pads its rows to {facts['rows_of_a_model']:,}"
+            f"pieces ({facts['whole_characters']:,} of whole characters, the others with parts of characters), "
+            f"{facts['merges']:,} merges; a model pads its rows to {facts['rows_of_a_model']:,}"
         )
     )
     print(t(f"pattern     {facts['pattern'] or t('none')}"))
@@ -331,7 +331,11 @@ def _show(arguments: argparse.Namespace) -> None:
         names = ", ".join(facts["text_reaches_control"])
         print(t(f"            plain `tokenizers` recognises these in text, z2a does not: {names}"))
     for name in ("sample", "longest"):
-        print(f"{name:<11} {'  '.join(f'{number}:{piece}' for number, piece in facts[name].items())}")
+        print(f"{name:<11} {'  '.join(f'{number}:{piece}' for number, piece in _with_spaces_shown(facts[name]))}")
+
+
+def _with_spaces_shown(pieces: dict[str, str]) -> list[tuple[str, str]]:
+    return [(number, piece.replace(" ", "␣")) for number, piece in pieces.items()]
 
 
 def _encode(arguments: argparse.Namespace) -> None:
@@ -355,7 +359,7 @@ def _encode(arguments: argparse.Namespace) -> None:
         return
     if not arguments.colour:
         for number, piece in pieces:
-            print(f"{number:>7}  {piece.decode('utf-8', 'backslashreplace')!r}")
+            print(f"{number:>7}  '{readable(piece)}'")
     if arguments.colour or has_colour():
         print(coloured(pieces))
     print(t(f"{counted(len(pieces), 'token')}, {per_token:.2f} bytes per token"))

@@ -303,7 +303,8 @@ class _Build:
             part.name: read_json(self.corpus_folder / part.name / MANIFEST_NAME)["report"] for part in self.parts
         }
         notes = []
-        if self.options.valid_share and self.options.dedup.near == "off":
+        held_out = any(each["valid_records"] for each in by_source.values())
+        if held_out and self.options.dedup.near == "off":
             notes = ["near duplicates were not looked for: train may hold slightly changed copies of valid records"]
         report = make_report(by_source, asdict(self.options), fingerprint(self.inputs), notes)
         if not report["totals"]["records_kept"]:

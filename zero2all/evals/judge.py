@@ -37,7 +37,7 @@ SUMMED = {
 
 TOO_LONG = "longer than the context"
 EMPTY_CONTINUATION = "empty continuation"
-NO_CHOICES = "no choices in this form"
+NO_CHOICES = "a question without choices"
 NO_PMI = "no unconditional prompt"
 NO_LABELS = "more choices than labels"
 NOT_RUN = "code is run only with --run-code"
@@ -218,9 +218,11 @@ class _Asking:
         return [self._result("choice", judged, left_out)]
 
     def _bits(self) -> list[FormResult]:
-        """Of tasks with choices, the cloze form has scored them already. A text to be continued (LAMBADA) is right
-        where greedy decoding would write the rest."""
+        """Of items with choices, the cloze form may have scored them already. A text to be continued (LAMBADA) is
+        right where greedy decoding would write the rest."""
         left_out = _LeftOut(self.task, "bits")
+        judged: list[ItemResult] = []
+        items = self.items
         if self.golds is not None and self.golds.items:
             judged = [
                 ItemResult(each.id, bits=each.bits, bytes=each.bytes, spans_border=each.spans_border)
@@ -228,9 +230,9 @@ class _Asking:
             ]
             left_out.counts.update(self.golds.skipped)
             left_out.counts.subtract(self.task.skipped)
-            return [self._result("bits", judged, left_out)]
-        judged = []
-        for each, scored, _ in self._scored([ways.gold(*each) for each in self.items], left_out):
+            del left_out.counts[NO_CHOICES]
+            items = [(item, shots) for item, shots in self.items if not item.choices]
+        for each, scored, _ in self._scored([ways.gold(*each) for each in items], left_out):
             bits, size, spans = _of_gold(each, scored)
             correct = scored[0].is_greedy if each.item.shape == CONTINUE and not each.item.choices else None
             judged.append(ItemResult(each.item.id, correct, bits=bits, bytes=size, spans_border=spans))

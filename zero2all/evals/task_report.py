@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from zero2all.common.language import columns, padded
 from zero2all.common.language import translate as t
 from zero2all.evals.contamination import dirty_ids, split_accuracy, split_words
 from zero2all.evals.items import Task
@@ -13,6 +14,7 @@ from zero2all.evals.tasks.list import TaskQuestions
 from zero2all.infer.engine import Engine
 
 PROBLEMS_SHOWN = 3
+LEAST_NAME_COLUMNS = 16
 
 
 def task_section(
@@ -52,10 +54,9 @@ def task_figures(section: dict[str, Any]) -> dict[str, float]:
 
 def task_lines(section: dict[str, Any]) -> list[str]:
     """The section as a table for a terminal."""
-    lines = [
-        "",
-        t("benchmarks         form       shots  items  accuracy  chance  above chance  (95 %)           bits/byte"),
-    ]
+    width = max([LEAST_NAME_COLUMNS, *(columns(each["task"]) for each in section["results"])])
+    figures = t("form       shots  items  accuracy  chance  above chance  (95 %)           bits/byte")
+    lines = ["", f"{padded(t('benchmarks'), width + 2)} {figures}"]
     for each in section["results"]:
         accuracy = f"{each['accuracy']:>8.1%}  {each['chance']:>6.1%}" if each["accuracy"] is not None else " " * 16
         above = f"{each['centred']:>12.1%}" if each["centred"] is not None else " " * 12
@@ -65,7 +66,7 @@ def task_lines(section: dict[str, Any]) -> list[str]:
             interval = f"{low:.1%} … {high:.1%}"
         bits = f"{each['bits_per_byte']:.4f}" if each["bits_per_byte"] is not None else ""
         lines.append(
-            f"  {each['task']:<16} {each['form']:<10} {each['shots']:>5} {each['items']:>6,}  {accuracy}  {above}  "
+            f"  {padded(each['task'], width)} {each['form']:<10} {each['shots']:>5} {each['items']:>6,}  {accuracy}  {above}  "
             f"{interval:<16} {bits:>9}".rstrip()
         )
         notes = [t(f"{count:,} skipped: {reason}") for reason, count in each["skipped"].items()]

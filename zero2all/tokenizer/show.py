@@ -55,8 +55,9 @@ def tokenizer_facts(folder: Path, samples: int = 12) -> dict[str, Any]:
 
 
 def readable(piece: bytes) -> str:
-    """A piece on one line: characters as they are, bytes that form none as \\\\xe4."""
-    return repr(piece.decode("utf-8", "backslashreplace"))[1:-1]
+    """A piece on one line: characters as they are, bytes that form none as \\xe4, a line end as \\n."""
+    text = piece.decode("utf-8", "backslashreplace")
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def coloured(pieces: list[tuple[int, bytes]]) -> str:

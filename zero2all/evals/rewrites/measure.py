@@ -44,11 +44,13 @@ def measure_rewrites(
     shots: int | None = None,
     limit: int | None = None,
     seed: int = 0,
+    forms: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Ask all tasks as they are and rewritten; by task: rows, spread and consistency."""
+    """Ask all tasks as they are and rewritten; by task: rows, spread and consistency. `forms`: those in which the
+    original items may be asked (None: all)."""
     report: dict[str, Any] = {}
     for task in tasks:
-        asking = _Asking(engine, _limited(task, limit, seed), shots, seed)
+        asking = _Asking(engine, _limited(task, limit, seed), shots, seed, forms)
         rows = [row for name, chain in chains.items() for row in asking.rows(name, chain)]
         report[task.name] = {"rows": rows, **asking.spread(rows), "consistency": asking.consistency()}
     return report
@@ -65,8 +67,10 @@ def _limited(task: Task, limit: int | None, seed: int) -> Task:
 class _Asking:
     """One task, as it is and rewritten."""
 
-    def __init__(self, engine: Engine, task: Task, shots: int | None, seed: int) -> None:
-        self.engine, self.task, self.seed = engine, task, seed
+    def __init__(
+        self, engine: Engine, task: Task, shots: int | None, seed: int, forms: Sequence[str] | None
+    ) -> None:
+        self.engine, self.task, self.seed, self.asked_forms = engine, task, seed, forms
         self.shots = task.default_shots if shots is None else shots
         self._originals: dict[str, dict[str, Answer]] = {}
         self._said: dict[str, dict[str, list[int]]] = {}
@@ -75,8 +79,12 @@ class _Asking:
     def rows(self, name: str, chain: Chain) -> list[dict[str, Any]]:
         """One row for every form in which a rewrite is compared with the original."""
         if isinstance(chain, ShotRewrite):
-            return [self._shot_row(chain, form) for form in self._usual_forms()]
-        return [self._row(name, chain, baseline, form) for baseline, form in self._forms(chain)]
+            return [self._shot_row(chain, form) for form in self._usual_forms() if self._is_asked(form)]
+        forms = [(baseline, form) for baseline, form in self._forms(chain) if self._is_asked(baseline)]
+        return [self._row(name, chain, baseline, form) for baseline, form in forms]
+
+    def _is_asked(self, baseline: str) -> bool:
+        return self.asked_forms is None or baseline in self.asked_forms
 
     def _forms(self, chain: Sequence[Rewrite]) -> list[tuple[str, str]]:
         """(form of the original, form of the rewritten items)."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from zero2all.common.language import columns, padded
 from zero2all.common.language import translate as t
 from zero2all.evals.items import Task
 from zero2all.evals.rewrites.list import TRAIN_ONCE, chosen_rewrites
@@ -14,11 +15,14 @@ from zero2all.evals.rewrites.once import write_once
 from zero2all.evals.tasks.list import TaskQuestions
 from zero2all.infer.engine import Engine
 
+LEAST_NAME_COLUMNS = 26
+
 
 def rewrite_section(engine: Engine, questions: TaskQuestions, tasks: Sequence[Task], once: Path) -> dict[str, Any]:
     """The section `rewrites` of a report; with R17, what to train on and ask is written to the folder `once`."""
     chains = chosen_rewrites(questions.rewrites)
-    section: dict[str, Any] = {"tasks": measure_rewrites(engine, tasks, chains, questions.shots, questions.limit)}
+    measured = measure_rewrites(engine, tasks, chains, questions.shots, questions.limit, forms=questions.forms)
+    section: dict[str, Any] = {"tasks": measured}
     if TRAIN_ONCE in questions.rewrites:
         write_once(tasks, once)
         section["once"] = str(once)
@@ -39,16 +43,15 @@ def rewrite_figures(section: Mapping[str, Any]) -> dict[str, float]:
 
 def rewrite_lines(section: Mapping[str, Any]) -> list[str]:
     """The section as a table for a terminal."""
-    lines = [
-        "",
-        t(
-            "rewrites                       form               items  original  rewritten       gap  (95 %)      "
-            "    same"
-        ),
-    ]
+    names = [row["rewrite"] for found in section["tasks"].values() for row in found["rows"]]
+    width = max([LEAST_NAME_COLUMNS, *map(columns, names)])
+    figures = t("form               items  original  rewritten       gap  (95 %)          same")
+    lines = ["", f"{padded(t('rewrites'), width + 4)} {figures}"]
     for task, found in section["tasks"].items():
         lines.append(f"  {task}")
-        lines += [_row_line(row) for row in found["rows"] if row["items"]]
+        if not found["rows"]:
+            lines.append(t("    none of these rewrites is compared in the forms of --forms"))
+        lines += [_row_line(row, width) for row in found["rows"] if row["items"]]
         for reason in dict.fromkeys(reason for row in found["rows"] if not row["items"] for reason in row["skipped"]):
             names = dict.fromkeys(
                 row["rewrite"] for row in found["rows"] if reason in row["skipped"] and not row["items"]
@@ -65,13 +68,13 @@ def rewrite_lines(section: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _row_line(row: Mapping[str, Any]) -> str:
+def _row_line(row: Mapping[str, Any], width: int) -> str:
     forms = row["form"] if row["form"] == row["baseline"] else f"{row['baseline']} → {row['form']}"
     low, high = row["gap_interval"]
     same = "" if row["same_answer"] is None else f"{row['same_answer']:.1%}"
     left_out = sum(row["skipped"].values())
     return (
-        f"    {row['rewrite']:<26} {forms:<18} {row['items']:>5} {row['original']:>9.1%} {row['rewritten']:>10.1%} "
+        f"    {padded(row['rewrite'], width)} {forms:<18} {row['items']:>5} {row['original']:>9.1%} {row['rewritten']:>10.1%} "
         f"{row['gap']:>+9.1%}  {low:>+6.1%} {high:>+6.1%} {same:>7}"
         + (t(f"  ({left_out:,} left out)") if left_out else "")
     ).rstrip()

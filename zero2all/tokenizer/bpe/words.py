@@ -111,8 +111,8 @@ def _too_large(needed: int, allowed: int) -> UsageError:
     return UsageError(
         "The memory limit is too small for an exact result: the distinct fragments of this text need about "
         f"{human_bytes(needed)} for merging, and {human_bytes(allowed)} are left for them. Raise --max-memory "
-        f"by {human_bytes(1.5 * (needed - allowed))} or more, train on less text, or allow an approximate "
-        "result, which leaves out the rarest fragments."
+        f"by {human_bytes(1.5 * (needed - allowed))} or more, train on less text, or accept an approximate "
+        "result with --approximate, which leaves out the rarest fragments."
     )
 
 
