@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shlex
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.english import english_left, prose_of_page
 from tests.processes import Z2A, Program, Start, WarmProcess
 from zero2all.common.errors import BadInputError, DiskError, UsageError
 from zero2all.common.files import read_json
@@ -104,25 +106,37 @@ def test_untrained_model_knows_no_fact(finished: tuple[Path, str]) -> None:
     assert read_json(finished[0] / "runs/quickstart/eval/untrained.json")["accuracy"] < 0.1
 
 
+IN_CHINESE = f'import os\nos.environ["Z2A_LANG"] = "zh"\n{RUN}'
 MOMENTS = {
     "while the corpus is built": "corpus/.build",
     "in training": "runs/quickstart/checkpoints/step-*",
 }
 
 
-def test_killed_again_and_again_the_journey_ends_with_the_same_bits(
+def test_killed_again_and_again_the_journey_ends_with_the_same_bits_and_speaks_chinese_throughout(
     finished: tuple[Path, str], tmp_path: Path, start: Start
 ) -> None:
     work = tmp_path / "killed"
+    said = []
     for moment, pattern in MOMENTS.items():
-        program = start(work, code=RUN)
+        program = start(work, code=IN_CHINESE)
         program.wait_until(lambda p=program, to_see=pattern: any(work.glob(to_see)) or p.poll() is not None)
         program.signal(signal.SIGKILL)
         assert program.wait() == -signal.SIGKILL, f"it was to be killed {moment}: {program.text()}"
-    program = start(work, code=RUN)
+        said.append(program.text())
+    program = start(work, code=IN_CHINESE)
     assert program.wait() == 0, program.text()
     assert last_checkpoint(work) == last_checkpoint(finished[0])
     assert not list(work.rglob("*.partial-*"))
+    summary, report = ((work / name).read_text() for name in ("summary.md", "corpus/report.html"))
+    without_samples = [
+        re.sub(r"采样：.*", "", "".join([*said, program.text()])),
+        re.sub("```.*?```", "", summary, flags=re.DOTALL),
+    ]
+    left = [english_left(text) for text in (*without_samples, prose_of_page(report))]
+    assert left == [[], [], []]
+    assert "训练" in program.text()
+    assert "语料报告" in report
 
 
 def test_a_second_run_finds_everything_done(finished: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,11 +229,17 @@ def test_a_single_small_text_is_cut_so_that_some_of_it_is_held_out_and_cleaned_w
     assert evaluation["held_out"]["en"]["gzip_bits_per_byte"] > 1
 
 
-def test_the_same_command_again_chooses_the_same_and_finds_everything_done(own: tuple[Path, str], novel: Path) -> None:
+def test_the_same_command_again_chooses_the_same_and_finds_everything_done_and_says_so_in_chinese(
+    own: tuple[Path, str], novel: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("Z2A_LANG", "zh")
     overrides = ["--train.steps", "30"]
     journey = run_journey(load_config("quickstart", overrides), own[0], data=novel, given=given_fields(overrides))
     assert "train" in {stage.name for stage in journey.stages if stage.done_before}
     assert len(journey.samples) == 2
+    said = capsys.readouterr()
+    assert english_left(said.out + said.err) == []
+    assert "文档" in said.out
 
 
 def test_other_text_is_not_put_into_a_workspace_that_has_learned_from_some(

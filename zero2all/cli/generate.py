@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from zero2all.cli.model import add_model, add_sampling, load, sampling_of
 from zero2all.cli.verb import Subparsers, add_output, add_verb, whole
 from zero2all.common.errors import BadInputError, UsageError, UserError, for_all_ranks
+from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
     from zero2all.infer.batch import Task

@@ -24,11 +24,13 @@ LANGUAGES = ("en", "zh")
 LANGUAGE_VARIABLE = "Z2A_LANG"
 """Set by `--lang`, so that processes started by this one speak the same language."""
 TABLE_NAME = "zh.json"
-COUNTED = re.compile(r"\{\} [\w -]+")
-"""Such as `{} runs`: its hole holds one word, or every sentence that ends so would be taken for it."""
+LIST_BELOW = re.compile(r"\n\s*(\{\d*\}\s*)+$")
+"""Holes on the last lines of a message: a list, whose lines are looked up one by one."""
+FEW_LETTERS = 12
+"""A template with fewer, such as `{} runs`, takes one word in a hole: many a sentence ends so."""
 PACKAGE = Path(__file__).parent.parent
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
-CUT = re.compile(r"(?<=[.:;!?])\s+|\n+")
+CUT = re.compile(r"(?<=[.:;!?])\s+")
 """Where a text may be cut to look up its parts."""
 
 
@@ -69,11 +71,11 @@ class _Template:
     letters: int
     chinese: str
 
-    def fill(self, text: str, whole_sentences_in_holes: bool) -> str | None:
-        """The Chinese, if the text is this sentence. A hole that holds an end of a sentence may be a wrong match."""
+    def fill(self, text: str) -> str | None:
+        """The Chinese, if the text is this sentence; a hole holds no end of a sentence, or it would swallow others."""
         if self.longest_literal not in text or (found := self.pattern.fullmatch(text)) is None:
             return None
-        if not whole_sentences_in_holes and any(SENTENCE_END.search(value) for value in found.groups()):
+        if any(SENTENCE_END.search(value) for value in found.groups()):
             return None
         return self.chinese.format(*(_value(value) for value in found.groups()))
 
@@ -85,37 +87,35 @@ class _Tables:
     exact: dict[str, str]
     templates: tuple[_Template, ...]
 
-    def find(self, text: str, whole_sentences_in_holes: bool = False) -> str | None:
+    def find(self, text: str) -> str | None:
         """The Chinese of a whole text."""
         if (known := self.exact.get(text)) is not None:
             return known
-        filled = (template.fill(text, whole_sentences_in_holes) for template in self.templates)
-        return next((chinese for chinese in filled if chinese is not None), None)
+        return next((filled for template in self.templates if (filled := template.fill(text)) is not None), None)
 
 
 def _in_chinese(text: str) -> str:
-    """The whole text, or else as many of its sentences at a time as one entry covers."""
+    """The whole text, or else line by line as many of its sentences at a time as one entry covers."""
     core = text.strip()
     if not core:
         return text
     before, after = text[: text.index(core[0])], text[len(text.rstrip()) :]
     if (whole := _tables().find(core)) is not None:
         return before + whole + after
+    lines = core.split("\n")
+    for count in range(len(lines) - 1, 0, -1):
+        first = "\n".join(lines[:count])
+        if count == 1 or (known := _tables().find(first)) is not None:
+            known = _in_chinese(first) if count == 1 else known
+            return before + known + "\n" + _in_chinese("\n".join(lines[count:])) + after
     cuts = list(CUT.finditer(core))
     for cut in reversed(cuts):
         if (known := _tables().find(core[: cut.start()])) is not None:
-            return before + known + _joint(cut.group()) + _in_chinese(core[cut.end() :]) + after
-    if (whole := _tables().find(core, whole_sentences_in_holes=True)) is not None:
-        return before + whole + after
+            return before + known + _in_chinese(core[cut.end() :]) + after  # no space between Chinese sentences
     if not cuts:
         return text
     name = cuts[0].end()  # such as the file before a colon
     return before + core[:name] + _in_chinese(core[name:]) + after
-
-
-def _joint(space: str) -> str:
-    """Chinese has no space between sentences; line ends stay."""
-    return space if "\n" in space else ""
 
 
 def _value(value: str) -> str:
@@ -128,15 +128,20 @@ def _tables() -> _Tables:
     exact: dict[str, str] = {}
     templates: list[_Template] = []
     for path in table_paths():
-        for english, chinese in json.loads(path.read_text(encoding="utf-8")).items():
+        for pair in json.loads(path.read_text(encoding="utf-8")).items():
+            english, chinese = (LIST_BELOW.sub("", words) for words in pair)
             literals = literal_parts(english)
             if len(literals) == 1:
                 exact[literals[0]] = chinese.format()
             else:
-                hole = r"(\S+)" if COUNTED.fullmatch(english) else "(.*?)"
+                hole = r"(\S+)" if _is_weak("".join(literals)) else "(.*?)"
                 pattern = re.compile(hole.join(map(re.escape, literals)), re.DOTALL)
                 templates.append(_Template(pattern, max(literals, key=len), sum(map(len, literals)), chinese))
     return _Tables(exact, tuple(sorted(templates, key=lambda template: -template.letters)))
+
+
+def _is_weak(literal: str) -> bool:
+    return sum(char.isalpha() for char in literal) < FEW_LETTERS and not any(mark in literal for mark in ":.;(")
 
 
 def table_paths() -> list[Path]:

@@ -103,7 +103,13 @@ def incident(action=None, **changes) -> Incident:
         detector.observe(step, 3.0 if step < 300 else 8.0, 1.0, {"en": 3.0, "zh": 3.1}, (step, step + 1))
     made = make_incident(f"run{NASTY}", [finding()], action or Continue(f"done {NASTY}"), detector, SOUND)
     document = {
-        **{"number": 7, "gid": 1 << 40, "title": f"T {NASTY}", "origin": f"file {NASTY}; gid {1 << 40}", "first_column": 0},
+        **{
+            "number": 7,
+            "gid": 1 << 40,
+            "title": f"T {NASTY}",
+            "origin": f"file {NASTY}; gid {1 << 40}",
+            "first_column": 0,
+        },
         **{"tokens": 9, "text": f"text {NASTY}\nsecond line", "is_cut": True},
     }
     sample = {

@@ -67,9 +67,7 @@ def _limited(task: Task, limit: int | None, seed: int) -> Task:
 class _Asking:
     """One task, as it is and rewritten."""
 
-    def __init__(
-        self, engine: Engine, task: Task, shots: int | None, seed: int, forms: Sequence[str] | None
-    ) -> None:
+    def __init__(self, engine: Engine, task: Task, shots: int | None, seed: int, forms: Sequence[str] | None) -> None:
         self.engine, self.task, self.seed, self.asked_forms = engine, task, seed, forms
         self.shots = task.default_shots if shots is None else shots
         self._originals: dict[str, dict[str, Answer]] = {}
