@@ -43,8 +43,8 @@ def rewrite_figures(section: Mapping[str, Any]) -> dict[str, float]:
 
 def rewrite_lines(section: Mapping[str, Any]) -> list[str]:
     """The section as a table for a terminal."""
-    names = [row["rewrite"] for found in section["tasks"].values() for row in found["rows"]]
-    width = max([LEAST_NAME_COLUMNS, *map(columns, names)])
+    rewrites = [row["rewrite"] for found in section["tasks"].values() for row in found["rows"]]
+    width = max([LEAST_NAME_COLUMNS, *map(columns, rewrites)])
     figures = t("form               items  original  rewritten       gap  (95 %)          same")
     lines = ["", f"{padded(t('rewrites'), width + 4)} {figures}"]
     for task, found in section["tasks"].items():
@@ -74,7 +74,7 @@ def _row_line(row: Mapping[str, Any], width: int) -> str:
     same = "" if row["same_answer"] is None else f"{row['same_answer']:.1%}"
     left_out = sum(row["skipped"].values())
     return (
-        f"    {padded(row['rewrite'], width)} {forms:<18} {row['items']:>5} {row['original']:>9.1%} {row['rewritten']:>10.1%} "
-        f"{row['gap']:>+9.1%}  {low:>+6.1%} {high:>+6.1%} {same:>7}"
+        f"    {padded(row['rewrite'], width)} {forms:<18} {row['items']:>5} {row['original']:>9.1%} "
+        f"{row['rewritten']:>10.1%} {row['gap']:>+9.1%}  {low:>+6.1%} {high:>+6.1%} {same:>7}"
         + (t(f"  ({left_out:,} left out)") if left_out else "")
     ).rstrip()
