@@ -66,8 +66,8 @@ def task_lines(section: dict[str, Any]) -> list[str]:
             interval = f"{low:.1%} … {high:.1%}"
         bits = f"{each['bits_per_byte']:.4f}" if each["bits_per_byte"] is not None else ""
         lines.append(
-            f"  {padded(each['task'], width)} {each['form']:<10} {each['shots']:>5} {each['items']:>6,}  {accuracy}  {above}  "
-            f"{interval:<16} {bits:>9}".rstrip()
+            f"  {padded(each['task'], width)} {each['form']:<10} {each['shots']:>5} {each['items']:>6,}  {accuracy}  "
+            f"{above}  {interval:<16} {bits:>9}".rstrip()
         )
         notes = [t(f"{count:,} skipped: {reason}") for reason, count in each["skipped"].items()]
         if each["border_spans"]:

@@ -74,7 +74,7 @@ def _row_line(row: Mapping[str, Any], width: int) -> str:
     same = "" if row["same_answer"] is None else f"{row['same_answer']:.1%}"
     left_out = sum(row["skipped"].values())
     return (
-        f"    {padded(row['rewrite'], width)} {forms:<18} {row['items']:>5} {row['original']:>9.1%} {row['rewritten']:>10.1%} "
-        f"{row['gap']:>+9.1%}  {low:>+6.1%} {high:>+6.1%} {same:>7}"
+        f"    {padded(row['rewrite'], width)} {forms:<18} {row['items']:>5} {row['original']:>9.1%} "
+        f"{row['rewritten']:>10.1%} {row['gap']:>+9.1%}  {low:>+6.1%} {high:>+6.1%} {same:>7}"
         + (t(f"  ({left_out:,} left out)") if left_out else "")
     ).rstrip()
