@@ -190,12 +190,14 @@ def _probe_lines(report: dict[str, Any]) -> list[str]:
 
 
 def _probe_line(name: str, means: dict[str, Any]) -> str:
-    low, high = means["share_interval"]
+    share = " " * 20
+    if "share_among_foils" in means:  # some foils were given
+        low, high = means["share_interval"]
+        share = f"{means['share_among_foils']:>8.3f} {low:.3f}-{high:.3f}"
     rank = "-" if means["median_rank"] is None else f"{means['median_rank']:,.0f}"
     return (
         f"  {terminal_safe(name):<28} {means['accuracy']:>8.1%} {means['probability']:>11.3f} "
-        f"{means['share_among_foils']:>8.3f} {low:.3f}-{high:.3f} {means['logprob']:>10.2f} {rank:>6} "
-        f"{means['probes']:>6}"
+        f"{share} {means['logprob']:>10.2f} {rank:>6} {means['probes']:>6}"
     )
 
 
@@ -232,7 +234,7 @@ def step_lines(reports: list[dict[str, Any]]) -> list[str]:
         cells = [
             *("" if value is None else f"{value:.4f}" for value in bits),
             f"{probes['accuracy']:.1%}" if "accuracy" in probes else "",
-            f"{probes['share_among_foils']:.3f}" if "accuracy" in probes else "",
+            f"{probes['share_among_foils']:.3f}" if "share_among_foils" in probes else "",
             f"{probes['logprob']:.2f}" if "accuracy" in probes else "",
             f"{pairs['accuracy']:.1%}" if "accuracy" in pairs else "",
         ]
