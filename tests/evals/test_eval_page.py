@@ -11,7 +11,7 @@ import pytest
 from zero2all.common.files import read_json, write_json
 from zero2all.evals.chart import line_chart
 from zero2all.evals.page import evaluation_page, write_page
-from zero2all.evals.report import report_path
+from zero2all.evals.options import report_path
 from zero2all.evals.scores import Curve, Point
 
 VOID = {"meta", "input"}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import crc32c_of, read_json_object
+from zero2all.common.files import crc32c_of, read_json_object, write_json
 from zero2all.common.workspace import Workspace
 from zero2all.evals.tasks.list import TaskQuestions
 from zero2all.evals.text_files import text_files
@@ -58,6 +60,31 @@ def report_path(run: Path, step: int) -> Path:
     return run / "eval" / f"step-{step:08d}.json"
 
 
+def write_report(run: Path, report: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Write the report of a checkpoint. An earlier one with other settings is kept beside it under another name."""
+    path = report_path(run, report["step"])
+    earlier = _settings_of(path)
+    if earlier is not None and earlier != _as_kept(report.get("settings")):
+        numbers = itertools.count(1)
+        kept = next(name for n in numbers if not (name := path.with_name(f"{path.stem}.earlier-{n}.json")).exists())
+        path.rename(kept)
+        say(f"step {report['step']}: the earlier report had other settings; it is kept as {kept}")
+    write_json(path, report)
+
+
+def _as_kept(settings: Any) -> Any:
+    """As a file keeps them."""
+    return jsonio.loads(jsonio.dumps_line(settings))
+
+
+def _settings_of(path: Path) -> Any:
+    """The settings of a report; None where there is none that can be read."""
+    try:
+        return read_json_object(path).get("settings", {}) if path.is_file() else None
+    except BadInputError:
+        return None
+
+
 def kept_report(run: Path, step: int, options: EvalOptions) -> dict[str, Any] | None:
     """The report of this checkpoint, where it was made with these settings."""
     path = report_path(run, step)
@@ -65,5 +92,4 @@ def kept_report(run: Path, step: int, options: EvalOptions) -> dict[str, Any] | 
         report = read_json_object(path) if path.is_file() else {}
     except BadInputError:
         return None
-    asked = jsonio.loads(jsonio.dumps_line(options.record()))  # as a file keeps it
-    return report if report.get("settings") == asked else None
+    return report if report.get("settings") == _as_kept(options.record()) else None
