@@ -81,6 +81,18 @@ def test_the_columns_stand_below_their_headings_however_long_a_name_is():
     assert len(rows[0]) == len(heading)
 
 
+def test_a_benchmark_with_a_bad_file_is_named_at_the_end_and_the_others_are_asked(eval_run, data):
+    (data / "ceval/val").mkdir(parents=True)
+    (data / "ceval/val/law_val.csv").write_bytes("题".encode("gb18030"))
+    code, said, run = eval_run("--tasks", "ceval,cmmlu,,cmmlu", "--forms", "bits", "--shots", "0")
+    assert code == 3
+    assert sum(line.split()[:1] == ["cmmlu"] for line in said.out.splitlines()) == 1
+    assert "files cannot be used: ceval.\n  ceval: " in said.err
+    assert "is not UTF-8" in said.err
+    (file,) = (run / "eval").glob("step-*.json")
+    assert list(json.loads(file.read_bytes())["tasks_unread"]) == ["ceval"]
+
+
 @pytest.mark.parametrize(
     ("words", "code", "expected"),
     [

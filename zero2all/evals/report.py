@@ -48,7 +48,7 @@ def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOpt
     # Files are read first: a bad one should not cost the scoring of all text.
     probes = [] if options.probes is None else read_probes(options.probes)
     pairs = [] if options.pairs is None else read_pairs(options.pairs)
-    tasks = [] if options.tasks is None else options.tasks.read()
+    tasks, unread = ([], {}) if options.tasks is None else options.tasks.read()
     windows = Windows(loaded.window, options.stride)
     engine = Engine(loaded)
     report["held_out"] = held_out_bits_per_byte(engine, windows, workspace.corpus, options.max_bytes)
@@ -74,6 +74,7 @@ def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOpt
         report["pairs_skipped"] = compared.skipped
     if options.tasks is not None:
         report["tasks"] = task_section(engine, options.tasks, tasks, read_contamination(workspace))
+        report["tasks_unread"] = unread
         if options.tasks.rewrites:
             once = workspace.run(loaded.name) / "eval" / "once"
             report["rewrites"] = rewrite_section(engine, options.tasks, tasks, once)
