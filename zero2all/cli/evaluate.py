@@ -146,6 +146,13 @@ def _steps(text: str) -> Callable[[int], bool]:
     return lambda step: any(step in each for each in ranges)
 
 
+def _path(text: str) -> Path:
+    """A type for add_argument: a path; an empty one, as of an unset shell variable, is no folder."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("got an empty path, expected a text file or a folder of text files")
+    return Path(text)
+
+
 def _add_questions(parser: argparse.ArgumentParser) -> None:
     """What is asked of a checkpoint: the same flags for every verb that judges one."""
     for name, of in (("probes", "questions to ask"), ("pairs", "contrast pairs to compare")):
@@ -157,7 +164,7 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument(
         "--text",
-        type=Path,
+        type=_path,
         action="append",
         default=[],
         metavar="PATH",

@@ -175,6 +175,8 @@ def _text_lines(report: dict[str, Any]) -> list[str]:
             f"  {terminal_safe(name):<28} {values['bits_per_byte']:>9.4f} {values['gzip_bits_per_byte']:>9.4f} "
             f"{values['loss']:>7.4f} {values['tokens']:>10,} {values['bytes']:>10,}"
         )
+        if not values.get("is_whole", True):
+            lines.append(t(f"    only its first {values['bytes']:,} bytes, because of --max-bytes"))
     return lines + [t(f"  left out: {terminal_safe(name)} {why}") for name, why in report["texts_skipped"].items()]
 
 
