@@ -70,6 +70,17 @@ def test_a_run_is_asked_benchmarks(eval_run):
     assert "eval/tasks/summary/en" not in shown
 
 
+def test_held_out_text_can_be_left_aside(eval_run):
+    code, said, run = eval_run("--tasks", "cmmlu", "--shots", "0", "--forms", "bits", "--held-out", "none")
+    assert code == 0
+    assert "held-out text" not in said.out
+    (file,) = (run / "eval").glob("step-*.json")
+    report = json.loads(file.read_bytes())
+    assert (report["held_out"], report["validation"], len(report["tasks"]["results"])) == ({}, {}, 1)
+    assert "eval/tasks/bits/cmmlu" in figures(report)
+    assert eval_run("--held-out", "none")[0] == 3  # nothing is left to score
+
+
 def test_the_columns_stand_below_their_headings_however_long_a_name_is():
     result = {
         **{"task": "quickstart-facts-en", "form": "cloze", "shots": 0, "items": 40, "accuracy": 0.5, "chance": 0.25},

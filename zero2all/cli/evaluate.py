@@ -186,6 +186,12 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         help="held-out bytes to score per source, and bytes of each --text file (default 1000000)",
     )
     parser.add_argument(
+        "--held-out",
+        choices=("all", "none"),
+        default="all",
+        help="none: do not score the held-out text and the rows that training scores (default all)",
+    )
+    parser.add_argument(
         "--int8", action="store_true", help="also score the held-out text with 8-bit weights, to see what they cost"
     )
     about = (
@@ -238,6 +244,7 @@ def _checked_options(
         probes=_file(arguments.probes, workspace, "probes"),
         pairs=_file(arguments.pairs, workspace, "pairs"),
         texts=tuple(arguments.text),
+        held_out=arguments.held_out == "all",
         int8=arguments.int8,
         tasks=_tasks(arguments),
     )

@@ -33,6 +33,8 @@ class EvalOptions:
     """Text files, or folders of them, of one's own."""
     tasks: TaskQuestions | None = None
     """Benchmarks to ask."""
+    held_out: bool = True
+    """Score the held-out text and the rows that training scores."""
     int8: bool = False
     """Score the held-out text once more with 8-bit weights."""
 
@@ -46,6 +48,7 @@ class EvalOptions:
             "texts": {name: crc32c_of(path) for name, path in text_files(self.texts).items()},
             "tasks": None if self.tasks is None else self.tasks.record(),
             "int8": self.int8,
+            **({} if self.held_out else {"held_out": False}),  # reports made before there was this choice stay valid
         }
 
 

@@ -51,13 +51,15 @@ def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOpt
     tasks, unread = ([], {}) if options.tasks is None else options.tasks.read()
     windows = Windows(loaded.window, options.stride)
     engine = Engine(loaded)
-    report["held_out"] = held_out_bits_per_byte(engine, windows, workspace.corpus, options.max_bytes)
-    if options.int8:
+    report["held_out"], report["validation"] = {}, {}
+    if options.held_out:
+        report["held_out"] = held_out_bits_per_byte(engine, windows, workspace.corpus, options.max_bytes)
+        report["validation"] = _validation(engine, loaded, workspace)
+    if options.held_out and options.int8:
         narrow = Engine(loaded, EngineSettings(int8=True))
         found = held_out_bits_per_byte(narrow, windows, workspace.corpus, options.max_bytes)
         for channel, values in found.items():
             report["held_out"][channel]["int8_bits_per_byte"] = values["bits_per_byte"]
-    report["validation"] = _validation(engine, loaded, workspace)
     if options.texts:
         report["texts"], report["texts_skipped"] = file_bits_per_byte(
             engine, windows, text_files(options.texts), options.max_bytes
@@ -124,11 +126,9 @@ def figures(report: dict[str, Any]) -> dict[str, float]:
 
 def report_lines(report: dict[str, Any]) -> list[str]:
     """The report for a terminal."""
-    lines = [
-        t(f"{report['run']} at step {report['step']}"),
-        "",
-        t("held-out text        bits/byte   gzip -9   documents      bytes"),
-    ]
+    lines = [t(f"{report['run']} at step {report['step']}")]
+    if report["held_out"]:
+        lines += ["", t("held-out text        bits/byte   gzip -9   documents      bytes")]
     for channel, values in report["held_out"].items():
         lines.append(
             f"  {channel:<18} {values['bits_per_byte']:>9.4f} {values['gzip_bits_per_byte']:>9.4f} "
