@@ -164,7 +164,7 @@ def test_files_and_folders_are_scored_one_by_one_and_what_is_no_text_is_named(tr
         (folder / name).write_bytes(data)
     alone = tmp_path / "alone.txt"
     alone.write_text("The answer is Rome.")
-    files = text_files([folder, alone])
+    files = text_files([folder, alone, folder / "a.txt", alone])
     found, skipped = file_bits_per_byte(Engine(trained), Windows(trained.window), files, 400)
     assert list(found) == ["mine/a.txt", "mine/b.md", "alone.txt"]
     nats, tokens = nats_of(trained, "中国的首都是北京。")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import BadInputError
-from zero2all.common.language import flush_right
+from zero2all.common.language import flush_right, padded
 from zero2all.common.language import translate as t
 from zero2all.common.progress import say, terminal_safe
 from zero2all.common.workspace import Workspace
@@ -172,7 +172,7 @@ def _text_lines(report: dict[str, Any]) -> list[str]:
     lines = ["", t("text files                     bits/byte   gzip -9    loss     tokens      bytes")]
     for name, values in report["texts"].items():
         lines.append(
-            f"  {terminal_safe(name):<28} {values['bits_per_byte']:>9.4f} {values['gzip_bits_per_byte']:>9.4f} "
+            f"  {padded(terminal_safe(name), 28)} {values['bits_per_byte']:>9.4f} {values['gzip_bits_per_byte']:>9.4f} "
             f"{values['loss']:>7.4f} {values['tokens']:>10,} {values['bytes']:>10,}"
         )
         if not values.get("is_whole", True):
@@ -198,7 +198,7 @@ def _probe_line(name: str, means: dict[str, Any]) -> str:
         share = f"{means['share_among_foils']:>8.3f} {low:.3f}-{high:.3f}"
     rank = "-" if means["median_rank"] is None else f"{means['median_rank']:,.0f}"
     return (
-        f"  {terminal_safe(name):<28} {means['accuracy']:>8.1%} {means['probability']:>11.3f} "
+        f"  {padded(terminal_safe(name), 28)} {means['accuracy']:>8.1%} {means['probability']:>11.3f} "
         f"{share} {means['logprob']:>10.2f} {rank:>6} {means['probes']:>6}"
     )
 
@@ -216,7 +216,7 @@ def _pair_lines(report: dict[str, Any]) -> list[str]:
 def _pair_line(name: str, found: dict[str, Any]) -> str:
     low, high = found["interval"]
     return (
-        f"  {terminal_safe(name):<28} {found['accuracy']:>9.1%} {low:>6.1%}-{high:<6.1%} "
+        f"  {padded(terminal_safe(name), 28)} {found['accuracy']:>9.1%} {low:>6.1%}-{high:<6.1%} "
         f"{found['accuracy_per_byte']:>8.1%} {found['nats']:>+12.2f} {found['pairs']:>6}"
     )
 

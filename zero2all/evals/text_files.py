@@ -14,11 +14,13 @@ LONGEST_CHARACTER = 4
 
 
 def text_files(places: Sequence[Path]) -> dict[str, Path]:
-    """The files in these places by name: files themselves, and all files below folders but hidden ones."""
+    """The files in these places by name: files themselves, and all files below folders but hidden ones; each once."""
     found: dict[str, Path] = {}
     for place in places:
+        given = {path.resolve() for path in found.values()}
         if place.is_file():
-            found[place.name if place.name not in found else str(place)] = place
+            if place.resolve() not in given:
+                found[place.name if place.name not in found else str(place)] = place
             continue
         if not place.is_dir():
             raise BadInputError(
@@ -29,7 +31,11 @@ def text_files(places: Sequence[Path]) -> dict[str, Path]:
             raise BadInputError(
                 f"The folder {place} has no files to score. Give --text a file or a folder of text files."
             )
-        found |= {os.path.join(place.name, path.relative_to(place)): path for path in inside}  # noqa: PTH118
+        found |= {
+            os.path.join(place.name, path.relative_to(place)): path  # noqa: PTH118
+            for path in inside
+            if path.resolve() not in given
+        }
     return found
 
 
