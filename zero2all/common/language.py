@@ -70,6 +70,8 @@ class _Template:
     longest_literal: str
     letters: int
     chinese: str
+    is_quoted: tuple[bool, ...]
+    """For each hole, whether it stands in backquotes: a command or a name, which is never translated."""
 
     def fill(self, text: str) -> str | None:
         """The Chinese, if the text is this sentence; a hole holds no end of a sentence, or it would swallow others."""
@@ -77,7 +79,8 @@ class _Template:
             return None
         if any(SENTENCE_END.search(value) for value in found.groups()):
             return None
-        return self.chinese.format(*(_value(value) for value in found.groups()))
+        holes = zip(found.groups(), self.is_quoted, strict=True)
+        return self.chinese.format(*(value if is_quoted else _value(value) for value, is_quoted in holes))
 
 
 @dataclass(frozen=True)
@@ -136,8 +139,14 @@ def _tables() -> _Tables:
             else:
                 hole = r"(\S+)" if _is_weak("".join(literals)) else "(.*?)"
                 pattern = re.compile(hole.join(map(re.escape, literals)), re.DOTALL)
-                templates.append(_Template(pattern, max(literals, key=len), sum(map(len, literals)), chinese))
+                is_quoted = tuple(english.count("`", 0, place) % 2 == 1 for place in _hole_places(english))
+                letters = sum(map(len, literals))
+                templates.append(_Template(pattern, max(literals, key=len), letters, chinese, is_quoted))
     return _Tables(exact, tuple(sorted(templates, key=lambda template: -template.letters)))
+
+
+def _hole_places(template: str) -> list[int]:
+    return [hole.start() for hole in re.finditer(r"\{\d*\}", template.replace("{{", "  "))]
 
 
 def _is_weak(literal: str) -> bool:
