@@ -67,25 +67,27 @@ class _Template:
     """A sentence with holes, and how its Chinese is put together."""
 
     pattern: re.Pattern[str]
-    longest_literal: str
-    letters: int
+    literals: list[str]
     chinese: str
-    is_quoted: tuple[bool, ...]
-    """For each hole, whether it stands in backquotes: a command or a name, which is never translated."""
+
+    @property
+    def length(self) -> int:
+        """How much text must be there: a longer template is tried first."""
+        return sum(map(len, self.literals))
 
     def fill(self, text: str) -> str | None:
         """The Chinese, if the text is this sentence; a hole holds no end of a sentence, or it would swallow others."""
-        if self.longest_literal not in text or (found := self.pattern.fullmatch(text)) is None:
+        if not all(literal in text for literal in self.literals) or (found := self.pattern.fullmatch(text)) is None:
             return None
         if any(SENTENCE_END.search(value) for value in found.groups()):
             return None
-        holes = zip(found.groups(), self.is_quoted, strict=True)
-        return self.chinese.format(*(value if is_quoted else _value(value) for value, is_quoted in holes))
+        values = zip(found.groups(), self.literals, strict=False)  # one literal more: behind the last hole
+        return self.chinese.format(*(_value(value, before) for value, before in values))
 
 
 @dataclass(frozen=True)
 class _Tables:
-    """All rooms together: sentences without holes, and templates, the one with most letters first."""
+    """All rooms together: sentences without holes, and templates, the longest first."""
 
     exact: dict[str, str]
     templates: tuple[_Template, ...]
@@ -105,12 +107,8 @@ def _in_chinese(text: str) -> str:
     before, after = text[: text.index(core[0])], text[len(text.rstrip()) :]
     if (whole := _tables().find(core)) is not None:
         return before + whole + after
-    lines = core.split("\n")
-    for count in range(len(lines) - 1, 0, -1):
-        first = "\n".join(lines[:count])
-        if count == 1 or (known := _tables().find(first)) is not None:
-            known = _in_chinese(first) if count == 1 else known
-            return before + known + "\n" + _in_chinese("\n".join(lines[count:])) + after
+    if "\n" in core:
+        return before + _by_lines(core.split("\n")) + after
     cuts = list(CUT.finditer(core))
     for cut in reversed(cuts):
         if (known := _tables().find(core[: cut.start()])) is not None:
@@ -121,9 +119,17 @@ def _in_chinese(text: str) -> str:
     return before + core[:name] + _in_chinese(core[name:]) + after
 
 
-def _value(value: str) -> str:
-    """What stands in a hole: a sentence is translated, a name or figure is not."""
-    return _in_chinese(value) if " " in value else value
+def _by_lines(lines: list[str]) -> str:
+    """As many lines at a time as one entry covers."""
+    for count in range(len(lines) - 1, 1, -1):
+        if (known := _tables().find("\n".join(lines[:count]))) is not None:
+            return known + "\n" + _in_chinese("\n".join(lines[count:]))
+    return _in_chinese(lines[0]) + "\n" + _in_chinese("\n".join(lines[1:]))
+
+
+def _value(value: str, before: str) -> str:
+    """What stands in a hole: a sentence is translated; a name, a figure and a command (`in backticks`) are not."""
+    return value if " " not in value or before.endswith("`") else _in_chinese(value)
 
 
 @cache
@@ -139,14 +145,8 @@ def _tables() -> _Tables:
             else:
                 hole = r"(\S+)" if _is_weak("".join(literals)) else "(.*?)"
                 pattern = re.compile(hole.join(map(re.escape, literals)), re.DOTALL)
-                is_quoted = tuple(english.count("`", 0, place) % 2 == 1 for place in _hole_places(english))
-                letters = sum(map(len, literals))
-                templates.append(_Template(pattern, max(literals, key=len), letters, chinese, is_quoted))
-    return _Tables(exact, tuple(sorted(templates, key=lambda template: -template.letters)))
-
-
-def _hole_places(template: str) -> list[int]:
-    return [hole.start() for hole in re.finditer(r"\{\d*\}", template.replace("{{", "  "))]
+                templates.append(_Template(pattern, literals, chinese))
+    return _Tables(exact, tuple(sorted(templates, key=lambda template: -template.length)))
 
 
 def _is_weak(literal: str) -> bool:

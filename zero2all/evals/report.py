@@ -8,7 +8,7 @@ from typing import Any
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import write_json
-from zero2all.common.language import flush_right
+from zero2all.common.language import flush_right, padded
 from zero2all.common.language import translate as t
 from zero2all.common.progress import terminal_safe
 from zero2all.common.workspace import Workspace
@@ -160,9 +160,9 @@ def _position_lines(held_out: dict[str, Any]) -> list[str]:
         return []
     lines = ["", t("loss by tokens before ") + "".join(f"{channel[:10]:>11}" for channel in held_out)]
     for first, found in sorted(losses.items()):
-        name = f"{first:,}" if first == ends[first] else f"{first:,} to {ends[first]:,}"
+        name = f"{first:,}" if first == ends[first] else f"{first:,} {t('to')} {ends[first]:,}"
         cells = (f"{found[channel]:>11.4f}" if channel in found else " " * 11 for channel in held_out)
-        lines.append(f"  {name:<20}" + "".join(cells))
+        lines.append(f"  {padded(name, 20)}" + "".join(cells))
     return lines
 
 
@@ -185,7 +185,7 @@ def _probe_lines(report: dict[str, Any]) -> list[str]:
     for channel, values in report["probes"]["channels"].items():
         if "accuracy" in values:
             lines.append(_probe_line(channel, values))
-        lines += [_probe_line(f"  {group}", means) for group, means in values["groups"].items()]
+        lines += [_probe_line(f"  {t(group)}", means) for group, means in values["groups"].items()]
     return lines + _skipped_lines(report["probes"])
 
 
@@ -193,7 +193,7 @@ def _probe_line(name: str, means: dict[str, Any]) -> str:
     low, high = means["share_interval"]
     rank = "-" if means["median_rank"] is None else f"{means['median_rank']:,.0f}"
     return (
-        f"  {terminal_safe(name):<28} {means['accuracy']:>8.1%} {means['probability']:>11.3f} "
+        f"  {padded(terminal_safe(name), 28)} {means['accuracy']:>8.1%} {means['probability']:>11.3f} "
         f"{means['share_among_foils']:>8.3f} {low:.3f}-{high:.3f} {means['logprob']:>10.2f} {rank:>6} "
         f"{means['probes']:>6}"
     )
