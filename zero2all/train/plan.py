@@ -226,8 +226,16 @@ def plan_tables(plan: Plan) -> list[tuple[str, Rows]]:
 
 def plan_notes(plan: Plan) -> list[str]:
     """What the tables mean for the choice of links, and the arithmetic of the batch."""
-    lines = [*_bubble_notes(plan), *_link_notes(plan), "arithmetic:", *arithmetic(plan.config, plan.sizes).splitlines()]
+    sums = arithmetic(plan.config, plan.sizes).splitlines()
+    lines = [*_device_notes(plan), *_bubble_notes(plan), *_link_notes(plan), "arithmetic:", *sums]
     return [t(line) for line in lines]
+
+
+def _device_notes(plan: Plan) -> list[str]:
+    """A plan for a GPU, made on a machine without one, must not scare anybody."""
+    if not plan.device.startswith("cpu") or plan.config.train.precision == "float32":
+        return []
+    return ["memory: counted with the operators of a CPU. The fused operators of a GPU keep about half of these activations."]
 
 
 def _mesh_title(plan: Plan) -> str:
