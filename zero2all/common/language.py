@@ -16,7 +16,7 @@ import os
 import re
 import unicodedata
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from string import Formatter
 
@@ -62,21 +62,29 @@ def columns(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Template:
     """A sentence with holes, and how its Chinese is put together."""
 
-    pattern: re.Pattern[str]
     literals: list[str]
     chinese: str
 
-    @property
+    @cached_property
     def length(self) -> int:
         """How much text must be there: a longer template is tried first."""
         return sum(map(len, self.literals))
 
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """Compiled when it is first needed, which most never are."""
+        literal = "".join(self.literals)
+        is_weak = sum(map(str.isalpha, literal)) < FEW_LETTERS and not any(mark in literal for mark in ":.;(")
+        return re.compile((r"(\S+)" if is_weak else "(.*?)").join(map(re.escape, self.literals)), re.DOTALL)
+
     def fill(self, text: str) -> str | None:
         """The Chinese, if the text is this sentence; a hole holds no end of a sentence, or it would swallow others."""
+        if not text.startswith(self.literals[0]) or not text.endswith(self.literals[-1]):
+            return None
         if not all(literal in text for literal in self.literals) or (found := self.pattern.fullmatch(text)) is None:
             return None
         if any(SENTENCE_END.search(value) for value in found.groups()):
@@ -96,6 +104,8 @@ class _Tables:
         """The Chinese of a whole text."""
         if (known := self.exact.get(text)) is not None:
             return known
+        if " " not in text:  # a name, a figure, a path
+            return None
         return next((filled for template in self.templates if (filled := template.fill(text)) is not None), None)
 
 
@@ -143,14 +153,8 @@ def _tables() -> _Tables:
             if len(literals) == 1:
                 exact[literals[0]] = chinese.format()
             else:
-                hole = r"(\S+)" if _is_weak("".join(literals)) else "(.*?)"
-                pattern = re.compile(hole.join(map(re.escape, literals)), re.DOTALL)
-                templates.append(_Template(pattern, literals, chinese))
+                templates.append(_Template(literals, chinese))
     return _Tables(exact, tuple(sorted(templates, key=lambda template: -template.length)))
-
-
-def _is_weak(literal: str) -> bool:
-    return sum(char.isalpha() for char in literal) < FEW_LETTERS and not any(mark in literal for mark in ":.;(")
 
 
 def table_paths() -> list[Path]:

@@ -43,8 +43,8 @@ def rewrite_figures(section: Mapping[str, Any]) -> dict[str, float]:
 
 def rewrite_lines(section: Mapping[str, Any]) -> list[str]:
     """The section as a table for a terminal."""
-    names = [row["rewrite"] for found in section["tasks"].values() for row in found["rows"]]
-    width = max([LEAST_NAME_COLUMNS, *map(columns, names)])
+    rewrites = [row["rewrite"] for found in section["tasks"].values() for row in found["rows"]]
+    width = max([LEAST_NAME_COLUMNS, *map(columns, rewrites)])
     figures = t("form               items  original  rewritten       gap  (95 %)          same")
     lines = ["", f"{padded(t('rewrites'), width + 4)} {figures}"]
     for task, found in section["tasks"].items():
