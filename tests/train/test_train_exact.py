@@ -250,7 +250,7 @@ def test_a_process_that_is_gone_ends_the_others_in_time_and_the_run_resumes(
     assert other.wait() == PeerFailureError.exit_code, launch.text()
     assert time.monotonic() - started < 2 * timeout_seconds + 10
     said, traceback = other.text(), lab.run(name) / f"peer_failure-{1 - victim}.txt"
-    assert f"z2a: Rank {1 - victim} of 2, after step {launch.steps(1 - victim)[-1].step} of `{name}`" in said
+    assert f"z2a: Rank {1 - victim} of 2 of `{name}` failed after step {launch.steps(1 - victim)[-1].step}." in said
     assert "run the same command again" in said
     assert "Traceback" not in said
     assert str(traceback) in said

@@ -32,7 +32,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def _split_lines(self, text: str, width: int) -> list[str]:
         return wrapped(text, width)
 
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
+    def _fill_text(self, text: str, width: int, indent: str) -> str:  # noqa: ARG002
         return fitted(text, width)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:

@@ -121,7 +121,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_touched(run
         found.load_into(Snapshot.of_tensors(target).parts)
     text = str(refusal.value)
     assert "model/mask: BOOL instead of F32" in text
-    assert "model/other: absent" in text
+    assert "model/other: missing" in text
     assert "model/blocks.0.bias: unknown here" in text
     assert torch.equal(target["model/blocks.0.weight"], torch.ones(5, 3))
     with pytest.raises(BadInputError, match=r"\(5, 3\) instead of \(3, 5\)"):
