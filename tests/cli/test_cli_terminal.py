@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from zero2all.cli.table import print_table
 from zero2all.cli.overview import HELP, JOURNEY
+from zero2all.cli.table import print_table
 from zero2all.cli.terminal import fitted, wrapped
 
 FIGURES = [["source", "records in", "kept", "share"], ["my-news", "1,234,567", "1,234,500", "99.99%"]]

@@ -33,7 +33,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return wrapped(text, width)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return fitted(text, width)
+        return super()._fill_text(fitted(text, width), width, indent)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help and t(action.help)
