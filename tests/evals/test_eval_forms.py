@@ -88,3 +88,5 @@ def test_examples_are_of_the_same_subject_the_same_each_time_and_never_the_item_
     other = dataclasses.replace(item, subject="unknown")
     assert len(forms.pick_shots(task, other, 20)) == 9
     assert forms.pick_shots(task, item, 0) == ()
+    turned = dataclasses.replace(item, question=" Q4", choices=("b", "c", "a"), gold=2)
+    assert {shot.question for shot in forms.pick_shots(task, turned, 4)} == {"q0", "q2", "q6", "q8"}

@@ -9,7 +9,7 @@ import pytest
 
 from zero2all.common.errors import UsageError
 from zero2all.evals.items import CODE, CONTINUE, SENTENCE, Item, Task
-from zero2all.evals.judge import FormResult, judge, summary, wilson
+from zero2all.evals.judge import FormResult, _chosen, judge, summary, wilson
 from zero2all.evals.scorer import Question, score_questions
 from zero2all.infer.engine import Engine
 
@@ -135,6 +135,23 @@ def test_a_minimal_pair_is_right_where_the_good_sentence_is_likelier(speller):
     pairs = (Item("1", "", ("首都 Rome", "Rome 首都"), 0, "首都 Rome", shape=SENTENCE),)
     (cloze, _) = judge(engine, [Task("blimp", "en", pairs, forms=("cloze", "bits"))])
     assert cloze.accuracy == 1.0
+
+
+@pytest.mark.parametrize(
+    ("scores", "gold", "chosen"),
+    [
+        ((-1.0, -1.0), 0, 1),
+        ((-2.0, -1.0, -1.0), 1, 2),
+        ((-1.0, -2.0, -2.0), 0, 0),
+        ((math.nan, math.nan), 0, 1),
+        ((math.nan, -1.0), 1, 1),
+        ((-math.inf, -math.inf), 1, 0),
+    ],
+)
+def test_a_tie_with_a_wrong_option_gives_no_credit(scores, gold, chosen):
+    item = Item("1", "?", tuple("abc"[: len(scores)]), gold, "abc"[gold])
+    found = _chosen(item, scores, None, 1, False)
+    assert (found.chosen, found.correct) == (chosen, chosen == gold)
 
 
 def test_items_where_a_token_spans_the_border_are_counted(speller):

@@ -10,8 +10,8 @@ import pytest
 
 from zero2all.common.files import read_json, write_json
 from zero2all.evals.chart import line_chart
+from zero2all.evals.options import report_path
 from zero2all.evals.page import evaluation_page, write_page
-from zero2all.evals.report import report_path
 from zero2all.evals.scores import Curve, Point
 
 VOID = {"meta", "input"}
@@ -84,6 +84,15 @@ def test_every_table_says_what_was_left_out():
     assert "3 left out" in tables["probes"]
     assert "3 × longer than the &lt;context&gt;" in tables["probes"]
     assert "No item was left out." in tables["pairs"]
+
+
+def test_an_item_counts_once_however_many_forms_ask_it_and_its_reason_is_in_both_languages():
+    asked = {"task": "quiz", "accuracy": 0.5, "items": 3, "skipped": {"duplicate id": 2}}
+    results = [{**asked, "form": "cloze"}, {**asked, "form": "bits", "skipped": {"duplicate id": 2, "odd": 1}}]
+    other = {**asked, "task": "other", "form": "cloze"}
+    page = evaluation_page("r", [{**report(100), "tasks": {"results": [*results, other], "summary": {}}}])
+    assert "5 left out: 4 × duplicate id, 1 × odd" in page
+    assert "跳过 5 题：4 × id 重复，1 × odd" in page
 
 
 def test_rewrites_stand_beside_their_originals_with_the_gap():

@@ -16,7 +16,7 @@ from zero2all.evals.perplexity import (
     score_documents,
     validation_bits_per_byte,
 )
-from zero2all.evals.text_files import text_files
+from zero2all.evals.text_files import read_text, text_files
 from zero2all.infer.engine import Engine
 from zero2all.packed.layout import packed_sources
 from zero2all.train.validate import held_out_losses, open_valid_splits
@@ -164,12 +164,13 @@ def test_files_and_folders_are_scored_one_by_one_and_what_is_no_text_is_named(tr
         (folder / name).write_bytes(data)
     alone = tmp_path / "alone.txt"
     alone.write_text("The answer is Rome.")
-    files = text_files([folder, alone])
+    files = text_files([folder, alone, folder / "a.txt", alone])
     found, skipped = file_bits_per_byte(Engine(trained), Windows(trained.window), files, 400)
     assert list(found) == ["mine/a.txt", "mine/b.md", "alone.txt"]
     nats, tokens = nats_of(trained, "中国的首都是北京。")
     assert found["mine/a.txt"]["bits_per_byte"] == pytest.approx(nats / math.log(2) / 27)
     assert (found["mine/a.txt"]["tokens"], found["mine/b.md"]["bytes"]) == (tokens, 400)
+    assert [values["is_whole"] for values in found.values()] == [True, False, True]
     assert skipped == {
         "mine/latin.txt": "is not UTF-8",
         "mine/none.txt": "is empty",
@@ -177,3 +178,22 @@ def test_files_and_folders_are_scored_one_by_one_and_what_is_no_text_is_named(tr
     }
     with pytest.raises(BadInputError, match="no text file or folder"):
         text_files([tmp_path / "absent"])
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (1, ("é", False)),
+        (2, ("é", False)),
+        (4, ("é", False)),
+        (5, ("é中", False)),
+        (8, ("é中", False)),
+        (9, ("é中𝄞", True)),
+    ],
+)
+def test_a_limit_of_bytes_never_cuts_a_character_and_leaves_one_at_least(tmp_path, limit, expected):
+    path = tmp_path / "a.txt"
+    path.write_text("é中𝄞", encoding="utf-8")
+    assert read_text(path, limit) == expected
+    path.write_text("é中", encoding="utf-16")
+    assert "iconv" in read_text(path, limit)

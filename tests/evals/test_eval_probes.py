@@ -11,6 +11,7 @@ import torch
 from zero2all.common.errors import BadInputError
 from zero2all.evals.probe_file import Probe, read_probes
 from zero2all.evals.probes import Asked, ProbeResult, run_probes, summarize
+from zero2all.evals.report import _probe_line
 from zero2all.infer.engine import Engine
 
 BEIJING = Probe(id="a", channel="zh", family="capital", prompt="中国的首都是", answer="北京")
@@ -114,11 +115,18 @@ def test_probe_that_is_too_long_is_named_and_the_others_are_asked(speller):
     assert "the model takes 64" in reason
 
 
-def test_share_is_one_where_there_are_no_foils(trained):
+def test_there_is_no_share_where_there_are_no_foils(trained):
     probe = Probe(id="1", channel="zh", family="capital", prompt="中国的首都是", answer="北京")
     (result,) = run_probes(Engine(trained), [probe]).results
     assert 0 < result.probability <= 1
-    assert result.share_among_foils == 1.0
+    assert result.share_among_foils is None
+    alone = summarize(Asked([result], {}))["channels"]["zh"]
+    assert "share_among_foils" not in {**alone, **alone["groups"]["capital"]}
+    assert "capital" in _probe_line("capital", alone)
+    with_foils = dataclasses.replace(
+        result, probe=dataclasses.replace(probe, id="2", foils=["巴黎"]), share_among_foils=0.5
+    )
+    assert summarize(Asked([result, with_foils], {}))["share_among_foils"] == 0.5
 
 
 def test_probes_file_is_read_line_by_line(tmp_path):
@@ -142,18 +150,30 @@ GOOD_LINE = json.dumps(dataclasses.asdict(ROMAN))
     [
         ("{not json", "is not JSON"),
         ("", "is not JSON"),
+        (GOOD_LINE, "1: there are two of this id"),
+        (GOOD_LINE.replace('"Oslo"', '"Rome"'), "1: 'Rome' is both an answer and a foil"),
         ('["a"]', "a mapping of field names"),
         ('{"id": "1", "channel": "en", "family": "x", "prompt": "y"}', "answer: got nothing, expected text"),
         (GOOD_LINE.replace('"Rome"', "null"), "answer: got None, expected text"),
-        (GOOD_LINE.replace('"Rome"', '""'), "answer: got '', expected some text"),
+        (GOOD_LINE.replace('"Rome"', '""'), "1: an answer or a foil is empty"),
         (GOOD_LINE.replace('["Ro", "Oslo"]', '"Ro"'), "foils: got 'Ro', expected a list"),
-        (GOOD_LINE.replace('"foils"', '"foil"'), "foil: .*Did you mean `foils`"),
+        (GOOD_LINE.replace('"foils"', '"foil"'), "foil is not a field. Did you mean `foils`"),
     ],
 )
 def test_bad_line_of_a_probes_file_is_named_with_its_reason(tmp_path, line, reason):
     path = tmp_path / "probes.jsonl"
-    path.write_text(f"{GOOD_LINE}\n{line}\n")
-    with pytest.raises(BadInputError, match=f"probes.jsonl line 2 .*{reason}"):
+    path.write_text(f"{GOOD_LINE}\n{line}\n[]")
+    with pytest.raises(BadInputError, match=f"(?s){reason}") as error:
+        read_probes(path)
+    assert "line 3: " in str(error.value)  # all problems are named at once
+
+
+def test_bytes_of_another_encoding_are_named_and_a_byte_order_mark_is_none_of_the_text(tmp_path):
+    path = tmp_path / "probes.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + GOOD_LINE.encode())
+    assert read_probes(path) == [ROMAN]
+    path.write_bytes('{"id": "题"}'.encode("gb18030"))
+    with pytest.raises(BadInputError, match="line 1 is not UTF-8"):
         read_probes(path)
 
 

@@ -70,6 +70,17 @@ def test_a_run_is_asked_benchmarks(eval_run):
     assert "eval/tasks/summary/en" not in shown
 
 
+def test_held_out_text_can_be_left_aside(eval_run):
+    code, said, run = eval_run("--tasks", "cmmlu", "--shots", "0", "--forms", "bits", "--held-out", "none")
+    assert code == 0
+    assert "held-out text" not in said.out
+    (file,) = (run / "eval").glob("step-*.json")
+    report = json.loads(file.read_bytes())
+    assert (report["held_out"], report["validation"], len(report["tasks"]["results"])) == ({}, {}, 1)
+    assert "eval/tasks/bits/cmmlu" in figures(report)
+    assert eval_run("--held-out", "none")[0] == 3  # nothing is left to score
+
+
 def test_the_columns_stand_below_their_headings_however_long_a_name_is():
     result = {
         **{"task": "quickstart-facts-en", "form": "cloze", "shots": 0, "items": 40, "accuracy": 0.5, "chance": 0.25},
@@ -81,9 +92,22 @@ def test_the_columns_stand_below_their_headings_however_long_a_name_is():
     assert len(rows[0]) == len(heading)
 
 
+def test_a_benchmark_with_a_bad_file_is_named_at_the_end_and_the_others_are_asked(eval_run, data):
+    (data / "ceval/val").mkdir(parents=True)
+    (data / "ceval/val/law_val.csv").write_bytes("题".encode("gb18030"))
+    code, said, run = eval_run("--tasks", "ceval,cmmlu,,cmmlu", "--forms", "bits", "--shots", "0")
+    assert code == 3
+    assert sum(line.split()[:1] == ["cmmlu"] for line in said.out.splitlines()) == 1
+    assert "files cannot be used: ceval.\n  ceval: " in said.err
+    assert "is not UTF-8" in said.err
+    (file,) = (run / "eval").glob("step-*.json")
+    assert list(json.loads(file.read_bytes())["tasks_unread"]) == ["ceval"]
+
+
 @pytest.mark.parametrize(
     ("words", "code", "expected"),
     [
+        (["--text", ""], 2, "got an empty path"),
         (["--tasks", "piqa"], 3, "z2a eval fetch piqa"),
         (["--tasks", "cmmlu", "--forms", "letters"], 2, "The forms are cloze, choice, bits, generate"),
     ],

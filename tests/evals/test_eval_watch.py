@@ -10,7 +10,7 @@ import pytest
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json, write_json
-from zero2all.evals.report import report_path
+from zero2all.evals.options import report_path, write_report
 from zero2all.evals.watch import Watcher, logged_rows
 from zero2all.track.reader import read_run
 from zero2all.train.checkpoints.claims import claim_step
@@ -72,6 +72,29 @@ def test_a_checkpoint_is_claimed_while_it_is_evaluated_and_free_afterwards(run):
 
     watch_once(run, evaluate=evaluate)
     assert list((run / "checkpoints/claims").iterdir()) == []
+
+
+def test_a_checkpoint_deleted_before_it_was_evaluated_is_named(run):
+    def evaluate(step):
+        if step == 10:
+            for gone in (20, 30):
+                checkpoint_folder(run, gone).rmdir()
+            write_json(report_path(run, 30), report_of(30))  # another watcher has done it in time
+        return report_of(step)
+
+    watcher = watch_once(run, evaluate=evaluate)
+    assert watcher.evaluated == [10]
+    assert list(watcher.left_out) == [20]
+
+
+def test_a_report_with_other_settings_is_kept_under_another_name(run):
+    said: list[str] = []
+    for limit in (1, 1, 2, 3):
+        write_report(run, {**report_of(10), "settings": {"limit": limit, "texts": ()}}, said.append)
+    assert len(said) == 2
+    assert "step-00000010.earlier-1.json" in said[0]
+    kept = {path.name: read_json(path)["settings"]["limit"] for path in (run / "eval").iterdir()}
+    assert kept == {"step-00000010.json": 3, "step-00000010.earlier-1.json": 1, "step-00000010.earlier-2.json": 2}
 
 
 def test_a_checkpoint_deleted_while_it_is_read_is_reported_and_skipped(run):

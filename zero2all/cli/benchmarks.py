@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """A type for add_argument: `a,b` -> the names."""
-    found = tuple(name.strip() for name in text.split(",") if name.strip())
+    """A type for add_argument: `a,b` -> the names, each once."""
+    found = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not found:
         raise argparse.ArgumentTypeError(f"got {text[:100]!r}, expected names such as cmmlu,piqa")
     return found

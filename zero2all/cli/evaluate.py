@@ -146,6 +146,13 @@ def _steps(text: str) -> Callable[[int], bool]:
     return lambda step: any(step in each for each in ranges)
 
 
+def _path(text: str) -> Path:
+    """A type for add_argument: a path; an empty one, as of an unset shell variable, is no folder."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("got an empty path, expected a text file or a folder of text files")
+    return Path(text)
+
+
 def _add_questions(parser: argparse.ArgumentParser) -> None:
     """What is asked of a checkpoint: the same flags for every verb that judges one."""
     for name, of in (("probes", "questions to ask"), ("pairs", "contrast pairs to compare")):
@@ -157,7 +164,7 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument(
         "--text",
-        type=Path,
+        type=_path,
         action="append",
         default=[],
         metavar="PATH",
@@ -179,6 +186,12 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         help="held-out bytes to score per source, and bytes of each --text file (default 1000000)",
     )
     parser.add_argument(
+        "--held-out",
+        choices=("all", "none"),
+        default="all",
+        help="none: do not score the held-out text and the rows that training scores (default all)",
+    )
+    parser.add_argument(
         "--int8", action="store_true", help="also score the held-out text with 8-bit weights, to see what they cost"
     )
     about = (
@@ -193,7 +206,7 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shots", type=whole(0), metavar="N", help=about)
     about = "items per benchmark, the same ones every time (default: all)"
     parser.add_argument("--limit", type=whole(1), metavar="N", help=about)
-    about = "also ask rewritten items, and compare: R1,R2,R13+R2, … or all (docs/evaluation.md lists them)"
+    about = "also ask rewritten items, and compare: R1,R2,R13+R2, … or all (docs/benchmarks.md lists them)"
     parser.add_argument("--rewrites", type=names, default=(), metavar="NAMES", help=about)
     about = "run the programs that the model writes for HumanEval, in a sandbox (default: they are not run)"
     parser.add_argument("--run-code", action="store_true", help=about)
@@ -231,6 +244,7 @@ def _checked_options(
         probes=_file(arguments.probes, workspace, "probes"),
         pairs=_file(arguments.pairs, workspace, "pairs"),
         texts=tuple(arguments.text),
+        held_out=arguments.held_out == "all",
         int8=arguments.int8,
         tasks=_tasks(arguments),
     )
@@ -258,6 +272,17 @@ def _run(arguments: argparse.Namespace) -> None:
     loaded = load_run(workspace, arguments.run, arguments.step)
     report = evaluate_run(loaded, workspace, options)
     print("\n".join([*report_lines(report), *_overview(workspace.run(arguments.run))]))
+    _name_unread(options)
+
+
+def _name_unread(options: EvalOptions) -> None:
+    """End with an error that names the benchmarks whose files could not be used; the others have been asked."""
+    from zero2all.common.errors import BadInputError
+
+    unread = options.tasks.read()[1] if options.tasks is not None else {}
+    if unread:
+        reasons = "\n".join(f"  {name}: {reason}" for name, reason in unread.items())
+        raise BadInputError(f"Not asked, because their files cannot be used: {', '.join(unread)}.\n{reasons}")
 
 
 def _overview(run: Path) -> list[str]:
@@ -278,6 +303,7 @@ def _run_all(arguments: argparse.Namespace, workspace: Workspace, options: EvalO
     _watcher(arguments.run, workspace, options, None).watch(once=True)
     reports = [kept_report(run, step_of(folder), options) for folder in reversed(list_checkpoints(run))]
     print("\n".join([*step_lines([report for report in reports if report is not None]), *_overview(run)]))
+    _name_unread(options)
 
 
 def _watcher(name: str, workspace: Workspace, options: EvalOptions, device: str | None) -> Watcher:
@@ -321,6 +347,7 @@ def _watch(arguments: argparse.Namespace) -> None:
     print(t(f"{arguments.run}: {evaluated} evaluated, {len(watcher.left_out)} left out"))
     if read_reports(watcher.run):
         print("\n".join(_overview(watcher.run)))
+    _name_unread(options)
 
 
 def _fetch(arguments: argparse.Namespace) -> None:

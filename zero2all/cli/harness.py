@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from zero2all.cli.benchmarks import add_data
 from zero2all.cli.runs import add_run_name
 from zero2all.cli.verb import Subparsers, add_verb, whole, workspace_of
 from zero2all.common.language import translate as t
@@ -32,13 +33,11 @@ def register(inner: Subparsers) -> None:
         inner,
         "export-tasks",
         "write benchmarks, or a set of your own, as tasks of lm-eval: YAML and JSON lines",
-        "z2a eval export-tasks lm-tasks --data benchmarks --tasks cmmlu,my-questions",
+        "z2a eval export-tasks lm-tasks --data eval-data --tasks cmmlu,my-questions",
         _export,
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write to")
-    parser.add_argument(
-        "--data", type=Path, required=True, metavar="DIR", help="folder with a folder of files for each benchmark"
-    )
+    add_data(parser)
     parser.add_argument("--tasks", type=_names, default=["all"], metavar="NAMES", help="which ones (default: all)")
     parser.add_argument("--shots", type=whole(0), metavar="N", help="examples in a prompt (default: as the set says)")
     parser.add_argument("--limit", type=whole(1), metavar="N", help="only the first N items of each")

@@ -47,6 +47,11 @@ def translate(text: str) -> str:
     return text if language() == "en" or not text else _in_chinese(text)
 
 
+def chinese(text: str) -> str:
+    """The text in Chinese, whatever the person's language: for a page that has both."""
+    return _in_chinese(text)
+
+
 def padded(text: str, width: int) -> str:
     """The text with spaces up to `width` columns of a terminal, where a Chinese character takes two."""
     return text + " " * (width - columns(text))

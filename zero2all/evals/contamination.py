@@ -1,6 +1,6 @@
 """Was an item of a benchmark in the training text? Its n-grams (`ngrams.py`) against every training document.
 
-    z2a pack --against cmmlu,arc_easy --data benchmarks        with the packing of the corpus
+    z2a pack --against cmmlu,arc_easy --data eval-data         with the packing of the corpus
     z2a eval contamination my-workspace ...                    later, for other benchmarks
 
 Compared is the question (options and passages are often public text by themselves). An item with fewer units than an

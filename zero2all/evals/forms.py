@@ -161,8 +161,18 @@ def pick_shots(task: Task, item: Item, count: int, seed: int = 0) -> tuple[Item,
         return ()
     pool = [shot for shot in task.shots if shot.subject == item.subject] or list(task.shots)
     order = random.Random(f"{seed} {task.name} {item.subject}").sample(pool, len(pool))
-    own = (item.context, item.question, item.choices)
-    return tuple(shot for shot in order if (shot.context, shot.question, shot.choices) != own)[:count]
+    return tuple(shot for shot in order if not _is_same_question(shot, item))[:count]
+
+
+def _is_same_question(one: Item, other: Item) -> bool:
+    """Whether two items ask the same, whatever the case, the spaces and the order of the options."""
+    if one.question or other.question:
+        return _letters(one.context + one.question) == _letters(other.context + other.question)
+    return {_letters(text) for text in one.choices} == {_letters(text) for text in other.choices}
+
+
+def _letters(text: str) -> str:
+    return "".join(text.split()).casefold()
 
 
 def _joined(shots: Sequence[Item], show: Callable[[Item], str]) -> str:

@@ -56,6 +56,10 @@ def _problems_of(check: Callable[[], Any]) -> list[str]:
 def _check_corpus(corpus: Path, options: EvalOptions) -> None:
     sources = corpus_sources(corpus)
     has_more = options.probes is not None or options.pairs is not None or options.texts or options.tasks
+    if not has_more and not options.held_out:
+        raise BadInputError(
+            "There is nothing to score: with --held-out none, ask --probes, --pairs, --tasks or a --text."
+        )
     if not has_more and not any(manifest["report"]["valid_records"] for manifest in sources.values()):
         raise BadInputError(
             f"The corpus in {corpus} has no held-out text, so there is nothing to score. Build it with a larger "

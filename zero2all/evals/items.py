@@ -84,6 +84,11 @@ GOLD_OUTSIDE = "gold outside the options"
 EMPTY_TEXT = "empty text"
 NOT_READABLE = "not readable"
 DUPLICATE = "duplicate id"
+NO_ANSWER = "no right answer given"
+BLANKS = "not exactly one blank"
+ONE_WORD = "only one word"
+ONE_OPTION = "only one option"
+EQUAL_OPTIONS = "the right option stands twice"
 
 
 class ItemError(ValueError):
@@ -100,12 +105,14 @@ def check_item(item: Item) -> Item:
         raise ItemError(EMPTY_TEXT, "the question is empty")
     if item.choices:
         if len(item.choices) < 2:
-            raise ItemError(GOLD_OUTSIDE, "there is only one option")
+            raise ItemError(ONE_OPTION, "there is only one option")
         if item.gold is None or not 0 <= item.gold < len(item.choices):
             raise ItemError(GOLD_OUTSIDE, f"the right answer is number {item.gold} of {len(item.choices)} options")
         empty = [number for number, text in enumerate(item.choices, 1) if not text.strip()]
         if empty:
             raise ItemError(EMPTY_TEXT, f"option {empty[0]} is empty")
+        if [text.strip() for text in item.choices].count(item.choices[item.gold].strip()) > 1:
+            raise ItemError(EQUAL_OPTIONS, "another option has the same text as the right one")
     elif not item.answer.strip():
         raise ItemError(EMPTY_TEXT, "the right answer is empty")
     return item

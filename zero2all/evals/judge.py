@@ -364,5 +364,8 @@ def _of_gold(asked: Asked, scored: Sequence[Scored]) -> tuple[float, int, bool]:
 
 
 def _chosen(item: Item, scores: Sequence[float], bits: float | None, size: int, spans: bool) -> ItemResult:
-    best = max(range(len(scores)), key=scores.__getitem__)
+    """The best option. A tie gives no credit: where a wrong option scores as well as the right one, the wrong one is
+    chosen. So a model without a preference, or with scores that are no numbers, is never right by the order."""
+    comparable = [-math.inf if math.isnan(score) else score for score in scores]
+    best = max(range(len(scores)), key=lambda number: (comparable[number], number != item.gold))
     return ItemResult(item.id, best == item.gold, best, "", bits, size, spans, tuple(scores))

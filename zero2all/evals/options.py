@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import crc32c_of, read_json_object
+from zero2all.common.files import crc32c_of, read_json_object, write_json
 from zero2all.common.workspace import Workspace
 from zero2all.evals.tasks.list import TaskQuestions
 from zero2all.evals.text_files import text_files
@@ -31,6 +33,8 @@ class EvalOptions:
     """Text files, or folders of them, of one's own."""
     tasks: TaskQuestions | None = None
     """Benchmarks to ask."""
+    held_out: bool = True
+    """Score the held-out text and the rows that training scores."""
     int8: bool = False
     """Score the held-out text once more with 8-bit weights."""
 
@@ -44,6 +48,7 @@ class EvalOptions:
             "texts": {name: crc32c_of(path) for name, path in text_files(self.texts).items()},
             "tasks": None if self.tasks is None else self.tasks.record(),
             "int8": self.int8,
+            **({} if self.held_out else {"held_out": False}),  # reports made before there was this choice stay valid
         }
 
 
@@ -58,6 +63,31 @@ def report_path(run: Path, step: int) -> Path:
     return run / "eval" / f"step-{step:08d}.json"
 
 
+def write_report(run: Path, report: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Write the report of a checkpoint. An earlier one with other settings is kept beside it under another name."""
+    path = report_path(run, report["step"])
+    earlier = _settings_of(path)
+    if earlier is not None and earlier != _as_kept(report.get("settings")):
+        numbers = itertools.count(1)
+        kept = next(name for n in numbers if not (name := path.with_name(f"{path.stem}.earlier-{n}.json")).exists())
+        path.rename(kept)
+        say(f"step {report['step']}: the earlier report had other settings; it is kept as {kept}")
+    write_json(path, report)
+
+
+def _as_kept(settings: Any) -> Any:
+    """As a file keeps them."""
+    return jsonio.loads(jsonio.dumps_line(settings))
+
+
+def _settings_of(path: Path) -> Any:
+    """The settings of a report; None where there is none that can be read."""
+    try:
+        return read_json_object(path).get("settings", {}) if path.is_file() else None
+    except BadInputError:
+        return None
+
+
 def kept_report(run: Path, step: int, options: EvalOptions) -> dict[str, Any] | None:
     """The report of this checkpoint, where it was made with these settings."""
     path = report_path(run, step)
@@ -65,5 +95,4 @@ def kept_report(run: Path, step: int, options: EvalOptions) -> dict[str, Any] | 
         report = read_json_object(path) if path.is_file() else {}
     except BadInputError:
         return None
-    asked = jsonio.loads(jsonio.dumps_line(options.record()))  # as a file keeps it
-    return report if report.get("settings") == asked else None
+    return report if report.get("settings") == _as_kept(options.record()) else None

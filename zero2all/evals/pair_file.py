@@ -6,14 +6,11 @@ In YAML a pair is one sentence with `{right|wrong}` where the two differ: 河里
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero2all.common import jsonio
-from zero2all.common.schema import Problem, build
-from zero2all.evals.probe_file import load_yaml, read_question_file, refuse
+from zero2all.evals.probe_file import load_yaml, objects_of, read_question_file, refuse, repeated_ids
 
 DIFFERENCE = re.compile(r"\{([^{}|]*)\|([^{}|]*)\}")
 KIND_FIELDS = ("kind", "language", "pairs")
@@ -40,27 +37,14 @@ def read_pairs(path: Path) -> list[Pair]:
             pair for number, kind in enumerate(load_yaml(data, path), 1) for pair in _of_kind(kind, number, problems)
         ]
     else:
-        found = [pair for number, line in enumerate(data.splitlines(), 1) for pair in _of_line(line, number, problems)]
+        found = objects_of(data, Pair, problems)
     problems += [
         f"{pair.id}: right and wrong must be two different texts"
         for pair in found
         if not pair.right or not pair.wrong or pair.right == pair.wrong
     ]
-    twice = [name for name, times in Counter(pair.id for pair in found).items() if times > 1]
-    problems += [f"{name}: there are two of this id" for name in twice]
-    refuse(path, problems)
+    refuse(path, problems + repeated_ids(found))
     return found
-
-
-def _of_line(line: bytes, number: int, problems: list[str]) -> list[Pair]:
-    found: list[Problem] = []
-    try:
-        pair = build(Pair, jsonio.loads(line), "", found)
-    except ValueError as error:
-        problems.append(f"line {number} is not JSON ({error})")
-        return []
-    problems += [f"line {number}: {problem}" for problem in found]
-    return [] if found else [pair]
 
 
 def _of_kind(kind: Any, number: int, problems: list[str]) -> list[Pair]:

@@ -161,7 +161,7 @@ def file_bits_per_byte(
             (score,) = score_documents(engine, [text[0]], windows, are_whole=text[1])
             packer = _packer()
             score.gzip_bytes = len(packer.compress(text[0].encode()) + packer.flush())
-            found[name] = score.summary()
+            found[name] = {**score.summary(), "is_whole": text[1]}
             bar.advance(score.bytes, note=name)
     return found, skipped
 

@@ -8,18 +8,19 @@ No torch here: mistakes in a file are reported before a model is loaded.
 
 from __future__ import annotations
 
+import codecs
 import itertools
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import yaml
 
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
-from zero2all.common.schema import Problem, build, nearest_hint
+from zero2all.common.schema import Problem, UnknownName, build, nearest_hint
 
 REPORTED_APART = ("arithmetic", "label prior")
 """Families whose name begins so are shown but not part of the mean: they test a skill or a habit, not knowledge."""
@@ -27,6 +28,15 @@ MAX_FOILS = 4
 LEAST_TEMPLATES = 3
 LARGEST_FILE_BYTES = 1 << 26
 SHOWN_PROBLEMS = 20
+Read = TypeVar("Read")
+
+
+class HasId(Protocol):
+    """A probe or a pair."""
+
+    @property
+    def id(self) -> str:
+        """Unique within its file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +73,14 @@ class Probe:
         return not self.new_wording and not self.family.startswith(REPORTED_APART)
 
     @property
+    def golds(self) -> list[str]:
+        """All right answers."""
+        return [self.answer, *self.also]
+
+    @property
     def right(self) -> list[str]:
         """The right answers as they follow the prompt."""
-        return [self.joiner + text for text in (self.answer, *self.also)]
+        return [self.joiner + text for text in self.golds]
 
     @property
     def wrong(self) -> list[str]:
@@ -78,7 +93,16 @@ def read_probes(path: Path) -> list[Probe]:
     data = read_question_file(path, "probes")
     if path.suffix in (".yaml", ".yml"):
         return probes_of_families(load_yaml(data, path), path)
-    return [_read_line(line, f"{path} line {number}") for number, line in enumerate(data.splitlines(), 1)]
+    problems: list[str] = []
+    probes = objects_of(data, Probe, problems)
+    for probe in probes:
+        if "" in (*probe.golds, *probe.foils):
+            problems.append(f"{probe.id}: an answer or a foil is empty")
+        problems += [
+            f"{probe.id}: {foil!r} is both an answer and a foil" for foil in probe.foils if foil in probe.golds
+        ]
+    refuse(path, problems + repeated_ids(probes))
+    return probes
 
 
 def read_question_file(path: Path, kind: str) -> bytes:
@@ -87,7 +111,7 @@ def read_question_file(path: Path, kind: str) -> bytes:
         with open(path, "rb") as file:
             data = file.read(LARGEST_FILE_BYTES + 1)
     except OSError as error:
-        raise BadInputError(f"The {kind} file {path} cannot be read: {error}") from error
+        raise BadInputError(f"The {kind} file {path} cannot be read: {error.strerror}.") from error
     if not data.strip():
         raise BadInputError(f"The {kind} file {path} is empty. Expected one JSON object a line, or YAML (*.yaml).")
     if len(data) > LARGEST_FILE_BYTES:
@@ -115,22 +139,31 @@ def refuse(path: Path, problems: list[str]) -> None:
         raise BadInputError(f"{path} cannot be used, {len(problems)} problems:\n{shown}{rest}")
 
 
-def _read_line(line: bytes, place: str) -> Probe:
-    problems: list[Problem] = []
-    try:
-        probe = build(Probe, jsonio.loads(line), "", problems)
-    except ValueError as error:
-        raise BadInputError(f"{place} is not JSON ({error}). Expected one JSON object a line.") from error
-    if not problems and "" in (probe.answer, *probe.also):
-        problems.append(Problem("answer", probe.answer, "some text"))
-    if problems:
-        optional = [each.name for each in fields(Probe)][5:]
-        raise BadInputError(
-            f"{place} is not a probe: {' '.join(map(str, problems))} Expected an object with id, channel, family, "
-            f"prompt, answer, and optionally joiner, {', '.join(name for name in optional if name != 'answer')}."
-        )
-    assert isinstance(probe, Probe), "build returns what it was asked for when it found no problem"
-    return probe
+def objects_of(data: bytes, kind: type[Read], problems: list[str]) -> list[Read]:
+    """One object a line; what is wrong with any of them is appended to the problems."""
+    found = []
+    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).splitlines(), 1):
+        wrong: list[Problem] = []
+        try:
+            made = build(kind, jsonio.loads(line.decode()), "", wrong)
+        except UnicodeDecodeError:
+            problems.append(f"line {number} is not UTF-8. Convert the file: iconv -f GB18030 -t UTF-8.")
+            continue
+        except ValueError as error:
+            problems.append(f"line {number} is not JSON ({error})")
+            continue
+        for each in wrong:
+            is_unknown = isinstance(each, UnknownName)
+            problems.append(f"line {number}: {f'{each.field} is not a field. {each.hint}' if is_unknown else each}")
+        if not wrong:
+            found.append(made)
+    return found
+
+
+def repeated_ids(found: Sequence[HasId]) -> list[str]:
+    """A problem for each id that stands twice."""
+    times = Counter(each.id for each in found)
+    return [f"{name}: there are two of this id" for name, count in times.items() if count > 1]
 
 
 # YAML ----------------------------------------------------------------------------------------------------------------
@@ -153,9 +186,7 @@ def probes_of_families(families: list[Any], path: Path) -> list[Probe]:
     """All families expanded; every problem is found before one error names them."""
     problems: list[str] = []
     probes = [probe for number, family in enumerate(families, 1) for probe in _expanded(family, number, problems)]
-    twice = [name for name, times in Counter(probe.id for probe in probes).items() if times > 1]
-    problems += [f"{name}: there are two of this id" for name in twice]
-    refuse(path, problems)
+    refuse(path, problems + repeated_ids(probes))
     return probes
 
 

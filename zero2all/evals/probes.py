@@ -35,7 +35,8 @@ class ProbeResult:
     written: str
     probability: float
     """Of all right answers together."""
-    share_among_foils: float
+    share_among_foils: float | None
+    """None where the probe has no foils."""
     logprob: float
     rank: int | None
     """How many tokens are likelier than the first of the answer; None where a token spans the border."""
@@ -71,7 +72,7 @@ def _result(probe: Probe, scored: list[Scored], written: str) -> ProbeResult:
         correct=_is_right(probe, written),
         written=written,
         probability=math.exp(logprob),
-        share_among_foils=_share(logprob, of_foils),
+        share_among_foils=_share(logprob, of_foils) if wrong else None,
         logprob=max(logprob, IMPOSSIBLE),
         rank=None if likeliest.spans_border else likeliest.ranks[0],
     )
@@ -120,20 +121,32 @@ def _means(results: list[ProbeResult]) -> dict[str, Any]:
     def of_questions(value: Callable[[ProbeResult], float]) -> list[float]:
         return [fmean(map(value, wordings)) for wordings in questions]
 
-    shares, logprobs = of_questions(lambda one: one.share_among_foils), of_questions(lambda one: one.logprob)
+    logprobs = of_questions(lambda one: one.logprob)
     ranks = [result.rank for result in results if result.rank is not None]
     return {
         "accuracy": fmean(of_questions(lambda one: one.correct)),
         "probability": fmean(of_questions(lambda one: one.probability)),
-        "share_among_foils": fmean(shares),
-        "share_interval": list(mean_interval(shares)),
-        "share_range_of_wordings": fmean(_range([one.share_among_foils for one in wordings]) for wordings in questions),
+        **_share_means(questions),
         "logprob": fmean(logprobs),
         "logprob_interval": list(mean_interval(logprobs)),
         "logprob_range_of_wordings": fmean(_range([one.logprob for one in wordings]) for wordings in questions),
         "median_rank": median(ranks) if ranks else None,
         "questions": len(questions),
         "probes": len(results),
+    }
+
+
+def _share_means(questions: list[list[ProbeResult]]) -> dict[str, Any]:
+    """The share among foils over the questions that have any; nothing where none has."""
+    found = [[one.share_among_foils for one in wordings if one.share_among_foils is not None] for wordings in questions]
+    shares = [each for each in found if each]
+    if not shares:
+        return {}
+    means = [fmean(each) for each in shares]
+    return {
+        "share_among_foils": fmean(means),
+        "share_interval": list(mean_interval(means)),
+        "share_range_of_wordings": fmean(map(_range, shares)),
     }
 
 

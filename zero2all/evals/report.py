@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import write_json
 from zero2all.common.language import flush_right, padded
 from zero2all.common.language import translate as t
-from zero2all.common.progress import terminal_safe
+from zero2all.common.progress import say, terminal_safe
 from zero2all.common.workspace import Workspace
 from zero2all.evals.contamination import read_contamination
-from zero2all.evals.options import EvalOptions, report_path
+from zero2all.evals.options import EvalOptions, write_report
 from zero2all.evals.pair_file import read_pairs
 from zero2all.evals.pairs import compare_pairs, summarize_pairs
 from zero2all.evals.perplexity import Windows, file_bits_per_byte, held_out_bits_per_byte, validation_bits_per_byte
@@ -37,7 +36,7 @@ def evaluate_run(loaded: LoadedModel, workspace: Workspace, options: EvalOptions
     """Judge a checkpoint; writes the report beside the run, adds its figures to the metrics, and returns it."""
     report = judge_checkpoint(loaded, workspace, options)
     run = workspace.run(loaded.name)
-    write_json(report_path(run, loaded.step), report)
+    write_report(run, report, say)
     log_report(run, report)
     return report
 
@@ -49,16 +48,18 @@ def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOpt
     # Files are read first: a bad one should not cost the scoring of all text.
     probes = [] if options.probes is None else read_probes(options.probes)
     pairs = [] if options.pairs is None else read_pairs(options.pairs)
-    tasks = [] if options.tasks is None else options.tasks.read()
+    tasks, unread = ([], {}) if options.tasks is None else options.tasks.read()
     windows = Windows(loaded.window, options.stride)
     engine = Engine(loaded)
-    report["held_out"] = held_out_bits_per_byte(engine, windows, workspace.corpus, options.max_bytes)
-    if options.int8:
+    report["held_out"], report["validation"] = {}, {}
+    if options.held_out:
+        report["held_out"] = held_out_bits_per_byte(engine, windows, workspace.corpus, options.max_bytes)
+        report["validation"] = _validation(engine, loaded, workspace)
+    if options.held_out and options.int8:
         narrow = Engine(loaded, EngineSettings(int8=True))
         found = held_out_bits_per_byte(narrow, windows, workspace.corpus, options.max_bytes)
         for channel, values in found.items():
             report["held_out"][channel]["int8_bits_per_byte"] = values["bits_per_byte"]
-    report["validation"] = _validation(engine, loaded, workspace)
     if options.texts:
         report["texts"], report["texts_skipped"] = file_bits_per_byte(
             engine, windows, text_files(options.texts), options.max_bytes
@@ -75,6 +76,7 @@ def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOpt
         report["pairs_skipped"] = compared.skipped
     if options.tasks is not None:
         report["tasks"] = task_section(engine, options.tasks, tasks, read_contamination(workspace))
+        report["tasks_unread"] = unread
         if options.tasks.rewrites:
             once = workspace.run(loaded.name) / "eval" / "once"
             report["rewrites"] = rewrite_section(engine, options.tasks, tasks, once)
@@ -124,11 +126,9 @@ def figures(report: dict[str, Any]) -> dict[str, float]:
 
 def report_lines(report: dict[str, Any]) -> list[str]:
     """The report for a terminal."""
-    lines = [
-        t(f"{report['run']} at step {report['step']}"),
-        "",
-        t("held-out text        bits/byte   gzip -9   documents      bytes"),
-    ]
+    lines = [t(f"{report['run']} at step {report['step']}")]
+    if report["held_out"]:
+        lines += ["", t("held-out text        bits/byte   gzip -9   documents      bytes")]
     for channel, values in report["held_out"].items():
         lines.append(
             f"  {channel:<18} {values['bits_per_byte']:>9.4f} {values['gzip_bits_per_byte']:>9.4f} "
@@ -172,9 +172,11 @@ def _text_lines(report: dict[str, Any]) -> list[str]:
     lines = ["", t("text files                     bits/byte   gzip -9    loss     tokens      bytes")]
     for name, values in report["texts"].items():
         lines.append(
-            f"  {terminal_safe(name):<28} {values['bits_per_byte']:>9.4f} {values['gzip_bits_per_byte']:>9.4f} "
+            f"  {padded(terminal_safe(name), 28)} {values['bits_per_byte']:>9.4f} {values['gzip_bits_per_byte']:>9.4f} "
             f"{values['loss']:>7.4f} {values['tokens']:>10,} {values['bytes']:>10,}"
         )
+        if not values.get("is_whole", True):
+            lines.append(t(f"    only its first {values['bytes']:,} bytes, because of --max-bytes"))
     return lines + [t(f"  left out: {terminal_safe(name)} {why}") for name, why in report["texts_skipped"].items()]
 
 
@@ -190,12 +192,14 @@ def _probe_lines(report: dict[str, Any]) -> list[str]:
 
 
 def _probe_line(name: str, means: dict[str, Any]) -> str:
-    low, high = means["share_interval"]
+    share = " " * 20
+    if "share_among_foils" in means:  # some foils were given
+        low, high = means["share_interval"]
+        share = f"{means['share_among_foils']:>8.3f} {low:.3f}-{high:.3f}"
     rank = "-" if means["median_rank"] is None else f"{means['median_rank']:,.0f}"
     return (
         f"  {padded(terminal_safe(name), 28)} {means['accuracy']:>8.1%} {means['probability']:>11.3f} "
-        f"{means['share_among_foils']:>8.3f} {low:.3f}-{high:.3f} {means['logprob']:>10.2f} {rank:>6} "
-        f"{means['probes']:>6}"
+        f"{share} {means['logprob']:>10.2f} {rank:>6} {means['probes']:>6}"
     )
 
 
@@ -212,7 +216,7 @@ def _pair_lines(report: dict[str, Any]) -> list[str]:
 def _pair_line(name: str, found: dict[str, Any]) -> str:
     low, high = found["interval"]
     return (
-        f"  {terminal_safe(name):<28} {found['accuracy']:>9.1%} {low:>6.1%}-{high:<6.1%} "
+        f"  {padded(terminal_safe(name), 28)} {found['accuracy']:>9.1%} {low:>6.1%}-{high:<6.1%} "
         f"{found['accuracy_per_byte']:>8.1%} {found['nats']:>+12.2f} {found['pairs']:>6}"
     )
 
@@ -232,7 +236,7 @@ def step_lines(reports: list[dict[str, Any]]) -> list[str]:
         cells = [
             *("" if value is None else f"{value:.4f}" for value in bits),
             f"{probes['accuracy']:.1%}" if "accuracy" in probes else "",
-            f"{probes['share_among_foils']:.3f}" if "accuracy" in probes else "",
+            f"{probes['share_among_foils']:.3f}" if "share_among_foils" in probes else "",
             f"{probes['logprob']:.2f}" if "accuracy" in probes else "",
             f"{pairs['accuracy']:.1%}" if "accuracy" in pairs else "",
         ]

@@ -140,10 +140,16 @@ def counts_of(report: Mapping[str, Any], section: str) -> dict[str, Counts]:
 
 
 def skipped_of(report: Mapping[str, Any], section: str) -> dict[str, int]:
-    """Why items of a section were left out, and how many."""
+    """Why items of a section were left out, and how many; an item of a task counts once, however many forms ask it."""
     found: Counter[str] = Counter()
+    of_tasks: dict[str, Counter[str]] = {}
     for _, node, _ in _nodes(section, report.get(section), None):
-        found.update(_reasons(node))
+        if section == "tasks" and "task" in node:
+            of_tasks[node["task"]] = of_tasks.get(node["task"], Counter()) | Counter(_reasons(node))  # the larger
+        else:
+            found.update(_reasons(node))
+    for reasons in of_tasks.values():
+        found.update(reasons)
     if section == "texts":  # whole files, each with its reason
         found.update(map(str, report.get("texts_skipped", {}).values()))
     return dict(found)

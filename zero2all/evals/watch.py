@@ -18,8 +18,9 @@ from typing import Any
 
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import read_json_object, write_json
-from zero2all.evals.report import figures, report_path
+from zero2all.common.files import read_json_object
+from zero2all.evals.options import report_path, write_report
+from zero2all.evals.report import figures
 from zero2all.track.writer import METRICS_FOLDER, Run, has_finished
 from zero2all.train.checkpoints.claims import Claim, claim_step
 from zero2all.train.checkpoints.layout import FOLDER_NAME, checkpoint_folder, list_checkpoints, step_of
@@ -52,6 +53,8 @@ class Watcher:
     left_out: dict[int, str] = field(default_factory=dict)
     """Steps that could not be evaluated, and why."""
     _by_others: set[int] = field(default_factory=set)
+    _seen: set[int] = field(default_factory=set)
+    """Steps that had a checkpoint when we looked."""
 
     def watch(self, once: bool = False) -> None:
         """Evaluate what there is and what comes. Returns when training is done and nothing is left; with `once`, when
@@ -78,6 +81,10 @@ class Watcher:
         """Checkpoints that are to be evaluated, oldest first: the oldest is the next to be deleted."""
         steps = sorted(step_of(folder) for folder in list_checkpoints(self.run))
         dealt_with = {*self.left_out, *self.evaluated, *self._by_others}
+        for step in sorted(self._seen - {*steps, *dealt_with}):
+            if not self._done(step):
+                self._name(step, "its checkpoint was deleted or moved before it was evaluated")
+        self._seen.update(step for step in steps if self.is_wanted(step))
         return [step for step in steps if self.is_wanted(step) and step not in dealt_with and not self._done(step)]
 
     def _done(self, step: int) -> bool:
@@ -107,7 +114,7 @@ class Watcher:
         report = self.evaluate(step)
         if not claim.is_held():
             raise LostClaimError
-        write_json(report_path(self.run, step), report)
+        write_report(self.run, report, self.say)
         _log(metrics(), report)
         self.evaluated.append(step)
         self.on_report(report)
@@ -121,6 +128,9 @@ class Watcher:
             reason = str(error)
         else:
             raise error
+        self._name(step, reason)
+
+    def _name(self, step: int, reason: str) -> None:
         self.left_out[step] = reason
         self.say(f"step {step} is left out: {reason}")
 

@@ -291,6 +291,36 @@ def test_items_that_cannot_be_used_are_named_and_the_rest_is_read(tmp_path):
     assert "it has no answer; its fields are id, question, A" in task.problems[2]
 
 
+@pytest.mark.parametrize(
+    ("name", "row", "reason", "said"),
+    [
+        ("blimp", {"sentence_good": "Same. ", "sentence_bad": "Same."}, "the right option stands twice", "same text"),
+        ("mine", {"choices": ["a", "b", "a"], "answer": "a"}, "the right option stands twice", "same text"),
+        ("mine", {"choices": ["a"], "answer": "a"}, "only one option", "only one option"),
+        ("mine", {"choices": ["Lima", "Rome"], "answer": "Quito"}, "gold outside the options", "are Lima, Rome"),
+        ("mine", {"choices": ["Lima", "Rome"], "answer": ""}, "no right answer given", "no right answer"),
+        (
+            "winogrande",
+            {"sentence": "_ and _", "option1": "a", "option2": "b", "answer": "1"},
+            "not exactly one blank",
+            "2",
+        ),
+        ("hellaswag", {"label": "", "ctx_a": "a", "ctx_b": "", "activity_label": "x"}, "no right answer given", "test"),
+        ("lambada", {"text": "word"}, "only one word", "only one word"),
+    ],
+)
+def test_the_reason_that_is_counted_is_that_of_the_item(tmp_path, name, row, reason, said):
+    good = {"question": "?", "choices": ["a", "b", "b"], "answer": "a"}  # two equal wrong options harm nothing
+    good |= {"sentence_good": "a", "sentence_bad": "b", "sentence": "_ b", "option1": "a", "option2": "b"}
+    good |= {"label": 0, "ctx_a": "a", "ctx_b": "b", "activity_label": "x", "endings": ["a", "b"], "text": "a b"}
+    good["answer"] = "1" if name == "winogrande" else "a"
+    file = "test.jsonl" if name == "blimp" else "val.jsonl"
+    put(tmp_path, name, {file: lines(good, {"question": "?", **row})})
+    task = read_task(tmp_path, name)
+    assert (len(task.items), task.skipped) == (1, {reason: 1})
+    assert said in task.problems[0]
+
+
 def test_one_bad_question_of_a_passage_leaves_the_others(tmp_path):
     bad = {"question": "谁？", "choice": ["男", "女"], "answer": "狗"}
     put(tmp_path, "c3", {"c3-d-test.json": json.dumps([[C3[0], [bad, *C3[1]], "7"], ["x"], 3]).encode()})

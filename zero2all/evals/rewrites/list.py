@@ -59,4 +59,4 @@ def _one(name: str) -> Rewrite:
 
 def _unknown(name: str) -> UsageError:
     known = [*dict.fromkeys(map(_family, REWRITES)), *REWRITES, TRAIN_ONCE, "all"]
-    return UsageError(f"There is no rewrite {name!r}. {nearest_hint(name, known)}")
+    return UsageError(f"There is no rewrite {name!r}. {nearest_hint(name, known)} docs/benchmarks.md lists all.")

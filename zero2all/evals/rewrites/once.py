@@ -4,7 +4,7 @@ If a model gains much more from having read the questions once than from as much
 answers (in the options), or were half known. This writes the text to train on and the items to ask; the training
 is that of any corpus:
 
-    z2a eval my-run --tasks exam --data benchmarks --rewrites R17     writes runs/my-run/eval/once/
+    z2a eval my-run --tasks exam --data eval-data --rewrites R17     writes runs/my-run/eval/once/
     z2a corpus build once=.../once/train.jsonl --work once …          then pack, and train from the checkpoint
     z2a eval once --tasks exam --data .../once/ask
 """

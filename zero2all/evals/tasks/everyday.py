@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from zero2all.evals.items import BLANK, CONTINUE, MISSING_COLUMN, SENTENCE, Item, ItemError
+from zero2all.evals.items import BLANK, BLANKS, CONTINUE, NO_ANSWER, SENTENCE, Item, ItemError
 from zero2all.evals.tasks.files import DataFile, cell, data_files, rows_of, text
 from zero2all.evals.tasks.reader import Reader, gold_of, with_choices
 
@@ -17,7 +17,7 @@ SCORED_FORMS = ("cloze", "bits")
 def _hellaswag(row: Any, _: DataFile) -> Iterator[Item]:
     label = text(row, "label")
     if not label:
-        raise ItemError(MISSING_COLUMN, "the label is empty: the test split has none")
+        raise ItemError(NO_ANSWER, "the label is empty: the test split has none")
     begun = text(row, "ctx_b")
     context = f"{text(row, 'ctx_a')} {begun[:1].upper()}{begun[1:]}".strip()
     activity = text(row, "activity_label")
@@ -54,7 +54,7 @@ def _piqa_rows(file: DataFile, header: Sequence[str] | None) -> Iterable[tuple[i
 def _winogrande(row: Any, _: DataFile) -> Iterator[Item]:
     sentence = text(row, "sentence")
     if sentence.count("_") != 1:
-        raise ItemError(MISSING_COLUMN, f"the sentence has {sentence.count('_')} blanks (_), not one")
+        raise ItemError(BLANKS, f"the sentence has {sentence.count('_')} blanks (_), not one")
     gold = gold_of(text(row, "answer"), ("1", "2"))
     yield with_choices(sentence, [text(row, "option1"), text(row, "option2")], gold, shape=BLANK)
 

@@ -28,8 +28,9 @@ SHARED_FOLDERS = {"arc_easy": "arc", "arc_challenge": "arc"}
 """Benchmarks that come together, in one folder."""
 
 
-def read_tasks(data: Path, names: Sequence[str]) -> list[Task]:
-    """The tasks of these names, each from its folder below `data`; `all`: every folder there."""
+def read_tasks(data: Path, names: Sequence[str], unread: dict[str, str] | None = None) -> list[Task]:
+    """The tasks of these names, each from its folder below `data`; `all`: every folder there. A task whose files cannot
+    be used is an error; or, where `unread` is given, it is put there with the reason, and the others are read."""
     if not data.is_dir():
         if unknown := [name for name in names if name not in (*READERS, "all")]:
             raise BadInputError(
@@ -47,7 +48,16 @@ def read_tasks(data: Path, names: Sequence[str]) -> list[Task]:
         )
         if not names:
             raise BadInputError(f"{data} has no folder with a benchmark. `z2a eval fetch NAME --data {data}` gets one.")
-    return [read_task(data, name) for name in names]
+    folders = {name: _existing_folder(data, name) for name in names}
+    found = []
+    for name, folder in folders.items():
+        try:
+            found.append(_read(folder, name))
+        except BadInputError as error:
+            if unread is None:
+                raise
+            unread[name] = str(error)
+    return found
 
 
 def folder_of(data: Path, name: str) -> Path:
@@ -58,16 +68,22 @@ def folder_of(data: Path, name: str) -> Path:
 
 def read_task(data: Path, name: str) -> Task:
     """One task."""
+    return _read(_existing_folder(data, name), name)
+
+
+def _existing_folder(data: Path, name: str) -> Path:
     folder = folder_of(data, name)
     if not folder.is_dir():
         here = sorted(path.name for path in data.iterdir() if path.is_dir())
         advice = f"`z2a eval fetch {name} --data {data}` gets it where there is a network."
         if name not in READERS:
-            advice = (
-                f"{nearest_hint(name, [*READERS, *here])} A set of your own is a folder with JSON lines or CSV files "
-                f"(question, choices, answer)."
-            )
+            hint = nearest_hint(name, dict.fromkeys([*here, *READERS]))
+            advice = f"{hint} A set of your own is a folder with JSON lines or CSV files (question, choices, answer)."
         raise BadInputError(f"There is no folder {folder} with the files of {name}. {advice}")
+    return folder
+
+
+def _read(folder: Path, name: str) -> Task:
     if name in READERS:
         return READERS[name].read(folder)
     task = own_reader(name).read(folder)
@@ -92,10 +108,15 @@ class TaskQuestions:
     made: tuple[Task, ...] = ()
     """Tasks that need no files."""
 
-    def read(self) -> list[Task]:
-        """The items of all of them; an error for a name or form that does not exist."""
+    def read(self) -> tuple[list[Task], dict[str, str]]:
+        """The items of all of them, and why the files of others cannot be used; an error for a name or form that does
+        not exist, and where there is nothing to ask."""
         check_forms(self.forms)
-        return [*(read_tasks(self.data, self.names) if self.names else ()), *self.made]
+        unread: dict[str, str] = {}
+        tasks = [*(read_tasks(self.data, self.names, unread) if self.names else ()), *self.made]
+        if not tasks:
+            raise BadInputError("\n".join(unread.values()))
+        return tasks, unread
 
     def record(self) -> dict[str, Any]:
         """These settings as a report keeps them, with the checksum of every file."""

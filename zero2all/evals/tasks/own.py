@@ -39,8 +39,10 @@ def _own(row: Any, _: DataFile) -> Iterator[Item]:
     labels = LABELS[: len(choices)]
     if isinstance(answer, int):
         gold = answer
-    else:
-        gold = choices.index(answer.strip()) if answer.strip() in choices else gold_of(answer.strip(), list(labels))
+    elif answer.strip() in choices:
+        gold = choices.index(answer.strip())
+    else:  # a letter, or a text that is no option: then the texts are listed
+        gold = gold_of(answer.strip(), list(labels) if len(answer.strip()) == 1 else choices)
     yield replace(with_choices(question, choices, gold, **more), id=name)
 
 

@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import BadInputError
-from zero2all.evals.items import DUPLICATE, FORMS, GOLD_OUTSIDE, NOT_READABLE, Item, ItemError, Task, check_item
+from zero2all.evals.items import (
+    DUPLICATE,
+    FORMS,
+    GOLD_OUTSIDE,
+    NO_ANSWER,
+    NOT_READABLE,
+    Item,
+    ItemError,
+    Task,
+    check_item,
+)
 from zero2all.evals.tasks.files import SUFFIXES, DataFile, data_files, rows_of
 
 ReadRow = Callable[[Any, DataFile], Iterable[Item | ItemError]]
@@ -107,8 +117,8 @@ def with_choices(question: str, choices: Iterable[str], gold: int, **more: Any) 
 
 def gold_of(label: str, labels: Sequence[str]) -> int:
     """The place of a label such as B among those of the options."""
+    if not label:
+        raise ItemError(NO_ANSWER, "it has no right answer")
     if label not in labels:
-        raise ItemError(
-            GOLD_OUTSIDE, f"the right answer is {label or 'not given'}; the options are {', '.join(labels)}"
-        )
+        raise ItemError(GOLD_OUTSIDE, f"the right answer is {label}; the options are {', '.join(labels)}")
     return list(labels).index(label)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from zero2all.evals.items import CONTINUE, EMPTY_TEXT, GOLD_OUTSIDE, NOT_READABLE, Item, ItemError
+from zero2all.evals.items import CONTINUE, GOLD_OUTSIDE, NO_ANSWER, ONE_WORD, Item, ItemError
 from zero2all.evals.tasks.files import DataFile, cell, rows_of, text
 from zero2all.evals.tasks.reader import Reader, with_choices
 
@@ -54,7 +54,7 @@ def _cmrc(row: Any, _: DataFile) -> Iterator[Item]:
     else:
         texts = [each if isinstance(each, str) else each["text"] for each in answers]
     if not len(texts):
-        raise ItemError(EMPTY_TEXT, "it has no right answer")
+        raise ItemError(NO_ANSWER, "it has no right answer")
     aliases = list(dict.fromkeys(each.strip() for each in texts))
     question, passage = text(row, "question", "query_text"), text(row, "context")
     extra = {"aliases": aliases}
@@ -64,7 +64,7 @@ def _cmrc(row: Any, _: DataFile) -> Iterator[Item]:
 def _lambada(row: Any, _: DataFile) -> Iterator[Item]:
     begun, _space, last = text(row, "text").rpartition(" ")
     if not begun:
-        raise ItemError(NOT_READABLE, "the text has only one word")
+        raise ItemError(ONE_WORD, "the text has only one word")
     yield Item("", begun, answer=last, shape=CONTINUE)
 
 
