@@ -32,8 +32,8 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def _split_lines(self, text: str, width: int) -> list[str]:
         return wrapped(text, width)
 
-    def _fill_text(self, text: str, width: int, indent: str) -> str:  # noqa: ARG002
-        return fitted(text, width)
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return super()._fill_text(fitted(text, width), width, indent)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help and t(action.help)

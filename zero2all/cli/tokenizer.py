@@ -171,12 +171,15 @@ def _folder(arguments: argparse.Namespace) -> Path:
 
 
 def _train(arguments: argparse.Namespace) -> None:
+    from zero2all.tokenizer.parts import require_text_files
     from zero2all.tokenizer.stage import train_on_corpus, train_on_files
     from zero2all.tokenizer.train import CONSEQUENCES
 
     config = _train_config(arguments)
     if config.normalise != "none":
         print(f"--normalise {config.normalise}: {t(CONSEQUENCES[config.normalise])}", file=sys.stderr)
+    if arguments.text is not None:
+        require_text_files(arguments.text)  # before a workspace is made for them
     workspace = workspace_of(arguments, create=arguments.text is not None)
     if arguments.text is not None:
         manifest = train_on_files(arguments.text, workspace.tokenizer, config, arguments.ignore_memory)

@@ -141,9 +141,8 @@ def corpus_parts(
     return parts, taken
 
 
-def file_parts(paths: Sequence[Path], part_bytes: int = PART_BYTES) -> list[FilePart]:
-    """Plain text files, in parts."""
-    parts = []
+def require_text_files(paths: Sequence[Path]) -> None:
+    """An error for the first path that is no file."""
     for path in paths:
         if path.is_dir():
             raise BadInputError(
@@ -152,6 +151,13 @@ def file_parts(paths: Sequence[Path], part_bytes: int = PART_BYTES) -> list[File
             )
         if not path.is_file():
             raise BadInputError(f"The text file {path} does not exist. Give files of plain text with --text.")
+
+
+def file_parts(paths: Sequence[Path], part_bytes: int = PART_BYTES) -> list[FilePart]:
+    """Plain text files, in parts."""
+    require_text_files(paths)
+    parts = []
+    for path in paths:
         size = path.stat().st_size
         crc = crc32c_of(path)
         for byte_range in _file_ranges(path, size, part_bytes):

@@ -191,7 +191,7 @@ def _less_memory(settings: MemorySettings, device: str) -> list[str]:
         ways.append("set parallel.offload to weights: all but two blocks and the tables go to host memory")
     if device == "cpu" and settings.zero < 3 and has_adamw and offload in ("none", "optimizer"):
         ways.append(TO_DISK)
-    return ["To need less memory:", *(f"  - {way}" for way in ways)]
+    return ["To need less memory:", *(f"  - {t(way)}" for way in ways)]
 
 
 TO_DISK = "set parallel.offload to optimizer_disk: masters and states go to files on a fast disk"
@@ -221,7 +221,7 @@ def _less_host_memory(offload: str) -> list[str]:
         ways.append("shard the states over more processes on more machines (parallel.zero 1 or 2, a larger shard)")
     if offload == "weights":
         ways.append("set parallel.offload to optimizer_disk, if weights and gradients fit on the device")
-    return ["To need less host memory:", *(f"  - {way}" for way in ways)]
+    return ["To need less host memory:", *(f"  - {t(way)}" for way in ways)]
 
 
 def require_memory(
