@@ -165,6 +165,7 @@ def small_table(monkeypatch, tmp_path):
     words = {
         "{} has no field {}.": "{0} 中没有字段 {1}。",
         "Use {} instead.": "请改用 {}。",
+        "Use `{}` instead.": "请改用 `{}`。",
         "left: {} of {}": "{1} 中还剩 {0}",
         "interrupted.": "已中断。",
         "{} runs": "{} 次运行",
@@ -190,6 +191,8 @@ def small_table(monkeypatch, tmp_path):
         ("interrupted.\na has no field b.", "已中断。\na 中没有字段 b。"),
         ("Use interrupted. instead.", "请改用 interrupted.。"),
         ("1,024 runs", "1,024 次运行"),
+        ("Use `z2a runs` instead.", "请改用 `z2a runs`。"),
+        ("interrupted.\nUse a\nb has no field c.", "已中断。\nUse a\nb 中没有字段 c。"),
         ("list all the runs", "list all the runs"),
     ],
 )

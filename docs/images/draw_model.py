@@ -103,8 +103,8 @@ def rope(example: Example, theme: Theme) -> Canvas:
         MARGIN,
         y + 22,
         [
-            "Query and key are both turned. What stays between",
-            "them is the angle of their distance, wherever they stand.",
+            "Query and key are both turned. The angle between",
+            "them depends only on their distance.",
         ],
         colour=theme.faint,
         size=SMALL + 0.5,

@@ -99,7 +99,7 @@ def _draw_border(canvas: Canvas, example: Example, split: PackedSplit, border: i
     tokens = np.empty(2 * BORDER_TOKENS, np.int64)
     split.read_into(tokens, border - BORDER_TOKENS)
     names = {number: name for name, number in tokenizer.control.items()}
-    canvas.text(MARGIN, y, "Two control tokens stand between documents. Below each token: its id, as it is stored.")
+    canvas.text(MARGIN, y, "Two control tokens separate documents. Below each token: its id, as it is stored.")
     x = float(MARGIN)
     for place, number in enumerate(tokens.tolist()):
         is_control = number in names

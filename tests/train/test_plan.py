@@ -50,6 +50,15 @@ def test_the_axis_for_a_slow_link_is_one_that_sends_little_and_hides_it():
     assert any(line.startswith("  1. pipeline: ") for line in plan_notes(plan))
 
 
+def test_a_plan_says_when_it_counts_the_operators_of_a_cpu_for_a_run_on_a_gpu(monkeypatch):
+    def notes(*words):
+        return " ".join(plan_notes(plan_of(1, *words)))
+
+    assert "no GPU" not in notes(), "the run itself is for a CPU"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "this machine has no GPU" in notes("--parallel.device", "auto", "--train.precision", "bfloat16")
+
+
 def test_more_of_an_axis_needs_less_memory():
     def parts(*words) -> MemoryEstimate:
         return plan_of(2, *words).memory[0]

@@ -97,9 +97,7 @@ def _config_of(arguments: argparse.Namespace, workspace: Workspace) -> tuple[Run
         apply_overrides(values, arguments.overrides, problems)
         data = values.get("data")
         if isinstance(data, dict) and "seq_len" in data and "train" not in values:
-            values["train"] = {
-                "tokens_per_step": data["seq_len"]
-            }  # without a run there are no steps: any length will do
+            values["train"] = {"tokens_per_step": data["seq_len"]}  # no run, no steps: any length will do
         return config_from_values(values, "(defaults and command line)", problems), False
     run = workspace.run(arguments.config) / CONFIG_FILE
     return load_config(run if run.exists() else arguments.config, arguments.overrides), run.exists()

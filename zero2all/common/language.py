@@ -16,7 +16,7 @@ import os
 import re
 import unicodedata
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from string import Formatter
 
@@ -67,27 +67,40 @@ def columns(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Template:
     """A sentence with holes, and how its Chinese is put together."""
 
-    pattern: re.Pattern[str]
-    longest_literal: str
-    letters: int
+    literals: list[str]
     chinese: str
+
+    @cached_property
+    def length(self) -> int:
+        """How much text must be there: a longer template is tried first."""
+        return sum(map(len, self.literals))
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """Compiled when it is first needed, which most never are."""
+        literal = "".join(self.literals)
+        is_weak = sum(map(str.isalpha, literal)) < FEW_LETTERS and not any(mark in literal for mark in ":.;(")
+        return re.compile((r"(\S+)" if is_weak else "(.*?)").join(map(re.escape, self.literals)), re.DOTALL)
 
     def fill(self, text: str) -> str | None:
         """The Chinese, if the text is this sentence; a hole holds no end of a sentence, or it would swallow others."""
-        if self.longest_literal not in text or (found := self.pattern.fullmatch(text)) is None:
+        if not text.startswith(self.literals[0]) or not text.endswith(self.literals[-1]):
+            return None
+        if not all(literal in text for literal in self.literals) or (found := self.pattern.fullmatch(text)) is None:
             return None
         if any(SENTENCE_END.search(value) for value in found.groups()):
             return None
-        return self.chinese.format(*(_value(value) for value in found.groups()))
+        values = zip(found.groups(), self.literals, strict=False)  # one literal more: behind the last hole
+        return self.chinese.format(*(_value(value, before) for value, before in values))
 
 
 @dataclass(frozen=True)
 class _Tables:
-    """All rooms together: sentences without holes, and templates, the one with most letters first."""
+    """All rooms together: sentences without holes, and templates, the longest first."""
 
     exact: dict[str, str]
     templates: tuple[_Template, ...]
@@ -96,6 +109,8 @@ class _Tables:
         """The Chinese of a whole text."""
         if (known := self.exact.get(text)) is not None:
             return known
+        if " " not in text:  # a name, a figure, a path
+            return None
         return next((filled for template in self.templates if (filled := template.fill(text)) is not None), None)
 
 
@@ -107,12 +122,8 @@ def _in_chinese(text: str) -> str:
     before, after = text[: text.index(core[0])], text[len(text.rstrip()) :]
     if (whole := _tables().find(core)) is not None:
         return before + whole + after
-    lines = core.split("\n")
-    for count in range(len(lines) - 1, 0, -1):
-        first = "\n".join(lines[:count])
-        if count == 1 or (known := _tables().find(first)) is not None:
-            known = _in_chinese(first) if count == 1 else known
-            return before + known + "\n" + _in_chinese("\n".join(lines[count:])) + after
+    if "\n" in core:
+        return before + _by_lines(core.split("\n")) + after
     cuts = list(CUT.finditer(core))
     for cut in reversed(cuts):
         if (known := _tables().find(core[: cut.start()])) is not None:
@@ -123,9 +134,17 @@ def _in_chinese(text: str) -> str:
     return before + core[:name] + _in_chinese(core[name:]) + after
 
 
-def _value(value: str) -> str:
-    """What stands in a hole: a sentence is translated, a name or figure is not."""
-    return _in_chinese(value) if " " in value else value
+def _by_lines(lines: list[str]) -> str:
+    """As many lines at a time as one entry covers."""
+    for count in range(len(lines) - 1, 1, -1):
+        if (known := _tables().find("\n".join(lines[:count]))) is not None:
+            return known + "\n" + _in_chinese("\n".join(lines[count:]))
+    return _in_chinese(lines[0]) + "\n" + _in_chinese("\n".join(lines[1:]))
+
+
+def _value(value: str, before: str) -> str:
+    """What stands in a hole: a sentence is translated; a name, a figure and a command (`in backticks`) are not."""
+    return value if " " not in value or before.endswith("`") else _in_chinese(value)
 
 
 @cache
@@ -139,14 +158,8 @@ def _tables() -> _Tables:
             if len(literals) == 1:
                 exact[literals[0]] = chinese.format()
             else:
-                hole = r"(\S+)" if _is_weak("".join(literals)) else "(.*?)"
-                pattern = re.compile(hole.join(map(re.escape, literals)), re.DOTALL)
-                templates.append(_Template(pattern, max(literals, key=len), sum(map(len, literals)), chinese))
-    return _Tables(exact, tuple(sorted(templates, key=lambda template: -template.letters)))
-
-
-def _is_weak(literal: str) -> bool:
-    return sum(char.isalpha() for char in literal) < FEW_LETTERS and not any(mark in literal for mark in ":.;(")
+                templates.append(_Template(literals, chinese))
+    return _Tables(exact, tuple(sorted(templates, key=lambda template: -template.length)))
 
 
 def table_paths() -> list[Path]:

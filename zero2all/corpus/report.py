@@ -217,9 +217,10 @@ def _striking_drops(name: str, source: Mapping[str, Any], work: Path | None) -> 
     for rule, count in source["dropped"].items():
         share = count / source["records_in"]
         if share > STRIKING_SHARE:
+            look = f"z2a corpus show {in_work}{name} --dropped {rule}"
             notes[rule] = (
                 f"{name}: {rule} dropped {share:.0%} of the records as channel {source['channel']}. Check whether "
-                f"it should: z2a corpus show {in_work}{name} --dropped {rule}"
+                f"it should: {look}"
             )
     return notes
 

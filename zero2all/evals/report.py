@@ -160,9 +160,9 @@ def _position_lines(held_out: dict[str, Any]) -> list[str]:
         return []
     lines = ["", t("loss by tokens before ") + "".join(f"{channel[:10]:>11}" for channel in held_out)]
     for first, found in sorted(losses.items()):
-        name = f"{first:,}" if first == ends[first] else f"{first:,} to {ends[first]:,}"
+        name = f"{first:,}" if first == ends[first] else f"{first:,} {t('to')} {ends[first]:,}"
         cells = (f"{found[channel]:>11.4f}" if channel in found else " " * 11 for channel in held_out)
-        lines.append(f"  {name:<20}" + "".join(cells))
+        lines.append(f"  {padded(name, 20)}" + "".join(cells))
     return lines
 
 
@@ -187,7 +187,7 @@ def _probe_lines(report: dict[str, Any]) -> list[str]:
     for channel, values in report["probes"]["channels"].items():
         if "accuracy" in values:
             lines.append(_probe_line(channel, values))
-        lines += [_probe_line(f"  {group}", means) for group, means in values["groups"].items()]
+        lines += [_probe_line(f"  {t(group)}", means) for group, means in values["groups"].items()]
     return lines + _skipped_lines(report["probes"])
 
 

@@ -180,7 +180,7 @@ def _probe_table(journey: Journey) -> str:
     for channel, values in after["channels"].items():
         rows.append([f"**{channel}**", *_probe_cells(before["channels"][channel], values)])
         for group, means in values["groups"].items():
-            rows.append([group, *_probe_cells(before["channels"][channel]["groups"][group], means)])
+            rows.append([t(group), *_probe_cells(before["channels"][channel]["groups"][group], means)])
     rows.append([f"**{t('all facts')}**", *_probe_cells(before, after)])
     return _table(rows)
 

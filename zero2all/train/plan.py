@@ -226,7 +226,13 @@ def plan_tables(plan: Plan) -> list[tuple[str, Rows]]:
 
 def plan_notes(plan: Plan) -> list[str]:
     """What the tables mean for the choice of links, and the arithmetic of the batch."""
-    lines = [*_bubble_notes(plan), *_link_notes(plan), "arithmetic:", *arithmetic(plan.config, plan.sizes).splitlines()]
+    lines = [
+        *_device_notes(plan),
+        *_bubble_notes(plan),
+        *_link_notes(plan),
+        "arithmetic:",
+        *arithmetic(plan.config, plan.sizes).splitlines(),
+    ]
     return [t(line) for line in lines]
 
 
@@ -281,6 +287,17 @@ def _transfer_rows(plan: Plan) -> Rows:
         sizes = [human_bytes(one.whole), human_bytes(one.sent)]
         rows.append([one.collective, t(one.what), over, *sizes, t(one.hidden_by)])
     return rows if len(rows) > 1 else [*rows, ["-", t("nothing: one process"), "-", "0 B", "0 B", ""]]
+
+
+def _device_notes(plan: Plan) -> list[str]:
+    """Plans made without a GPU for a run that is meant for one."""
+    meant_for_gpu = plan.config.parallel.device != "cpu" and plan.config.train.precision in ("bfloat16", "float16")
+    if plan.device == "cuda" or not meant_for_gpu:
+        return []
+    return [
+        "memory: this machine has no GPU, so the table counts the operators of a CPU, which save more activations. Run "
+        "the same command on a machine with a GPU to plan for one."
+    ]
 
 
 def _bubble_notes(plan: Plan) -> list[str]:

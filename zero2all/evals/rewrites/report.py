@@ -43,8 +43,8 @@ def rewrite_figures(section: Mapping[str, Any]) -> dict[str, float]:
 
 def rewrite_lines(section: Mapping[str, Any]) -> list[str]:
     """The section as a table for a terminal."""
-    names = [row["rewrite"] for found in section["tasks"].values() for row in found["rows"]]
-    width = max([LEAST_NAME_COLUMNS, *map(columns, names)])
+    rewrites = [row["rewrite"] for found in section["tasks"].values() for row in found["rows"]]
+    width = max([LEAST_NAME_COLUMNS, *map(columns, rewrites)])
     figures = t("form               items  original  rewritten       gap  (95 %)          same")
     lines = ["", f"{padded(t('rewrites'), width + 4)} {figures}"]
     for task, found in section["tasks"].items():
@@ -53,10 +53,10 @@ def rewrite_lines(section: Mapping[str, Any]) -> list[str]:
             lines.append(t("    none of these rewrites is compared in the forms of --forms"))
         lines += [_row_line(row, width) for row in found["rows"] if row["items"]]
         for reason in dict.fromkeys(reason for row in found["rows"] if not row["items"] for reason in row["skipped"]):
-            without = dict.fromkeys(
+            left_out = dict.fromkeys(
                 row["rewrite"] for row in found["rows"] if reason in row["skipped"] and not row["items"]
             )
-            lines.append(t(f"    all items left out ({reason}): {', '.join(without)}"))
+            lines.append(t(f"    all items left out ({reason}): {', '.join(left_out)}"))
         if found["spread"] is not None:
             lines.append(t(f"    from {found['lowest']:.1%} to {found['highest']:.1%}, spread {found['spread']:.1%}"))
         for form, share in found["consistency"].items():
