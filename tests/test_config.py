@@ -304,7 +304,10 @@ def test_stages_must_follow_one_another_and_leave_something_to_read():
         (["--train.steps", "--optim.beta1", "0.9"], "train.steps: got nothing, expected a value after the name."),
         (["lr_max=3"], "lr_max=3: got 'lr_max=3', expected an override such as --optim.lr_max 3e-4."),
         (["--stages.mixture", "1"], "stages: got {'mixture': 1}, expected a list of mappings."),
-        (["--train.steps.more", "1"], "expected a field of a section; `steps` is not a section"),
+        (
+            ["--train.steps.more", "1"],
+            "train.steps.more: got '1', expected a field of a section; `steps` is not a section.",
+        ),
         (["--optm.lr_max", "1"], "optm: got {'lr_max': 1}, expected the name of a section. Did you mean `optim`?"),
         (["--train.steps", "[1"], "train.steps: got '[1', expected a whole number at least 1."),
     ],

@@ -104,3 +104,9 @@ def test_errors(words, z2a, tmp_path, monkeypatch):
     assert ended.code in (2, 3)
     assert english_left(ended.err) == []
     assert any("\u4e00" <= char <= "\u9fff" for char in ended.err)
+
+
+@pytest.mark.parametrize("words", ["runs extra", "generate --temperature hot"])
+def test_a_command_in_an_error_is_never_translated(words, z2a):
+    verb = words.split()[0]
+    assert f"`z2a {verb} --help`" in z2a(*words.split()).err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -179,7 +180,8 @@ def test_a_workspace_without_runs_says_how_to_get_one(z2a, tmp_path):
 def test_the_flag_wins_over_the_environment(z2a, journey, tmp_path, monkeypatch):
     monkeypatch.setenv("Z2A_WORK", str(tmp_path / "elsewhere"))
     assert z2a("runs", "--work", journey).code == 0
-    assert "elsewhere is not a workspace" in z2a("runs").err
+    assert f"Z2A_WORK is {tmp_path}/elsewhere, which is not a workspace (it has no " in z2a("runs").err
+    assert f"Z2A_WORK is {tmp_path}/elsewhere, which is not a workspace yet. Next:\n" in z2a().out
 
 
 def test_a_folder_that_holds_workspaces_names_them(z2a, journey, monkeypatch):
@@ -187,3 +189,26 @@ def test_a_folder_that_holds_workspaces_names_them(z2a, journey, monkeypatch):
     ended = z2a("runs")
     assert ended.code == 2
     assert "it holds some: work. Add --work work or set Z2A_WORK." in ended.err
+
+
+def test_below_a_workspace_the_command_works_in_it(z2a, journey, monkeypatch):
+    for folder in ("runs", "runs/tiny"):
+        monkeypatch.chdir(journey / folder)
+        assert f"Workspace {journey}: corpus, tokenizer, packed." in z2a().out
+        assert "Next:\n  z2a eval\n" in z2a().out
+        assert "tiny" in z2a("runs").out
+
+
+def test_all_workspaces_of_a_folder_are_named(z2a, tmp_path, monkeypatch):
+    for name in ("first", "second"):
+        open_workspace(tmp_path / name, create=True)
+    os.utime(tmp_path / "first", (1, 1))
+    monkeypatch.chdir(tmp_path)
+    assert "This folder holds 2 workspaces: second, first. The newest:\nWorkspace " in z2a().out
+
+
+def test_a_workspace_where_none_is_taken_leads_to_the_flag(z2a, journey, monkeypatch):
+    monkeypatch.chdir(journey.parent)
+    ended = z2a("runs", "work")
+    assert ended.code == 2
+    assert "`z2a runs` takes no argument `work`. Did you mean `--work work`?" in ended.err

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from zero2all.cli.overview import HELP, JOURNEY
 from zero2all.cli.table import print_table
-from zero2all.cli.terminal import wrapped
+from zero2all.cli.terminal import fitted, wrapped
 
 FIGURES = [["source", "records in", "kept", "share"], ["my-news", "1,234,567", "1,234,500", "99.99%"]]
 
@@ -30,6 +31,18 @@ def test_chinese_is_broken_between_characters_and_counts_two_columns():
     assert len(lines) > 1
     assert not any(line.startswith(("，", "。")) for line in lines)
     assert any("64000" in line for line in lines)
+
+
+def test_the_overview_and_errors_fit_a_narrow_terminal():
+    error = "z2a: The config my.yaml has 1 problem:\n  1. train.steps: got 1,234,567, expected a smaller number here."
+    lines = fitted(f"{JOURNEY}\n{HELP}\n{error}", 40).splitlines()
+    assert max(map(len, lines)) <= 40
+    assert "  z2a tokenizer train" in "\n".join(lines)
+    assert "  z2a corpus build\n      clean raw files, drop duplicates,\n      hold out text\n" in "\n".join(lines)
+    assert any("1,234,567" in line for line in lines)
+    assert fitted(JOURNEY, 80) == JOURNEY
+    command = "  z2a corpus build NAME=PATH --work my-workspace --workers 2"
+    assert fitted(command, 40) == command
 
 
 @pytest.mark.parametrize("columns", [30, 40, 60, 100])
@@ -61,6 +74,13 @@ def test_an_encoding_without_unicode_gets_plain_characters(journey: Path):
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("-- gid ")
     assert "\\u" in done.stdout, "Chinese is written as escapes, and nothing is lost"
+
+
+def test_an_encoding_without_chinese_gets_english():
+    for words, environment in (([], {"LANG": "zh_CN.UTF-8"}), (["--lang", "zh"], {})):
+        done = run(words, PYTHONIOENCODING="ascii", **environment)
+        assert done.stdout.startswith("From raw text to a language model of your own.")
+        assert "\\u" not in done.stdout
 
 
 def test_output_into_a_pipe_has_no_escape_sequences(journey: Path):

@@ -189,6 +189,15 @@ def test_an_unknown_preset_ends_with_2_the_nearest_name_and_the_list(z2a):
     assert "(quickstart, z2all-100m, z2all-1b, z2all-moe)" in message
 
 
+def test_a_wrong_value_on_the_command_line_is_not_blamed_on_the_file(z2a):
+    ended = z2a("train", "quickstart", "--train.steps", "-5")
+    assert ended.code == 2
+    assert ended.err.splitlines() == [
+        "z2a: The command line has 1 problem; nothing was started.",
+        "  1. train.steps: got -5, expected a whole number at least 1.",
+    ]
+
+
 def test_a_config_with_problems_ends_with_2_and_starts_nothing(z2a, tmp_path):
     open_workspace(tmp_path, create=True)
     ended = z2a(

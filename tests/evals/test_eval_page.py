@@ -62,7 +62,7 @@ def test_the_page_is_well_formed_escaped_and_has_every_section_once_in_both_lang
         "Held-out text",
         "留出文本",
         "Contrast pairs",
-        "对比句对",
+        "对照句对",
         "Benchmarks",
         "基准测试",
         "Probes",
@@ -161,7 +161,7 @@ def test_in_a_browser_nothing_is_cut_off_and_the_language_can_be_switched(browse
     assert heading.inner_text() == "Contrast pairs"
     page.keyboard.press("Tab")
     page.keyboard.press("ArrowRight")
-    assert heading.inner_text() == "对比句对"
+    assert heading.inner_text() == "对照句对"
     page.click("label[for=show-en]")
     assert heading.inner_text() == "Contrast pairs"
     context.close()

@@ -44,6 +44,13 @@ def test_an_empty_folder_ends_with_3_and_the_way_on_before_anything_is_written(
     assert not (tmp_path / "work").exists()
 
 
+def test_a_few_words_are_refused_before_anything_is_written(tmp_path: Path, capsys) -> None:
+    (tmp_path / "short.txt").write_text("hi!")
+    assert main(["quickstart", "--data", str(tmp_path / "short.txt"), "--work", str(tmp_path / "work")]) == 3
+    assert "short.txt has 3 B. That is too little to learn from: the quickstart needs 20 KB" in capsys.readouterr().err
+    assert not (tmp_path / "work").exists()
+
+
 def test_a_folder_of_empty_and_hidden_files_says_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
     (tmp_path / ".b.txt").write_text("hidden")

@@ -14,6 +14,7 @@ import tokenizers
 from zero2all.common.errors import BadInputError, DiskError, RunLockedError, UsageError
 from zero2all.common.manifest import is_current, read_manifest, verify_files
 from zero2all.tokenizer import CONTROL_TOKENS, SpecialsConfig, load_tokenizer, train_tokenizer
+from zero2all.tokenizer.parts import file_parts
 from zero2all.tokenizer.save import tokenizer_json_of
 from zero2all.tokenizer.train import scratch_folder
 
@@ -274,3 +275,8 @@ def test_leftover_of_a_kill_while_writing_is_ignored_and_swept(texts, tmp_path):
         load_tokenizer(tmp_path / "tokenizer")
     train_tokenizer(texts, 520, tmp_path / "tokenizer", "inputs", kind="hf-bbpe")
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
+
+
+def test_a_folder_given_as_text_is_called_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match=r"is a folder\. --text takes files of plain text"):
+        file_parts([tmp_path])

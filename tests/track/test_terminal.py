@@ -56,6 +56,17 @@ def test_a_frame_says_how_the_run_stands(tmp_path):
     assert "gpu-box: live" in said
 
 
+def test_the_end_of_a_run_is_one_event_in_plain_words(tmp_path):
+    with Run(tmp_path / "run") as run:
+        run.log({"loss": 1.0}, step=525, tokens=1_075_200)
+        run.event("start", step=525, data={"notes": ["the first note", "the second"]})
+        run.event("finish", step=525, data={"tokens": 1_075_200, "seconds": 90.0})
+    said = text_of(tmp_path / "run", 132, 30)
+    assert re.search(r"525 finished 1,075,200 tokens in ", said)
+    assert "525 start the first note; the second" in said
+    assert "end reason" not in said
+
+
 @pytest.mark.parametrize("columns", [80, 132])
 def test_training_and_held_out_figures_are_told_apart(tmp_path, columns):
     write_run(tmp_path / "run")

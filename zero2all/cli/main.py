@@ -6,9 +6,11 @@ import argparse
 import errno
 import io
 import os
+import shlex
 import stat
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from zero2all import __version__
@@ -37,8 +39,8 @@ from zero2all.cli import (
 )
 from zero2all.cli.parser import VERB, Parser, closest
 from zero2all.cli.runs import fill_in_run
-from zero2all.cli.terminal import show_what_the_encoding_lacks
-from zero2all.cli.verb import check_outputs
+from zero2all.cli.terminal import can_show_chinese, print_fitted, show_what_the_encoding_lacks
+from zero2all.cli.verb import check_outputs, is_workspace
 from zero2all.common import language
 from zero2all.common.errors import (
     AnomalyError,
@@ -87,6 +89,8 @@ def main(words: list[str] | None = None) -> int:
 def _run(words: list[str] | None) -> int:
     try:
         words = take_language(sys.argv[1:] if words is None else words)
+        if language.language() == "zh" and not can_show_chinese():
+            os.environ[language.LANGUAGE_VARIABLE] = "en"  # better than escapes (backslash, u, four digits)
         if not words:
             overview.print_overview()
             return 0
@@ -234,6 +238,11 @@ def parse(words: list[str]) -> argparse.Namespace:
             _refuse_unknown_fields(overrides)
         raise
     if stray:
+        if "--work" in verb.flags and is_workspace(Path(stray[0])):
+            meant = f"--work {shlex.quote(stray[0])}"
+            raise UsageError(
+                f"`{verb.prog}` takes no argument `{stray[0]}`. Did you mean `{meant}`? See `{verb.prog} --help`."
+            )
         raise UsageError(f"`{verb.prog}` takes no argument `{stray[0]}`. See `{verb.prog} --help`.")
     if overrides and not arguments.takes_overrides:
         raise UsageError(
@@ -302,5 +311,5 @@ def _fail_for_disk_or_path(error: Exception) -> int:
 
 def _fail(message: str, code: int) -> int:
     with suppress(OSError):  # without a terminal the code still says how it ended
-        print(f"z2a: {language.translate(message)}", file=sys.stderr)
+        print_fitted(f"z2a: {language.translate(message)}", sys.stderr)
     return code

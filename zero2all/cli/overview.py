@@ -7,7 +7,16 @@ import shlex
 from pathlib import Path
 
 from zero2all.cli.run_list import Run, look_at_run, run_folders
-from zero2all.cli.verb import Subparsers, add_verb, default_work
+from zero2all.cli.terminal import print_fitted
+from zero2all.cli.verb import (
+    WORK_VARIABLE,
+    Subparsers,
+    add_verb,
+    default_work,
+    enclosing_workspace,
+    is_workspace,
+    workspaces_below,
+)
 from zero2all.common.language import translate as t
 
 JOURNEY = """\
@@ -25,7 +34,6 @@ From raw text to a language model of your own.
   z2a runs, z2a board  list the runs, watch them in the browser
 """
 HELP = "Help: `z2a help VERB` for one verb, `z2a --help` for all verbs."
-STAMP = "workspace.json"
 MANY = 3
 """Workspaces and runs that are named; more are counted."""
 
@@ -50,12 +58,32 @@ def _help(arguments: argparse.Namespace) -> None:
 
 def print_overview() -> None:
     """Print the journey, where this folder stands, and the next commands."""
-    print(t(JOURNEY))
-    work = _workspace_here()
-    for line in nothing_here() if work is None else _standing(work):
-        print(line)
-    print()
-    print(t(HELP))
+    print_fitted("\n".join([t(JOURNEY), *_here(), "", t(HELP)]))
+
+
+def _here() -> list[str]:
+    """Where this folder stands: in the workspace that the environment names, in one, or above some."""
+    named = default_work()
+    if named is not None:
+        return _standing(named) if is_workspace(named) else _nothing_named(named)
+    if is_workspace(Path()):
+        return _standing(Path())
+    if (around := enclosing_workspace()) is not None:
+        return _standing(around)
+    below = workspaces_below()
+    if len(below) > 1:
+        names = ", ".join(folder.name for folder in below[:MANY]) + (", …" if len(below) > MANY else "")
+        return [t(f"This folder holds {len(below)} workspaces: {names}. The newest:"), *_standing(below[0])]
+    return _standing(below[0]) if below else nothing_here()
+
+
+def _nothing_named(named: Path) -> list[str]:
+    return [
+        t(f"{WORK_VARIABLE} is {named}, which is not a workspace yet. Next:"),
+        f"  unset {WORK_VARIABLE}",
+        "  z2a quickstart",
+        "  z2a corpus build NAME=PATH",
+    ]
 
 
 def nothing_here() -> list[str]:
@@ -68,17 +96,6 @@ def nothing_here() -> list[str]:
     ]
 
 
-def _workspace_here() -> Path | None:
-    """The workspace that the environment names, this folder, or the newest one in it."""
-    named = default_work()
-    if named is not None:
-        return named if (named / STAMP).is_file() else None
-    if Path(STAMP).is_file():
-        return Path()
-    found = [stamp.parent for stamp in Path().glob(f"*/{STAMP}")]
-    return max(found, key=lambda folder: folder.stat().st_mtime, default=None)
-
-
 def _standing(work: Path) -> list[str]:
     """What a workspace has, and the commands that come next."""
     runs = [look_at_run(folder) for folder in run_folders(work / "runs")]
@@ -89,7 +106,7 @@ def _standing(work: Path) -> list[str]:
     else:
         have = t(f"Workspace {work.resolve()} is empty.")
     lines = [have, *_runs_in_words(runs)]
-    is_default = work in (Path(), default_work())
+    is_default = work in (Path(), default_work(), enclosing_workspace())
     flag = "" if is_default else f" --work {shlex.quote(str(work))}"
     return [*lines, t("Next:"), *(f"  {command}" for command in next_commands(work, flag, there, runs))]
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from zero2all.cli.terminal import wrapped
+from zero2all.cli.terminal import fitted, wrapped
 from zero2all.common.errors import UsageError
 from zero2all.common.language import columns
 from zero2all.common.language import translate as t
@@ -31,6 +31,9 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return wrapped(text, width)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:  # noqa: ARG002 (argparse passes it)
+        return fitted(text, width)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help and t(action.help)

@@ -44,13 +44,13 @@ def _quickstart(arguments: argparse.Namespace) -> None:
 
     from zero2all.corpus import parse_mapping
     from zero2all.quickstart.choices import given_fields
-    from zero2all.quickstart.own_text import look_at
+    from zero2all.quickstart.own_text import look_at, refuse_too_little
 
     if arguments.map and arguments.data is None:
         raise UsageError("--map names fields of your own data; give its path with --data.")
     mapping = parse_mapping(arguments.map) if arguments.map else None
     if arguments.data is not None:
-        look_at(arguments.data)
+        refuse_too_little(look_at(arguments.data))
 
     from zero2all.quickstart.journey import run_journey
     from zero2all.quickstart.summary import print_summary

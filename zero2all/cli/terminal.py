@@ -6,7 +6,9 @@ import codecs
 import io
 import os
 import re
+import shutil
 import sys
+from typing import TextIO
 
 from zero2all.common.language import columns as columns_of
 
@@ -38,6 +40,40 @@ def _plain(error: UnicodeError) -> tuple[str | bytes, int]:
 def has_colour() -> bool:
     """Whether standard output is a terminal with colours, and they are wanted."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def print_fitted(text: str, stream: TextIO | None = None) -> None:
+    """Print; in a terminal, with long lines broken where `fitted` allows it."""
+    stream = sys.stdout if stream is None else stream
+    print(fitted(text, shutil.get_terminal_size().columns) if stream.isatty() else text, file=stream)
+
+
+def fitted(text: str, columns: int) -> str:
+    """The text with long lines broken like `wrapped` and indented as before; a line that is a command stays whole."""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        indent = line[: len(line) - len(line.lstrip())]
+        entry = re.fullmatch(r"\s*(z2a \S.*?)\s{2,}(\S.*)", line)  # a command, and what it does
+        if columns_of(line) <= columns:
+            lines.append(line)
+        elif entry:
+            deeper = indent + "    "
+            lines += [indent + entry[1], *(deeper + part for part in wrapped(entry[2], columns - len(deeper)))]
+        elif line.startswith(("  z2a ", "  --")):
+            lines.append(line)
+        else:
+            lines += [indent + part for part in wrapped(line, columns - len(indent))]
+    return "\n".join(lines)
+
+
+def can_show_chinese() -> bool:
+    """Whether standard output and error have an encoding with Chinese characters."""
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            "\u4e2d".encode(getattr(stream, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def wrapped(text: str, columns: int) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
 
 WORK_VARIABLE = "Z2A_WORK"
+STAMP_NAME = "workspace.json"  # as in common/workspace.py, which a usage error need not load
 LARGEST_WHOLE = (1 << 62) - 1  # whatever is counted is counted in 64 bits, and sums of two such numbers still are
 LAST_PORT = 65535
 Subparsers = Any  # what argparse's add_subparsers returns; it has no public name
@@ -55,14 +57,34 @@ def _parser(verbs: Subparsers, name: str, summary: str, epilog: str) -> Parser:
 
 def add_work(parser: argparse.ArgumentParser) -> None:
     """The workspace flag that every stage has."""
-    about = f"workspace folder (default: {WORK_VARIABLE}, or here)"
-    parser.add_argument("--work", type=Path, default=default_work() or Path(), metavar="DIR", help=about)
+    about = f"workspace folder (default: {WORK_VARIABLE}, or the one you are in)"
+    default = default_work() or enclosing_workspace() or Path()
+    parser.add_argument("--work", type=Path, default=default, metavar="DIR", help=about)
 
 
 def default_work() -> Path | None:
     """The workspace that the environment names."""
     named = os.environ.get(WORK_VARIABLE)
     return Path(named) if named else None
+
+
+def enclosing_workspace() -> Path | None:
+    """The workspace whose folder `runs`, `corpus` or other is the current folder, at any depth."""
+    with suppress(OSError):  # a current folder that was deleted
+        if not is_workspace(Path()):
+            return next(filter(is_workspace, Path().absolute().parents), None)
+    return None
+
+
+def is_workspace(folder: Path) -> bool:
+    """Whether a folder carries the mark of a workspace."""
+    return (folder / STAMP_NAME).is_file()
+
+
+def workspaces_below() -> list[Path]:
+    """The workspaces directly below the current folder, the newest first."""
+    found = [stamp.parent for stamp in Path().glob(f"*/{STAMP_NAME}")]
+    return sorted(found, key=lambda folder: folder.stat().st_mtime, reverse=True)
 
 
 def add_output(parser: argparse.ArgumentParser, flag: str, is_folder: bool = False, **details: Any) -> None:
@@ -89,11 +111,16 @@ def check_outputs(arguments: argparse.Namespace) -> None:
 
 def workspace_of(arguments: argparse.Namespace, create: bool = False) -> Workspace:
     """The workspace that --work names."""
-    from zero2all.common.workspace import STAMP_NAME, open_workspace
+    from zero2all.common.workspace import open_workspace
 
     work: Path = arguments.work
-    if not create and work == Path() and not Path(STAMP_NAME).is_file():
-        below = sorted(stamp.parent.name for stamp in Path().glob(f"*/{STAMP_NAME}"))
+    if not create and not is_workspace(work):
+        if work == default_work():
+            raise UsageError(
+                f"{WORK_VARIABLE} is {work}, which is not a workspace (it has no {STAMP_NAME}). Set it to a workspace, "
+                f"unset it, or give the folder with --work."
+            )
+        below = [folder.name for folder in workspaces_below()] if work == Path() else []
         if below:
             raise UsageError(
                 f"This folder is not a workspace, but it holds some: {', '.join(below)}. Add --work {below[0]} or set "

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,15 +102,33 @@ def with_new_names(values: Any, place: str = "") -> Any:
 class ConfigError(UsageError):
     """A config with one or more problems, each on its own numbered line."""
 
-    def __init__(self, origin: str, problems: list[Problem]) -> None:
+    def __init__(self, origin: str | None, problems: list[Problem]) -> None:
+        """`origin`: the file; None where all problems come from the command line."""
         self.problems = problems
         lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
         problem_count = counted(len(problems), "problem")
-        super().__init__(f"The config {origin} has {problem_count}; nothing was started.\n" + lines)
+        if origin is None:
+            super().__init__(f"The command line has {problem_count}; nothing was started.\n" + lines)
+        else:
+            super().__init__(f"The config {origin} has {problem_count}; nothing was started.\n" + lines)
 
 
 def load_config(source: str | Path, overrides: list[str] | None = None) -> RunConfig:
     """Read a preset name or YAML path, apply `--section.field value` overrides, check everything."""
+    try:
+        return _load_config(source, overrides)
+    except ConfigError as error:
+        given = {word.removeprefix("--").partition("=")[0] for word in overrides or []}
+        if all(_is_below(problem.field, given) for problem in error.problems):
+            raise ConfigError(None, error.problems) from None
+        raise
+
+
+def _is_below(field: str, names: Collection[str]) -> bool:
+    return any(field == name or field.startswith(f"{name}.") for name in names)
+
+
+def _load_config(source: str | Path, overrides: list[str] | None) -> RunConfig:
     path = find_config(str(source))
     values = read_config_values(path)
     if _is_kept_by_run(path):

@@ -32,7 +32,7 @@ SECTION_WORDS = {
     "validation": ("Rows that training scores", "训练时的验证样本"),
     "texts": ("Text files", "文本文件"),
     "probes": ("Probes", "探针题"),
-    "pairs": ("Contrast pairs", "对比句对"),
+    "pairs": ("Contrast pairs", "对照句对"),
     "tasks": ("Benchmarks", "基准测试"),
     "rewrites": ("Rewrites", "改写题"),
 }

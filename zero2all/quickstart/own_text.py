@@ -21,6 +21,8 @@ from zero2all.corpus.report import counts_in_words, mapping_in_words, summary_no
 
 NAMED_FILES = 4
 """Files named for each reason why they were left out; the others are counted."""
+LEAST_BYTES = 1000
+"""Less than this cannot be 20 KB of text, even compressed."""
 KINDS = "text, code, JSON, CSV or parquet files, plain, compressed or in archives"
 
 
@@ -56,6 +58,16 @@ def look_at(data: Path, mapping: Mapping[str, str] | None = None) -> OwnText:
         )
     named = source_from_path(data)
     return OwnText(Source(named.name, named.path, "auto", mapping), len(listing.files), size)
+
+
+def refuse_too_little(own: OwnText) -> None:
+    """An error for a few words, before anything is written."""
+    if own.size_bytes < LEAST_BYTES:
+        raise BadInputError(
+            f"--data {own.source.path} has {human_bytes(own.size_bytes)}. That is too little to learn from: the "
+            f"quickstart needs 20 KB of text or more. Give more text, or leave out --data: then the quickstart makes "
+            f"its own."
+        )
 
 
 def refuse_other_text(workspace: Workspace, name: str, sources: Sequence[Source]) -> None:

@@ -145,6 +145,11 @@ def file_parts(paths: Sequence[Path], part_bytes: int = PART_BYTES) -> list[File
     """Plain text files, in parts."""
     parts = []
     for path in paths:
+        if path.is_dir():
+            raise BadInputError(
+                f"{path} is a folder. --text takes files of plain text, such as --text {path}/*.txt. For a folder of "
+                f"raw files use `z2a corpus build NAME={path}`, then `z2a tokenizer train`."
+            )
         if not path.is_file():
             raise BadInputError(f"The text file {path} does not exist. Give files of plain text with --text.")
         size = path.stat().st_size

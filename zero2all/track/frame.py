@@ -47,6 +47,7 @@ LAYER_STYLES = {-1: "", 0: "blue", 1: "bold cyan"}  # nothing drawn, values as l
 REDRAW_SECONDS = 1.0
 LOOK_SECONDS = 0.5
 REST_PER_FRAME = 4  # pauses are this many times as long as drawing a frame took
+FINISH_KIND = "finish"
 ALARM_KINDS = frozenset({"spike", "warning", "rollback", "skip", "quarantine"})
 
 
@@ -196,7 +197,7 @@ def _chart(reader: RunReader, columns: int, rows: int) -> list[Text]:
     not_finite = int((~np.isfinite(series.value)).sum())
     spikes = len(reader.spikes(metric))
     for count, words, style in (
-        (above, f"{above:,} above the top", "yellow"),
+        (above, f"{above:,} points above the chart", "yellow"),
         (not_finite, f"{not_finite:,} not finite", "red"),
         (spikes, counted(spikes, "spike"), "yellow"),
     ):
@@ -320,7 +321,8 @@ def _events(reader: RunReader, columns: int, rows: int) -> list[Text]:
     lines = [Text(t("last events") if events else t("no events yet"), style="dim")]
     for event in reversed(events[-(rows - 1) :] if rows > 1 else []):
         line = Text().append(f"{event.step:>8,} ", style="dim")
-        line.append(_clean(t(event.kind)), style="yellow" if event.kind in ALARM_KINDS else "")
+        kind = "finished" if event.kind == FINISH_KIND else event.kind
+        line.append(_clean(t(kind)), style="yellow" if kind in ALARM_KINDS else "")
         line.append(f" {_summary(event)}")
         line.truncate(columns, overflow="ellipsis")
         lines.append(line)
@@ -328,11 +330,14 @@ def _events(reader: RunReader, columns: int, rows: int) -> list[Text]:
 
 
 def _is_quiet(event: Event) -> bool:
-    """The writers' own marks; also the end of an evaluation, which is none of the training."""
-    return event.kind == SEGMENT_KIND or (event.kind == END_KIND and event.writer != TRAIN_WRITER)
+    """The writers' own marks: the end of a training that finished is another event, that of an evaluation no part."""
+    is_told = event.writer != TRAIN_WRITER or event.data.get("reason") == "done"
+    return event.kind == SEGMENT_KIND or (event.kind == END_KIND and is_told)
 
 
 def _summary(event: Event) -> str:
+    if event.kind == FINISH_KIND and {"tokens", "seconds"} <= event.data.keys():
+        return t(f"{event.data['tokens']:,} tokens in {human_seconds(event.data['seconds'])}")
     parts = []
     for key, value in event.data.items():
         if isinstance(value, float):
@@ -340,7 +345,8 @@ def _summary(event: Event) -> str:
         elif isinstance(value, str | int | bool):
             parts.append(f"{key} {value}")
         elif isinstance(value, list) and value and isinstance(value[0], str):
-            parts.append(f"{key} {'; '.join(map(str, value))}")
+            words = "; ".join(t(str(item)) for item in value)
+            parts.append(words if key == "notes" else f"{key} {words}")
     return _clean(", ".join(parts))[:200]
 
 

@@ -379,6 +379,8 @@ def test_folders_that_cannot_be_read_say_what_was_expected(tmp_path, name, files
 def test_no_folder_at_all(tmp_path):
     with pytest.raises(BadInputError, match=r"Did you mean `cmmlu`\? A set of your own"):
         read_task(tmp_path, "cmlu")
+    with pytest.raises(BadInputError, match=r"There is no benchmark `hellaswg`\. Did you mean `hellaswag`\?"):
+        read_tasks(tmp_path / "nowhere", ["mmlu", "hellaswg"])
     with pytest.raises(BadInputError, match="There is no folder"):
         read_tasks(tmp_path / "none", ["all"])
     with pytest.raises(BadInputError, match="no folder with a benchmark"):

@@ -53,10 +53,10 @@ def rewrite_lines(section: Mapping[str, Any]) -> list[str]:
             lines.append(t("    none of these rewrites is compared in the forms of --forms"))
         lines += [_row_line(row, width) for row in found["rows"] if row["items"]]
         for reason in dict.fromkeys(reason for row in found["rows"] if not row["items"] for reason in row["skipped"]):
-            left_out = dict.fromkeys(
+            without = dict.fromkeys(
                 row["rewrite"] for row in found["rows"] if reason in row["skipped"] and not row["items"]
             )
-            lines.append(t(f"    all items left out ({reason}): {', '.join(left_out)}"))
+            lines.append(t(f"    all items left out ({reason}): {', '.join(without)}"))
         if found["spread"] is not None:
             lines.append(t(f"    from {found['lowest']:.1%} to {found['highest']:.1%}, spread {found['spread']:.1%}"))
         for form, share in found["consistency"].items():

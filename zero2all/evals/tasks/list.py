@@ -32,6 +32,11 @@ def read_tasks(data: Path, names: Sequence[str], unread: dict[str, str] | None =
     """The tasks of these names, each from its folder below `data`; `all`: every folder there. A task whose files cannot
     be used is an error; or, where `unread` is given, it is put there with the reason, and the others are read."""
     if not data.is_dir():
+        if unknown := [name for name in names if name not in (*READERS, "all")]:
+            raise BadInputError(
+                f"There is no benchmark `{unknown[0]}`. {nearest_hint(unknown[0], READERS)} A set of your own is a "
+                f"folder {data / unknown[0]} with JSON lines or CSV files (question, choices, answer)."
+            )
         raise BadInputError(
             f"There is no folder {data}. `z2a eval fetch NAME --data {data}` downloads a benchmark into it."
         )
