@@ -104,7 +104,7 @@ def test_evaluation_is_written_beside_the_run_and_shown(copied, tmp_path):
         "answer": "北京",
         "foils": ["巴黎"],
     }
-    probes.write_text(json.dumps(row) + "\n" + json.dumps({**row, "family": "arithmetic"}) + "\n")
+    probes.write_text(json.dumps(row) + "\n" + json.dumps({**row, "id": "2", "family": "arithmetic"}) + "\n")
     report = evaluate_run(load_run(copied, "tiny"), copied, EvalOptions(max_bytes=1000, probes=probes, pairs=pairs))
     written = json.loads((copied.run("tiny") / "eval/step-00000030.json").read_text())
     assert written == report
