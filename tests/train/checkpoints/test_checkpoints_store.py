@@ -122,7 +122,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_touched(run
     text = str(refusal.value)
     assert "model/mask: BOOL instead of F32" in text
     assert "model/other: missing" in text
-    assert "model/blocks.0.bias: unknown here" in text
+    assert "model/blocks.0.bias: not expected" in text
     assert torch.equal(target["model/blocks.0.weight"], torch.ones(5, 3))
     with pytest.raises(BadInputError, match=r"\(5, 3\) instead of \(3, 5\)"):
         found.load_into({"model/blocks.0.weight": Part.whole(torch.zeros(3, 5))}, strict=False)
