@@ -75,6 +75,7 @@ def is_prose(template: str) -> bool:
     return bool(PROSE.search(re.sub(r"`[^`]*`|--[\w.-]+|z2a [a-z ]+", " ", template)))
 
 
+@functools.cache
 def needed(room: str) -> list[str]:
     """The templates that the room's table must have, in the order of its files."""
     found = (message for path in sorted((PACKAGE / room).rglob("*.py")) for message in messages(path.read_text()))
@@ -92,6 +93,7 @@ def without_repeats(pairs: list[tuple[str, str]]) -> dict[str, str]:
     return dict(pairs)
 
 
+@functools.cache
 def all_tables() -> dict[str, str]:
     return {english: chinese for room in ROOMS for english, chinese in table(room).items()}
 
@@ -127,7 +129,8 @@ def test_a_table_holds_nothing_that_the_program_does_not_say(room):
 def all_strings() -> frozenset[str]:
     """Every string of the package as a template: words that stand in constants are translated where they are shown."""
     nodes = (node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
-    return frozenset(template for node in nodes for template in templates(node))
+    strings = (node for node in nodes if isinstance(node, ast.JoinedStr | ast.Constant))
+    return frozenset(template for string in strings for template in templates(string))
 
 
 SAID_BY_LIBRARIES = {"options", "positional arguments", "usage:", "show this help message and exit"}
