@@ -114,7 +114,7 @@ def test_the_installed_command_answers_help_at_once():
     assert seconds < 1.0, "of CPU; 0.3 s is the aim"
 
 
-def test_neither_help_nor_a_usage_error_imports_anything_heavy():
+def test_neither_help_nor_a_usage_error_imports_anything_heavy(tmp_path):
     script = """
 import json, sys
 from zero2all.cli import main
@@ -125,6 +125,6 @@ for words in ([], ["help"], ["--help"], ["train", "--help"], ["pack", "--nonsens
         pass
 print("\\n" + json.dumps(sorted({name.split(".")[0] for name in sys.modules})))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert not set(json.loads(done.stdout.splitlines()[-1])) & set(HEAVY)

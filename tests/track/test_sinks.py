@@ -253,7 +253,7 @@ def test_a_metric_or_a_run_that_is_not_there_is_a_clear_error(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--to", "mlflow"], "not known"),
+        (["--to", "mlflow"], "--to mlflow is unknown"),
         (["--to", "wandb"], "--project"),
         (["--to", "csv"], "needs one path"),
         (["--to", "tensorboard"], "needs one path"),

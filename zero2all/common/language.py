@@ -83,7 +83,7 @@ class _Template:
     def pattern(self) -> re.Pattern[str]:
         """Compiled when it is first needed, which most never are."""
         literal = "".join(self.literals)
-        is_weak = sum(map(str.isalpha, literal)) < FEW_LETTERS and not any(mark in literal for mark in ":.;(")
+        is_weak = sum(map(str.isalpha, literal)) < FEW_LETTERS and not any(mark in literal for mark in ",:.;(")
         return re.compile((r"(\S+)" if is_weak else "(.*?)").join(map(re.escape, self.literals)), re.DOTALL)
 
     def fill(self, text: str) -> str | None:
