@@ -93,7 +93,7 @@ def taken_over(launch: Launch, run: Path, finish) -> tuple[list[int], dict[str, 
 
 
 OWN_METRICS = "metrics/train-1.jsonl"
-"""What the process that lost the run had begun: a row that was on its way to this file when it was stopped may follow."""
+"""Begun by the process that lost the run: a row that was on its way there when it was stopped may follow."""
 
 
 def is_left_as_it_was(run: Path, left: dict[str, bytes]) -> bool:
