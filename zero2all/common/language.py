@@ -44,12 +44,7 @@ def language() -> str:
 
 def translate(text: str) -> str:
     """The text in the person's language."""
-    return text if language() == "en" or not text else _in_chinese(text)
-
-
-def chinese(text: str) -> str:
-    """The text in Chinese, whatever the person's language: for a page that has both."""
-    return _in_chinese(text)
+    return text if language() == "en" else in_chinese(text)
 
 
 def padded(text: str, width: int) -> str:
@@ -114,8 +109,11 @@ class _Tables:
         return next((filled for template in self.templates if (filled := template.fill(text)) is not None), None)
 
 
-def _in_chinese(text: str) -> str:
-    """The whole text, or else line by line as many of its sentences at a time as one entry covers."""
+def in_chinese(text: str) -> str:
+    """The whole text, or else line by line as many of its sentences at a time as one entry covers.
+
+    For a page with both languages; `translate` is for all else.
+    """
     core = text.strip()
     if not core:
         return text
@@ -127,24 +125,24 @@ def _in_chinese(text: str) -> str:
     cuts = list(CUT.finditer(core))
     for cut in reversed(cuts):
         if (known := _tables().find(core[: cut.start()])) is not None:
-            return before + known + _in_chinese(core[cut.end() :]) + after  # no space between Chinese sentences
+            return before + known + in_chinese(core[cut.end() :]) + after  # no space between Chinese sentences
     if not cuts:
         return text
     name = cuts[0].end()  # such as the file before a colon
-    return before + core[:name] + _in_chinese(core[name:]) + after
+    return before + core[:name] + in_chinese(core[name:]) + after
 
 
 def _by_lines(lines: list[str]) -> str:
     """As many lines at a time as one entry covers."""
     for count in range(len(lines) - 1, 1, -1):
         if (known := _tables().find("\n".join(lines[:count]))) is not None:
-            return known + "\n" + _in_chinese("\n".join(lines[count:]))
-    return _in_chinese(lines[0]) + "\n" + _in_chinese("\n".join(lines[1:]))
+            return known + "\n" + in_chinese("\n".join(lines[count:]))
+    return in_chinese(lines[0]) + "\n" + in_chinese("\n".join(lines[1:]))
 
 
 def _value(value: str, before: str) -> str:
     """What stands in a hole: a sentence is translated; a name, a figure and a command (`in backticks`) are not."""
-    return value if " " not in value or before.endswith("`") else _in_chinese(value)
+    return value if " " not in value or before.endswith("`") else in_chinese(value)
 
 
 @cache

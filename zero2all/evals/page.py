@@ -15,7 +15,7 @@ from typing import Any
 
 from zero2all.common.files import package_text, write_atomic, write_json
 from zero2all.common.html import html_page
-from zero2all.common.language import LANGUAGES, chinese, language
+from zero2all.common.language import LANGUAGES, in_chinese, language
 from zero2all.evals.chart import COLOURS, figure, line_chart
 from zero2all.evals.scores import KINDS, SECTIONS, Counts, Curve, counts_of, curves_of, read_reports, skipped_of
 from zero2all.evals.signal import CHANCE, NOISE, SIGNAL, TOO_FEW, Signal, judge_curves, signals_json
@@ -252,8 +252,8 @@ def _left_out(report: Mapping[str, Any], section: str) -> str:
     if not total:
         return f'<p class="faint">{_both("No item was left out.", "没有跳过任何题目。")}</p>'
     english = ", ".join(f"{times:,} × {why}" for why, times in reasons.items())
-    in_chinese = "，".join(f"{times:,} × {chinese(why)}" for why, times in reasons.items())
-    return f'<p class="left-out">{_both(f"{total:,} left out: {english}", f"跳过 {total:,} 题：{in_chinese}")}</p>'
+    chinese = "，".join(f"{times:,} × {in_chinese(why)}" for why, times in reasons.items())
+    return f'<p class="left-out">{_both(f"{total:,} left out: {english}", f"跳过 {total:,} 题：{chinese}")}</p>'
 
 
 # ---- which curve to believe -----------------------------------------------------------------------------------
