@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zero2all.ops.footprint import Footprint, Sizes
+from zero2all.ops.footprint import Footprint, Moment, Sizes
 from zero2all.ops.implementation import Implementation, needs_liger, needs_triton
 from zero2all.ops.precision import widened
 
@@ -76,19 +76,30 @@ def _saved_in_low_precision(sizes: Sizes) -> float:
     return sizes.value_bytes * sizes.hidden_size + 4.0
 
 
+def _gradient(sizes: Sizes) -> tuple[Moment, ...]:
+    """The gradient of the sum, and a copy for a narrower branch."""
+    narrow = sizes.value_bytes if sizes.residual_bytes != sizes.value_bytes else 0
+    return (Moment((sizes.residual_bytes + narrow) * sizes.hidden_size),)
+
+
+def _gradient_in_steps(sizes: Sizes) -> tuple[Moment, ...]:
+    """Five products of the formula in float32 exist at once."""
+    return (Moment(5.0 * sizes.wide_bytes * sizes.hidden_size),)
+
+
 IMPLEMENTATIONS: tuple[Implementation[RmsNormOp], ...] = (
-    Implementation("triton", triton_rms_norm, needs_triton, compile_safe=False, footprint=Footprint(_saved_by_kernel)),
-    Implementation("eager", eager_rms_norm, footprint=Footprint(_saved_by_eager)),
-    Implementation("torch", torch_rms_norm, footprint=Footprint(_saved_in_low_precision)),
+    Implementation("triton", triton_rms_norm, needs_triton, compile_safe=False, footprint=Footprint(_saved_by_kernel, _gradient)),
+    Implementation("eager", eager_rms_norm, footprint=Footprint(_saved_by_eager, _gradient_in_steps)),
+    Implementation("torch", torch_rms_norm, footprint=Footprint(_saved_in_low_precision, _gradient)),
     Implementation(
         "triton_lean",
         lean_rms_norm,
         needs_triton,
         compile_safe=False,
         tolerance=2e-2,
-        footprint=Footprint(lambda _: 4.0),
+        footprint=Footprint(lambda _: 4.0, _gradient),
     ),
     Implementation(
-        "liger", liger_rms_norm, needs_liger, compile_safe=False, footprint=Footprint(_saved_in_low_precision)
+        "liger", liger_rms_norm, needs_liger, compile_safe=False, footprint=Footprint(_saved_in_low_precision, _gradient)
     ),
 )
