@@ -20,7 +20,7 @@ the weights are the masters. Processes along the replicate axis hold the same.
 During a step: what each block saves for the backward pass, times the tokens of a micro-batch, and what is alive beside
 it in the worst phase of the step (`zero2all.limits.pass_memory`). Peak = what is there all the time + the worst phase.
 
-`MemoryEstimate.total` is what torch counts as allocated: also ids, tables of positions and the workspaces of cuBLAS. The
+`MemoryEstimate.total` is what torch counts as allocated: also ids, tables of positions and cuBLAS workspaces. The
 process needs more: what torch's allocator reserves without using it, and the CUDA context (`process_bytes`).
 
 With torch.compile the compiler decides what is saved, mostly less than this. Passes in a CUDA graph
@@ -154,7 +154,8 @@ class MemoryEstimate:
 def estimate_memory(model: ModelConfig, settings: MemorySettings) -> MemoryEstimate:
     """The parts of the memory of a run, in the process that needs most; in a pipeline, in one of `settings.stage`.
 
-    Takes about 0.2 ms. Of many micro-batches of one model: `zero2all.limits.pass_memory` has the lines they lie on.
+    Takes about half a millisecond. Many micro-batches of one model: `zero2all.limits.pass_memory` has the lines they
+    lie on.
     """
     model = settings.held(model)
     parts, lines, tokens = state_parts(model, settings), pass_memory(model, settings), settings.tokens

@@ -9,8 +9,8 @@ Backward, it is freed from the end. The gradients of the residual and of the bra
 they have one dtype) are there all the time, and at each operator what that operator says. A recomputed block keeps its
 two inputs, and has all the others again while its backward pass runs.
 
-Everything is a straight line over the tokens of a micro-batch, but for the chunk of logits. So `pass_memory` is computed
-once for a model and its settings (about 60 microseconds) and `PassMemory.phases` for each number of tokens (about 5).
+Everything is a straight line over the tokens of a micro-batch, but for the chunk of logits. So `pass_memory` is
+computed once for a model and its settings, and `PassMemory.phases` for each number of tokens, which is much faster.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from zero2all.limits.memory_settings import MemorySettings
 from zero2all.model.config import ModelConfig
 from zero2all.ops.footprint import Moment, Sizes
 
-LOSS, LAST_BLOCK, RECOMPUTED_BLOCK, FIRST_BLOCK = (
+FORWARD, LOSS, LAST_BLOCK, RECOMPUTED_BLOCK, FIRST_BLOCK = (
+    "forward, last block",
     "forward and loss",
     "backward, last block",
     "backward, last recomputed block",
@@ -90,8 +91,9 @@ def pass_memory(model: ModelConfig, settings: MemorySettings) -> PassMemory:
     ends = _Ends(model, settings, blocks.sizes)
     saved, in_flight = blocks.saved_up_to(model.layers), settings.stage.in_flight if settings.stage else 1.0
     others = (in_flight - 1.0) * saved  # of micro-batches that wait for their backward pass
-    lines = [PhaseLines(LOSS, others + saved + ends.saved, ends.forward())]
     last = model.layers - 1
+    lines = [PhaseLines(FORWARD, others + saved, blocks.forward(last))]
+    lines.append(PhaseLines(LOSS, others + saved + ends.saved, ends.forward()))
     for name, number in ((LAST_BLOCK, last), (RECOMPUTED_BLOCK, blocks.last_recomputed), (FIRST_BLOCK, 0)):
         if name != RECOMPUTED_BLOCK or 0 < number < last:
             moments = blocks.backward(number)
@@ -135,9 +137,13 @@ class _Blocks:
             False: ops["feed_forward"].saved(sizes),
             True: ops["experts"].saved(sizes) / share if model.expert_layers else 0.0,
         }
+        narrow = self.width if sizes.residual_bytes != self.width else 0
+        self.gradients = (sizes.residual_bytes + narrow) * self.hidden / share  # of residual and branch
         self.inputs = (sizes.residual_bytes + self.width) * self.hidden / share
         self.recomputed = {
-            with_experts: self.inputs + sum(self._kept(with_experts)) if settings.recompute == "selective" else self.inputs
+            with_experts: self.inputs + sum(self._kept(with_experts))
+            if settings.recompute == "selective"
+            else self.inputs
             for with_experts in (False, True)
         }
         count = recomputed_blocks(model, settings.recompute, settings.recompute_every)
@@ -195,6 +201,25 @@ class _Blocks:
             return end * self.whole(0)
         return sum(self.saved(number) for number in range(end))
 
+    def forward(self, number: int) -> tuple[Moment, ...]:
+        """The moments of its forward pass, where it saves all: the branches of attention and of the block before, the
+        residual before and after attention, and what the feed-forward says. A recomputed block has these in its
+        backward pass."""
+        if self.is_recomputed(number):
+            return (Moment(self.inputs),)
+        besides = 2 * (self.width * self.hidden / self.settings.tensor + self._residual())
+        return tuple(Moment(besides + moment.per_token) for moment in self._feed_forward_again(number))
+
+    def _residual(self) -> float:
+        (norm,) = self.settings.operators["rms_norm"].forward(self.sizes)
+        return norm.per_token / self.settings.tensor
+
+    def _feed_forward_again(self, number: int) -> list[Moment]:
+        with_experts = self.has_experts(number)
+        operator = self.settings.operators["experts" if with_experts else "feed_forward"]
+        share = self._share(with_experts)
+        return [Moment(moment.per_token / share) for moment in operator.forward(self.sizes)]
+
     def backward(self, number: int) -> tuple[Moment, ...]:
         """The moments of its backward pass, beside what it and the blocks before it have saved."""
         with_experts, again = self.has_experts(number), 0.0
@@ -202,9 +227,11 @@ class _Blocks:
             again = self.whole(number)
             if self.settings.recompute == "selective":
                 again -= self._kept(with_experts)[0]
-        return tuple(
-            Moment(per_token + again, fixed) for per_token, fixed in self._moments(with_experts)
-        )
+        moments = [Moment(per_token + again, fixed) for per_token, fixed in self._moments(with_experts)]
+        if self.is_recomputed(number):  # the forward pass once more, up to its last saved tensor
+            besides = again + self.gradients + self.width * self.hidden / self.settings.tensor + self._residual()
+            moments += [Moment(besides + moment.per_token) for moment in self._feed_forward_again(number)]
+        return tuple(moments)
 
     def _moments(self, with_experts: bool) -> list[tuple[float, float]]:
         """Bytes per token and fixed, from the feed-forward back to the first norm, less what has been freed."""
@@ -212,8 +239,7 @@ class _Blocks:
         width, hidden, copies = self.width, self.hidden, 2 * self.copy_bytes
         query, qkv = sizes.query_size, sizes.query_size + 2 * sizes.kv_size
         writes = width if ops["linear"].writes_weight_gradient else 0
-        narrow = width if sizes.residual_bytes != width else 0
-        residual = (sizes.residual_bytes + narrow) * hidden / share  # the gradients of residual and branch
+        residual = self.gradients
         gathered = width * hidden if share > 1 else 0  # the branch's of all tensor ranks
         (norm,) = ops["rms_norm"].backward(sizes)
         of_norm = residual + width * hidden + norm.per_token / share
@@ -252,7 +278,9 @@ class _Ends:
             return (Moment(self.sizes.residual_bytes * self.sizes.hidden_size / self.settings.tensor),)
         head = self.settings.operators["linear_cross_entropy"].head
         assert head is not None, "every head says what it needs"
-        return tuple(moment._replace(per_token=moment.per_token + self.hidden_state) for moment in head.forward(self.sizes))
+        return tuple(
+            moment._replace(per_token=moment.per_token + self.hidden_state) for moment in head.forward(self.sizes)
+        )
 
     def backward(self) -> tuple[Moment, ...]:
         """From the loss to the gradient of the last block's output."""

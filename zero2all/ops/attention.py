@@ -287,8 +287,8 @@ def _saved(sizes: Sizes) -> float:
 
 
 def _saved_with_mask(sizes: Sizes) -> float:
-    """The same and the mask, as booleans and as numbers."""
-    return _saved(sizes) + (sizes.seq_len * (1 + sizes.value_bytes) if sizes.documents else 0)
+    """The same and the mask as numbers, which every block makes for itself."""
+    return _saved(sizes) + (sizes.seq_len * sizes.value_bytes if sizes.documents else 0)
 
 
 def _gradients(sizes: Sizes) -> tuple[Moment, ...]:
@@ -304,9 +304,9 @@ def _gradients_by_math(sizes: Sizes) -> tuple[Moment, ...]:
     return (Moment(sizes.heads * sizes.seq_len * (2.0 * sizes.wide_bytes + copy)),)
 
 
-FUSED = Footprint(_saved, _gradients, is_fused=True)
-FLEX = Footprint(_saved, _gradients, is_fused=True, result_like_query=True)
-MASKED = Footprint(_saved_with_mask, _gradients, is_fused=True, result_like_query=True)
+FUSED = Footprint(_saved, backward=_gradients, is_fused=True)
+FLEX = Footprint(_saved, backward=_gradients, is_fused=True, result_like_query=True)
+MASKED = Footprint(_saved_with_mask, backward=_gradients, is_fused=True, result_like_query=True)
 
 
 def _package(name: str, module: str) -> AttentionImplementation:
@@ -336,5 +336,5 @@ IMPLEMENTATIONS = (
     ),
     AttentionImplementation("flex", flex_attention, _probe_flex, footprint=FLEX, prepare_documents=_document_blocks),
     _package("fa3", flash_packages.FA3),
-    AttentionImplementation("math", math_attention, footprint=Footprint(_saved_by_math, _gradients_by_math)),
+    AttentionImplementation("math", math_attention, footprint=Footprint(_saved_by_math, backward=_gradients_by_math)),
 )

@@ -78,6 +78,12 @@ def mixture_footprint(feed_forward: Footprint, swiglu: Footprint) -> Footprint:
             found += 2 * inner(sizes) + swiglu.saved(of_all)
         return found + (feed_forward.saved(shared(sizes)) if sizes.shared_size else 0.0)
 
+    def forward(sizes: Sizes) -> tuple[Moment, ...]:
+        returned = float(sizes.value_bytes * sizes.experts_per_token * sizes.hidden_size)
+        if feed_forward.is_fused:  # h, and what experts return
+            return (Moment(inner(sizes) + returned),)
+        return (Moment(2 * returned),)  # of each expert, and of all one after the other
+
     def backward(sizes: Sizes) -> tuple[Moment, ...]:
         value, chosen, hidden = sizes.value_bytes, sizes.experts_per_token, sizes.hidden_size
         pairs = float(value * chosen * hidden)  # the gradient of what experts return, or get
@@ -100,4 +106,4 @@ def mixture_footprint(feed_forward: Footprint, swiglu: Footprint) -> Footprint:
         return float(returned + sizes.wide_bytes * sizes.router_rows)
 
     fused = feed_forward.is_fused
-    return Footprint(saved, backward, is_fused=fused, kept_results=kept_results, kept_besides=kept_besides)
+    return Footprint(saved, forward, backward, is_fused=fused, kept_results=kept_results, kept_besides=kept_besides)

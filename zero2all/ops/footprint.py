@@ -97,6 +97,9 @@ class Footprint:
     """The memory of one implementation. Fields that mean nothing for its operator keep their defaults."""
 
     saved: Bytes = nothing  # saved for the backward pass, beside input and output
+    forward: Moments = no_moments
+    """What is alive in its forward pass beside what it saves: rms_norm (the sum, which the next norm reads), swiglu,
+    feed_forward and experts."""
     backward: Moments = no_moments
     """The moments of the backward pass, the gradient of the input among them."""
     overwrites_input: bool = False

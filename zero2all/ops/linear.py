@@ -170,10 +170,19 @@ def feed_forward_footprint(swiglu: Implementation[SwigluOp], linear: Implementat
         product = (copy_bytes or sizes.value_bytes) * sizes.intermediate_size
         return gates_and_ups + swiglu.footprint.saved(sizes) + product
 
+    def forward(sizes: Sizes) -> tuple[Moment, ...]:
+        result = float(sizes.value_bytes * sizes.hidden_size)
+        if fused:  # h, in float8 too
+            return (Moment((sizes.value_bytes + copy_bytes) * sizes.intermediate_size + result),)
+        return (Moment(result), *swiglu.footprint.forward(sizes))
+
     def backward(sizes: Sizes) -> tuple[Moment, ...]:
         if fused:
             return _fused_moments(swiglu.name, linear.name, sizes)
-        inner, input_gradient = float(sizes.value_bytes * sizes.intermediate_size), sizes.value_bytes * sizes.hidden_size
+        inner, input_gradient = (
+            float(sizes.value_bytes * sizes.intermediate_size),
+            sizes.value_bytes * sizes.hidden_size,
+        )
         matrix = inner * sizes.hidden_size if linear.footprint.writes_weight_gradient else 0.0
         product = float(copy_bytes or sizes.value_bytes) * sizes.intermediate_size
         copies = 2.0 * copy_bytes
@@ -184,7 +193,7 @@ def feed_forward_footprint(swiglu: Implementation[SwigluOp], linear: Implementat
             Moment((2 * inner + 2 * copies * sizes.intermediate_size) + input_gradient - saved(sizes), 2 * matrix),
         )
 
-    return Footprint(saved, backward, is_fused=fused, kept_results=_gates_and_ups)
+    return Footprint(saved, forward, backward, is_fused=fused, kept_results=_gates_and_ups)
 
 
 def _gates_and_ups(sizes: Sizes) -> float:

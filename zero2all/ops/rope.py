@@ -69,7 +69,7 @@ def _gradient_in_steps(sizes: Sizes) -> tuple[Moment, ...]:
     return (Moment(_gradient(sizes)[0].per_token + 2.0 * sizes.wide_bytes * turned),)
 
 
-COPIES = Footprint(_saved, _gradient_in_steps)
+COPIES = Footprint(_saved, backward=_gradient_in_steps)
 IN_PLACE = Footprint(backward=_gradient, overwrites_input=True)
 
 IMPLEMENTATIONS: tuple[Implementation[RopeOp], ...] = (
