@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 
@@ -13,7 +12,7 @@ from zero2all.limits.memory import MemorySettings, estimate_memory
 from zero2all.limits.pass_memory import pass_memory
 from zero2all.model.config import ModelConfig, MoeConfig
 from zero2all.ops.registry import footprints
-from zero2all.train import simulate
+from zero2all.train.simulate import simulate_ranks
 
 SMALL = """
     --model.vocab_size 512 --model.hidden_size 128 --model.intermediate_size 352 --model.layers 3 --model.heads 4
@@ -25,27 +24,19 @@ SMALL = """
 @pytest.mark.parametrize(
     ("words", "within"),
     [
-        ("--train.precision float32", 2e-3),
-        ("--train.precision bfloat16", 2e-3),
-        ("--train.precision bfloat16 --train.micro_batch_samples 2", 2e-3),  # two passes
-        ("--train.precision bfloat16 --model.tied_embeddings false", 2e-3),
+        ("--train.precision bfloat16 --model.tied_embeddings false --train.micro_batch_samples 2", 2e-3),  # two passes
         ("--train.precision bfloat16 --model.intermediate_size 1408", 2e-3),  # the peak is in the last block
         ("--train.precision bfloat16 --train.recompute selective", 2e-3),
         # The first block gets no branch: one of the inputs that are counted for a block does not exist.
-        ("--train.precision bfloat16 --train.recompute full", 3e-2),
         ("--train.precision float32 --train.recompute every_n --train.recompute_every 3", 3e-2),
-        ("--train.precision bfloat16 --ops.attention math", 1e-2),
-        ("--train.precision bfloat16 --ops.rms_norm eager --ops.swiglu eager", 2e-3),
-        ("--train.precision bfloat16 --ops.linear_cross_entropy off --ops.cross_entropy eager", 2e-3),
-        ("--train.precision float32 --ops.linear_cross_entropy off --ops.cross_entropy torch", 2e-3),
-        ("--train.precision float32 --data.document_mask true", 1e-2),
-        ("--train.precision float32 --model.moe.experts 4 --model.moe.expert_size 96", 1e-2),
+        (
+            "--train.precision bfloat16 --ops.linear_cross_entropy off --ops.cross_entropy eager --ops.swiglu eager",
+            2e-3,
+        ),
     ],
 )
-def test_peak_is_that_of_all_tensors_alive_in_a_step(words, within, monkeypatch):
-    # With so few tokens real values take less time than none.
-    monkeypatch.setattr(simulate, "FakeTensorMode", lambda **_: contextlib.nullcontext())
-    step = simulate.simulate_ranks(load_config("quickstart", [*SMALL.split(), *words.split()]), 1)
+def test_peak_is_that_of_all_tensors_alive_in_a_step(words, within):
+    step = simulate_ranks(load_config("quickstart", [*SMALL.split(), *words.split()]), 1)
     assert step.expected_state_bytes == pytest.approx(step.state_bytes, rel=5e-2)  # figures, tables, counters
     beside_states = step.expected_peak_bytes - step.expected_state_bytes
     assert beside_states == pytest.approx(step.peak_bytes - step.expected_state_bytes, rel=within)
