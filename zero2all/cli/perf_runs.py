@@ -8,13 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.verb import Subparsers, add_output, add_verb, real, whole
+from zero2all.cli.runs import add_run, open_run
+from zero2all.cli.verb import Subparsers, add_output, add_verb, add_work, real, whole
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
     from zero2all.limits.simulate import Change, Outcome, Plan, Slowness
+    from zero2all.perf.explain import Explanation
+    from zero2all.perf.run_diff import RunDiff
 
+FINDINGS = "what costs most, and what to change"
 JSON_HELP = "also write it as JSON; - writes only that, to standard output"
 SIMULATE_EXAMPLE = """z2a perf simulate --nodes 2048 --tokens 15.6e12 --tokens-per-gpu-second 400 --spare-nodes 32 \\
     --stall-seconds 2 --memory-interval-seconds 60 --price 2 --picture months.png
@@ -24,6 +28,8 @@ SIMULATE_EXAMPLE = """z2a perf simulate --nodes 2048 --tokens 15.6e12 --tokens-p
 def register(inner: Subparsers) -> None:
     """Add the verbs."""
     _register_simulate(inner)
+    _register_explain(inner)
+    _register_diff(inner)
 
 
 def _register_simulate(inner: Subparsers) -> None:
@@ -231,6 +237,143 @@ def _simulation_json(outcome: Outcome, changes: Sequence[Change], tokens: float 
         },
         "changes": [dataclasses.asdict(change) for change in changes],
     }
+
+
+# ---- explain and diff ----
+
+
+def _register_explain(inner: Subparsers) -> None:
+    parser = add_verb(
+        inner,
+        "explain",
+        "say what limits a run and what to change, from its own metrics: time, speed, memory, interruptions",
+        "z2a perf explain my-run --page my-run.html",
+        _explain,
+    )
+    add_run(parser)
+    add_output(parser, "--page", help="HTML file with the tables and pictures (MFU waterfall)")
+    card_help = "memory of the card, where the run did not record it"
+    parser.add_argument("--card-gib", type=real(0.0, is_open=True), default=None, metavar="N", help=card_help)
+    add_output(parser, "--json", help=JSON_HELP)
+
+
+def _explain(arguments: argparse.Namespace) -> None:
+    from zero2all.cli.table import print_table
+    from zero2all.perf.explain import as_json, explain
+    from zero2all.perf.run_record import read_record
+
+    with open_run(arguments.run, arguments) as run:
+        explanation = explain(read_record(run.folder, arguments.card_gib))
+        tables = _explain_tables(explanation)
+        if not _write_json(arguments.json, lambda: as_json(explanation)):
+            print(t(explanation.limit))
+            for number, finding in enumerate(explanation.findings, 1):
+                share = f" ({100 * finding.share:.1f} %)" if finding.share else ""
+                print(f"\n{number}. {t(finding.what)}{share}: {t(finding.evidence)}")
+                print(f"   {t('change')}: {t(finding.change)}\n   {t('worth')}: {t(finding.worth)}")
+            print()
+            for title, rows in tables:
+                if title != FINDINGS:
+                    print_table(rows, title)
+        if arguments.page is not None:
+            from zero2all.perf.explain_page import write_page
+
+            _try_picture(lambda: write_page(explanation, tables, arguments.page))
+
+
+def _explain_tables(explanation: Explanation) -> list[tuple[str, list[list[str]]]]:
+    record = explanation.record
+    tables = []
+    if explanation.findings:
+        rows = [["finding", "evidence", "change", "worth"]]
+        rows += [[t(each.what), t(each.evidence), t(each.change), t(each.worth)] for each in explanation.findings]
+        tables.append((FINDINGS, rows))
+    if total := record.wall_seconds:
+        rows = [["wall time", "seconds", "%"]]
+        rows += [
+            [t(name), f"{spent:,.2f}", f"{100 * spent / total:.1f}"] for name, spent in record.wall.items() if spent
+        ]
+        tables.append(("from the first start to the last row", rows))
+    if step := sum(record.parts.values()):
+        rows = [["part of a step", "ms", "%"]]
+        parts = sorted(record.parts.items(), key=lambda part: -part[1])
+        rows += [[t(name), f"{1e3 * spent:,.3f}", f"{100 * spent / step:.1f}"] for name, spent in parts]
+        tables.append(("mean of steady steps (without the first rows of each start)", rows))
+    tables.append(("speed and memory", [["figure", "value", "convention"], *_figure_rows(explanation)]))
+    if record.missing:
+        tables.append(("not in this run's record", [["what is missing"], *([t(each)] for each in record.missing)]))
+    return tables
+
+
+def _figure_rows(explanation: Explanation) -> list[list[str]]:
+    record, rows = explanation.record, []
+    if record.speed is not None:
+        speed = record.speed
+        rows.append(
+            [t("tokens/s"), f"{speed.value:,.0f} ± {speed.error:,.0f}", t("all processes, median of steady steps")]
+        )
+        if record.flops is not None:
+            for name, flops in record.flops.items():
+                achieved = f"{speed.value * flops / record.processes / 1e12:,.4g} TFLOP/s"
+                mfu = record.mfu(name)
+                share = "" if mfu is None else f", MFU {mfu:.1%}"
+                rows.append([t("model FLOPs"), achieved + share, t(f"{name}, per device, {flops:.4g} FLOP a token")])
+    for name in ("allocated", "peak", "reserved"):
+        if (size := record.memory(name)) is not None:
+            share = "" if record.card_bytes is None else f" ({size / record.card_bytes:.1%})"
+            rows.append(
+                [t(f"memory {name}"), f"{size / 2**30:.2f} GiB{share}", t("largest logged, rank 0, of its card")]
+            )
+    return rows
+
+
+def _register_diff(inner: Subparsers) -> None:
+    parser = add_verb(
+        inner,
+        "diff",
+        "compare two runs: config, machine, speed, memory, loss at equal tokens, each beside its noise",
+        "z2a perf diff before after",
+        _diff,
+    )
+    parser.add_argument("runs", nargs=2, metavar="RUN", help="name of a run in the workspace, or a run's folder")
+    add_work(parser)
+    add_output(parser, "--json", help=JSON_HELP)
+
+
+def _diff(arguments: argparse.Namespace) -> None:
+    from zero2all.perf.run_diff import as_json, diff_runs
+    from zero2all.perf.run_record import read_record
+
+    with open_run(arguments.runs[0], arguments) as first, open_run(arguments.runs[1], arguments) as second:
+        diff = diff_runs(read_record(first.folder), read_record(second.folder))
+        if not _write_json(arguments.json, lambda: as_json(diff)):
+            _print_diff(diff)
+
+
+def _print_diff(diff: RunDiff) -> None:
+    from zero2all.cli.table import print_table
+    from zero2all.track.listing import distinct_names
+
+    names = distinct_names([diff.first.reader.folder, diff.second.reader.folder])
+    for title, differences in (("config", diff.config), ("machine, versions, operators", diff.machine)):
+        if differences:
+            shown = [[name, *("–" if value is None else str(value) for value in pair)] for name, *pair in differences]
+            print_table([["field", *names], *shown], title)
+        else:
+            print(t(f"{title}: no difference is recorded"))
+    rows = [["figure", *names, "change", "noise", "verdict"]]
+    for each in diff.figures:
+        noise = "–" if each.error != each.error else f"± {100 * each.error / max(abs(each.first), 1e-30):.2g} %"
+        figures = (f"{value:,.5g}" for value in (each.first, each.second))
+        rows.append([t(each.name), *figures, f"{100 * each.change:+.2f} %", noise, t(each.verdict)])
+    print_table(rows, "the second run beside the first (noise: one standard error of the difference)")
+    if diff.loss_tokens is not None:
+        low, high = diff.loss_tokens
+        print(t(f"Losses are compared between {low:,} and {high:,} tokens, which both runs have seen."))
+    print(t("The noise is that inside each run. Runs that differ only in their seed differ more in loss."))
+    for record in (diff.first, diff.second):
+        for gap in record.missing:
+            print(f"{record.name}: {t(gap)}")
 
 
 def _write_json(path: Path | None, value: Any) -> bool:

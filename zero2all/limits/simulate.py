@@ -443,14 +443,9 @@ def possible_changes(plan: Plan) -> dict[str, Plan]:
         if plan.hang_share and plan.hang_seconds > 60.0:
             found[f"hangs found in {plan.hang_seconds / 5:,.0f} s"] = but(hang_seconds=plan.hang_seconds / 5)
         if plan.shares.get("node"):
-            more = max(1, math.ceil(plan.nodes / 64))
-            found[f"spare nodes: {plan.spare_nodes + more} instead of {plan.spare_nodes}"] = but(
-                spare_nodes=plan.spare_nodes + more
-            )
-            if plan.spare_nodes > 1:
-                found[f"spare nodes: {plan.spare_nodes // 2} instead of {plan.spare_nodes}"] = but(
-                    spare_nodes=plan.spare_nodes // 2
-                )
+            for spares in {plan.spare_nodes + max(1, math.ceil(plan.nodes / 64)), plan.spare_nodes // 2}:
+                if spares != plan.spare_nodes:
+                    found[f"spare nodes: {spares} instead of {plan.spare_nodes}"] = but(spare_nodes=spares)
     for name, attribute in (("slow nodes", "slow_nodes"), ("slow links", "slow_links")):
         kind: Slowness = getattr(plan, attribute)
         if kind.per_node_day and kind.slowdown > 1.0:
