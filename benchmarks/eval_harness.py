@@ -239,8 +239,8 @@ def compare_speed(name: str, loaded: LoadedModel, folder: Path, questions: list[
     for _ in range(TURNS[device.type]):
         for who, model in (("ours", ours), ("hf", theirs)):
             score = partial(model.loglikelihood, requests, disable_tqdm=True)
-            seconds, values[who] = timed(score, device)
-            times[who].append(seconds)
+            took, values[who] = timed(score, device)
+            times[who].append(took)
     apart = {(each.context, each.continuation) for each in ours.border_spans}
     differences = [
         abs(one[0] - other[0])
