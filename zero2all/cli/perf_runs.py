@@ -322,7 +322,7 @@ def _figure_rows(explanation: Explanation) -> list[list[str]]:
         if (size := record.memory(name)) is not None:
             share = "" if record.card_bytes is None else f" ({size / record.card_bytes:.1%})"
             rows.append(
-                [t(f"memory {name}"), f"{size / 2**30:.2f} GiB{share}", t("largest logged, rank 0, of its card")]
+                [t(f"GPU memory {name}"), f"{size / 2**30:.2f} GiB{share}", t("largest logged, rank 0, of its card")]
             )
     return rows
 

@@ -151,8 +151,9 @@ def _pauses(record: RunRecord) -> Iterator[Finding]:
     ):
         share = wall[name] / total
         if share >= least:
-            times = len(record.events("checkpoint")) if name == "checkpoint stalls" else None
-            evidence = f"{wall[name]:.3g} s of {total:.4g} s" + ("" if times is None else f", {times} saves")
+            evidence = f"{wall[name]:.3g} s of {total:.4g} s"
+            if name == "checkpoint stalls":
+                evidence = f"{wall[name]:.3g} s of {total:.4g} s, {len(record.events('checkpoint'))} saves"
             yield Finding(name, evidence, change, f"{share / 2:.1%} of the wall time (half of it)", share)
     share = wall["starting"] / total
     if share >= 0.05:
@@ -260,7 +261,10 @@ def _memory(record: RunRecord) -> Iterator[Finding]:
         change = f"free {(reserved - HEADROOM * card) / GIB:.1f} GiB: a smaller micro-batch or recompute"
         yield Finding("memory is nearly full", figures, change, "the run does not end out of memory", is_urgent=True)
     if reserved - peak > 0.1 * card:
-        change = "parallel.expandable_segments, or fewer shapes"
+        is_on = record.config is None or record.config.parallel.expandable_segments
+        change = (
+            "fewer shapes of passes (lengths, evaluation batches)" if is_on else "parallel.expandable_segments true"
+        )
         yield Finding("fragmented memory", figures, change, f"{(reserved - peak) / GIB:.1f} GiB")
     batch = batch_of(record)
     if reserved < ROOMY * card and batch is not None:
