@@ -192,7 +192,7 @@ def test_the_slowdown_of_links():
 
 
 def test_all_problems_of_a_plan_are_named_at_once():
-    plan = Plan(-1.0, 4, shares={"process": 0.5}, least_nodes=9, stall_seconds=90.0, slow_nodes=Slowness(1.0, 0.5))
+    plan = Plan(-1.0, 4, shares={"process": 0.5}, least_nodes=9, stall_seconds=90.0, slow_nodes=Slowness(1.0, 0.5), memory_copies=3)
     with pytest.raises(BadInputError) as caught:
         simulate(plan)
     for words in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -160,6 +161,12 @@ def test_what_is_missing_is_said_and_the_rest_is_used(tmp_path):
     assert record.speed is not None
     assert explain(record).findings == []
     json.dumps(as_json(explain(record)))
+
+
+def test_a_run_that_is_still_going_gives_its_figures_so_far(tmp_path):
+    record = read_record(MadeRun(tmp_path / "run", now=time.time() - 55.0).write(1, 50, end=None).folder)
+    assert "the run is still going: these are its figures so far" in record.missing
+    assert record.speed is not None
 
 
 def test_metrics_without_times_of_steps(tmp_path):

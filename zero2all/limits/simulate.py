@@ -40,7 +40,7 @@ PARTS = (
 )
 """Where wall time goes; the parts sum to the whole."""
 PERCENTILES = (10, 50, 90)
-MAX_EVENTS = 2_000_000
+MAX_EVENTS = 100_000
 """Events of one repetition, after which the run counts as one that does not progress."""
 LEAST_GOODPUT = 0.02
 CHANGE_FAILURES, CHANGE_REPAIRS = 200, 10
@@ -475,7 +475,15 @@ def check_plan(plan: Plan) -> None:
     for name, kind in (("slow nodes", plan.slow_nodes), ("slow links", plan.slow_links)):
         if kind.slowdown < 1.0:
             wrong.append(f"{name}: a step takes {kind.slowdown:g} times as long, which is faster; give 1 or more")
-    for name, value in (("work", plan.work_seconds), ("nodes", plan.nodes), ("interval", plan.interval_seconds)):
+    if plan.memory_copies not in (1, 2):
+        wrong.append(f"there are 1 or 2 copies in memory; got {plan.memory_copies}")
+    for name, value in (
+        ("work", plan.work_seconds),
+        ("nodes", plan.nodes),
+        ("interval", plan.interval_seconds),
+        ("interval of copies in memory", plan.memory_interval_seconds),
+        ("repair time", plan.repair_hours),
+    ):
         if value is not None and value <= 0:
             wrong.append(f"{name} must be above 0; got {value:g}")
     if not wrong:

@@ -45,8 +45,14 @@ def _pictures(explanation: Explanation) -> list[bytes]:
         found.append(waterfall(levels, "peak x wall time", "model FLOPs (MFU of the whole run)", "MFU waterfall"))
     elif levels:
         found.append(waterfall(levels, "wall time", "forward and backward passes", "where the wall time went"))
-    shown = [("tokens/s", "tokens_per_second"), ("loss", "loss"), ("peak memory, bytes", "memory/peak")]
-    panels = [(title, record.reader.series(name).step, record.reader.series(name).value) for title, name in shown]
-    panels = [panel for panel in panels if len(panel[1]) > 1]
+    panels = []
+    for name, title, unit in (
+        ("tokens_per_second", "tokens/s", 1),
+        ("loss", "loss", 1),
+        ("memory/peak", "peak memory, GiB", 2**30),
+    ):
+        points = record.reader.series(name)
+        if len(points) > 1:
+            panels.append((title, points.step, points.value / unit))
     marks = [float(event.step) for event in (*record.events("segment")[1:], *record.events("rollback"))]
     return [*found, curves(panels, marks)] if panels else found

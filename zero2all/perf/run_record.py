@@ -249,6 +249,7 @@ def _gaps(record: RunRecord, has_start: bool) -> list[str]:
         "no time/step: seconds of steps and the wall time's parts are unknown": "time/step" not in metrics,
         "no parts of a step (time/forward, …): an older version wrote this run": not record.parts,
         "the peak of this device is not known: no MFU": has_start and record.peak is None,
+        "stages of other lengths: FLOPs are those of data.seq_len": len(record.events("stage")) > 1,
         "no memory metrics: the run logs them on a GPU": "memory/peak" not in metrics,
         "the card's memory was not recorded: give --card-gib": on_gpu and record.card_bytes is None,
         "no checkpoints were written": not record.events("checkpoint"),
