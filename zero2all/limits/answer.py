@@ -11,7 +11,7 @@ from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 from zero2all.common.schema import Problem
 
-PREFIXED = {"FLOP", "FLOP/s", "FLOP/token", "bytes/s", "W"}
+PREFIXED = {"FLOP", "FLOP/s", "FLOP/token", "MAC/token"}
 """Units that take a decimal prefix: 51.5 GFLOP."""
 DURATIONS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
@@ -70,11 +70,13 @@ def said(value: float, unit: str) -> str:
     if unit == "s":
         size, name = next((pair for pair in DURATIONS if value >= pair[0]), DURATIONS[-1])
         return f"{value / size:.4g} {name}"
+    if unit == "bytes/s":
+        return _prefixed(value, "B/s", 1000)
     if unit in PREFIXED:
         return _prefixed(value, unit, 1000)
     if unit == "USD":
         return f"{value:,.2f} USD"
-    number = f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 1e5 else f"{value:,.4g}"
+    number = f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 1e4 else f"{value:,.4g}"
     large = f" ({value / 1e9:.4g} B)" if unit in ("parameters", "tokens") and value >= 1e9 else ""
     return f"{number} {t(unit)}{large}".rstrip()
 

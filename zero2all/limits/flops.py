@@ -30,6 +30,7 @@ from zero2all.ops.footprint import Footprint
 
 CONVENTIONS = ("seed", "palm", "causal")
 
+
 def flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, float]:
     """Training FLOPs of one token under each convention."""
     counts, width = parameter_counts(config), config.layers * config.heads * config.head_size

@@ -134,8 +134,16 @@ def llama(
     name: str, hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, inner: int, vocab: int, seq_len: int
 ) -> Counted:
     """A model of the Llama family, untied."""
-    shape = {"hidden_size": hidden, "layers": layers, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    return counted(Unpadded(vocab_size=vocab, intermediate_size=inner, **shape), name, seq_len)
+    shape = Unpadded(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+    )
+    return counted(shape, name, seq_len)
 
 
 def _mixtral() -> Counted:
