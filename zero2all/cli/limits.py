@@ -377,9 +377,8 @@ def _model(
     from zero2all.common.schema import MISSING, Problem
     from zero2all.limits.parameters import KNOWN_MODELS, counted, counted_by_total, counted_gpt
 
-    given = [
-        flag for flag in SHAPE if flag.replace("-", "_") in values and flag not in ("seq-len", "experts-per-token")
-    ]
+    beside = ("seq-len", "experts-per-token")  # of use beside a named model too
+    given = [flag for flag in SHAPE if flag not in beside and getattr(arguments, flag.replace("-", "_")) is not None]
     seq_len = values.get("seq_len")
     if arguments.model is not None:
         if given:
@@ -394,6 +393,8 @@ def _model(
             rule = f"a model, or its numbers: --params; or {numbers}"
             problems.append(Problem("MODEL", MISSING, rule))
         return None
+    if any(flag.replace("-", "_") not in values for flag in given):
+        return None  # it is named among the problems already
     get = values.get
     if arguments.gpt:
         names = ("hidden_size", "layers", "vocab_size", "seq_len")

@@ -123,8 +123,8 @@ def flops(
         terms += _groups(model, tokens or seq_len, seq_len, gpu, peak_tflops)
         notes.append(
             "torch's FlopCounterMode counts `palm` x tokens with plain operators: every matmul, no norms, the masked "
-            "half of attention too. Flash attention's backward executes 5 matmuls beside 2 forward, so kernel benchmarks "
-            "count 3.5 x its forward; MFU counts 3 x."
+            "half of attention too. Flash attention's backward executes 5 matmuls beside 2 forward, so kernel "
+            "benchmarks count 3.5 x its forward; MFU counts 3 x."
         )
     return Answer(f"FLOPs of {model.name}, seq_len {seq_len or '?'}", CONVENTION, terms, notes)
 
