@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from zero2all.common.errors import BadInputError
+from zero2all.limits.failures import daly_interval
+from zero2all.limits.failures import goodput as closed_goodput
 from zero2all.limits.simulate import (
     DAY,
     HOUR,
@@ -17,8 +19,6 @@ from zero2all.limits.simulate import (
     Plan,
     Slowness,
     band,
-    closed_goodput,
-    daly_interval,
     possible_changes,
     simulate,
     slowdown_of_links,
@@ -192,7 +192,15 @@ def test_the_slowdown_of_links():
 
 
 def test_all_problems_of_a_plan_are_named_at_once():
-    plan = Plan(-1.0, 4, shares={"process": 0.5}, least_nodes=9, stall_seconds=90.0, slow_nodes=Slowness(1.0, 0.5), memory_copies=3)
+    plan = Plan(
+        -1.0,
+        4,
+        shares={"process": 0.5},
+        least_nodes=9,
+        stall_seconds=90.0,
+        slow_nodes=Slowness(1.0, 0.5),
+        memory_copies=3,
+    )
     with pytest.raises(BadInputError) as caught:
         simulate(plan)
     for words in (

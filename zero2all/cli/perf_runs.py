@@ -67,9 +67,7 @@ def _register_simulate(inner: Subparsers) -> None:
     add("--communication-share", type=real(0.0, 1.0), default=0.0, metavar="SHARE", help=share_help)
     speed_help = "speed of all links as a share of the rate with which the speed was measured (default 1)"
     add("--link-speed", type=positive, default=1.0, metavar="X", help=speed_help)
-    add(
-        "--repetitions", type=whole(2, 1_000), default=200, metavar="N", help="how often it is simulated (default 200)"
-    )
+    add("--repetitions", type=whole(2, 1_000), default=200, metavar="N", help="how often it is simulated (default 200)")
     add("--seed", type=whole(0), default=0, metavar="N", help="seed of the random events (default 0)")
     add("--no-changes", action="store_true", help="do not simulate what single changes would be worth")
     add_output(parser, "--picture", help="PNG: progress over time with its band, and where the time went")

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zero2all.common.errors import BadInputError
+from zero2all.limits.failures import daly_interval, goodput
 
 Floats = NDArray[np.float64]
 
@@ -104,6 +105,8 @@ class Plan:
         """Seconds of work between two checkpoints. Daly's for the stall; when it is 0, a save follows the other."""
         if self.interval_seconds is not None:
             return self.interval_seconds
+        if not self.failures_per_gpu_hour:
+            return self.work_seconds
         best = daly_interval(self.stall, self.mean_seconds_between_failures)
         return min(self.work_seconds, max(best, self.save_seconds, 1.0))
 
@@ -142,23 +145,6 @@ def band(values: Floats) -> tuple[float, float, float]:
     """The 10, 50 and 90 % points."""
     low, middle, high = np.percentile(values, PERCENTILES)
     return float(low), float(middle), float(high)
-
-
-def daly_interval(save_seconds: float, mean_seconds: float) -> float:
-    """The best interval between blocking saves (Daly 2006, higher order), with this mean time between failures."""
-    if math.isinf(mean_seconds):
-        return math.inf
-    if save_seconds >= 2 * mean_seconds:
-        return mean_seconds
-    ratio = save_seconds / (2 * mean_seconds)
-    return math.sqrt(2 * save_seconds * mean_seconds) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
-
-
-def closed_goodput(interval: float, save: float, restart: float, mean_seconds: float) -> float:
-    """Expected goodput with blocking saves and one kind of failure: what the simulation is tested against."""
-    if math.isinf(mean_seconds):
-        return interval / (interval + save)
-    return interval / (mean_seconds * math.exp(restart / mean_seconds) * math.expm1((interval + save) / mean_seconds))
 
 
 def simulate(plan: Plan, repetitions: int = 200, seed: int = 0, points: int = 120) -> Outcome:
@@ -486,11 +472,10 @@ def check_plan(plan: Plan) -> None:
     ):
         if value is not None and value <= 0:
             wrong.append(f"{name} must be above 0; got {value:g}")
-    if not wrong:
+    if not wrong and plan.failures_per_gpu_hour:
         mean = plan.mean_seconds_between_failures
-        expected = closed_goodput(
-            min(plan.interval, plan.memory_interval_seconds or math.inf), plan.stall, plan.restart_seconds, mean
-        )
+        kept = min(plan.interval, plan.memory_interval_seconds or math.inf)
+        expected = goodput(kept, plan.stall, plan.restart_seconds, mean)
         if expected < LEAST_GOODPUT:
             wrong.append(
                 f"there is a failure every {mean:,.0f} s on average, but a restart takes {plan.restart_seconds:,.0f} s "

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from zero2all.limits.simulate import closed_goodput, daly_interval
+from zero2all.limits.failures import daly_interval, goodput
 from zero2all.perf.run_record import COMPUTE_PARTS, RunRecord, figure_of, number_of
 
 GIB = 2**30
@@ -192,7 +192,7 @@ def _interruptions(record: RunRecord) -> Iterator[Finding]:
         interval, stall = _saves(record)
         if restarts + len(rollbacks) >= LEAST_INTERRUPTIONS and interval and stall:
             best = daly_interval(stall, mean)
-            gain = closed_goodput(best, stall, 0.0, mean) - closed_goodput(interval, stall, 0.0, mean)
+            gain = goodput(best, stall, 0.0, mean) - goodput(interval, stall, 0.0, mean)
             if gain > 0.005:
                 change = f"save every {best:.3g} s instead of {interval:.3g} s"
                 worth = (
