@@ -125,8 +125,8 @@ def _show(arguments: argparse.Namespace) -> None:
         split = open_split(root, arguments.source, arguments.split)
         sample = split_sample(split, arguments.sample, config.data.seq_len, config.data.packing, workspace.corpus)
     elif arguments.at is not None:
-        data, _ = open_run_data(config, workspace, is_run)
-        sample = sample_at(data, arguments.at, workspace.corpus)
+        data, end = open_run_data(config, workspace, is_run)
+        sample = sample_at(data, arguments.at, workspace.corpus, None if arguments.config is None else end)
     else:
         raise UsageError("Name a sample: --at N of a run, or --source NAME --sample N.")
     tokenizer = load_tokenizer(workspace.tokenizer)
