@@ -85,7 +85,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="CONFIG", help=about)
 
 
-def _config_of(arguments: argparse.Namespace, workspace: Workspace) -> tuple[RunConfig, bool]:
+def config_of(arguments: argparse.Namespace, workspace: Workspace) -> tuple[RunConfig, bool]:
     """The config that --config names, and whether it is that of a run."""
     from zero2all.common.schema import apply_overrides
     from zero2all.config import config_from_values, load_config
@@ -116,7 +116,7 @@ def _show(arguments: argparse.Namespace) -> None:
     from zero2all.train.setup import open_run_data
 
     workspace = workspace_of(arguments)
-    config, is_run = _config_of(arguments, workspace)
+    config, is_run = config_of(arguments, workspace)
     if arguments.source is not None:
         root = packed_root(workspace.packed, config.data)
         known = packed_sources(root)
@@ -149,7 +149,7 @@ def _stats(arguments: argparse.Namespace) -> None:
     from zero2all.train.setup import open_run_data
 
     workspace = workspace_of(arguments)
-    config, is_run = _config_of(arguments, workspace)
+    config, is_run = config_of(arguments, workspace)
     data, budget = None, arguments.tokens
     if arguments.config is not None or budget is not None:
         data, end = open_run_data(config, workspace, is_run)
