@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import torch
 
-from zero2all.packed.loader import Loader, LoaderOptions
+from zero2all.packed.loader import Batch, Loader, LoaderOptions
 from zero2all.packed.mixture import TrainingData
 from zero2all.packed.transfer import batches_on
 from zero2all.perf.bench.samples import WITHIN_NOISE, Bench, Row, best_of, times_faster
 from zero2all.perf.measure import device_name
 
-CASES = (("thread", 1), ("thread", 2), ("thread", 4), ("process", 1), ("process", 2))
+CASES: dict[str, tuple[str, int]] = {
+    "1 thread": ("thread", 1),
+    "2 threads": ("thread", 2),
+    "4 threads": ("thread", 4),
+    "1 process": ("process", 1),
+    "2 processes": ("process", 2),
+}
 TIMED_BATCHES = 8
 STEPS = 100_000
 LEAST_ROUNDS = 5
@@ -27,11 +34,10 @@ def bench_dataloader(data: TrainingData, tokens_per_step: int, device: torch.dev
     )
     with ExitStack() as stack:
         loaders = {}
-        for kind, readers in CASES:
+        for name, (kind, readers) in CASES.items():
             options = LoaderOptions(readers=readers, reader_kind=kind, prefetch_steps=max(2, readers))
-            loader = batches_on(device, data, tokens_per_step, 0, STEPS, options)
-            stack.callback(loader.close)
-            loaders[f"{readers} {kind}{'es'[: 2 if kind == 'process' else 0] if readers > 1 else ''}"] = loader
+            loaders[name] = batches_on(device, data, tokens_per_step, 0, STEPS, options)
+            stack.callback(loaders[name].close)
         batches = {name: iter(loader) for name, loader in loaders.items()}
         times: dict[str, list[float]] = {name: [] for name in loaders}
         started = time.perf_counter()
@@ -46,13 +52,13 @@ def bench_dataloader(data: TrainingData, tokens_per_step: int, device: torch.dev
     return bench
 
 
-def _timed(loader: Loader, batches: object) -> float:
+def _timed(loader: Loader, batches: Iterator[Batch]) -> float:
     """Seconds of some batches. Those that were read ahead while others had their turn are not counted."""
     for _ in range(loader.options.prefetch_steps):
-        next(batches)  # type: ignore[call-overload]
+        next(batches)
     started = time.perf_counter()
     for _ in range(TIMED_BATCHES):
-        next(batches)  # type: ignore[call-overload]
+        next(batches)
     return time.perf_counter() - started
 
 
@@ -64,6 +70,6 @@ def loader_advice(rows: list[Row]) -> list[str]:
     )
     if best is None:
         return [enough, WITHIN_NOISE]
-    readers, kind = best.what.split()
-    setting = f"--data.readers {readers} --data.reader_kind {'process' if kind.startswith('process') else 'thread'}"
+    kind, readers = CASES[best.what]
+    setting = f"--data.readers {readers} --data.reader_kind {kind}"
     return [enough, f"A faster run wants `{setting}`: {times_faster(best, first)} times as many tokens/s here."]

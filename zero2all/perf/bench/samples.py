@@ -14,7 +14,7 @@ from zero2all.perf.measure import wait_for
 LEAST_ROUNDS, MOST_ROUNDS = 5, 200
 LEAST_DIFFERENCE = 0.03
 """Below this share no difference is called one, however small the spread."""
-WITHIN_NOISE = "No case differs from the first by more than the noise: change nothing for speed."
+WITHIN_NOISE = "No case is faster than the first by more than the noise: change nothing for speed."
 
 
 @dataclass(frozen=True)

@@ -191,8 +191,8 @@ def gc_advice(rows: list[Row], shares: dict[str, float], whole_seconds: float) -
     """What the schedule gains here, and what one full collection would cost every rank."""
     own, ours = rows
     advice = [
-        f"One full collection takes {1e3 * whole_seconds:.0f} ms here, {whole_seconds / ours.median:.2f} iterations. Of "
-        f"many ranks one collects at any time, and all wait for it."
+        f"One full collection takes {1e3 * whole_seconds:.0f} ms here, {whole_seconds / ours.median:.2f} iterations. "
+        f"Of many ranks one collects at any time, and all wait for it."
     ]
     if is_faster(ours, own):
         advice.append(f"The schedule of `z2a train` makes an iteration {times_faster(ours, own)} times as fast.")
