@@ -142,9 +142,9 @@ def test_every_optimizer_makes_updates_and_its_state_is_counted(tiny):
 
 
 def test_steps_are_measured_with_and_without_the_schedule(tiny):
-    bench = bench_gc(tiny, BATCH, CPU, 0.02, blocks=2)
+    bench = bench_gc(tiny, BATCH, CPU, 0.02, blocks=1)
     assert [each.what for each in bench.rows] == ["Python's own", "our schedule"]
-    assert all(len(each.seconds) >= 6 for each in bench.rows)
+    assert all(len(each.seconds) >= 3 for each in bench.rows)
     assert bench.rows[1].more["collections"] == "0"
 
 
@@ -157,8 +157,8 @@ def test_a_compiled_case_that_takes_too_long_is_left_out(tiny_path):
 
 
 def test_two_processes_reduce_messages_of_several_sizes():
-    bench = bench_allreduce(2, "cpu", 0.2)
-    assert len(bench.rows) >= 3, bench.left_out
+    bench = bench_allreduce(2, "cpu", 0.3)
+    assert [each.what for each in bench.rows][:2] == ["1 KiB", "8 KiB"], bench.left_out
     first = bench.rows[0]
     assert first.rate == pytest.approx(1024 / first.median / 1e9), "2 (n - 1) / n is 1 for two ranks"
     assert all(len(each.seconds) >= 5 for each in bench.rows)

@@ -111,10 +111,9 @@ def _common(parser: argparse.ArgumentParser, seconds: float) -> None:
 
 
 def _device(arguments: argparse.Namespace) -> torch.device:
-    from zero2all.parallel.device import pick_device, set_cpu_threads
+    from zero2all.perf.bench.samples import device_and_threads
 
-    set_cpu_threads(None, None)
-    return pick_device(arguments.device, "--device")
+    return device_and_threads(arguments.device)
 
 
 def _load(arguments: argparse.Namespace, device: torch.device) -> tuple[str, RunConfig]:

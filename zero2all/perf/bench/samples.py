@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zero2all.parallel.device import pick_device, set_cpu_threads
 from zero2all.perf.measure import wait_for
 
 LEAST_ROUNDS, MOST_ROUNDS = 5, 200
@@ -117,6 +118,12 @@ def in_turn(
         if (spent > seconds and number + 1 >= least) or spent > 3 * seconds:
             break
     return times
+
+
+def device_and_threads(asked: str) -> torch.device:
+    """The device that --device names; on the host, all CPUs that this process may use."""
+    set_cpu_threads(None, None)
+    return pick_device(asked, "--device")
 
 
 def best_of(rows: list[Row]) -> Row | None:
