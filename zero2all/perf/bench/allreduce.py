@@ -19,6 +19,9 @@ import torch
 from zero2all.perf.bench.allreduce_rank import CPU_SIZES, GPU_SIZES, START_SECONDS
 from zero2all.perf.bench.samples import Bench, Row
 
+BUCKET_BYTES = 128e6
+"""The default of parallel.bucket_mb."""
+
 
 def bench_allreduce(ranks: int, device: str, seconds: float) -> Bench:
     """Start the ranks and collect the figures of rank 0; ended ranks and time limits lose only what is missing."""
@@ -101,11 +104,13 @@ def allreduce_advice(rows: list[Row]) -> list[str]:
     best = max(rows, key=lambda row: row.rate or 0.0)
     top = best.rate or 0.0
     half = next(row for row in rows if (row.rate or 0.0) >= top / 2)
-    advice = [
-        f"Best bus bandwidth {top:.2f} GB/s, at {best.what}; the smallest takes {1e6 * rows[0].median:,.0f} µs.",
-        f"Half of it is reached from {half.what} on: join smaller messages. parallel.bucket_mb (default 128 MB) "
-        f"{'is' if int(half.more['bytes'].replace(',', '')) <= 64e6 else 'should be'} well above that.",
-    ]
+    reached = f"Half of it is reached from {half.what} on: join smaller messages"
+    if int(half.more["bytes"].replace(",", "")) <= BUCKET_BYTES / 2:
+        buckets = f"{reached}. parallel.bucket_mb (default 128 MB) is well above that."
+    else:
+        buckets = f"{reached}, and raise parallel.bucket_mb (default 128 MB) well above that."
+    smallest = 1e6 * rows[0].median
+    advice = [f"Best bus bandwidth {top:.2f} GB/s, at {best.what}; the smallest takes {smallest:,.0f} µs.", buckets]
     largest = rows[-1]
     if (largest.rate or 0.0) < 0.8 * top and largest.quartiles[0] / largest.median > 0.9:
         advice.append(f"At {largest.what} it falls to {largest.rate or 0:.2f} GB/s: larger buckets do not help.")

@@ -53,8 +53,10 @@ def pin_advice(rows: list[Row]) -> list[str]:
         copies = locking.median / pinned.median
         advice.append(f"Locking memory anew takes as long as {copies:.1f} copies: lock once and use it again.")
     if is_faster(pinned, back) or is_faster(back, pinned):
-        rates = f"{pinned.rate or 0:.1f} GB/s to the GPU, {back.rate or 0:.1f} back"
-        advice.append(f"The two directions differ: {rates}. A checkpoint leaves at the second rate.")
+        advice.append(
+            f"The two directions differ: {pinned.rate or 0:.1f} GB/s to the GPU, {back.rate or 0:.1f} GB/s back. A "
+            f"checkpoint leaves at the second rate."
+        )
     return advice
 
 

@@ -105,8 +105,7 @@ def look_at_memory() -> Iterator[Finding]:
     """Memory of the host, swap and shared memory."""
     sizes = dict(re.findall(r"^(\w+):\s+(\d+) kB", read(PROC / "meminfo"), re.MULTILINE))
     total, available = int(sizes.get("MemTotal", 0)) << 10, available_memory()
-    limited = " (the limit of this container or job counted)" if total and available < 0.8 * total else ""
-    found = f"{human_bytes(available)} of {human_bytes(total)} can still be had{limited}"
+    found = f"{human_bytes(available)} of {human_bytes(total)} can still be had"
     if available < 2 << 30:
         why = "Loading torch and reading data takes 1 to 2 GB per process; the system kills what takes more."
         yield Finding("memory", "warning", found, why, "Free memory, or raise the limit of the container.")
@@ -165,7 +164,7 @@ def look_at_disk(folder: Path) -> Iterator[Finding]:
     space = os.statvfs(there)
     free = space.f_bavail * space.f_frsize
     found = f"{there}: {human_bytes(free)} free ({kind or 'kind of disk unknown'})"
-    why = "Checkpoints take 14 to 16 bytes per parameter each, the packed corpus 2 to 4 bytes per token."
+    why = "A checkpoint takes 12 bytes per parameter, and three are kept; packed text 2 to 4 bytes per token."
     grade: Grade = "error" if free < TOO_LITTLE_DISK else "warning" if free < LITTLE_DISK else "ok"
     advice = "" if grade == "ok" else "Free space, or choose another workspace with --work."
     yield Finding("disk", grade, found, "" if grade == "ok" else why, advice)
@@ -220,7 +219,7 @@ def _disk_speed(folder: Path, free: int) -> Finding:
     speed = written / write_seconds
     found = f"written with fsync {speed / 1e6:,.0f} MB/s, read {read_speed / 1e6:,.0f} MB/s ({written >> 20} MiB)"
     if speed < SLOW_DISK:
-        why = "A checkpoint of a model of 1 B parameters has 14 GB: more than two minutes at 100 MB/s."
+        why = "A checkpoint of 1 B parameters has 12 GB: two minutes at 100 MB/s."
         return Finding("disk", "warning", found, why, "Use a faster disk for the workspace, or save less often.")
     return Finding("disk", "ok", found)
 

@@ -64,7 +64,7 @@ def look_at_versions(facts: dict[str, Any], problem: str, report: Report | None)
     kernel = re.match(r"(\d+)\.(\d+)", platform.release())
     if platform.system() == "Linux" and kernel and (int(kernel[1]), int(kernel[2])) < OLD_KERNEL:
         why = "Processes with several GPUs were seen to hang on kernels before 5.5."
-        yield Finding("software", "warning", f"Linux {platform.release()}", why, "Update the kernel.")
+        yield Finding("software", "warning", f"the kernel is Linux {platform.release()}", why, "Update the kernel.")
     versions = facts.get("versions")
     if versions is None:
         yield _without_torch(problem)
@@ -79,7 +79,13 @@ def look_at_versions(facts: dict[str, Any], problem: str, report: Report | None)
         lowest, highest = (".".join(map(str, each)) for each in (OLDEST_TORCH, NEXT_TORCH))
         why = f"zero2all is tested with torch from {lowest} to below {highest}."
         grade: Grade = "error" if number < OLDEST_TORCH else "warning"
-        yield Finding("software", grade, f"torch {versions['torch']}", why, f"pip install 'torch>={lowest},<{highest}'")
+        yield Finding(
+            "software",
+            grade,
+            f"torch {versions['torch']} is not tested",
+            why,
+            f"`pip install 'torch>={lowest},<{highest}'`.",
+        )
     yield from _pins(versions)
     yield from _torch_and_driver(versions, facts.get("devices", []), report)
 
@@ -97,7 +103,7 @@ def _python() -> Finding:
 def _without_torch(problem: str) -> Finding:
     if "No module named 'torch'" in problem:
         why = "Without it there is no training; corpus, tokenizer and the calculators work."
-        return Finding("software", "error", "torch is not installed", why, "pip install 'torch>=2.11,<2.14'")
+        return Finding("software", "error", "torch is not installed", why, "`pip install 'torch>=2.11,<2.14'`.")
     if "had not answered" in problem:
         return Finding("software", "note", f"torch, its devices and kernels were not looked at: {problem}")
     why = "Nothing that needs torch will run."
@@ -120,10 +126,10 @@ def _pins(versions: dict[str, Any]) -> Iterator[Finding]:
             here = ""
         if here and here != pin[2]:
             why = f"torch {versions['torch']} was built and tested with {pin[1]} {pin[2]}; another may fail."
-            yield Finding("software", "warning", f"{pin[1]} {here}", why, f"pip install {pin[1]}=={pin[2]}")
+            yield Finding("software", "warning", f"{pin[1]} {here}", why, f"`pip install {pin[1]}=={pin[2]}`.")
         elif not here and pin[1] == "triton" and versions["cuda"]:
             why = "torch.compile and our own kernels need it; without it the slower ones of torch run."
-            yield Finding("software", "warning", "Triton is not installed", why, f"pip install triton=={pin[2]}")
+            yield Finding("software", "warning", "Triton is not installed", why, f"`pip install triton=={pin[2]}`.")
 
 
 def _torch_and_driver(
