@@ -52,7 +52,8 @@ def test_the_verbs_of_the_issue_are_all_there():
         *("generate", "chat", "serve", "export", "import", "perf ops", "perf ablate", "perf infer"),
         *(f"perf {verb}" for verb in (*CALCULATORS, "selftest")),
         *("perf simulate", "perf explain", "perf diff"),
-        "completion",
+        *(f"perf bench {verb}" for verb in ("dataloader", "pin", "numa", "compile", "gc", "optimizer", "allreduce")),
+        *("doctor", "completion"),
     )
     assert [" ".join(words) for words in VERBS] == list(expected)
 

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from zero2all.cli import limits, perf_runs
+from zero2all.cli import limits, perf_bench, perf_runs
 from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, real, whole
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
@@ -24,6 +24,7 @@ def register(verbs: Subparsers) -> None:
     _register_infer(inner)
     limits.register(inner)
     perf_runs.register(inner)
+    perf_bench.register(inner)
 
 
 def _register_ops(inner: Subparsers) -> None:

@@ -140,7 +140,7 @@ def _measure(
     shaped = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=batch.seq_len))
     whole = batch.samples * batch.accumulation
     state.cuda_graph = choose_cuda_graph(shaped, state.model, device, 1, batch.samples, whole)
-    iterate = _iterations(state, batch, config.train.z_loss, device)
+    iterate = iterations(state, batch, config.train.z_loss, device)
     pace = pace_of(iterate, batch.accumulation, device, seconds, warm_up_seconds)
     found = {**figures(config, batch, pace, device), "state_gib": state_bytes / 2**30, "ops": choices(ops)}
     return found | {"cuda_graph": state.cuda_graph is not None and state.cuda_graph.is_captured}
@@ -202,7 +202,8 @@ def random_tokens(vocab_size: int, batch: BatchShape, device: torch.device) -> T
     return torch.randint(0, vocab_size, shape, device=device, generator=generator)
 
 
-def _iterations(state: TrainState, batch: BatchShape, z_loss: float, device: torch.device) -> Iterate:
+def iterations(state: TrainState, batch: BatchShape, z_loss: float, device: torch.device) -> Iterate:
+    """The iteration of a run, on random tokens."""
     model = state.model
     tokens = random_tokens(model.config.vocab_ids, batch, device)
     # Each token has the same share of the mean over an iteration.
