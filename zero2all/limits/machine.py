@@ -254,7 +254,7 @@ def tiled_seconds(m: float, n: float, k: float, rate: float, multiprocessors: in
         tiles = math.ceil(m / rows) * math.ceil(n / columns)
         # A few tiles with a long inner dimension are cut along it too (split-k), which makes more of them.
         parts = max(1, min(int(multiprocessors // tiles), int(k // 1024))) if tiles < multiprocessors else 1
-        waves = math.ceil(tiles * parts / multiprocessors)
+        waves: float = math.ceil(tiles * parts / multiprocessors)
         # The last wave of many does not wait for the first: blocks start as others end.
         waves = waves if waves <= 4 else max(tiles * parts / multiprocessors + 0.5, waves - 0.5)
         depth = k / parts + FILL_DEPTH * (1 if parts == 1 else 2)
