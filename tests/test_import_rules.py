@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # on top of everything
     "perf": (*STAGES, "ops", "parallel", "limits"),
     "quickstart": STAGES,
-    "cli": (*STAGES, "parallel.launch", "perf", "quickstart", "serve"),
+    "cli": (*STAGES, "parallel.launch", "limits", "perf", "quickstart", "serve"),
     "__main__": ("cli",),
 }
 """Room -> what it may import beside itself, `common` and the version, from the bottom of the house to the top. A name
@@ -86,6 +86,8 @@ LAZY_THIRD_PARTY = {
     "packed.stats": {"matplotlib"},
     "perf.report": {"matplotlib"},
     "perf.infer_report": {"matplotlib"},
+    "perf.profile_page": {"matplotlib"},
+    "perf.shapes": {"matplotlib"},
     **{f"ops.{name}": {"liger_kernel"} for name in ("rms_norm", "rope", "swiglu", "cross_entropy")},
     "ops.linear_cross_entropy": {"liger_kernel"},
     "ops.kernels.epilogue": {"quack"},

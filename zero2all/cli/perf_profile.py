@@ -91,7 +91,7 @@ def _shapes(arguments: argparse.Namespace) -> None:
         about = f"SwiGLU by tiles and waves of {arguments.gpu}, {dtype}, {shape.tokens:,} tokens of a micro-batch"
         print_table(_width_cells(rows, hidden, own), about)
     if arguments.measure:
-        rows = _measure(arguments, config, shape, widths, result, is_quiet)
+        rows = _measure(arguments, config, shape, widths, result, is_quiet) or rows
     if arguments.output is not None:
         said = draw_shapes(shape, machine, rows, arguments.output / "shapes.png")
         print(said, file=sys.stderr if is_quiet else None)
@@ -102,37 +102,26 @@ def _shapes(arguments: argparse.Namespace) -> None:
 def _measure(
     arguments: argparse.Namespace, config: Any, shape: Any, widths: list[int], result: dict[str, Any], is_quiet: bool
 ) -> list[Any]:
-    """Measured rows; the files hold what was found after every width."""
+    """Measured rows; the file in --output holds what was found after every width."""
     from zero2all.cli.table import print_table
-    from zero2all.parallel.device import pick_device
-    from zero2all.perf.measure import device_name
-    from zero2all.perf.shapes import measure_widths, measured_tokens
-    from zero2all.train.state import DTYPES
+    from zero2all.perf.shapes import MeasuredWidths, measure_shape
 
-    device, hidden = pick_device(config.parallel.device), shape.model.hidden_size
-    tokens = measured_tokens(shape.tokens, device)
-
-    def keep(found: list[Any]) -> None:
-        result["widths_measured"] = {
-            "device": device_name(device),
-            "tokens": tokens,
-            "widths": [_width_json(row) for row in found],
-        }
+    def keep(found: MeasuredWidths) -> None:
+        rows = [_width_json(row) for row in found.rows]
+        result["widths_measured"] = {"device": found.device, "tokens": found.tokens, "widths": rows}
         if arguments.output is not None:
             _write_json(arguments.output / "shapes.json", result)
 
-    dtype = DTYPES[config.train.precision]
-    rows = measure_widths(widths, tokens, hidden, shape.tensor, device, dtype, arguments.seconds, keep)
-    rows.sort(key=lambda row: row.width)
-    if rows and not is_quiet:
-        about = f"SwiGLU measured on {device_name(device)}, {config.train.precision}, {tokens:,} tokens"
-        print_table(_width_cells(rows, hidden, shape.model.intermediate_size), about)
-    return rows
+    found = measure_shape(config, shape, widths, arguments.seconds, keep)
+    if found.rows and not is_quiet:
+        about = f"SwiGLU measured on {found.device}, {config.train.precision}, {found.tokens:,} tokens"
+        print_table(_width_cells(found.rows, shape.model.hidden_size, shape.model.intermediate_size), about)
+    return found.rows
 
 
 def _finding_cells(findings: list[Any]) -> list[list[str]]:
     rows = [
-        [str(one.rule), one.what, one.value, t("kept") if one.is_kept else t("broken"), t(one.says), t(one.nearest)]
+        [str(one.rule), one.what, one.value, t("holds") if one.is_kept else t("broken"), t(one.says), t(one.nearest)]
         for one in findings
     ]
     return [["rule", "size", "value", "verdict", "because", "nearest that keeps it"], *rows]

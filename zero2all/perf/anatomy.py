@@ -24,6 +24,7 @@ from zero2all.perf.kernel_groups import (
     COMMUNICATION,
     COPIES,
     ELEMENTWISE,
+    GEMM,
     GROUPS,
     LOSS,
     OPTIMIZER,
@@ -169,7 +170,8 @@ def _kernels(events: list[Mapping[str, Any]], phase_at: Callable[[float], str]) 
             own = _uncovered((max(start, ends), end), covered)
             ends = max(ends, end)
             operator = operators.get(event.get("args", {}).get("External id"))
-            flops = None if operator is None or group != kernel_of(event["name"]).group else product_flops(operator)
+            does_it = group == GEMM and "splitk" not in event["name"].lower()  # not what sums the parts of a product up
+            flops = product_flops(operator) if operator is not None and does_it else None
             pieces.append(_Piece(event["name"], group, (start, end), own, flops, phase))
         covered = _merged([_span(event) for event, _, _ in level])
     return pieces

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as a run does
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its news of starting and stopping; what failed is seen in the trace
 
 import torch
@@ -116,6 +117,7 @@ def profile_config(
     batch = batch or default_batch(config, device)
     check_batch(batch, config)
     output.mkdir(parents=True, exist_ok=True)
+    ceilings = measured_ceilings(device, dtype, 0.1)
     phases = _Phases()
     ops = resolve(config.ops, op_context(config, device.type, dtype))
     state = random_state(config, ops, device)
@@ -145,8 +147,6 @@ def profile_config(
         memory = (_gpu_memory if device.type == "cuda" else _cpu_memory)(iterate, batch, state, phases, output)
         peak = peak_bytes(device)
         blocks = [] if ops.compile != "none" else _blocks(state, batch, config.train.z_loss, device)
-    del state, iterate
-    ceilings = measured_ceilings(device, dtype, 0.1)
     work = operator_work(config.model, batch.samples * batch.seq_len, batch.seq_len, dtype.itemsize)
     limits = (ceilings.copy_bytes_per_second, ceilings.matmul_flops_per_second)
     add_floors(anatomy, work, batch.accumulation, *limits)
