@@ -48,7 +48,8 @@ def test_the_verbs_of_the_issue_are_all_there():
         *(f"data {verb}" for verb in ("show", "stats", "verify", "export", "import")),
         *("train", "anneal", "runs", "inspect", "board", "watch", "plot", "track import", "track export"),
         *(f"eval {verb}" for verb in EVAL_VERBS),
-        *("generate", "chat", "serve", "export", "import", "perf ops", "perf ablate", "perf infer", "completion"),
+        *("generate", "chat", "serve", "export", "import", "perf ops", "perf ablate", "perf infer"),
+        *("perf shapes", "perf profile", "completion"),
     )
     assert [" ".join(words) for words in VERBS] == list(expected)
 

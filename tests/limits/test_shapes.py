@@ -12,12 +12,12 @@ from zero2all.limits.shapes import (
     RULES,
     Shape,
     WidthTime,
+    best_waves,
     best_width,
     check_shape,
     modelled_width,
     nearest_divisor,
     pass_efficiency,
-    staircase,
     swiglu_products,
     waves_of,
     widths_near,
@@ -166,7 +166,7 @@ def test_of_widths_that_are_as_fast_the_nearest_to_eight_thirds_is_taken():
 
 
 def test_efficiency_over_the_width_is_a_staircase():
-    values = [efficiency for _, efficiency in staircase(8192, range(10752, 11265), 132)]
+    values = [best_waves(8192, 2 * width, 132).efficiency for width in range(10752, 11265)]
     drops = sum(after < before - 1e-9 for before, after in pairwise(values))
     assert 1 <= drops <= 10  # at the beginning of a tile; in between it rises
     assert all(0 < value <= 1 for value in values)

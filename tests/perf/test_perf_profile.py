@@ -13,7 +13,7 @@ from zero2all.perf.batch import BatchShape
 from zero2all.perf.block_memory import block_memory
 from zero2all.perf.kernel_groups import GROUPS
 from zero2all.perf.profile import Profile, default_batch, profile_config
-from zero2all.perf.profile_page import write_profile
+from zero2all.perf.profile_page import as_json, write_profile
 from zero2all.perf.shapes import measure_widths, shape_of
 
 CPU = torch.device("cpu")
@@ -26,7 +26,15 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def profile(tiny, folder) -> Profile:
-    return profile_config("tiny", tiny, BatchShape(2, 32, 2), steps=2, seconds=60, output=folder)
+    kept: list[tuple[bool, bool]] = []
+
+    def keep(so_far: Profile) -> None:
+        json.dumps(as_json(so_far))
+        kept.append((bool(so_far.memory.points), bool(so_far.blocks)))
+
+    found = profile_config("tiny", tiny, BatchShape(2, 32, 2), steps=2, seconds=60, output=folder, keep=keep)
+    assert kept == [(False, False), (True, False)]  # what was found is kept before the next part begins
+    return found
 
 
 def test_the_groups_of_a_real_step_add_up_to_it(profile):

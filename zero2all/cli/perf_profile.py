@@ -44,13 +44,6 @@ def _register_shapes(inner: Subparsers) -> None:
     parser.add_argument(
         "--seconds", type=real(0.0), default=60.0, metavar="N", help="start no width after this many (default 60)"
     )
-    parser.add_argument(
-        "--span",
-        type=real(0.0, 50.0, is_open=True),
-        default=5.0,
-        metavar="PERCENT",
-        help="compare widths this near to 8/3 h (default 5)",
-    )
     add_output(parser, "--output", is_folder=True, help="folder for shapes.png and shapes.json (default: none)")
     add_output(parser, "--json", help="also write the result as JSON; - for standard output")
 
@@ -75,7 +68,7 @@ def _shapes(arguments: argparse.Namespace) -> None:
     machine, shape = named_cluster(arguments.gpu), shape_of(config)
     findings = check_shape(shape, machine)
     hidden, own, dtype = shape.model.hidden_size, shape.model.intermediate_size, config.train.precision
-    widths = widths_near(hidden, shape.tensor, [own], arguments.span / 100, shape.multiple)
+    widths = widths_near(hidden, shape.tensor, [own], multiple=shape.multiple)
     rows = [modelled_width(shape.tokens, hidden, width, shape.tensor, machine, dtype) for width in widths]
     result: dict[str, Any] = {
         "config": arguments.check,
@@ -198,7 +191,11 @@ def _profile(arguments: argparse.Namespace) -> None:
     config, _ = load_measured_config(arguments.config, arguments.overrides)
     name = Path(arguments.config).stem
     output = arguments.output or Path(f"profile-{name}")
-    found = profile_config(name, config, batch, arguments.steps, arguments.seconds, output)
+
+    def keep(so_far: Any) -> None:
+        _write_json(output / "profile.json", as_json(so_far))
+
+    found = profile_config(name, config, batch, arguments.steps, arguments.seconds, output, keep)
     written = write_profile(found, output)
     if str(arguments.json) != "-":
         print_table(group_cells(found), title_of(found))

@@ -36,7 +36,8 @@ ALIGNED_BYTES = 16
 FULL_ENOUGH = 0.9
 """Least tile x wave efficiency that rule 2 accepts."""
 IDEAL_RATIO = 8 / 3
-MOST_WIDTHS = 24
+SPAN, MOST_WIDTHS = 0.05, 24
+"""How near to 8/3 h widths are compared, and how many."""
 AS_FAST = 0.99
 """A smaller difference is within what a measurement repeats to."""
 
@@ -320,12 +321,12 @@ class WidthTime:
         return self.flops / sum(self.seconds) / 1e12
 
 
-def widths_near(hidden: int, tensor: int, own: Iterable[int] = (), span: float = 0.05, multiple: int = 64) -> list[int]:
-    """Widths to compare: multiples of 64 t within `span` of 8/3 h, 8/3 h itself rounded down, and `own`."""
+def widths_near(hidden: int, tensor: int, own: Iterable[int] = (), multiple: int = 64) -> list[int]:
+    """Widths to compare: multiples of 64 t within SPAN of 8/3 h, 8/3 h itself rounded down, and `own`."""
     ideal, step = IDEAL_RATIO * hidden, multiple * tensor
-    while 2 * span * ideal / step > MOST_WIDTHS:
+    while 2 * SPAN * ideal / step > MOST_WIDTHS:
         step *= 2
-    first, last = math.ceil((1 - span) * ideal / step), math.floor((1 + span) * ideal / step)
+    first, last = math.ceil((1 - SPAN) * ideal / step), math.floor((1 + SPAN) * ideal / step)
     near = [number * step for number in range(max(1, first), last + 1)]
     return sorted({*near, round(ideal / step) * step or step, int(ideal) // tensor * tensor or tensor, *own})
 
@@ -358,8 +359,3 @@ def best_width(found: list[WidthTime], hidden: int) -> WidthTime:
     fastest = max(one.tflops for one in usable)
     as_fast = (one for one in usable if one.tflops >= AS_FAST * fastest)
     return min(as_fast, key=lambda one: abs(one.width - IDEAL_RATIO * hidden))
-
-
-def staircase(tokens: int, widths: Iterable[int], multiprocessors: int, tensor: int = 1) -> list[tuple[int, float]]:
-    """(width, tile x wave efficiency of the forward product of gate and up), for a picture."""
-    return [(f, best_waves(tokens, 2 * (f // tensor), multiprocessors).efficiency) for f in widths]

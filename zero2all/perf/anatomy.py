@@ -38,7 +38,7 @@ UPDATE, OUTSIDE = "update", "between phases"
 IDLE = {"cuda": "idle between kernels", "cpu": "between operators"}
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
-WRAPPERS = ("autograd::", "torch::autograd::", "Optimizer.", "ProfilerStep")
+WRAPPERS = ("autograd::", "torch::autograd::", "Torch-Compiled Region", "TorchDynamo")
 HOW_OFTEN = {"cross_entropy": "pass", "embedding": "pass", "optimizer": "step"}
 """Operators whose work is known for a whole pass or step, in however many kernels; of others, for each kernel."""
 LEAST_LINKED = 0.99

@@ -23,9 +23,9 @@ from zero2all.limits.shapes import (
     Product,
     Shape,
     WidthTime,
+    best_waves,
     best_width,
     pass_efficiency,
-    staircase,
     swiglu_products,
     width_time,
 )
@@ -175,13 +175,14 @@ def _draw(shape: Shape, machine: Machine, rows: list[WidthTime], png: Path) -> N
 
 
 def _draw_staircase(axis: Axes, shape: Shape, machine: Machine, rows: list[WidthTime]) -> None:
-    hidden, widths = shape.model.hidden_size, [row.width for row in rows]
-    step = 8 * shape.tensor
-    every = range(int(0.8 * IDEAL_RATIO * hidden) // step * step, int(1.2 * IDEAL_RATIO * hidden), step)
-    steps = staircase(shape.tokens, every, machine.multiprocessors, shape.tensor)
-    axis.plot([x for x, _ in steps], [100 * y for _, y in steps], color=COLORS[0], linewidth=1.2)
-    dots = staircase(shape.tokens, widths, machine.multiprocessors, shape.tensor)
-    axis.plot([x for x, _ in dots], [100 * y for _, y in dots], "o", color=COLORS[1], markersize=4)
+    hidden, step = shape.model.hidden_size, 8 * shape.tensor
+
+    def percent(width: int) -> float:
+        return 100 * best_waves(shape.tokens, 2 * (width // shape.tensor), machine.multiprocessors).efficiency
+
+    every = range(int(0.8 * IDEAL_RATIO * hidden) // step * step or step, int(1.2 * IDEAL_RATIO * hidden), step)
+    axis.plot(list(every), [percent(width) for width in every], color=COLORS[0], linewidth=1.2)
+    axis.plot([row.width for row in rows], [percent(row.width) for row in rows], "o", color=COLORS[1], markersize=4)
     axis.axvline(IDEAL_RATIO * hidden, color=FAINT_INK, linewidth=0.8, linestyle="--")
     axis.set_title(f"Gate and up, {shape.tokens:,} tokens: efficiency, %")
     axis.set_xlabel("width f (dashed: 8/3 h; dots: widths compared)")
