@@ -215,7 +215,7 @@ def _widths(shape: Shape) -> list[Finding]:
     if model.expert_layers < model.layers:
         sizes.append(("model.intermediate_size", model.intermediate_size, model.intermediate_size, ranks, "f / t"))
     if model.moe.experts:
-        sizes.append(("model.moe.expert_size", model.moe.expert_size, model.moe.expert_size, 1, "f of an expert"))
+        sizes.append(("model.moe.expert_size", model.moe.expert_size, model.moe.expert_size, 1, "f (expert)"))
     found = []
     for what, value, size, parts, symbol in sizes:
         part = size / parts

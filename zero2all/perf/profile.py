@@ -57,7 +57,7 @@ from zero2all.train.state import DTYPES, TrainState
 
 MOST_PASSES = 4  # of an iteration: more of the same would only make the trace larger
 CPU_SAMPLES, CPU_SEQ_LEN = 2, 256  # by default on a CPU, where a whole micro-batch would take minutes
-WARM_UP_PASSES = 5  # compile, autotune, and the capture of a CUDA graph, which follows two eager passes
+WARM_UP_PASSES = 6  # compile, autotune, and the capture of a CUDA graph, which follows two eager passes
 MOST_ALLOCATIONS = 500_000
 TRACE_NAME, SNAPSHOT_NAME = "trace.json.gz", "memory_snapshot.pickle"
 
@@ -128,7 +128,7 @@ def profile_config(
     iterate = iterations(state, batch, config.train.z_loss, device, phases)
     with scheduled_garbage_collection():
         say(f"perf profile: {source}, {batch}, {device_name(device)}: warm-up")
-        once = _warm_up(iterate, batch, device)
+        once = _warm_up(iterate, batch, device, seconds / 4)
         steps = max(1, min(steps, int(seconds / max(once, 1e-9) / 4)))
         say(f"perf profile: {once:.3g} s an iteration; {steps} are profiled")
         plain = min(_timed(iterate, batch, device) for _ in range(steps))
@@ -189,10 +189,14 @@ class _Phases:
         self.spans.append((name, started, time.time()))
 
 
-def _warm_up(iterate: Iterate, batch: BatchShape, device: torch.device) -> float:
-    """Seconds of the last of some iterations."""
-    times = [_timed(iterate, batch, device) for _ in range(max(2, math.ceil(WARM_UP_PASSES / batch.accumulation)))]
-    return times[-1]
+def _warm_up(iterate: Iterate, batch: BatchShape, device: torch.device, seconds: float) -> float:
+    """Seconds of the last of some iterations; no more of them are started after `seconds`."""
+    ends = time.perf_counter() + seconds
+    once = _timed(iterate, batch, device)
+    for _ in range(math.ceil(WARM_UP_PASSES / batch.accumulation) - 1):
+        if time.perf_counter() < ends:
+            once = _timed(iterate, batch, device)
+    return once
 
 
 def _timed(iterate: Iterate, batch: BatchShape, device: torch.device) -> float:
