@@ -35,12 +35,14 @@ WIDTHS = {"bfloat16": 2, "float16": 2, "float8": 1, "float32": 4}
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.82), (64, 128, 0.82), (64, 64, 0.65))
 """Rows and columns of the tiles of a result, and the rate they reach beside the largest: a tile of a x b does
 a b / (a + b) multiply-adds per value that it reads."""
-FILL_DEPTH = 128
+FILL_DEPTH = 64
 """Steps of the inner dimension that the start and the end of a tile cost: nothing is multiplied meanwhile."""
 WRITE_RATE = 0.9
 """Share of the copy bandwidth that an operator without arithmetic reaches on large tensors."""
 ATTENTION_RATE = {"forward": 0.68, "backward": 0.53}
 """Share of the rate of large products that fused attention reaches on long sequences with wide heads."""
+ALIGNED, UNALIGNED_RATE = 8, 0.5
+"""Rows of 16-bit values must be multiples of 16 bytes for wide loads; without, products run at about half the rate."""
 NEIGHBOURS = 4
 """Measured products that a product which was not measured is compared with."""
 
@@ -137,8 +139,9 @@ class Machine:
         """The same from tiles, waves and bytes alone."""
         if min(m, n, k) <= 0:
             return 0.0
-        rate = self.rate_of(dtype)
-        width = WIDTHS[dtype]
+        rate, width = self.rate_of(dtype), WIDTHS[dtype]
+        if self.multiprocessors and (n % ALIGNED or k % ALIGNED):
+            rate *= UNALIGNED_RATE
         memory = (width * (m * k + k * n) + max(2, width) * m * n) / self.stream_bytes_per_second
         return max(tiled_seconds(m, n, k, rate, self.multiprocessors), memory, self.launch_seconds)
 
