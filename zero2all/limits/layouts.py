@@ -226,7 +226,7 @@ class LayoutTimes:
 
 def predict_layouts(model: ModelConfig, settings: MemorySettings, machine: Machine, layouts: Layouts) -> LayoutTimes:
     """Time and memory; `settings` gives precision, operators, optimizer and sequence length."""
-    layouts = _with_derived(model, settings, layouts)
+    given, layouts = layouts, _with_derived(model, settings, layouts)
     costs = _by_key(
         layouts,
         PASS_KEYS,
@@ -261,7 +261,7 @@ def predict_layouts(model: ModelConfig, settings: MemorySettings, machine: Machi
     captured &= model.moe.experts == 0
     parts["host"] = np.where(captured, 0.0, np.maximum(0.0, queueing - device))
     tokens = int(m[0] * layouts["samples"][0] * layouts["replicate"][0] * layouts["shard"][0]) * settings.seq_len
-    return LayoutTimes(layouts, sum(parts.values()), _memory(model, settings, layouts), parts, tokens)
+    return LayoutTimes(given, sum(parts.values()), _memory(model, settings, layouts), parts, tokens)
 
 
 PASS_KEYS = ("tensor", "expert", "tokens", "recompute")
@@ -392,7 +392,7 @@ def _communication(
     is_gather = (model.heads // t) % c != 0
     found["context"] = np.where(
         is_gather,
-        spent("all-gather", of_head * keys, 4.0 * m * layers, c, t * c, 0.0),
+        spent("all-gather", of_head * keys, 2.0 * m * layers, c, t * c, 0.0),
         spent("all-to-all", of_head * (2.0 * model.heads / t + keys), 4.0 * m * layers, c, t * c, 0.0),
     )
     if model.expert_layers:
