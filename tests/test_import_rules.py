@@ -90,6 +90,8 @@ LAZY_THIRD_PARTY = {
     "perf.report": {"matplotlib"},
     "perf.infer_report": {"matplotlib"},
     "perf.run_pictures": {"matplotlib"},
+    "perf.profile_page": {"matplotlib"},
+    "perf.shapes": {"matplotlib"},
     **{f"ops.{name}": {"liger_kernel"} for name in ("rms_norm", "rope", "swiglu", "cross_entropy")},
     "ops.linear_cross_entropy": {"liger_kernel"},
     "ops.kernels.epilogue": {"quack"},

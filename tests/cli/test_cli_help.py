@@ -51,8 +51,10 @@ def test_the_verbs_of_the_issue_are_all_there():
         *(f"eval {verb}" for verb in EVAL_VERBS),
         *("generate", "chat", "serve", "export", "import", "perf ops", "perf ablate", "perf infer"),
         *(f"perf {verb}" for verb in (*CALCULATORS, "selftest")),
+        *("perf shapes", "perf profile"),
+        *(f"perf bench {verb}" for verb in ("dataloader", "pin", "numa", "compile", "gc", "optimizer", "allreduce")),
         *("perf simulate", "perf explain", "perf diff"),
-        "completion",
+        *("doctor", "completion"),
     )
     assert [" ".join(words) for words in VERBS] == list(expected)
 
