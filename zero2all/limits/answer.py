@@ -46,7 +46,7 @@ class Answer:
 
     def rows(self) -> list[list[str]]:
         """A table with its heading."""
-        said_terms = ([t(term.name), said(term.value, term.unit), term.formula] for term in self.terms)
+        said_terms = ([t(term.name), said(term.value, term.unit), t(term.formula)] for term in self.terms)
         return [["what", "value", "how"], *said_terms]
 
 
