@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from zero2all.cli.limits import VERBS
+from zero2all.config import load_config
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -42,6 +43,13 @@ def test_a_model_is_a_preset_a_published_one_or_its_dimensions(z2a):
     assert total(z2a, *deepseek) == total(z2a, "deepseek-v3") == 671_026_279_424
 
 
+def test_a_config_says_how_many_tokens_its_run_has(z2a):
+    spent = json.loads(z2a("perf", "time", "z2all-1b", "--tokens-per-second", "73185", "--json", "-").out)["terms"]
+    config = load_config("z2all-1b")
+    assert spent["tokens"]["value"] == config.train.steps * config.train.tokens_per_step
+    assert spent["time"]["value"] == pytest.approx(spent["tokens"]["value"] / 73185)
+
+
 def test_all_problems_are_named_at_once_each_with_its_rule(z2a):
     ended = z2a("perf", "mfu", "--params", "abc", "--layers", "0", "--gpu", "h2000", "--tokens-per-second", "-3")
     assert ended.code == 2
@@ -67,6 +75,7 @@ def test_an_unknown_gpu_gets_no_guess(name, z2a):
         (["params", "llama-9"], "llama-3.1-8b"),
         (["params", "gpt-3", "--layers", "3"], "no --layers beside it"),
         (["params", "z2all-1b", "--model.layers", "0"], "model.layers: got 0"),
+        (["params", "llama-2-7b", "--model.layers", "3"], "a published model is taken as it is"),
         (["params", "--hidden-size", "64"], "--layers, --heads, --vocab-size, --intermediate-size"),
         (["zero", "--params", "7B"], "--gpus: got nothing"),
         (["cost", "gpt-3", "--tokens", "1B", "--mfu", "140%", "--price", "2"], "--mfu: got '140%'"),

@@ -204,7 +204,7 @@ def test_hfu_counts_what_is_recomputed_and_mfu_does_not():
 
 
 def test_cost_is_time_and_price_and_goodput():
-    spent = cost(KNOWN_MODELS["gpt-3"], 300_000_000_000, 2.0, 1024, 0.9, tflops=140.0, convention="8N")
+    spent = cost(KNOWN_MODELS["gpt-3"], 2.0, 300_000_000_000, 1024, 0.9, tflops=140.0, convention="8N")
     assert spent["time"] == pytest.approx(
         time(KNOWN_MODELS["gpt-3"], 300_000_000_000, 1024, tflops=140.0, convention="8N")["time"] / 0.9
     )
@@ -232,7 +232,7 @@ def test_communication_parts_sum_to_the_total_and_an_axis_that_is_not_used_sends
         (lambda: comm(counted_by_total(10**9), 8, tensor=3, expert=2), ["--gpus", "--micro-tokens", "--expert"]),
         (lambda: mfu(KNOWN_MODELS["tinyllama"]), ["--tokens-per-second", "--gpu"]),
         (lambda: roofline(m=3, tile=(0, 1)), ["--bandwidth-gbs", "--m, --n, --k", "--tile", "--gpu"]),
-        (lambda: time(KNOWN_MODELS["gpt-3"], 10, mfu=0.4, tflops=100.0), ["--mfu"]),
+        (lambda: time(KNOWN_MODELS["gpt-3"], mfu=0.4, tflops=100.0), ["--tokens", "--mfu"]),
         (lambda: time(counted_by_total(10**9), 10, mfu=0.4, peak_tflops=312, convention="palm"), ["--convention"]),
         (lambda: failure(8), ["--probability"]),
     ],

@@ -73,7 +73,7 @@ def _gpu(text: str) -> Any:
 
     name = DEVICE_NAMES.get(text, text.lower())
     if name not in GPUS:
-        known = f"{', '.join(GPUS)}. For any other give --peak-tflops (and --bandwidth-gbs)"
+        known = f"{', '.join(GPUS)}; for any other give --peak-tflops (and --bandwidth-gbs)"
         raise LookupError(f"the exact name of a known one: {known}")
     return GPUS[name]
 
@@ -155,7 +155,7 @@ FLAGS: dict[str, tuple[str, str]] = {
     "tile": ("numbers", "rows and columns of a tile (default 128,256)"),
     "flops": ("number", "FLOPs of the run"),
     "law": ("law", "constants: refit, paper, paper-rounded (default refit)"),
-    "tokens": ("count", "training tokens"),
+    "tokens": ("count", "tokens of the run, or of a step for `flops` (default: as the config says)"),
     "mfu": ("share", "model FLOPs utilisation"),
     "tflops": ("number", "model TFLOP/s that one GPU achieves"),
     "convention": ("convention", "6N, 8N, seed, palm or causal (default: palm, or 6N where only --params are known)"),
@@ -247,15 +247,15 @@ VERBS: dict[str, tuple[str, str, str, tuple[str, ...], tuple[str, ...]]] = {
         RUN,
         "how long a run takes",
         "z2a perf time gpt-3 --tokens 300B --gpus 1024 --tflops 140 --convention 6N",
-        ("MODEL", "tokens"),
-        SPEED,
+        ("MODEL",),
+        ("tokens", *SPEED),
     ),
     "cost": (
         RUN,
         "what a run costs",
         "z2a perf cost z2all-1b --tokens 26B --gpus 8 --gpu h200 --mfu 0.55 --price 3",
-        ("MODEL", "tokens", "price"),
-        SPEED,
+        ("MODEL", "price"),
+        ("tokens", *SPEED),
     ),
     "failure": (
         RUN,
@@ -449,7 +449,7 @@ def _plain_shape(arguments: argparse.Namespace, values: dict[str, Any], problems
 def _configured(arguments: argparse.Namespace, problems: list[Problem]) -> Counted | None:
     from dataclasses import replace
 
-    from zero2all.common.errors import UserError
+    from zero2all.common.errors import UsageError
     from zero2all.common.schema import Problem
     from zero2all.config import ConfigError, load_config
     from zero2all.limits.parameters import KNOWN_MODELS, counted
@@ -459,14 +459,18 @@ def _configured(arguments: argparse.Namespace, problems: list[Problem]) -> Count
     except ConfigError as error:
         problems.extend(error.problems)
         return None
-    except UserError:
-        if "/" in arguments.model or "." in arguments.model.rpartition(".")[2][:4]:
-            raise
-        names = f"{', '.join(KNOWN_MODELS)}; a preset (quickstart, z2all-100m, z2all-1b, z2all-moe); or a YAML file"
-        problems.append(Problem("MODEL", arguments.model, f"one of {names}"))
+    except UsageError:
+        if arguments.model in KNOWN_MODELS:
+            rule = "a preset or a YAML file, for fields to be changed; a published model is taken as it is"
+        else:
+            names = ", ".join(KNOWN_MODELS)
+            rule = f"one of {names}; a preset (quickstart, z2all-100m, z2all-1b, z2all-moe); or a YAML file"
+        problems.append(Problem("MODEL", arguments.model, rule))
         return None
     model = replace(config.model, vocab_size=config.model.vocab_size or config.tokenizer.vocab_size)
-    return counted(model, str(arguments.model), config.data.seq_len)
+    step = config.train.tokens_per_step
+    found = counted(model, str(arguments.model), config.data.seq_len)
+    return replace(found, step_tokens=step, run_tokens=step * config.train.steps)
 
 
 def show(answer: Answer, json_path: Path | None) -> None:

@@ -47,6 +47,7 @@ _SHEETS = (
     Gpu("tpu-v5p", 459e12, 2.765e12, 95, 90e9),
 )
 GPUS = {gpu.name: gpu for gpu in _SHEETS}
+GPUS["a100-80g"] = GPUS["a100"]  # its name among the clusters of `z2a perf plan`
 
 DEVICE_NAMES = {
     "NVIDIA A100-SXM4-40GB": "a100-40g",

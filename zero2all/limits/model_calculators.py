@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from zero2all.common.schema import MISSING, Problem
 from zero2all.limits.answer import Answer, ImpossibleError, Term
 from zero2all.limits.budget import INFERENCE_BYTES, cache_bytes
+from zero2all.limits.floors import decoding_bytes
 from zero2all.limits.flops import conventions, flops_by_group, packed_length
 from zero2all.limits.gpus import GPUS, Gpu
 from zero2all.limits.parameters import Counted
@@ -27,6 +28,8 @@ CONVENTION = (
     "Training FLOPs of one token, forward and backward; 1 multiply-add (MAC) = 2 FLOPs, backward = 2 x forward. "
     "Recomputation is not counted (MFU); what is counted with it is called hardware (HFU)."
 )
+USUAL_STEP = 256
+"""Sequences of a step, where no config says how many."""
 RECOMPUTED = ("none", "selective", "full")
 """What the backward pass computes again: nothing, attention, the blocks."""
 
@@ -120,7 +123,7 @@ def flops(
                 terms.append(Term(f"hardware, {kind} recompute", executed, "FLOP/token", f"causal + {how}"))
     notes = lacking(model, seq_len)
     if model.config is not None and seq_len:
-        terms += _groups(model, tokens or seq_len, seq_len, gpu, peak_tflops)
+        terms += _groups(model, tokens or model.step_tokens or USUAL_STEP * seq_len, seq_len, gpu, peak_tflops)
         notes.append(
             "torch's FlopCounterMode counts `palm` x tokens with plain operators: every matmul, no norms, the masked "
             "half of attention too. Flash attention's backward executes 5 matmuls beside 2 forward, so kernel "
@@ -259,6 +262,8 @@ def inference(
         ]
     if gpu is not None:
         read = 2.0 * (model.active if sequences == 1 else model.total) + cache
+        if model.config is not None:
+            read = decoding_bytes(model.config, sequences, seq_len, 2, cache_value_bytes)
         seconds = least_seconds(2.0 * model.active * sequences, read, gpu.peak_flops, gpu.bandwidth)
         terms += [
             Term("least time of a token", seconds, "s", f"bfloat16 weights and cache at {gpu.bandwidth / 1e12:g} TB/s"),

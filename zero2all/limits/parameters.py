@@ -31,7 +31,11 @@ class Counted:
     cache_values: int | None = None  # kept of each token when generating
     kv_size: int | None = None  # width of the keys of a layer
     seq_len: int | None = None
-    config: ModelConfig | None = None
+    expert_layers: int = 0
+    experts_per_token: int | None = None
+    config: ModelConfig | None = None  # where it is of our kind
+    step_tokens: int | None = None  # of a run's config
+    run_tokens: int | None = None
 
     @property
     def total(self) -> int:
@@ -97,6 +101,8 @@ def counted(config: ModelConfig, name: str, seq_len: int | None = None, latent: 
         cache_values=config.layers * of_layer,
         kv_size=config.kv_heads * config.head_size,
         seq_len=seq_len,
+        expert_layers=config.expert_layers,
+        experts_per_token=moe.experts_per_token if moe.experts else None,
         config=None if latent else config,
     )
 

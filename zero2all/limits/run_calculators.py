@@ -84,8 +84,7 @@ def comm(
         problems.append(Problem("--micro-tokens", micro_tokens, rule))
     if context > 1 and model.kv_size is None:
         problems.append(Problem("--context", context, "a model whose kv heads are known, not only --params"))
-    moe = model.config.moe if model.config else None
-    chosen = experts_per_token or (moe.experts_per_token if moe and moe.experts else None)
+    chosen = experts_per_token or model.experts_per_token
     if expert > 1 and chosen is None:
         problems.append(Problem("--expert", expert, "a mixture of experts, or --experts-per-token"))
     if problems:
@@ -100,7 +99,7 @@ def comm(
         volumes[name] += _data_volume(experts / (pipeline * expert), ranks, replicas, zero, micro_steps)
     if inner and micro_tokens and model.hidden_size and model.layers:
         layers, hidden, steps = model.layers / pipeline, model.hidden_size, micro_steps
-        mixed = (model.config.expert_layers if model.config else model.layers) / pipeline
+        mixed = (model.expert_layers or model.layers) / pipeline
         own = micro_tokens / context
         volumes |= {
             "tensor": steps * layers * collectives.tensor_volume(own, hidden, tensor),
@@ -112,7 +111,7 @@ def comm(
             "expert": steps * mixed * 2 * collectives.expert_volume(own / tensor, hidden, chosen or 0, expert),
         }
     how = {
-        f"data (zero {zero})": "zero 0-2: 2 (n-1)/n P; zero 3: 3 (n-1)/n P; zero 2 and 3 in every micro-step",
+        f"data (zero {zero})": "zero 0-2: 2 (n-1)/n P, zero 3: 3; each micro-step zero 2 reduces, zero 3 does all",
         "tensor": "layers x 8 tokens h (t-1)/t: forward and backward",
         "pipeline": "tokens h / t to the next stage, and as much back",
         "context (ring)": "layers x 6 tokens h_kv (c-1)/c: forward once, backward twice",
@@ -238,7 +237,7 @@ def chinchilla(
 
 def time(
     model: Counted,
-    tokens: int,
+    tokens: int | None = None,
     gpus: int = 1,
     gpu: Gpu | None = None,
     peak_tflops: float | None = None,
@@ -252,9 +251,14 @@ def time(
     """How long a run takes."""
     speeds = {"--mfu": mfu, "--tflops": tflops, "--tokens-per-second": tokens_per_second}
     given = [name for name, value in speeds.items() if value is not None]
+    tokens, problems = tokens or model.run_tokens, []
+    if tokens is None:
+        problems.append(Problem("--tokens", MISSING, "the training tokens, unless a config says them"))
     if len(given) != 1:
         rule = f"one of {', '.join(speeds)}: how fast it runs"
-        raise ImpossibleError([Problem("--mfu", ", ".join(given) or MISSING, rule)])
+        problems.append(Problem("--mfu", ", ".join(given) or MISSING, rule))
+    if problems or tokens is None:
+        raise ImpossibleError(problems)
     seq_len = seq_len or model.seq_len
     found = variants(model, seq_len) | {"8N": 8.0 * model.active}
     name = convention or ("palm" if "palm" in found else "6N")
@@ -270,6 +274,7 @@ def time(
         rate = tflops * 1e12 if tflops is not None else (mfu or 0) * known_peak(gpu, peak_tflops)
         seconds, speed = training_seconds(work, gpus, rate), f"FLOPs / ({gpus} x {rate / 1e12:.4g} TFLOP/s)"
     terms = [
+        Term("tokens", tokens, "tokens"),
         Term("FLOPs per token", found[name], "FLOP/token", f"{name}: {how}"),
         Term("FLOPs", work, "FLOP", "FLOPs per token x tokens"),
         Term("productive time", seconds, "s", speed),
@@ -290,14 +295,16 @@ def time(
     )
 
 
-def cost(model: Counted, tokens: int, price: float, gpus: int = 1, goodput: float = 1.0, **speed: object) -> Answer:
+def cost(
+    model: Counted, price: float, tokens: int | None = None, gpus: int = 1, goodput: float = 1.0, **speed: object
+) -> Answer:
     """What a run costs."""
     found = time(model, tokens, gpus, goodput=goodput, **speed)  # type: ignore[arg-type]
     money = cost_of(gpus * found["productive time"], price, goodput)
     terms = [
         *found.terms,
         Term("cost", money, "USD", f"GPU-hours x {price:g} per hour"),
-        Term("cost of a billion tokens", money / tokens * 1e9, "USD", "cost / tokens"),
+        Term("cost of a billion tokens", 1e9 * money / found["tokens"], "USD", "cost / tokens"),
     ]
     return Answer(found.title.replace("Time", "Cost", 1), found.convention, terms, found.notes)
 
