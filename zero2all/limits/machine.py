@@ -31,7 +31,8 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json_object, write_json
 
 Kind = Literal["forward", "dgrad", "wgrad"]
-WIDTHS = {"bfloat16": 2, "float16": 2, "float8": 1, "float32": 4}
+WIDTHS = {"bfloat16": 2, "float16": 2, "float8": 1, "float32": 4, "grouped": 2}
+"""Bytes of a value; `grouped`: the products of all experts of a block in one call."""
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.82), (64, 128, 0.82), (64, 64, 0.65))
 """Rows and columns of the tiles of a result, and the rate they reach beside the largest: a tile of a x b does
 a b / (a + b) multiply-adds per value that it reads."""
