@@ -1,0 +1,172 @@
+"""`z2a perf shapes` and `z2a perf profile`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+from zero2all.cli.verb import Subparsers, add_output, add_verb, real
+from zero2all.common.errors import UsageError
+from zero2all.common.language import translate as t
+
+CONFIG_HELP = "a preset (quickstart, z2all-100m, z2all-1b, z2all-moe) or the path of a YAML file"
+GPUS = ("a100-80g", "h100", "h200", "b200")
+
+
+def register(inner: Subparsers) -> None:
+    """Add the verbs."""
+    _register_shapes(inner)
+
+
+def _register_shapes(inner: Subparsers) -> None:
+    parser = add_verb(
+        inner,
+        "shapes",
+        "six rules for the sizes of a model, a config checked against them, and the fastest SwiGLU width near 8/3 h",
+        "z2a perf shapes\n  z2a perf shapes --check z2all-1b --gpu h100 --output shapes\n"
+        "  z2a perf shapes --check my.yaml --measure --seconds 60 --json -",
+        _shapes,
+        takes_overrides=True,
+    )
+    parser.add_argument("--check", default=None, metavar="CONFIG", help=CONFIG_HELP)
+    parser.add_argument(
+        "--gpu", choices=GPUS, default="h200", help="whose tiles and waves the arithmetic assumes (default h200)"
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="time the products of each width here: on the GPU, or the CPU without one",
+    )
+    parser.add_argument(
+        "--seconds", type=real(0.0), default=60.0, metavar="N", help="start no width after this many (default 60)"
+    )
+    parser.add_argument(
+        "--span",
+        type=real(0.0, 50.0, is_open=True),
+        default=5.0,
+        metavar="PERCENT",
+        help="compare widths this near to 8/3 h (default 5)",
+    )
+    add_output(parser, "--output", is_folder=True, help="folder for shapes.png and shapes.json (default: none)")
+    add_output(parser, "--json", help="also write the result as JSON; - for standard output")
+
+
+def _shapes(arguments: argparse.Namespace) -> None:
+    from zero2all.cli.table import print_table
+    from zero2all.limits.machine import named_cluster
+    from zero2all.limits.shapes import RULES, check_shape, modelled_width, widths_near
+
+    is_quiet = str(arguments.json) == "-"
+    if not is_quiet:
+        print_table([["", "rule", "why"], *([str(one.number), t(one.rule), t(one.why)] for one in RULES)])
+    if arguments.check is None:
+        if arguments.overrides or arguments.measure:
+            raise UsageError("There is no config to check or measure. Name one: --check CONFIG.")
+        _write_json(arguments.json, {"rules": [dataclasses.asdict(one) for one in RULES]})
+        return
+    from zero2all.perf.batch import load_measured_config
+    from zero2all.perf.shapes import draw_shapes, shape_of
+
+    config, _ = load_measured_config(arguments.check, arguments.overrides)
+    machine, shape = named_cluster(arguments.gpu), shape_of(config)
+    findings = check_shape(shape, machine)
+    hidden, own, dtype = shape.model.hidden_size, shape.model.intermediate_size, config.train.precision
+    widths = widths_near(hidden, shape.tensor, [own], arguments.span / 100, shape.multiple)
+    rows = [modelled_width(shape.tokens, hidden, width, shape.tensor, machine, dtype) for width in widths]
+    result: dict[str, Any] = {
+        "config": arguments.check,
+        "gpu": arguments.gpu,
+        "multiprocessors": machine.multiprocessors,
+        "tokens_per_micro_batch": shape.tokens,
+        "rules": [dataclasses.asdict(one) for one in RULES],
+        "findings": [dataclasses.asdict(one) for one in findings],
+        "widths_by_arithmetic": [_width_json(row) for row in rows],
+    }
+    if not is_quiet:
+        print_table(_finding_cells(findings), f"{arguments.check} on {arguments.gpu}")
+        about = f"SwiGLU by tiles and waves of {arguments.gpu}, {dtype}, {shape.tokens:,} tokens of a micro-batch"
+        print_table(_width_cells(rows, hidden, own), about)
+    if arguments.measure:
+        rows = _measure(arguments, config, shape, widths, result, is_quiet)
+    if arguments.output is not None:
+        said = draw_shapes(shape, machine, rows, arguments.output / "shapes.png")
+        print(said, file=sys.stderr if is_quiet else None)
+        _write_json(arguments.output / "shapes.json", result)
+    _write_json(arguments.json, result)
+
+
+def _measure(
+    arguments: argparse.Namespace, config: Any, shape: Any, widths: list[int], result: dict[str, Any], is_quiet: bool
+) -> list[Any]:
+    """Measured rows; the files hold what was found after every width."""
+    from zero2all.cli.table import print_table
+    from zero2all.parallel.device import pick_device
+    from zero2all.perf.measure import device_name
+    from zero2all.perf.shapes import measure_widths, measured_tokens
+    from zero2all.train.state import DTYPES
+
+    device, hidden = pick_device(config.parallel.device), shape.model.hidden_size
+    tokens = measured_tokens(shape.tokens, device)
+
+    def keep(found: list[Any]) -> None:
+        result["widths_measured"] = {
+            "device": device_name(device),
+            "tokens": tokens,
+            "widths": [_width_json(row) for row in found],
+        }
+        if arguments.output is not None:
+            _write_json(arguments.output / "shapes.json", result)
+
+    dtype = DTYPES[config.train.precision]
+    rows = measure_widths(widths, tokens, hidden, shape.tensor, device, dtype, arguments.seconds, keep)
+    rows.sort(key=lambda row: row.width)
+    if rows and not is_quiet:
+        about = f"SwiGLU measured on {device_name(device)}, {config.train.precision}, {tokens:,} tokens"
+        print_table(_width_cells(rows, hidden, shape.model.intermediate_size), about)
+    return rows
+
+
+def _finding_cells(findings: list[Any]) -> list[list[str]]:
+    rows = [
+        [str(one.rule), one.what, one.value, t("kept") if one.is_kept else t("broken"), t(one.says), t(one.nearest)]
+        for one in findings
+    ]
+    return [["rule", "size", "value", "verdict", "because", "nearest that keeps it"], *rows]
+
+
+def _width_cells(rows: list[Any], hidden: int, own: int) -> list[list[str]]:
+    from zero2all.limits.shapes import best_width, swiglu_products
+
+    names = [f"{one.name} {one.kind}" for one in swiglu_products(1, 1, 1)]
+    best, cells = best_width(rows, hidden), []
+    for row in rows:
+        marks = [t("advised")] if row is best else []
+        marks += [t("the config's")] if row.width == own else []
+        marks += [] if row.is_aligned else [t("rows not aligned")]
+        times = [f"{1e3 * seconds:.3f}" for seconds in row.seconds]
+        total = f"{1e3 * sum(row.seconds):.3f}"
+        cells.append(
+            [f"{row.width}", f"{row.width / hidden:.3f}", *times, total, f"{row.tflops:.4g}", ", ".join(marks)]
+        )
+    return [["width f", "f / h", *(f"{name} ms" for name in names), "ms", "TFLOPS", ""], *cells]
+
+
+def _width_json(row: Any) -> dict[str, Any]:
+    return {**dataclasses.asdict(row), "tflops": row.tflops}
+
+
+def _write_json(path: Path | None, value: object) -> None:
+    """To a file, or for - to standard output."""
+    if path is None:
+        return
+    if str(path) == "-":
+        import json
+
+        print(json.dumps(value, indent=2, ensure_ascii=False))
+        return
+    from zero2all.common.files import write_json
+
+    write_json(path, value)
