@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zero2all.cli.verb import Subparsers, add_output, add_verb, real
+from zero2all.cli.verb import Subparsers, add_output, add_verb, real, whole
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
@@ -19,6 +19,7 @@ GPUS = ("a100-80g", "h100", "h200", "b200")
 def register(inner: Subparsers) -> None:
     """Add the verbs."""
     _register_shapes(inner)
+    _register_profile(inner)
 
 
 def _register_shapes(inner: Subparsers) -> None:
@@ -156,6 +157,68 @@ def _width_cells(rows: list[Any], hidden: int, own: int) -> list[list[str]]:
 
 def _width_json(row: Any) -> dict[str, Any]:
     return {**dataclasses.asdict(row), "tflops": row.tflops}
+
+
+def _register_profile(inner: Subparsers) -> None:
+    parser = add_verb(
+        inner,
+        "profile",
+        "a few iterations of training taken apart: groups of kernels, the slowest with their floors, memory over time",
+        "z2a perf profile z2all-1b --output profile\n  z2a perf profile quickstart --batch 16x128x1 --json -",
+        _profile,
+        takes_overrides=True,
+    )
+    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
+    parser.add_argument(
+        "--batch",
+        default=None,
+        metavar="BxTxA",
+        help="samples per pass x tokens x passes per iteration (default: the config's with at most 4 passes; on a CPU "
+        "a small one)",
+    )
+    parser.add_argument(
+        "--steps", type=whole(1), default=3, metavar="N", help="iterations under the profiler (default 3)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=real(0.0),
+        default=120.0,
+        metavar="N",
+        help="profile fewer iterations if all would take longer than this (default 120)",
+    )
+    add_output(parser, "--output", is_folder=True, help="folder of the results (default: profile-CONFIG)")
+    add_output(parser, "--json", help="also write the result as JSON; - for standard output")
+
+
+def _profile(arguments: argparse.Namespace) -> None:
+    from zero2all.cli.table import print_table
+    from zero2all.perf.batch import load_measured_config, parse_batch
+    from zero2all.perf.profile import profile_config
+    from zero2all.perf.profile_page import (
+        as_json,
+        block_cells,
+        group_cells,
+        kernel_cells,
+        memory_cells,
+        phase_cells,
+        title_of,
+        write_profile,
+    )
+
+    batch = None if arguments.batch is None else parse_batch(arguments.batch)
+    config, _ = load_measured_config(arguments.config, arguments.overrides)
+    name = Path(arguments.config).stem
+    output = arguments.output or Path(f"profile-{name}")
+    found = profile_config(name, config, batch, arguments.steps, arguments.seconds, output)
+    written = write_profile(found, output)
+    if str(arguments.json) != "-":
+        print_table(group_cells(found), title_of(found))
+        for cells in (phase_cells(found), kernel_cells(found), memory_cells(found), block_cells(found)):
+            if len(cells) > 1:
+                print_table(cells)
+        for line in (*map(t, found.notes), *written):
+            print(line)
+    _write_json(arguments.json, as_json(found))
 
 
 def _write_json(path: Path | None, value: object) -> None:

@@ -142,7 +142,8 @@ def _draw(shape: Shape, machine: Machine, rows: list[WidthTime], png: Path) -> N
     with matplotlib.style.context("default"), rc_context(style):
         figure = Figure(figsize=(14.0, 4.2), facecolor="white", layout="constrained")
         FigureCanvasAgg(figure)
-        title = f"{machine.name}, {machine.multiprocessors} SMs, tiles of 128 x 256, h = {shape.model.hidden_size:,}"
+        tiles = f"{machine.multiprocessors} SMs, tiles of 128 x 256 (efficiency: tile x wave)"
+        title = f"{machine.name}, {tiles}, h = {shape.model.hidden_size:,}"
         figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold", color=INK)
         _draw_staircase(figure.add_subplot(1, 3, 1), shape, machine, rows)
         _draw_rates(figure.add_subplot(1, 3, 2), rows, best_width(rows, shape.model.hidden_size))
@@ -159,7 +160,7 @@ def _draw_staircase(axis: Axes, shape: Shape, machine: Machine, rows: list[Width
     dots = staircase(shape.tokens, widths, machine.multiprocessors, shape.tensor)
     axis.plot([x for x, _ in dots], [100 * y for _, y in dots], "o", color=COLORS[1], markersize=4)
     axis.axvline(IDEAL_RATIO * hidden, color=FAINT_INK, linewidth=0.8, linestyle="--")
-    axis.set_title(f"Gate and up, {shape.tokens:,} tokens: tile x wave efficiency, %")
+    axis.set_title(f"Gate and up, {shape.tokens:,} tokens: efficiency, %")
     axis.set_xlabel("width f (dashed: 8/3 h; dots: widths compared)")
 
 
@@ -170,7 +171,7 @@ def _draw_rates(axis: Axes, rows: list[WidthTime], chosen: WidthTime) -> None:
     axis.annotate(
         f"{chosen.width}", (chosen.width, chosen.tflops), xytext=(4, 4), textcoords="offset points", color=INK
     )
-    axis.set_ylim(bottom=0)
+    axis.margins(0.06, 0.25)
     how = "measured" if chosen.is_measured else "by arithmetic"
     axis.set_title(f"Six products of a SwiGLU, TFLOPS ({how})")
     axis.set_xlabel("width f (green: advised; orange: rows not aligned)")
@@ -181,5 +182,5 @@ def _draw_passes(axis: Axes, shape: Shape, machine: Machine) -> None:
     values = [100 * pass_efficiency(shape, each, machine.multiprocessors) for each in samples]
     axis.step(list(samples), values, where="mid", color=COLORS[0], linewidth=1.2)
     axis.plot([shape.samples], [values[shape.samples - 1]], "o", color=COLORS[1], markersize=6)
-    axis.set_title("Products of a block: tile x wave efficiency, %")
+    axis.set_title("Products of a block: efficiency, %")
     axis.set_xlabel(f"samples of {shape.seq_len:,} tokens in a micro-batch (dot: the config's)")
