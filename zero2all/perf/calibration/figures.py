@@ -90,7 +90,7 @@ class Setting:
     @property
     def product_dtype(self) -> str:
         """Of the products of linear layers, as profiles name it."""
-        return "float8" if self.ops.taken["linear"] == "fp8" else str(self.dtype).removeprefix("torch.")
+        return "float8" if self.ops.taken["linear"] == "fp8" else _name(self.dtype)
 
 
 def seconds(watch: Stopwatch, make: Callable[[], Call]) -> dict[str, Any]:
@@ -181,6 +181,11 @@ def grouped_product(kind: Kind, m: int, n: int, k: int, experts: int, device: to
     return lambda: torch.cat([part @ weight for part, weight in zip(x.chunk(experts), weights, strict=True)])
 
 
+def _name(dtype: torch.dtype) -> str:
+    """As profiles name it."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _of_experts(dy: Tensor, x: Tensor, experts: int) -> Iterator[tuple[Tensor, Tensor]]:
     return zip(dy.chunk(experts), x.chunk(experts), strict=True)
 
@@ -218,8 +223,10 @@ def model_products(setting: Setting, tokens: int) -> Iterator[Figure]:
         for kind, m, n, k in products_of(rows, columns, tokens):
             yield product_figure(kind, m, n, k, setting.product_dtype, linear, device)
     for kind, m, n, k in products_of(model.vocab_rows, model.hidden_size, tokens):
-        yield product_figure(kind, m, n, k, str(setting.dtype).removeprefix("torch."), linear, device)
+        yield product_figure(kind, m, n, k, _name(setting.dtype), linear, device)
     if model.expert_layers:
+        for kind, m, n, k in products_of(moe.experts, model.hidden_size, tokens):
+            yield product_figure(kind, m, n, k, _name(setting.dtype), linear, device)
         pairs = tokens * moe.experts_per_token
         for rows, columns in ((2 * moe.expert_size, model.hidden_size), (model.hidden_size, moe.expert_size)):
             for kind, m, n, k in grouped_products(rows, columns, pairs, moe.experts):
@@ -263,14 +270,19 @@ def operator_figures(setting: Setting, tokens: int, known: dict[str, dict[str, A
         yield named("swiglu", f"{taken['swiglu']}+{linear}", partial(_beyond, make, parts, size))
     logits = Work(float(tokens * model.vocab_rows * setting.dtype.itemsize))
     head = [(model.vocab_rows, model.hidden_size)]
-    parts = _products_in(known, head, tokens, str(setting.dtype).removeprefix("torch."), linear)
+    parts = _products_in(known, head, tokens, _name(setting.dtype), linear)
     make = partial(_head_and_loss, setting, samples, length)
     yield named("linear_cross_entropy", taken["linear_cross_entropy"], partial(_beyond, make, parts, logits))
     if model.expert_layers:
         moe, rows = model.moe, tokens * model.moe.experts_per_token
         shapes = [(2 * moe.expert_size, model.hidden_size), (model.hidden_size, moe.expert_size)]
         size = Work(*2 * [float(rows * model.hidden_size * setting.dtype.itemsize)])
-        parts = _products_in(known, shapes, rows, "grouped", linear, moe.experts)
+        router = _products_in(known, [(moe.experts, model.hidden_size)], tokens, _name(setting.dtype), linear)
+        grouped = _products_in(known, shapes, rows, "grouped", linear, moe.experts)
+
+        def parts() -> tuple[float, float]:
+            return router()[0] + grouped()[0], router()[1] + grouped()[1]
+
         yield named("moe", "-", partial(_beyond, partial(_moe, setting, tokens), parts, size))
 
 
@@ -452,7 +464,7 @@ def machine_figures(device: torch.device, dtype: torch.dtype) -> Iterator[Figure
     yield Figure("stream", partial(_stream, device))
     yield Figure("launch", partial(_launch, device))
     side = 8192 if device.type == "cuda" else 1024
-    for name in dict.fromkeys(("float32", str(dtype).removeprefix("torch."))):
+    for name in dict.fromkeys(("float32", _name(dtype))):
         yield Figure(f"peak/{name}", partial(_peak, side, DTYPES[name], device))
     if device.type == "cuda":
         for size in (1 << 20, 1 << 24, 1 << 28):
