@@ -10,6 +10,7 @@ different ids, e bytes of a value, P parameters.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -66,6 +67,7 @@ def operator_work(config: ModelConfig, tokens: int, seq_len: int, value_bytes: i
     return work
 
 
+@functools.lru_cache
 def distinct_ids(vocabulary: int, tokens: int) -> float:
     """How many different ids to expect among `tokens` of them in text, where the id of rank r has about 1/r of the
     share of the first (Zipf): log((r + 1) / r) / log(vocabulary + 1), so that the shares add up to 1."""

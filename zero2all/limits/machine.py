@@ -36,12 +36,14 @@ WIDTHS = {"bfloat16": 2, "float16": 2, "float8": 1, "float32": 4, "grouped": 2}
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.82), (64, 128, 0.82), (64, 64, 0.65))
 """Rows and columns of the tiles of a result, and the rate they reach beside the largest: a tile of a x b does
 a b / (a + b) multiply-adds per value that it reads."""
-FILL_DEPTH = 128
+FILL_DEPTH = 64
 """Steps of the inner dimension that the start and the end of a tile cost: nothing is multiplied meanwhile."""
 WRITE_RATE = 0.9
 """Share of the copy bandwidth that an operator without arithmetic reaches on large tensors."""
 ATTENTION_RATE = {"forward": 0.68, "backward": 0.53}
 """Share of the rate of large products that fused attention reaches on long sequences with wide heads."""
+ALIGNED, UNALIGNED_RATE = 8, 0.5
+"""Rows of 16-bit values must be multiples of 16 bytes for wide loads; without, products run at about half the rate."""
 NEIGHBOURS = 4
 """Measured products that a product which was not measured is compared with."""
 
@@ -112,7 +114,7 @@ class Machine:
     peak_flops: dict[str, float]  # by dtype
     stream_bytes_per_second: float  # of a copy: bytes read and written
     launch_seconds: float  # the shortest time of a kernel
-    host_op_seconds: float  # of the host, for each operator it queues
+    host_op_seconds: float  # of the host, to queue a small operator
     multiprocessors: int = 0  # 0: products have no waves (a CPU)
     matmul_rate: float = 0.87  # what the largest products reach of the peak
     matmuls: tuple[Matmul, ...] = ()
@@ -138,16 +140,23 @@ class Machine:
         """The same from tiles, waves and bytes alone."""
         if min(m, n, k) <= 0:
             return 0.0
-        rate = self.rate_of(dtype)
-        width = WIDTHS[dtype]
+        rate, width = self.rate_of(dtype), WIDTHS[dtype]
+        if self.multiprocessors and (n % ALIGNED or k % ALIGNED):
+            rate *= UNALIGNED_RATE
         memory = (width * (m * k + k * n) + max(2, width) * m * n) / self.stream_bytes_per_second
         return max(tiled_seconds(m, n, k, rate, self.multiprocessors), memory, self.launch_seconds)
 
-    def rate_of(self, dtype: str) -> float:
-        """FLOP/s of the largest products, under sustained load."""
+    def peak_of(self, dtype: str) -> float:
+        """FLOP/s of the data sheet."""
+        if dtype == "grouped":
+            dtype = "bfloat16" if "bfloat16" in self.peak_flops else "float32"
         if dtype not in self.peak_flops:
             raise UsageError(f"{self.name} has no peak for {dtype}; its profile knows {', '.join(self.peak_flops)}.")
-        return self.peak_flops[dtype] * self.matmul_rate * self.hot_over_cold
+        return self.peak_flops[dtype]
+
+    def rate_of(self, dtype: str) -> float:
+        """FLOP/s of the largest products, under sustained load."""
+        return self.peak_of(dtype) * self.matmul_rate * self.hot_over_cold
 
     @functools.cached_property
     def _matmuls(self) -> dict[tuple[str, str], tuple[tuple[_Measured, ...], dict[tuple[float, float, float], float]]]:
@@ -187,7 +196,8 @@ class Machine:
         matmuls = 2 if name == "forward" else 5
         flops = matmuls * tokens * seq_len * heads * head_size
         # Heads of 64 reuse half of what heads of 128 do; short sequences have as many masked tiles as whole ones.
-        rate = self.rate_of("bfloat16") * ATTENTION_RATE[name] * min(1.0, (head_size / 128) ** 0.4)
+        dtype = "bfloat16" if "bfloat16" in self.peak_flops else "float32"
+        rate = self.rate_of(dtype) * ATTENTION_RATE[name] * min(1.0, (head_size / 128) ** 0.4)
         diagonal = 1.0 + 128 / max(1.0, seq_len)
         moved = (4 if name == "forward" else 8) * tokens * heads * head_size * 2
         return max(flops * diagonal / rate, moved / self.stream_bytes_per_second, self.launch_seconds)
@@ -204,14 +214,14 @@ class Machine:
             raise UsageError(f"The profile of {self.name} has no speed of copies ({direction}).")
         return self.copy[direction].seconds(size)
 
-    def collective_seconds(self, kind: str, size: float, ranks: int, link: str) -> float:
+    def collective_seconds(self, kind: str, size: float, ranks: int, link: str | Link) -> float:
         """Of one collective over a whole tensor of `size` bytes, as in `zero2all.limits.communication.Transfer`."""
         if ranks <= 1 or size <= 0:
             return 0.0
-        measured = self.collectives.get(f"{kind}/{ranks}/{link}")
+        found = self.link(link) if isinstance(link, str) else link
+        measured = self.collectives.get(f"{kind}/{ranks}/{found.name}")
         if measured is not None:
             return measured.seconds(size)
-        found = self.link(link)
         return link_seconds(kind, size, ranks, found.bytes_per_second, found.latency) + self.launch_seconds
 
     def link(self, name: str) -> Link:
@@ -346,7 +356,7 @@ def _cluster(name: str, memory: float, stream: float, nvlink: float, network: fl
         memory_bytes=memory,
         stream_bytes_per_second=0.88 * stream,  # what a copy reaches
         launch_seconds=3e-6,
-        host_op_seconds=8e-6,
+        host_op_seconds=5e-6,
         copy={"h2d": copy, "d2h": copy},
         links=(Link("nvlink", 8, 0.8 * nvlink, 6e-6), Link("network", 0, 0.9 * network, 2e-5)),
         overhead={"cuda_context": 0.5 * 2**30, "nccl": 0.5 * GB, "workspace": 64.0 * 2**20},
