@@ -3,7 +3,7 @@
 Every verified prediction is one JSON line. Two things are learned from them:
 
     correction   for each component a ridge regression of log(measured / predicted) on a few features of the run. It is
-                 shrunk to zero: with few entries it changes little. Raw and corrected figures always stand side by side.
+                 shrunk to zero: with few entries it changes little. Raw and corrected always stand side by side.
     interval     the estimate times exp(±1.645 s): s² is the mean squared log error of the ledger, to which a spread of
                  5 % is added as if it had been seen eight times. It is meant to cover 90 % of all runs.
 
@@ -83,9 +83,7 @@ def residual(entry: Entry, component: str) -> float | None:
 
 def correction(entries: Sequence[Entry], component: str, features: Mapping[str, float]) -> float:
     """The factor on a prediction with these features, learned from the entries; 1.0 from none."""
-    rows = [
-        (entry["features"], found) for entry in entries if (found := residual(entry, component)) is not None
-    ]
+    rows = [(entry["features"], found) for entry in entries if (found := residual(entry, component)) is not None]
     if not rows:
         return 1.0
     names = sorted(features)

@@ -311,4 +311,3 @@ def machine_for(machine: Machine, path: Path, taken: Mapping[str, str], device: 
     figures = FigureStore(store, machine.key).figures
     found = machine_of(figures, machine.key, device, taken, {"watts": machine.watts})
     return dataclasses.replace(found, links=machine.links, collectives=machine.collectives)
-

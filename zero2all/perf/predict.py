@@ -291,5 +291,3 @@ def ledger_entry(
         "versions": prediction.machine.key,
         "ops": measured["ops"],
     }
-
-

@@ -15,7 +15,6 @@ import itertools
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,12 +32,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from zero2all.common.errors import UserError, is_out_of_memory
 from zero2all.common.files import read_json, write_json
 from zero2all.config import RunConfig
+from zero2all.model.z2all import compile_model
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch
 from zero2all.parallel.device import pick_device, set_cpu_threads
 from zero2all.parallel.layout import INTO_RESIDUAL
 from zero2all.parallel.world import World
-from zero2all.model.z2all import compile_model
 from zero2all.perf.anatomy import STEP, anatomy_of
 from zero2all.perf.batch import BatchShape, load_measured_config, parse_batch
 from zero2all.perf.calibration.stopwatch import timed

@@ -291,7 +291,9 @@ def _shape(model: ModelConfig) -> str:
     return f"{model.hidden_size}-{model.intermediate_size}-{model.heads}-{model.kv_heads}-{model.vocab_rows}"
 
 
-def _plain(function: Function, make: Callable[[], Case], work: Work, setting: Setting, watch: Stopwatch) -> dict[str, Any]:
+def _plain(
+    function: Function, make: Callable[[], Case], work: Work, setting: Setting, watch: Stopwatch
+) -> dict[str, Any]:
     """Bytes and seconds, forward and backward, of an operator without products."""
     forward, both = forward_and_both(function, make(), setting.dtype)
     alone, together = watch.time(forward), watch.time(both)
@@ -336,7 +338,7 @@ def _products_in(
     """Seconds of the products of these matrices, forward and backward, once they are known."""
 
     def look_up() -> tuple[float, float]:
-        found = {kind: 0.0 for kind in KINDS}
+        found = dict.fromkeys(KINDS, 0.0)
         for rows, columns in shapes:
             sizes = grouped_products(rows, columns, tokens, experts) if experts else products_of(rows, columns, tokens)
             for kind, m, n, k in sizes:
