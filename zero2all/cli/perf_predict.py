@@ -217,7 +217,7 @@ def _prediction_rows(found: Prediction) -> list[list[str]]:
         [
             t("device in use"),
             f"{found.needed_bytes / GIB:.2f} GiB",
-            t(f"of {capacity / GIB:.1f} GiB, with the context"),
+            t(f"of {capacity / GIB:.1f} GiB; with context"),
         ],
         [
             t("whole run"),
@@ -261,7 +261,8 @@ def _register_verify(inner: Subparsers) -> None:
         inner,
         "verify",
         "predict a config, run a few real steps of it, compare, and add both to the ledger",
-        "z2a perf verify z2all-1b --batch 16x2048x4\n  z2a perf verify z2all-1b --train.recompute full --batch 32x2048x2",
+        "z2a perf verify z2all-1b --batch 16x2048x4\n"
+        "  z2a perf verify z2all-1b --train.recompute full --batch 32x2048x2",
         _verify,
         takes_overrides=True,
     )

@@ -20,6 +20,8 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +40,16 @@ from zero2all.packed.loader import Batch
 from zero2all.parallel.device import pick_device, set_cpu_threads
 from zero2all.parallel.layout import INTO_RESIDUAL
 from zero2all.parallel.world import World
-from zero2all.perf.anatomy import STEP, anatomy_of
+from zero2all.perf.anatomy import PHASE, STEP, anatomy_of
 from zero2all.perf.batch import BatchShape, load_measured_config, parse_batch
 from zero2all.perf.calibration.stopwatch import timed
+from zero2all.perf.kernel_groups import COPIES, ELEMENTWISE, LOSS
 from zero2all.perf.measure import device_name, wait_for, watched_gpu
 from zero2all.perf.row import CANNOT_RUN, FAILED, MEASURED, OUT_OF_MEMORY
 from zero2all.train.cuda_graph import choose_cuda_graph
 from zero2all.train.periodic import scheduled_garbage_collection
 from zero2all.train.setup import empty_state, op_context
+from zero2all.train.simulate import LiveBytes
 from zero2all.train.state import DTYPES, TrainState
 from zero2all.train.step import StepPlan, mark_now, seconds_between, train_step
 
@@ -109,16 +113,20 @@ def _measure(config: RunConfig, batch: BatchShape, seconds: float, anatomy: bool
     world = World(device=pick_device(config.parallel.device))
     device = world.device
     ops = resolve(config.ops, op_context(config, device.type, DTYPES[config.train.precision]))
-    resident = _resident_bytes()
-    state = _random_state(config, world, ops)
+    live = LiveBytes() if device.type == "cpu" else None
+    with live or nullcontext():
+        state = _random_state(config, world, ops)
     state.micro_batch_samples = batch.samples
     rows = batch.samples * batch.accumulation
     state.cuda_graph = choose_cuda_graph(config, state.model, device, 1, batch.samples, rows)
     batches = [_random_batch(config, rows, seed) for seed in range(2)]
     run = _Run(state, config, world, batches)
     started = time.perf_counter()
-    run.steps(1)
-    first = time.perf_counter() - started
+    with live or nullcontext():
+        run.steps(1)  # the second, with the states of the optimizer, has the peak
+        first = time.perf_counter() - started
+        if live is not None:
+            run.steps(1)
     with scheduled_garbage_collection():
         passes = 0
         while passes < FIRST_STEPS or time.perf_counter() - started < first + WARM_UP_SECONDS:
@@ -128,7 +136,7 @@ def _measure(config: RunConfig, batch: BatchShape, seconds: float, anatomy: bool
             torch.cuda.reset_peak_memory_stats(device)
         with watched_gpu(device) as gpu:
             found = run.timed_steps(seconds)
-    peak = _memory(device, resident)
+    peak = _memory(device) if live is None else {"peak_bytes": float(live.peak)}
     parts = _anatomy(run, device) if anatomy else {}
     state.weights.settle()
     at = timed(found)
@@ -211,38 +219,39 @@ def _random_batch(config: RunConfig, rows: int, seed: int) -> Batch:
 def _anatomy(run: _Run, device: torch.device) -> dict[str, float]:
     """Seconds of a step by what its kernels do; idle time included, they add up to the step."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    model = run.state.model
+    model.head_loss = _annotated(model.head_loss)  # type: ignore[method-assign]
     with profile(activities=activities) as profiler, record_function(STEP):
         run.steps(1)
+    del model.head_loss
     with tempfile.TemporaryDirectory(prefix="z2a-trace-") as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_bytes())["traceEvents"]
-    return anatomy_of(events).groups
+    groups = anatomy_of(events).groups
+    if run.config.parallel.offload == "none":  # then copies are part of operators
+        groups[ELEMENTWISE] += groups.pop(COPIES)
+    return groups
 
 
-def _memory(device: torch.device, resident: int) -> dict[str, float]:
-    """Peak bytes of steps: allocated and reserved by torch on a GPU; on a CPU, what the process grew by."""
-    if device.type != "cuda":
-        return {"peak_bytes": float(_peak_resident_bytes() - resident)}
-    total, free = torch.cuda.mem_get_info(device)[::-1]
+def _annotated(head_loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Head and loss as a phase of the trace: on a CPU only it tells which element-wise operators are the loss's."""
+
+    def annotated(*given: Any, **named: Any) -> Any:
+        with record_function(f"{PHASE}{LOSS}"):
+            return head_loss(*given, **named)
+
+    return annotated
+
+
+def _memory(device: torch.device) -> dict[str, float]:
+    """Peak bytes of steps: allocated, reserved by torch, and what the device has in use."""
+    free, total = torch.cuda.mem_get_info(device)
     return {
         "peak_bytes": float(torch.cuda.max_memory_allocated(device)),
         "reserved_bytes": float(torch.cuda.max_memory_reserved(device)),
         "device_bytes": float(total - free),
     }
-
-
-def _resident_bytes() -> int:
-    import psutil
-
-    return int(psutil.Process().memory_info().rss)
-
-
-def _peak_resident_bytes() -> int:
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def main(words: list[str] | None = None) -> int:
