@@ -37,7 +37,7 @@ BILLION = preset("z2all-1b", 64320)
 
 
 FUSED = {"rope": "triton", "rms_norm": "triton", "swiglu": "triton", "linear": "fp32_wgrad", "attention": "sdpa_cudnn"}
-FUSED |= {"linear_cross_entropy": "triton", "optimizer": "fused"}
+FUSED |= {"linear_cross_entropy": "triton", "optimizer": "fused", "embedding": "triton"}
 
 
 def fused(**others: str) -> dict[str, Footprint]:
@@ -268,7 +268,7 @@ def test_zero_3_keeps_whole_gradients_until_the_last_of_several_passes():
     one, two = (estimate_of(zero=3, shard=8, passes=passes).total for passes in (1, 2))
     assert two > one + 20e9
     assert two > estimate_of(zero=2, shard=8, passes=2).total
-    assert estimate_of(zero=2, shard=8, passes=2) == estimate_of(zero=2, shard=8)
+    assert estimate_of(zero=2, shard=8, passes=2).phases == estimate_of(zero=2, shard=8).phases
 
 
 def test_zero_2_borrows_three_buckets_and_a_table():

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from zero2all.cli import perf_predict, perf_profile
+from zero2all.cli import perf_memory, perf_predict, perf_profile
 from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, real, whole
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
@@ -24,6 +24,7 @@ def register(verbs: Subparsers) -> None:
     _register_infer(inner)
     perf_profile.register(inner)
     perf_predict.register(inner)
+    perf_memory.register(inner)
 
 
 def _register_ops(inner: Subparsers) -> None:
