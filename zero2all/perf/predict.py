@@ -45,8 +45,6 @@ DEVICE_OF = {"a100-80g": "NVIDIA A100-SXM4-80GB", "h100": "NVIDIA H100 80GB HBM3
 IDLE = "idle"
 LEAST_ENTRIES = 8
 """From so many verified predictions on this machine, the interval comes from their errors."""
-RESERVED_OVER_ALLOCATED = 1.03
-"""What torch's allocator takes from the driver beside what is allocated, with expandable segments."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +72,13 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> float:
-        """Allocated at the peak of a step, per process."""
-        return self.memory.total
+        """Allocated at the peak of a step, per process; saving a checkpoint may need more."""
+        return self.memory.step_peak
 
     @property
     def reserved_bytes(self) -> float:
         """What the allocator takes from the driver."""
-        return self.memory.total * RESERVED_OVER_ALLOCATED
+        return self.memory.reserved
 
     @property
     def needed_bytes(self) -> float:
