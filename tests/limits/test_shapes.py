@@ -12,14 +12,13 @@ from zero2all.limits.shapes import (
     RULES,
     Shape,
     WidthTime,
-    best_waves,
     best_width,
     check_shape,
+    filled,
     modelled_width,
     nearest_divisor,
     pass_efficiency,
     swiglu_products,
-    waves_of,
     widths_near,
 )
 from zero2all.model.config import ModelConfig, MoeConfig
@@ -38,33 +37,11 @@ def broken(shape: Shape, machine=H100) -> list[tuple[int, str, str]]:
     return [(one.rule, one.what, one.nearest) for one in found if not one.is_kept]
 
 
-@pytest.mark.parametrize(
-    ("m", "n", "multiprocessors", "blocks", "waves"),
-    [
-        (8192, 14336, 132, 3584, 28),
-        (8192, 14336, 148, 3584, 25),
-        (8192, 14336, 152, 3584, 24),
-        (1000, 1000, 132, 32, 1),
-    ],
-)
-def test_blocks_and_waves_of_the_worked_examples(m, n, multiprocessors, blocks, waves):
-    found = waves_of(m, n, multiprocessors)
-    assert (found.blocks, found.waves) == (blocks, waves)
-
-
-def test_efficiencies_of_the_worked_examples():
-    assert waves_of(8192, 14336, 132).efficiency == pytest.approx(0.970, abs=5e-4)
-    small = waves_of(1000, 1000, 132)
-    assert small.wave_efficiency == pytest.approx(0.242, abs=5e-4)
-    assert small.tile_efficiency == pytest.approx(0.954, abs=5e-4)
-
-
-def test_one_more_column_than_fills_the_waves_costs_a_whole_wave():
-    full = waves_of(128 * 132, 256, 132)
-    over = waves_of(128 * 132, 257, 132)
-    assert (full.waves, full.efficiency) == (1, 1.0)
-    assert over.waves == 2
-    assert over.efficiency == pytest.approx(257 / 512)
+def test_the_tile_lies_the_way_that_fits_better():
+    assert filled(8192, 14336, 132) == pytest.approx(0.970, abs=5e-4)
+    assert filled(128 * 132, 256, 132) == 1.0
+    assert filled(256, 128 * 132, 132) == 1.0
+    assert filled(128 * 132, 257, 132) == pytest.approx(257 / 512)  # one column more costs a whole wave
 
 
 def test_there_are_six_rules_and_every_one_is_checked():
@@ -166,7 +143,7 @@ def test_of_widths_that_are_as_fast_the_nearest_to_eight_thirds_is_taken():
 
 
 def test_efficiency_over_the_width_is_a_staircase():
-    values = [best_waves(8192, 2 * width, 132).efficiency for width in range(10752, 11265)]
+    values = [filled(8192, 2 * width, 132) for width in range(10752, 11265)]
     drops = sum(after < before - 1e-9 for before, after in pairwise(values))
     assert 1 <= drops <= 10  # at the beginning of a tile; in between it rises
     assert all(0 < value <= 1 for value in values)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zero2all.cli.verb import Subparsers, add_output, add_verb, real, whole
+from zero2all.cli.verb import Subparsers, add_json, add_output, add_verb, real, whole, write_json_result
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
@@ -45,7 +45,7 @@ def _register_shapes(inner: Subparsers) -> None:
         "--seconds", type=real(0.0), default=60.0, metavar="N", help="start no width after this many (default 60)"
     )
     add_output(parser, "--output", is_folder=True, help="folder for shapes.png and shapes.json (default: none)")
-    add_output(parser, "--json", help="also write the result as JSON; - for standard output")
+    add_json(parser)
 
 
 def _shapes(arguments: argparse.Namespace) -> None:
@@ -59,7 +59,7 @@ def _shapes(arguments: argparse.Namespace) -> None:
     if arguments.check is None:
         if arguments.overrides or arguments.measure:
             raise UsageError("There is no config to check or measure. Name one: --check CONFIG.")
-        _write_json(arguments.json, {"rules": [dataclasses.asdict(one) for one in RULES]})
+        write_json_result(arguments.json, {"rules": [dataclasses.asdict(one) for one in RULES]})
         return
     from zero2all.perf.batch import load_measured_config
     from zero2all.perf.shapes import draw_shapes, shape_of
@@ -88,8 +88,8 @@ def _shapes(arguments: argparse.Namespace) -> None:
     if arguments.output is not None:
         said = draw_shapes(shape, machine, rows, arguments.output / "shapes.png")
         print(said, file=sys.stderr if is_quiet else None)
-        _write_json(arguments.output / "shapes.json", result)
-    _write_json(arguments.json, result)
+        write_json_result(arguments.output / "shapes.json", result)
+    write_json_result(arguments.json, result)
 
 
 def _measure(
@@ -103,7 +103,7 @@ def _measure(
         rows = [_width_json(row) for row in found.rows]
         result["widths_measured"] = {"device": found.device, "tokens": found.tokens, "widths": rows}
         if arguments.output is not None:
-            _write_json(arguments.output / "shapes.json", result)
+            write_json_result(arguments.output / "shapes.json", result)
 
     found = measure_shape(config, shape, widths, arguments.seconds, keep)
     if found.rows and not is_quiet:
@@ -169,7 +169,7 @@ def _register_profile(inner: Subparsers) -> None:
         help="profile fewer iterations if all would take longer than this (default 120)",
     )
     add_output(parser, "--output", is_folder=True, help="folder of the results (default: profile-CONFIG)")
-    add_output(parser, "--json", help="also write the result as JSON; - for standard output")
+    add_json(parser)
 
 
 def _profile(arguments: argparse.Namespace) -> None:
@@ -193,7 +193,7 @@ def _profile(arguments: argparse.Namespace) -> None:
     output = arguments.output or Path(f"profile-{name}")
 
     def keep(so_far: Any) -> None:
-        _write_json(output / "profile.json", as_json(so_far))
+        write_json_result(output / "profile.json", as_json(so_far))
 
     found = profile_config(name, config, batch, arguments.steps, arguments.seconds, output, keep)
     written = write_profile(found, output)
@@ -204,18 +204,4 @@ def _profile(arguments: argparse.Namespace) -> None:
                 print_table(cells)
         for line in (*map(t, found.notes), *written):
             print(line)
-    _write_json(arguments.json, as_json(found))
-
-
-def _write_json(path: Path | None, value: object) -> None:
-    """To a file, or for - to standard output."""
-    if path is None:
-        return
-    if str(path) == "-":
-        import json
-
-        print(json.dumps(value, indent=2, ensure_ascii=False))
-        return
-    from zero2all.common.files import write_json
-
-    write_json(path, value)
+    write_json_result(arguments.json, as_json(found))

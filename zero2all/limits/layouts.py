@@ -28,7 +28,9 @@ import numpy.typing as npt
 from zero2all.limits.flops import recomputed_blocks
 from zero2all.limits.held import HeldStage, expert_values
 from zero2all.limits.machine import Machine
-from zero2all.limits.memory import WIDTHS, MemorySettings, estimate_memory
+from zero2all.limits.memory import WIDTHS, MemorySettings
+from zero2all.limits.pass_memory import PassMemory, pass_memory
+from zero2all.limits.state_memory import state_parts
 from zero2all.limits.step import (
     BUBBLE_KEPT,
     HOST_OPS_PER_BLOCK,
@@ -452,117 +454,115 @@ def in_flight(schedule: str, pipeline: int, chunks: int, passes: int, is_last: b
 
 
 def _memory(model: ModelConfig, settings: MemorySettings, layouts: Layouts) -> Floats:
-    """Of the first and the last process of a pipeline, the fuller one."""
+    """Of the first and the last process of a pipeline, the fuller one: what is there all the time, and what a pass
+    needs (as `estimate_memory` adds them)."""
     if not len(layouts):
         return np.zeros(0)
     stages = _by_key(layouts, ("pipeline", "chunks"), lambda row: _stage_row(model, settings, row))
-    is_piped = layouts["pipeline"] > 1
     found = np.zeros(len(layouts))
     for is_last in (True, False):
-        which = np.flatnonzero(is_piped) if not is_last else np.arange(len(layouts))
+        which = np.arange(len(layouts)) if is_last else np.flatnonzero(layouts["pipeline"] > 1)
         if not len(which):
             continue
-        here = layouts.only(which)
-        piped = here["pipeline"] > 1
+        piped = (layouts["pipeline"][which] > 1).astype(np.int64)
+        accumulates = ((layouts["passes"][which] > 1) & (layouts["zero"][which] == 3)).astype(np.int64)
+        here = Layouts({**layouts.only(which).columns, "piped": piped, "accumulates": accumulates})
         chunks, (others, last) = here["chunks"], stages[which].T
         layers = np.where(piped, last + (chunks - 1) * others if is_last else chunks * others, model.layers)
-        flying = _by_key(
-            here,
-            ("pipeline", "chunks", "passes", "schedule"),
-            lambda row, is_last=is_last: [  # type: ignore[misc]
-                in_flight(str(row["schedule"]), int(row["pipeline"]), int(row["chunks"]), int(row["passes"]), is_last)
-            ],
-        )[:, 0]
-        flying = np.where(piped, flying, 1.0)
-        both = Layouts({**here.columns, "piped": piped.astype(np.int64)})
-
-        def corners(row: dict[str, int | str], is_last: bool = is_last) -> list[float]:
-            return _corners(model, settings, row, not row["piped"] or not is_last, not row["piped"] or is_last)
-
-        base, by_layer, by_flight, by_both = _between_nodes(both, settings.seq_len, corners).T
-        accumulates = ((here["passes"] > 1) & (here["zero"] == 3)).astype(np.int64)
-        more = Layouts({**both.columns, "accumulates": accumulates})
-
-        def changed(row: dict[str, int | str], is_last: bool = is_last) -> list[float]:
-            return _changed_by_zero(model, settings, row, not row["piped"] or not is_last, not row["piped"] or is_last)
-
-        state, state_by_layer = _by_key(
-            more, ("tensor", "expert", "expert_shard", "zero", "shard", "accumulates", "piped"), changed
-        ).T
-        total = base + (layers - 1) * by_layer + (flying - 1) * by_flight + (layers - 1) * (flying - 1) * by_both
-        found[which] = np.maximum(found[which], total + state + (layers - 1) * state_by_layer)
+        more = layers - np.where(piped, 1, model.layers)  # blocks beyond those of the tables
+        found[which] = np.maximum(
+            found[which],
+            _states(model, settings, here, more, is_last) + _passes(model, settings, here, more, is_last),
+        )
     return found
 
 
-def _between_nodes(
-    layouts: Layouts, seq_len: int, corners: Callable[[dict[str, int | str]], Sequence[float]]
-) -> Floats:
-    """Memory is a straight line over the tokens of a pass, bent where the logits fill a chunk or another phase becomes
-    the worst: between a few numbers of tokens it is interpolated, which says a little too much rather than too
-    little."""
-    tokens = layouts["tokens"]
-    wanted = sorted({int(tokens.min()), *TOKEN_NODES, int(tokens.max())})
+def _ends(row: Mapping[str, int | str], is_last: bool) -> tuple[bool, bool]:
+    """Whether a process has the embedding and the head."""
+    return not row["piped"] or not is_last, not row["piped"] or is_last
 
-    def at_nodes(row: dict[str, int | str]) -> list[float]:
+
+def _held(
+    model: ModelConfig, settings: MemorySettings, row: Mapping[str, int | str], is_last: bool
+) -> list[MemorySettings]:
+    """The settings of a process with one and with two blocks; without a pipeline, with all of them."""
+    here = settings_of(settings, {**row, "pipeline": 1}, model)
+    if not row["piped"]:
+        return [here]
+    return [
+        dataclasses.replace(here, pipeline=2, stage=HeldStage(layers, *_ends(row, is_last), sends=2))
+        for layers in (1, 2)
+    ]
+
+
+def _states(model: ModelConfig, settings: MemorySettings, layouts: Layouts, more: Floats, is_last: bool) -> Floats:
+    """Weights, masters, gradients and states: a + b / shard + c / processes with the same experts, each linear in the
+    blocks. Three meshes determine a, b and c."""
+
+    def terms(row: dict[str, int | str]) -> list[float]:
+        experts, found = int(row["expert"]), []
+        meshes = [(64 * experts, 1), (256 * experts, 1), (64 * experts, 4)] if row["zero"] else [(1, 1)]
+        passes = 2 if row["accumulates"] else 1
+        for shard, context in meshes:
+            plain = {**row, "samples": 1, "passes": passes, "replicate": 1, "shard": shard, "context": context}
+            found.append([_state_bytes(model, held) for held in _held(model, settings, plain, is_last)])
+        if not row["zero"]:
+            coefficients = [[size, 0.0, 0.0] for size in found[0]]
+        else:
+            share, owners = 1 / (64 * experts), 1 / (64 * int(row["tensor"]))
+            coefficients = []
+            for first, fewer, spread in zip(*found, strict=True):
+                by_shard, by_owner = (spread - fewer) / (0.75 * share), (first - spread) / (0.75 * owners)
+                coefficients.append([first - by_shard * share - by_owner * owners, by_shard, by_owner])
+        one, two = coefficients[0], coefficients[-1]
+        return [*one, *(after - before for before, after in zip(one, two, strict=True))]
+
+    table = _by_key(layouts, ("tensor", "expert", "zero", "accumulates", "piped"), terms)
+    whole = table[:, :3] + more[:, None] * table[:, 3:]
+    return np.asarray(whole[:, 0] + whole[:, 1] / layouts["shard"] + whole[:, 2] / _expert_shard(layouts))
+
+
+def _state_bytes(model: ModelConfig, settings: MemorySettings) -> float:
+    return sum(part.bytes for part in state_parts(settings.held(model), settings) if part.place == "device")
+
+
+def _passes(model: ModelConfig, settings: MemorySettings, layouts: Layouts, more: Floats, is_last: bool) -> Floats:
+    """What a pass needs: bilinear in the blocks and the micro-batches in flight, at a few numbers of tokens, between
+    which it is interpolated. It is a straight line bent where the logits fill a chunk or another phase becomes the
+    worst, so that this says a little too much rather than too little."""
+    tokens = layouts["tokens"]
+    nodes = sorted({int(tokens.min()), *TOKEN_NODES, int(tokens.max())})
+
+    def corners(row: dict[str, int | str]) -> list[float]:
+        plain = {**row, "samples": 1, "passes": 1, "replicate": 1, "shard": 1, "zero": 0}
+        held = _held(model, settings, plain, is_last)
+        flights = (1.0, 2.0) if row["piped"] else (1.0,)
+        lines = [_lines(model, one, flight) for flight in flights for one in held]
         found: list[float] = []
-        for node in wanted:  # as many whole samples as come near
-            samples = max(1, round(node * int(row["context"]) / seq_len))
-            found += [samples * seq_len / int(row["context"]), *corners({**row, "samples": samples})]
+        for node in nodes:
+            at = [max(phase.bytes for phase in line.phases(node)) + line.input_bytes(node) for line in lines]
+            one, two, flying, both = at if row["piped"] else at * 4
+            found += [one, two - one, flying - one, both - two - flying + one]
         return found
 
-    table = _by_key(layouts, ("tensor", "expert", "recompute", "kv_copies", "piped"), at_nodes)
-    table = table.reshape(len(layouts), len(wanted), 5)
-    places = table[:, :, 0]
-    right = np.clip((places < tokens[:, None]).sum(axis=1), 1, len(wanted) - 1)
-    every = np.arange(len(layouts))
-    before, after = table[every, right - 1], table[every, right]
-    width = after[:, 0] - before[:, 0]
-    share = np.where(width > 0, (tokens - before[:, 0]) / np.where(width > 0, width, 1.0), 0.0)[:, None]
-    return np.asarray(before[:, 1:] * (1 - share) + after[:, 1:] * share)
+    names = ("tensor", "expert", "recompute", "kv_copies", "piped")
+    table = _by_key(layouts, names, corners).reshape(len(layouts), len(nodes), 4)
+    right = np.clip(np.searchsorted(nodes, tokens), 1, len(nodes) - 1)
+    every, places = np.arange(len(layouts)), np.array(nodes, dtype=np.float64)
+    share = ((tokens - places[right - 1]) / (places[right] - places[right - 1]))[:, None]
+    base, by_layer, by_flight, by_both = (table[every, right - 1] * (1 - share) + table[every, right] * share).T
+    flying = _by_key(
+        layouts,
+        ("pipeline", "chunks", "passes", "schedule"),
+        lambda row: [
+            in_flight(str(row["schedule"]), int(row["pipeline"]), int(row["chunks"]), int(row["passes"]), is_last)
+        ],
+    )[:, 0]
+    extra = np.where(layouts["piped"], flying - 1, 0.0)
+    return np.asarray(base + more * by_layer + extra * by_flight + more * extra * by_both)
 
 
-def _total(
-    model: ModelConfig, settings: MemorySettings, layers: int, flight: float, embedding: bool, head: bool
-) -> float:
-    if embedding and head and layers == model.layers:
-        return estimate_memory(model, settings).total
-    return estimate_memory(
-        model, dataclasses.replace(settings, pipeline=2, stage=HeldStage(layers, embedding, head, flight, 2))
-    ).total
-
-
-def _corners(
-    model: ModelConfig, settings: MemorySettings, row: Mapping[str, int | str], embedding: bool, head: bool
-) -> list[float]:
-    """Memory at zero 0 with one block and one micro-batch, and what more of them add. No pipeline: all blocks."""
-    plain = {**row, "zero": 0, "shard": 1, "replicate": 1, "passes": 1, "pipeline": 1}
-    here = settings_of(settings, plain, model)
-    if embedding and head:
-        return [_total(model, here, model.layers, 1.0, True, True), 0.0, 0.0, 0.0]
-    one, two, flying, both = (
-        _total(model, here, layers, flight, embedding, head)
-        for layers, flight in ((1, 1.0), (2, 1.0), (1, 2.0), (2, 2.0))
-    )
-    return [one, two - one, flying - one, both - two - flying + one]
-
-
-def _changed_by_zero(
-    model: ModelConfig, settings: MemorySettings, row: Mapping[str, int | str], embedding: bool, head: bool
-) -> list[float]:
-    """Bytes that ZeRO saves, and that several passes add to it, with one block; and by each further block."""
-    if not row["zero"]:
-        return [0.0, 0.0]
-    passes = 2 if row["accumulates"] else 1
-    plain = {**row, "samples": 1, "recompute": "full", "replicate": 1, "pipeline": 1, "passes": passes}
-    cut = settings_of(settings, plain, model)
-    whole = dataclasses.replace(cut, zero=0, shard=1, passes=1)
-    if embedding and head:
-        return [
-            _total(model, cut, model.layers, 1.0, True, True) - _total(model, whole, model.layers, 1.0, True, True),
-            0.0,
-        ]
-    one, two = (
-        _total(model, cut, layers, 1.0, embedding, head) - _total(model, whole, layers, 1.0, embedding, head)
-        for layers in (1, 2)
-    )
-    return [one, two - one]
+def _lines(model: ModelConfig, settings: MemorySettings, flight: float) -> PassMemory:
+    if settings.stage is not None:
+        settings = dataclasses.replace(settings, stage=dataclasses.replace(settings.stage, in_flight=flight))
+    return pass_memory(settings.held(model), settings)

@@ -1,13 +1,9 @@
 """Which sizes of a model a GPU computes fast, and why: six rules, tiles and waves, and the width of SwiGLU.
 
 The six rules are those of Anthony et al. 2024 (The Case for Co-Designing Model Architectures with Hardware). All but
-the fifth follow from how a matrix product runs: its result is cut into tiles, each multiprocessor computes one tile at
-a time, and values are read 128 bytes at a time.
-
-    blocks = ceil(m / tile rows) x ceil(n / tile columns)      waves = ceil(blocks / multiprocessors)
-    tile efficiency = m n / (blocks x tile)                    wave efficiency = blocks / (waves x multiprocessors)
-
-A wave of few blocks takes as long as a full one, so time over a size is a staircase.
+the fifth follow from how a matrix product runs: its result is cut into tiles, which the multiprocessors compute in
+waves (`zero2all.limits.roofline`), and values are read 128 bytes at a time. A wave of few tiles takes as long as a full
+one, so time over a size is a staircase.
 
 A SwiGLU of width 8/3 h has as many parameters as the older feed-forward of width 4 h with two matrices. Nothing depends
 on the exact value, so the fastest width near it is taken. Its three matrices are two products here, because gate and up
@@ -25,6 +21,7 @@ from dataclasses import dataclass
 
 from zero2all.limits.floors import linear_shapes
 from zero2all.limits.machine import Kind, Machine
+from zero2all.limits.roofline import tiling
 from zero2all.model.config import ModelConfig
 
 TILE = (128, 256)
@@ -42,33 +39,10 @@ AS_FAST = 0.99
 """A smaller difference is within what a measurement repeats to."""
 
 
-@dataclass(frozen=True)
-class Waves:
-    """How a product with an (m, n) result fills a GPU."""
-
-    blocks: int
-    waves: int
-    tile_efficiency: float
-    wave_efficiency: float
-
-    @property
-    def efficiency(self) -> float:
-        """Share of the arithmetic that is needed and not idle."""
-        return self.tile_efficiency * self.wave_efficiency
-
-
-def waves_of(m: int, n: int, multiprocessors: int, tile: tuple[int, int] = TILE) -> Waves:
-    """Blocks, waves and efficiencies of an (m, n) result cut into tiles."""
-    rows, columns = tile
-    blocks = math.ceil(m / rows) * math.ceil(n / columns)
-    waves = math.ceil(blocks / multiprocessors)
-    return Waves(blocks, waves, m * n / (blocks * rows * columns), blocks / (waves * multiprocessors))
-
-
-def best_waves(m: int, n: int, multiprocessors: int) -> Waves:
-    """The same with the tile upright or lying, whichever fits better."""
-    both = (waves_of(m, n, multiprocessors, tile) for tile in (TILE, TILE[::-1]))
-    return max(both, key=lambda waves: waves.efficiency)
+def filled(m: int, n: int, multiprocessors: int) -> float:
+    """Tile x wave efficiency of an (m, n) result, with the tile upright or lying, whichever fits better."""
+    both = (tiling(m, n, multiprocessors, *tile) for tile in (TILE, TILE[::-1]))
+    return max(one.tile_efficiency * one.wave_efficiency for one in both)
 
 
 # ---- the six rules ---------------------------------------------------------------------------------------------------
@@ -188,7 +162,7 @@ def pass_efficiency(shape: Shape, samples: int, multiprocessors: int) -> float:
         rows, columns = (rows // shape.tensor, columns) if is_split_along_rows else (rows, columns // shape.tensor)
         work = float(samples * shape.seq_len) * rows * columns
         needed += work
-        done += work / best_waves(samples * shape.seq_len, max(1, rows), multiprocessors).efficiency
+        done += work / filled(samples * shape.seq_len, max(1, rows), multiprocessors)
     return needed / done
 
 

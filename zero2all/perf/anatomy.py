@@ -219,12 +219,17 @@ def _operators(events: list[Mapping[str, Any]], phase_at: Callable[[float], str]
     pieces = []
     for number, seconds in own.items():
         one = events[number]
-        if not one["name"].startswith(WRAPPERS) and not one["name"].rstrip("0123456789").endswith("Backward"):
+        if _computes(one["name"]):
             span = _span(one)
             phase = phase_at(span[0])
             group = _group_in(phase, operator_group(one["name"]))
             pieces.append(_Piece(one["name"], group, span, max(0.0, seconds), product_flops(one), phase))
     return pieces
+
+
+def _computes(name: str) -> bool:
+    """Whether it is an operator (`aten::mm`) or what a compiler made, and not a function around some of them."""
+    return (":" in name or "fused" in name or "CompiledFx" in name) and not name.startswith(WRAPPERS)
 
 
 def _is_operator(event: Mapping[str, Any]) -> bool:

@@ -23,8 +23,8 @@ from zero2all.limits.shapes import (
     Product,
     Shape,
     WidthTime,
-    best_waves,
     best_width,
+    filled,
     pass_efficiency,
     swiglu_products,
     width_time,
@@ -178,7 +178,7 @@ def _draw_staircase(axis: Axes, shape: Shape, machine: Machine, rows: list[Width
     hidden, step = shape.model.hidden_size, 8 * shape.tensor
 
     def percent(width: int) -> float:
-        return 100 * best_waves(shape.tokens, 2 * (width // shape.tensor), machine.multiprocessors).efficiency
+        return 100 * filled(shape.tokens, 2 * (width // shape.tensor), machine.multiprocessors)
 
     every = range(int(0.8 * IDEAL_RATIO * hidden) // step * step or step, int(1.2 * IDEAL_RATIO * hidden), step)
     axis.plot(list(every), [percent(width) for width in every], color=COLORS[0], linewidth=1.2)

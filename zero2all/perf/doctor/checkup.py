@@ -31,10 +31,10 @@ def check_machine(work: Path, seconds: float = SECONDS, quiet: bool = False) -> 
             return found
 
         disk = take("disk", lambda: host.look_at_disk(work))  # alone: loading torch reads from disks too
-        asked = TorchFacts()
         gpus, report = look_at_gpus()
         bar.advance(1, note="gpu")
         links = take("links", lambda: look_at_links(report))
+        asked = TorchFacts()  # after nvidia-smi, which would count its memory
         others = [
             take(name, look)
             for name, look in (

@@ -60,7 +60,7 @@ def parse_report(text: str) -> Report:
         root = ElementTree.fromstring(text)
     except ElementTree.ParseError as error:
         raise ValueError(str(error)) from None
-    gpus = [_gpu(number, node) for number, node in enumerate(root.iter("gpu"))]
+    gpus = [_gpu(number, node) for number, node in enumerate(root.findall("gpu"))]
     return Report(_text(root, "driver_version"), _text(root, "cuda_version"), gpus)
 
 
@@ -72,9 +72,7 @@ def _gpu(index: int, node: ElementTree.Element) -> Gpu:
         for group in ("clocks_event_reasons", "clocks_throttle_reasons")
         for each in node.findall(f"{group}/*")
     }
-    errors = [
-        each for each in node.findall("ecc_errors/volatile//*") if "uncorrect" in each.tag or "double" in each.tag
-    ]
+    errors = [each for each in node.findall("ecc_errors/volatile/*") if "uncorrectable" in each.tag]
     rows = {state: _text(node, f"remapped_rows/remapped_row_{state}") == "Yes" for state in ("failure", "pending")}
     link = "pci/pci_gpu_link_info"
     return Gpu(
