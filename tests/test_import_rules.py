@@ -88,6 +88,7 @@ LAZY_THIRD_PARTY = {
     "packed.remote": {"fsspec"},
     "packed.stats": {"matplotlib"},
     "perf.report": {"matplotlib"},
+    "perf.memory": {"matplotlib"},
     "perf.infer_report": {"matplotlib"},
     "perf.run_pictures": {"matplotlib"},
     "perf.profile_page": {"matplotlib"},

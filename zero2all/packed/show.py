@@ -176,9 +176,9 @@ class ShownSample:
 
 def sample_at(data: TrainingData, position: int, corpus: Path, end_token: int | None = None) -> ShownSample:
     """The sample at `position` of the run, counted in samples from its start. `end_token`: where the run ends."""
-    if end_token is not None and position >= (count := _samples_before(data, end_token)):
+    if end_token is not None and position >= (total := _samples_before(data, end_token)):
         raise UsageError(
-            f"The run has {count:,} samples, so there is no sample {position:,}. Give a number from 0 to {count - 1:,}."
+            f"The run has {total:,} samples, so there is no sample {position:,}. Give a number from 0 to {total - 1:,}."
         )
     if position >= LARGEST_POSITION:
         raise UsageError(f"There is no sample {position}. Give a number below {LARGEST_POSITION}.")
