@@ -33,7 +33,6 @@ from zero2all.limits.floors import Work, linear_shapes, operator_work, optimizer
 from zero2all.limits.machine import Kind
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.model.moe import MixtureOfExperts
-from zero2all.ops.gradient_sink import GradientSink
 from zero2all.ops.optimizer import AdamW, fused_adamw
 from zero2all.ops.registry import Ops
 from zero2all.perf.batch import BatchShape
@@ -370,11 +369,16 @@ def _moe(setting: Setting, tokens: int) -> tuple[Call, Call]:
     block = MixtureOfExperts(model, model.layers - 1, setting.ops, None).to(device, setting.dtype)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, 0.0, model.init_std)
-        _give_sink(parameter)
+        gather_into_main(parameter)
     block.router.clear(device)
     x = torch.randn(1, tokens, model.hidden_size, device=device).to(setting.dtype).requires_grad_()
     direction = torch.randn_like(x)
-    return lambda: block(x), lambda: block(x).backward(direction)
+
+    def both() -> None:
+        block(x).backward(direction)
+        x.grad = None
+
+    return lambda: block(x), both
 
 
 def _with_sinks(function: Function, case: Case, dtype: torch.dtype, weights: int) -> tuple[Call, Call]:
@@ -382,7 +386,7 @@ def _with_sinks(function: Function, case: Case, dtype: torch.dtype, weights: int
     inputs = [value.to(dtype).requires_grad_() for value in case.inputs]
     case.inputs.clear()
     for weight in inputs[-weights:]:
-        _give_sink(weight)
+        gather_into_main(weight)
     directions = [torch.randn_like(output) for output in case.call(function, inputs)]
 
     def both() -> None:
@@ -391,12 +395,6 @@ def _with_sinks(function: Function, case: Case, dtype: torch.dtype, weights: int
             value.grad = None
 
     return lambda: case.call(function, inputs), both
-
-
-def _give_sink(weight: Tensor) -> None:
-    if weight.dtype == torch.float32:  # `zero2all.perf.op_bench` has no sink in float32; a run has one
-        weight.gradient_sink = GradientSink(torch.zeros_like(weight))  # type: ignore[attr-defined]
-    gather_into_main(weight)
 
 
 def attention_figure(setting: Setting, tokens: int, length: int, heads: int, kv_heads: int, size: int) -> Figure:
