@@ -226,7 +226,7 @@ def compare_speed(name: str, loaded: LoadedModel, folder: Path, questions: list[
         "tokens_of_an_option": round(statistics.mean(map(len, options)), 1), "dtype": str(dtype),
     }  # fmt: skip
     if find_spec("lm_eval") is None:
-        seconds = [timed(lambda: score_questions(engine, questions), device) for _ in range(3)]
+        seconds = [timed(lambda: score_questions(engine, questions), device)[0] for _ in range(3)]
         return {**found, "ours_requests_per_s": len(pairs) / min(seconds[1:])}
     from zero2all.evals.lm_harness import HarnessModel
 
@@ -235,13 +235,24 @@ def compare_speed(name: str, loaded: LoadedModel, folder: Path, questions: list[
     batch = best_batch(theirs, requests, device)
     ours.loglikelihood(requests[: 4 * OPTIONS], disable_tqdm=True)  # warm-up; hf's was the search
     times: dict[str, list[float]] = {"ours": [], "hf": []}
+    values: dict[str, list[tuple[float, bool]]] = {}
     for _ in range(TURNS[device.type]):
-        times["ours"].append(timed(lambda: ours.loglikelihood(requests, disable_tqdm=True), device))
-        times["hf"].append(timed(lambda: theirs.loglikelihood(requests, disable_tqdm=True), device))
+        for who, model in (("ours", ours), ("hf", theirs)):
+            score = partial(model.loglikelihood, requests, disable_tqdm=True)
+            took, values[who] = timed(score, device)
+            times[who].append(took)
+    apart = {(each.context, each.continuation) for each in ours.border_spans}
+    differences = [
+        abs(one[0] - other[0])
+        for pair, one, other in zip(pairs, values["ours"], values["hf"], strict=True)
+        if pair not in apart
+    ]
     middle = {who: statistics.median(each) for who, each in times.items()}
     found |= {
         "hf_batch": batch, "seconds": times, "ours_requests_per_s": len(pairs) / middle["ours"],
         "hf_requests_per_s": len(pairs) / middle["hf"], "ratio": middle["hf"] / middle["ours"],
+        "compared": len(differences), "mean_difference": statistics.mean(differences),
+        "largest_difference": max(differences),
     }  # fmt: skip
     say(json.dumps(found))
     return found
@@ -254,19 +265,19 @@ def best_batch(theirs: Any, requests: list[Any], device: torch.device) -> int:
         theirs.batch_size_per_gpu = batch
         few = requests[:: max(3, len(requests) // (2 * max(BATCHES[device.type])))]
         theirs.loglikelihood(few[:batch], disable_tqdm=True)
-        seconds[batch] = timed(partial(theirs.loglikelihood, few, disable_tqdm=True), device)
+        seconds[batch] = timed(partial(theirs.loglikelihood, few, disable_tqdm=True), device)[0]
     theirs.batch_size_per_gpu = min(seconds, key=lambda batch: seconds[batch])
     say(f"hf, seconds by batch size: {seconds}")
     return int(theirs.batch_size_per_gpu)
 
 
-def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call."""
+def timed(work: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    """Seconds of one call, and what it returned."""
     wait_for(device)
     began = time.perf_counter()
-    work()
+    found = work()
     wait_for(device)
-    return time.perf_counter() - began
+    return time.perf_counter() - began, found
 
 
 def random_pair(config: str, base: LoadedModel, folder: Path, device: torch.device, tokenizer: Path) -> LoadedModel:

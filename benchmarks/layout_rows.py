@@ -42,8 +42,8 @@ FORWARD_OPS, RECOMPUTE_OPS, BACKWARD_OPS = 36, 40, 50
 COLLECTIVE_OPS = 2
 """An all-reduce is queued on a stream of its own, with an event before and after."""
 STATE_BYTES = 36
-"""Of a step, for each parameter: overflow check and norm 4, gradient 2, master, two moments 24, weight 2, zeroing 2, and
-the second read of a gradient 2."""
+"""Of a step, for each parameter: overflow check and norm 4, gradient 4, master and two moments 24, weight 2, zeroing
+2."""
 
 
 @dataclass(frozen=True)
@@ -354,10 +354,11 @@ def score(rows: Sequence[Row], fit: Fit) -> dict[str, float]:
 def read_rows(path: Path) -> list[Row]:
     """The rows of the CSV."""
     with path.open(encoding="utf-8", newline="") as file:
-        return [
-            Row(**{name: float(text) if name == "iteration_ms" else int(text) for name, text in line.items()})
-            for line in csv.DictReader(file)
-        ]
+        lines = list(csv.DictReader(file))
+    names = [one.name for one in dataclasses.fields(Row) if one.name != "iteration_ms"]
+    return [
+        Row(**{name: int(line[name]) for name in names}, iteration_ms=float(line["iteration_ms"])) for line in lines
+    ]
 
 
 def main() -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 
 import pytest
+import torch
 
 from tests.infer.tiny import MAX_LEN, greedy, log_probabilities, prompts, tiny_model
 from zero2all.common.errors import UsageError
 from zero2all.infer.cache import BLOCK
 from zero2all.infer.engine import Engine, EngineSettings
+from zero2all.infer.forward import Span
 from zero2all.infer.int8 import int8_weight
 from zero2all.infer.job import Request
 from zero2all.infer.sampling import Sampling
@@ -37,7 +40,30 @@ def expected() -> list[list[int]]:
     return [greedy(tiny_model(), row, NEW) for row in ROWS]
 
 
-@pytest.mark.parametrize("reads_late", [False, True], ids=["read at once", "read late"])
+class LikeliestOnDevice:
+    """As `CudaDecoder`, with plain passes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def decode(self, tokens, positions, tables):
+        return self.engine.forward.decode(tokens, positions, tables)
+
+    def greedy(self, tokens, positions, tables):
+        return self.decode(tokens, positions, tables).index_fill(1, self.engine.never, -torch.inf).argmax(dim=-1)
+
+    def read(self, tokens, positions, tables):
+        rows = tables.long()
+        slots = rows.gather(1, (positions // BLOCK).unsqueeze(1)).squeeze(1) * BLOCK + positions % BLOCK
+        begins = [0, *((rows[1:] != rows[:-1]).any(dim=1).nonzero().flatten() + 1).tolist(), len(rows)]
+        spans = [
+            Span(begin, end - begin, int(positions[end - 1]) + 1, rows[begin].tolist())
+            for begin, end in itertools.pairwise(begins)
+        ]
+        return self.engine.forward.prefill(tokens, positions, slots, spans)
+
+
+@pytest.mark.parametrize("way", ["read at once", "read late", "likeliest on the device"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -48,9 +74,11 @@ def expected() -> list[list[int]]:
     ],
     ids=["all at once", "one by one", "small portions", "small cache"],
 )
-def test_cached_and_batched_text_is_that_of_the_whole_model_run_again_for_every_token(settings, reads_late, expected):
+def test_cached_and_batched_text_is_that_of_the_whole_model_run_again_for_every_token(settings, way, expected):
     engine = Engine(tiny_model(), settings)
-    engine._reads_late = reads_late  # as on a GPU
+    engine._reads_late = way != "read at once"  # as on a GPU
+    if way == "likeliest on the device":
+        engine._fast = LikeliestOnDevice(engine)
     assert run(engine, [Request(row, NEW) for row in ROWS]) == expected
 
 

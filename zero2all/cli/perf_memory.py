@@ -49,7 +49,7 @@ def register(inner: Subparsers) -> None:
 
 
 def _memory(arguments: argparse.Namespace) -> int:
-    from zero2all.perf.memory import as_json, memory_report
+    from zero2all.perf.memory import as_json, memory_report, write_picture
 
     report = memory_report(arguments.config, arguments.overrides, _card(arguments), arguments.ranks)
     if arguments.json == "-":
@@ -61,7 +61,7 @@ def _memory(arguments: argparse.Namespace) -> int:
 
         write_json(Path(arguments.json), as_json(report))
     if arguments.picture is not None:
-        _draw(report, arguments.picture)
+        print(write_picture(report, arguments.picture))
     return 0
 
 
@@ -107,14 +107,3 @@ def _print(report: MemoryReport) -> None:
     print(t(verdict(report)))
     if report.changes:
         print_table(changes_table(report), "what would need less memory, computed by the same estimate")
-
-
-def _draw(report: MemoryReport, picture: Path) -> None:
-    from zero2all.perf.memory import draw_memory
-
-    try:
-        draw_memory(report, picture)
-    except ImportError as error:
-        print(t(f"no picture: {error.name or 'matplotlib'} is not installed"))
-    else:
-        print(picture)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zero2all.cli.verb import Subparsers, add_output, add_verb, real, whole
+from zero2all.cli.verb import Subparsers, add_json, add_output, add_verb, real, whole, write_json_result
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
@@ -44,15 +44,8 @@ def _register_shapes(inner: Subparsers) -> None:
     parser.add_argument(
         "--seconds", type=real(0.0), default=60.0, metavar="N", help="start no width after this many (default 60)"
     )
-    parser.add_argument(
-        "--span",
-        type=real(0.0, 50.0, is_open=True),
-        default=5.0,
-        metavar="PERCENT",
-        help="compare widths this near to 8/3 h (default 5)",
-    )
     add_output(parser, "--output", is_folder=True, help="folder for shapes.png and shapes.json (default: none)")
-    add_output(parser, "--json", help="also write the result as JSON; - for standard output")
+    add_json(parser)
 
 
 def _shapes(arguments: argparse.Namespace) -> None:
@@ -66,7 +59,7 @@ def _shapes(arguments: argparse.Namespace) -> None:
     if arguments.check is None:
         if arguments.overrides or arguments.measure:
             raise UsageError("There is no config to check or measure. Name one: --check CONFIG.")
-        _write_json(arguments.json, {"rules": [dataclasses.asdict(one) for one in RULES]})
+        write_json_result(arguments.json, {"rules": [dataclasses.asdict(one) for one in RULES]})
         return
     from zero2all.perf.batch import load_measured_config
     from zero2all.perf.shapes import draw_shapes, shape_of
@@ -75,7 +68,7 @@ def _shapes(arguments: argparse.Namespace) -> None:
     machine, shape = named_cluster(arguments.gpu), shape_of(config)
     findings = check_shape(shape, machine)
     hidden, own, dtype = shape.model.hidden_size, shape.model.intermediate_size, config.train.precision
-    widths = widths_near(hidden, shape.tensor, [own], arguments.span / 100, shape.multiple)
+    widths = widths_near(hidden, shape.tensor, [own], multiple=shape.multiple)
     rows = [modelled_width(shape.tokens, hidden, width, shape.tensor, machine, dtype) for width in widths]
     result: dict[str, Any] = {
         "config": arguments.check,
@@ -91,48 +84,37 @@ def _shapes(arguments: argparse.Namespace) -> None:
         about = f"SwiGLU by tiles and waves of {arguments.gpu}, {dtype}, {shape.tokens:,} tokens of a micro-batch"
         print_table(_width_cells(rows, hidden, own), about)
     if arguments.measure:
-        rows = _measure(arguments, config, shape, widths, result, is_quiet)
+        rows = _measure(arguments, config, shape, widths, result, is_quiet) or rows
     if arguments.output is not None:
         said = draw_shapes(shape, machine, rows, arguments.output / "shapes.png")
         print(said, file=sys.stderr if is_quiet else None)
-        _write_json(arguments.output / "shapes.json", result)
-    _write_json(arguments.json, result)
+        write_json_result(arguments.output / "shapes.json", result)
+    write_json_result(arguments.json, result)
 
 
 def _measure(
     arguments: argparse.Namespace, config: Any, shape: Any, widths: list[int], result: dict[str, Any], is_quiet: bool
 ) -> list[Any]:
-    """Measured rows; the files hold what was found after every width."""
+    """Measured rows; the file in --output holds what was found after every width."""
     from zero2all.cli.table import print_table
-    from zero2all.parallel.device import pick_device
-    from zero2all.perf.measure import device_name
-    from zero2all.perf.shapes import measure_widths, measured_tokens
-    from zero2all.train.state import DTYPES
+    from zero2all.perf.shapes import MeasuredWidths, measure_shape
 
-    device, hidden = pick_device(config.parallel.device), shape.model.hidden_size
-    tokens = measured_tokens(shape.tokens, device)
-
-    def keep(found: list[Any]) -> None:
-        result["widths_measured"] = {
-            "device": device_name(device),
-            "tokens": tokens,
-            "widths": [_width_json(row) for row in found],
-        }
+    def keep(found: MeasuredWidths) -> None:
+        rows = [_width_json(row) for row in found.rows]
+        result["widths_measured"] = {"device": found.device, "tokens": found.tokens, "widths": rows}
         if arguments.output is not None:
-            _write_json(arguments.output / "shapes.json", result)
+            write_json_result(arguments.output / "shapes.json", result)
 
-    dtype = DTYPES[config.train.precision]
-    rows = measure_widths(widths, tokens, hidden, shape.tensor, device, dtype, arguments.seconds, keep)
-    rows.sort(key=lambda row: row.width)
-    if rows and not is_quiet:
-        about = f"SwiGLU measured on {device_name(device)}, {config.train.precision}, {tokens:,} tokens"
-        print_table(_width_cells(rows, hidden, shape.model.intermediate_size), about)
-    return rows
+    found = measure_shape(config, shape, widths, arguments.seconds, keep)
+    if found.rows and not is_quiet:
+        about = f"SwiGLU measured on {found.device}, {config.train.precision}, {found.tokens:,} tokens"
+        print_table(_width_cells(found.rows, shape.model.hidden_size, shape.model.intermediate_size), about)
+    return found.rows
 
 
 def _finding_cells(findings: list[Any]) -> list[list[str]]:
     rows = [
-        [str(one.rule), one.what, one.value, t("kept") if one.is_kept else t("broken"), t(one.says), t(one.nearest)]
+        [str(one.rule), one.what, one.value, t("holds") if one.is_kept else t("broken"), t(one.says), t(one.nearest)]
         for one in findings
     ]
     return [["rule", "size", "value", "verdict", "because", "nearest that keeps it"], *rows]
@@ -187,7 +169,7 @@ def _register_profile(inner: Subparsers) -> None:
         help="profile fewer iterations if all would take longer than this (default 120)",
     )
     add_output(parser, "--output", is_folder=True, help="folder of the results (default: profile-CONFIG)")
-    add_output(parser, "--json", help="also write the result as JSON; - for standard output")
+    add_json(parser)
 
 
 def _profile(arguments: argparse.Namespace) -> None:
@@ -209,7 +191,11 @@ def _profile(arguments: argparse.Namespace) -> None:
     config, _ = load_measured_config(arguments.config, arguments.overrides)
     name = Path(arguments.config).stem
     output = arguments.output or Path(f"profile-{name}")
-    found = profile_config(name, config, batch, arguments.steps, arguments.seconds, output)
+
+    def keep(so_far: Any) -> None:
+        write_json_result(output / "profile.json", as_json(so_far))
+
+    found = profile_config(name, config, batch, arguments.steps, arguments.seconds, output, keep)
     written = write_profile(found, output)
     if str(arguments.json) != "-":
         print_table(group_cells(found), title_of(found))
@@ -218,18 +204,4 @@ def _profile(arguments: argparse.Namespace) -> None:
                 print_table(cells)
         for line in (*map(t, found.notes), *written):
             print(line)
-    _write_json(arguments.json, as_json(found))
-
-
-def _write_json(path: Path | None, value: object) -> None:
-    """To a file, or for - to standard output."""
-    if path is None:
-        return
-    if str(path) == "-":
-        import json
-
-        print(json.dumps(value, indent=2, ensure_ascii=False))
-        return
-    from zero2all.common.files import write_json
-
-    write_json(path, value)
+    write_json_result(arguments.json, as_json(found))

@@ -4,6 +4,9 @@ At batch 1 a pass only reads the weights, and it should take no longer than that
 (`ops.kernels.decode_linear`, `decode_attention`): norm and qkv; positions, cache and attention; out and residual; norm,
 gate, up and SwiGLU; down and residual. From FEW_ROWS rows on, matmuls are cuBLAS's, with norm and SwiGLU between them.
 
+The tokens of short prompts are rows of such a pass, too: kernel by kernel the host would take ten times as long to
+start them as the GPU to compute them.
+
 A graph has fixed addresses and a fixed number of rows. There is one for each size that `bucket_of` knows, recorded when
 it is first needed. Rows beyond those asked for are padding: their table is block 0, which belongs to nobody.
 """
@@ -37,6 +40,8 @@ Attend = Callable[[int, Tensor], Tensor]
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 FEW_ROWS = 16
 """Up to here our own products of few rows are used for float weights, too."""
+MOST_PROMPT_ROWS = BUCKETS[-1]
+"""Tokens of prompts that are read in one recorded pass; with more, computing takes longer than starting kernels."""
 MOST_COLUMNS = 32768
 """Columns of a matrix: each tile of a row is a part of the code of the kernel for one row of input."""
 
@@ -84,7 +89,9 @@ class _Bucket:
     positions: Tensor  # (rows,) int32
     tables: Tensor  # (rows, blocks) int32
     scratch: Scratch
-    logits: Tensor | None = None  # (rows, V), where a pass leaves them
+    is_prompt: bool = False
+    result: Tensor | None = None
+    """Where a pass leaves the logits (rows, V), or for prompts the normalised hidden states (rows, C)."""
     graph: torch.cuda.CUDAGraph | None = None
 
 
@@ -110,7 +117,7 @@ class CudaDecoder:
         self._never = torch.zeros(weights.config.vocab_ids, dtype=torch.bool, device=self._device)
         if never is not None:
             self._never[never.to(self._device)] = True
-        self._buckets: dict[int, _Bucket] = {}
+        self._buckets: dict[tuple[int, bool], _Bucket] = {}
         self._records = records  # without: every pass is run kernel by kernel
         self._pool: Any = None  # memory that all graphs share: no two run at once
         self.problem = ""
@@ -130,20 +137,31 @@ class CudaDecoder:
         self._greedy.decode_greedy(logits, self._never, bucket.tokens, bucket.scratch[2])
         return bucket.tokens[: len(tokens)]
 
-    def _run(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[_Bucket, Tensor]:
+    @torch.inference_mode()
+    def read(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
+        """Tokens of prompts (N,), each with its position and the blocks of its sequence -> normalised hidden states
+        (N, C), overwritten by the next pass. What stands before them in their sequence is in the cache or among
+        them."""
+        _, hidden = self._run(tokens, positions, tables, is_prompt=True)
+        return hidden[: len(tokens)]
+
+    def _run(
+        self, tokens: Tensor, positions: Tensor, tables: Tensor, is_prompt: bool = False
+    ) -> tuple[_Bucket, Tensor]:
         rows = bucket_of(len(tokens))
-        bucket = self._buckets.get(rows) or self._new_bucket(rows)
+        bucket = self._buckets.get((rows, is_prompt)) or self._new_bucket(rows, is_prompt)
         self._fill(bucket, tokens, positions, tables)
-        if bucket.graph is None or bucket.logits is None:
+        if bucket.graph is None or bucket.result is None:
             return bucket, self._compute(bucket)
         bucket.graph.replay()
-        return bucket, bucket.logits
+        return bucket, bucket.result
 
-    def _new_bucket(self, rows: int) -> _Bucket:
+    def _new_bucket(self, rows: int, is_prompt: bool) -> _Bucket:
         tokens = torch.zeros(rows, dtype=torch.long, device=self._device)
         numbers = torch.zeros(rows * (1 + self._width), dtype=torch.int32, device=self._device)
         tables = numbers[rows:].view(rows, -1)
-        bucket = self._buckets[rows] = _Bucket(rows, tokens, numbers, numbers[:rows], tables, self._scratch(rows))
+        bucket = _Bucket(rows, tokens, numbers, numbers[:rows], tables, self._scratch(rows), is_prompt)
+        self._buckets[rows, is_prompt] = bucket
         if self._records:
             self._record(bucket)
         return bucket
@@ -168,7 +186,7 @@ class CudaDecoder:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                bucket.logits = self._compute(bucket)
+                bucket.result = self._compute(bucket)
         except RuntimeError as error:  # the kernels just ran, so passes go on without graphs
             self._records, self.problem = False, f"a CUDA graph could not be recorded: {error}"
             return
@@ -189,7 +207,11 @@ class CudaDecoder:
         if self.weights.config.fp32_residual:
             x = widened(x)
         attend = partial(self._attend, bucket)
-        return self._with_few_rows(x, attend) if bucket.rows <= FEW_ROWS else self._with_many_rows(x, attend)
+        if bucket.is_prompt:
+            return self._hidden(x, attend)
+        if bucket.rows <= FEW_ROWS:
+            return self._with_few_rows(x, attend)
+        return self._logits(self._hidden(x, attend))
 
     def _with_few_rows(self, x: Tensor, attend: Attend) -> Tensor:
         """x (B, C), the embedded tokens, which becomes the residual -> logits."""
@@ -203,7 +225,8 @@ class CudaDecoder:
         logits = torch.empty(len(x), len(self.weights.head), dtype=torch.float32, device=x.device)
         return self._product(x, self.weights.head, y=logits, gain=self.weights.norm, eps=eps)
 
-    def _with_many_rows(self, x: Tensor, attend: Attend) -> Tensor:
+    def _hidden(self, x: Tensor, attend: Attend) -> Tensor:
+        """x (B, C), the embedded tokens -> normalised hidden states; with the matmuls of cuBLAS."""
         ops, eps = self.weights.ops, self.weights.config.rms_norm_eps
         branch: Tensor | None = None
         for number, layer in enumerate(self.weights.layers):
@@ -213,6 +236,9 @@ class CudaDecoder:
             normed, x = ops.rms_norm(x, branch, layer.feed_forward_norm, eps)
             branch = self._matmul(ops.swiglu(self._matmul(normed, gate_up)), down)
         normed, _ = ops.rms_norm(x, branch, self.weights.norm, eps)
+        return normed
+
+    def _logits(self, normed: Tensor) -> Tensor:
         head = self.weights.head
         if isinstance(head, Tensor) and head.dtype == torch.bfloat16 and head.is_cuda:
             return torch.mm(normed, head.T, out_dtype=torch.float32)
@@ -224,8 +250,9 @@ class CudaDecoder:
         keys, values = self.blocks.keys[layer], self.blocks.values[layer]
         tiles, parts, _ = bucket.scratch
         self._attention.decode_attention(
-            qkv, self._cos, self._sin, keys, values, bucket.tables, bucket.positions, mixed, parts, tiles
-        )
+            qkv, self._cos, self._sin, keys, values, bucket.tables, bucket.positions, mixed, parts, tiles,
+            writes_first=bucket.is_prompt,
+        )  # fmt: skip
         return mixed
 
     def _matmul(self, x: Tensor, weight: Weight) -> Tensor:

@@ -25,7 +25,7 @@ from zero2all.common.errors import UsageError
 from zero2all.common.memory import available_memory
 from zero2all.infer.boundary import Vocabulary
 from zero2all.infer.cache import BLOCK, BlockPool, KeyValueBlocks, block_bytes, block_keys
-from zero2all.infer.cuda import CudaDecoder, obstacle
+from zero2all.infer.cuda import MOST_PROMPT_ROWS, CudaDecoder, obstacle
 from zero2all.infer.forward import Forward, Span
 from zero2all.infer.int8 import drop_matrices, quantise
 from zero2all.infer.job import Choice, Job, Request, Scores
@@ -70,6 +70,11 @@ class _Launched:
     on_host: Tensor
     ready: torch.cuda.Event | None
     logprobs: tuple[Tensor, Tensor, Tensor] | None
+    positions: Tensor  # (B,) and (B, blocks), on the host
+    tables: Tensor
+    more: int
+    """Passes that can follow with the same rows and blocks, whatever the tokens are, unless jobs come or go."""
+    changes: int
 
 
 class Engine:
@@ -109,6 +114,7 @@ class Engine:
         """Tokens written since the start."""
         self._reads_late = on_gpu
         self._launched: _Launched | None = None
+        self._changes = 0  # how often a job came or went
         self._seen: dict[int, Tensor] = {}  # of sequences with a repetition penalty: which ids occur (V,)
         self._picker: tuple[list[Job], Picker] | None = None
         self._count = 0
@@ -139,6 +145,10 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread: our kernels are launched there
         self._admit()
+        last = self._launched
+        if last is not None and last.more and last.changes == self._changes:
+            self._launched = self._launch_again(last)
+            return self._collect(last)
         grown: list[Job] = []
         if any(job.is_reading for job in self.running):
             grown += self._settle()
@@ -259,6 +269,7 @@ class Engine:
             being_read.update(job.keys[len(known) :])
             self.waiting.remove(job)
             self.running.append(job)
+            self._changes += 1
 
     def _reusable(self, job: Job) -> int:
         """Tokens that need not be computed if their keys and values are known: what predicts a wanted token must."""
@@ -275,7 +286,7 @@ class Engine:
                 count = min(budget, job.goal - job.done)
                 rows.append((job, count))
                 budget -= count
-        hidden = self.forward.prefill(*self._ragged(rows))
+        hidden = self._hidden_states(rows)
         self._score(rows, hidden)
         ends, end = {}, 0
         for job, count in rows:
@@ -293,6 +304,17 @@ class Engine:
         logits = self.forward.logits(hidden[self._tensor([ends[job] for job in ready])])
         tokens, logprobs = self._choose(logits, ready)
         return scored + self._take(ready, tokens.tolist(), logprobs)
+
+    def _hidden_states(self, rows: list[tuple[Job, int]]) -> Tensor:
+        """Of the next tokens of each job."""
+        if self._fast is None or sum(count for _, count in rows) > MOST_PROMPT_ROWS:
+            return self.forward.prefill(*self._ragged(rows))
+        width = max(len(job.blocks) for job, _ in rows)
+        tokens = [token for job, count in rows for token in job.ids[job.done : job.done + count]]
+        places = [place for job, count in rows for place in range(job.done, job.done + count)]
+        tables = torch.tensor([job.blocks + [0] * (width - len(job.blocks)) for job, _ in rows], dtype=torch.int32)
+        tables = tables.repeat_interleave(torch.tensor([count for _, count in rows]), dim=0)
+        return self._fast.read(self._tensor(tokens), torch.tensor(places), tables)
 
     def _ragged(self, rows: list[tuple[Job, int]]) -> tuple[Tensor, Tensor, Tensor, list[Span]]:
         tokens: list[int] = []
@@ -369,25 +391,60 @@ class Engine:
     def _launch(self, rows: list[Job], last: _Launched | None) -> _Launched:
         ahead = 0 if last is None else 1  # the tokens of the last pass are not yet in `ids`
         places = [len(row.ids) - 1 + ahead for row in rows]
-        width = max(places) // BLOCK + 1
+        is_plain = self._fast is not None and all(map(_takes_the_likeliest, rows))
+        if is_plain and self._reads_late:
+            self._take_blocks_ahead(rows, places)
+        width = max(len(row.blocks) for row in rows)
         tables = torch.tensor([(row.blocks + [0] * width)[:width] for row in rows], dtype=torch.int32)
         tokens = self._tensor([row.ids[-1] for row in rows]) if last is None else last.tokens
-        logprobs = None
+        positions, logprobs, more = torch.tensor(places), None, 0
         if self._fast is None:
             logits = self.forward.decode(tokens, self._tensor(places), tables.to(self.device))
             tokens, logprobs = self._choose(logits, rows, ahead)
-        elif all(map(_takes_the_likeliest, rows)):
-            tokens = self._fast.greedy(tokens, torch.tensor(places), tables)
+        elif is_plain:
+            tokens = self._fast.greedy(tokens, positions, tables)
+            if self._reads_late and not any(job.is_reading for job in self.running):
+                more = min(map(self._passes_left, rows, places)) - ahead
         else:
-            logits = self._fast.decode(tokens, torch.tensor(places), tables)
+            logits = self._fast.decode(tokens, positions, tables)
             tokens, logprobs = self._choose(logits, rows, ahead)
+        return self._read_later(rows, tokens, logprobs, positions, tables, max(0, more))
+
+    def _take_blocks_ahead(self, rows: list[Job], places: list[int]) -> None:
+        """One more for each row that will need it, while there are plenty: then many passes can follow."""
+        lacking = [
+            row
+            for row, place in zip(rows, places, strict=True)
+            if len(row.blocks) * BLOCK < min(place + 1 + BLOCK, self.max_len, place + 1 + row.request.max_new_tokens)
+        ]
+        if self.pool.free - len(lacking) > self.pool.total // 4:
+            for row in lacking:
+                row.blocks += self.pool.take(1) or []
+
+    def _passes_left(self, row: Job, place: int) -> int:
+        """After one at `place`: until its blocks, the longest text or its answer are full."""
+        to_write = row.request.max_new_tokens - len(row.new_ids) - 1
+        return min(len(row.blocks) * BLOCK - place - 1, self.max_len - place - 2, to_write)
+
+    def _launch_again(self, last: _Launched) -> _Launched:
+        """The next pass of the same rows. Nothing is asked of them, so that even the host of a large batch is faster
+        than the GPU."""
+        assert self._fast is not None
+        positions = last.positions + 1
+        tokens = self._fast.greedy(last.tokens, positions, last.tables)
+        return self._read_later(last.rows, tokens, None, positions, last.tables, last.more - 1)
+
+    def _read_later(
+        self, rows: list[Job], tokens: Tensor, logprobs: tuple[Tensor, Tensor, Tensor] | None,
+        positions: Tensor, tables: Tensor, more: int,
+    ) -> _Launched:  # fmt: skip
         on_host, ready = tokens, None
         if self._reads_late and self.device.type == "cuda":
             on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             on_host.copy_(tokens, non_blocking=True)
             ready = torch.cuda.Event()
             ready.record()
-        return _Launched(rows, tokens, on_host, ready, logprobs)
+        return _Launched(rows, tokens, on_host, ready, logprobs, positions, tables, more, self._changes)
 
     def _collect(self, launched: _Launched) -> list[Job]:
         if launched.ready is not None:
@@ -395,7 +452,8 @@ class Engine:
         for row in launched.rows:
             if row.finish is None:
                 row.done = len(row.ids)
-                self._note_full_blocks(row)
+                if row.done // BLOCK > row.noted:
+                    self._note_full_blocks(row)
         return self._take(launched.rows, launched.on_host.tolist(), launched.logprobs)
 
     def _settle(self) -> list[Job]:
@@ -421,6 +479,7 @@ class Engine:
         """Back to the front of the queue, to be computed again."""
         self.pool.release(job.blocks)
         self.running.remove(job)
+        self._changes += 1
         job.blocks, job.done, job.noted = [], 0, 0
         job.keys = block_keys(job.ids, job.keys)
         if not job.is_scored:
@@ -474,19 +533,21 @@ class Engine:
 
     def _take(self, rows: list[Job], tokens: list[int], logprobs: tuple[Tensor, Tensor, Tensor] | None) -> list[Job]:
         """Give each row its token; end those that are complete. Rows that ended meanwhile get nothing."""
-        grown = []
+        grown, now, ends = [], time.perf_counter(), self.tokenizer.end_ids
         numbers = None if logprobs is None else tuple(each.tolist() for each in logprobs)
         for number, (row, token) in enumerate(zip(rows, tokens, strict=True)):
             if row.finish is not None:
                 continue
             grown.append(row)
-            row.first_token = row.first_token or time.perf_counter()
-            if token in self.tokenizer.end_ids or token in row.request.end_ids:
+            row.first_token = row.first_token or now
+            if token in ends or token in row.request.end_ids:
                 self._end(row, "stop")
                 continue
-            tail = b"".join(self.vocabulary.pieces[each] for each in row.rest)
-            is_of_prompt = len(self.vocabulary.pieces[token]) <= len(tail) and bool(row.rest)
-            row.rest = row.rest[1:] if row.rest and token == row.rest[0] else []
+            tail, is_of_prompt = b"", False
+            if row.rest:
+                tail = b"".join(self.vocabulary.pieces[each] for each in row.rest)
+                is_of_prompt = len(self.vocabulary.pieces[token]) <= len(tail)
+                row.rest = row.rest[1:] if token == row.rest[0] else []
             row.ids.append(token)
             if not is_of_prompt:
                 self.generated += 1
@@ -502,6 +563,7 @@ class Engine:
 
     def _end(self, job: Job, finish: str) -> None:
         job.finish, job.ended = finish, time.perf_counter()
+        self._changes += 1
         self._seen.pop(job.number, None)
         if job in self.running:
             self.running.remove(job)

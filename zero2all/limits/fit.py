@@ -115,7 +115,11 @@ def _changes(settings: MemorySettings, ranks: int) -> Iterator[Change]:
             yield Change(
                 {"parallel.zero": zero, "parallel.shard": shard},
                 replace(settings, zero=zero, shard=shard, passes=passes, owned=None),
-                f"{shard} GPUs; states{', gradients' if zero > 1 else ''}{' and weights' if zero > 2 else ''} are cut",
+                (
+                    f"{shard} GPUs share the states",
+                    f"{shard} GPUs share states and gradients",
+                    f"{shard} GPUs share states, gradients and weights",
+                )[zero - 1],
             )
     if settings.optimizer == "adamw" and settings.offload in ("none", "optimizer") and settings.zero == 0:
         yield Change(

@@ -1,13 +1,9 @@
 """Which sizes of a model a GPU computes fast, and why: six rules, tiles and waves, and the width of SwiGLU.
 
 The six rules are those of Anthony et al. 2024 (The Case for Co-Designing Model Architectures with Hardware). All but
-the fifth follow from how a matrix product runs: its result is cut into tiles, each multiprocessor computes one tile at
-a time, and values are read 128 bytes at a time.
-
-    blocks = ceil(m / tile rows) x ceil(n / tile columns)      waves = ceil(blocks / multiprocessors)
-    tile efficiency = m n / (blocks x tile)                    wave efficiency = blocks / (waves x multiprocessors)
-
-A wave of few blocks takes as long as a full one, so time over a size is a staircase.
+the fifth follow from how a matrix product runs: its result is cut into tiles, which the multiprocessors compute in
+waves (`zero2all.limits.roofline`), and values are read 128 bytes at a time. A wave of few tiles takes as long as a full
+one, so time over a size is a staircase.
 
 A SwiGLU of width 8/3 h has as many parameters as the older feed-forward of width 4 h with two matrices. Nothing depends
 on the exact value, so the fastest width near it is taken. Its three matrices are two products here, because gate and up
@@ -25,6 +21,7 @@ from dataclasses import dataclass
 
 from zero2all.limits.floors import linear_shapes
 from zero2all.limits.machine import Kind, Machine
+from zero2all.limits.roofline import tiling
 from zero2all.model.config import ModelConfig
 
 TILE = (128, 256)
@@ -36,38 +33,16 @@ ALIGNED_BYTES = 16
 FULL_ENOUGH = 0.9
 """Least tile x wave efficiency that rule 2 accepts."""
 IDEAL_RATIO = 8 / 3
-MOST_WIDTHS = 24
+SPAN, MOST_WIDTHS = 0.05, 24
+"""How near to 8/3 h widths are compared, and how many."""
 AS_FAST = 0.99
 """A smaller difference is within what a measurement repeats to."""
 
 
-@dataclass(frozen=True)
-class Waves:
-    """How a product with an (m, n) result fills a GPU."""
-
-    blocks: int
-    waves: int
-    tile_efficiency: float
-    wave_efficiency: float
-
-    @property
-    def efficiency(self) -> float:
-        """Share of the arithmetic that is needed and not idle."""
-        return self.tile_efficiency * self.wave_efficiency
-
-
-def waves_of(m: int, n: int, multiprocessors: int, tile: tuple[int, int] = TILE) -> Waves:
-    """Blocks, waves and efficiencies of an (m, n) result cut into tiles."""
-    rows, columns = tile
-    blocks = math.ceil(m / rows) * math.ceil(n / columns)
-    waves = math.ceil(blocks / multiprocessors)
-    return Waves(blocks, waves, m * n / (blocks * rows * columns), blocks / (waves * multiprocessors))
-
-
-def best_waves(m: int, n: int, multiprocessors: int) -> Waves:
-    """The same with the tile upright or lying, whichever fits better."""
-    both = (waves_of(m, n, multiprocessors, tile) for tile in (TILE, TILE[::-1]))
-    return max(both, key=lambda waves: waves.efficiency)
+def filled(m: int, n: int, multiprocessors: int) -> float:
+    """Tile x wave efficiency of an (m, n) result, with the tile upright or lying, whichever fits better."""
+    both = (tiling(m, n, multiprocessors, *tile) for tile in (TILE, TILE[::-1]))
+    return max(one.tile_efficiency * one.wave_efficiency for one in both)
 
 
 # ---- the six rules ---------------------------------------------------------------------------------------------------
@@ -187,7 +162,7 @@ def pass_efficiency(shape: Shape, samples: int, multiprocessors: int) -> float:
         rows, columns = (rows // shape.tensor, columns) if is_split_along_rows else (rows, columns // shape.tensor)
         work = float(samples * shape.seq_len) * rows * columns
         needed += work
-        done += work / best_waves(samples * shape.seq_len, max(1, rows), multiprocessors).efficiency
+        done += work / filled(samples * shape.seq_len, max(1, rows), multiprocessors)
     return needed / done
 
 
@@ -214,7 +189,7 @@ def _widths(shape: Shape) -> list[Finding]:
     if model.expert_layers < model.layers:
         sizes.append(("model.intermediate_size", model.intermediate_size, model.intermediate_size, ranks, "f / t"))
     if model.moe.experts:
-        sizes.append(("model.moe.expert_size", model.moe.expert_size, model.moe.expert_size, 1, "f of an expert"))
+        sizes.append(("model.moe.expert_size", model.moe.expert_size, model.moe.expert_size, 1, "f (expert)"))
     found = []
     for what, value, size, parts, symbol in sizes:
         part = size / parts
@@ -320,12 +295,12 @@ class WidthTime:
         return self.flops / sum(self.seconds) / 1e12
 
 
-def widths_near(hidden: int, tensor: int, own: Iterable[int] = (), span: float = 0.05, multiple: int = 64) -> list[int]:
-    """Widths to compare: multiples of 64 t within `span` of 8/3 h, 8/3 h itself rounded down, and `own`."""
+def widths_near(hidden: int, tensor: int, own: Iterable[int] = (), multiple: int = 64) -> list[int]:
+    """Widths to compare: multiples of 64 t within SPAN of 8/3 h, 8/3 h itself rounded down, and `own`."""
     ideal, step = IDEAL_RATIO * hidden, multiple * tensor
-    while 2 * span * ideal / step > MOST_WIDTHS:
+    while 2 * SPAN * ideal / step > MOST_WIDTHS:
         step *= 2
-    first, last = math.ceil((1 - span) * ideal / step), math.floor((1 + span) * ideal / step)
+    first, last = math.ceil((1 - SPAN) * ideal / step), math.floor((1 + SPAN) * ideal / step)
     near = [number * step for number in range(max(1, first), last + 1)]
     return sorted({*near, round(ideal / step) * step or step, int(ideal) // tensor * tensor or tensor, *own})
 
@@ -358,8 +333,3 @@ def best_width(found: list[WidthTime], hidden: int) -> WidthTime:
     fastest = max(one.tflops for one in usable)
     as_fast = (one for one in usable if one.tflops >= AS_FAST * fastest)
     return min(as_fast, key=lambda one: abs(one.width - IDEAL_RATIO * hidden))
-
-
-def staircase(tokens: int, widths: Iterable[int], multiprocessors: int, tensor: int = 1) -> list[tuple[int, float]]:
-    """(width, tile x wave efficiency of the forward product of gate and up), for a picture."""
-    return [(f, best_waves(tokens, 2 * (f // tensor), multiprocessors).efficiency) for f in widths]

@@ -469,7 +469,9 @@ def transfer_calls(transfer: Transfer, model: ModelConfig, settings: MemorySetti
             width = 4 if transfer.what == "gradients" else WIDTHS[settings.precision]
             piece = width * parameter_counts(held)["total"] / max(1, held.layers)
         return max(1.0, transfer.whole / piece)
-    if transfer.what in ("keys and values", "attention heads", "tokens"):
+    if transfer.what == "keys and values":
+        return float(settings.passes * held.layers)
+    if transfer.what in ("attention heads", "tokens"):
         return 4.0 * settings.passes * held.layers
     return 1.0
 

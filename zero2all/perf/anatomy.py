@@ -24,6 +24,7 @@ from zero2all.perf.kernel_groups import (
     COMMUNICATION,
     COPIES,
     ELEMENTWISE,
+    GEMM,
     GROUPS,
     LOSS,
     OPTIMIZER,
@@ -37,7 +38,7 @@ UPDATE, OUTSIDE = "update", "between phases"
 IDLE = {"cuda": "idle between kernels", "cpu": "between operators"}
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
-WRAPPERS = ("autograd::", "torch::autograd::", "Optimizer.", "ProfilerStep")
+WRAPPERS = ("autograd::", "torch::autograd::", "Torch-Compiled Region", "TorchDynamo")
 HOW_OFTEN = {"cross_entropy": "pass", "embedding": "pass", "optimizer": "step"}
 """Operators whose work is known for a whole pass or step, in however many kernels; of others, for each kernel."""
 LEAST_LINKED = 0.99
@@ -169,7 +170,8 @@ def _kernels(events: list[Mapping[str, Any]], phase_at: Callable[[float], str]) 
             own = _uncovered((max(start, ends), end), covered)
             ends = max(ends, end)
             operator = operators.get(event.get("args", {}).get("External id"))
-            flops = None if operator is None or group != kernel_of(event["name"]).group else product_flops(operator)
+            does_it = group == GEMM and "splitk" not in event["name"].lower()  # not what sums the parts of a product up
+            flops = product_flops(operator) if operator is not None and does_it else None
             pieces.append(_Piece(event["name"], group, (start, end), own, flops, phase))
         covered = _merged([_span(event) for event, _, _ in level])
     return pieces
@@ -217,12 +219,17 @@ def _operators(events: list[Mapping[str, Any]], phase_at: Callable[[float], str]
     pieces = []
     for number, seconds in own.items():
         one = events[number]
-        if not one["name"].startswith(WRAPPERS) and not one["name"].rstrip("0123456789").endswith("Backward"):
+        if _computes(one["name"]):
             span = _span(one)
             phase = phase_at(span[0])
             group = _group_in(phase, operator_group(one["name"]))
             pieces.append(_Piece(one["name"], group, span, max(0.0, seconds), product_flops(one), phase))
     return pieces
+
+
+def _computes(name: str) -> bool:
+    """Whether it is an operator (`aten::mm`) or what a compiler made, and not a function around some of them."""
+    return (":" in name or "fused" in name or "CompiledFx" in name) and not name.startswith(WRAPPERS)
 
 
 def _is_operator(event: Mapping[str, Any]) -> bool:

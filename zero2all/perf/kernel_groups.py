@@ -53,6 +53,7 @@ OUR_KERNELS = {
     "_sum_of_squares": Kernel(OPTIMIZER),  # the norm of the gradient
     "_update": Kernel(OPTIMIZER, "optimizer", False),
     "_attend": Kernel(ATTENTION),
+    "_write": Kernel(ATTENTION),  # new keys and values into the cache of decoding
     "_one_row": Kernel(GEMM),
     "_few_rows": Kernel(GEMM),
     "_greedy": Kernel(ELEMENTWISE),

@@ -27,6 +27,7 @@ from torch import Tensor
 from zero2all.config import RunConfig
 from zero2all.limits.flops import flops_per_token, flops_utilisation, peak_flops
 from zero2all.model import config as model_config
+from zero2all.model.recompute import apply_recompute
 from zero2all.model.rope import rope_tables
 from zero2all.model.z2all import Z2all, compile_model
 from zero2all.ops.cut_vocabulary import Exchange, cut_linear_cross_entropy
@@ -181,6 +182,7 @@ def random_state(config: RunConfig, ops: Ops, device: torch.device, tensor: Axis
         model = Z2all(config.model, ops)
     if tensor is not None:
         cut_model(model, tensor)
+    apply_recompute(model, config.train.recompute, config.train.recompute_every)
     model.to(DTYPES[config.train.precision]).to_empty(device=device)
     model.cos, model.sin = rope_tables(config.model, config.model.max_seq_len, device)
     generator = torch.Generator(device).manual_seed(SEED)

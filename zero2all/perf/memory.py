@@ -234,6 +234,15 @@ def as_json(report: MemoryReport) -> dict[str, Any]:
     }
 
 
+def write_picture(report: MemoryReport, png: Path) -> str:
+    """Write the picture; returns its path, or why there is none."""
+    try:
+        draw_memory(report, png)
+    except ImportError as error:
+        return f"no picture: {error.name or 'matplotlib'} is not installed"
+    return str(png)
+
+
 def draw_memory(report: MemoryReport, png: Path) -> None:
     """The phases as stacked bars against the card; raises ImportError where matplotlib is not installed."""
     import matplotlib.style
@@ -241,7 +250,8 @@ def draw_memory(report: MemoryReport, png: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    estimate, style = report.estimate, {**STYLE, "axes.grid.axis": "x"}
+    estimate = report.estimate
+    style: Any = {**STYLE, "axes.grid.axis": "x"}
     layers = _layers(report)
     with matplotlib.style.context("default"), rc_context(style):
         figure = Figure(figsize=(9.0, 1.6 + 0.45 * len(estimate.phases)), facecolor="white", layout="constrained")
@@ -254,8 +264,9 @@ def draw_memory(report: MemoryReport, png: Path) -> None:
             left = [before + value for before, value in zip(left, values, strict=True)]
         memory = report.card.memory_bytes / GIB
         axis.axvline(memory, color=ALARM, linewidth=1.5)
-        axis.text(memory, -0.9, f"{report.card.name}: {memory:.1f} GiB", ha="right", color=ALARM, fontsize=9)
         axis.invert_yaxis()
+        name = f"{report.card.name}: {memory:.1f} GiB "
+        axis.text(memory, len(names) - 0.5, name, ha="right", va="bottom", rotation=90, color=ALARM, fontsize=9)
         axis.set_xlabel("GiB")
         axis.set_title(verdict(report), loc="left", color=INK, fontsize=11)
         figure.legend(loc="outside lower center", ncols=5, fontsize=8, frameon=False)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as a run does
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its news of starting and stopping; what failed is seen in the trace
 
 import torch
@@ -56,7 +57,7 @@ from zero2all.train.state import DTYPES, TrainState
 
 MOST_PASSES = 4  # of an iteration: more of the same would only make the trace larger
 CPU_SAMPLES, CPU_SEQ_LEN = 2, 256  # by default on a CPU, where a whole micro-batch would take minutes
-WARM_UP_PASSES = 5  # compile, autotune, and the capture of a CUDA graph, which follows two eager passes
+WARM_UP_PASSES = 6  # compile, autotune, and the capture of a CUDA graph, which follows two eager passes
 MOST_ALLOCATIONS = 500_000
 TRACE_NAME, SNAPSHOT_NAME = "trace.json.gz", "memory_snapshot.pickle"
 
@@ -65,9 +66,9 @@ TRACE_NAME, SNAPSHOT_NAME = "trace.json.gz", "memory_snapshot.pickle"
 class MemoryTimeline:
     """Allocated bytes over one iteration."""
 
-    points: list[tuple[float, float]]  # seconds since its start, bytes
-    phases: list[tuple[str, float, float]]  # name, start, end
-    source: str
+    points: list[tuple[float, float]] = field(default_factory=list)  # seconds since its start, bytes
+    phases: list[tuple[str, float, float]] = field(default_factory=list)  # name, start, end
+    source: str = "not recorded yet"
 
     @property
     def peak(self) -> tuple[float, float]:
@@ -91,11 +92,11 @@ class Profile:
     seconds: float  # of an iteration, without a profiler
     ceilings: Ceilings
     anatomy: Anatomy
-    memory: MemoryTimeline
-    blocks: list[BlockMemory]
     ops: dict[str, dict[str, str]]
-    peak_bytes: int
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
+    memory: MemoryTimeline = field(default_factory=MemoryTimeline)
+    blocks: list[BlockMemory] = field(default_factory=list)
+    peak_bytes: int = 0
 
 
 def default_batch(config: RunConfig, device: torch.device) -> BatchShape:
@@ -107,63 +108,71 @@ def default_batch(config: RunConfig, device: torch.device) -> BatchShape:
 
 
 def profile_config(
-    source: str, config: RunConfig, batch: BatchShape | None, steps: int, seconds: float, output: Path
+    source: str,
+    config: RunConfig,
+    batch: BatchShape | None,
+    steps: int,
+    seconds: float,
+    output: Path,
+    keep: Callable[[Profile], None],
 ) -> Profile:
     """Profile up to `steps` iterations, fewer where they would take more than `seconds`; writes the trace, and on a
-    GPU the snapshot of its memory, to `output`."""
+    GPU the snapshot of its memory, to `output`. `keep` gets what was found after every part."""
     set_cpu_threads(config.parallel.cpu_threads, None)
     device, dtype = pick_device(config.parallel.device), DTYPES[config.train.precision]
     batch = batch or default_batch(config, device)
     check_batch(batch, config)
     output.mkdir(parents=True, exist_ok=True)
-    phases = _Phases()
-    ops = resolve(config.ops, op_context(config, device.type, dtype))
-    state = random_state(config, ops, device)
-    compile_model(state.model)
-    shaped = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=batch.seq_len))
-    state.cuda_graph = choose_cuda_graph(
-        shaped, state.model, device, 1, batch.samples, batch.samples * batch.accumulation
-    )
-    state.model.head_loss = _annotated(state.model.head_loss, phases)  # type: ignore[method-assign]
+    ceilings, phases = measured_ceilings(device, dtype, 0.1), _Phases()
+    state = _ready_state(config, batch, device, phases)
     iterate = iterations(state, batch, config.train.z_loss, device, phases)
     with scheduled_garbage_collection():
         say(f"perf profile: {source}, {batch}, {device_name(device)}: warm-up")
-        once = _warm_up(iterate, batch, device)
+        once = _warm_up(iterate, batch, device, seconds / 4)
         steps = max(1, min(steps, int(seconds / max(once, 1e-9) / 4)))
         say(f"perf profile: {once:.3g} s an iteration; {steps} are profiled")
         plain = min(_timed(iterate, batch, device) for _ in range(steps))
-        trace = output / TRACE_NAME
-        _trace(iterate, batch, device, steps, trace)
-        anatomy = anatomy_of(read_trace(trace))
-        if anatomy.kind != device.type:
-            raise UserError(
-                f"The profiler recorded no kernel of {device_name(device)}. On many machines only an administrator may "
-                f"read the GPU's counters: set NVreg_RestrictProfilingToAdminUsers=0 for the driver, or start the "
-                f"container with --cap-add SYS_ADMIN."
-            )
+        anatomy = _anatomy(iterate, batch, device, steps, output / TRACE_NAME)
+        work = operator_work(config.model, batch.samples * batch.seq_len, batch.seq_len, dtype.itemsize)
+        limits = (ceilings.copy_bytes_per_second, ceilings.matmul_flops_per_second)
+        add_floors(anatomy, work, batch.accumulation, *limits)
+        found = Profile(
+            config=source,
+            device=device_name(device),
+            dtype=str(dtype).removeprefix("torch."),
+            batch=batch,
+            seconds=plain,
+            ceilings=ceilings,
+            anatomy=anatomy,
+            ops=choices(state.model.ops),
+            notes=_notes(config, batch, anatomy, plain),
+        )
+        keep(found)
         say("perf profile: memory")
-        memory = (_gpu_memory if device.type == "cuda" else _cpu_memory)(iterate, batch, state, phases, output)
-        peak = peak_bytes(device)
-        blocks = [] if ops.compile != "none" else _blocks(state, batch, config.train.z_loss, device)
-    del state, iterate
-    ceilings = measured_ceilings(device, dtype, 0.1)
-    work = operator_work(config.model, batch.samples * batch.seq_len, batch.seq_len, dtype.itemsize)
-    limits = (ceilings.copy_bytes_per_second, ceilings.matmul_flops_per_second)
-    add_floors(anatomy, work, batch.accumulation, *limits)
-    return Profile(
-        config=source,
-        device=device_name(device),
-        dtype=str(dtype).removeprefix("torch."),
-        batch=batch,
-        seconds=plain,
-        ceilings=ceilings,
-        anatomy=anatomy,
-        memory=memory,
-        blocks=blocks,
-        ops=choices(ops),
-        peak_bytes=peak,
-        notes=_notes(config, batch, anatomy, plain, bool(blocks)),
-    )
+        found.memory = (_gpu_memory if device.type == "cuda" else _cpu_memory)(iterate, batch, state, phases, output)
+        found.peak_bytes = peak_bytes(device)
+        keep(found)
+        if config.ops.compile == "none":
+            found.blocks = _blocks(state, batch, config.train.z_loss, device)
+    return found
+
+
+def _ready_state(config: RunConfig, batch: BatchShape, device: torch.device, phases: _Phases) -> TrainState:
+    """A model that has not run yet, as `zero2all.perf.measure` makes it; its loss is a phase of its own."""
+    ops = resolve(config.ops, op_context(config, device.type, DTYPES[config.train.precision]))
+    state = random_state(config, ops, device)
+    compile_model(state.model)
+    shaped = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=batch.seq_len))
+    whole = batch.samples * batch.accumulation
+    state.cuda_graph = choose_cuda_graph(shaped, state.model, device, 1, batch.samples, whole)
+    head_loss = state.model.head_loss
+
+    def annotated(*given: Any, **named: Any) -> Any:
+        with phases(LOSS):
+            return head_loss(*given, **named)
+
+    state.model.head_loss = annotated  # type: ignore[method-assign]
+    return state
 
 
 class _Phases:
@@ -180,18 +189,14 @@ class _Phases:
         self.spans.append((name, started, time.time()))
 
 
-def _annotated(head_loss: Callable[..., Any], phases: _Phases) -> Callable[..., Any]:
-    def annotated(*given: Any, **named: Any) -> Any:
-        with phases(LOSS):
-            return head_loss(*given, **named)
-
-    return annotated
-
-
-def _warm_up(iterate: Iterate, batch: BatchShape, device: torch.device) -> float:
-    """Seconds of the last of some iterations."""
-    times = [_timed(iterate, batch, device) for _ in range(max(2, math.ceil(WARM_UP_PASSES / batch.accumulation)))]
-    return times[-1]
+def _warm_up(iterate: Iterate, batch: BatchShape, device: torch.device, seconds: float) -> float:
+    """Seconds of the last of some iterations; no more of them are started after `seconds`."""
+    ends = time.perf_counter() + seconds
+    once = _timed(iterate, batch, device)
+    for _ in range(math.ceil(WARM_UP_PASSES / batch.accumulation) - 1):
+        if time.perf_counter() < ends:
+            once = _timed(iterate, batch, device)
+    return once
 
 
 def _timed(iterate: Iterate, batch: BatchShape, device: torch.device) -> float:
@@ -201,15 +206,23 @@ def _timed(iterate: Iterate, batch: BatchShape, device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def _trace(iterate: Iterate, batch: BatchShape, device: torch.device, steps: int, path: Path) -> None:
-    """Write the trace of some iterations; Perfetto (ui.perfetto.dev) opens it."""
+def _anatomy(iterate: Iterate, batch: BatchShape, device: torch.device, steps: int, trace: Path) -> Anatomy:
+    """Of some iterations; writes their trace, which Perfetto (ui.perfetto.dev) opens."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with torch_profile(activities=activities, record_shapes=True) as profiler:
         for _ in range(steps):
             with record_function(STEP):
                 iterate(batch.accumulation)
                 wait_for(device)
-    profiler.export_chrome_trace(str(path))
+    profiler.export_chrome_trace(str(trace))
+    anatomy = anatomy_of(read_trace(trace))
+    if anatomy.kind != device.type:
+        raise UserError(
+            f"The profiler recorded no kernel of {device_name(device)}. On many machines only an administrator may "
+            f"read the GPU's counters: set NVreg_RestrictProfilingToAdminUsers=0 for the driver, or start the "
+            f"container with --cap-add SYS_ADMIN."
+        )
+    return anatomy
 
 
 def read_trace(path: Path) -> list[Mapping[str, Any]]:
@@ -295,7 +308,7 @@ def _blocks(state: TrainState, batch: BatchShape, z_loss: float, device: torch.d
     return found
 
 
-def _notes(config: RunConfig, batch: BatchShape, anatomy: Anatomy, plain: float, has_blocks: bool) -> list[str]:
+def _notes(config: RunConfig, batch: BatchShape, anatomy: Anatomy, plain: float) -> list[str]:
     found = [f"The profiler made an iteration {100 * (anatomy.seconds / plain - 1):.0f} % longer."]
     own = own_batch(config)
     if own.accumulation > batch.accumulation:
@@ -305,6 +318,6 @@ def _notes(config: RunConfig, batch: BatchShape, anatomy: Anatomy, plain: float,
             f"A run has {own.accumulation} passes in a step, {batch.accumulation} were profiled: the update is "
             f"{100 * update / anatomy.seconds:.1f} % here and {100 * update / in_run:.1f} % there."
         )
-    if not has_blocks:
+    if config.ops.compile != "none":
         found.append("Compiled blocks are not watched one by one: use --ops.compile none for the memory of each.")
     return found

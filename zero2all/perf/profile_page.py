@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TOP = 15
 MOST_POINTS = 2_000
-MOST_PHASES = 12
+MOST_PHASES = 16
 GIB = float(1 << 30)
 CSS = """\
 :root { color-scheme: light dark; --line: #8884; }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,8 @@ from zero2all.limits.shapes import (
     Shape,
     WidthTime,
     best_width,
+    filled,
     pass_efficiency,
-    staircase,
     swiglu_products,
     width_time,
 )
@@ -58,9 +59,31 @@ def shape_of(config: RunConfig) -> Shape:
     )
 
 
-def measured_tokens(tokens: int, device: torch.device) -> int:
-    """As many as the micro-batch has; on a CPU few."""
-    return tokens if device.type == "cuda" else min(tokens, CPU_TOKENS)
+@dataclass(frozen=True)
+class MeasuredWidths:
+    """What a device needs for the products of each width."""
+
+    device: str
+    tokens: int  # of the micro-batch; on a CPU fewer
+    rows: list[WidthTime]
+
+
+def measure_shape(
+    config: RunConfig, shape: Shape, widths: list[int], seconds: float, each: Callable[[MeasuredWidths], None]
+) -> MeasuredWidths:
+    """Measure the widths on the config's device; `each` gets what was found after every width."""
+    from zero2all.parallel.device import pick_device
+    from zero2all.perf.measure import device_name
+    from zero2all.train.state import DTYPES
+
+    device, hidden, dtype = pick_device(config.parallel.device), shape.model.hidden_size, DTYPES[config.train.precision]
+    tokens = shape.tokens if device.type == "cuda" else min(shape.tokens, CPU_TOKENS)
+
+    def keep(rows: list[WidthTime]) -> None:
+        each(MeasuredWidths(device_name(device), tokens, rows))
+
+    rows = measure_widths(widths, tokens, hidden, shape.tensor, device, dtype, seconds, keep)
+    return MeasuredWidths(device_name(device), tokens, sorted(rows, key=lambda row: row.width))
 
 
 def measure_widths(
@@ -152,13 +175,14 @@ def _draw(shape: Shape, machine: Machine, rows: list[WidthTime], png: Path) -> N
 
 
 def _draw_staircase(axis: Axes, shape: Shape, machine: Machine, rows: list[WidthTime]) -> None:
-    hidden, widths = shape.model.hidden_size, [row.width for row in rows]
-    low, high = int(0.8 * IDEAL_RATIO * hidden), int(1.2 * IDEAL_RATIO * hidden)
-    every = range(low, high, max(shape.tensor, (high - low) // 400))
-    steps = staircase(shape.tokens, every, machine.multiprocessors, shape.tensor)
-    axis.plot([x for x, _ in steps], [100 * y for _, y in steps], color=COLORS[0], linewidth=1.2)
-    dots = staircase(shape.tokens, widths, machine.multiprocessors, shape.tensor)
-    axis.plot([x for x, _ in dots], [100 * y for _, y in dots], "o", color=COLORS[1], markersize=4)
+    hidden, step = shape.model.hidden_size, 8 * shape.tensor
+
+    def percent(width: int) -> float:
+        return 100 * filled(shape.tokens, 2 * (width // shape.tensor), machine.multiprocessors)
+
+    every = range(int(0.8 * IDEAL_RATIO * hidden) // step * step or step, int(1.2 * IDEAL_RATIO * hidden), step)
+    axis.plot(list(every), [percent(width) for width in every], color=COLORS[0], linewidth=1.2)
+    axis.plot([row.width for row in rows], [percent(row.width) for row in rows], "o", color=COLORS[1], markersize=4)
     axis.axvline(IDEAL_RATIO * hidden, color=FAINT_INK, linewidth=0.8, linestyle="--")
     axis.set_title(f"Gate and up, {shape.tokens:,} tokens: efficiency, %")
     axis.set_xlabel("width f (dashed: 8/3 h; dots: widths compared)")

@@ -15,7 +15,7 @@ from zero2all.infer import cuda
 from zero2all.infer.cache import BLOCK, KeyValueBlocks
 from zero2all.infer.cuda import CudaDecoder, bucket_of, obstacle, unsupported
 from zero2all.infer.engine import Engine, EngineSettings
-from zero2all.infer.forward import Forward
+from zero2all.infer.forward import Forward, Span
 from zero2all.infer.int8 import quantise
 from zero2all.infer.job import Request
 from zero2all.infer.sampling import Sampling
@@ -117,6 +117,24 @@ def test_padding_rows_write_only_to_block_0(device):
     changed = (pair.caches[1].keys != before).flatten(2).any(dim=2).any(dim=0)
     written = pair.tables.gather(1, (pair.positions // BLOCK).unsqueeze(1)).flatten().tolist()
     assert changed.nonzero().flatten().tolist() == sorted([0, *written])
+
+
+@dtypes(torch.float32, torch.bfloat16)
+def test_tokens_of_prompts_are_rows_of_a_pass(device, dtype):
+    pair = Pair(device, new_weights(device, dtype), [0, 0])
+    # Of one sequence the positions 3 to 7, of another the first two: earlier ones are in the cache.
+    spans = [Span(0, 5, 8, pair.tables[0].tolist()), Span(5, 2, 2, pair.tables[1].tolist())]
+    tokens = torch.arange(9, 16, device=device)
+    positions = torch.tensor([*range(3, 8), 0, 1], device=device)
+    places = [(span.table[0], at) for span in spans for at in range(span.length - span.count, span.length)]
+    slots = torch.tensor([block * BLOCK + at for block, at in places], device=device)
+    wanted = pair.plain.prefill(tokens, positions, slots, spans)
+    tables = pair.tables.repeat_interleave(torch.tensor([5, 2], device=device), dim=0)
+    found = pair.fast.read(tokens, positions, tables)
+    assert_close(found, wanted, TOLERANCE[dtype], "hidden states")
+    for name in ("keys", "values"):
+        ours, theirs = (getattr(cache, name)[:, 1:] for cache in reversed(pair.caches))
+        assert_close(ours, theirs, TOLERANCE[dtype], name)
 
 
 def test_greedy_tokens_stay_on_the_device_and_feed_the_next_pass(device):

@@ -9,6 +9,9 @@ A program asks for its first keys and values before the kernel ahead of it, the 
 (`wait_for_earlier_kernels`). So positions, tables and earlier keys must not come from that kernel or, of several that
 overlap, from any of them: on the GPU, an ordinary kernel must lie between.
 
+The tokens of a prompt are rows of the same sequence. Their keys and values are written by a kernel of its own first;
+each row then sees the positions before its own.
+
 The last program of a sequence and head to arrive, by a counter, joins the results of all in their order, so that equal
 inputs give equal bits; and sets the counter back to 0.
 """
@@ -28,7 +31,9 @@ LEAST_DOT = 16
 """The smallest side of a tile that the tensor cores take."""
 LOG2_E = 1.4426950408889634
 MOST_SPLITS = 32
-PROGRAMS_PER_PROCESSOR = 2
+PROGRAMS_PER_PROCESSOR = 4
+LONG = 4096
+"""Positions of a sequence in a large batch from which on it is split."""
 
 
 @triton.jit
@@ -58,6 +63,43 @@ def _load_tokens(
     slot = ((block * PLACES + token % PLACES) * KEY_HEADS + head)[:, None] * WIDTH + d[None, :]
     inside = (token < end)[:, None] & (d < WIDTH)[None, :]
     return tl.load(keys + slot, mask=inside, other=0.0), tl.load(values + slot, mask=inside, other=0.0)
+
+
+@triton.jit
+def _write_new(
+    of_row, cos, sin, keys, values, table, position, limit, head, is_written,
+    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Key and value of the new token of a row (1, BLOCK), the key turned; written to the cache if `is_written`."""
+    d = tl.arange(0, BLOCK)
+    one = tl.arange(0, 1)[:, None]
+    place = tl.minimum(position, limit - 1)
+    angle = place.to(tl.int64) * (WIDTH // 2)
+    key = _turned(of_row + (QUERY_HEADS + head + one) * WIDTH, cos + angle, sin + angle, WIDTH // 2, BLOCK)
+    key = key.to(of_row.dtype.element_ty)  # rounded as the projection is
+    value = tl.load(
+        of_row + (QUERY_HEADS + KEY_HEADS + head + one) * WIDTH + d[None, :], mask=(d < WIDTH)[None, :], other=0.0
+    )
+    block = tl.load(table + place // PLACES).to(tl.int64)
+    slot = ((block * PLACES + position % PLACES) * KEY_HEADS + head + one) * WIDTH + d[None, :]
+    inside = (d < tl.where(is_written & (position < limit), WIDTH, 0))[None, :]
+    tl.store(keys + slot, key.to(keys.dtype.element_ty), mask=inside)
+    tl.store(values + slot, value.to(values.dtype.element_ty), mask=inside)
+    return key, value
+
+
+@triton.jit
+def _write(
+    qkv, cos, sin, keys, values, tables, positions, table_stride, limit,
+    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + row).to(tl.int32)
+    of_row = qkv + row * (QUERY_HEADS + 2 * KEY_HEADS) * WIDTH
+    _write_new(
+        of_row, cos, sin, keys, values, tables + row * table_stride, position, limit, tl.program_id(1), True,
+        QUERY_HEADS, KEY_HEADS, WIDTH, PLACES, BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -97,17 +139,10 @@ def _attend(
 
     # The new token, from the row itself: the last split takes it, and writes it to the cache.
     takes_new = split == busy - 1
-    one = tl.arange(0, 1)[:, None]
-    new_key = _turned(of_row + (QUERY_HEADS + head + one) * WIDTH, cos + angle, sin + angle, WIDTH // 2, BLOCK)
-    new_key = new_key.to(kind)  # (1, BLOCK)
-    new_value = tl.load(
-        of_row + (QUERY_HEADS + KEY_HEADS + head + one) * WIDTH + d[None, :], mask=is_d[None, :], other=0.0
-    )
-    is_written = (d < tl.where(takes_new & (position < limit), WIDTH, 0))[None, :]
-    new_block = tl.load(table + tl.minimum(position, limit - 1) // PLACES).to(tl.int64)
-    new_slot = ((new_block * PLACES + position % PLACES) * KEY_HEADS + head + one) * WIDTH + d[None, :]
-    tl.store(keys + new_slot, new_key.to(keys.dtype.element_ty), mask=is_written)
-    tl.store(values + new_slot, new_value.to(values.dtype.element_ty), mask=is_written)
+    new_key, new_value = _write_new(
+        of_row, cos, sin, keys, values, table, position, limit, head, takes_new,
+        QUERY_HEADS, KEY_HEADS, WIDTH, PLACES, BLOCK,
+    )  # fmt: skip
     new_score = tl.sum(query.to(tl.float32) * new_key.to(tl.float32), axis=1) * scale
     most = tl.where(takes_new, new_score, float("-inf"))
     total = tl.where(takes_new, 1.0, 0.0) + tl.zeros((GROUP,), dtype=tl.float32)
@@ -166,13 +201,13 @@ class AttentionTiles:
 
 def attention_tiles(batch: int, kv_heads: int, head_size: int, max_len: int, device: torch.device) -> AttentionTiles:
     """Enough programs for all processors; and of a large batch, splits only for long sequences, which the rest would
-    have to wait for."""
+    have to wait for. Measured on an H200 (benchmarks/decode_kernels.py) with heads of 64."""
+    tokens = 64 if head_size <= 64 else 32
     fill = PROGRAMS_PER_PROCESSOR * processors(device) // (batch * kv_heads)
     if fill > 1:
-        splits = min(MOST_SPLITS, 1 << (fill.bit_length() - 1))
-        return AttentionTiles(splits, least=32, tokens=32)
-    splits = min(MOST_SPLITS, triton.next_power_of_2(triton.cdiv(max_len, 1024)))
-    return AttentionTiles(splits, least=512, tokens=64 if head_size <= 64 else 32)
+        return AttentionTiles(min(MOST_SPLITS, 1 << (fill.bit_length() - 1)), least=tokens, tokens=tokens)
+    splits = min(MOST_SPLITS, triton.next_power_of_2(triton.cdiv(max_len, LONG)))
+    return AttentionTiles(splits, least=LONG // 2, tokens=tokens)
 
 
 class AttentionScratch:
@@ -197,19 +232,27 @@ def decode_attention(
     out: Tensor,
     scratch: AttentionScratch,
     tiles: AttentionTiles,
+    writes_first: bool = False,
 ) -> None:
     """Rows of the qkv projection (B, (Hq + 2 Hk) D) at `positions` (B,), the cache of a layer (blocks, places, Hk, D)
     and the blocks of each sequence (B, n) -> out (B, Hq D). cos and sin are (length, D / 2) in float32. A position
-    beyond the table or the length is not written, and its output means nothing."""
+    beyond the table or the length is not written, and its output means nothing. `writes_first`: some rows belong to the
+    same sequence, so all keys and values are written before one is read."""
     batch = len(qkv)
     _, places, kv_heads, width = keys.shape
     heads = out.shape[1] // width
     limit = min(len(cos), tables.shape[1] * places)
+    sizes = {"QUERY_HEADS": heads, "KEY_HEADS": kv_heads, "WIDTH": width, "PLACES": places}
+    sizes["BLOCK"] = max(LEAST_DOT, triton.next_power_of_2(width))
+    overlap = overlapped(qkv.device)
+    if writes_first:
+        overlap = {"OVERLAP": False}  # the earlier keys are what the kernel ahead writes
+        _write[(batch, kv_heads)](
+            qkv, cos, sin, keys, values, tables, positions, tables.stride(0), limit, **sizes, num_warps=1
+        )
     _attend[(batch, kv_heads, tiles.splits)](
         qkv, cos, sin, keys, values, tables, positions, out, scratch.parts, scratch.weights, scratch.arrived,
-        tables.stride(0), limit, LOG2_E * width**-0.5,
-        QUERY_HEADS=heads, KEY_HEADS=kv_heads, WIDTH=width, PLACES=places, SPLITS=tiles.splits, LEAST=tiles.least,
+        tables.stride(0), limit, LOG2_E * width**-0.5, **sizes, SPLITS=tiles.splits, LEAST=tiles.least,
         GROUP=max(LEAST_DOT, triton.next_power_of_2(heads // kv_heads)), TOKENS=tiles.tokens,
-        BLOCK=max(LEAST_DOT, triton.next_power_of_2(width)),
-        num_warps=tiles.warps, num_stages=1, **overlapped(qkv.device),
+        num_warps=tiles.warps, num_stages=1, **overlap,
     )  # fmt: skip
