@@ -64,7 +64,7 @@ def prediction_for(
         machine = profile_here(device) if profile is None else profile_from(profile, None)
     sizes = check_asked(config, batch, machine, gpus)
     ops = operators_for(config, machine, batch.seq_len)
-    if machine.key:
+    if machine.key and machine.key == profile_key(device):
         machine = machine_for(machine, profile or profile_path(machine.key), ops.taken, device)
     return predict(config, batch, machine, ops, sizes, read_entries(ledger_path()), price)
 

@@ -48,9 +48,9 @@ MOST_PARAMETERS = {"cuda": 1 << 29, "cpu": 1 << 24}  # of the update: enough to 
 GRID_TOKENS, GRID_WIDTHS = (2048, 8192, 32768), (768, 2048, 4096, 8192, 16384)
 CPU_GRID_TOKENS, CPU_GRID_WIDTHS = (256, 1024), (192, 768, 2048)
 ATTENTION_GRID = tuple(
-    (tokens, length, heads, 4, size)
+    (tokens, length, heads, heads // 4, size)  # one ratio: FlashAttention 4 compiles a kernel for each
     for tokens, length in ((8192, 1024), (16384, 2048), (16384, 4096), (32768, 8192), (65536, 2048))
-    for heads, size in ((12, 64), (32, 64), (16, 128), (32, 128))
+    for heads, size in ((16, 64), (32, 64), (16, 128), (32, 128))
 )
 
 
