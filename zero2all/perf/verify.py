@@ -37,23 +37,18 @@ class Verified:
     measured: dict[str, Any]
 
 
-def prediction_here(
-    config: RunConfig, batch: BatchShape, profile: Path | None = None, ledger: Path | None = None
-) -> Prediction:
-    """The prediction for this machine, one process, with the operators that it would run."""
-    set_cpu_threads(config.parallel.cpu_threads, None)
-    device = pick_device(config.parallel.device)
-    machine = profile_here(device) if profile is None else profile_from(profile, device)
-    sizes = check_asked(config, batch, machine, 1)
-    ops = operators_for(config, machine, batch.seq_len)
-    own = machine_for(machine, profile or profile_path(profile_key(device)), ops.taken, device)
-    return predict(config, batch, own, ops, sizes, read_entries(ledger or ledger_path()))
-
-
 def prediction_for(
-    config: RunConfig, batch: BatchShape, cluster: str | None, gpus: int, profile: Path | None, price: float | None
+    config: RunConfig,
+    batch: BatchShape,
+    cluster: str | None = None,
+    gpus: int = 1,
+    profile: Path | None = None,
+    price: float | None = None,
+    ledger: Path | None = None,
+    runs_here: bool = False,
 ) -> Prediction:
-    """The prediction for a cluster by name, for the profile in a file, or for this machine."""
+    """The prediction for a cluster by name, for the profile in a file, or for this machine. What `runs_here` needs a
+    profile of this machine."""
     if cluster is not None and profile is not None:
         raise UsageError("--cluster and --profile both name a machine. Give one of them.")
     set_cpu_threads(config.parallel.cpu_threads, None)
@@ -61,12 +56,12 @@ def prediction_for(
     if cluster is not None:
         machine = named_cluster(cluster)
     else:
-        machine = profile_here(device) if profile is None else profile_from(profile, None)
+        machine = profile_here(device) if profile is None else profile_from(profile, device if runs_here else None)
     sizes = check_asked(config, batch, machine, gpus)
     ops = operators_for(config, machine, batch.seq_len)
     if machine.key and machine.key == profile_key(device):
         machine = machine_for(machine, profile or profile_path(machine.key), ops.taken, device)
-    return predict(config, batch, machine, ops, sizes, read_entries(ledger_path()), price)
+    return predict(config, batch, machine, ops, sizes, read_entries(ledger or ledger_path()), price)
 
 
 def scores(path: Path | None, all_machines: bool) -> tuple[int, list[Score]]:
@@ -98,7 +93,7 @@ def verify(
     config, notes = load_measured_config(source, overrides)
     for note in notes:
         say(f"verify: {note}")
-    prediction = prediction_here(config, batch, profile, ledger)
+    prediction = prediction_for(config, batch, profile=profile, ledger=ledger, runs_here=True)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     measured = run_apart(source, overrides, batch, seconds, anatomy, timeout)
