@@ -91,7 +91,8 @@ CPU_CASES = (
     Case("quickstart, full recompute", "quickstart", "8x128x1", "train.recompute=full"),
     Case("100m, 2 blocks", "z2all-100m", "1x256x1", f"{CPU} model.layers=2 model.vocab_size=4096"),
 )  # fmt: skip
-FIRST_GUESS_SECONDS = 40.0
+FIRST_GUESS_SECONDS = 30.0
+LONGER_THAN_SEEN = 1.5  # the next configuration may be larger than those already run
 
 
 def main() -> None:
@@ -100,12 +101,11 @@ def main() -> None:
     started = time.monotonic()
     cases = [case for case in (CPU_CASES if arguments.cpu else CASES) if arguments.only in case.name]
     lines = json.loads(arguments.json.read_text())["cases"] if arguments.json and arguments.json.is_file() else []
-    longest = max((line["wall_seconds"] for line in lines), default=FIRST_GUESS_SECONDS)
     for case in cases:
         if any(line["name"] == case.name for line in lines):
             continue
         left = arguments.budget_seconds - (time.monotonic() - started)
-        if left < longest:
+        if left < reserved_seconds(lines):
             print(f"stopped before {case.name}: {left:.0f} s of the budget are left. Run it again to continue.")
             break
         line = _run(case, arguments, left)
@@ -115,6 +115,13 @@ def main() -> None:
             write_json(arguments.json, {"cases": lines, "summary": summary(lines), "machine": machine()})
     print_table(table(lines), "configurations the calibration never saw")
     print_table([["what", "value"], *([name, value] for name, value in summary(lines).items())], "errors")
+
+
+def reserved_seconds(lines: list[dict[str, Any]]) -> float:
+    """What must be left of the budget to begin another configuration, from those already run."""
+    if not lines:
+        return FIRST_GUESS_SECONDS
+    return LONGER_THAN_SEEN * max(line["wall_seconds"] for line in lines)
 
 
 def _run(case: Case, arguments: argparse.Namespace, left: float) -> dict[str, Any]:

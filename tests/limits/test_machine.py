@@ -102,3 +102,13 @@ def test_a_file_that_is_no_profile_is_refused(text: str, tmp_path: Path):
     (tmp_path / "profile.json").write_text(text)
     with pytest.raises(BadInputError, match="not the profile of a machine"):
         read_machine(tmp_path / "profile.json")
+
+
+def test_an_operator_below_its_smallest_measurement_takes_its_rate_down_to_the_shortest_kernel():
+    curves = {"rms_norm": Curve(((1e8, 3e-5), (4e8, 12e-5)))}
+    machine = dataclasses.replace(named_cluster("h200"), operators=curves, launch_seconds=2e-6)
+    assert machine.operator_seconds("rms_norm", 5e7) == pytest.approx(1.5e-5)
+    assert machine.operator_seconds("rms_norm", 1e5) == pytest.approx(2e-6)
+    sizes = [1e4, 1e6, 5e7, 1e8, 1.01e8, 4e8, 1e9]
+    times = [machine.operator_seconds("rms_norm", size) for size in sizes]
+    assert times == sorted(times)

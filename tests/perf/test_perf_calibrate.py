@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 
 import pytest
@@ -14,7 +15,10 @@ from zero2all.perf import calibrate as module
 from zero2all.perf import profiles
 from zero2all.perf.batch import BatchShape, load_measured_config
 from zero2all.perf.calibrate import FigureStore, calibrate, curve, machine_for
-from zero2all.perf.calibration.stopwatch import Stopwatch, timed
+from zero2all.perf.calibration import anchor
+from zero2all.perf.calibration.anchor import clock_factor
+from zero2all.perf.calibration.figures import Setting, float8_product
+from zero2all.perf.calibration.stopwatch import Stopwatch, heats_to_hide, timed
 from zero2all.perf.predict import operators_for, predict
 
 TINY = [
@@ -78,6 +82,97 @@ def test_a_figure_that_cannot_be_measured_does_not_cost_the_others(config, threa
     assert {name.split("/")[1] for name in found.failed} == {"grad_norm", "zero"}
     assert set(found.failed.values()) == {"RuntimeError: no such kernel"}
     assert "rms_norm" in found.machine.operators
+
+
+def test_without_most_figures_there_is_no_profile_and_each_reason_is_one_line(config, threads, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("zero2all.perf.calibration.figures.product", broken)
+    with pytest.raises(BadInputError, match="No profile was written") as refused:
+        calibrate([(config, BATCH)], most_seconds=60.0)
+    assert str(refused.value).count("RuntimeError: no such kernel (") == 1
+    assert not list(profiles.profile_path(profiles.profile_key(CPU)).parent.glob("*[!s].json"))
+    failed = {"a": "x", "b": "y", "c": "y"}
+    assert module.reasons(failed) == ["y (2, the first: b)", "x (1, the first: a)"]
+    module.check_enough(failed, 7)
+    with pytest.raises(BadInputError, match="1 of 600"):
+        module.check_enough({"launch": "x"}, 600)
+
+
+@pytest.mark.parametrize("kind", ["forward", "dgrad", "wgrad"])
+def test_the_float8_product_runs_as_the_float8_layer_does(kind, monkeypatch):
+    """On a CPU with torch's own rounding in place of the Triton kernels; every name and every shape is the real one."""
+    kernels = pytest.importorskip("zero2all.ops.kernels.quantise", reason="needs triton")
+    layer = importlib.import_module("zero2all.ops.kernels.linear")
+    seen = {}
+
+    def quantise(x, dtype, scale):
+        seen.setdefault("inputs", []).append(x)
+        straight = (x / scale).to(dtype)
+        return straight, straight.t().contiguous()
+
+    def matmul(a, b, scale_a, scale_b, fast, dtype):
+        assert a.dtype.itemsize == b.dtype.itemsize == 1
+        return (a.float() * scale_a @ (b.float() * scale_b).t()).to(dtype)
+
+    def scale_of(x, dtype):
+        return kernels.scale_from_peaks(x.abs().float().flatten(), dtype)
+
+    monkeypatch.setattr(kernels, "quantise", quantise)
+    monkeypatch.setattr(kernels, "scale_of", scale_of)
+    monkeypatch.setattr(layer, "_matmul", matmul)
+    found = float8_product(kind, 32, 48, 64, CPU)().float()
+    given, other = (x.float() for x in seen["inputs"][:2])
+    exact = (given.t() if kind == "wgrad" else given) @ other
+    assert found.shape == (32, 48)
+    assert (found - exact).norm() < 0.1 * exact.norm()
+
+
+def test_products_are_brought_to_the_clock_of_a_real_step():
+    figures = {
+        "stream": {"bytes_per_second": 1e11},
+        "launch": {"launch_seconds": 1e-6, "host_op_seconds": 1e-6},
+        "peak/float32": {"flops_per_second": 1e12},
+        "matmul/forward/float32/-/64x64x64": {"seconds": 2.0, "spread": 0.0, "clock": 1.1},
+        "operator/rms_norm/torch/64": {"bytes": 10.0, "forward": 1.0, "spread": 0.0},
+        "attention/sdpa/64": {
+            **{"tokens": 64, "seq_len": 64, "heads": 1, "kv_heads": 1, "head_size": 64},
+            **{"forward": 1.0, "backward": 2.0},
+        },
+    }
+    taken = {"linear": "plain", "attention": "sdpa", "optimizer": "eager", "swiglu": "torch", "rms_norm": "torch"}
+    alone = module.machine_of(figures, {"device": "cpu"}, CPU, taken, {"watts": 400.0})
+    assert alone.matmuls[0].seconds == pytest.approx(2.2)  # at a clock 10 % above the settled one
+    step = {"seconds": 11.0, "predicted": 10.0, "arithmetic": 5.0, "watts": 690.0}
+    both = module.machine_of({**figures, "anchor/x": step}, {"device": "cpu"}, CPU, taken, {"watts": 400.0})
+    assert clock_factor(step) == pytest.approx(1.2)
+    assert both.matmuls[0].seconds == pytest.approx(1.2 * 2.2)
+    assert (both.attention[0].forward, both.attention[0].backward) == pytest.approx((1.2, 2.4))
+    assert both.operators == alone.operators  # memory does not follow the clock
+    assert both.rate_of("float32") == pytest.approx(alone.rate_of("float32") / 1.2)
+    assert (alone.watts, both.watts) == (400.0, 690.0)
+
+
+def test_an_anchor_is_a_real_step_beside_its_prediction(config, threads, monkeypatch):
+    machine = dataclasses.replace(named_cluster("h200"), multiprocessors=0)
+    for name, value in {"SECONDS": 0.01, "WARM_UP_SECONDS": 0.0, "LAYERS": 2, "PASSES": 2}.items():
+        monkeypatch.setattr(anchor, name, value)
+    monkeypatch.setattr(anchor, "BELIEVABLE", (-1e9, 1e9))
+    setting = Setting(config, operators_for(config, machine, BATCH.seq_len), BATCH, CPU)
+    figure = anchor.anchor_figure(setting, lambda: machine)
+    value = figure.measure(Stopwatch(CPU))
+    assert value["seconds"] > 0
+    assert 0 < value["arithmetic"] < value["predicted"]
+    monkeypatch.setattr(anchor, "BELIEVABLE", (1e9, 1e9))
+    with pytest.raises(BadInputError, match="more than a clock explains"):
+        figure.measure(Stopwatch(CPU))
+
+
+def test_the_heater_outlasts_the_queueing():
+    assert heats_to_hide(0.0001, 0.0035) == 1
+    assert heats_to_hide(0.006, 0.0035) == 4  # twice as long as was measured
+    assert heats_to_hide(0.006, 0.0) == 1  # before the clock has settled
 
 
 def test_figures_of_a_calibration_that_was_cut_off_are_kept(tmp_path):

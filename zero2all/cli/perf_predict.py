@@ -86,7 +86,8 @@ def _calibrate(arguments: argparse.Namespace) -> None:
     print_table(_profile_rows(found.machine), f"{found.machine.name}: {found.measured} figures measured")
     for line in _calibration_notes(found):
         print(line)
-    _write(arguments.json, {"profile": str(found.path), "left": found.left, "failed": found.failed, "gpu": found.gpu})
+    told = {"left": found.left, "failed": found.failed, "gpu": found.gpu, "anchors": found.anchors}
+    _write(arguments.json, {"profile": str(found.path), **told})
 
 
 def _profile_rows(machine: Machine) -> list[list[str]]:
@@ -115,10 +116,16 @@ def _profile_rows(machine: Machine) -> list[list[str]]:
 
 
 def _calibration_notes(found: Calibration) -> list[str]:
+    from zero2all.perf.calibrate import reasons
+
     lines = [t(f"profile: {found.path}")]
-    if found.gpu.get("sm_mhz"):
-        lines.append(t(f"clock under load: {found.gpu['sm_mhz']:.0f} MHz, {found.gpu['celsius']:.0f} °C"))
-    lines += [t(f"not measured: {name}: {why}") for name, why in list(found.failed.items())[:5]]
+    for one in found.anchors.values():
+        if one["sm_mhz"]:
+            lines.append(t(f"clock in real steps: {one['sm_mhz']:.0f} MHz, {one['celsius']:.0f} °C"))
+        lines.append(
+            t(f"a real step: {one['seconds']:.4f} s; the sum of its figures before its clock: {one['predicted']:.4f} s")
+        )
+    lines += [t(f"not measured: {line}") for line in reasons(found.failed)]
     if found.left:
         lines.append(
             t(f"{len(found.left)} figures are left, from {found.left[0]} on. Run the same command again to continue.")

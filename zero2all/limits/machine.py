@@ -7,7 +7,8 @@ A time that was measured is used as it is. Any other comes from physics:
                      waves x tile FLOPs / rate of a multiprocessor. A small tile reuses less and runs slower; of all
                      tiles the fastest is taken, as cuBLAS does. Where similar products were measured, their ratio to
                      this formula is applied.
-    operator         bytes / bandwidth, and no less than a kernel's shortest time
+    operator         bytes / bandwidth, and no less than a kernel's shortest time; below the smallest size that was
+                     measured, at the rate of that one
     collective       latency x rounds + bytes sent / bandwidth of the link, in a ring or a double tree, whichever is
                      faster
     curve            measured (size, seconds), interpolated in logarithms, beyond its ends by the rate of the last point
@@ -205,6 +206,9 @@ class Machine:
     def operator_seconds(self, name: str, size: float) -> float:
         """Of one call of an operator that moves `size` bytes; backward is its own name: `rms_norm/backward`."""
         if name in self.operators:
+            first_size, first = self.operators[name].points[0]
+            if size < first_size:  # bandwidth limits it there too, until a kernel cannot be shorter
+                return max(first * size / first_size, min(first, self.launch_seconds))
             return self.operators[name].seconds(size)
         return max(size / (WRITE_RATE * self.stream_bytes_per_second), self.launch_seconds)
 

@@ -1,7 +1,8 @@
 """`z2a perf calibrate`: measure what this machine can do, and keep it as a profile (`zero2all.limits.machine`).
 
-Figures are measured in the order of their importance: the machine, the products and operators of the configs, a coarse
-grid of products and attention for other models, other implementations. Each is on disk before the next begins, so that
+Figures are measured in the order of their importance: the machine, the products and operators of the configs and a few
+real steps of each (`zero2all.perf.calibration.anchor`), a coarse grid of products and attention for other models, other
+implementations. Each is on disk before the next begins, so that
 a calibration that ends early is continued by the same command, and one for a further config adds to the profile. No
 figure is begun when the time is up.
 """
@@ -10,15 +11,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from zero2all.common.errors import is_out_of_memory
+from zero2all.common.errors import BadInputError, is_out_of_memory
 from zero2all.common.progress import human_seconds, say
 from zero2all.config import RunConfig
 from zero2all.limits.flops import peak_flops
@@ -26,6 +29,7 @@ from zero2all.limits.machine import AttentionTime, Curve, Kind, Machine, Matmul,
 from zero2all.ops.registry import OPERATORS, resolve
 from zero2all.parallel.device import pick_device, set_cpu_threads
 from zero2all.perf.batch import BatchShape
+from zero2all.perf.calibration.anchor import anchor_figure, clock_factor
 from zero2all.perf.calibration.figures import (
     ATTENTION_GRID,
     Figure,
@@ -35,6 +39,7 @@ from zero2all.perf.calibration.figures import (
     model_products,
     operator_figures,
     product_grid,
+    settled,
     update_figures,
 )
 from zero2all.perf.calibration.stopwatch import Stopwatch
@@ -47,6 +52,7 @@ WARM_UP_SHARE = 0.15  # of the time, at most, until the clock has settled
 SAME_SIZE = 0.01  # points of a curve closer than this are one
 LEAST_FREE = 0.5  # of the memory; below it the allocator gives back what it keeps
 FLOAT8_OVER_BFLOAT16 = 2.0
+MOST_FAILED = 0.5  # of the figures of a call; with more, there is no profile
 FOR_DOCUMENTS = ("flex", "varlen")
 """Attention with documents, which no prediction is made for yet; the first takes a minute to compile."""
 
@@ -66,6 +72,7 @@ class Calibration:
     left: list[str]  # figures that the time did not suffice for
     failed: dict[str, str]  # figures that could not be measured, and why
     gpu: dict[str, Any]  # power and clock meanwhile
+    anchors: dict[str, dict[str, Any]]  # real steps beside the sum of their figures
 
 
 def calibrate(
@@ -86,10 +93,33 @@ def calibrate(
     say(f"calibrate: {key['device']}: at most {human_seconds(most_seconds)}; figures go to {store.path}")
     with watched_gpu(device) as gpu:
         left, measured = _measure_all(settings, store, device, started, most_seconds)
+    failed = {name: str(found["failed"]) for name, found in store.figures.items() if "failed" in found}
+    check_enough(failed, measured)
     machine = machine_of(store.figures, key, device, settings[0].ops.taken, gpu)
     write_machine(path, machine)
-    failed = {name: str(found["failed"]) for name, found in store.figures.items() if "failed" in found}
-    return Calibration(machine, path, measured, left, failed, gpu)
+    anchors = {name: v for name, v in store.figures.items() if name.startswith("anchor/") and "failed" not in v}
+    return Calibration(machine, path, measured, left, failed, gpu, anchors)
+
+
+def reasons(failed: Mapping[str, str]) -> list[str]:
+    """Why figures failed, a line for each reason, the most frequent first."""
+    found: dict[str, list[str]] = {}
+    for name, why in failed.items():
+        found.setdefault(why, []).append(name)
+    by_number = sorted(found.items(), key=lambda one: -len(one[1]))
+    return [f"{why} ({len(names)}, the first: {names[0]})" for why, names in by_number]
+
+
+def check_enough(failed: Mapping[str, str], measured: int) -> None:
+    """BadInputError where most figures failed, or one that a profile cannot be without."""
+    needed = [name for name in ("stream", "launch") if name in failed]
+    if not needed and len(failed) < MOST_FAILED * max(1, measured):
+        return
+    lines = "\n".join(f"  {line}" for line in reasons(failed))
+    raise BadInputError(
+        f"The calibration failed: {len(failed)} of {measured} figures could not be measured. No profile was written. "
+        f"Why:\n{lines}\nRemove the cause and run it again; what was measured is kept."
+    )
 
 
 def _measure_all(
@@ -102,7 +132,7 @@ def _measure_all(
         store.add("load", {"hot_over_cold": min(1.0, cold / hot)})
         store.add("overhead", _overhead(device))
     left, measured, said = [], 0, time.perf_counter()
-    for figure in all_figures(settings, store.figures):
+    for figure in all_figures(settings, store):
         if figure.name in store.figures:
             continue
         if time.perf_counter() - started > most_seconds:
@@ -126,12 +156,12 @@ def _one(figure: Figure, watch: Stopwatch) -> dict[str, Any]:
         if is_out_of_memory(error) and watch.device.type == "cuda":
             torch.cuda.empty_cache()
         first = str(error).splitlines()[0] if str(error) else ""
-        return {"failed": f"{type(error).__name__}: {first}"[:200]}
+        return {"failed": f"{type(error).__name__}: {first}"[:300]}
 
 
-def all_figures(settings: list[Setting], known: Figures) -> Iterator[Figure]:
+def all_figures(settings: list[Setting], store: FigureStore) -> Iterator[Figure]:
     """Everything, the most important first."""
-    device, first = settings[0].device, settings[0]
+    device, first, known = settings[0].device, settings[0], store.figures
     yield from machine_figures(device, first.dtype)
     for setting in settings:
         model = setting.model
@@ -141,6 +171,9 @@ def all_figures(settings: list[Setting], known: Figures) -> Iterator[Figure]:
             length = min(tokens, setting.batch.seq_len)
             yield attention_figure(setting, tokens, length, model.heads, model.kv_heads, model.head_size)
         yield from update_figures(setting)
+        if device.type == "cuda":
+            plain = {name: value for name, value in known.items() if not name.startswith("anchor/")}
+            yield anchor_figure(setting, partial(machine_of, plain, store.key, device, setting.ops.taken, {}))
     yield from product_grid(device, first.product_dtype, first.ops.taken["linear"])
     for sizes in ATTENTION_GRID if device.type == "cuda" else ():
         yield attention_figure(first, *sizes)
@@ -185,7 +218,7 @@ class FigureStore:
     """The figures of one profile, a JSON line each, on disk at once."""
 
     def __init__(self, path: Path, key: Mapping[str, str], again: bool = False) -> None:
-        self.path, self.figures = path, cast(Figures, {})
+        self.path, self.key, self.figures = path, key, cast(Figures, {})
         if again:
             path.unlink(missing_ok=True)
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
@@ -212,12 +245,17 @@ class FigureStore:
 def machine_of(
     figures: Figures, key: Mapping[str, str], device: torch.device, taken: Mapping[str, str], gpu: Mapping[str, Any]
 ) -> Machine:
-    """The profile for these implementations (`Ops.taken`); of an operator that was measured only by others, theirs."""
+    """The profile for these implementations (`Ops.taken`); of an operator that was measured only by others, theirs.
+    Products and attention take what they take at the clock of a real step, where one was measured."""
     good = {name: value for name, value in figures.items() if "failed" not in value}
     rates = {name.removeprefix("peak/"): v["flops_per_second"] for name, v in good.items() if name.startswith("peak/")}
     is_gpu = device.type == "cuda"
     load, launch = good.get("load", {"hot_over_cold": 1.0}), good["launch"]
-    hot = load["hot_over_cold"]
+    anchors = [value for name, value in good.items() if name.startswith("anchor/")]
+    factor = statistics.fmean(map(clock_factor, anchors)) if anchors else 1.0
+    hot = load["hot_over_cold"] / factor
+    rates = {name: rate / factor for name, rate in rates.items()}
+    watts = statistics.fmean(one["watts"] or 0.0 for one in anchors) if anchors else gpu.get("watts")
     reached = max(rates.values())
     peak = peak_flops(device_name(device)) or reached / hot  # of an unknown device: what was measured
     share = reached / (peak * hot)
@@ -237,22 +275,22 @@ def machine_of(
         host_op_seconds=launch["host_op_seconds"],
         multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 0,
         matmul_rate=share,
-        matmuls=tuple(_matmuls(good, taken)),
-        attention=tuple(_attention(good, taken)),
+        matmuls=tuple(_matmuls(good, taken, factor)),
+        attention=tuple(_attention(good, taken, factor)),
         operators=_operators(good, taken),
         copy=_copies(good),
         overhead={name: float(value) for name, value in overhead.items()},
         hot_over_cold=hot,
-        watts=float(gpu.get("watts") or 0.0),
+        watts=float(watts or 0.0),
     )
 
 
-def _matmuls(figures: Figures, taken: Mapping[str, str]) -> Iterator[Matmul]:
+def _matmuls(figures: Figures, taken: Mapping[str, str], factor: float) -> Iterator[Matmul]:
     chosen = _chosen(figures, "matmul", taken["linear"])
     for name, value in chosen.items():
         _, kind, dtype, _, sizes = name.split("/")
         m, n, k = map(int, sizes.split("x"))
-        yield Matmul(m, n, k, cast(Kind, kind), dtype, value["seconds"], value["spread"])
+        yield Matmul(m, n, k, cast(Kind, kind), dtype, factor * settled(value), value["spread"])
 
 
 def _chosen(figures: Figures, group: str, by: str) -> Figures:
@@ -269,9 +307,10 @@ def _depends(figures: Figures, place: int) -> bool:
     return any(name.split("/")[place] != "-" for name in figures)
 
 
-def _attention(figures: Figures, taken: Mapping[str, str]) -> Iterator[AttentionTime]:
+def _attention(figures: Figures, taken: Mapping[str, str], factor: float) -> Iterator[AttentionTime]:
     for value in _chosen(figures, "attention", taken["attention"]).values():
-        yield AttentionTime(**value)
+        at_clock = {name: factor * value[name] for name in ("forward", "backward")}
+        yield AttentionTime(**{**value, **at_clock})
 
 
 def _operators(figures: Figures, taken: Mapping[str, str]) -> dict[str, Curve]:

@@ -19,7 +19,7 @@ The names and what they mean to `zero2all.limits`:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zero2all.common.errors import BadInputError
 from zero2all.config import RunConfig
 from zero2all.limits.floors import Work, linear_shapes, operator_work, optimizer_work
 from zero2all.limits.machine import Kind
@@ -92,6 +93,13 @@ class Setting:
         return "float8" if self.ops.taken["linear"] == "fp8" else _name(self.dtype)
 
 
+def settled(figure: Mapping[str, Any]) -> float:
+    """The seconds of a product at the settled clock; BadInputError: it could not be measured."""
+    if "failed" in figure:
+        raise BadInputError("a product that it contains could not be measured")
+    return float(figure["seconds"] * figure.get("clock", 1.0))
+
+
 def seconds(watch: Stopwatch, make: Callable[[], Call]) -> dict[str, Any]:
     """The times of what `make` prepares."""
     return asdict(watch.time(make()))
@@ -137,7 +145,7 @@ def product(kind: Kind, m: int, n: int, k: int, dtype: torch.dtype, linear: str,
 def float8_product(kind: Kind, m: int, n: int, k: int, device: torch.device) -> Call:
     """As `zero2all.ops.kernels.linear` does it: the input of forward and dgrad is measured and rounded too."""
     from zero2all.ops.kernels.linear import _matmul
-    from zero2all.ops.quantise import quantise, scale_of
+    from zero2all.ops.kernels.quantise import quantise, scale_of
 
     e4m3, e5m2, bfloat16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
     kept = e5m2 if kind == "wgrad" else e4m3
@@ -305,15 +313,16 @@ def _beyond(
     work: Work,
     watch: Stopwatch,
 ) -> dict[str, Any]:
-    """The same for one with products: its time without theirs. Where all is one figure, `work` has no backward."""
+    """The same for one with products, at the settled clock: its time without theirs. Where all is one figure, `work`
+    has no backward."""
     forward, both = make()
     alone, together = watch.time(forward), watch.time(both)
     in_forward, in_backward = products()
     if not work.backward_bytes:
-        rest = together.seconds - in_forward - in_backward
+        rest = together.settled_seconds - in_forward - in_backward
         return {"bytes": work.forward_bytes, "forward": max(rest, 1e-7), "spread": together.spread}
-    backward = together.seconds - alone.seconds - in_backward
-    return _operator(Timed(alone.seconds - in_forward, alone.spread), backward, work)
+    backward = together.settled_seconds - alone.settled_seconds - in_backward
+    return _operator(Timed(alone.settled_seconds - in_forward, alone.spread), backward, work)
 
 
 def _operator(forward: Timed, backward: float, work: Work) -> dict[str, Any]:
@@ -341,7 +350,7 @@ def _products_in(
         for rows, columns in shapes:
             sizes = grouped_products(rows, columns, tokens, experts) if experts else products_of(rows, columns, tokens)
             for kind, m, n, k in sizes:
-                found[kind] += known[product_name(kind, m, n, k, dtype, linear)]["seconds"]
+                found[kind] += settled(known[product_name(kind, m, n, k, dtype, linear)])
         return found["forward"], found["dgrad"] + found["wgrad"]
 
     return look_up
@@ -412,7 +421,8 @@ def attention_figure(setting: Setting, tokens: int, length: int, heads: int, kv_
         forward, both = forward_and_both(setting.ops.attention, case, dtype)
         alone, together = watch.time(forward), watch.time(both)
         sizes = {"tokens": samples * length, "seq_len": length, "heads": heads, "kv_heads": kv_heads, "head_size": size}
-        return {**sizes, "forward": alone.seconds, "backward": max(together.seconds - alone.seconds, 1e-7)}
+        backward = max(together.settled_seconds - alone.settled_seconds, 1e-7)
+        return {**sizes, "forward": alone.settled_seconds, "backward": backward}
 
     return Figure(name, measure)
 
@@ -487,7 +497,7 @@ def _launch(device: torch.device, watch: Stopwatch) -> dict[str, Any]:
 
 def _peak(side: int, dtype: torch.dtype, device: torch.device, watch: Stopwatch) -> dict[str, Any]:
     found = watch.time(product("forward", side, side, side, dtype, "plain", device))
-    return {"flops_per_second": 2.0 * side**3 / found.seconds, "spread": found.spread}
+    return {"flops_per_second": 2.0 * side**3 / found.settled_seconds, "spread": found.spread}
 
 
 def _copy(direction: str, size: int, device: torch.device, watch: Stopwatch) -> dict[str, Any]:

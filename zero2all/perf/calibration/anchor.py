@@ -1,0 +1,68 @@
+"""A real training step beside the sum of its figures.
+
+Figures are measured one at a time behind a heater. A step draws another power and so runs at another clock: all its
+kernels at the same one, because the GPU follows its power over many kernels. The last figure of a config is therefore a
+few real steps of a cut of its model, long enough for the clock to settle. What arithmetic limits (products and
+attention) takes as much longer or shorter there as the clock says; what memory limits does not follow the clock:
+
+    measured step = rest + arithmetic x clock factor
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from zero2all.common.errors import BadInputError
+from zero2all.limits.machine import Machine
+from zero2all.perf.calibration.figures import Figure, Setting
+from zero2all.perf.calibration.stopwatch import Stopwatch
+from zero2all.perf.kernel_groups import ATTENTION, GEMM
+from zero2all.perf.measure import measure
+from zero2all.perf.predict import predict
+
+LAYERS, PASSES = 8, 8  # of the cut model: enough passes that the wait at the end of a step does not count
+SECONDS, WARM_UP_SECONDS = 2.5, 3.0
+BELIEVABLE = (0.85, 1.3)
+"""A factor outside is no clock: a figure is wrong, or the host was too slow."""
+
+
+def anchor_figure(setting: Setting, machine: Callable[[], Machine]) -> Figure:
+    """Real steps of a config with fewer blocks; `machine` has the profile of all figures that it is the sum of."""
+    layers = min(LAYERS, setting.model.layers)
+    model = dataclasses.replace(setting.model, layers=layers)
+    data = dataclasses.replace(setting.config.data, seq_len=setting.batch.seq_len)
+    config = dataclasses.replace(setting.config, model=model, data=data)
+    batch = dataclasses.replace(setting.batch, accumulation=PASSES)
+
+    def run(watch: Stopwatch) -> dict[str, Any]:
+        expected = predict(config, batch, machine(), setting.ops, config.parallel.asked_sizes(1))
+        if watch.device.type == "cuda":
+            torch.cuda.empty_cache()
+        found = measure(config, batch, watch.device, SECONDS, WARM_UP_SECONDS)
+        value = {
+            "seconds": found["seconds_per_iteration"],
+            "predicted": expected.step.estimate,
+            "arithmetic": expected.components[GEMM] + expected.components[ATTENTION],
+            "watts": found["gpu"].get("watts"),
+            "sm_mhz": found["gpu"].get("sm_mhz"),
+            "celsius": found["gpu"].get("celsius"),
+        }
+        factor = clock_factor(value)
+        if not BELIEVABLE[0] <= factor <= BELIEVABLE[1]:
+            raise BadInputError(
+                f"a real step took {value['seconds']:.4f} s and its figures add up to {value['predicted']:.4f} s: more "
+                f"than a clock explains. Another process may use the GPU; calibrate again with --again."
+            )
+        return value
+
+    return Figure(f"anchor/{model.hidden_size}-{model.intermediate_size}-{model.moe.experts}/{batch}", run)
+
+
+def clock_factor(value: Mapping[str, float]) -> float:
+    """What arithmetic takes in a real step / in its figures."""
+    rest = value["predicted"] - value["arithmetic"]
+    return (value["seconds"] - rest) / value["arithmetic"]
