@@ -217,8 +217,8 @@ def _family(path: Path, ranks: dict[bytes, int], pattern: str | None, control: S
         listed = ", ".join(f"{family.name} ({family.pieces:,})" for family in FAMILIES)
         raise UsageError(
             f"{path} has {len(ranks):,} pieces, which is none of the .tiktoken files that are known: {listed}. Give "
-            f"the regular expression that cuts its text with --pattern ({', '.join(TIKTOKEN_PATTERNS)}, or your own), and "
-            "its control tokens with --special, the one that ends a document first (`z2a tokenizer import`)."
+            f"the regular expression that cuts its text with --pattern ({', '.join(TIKTOKEN_PATTERNS)}, or your own), "
+            "and its control tokens with --special, the one that ends a document first (`z2a tokenizer import`)."
         )
     expression = TIKTOKEN_PATTERNS.get(pattern, pattern)
     pattern_of(expression)  # an error where it is no regular expression

@@ -202,6 +202,7 @@ def _require_expressible(model: SentencePieceModel, origin: object) -> None:
         (not model.escape_spaces, t("it does not write spaces as ▁ (escape_whitespaces is off)")),
         (UNUSED in model.types, t("it has unused pieces (a restricted vocabulary)")),
         (len(set(model.pieces)) < len(model.pieces), t("it has two pieces of the same spelling")),
+        (_missing_marks(model), t("it lacks characters of its control and byte pieces, so text could spell these")),
         (
             USER_DEFINED in model.types and model.dummy_prefix,
             t("it has user-defined pieces and puts a space before every text, which tokenizer.json cannot express"),
@@ -213,6 +214,14 @@ def _require_expressible(model: SentencePieceModel, origin: object) -> None:
                 f"The SentencePiece model {origin} cannot be used: {reason}. Save the tokenizer with a recent "
                 "transformers as tokenizer.json and use that, or train one with `z2a tokenizer train`."
             )
+
+
+def _missing_marks(model: SentencePieceModel) -> bool:
+    """A unigram encoder takes a listed piece over unknown characters, so all characters of the pieces that text must
+    not produce have to be known: then spelling always wins (see `_unigram`)."""
+    listed = zip(model.pieces, model.types, strict=True)
+    marks = {character for piece, kind in listed if kind in (CONTROL, BYTE) for character in piece}
+    return model.kind == "unigram" and not marks <= set(model.learned)
 
 
 def _normalizers(model: SentencePieceModel) -> list[dict[str, Any]]:
