@@ -1,6 +1,7 @@
 """Tokenizer files of others: the ids and texts of the reference implementations, and clear errors for other files."""
 
 import base64
+from itertools import pairwise
 
 import pytest
 
@@ -73,11 +74,11 @@ def test_sentencepiece_model_gives_the_ids_and_texts_of_the_library(name, texts,
 def small_ranks(texts):
     """A vocabulary made by plain BPE over bytes, as a .tiktoken file has it."""
     ranks = {bytes([byte]): byte for byte in range(256)}
-    words = [list(bytes([byte]) for byte in word.encode()) for text in texts[:12] for word in text.split(" ")]
+    words = [[bytes([byte]) for byte in word.encode()] for text in texts[:12] for word in text.split(" ")]
     while len(ranks) < 400:
         counts = {}
         for word in words:
-            for pair in zip(word, word[1:], strict=False):
+            for pair in pairwise(word):
                 counts[pair] = counts.get(pair, 0) + 1
         best = max(counts, key=lambda pair: (counts[pair], pair))
         ranks.setdefault(best[0] + best[1], len(ranks))
@@ -182,7 +183,7 @@ def test_files_of_an_unknown_kind_and_damaged_ones_are_refused(llama, texts, tmp
         with pytest.raises(BadInputError, match=message):
             load_tokenizer(path)
     ranks = write_ranks(tmp_path / "own.tiktoken", small_ranks(texts))
-    with pytest.raises(UsageError, match="402 pieces, which is none of the .tiktoken files that are known"):
+    with pytest.raises(UsageError, match=r"402 pieces, which is none of the .tiktoken files that are known"):
         load_tokenizer(ranks)
     with pytest.raises(UsageError, match="nor a regular expression"):
         read_foreign(ranks, "(", ["<|endoftext|>"])

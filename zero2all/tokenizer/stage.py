@@ -10,7 +10,7 @@ from zero2all.common.errors import UsageError
 from zero2all.common.files import staged_folder, write_atomic, write_json
 from zero2all.common.manifest import fingerprint, write_manifest
 from zero2all.tokenizer.config import TokenizerConfig
-from zero2all.tokenizer.foreign import find_foreign, read_foreign
+from zero2all.tokenizer.foreign import ForeignTokenizer, find_foreign, read_foreign
 from zero2all.tokenizer.load import load_tokenizer, read_tokenizer_files
 from zero2all.tokenizer.parts import corpus_parts, file_parts
 from zero2all.tokenizer.save import CONFIG_NAME, OTHER_FILES, SENTENCEPIECE_NAME, TOKENIZER_NAME
@@ -44,6 +44,7 @@ def import_tokenizer(
     Its ids stay as they are. `pattern` and `control`: see `read_foreign`. Returns the manifest's content.
     """
     path = find_foreign(source)
+    foreign: ForeignTokenizer | None
     if path is not None and (pattern is not None or control):
         foreign = read_foreign(path, pattern, control)
         tokenizer_json, config, special = foreign.json, foreign.config, {}
