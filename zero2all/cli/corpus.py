@@ -194,7 +194,7 @@ def _show_gid(corpus: Any, known: dict[str, Any], arguments: argparse.Namespace)
 
 
 def _show_records(corpus: Any, manifests: dict[str, Any], arguments: argparse.Namespace) -> None:
-    from zero2all.common.records import iter_records, text_template, training_text
+    from zero2all.common.records import TITLE_AND_TEXT, iter_records, text_template, training_text
 
     for name, manifest in manifests.items():
         template = text_template(manifest)
@@ -207,7 +207,8 @@ def _show_records(corpus: Any, manifests: dict[str, Any], arguments: argparse.Na
             continue
         for record in itertools.islice(itertools.chain([first], records), arguments.count):
             number = f"gid {record['gid']}" if "gid" in record else name
-            text = training_text(record, template)
+            # The title stands in the heading; other templates are shown as the model sees them.
+            text = record["content"] if template == TITLE_AND_TEXT else training_text(record, template)
             print(f"── {number}  {_in_a_line(record['title'])}\n{_cut(text, arguments)}\n")
 
 
