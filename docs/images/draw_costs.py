@@ -156,6 +156,7 @@ ON_A_GPU = {
     "linear": "fp32_wgrad",
     "linear_cross_entropy": "triton",
     "optimizer": "triton",
+    "embedding": "triton",
 }
 """What `ops: auto` takes on an H200."""
 PART_NAMES = {"optimizer": "optimizer moments", "masters": "masters"}

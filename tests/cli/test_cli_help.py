@@ -17,6 +17,7 @@ import pytest
 from zero2all import __version__
 from zero2all.cli.evaluate import VERBS as EVAL_VERBS
 from zero2all.cli.evaluate import with_verb
+from zero2all.cli.limits import VERBS as CALCULATORS
 from zero2all.cli.main import WHOLE_SECTIONS, build_parser, split_overrides
 from zero2all.config import RunConfig, load_config
 
@@ -48,7 +49,13 @@ def test_the_verbs_of_the_issue_are_all_there():
         *(f"data {verb}" for verb in ("show", "stats", "verify", "export", "import")),
         *("train", "anneal", "runs", "inspect", "board", "watch", "plot", "track import", "track export"),
         *(f"eval {verb}" for verb in EVAL_VERBS),
-        *("generate", "chat", "serve", "export", "import", "perf ops", "perf ablate", "perf infer", "completion"),
+        *("generate", "chat", "serve", "export", "import", "perf ops", "perf ablate", "perf infer"),
+        *(f"perf {verb}" for verb in (*CALCULATORS, "selftest")),
+        *("perf memory", "perf calibrate", "perf predict", "perf verify", "perf scoreboard"),
+        *("perf plan", "perf shapes", "perf profile"),
+        *(f"perf bench {verb}" for verb in ("dataloader", "pin", "numa", "compile", "gc", "optimizer", "allreduce")),
+        *("perf simulate", "perf explain", "perf diff"),
+        *("doctor", "completion"),
     )
     assert [" ".join(words) for words in VERBS] == list(expected)
 

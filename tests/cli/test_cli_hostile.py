@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -131,13 +132,24 @@ def test_a_number_that_cannot_be_is_answered_in_words(words, code, journey, z2a)
     assert len(ended.err) < 3000
 
 
-def test_a_large_place_in_a_run_that_exists_is_still_shown(journey, z2a):
-    ended = z2a("data", "show", "--at", "1099511627775", "--config", "tiny", "--work", journey)
+def test_a_large_place_is_shown_but_not_beyond_the_end_of_a_run(journey, z2a):
+    ended = z2a("data", "show", "--at", "1099511627775", "--work", journey)
     assert ended.code == 0, ended.err
     assert ended.out.startswith("position 1,099,511,627,775 (stage main); source ")
+    ended = z2a("data", "show", "--at", "1099511627775", "--config", "tiny", "--work", journey)
+    assert ended.code == 2
+    last = int(re.search(r"Give a number from 0 to ([\d,]+)", ended.err)[1].replace(",", ""))
+    assert z2a("data", "show", "--at", last, "--config", "tiny", "--work", journey).code == 0
+    assert z2a("data", "show", "--at", last + 1, "--config", "tiny", "--work", journey).code == 2
 
 
-NAMES = ["a\0b", "a/b", "..", ".hidden", "", "a\nb", "a\x1b[31m", "n" * 300, "run.partial-7"]
+def test_a_board_of_a_folder_that_is_not_there_is_refused(journey, z2a):
+    ended = z2a("board", journey, "mispelled", "ssh://host/x")
+    assert ended.code == 3
+    assert "no folder mispelled." in ended.err
+
+
+NAMES = ["a\0b", "a/b", "..", ".hidden", "", "a\nb", "a\x1b[31m", "n" * 300, "run.partial-7", "my run"]
 
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)

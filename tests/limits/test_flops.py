@@ -1,12 +1,14 @@
-"""The three FLOPs conventions and MFU against the reference figures."""
+"""The three FLOPs conventions and MFU against the reference figures; FLOPs against torch's own counter."""
 
+import dataclasses
 import subprocess
 import sys
 
 import pytest
+import torch
 
-from zero2all.config import load_config
-from zero2all.limits.flops import CONVENTIONS, flops_per_token, flops_utilisation, peak_flops
+from zero2all.config import load_config, preset_files
+from zero2all.limits.flops import CONVENTIONS, flops_by_group, flops_per_token, flops_utilisation, peak_flops
 from zero2all.model.config import ModelConfig
 
 
@@ -67,3 +69,52 @@ def test_unknown_device_has_no_peak_and_no_mfu(reference, device):
 def test_planning_needs_no_torch():
     code = "import sys, zero2all.limits.flops; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def one_expert_for_all(x, gates, gate_up, down, ends, swiglu):
+    """On the meta device nobody knows which experts the tokens choose; their FLOPs are the same in any of them."""
+    from zero2all.ops.experts import looped_experts
+
+    return looped_experts(x, gates, gate_up[:1], down[:1], torch.tensor([len(x)]), swiglu)
+
+
+@pytest.mark.parametrize("name", sorted(preset_files()))
+def test_torchs_counter_finds_the_palm_convention_to_the_last_flop_with_plain_operators(name, monkeypatch):
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton, whose interpreter has to be chosen first
+
+    from zero2all.model import moe
+    from zero2all.model.z2all import Z2all
+    from zero2all.ops.config import OpsConfig
+    from zero2all.ops.registry import resolve
+
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)  # it does not know the meta device
+    monkeypatch.setattr(moe, "run_experts", one_expert_for_all)
+    config = load_config(name)
+    shape = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or config.tokenizer.vocab_size)
+    plain = OpsConfig(
+        attention="math",
+        rope="eager",
+        rms_norm="torch",
+        swiglu="torch",
+        linear="plain",
+        linear_cross_entropy="off",
+        cross_entropy="torch",
+    )
+    with torch.device("meta"):
+        model = Z2all(shape, resolve(plain, "cpu")).to("meta")
+        rows = torch.zeros(1, config.data.seq_len + 1, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model.loss(rows[:, :-1], rows[:, 1:])[0].backward()
+    assert counter.get_total_flops() == flops_per_token(shape, config.data.seq_len)["palm"] * config.data.seq_len
+
+
+def test_groups_have_the_matmuls_of_the_causal_convention_and_little_else(reference):
+    groups = flops_by_group(reference, 32_768, 2048)
+    multiplied = groups.pop("matrix products").flops + groups.pop("attention").flops
+    assert multiplied == 32_768 * flops_per_token(reference, 2048)["causal"]
+    assert sum(group.flops for group in groups.values()) < 0.001 * multiplied
+    # reference/kernels.md, section 2: floors at 4.3 TB/s of 15.1, 11.0, 3.4 and 2.0 ms.
+    floors = {
+        name: round(groups[name].bytes / 4.3e9, 1) for name in ("SwiGLU", "normalisation", "RoPE", "cross entropy")
+    }
+    assert floors == {"SwiGLU": 15.1, "normalisation": 11.2, "RoPE": 3.8, "cross entropy": 2.0}

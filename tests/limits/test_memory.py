@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zero2all.config import load_config
 from zero2all.config.training import OptimConfig
+from zero2all.limits.cards import named_card
 from zero2all.limits.flops import flops_per_token, flops_utilisation, recomputed_flops_per_token
 from zero2all.limits.memory import (
     GIB,
@@ -37,7 +38,7 @@ BILLION = preset("z2all-1b", 64320)
 
 
 FUSED = {"rope": "triton", "rms_norm": "triton", "swiglu": "triton", "linear": "fp32_wgrad", "attention": "sdpa_cudnn"}
-FUSED |= {"linear_cross_entropy": "triton", "optimizer": "fused"}
+FUSED |= {"linear_cross_entropy": "triton", "optimizer": "fused", "embedding": "triton"}
 
 
 def fused(**others: str) -> dict[str, Footprint]:
@@ -50,28 +51,81 @@ AS_MEASURED = MemorySettings(2048, 16, fused())
 
 # ---- against a GPU ---------------------------------------------------------------------------------------------------
 
+WORKSPACES = named_card("h200").workspace_bytes
+QUACK = {"attention": "fa4", "swiglu": "quack", "linear_cross_entropy": "quack", "optimizer": "triton"}
+OWN = {"optimizer": "triton"}
+STEPS = {"linear": "plain", "rms_norm": "eager", "rope": "eager", "swiglu": "eager", "embedding": "torch"}
+LARGE = ModelConfig(
+    vocab_size=65536,
+    hidden_size=4096,
+    intermediate_size=14336,
+    layers=32,
+    heads=32,
+    kv_heads=8,
+    max_seq_len=4096,
+    tied_embeddings=False,
+)
+"""7.5 B parameters."""
+
 
 @pytest.mark.parametrize(
-    ("optimizer", "linear", "peak_gib", "state_gib"),
+    ("operators", "samples", "peak_gib"),
     [
-        ("triton", "fp32_wgrad", 53.7, 18.7),
-        ("triton", "fp8", 58.1, 18.7),
-        ("fused", "fp32_wgrad", 56.1, 21.0),
-        ("fused", "fp8", 60.5, 21.0),
+        (OWN, 16, 53.7136),
+        (QUACK, 16, 54.8924),
+        (QUACK, 2, 23.9709),
+        (QUACK | {"linear": "fp8", "swiglu": "triton"}, 16, 59.1483),
+        (QUACK | {"optimizer": "fused"}, 16, 57.2309),
+        (QUACK | {"rope": "eager"}, 16, 58.3299),
+        (QUACK | {"rms_norm": "eager"}, 16, 66.1424),
+        (QUACK | {"rms_norm": "triton_lean"}, 16, 49.2693),
+        (QUACK | {"swiglu": "eager"}, 16, 77.5799),
+        (QUACK | {"linear": "plain", "swiglu": "triton"}, 16, 62.4549),
+        (QUACK | {"linear_cross_entropy": "off", "cross_entropy": "eager"}, 16, 91.3721),
+        (QUACK | STEPS | {"attention": "sdpa_flash"}, 16, 95.0174),
+        (STEPS | {"attention": "sdpa_flash", "linear_cross_entropy": "off", "cross_entropy": "eager"}, 16, 133.8357),
     ],
+    ids=str,
 )
-def test_peak_of_the_1b_preset_is_within_one_percent_of_what_an_h200_measured(optimizer, linear, peak_gib, state_gib):
-    estimate = estimate_memory(BILLION, MemorySettings(2048, 16, fused(optimizer=optimizer, linear=linear)))
-    assert estimate.total / GIB == pytest.approx(peak_gib, rel=0.01)
-    assert estimate.state / GIB == pytest.approx(state_gib, rel=0.005)
+def test_peak_of_a_step_of_the_1b_preset_is_what_an_h200_measured(operators, samples, peak_gib):
+    """benchmarks/results/ablation.json."""
+    settings = MemorySettings(2048, samples, fused(**operators), passes=4, workspace_bytes=WORKSPACES)
+    assert estimate_memory(BILLION, settings).step_peak / GIB == pytest.approx(peak_gib, rel=3e-4)
 
 
-@pytest.mark.parametrize(("changes", "peak_gib"), [({"swiglu": "quack"}, 54.9), ({"linear": "fp8"}, 59.1)], ids=str)
-def test_so_is_it_with_the_softmax_inside_the_matmuls(changes, peak_gib):
-    operators = fused(optimizer="triton", attention="fa4", linear_cross_entropy="quack", **changes)
-    assert estimate_memory(BILLION, MemorySettings(2048, 16, operators)).total / GIB == pytest.approx(
-        peak_gib, rel=0.01
-    )
+@pytest.mark.parametrize(
+    ("layers", "settings", "peak_gb"),
+    [
+        (32, {"micro_batch_samples": 1, "passes": 2}, 136.5574),
+        (32, {"micro_batch_samples": 1, "passes": 2, "offload": "optimizer"}, 61.3928),
+        (44, {"micro_batch_samples": 16, "offload": "optimizer", "recompute": "full"}, 123.4277),
+    ],
+    ids=str,
+)
+def test_so_are_those_of_larger_models_with_offload_and_recomputation(layers, settings, peak_gb):
+    """benchmarks/results/offload.json."""
+    model = dataclasses.replace(LARGE, layers=layers)
+    given = MemorySettings(seq_len=4096, operators=fused(**OWN), workspace_bytes=WORKSPACES, **settings)
+    assert estimate_memory(model, given).step_peak / 1e9 == pytest.approx(peak_gb, rel=3e-4)
+
+
+def test_so_are_those_of_a_mixture_of_experts_and_of_a_dense_model_of_equal_active_size():
+    """benchmarks/results/moe.json."""
+    mixture = preset("z2all-moe", 64320)
+    inner = (mixture.moe.experts_per_token + mixture.moe.shared_experts) * mixture.moe.expert_size
+    dense = dataclasses.replace(mixture, moe=MoeConfig(), intermediate_size=inner)
+    settings = MemorySettings(2048, 16, fused(**OWN), passes=4, workspace_bytes=WORKSPACES)
+    peaks = [estimate_memory(model, settings).step_peak / GIB for model in (mixture, dense)]
+    assert peaks == pytest.approx([31.2446, 17.4810], rel=1e-3)
+
+
+def test_a_checkpoint_of_a_small_model_needs_more_than_its_passes():
+    """benchmarks/results/gpu_axes.json: 3.24 GB with 8 experts, when split masters are split again."""
+    moe = MoeConfig(experts=8, expert_size=512, shared_experts=1)
+    model = dataclasses.replace(preset("z2all-100m", 16000), moe=moe)
+    estimate = estimate_memory(model, MemorySettings(512, 2, fused(**OWN), passes=4, workspace_bytes=WORKSPACES))
+    assert estimate.worst.name == "checkpoint"
+    assert estimate.total / 1e9 == pytest.approx(3.24, abs=0.005)
 
 
 def test_split_masters_make_the_state_16_bytes_a_parameter():
@@ -268,7 +322,7 @@ def test_zero_3_keeps_whole_gradients_until_the_last_of_several_passes():
     one, two = (estimate_of(zero=3, shard=8, passes=passes).total for passes in (1, 2))
     assert two > one + 20e9
     assert two > estimate_of(zero=2, shard=8, passes=2).total
-    assert estimate_of(zero=2, shard=8, passes=2) == estimate_of(zero=2, shard=8)
+    assert estimate_of(zero=2, shard=8, passes=2).phases == estimate_of(zero=2, shard=8).phases
 
 
 def test_zero_2_borrows_three_buckets_and_a_table():

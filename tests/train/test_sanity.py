@@ -133,6 +133,7 @@ def test_checkpoints_that_are_there_already_need_no_more_room(tmp_path):
 
 
 KERNELS = {
+    "embedding": "triton",
     "rope": "triton",
     "rms_norm": "triton",
     "swiglu": "triton",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from pathlib import Path
 
 from zero2all.cli.verb import LAST_PORT, Subparsers, add_verb, default_work, whole
+from zero2all.common.errors import BadInputError
 from zero2all.common.language import translate as t
 
 
@@ -58,6 +60,7 @@ def _board(arguments: argparse.Namespace) -> None:
 
         print(t(f"fetched {CHART_LIBRARY}") if fetch_charts() else t("The chart library is there already."))
         return
+    _require_folders(arguments.places)
     from zero2all.track.server import Board, BoardOptions
 
     options = BoardOptions(arguments.host, arguments.port, arguments.token, arguments.allow_host)
@@ -71,3 +74,13 @@ def _board(arguments: argparse.Namespace) -> None:
         webbrowser.open(board.url)
     with contextlib.suppress(KeyboardInterrupt):  # the usual way to end it
         board.serve()
+
+
+def _require_folders(places: list[str]) -> None:
+    """A typing mistake would give an empty board."""
+    missing = [place for place in places if "://" not in place and not Path(place).expanduser().exists()]
+    if missing:
+        raise BadInputError(
+            f"There is no folder {', '.join(missing)}. Give folders that contain runs, such as a workspace, or make "
+            f"them first."
+        )

@@ -85,7 +85,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="CONFIG", help=about)
 
 
-def _config_of(arguments: argparse.Namespace, workspace: Workspace) -> tuple[RunConfig, bool]:
+def config_of(arguments: argparse.Namespace, workspace: Workspace) -> tuple[RunConfig, bool]:
     """The config that --config names, and whether it is that of a run."""
     from zero2all.common.schema import apply_overrides
     from zero2all.config import config_from_values, load_config
@@ -116,7 +116,7 @@ def _show(arguments: argparse.Namespace) -> None:
     from zero2all.train.setup import open_run_data
 
     workspace = workspace_of(arguments)
-    config, is_run = _config_of(arguments, workspace)
+    config, is_run = config_of(arguments, workspace)
     if arguments.source is not None:
         root = packed_root(workspace.packed, config.data)
         known = packed_sources(root)
@@ -125,8 +125,8 @@ def _show(arguments: argparse.Namespace) -> None:
         split = open_split(root, arguments.source, arguments.split)
         sample = split_sample(split, arguments.sample, config.data.seq_len, config.data.packing, workspace.corpus)
     elif arguments.at is not None:
-        data, _ = open_run_data(config, workspace, is_run)
-        sample = sample_at(data, arguments.at, workspace.corpus)
+        data, end = open_run_data(config, workspace, is_run)
+        sample = sample_at(data, arguments.at, workspace.corpus, None if arguments.config is None else end)
     else:
         raise UsageError("Name a sample: --at N of a run, or --source NAME --sample N.")
     tokenizer = load_tokenizer(workspace.tokenizer)
@@ -149,7 +149,7 @@ def _stats(arguments: argparse.Namespace) -> None:
     from zero2all.train.setup import open_run_data
 
     workspace = workspace_of(arguments)
-    config, is_run = _config_of(arguments, workspace)
+    config, is_run = config_of(arguments, workspace)
     data, budget = None, arguments.tokens
     if arguments.config is not None or budget is not None:
         data, end = open_run_data(config, workspace, is_run)

@@ -21,6 +21,7 @@ from zero2all.cli import (
     completion,
     corpus,
     data,
+    doctor,
     evaluate,
     exchange,
     generate,
@@ -216,7 +217,7 @@ def build_parser() -> Parser:
     verbs = parser.add_subparsers(title="verbs", metavar=VERB, required=True)
     stages = (overview, quickstart, corpus, tokenizer, pack, data, train, anneal, run_list)
     looks = (inspect, board, watch, plot, track)
-    for stage in (*stages, *looks, evaluate, generate, chat, serve, exchange, perf, completion):
+    for stage in (*stages, *looks, evaluate, generate, chat, serve, exchange, perf, doctor, completion):
         stage.register(verbs)
     return parser
 

@@ -100,6 +100,26 @@ def _named_path(text: str) -> Path:
     return Path(text)
 
 
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """The flag `--json FILE`, or `-` for standard output; `write_json_result` obeys it."""
+    add_output(parser, "--json", help="also write the result as JSON; - prints only that")
+
+
+def write_json_result(path: Path | None, value: object) -> bool:
+    """Write what `--json` asks for; returns whether it took standard output, where nothing else may be printed."""
+    if path is None:
+        return False
+    if str(path) != "-":
+        from zero2all.common.files import write_json
+
+        write_json(path, value)
+        return False
+    from zero2all.common.jsonio import dumps_pretty
+
+    print(dumps_pretty(value).decode(), end="")
+    return True
+
+
 def check_outputs(arguments: argparse.Namespace) -> None:
     """Refuse a path that the verb could not write to, before hours of work end there."""
     for name, flag, is_folder in getattr(arguments, "outputs", ()):

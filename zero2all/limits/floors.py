@@ -10,6 +10,7 @@ different ids, e bytes of a value, P parameters.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -66,11 +67,17 @@ def operator_work(config: ModelConfig, tokens: int, seq_len: int, value_bytes: i
     return work
 
 
+@functools.lru_cache
 def distinct_ids(vocabulary: int, tokens: int) -> float:
     """How many different ids to expect among `tokens` of them in text, where the id of rank r has about 1/r of the
     share of the first (Zipf): log((r + 1) / r) / log(vocabulary + 1), so that the shares add up to 1."""
-    whole = math.log(vocabulary + 1)
-    return math.fsum(1.0 - (1.0 - math.log1p(1 / rank) / whole) ** tokens for rank in range(1, vocabulary + 1))
+    whole, found, rank = math.log(vocabulary + 1), 0.0, 1
+    while rank <= vocabulary:  # ranks far down the list are as rare as their neighbours: a few at a time
+        width = min(1 + rank // 256, vocabulary + 1 - rank)
+        middle = rank + (width - 1) / 2
+        found += width * (1.0 - (1.0 - math.log1p(1 / middle) / whole) ** tokens)
+        rank += width
+    return found
 
 
 def optimizer_work(parameters: int) -> Work:

@@ -20,44 +20,82 @@ selective      only norms and the like, which count as 0 here; and the qkv proje
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from zero2all.limits.floors import operator_work
+from zero2all.limits.gpus import DEVICE_NAMES, GPUS
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.ops.footprint import Footprint
 
 CONVENTIONS = ("seed", "palm", "causal")
 
-DENSE_BF16_PEAK_FLOPS = {
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-PCIE-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA A800-SXM4-80GB": 312e12,
-    "NVIDIA A800 80GB PCIe": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA H800": 989e12,
-    "NVIDIA H800 PCIe": 756e12,
-}
-"""Dense bfloat16 peak by the device's whole name, from the vendor's data sheets (without sparsity). The whole name,
-because the names of slower devices (`NVIDIA H200 NVL`, a MIG slice) begin with that of a faster one."""
-
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, float]:
     """Training FLOPs of one token under each convention."""
-    counts = parameter_counts(config)
-    full_attention = 12.0 * config.layers * config.heads * config.head_size * seq_len
+    counts, width = parameter_counts(config), config.layers * config.heads * config.head_size
+    return conventions(counts["active"], counts["matmul"], width, seq_len)
+
+
+def conventions(active: float, matmul: float, attention_width: float, seq_len: float) -> dict[str, float]:
+    """Training FLOPs of one token under each convention. `attention_width`: layers x heads x head width."""
+    full_attention = 12.0 * attention_width * seq_len
     return {
-        "seed": 6.0 * counts["active"] + full_attention,
-        "palm": 6.0 * counts["matmul"] + full_attention,
-        "causal": 6.0 * counts["matmul"] + full_attention / 2,
+        "seed": 6.0 * active + full_attention,
+        "palm": 6.0 * matmul + full_attention,
+        "causal": 6.0 * matmul + full_attention / 2,
+    }
+
+
+def packed_length(lengths: Sequence[float]) -> float:
+    """The sequence length that documents packed into one row, each attending to itself only, count as."""
+    return sum(length**2 for length in lengths) / sum(lengths)
+
+
+FLOPS_PER_VALUE = {"rms_norm": (5.0, 9.0), "rope": (3.0, 3.0), "swiglu": (6.0, 10.0), "cross_entropy": (4.0, 2.0)}
+"""Forward and backward. Each add, multiply, divide and exponential counts 1. rms_norm with its residual addition."""
+ADAMW_FLOPS = 15.0
+"""Per parameter and step, counted the same way."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """FLOPs of a micro-batch, forward and backward, and the bytes that must move where memory limits."""
+
+    flops: float
+    bytes: float = 0.0
+
+
+def flops_by_group(config: ModelConfig, tokens: int, seq_len: int, value_bytes: int = 2) -> dict[str, Group]:
+    """Training work of a micro-batch by kind: matrix products (with causal attention, 3 x its forward), normalisation,
+    elementwise. The bytes are the floors of `zero2all.limits.floors`; the optimizer is one step, not one token's."""
+    shared, moe = parameter_counts(config), config.moe
+    of_experts = (moe.experts_per_token + moe.shared_experts) * moe.expert_size
+    inner = (config.layers - config.expert_layers) * config.intermediate_size + config.expert_layers * of_experts
+    work = operator_work(config, tokens, seq_len, value_bytes)
+    swiglu_bytes = work["swiglu"].total / config.intermediate_size * inner
+    rotated = config.layers * (config.heads + config.kv_heads) * config.head_size
+    normed = (2 * config.layers + 1) * config.hidden_size
+
+    def count(name: str, values: float) -> float:
+        return tokens * values * sum(FLOPS_PER_VALUE[name])
+
+    return {
+        "matrix products": Group(6.0 * tokens * shared["matmul"]),
+        "attention": Group(6.0 * tokens * config.layers * config.heads * config.head_size * seq_len),
+        "normalisation": Group(count("rms_norm", normed), (2 * config.layers + 1) * work["rms_norm"].total),
+        "SwiGLU": Group(count("swiglu", inner), swiglu_bytes),
+        "RoPE": Group(count("rope", rotated), config.layers * work["rope"].total),
+        "embedding": Group(0.0, work["embedding"].total),
+        "cross entropy": Group(count("cross_entropy", config.vocab_rows), work["cross_entropy"].total),
+        "optimizer": Group(ADAMW_FLOPS * shared["total"], work["optimizer"].total),
     }
 
 
 def peak_flops(device_name: str) -> float | None:
-    """The peak of a known device; None for any other, never a guess."""
-    return DENSE_BF16_PEAK_FLOPS.get(device_name)
+    """The dense bfloat16 peak of a device by its whole name; None for an unknown one, never a guess."""
+    name = DEVICE_NAMES.get(device_name)
+    return GPUS[name].peak_flops if name else None
 
 
 def flops_utilisation(flops: Mapping[str, float], tokens_per_second: float, device_name: str) -> dict[str, float]:

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zero2all.ops import flash_packages
-from zero2all.ops.footprint import Footprint, Sizes
+from zero2all.ops.footprint import Footprint, Moment, Sizes
 from zero2all.ops.implementation import Implementation, OpContext
 from zero2all.ops.precision import widened
 
@@ -299,12 +299,26 @@ def _saved(sizes: Sizes) -> float:
 
 
 def _saved_with_mask(sizes: Sizes) -> float:
-    """The same and the mask, as booleans and as numbers."""
-    return _saved(sizes) + (sizes.seq_len * (1 + sizes.value_bytes) if sizes.documents else 0)
+    """The same and the mask as numbers, which every block makes for itself."""
+    return _saved(sizes) + (sizes.seq_len * sizes.value_bytes if sizes.documents else 0)
 
 
-FUSED = Footprint(_saved, is_fused=True)
-MASKED = Footprint(_saved_with_mask, is_fused=True)
+def _gradients(sizes: Sizes) -> tuple[Moment, ...]:
+    """The gradients of query, key and value; that of the query is added up in float32 before it is rounded."""
+    added_up = sizes.wide_bytes if sizes.value_bytes < sizes.wide_bytes else 0
+    per_token = sizes.value_bytes * (sizes.query_size + 2 * sizes.kv_size) + added_up * sizes.query_size
+    return (Moment(per_token + 4.0 * sizes.heads),)
+
+
+def _gradients_by_math(sizes: Sizes) -> tuple[Moment, ...]:
+    """The gradients of the (T, S) weights before and after the softmax, one of them also narrow."""
+    copy = sizes.value_bytes if sizes.value_bytes < sizes.wide_bytes else 0
+    return (Moment(sizes.heads * sizes.seq_len * (2.0 * sizes.wide_bytes + copy)),)
+
+
+FUSED = Footprint(_saved, backward=_gradients, is_fused=True)
+FLEX = Footprint(_saved, backward=_gradients, is_fused=True, result_like_query=True)
+MASKED = Footprint(_saved_with_mask, backward=_gradients, is_fused=True, result_like_query=True)
 
 
 def _package(name: str, module: str) -> AttentionImplementation:
@@ -332,7 +346,7 @@ IMPLEMENTATIONS = (
         footprint=FUSED,
         prepare_documents=_boundaries,
     ),
-    AttentionImplementation("flex", flex_attention, _probe_flex, footprint=FUSED, prepare_documents=_document_blocks),
+    AttentionImplementation("flex", flex_attention, _probe_flex, footprint=FLEX, prepare_documents=_document_blocks),
     _package("fa3", flash_packages.FA3),
-    AttentionImplementation("math", math_attention, footprint=Footprint(_saved_by_math)),
+    AttentionImplementation("math", math_attention, footprint=Footprint(_saved_by_math, backward=_gradients_by_math)),
 )

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
+from zero2all.ops.footprint import Footprint
 from zero2all.ops.implementation import Implementation, needs_triton
 
 EmbeddingOp = Callable[[Tensor, Tensor], Tensor]
@@ -31,5 +32,5 @@ def triton_embedding(tokens: Tensor, weight: Tensor) -> Tensor:
 
 IMPLEMENTATIONS: tuple[Implementation[EmbeddingOp], ...] = (
     Implementation("triton", triton_embedding, needs_triton, compile_safe=False),
-    Implementation("torch", torch_embedding),
+    Implementation("torch", torch_embedding, footprint=Footprint(writes_weight_gradient=True)),
 )

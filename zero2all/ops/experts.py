@@ -7,10 +7,13 @@ compute one after the other.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zero2all.ops.footprint import Footprint, Moment, Sizes
 from zero2all.ops.implementation import has_triton
 from zero2all.ops.swiglu import SwigluOp
 
@@ -48,3 +51,59 @@ def sum_rows(rows: Tensor, places: Tensor, per_token: int) -> Tensor:
 
         return kernel(rows, places, per_token)
     return rows.index_select(0, places).unflatten(0, (-1, per_token)).sum(dim=1)
+
+
+INDEX_BYTES = 8
+"""Of the number of an expert or a token."""
+
+
+def mixture_footprint(feed_forward: Footprint, swiglu: Footprint) -> Footprint:
+    """What router and experts (`zero2all.model.moe`) save beside their input and need in their backward pass. Where the
+    feed-forward is fused, so are the experts; `feed_forward` is that of the shared experts."""
+
+    def inner(sizes: Sizes) -> float:
+        return float(sizes.value_bytes * sizes.experts_per_token * sizes.expert_size)
+
+    def shared(sizes: Sizes) -> Sizes:
+        return replace(sizes, intermediate_size=sizes.shared_size)
+
+    def saved(sizes: Sizes) -> float:
+        chosen = sizes.experts_per_token
+        found = float(sizes.wide_bytes * sizes.router_rows)  # the scores
+        found += chosen * (4 * INDEX_BYTES + 3 * sizes.wide_bytes)  # who is chosen, in which order; gates
+        found += sizes.value_bytes * chosen * sizes.hidden_size  # the tokens, sorted by expert
+        found += 2 * inner(sizes)  # gates and ups
+        if not feed_forward.is_fused:  # and their product, as it is and times the gate of the expert
+            of_all = replace(sizes, intermediate_size=chosen * sizes.expert_size)
+            found += 2 * inner(sizes) + swiglu.saved(of_all)
+        return found + (feed_forward.saved(shared(sizes)) if sizes.shared_size else 0.0)
+
+    def forward(sizes: Sizes) -> tuple[Moment, ...]:
+        returned = float(sizes.value_bytes * sizes.experts_per_token * sizes.hidden_size)
+        if feed_forward.is_fused:  # h, and what experts return
+            return (Moment(inner(sizes) + returned),)
+        return (Moment(2 * returned),)  # of each expert, and of all one after the other
+
+    def backward(sizes: Sizes) -> tuple[Moment, ...]:
+        value, chosen, hidden = sizes.value_bytes, sizes.experts_per_token, sizes.hidden_size
+        pairs = float(value * chosen * hidden)  # the gradient of what experts return, or get
+        matrices = float(value * sizes.experts * sizes.expert_size * hidden)  # all experts' down projections
+        first = feed_forward.backward(shared(sizes)) if sizes.shared_size else ()
+        done = value * hidden - feed_forward.saved(shared(sizes)) if sizes.shared_size else 0.0
+        return (
+            *first,
+            Moment(done + pairs + 4 * inner(sizes)),
+            Moment(done + pairs + 3 * inner(sizes), matrices),
+            Moment(done + 2 * pairs + 2 * inner(sizes), 2 * matrices),
+        )
+
+    def kept_results(sizes: Sizes) -> float:
+        of_experts = 2 * sizes.experts_per_token * sizes.expert_size + 2 * sizes.shared_size
+        return float(sizes.value_bytes * of_experts)
+
+    def kept_besides(sizes: Sizes) -> float:  # what the experts return; the router's logits
+        returned = sizes.value_bytes * sizes.experts_per_token * sizes.hidden_size
+        return float(returned + sizes.wide_bytes * sizes.router_rows)
+
+    fused = feed_forward.is_fused
+    return Footprint(saved, forward, backward, is_fused=fused, kept_results=kept_results, kept_besides=kept_besides)

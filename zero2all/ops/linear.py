@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zero2all.ops.footprint import Footprint, Sizes
+from zero2all.ops.footprint import Footprint, Moment, Sizes
 from zero2all.ops.gradient_sink import now_or_later, sink_of
 from zero2all.ops.implementation import Implementation, needs_float8, needs_triton
 from zero2all.ops.swiglu import SwigluOp
@@ -117,7 +117,8 @@ IMPLEMENTATIONS: tuple[Implementation[LinearOp], ...] = (
         needs_float8,
         compile_safe=False,
         tolerance=8e-2,
-        footprint=Footprint(input_copy_bytes=1, weight_copy_bytes=2),  # the weights as they are and transposed
+        # The weights as they are and transposed; their gradients are added to the sinks from tensors of their own.
+        footprint=Footprint(input_copy_bytes=1, weight_copy_bytes=2, writes_weight_gradient=True),
     ),
 )
 
@@ -159,14 +160,54 @@ def _fused(swiglu_name: str, linear_name: str) -> Callable[[Tensor, Tensor, Tens
 
 
 def feed_forward_footprint(swiglu: Implementation[SwigluOp], linear: Implementation[LinearOp]) -> Footprint:
-    """What the feed-forward of these two saves, beside its own input."""
+    """What the feed-forward of these two saves, beside its own input, and needs in its backward pass."""
     fused, copy_bytes = is_fused(swiglu.name, linear.name), linear.footprint.input_copy_bytes
 
     def saved(sizes: Sizes) -> float:
-        gates_and_ups = 2 * sizes.value_bytes * sizes.intermediate_size
+        gates_and_ups = _gates_and_ups(sizes)
         if fused:  # the product is computed again in the backward pass, or saved as a float8 copy
-            return float(gates_and_ups + copy_bytes * sizes.intermediate_size)
+            return gates_and_ups + copy_bytes * sizes.intermediate_size
         product = (copy_bytes or sizes.value_bytes) * sizes.intermediate_size
         return gates_and_ups + swiglu.footprint.saved(sizes) + product
 
-    return Footprint(saved, is_fused=fused)
+    def forward(sizes: Sizes) -> tuple[Moment, ...]:
+        result = float(sizes.value_bytes * sizes.hidden_size)
+        if fused:  # h, in float8 too
+            return (Moment((sizes.value_bytes + copy_bytes) * sizes.intermediate_size + result),)
+        return (Moment(result), *swiglu.footprint.forward(sizes))
+
+    def backward(sizes: Sizes) -> tuple[Moment, ...]:
+        if fused:
+            return _fused_moments(swiglu.name, linear.name, sizes)
+        inner, input_gradient = (
+            float(sizes.value_bytes * sizes.intermediate_size),
+            sizes.value_bytes * sizes.hidden_size,
+        )
+        matrix = inner * sizes.hidden_size if linear.footprint.writes_weight_gradient else 0.0
+        product = float(copy_bytes or sizes.value_bytes) * sizes.intermediate_size
+        copies = 2.0 * copy_bytes
+        (of_swiglu,) = swiglu.footprint.backward(sizes)
+        return (
+            Moment(inner + copies * sizes.hidden_size, matrix),
+            Moment(inner + of_swiglu.per_token - product),
+            Moment((2 * inner + 2 * copies * sizes.intermediate_size) + input_gradient - saved(sizes), 2 * matrix),
+        )
+
+    return Footprint(saved, forward, backward, is_fused=fused, kept_results=_gates_and_ups)
+
+
+def _gates_and_ups(sizes: Sizes) -> float:
+    """What the first projection returns."""
+    return 2.0 * sizes.value_bytes * sizes.intermediate_size
+
+
+def _fused_moments(swiglu_name: str, linear_name: str, sizes: Sizes) -> tuple[Moment, ...]:
+    """Of `FeedForward8`, `FeedForwardInEpilogues`, or `SwigluLinearFp32Wgrad` and `LinearFp32Wgrad`."""
+    inner, input_gradient = float(sizes.value_bytes * sizes.intermediate_size), sizes.value_bytes * sizes.hidden_size
+    if linear_name == "fp8":  # dh, and the gradients of gate and up, also in float8, straight and turned
+        copies, matrix = 4.0 * sizes.intermediate_size, 2 * inner * sizes.hidden_size
+        return (Moment(3 * inner + copies + input_gradient, matrix),)
+    if swiglu_name == "quack":  # the gradients of gate and up, and h again, which is dropped
+        return Moment(3 * inner), Moment(2 * inner + input_gradient)
+    # dh, the gradients of gate and up, and h again; then all but gate and up are freed.
+    return Moment(4 * inner), Moment(2 * inner + input_gradient - _gates_and_ups(sizes))

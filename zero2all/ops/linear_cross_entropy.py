@@ -29,7 +29,7 @@ from torch import Tensor
 
 from zero2all.ops import trial
 from zero2all.ops.cross_entropy import CrossEntropyOp, torch_cross_entropy
-from zero2all.ops.footprint import Footprint, wide_logits
+from zero2all.ops.footprint import Bytes, Footprint, Head, Moment, Sizes, nothing
 from zero2all.ops.gradient_sink import sink_of
 from zero2all.ops.implementation import (
     Implementation,
@@ -327,7 +327,55 @@ def _with_whole_head(probe: Probe = runs_anywhere) -> Probe:
     return check
 
 
-CHUNKS = Footprint(chunk_rows=CHUNK_ROWS)
+def _by_chunks(row_bytes: Bytes, second_row_bytes: Bytes = nothing) -> Head:
+    """Losses and the gradient of the hidden states (per token), that of the head in float32, and a chunk of logits."""
+
+    def forward(sizes: Sizes) -> tuple[Moment, ...]:
+        per_token, head = _gradients(sizes)
+        return (Moment(per_token, head, row_bytes(sizes), second_row_bytes(sizes)),)
+
+    return Head(forward, _after_chunks)
+
+
+def _gradients(sizes: Sizes) -> tuple[float, float]:
+    """Per token the gradient of its hidden state and its loss; and the gradient of the head."""
+    head = float(sizes.wide_bytes * sizes.vocab_rows * sizes.hidden_size)
+    return sizes.value_bytes * sizes.hidden_size + 2.0 * sizes.wide_bytes, head
+
+
+def _after_chunks(sizes: Sizes) -> tuple[Moment, ...]:
+    """Both gradients, and that of the hidden states times that of the loss. Without a sink, as in float32, the same is
+    done with the gradient of the head."""
+    per_token, head = _gradients(sizes)
+    copies = 2 if sizes.value_bytes == sizes.wide_bytes else 1
+    return (Moment(per_token + sizes.value_bytes * sizes.hidden_size, copies * head),)
+
+
+def _logits(sizes: Sizes) -> float:
+    return float(sizes.value_bytes * sizes.vocab_rows)
+
+
+def _logits_in_steps(sizes: Sizes) -> float:
+    """The logits, their copy in float32 where they are narrower, and the gradient in float32."""
+    copy = sizes.wide_bytes if sizes.value_bytes < sizes.wide_bytes else 0
+    return _logits(sizes) + (copy + sizes.wide_bytes) * sizes.vocab_rows
+
+
+def _exponentials(sizes: Sizes) -> float:
+    """Exponentials instead of logits; two numbers per tile of 192 columns, one scale per group of 64; and the hidden
+    state times a factor."""
+    padded = sizes.vocab_rows + 64.0  # columns are filled up to tiles of 128
+    return sizes.value_bytes * (padded * (1 + 1 / 64) + sizes.hidden_size) + 8 * sizes.vocab_rows / 192
+
+
+def _hidden_again(sizes: Sizes) -> float:
+    """The hidden states times a factor of the chunk before are freed only when those of the next are there."""
+    return float(sizes.value_bytes * sizes.hidden_size)
+
+
+CHUNKS = Footprint(head=_by_chunks(_logits), chunk_rows=CHUNK_ROWS)
+IN_STEPS = Footprint(head=_by_chunks(_logits_in_steps), chunk_rows=CHUNK_ROWS)
+EPILOGUES = Footprint(head=_by_chunks(_exponentials, _hidden_again), chunk_rows=EPILOGUE_CHUNK_ROWS)
 
 IMPLEMENTATIONS: tuple[Implementation[LinearCrossEntropyOp], ...] = (
     Implementation(
@@ -335,22 +383,12 @@ IMPLEMENTATIONS: tuple[Implementation[LinearCrossEntropyOp], ...] = (
         quack_linear_cross_entropy,
         _with_whole_head(_needs_quack),
         compile_safe=False,
-        footprint=Footprint(chunk_rows=EPILOGUE_CHUNK_ROWS),
+        footprint=EPILOGUES,
     ),
     Implementation("triton", triton_linear_cross_entropy, needs_triton, compile_safe=False, footprint=CHUNKS),
-    Implementation(
-        "chunked",
-        chunked_linear_cross_entropy,
-        compile_safe=False,
-        footprint=Footprint(chunk_rows=CHUNK_ROWS, logit_bytes=wide_logits),
-    ),
-    # The registry puts the chosen `cross_entropy` in place of torch's.
-    Implementation(
-        "off",
-        through_cross_entropy(torch_cross_entropy),
-        _with_whole_head(),
-        footprint=Footprint(logit_bytes=wide_logits),
-    ),
+    Implementation("chunked", chunked_linear_cross_entropy, compile_safe=False, footprint=IN_STEPS),
+    # The registry puts the chosen `cross_entropy` in place of torch's, and its footprint here.
+    Implementation("off", through_cross_entropy(torch_cross_entropy), _with_whole_head()),
     Implementation("torch", torch_linear_cross_entropy, _with_whole_head(_needs_torch_2_13), footprint=CHUNKS),
     Implementation(
         "liger",

@@ -110,6 +110,7 @@ eager_adamw = partial(_torch_adamw, "eager")
 IMPLEMENTATIONS: tuple[Implementation[OptimizerOp], ...] = (
     Implementation("triton", triton_adamw, needs_triton, footprint=Footprint(splits_masters=True)),
     Implementation("fused", fused_adamw),
-    Implementation("foreach", foreach_adamw),
-    Implementation("eager", eager_adamw),
+    # Square roots of all second moments, and of one parameter after the other the update too.
+    Implementation("foreach", foreach_adamw, footprint=Footprint(update_bytes_per_value=4.0)),
+    Implementation("eager", eager_adamw, footprint=Footprint(update_bytes_of_largest=8.0)),
 )

@@ -34,6 +34,7 @@ from zero2all.ops.attention import AttentionOp, PrepareDocuments
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.cross_entropy import CrossEntropyOp
 from zero2all.ops.embedding import EmbeddingOp
+from zero2all.ops.experts import mixture_footprint
 from zero2all.ops.footprint import Footprint
 from zero2all.ops.implementation import Implementation, OpContext
 from zero2all.ops.linear import FeedForwardOp, LinearOp
@@ -160,12 +161,13 @@ def with_deferrable_products(ops: Ops) -> Ops:
 
 
 def footprints(taken: Mapping[str, str]) -> dict[str, Footprint]:
-    """What the implementations of these names need in memory, by operator; and that of `feed_forward`."""
+    """What the implementations of these names need in memory, by operator; and `feed_forward` and `experts`."""
     chosen = {operator: _named(operator, name) for operator, name in taken.items()}
     found = {operator: implementation.footprint for operator, implementation in chosen.items()}
     if taken["linear_cross_entropy"] == "off":  # all logits go through cross_entropy
         found["linear_cross_entropy"] = found["cross_entropy"]
-    return found | {"feed_forward": linear.feed_forward_footprint(chosen["swiglu"], chosen["linear"])}
+    feed_forward = linear.feed_forward_footprint(chosen["swiglu"], chosen["linear"])
+    return found | {"feed_forward": feed_forward, "experts": mixture_footprint(feed_forward, found["swiglu"])}
 
 
 def _named(operator: str, name: str) -> Implementation[Any]:

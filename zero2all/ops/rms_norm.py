@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zero2all.ops.footprint import Footprint, Sizes
+from zero2all.ops.footprint import Footprint, Moment, Sizes
 from zero2all.ops.implementation import Implementation, needs_liger, needs_triton
 from zero2all.ops.precision import widened
 
@@ -76,19 +76,53 @@ def _saved_in_low_precision(sizes: Sizes) -> float:
     return sizes.value_bytes * sizes.hidden_size + 4.0
 
 
+def _sum_in_low_precision(sizes: Sizes) -> tuple[Moment, ...]:
+    """The sum, where a narrower copy of it is saved."""
+    return (Moment(sizes.residual_bytes * sizes.hidden_size if sizes.residual_bytes != sizes.value_bytes else 0.0),)
+
+
+def _sum_of_eager(sizes: Sizes) -> tuple[Moment, ...]:
+    """The sum, where a wider copy of it is saved."""
+    return (Moment(sizes.residual_bytes * sizes.hidden_size if sizes.residual_bytes < sizes.wide_bytes else 0.0),)
+
+
+def _sum_of_lean(sizes: Sizes) -> tuple[Moment, ...]:
+    return (Moment(float(sizes.residual_bytes * sizes.hidden_size)),)
+
+
+def _saved_sum(sizes: Sizes) -> tuple[Moment, ...]:
+    """Nothing: the sum is saved."""
+    del sizes
+    return (Moment(),)
+
+
+def _gradient(sizes: Sizes) -> tuple[Moment, ...]:
+    """The gradient of the sum, and a copy for a narrower branch."""
+    narrow = sizes.value_bytes if sizes.residual_bytes != sizes.value_bytes else 0
+    return (Moment((sizes.residual_bytes + narrow) * sizes.hidden_size),)
+
+
+def _gradient_in_steps(sizes: Sizes) -> tuple[Moment, ...]:
+    """Five products of the formula in float32 exist at once."""
+    return (Moment(5.0 * sizes.wide_bytes * sizes.hidden_size),)
+
+
+KERNEL = Footprint(_saved_by_kernel, _saved_sum, _gradient)
+IN_STEPS = Footprint(_saved_by_eager, _sum_of_eager, _gradient_in_steps)
+LOW_PRECISION = Footprint(_saved_in_low_precision, _sum_in_low_precision, _gradient)
+LEAN = Footprint(lambda _: 4.0, _sum_of_lean, _gradient)
+
 IMPLEMENTATIONS: tuple[Implementation[RmsNormOp], ...] = (
-    Implementation("triton", triton_rms_norm, needs_triton, compile_safe=False, footprint=Footprint(_saved_by_kernel)),
-    Implementation("eager", eager_rms_norm, footprint=Footprint(_saved_by_eager)),
-    Implementation("torch", torch_rms_norm, footprint=Footprint(_saved_in_low_precision)),
+    Implementation("triton", triton_rms_norm, needs_triton, compile_safe=False, footprint=KERNEL),
+    Implementation("eager", eager_rms_norm, footprint=IN_STEPS),
+    Implementation("torch", torch_rms_norm, footprint=LOW_PRECISION),
     Implementation(
         "triton_lean",
         lean_rms_norm,
         needs_triton,
         compile_safe=False,
         tolerance=2e-2,
-        footprint=Footprint(lambda _: 4.0),
+        footprint=LEAN,
     ),
-    Implementation(
-        "liger", liger_rms_norm, needs_liger, compile_safe=False, footprint=Footprint(_saved_in_low_precision)
-    ),
+    Implementation("liger", liger_rms_norm, needs_liger, compile_safe=False, footprint=LOW_PRECISION),
 )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from zero2all.ops.footprint import Footprint, Sizes
+from zero2all.ops.footprint import Footprint, Moment, Sizes
 from zero2all.ops.implementation import Implementation, needs_liger, needs_triton
 from zero2all.ops.precision import widened
 
@@ -54,15 +54,26 @@ def triton_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
 
 
 def _saved(sizes: Sizes) -> float:
-    """Rotated copies of query and key; and attention's output has the layout of such a query, head by head, so it is
-    copied for the projection after it."""
-    return float(sizes.value_bytes * (2 * sizes.query_size + sizes.kv_size))
+    """Rotated copies of query and key."""
+    return float(sizes.value_bytes * (sizes.query_size + sizes.kv_size))
 
 
-COPIES = Footprint(_saved)
+def _gradient(sizes: Sizes) -> tuple[Moment, ...]:
+    """The gradient of the projection's output, in one tensor."""
+    return (Moment(sizes.value_bytes * (sizes.query_size + 2.0 * sizes.kv_size)),)
+
+
+def _gradient_in_steps(sizes: Sizes) -> tuple[Moment, ...]:
+    """The same, and two products of query and key in float32."""
+    turned = sizes.query_size + sizes.kv_size
+    return (Moment(_gradient(sizes)[0].per_token + 2.0 * sizes.wide_bytes * turned),)
+
+
+COPIES = Footprint(_saved, backward=_gradient_in_steps)
+IN_PLACE = Footprint(backward=_gradient, overwrites_input=True)
 
 IMPLEMENTATIONS: tuple[Implementation[RopeOp], ...] = (
-    Implementation("triton", triton_rope, needs_triton, compile_safe=False, footprint=Footprint(overwrites_input=True)),
+    Implementation("triton", triton_rope, needs_triton, compile_safe=False, footprint=IN_PLACE),
     Implementation("eager", eager_rope, footprint=COPIES),
     Implementation("liger", liger_rope, needs_liger, compile_safe=False, footprint=COPIES),
 )

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zero2all.ops import trial
-from zero2all.ops.footprint import Footprint, Sizes
+from zero2all.ops.footprint import Footprint, Moment, Sizes
 from zero2all.ops.implementation import Implementation, OpContext, needs_liger, needs_quack, needs_triton
 
 SwigluOp = Callable[[Tensor], Tensor]
@@ -80,11 +80,24 @@ def _saved_by_eager(sizes: Sizes) -> float:
     return 2.0 * sizes.value_bytes * sizes.intermediate_size
 
 
+def _gradient(sizes: Sizes) -> tuple[Moment, ...]:
+    """The gradients of gate and up."""
+    return (Moment(2.0 * sizes.value_bytes * sizes.intermediate_size),)
+
+
+def _pairs_beside_copies(sizes: Sizes) -> tuple[Moment, ...]:
+    """The input, of which contiguous copies of gates and ups are saved."""
+    return (Moment(2.0 * sizes.value_bytes * sizes.intermediate_size),)
+
+
+KERNEL = Footprint(backward=_gradient)
+LIGER = Footprint(forward=_pairs_beside_copies, backward=_gradient)
+
 IMPLEMENTATIONS: tuple[Implementation[SwigluOp], ...] = (
     # Computed inside the matmuls before and after it; where those have biases, as `triton`.
-    Implementation("quack", triton_swiglu, _needs_quack, compile_safe=False),
-    Implementation("triton", triton_swiglu, needs_triton, compile_safe=False),
-    Implementation("torch", torch_swiglu, footprint=Footprint(_saved_by_torch)),
-    Implementation("eager", eager_swiglu, footprint=Footprint(_saved_by_eager)),
-    Implementation("liger", liger_swiglu, needs_liger, compile_safe=False),
+    Implementation("quack", triton_swiglu, _needs_quack, compile_safe=False, footprint=KERNEL),
+    Implementation("triton", triton_swiglu, needs_triton, compile_safe=False, footprint=KERNEL),
+    Implementation("torch", torch_swiglu, footprint=Footprint(_saved_by_torch, _pairs_beside_copies, _gradient)),
+    Implementation("eager", eager_swiglu, footprint=Footprint(_saved_by_eager, _pairs_beside_copies, _gradient)),
+    Implementation("liger", liger_swiglu, needs_liger, compile_safe=False, footprint=LIGER),
 )

@@ -174,8 +174,12 @@ class ShownSample:
         return t(f"position {self.position:,} (stage {self.stage}); {words}; epoch {self.epoch}")
 
 
-def sample_at(data: TrainingData, position: int, corpus: Path) -> ShownSample:
-    """The sample that stands at `position` of the run, counted in samples from its start."""
+def sample_at(data: TrainingData, position: int, corpus: Path, end_token: int | None = None) -> ShownSample:
+    """The sample at `position` of the run, counted in samples from its start. `end_token`: where the run ends."""
+    if end_token is not None and position >= (total := _samples_before(data, end_token)):
+        raise UsageError(
+            f"The run has {total:,} samples, so there is no sample {position:,}. Give a number from 0 to {total - 1:,}."
+        )
     if position >= LARGEST_POSITION:
         raise UsageError(f"There is no sample {position}. Give a number below {LARGEST_POSITION}.")
     before = 0
@@ -194,6 +198,13 @@ def sample_at(data: TrainingData, position: int, corpus: Path) -> ShownSample:
     stage = [stage.name for stage in data.plan if stage.from_token <= token][-1]
     shown = split_sample(split, index, segment.seq_len, data.packing, corpus)
     return replace(shown, position=position, epoch=taken // segment.order.sources[source].samples, stage=stage)
+
+
+def _samples_before(data: TrainingData, end_token: int) -> int:
+    """How many samples of the run begin before a token."""
+    ends = [segment.from_token for segment in data.segments[1:]] + [end_token]
+    pairs = zip(data.segments, ends, strict=True)
+    return sum(one.position_at(min(end, end_token)) for one, end in pairs if one.from_token < end_token)
 
 
 def split_sample(split: PackedSplit, index: int, seq_len: int, packing: str, corpus: Path) -> ShownSample:

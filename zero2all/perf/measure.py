@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from zero2all.config import RunConfig
 from zero2all.limits.flops import flops_per_token, flops_utilisation, peak_flops
 from zero2all.model import config as model_config
+from zero2all.model.recompute import apply_recompute
 from zero2all.model.rope import rope_tables
 from zero2all.model.z2all import Z2all, compile_model
 from zero2all.ops.cut_vocabulary import Exchange, cut_linear_cross_entropy
@@ -140,7 +141,7 @@ def _measure(
     shaped = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=batch.seq_len))
     whole = batch.samples * batch.accumulation
     state.cuda_graph = choose_cuda_graph(shaped, state.model, device, 1, batch.samples, whole)
-    iterate = _iterations(state, batch, config.train.z_loss, device)
+    iterate = iterations(state, batch, config.train.z_loss, device)
     pace = pace_of(iterate, batch.accumulation, device, seconds, warm_up_seconds)
     found = {**figures(config, batch, pace, device), "state_gib": state_bytes / 2**30, "ops": choices(ops)}
     return found | {"cuda_graph": state.cuda_graph is not None and state.cuda_graph.is_captured}
@@ -181,6 +182,7 @@ def random_state(config: RunConfig, ops: Ops, device: torch.device, tensor: Axis
         model = Z2all(config.model, ops)
     if tensor is not None:
         cut_model(model, tensor)
+    apply_recompute(model, config.train.recompute, config.train.recompute_every)
     model.to(DTYPES[config.train.precision]).to_empty(device=device)
     model.cos, model.sin = rope_tables(config.model, config.model.max_seq_len, device)
     generator = torch.Generator(device).manual_seed(SEED)
@@ -202,7 +204,19 @@ def random_tokens(vocab_size: int, batch: BatchShape, device: torch.device) -> T
     return torch.randint(0, vocab_size, shape, device=device, generator=generator)
 
 
-def _iterations(state: TrainState, batch: BatchShape, z_loss: float, device: torch.device) -> Iterate:
+def _no_phase(_: str) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+def iterations(
+    state: TrainState,
+    batch: BatchShape,
+    z_loss: float,
+    device: torch.device,
+    phase: Callable[[str], AbstractContextManager[Any]] = _no_phase,
+) -> Iterate:
+    """The iteration of a run, on random tokens; `phase` is entered around forward, backward and update (a CUDA graph is
+    forward and backward in one)."""
     model = state.model
     tokens = random_tokens(model.config.vocab_ids, batch, device)
     # Each token has the same share of the mean over an iteration.
@@ -213,13 +227,17 @@ def _iterations(state: TrainState, batch: BatchShape, z_loss: float, device: tor
         for number in range(micro_batches):
             rows = tokens[number % len(tokens)]
             if state.cuda_graph is not None:
-                losses = state.cuda_graph(rows, shares)
+                with phase("forward and backward"):
+                    losses = state.cuda_graph(rows, shares)
             else:
-                total, losses = model.loss(rows[:, :-1], rows[:, 1:], shares, None, z_loss)
-                total.backward()
+                with phase("forward"):
+                    total, losses = model.loss(rows[:, :-1], rows[:, 1:], shares, None, z_loss)
+                with phase("backward"):
+                    total.backward()
             loss = loss + (losses * shares).sum()
-        norm = state.weights.squared_norm_share().sqrt()
-        update(state, LEARNING_RATE, (CLIP_NORM / norm).clamp(max=1.0), ~torch.isfinite(norm))
+        with phase("update"):
+            norm = state.weights.squared_norm_share().sqrt()
+            update(state, LEARNING_RATE, (CLIP_NORM / norm).clamp(max=1.0), ~torch.isfinite(norm))
         return loss
 
     return iterate
@@ -326,8 +344,11 @@ def _allocated_bytes(device: torch.device) -> int:
 
 def _state_bytes(state: TrainState, device: torch.device, before: int) -> int:
     """Weights, masters, gradient and moments."""
-    if device.type == "cuda":
-        return _allocated_bytes(device) - before
+    return _allocated_bytes(device) - before if device.type == "cuda" else state_bytes_of(state)
+
+
+def state_bytes_of(state: TrainState) -> int:
+    """The same by the sizes of the tensors."""
     flat = state.weights
     assert isinstance(flat, FlatWeights), "one process is not sharded"
     buffers = {buffer.data_ptr(): buffer.nbytes for buffer in (flat.weights, flat.masters, flat.gradients)}

@@ -182,11 +182,21 @@ def _times(
     function: Function, case: Case, device: torch.device, dtype: torch.dtype, least_seconds: float
 ) -> tuple[float, float]:
     """Seconds of forward and of backward."""
+    forward, both = forward_and_both(function, case, dtype)
+    alone = seconds_of(forward, device, least_seconds)
+    together = seconds_of(both, device, least_seconds)
+    return alone, max(together - alone, 0.0)
+
+
+def forward_and_both(
+    function: Function, case: Case, dtype: torch.dtype
+) -> tuple[Callable[[], Any], Callable[[], None]]:
+    """What runs the forward pass of a case, and what runs forward and backward; the case gives its inputs away."""
     inputs = [value.to(dtype).requires_grad_() for value in case.inputs]
     case.inputs.clear()
     gathers = case.gathers_into_main and dtype != torch.float32
     if gathers:
-        _gather_into_main(inputs[-1])
+        gather_into_main(inputs[-1])
     outputs = case.call(function, inputs)
     directions = [torch.randn_like(output) for output in outputs]
     del outputs
@@ -203,12 +213,10 @@ def _times(
         for value in inputs:
             value.grad = None
 
-    alone = seconds_of(forward, device, least_seconds)
-    together = seconds_of(both, device, least_seconds)
-    return alone, max(together - alone, 0.0)
+    return forward, both
 
 
-def _gather_into_main(weight: Tensor) -> None:
+def gather_into_main(weight: Tensor) -> None:
     """As `zero2all.train.weights` does: gradients are summed in float32, by the operator or after it."""
     weight.gradient_sink = GradientSink(torch.zeros(weight.shape, device=weight.device))  # type: ignore[attr-defined]
     take_from_autograd(weight)
@@ -299,7 +307,7 @@ def _optimizer(
     parameters = whole if device.type == "cuda" else min(whole, CPU_PARAMETERS)
     constants = AdamW(config.optim.beta1, config.optim.beta2, config.optim.eps)
     split_masters = implementation.footprint.splits_masters and dtype == torch.bfloat16
-    group = _random_flat(parameters, config, device, torch.float32, dtype, split_masters)
+    group = random_flat(parameters, config, device, torch.float32, dtype, split_masters)
     function, updates = implementation.function, torch.ones((), device=device)
     scale, skip = torch.ones((), device=device), torch.zeros((), dtype=torch.bool, device=device)
     seconds = seconds_of(lambda: function([group], updates, scale, skip, constants), device, least_seconds)
@@ -313,7 +321,7 @@ def _optimizer_error(
     constants = AdamW(config.optim.beta1, config.optim.beta2, config.optim.eps)
     changes = []
     for update, wide, narrow in ((function, torch.float32, dtype), (eager_adamw, torch.float64, torch.float64)):
-        group = _random_flat(EXACT_PARAMETERS, config, device, wide, narrow, split_masters and update is function)
+        group = random_flat(EXACT_PARAMETERS, config, device, wide, narrow, split_masters and update is function)
         before = _masters_of(group).clone()
         group.lr = 1.0  # so that the change is not lost in the rounding of the weight
         updates, scale = torch.full((), 3.0, device=device), torch.full((), 0.5, dtype=wide, device=device)
@@ -326,7 +334,7 @@ def _masters_of(group: Flat) -> Tensor:
     return join(group.weights, group.masters) if group.masters.dtype == torch.int16 else group.masters
 
 
-def _random_flat(
+def random_flat(
     parameters: int,
     config: RunConfig,
     device: torch.device,
@@ -334,6 +342,7 @@ def _random_flat(
     narrow: torch.dtype,
     split_masters: bool = False,
 ) -> Flat:
+    """Parameters, gradients and moments of random values, as the optimizer takes them."""
     torch.manual_seed(0)
     masters, gradients, firsts, seconds = (torch.randn(parameters, device=device).to(wide) for _ in range(4))
     seconds = seconds.abs_()

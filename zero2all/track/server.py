@@ -60,9 +60,7 @@ class Board:
 
     def notes(self) -> list[str]:
         """What the person should know, one sentence each."""
-        notes = [] if has_charts() else [MISSING]
-        missing = [root.folder for root in self.library.roots if root.mirror is None and not root.folder.is_dir()]
-        return notes + [f"{folder} does not exist yet. Its runs appear here once it does." for folder in missing]
+        return [] if has_charts() else [MISSING]
 
 
 def open_roots(places: Sequence[str], mirrors: Path) -> list[Root]:

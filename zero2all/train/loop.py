@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -275,7 +276,10 @@ class TrainingLoop:
     def begin(self) -> None:
         """Restore the guards, and check what can be checked without training."""
         prepared = self.prepared
-        self.log.event("start", {"notes": prepared.notes, "environment": prepared.environment})
+        facts: dict[str, Any] = {"notes": prepared.notes, "environment": prepared.environment}
+        if self.world.device.type == "cuda":
+            facts["memory_bytes"] = torch.cuda.get_device_properties(self.world.device).total_memory
+        self.log.event("start", facts)
         if prepared.checkpoint is not None:
             self._restore(prepared.checkpoint)
         else:

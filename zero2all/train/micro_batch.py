@@ -26,6 +26,7 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json, write_json
 from zero2all.common.progress import counted
 from zero2all.config import RunConfig, with_new_names
+from zero2all.limits.cards import cublas_workspace
 from zero2all.limits.held import HeldStage
 from zero2all.limits.memory import ALLOWANCE, KINDS_APART, MemorySettings, estimate_memory
 from zero2all.model.config import ModelConfig
@@ -235,6 +236,7 @@ def memory_settings(config: RunConfig, ops: Ops, mesh: Mesh, samples: int) -> Me
         offload=config.parallel.offload,
         one_step_late=config.parallel.offload_one_step_late,
         bucket_bytes=config.parallel.bucket_mb * 1e6,
+        workspace_bytes=workspace_here(),
     )
     cuts_model = settings.tensor * settings.pipeline * settings.expert > 1
     if settings.zero not in (1, 2) or settings.shard == 1 or cuts_model:
@@ -243,6 +245,11 @@ def memory_settings(config: RunConfig, ops: Ops, mesh: Mesh, samples: int) -> Me
     return dataclasses.replace(
         settings, owned=owned_values(config.model, settings.optimizer, settings.shard, bucket_values)
     )
+
+
+def workspace_here() -> float:
+    """What cuBLAS takes of torch's memory on this machine; 0 without a GPU."""
+    return cublas_workspace(torch.cuda.get_device_capability()[0]) if torch.cuda.is_available() else 0.0
 
 
 def stage_of(config: RunConfig, mesh: Mesh, passes: int) -> HeldStage | None:

@@ -1,0 +1,108 @@
+"""The calculators at the command line: a config, a known model or plain numbers; JSON; every problem at once."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from zero2all.cli.limits import VERBS
+from zero2all.config import load_config
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_example_of_every_calculator_prints_a_table_with_its_convention(verb, z2a):
+    ended = z2a(*shlex.split(VERBS[verb][2])[1:])
+    assert (ended.code, ended.err) == (0, "")
+    assert "what" in ended.out
+    assert len(ended.out.rstrip().splitlines()[-1]) > 40, "the convention or a note"
+
+
+def test_json_goes_to_a_file_beside_the_table_or_to_standard_output_alone(z2a, tmp_path):
+    alone = json.loads(z2a("perf", "zero", "--params", "7.5B", "--gpus", "64", "--json", "-").out)
+    assert alone["terms"]["zero 1"] == {"value": 31.40625e9, "unit": "bytes", "formula": "(2 + 2) P + 12 P / n"}
+    assert "31.41 GB" in z2a("perf", "zero", "--params", "7.5e9", "--gpus", "64", "--json", tmp_path / "zero.json").out
+    assert json.loads((tmp_path / "zero.json").read_text()) == alone
+
+
+def total(z2a, *words):
+    return json.loads(z2a("perf", "params", *words, "--json", "-").out)["terms"]["total"]["value"]
+
+
+def test_a_model_is_a_preset_a_published_one_or_its_dimensions(z2a):
+    llama = ["--hidden-size", "4096", "--layers", "32", "--heads", "32", "--intermediate-size", "11008"]
+    assert total(z2a, "llama-2-7b") == total(z2a, *llama, "--vocab-size", "32000") == 6_738_415_616
+    assert total(z2a, *llama, "--vocab-size", "32000", "--tied") == 6_738_415_616 - 32000 * 4096
+    assert total(z2a, "z2all-1b") - total(z2a, "z2all-1b", "--model.layers", "21") == 45_092_864
+    gpt = ["--gpt", "--hidden-size", "12288", "--layers", "96", "--vocab-size", "51200", "--seq-len", "2048"]
+    assert total(z2a, *gpt) == total(z2a, "gpt-3") == 174_615_822_336
+    moe = ["--experts", "256", "--experts-per-token", "8", "--expert-size", "2048", "--shared-experts", "1"]
+    deepseek = ["--hidden-size", "7168", "--layers", "61", "--heads", "128", "--intermediate-size", "18432", *moe]
+    deepseek += ["--dense-layers", "3", "--latent", "1536,512,128,64,128", "--vocab-size", "129280"]
+    assert total(z2a, *deepseek) == total(z2a, "deepseek-v3") == 671_026_279_424
+
+
+def test_a_config_says_how_many_tokens_its_run_has(z2a):
+    spent = json.loads(z2a("perf", "time", "z2all-1b", "--tokens-per-second", "73185", "--json", "-").out)["terms"]
+    config = load_config("z2all-1b")
+    assert spent["tokens"]["value"] == config.train.steps * config.train.tokens_per_step
+    assert spent["time"]["value"] == pytest.approx(spent["tokens"]["value"] / 73185)
+
+
+def test_all_problems_are_named_at_once_each_with_its_rule(z2a):
+    ended = z2a("perf", "mfu", "--params", "abc", "--layers", "0", "--gpu", "h2000", "--tokens-per-second", "-3")
+    assert ended.code == 2
+    assert "problems: 4" in ended.err
+    for words in ("--params: got 'abc'", "--layers: got '0'", "--gpu: got 'h2000'", "--tokens-per-second: got '-3'"):
+        assert words in ended.err
+    assert "a100" in ended.err
+    assert "--peak-tflops" in ended.err
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200 NVL", "h1000", "NVIDIA GeForce RTX 4090", "H100 "])
+def test_an_unknown_gpu_gets_no_guess(name, z2a):
+    ended = z2a("perf", "mfu", "tinyllama", "--tokens-per-second", "24000", "--gpu", name)
+    assert ended.code == 2
+    assert "the exact name of a known one" in ended.err
+    assert "MFU" not in ended.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["params"], "MODEL: got nothing"),
+        (["params", "llama-9"], "llama-3.1-8b"),
+        (["params", "gpt-3", "--layers", "3"], "no --layers beside it"),
+        (["params", "z2all-1b", "--model.layers", "0"], "model.layers: got 0"),
+        (["params", "llama-2-7b", "--model.layers", "3"], "a published model is taken as it is"),
+        (["params", "--hidden-size", "64"], "--layers, --heads, --vocab-size, --intermediate-size"),
+        (["zero", "--params", "7B"], "--gpus: got nothing"),
+        (["cost", "gpt-3", "--tokens", "1B", "--mfu", "140%", "--price", "2"], "--mfu: got '140%'"),
+        (["failure", "--gpus", "8", "--probability", "nan"], "--probability: got 'nan'"),
+        (["checkpoint", "--mtbf", "3 hours"], "--mtbf: got '3 hours'"),
+        (["zero", "--params", "7B", "--gpus", "8", "--recipe", "adam"], "adamw-fp32"),
+    ],
+)
+def test_what_is_missing_or_does_not_fit_is_said(words, said, z2a):
+    ended = z2a("perf", *words)
+    assert (ended.code, ended.out) == (2, "")
+    assert said in ended.err
+
+
+def test_the_selftest_prints_its_table(z2a):
+    ended = z2a("perf", "selftest")
+    assert ended.code == 0
+    assert "Daly" in ended.out
+    assert "agree. The largest difference is" in ended.out
+
+
+def test_a_calculator_needs_neither_torch_nor_numpy():
+    code = """
+import sys
+sys.modules["torch"] = sys.modules["numpy"] = None
+from zero2all.cli import main
+sys.exit(main(["perf", "flops", "z2all-1b", "--gpu", "h200"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

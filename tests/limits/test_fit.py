@@ -1,0 +1,49 @@
+"""What would make a run fit, and GPUs by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.limits.test_pass_memory import FOOTPRINTS
+from zero2all.common.errors import UsageError
+from zero2all.limits.cards import CARDS, GIB, Card, named_card
+from zero2all.limits.fit import changes_that_help, process_bytes
+from zero2all.limits.memory import MemorySettings, estimate_memory
+from zero2all.model.config import ModelConfig
+
+MODEL = ModelConfig(vocab_size=64000, hidden_size=4096, intermediate_size=14336, layers=32, heads=32, kv_heads=8)
+SETTINGS = MemorySettings(4096, 4, FOOTPRINTS["own"], passes=2)
+
+
+def test_every_change_that_is_named_needs_less_and_says_rightly_whether_it_fits():
+    card = named_card("h200")
+    now = process_bytes(estimate_memory(MODEL, SETTINGS), SETTINGS, card)
+    assert now > card.memory_bytes
+    changes = changes_that_help(MODEL, SETTINGS, card)
+    for change in changes:
+        needed = process_bytes(estimate_memory(MODEL, change.settings), change.settings, card)
+        assert needed == change.process_bytes < now
+        assert change.fits == (needed <= card.memory_bytes)
+    named = {change.text: change.fits for change in changes}
+    assert named["--parallel.offload optimizer"]
+    assert not named["--train.recompute selective"]
+
+
+def test_where_no_change_is_enough_alone_pairs_are_tried():
+    card = Card("small", 60 * GIB, 8)
+    fitting = [change for change in changes_that_help(MODEL, SETTINGS, card, ranks=1) if change.fits]
+    assert fitting
+    assert all(len(change.fields) == 2 for change in fitting if "parallel.zero" not in change.fields)
+
+
+def test_what_a_run_does_already_is_not_proposed():
+    settings = MemorySettings(4096, 1, FOOTPRINTS["own"], recompute="full", offload="optimizer")
+    for change in changes_that_help(MODEL, settings, named_card("a100-80g")):
+        assert not change.fields.keys() & {"train.recompute", "train.micro_batch_samples", "optim.kind"}
+
+
+def test_an_unknown_gpu_gets_no_guess():
+    with pytest.raises(UsageError, match=r"b300 is not known\. Known are a100-40g"):
+        named_card("b300")
+    assert named_card("H200") is CARDS["h200"]
+    assert named_card("h200").workspace_bytes == 64 * 2**20

@@ -1,0 +1,109 @@
+"""`z2a perf memory`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zero2all.cli.verb import Subparsers, add_output, add_verb, real, whole
+from zero2all.common.errors import UsageError
+from zero2all.common.language import translate as t
+
+if TYPE_CHECKING:
+    from zero2all.limits.cards import Card
+    from zero2all.perf.memory import MemoryReport
+
+CONFIG_HELP = "a preset (quickstart, z2all-100m, z2all-1b, z2all-moe) or the path of a YAML file"
+
+
+def register(inner: Subparsers) -> None:
+    """Add the verb."""
+    parser = add_verb(
+        inner,
+        "memory",
+        "where the memory of a training run goes, phase by phase; whether it fits a GPU, and what would make it fit",
+        "z2a perf memory z2all-1b --gpu h200\n"
+        "  z2a perf memory z2all-1b --gpu a100-80g --train.micro_batch_samples 32 --picture memory.png\n"
+        "  z2a perf memory big.yaml --memory-gib 24 --ranks 8 --parallel.zero 2 --json -",
+        _memory,
+        takes_overrides=True,
+    )
+    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
+    parser.add_argument(
+        "--gpu", default=None, metavar="NAME", help="a100-40g, a100-80g, h100, h200 or b200 (default: this machine's)"
+    )
+    parser.add_argument(
+        "--memory-gib",
+        type=real(0.0, is_open=True),
+        default=None,
+        metavar="N",
+        help="memory of another GPU, in GiB (2^30 bytes), as torch reports it",
+    )
+    parser.add_argument("--ranks", type=whole(1), default=1, metavar="N", help="processes, one per GPU (default 1)")
+    parser.add_argument(
+        "--json", default=None, metavar="FILE", help="also write it as JSON; - for standard output only"
+    )
+    add_output(parser, "--picture", help="draw the phases as stacked bars against the card (PNG)")
+
+
+def _memory(arguments: argparse.Namespace) -> int:
+    from zero2all.perf.memory import as_json, memory_report, write_picture
+
+    report = memory_report(arguments.config, arguments.overrides, _card(arguments), arguments.ranks)
+    if arguments.json == "-":
+        print(json.dumps(as_json(report), indent=2))
+    else:
+        _print(report)
+    if arguments.json not in (None, "-"):
+        from zero2all.common.files import write_json
+
+        write_json(Path(arguments.json), as_json(report))
+    if arguments.picture is not None:
+        print(write_picture(report, arguments.picture))
+    return 0
+
+
+def _card(arguments: argparse.Namespace) -> Card | None:
+    """The GPU that is asked about; None: that of this machine."""
+    from zero2all.limits.cards import GIB, HOPPER, Card, named_card
+
+    if arguments.gpu is not None and arguments.memory_gib is not None:
+        raise UsageError("--gpu and --memory-gib both say how much memory there is. Give one of them.")
+    if arguments.gpu is not None:
+        return named_card(arguments.gpu)
+    if arguments.memory_gib is not None:
+        return Card(f"a GPU of {arguments.memory_gib:g} GiB", arguments.memory_gib * GIB, HOPPER)
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "This machine has no GPU that torch can use. Say which one is meant with --gpu, or how much memory it has "
+            "with --memory-gib."
+        )
+    return None
+
+
+def _print(report: MemoryReport) -> None:
+    from zero2all.cli.table import print_table
+    from zero2all.perf.memory import changes_table, parts_table, phases_table, verdict
+
+    settings = report.settings
+    for note in report.notes:
+        print(t(note))
+    print_table(
+        parts_table(report),
+        f"one process of {report.ranks}: micro-batches of {settings.micro_batch_samples} x {settings.seq_len} tokens, "
+        f"{settings.passes} per step; GiB = 2^30 bytes",
+    )
+    print_table(
+        phases_table(report),
+        f"peak = what is there all the time + the worst phase ({t(report.estimate.worst.name)}); allocated by torch",
+    )
+    for place, count in (("host memory", report.estimate.host), ("disk", report.estimate.disk)):
+        if count:
+            print(t(f"{place}: {count / 2**30:.2f} GiB per process"))
+    print(t(verdict(report)))
+    if report.changes:
+        print_table(changes_table(report), "what would need less memory, computed by the same estimate")

@@ -1,0 +1,106 @@
+"""`z2a perf plan`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zero2all.cli.verb import Subparsers, add_json, add_output, add_verb, real, whole, write_json_result
+from zero2all.common.errors import UsageError
+from zero2all.common.language import translate as t
+
+if TYPE_CHECKING:
+    from zero2all.limits.machine import Machine
+    from zero2all.perf.plan import LayoutPlan
+
+EXAMPLE = """z2a perf plan z2all-1b --gpus 8 --cluster h100 --output planned.yaml
+  z2a perf plan z2all-1b --gpus 1 --cluster h200 --measure 3
+  z2a train planned.yaml"""
+
+
+def register(inner: Subparsers) -> None:
+    """Add the verb."""
+    parser = add_verb(
+        inner,
+        "plan",
+        "find the fastest layout on N GPUs: micro-batch, recompute, ZeRO and every axis; write its config",
+        EXAMPLE,
+        _plan,
+        takes_overrides=True,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="a preset or the path of a YAML file")
+    parser.add_argument("--gpus", type=whole(1), required=True, metavar="N", help="number of GPUs")
+    parser.add_argument(
+        "--cluster", default=None, metavar="NAME", help="a100-80g, h100, h200 or b200, from data sheets"
+    )
+    parser.add_argument("--profile", type=Path, default=None, metavar="FILE", help="profile of `z2a perf calibrate`")
+    parser.add_argument("--top", type=whole(1), default=10, metavar="N", help="layouts to show (default 10)")
+    parser.add_argument(
+        "--measure", type=whole(1), default=None, metavar="N", help="measure the best N on the GPU of this machine"
+    )
+    parser.add_argument(
+        "--seconds", type=real(0.0), default=8.0, metavar="N", help="measured seconds per layout (default 8)"
+    )
+    parser.add_argument(
+        "--timeout-seconds", type=real(1.0), default=300.0, metavar="N", help="stop a measurement then (default 300)"
+    )
+    add_output(parser, "--output", help="write the config of the best layout")
+    add_json(parser)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from zero2all.cli.table import print_table
+    from zero2all.perf.batch import load_measured_config
+    from zero2all.perf.plan import config_of, measure_candidates, plan_cells, plan_json, plan_layouts
+
+    config, _ = load_measured_config(arguments.config, arguments.overrides)
+    plan = plan_layouts(config, arguments.gpus, _machine(arguments), max(arguments.top, arguments.measure or 0))
+    if arguments.measure is not None:
+        plan = measure_candidates(plan, arguments.measure, arguments.seconds, arguments.timeout_seconds)
+    if arguments.output is not None:
+        from zero2all.common.files import write_atomic
+        from zero2all.config import config_yaml, load_config
+
+        whole_config = load_config(arguments.config, arguments.overrides)
+        text = config_yaml(config_of(whole_config, plan.candidates[0].row))
+        write_atomic(arguments.output, text.encode())
+    if write_json_result(arguments.json, plan_json(plan)):
+        return
+    print_table(plan_cells(plan.candidates[: arguments.top]), _title(plan))
+    print("\n".join(_notes(plan)))
+    if arguments.output is not None:
+        print(arguments.output)
+
+
+def _machine(arguments: argparse.Namespace) -> Machine:
+    from zero2all.limits.machine import named_cluster, read_machine
+
+    if (arguments.cluster is None) == (arguments.profile is None):
+        raise UsageError("Name the machine, either with --cluster (a100-80g, h100, h200, b200) or with --profile FILE.")
+    return named_cluster(arguments.cluster) if arguments.cluster else read_machine(arguments.profile)
+
+
+def _title(plan: LayoutPlan) -> str:
+    return t(
+        f"{plan.gpus} x {plan.machine.name} ({plan.machine.source}): predicted seconds of a step and tokens/s of all "
+        f"GPUs; MFU causal; GiB of the fullest process"
+    )
+
+
+def _notes(plan: LayoutPlan) -> list[str]:
+    from zero2all.perf.plan import compare
+
+    best = plan.candidates[0]
+    lines = [t(f"{plan.considered:,} layouts keep the rules, {plan.fitting:,} of them fit.")]
+    parts = ", ".join(
+        f"{t(part.name)} {1e3 * part.estimate:.1f} ms" for part in best.time.parts if part.estimate > 5e-5
+    )
+    lines.append(t(f"The best: {parts}"))
+    for number, other in enumerate(plan.candidates[1:4], 2):
+        lines.append(t(f"  against number {number}: {compare(best, other)}"))
+    lines += [t("What another choice would cost:"), *(f"  {line}" for line in plan.alternatives)]
+    lines.append(t("Rejected, by the first rule that a layout breaks:"))
+    for rule, count in sorted(plan.rejected.items(), key=lambda one: -one[1]):
+        lines.append(f"  {count:>8,}  {t(rule)}")
+    return lines

@@ -1,0 +1,338 @@
+"""`z2a perf calibrate`, `predict`, `verify` and `scoreboard`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero2all.cli.verb import Subparsers, add_output, add_verb, real, whole
+from zero2all.common.errors import UsageError
+from zero2all.common.language import translate as t
+
+if TYPE_CHECKING:
+    from zero2all.limits.machine import Machine
+    from zero2all.perf.calibrate import Calibration
+    from zero2all.perf.predict import Prediction
+
+CONFIG_HELP = "a preset (quickstart, z2all-100m, z2all-1b, z2all-moe) or the path of a YAML file"
+BATCH_HELP = "samples per pass x tokens x passes per step, in each data-parallel process (default: the config's)"
+PROFILE_HELP = "a profile that `z2a perf calibrate` wrote (default: the one of this machine)"
+DEFAULT_CONFIG = {"cuda": "z2all-1b", "cpu": "quickstart"}
+GIB = 2**30
+
+
+def register(inner: Subparsers) -> None:
+    """Add the verbs."""
+    _register_calibrate(inner)
+    _register_predict(inner)
+    _register_verify(inner)
+    parser = add_verb(
+        inner,
+        "scoreboard",
+        "show how wrong predictions have been on this machine, by component",
+        "z2a perf scoreboard",
+        _scoreboard,
+    )
+    add_output(parser, "--ledger", help="the ledger (default: predictions.jsonl beside the profiles)")
+    parser.add_argument("--all-machines", action="store_true", help="also predictions for other machines or versions")
+    _add_json(parser)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", default=None, metavar="FILE", help="also write it as JSON (-: to standard output)")
+
+
+def _register_calibrate(inner: Subparsers) -> None:
+    parser = add_verb(
+        inner,
+        "calibrate",
+        "measure what this machine can do, under sustained load, and keep it as a profile",
+        "z2a perf calibrate z2all-1b\n  z2a perf calibrate z2all-1b z2all-moe --seconds 240",
+        _calibrate,
+        takes_overrides=True,
+    )
+    parser.add_argument(
+        "configs",
+        nargs="*",
+        metavar="CONFIG",
+        help=f"models whose own shapes are measured: {CONFIG_HELP} (default: z2all-1b, on a CPU quickstart)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=real(1.0),
+        default=180.0,
+        metavar="N",
+        help="begin no figure after this (default 180); the same command continues",
+    )
+    parser.add_argument("--batch", default=None, metavar="BxTxA", help=BATCH_HELP)
+    parser.add_argument("--again", action="store_true", help="measure everything again")
+    add_output(parser, "--profile", help="file of the profile (default: by device in ~/.cache/zero2all/profiles)")
+    _add_json(parser)
+
+
+def _calibrate(arguments: argparse.Namespace) -> None:
+    from zero2all.cli.table import print_table
+    from zero2all.perf.batch import check_batch, load_measured_config, own_batch, parse_batch
+    from zero2all.perf.calibrate import calibrate
+
+    configs = []
+    for source in arguments.configs or [_default_config()]:
+        config, _ = load_measured_config(source, arguments.overrides)
+        batch = own_batch(config) if arguments.batch is None else parse_batch(arguments.batch)
+        check_batch(batch, config)
+        configs.append((config, batch))
+    found = calibrate(configs, arguments.seconds, arguments.again, arguments.profile)
+    print_table(_profile_rows(found.machine), f"{found.machine.name}: {found.measured} figures measured")
+    for line in _calibration_notes(found):
+        print(line)
+    _write(arguments.json, {"profile": str(found.path), "left": found.left, "failed": found.failed, "gpu": found.gpu})
+
+
+def _default_config() -> str:
+    from zero2all.parallel.device import pick_device
+
+    return DEFAULT_CONFIG[pick_device("auto").type]
+
+
+def _profile_rows(machine: Machine) -> list[list[str]]:
+    """The most telling figures of a profile."""
+    rows = [
+        ["what", "value"],
+        [t("copy bandwidth (read and written)"), f"{machine.stream_bytes_per_second / 1e9:,.1f} GB/s"],
+    ]
+    for dtype in machine.peak_flops:
+        own = [one for one in machine.matmuls if one.dtype == dtype]
+        for kind in ("forward", "dgrad", "wgrad"):
+            rates = [2e-12 * one.m * one.n * one.k / one.seconds for one in own if one.kind == kind]
+            if rates:
+                cells = f"{max(rates):,.4g} / {sum(rates) / len(rates):,.4g} TFLOPS, {len(rates)}"
+                rows.append([t(f"{dtype} {kind}: best / mean, shapes"), cells])
+    spreads = sorted(one.spread for one in machine.matmuls)
+    rows.append([t("spread of a figure (IQR / median), median"), f"{100 * spreads[len(spreads) // 2]:.1f} %"])
+    rows.append([t("shortest kernel"), f"{1e6 * machine.launch_seconds:.1f} µs"])
+    rows.append([t("host, per operator"), f"{1e6 * machine.host_op_seconds:.1f} µs"])
+    rows.append([t("rate under load / in a burst"), f"{machine.hot_over_cold:.3f}"])
+    for name, curve in machine.copy.items():
+        size, seconds = curve.points[-1]
+        rows.append([t(f"copy {name}"), f"{size / seconds / 1e9:.1f} GB/s"])
+    rows += [[t(f"memory: {name}"), f"{size / 2**20:,.0f} MiB"] for name, size in machine.overhead.items()]
+    return [*rows, [t("power under load"), f"{machine.watts:.0f} W"]] if machine.watts else rows
+
+
+def _calibration_notes(found: Calibration) -> list[str]:
+    lines = [t(f"profile: {found.path}")]
+    if found.gpu.get("sm_mhz"):
+        lines.append(t(f"clock under load: {found.gpu['sm_mhz']:.0f} MHz, {found.gpu['celsius']:.0f} °C"))
+    lines += [t(f"not measured: {name}: {why}") for name, why in list(found.failed.items())[:5]]
+    if found.left:
+        lines.append(
+            t(f"{len(found.left)} figures are left, from {found.left[0]} on. Run the same command again to continue.")
+        )
+    return lines
+
+
+def _register_predict(inner: Subparsers) -> None:
+    parser = add_verb(
+        inner,
+        "predict",
+        "predict step time, tokens/s, MFU, memory, energy and cost of a run, from the profile of a machine",
+        "z2a perf predict z2all-1b --batch 16x2048x16\n"
+        "  z2a perf predict z2all-1b --cluster h100 --gpus 16 --parallel.zero 1 --price 2.5",
+        _predict,
+        takes_overrides=True,
+    )
+    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
+    parser.add_argument("--batch", default=None, metavar="BxTxA", help=BATCH_HELP)
+    parser.add_argument("--cluster", default=None, metavar="NAME", help="from data sheets: a100-80g, h100, h200, b200")
+    parser.add_argument("--gpus", type=whole(1), default=1, metavar="N", help="processes, one GPU each (default 1)")
+    parser.add_argument("--profile", type=Path, default=None, metavar="FILE", help=PROFILE_HELP)
+    parser.add_argument(
+        "--price", type=real(0.0), default=None, metavar="USD", help="price of a GPU for an hour, for the cost"
+    )
+    _add_json(parser)
+
+
+def _predict(arguments: argparse.Namespace) -> int:
+    from zero2all.cli.table import print_table
+    from zero2all.limits.ledger import read_entries
+    from zero2all.limits.machine import named_cluster
+    from zero2all.parallel.device import pick_device, set_cpu_threads
+    from zero2all.perf.batch import load_measured_config, own_batch, parse_batch
+    from zero2all.perf.calibrate import machine_for
+    from zero2all.perf.predict import check_asked, operators_for, predict
+    from zero2all.perf.profiles import ledger_path, profile_from, profile_here, profile_key, profile_path
+
+    if arguments.cluster is not None and arguments.profile is not None:
+        raise UsageError("--cluster and --profile both name a machine. Give one of them.")
+    config, notes = load_measured_config(arguments.config, arguments.overrides)
+    set_cpu_threads(config.parallel.cpu_threads, None)
+    batch = own_batch(config) if arguments.batch is None else parse_batch(arguments.batch)
+    path = arguments.profile
+    if arguments.cluster is not None:
+        machine = named_cluster(arguments.cluster)
+    elif path is not None:
+        machine = profile_from(path, None)
+    else:
+        device = pick_device(config.parallel.device)
+        machine, path = profile_here(device), profile_path(profile_key(device))
+    sizes = check_asked(config, batch, machine, arguments.gpus)
+    ops = operators_for(config, machine, batch.seq_len)
+    if path is not None and machine.key:
+        machine = machine_for(machine, path, ops.taken, pick_device(config.parallel.device))
+    found = predict(config, batch, machine, ops, sizes, read_entries(ledger_path()), arguments.price)
+    if arguments.json != "-":
+        title = f"{arguments.config} on {arguments.gpus} x {machine.name} ({machine.source}), batch {batch}"
+        print_table(_prediction_rows(found), title)
+        print_table(_part_rows(found), "seconds of a step by part, of one process")
+        for line in [*notes, *_prediction_notes(found)]:
+            print(line)
+    _write(arguments.json, found.as_json())
+    return 0
+
+
+def _prediction_rows(found: Prediction) -> list[list[str]]:
+    from zero2all.common.progress import human_seconds
+    from zero2all.perf.predict import mfu
+
+    low, high = found.interval
+    step, seconds = found.step, found.corrected
+    rows = [
+        ["what", "value", "how"],
+        [t("step, estimate"), f"{step.estimate:.4f} s", t("sum of the parts below")],
+        [t("step, corrected"), f"{seconds:.4f} s", t(f"x {found.correction:.3f}, from {found.entries} verified runs")],
+        [t("90 % interval"), f"{low:.4f} – {high:.4f} s", ""],
+        [t("lower bound"), f"{step.lower:.4f} s", t("peak arithmetic and bandwidth, nothing waits")],
+        [t("upper bound"), f"{step.upper:.4f} s", t("nothing hidden, slow kernels")],
+        [t("tokens/s"), f"{step.tokens / seconds:,.0f}", t(f"{step.tokens:,} tokens a step, all processes")],
+    ]
+    for name, value in mfu(found).items():
+        rows.append([t(f"MFU, {name}"), f"{100 * value:.1f} %", t("model FLOPs / (time x processes x peak)")])
+    capacity = found.machine.memory_bytes
+    rows += [
+        [t("peak allocated"), f"{found.peak_bytes / GIB:.2f} GiB", t("per process, on the device")],
+        [t("peak reserved"), f"{found.reserved_bytes / GIB:.2f} GiB", t("with what the allocator keeps")],
+        [
+            t("device in use"),
+            f"{found.needed_bytes / GIB:.2f} GiB",
+            t(f"of {capacity / GIB:.1f} GiB; with context"),
+        ],
+        [
+            t("whole run"),
+            human_seconds(found.run_seconds),
+            t(f"{found.steps:,} steps, {found.budget_tokens / 1e9:.2f} B tokens; no failures, checkpoints, evaluation"),
+        ],
+    ]
+    if found.machine.watts:
+        power = t(f"{found.machine.watts:.0f} W x {found.settings.processes}, GPUs alone")
+        rows.append([t("energy"), f"{found.joules / 3.6e6:,.1f} kWh", power])
+    if found.cost is not None:
+        hours = found.run_seconds / 3600 * found.settings.processes
+        rows.append([t("cost"), f"{found.cost:,.2f} USD", f"{hours:,.1f} h x {found.price_per_hour:g} USD"])
+    return rows
+
+
+def _part_rows(found: Prediction) -> list[list[str]]:
+    rows = [["part", "lower", "estimate", "upper", "hidden", "share", "TFLOP", "GB"]]
+    for part in found.step.parts:
+        figures = [f"{value:.4f}" for value in (part.lower, part.estimate, part.upper, part.hidden)]
+        share = f"{100 * part.estimate / found.step.estimate:.1f} %"
+        work = [f"{part.flops / 1e12:,.1f}" if part.flops else "", f"{part.bytes / 1e9:,.2f}" if part.bytes else ""]
+        rows.append([t(part.name), *figures, share, *work])
+    return rows
+
+
+def _prediction_notes(found: Prediction) -> list[str]:
+    lines = []
+    if not found.fits:
+        short = (found.needed_bytes - found.machine.memory_bytes) / GIB
+        lines.append(t(f"It does not fit: {short:.1f} GiB are missing. `z2a perf memory` says what would make it fit."))
+    if found.cost is None:
+        lines.append(t("No cost: the price of a GPU is not known. Give it with --price."))
+    if found.machine.source != "measured":
+        lines.append(t("From data sheets: within 10 to 20 %. `z2a perf calibrate` on the machine makes it closer."))
+    return lines
+
+
+def _register_verify(inner: Subparsers) -> None:
+    parser = add_verb(
+        inner,
+        "verify",
+        "predict a config, run a few real steps of it, compare, and add both to the ledger",
+        "z2a perf verify z2all-1b --batch 16x2048x4\n"
+        "  z2a perf verify z2all-1b --train.recompute full --batch 32x2048x2",
+        _verify,
+        takes_overrides=True,
+    )
+    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
+    parser.add_argument("--batch", default=None, metavar="BxTxA", help=BATCH_HELP)
+    parser.add_argument(
+        "--seconds", type=real(0.0), default=6.0, metavar="N", help="measure about this long (default 6)"
+    )
+    parser.add_argument(
+        "--timeout", type=real(1.0), default=300.0, metavar="N", help="stop the run after this (default 300 s)"
+    )
+    parser.add_argument("--no-components", action="store_true", help="do not profile a step")
+    parser.add_argument("--profile", type=Path, default=None, metavar="FILE", help=PROFILE_HELP)
+    add_output(parser, "--ledger", help="the ledger (default: predictions.jsonl beside the profiles)")
+    _add_json(parser)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from zero2all.cli.table import print_table
+    from zero2all.perf.batch import load_measured_config, own_batch, parse_batch
+    from zero2all.perf.verify import comparison, machine_line, verify
+
+    config, _ = load_measured_config(arguments.config, arguments.overrides)
+    batch = own_batch(config) if arguments.batch is None else parse_batch(arguments.batch)
+    found = verify(
+        arguments.config,
+        arguments.overrides,
+        batch,
+        arguments.seconds,
+        arguments.timeout,
+        not arguments.no_components,
+        arguments.profile,
+        arguments.ledger,
+    )
+    rows = comparison(found)
+    if arguments.json != "-":
+        print_table(rows, f"{arguments.config}, batch {batch}: {machine_line(found.prediction.machine)}")
+    _write(arguments.json, {"entry": found.entry, "measured": found.measured})
+    return 0
+
+
+def _scoreboard(arguments: argparse.Namespace) -> int:
+    from zero2all.cli.table import print_table
+    from zero2all.limits.ledger import of_machine, read_entries, scoreboard
+    from zero2all.parallel.device import pick_device
+    from zero2all.perf.profiles import ledger_path, profile_key
+    from zero2all.perf.verify import score_rows
+
+    path = arguments.ledger or ledger_path()
+    entries = read_entries(path)
+    if not arguments.all_machines:
+        entries = of_machine(entries, profile_key(pick_device("auto")))
+    if not entries:
+        raise UsageError(
+            f"{path} has no verified predictions of this machine. Make one: `z2a perf verify CONFIG`, or show those of "
+            f"other machines with --all-machines."
+        )
+    scores = scoreboard(entries)
+    if arguments.json != "-":
+        print_table(score_rows(scores), f"{len(entries)} verified predictions; error = predicted / measured - 1")
+    _write(arguments.json, [dataclasses.asdict(score) for score in scores])
+    return 0
+
+
+def _write(path: str | None, value: Any) -> None:
+    if path == "-":
+        from zero2all.common.jsonio import dumps_pretty
+
+        sys.stdout.write(dumps_pretty(value).decode())
+    elif path is not None:
+        from zero2all.common.files import write_json
+
+        write_json(Path(path), value)

@@ -1,0 +1,207 @@
+"""`z2a perf shapes` and `z2a perf profile`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+from zero2all.cli.verb import Subparsers, add_json, add_output, add_verb, real, whole, write_json_result
+from zero2all.common.errors import UsageError
+from zero2all.common.language import translate as t
+
+CONFIG_HELP = "a preset (quickstart, z2all-100m, z2all-1b, z2all-moe) or the path of a YAML file"
+GPUS = ("a100-80g", "h100", "h200", "b200")
+
+
+def register(inner: Subparsers) -> None:
+    """Add the verbs."""
+    _register_shapes(inner)
+    _register_profile(inner)
+
+
+def _register_shapes(inner: Subparsers) -> None:
+    parser = add_verb(
+        inner,
+        "shapes",
+        "six rules for the sizes of a model, a config checked against them, and the fastest SwiGLU width near 8/3 h",
+        "z2a perf shapes\n  z2a perf shapes --check z2all-1b --gpu h100 --output shapes\n"
+        "  z2a perf shapes --check my.yaml --measure --seconds 60 --json -",
+        _shapes,
+        takes_overrides=True,
+    )
+    parser.add_argument("--check", default=None, metavar="CONFIG", help=CONFIG_HELP)
+    parser.add_argument(
+        "--gpu", choices=GPUS, default="h200", help="whose tiles and waves the arithmetic assumes (default h200)"
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="time the products of each width here: on the GPU, or the CPU without one",
+    )
+    parser.add_argument(
+        "--seconds", type=real(0.0), default=60.0, metavar="N", help="start no width after this many (default 60)"
+    )
+    add_output(parser, "--output", is_folder=True, help="folder for shapes.png and shapes.json (default: none)")
+    add_json(parser)
+
+
+def _shapes(arguments: argparse.Namespace) -> None:
+    from zero2all.cli.table import print_table
+    from zero2all.limits.machine import named_cluster
+    from zero2all.limits.shapes import RULES, check_shape, modelled_width, widths_near
+
+    is_quiet = str(arguments.json) == "-"
+    if not is_quiet:
+        print_table([["", "rule", "why"], *([str(one.number), t(one.rule), t(one.why)] for one in RULES)])
+    if arguments.check is None:
+        if arguments.overrides or arguments.measure:
+            raise UsageError("There is no config to check or measure. Name one: --check CONFIG.")
+        write_json_result(arguments.json, {"rules": [dataclasses.asdict(one) for one in RULES]})
+        return
+    from zero2all.perf.batch import load_measured_config
+    from zero2all.perf.shapes import draw_shapes, shape_of
+
+    config, _ = load_measured_config(arguments.check, arguments.overrides)
+    machine, shape = named_cluster(arguments.gpu), shape_of(config)
+    findings = check_shape(shape, machine)
+    hidden, own, dtype = shape.model.hidden_size, shape.model.intermediate_size, config.train.precision
+    widths = widths_near(hidden, shape.tensor, [own], multiple=shape.multiple)
+    rows = [modelled_width(shape.tokens, hidden, width, shape.tensor, machine, dtype) for width in widths]
+    result: dict[str, Any] = {
+        "config": arguments.check,
+        "gpu": arguments.gpu,
+        "multiprocessors": machine.multiprocessors,
+        "tokens_per_micro_batch": shape.tokens,
+        "rules": [dataclasses.asdict(one) for one in RULES],
+        "findings": [dataclasses.asdict(one) for one in findings],
+        "widths_by_arithmetic": [_width_json(row) for row in rows],
+    }
+    if not is_quiet:
+        print_table(_finding_cells(findings), f"{arguments.check} on {arguments.gpu}")
+        about = f"SwiGLU by tiles and waves of {arguments.gpu}, {dtype}, {shape.tokens:,} tokens of a micro-batch"
+        print_table(_width_cells(rows, hidden, own), about)
+    if arguments.measure:
+        rows = _measure(arguments, config, shape, widths, result, is_quiet) or rows
+    if arguments.output is not None:
+        said = draw_shapes(shape, machine, rows, arguments.output / "shapes.png")
+        print(said, file=sys.stderr if is_quiet else None)
+        write_json_result(arguments.output / "shapes.json", result)
+    write_json_result(arguments.json, result)
+
+
+def _measure(
+    arguments: argparse.Namespace, config: Any, shape: Any, widths: list[int], result: dict[str, Any], is_quiet: bool
+) -> list[Any]:
+    """Measured rows; the file in --output holds what was found after every width."""
+    from zero2all.cli.table import print_table
+    from zero2all.perf.shapes import MeasuredWidths, measure_shape
+
+    def keep(found: MeasuredWidths) -> None:
+        rows = [_width_json(row) for row in found.rows]
+        result["widths_measured"] = {"device": found.device, "tokens": found.tokens, "widths": rows}
+        if arguments.output is not None:
+            write_json_result(arguments.output / "shapes.json", result)
+
+    found = measure_shape(config, shape, widths, arguments.seconds, keep)
+    if found.rows and not is_quiet:
+        about = f"SwiGLU measured on {found.device}, {config.train.precision}, {found.tokens:,} tokens"
+        print_table(_width_cells(found.rows, shape.model.hidden_size, shape.model.intermediate_size), about)
+    return found.rows
+
+
+def _finding_cells(findings: list[Any]) -> list[list[str]]:
+    rows = [
+        [str(one.rule), one.what, one.value, t("holds") if one.is_kept else t("broken"), t(one.says), t(one.nearest)]
+        for one in findings
+    ]
+    return [["rule", "size", "value", "verdict", "because", "nearest that keeps it"], *rows]
+
+
+def _width_cells(rows: list[Any], hidden: int, own: int) -> list[list[str]]:
+    from zero2all.limits.shapes import best_width, swiglu_products
+
+    names = [f"{one.name} {one.kind}" for one in swiglu_products(1, 1, 1)]
+    best, cells = best_width(rows, hidden), []
+    for row in rows:
+        marks = [t("advised")] if row is best else []
+        marks += [t("the config's")] if row.width == own else []
+        marks += [] if row.is_aligned else [t("rows not aligned")]
+        times = [f"{1e3 * seconds:.3f}" for seconds in row.seconds]
+        total = f"{1e3 * sum(row.seconds):.3f}"
+        cells.append(
+            [f"{row.width}", f"{row.width / hidden:.3f}", *times, total, f"{row.tflops:.4g}", ", ".join(marks)]
+        )
+    return [["width f", "f / h", *(f"{name} ms" for name in names), "ms", "TFLOPS", ""], *cells]
+
+
+def _width_json(row: Any) -> dict[str, Any]:
+    return {**dataclasses.asdict(row), "tflops": row.tflops}
+
+
+def _register_profile(inner: Subparsers) -> None:
+    parser = add_verb(
+        inner,
+        "profile",
+        "a few iterations of training taken apart: groups of kernels, the slowest with their floors, memory over time",
+        "z2a perf profile z2all-1b --output profile\n  z2a perf profile quickstart --batch 16x128x1 --json -",
+        _profile,
+        takes_overrides=True,
+    )
+    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
+    parser.add_argument(
+        "--batch",
+        default=None,
+        metavar="BxTxA",
+        help="samples per pass x tokens x passes per iteration (default: the config's with at most 4 passes; on a CPU "
+        "a small one)",
+    )
+    parser.add_argument(
+        "--steps", type=whole(1), default=3, metavar="N", help="iterations under the profiler (default 3)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=real(0.0),
+        default=120.0,
+        metavar="N",
+        help="profile fewer iterations if all would take longer than this (default 120)",
+    )
+    add_output(parser, "--output", is_folder=True, help="folder of the results (default: profile-CONFIG)")
+    add_json(parser)
+
+
+def _profile(arguments: argparse.Namespace) -> None:
+    from zero2all.cli.table import print_table
+    from zero2all.perf.batch import load_measured_config, parse_batch
+    from zero2all.perf.profile import profile_config
+    from zero2all.perf.profile_page import (
+        as_json,
+        block_cells,
+        group_cells,
+        kernel_cells,
+        memory_cells,
+        phase_cells,
+        title_of,
+        write_profile,
+    )
+
+    batch = None if arguments.batch is None else parse_batch(arguments.batch)
+    config, _ = load_measured_config(arguments.config, arguments.overrides)
+    name = Path(arguments.config).stem
+    output = arguments.output or Path(f"profile-{name}")
+
+    def keep(so_far: Any) -> None:
+        write_json_result(output / "profile.json", as_json(so_far))
+
+    found = profile_config(name, config, batch, arguments.steps, arguments.seconds, output, keep)
+    written = write_profile(found, output)
+    if str(arguments.json) != "-":
+        print_table(group_cells(found), title_of(found))
+        for cells in (phase_cells(found), kernel_cells(found), memory_cells(found), block_cells(found)):
+            if len(cells) > 1:
+                print_table(cells)
+        for line in (*map(t, found.notes), *written):
+            print(line)
+    write_json_result(arguments.json, as_json(found))

@@ -1,0 +1,393 @@
+"""`z2a perf simulate`, `z2a perf explain` and `z2a perf diff`: a run that is to come, one that was, and two of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero2all.cli.runs import add_run, open_run
+from zero2all.cli.verb import Subparsers, add_output, add_verb, add_work, real, whole
+from zero2all.common.errors import UsageError
+from zero2all.common.language import translate as t
+
+if TYPE_CHECKING:
+    from zero2all.limits.simulate import Change, Outcome, Plan, Slowness
+    from zero2all.perf.explain import Explanation
+    from zero2all.perf.run_diff import RunDiff
+
+FINDINGS = "what costs most, and what to change"
+JSON_HELP = "also write it as JSON; - writes only that, to standard output"
+SIMULATE_EXAMPLE = """z2a perf simulate --nodes 2048 --tokens 15.6e12 --tokens-per-gpu-second 220 --price 2
+  z2a perf simulate --nodes 16 --days 30 --interval-seconds 3600 --slow-nodes 0.001,1.2,24 --picture months.png"""
+
+
+def register(inner: Subparsers) -> None:
+    """Add the verbs."""
+    _register_simulate(inner)
+    _register_explain(inner)
+    _register_diff(inner)
+
+
+def _register_simulate(inner: Subparsers) -> None:
+    parser = add_verb(
+        inner,
+        "simulate",
+        "simulate a run of months with failures, checkpoints and slow nodes: goodput, days, cost, what helps most",
+        SIMULATE_EXAMPLE,
+        _simulate,
+    )
+    add = parser.add_argument
+    positive = real(0.0, is_open=True)
+    add("--nodes", type=whole(1), required=True, metavar="N", help="nodes that train")
+    add("--gpus-per-node", type=whole(1), default=8, metavar="N", help="GPUs of a node (default 8)")
+    add("--tokens", type=positive, default=None, metavar="N", help="tokens to train on, with --tokens-per-gpu-second")
+    add(
+        "--tokens-per-gpu-second",
+        type=positive,
+        default=None,
+        metavar="N",
+        help="speed of a GPU while nothing disturbs",
+    )
+    add("--days", type=positive, default=None, metavar="N", help="days of undisturbed training, instead of --tokens")
+    rate_help = "failures per GPU-hour (default 1.97e-05: 419 in 54 days on 16,384 GPUs, Llama 3)"
+    add("--failures-per-gpu-hour", type=real(0.0), default=None, metavar="X", help=rate_help)
+    shares_help = "shares of the kinds of failure (default process=0.75,node=0.2,network=0.05)"
+    add("--shares", default=None, metavar="KIND=X,…", help=shares_help)
+    for flag, unit, about in PLAN_FLAGS:
+        kind = whole(0) if unit == "N" else real(0.0, 1.0) if unit == "SHARE" else real(0.0)
+        add(flag, type=kind, default=None, metavar=unit, help=about)
+    slow_help = "slow nodes: per node and day, how many times as long a step takes, hours until found"
+    add("--slow-nodes", default=None, metavar="X,X,X", help=slow_help)
+    link_help = "slow links: per node and day, speed as a share of their rate, hours until found"
+    add("--slow-links", default=None, metavar="X,X,X", help=link_help)
+    share_help = "share of a step that waits for communication, at the links' rate (default 0)"
+    add("--communication-share", type=real(0.0, 1.0), default=0.0, metavar="SHARE", help=share_help)
+    speed_help = "speed of all links as a share of the rate with which the speed was measured (default 1)"
+    add("--link-speed", type=positive, default=1.0, metavar="X", help=speed_help)
+    add("--repetitions", type=whole(2, 1_000), default=200, metavar="N", help="how often it is simulated (default 200)")
+    add("--seed", type=whole(0), default=0, metavar="N", help="seed of the random events (default 0)")
+    add("--no-changes", action="store_true", help="do not simulate what single changes would be worth")
+    add_output(parser, "--picture", help="PNG: progress over time with its band, and where the time went")
+    add_output(parser, "--json", help=JSON_HELP)
+
+
+PLAN_FLAGS = (
+    ("--hang-share", "SHARE", "share of failures that hang and are noticed at the time-out (default 0.1)"),
+    ("--hang-seconds", "S", "time-out of a hang (default 600)"),
+    ("--restart-seconds", "S", "from a failure to the first new step (default 300)"),
+    ("--replace-seconds", "S", "more when a node is replaced (default 180)"),
+    ("--repair-hours", "H", "repair of a node, on average (default 24)"),
+    ("--spare-nodes", "N", "nodes held ready (default 0)"),
+    ("--least-nodes", "N", "elastic: go on with as few nodes as this (default: wait for all)"),
+    ("--interval-seconds", "S", "training between two checkpoints (default: Daly's interval)"),
+    ("--save-seconds", "S", "until a checkpoint is on disk (default 60)"),
+    ("--stall-seconds", "S", "training that a save stops; less than --save-seconds: asynchronous (default: all of it)"),
+    ("--memory-interval-seconds", "S", "training between two copies in memory (default: no copies)"),
+    ("--memory-stall-seconds", "S", "training that such a copy stops (default 0.5)"),
+    ("--memory-copies", "N", "1: survives a process; 2: on another node too, survives a node (default 1)"),
+    ("--price", "X", "price of a GPU-hour"),
+)
+"""Flags whose names are fields of a plan, except the price."""
+
+
+def _simulate(arguments: argparse.Namespace) -> None:
+    from zero2all.limits.simulate import simulate, worth_of_changes
+
+    plan = _plan(arguments)
+    outcome = simulate(plan, arguments.repetitions, arguments.seed)
+    changes = [] if arguments.no_changes else worth_of_changes(outcome, arguments.seed)
+    if not _write_json(arguments.json, lambda: _simulation_json(outcome, changes, arguments.tokens)):
+        _print_simulation(outcome, changes, arguments.tokens)
+    if arguments.picture is not None:
+        from zero2all.perf.run_pictures import write_simulation
+
+        _try_picture(lambda: write_simulation(outcome, arguments.picture))
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    from zero2all.limits.simulate import DAY, Plan, Slowness, slowdown_of_links
+
+    has_tokens = arguments.tokens is not None
+    if has_tokens != (arguments.tokens_per_gpu_second is not None) or has_tokens == (arguments.days is not None):
+        raise UsageError("Say how long the run is: --tokens with --tokens-per-gpu-second, or --days, and not both.")
+    if has_tokens:
+        gpus = arguments.nodes * arguments.gpus_per_node
+        work = arguments.tokens / (arguments.tokens_per_gpu_second * gpus)
+    else:
+        work = arguments.days * DAY
+    work *= slowdown_of_links(arguments.communication_share, arguments.link_speed)
+    fields: dict[str, Any] = {"work_seconds": work, "nodes": arguments.nodes, "gpus_per_node": arguments.gpus_per_node}
+    for flag in ("--failures-per-gpu-hour", *(flag for flag, _, _ in PLAN_FLAGS)):
+        name = flag.removeprefix("--").replace("-", "_")
+        if (value := getattr(arguments, name)) is not None:
+            fields["price_per_gpu_hour" if name == "price" else name] = value
+    if arguments.shares is not None:
+        fields["shares"] = _shares(arguments.shares)
+    if arguments.slow_nodes is not None:
+        fields["slow_nodes"] = Slowness(*_three("--slow-nodes", arguments.slow_nodes))
+    if arguments.slow_links is not None:
+        fields["slow_links"] = _slow_links(arguments)
+    return Plan(**fields)
+
+
+def _slow_links(arguments: argparse.Namespace) -> Slowness:
+    from zero2all.limits.simulate import Slowness, slowdown_of_links
+
+    rate, speed, hours = _three("--slow-links", arguments.slow_links)
+    if not 0 < speed <= 1 or not arguments.communication_share:
+        raise UsageError(
+            f"--slow-links {arguments.slow_links}: the second number is the speed of a slow link, a share of its rate "
+            f"above 0 and at most 1, and --communication-share says which share of a step waits for the links."
+        )
+    slower = slowdown_of_links(arguments.communication_share, arguments.link_speed * speed)
+    return Slowness(rate, slower / slowdown_of_links(arguments.communication_share, arguments.link_speed), hours)
+
+
+def _shares(text: str) -> dict[str, float]:
+    try:
+        return {kind.strip(): float(share) for kind, share in (each.split("=") for each in text.split(","))}
+    except ValueError:
+        raise UsageError(
+            f"--shares {text}: expected kinds and shares, such as process=0.75,node=0.2,network=0.05."
+        ) from None
+
+
+def _three(flag: str, text: str) -> tuple[float, float, float]:
+    try:
+        first, second, third = (real(0.0)(each) for each in text.split(","))
+    except (ValueError, argparse.ArgumentTypeError):
+        raise UsageError(f"{flag} {text}: expected three numbers of at least 0, such as 0.001,1.2,24.") from None
+    return first, second, third
+
+
+def _bands(outcome: Outcome, tokens: float | None) -> dict[str, tuple[str, tuple[float, float, float]]]:
+    """Name -> format and the 10, 50 and 90 % points."""
+    from zero2all.limits.simulate import DAY, band
+
+    low, middle, high = band(outcome.wall_seconds)
+    # The bands of days and goodput are of the same repetitions, so a long run is one with a low goodput.
+    bands = {
+        "days": (".4g", (low / DAY, middle / DAY, high / DAY)),
+        "goodput, %": (".2f", band(100 * outcome.goodput)),
+        "failures": (",.0f", band(outcome.failures)),
+    }
+    if outcome.cost is not None:
+        bands["cost of all GPUs held"] = (",.0f", band(outcome.cost))
+    if tokens is not None:
+        bands["tokens per second"] = (",.0f", band(tokens / outcome.wall_seconds))
+    return bands
+
+
+def _print_simulation(outcome: Outcome, changes: Sequence[Change], tokens: float | None) -> None:
+    from zero2all.cli.table import print_table
+    from zero2all.limits.simulate import DAY
+
+    plan = outcome.plan
+    mean = plan.mean_seconds_between_failures
+    print(
+        t(
+            f"{plan.nodes} nodes x {plan.gpus_per_node} GPUs, {plan.spare_nodes} spare; {plan.work_seconds / DAY:.4g} "
+            f"days undisturbed; a failure every {mean / 3600:.3g} h; a checkpoint every {plan.interval:,.0f} s"
+        )
+    )
+    rows = [["", "10 %", "50 %", "90 %"]]
+    for name, (form, values) in _bands(outcome, tokens).items():
+        rows.append([t(name), *(format(value, form) for value in values)])
+    print_table(rows, f"{len(outcome.wall_seconds)} repetitions")
+    spent = {name: values.mean() / DAY for name, values in outcome.parts.items() if values.any()}
+    shares = outcome.shares()
+    print_table(
+        [
+            ["where the time goes", "days", "%"],
+            *([t(name), f"{days:.3g}", f"{100 * shares[name]:.2f}"] for name, days in spent.items()),
+        ],
+        "mean of the repetitions",
+    )
+    if changes:
+        rows = [["change", "days saved", "±", "goodput, %", "cost saved"]]
+        for change in changes:
+            cost = "–" if change.cost_saved is None else f"{change.cost_saved:,.0f}"
+            days, noise = f"{change.days_saved:.3g}", f"{2 * change.days_noise:.2g}"
+            rows.append([t(change.name), days, noise, f"{100 * change.goodput:.2f}", cost])
+        print_table(rows, "what one change is worth, simulated (± two standard errors)")
+
+
+def _simulation_json(outcome: Outcome, changes: Sequence[Change], tokens: float | None) -> dict[str, Any]:
+    import dataclasses
+
+    bands = {
+        name: dict(zip(("p10", "p50", "p90"), values, strict=True))
+        for name, (_, values) in _bands(outcome, tokens).items()
+    }
+    return {
+        "convention": "goodput: undisturbed time / wall time; shares: of wall time, mean of the repetitions",
+        "plan": {**dataclasses.asdict(outcome.plan), "interval_used_seconds": outcome.plan.interval},
+        "repetitions": len(outcome.wall_seconds),
+        "bands": bands,
+        "shares": outcome.shares(),
+        "progress": {
+            "seconds": outcome.times.tolist(),
+            **{f"p{p}": line.tolist() for p, line in zip((10, 50, 90), outcome.progress, strict=True)},
+        },
+        "changes": [dataclasses.asdict(change) for change in changes],
+    }
+
+
+# ---- explain and diff ----
+
+
+def _register_explain(inner: Subparsers) -> None:
+    parser = add_verb(
+        inner,
+        "explain",
+        "say what limits a run and what to change, from its own metrics: time, speed, memory, interruptions",
+        "z2a perf explain my-run --page my-run.html",
+        _explain,
+    )
+    add_run(parser)
+    add_output(parser, "--page", help="HTML file with the tables and pictures (MFU waterfall)")
+    card_help = "memory of the card, where the run did not record it"
+    parser.add_argument("--card-gib", type=real(0.0, is_open=True), default=None, metavar="N", help=card_help)
+    add_output(parser, "--json", help=JSON_HELP)
+
+
+def _explain(arguments: argparse.Namespace) -> None:
+    from zero2all.cli.table import print_table
+    from zero2all.perf.explain import as_json, explain
+    from zero2all.perf.run_record import read_record
+
+    with open_run(arguments.run, arguments) as run:
+        explanation = explain(read_record(run.folder, arguments.card_gib))
+        tables = _explain_tables(explanation)
+        if not _write_json(arguments.json, lambda: as_json(explanation)):
+            print(t(explanation.limit))
+            for number, finding in enumerate(explanation.findings, 1):
+                share = f" ({100 * finding.share:.1f} %)" if finding.share else ""
+                print(f"\n{number}. {t(finding.what)}{share}: {t(finding.evidence)}")
+                print(f"   {t('change')}: {t(finding.change)}\n   {t('worth')}: {t(finding.worth)}")
+            print()
+            for title, rows in tables:
+                if title != FINDINGS:
+                    print_table(rows, title)
+        if arguments.page is not None:
+            from zero2all.perf.explain_page import write_page
+
+            _try_picture(lambda: write_page(explanation, tables, arguments.page))
+
+
+def _explain_tables(explanation: Explanation) -> list[tuple[str, list[list[str]]]]:
+    record = explanation.record
+    tables = []
+    if explanation.findings:
+        rows = [["finding", "evidence", "change", "worth"]]
+        rows += [[t(each.what), t(each.evidence), t(each.change), t(each.worth)] for each in explanation.findings]
+        tables.append((FINDINGS, rows))
+    if total := record.wall_seconds:
+        rows = [["wall time", "seconds", "%"]]
+        rows += [
+            [t(name), f"{spent:,.2f}", f"{100 * spent / total:.1f}"] for name, spent in record.wall.items() if spent
+        ]
+        tables.append(("from the first start to the last row", rows))
+    if step := sum(record.parts.values()):
+        rows = [["part of a step", "ms", "%"]]
+        parts = sorted(record.parts.items(), key=lambda part: -part[1])
+        rows += [[t(name), f"{1e3 * spent:,.3f}", f"{100 * spent / step:.1f}"] for name, spent in parts]
+        tables.append(("mean of steady steps (without the first rows of each start)", rows))
+    tables.append(("speed and memory", [["figure", "value", "convention"], *_figure_rows(explanation)]))
+    if record.missing:
+        tables.append(("not in this run's record", [["what is missing"], *([t(each)] for each in record.missing)]))
+    return tables
+
+
+def _figure_rows(explanation: Explanation) -> list[list[str]]:
+    record, rows = explanation.record, []
+    if record.speed is not None:
+        speed = record.speed
+        rows.append(
+            [t("tokens/s"), f"{speed.value:,.0f} ± {speed.error:,.0f}", t("all processes, median of steady steps")]
+        )
+        if record.flops is not None:
+            for name, flops in record.flops.items():
+                achieved = f"{speed.value * flops / record.processes / 1e12:,.4g} TFLOP/s"
+                mfu = record.mfu(name)
+                share = "" if mfu is None else f", MFU {mfu:.1%}"
+                rows.append([t("model FLOPs"), achieved + share, t(f"{name}, per device, {flops:.4g} FLOP a token")])
+    for name in ("allocated", "peak", "reserved"):
+        if (size := record.memory(name)) is not None:
+            share = "" if record.card_bytes is None else f" ({size / record.card_bytes:.1%})"
+            rows.append(
+                [t(f"GPU memory {name}"), f"{size / 2**30:.2f} GiB{share}", t("largest logged, rank 0, of its card")]
+            )
+    return rows
+
+
+def _register_diff(inner: Subparsers) -> None:
+    parser = add_verb(
+        inner,
+        "diff",
+        "compare two runs: config, machine, speed, memory, loss at equal tokens, each beside its noise",
+        "z2a perf diff before after",
+        _diff,
+    )
+    parser.add_argument("runs", nargs=2, metavar="RUN", help="name of a run in the workspace, or a run's folder")
+    add_work(parser)
+    add_output(parser, "--json", help=JSON_HELP)
+
+
+def _diff(arguments: argparse.Namespace) -> None:
+    from zero2all.perf.run_diff import as_json, diff_runs
+    from zero2all.perf.run_record import read_record
+
+    with open_run(arguments.runs[0], arguments) as first, open_run(arguments.runs[1], arguments) as second:
+        diff = diff_runs(read_record(first.folder), read_record(second.folder))
+        if not _write_json(arguments.json, lambda: as_json(diff)):
+            _print_diff(diff)
+
+
+def _print_diff(diff: RunDiff) -> None:
+    from zero2all.cli.table import print_table
+    from zero2all.track.listing import distinct_names
+
+    names = distinct_names([diff.first.reader.folder, diff.second.reader.folder])
+    for title, differences in (("config", diff.config), ("machine, versions, operators", diff.machine)):
+        if differences:
+            shown = [[name, *("–" if value is None else str(value) for value in pair)] for name, *pair in differences]
+            print_table([["field", *names], *shown], title)
+        else:
+            print(t(f"{title}: no difference is recorded"))
+    rows = [["figure", *names, "change", "noise", "verdict"]]
+    for each in diff.figures:
+        noise = "–" if each.error != each.error else f"± {100 * each.error / max(abs(each.first), 1e-30):.2g} %"
+        figures = (f"{value:,.5g}" for value in (each.first, each.second))
+        rows.append([t(each.name), *figures, f"{100 * each.change:+.2f} %", noise, t(each.verdict)])
+    print_table(rows, "the second run beside the first (noise: one standard error of the difference)")
+    if diff.loss_tokens is not None:
+        low, high = diff.loss_tokens
+        print(t(f"Losses are compared between {low:,} and {high:,} tokens, which both runs have seen."))
+    print(t("The noise is that inside each run. Runs that differ only in their seed differ more in loss."))
+    for record in (diff.first, diff.second):
+        for gap in record.missing:
+            print(f"{record.name}: {t(gap)}")
+
+
+def _write_json(path: Path | None, value: Any) -> bool:
+    """Write what the function `value` gives; whether standard output is taken by it."""
+    if path is None:
+        return False
+    if str(path) == "-":
+        print(json.dumps(value(), ensure_ascii=False, indent=1))
+        return True
+    from zero2all.common.files import write_json
+
+    write_json(path, value())
+    return False
+
+
+def _try_picture(draw: Any) -> None:
+    try:
+        draw()
+    except ImportError as error:
+        raise UsageError(f"There is no picture, because {error.name} is not installed. Install matplotlib.") from None

@@ -1,0 +1,70 @@
+"""Data sheets of accelerators: dense bfloat16 peak (no sparsity), memory and its bandwidth, links.
+
+Looked up by exact name only, the short one or the device's whole name: `NVIDIA H200 NVL` and a MIG slice begin with the
+name of a faster device. An unknown one has no figures here, never those of a similar one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One accelerator by its data sheet, except for `matmul_flops`."""
+
+    name: str
+    peak_flops: float
+    bandwidth: float  # of its memory, bytes/s
+    memory_gb: float  # as sold, 10^9 bytes
+    link: float  # to its neighbours, bytes/s in one direction
+    units: int = 0  # streaming multiprocessors (SM)
+    matmul_flops: float = 0.0
+    """The best matmul rate that was measured (stas00/ml-engineering: maximum achievable matmul FLOPS); 0: not known."""
+    watts: float = 0.0
+
+    @property
+    def ridge(self) -> float:
+        """FLOP per byte above which arithmetic limits, not memory."""
+        return self.peak_flops / self.bandwidth
+
+
+_SHEETS = (
+    Gpu("a100", 312e12, 2.039e12, 80, 300e9, 108, 271.2e12, 400),
+    Gpu("a100-40g", 312e12, 1.555e12, 40, 300e9, 108, 271.2e12, 400),
+    Gpu("a100-pcie", 312e12, 1.935e12, 80, 32e9, 108, 0, 300),
+    Gpu("a100-pcie-40g", 312e12, 1.555e12, 40, 32e9, 108, 0, 250),
+    Gpu("a800", 312e12, 2.039e12, 80, 200e9, 108, 0, 400),
+    Gpu("a800-pcie", 312e12, 1.935e12, 80, 32e9, 108, 0, 300),
+    Gpu("h100", 989e12, 3.35e12, 80, 450e9, 132, 794.5e12, 700),
+    Gpu("h100-pcie", 756e12, 2.0e12, 80, 64e9, 114, 0, 350),
+    Gpu("h200", 989e12, 4.8e12, 141, 450e9, 132, 794.5e12, 700),
+    Gpu("h800", 989e12, 3.35e12, 80, 200e9, 132, 0, 700),
+    Gpu("h800-pcie", 756e12, 2.0e12, 80, 64e9, 114, 0, 350),
+    Gpu("b200", 2250e12, 8.0e12, 180, 900e9, 148, 1745e12, 1000),
+    Gpu("tpu-v4", 275e12, 1.2e12, 32, 45e9),
+    Gpu("tpu-v5e", 197e12, 8.2e11, 16, 45e9),
+    Gpu("tpu-v5p", 459e12, 2.765e12, 95, 90e9),
+)
+GPUS = {gpu.name: gpu for gpu in _SHEETS}
+GPUS["a100-80g"] = GPUS["a100"]  # its name among the clusters of `z2a perf plan`
+
+DEVICE_NAMES = {
+    "NVIDIA A100-SXM4-40GB": "a100-40g",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA A100-PCIE-40GB": "a100-pcie-40g",
+    "NVIDIA A100 80GB PCIe": "a100-pcie",
+    "NVIDIA A800-SXM4-80GB": "a800",
+    "NVIDIA A800 80GB PCIe": "a800-pcie",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H100 PCIe": "h100-pcie",
+    "NVIDIA H200": "h200",
+    "NVIDIA H800": "h800",
+    "NVIDIA H800 PCIe": "h800-pcie",
+}
+"""The driver's whole name of a device -> ours."""
+
+
+def tensor_core_peak(clock_hz: float, units: int, fma_per_clock: int) -> float:
+    """Peak FLOP/s = clock x SMs x 4 tensor cores x fused multiply-adds per clock of each x 2."""
+    return clock_hz * units * 4 * fma_per_clock * 2

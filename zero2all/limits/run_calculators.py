@@ -1,0 +1,403 @@
+"""Calculators of a run: batch, communication, bubble, scaling law, time, cost, failures, checkpoints, tokens."""
+
+from __future__ import annotations
+
+from zero2all.common.schema import MISSING, Problem
+from zero2all.limits import collectives
+from zero2all.limits.answer import Answer, ImpossibleError, Term
+from zero2all.limits.bubble import bubbles
+from zero2all.limits.budget import cost as cost_of
+from zero2all.limits.budget import data_ranks, tokens_of_text, training_seconds
+from zero2all.limits.chinchilla import LAWS, TOKENS_PER_PARAMETER, rule_of_thumb
+from zero2all.limits.failures import (
+    any_failure,
+    daly_interval,
+    fleet_mtbf,
+    goodput,
+    goodput_approximation,
+    young_interval,
+)
+from zero2all.limits.gpus import Gpu
+from zero2all.limits.model_calculators import HOW, known_peak, lacking, variants
+from zero2all.limits.parameters import Counted
+
+CONVENTIONS = ("6N", "8N", "seed", "palm", "causal")
+HOUR = 3600.0
+CHECKPOINT_BYTES = 14.0
+"""Per parameter: bfloat16 weights, float32 masters and both moments of AdamW."""
+
+
+def batch(
+    gpus: int,
+    micro_batch: int,
+    seq_len: int | None = None,
+    accumulation: int = 1,
+    tensor: int = 1,
+    pipeline: int = 1,
+    context: int = 1,
+) -> Answer:
+    """Replicas, global batch and tokens of a step."""
+    cut = tensor * pipeline * context
+    if gpus % cut:
+        rule = f"a multiple of tensor x pipeline x context = {tensor} x {pipeline} x {context} = {cut}"
+        raise ImpossibleError([Problem("--gpus", gpus, rule)])
+    replicas = int(data_ranks(gpus, tensor, pipeline, context))
+    sequences = micro_batch * replicas * accumulation
+    terms = [
+        Term("data-parallel replicas", replicas, "replicas", "GPUs / (tensor x pipeline x context)"),
+        Term("global batch", sequences, "sequences", "micro-batch x replicas x accumulation"),
+    ]
+    if seq_len:
+        terms += [
+            Term("tokens per step", sequences * seq_len, "tokens", "global batch x seq_len"),
+            Term("tokens per GPU and micro-step", micro_batch * seq_len / cut, "tokens", "a replica's, over its GPUs"),
+        ]
+    return Answer("Batch", "A micro-batch is what one replica passes at once; a step ends with the optimizer.", terms)
+
+
+def comm(
+    model: Counted,
+    gpus: int,
+    zero: int = 1,
+    tensor: int = 1,
+    pipeline: int = 1,
+    context: int = 1,
+    expert: int = 1,
+    replicas: int = 1,
+    micro_tokens: int | None = None,
+    micro_steps: int = 1,
+    experts_per_token: int | None = None,
+    value_bytes: float = 2,
+    link_gbs: float | None = None,
+    latency_us: float = 0.0,
+    gpu: Gpu | None = None,
+) -> Answer:
+    """What one rank sends in a step, by axis, and how long it takes over its link."""
+    problems = []
+    whole = pipeline * replicas * max(tensor * context, expert)
+    if gpus % whole:
+        rule = f"a multiple of pipeline x replicas x the larger of tensor x context and expert = {whole}"
+        problems.append(Problem("--gpus", gpus, rule))
+    inner = max(tensor, pipeline, context, expert) > 1
+    if inner and (micro_tokens is None or model.hidden_size is None or model.layers is None):
+        rule = "the tokens of a micro-batch; with --params also --layers and --hidden-size"
+        problems.append(Problem("--micro-tokens", micro_tokens, rule))
+    if context > 1 and model.kv_size is None:
+        problems.append(Problem("--context", context, "a model whose kv heads are known, not only --params"))
+    chosen = experts_per_token or model.experts_per_token
+    if expert > 1 and chosen is None:
+        problems.append(Problem("--expert", expert, "a mixture of experts, or --experts-per-token"))
+    if problems:
+        raise ImpossibleError(problems)
+    experts = model.parts.get("experts", 0) if expert > 1 else 0
+    held = (model.total - experts) / (tensor * pipeline)
+    shards = gpus // (tensor * pipeline * replicas)
+    name = f"data (zero {zero})"
+    volumes = {name: _data_volume(held, shards, replicas, zero, micro_steps)}
+    if experts:
+        ranks = gpus // (pipeline * replicas * expert)
+        volumes[name] += _data_volume(experts / (pipeline * expert), ranks, replicas, zero, micro_steps)
+    if inner and micro_tokens and model.hidden_size and model.layers:
+        layers, hidden, steps = model.layers / pipeline, model.hidden_size, micro_steps
+        mixed = (model.expert_layers or model.layers) / pipeline
+        own = micro_tokens / context
+        volumes |= {
+            "tensor": steps * layers * collectives.tensor_volume(own, hidden, tensor),
+            "pipeline": steps * 2.0 * own * hidden / tensor if pipeline > 1 else 0.0,
+            "context (ring)": steps
+            * layers
+            * 3
+            * collectives.ring_attention_volume(micro_tokens, model.kv_size or 0, context),
+            "expert": steps * mixed * 2 * collectives.expert_volume(own / tensor, hidden, chosen or 0, expert),
+        }
+    how = {
+        f"data (zero {zero})": "zero 0-2: 2 (n-1)/n P, zero 3: 3; each micro-step zero 2 reduces, zero 3 does all",
+        "tensor": "layers x 8 tokens h (t-1)/t: forward and backward",
+        "pipeline": "tokens h / t to the next stage, and as much back",
+        "context (ring)": "layers x 6 tokens h_kv (c-1)/c: forward once, backward twice",
+        "expert": "layers with experts x 4 tokens k h (e-1)/e: there and back, forward and backward",
+    }
+    rate = link_gbs * 1e9 if link_gbs else gpu.link if gpu else None
+    terms = []
+    for name, elements in volumes.items():
+        if elements:
+            terms.append(Term(name, elements * value_bytes, "bytes", how[name]))
+            if rate:
+                terms.append(Term(f"time of {name}", elements * value_bytes / rate, "s", f"at {rate / 1e9:g} GB/s"))
+    total = sum(volumes.values()) * value_bytes
+    terms.append(Term("all", total, "bytes", "the sum"))
+    if rate:
+        size = held * value_bytes
+        ranks = max(2, shards * replicas)
+        terms.append(
+            Term(
+                "time of all",
+                total / rate,
+                "s",
+                "one after the other; a step takes at least the longer of this and computing, at most both",
+            )
+        )
+        ring = collectives.ring_seconds("all-reduce", size, ranks, rate, latency_us * 1e-6)
+        terms.append(
+            Term(
+                "one all-reduce, ring",
+                ring,
+                "s",
+                f"of the gradients: 2 (n-1) latency + 2 (n-1)/n bytes / rate, {ranks} ranks",
+            )
+        )
+        tree = collectives.tree_seconds(size, ranks, rate, latency_us * 1e-6)
+        terms.append(Term("one all-reduce, double tree", tree, "s", "2 log2(n) latency + 2 bytes / rate"))
+        if gpu:
+            least = collectives.least_tokens_for_zero3(gpu.peak_flops, rate)
+            terms.append(Term("least tokens for zero 3", least, "tokens", "per GPU and micro-step, peak / rate"))
+    convention = (
+        f"Bytes that one rank sends in a step of {micro_steps} micro-steps, {value_bytes:g} per element. It receives "
+        "as many. By the textbook; `z2a perf predict` counts what our trainer sends."
+    )
+    return Answer(f"Communication of {model.name} on {gpus} GPUs", convention, terms)
+
+
+def _data_volume(held: float, shards: int, replicas: int, zero: int, micro_steps: int) -> float:
+    """Of a step. Zero 2 reduces in every micro-step and gathers once; zero 3 does all of it in every one."""
+    once = collectives.data_volume(held, shards, zero)
+    if zero == 2:
+        once = once / 2 * (micro_steps + 1)
+    elif zero == 3:
+        once *= micro_steps
+    between = 2 * (replicas - 1) / replicas * held / (shards if zero else 1)
+    return once + between
+
+
+def bubble(
+    pipeline: int,
+    micro_batches: int,
+    virtual: int = 1,
+    forward: float = 1.0,
+    input_gradient: float = 1.0,
+    weight_gradient: float = 1.0,
+) -> Answer:
+    """Idle share of a pipeline under every schedule."""
+    problems = []
+    if micro_batches < pipeline:
+        rule = f"at least the number of stages ({pipeline}), or stages have nothing to do"
+        problems.append(Problem("--micro-batches", micro_batches, rule))
+    if virtual > 1 and micro_batches % pipeline:
+        rule = f"a multiple of the stages ({pipeline}), for interleaved stages"
+        problems.append(Problem("--micro-batches", micro_batches, rule))
+    if problems:
+        raise ImpossibleError(problems)
+    terms = []
+    for name, each in bubbles(pipeline, micro_batches, virtual, forward, input_gradient, weight_gradient).items():
+        how = f"{each.idle:g} idle beside {each.ideal:g} of work"
+        terms += [
+            Term(f"{name}, over ideal", each.over_ideal, "share", how),
+            Term(f"{name}, of the step", each.of_total, "share", "r / (1 + r)"),
+            Term(f"{name}, in flight", each.in_flight, "micro-batches", "activations of the fullest stage"),
+        ]
+    convention = (
+        f"Times of one micro-batch in a stage: forward {forward:g}, input gradient {input_gradient:g}, weight gradient "
+        f"{weight_gradient:g}. Overhead over the ideal time is not the share of the step."
+    )
+    return Answer(f"Bubble of {pipeline} stages, {micro_batches} micro-batches", convention, terms)
+
+
+def chinchilla(
+    flops: float | None = None, params: int | None = None, tokens: int | None = None, law: str = "refit"
+) -> Answer:
+    """The best parameters and tokens for a number of FLOPs, and the loss the law predicts."""
+    chosen, terms = LAWS[law], []
+    if flops is None and params is None:
+        rule = "FLOPs of the run; or --params, alone or with --tokens"
+        raise ImpossibleError([Problem("--flops", MISSING, rule)])
+    if flops is None and params is not None:
+        flops = 6.0 * params * tokens if tokens else chosen.flops_for(params)
+    if params is not None:
+        seen = tokens if tokens is not None else (flops or 0) / (6 * params)
+        terms += [
+            Term("tokens", seen, "tokens", "as given, or FLOPs / (6 N)"),
+            Term("tokens per parameter", seen / params, "tokens", "D / N"),
+            Term("loss", chosen.loss(params, seen), "nats", "E + A / N^alpha + B / D^beta"),
+        ]
+    if flops is not None:
+        best = chosen.best_parameters(flops)
+        terms += [
+            Term("FLOPs", flops, "FLOP", "6 N D"),
+            Term("best parameters", best, "parameters", "G (C / 6)^(beta / (alpha + beta))"),
+            Term("best tokens", flops / (6 * best), "tokens", "C / (6 N)"),
+            Term("best loss", chosen.loss(best, flops / (6 * best)), "nats", "E + A / N^alpha + B / D^beta"),
+            Term("parameters at 20 tokens each", rule_of_thumb(flops), "parameters", f"D = {TOKENS_PER_PARAMETER:g} N"),
+        ]
+    convention = (
+        f"L = E + A/N^alpha + B/D^beta, C = 6 N D; constants `{law}`: E {chosen.E}, A {chosen.A}, B {chosen.B}, alpha "
+        f"{chosen.alpha}, beta {chosen.beta}. Loss of the paper's text and tokenizer, not of yours."
+    )
+    return Answer("Chinchilla", convention, terms)
+
+
+def time(
+    model: Counted,
+    tokens: int | None = None,
+    gpus: int = 1,
+    gpu: Gpu | None = None,
+    peak_tflops: float | None = None,
+    mfu: float | None = None,
+    tflops: float | None = None,
+    tokens_per_second: float | None = None,
+    seq_len: int | None = None,
+    convention: str | None = None,
+    goodput: float = 1.0,
+) -> Answer:
+    """How long a run takes."""
+    speeds = {"--mfu": mfu, "--tflops": tflops, "--tokens-per-second": tokens_per_second}
+    given = [name for name, value in speeds.items() if value is not None]
+    tokens, problems = tokens or model.run_tokens, []
+    if tokens is None:
+        problems.append(Problem("--tokens", MISSING, "the training tokens, unless a config says them"))
+    if len(given) != 1:
+        rule = f"one of {', '.join(speeds)}: how fast it runs"
+        problems.append(Problem("--mfu", ", ".join(given) or MISSING, rule))
+    if problems or tokens is None:
+        raise ImpossibleError(problems)
+    seq_len = seq_len or model.seq_len
+    found = variants(model, seq_len) | {"8N": 8.0 * model.active}
+    name = convention or ("palm" if "palm" in found else "6N")
+    if name not in found:
+        raise ImpossibleError(
+            [Problem("--convention", name, f"one of {', '.join(found)}", " ".join(lacking(model, seq_len)))]
+        )
+    how = HOW.get(name, "8 x active parameters: full recomputation counted as hardware FLOPs (Narayanan eq. 4)")
+    work = found[name] * tokens
+    if tokens_per_second is not None:
+        seconds, speed = tokens / tokens_per_second, "tokens / tokens per second"
+    else:
+        rate = tflops * 1e12 if tflops is not None else (mfu or 0) * known_peak(gpu, peak_tflops)
+        seconds, speed = training_seconds(work, gpus, rate), f"FLOPs / ({gpus} x {rate / 1e12:.4g} TFLOP/s)"
+    terms = [
+        Term("tokens", tokens, "tokens"),
+        Term("FLOPs per token", found[name], "FLOP/token", f"{name}: {how}"),
+        Term("FLOPs", work, "FLOP", "FLOPs per token x tokens"),
+        Term("productive time", seconds, "s", speed),
+        Term("time", seconds / goodput, "s", f"productive time / goodput {goodput:g}"),
+        Term("GPU-hours", gpus * seconds / goodput / HOUR, "GPU-hours", "GPUs x time"),
+        Term("tokens per second", tokens / seconds, "tokens/s", "all GPUs together, while it runs"),
+    ]
+    if gpu is not None and gpu.watts:
+        energy = gpus * seconds / goodput * gpu.watts / 3.6e6
+        terms.append(
+            Term("energy of the GPUs", energy, "kWh", f"at most: {gpu.watts:g} W each, without hosts and cooling")
+        )
+    return Answer(
+        f"Time of {model.name}, {tokens:,} tokens on {gpus} GPUs",
+        f"Convention `{name}`. --mfu and --tflops mean model FLOPs in that convention, per GPU.",
+        terms,
+        lacking(model, seq_len),
+    )
+
+
+def cost(
+    model: Counted, price: float, tokens: int | None = None, gpus: int = 1, goodput: float = 1.0, **speed: object
+) -> Answer:
+    """What a run costs."""
+    found = time(model, tokens, gpus, goodput=goodput, **speed)  # type: ignore[arg-type]
+    money = cost_of(gpus * found["productive time"], price, goodput)
+    terms = [
+        *found.terms,
+        Term("cost", money, "USD", f"GPU-hours x {price:g} per hour"),
+        Term("cost of a billion tokens", 1e9 * money / found["tokens"], "USD", "cost / tokens"),
+    ]
+    return Answer(found.title.replace("Time", "Cost", 1), found.convention, terms, found.notes)
+
+
+def failure(
+    gpus: int,
+    probability: float | None = None,
+    interval: float = HOUR,
+    failures: float | None = None,
+    period: float | None = None,
+) -> Answer:
+    """How likely a failure is, and how far apart failures are."""
+    if probability is None and (failures is None or period is None):
+        rule = "the share of GPUs that fail in --interval; or --failures seen in --period on --gpus"
+        raise ImpossibleError([Problem("--probability", MISSING, rule)])
+    if probability is None and failures is not None and period is not None:
+        mtbf = period / failures
+        probability = interval / (mtbf * gpus)
+        if probability > 1:
+            rule = f"shorter than {mtbf * gpus:g} s, in which every GPU fails once"
+            raise ImpossibleError([Problem("--interval", interval, rule)])
+    chance = probability or 0.0
+    mtbf = fleet_mtbf(interval, chance, gpus)
+    terms = [
+        Term("p", chance, "share", f"of one GPU to fail in {interval:g} s"),
+        Term("any failure in the interval", any_failure(chance, gpus), "share", "1 - (1 - p)^n"),
+        Term(
+            "any failure in 24 h",
+            any_failure(any_failure(chance, 86400 / interval), gpus),
+            "share",
+            "1 - (1 - p)^(n x 24 h)",
+        ),
+        Term("mean time between failures", mtbf, "s", "interval / (n p), of all GPUs"),
+        Term("GPU-hours per failure", mtbf * gpus / HOUR, "GPU-hours", "MTBF x n"),
+    ]
+    return Answer(f"Failures of {gpus} GPUs", "Failures are independent, and any one stops the run.", terms)
+
+
+def checkpoint(
+    mtbf: float,
+    save: float | None = None,
+    restart: float = 600.0,
+    every: float | None = None,
+    model: Counted | None = None,
+    write_gbs: float | None = None,
+) -> Answer:
+    """How often to save, and the goodput."""
+    terms = []
+    if model is not None:
+        size = CHECKPOINT_BYTES * model.total
+        terms.append(Term("checkpoint", size, "bytes", "14 P: bfloat16 weights, float32 masters, two moments"))
+        if save is None and write_gbs:
+            save = size / (write_gbs * 1e9)
+    if save is None:
+        rule = "how long a save stops the run; or a model and --write-gbs"
+        raise ImpossibleError([Problem("--save", MISSING, rule)])
+    best = daly_interval(save, mtbf)
+    terms += [
+        Term("save", save, "s", "delta: how long one stops the run"),
+        Term("Young", young_interval(save, mtbf), "s", "sqrt(2 delta M)"),
+        Term("Daly", best, "s", "sqrt(2 delta M) (1 + sqrt(delta/2M)/3 + delta/18M) - delta"),
+    ]
+    for name, interval in (("Daly", best), ("--every", every)):
+        if interval:
+            rough = goodput_approximation(interval, save, restart, mtbf)
+            terms += [
+                Term(
+                    f"goodput at {name}",
+                    goodput(interval, save, restart, mtbf),
+                    "share",
+                    "tau / (M e^(R/M) (e^((tau+delta)/M) - 1))",
+                ),
+                Term(f"goodput at {name}, about", rough, "share", "1 - delta/tau - (tau/2 + R)/M"),
+                Term(f"time saving at {name}", save / (interval + save), "share", "delta / (tau + delta)"),
+            ]
+    convention = (
+        f"M {mtbf:g} s between failures of the whole run, restart R {restart:g} s; a failure loses what was not saved."
+    )
+    return Answer("Checkpoints", convention, terms)
+
+
+def tokens(
+    rows: float, mean_length: float, tokens_per_character: float, epochs: float = 1.0, params: int | None = None
+) -> Answer:
+    """Tokens of a text before it is tokenised."""
+    found = tokens_of_text(rows, mean_length, tokens_per_character, epochs)
+    terms = [
+        Term("characters", rows * mean_length, "characters", "rows x mean length"),
+        Term("tokens of one epoch", found / epochs, "tokens", "characters x tokens per character"),
+        Term("tokens", found, "tokens", f"x {epochs:g} epochs"),
+        Term("parameters at 20 tokens each", found / epochs / TOKENS_PER_PARAMETER, "parameters", "one epoch / 20"),
+    ]
+    if params:
+        terms.append(Term("tokens per parameter", found / params, "tokens", "all epochs"))
+    convention = "English: about 0.25 tokens a character, Chinese about 0.6; measure yours with `z2a tokenizer eval`."
+    return Answer("Tokens of a text", convention, terms)

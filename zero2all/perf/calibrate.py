@@ -1,0 +1,313 @@
+"""`z2a perf calibrate`: measure what this machine can do, and keep it as a profile (`zero2all.limits.machine`).
+
+Figures are measured in the order of their importance: the machine, the products and operators of the configs, a coarse
+grid of products and attention for other models, other implementations. Each is on disk before the next begins, so that
+a calibration that ends early is continued by the same command, and one for a further config adds to the profile. No
+figure is begun when the time is up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from zero2all.common.errors import is_out_of_memory
+from zero2all.common.progress import human_seconds, say
+from zero2all.config import RunConfig
+from zero2all.limits.flops import peak_flops
+from zero2all.limits.machine import AttentionTime, Curve, Kind, Machine, Matmul, write_machine
+from zero2all.ops.registry import OPERATORS, resolve
+from zero2all.parallel.device import pick_device, set_cpu_threads
+from zero2all.perf.batch import BatchShape
+from zero2all.perf.calibration.figures import (
+    ATTENTION_GRID,
+    Figure,
+    Setting,
+    attention_figure,
+    machine_figures,
+    model_products,
+    operator_figures,
+    product_grid,
+    update_figures,
+)
+from zero2all.perf.calibration.stopwatch import Stopwatch
+from zero2all.perf.measure import device_name, watched_gpu
+from zero2all.perf.op_list import context_here
+from zero2all.perf.profiles import profile_key, profile_path
+
+Figures = dict[str, dict[str, Any]]
+WARM_UP_SHARE = 0.15  # of the time, at most, until the clock has settled
+SAME_SIZE = 0.01  # points of a curve closer than this are one
+LEAST_FREE = 0.5  # of the memory; below it the allocator gives back what it keeps
+FLOAT8_OVER_BFLOAT16 = 2.0
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a calibration found."""
+
+    machine: Machine
+    path: Path
+    measured: int  # figures of this call
+    left: list[str]  # figures that the time did not suffice for
+    failed: dict[str, str]  # figures that could not be measured, and why
+    gpu: dict[str, Any]  # power and clock meanwhile
+
+
+def calibrate(
+    configs: list[tuple[RunConfig, BatchShape]], most_seconds: float, again: bool = False, path: Path | None = None
+) -> Calibration:
+    """Measure for at most `most_seconds`; figures that are known are kept, unless `again`."""
+    started = time.perf_counter()
+    config = configs[0][0]
+    set_cpu_threads(config.parallel.cpu_threads, None)
+    device = pick_device(config.parallel.device)
+    key = profile_key(device)
+    path = path or profile_path(key)
+    store = FigureStore(path.with_suffix(".figures.jsonl"), key, again)
+    settings = [
+        Setting(each, resolve(each.ops, dataclasses.replace(context_here(each), seq_len=batch.seq_len)), batch, device)
+        for each, batch in configs
+    ]
+    say(f"calibrate: {key['device']}: at most {human_seconds(most_seconds)}; figures go to {store.path}")
+    with watched_gpu(device) as gpu:
+        left, measured = _measure_all(settings, store, device, started, most_seconds)
+    machine = machine_of(store.figures, key, device, settings[0].ops.taken, gpu)
+    write_machine(path, machine)
+    failed = {name: str(found["failed"]) for name, found in store.figures.items() if "failed" in found}
+    return Calibration(machine, path, measured, left, failed, gpu)
+
+
+def _measure_all(
+    settings: list[Setting], store: FigureStore, device: torch.device, started: float, most_seconds: float
+) -> tuple[list[str], int]:
+    """The figures that no time was left for, and how many were measured."""
+    watch = Stopwatch(device)
+    cold, hot = watch.warm_up(WARM_UP_SHARE * most_seconds)
+    if device.type == "cuda":
+        store.add("load", {"hot_over_cold": min(1.0, cold / hot)})
+        store.add("overhead", _overhead(device))
+    left, measured, said = [], 0, time.perf_counter()
+    for figure in all_figures(settings, store.figures):
+        if figure.name in store.figures:
+            continue
+        if time.perf_counter() - started > most_seconds:
+            left.append(figure.name)
+            continue
+        store.add(figure.name, _one(figure, watch))
+        measured += 1
+        if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < LEAST_FREE * _memory_bytes(device):
+            torch.cuda.empty_cache()
+        if time.perf_counter() - said > 10:
+            said = time.perf_counter()
+            say(f"calibrate: {measured} figures, {human_seconds(said - started)}: {figure.name}")
+    return left, measured
+
+
+def _one(figure: Figure, watch: Stopwatch) -> dict[str, Any]:
+    """A figure, or why there is none: one that does not run here must not cost the others."""
+    try:
+        return figure.measure(watch)
+    except Exception as error:
+        if is_out_of_memory(error) and watch.device.type == "cuda":
+            torch.cuda.empty_cache()
+        first = str(error).splitlines()[0] if str(error) else ""
+        return {"failed": f"{type(error).__name__}: {first}"[:200]}
+
+
+def all_figures(settings: list[Setting], known: Figures) -> Iterator[Figure]:
+    """Everything, the most important first."""
+    device, first = settings[0].device, settings[0]
+    yield from machine_figures(device, first.dtype)
+    for setting in settings:
+        model = setting.model
+        for tokens in dict.fromkeys((setting.tokens, max(64, setting.tokens // 4))):
+            yield from model_products(setting, tokens)
+            yield from operator_figures(setting, tokens, known)
+            length = min(tokens, setting.batch.seq_len)
+            yield attention_figure(setting, tokens, length, model.heads, model.kv_heads, model.head_size)
+        yield from update_figures(setting)
+    yield from product_grid(device, first.product_dtype, first.ops.taken["linear"])
+    for sizes in ATTENTION_GRID if device.type == "cuda" else ():
+        yield attention_figure(first, *sizes)
+    for other in other_settings(first):
+        yield from model_products(other, first.tokens)
+        yield from operator_figures(other, first.tokens, known)
+        model = first.model
+        yield attention_figure(other, first.tokens, first.batch.seq_len, model.heads, model.kv_heads, model.head_size)
+        yield from update_figures(other)
+        if other.product_dtype == "float8":
+            yield from product_grid(device, "float8", "fp8")
+
+
+def other_settings(setting: Setting) -> Iterator[Setting]:
+    """The same config with each implementation that runs here and is not taken; float8 first."""
+    context = context_here(setting.config)
+    for operator, implementations in sorted(OPERATORS.items(), key=lambda one: one[0] != "linear"):
+        for implementation in implementations:
+            is_taken = setting.ops.taken[operator] == implementation.name
+            if operator == "cross_entropy" or is_taken or implementation.probe(context) is not None:
+                continue
+            ops = dataclasses.replace(setting.config.ops, strict=False, **cast(Any, {operator: implementation.name}))
+            yield dataclasses.replace(setting, ops=resolve(ops, context))
+
+
+def _overhead(device: torch.device) -> dict[str, float]:
+    """Bytes that the context takes, and the workspaces of libraries, which lie in torch's memory."""
+    total, free = _memory_bytes(device), torch.cuda.mem_get_info(device)[0]
+    own = torch.cuda.memory_reserved(device)
+    heater = 3 * 8192 * 8192 * 2 + 2 * (1 << 29)
+    workspace = torch.cuda.memory_allocated(device) - heater
+    return {"cuda_context": float(max(0, total - free - own)), "workspace": float(max(0, workspace))}
+
+
+def _memory_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[1]
+
+
+class FigureStore:
+    """The figures of one profile, a JSON line each, on disk at once."""
+
+    def __init__(self, path: Path, key: Mapping[str, str], again: bool = False) -> None:
+        self.path, self.figures = path, cast(Figures, {})
+        if again:
+            path.unlink(missing_ok=True)
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        for line in lines:
+            try:
+                found = json.loads(line)
+            except ValueError:  # cut off when that calibration ended
+                continue
+            if found.get("key", key) == dict(key) and "name" in found:
+                self.figures[found["name"]] = found["value"]
+        self.figures = {name: value for name, value in self.figures.items() if "failed" not in value}
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def add(self, name: str, value: dict[str, Any]) -> None:
+        """Keep a figure."""
+        self.figures[name] = value
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"name": name, "value": value}) + "\n")
+
+
+# ---- from figures to a profile ---------------------------------------------------------------------------------------
+
+
+def machine_of(
+    figures: Figures, key: Mapping[str, str], device: torch.device, taken: Mapping[str, str], gpu: Mapping[str, Any]
+) -> Machine:
+    """The profile for these implementations (`Ops.taken`); of an operator that was measured only by others, theirs."""
+    good = {name: value for name, value in figures.items() if "failed" not in value}
+    rates = {name.removeprefix("peak/"): v["flops_per_second"] for name, v in good.items() if name.startswith("peak/")}
+    is_gpu = device.type == "cuda"
+    load, launch = good.get("load", {"hot_over_cold": 1.0}), good["launch"]
+    hot = load["hot_over_cold"]
+    reached = max(rates.values())
+    peak = peak_flops(device_name(device)) or reached / hot  # of an unknown device: what was measured
+    share = reached / (peak * hot)
+    peaks = {name: rate / (share * hot) for name, rate in rates.items()}
+    peaks["grouped"] = peaks.get("bfloat16", peaks["float32"])
+    if is_gpu and "bfloat16" in peaks:
+        peaks["float8"] = FLOAT8_OVER_BFLOAT16 * peaks["bfloat16"]
+    overhead = good.get("overhead", {})
+    return Machine(
+        name=key["device"],
+        key=dict(key),
+        source="measured",
+        memory_bytes=float(_memory_bytes(device)) if is_gpu else _host_memory(),
+        peak_flops=peaks,
+        stream_bytes_per_second=good["stream"]["bytes_per_second"],
+        launch_seconds=launch["launch_seconds"],
+        host_op_seconds=launch["host_op_seconds"],
+        multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 0,
+        matmul_rate=share,
+        matmuls=tuple(_matmuls(good, taken)),
+        attention=tuple(_attention(good, taken)),
+        operators=_operators(good, taken),
+        copy=_copies(good),
+        overhead={name: float(value) for name, value in overhead.items()},
+        hot_over_cold=hot,
+        watts=float(gpu.get("watts") or 0.0),
+    )
+
+
+def _matmuls(figures: Figures, taken: Mapping[str, str]) -> Iterator[Matmul]:
+    chosen = _chosen(figures, "matmul", taken["linear"])
+    for name, value in chosen.items():
+        _, kind, dtype, _, sizes = name.split("/")
+        m, n, k = map(int, sizes.split("x"))
+        yield Matmul(m, n, k, cast(Kind, kind), dtype, value["seconds"], value["spread"])
+
+
+def _chosen(figures: Figures, group: str, by: str) -> Figures:
+    """The figures of a group by this implementation, and those that no implementation matters for; without any by it,
+    those by others."""
+    place = {"matmul": 3, "operator": 2, "attention": 1}[group.split("/")[0]]
+    ours = {name: value for name, value in figures.items() if name.startswith(f"{group}/")}
+    alike = {name: value for name, value in ours.items() if name.split("/")[place] in (by, "-")}
+    has_own = any(name.split("/")[place] == by for name in alike)
+    return alike if has_own or not _depends(ours, place) else ours
+
+
+def _depends(figures: Figures, place: int) -> bool:
+    return any(name.split("/")[place] != "-" for name in figures)
+
+
+def _attention(figures: Figures, taken: Mapping[str, str]) -> Iterator[AttentionTime]:
+    for value in _chosen(figures, "attention", taken["attention"]).values():
+        yield AttentionTime(**value)
+
+
+def _operators(figures: Figures, taken: Mapping[str, str]) -> dict[str, Curve]:
+    names = dict.fromkeys(name.split("/")[1] for name in figures if name.startswith("operator/"))
+    by = {**taken, "adamw": taken["optimizer"], "swiglu": f"{taken['swiglu']}+{taken['linear']}"}
+    curves = {}
+    for name in names:
+        found = _chosen(figures, f"operator/{name}", by.get(name, "-")).values()
+        curves[name] = curve((value["bytes"], value["forward"]) for value in found)
+        if any("backward" in value for value in found):
+            backward = ((value["backward_bytes"], value["backward"]) for value in found)
+            curves[f"{name}/backward"] = curve(backward)
+    return curves
+
+
+def _copies(figures: Figures) -> dict[str, Curve]:
+    found: dict[str, list[tuple[float, float]]] = {}
+    for name, value in figures.items():
+        if name.startswith("copy/"):
+            found.setdefault(name.split("/")[1], []).append((value["bytes"], value["seconds"]))
+    return {direction: curve(points) for direction, points in found.items()}
+
+
+def curve(points: Any) -> Curve:
+    """By size; of points of nearly the same size, the mean."""
+    merged: list[list[tuple[float, float]]] = []
+    for point in sorted(points):
+        if merged and point[0] <= merged[-1][0][0] * (1 + SAME_SIZE):
+            merged[-1].append(point)
+        else:
+            merged.append([point])
+    return Curve(tuple((group[0][0], sum(seconds for _, seconds in group) / len(group)) for group in merged))
+
+
+def _host_memory() -> float:
+    import psutil
+
+    return float(psutil.virtual_memory().total)
+
+
+def machine_for(machine: Machine, path: Path, taken: Mapping[str, str], device: torch.device) -> Machine:
+    """The profile of a machine for these implementations, from the figures beside it; without them as it is."""
+    store = path.with_suffix(".figures.jsonl")
+    if not store.is_file():
+        return machine
+    figures = FigureStore(store, machine.key).figures
+    found = machine_of(figures, machine.key, device, taken, {"watts": machine.watts})
+    return dataclasses.replace(found, links=machine.links, collectives=machine.collectives)

@@ -1,0 +1,145 @@
+"""Times of calls on a device in the state that training keeps it in.
+
+A GPU at its power limit lowers its clock, so a product in a short burst is faster than in a run. Every timed call
+therefore stands behind a *heater*: two large products and a large copy, about the mixture of a training step. It keeps
+the GPU at its power limit, empties the L2 cache, and lets the host queue the timed calls ahead, so that the events
+around them measure the device alone. The clock is settled when the heater itself no longer changes.
+
+On a CPU there is no heater; a call is repeated until enough time has passed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zero2all.perf.measure import wait_for
+
+REPEATS = 7
+SLOW_SECONDS, SLOW_REPEATS = 0.02, 3  # a call this long needs fewer repeats
+BATCH_SECONDS = 1.5e-3  # of the timed calls between two heaters
+MOST_CALLS = 16
+QUEUE_SECONDS = 2.5e-3  # what the host may take to queue them, while the heater runs
+CPU_SECONDS, CPU_REPEATS = 0.1, 5
+HEATER_SIDE, HEATER_BYTES = 8192, 1 << 29
+SETTLED = 0.005  # two windows of the heater that differ by less
+WINDOW_SECONDS, LEAST_WARM_SECONDS = 1.0, 4.0
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Median seconds of a call, and interquartile range / median."""
+
+    seconds: float
+    spread: float
+
+
+class Stopwatch:
+    """Times calls on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._heater = device, None
+        if device.type == "cuda":
+            a, b = (torch.randn(HEATER_SIDE, HEATER_SIDE, device=device).bfloat16() for _ in range(2))
+            out = torch.empty_like(a)
+            source = torch.empty(HEATER_BYTES, dtype=torch.uint8, device=device)
+            target = torch.empty_like(source)
+
+            def heat() -> None:
+                torch.mm(a, b, out=out)
+                torch.mm(b, a, out=out)
+                target.copy_(source)
+
+            self._heater = heat
+
+    def warm_up(self, most_seconds: float) -> tuple[float, float]:
+        """Heat until the clock has settled; returns seconds of the heater in a first burst, and settled. 1, 1: no
+        heater."""
+        if self._heater is None:
+            return 1.0, 1.0
+        self._heater()
+        wait_for(self.device)
+        time.sleep(0.5)
+        cold = self._window(0.02)
+        started, before = time.perf_counter(), math.inf
+        while True:
+            now, passed = self._window(WINDOW_SECONDS), time.perf_counter() - started
+            is_settled = abs(now / before - 1.0) < SETTLED and passed >= LEAST_WARM_SECONDS
+            if is_settled or passed >= most_seconds:
+                return cold, now
+            before = now
+
+    def _window(self, seconds: float) -> float:
+        """Mean seconds of the heater over a window."""
+        assert self._heater is not None
+        started, calls = time.perf_counter(), 0
+        while True:
+            for _ in range(4):
+                self._heater()
+            calls += 4
+            wait_for(self.device)
+            passed = time.perf_counter() - started
+            if passed >= seconds:
+                return passed / calls
+
+    def time(self, call: Callable[[], Any]) -> Timed:
+        """Of one call, after two that compile and allocate."""
+        for _ in range(2):
+            call()
+        wait_for(self.device)
+        started = time.perf_counter()
+        call()
+        queued = time.perf_counter() - started
+        wait_for(self.device)
+        once = time.perf_counter() - started
+        if self._heater is None:
+            return self._time_on_host(call, once)
+        calls = max(1, min(MOST_CALLS, int(BATCH_SECONDS / once) or 1, int(QUEUE_SECONDS / queued)))
+        events = []
+        for _ in range(SLOW_REPEATS if once > SLOW_SECONDS else REPEATS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._heater()
+            begin.record()
+            for _ in range(calls):
+                call()
+            end.record()
+            events.append((begin, end))
+        wait_for(self.device)
+        return timed([begin.elapsed_time(end) / 1e3 / calls for begin, end in events])
+
+    def _time_on_host(self, call: Callable[[], Any], once: float) -> Timed:
+        """Repeated calls; of short ones several at a time."""
+        calls, found = max(1, int(CPU_SECONDS / CPU_REPEATS / max(once, 1e-7))), []
+        for _ in range(SLOW_REPEATS if once > 1.0 else CPU_REPEATS):
+            started = time.perf_counter()
+            for _ in range(calls):
+                call()
+            found.append((time.perf_counter() - started) / calls)
+        return timed(found)
+
+    def host_seconds(self, call: Callable[[], Any], calls: int = 400) -> float:
+        """What the host takes to queue a call; on a CPU, to make it."""
+        for _ in range(20):
+            call()
+        wait_for(self.device)
+        started = time.perf_counter()
+        for _ in range(calls):
+            call()
+        passed = time.perf_counter() - started
+        wait_for(self.device)
+        return passed / calls
+
+
+def timed(seconds: list[float]) -> Timed:
+    """Median and spread of repeated measurements."""
+    median = statistics.median(seconds)
+    if len(seconds) < 3:
+        return Timed(median, 0.0)
+    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return Timed(median, (high - low) / max(median, 1e-12))

@@ -1,0 +1,42 @@
+"""What the doctor says of one thing."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from typing import Literal
+
+Grade = Literal["ok", "note", "warning", "error"]
+GRADES: tuple[Grade, ...] = ("ok", "note", "warning", "error")
+COMMAND_SECONDS = 6.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One finding: what was found, why it matters and what to do. The last two are empty where all is well."""
+
+    area: str
+    grade: Grade
+    found: str
+    why: str = ""
+    advice: str = ""
+
+
+def worst(findings: list[Finding]) -> Grade:
+    """The gravest grade."""
+    return max((each.grade for each in findings), key=GRADES.index, default="ok")
+
+
+def output_of(command: list[str], seconds: float = COMMAND_SECONDS) -> tuple[str | None, str]:
+    """Output of a command, or None, and why there is none."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False)
+    except FileNotFoundError:
+        return None, f"{command[0]} is not installed"
+    except OSError as error:
+        return None, f"{command[0]}: {error.strerror}"
+    except subprocess.TimeoutExpired:
+        return None, f"{command[0]} did not answer within {seconds:g} s"
+    if done.returncode:
+        return None, " ".join((done.stdout + " " + done.stderr).split())[:300] or f"exit code {done.returncode}"
+    return done.stdout, ""

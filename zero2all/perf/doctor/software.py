@@ -1,0 +1,189 @@
+"""Versions, combinations that are known to fail, and which kernels run here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from zero2all import __version__
+from zero2all.perf.doctor.finding import Finding, Grade
+from zero2all.perf.doctor.nvidia_smi import Report
+
+OLDEST_TORCH, NEXT_TORCH = (2, 11), (2, 14)
+PYTHONS = ((3, 11), (3, 13))
+CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv")
+OLD_KERNEL = (5, 5)
+PIN = re.compile(r"^([\w.-]+)\s*==\s*([\w.+]+)")
+
+
+class TorchFacts:
+    """The process that asks torch; started early, read last."""
+
+    def __init__(self) -> None:
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed in `collect`)
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        command = [sys.executable, "-m", "zero2all.perf.doctor.torch_facts"]
+        self._process = subprocess.Popen(command, stdout=self._output, stderr=self._errors, stdin=subprocess.DEVNULL)
+
+    def collect(self, until: float) -> tuple[dict[str, Any], str]:
+        """What is known by `until` (time.monotonic), and why something is missing."""
+        problem = ""
+        try:
+            code = self._process.wait(max(0.1, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            code, problem = 0, "it had not answered when the time was over (see --seconds)"
+        self._output.seek(0)
+        facts = {}
+        for line in self._output.read().splitlines():
+            if line.startswith('{"name": ') and line.endswith("}"):  # libraries print too
+                fact = json.loads(line)
+                facts[fact["name"]] = fact["value"]
+        if code:
+            self._errors.seek(0)
+            words = self._errors.read().strip().splitlines()
+            problem = f"signal {-code}" if code < 0 else (words[-1][:300] if words else f"exit code {code}")
+        self._output.close()
+        self._errors.close()
+        return facts, problem
+
+
+def look_at_versions(facts: dict[str, Any], problem: str, report: Report | None) -> Iterator[Finding]:
+    """Python, torch and its libraries, and whether they fit each other and the driver."""
+    yield _python()
+    kernel = re.match(r"(\d+)\.(\d+)", platform.release())
+    if platform.system() == "Linux" and kernel and (int(kernel[1]), int(kernel[2])) < OLD_KERNEL:
+        why = "Processes with several GPUs were seen to hang on kernels before 5.5."
+        yield Finding("software", "warning", f"the kernel is Linux {platform.release()}", why, "Update the kernel.")
+    versions = facts.get("versions")
+    if versions is None:
+        yield _without_torch(problem)
+        return
+    parts = [
+        f"torch {versions['torch']}",
+        *(f"{key} {versions[key]}" for key in ("cuda", "cudnn", "nccl") if versions[key]),
+    ]
+    yield Finding("software", "ok", ", ".join([*parts, f"CPU instructions {versions['cpu']}"]))
+    number = tuple(int(part) for part in versions["torch"].split(".")[:2])
+    if not OLDEST_TORCH <= number < NEXT_TORCH:
+        lowest, highest = (".".join(map(str, each)) for each in (OLDEST_TORCH, NEXT_TORCH))
+        why = f"zero2all is tested with torch from {lowest} to below {highest}."
+        grade: Grade = "error" if number < OLDEST_TORCH else "warning"
+        yield Finding(
+            "software",
+            grade,
+            f"torch {versions['torch']} is not tested",
+            why,
+            f"`pip install 'torch>={lowest},<{highest}'`.",
+        )
+    yield from _pins(versions)
+    yield from _torch_and_driver(versions, facts.get("devices", []), report)
+
+
+def _python() -> Finding:
+    here = sys.version_info[:2]
+    found = f"Python {platform.python_version()}, zero2all {__version__}, {platform.system()} {platform.release()}"
+    if any(Path(mark).exists() for mark in CONTAINER_MARKS):
+        found += ", in a container"
+    if PYTHONS[0] <= here <= PYTHONS[1]:
+        return Finding("software", "ok", found)
+    return Finding("software", "warning", found, "zero2all is tested with Python 3.11 to 3.13.", "Use one of these.")
+
+
+def _without_torch(problem: str) -> Finding:
+    if "No module named 'torch'" in problem:
+        why = "Without it there is no training; corpus, tokenizer and the calculators work."
+        return Finding("software", "error", "torch is not installed", why, "`pip install 'torch>=2.11,<2.14'`.")
+    if "had not answered" in problem:
+        return Finding("software", "note", f"torch, its devices and kernels were not looked at: {problem}")
+    why = "Nothing that needs torch will run."
+    return Finding("software", "error", f"torch cannot be used: {problem}", why, "Install torch again.")
+
+
+def _pins(versions: dict[str, Any]) -> Iterator[Finding]:
+    """What torch's own package asks for, against what is installed."""
+    try:
+        wanted = importlib.metadata.requires("torch") or []
+    except importlib.metadata.PackageNotFoundError:
+        return
+    for entry in wanted:
+        pin = PIN.match(entry)
+        if pin is None or not re.match(r"triton|nvidia-", pin[1]):
+            continue
+        try:
+            here = importlib.metadata.version(pin[1])
+        except importlib.metadata.PackageNotFoundError:
+            here = ""
+        if here and here != pin[2]:
+            why = f"torch {versions['torch']} was built and tested with {pin[1]} {pin[2]}; another may fail."
+            yield Finding("software", "warning", f"{pin[1]} {here}", why, f"`pip install {pin[1]}=={pin[2]}`.")
+        elif not here and pin[1] == "triton" and versions["cuda"]:
+            why = "torch.compile and our own kernels need it; without it the slower ones of torch run."
+            yield Finding("software", "warning", "Triton is not installed", why, f"`pip install triton=={pin[2]}`.")
+
+
+def _torch_and_driver(
+    versions: dict[str, Any], devices: list[dict[str, Any]], report: Report | None
+) -> Iterator[Finding]:
+    has_gpu = report is not None and bool(report.gpus)
+    if has_gpu and versions["cuda"] is None and versions["hip"] is None:
+        why = "Training would use the CPU although there is a GPU."
+        advice = "Install a build with CUDA: https://pytorch.org/get-started"
+        yield Finding("software", "error", "this torch is a build without CUDA", why, advice)
+    elif has_gpu and versions["cuda_problem"]:
+        assert report is not None
+        why = f"The driver runs CUDA up to {report.cuda or '?'}; this torch was built with {versions['cuda']}."
+        advice = "Check CUDA_VISIBLE_DEVICES. Where the driver is older than CUDA of torch, update one of them."
+        yield Finding("software", "error", f"torch sees no GPU: {versions['cuda_problem']}", why, advice)
+    elif not has_gpu and not devices:
+        yield Finding("software", "note", "no GPU: training runs on the CPU", "It is enough for the quickstart only.")
+    for number, device in enumerate(devices):
+        major, minor = device["capability"]
+        names = versions["built_for"]
+        runs = any(_covers(name, major, minor) for name in names)
+        yield Finding("software", "ok", f"torch sees GPU {number}: {device['name']}, capability {major}.{minor}")
+        if names and not runs:
+            why = f"This torch holds kernels for {', '.join(names)}: the first one would fail (no kernel image)."
+            found = f"torch has no kernels for GPU {number} (sm_{major}{minor})"
+            yield Finding("software", "error", found, why, "Install a torch built with a newer CUDA.")
+
+
+def _covers(name: str, major: int, minor: int) -> bool:
+    """Whether a build for `name` runs there: sm_80 on 8.0 to 8.9; compute_80 (PTX) on all later ones."""
+    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", name)
+    if found is None:
+        return False
+    built = (int(found[2]), int(found[3]))
+    if name[-1] in "af":
+        return built == (major, minor)
+    return built <= (major, minor) and (found[1] == "compute" or built[0] == major)
+
+
+def look_at_kernels(facts: dict[str, Any]) -> Iterator[Finding]:
+    """What `ops.* = auto` takes, and which better ones cannot run here."""
+    entries = facts.get("kernels")
+    if entries is None:
+        if facts:
+            yield Finding("kernels", "note", "not looked at: the time was over (see --seconds)")
+        return
+    on_gpu = bool(facts.get("devices"))
+    for operator in dict.fromkeys(entry["operator"] for entry in entries):
+        rows = [entry for entry in entries if entry["operator"] == operator]
+        taken = next(place for place, entry in enumerate(rows) if entry["taken_by_auto"])
+        absent = [f"{entry['implementation']}: {entry['why_not']}" for entry in rows[:taken] if entry["why_not"]]
+        found = f"{operator}: {rows[taken]['implementation']}"
+        if absent and on_gpu:
+            why = f"Listed before it, and not to be had here: {'; '.join(absent)}."
+            yield Finding("kernels", "note", found, why, "`z2a perf ops bench` measures what each one gains.")
+        else:
+            yield Finding("kernels", "ok", found)

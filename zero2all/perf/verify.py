@@ -1,0 +1,140 @@
+"""`z2a perf verify`: predict a config, run a few real steps of it, and put both side by side in the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero2all.common.errors import BadInputError
+from zero2all.common.language import translate as t
+from zero2all.common.progress import say
+from zero2all.config import RunConfig
+from zero2all.limits.ledger import MEMORY, STEP, Entry, Score, append_entry, read_entries
+from zero2all.limits.machine import Machine
+from zero2all.parallel.device import pick_device, set_cpu_threads
+from zero2all.perf.batch import BatchShape, load_measured_config
+from zero2all.perf.calibrate import machine_for
+from zero2all.perf.predict import Prediction, check_asked, ledger_entry, operators_for, predict
+from zero2all.perf.profiles import ledger_path, profile_from, profile_here, profile_key, profile_path
+from zero2all.perf.row import MEASURED
+from zero2all.perf.short_run import run_apart
+
+MILLISECONDS = 1e3
+LEAST_SHOWN = 0.002  # of the step: a component smaller than this, predicted and measured, is left out
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A prediction and how it ended."""
+
+    prediction: Prediction
+    entry: Entry | None  # None: it could not be measured
+    measured: dict[str, Any]
+
+
+def prediction_here(
+    config: RunConfig, batch: BatchShape, profile: Path | None = None, ledger: Path | None = None
+) -> Prediction:
+    """The prediction for this machine, one process, with the operators that it would run."""
+    set_cpu_threads(config.parallel.cpu_threads, None)
+    device = pick_device(config.parallel.device)
+    machine = profile_here(device) if profile is None else profile_from(profile, device)
+    sizes = check_asked(config, batch, machine, 1)
+    ops = operators_for(config, machine, batch.seq_len)
+    own = machine_for(machine, profile or profile_path(profile_key(device)), ops.taken, device)
+    return predict(config, batch, own, ops, sizes, read_entries(ledger or ledger_path()))
+
+
+def verify(
+    source: str,
+    overrides: list[str],
+    batch: BatchShape,
+    seconds: float,
+    timeout: float,
+    anatomy: bool = True,
+    profile: Path | None = None,
+    ledger: Path | None = None,
+) -> Verified:
+    """Predict, run, compare, and append to the ledger."""
+    config, notes = load_measured_config(source, overrides)
+    for note in notes:
+        say(f"verify: {note}")
+    prediction = prediction_here(config, batch, profile, ledger)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    measured = run_apart(source, overrides, batch, seconds, anatomy, timeout)
+    if measured["status"] != MEASURED:
+        return Verified(prediction, None, measured)
+    entry = ledger_entry(prediction, source, overrides, measured, datetime.now(UTC).isoformat(timespec="seconds"))
+    append_entry(ledger or ledger_path(), entry)
+    return Verified(prediction, entry, measured)
+
+
+def require_measured(verified: Verified) -> Entry:
+    """The entry; BadInputError with the reason where nothing could be measured."""
+    if verified.entry is None:
+        expected = "it was expected to fit" if verified.prediction.fits else "it was not expected to fit"
+        found = verified.measured
+        raise BadInputError(f"The run could not be measured: {found['status']}: {found['reason']} ({expected}).")
+    return verified.entry
+
+
+def comparison(verified: Verified) -> list[list[str]]:
+    """Predicted, measured and error, of the step, of its components and of the memory."""
+    entry = require_measured(verified)
+    rows = [["component", "predicted", "corrected", "measured", "error", "noise", "inside 90 %"]]
+    low, high = entry["intervals"][STEP]
+    step = entry["measured"][STEP]
+    rows.append(
+        [
+            t("step, ms"),
+            f"{MILLISECONDS * entry['predicted'][STEP]:,.2f}",
+            f"{MILLISECONDS * entry['corrected'][STEP]:,.2f}",
+            f"{MILLISECONDS * step:,.2f}",
+            _error(entry, STEP),
+            f"{100 * entry['noise']:.1f} %",
+            t("yes") if low <= step <= high else t("no"),
+        ]
+    )
+    names = [name for name in entry["measured"] if name not in (STEP, MEMORY)]
+    for name in names:
+        predicted, measured = entry["predicted"].get(name, 0.0), entry["measured"][name]
+        if max(predicted, measured) < LEAST_SHOWN * step:
+            continue
+        cells = [f"{MILLISECONDS * predicted:,.2f}", "", f"{MILLISECONDS * measured:,.2f}"]
+        rows.append([f"  {t(name)}, ms", *cells, _error(entry, name), "", ""])
+    sizes = [("peak allocated, GiB", entry["predicted"][MEMORY], entry["measured"][MEMORY], _error(entry, MEMORY))]
+    reserved = entry["reserved"]
+    if reserved["measured"]:
+        error = f"{100 * (reserved['predicted'] / reserved['measured'] - 1):+.1f} %"
+        sizes.append(("peak reserved, GiB", reserved["predicted"], reserved["measured"], error))
+    rows += [[t(name), f"{a / 2**30:.3f}", "", f"{b / 2**30:.3f}", error, "", ""] for name, a, b, error in sizes]
+    return rows
+
+
+def _error(entry: Entry, name: str) -> str:
+    predicted, measured = entry["predicted"].get(name, 0.0), entry["measured"][name]
+    return f"{100 * (predicted / measured - 1):+.1f} %" if measured > 0 else "–"
+
+
+def score_rows(scores: Sequence[Score]) -> list[list[str]]:
+    """The scoreboard as a table."""
+    heading = ["component", "runs", "median", "95th percentile", "worst", "bias", "corrected median"]
+    rows = [[*heading, "corrected 95th", "inside 90 %"]]
+    for score in scores:
+        shares = (score.median, score.percentile_95, score.worst, score.bias)
+        more = (score.corrected_median, score.corrected_percentile_95)
+        cells = [f"{100 * value:.1f} %" for value in shares] + [f"{100 * value:.1f} %" for value in more]
+        inside = "–" if score.inside is None else f"{100 * score.inside:.0f} %"
+        rows.append([t(score.component), str(score.entries), *cells, inside])
+    return rows
+
+
+def machine_line(machine: Machine) -> str:
+    """What a prediction stands on, in one line."""
+    return f"{machine.name}, {machine.source}: {len(machine.matmuls)} products, {len(machine.operators)} operators"
