@@ -71,7 +71,8 @@ def test_sentencepiece_model_gives_the_ids_and_texts_of_the_library(name, texts,
     assert set(ours.control) == {"<s>", "</s>"}
 
 
-def small_ranks(texts):
+@pytest.fixture(scope="module")
+def ranks(texts):
     """A vocabulary made by plain BPE over bytes, as a .tiktoken file has it."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     words = [[bytes([byte]) for byte in word.encode()] for text in texts[:12] for word in text.split(" ")]
@@ -96,9 +97,8 @@ def write_ranks(path, ranks):
     return path
 
 
-def test_tiktoken_file_gives_the_ids_and_texts_of_tiktoken(texts, tmp_path):
+def test_tiktoken_file_gives_the_ids_and_texts_of_tiktoken(texts, ranks, tmp_path):
     tiktoken = pytest.importorskip("tiktoken")
-    ranks = small_ranks(texts)
     path = write_ranks(tmp_path / "own.tiktoken", ranks)
     for name, pattern in TIKTOKEN_PATTERNS.items():
         if name == "isolated-han":
@@ -167,7 +167,7 @@ def test_extend_prints_compression_before_and_after(llama, tmp_path, capsys):
     assert "0 texts come back changed" in said
 
 
-def test_files_of_an_unknown_kind_and_damaged_ones_are_refused(llama, texts, tmp_path):
+def test_files_of_an_unknown_kind_and_damaged_ones_are_refused(llama, ranks, tmp_path, capsys):
     path = tmp_path / "x.bin"
     for data, message in (
         (b"\x00\x01\x02", "not a tokenizer file of a known kind"),
@@ -182,11 +182,14 @@ def test_files_of_an_unknown_kind_and_damaged_ones_are_refused(llama, texts, tmp
         path.write_bytes(data)
         with pytest.raises(BadInputError, match=message):
             load_tokenizer(path)
-    ranks = write_ranks(tmp_path / "own.tiktoken", small_ranks(texts))
+    assert main(["tokenizer", "import", str(path), "--work", str(tmp_path / "work")]) == 3
+    assert "no piece for 254" in capsys.readouterr().err
+    assert not (tmp_path / "work").exists()
+    listed = write_ranks(tmp_path / "own.tiktoken", ranks)
     with pytest.raises(UsageError, match=r"402 pieces, which is none of the .tiktoken files that are known"):
-        load_tokenizer(ranks)
+        load_tokenizer(listed)
     with pytest.raises(UsageError, match="nor a regular expression"):
-        read_foreign(ranks, "(", ["<|endoftext|>"])
+        read_foreign(listed, "(", ["<|endoftext|>"])
     with pytest.raises(UsageError, match=r"--pattern and --special are for .tiktoken files"):
         read_foreign(llama, "qwen2", ["<|endoftext|>"])
     (tmp_path / "own.model").write_bytes(llama.read_bytes())

@@ -273,10 +273,14 @@ def _print_repairs(text: dict[str, Any]) -> None:
 
 def _import(arguments: argparse.Namespace) -> None:
     from zero2all.tokenizer.extend import require_replaceable
+    from zero2all.tokenizer.foreign import find_foreign, read_foreign
     from zero2all.tokenizer.stage import import_tokenizer
 
     if not arguments.source.exists():
         raise UsageError(f"There is no {arguments.source}. Give a tokenizer folder, a .tiktoken file or a .model file.")
+    foreign = find_foreign(arguments.source)
+    if foreign is not None:
+        read_foreign(foreign, arguments.pattern, arguments.special)  # an error before a workspace is made
     target = _target(arguments, create=True)
     require_replaceable(target)
     done = import_tokenizer(arguments.source, target, arguments.pattern, arguments.special)

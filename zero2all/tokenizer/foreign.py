@@ -204,7 +204,9 @@ def _read_ranks(path: Path, data: bytes) -> dict[bytes, int]:
         raise BadInputError(f"{path} is damaged: its ranks are not 0, 1, 2, … without a gap. Download it again.")
     missing = [byte for byte in range(BYTE_COUNT) if bytes([byte]) not in ranks]
     if missing:
-        raise BadInputError(f"{path} has no piece for {len(missing)} of the 256 bytes, so not every text has ids.")
+        raise BadInputError(
+            f"{path} has no piece for {len(missing)} of the 256 bytes, so not every text has ids. Download it again."
+        )
     return ranks
 
 
