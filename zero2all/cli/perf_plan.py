@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,13 @@ def register(inner: Subparsers) -> None:
         "--cluster", default=None, metavar="NAME", help="a100-80g, h100, h200 or b200, from data sheets"
     )
     parser.add_argument("--profile", type=Path, default=None, metavar="FILE", help="profile of `z2a perf calibrate`")
+    parser.add_argument(
+        "--network-gbps",
+        type=real(0.0),
+        default=None,
+        metavar="N",
+        help="network of each GPU between nodes, in Gbit/s per direction (default: the cluster's)",
+    )
     parser.add_argument("--top", type=whole(1), default=10, metavar="N", help="layouts to show (default 10)")
     parser.add_argument(
         "--measure", type=whole(1), default=None, metavar="N", help="measure the best N on the GPU of this machine"
@@ -78,7 +86,13 @@ def _machine(arguments: argparse.Namespace) -> Machine:
 
     if (arguments.cluster is None) == (arguments.profile is None):
         raise UsageError("Name the machine, either with --cluster (a100-80g, h100, h200, b200) or with --profile FILE.")
-    return named_cluster(arguments.cluster) if arguments.cluster else read_machine(arguments.profile)
+    machine = named_cluster(arguments.cluster) if arguments.cluster else read_machine(arguments.profile)
+    if arguments.network_gbps is None:
+        return machine
+    if len(machine.links) < 2 or arguments.network_gbps == 0:
+        raise UsageError(f"--network-gbps {arguments.network_gbps:g} needs a cluster of nodes and a number above 0.")
+    slow = dataclasses.replace(machine.links[-1], bytes_per_second=arguments.network_gbps * 1e9 / 8)
+    return dataclasses.replace(machine, links=(*machine.links[:-1], slow))
 
 
 def _title(plan: LayoutPlan) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.verb import Subparsers, add_output, add_verb, real, whole
-from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 CONFIG_HELP = "a preset (quickstart, z2all-100m, z2all-1b, z2all-moe) or the path of a YAML file"
 BATCH_HELP = "samples per pass x tokens x passes per step, in each data-parallel process (default: the config's)"
 PROFILE_HELP = "a profile that `z2a perf calibrate` wrote (default: the one of this machine)"
-DEFAULT_CONFIG = {"cuda": "z2all-1b", "cpu": "quickstart"}
 GIB = 2**30
 
 
@@ -76,10 +74,10 @@ def _register_calibrate(inner: Subparsers) -> None:
 def _calibrate(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
     from zero2all.perf.batch import check_batch, load_measured_config, own_batch, parse_batch
-    from zero2all.perf.calibrate import calibrate
+    from zero2all.perf.calibrate import calibrate, default_config
 
     configs = []
-    for source in arguments.configs or [_default_config()]:
+    for source in arguments.configs or [default_config()]:
         config, _ = load_measured_config(source, arguments.overrides)
         batch = own_batch(config) if arguments.batch is None else parse_batch(arguments.batch)
         check_batch(batch, config)
@@ -89,12 +87,6 @@ def _calibrate(arguments: argparse.Namespace) -> None:
     for line in _calibration_notes(found):
         print(line)
     _write(arguments.json, {"profile": str(found.path), "left": found.left, "failed": found.failed, "gpu": found.gpu})
-
-
-def _default_config() -> str:
-    from zero2all.parallel.device import pick_device
-
-    return DEFAULT_CONFIG[pick_device("auto").type]
 
 
 def _profile_rows(machine: Machine) -> list[list[str]]:
@@ -157,33 +149,14 @@ def _register_predict(inner: Subparsers) -> None:
 
 def _predict(arguments: argparse.Namespace) -> int:
     from zero2all.cli.table import print_table
-    from zero2all.limits.ledger import read_entries
-    from zero2all.limits.machine import named_cluster
-    from zero2all.parallel.device import pick_device, set_cpu_threads
     from zero2all.perf.batch import load_measured_config, own_batch, parse_batch
-    from zero2all.perf.calibrate import machine_for
-    from zero2all.perf.predict import check_asked, operators_for, predict
-    from zero2all.perf.profiles import ledger_path, profile_from, profile_here, profile_key, profile_path
+    from zero2all.perf.verify import prediction_for
 
-    if arguments.cluster is not None and arguments.profile is not None:
-        raise UsageError("--cluster and --profile both name a machine. Give one of them.")
     config, notes = load_measured_config(arguments.config, arguments.overrides)
-    set_cpu_threads(config.parallel.cpu_threads, None)
     batch = own_batch(config) if arguments.batch is None else parse_batch(arguments.batch)
-    path = arguments.profile
-    if arguments.cluster is not None:
-        machine = named_cluster(arguments.cluster)
-    elif path is not None:
-        machine = profile_from(path, None)
-    else:
-        device = pick_device(config.parallel.device)
-        machine, path = profile_here(device), profile_path(profile_key(device))
-    sizes = check_asked(config, batch, machine, arguments.gpus)
-    ops = operators_for(config, machine, batch.seq_len)
-    if path is not None and machine.key:
-        machine = machine_for(machine, path, ops.taken, pick_device(config.parallel.device))
-    found = predict(config, batch, machine, ops, sizes, read_entries(ledger_path()), arguments.price)
+    found = prediction_for(config, batch, arguments.cluster, arguments.gpus, arguments.profile, arguments.price)
     if arguments.json != "-":
+        machine = found.machine
         title = f"{arguments.config} on {arguments.gpus} x {machine.name} ({machine.source}), batch {batch}"
         print_table(_prediction_rows(found), title)
         print_table(_part_rows(found), "seconds of a step by part, of one process")
@@ -306,24 +279,12 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _scoreboard(arguments: argparse.Namespace) -> int:
     from zero2all.cli.table import print_table
-    from zero2all.limits.ledger import of_machine, read_entries, scoreboard
-    from zero2all.parallel.device import pick_device
-    from zero2all.perf.profiles import ledger_path, profile_key
-    from zero2all.perf.verify import score_rows
+    from zero2all.perf.verify import score_rows, scores
 
-    path = arguments.ledger or ledger_path()
-    entries = read_entries(path)
-    if not arguments.all_machines:
-        entries = of_machine(entries, profile_key(pick_device("auto")))
-    if not entries:
-        raise UsageError(
-            f"{path} has no verified predictions of this machine. Make one: `z2a perf verify CONFIG`, or show those of "
-            f"other machines with --all-machines."
-        )
-    scores = scoreboard(entries)
+    entries, found = scores(arguments.ledger, arguments.all_machines)
     if arguments.json != "-":
-        print_table(score_rows(scores), f"{len(entries)} verified predictions; error = predicted / measured - 1")
-    _write(arguments.json, [dataclasses.asdict(score) for score in scores])
+        print_table(score_rows(found), f"{entries} verified predictions; error = predicted / measured - 1")
+    _write(arguments.json, [dataclasses.asdict(score) for score in found])
     return 0
 
 

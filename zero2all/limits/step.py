@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from zero2all.limits.communication import Transfer, communication_per_step
 from zero2all.limits.floors import linear_shapes, operator_work, optimizer_work
-from zero2all.limits.flops import flops_per_token, recomputed_blocks, recomputed_flops_per_token
+from zero2all.limits.flops import flops_per_token, recomputed_blocks
 from zero2all.limits.held import HeldStage, expert_values
 from zero2all.limits.machine import Kind, Link, Machine
 from zero2all.limits.memory import WIDTHS, MemorySettings
@@ -543,12 +543,3 @@ def _host(settings: MemorySettings, machine: Machine, device: float, layers: int
     queued = one * (settings.passes if not cuda_graph else 1 if settings.processes > 1 else 0)
     window = device if not cuda_graph else device / settings.passes
     return [_waiting("host", max(0.0, queued - window))]
-
-
-def executed_flops_per_token(model: ModelConfig, settings: MemorySettings) -> dict[str, float]:
-    """Model FLOPs and those of recomputation, for HFU."""
-    model_flops = flops_per_token(model, settings.seq_len)
-    again = recomputed_flops_per_token(
-        model, settings.seq_len, settings.recompute, settings.recompute_every, settings.operators
-    )
-    return {name: value + again[name] for name, value in model_flops.items()}

@@ -47,6 +47,13 @@ WARM_UP_SHARE = 0.15  # of the time, at most, until the clock has settled
 SAME_SIZE = 0.01  # points of a curve closer than this are one
 LEAST_FREE = 0.5  # of the memory; below it the allocator gives back what it keeps
 FLOAT8_OVER_BFLOAT16 = 2.0
+FOR_DOCUMENTS = ("flex", "varlen")
+"""Attention with documents, which no prediction is made for yet; the first takes a minute to compile."""
+
+
+def default_config() -> str:
+    """The preset that is calibrated where none is named: one that suits the device."""
+    return "z2all-1b" if pick_device("auto").type == "cuda" else "quickstart"
 
 
 @dataclass(frozen=True)
@@ -153,7 +160,9 @@ def other_settings(setting: Setting) -> Iterator[Setting]:
     for operator, implementations in sorted(OPERATORS.items(), key=lambda one: one[0] != "linear"):
         for implementation in implementations:
             is_taken = setting.ops.taken[operator] == implementation.name
-            if operator == "cross_entropy" or is_taken or implementation.probe(context) is not None:
+            if is_taken or operator == "cross_entropy" or implementation.name in FOR_DOCUMENTS:
+                continue
+            if implementation.probe(context) is not None:
                 continue
             ops = dataclasses.replace(setting.config.ops, strict=False, **cast(Any, {operator: implementation.name}))
             yield dataclasses.replace(setting, ops=resolve(ops, context))

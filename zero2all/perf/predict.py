@@ -28,18 +28,12 @@ from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.mesh import Mesh
 from zero2all.perf.batch import BatchShape
 from zero2all.perf.kernel_groups import ATTENTION, COMMUNICATION, COPIES, ELEMENTWISE, GEMM, LOSS, OPTIMIZER
-from zero2all.perf.variants import OWN_KERNELS
+from zero2all.perf.memory import TAKEN_ON_A_GPU
 from zero2all.train.cuda_graph import is_worth_it, why_no_cuda_graph
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES
 
-ON_A_GPU = {
-    **OWN_KERNELS,
-    **{"rms_norm": "triton", "linear": "fp32_wgrad", "embedding": "triton"},
-    **{"cross_entropy": "triton", "optimizer": "triton"},
-}
-"""What `ops: auto` takes on a GPU with torch and Triton alone; assumed where no GPU is at hand to ask."""
 DEVICE_OF = {"a100-80g": "NVIDIA A100-SXM4-80GB", "h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}
 """The names under which `zero2all.limits.flops` knows the GPUs of clusters."""
 IDLE = "idle"
@@ -152,6 +146,8 @@ def predict(
     """The prediction of a config; `batch` is that of one process of the batch axes."""
     placed = shaped(config, batch, sizes)
     settings = memory_settings(placed, ops, Mesh(sizes), batch.samples)
+    if machine.source != "measured":  # else it is this one, whose libraries are known
+        settings = dataclasses.replace(settings, workspace_bytes=machine.overhead.get("workspace", 0.0))
     device = torch.device("cuda" if machine.multiprocessors else "cpu")
     captured = why_no_cuda_graph(placed, device, sizes.processes, ops) is None and placed.train.cuda_graph != "off"
     if captured and placed.train.cuda_graph == "auto":
@@ -239,7 +235,7 @@ def operators_for(config: RunConfig, machine: Machine, seq_len: int) -> Ops:
         context = op_context(config, kind, DTYPES[config.train.precision])
         return resolve(config.ops, dataclasses.replace(context, seq_len=seq_len))
     taken = {
-        operator: ON_A_GPU[operator] if getattr(config.ops, operator) == "auto" else getattr(config.ops, operator)
+        operator: TAKEN_ON_A_GPU[operator] if getattr(config.ops, operator) == "auto" else getattr(config.ops, operator)
         for operator in OPERATORS
     }
     choices = tuple(Choice(operator, name, name, "assumed: no GPU is here") for operator, name in taken.items())

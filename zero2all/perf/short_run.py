@@ -27,7 +27,6 @@ from typing import Any
 
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
-import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -57,6 +56,7 @@ FIRST_STEPS = 3  # kernels are compiled, states allocated, passes captured
 WARM_UP_SECONDS = 1.5
 LEAST_STEPS, MOST_STEPS = 3, 200
 RATE = 1e-5
+DRAWN = 1 << 22
 LOG_TAIL_LINES = 8
 
 
@@ -119,7 +119,7 @@ def _measure(config: RunConfig, batch: BatchShape, seconds: float, anatomy: bool
     state.micro_batch_samples = batch.samples
     rows = batch.samples * batch.accumulation
     state.cuda_graph = choose_cuda_graph(config, state.model, device, 1, batch.samples, rows)
-    batches = [_random_batch(config, rows, seed) for seed in range(2)]
+    batches = [_random_batch(config, rows, seed, device) for seed in range(2)]
     run = _Run(state, config, world, batches)
     started = time.perf_counter()
     with live or nullcontext():
@@ -192,7 +192,6 @@ class _Run:
 def _random_state(config: RunConfig, world: World, ops: Any) -> TrainState:
     """A new run whose weights are drawn on the device, which is faster than those that a seed gives a run."""
     state = empty_state(config, world, ops)
-    generator = torch.Generator(world.device).manual_seed(1)
     small = config.model.init_std / math.sqrt(2 * config.model.layers)
     with state.weights.masters_between_steps() as masters, torch.no_grad():
         for name, part in masters.items():
@@ -202,17 +201,28 @@ def _random_state(config: RunConfig, world: World, ops: Any) -> TrainState:
             elif name.endswith(".bias"):
                 values.zero_()
             else:
-                std = small if name.endswith(INTO_RESIDUAL) else config.model.init_std
-                values.normal_(0.0, std, generator=generator if values.device == world.device else None)
+                _fill(values, small if name.endswith(INTO_RESIDUAL) else config.model.init_std)
     state.weights.updated()
     compile_model(state.model)
     return state
 
 
-def _random_batch(config: RunConfig, rows: int, seed: int) -> Batch:
-    generator = np.random.default_rng(seed)
-    tokens = generator.integers(0, config.model.vocab_ids, (rows, config.data.seq_len + 1))
-    channels = np.zeros(rows, dtype=np.int64)
+def _fill(values: torch.Tensor, std: float) -> None:
+    """Normal values; of a large tensor the same ones again and again: drawing billions on the host takes minutes."""
+    flat = values.view(-1)
+    piece = torch.empty(min(len(flat), DRAWN), dtype=values.dtype, device=values.device).normal_(0.0, std)
+    for start in range(0, len(flat), max(1, len(piece))):
+        here = flat[start : start + len(piece)]
+        here.copy_(piece[: len(here)])
+
+
+def _random_batch(config: RunConfig, rows: int, seed: int, device: torch.device) -> Batch:
+    """Pinned for a GPU, as the loader does: a copy from other memory would wait for all that is queued."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (rows, config.data.seq_len + 1)
+    tokens, channels = torch.randint(0, config.model.vocab_ids, shape, generator=generator), torch.zeros(rows).long()
+    if device.type == "cuda":
+        tokens, channels = tokens.pin_memory(), channels.pin_memory()
     return Batch(tokens, channels, channels, 0)
 
 

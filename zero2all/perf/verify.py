@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from zero2all.common.errors import BadInputError
+from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
 from zero2all.common.progress import say
 from zero2all.config import RunConfig
-from zero2all.limits.ledger import MEMORY, STEP, Entry, Score, append_entry, read_entries
-from zero2all.limits.machine import Machine
+from zero2all.limits.ledger import MEMORY, STEP, Entry, Score, append_entry, read_entries, scoreboard
+from zero2all.limits.machine import Machine, named_cluster
 from zero2all.parallel.device import pick_device, set_cpu_threads
 from zero2all.perf.batch import BatchShape, load_measured_config
 from zero2all.perf.calibrate import machine_for
@@ -37,17 +37,46 @@ class Verified:
     measured: dict[str, Any]
 
 
-def prediction_here(
-    config: RunConfig, batch: BatchShape, profile: Path | None = None, ledger: Path | None = None
+def prediction_for(
+    config: RunConfig,
+    batch: BatchShape,
+    cluster: str | None = None,
+    gpus: int = 1,
+    profile: Path | None = None,
+    price: float | None = None,
+    ledger: Path | None = None,
+    runs_here: bool = False,
 ) -> Prediction:
-    """The prediction for this machine, one process, with the operators that it would run."""
+    """The prediction for a cluster by name, for the profile in a file, or for this machine. What `runs_here` needs a
+    profile of this machine."""
+    if cluster is not None and profile is not None:
+        raise UsageError("--cluster and --profile both name a machine. Give one of them.")
     set_cpu_threads(config.parallel.cpu_threads, None)
     device = pick_device(config.parallel.device)
-    machine = profile_here(device) if profile is None else profile_from(profile, device)
-    sizes = check_asked(config, batch, machine, 1)
+    if cluster is not None:
+        machine = named_cluster(cluster)
+    else:
+        machine = profile_here(device) if profile is None else profile_from(profile, device if runs_here else None)
+    sizes = check_asked(config, batch, machine, gpus)
     ops = operators_for(config, machine, batch.seq_len)
-    own = machine_for(machine, profile or profile_path(profile_key(device)), ops.taken, device)
-    return predict(config, batch, own, ops, sizes, read_entries(ledger or ledger_path()))
+    if machine.key and machine.key == profile_key(device):
+        machine = machine_for(machine, profile or profile_path(machine.key), ops.taken, device)
+    return predict(config, batch, machine, ops, sizes, read_entries(ledger or ledger_path()), price)
+
+
+def scores(path: Path | None, all_machines: bool) -> tuple[int, list[Score]]:
+    """How many verified predictions the ledger has, of this machine or of all, and their errors."""
+    ledger = path or ledger_path()
+    entries = read_entries(ledger)
+    if not all_machines:  # with any number of threads: a config may set it
+        here = {**profile_key(pick_device("auto")), "threads": ""}
+        entries = [entry for entry in entries if {**entry["profile"], "threads": ""} == here]
+    if not entries:
+        raise UsageError(
+            f"{ledger} has no verified predictions of this machine. Make one: `z2a perf verify CONFIG`, or show those "
+            f"of other machines with --all-machines."
+        )
+    return len(entries), scoreboard(entries)
 
 
 def verify(
@@ -64,7 +93,7 @@ def verify(
     config, notes = load_measured_config(source, overrides)
     for note in notes:
         say(f"verify: {note}")
-    prediction = prediction_here(config, batch, profile, ledger)
+    prediction = prediction_for(config, batch, profile=profile, ledger=ledger, runs_here=True)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     measured = run_apart(source, overrides, batch, seconds, anatomy, timeout)

@@ -33,7 +33,6 @@ from zero2all.limits.floors import Work, linear_shapes, operator_work, optimizer
 from zero2all.limits.machine import Kind
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.model.moe import MixtureOfExperts
-from zero2all.ops.gradient_sink import GradientSink
 from zero2all.ops.optimizer import AdamW, fused_adamw
 from zero2all.ops.registry import Ops
 from zero2all.perf.batch import BatchShape
@@ -49,9 +48,9 @@ MOST_PARAMETERS = {"cuda": 1 << 29, "cpu": 1 << 24}  # of the update: enough to 
 GRID_TOKENS, GRID_WIDTHS = (2048, 8192, 32768), (768, 2048, 4096, 8192, 16384)
 CPU_GRID_TOKENS, CPU_GRID_WIDTHS = (256, 1024), (192, 768, 2048)
 ATTENTION_GRID = tuple(
-    (tokens, length, heads, 4, size)
+    (tokens, length, heads, heads // 4, size)  # one ratio: FlashAttention 4 compiles a kernel for each
     for tokens, length in ((8192, 1024), (16384, 2048), (16384, 4096), (32768, 8192), (65536, 2048))
-    for heads, size in ((12, 64), (32, 64), (16, 128), (32, 128))
+    for heads, size in ((16, 64), (32, 64), (16, 128), (32, 128))
 )
 
 
@@ -370,11 +369,16 @@ def _moe(setting: Setting, tokens: int) -> tuple[Call, Call]:
     block = MixtureOfExperts(model, model.layers - 1, setting.ops, None).to(device, setting.dtype)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, 0.0, model.init_std)
-        _give_sink(parameter)
+        gather_into_main(parameter)
     block.router.clear(device)
     x = torch.randn(1, tokens, model.hidden_size, device=device).to(setting.dtype).requires_grad_()
     direction = torch.randn_like(x)
-    return lambda: block(x), lambda: block(x).backward(direction)
+
+    def both() -> None:
+        block(x).backward(direction)
+        x.grad = None
+
+    return lambda: block(x), both
 
 
 def _with_sinks(function: Function, case: Case, dtype: torch.dtype, weights: int) -> tuple[Call, Call]:
@@ -382,7 +386,7 @@ def _with_sinks(function: Function, case: Case, dtype: torch.dtype, weights: int
     inputs = [value.to(dtype).requires_grad_() for value in case.inputs]
     case.inputs.clear()
     for weight in inputs[-weights:]:
-        _give_sink(weight)
+        gather_into_main(weight)
     directions = [torch.randn_like(output) for output in case.call(function, inputs)]
 
     def both() -> None:
@@ -391,12 +395,6 @@ def _with_sinks(function: Function, case: Case, dtype: torch.dtype, weights: int
             value.grad = None
 
     return lambda: case.call(function, inputs), both
-
-
-def _give_sink(weight: Tensor) -> None:
-    if weight.dtype == torch.float32:  # `zero2all.perf.op_bench` has no sink in float32; a run has one
-        weight.gradient_sink = GradientSink(torch.zeros_like(weight))  # type: ignore[attr-defined]
-    gather_into_main(weight)
 
 
 def attention_figure(setting: Setting, tokens: int, length: int, heads: int, kv_heads: int, size: int) -> Figure:
