@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.planted import stdlib_sources
 from zero2all.common import jsonio
 from zero2all.common.engine import EngineConfig
-from zero2all.common.records import corpus_sources, iter_records
+from zero2all.common.records import TITLE_AND_TEXT, corpus_sources, iter_records
 from zero2all.corpus import BuildOptions, Source, build_corpus
 from zero2all.packed.writer import PackOptions, first_texts, pack_corpus
 from zero2all.tokenizer import load_tokenizer
@@ -101,7 +101,7 @@ def packing(folder: Path, data: Path | None) -> dict[str, Any]:
 def _start_seconds(corpus: Path, tokenizer_folder: Path, names: list[str]) -> float:
     started = time.process_time()
     tokenizer = load_tokenizer(tokenizer_folder)
-    sample = [text for name in names for text in first_texts(corpus, name)]
+    sample = [text for name in names for text in first_texts(corpus, name, TITLE_AND_TEXT)]
     open_encoder(tokenizer, EncoderConfig(threads=1), sample, 1 << 40)
     return time.process_time() - started
 

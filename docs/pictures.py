@@ -98,6 +98,21 @@ CAPTIONS = {
         "A checkpoint exists only after the rename: a process killed before it leaves the previous one as the newest.",
         "The file operations of a save in order, and which checkpoint is found after a kill before each of them",
     ),
+    "phases": Caption(
+        "draw_limits",
+        "Memory is not one number: the peak of a step is what is there all the time plus its worst phase.",
+        "Stacked bars: the memory of z2all-1b in seven phases of a step, with and without recomputation, and two GPUs",
+    ),
+    "roofline": Caption(
+        "draw_limits",
+        "A matmul with few tokens waits for memory; one whose last wave is not full leaves SMs idle.",
+        "The roofline of an H200 with matmuls of few and of many tokens; the waves of a matmul as a staircase",
+    ),
+    "goodput": Caption(
+        "draw_limits",
+        "The best time between two checkpoints follows from what a save costs and how often something fails.",
+        "Goodput over the time between two checkpoints, three curves, each with a mark at Daly's interval",
+    ),
     "bits": Caption(
         "draw_results",
         "The bits that each token of a held-out sentence costs the model, before and after training.",

@@ -18,7 +18,7 @@ from torch import Tensor
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json, read_json_object, staged_folder, write_atomic, write_json
 from zero2all.common.manifest import fingerprint, write_manifest
-from zero2all.common.workspace import RUN_NAME_WORDS, STAMP_NAME, Workspace, is_run_name, open_workspace
+from zero2all.common.workspace import FOLDER_NAME_WORDS, STAMP_NAME, Workspace, is_folder_name, open_workspace
 from zero2all.config import RunConfig, config_from_values, config_values
 from zero2all.infer.load import LoadedModel
 from zero2all.model.config import ModelConfig
@@ -108,8 +108,8 @@ def import_folder(
     `resize_embeddings` gives the model rows for all its ids, padded to a multiple of 64. Weights that are NaN or
     infinite are refused.
     """
-    if not is_run_name(name):
-        raise UsageError(f"train.name: got {name!r}, expected {RUN_NAME_WORDS}. Choose another --name.")
+    if not is_folder_name(name):
+        raise UsageError(f"train.name: got {name!r}, expected {FOLDER_NAME_WORDS}. Choose another --name.")
     if (workspace.root / STAMP_NAME).is_file():
         open_workspace(workspace.root)  # refuses that of another version
     run = workspace.run(name)

@@ -24,10 +24,10 @@ def work(raw, tmp_path_factory):
 
 def test_show_cuts_texts_only_when_asked_or_on_a_terminal(work, z2a):
     whole = z2a("corpus", "show", "own", "--count", "1", "--work", work).out
-    assert whole.startswith("── gid 0  two")
+    assert whole.startswith("══ own: training text {title}\\n{content}\n── gid 0  two")
     assert " … (" not in whole
     cut = z2a("corpus", "show", "own", "--count", "1", "--chars", "20", "--work", work).out
-    heading, text, *_ = cut.splitlines()
+    _, heading, text, *_ = cut.splitlines()
     assert heading.isprintable(), "a title cannot break the line or command the terminal"
     assert len(text.partition(" … (")[0]) == 20
     assert "more characters; --chars" in text

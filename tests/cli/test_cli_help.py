@@ -44,7 +44,7 @@ def test_the_verbs_of_the_issue_are_all_there():
     expected = (
         "help",
         *("quickstart", "corpus build", "corpus show", "corpus report", "corpus rules", "corpus download"),
-        *(f"tokenizer {verb}" for verb in ("train", "extend", "eval", "show", "encode", "decode")),
+        *(f"tokenizer {verb}" for verb in ("train", "import", "extend", "eval", "show", "encode", "decode")),
         "pack",
         *(f"data {verb}" for verb in ("show", "stats", "verify", "export", "import")),
         *("train", "anneal", "runs", "inspect", "board", "watch", "plot", "track import", "track export"),

@@ -163,7 +163,7 @@ def test_command_line_builds_shows_and_reports(tmp_path, write_lines, capsys):
     assert "dropped 1 duplicate, 1 too_short" in capsys.readouterr().out
     assert main(["corpus", "show", "a", "--count", "2", *work]) == 0
     shown = capsys.readouterr().out
-    assert "── gid 0  t0\ntext number 0" in shown
+    assert "a: training text {title}\\n{content}\n── gid 0  t0\ntext number 0" in shown
     assert "steers a terminal: " in shown
     assert "\x1b" not in shown
     assert main(["corpus", "show", "--dropped", "duplicate", *work]) == 0

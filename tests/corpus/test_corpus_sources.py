@@ -16,6 +16,7 @@ import pytest
 
 from tests.corpus.corpus_helpers import plain_options
 from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.records import corpus_sources, iter_records, text_template, training_text
 from zero2all.corpus import (
     BuildOptions,
     Source,
@@ -25,7 +26,9 @@ from zero2all.corpus import (
     source_from_path,
     summary_notes,
 )
+from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.sources import guess_mapping
+from zero2all.tokenizer.parts import corpus_parts
 
 
 def test_name_path_and_channel_are_read(tmp_path):
@@ -214,3 +217,70 @@ def test_an_archive_that_begins_without_texts_is_read(tmp_path, build):
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
     assert build(tmp_path / "a.tar.gz", max_damaged_share=1)["records_kept"] == 1000
+
+
+QUESTIONS = [
+    {
+        "title": f"怎样养花{n}？",
+        "desc": f"我家的花总是第{n}天枯萎，不知道为什么。",
+        "answer": f"多晒太阳，每隔{n}天浇一次水就可以了。" * 3,
+    }
+    for n in range(30)
+]
+
+
+def build_questions(tmp_path, name="qa", **options):
+    path = tmp_path / "qa.jsonl"
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in QUESTIONS), encoding="utf-8")
+    settings = BuildOptions(rules="none", dedup=DedupConfig(near="off"), **options.pop("build", {}))
+    build_corpus(tmp_path / "corpus", [Source(name, path, "zh", **options)], settings)
+    manifest = corpus_sources(tmp_path / "corpus")[name]
+    record = next(iter_records(tmp_path / "corpus", name, "train"))
+    return text_template(manifest), training_text(record, text_template(manifest))
+
+
+def test_the_question_of_a_question_site_is_part_of_its_training_text(tmp_path):
+    template, text = build_questions(tmp_path)
+    assert template == "{title}\n{desc}\n{content}"
+    assert text.startswith("怎样养花0？\n我家的花总是第0天枯萎，不知道为什么。\n多晒太阳")
+    packed_text = next(corpus_parts(tmp_path / "corpus", None)[0][0].texts())
+    assert packed_text == text
+
+
+def test_a_template_of_ones_own_is_kept_by_every_format_and_changing_it_builds_again(tmp_path):
+    own = "问：{title}\n{desc}\n答：{content}"
+    _, text = build_questions(tmp_path, training_text=own)
+    assert text.startswith("问：怎样养花0？\n我家的花总是第0天枯萎，不知道为什么。\n答：多晒太阳")
+    template, in_txt = build_questions(tmp_path, training_text=own, build={"format": "txt"})
+    assert (template, in_txt) == ("{content}", text)
+    assert build_questions(tmp_path, training_text="{content}")[1].startswith("多晒太阳")
+
+
+def test_empty_fields_and_repetitions_leave_no_trace():
+    template = "问：{title}\n{desc}\n答：{content}"
+    assert training_text({"title": "A", "desc": "", "content": "C"}, template) == "问：A\n答：C"
+    assert training_text({"title": "", "desc": None, "content": "C"}, template) == "答：C"
+    assert training_text({"title": "A", "desc": "A b", "content": "C"}, template) == "A b\n答：C"
+    assert training_text({"title": "A", "desc": "B", "content": "B c"}, "{title}\n{desc}\n{content}") == "A\nB c"
+    assert training_text({"content": "C"}, "{content}\n完") == "C\n完"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{title}\n{body}{content}", "there is no field 'body'; fields are title, desc, content"),
+        ("{title}", "the text itself, is not in it"),
+        ("{content}{content}", "{content} stands in it twice"),
+        ("{content", "the braces do not fit together"),
+        ("{content!r}", "the braces do not fit together"),
+        ("{desc}\n{content}", "names {desc}, but no file of the source has that field (it has content, title)"),
+    ],
+)
+def test_templates_that_name_what_is_not_there_are_refused_before_any_work(tmp_path, template, message):
+    path = tmp_path / "news.jsonl"
+    path.write_text('{"title": "Rain", "text": "It fell all day long in the valley."}\n' * 3)
+    with pytest.raises(UsageError) as refused:
+        build_corpus(tmp_path / "corpus", [Source("news", path, "en", training_text=template)])
+    assert message in str(refused.value)
+    assert not (tmp_path / "corpus" / "news").exists()
+    assert not (tmp_path / "corpus" / ".build").exists()

@@ -8,6 +8,7 @@ from zero2all.common.files import read_json
 from zero2all.tokenizer import CONTROL_TOKENS, load_tokenizer, train_tokenizer
 from zero2all.tokenizer.config import SentencePieceConfig
 from zero2all.tokenizer.extend import Extender, read_pieces, spelled_by
+from zero2all.tokenizer.extend_sentencepiece import open_extender
 
 transformers = pytest.importorskip("transformers")
 
@@ -102,15 +103,18 @@ def test_sentencepiece_bpe_takes_pieces_by_name_and_unigram_is_refused(texts, tm
     pytest.importorskip("sentencepiece")
     settings = {"kind": "sentencepiece", "threads": 1}
     train_tokenizer(texts, 600, tmp_path / "bpe", "i", **settings)
-    done, new = extended(tmp_path / "bpe", tmp_path / "new", ["kalomi kalomi", " quantum"])
+    extender = open_extender(tmp_path / "bpe")
+    extender.add(["kalomi kalomi", " quantum"])
+    extender.save(tmp_path / "new")
+    new = load_tokenizer(tmp_path / "new")
     assert [len(new.encode_text(text)) for text in ("kalomi kalomi", " quantum")] == [1, 1]
-    assert done["sentencepiece_model_left_behind"]
-    with pytest.raises(BadInputError, match="no pretoken pattern"):
+    (tmp_path / "bpe/sentencepiece.model").unlink()
+    with pytest.raises(BadInputError, match=r"its .model file is not there"):
         extended(tmp_path / "bpe", tmp_path / "new2", texts=iter(FIELD), vocab_size=650)
     unigram = SentencePieceConfig(model_type="unigram")
     train_tokenizer(texts, 600, tmp_path / "unigram", "i", **settings, sentencepiece=unigram)
     with pytest.raises(BadInputError, match="is a Unigram model"):
-        Extender(tmp_path / "unigram")
+        open_extender(tmp_path / "unigram")
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,11 @@ def _register_build(inner: Subparsers) -> None:
     )
     add_work(build)
     build.add_argument("--map", metavar="FIELD=RAW,…", help="raw fields to use: content=body,title=name")
+    build.add_argument(
+        "--training-text",
+        metavar="TEMPLATE",
+        help=r"text that a model sees, such as '{title}\n{desc}\n{content}' (default: by what the source has)",
+    )
     build.add_argument("--format", help="shards as jsonl, jsonl.zst, parquet or txt (default jsonl)")
     build.add_argument("--shard-bytes", type=whole(1), metavar="N", help="size of a shard (default 200 MB)")
     build.add_argument("--valid-share", type=real(0, 0.5), metavar="SHARE", help="share held out (default 0.01)")
@@ -118,7 +123,8 @@ def _build(arguments: argparse.Namespace) -> None:
         "engine": {"kind": arguments.engine, "workers": arguments.workers, "address": arguments.address},
     }
     mapping = parse_mapping(arguments.map) if arguments.map else None
-    settings = load_settings(arguments.sources, arguments.overrides, mapping, flags)
+    template = None if arguments.training_text is None else arguments.training_text.replace("\\n", "\n")
+    settings = load_settings(arguments.sources, arguments.overrides, mapping, flags, template)
     # Before a mistyped path makes a workspace of this folder.
     check_sources(settings.sources, settings.options, settings.engine)
     corpus = workspace_of(arguments, create=True).corpus
@@ -167,7 +173,7 @@ def _show(arguments: argparse.Namespace) -> None:
     elif arguments.dropped is not None:
         _show_dropped(corpus, names, arguments)
     else:
-        _show_records(corpus, names, arguments)
+        _show_records(corpus, {name: known[name] for name in names}, arguments)
 
 
 def _show_gid(corpus: Any, known: dict[str, Any], arguments: argparse.Namespace) -> None:
@@ -187,10 +193,13 @@ def _show_gid(corpus: Any, known: dict[str, Any], arguments: argparse.Namespace)
     print(_cut(record["content"], arguments))
 
 
-def _show_records(corpus: Any, names: list[str], arguments: argparse.Namespace) -> None:
-    from zero2all.common.records import iter_records
+def _show_records(corpus: Any, manifests: dict[str, Any], arguments: argparse.Namespace) -> None:
+    from zero2all.common.records import TITLE_AND_TEXT, iter_records, text_template, training_text
 
-    for name in names:
+    for name, manifest in manifests.items():
+        template = text_template(manifest)
+        shown = template.replace("\n", "\\n")
+        print(t(f"══ {name}: training text {shown}"))
         records = iter_records(corpus, name, arguments.split)
         first = next(records, None)
         if first is None:
@@ -198,7 +207,9 @@ def _show_records(corpus: Any, names: list[str], arguments: argparse.Namespace) 
             continue
         for record in itertools.islice(itertools.chain([first], records), arguments.count):
             number = f"gid {record['gid']}" if "gid" in record else name
-            print(f"── {number}  {_in_a_line(record['title'])}\n{_cut(record['content'], arguments)}\n")
+            # The title stands in the heading; other templates are shown as the model sees them.
+            text = record["content"] if template == TITLE_AND_TEXT else training_text(record, template)
+            print(f"── {number}  {_in_a_line(record['title'])}\n{_cut(text, arguments)}\n")
 
 
 def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""`z2a perf ops`, `z2a perf ops bench`, `z2a perf ablate` and `z2a perf infer`."""
+"""`z2a perf`: its verbs, of which `ops`, `ops bench`, `ablate` and `infer` are declared here."""
 
 from __future__ import annotations
 
@@ -13,12 +13,19 @@ from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
 ABLATE_EXAMPLE = "z2a perf ablate z2all-1b --batch 2x2048x16 --output ablation --budget-seconds 540"
+PERF_EXAMPLE = """z2a perf params llama-3.1-8b
+  z2a perf memory z2all-1b --gpu h200
+  z2a perf calibrate z2all-1b
+  z2a perf plan z2all-1b --gpus 64 --cluster h100
+  z2a perf ablate z2all-1b
+  z2a perf explain my-run"""
 CONFIG_HELP = "a preset (quickstart, z2all-100m, z2all-1b, z2all-moe) or the path of a YAML file"
 
 
 def register(verbs: Subparsers) -> None:
     """Add the verbs."""
-    inner = add_group(verbs, "perf", "measure operators, training steps and generation on this machine", ABLATE_EXAMPLE)
+    about = "how large, how fast, how long: calculators, measurements, predictions, and what a run's record says"
+    inner = add_group(verbs, "perf", about, PERF_EXAMPLE)
     _register_ops(inner)
     _register_ablate(inner)
     _register_infer(inner)

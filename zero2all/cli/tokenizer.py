@@ -1,4 +1,4 @@
-"""`z2a tokenizer train / extend / eval / show / encode / decode`."""
+"""`z2a tokenizer train / import / extend / eval / show / encode / decode`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def register(verbs: Subparsers) -> None:
         "z2a tokenizer train --work my-workspace --vocab-size 32000",
     )
     _register_train(inner)
+    _register_import(inner)
     _register_extend(inner)
     _register_eval(inner)
     _register_looking(inner)
@@ -75,6 +76,43 @@ def _register_train(inner: Subparsers) -> None:
     train.add_argument("--config", metavar="CONFIG", help="use the tokenizer section of this preset or YAML file")
 
 
+def _register_import(inner: Subparsers) -> None:
+    taken = add_verb(
+        inner,
+        "import",
+        "use a tokenizer of others in this workspace; its ids stay the same",
+        "z2a tokenizer import qwen.tiktoken --work my-workspace",
+        _import,
+    )
+    taken.add_argument(
+        "source",
+        type=Path,
+        metavar="TOKENIZER",
+        help="a Hugging Face folder, a .tiktoken file, or a SentencePiece .model file",
+    )
+    add_work(taken)
+    taken.add_argument(
+        "--pattern",
+        metavar="NAME|REGEX",
+        help="an unknown .tiktoken file: how it cuts text (qwen2, cl100k, o200k, or a regular expression)",
+    )
+    taken.add_argument(
+        "--special",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="an unknown .tiktoken file: its control tokens, the one that ends a document first",
+    )
+    _add_target(taken)
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    add_output(parser, "--to", is_folder=True, help="folder to write (default: the workspace's tokenizer is replaced)")
+    parser.add_argument(
+        "--replace", action="store_true", help="replace the workspace's tokenizer even if data or runs use the old one"
+    )
+
+
 def _register_extend(inner: Subparsers) -> None:
     extend = add_verb(
         inner,
@@ -85,7 +123,10 @@ def _register_extend(inner: Subparsers) -> None:
     )
     add_work(extend)
     extend.add_argument(
-        "--tokenizer", type=Path, metavar="DIR", help="tokenizer to extend (default: that of the workspace)"
+        "--tokenizer",
+        type=Path,
+        metavar="DIR|FILE",
+        help="tokenizer to extend: a folder or a SentencePiece .model (default: that of the workspace)",
     )
     extend.add_argument("--add", type=Path, metavar="FILE", help="pieces from a file, one a line")
     extend.add_argument("--pieces", nargs="+", metavar="PIECE", default=[], help=r"pieces (\s: space, \n: line end)")
@@ -93,10 +134,10 @@ def _register_extend(inner: Subparsers) -> None:
     extend.add_argument(
         "--vocab-size", type=whole(1), metavar="N", help="number of token ids after learning, with --from-text"
     )
-    add_output(extend, "--to", is_folder=True, help="folder to write (default: the workspace's tokenizer is replaced)")
     extend.add_argument(
-        "--replace", action="store_true", help="replace the workspace's tokenizer even if data or runs use the old one"
+        "--max-memory", metavar="SIZE", help="SentencePiece models: memory for --from-text (default 2GB)"
     )
+    _add_target(extend)
 
 
 def _register_eval(inner: Subparsers) -> None:
@@ -160,7 +201,7 @@ def _register_looking(inner: Subparsers) -> None:
 def _add_folder(parser: argparse.ArgumentParser) -> None:
     add_work(parser)
     parser.add_argument(
-        "--tokenizer", type=Path, metavar="DIR", help="any tokenizer folder (default: that of the workspace)"
+        "--tokenizer", type=Path, metavar="DIR|FILE", help="any tokenizer (default: that of the workspace)"
     )
 
 
@@ -230,10 +271,55 @@ def _print_repairs(text: dict[str, Any]) -> None:
         print(t(f"removed from the text: {text['control_strings_removed']:,} strings that spell a control token"))
 
 
+def _import(arguments: argparse.Namespace) -> None:
+    from zero2all.tokenizer.extend import require_replaceable
+    from zero2all.tokenizer.foreign import find_foreign, read_foreign
+    from zero2all.tokenizer.stage import import_tokenizer
+
+    if not arguments.source.exists():
+        raise UsageError(f"There is no {arguments.source}. Give a tokenizer folder, a .tiktoken file or a .model file.")
+    foreign = find_foreign(arguments.source)
+    if foreign is not None:
+        read_foreign(foreign, arguments.pattern, arguments.special)  # an error before a workspace is made
+    target = _target(arguments, create=True)
+    require_replaceable(target)
+    done = import_tokenizer(arguments.source, target, arguments.pattern, arguments.special)
+    print(
+        t(
+            f"{target}: {done['tokenizer_kind']}, {done['vocab_size']:,} token ids as in {arguments.source}, "
+            f"fingerprint {done['fingerprint']}"
+        )
+    )
+
+
+def _target(arguments: argparse.Namespace, create: bool = False) -> Path:
+    """The folder to write: --to, or the workspace's tokenizer where nothing was made with it."""
+    given: Path | None = arguments.to
+    if given is not None:
+        return given
+    workspace = workspace_of(arguments, create=create)
+    used = [path.name for path in (workspace.packed, workspace.runs) if path.is_dir()]
+    if used and not arguments.replace:
+        raise UsageError(
+            f"{', '.join(used)} in {workspace.root} were made with the current tokenizer and "
+            "would no longer load. Write the new one elsewhere with --to, or add --replace and make "
+            "them again."
+        )
+    return workspace.tokenizer
+
+
 def _extend(arguments: argparse.Namespace) -> None:
     from zero2all.common.progress import counted
-    from zero2all.tokenizer.extend import Extender, read_pieces, require_replaceable, unescaped
+    from zero2all.tokenizer.extend import read_pieces, require_replaceable, unescaped
+    from zero2all.tokenizer.extend_sentencepiece import (
+        SentencePieceExtender,
+        compression,
+        open_extender,
+        sample_of,
+    )
+    from zero2all.tokenizer.load import load_tokenizer
     from zero2all.tokenizer.parts import file_parts
+    from zero2all.tokenizer.take import parse_bytes
 
     if not (arguments.add or arguments.pieces or arguments.from_text):
         raise UsageError("Nothing to add. Give pieces with --pieces or --add FILE, or text with --from-text FILE.")
@@ -241,24 +327,19 @@ def _extend(arguments: argparse.Namespace) -> None:
         raise UsageError(
             "--from-text and --vocab-size belong together: --vocab-size is the number of ids after learning."
         )
-    source, target = _folder(arguments), arguments.to
-    if target is None:
-        workspace = workspace_of(arguments)
-        target = workspace.tokenizer
-        used = [path.name for path in (workspace.packed, workspace.runs) if path.is_dir()]
-        if used and not arguments.replace:
-            raise UsageError(
-                f"{', '.join(used)} in {workspace.root} were made with the current tokenizer and "
-                "would no longer load. Write the new one elsewhere with --to, or add --replace and make "
-                "them again."
-            )
+    memory = None if arguments.max_memory is None else parse_bytes(arguments.max_memory)
+    if arguments.max_memory is not None and memory is None:
+        raise UsageError(f"--max-memory is {arguments.max_memory!r}; expected an amount such as 4GB or 500MB.")
+    source, target = _folder(arguments), _target(arguments)
     require_replaceable(target)
-    extender = Extender(source)
+    extender = open_extender(source)
     extender.add(read_pieces(arguments.add) if arguments.add else [])
     extender.add([unescaped(piece) for piece in arguments.pieces])
-    if arguments.from_text:
-        texts = (text for part in file_parts(arguments.from_text) for text in part.texts())
-        extender.learn(texts, arguments.vocab_size)
+    parts = file_parts(arguments.from_text) if arguments.from_text else []
+    if isinstance(extender, SentencePieceExtender) and arguments.from_text:
+        extender.learn_parts(parts, arguments.vocab_size, target, memory)
+    elif arguments.from_text:
+        extender.learn((text for part in parts for text in part.texts()), arguments.vocab_size)
     done = extender.save(target)
     print(
         t(
@@ -275,8 +356,14 @@ def _extend(arguments: argparse.Namespace) -> None:
                 f"{done['text']['bytes_left_out']:,} bytes were left out"
             )
         )
-    if done["sentencepiece_model_left_behind"]:
-        print(t("sentencepiece.model was not copied, because it lacks the new pieces"))
+    if parts:
+        figures = compression(extender.tokenizer, load_tokenizer(target), sample_of(parts))
+        print(
+            t(
+                f"compression of a sample of the text: {figures['bytes_per_token_before']:.2f} bytes per token before, "
+                f"{figures['bytes_per_token_after']:.2f} now; {figures['changed_texts']:,} texts come back changed"
+            )
+        )
     print(t(f"give a model rows for them: z2a import FOLDER --tokenizer {target} --resize-embeddings --name NAME"))
 
 

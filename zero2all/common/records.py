@@ -7,7 +7,9 @@ as JSON lines, compressed JSON lines, parquet or plain text (see `zero2all.corpu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from zero2all.common import jsonio
@@ -23,6 +25,12 @@ SPLITS = ("train", "valid")
 TEXT_END = b"\n\f\n"
 """Ends a document in a plain text shard. Cleaning takes form feeds out of texts, so none stands inside one."""
 PARQUET_BATCH_ROWS = 256
+TEXT_FIELDS = ("title", "desc", "content")
+TITLE_AND_TEXT = "{title}\n{content}"
+"""How a record becomes training text where nothing else is said."""
+QUESTION_AND_ANSWER = "{title}\n{desc}\n{content}"
+"""The same for question sites: their question goes on in `desc`."""
+TEXT_ONLY = "{content}"
 
 
 def corpus_sources(corpus: Path) -> dict[str, dict[str, Any]]:
@@ -59,10 +67,65 @@ def iter_records(corpus: Path, source: str, split: str) -> Iterator[dict[str, An
         yield from reader(part, source)
 
 
-def training_text(record: dict[str, Any]) -> str:
-    """The text a model sees of a record: its title, unless its text opens with it anyway, then its text."""
-    title, content = record.get("title") or "", record["content"]
-    return f"{title}\n{content}" if title and not content.startswith(title) else content
+def training_text(record: dict[str, Any], template: str = TITLE_AND_TEXT) -> str:
+    """The text a model sees of a record, by the template of its source (`text_template`).
+
+    An empty field is left out with what stands before it, and so is a field with which the next one opens anyway.
+    """
+    if template == TITLE_AND_TEXT:
+        title, content = record.get("title") or "", record["content"]
+        return f"{title}\n{content}" if title and not content.startswith(title) else content
+    pieces, last_words = _template_parts(template)
+    texts = [record.get(field) or "" for _, field in pieces]
+    for place in range(len(texts) - 2, -1, -1):
+        following = next(filter(None, texts[place + 1 :]), "")
+        if following.startswith(texts[place]):
+            texts[place] = ""
+    written = ""
+    for (words, _), text in zip(pieces, texts, strict=True):
+        if text:
+            written += (words if written else words.lstrip()) + text
+    return written + last_words
+
+
+def text_template(manifest: dict[str, Any]) -> str:
+    """How the records of a source become training text, from its manifest; older ones do not say."""
+    template: str = manifest.get("training_text", TITLE_AND_TEXT)
+    return template
+
+
+def template_problem(template: str) -> str | None:
+    """What is wrong with a template by itself."""
+    try:
+        fields = template_fields(template)
+    except ValueError as error:
+        return f"the braces do not fit together ({error})"
+    unknown = [field for field in fields if field not in TEXT_FIELDS]
+    if unknown:
+        return f"there is no field {unknown[0]!r}; fields are {', '.join(TEXT_FIELDS)}"
+    repeated = next((field for field in fields if fields.count(field) > 1), None)
+    if repeated:
+        return f"{{{repeated}}} stands in it twice"
+    return None if "content" in fields else "{content}, the text itself, is not in it"
+
+
+def template_fields(template: str) -> list[str]:
+    """The fields that a template names, in order."""
+    return [field for _, field in _template_parts(template)[0]]
+
+
+@lru_cache(maxsize=64)
+def _template_parts(template: str) -> tuple[list[tuple[str, str]], str]:
+    """What stands before each field, and the field; and what stands after the last one."""
+    pieces, last_words = [], ""
+    for words, field, form, conversion in Formatter().parse(template):
+        if field is None:
+            last_words = words
+        elif form or conversion:
+            raise ValueError("a field is only its name, such as {desc}")
+        else:
+            pieces.append((words, field))
+    return pieces, last_words
 
 
 def _read_jsonl(part: Path, _: str) -> Iterator[dict[str, Any]]:

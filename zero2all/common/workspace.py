@@ -29,20 +29,13 @@ STAGE_FOLDERS = ("raw", "corpus", "tokenizer", "packed", "runs")
 PICTURES = (".png", ".svg", ".pdf")  # no stage reads them, so one may be drawn again anywhere
 
 
-RUN_NAME_WORDS = (
-    "a plain folder name without spaces, slashes, control characters or a leading dot, of at most 200 bytes"
-)
+FOLDER_NAME_WORDS = "a plain folder name without slashes, control characters or a leading dot, of at most 200 bytes"
 
 
 def is_folder_name(name: str) -> bool:
     """Whether `name` may become one folder below another, and be printed."""
     is_plain = name.isprintable() and not any(mark in name for mark in "/\\") and not name.startswith(".")
     return is_plain and PARTIAL_MARK not in name and 0 < len(name.encode("utf-8", "surrogatepass")) <= LONGEST_NAME
-
-
-def is_run_name(name: str) -> bool:
-    """Whether a new run may have this name: one word, because commands and their hints name runs."""
-    return is_folder_name(name) and " " not in name
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from zero2all.common.schema import (
     Share,
     ShareBelowOne,
 )
-from zero2all.common.workspace import RUN_NAME_WORDS, is_run_name
+from zero2all.common.workspace import FOLDER_NAME_WORDS, is_folder_name
 from zero2all.model.config import PARAMETER_KINDS, Base, ModelConfig, RopeScaling
 from zero2all.packed.config import mixture_problems
 
@@ -56,8 +56,8 @@ class TrainConfig:
     def problems(self, place: str) -> list[Problem]:
         """A run's name becomes a folder. The largest micro-batch that fits leaves no memory for a CUDA graph."""
         found = []
-        if not is_run_name(self.name):
-            found.append(Problem(f"{place}.name", self.name, RUN_NAME_WORDS))
+        if not is_folder_name(self.name):
+            found.append(Problem(f"{place}.name", self.name, FOLDER_NAME_WORDS))
         if self.cuda_graph == "on" and self.micro_batch_samples == "auto":
             expected = (
                 f"auto or off, or a number for {place}.micro_batch_samples, because auto there leaves no memory "

@@ -31,6 +31,7 @@ from zero2all.common.files import link_or_copy, read_json, require_free_space, s
 from zero2all.common.lock import folder_lock
 from zero2all.common.manifest import MANIFEST_NAME, FileCheck, checks_of_current, damaged_files, fingerprint
 from zero2all.common.progress import progress, say
+from zero2all.common.records import TEXT_ONLY, TITLE_AND_TEXT
 from zero2all.corpus.boilerplate import strip_boilerplate
 from zero2all.corpus.build_errors import nothing_kept
 from zero2all.corpus.duplicates import CLUSTERS_NAME, Duplicates, SourceSegments, read_duplicates, search_duplicates
@@ -168,7 +169,10 @@ class _Build:
             "shard_bytes": options.shard_bytes,
             "valid_share": options.valid_share,
         }
-        self.inputs = {part.name: fingerprint([decisive, part.number, part.inputs]) for part in self.parts}
+        self.inputs = {
+            part.name: fingerprint([decisive, part.number, part.inputs, *_unusual(part.plan.template)])
+            for part in self.parts
+        }
         current = {
             part.name: checks_of_current(self.corpus_folder / part.name, "corpus", self.inputs[part.name])
             for part in self.parts
@@ -262,6 +266,7 @@ class _Build:
                     self.work / self.inputs[part.name] / "out" / part.name,
                     duplicates,
                     self.options,
+                    part.plan.template,
                 ),
             )
             for part in self.stale
@@ -284,6 +289,7 @@ class _Build:
             "number": part.number,
             "path": plan.source.location,
             "channel": part.channel,
+            "training_text": TEXT_ONLY if self.options.format == "txt" else plan.template,
             "skipped_file_names": skipped_names(plan, states, NAMED_FILES) if part.is_main else {},
         }
         if plan.source.is_auto:
@@ -336,6 +342,11 @@ class _Build:
             needed += file.size_bytes * (DISK_SHARE_COMPRESSED if compressed else DISK_SHARE)
         there = sum(path.stat().st_size for path in self.work.rglob("*") if path.is_file())  # of an interrupted build
         return max(int(needed) - there, 0) + DISK_MARGIN_BYTES
+
+
+def _unusual(template: str) -> list[str]:
+    """A template that decides something: the usual one is left out, so that older corpora stay current."""
+    return [] if template == TITLE_AND_TEXT else [template]
 
 
 def known_channels(corpus_folder: Path, plan: SourcePlan) -> list[str] | None:

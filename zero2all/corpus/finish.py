@@ -60,6 +60,8 @@ class ShardTask:
     source_number: int
     held_out: bool
     split: Split
+    template: str
+    """Makes the text of a plain text shard."""
     ranges: list[RowRange] = field(default_factory=list)
     records: int = 0
     line_bytes: int = 0
@@ -71,7 +73,7 @@ def finish_shard(task: ShardTask) -> dict[str, Any]:
         advance(task.line_bytes)
     else:
         sweep_partials(task.path)
-        written = write_shard(task.path, task.shard_format, _lines_of(task))
+        written = write_shard(task.path, task.shard_format, _lines_of(task), task.template)
         if written != task.records:
             raise AssertionError(f"{task.path} should have {task.records} records and got {written}")
     return {"bytes": task.path.stat().st_size, "crc32c": crc32c_of(task.path)}
@@ -150,10 +152,17 @@ class SourceFinish:
     """One source on its way from segments to its final folder."""
 
     def __init__(
-        self, source: SourceSegments, final: Path, work: Path, duplicates: Duplicates | None, options: BuildOptions
+        self,
+        source: SourceSegments,
+        final: Path,
+        work: Path,
+        duplicates: Duplicates | None,
+        options: BuildOptions,
+        template: str,
     ) -> None:
         self.source, self.segments = source, source.segments
         self.final, self.work, self.duplicates, self.options = final, work, duplicates, options
+        self.template = template
         self.tally = Tally.of(source.segments)
         self.lengths = np.zeros(LENGTH_BUCKETS, np.int64)
         self.script_records = np.zeros(len(SCRIPTS), np.int64)
@@ -208,7 +217,8 @@ class SourceFinish:
             end = int(np.searchsorted(sums, before + room, side="right"))
             if end <= at and (not shards or shards[-1].records):
                 path = self.work / split / shard_name(len(shards), self.options.format)
-                shards.append(ShardTask(path, self.options.format, self.source.number, split == "valid", self._split))
+                task = (path, self.options.format, self.source.number, split == "valid", self._split, self.template)
+                shards.append(ShardTask(*task))
                 continue
             end = max(end, at + 1)  # a record above the size of a shard has one to itself
             shard = shards[-1]

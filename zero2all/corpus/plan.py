@@ -28,7 +28,7 @@ from zero2all.corpus.readers import NOT_READ, Format, Limits, Row, Unit, plan_un
 from zero2all.corpus.segment_writer import SEGMENT_BYTES, SEGMENT_ITEMS
 from zero2all.corpus.segments import BUILD_NAME
 from zero2all.corpus.settings import BuildOptions
-from zero2all.corpus.sources import PEEKED_ROWS, Source, guess_mapping, part_name
+from zero2all.corpus.sources import PEEKED_ROWS, Source, choose_template, guess_mapping, part_name
 
 RULES = 6
 """Raise it when readers, field names, cleaning or signatures change what a build writes, so that it is made again."""
@@ -54,6 +54,8 @@ class SourcePlan:
     """Names everything that decides what ingest writes for this source."""
     folder: Path
     """Where ingest writes it."""
+    template: str
+    """How its records become training text."""
 
     @property
     def name(self) -> str:
@@ -113,6 +115,7 @@ def plan_source(source: Source, listing: Listing, corpus_folder: Path, options: 
     """Look into a source."""
     limits = options.limits
     look = Look(source, listing, limits)
+    template = choose_template(source, look.mappings)
     guessed, reason = look.guess_channel()
     is_auto = source.is_auto
     channel = guessed if is_auto else source.given_channel or guessed
@@ -135,7 +138,7 @@ def plan_source(source: Source, listing: Listing, corpus_folder: Path, options: 
     folder = corpus_folder / BUILD_NAME / inputs / source.name
     if not is_auto and source.given_channel:
         reason = "given" if source.channel else f"of the kind {source.kind}"
-    return SourcePlan(source, listing, channel, reason, look, cleans, inputs, folder)
+    return SourcePlan(source, listing, channel, reason, look, cleans, inputs, folder, template)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
     sources:
       news: raw/news.json:zh                      # PATH[:CHANNEL[:KIND]]
       qa: {path: raw/qa, kind: baike2018qa}
-      own: {path: raw/own.parquet, channel: en, map: {content: body}}
+      own: {path: raw/own.parquet, channel: en, map: {content: body}, training_text: "{title}\\n{content}"}
     options: {format: jsonl.zst, valid_share: 0.005}
     clean: {too_short: {min_chars: 20}, zh: {digits: {max_share: 0.3}}}
     dedup: {near: all, jaccard: 0.8}
@@ -141,6 +141,8 @@ class SourceEntry:
     """A known data set."""
     map: dict[str, str] = field(default_factory=dict)
     """Record field -> raw field."""
+    training_text: str | None = None
+    """Template of the text that a model sees, such as "{title}\\n{desc}\\n{content}"; None: by what the source has."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +159,10 @@ def load_settings(
     overrides: Sequence[str] = (),
     mapping: Mapping[str, str] | None = None,
     flags: Mapping[str, Mapping[str, Any]] | None = None,
+    training_text: str | None = None,
 ) -> BuildSettings:
-    """Settings from sources named on the command line or one YAML file, `flags` by section, and overrides on top."""
+    """Settings from sources named on the command line or one YAML file, `flags` by section, and overrides on top;
+    `training_text` for every source that has none of its own."""
     problems: list[Problem] = []
     values: dict[str, Any] = {}
     sources: list[Source] = []
@@ -171,6 +175,8 @@ def load_settings(
     sources += [parse_source(word, mapping) for word in words if word not in yaml_files]
     if mapping and yaml_files:
         sources = [replace(source, mapping={**(source.mapping or {}), **mapping}) for source in sources]
+    if training_text is not None:
+        sources = [replace(source, training_text=source.training_text or training_text) for source in sources]
     for section, settings in (flags or {}).items():
         given = {name: value for name, value in settings.items() if value is not None}
         if given:
@@ -227,7 +233,9 @@ def _sources_of(entries: Any, folder: Path, problems: list[Problem]) -> list[Sou
                 problems.append(
                     Problem(f"{place}.kind", built.kind, "a known data set", nearest_hint(built.kind, KINDS))
                 )
-        found.append(Source(str(name), _placed(built.path, folder), built.channel, built.map or None, kind))
+        found.append(
+            Source(str(name), _placed(built.path, folder), built.channel, built.map or None, kind, built.training_text)
+        )
     return found
 
 

@@ -10,12 +10,13 @@ txt         the text a model sees (title, then content), each document followed 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
 
 from zero2all.common import jsonio
 from zero2all.common.files import atomic_file
-from zero2all.common.records import TEXT_END, training_text
+from zero2all.common.records import TEXT_END, TITLE_AND_TEXT, training_text
 
 ShardFormat = Literal["jsonl", "jsonl.zst", "parquet", "txt"]
 SHARD_FORMATS: tuple[str, ...] = get_args(ShardFormat)
@@ -30,13 +31,13 @@ def shard_name(number: int, shard_format: str) -> str:
     return f"part-{number:05d}.{shard_format}"
 
 
-def write_shard(path: Path, shard_format: str, batches: Iterator[list[bytes]]) -> int:
+def write_shard(path: Path, shard_format: str, batches: Iterator[list[bytes]], template: str = TITLE_AND_TEXT) -> int:
     """Write one shard from lines of JSON, which appears when it is whole; returns how many records it has."""
     writers: dict[str, Callable[[BinaryIO, Iterator[list[bytes]]], None]] = {
         "jsonl": _write_jsonl,
         "jsonl.zst": _write_zst,
         "parquet": _write_parquet,
-        "txt": _write_txt,
+        "txt": partial(_write_txt, template=template),
     }
     records = 0
 
@@ -79,10 +80,10 @@ def _write_parquet(file: BinaryIO, batches: Iterator[list[bytes]]) -> None:
             writer.write_table(pyarrow.Table.from_pylist(rows, schema))
 
 
-def _write_txt(file: BinaryIO, batches: Iterator[list[bytes]]) -> None:
+def _write_txt(file: BinaryIO, batches: Iterator[list[bytes]], template: str) -> None:
     for batch in batches:
         for line in batch:
-            text = training_text(jsonio.loads(line))
+            text = training_text(jsonio.loads(line), template)
             file.write(text.replace("\f", "").encode() + TEXT_END)
 
 

@@ -15,6 +15,7 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.files import human_bytes
 from zero2all.common.language import translate as t
 from zero2all.common.progress import counted
+from zero2all.common.records import TITLE_AND_TEXT
 from zero2all.corpus.build_errors import no_text_field, nothing_readable
 from zero2all.corpus.listing import UNREADABLE
 from zero2all.corpus.plan import Part, SourcePlan, planned_units
@@ -161,6 +162,9 @@ def plan_in_words(plan: SourcePlan) -> str:
         channel = f"channel {plan.channel} (guessed: {plan.channel_reason})"
     parts.append(t(channel))
     parts += [mapping_in_words(mapping) for mapping in plan.look.mappings]
+    if plan.template != TITLE_AND_TEXT:
+        template = plan.template.replace("\n", "\\n")
+        parts.append(t(f"training text {template}"))
     return f"{plan.name}: {'; '.join(parts)}"
 
 

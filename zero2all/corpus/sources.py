@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import UsageError
+from zero2all.common.records import QUESTION_AND_ANSWER, TITLE_AND_TEXT, template_fields, template_problem
 from zero2all.corpus.channels import AUTO, CHANNELS, channel_name
 from zero2all.corpus.listing import is_url, readable_name
 from zero2all.corpus.record import Document
@@ -26,6 +27,9 @@ FIELD_NAMES = {
     "desc": "desc description summary abstract",
 }
 """Where each part of a record is looked for, best first; upper and lower case are the same."""
+
+ANSWER_NAMES = frozenset({"answer", "response", "output", "completion"})
+"""Raw fields whose text answers a question: what `desc` holds is then part of the question."""
 
 PEEKED_ROWS = 20
 """How many first rows of a file tell the mapping of all its rows."""
@@ -42,15 +46,17 @@ class Kind:
     channel: str | None
     """None: guessed from the text."""
     mapping: Mapping[str, str]
+    asks_in_desc: bool = False
+    """Whether `desc` belongs to the question that the text answers."""
 
 
 _WIKIPEDIA = {"content": "text", "title": "title"}
 _ARTICLE = {"content": "content", "title": "title", "desc": "desc"}
 
 KINDS = {
-    "baike2018qa": Kind("zh", {"content": "answer", "title": "title", "category": "category", "desc": "desc"}),
+    "baike2018qa": Kind("zh", {"content": "answer", "title": "title", "category": "category", "desc": "desc"}, True),
     "news2016zh": Kind("zh", _ARTICLE),
-    "webtext2019zh": Kind("zh", {**_ARTICLE, "category": "topic"}),
+    "webtext2019zh": Kind("zh", {**_ARTICLE, "category": "topic"}, True),
     "wikipedia_cn": Kind("zh", _WIKIPEDIA),
     "wikipedia_en": Kind("en", _WIKIPEDIA),
     "Zhihu-KOL": Kind("zh", {"content": "RESPONSE", "title": "INSTRUCTION"}),
@@ -90,6 +96,8 @@ class Source:
     """Record field -> raw field, such as {"content": "body"}. None or a missing entry: guessed by name."""
     kind: str | None = None
     """Name of a known data set in `KINDS`, which brings its mapping and channel. None: nothing is known of it."""
+    training_text: str | None = None
+    """Template of the text that a model sees, over title, desc and content. None: `choose_template`."""
 
     def __post_init__(self) -> None:
         """`ZH` is `zh`, however it was given."""
@@ -212,6 +220,9 @@ def source_problems(sources: Sequence[Source]) -> list[str]:
             problems.append(f"'{source.channel}' cannot be a channel name: use letters, digits, '_' and '-'")
         if source.kind is not None and source.kind not in KINDS:
             problems.append(f"'{source.kind}' is not a kind of source; known are {', '.join(KINDS)}")
+        trouble = template_problem(source.training_text) if source.training_text is not None else None
+        if trouble:
+            problems.append(f"the training text {source.training_text!r} cannot be used: {trouble}")
         unknown = sorted(set(source.mapping or {}) - set(FIELD_NAMES))
         if unknown:
             problems.append(
@@ -239,6 +250,26 @@ def guess_mapping(rows: Sequence[Mapping[str, Any]], given: Mapping[str, str] | 
                 mapping[target] = raw
                 break
     return mapping if "content" in mapping else None
+
+
+def choose_template(source: Source, mappings: Sequence[Mapping[str, str]]) -> str:
+    """The template of a source's training text: the one given, or by what its files have (`mappings`).
+
+    UsageError when the one given names a field that no file has.
+    """
+    found = set().union(*mappings) if mappings else {"title", "content"}  # texts that are no rows may have a title
+    if source.training_text is not None:
+        missing = [field for field in template_fields(source.training_text) if field not in found]
+        if missing:
+            raise UsageError(
+                f"Source {source.name}: the training text {source.training_text!r} names {{{missing[0]}}}, but no file "
+                f"of the source has that field (it has {', '.join(sorted(found))}). Say which raw field it is with "
+                f"--map {missing[0]}=RAW, or leave it out of --training-text."
+            )
+        return source.training_text
+    is_answer = any(mapping["content"].split(".")[-1].lower() in ANSWER_NAMES for mapping in mappings)
+    asks = is_answer or (source.kind is not None and KINDS[source.kind].asks_in_desc)
+    return QUESTION_AND_ANSWER if asks and "desc" in found else TITLE_AND_TEXT
 
 
 def longest_first(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -28,7 +28,7 @@ from zero2all.common.files import read_json, write_json
 from zero2all.common.language import translate as t
 from zero2all.common.manifest import fingerprint
 from zero2all.common.progress import progress, say
-from zero2all.common.records import corpus_sources
+from zero2all.common.records import corpus_sources, text_template
 from zero2all.common.workspace import Workspace
 from zero2all.evals.items import Item, Task
 from zero2all.evals.ngrams import (
@@ -123,6 +123,8 @@ class ScanTask:
     start: int
     end: int
     source: str
+    template: str
+    """How its records become training text."""
     grams: Path
     """Where the hashes lie."""
 
@@ -169,7 +171,7 @@ def scan_piece(task: ScanTask) -> dict[GramKey, Found]:
     """Look for all grams in some documents."""
     matchers = _matchers(task.grams)
     hits: dict[GramKey, list[tuple[np.ndarray, np.ndarray]]] = {}
-    for batch in document_batches(task.part, task.start, task.end, task.source):
+    for batch in document_batches(task.part, task.start, task.end, task.source, task.template):
         for all_texts, all_gids in _groups(batch):
             for kind in sorted({matcher.anchor.kind for matcher in matchers}):
                 texts, gids = all_texts, all_gids
@@ -253,7 +255,7 @@ def find_contamination(
         _save_grams(Path(folder) / GRAMS_FOLDER, grams.hashes)
         _save_grams(Path(folder) / ANCHORS_FOLDER, grams.anchors)
         parts = {
-            workspace.corpus / name / part: (name, int(file["bytes"]))
+            workspace.corpus / name / part: (name, text_template(manifest), int(file["bytes"]))
             for name, manifest in sources.items()
             for part, file in sorted(manifest["files"].items())
             if part.startswith("train/")
@@ -275,7 +277,7 @@ def find_contamination(
 
 
 def _scan(
-    parts: Mapping[Path, tuple[str, int]], folder: Path, grams: ItemGrams, engine: EngineConfig
+    parts: Mapping[Path, tuple[str, str, int]], folder: Path, grams: ItemGrams, engine: EngineConfig
 ) -> tuple[dict[GramKey, tuple[np.ndarray, np.ndarray]], int]:
     """Of every gram: in how many documents it is, and the least gid of them; and the bytes that were read."""
     found = {
@@ -283,11 +285,11 @@ def _scan(
         for key, hashes in grams.hashes.items()
     }
     tasks = [
-        ScanTask(part, start, end, source, folder)
-        for part, (source, size) in parts.items()
+        ScanTask(part, start, end, source, template, folder)
+        for part, (source, template, size) in parts.items()
         for start, end in cut_part(part, size, PIECE_BYTES)
     ]
-    total = sum(size for _, size in parts.values())
+    total = sum(size for *_, size in parts.values())
     if engine.kind == "local" and engine.workers is None and total < SMALL_BYTES:
         engine = EngineConfig("local", 1)
     with progress("contamination", total=total, unit="B") as bar, open_engine(engine, PRELOADED) as opened:

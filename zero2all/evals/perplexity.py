@@ -21,7 +21,7 @@ import numpy as np
 
 from zero2all.common.errors import UsageError
 from zero2all.common.progress import progress
-from zero2all.common.records import corpus_sources, iter_records, training_text
+from zero2all.common.records import corpus_sources, iter_records, text_template, training_text
 from zero2all.config.training import EvalConfig
 from zero2all.evals.text_files import read_text
 from zero2all.infer.boundary import opening_id
@@ -136,7 +136,7 @@ def held_out_bits_per_byte(
         for name, manifest in sources.items():
             total = totals.setdefault(manifest["channel"], TextScore())
             packer = packers.setdefault(manifest["channel"], _packer())
-            for texts in _batches(corpus, name, max_bytes_per_source):
+            for texts in _batches(corpus, name, text_template(manifest), max_bytes_per_source):
                 for text, score in zip(texts, score_documents(engine, texts, windows), strict=True):
                     total.add(score)
                     total.gzip_bytes += len(packer.compress(text.encode()))
@@ -170,12 +170,12 @@ def _packer() -> Any:
     return zlib.compressobj(9, wbits=-15)  # without gzip's header
 
 
-def _batches(corpus: Path, source: str, max_bytes: int) -> Iterator[list[str]]:
+def _batches(corpus: Path, source: str, template: str, max_bytes: int) -> Iterator[list[str]]:
     """Held-out documents of a source, some at a time, until the next would exceed max_bytes."""
     texts: list[str] = []
     taken = 0
     for record in iter_records(corpus, source, "valid"):
-        text = training_text(record)
+        text = training_text(record, template)
         size = len(text.encode())
         if taken and taken + size > max_bytes:
             break

@@ -51,6 +51,8 @@ class PieceTask:
     end: int
     """Which bytes of it; records begin and end there. Shards that cannot be cut are taken whole."""
     source: str
+    template: str
+    """How its records become training text."""
     folder: Path
     tokenizer: Path
     tokenizer_fingerprint: str
@@ -146,14 +148,14 @@ def _records(part: Path, start: int, end: int, source: str) -> Iterator[dict[str
     advance(end - start - told)
 
 
-def document_batches(part: Path, start: int, end: int, source: str) -> Iterator[list[Document]]:
+def document_batches(part: Path, start: int, end: int, source: str, template: str) -> Iterator[list[Document]]:
     """The documents in some bytes of a corpus shard (see `cut_part`), a batch at a time; tells `advance` the bytes."""
     batch: list[Document] = []
     characters = 0
     for record in _records(part, start, end, source):
         gid = record.get("gid", NO_GID)
         turns = turns_of(record, f"{part}, record gid {gid}")
-        texts = [training_text(record)] if turns is None else [turn.text for turn in turns]
+        texts = [training_text(record, template)] if turns is None else [turn.text for turn in turns]
         batch.append(Document(gid, texts, turns))
         characters += sum(map(len, texts))
         if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
@@ -174,7 +176,7 @@ def _write_piece(task: PieceTask, tokenizer: Tokenizer, encoder: Encoder, folder
     gids: list[int] = []
     all_lengths: list[np.ndarray] = []
     with open(folder / TOKENS, "wb") as tokens_file, open(folder / COUNTS, "wb") as counts_file:
-        for batch in document_batches(task.part, task.start, task.end, task.source):
+        for batch in document_batches(task.part, task.start, task.end, task.source, task.template):
             texts = [text for document in batch for text in document.texts]
             encoded = encoder.encode_batch(texts)
             largest = int(encoded.ids.max(initial=0))

@@ -47,7 +47,7 @@ from zero2all.common.manifest import (
     write_manifest,
 )
 from zero2all.common.progress import progress, say
-from zero2all.common.records import SPLITS, corpus_sources, iter_records, training_text
+from zero2all.common.records import SPLITS, TITLE_AND_TEXT, corpus_sources, iter_records, text_template, training_text
 from zero2all.packed.bestfit import best_fit_folder, build_best_fit
 from zero2all.packed.layout import PACK_COMMAND, REPORT_NAME, open_split, token_dtype
 from zero2all.packed.pieces import COUNTS, LENGTHS, PIECE_BYTES, PieceTask, cut_part, keep_tools, make_piece
@@ -97,6 +97,8 @@ class _Plan:
     inputs: str
     parts: dict[Path, dict[str, Any]]
     """Corpus shards, each with its size and crc32c."""
+    template: str
+    """How its records become training text."""
 
     @property
     def corpus_bytes(self) -> int:
@@ -169,11 +171,14 @@ def _make_plans(
                 "shard_tokens": options.shard_tokens,
                 "learn_prompts": options.learn_prompts,
             }
+            template = text_template(manifest)
+            if template != TITLE_AND_TEXT:
+                decisive["training_text"] = template
             inputs = fingerprint(decisive)
             # Two sources may hold the same text; each is prepared by itself.
             work = packed / BUILD_NAME / fingerprint([name, split, inputs, options.piece_bytes, "crc32c"])
             parts = {corpus / name / part: file for part, file in sorted(files.items())}
-            plans.append(_Plan(name, split, manifest["channel"], packed / name / split, work, inputs, parts))
+            plans.append(_Plan(name, split, manifest["channel"], packed / name / split, work, inputs, parts, template))
     return plans
 
 
@@ -279,18 +284,20 @@ def _imported_sources(packed: Path, sources: dict[str, Any], tokenizer: Tokenize
 
 
 def _choose_encoder(corpus: Path, stale: Sequence[_Plan], tokenizer: Tokenizer, options: PackOptions) -> Encoder:
-    sample = [text for source in dict.fromkeys(plan.source for plan in stale) for text in first_texts(corpus, source)]
+    templates = {plan.source: plan.template for plan in stale}
+    sample = [text for source, template in templates.items() for text in first_texts(corpus, source, template)]
     encoder = open_encoder(tokenizer, options.encoder, sample, sum(plan.corpus_bytes for plan in stale))
     if options.encoder.name not in ("auto", encoder.name):
         say(f"pack: the encoder {options.encoder.name} cannot be used, so {encoder.name} is used: {encoder.reason}")
     return encoder
 
 
-def first_texts(corpus: Path, source: str) -> Iterator[str]:
+def first_texts(corpus: Path, source: str, template: str) -> Iterator[str]:
     """The beginning of a source, on which an encoder is compared with the reference."""
     characters = 0
     records = itertools.chain.from_iterable(iter_records(corpus, source, split) for split in SPLITS)
-    for text in map(training_text, itertools.islice(records, SAMPLE_DOCUMENTS)):
+    for record in itertools.islice(records, SAMPLE_DOCUMENTS):
+        text = training_text(record, template)
         yield text[: SAMPLE_CHARACTERS - characters]
         characters += len(text)
         if characters >= SAMPLE_CHARACTERS:
@@ -337,7 +344,7 @@ class _Split:
         ]
         made_with = (tokenizer_folder, tokenizer.fingerprint, encoder.name, options.learn_prompts)
         self.pieces = [
-            PieceTask(part, start, end, plan.source, plan.work / f"piece-{number:05d}", *made_with)
+            PieceTask(part, start, end, plan.source, plan.template, plan.work / f"piece-{number:05d}", *made_with)
             for number, (part, start, end) in enumerate(ranges)
         ]
         self._of_part: dict[Path, list[int]] = {}

@@ -22,7 +22,7 @@ from zero2all.common.language import columns, padded
 from zero2all.common.language import translate as t
 from zero2all.common.manifest import fingerprint
 from zero2all.common.progress import brief_progress, counted, human_seconds, say
-from zero2all.common.records import iter_records, training_text
+from zero2all.common.records import corpus_sources, iter_records, text_template, training_text
 from zero2all.common.workspace import STAMP_NAME, Workspace, open_workspace
 from zero2all.config import RunConfig
 from zero2all.corpus import BuildOptions, Source, build_corpus
@@ -306,10 +306,11 @@ def _shown_probes(journey: Journey) -> list[tuple[str, str, float, float]]:
 def _own_prompts(workspace: Workspace, report: dict[str, Any]) -> dict[str, tuple[str, ...]]:
     """The beginnings of two documents of your own text, held-out ones first."""
     prompts = {}
+    templates = {name: text_template(manifest) for name, manifest in corpus_sources(workspace.corpus).items()}
     for name, source in report["sources"].items():
         streams = (iter_records(workspace.corpus, name, split) for split in ("valid", "train"))
         records = itertools.islice(itertools.chain.from_iterable(streams), 2)
-        prompts[source["channel"]] = tuple(_beginning(training_text(record)) for record in records)
+        prompts[source["channel"]] = tuple(_beginning(training_text(record, templates[name])) for record in records)
     return prompts
 
 

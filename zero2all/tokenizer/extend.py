@@ -9,7 +9,7 @@ Two ways to choose them:
   ones needs helpers (here ab), which take ids as well and are counted.
 - *from text*: the text is encoded with the old tokenizer, and BPE continues from there: the most frequent pair of
   neighbouring ids becomes a piece, again and again. A plain algorithm on at most `MOST_BYTES` of text, which is enough
-  to adapt a vocabulary to a field.
+  to adapt a vocabulary to a field. SentencePiece models learn from any amount: see `extend_sentencepiece.py`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.common.files import read_json, staged_folder, write_atomic, write_json
+from zero2all.common.files import staged_folder, write_atomic, write_json
 from zero2all.common.manifest import fingerprint, read_manifest, write_manifest
 from zero2all.common.progress import progress
-from zero2all.tokenizer.load import Tokenizer, byte_level_piece, load_tokenizer
-from zero2all.tokenizer.save import CONFIG_NAME, SENTENCEPIECE_NAME, TOKENIZER_NAME
+from zero2all.tokenizer.load import Tokenizer, byte_level_piece, load_tokenizer, read_tokenizer_files
+from zero2all.tokenizer.save import CONFIG_NAME, OTHER_FILES, TOKENIZER_NAME
 from zero2all.tokenizer.text import well_formed
 
-OTHER_FILES = ("special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 MOST_BYTES = 50_000_000
 """Text beyond this is not read when pieces are learned from text; what was left out is counted."""
 SMALLEST_COUNT = 2
@@ -55,7 +54,7 @@ class Extender:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tokenizer: Tokenizer = load_tokenizer(folder)
-        self.json: dict[str, Any] = read_json(folder / TOKENIZER_NAME)
+        self.json = read_tokenizer_files(folder).json
         model = self.json["model"]
         if model.get("type") != "BPE":
             raise BadInputError(
@@ -79,9 +78,10 @@ class Extender:
                 raise UsageError(f"{text!r} cannot be a piece: give text that is not empty and that is valid UTF-8.")
             if text in self.tokenizer.control:
                 raise UsageError(f"{text!r} is a control token, which text must not produce.")
+            before = len(self.pieces)
             pieces = self._joined(self._spelling(text))
             whole = "".join(pieces)
-            if len(pieces) == 1:
+            if len(pieces) == 1 and len(self.pieces) == before:
                 self.already_there += 1
             while len(pieces) > 1:
                 left, right = pieces[:2]
@@ -96,40 +96,39 @@ class Extender:
         """Pieces from text, until there are `vocab_size` ids."""
         if not self.tokenizer.is_byte_level:
             raise BadInputError(
-                f"The tokenizer in {self.folder} has no pretoken pattern (SentencePiece style), so it cannot "
-                "learn pieces from text. Add pieces by name with --pieces or --add."
+                f"The tokenizer in {self.folder} is SentencePiece's, but its .model file is not there, so it cannot "
+                "learn pieces from text. Put the .model file into the folder, or add pieces by name with --pieces."
             )
+        wanted = self.wanted(vocab_size)
+        words = self._words(texts)
+        learned = _learn(words, wanted, self._joinable)
+        if len(learned) < wanted:
+            raise self.too_few(len(learned), vocab_size)
+        for left, right in learned:
+            self._merge(left, right)
+
+    def wanted(self, vocab_size: int) -> int:
+        """How many pieces are missing to this size; an error when none is."""
         wanted = vocab_size - self.first_id - len(self.pieces)
         if wanted <= 0:
             raise UsageError(
                 f"The tokenizer already has {self.first_id + len(self.pieces):,} ids, so --vocab-size "
                 f"{vocab_size} adds none. Give a larger number."
             )
-        words = self._words(texts)
-        learned = _learn(words, wanted, self._joinable)
-        if len(learned) < wanted:
-            largest = self.first_id + len(self.pieces) + len(learned)
-            raise BadInputError(
-                f"This text has new pieces (seen at least {SMALLEST_COUNT} times) for at most {largest} ids, "
-                f"not {vocab_size:,}. Set --vocab-size to {largest} or less, or give more text."
-            )
-        for left, right in learned:
-            self._merge(left, right)
+        return wanted
+
+    def too_few(self, learned: int, vocab_size: int) -> BadInputError:
+        """The error for text that has no more new pieces than `learned`."""
+        largest = self.first_id + len(self.pieces) + learned
+        return BadInputError(
+            f"This text has new pieces (seen at least {SMALLEST_COUNT} times) for at most {largest} ids, "
+            f"not {vocab_size:,}. Set --vocab-size to {largest} or less, or give more text."
+        )
 
     def save(self, target: Path) -> dict[str, Any]:
         """Write the extended tokenizer to `target`, whole or not at all; returns what was done."""
-        if not self.ranks:
+        if not self.ranks and not self.pieces:
             raise UsageError("Nothing was added: all pieces you named are already in the vocabulary.")
-        model = self.json["model"]
-        # Added tokens get their ids by counting up from the model's vocabulary unless they are in it; put them there,
-        # or the new pieces would push them on.
-        added = {token["content"]: token["id"] for token in self.json.get("added_tokens", [])}
-        new_ids = {piece: self.first_id + place for place, piece in enumerate(self.pieces)}
-        vocab = {**model["vocab"], **added, **new_ids}
-        old_merges = model["merges"]
-        pairs_are_lists = not old_merges or not isinstance(old_merges[0], str)
-        new_merges: list[Any] = [[left, right] if pairs_are_lists else f"{left} {right}" for left, right in self.ranks]
-        changed = {**self.json, "model": {**model, "vocab": vocab, "merges": [*old_merges, *new_merges]}}
         facts = {
             "old_vocab_size": self.first_id,
             "pieces_added": len(self.pieces),
@@ -138,8 +137,8 @@ class Extender:
             "text": {"bytes": self.text_bytes, "bytes_left_out": self.text_bytes_left_out},
         }
         with staged_folder(target) as partial:
-            write_json(partial / TOKENIZER_NAME, changed)
-            for name in (CONFIG_NAME, *OTHER_FILES):
+            self._write(partial)
+            for name in OTHER_FILES:
                 if (self.folder / name).is_file():
                     write_atomic(partial / name, (self.folder / name).read_bytes())
             extended = load_tokenizer(partial)
@@ -152,10 +151,24 @@ class Extender:
                 "extended_from": self.tokenizer.fingerprint,
                 "extension": facts,
             }
-            inputs = fingerprint([self.tokenizer.fingerprint, list(self.ranks)])
+            inputs = fingerprint([self.tokenizer.fingerprint, list(self.ranks), self.pieces])
             write_manifest(partial, "tokenizer", inputs, content)
-        lost = (self.folder / SENTENCEPIECE_NAME).is_file()
-        return {**facts, "vocab_size": extended.vocab_size, "sentencepiece_model_left_behind": lost}
+        return {**facts, "vocab_size": extended.vocab_size}
+
+    def _write(self, partial: Path) -> None:
+        """tokenizer.json with the new pieces, and what declares the control tokens."""
+        model = self.json["model"]
+        # Added tokens get their ids by counting up from the model's vocabulary unless they are in it; put them there,
+        # or the new pieces would push them on.
+        added = {token["content"]: token["id"] for token in self.json.get("added_tokens", [])}
+        new_ids = {piece: self.first_id + place for place, piece in enumerate(self.pieces)}
+        vocab = {**model["vocab"], **added, **new_ids}
+        old_merges = model["merges"]
+        pairs_are_lists = not old_merges or not isinstance(old_merges[0], str)
+        new_merges: list[Any] = [[left, right] if pairs_are_lists else f"{left} {right}" for left, right in self.ranks]
+        changed = {**self.json, "model": {**model, "vocab": vocab, "merges": [*old_merges, *new_merges]}}
+        write_json(partial / TOKENIZER_NAME, changed)
+        write_json(partial / CONFIG_NAME, read_tokenizer_files(self.folder).config)
 
     def _spelling(self, text: str) -> list[str]:
         """The old pieces of a text that is to be one piece; an error when it never could be one."""

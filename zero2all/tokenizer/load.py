@@ -1,4 +1,4 @@
-"""Load a tokenizer folder, ours or from elsewhere, for encoding and decoding. Needs `tokenizers`, not `transformers`.
+"""Load a tokenizer, ours or from elsewhere, for encoding and decoding. Needs `tokenizers`, not `transformers`.
 
 Text and control tokens are encoded separately: `encode_text` never returns a control id, whatever the text spells, and
 `encode_control` is the way to get one (and `encode_marked`, for what chat templates write). For folders of others
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import MANIFEST_NAME, as_written, read_json_object
 from zero2all.common.language import translate as t
 from zero2all.common.manifest import read_manifest
+from zero2all.tokenizer.foreign import ForeignTokenizer, find_foreign, read_foreign
 from zero2all.tokenizer.save import tokenizer_fingerprint
 from zero2all.tokenizer.specials import byte_alphabet
 from zero2all.tokenizer.text import well_formed
@@ -181,33 +183,74 @@ class Tokenizer:
         return {**pieces, **added, **{number: name.encode() for name, number in self.control.items()}}
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer in `folder`: one that we trained, or any Hugging Face folder with a tokenizer.json."""
-    folder = Path(folder)
-    try:
-        tokenizer_json = _read_object(folder / "tokenizer.json")
-    except FileNotFoundError:
-        raise BadInputError(
-            f"There is no tokenizer in {folder} (no tokenizer.json). Run `{TRAIN_COMMAND}` first. For a model "
-            "from elsewhere, save its tokenizer with a recent transformers "
-            "(`AutoTokenizer.from_pretrained(SOURCE).save_pretrained(FOLDER)`), which writes that file."
-        ) from None
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """What a tokenizer folder, or a tokenizer file of others, says."""
+
+    json: dict[str, Any]
+    """tokenizer.json, or what the file was converted to."""
+    config: dict[str, Any]
+    """tokenizer_config.json, on top of what a file of others declares."""
+    special: dict[str, Any]
+    """special_tokens_map.json."""
+    generation: dict[str, Any]
+    """generation_config.json."""
+    foreign: ForeignTokenizer | None
+    """The file of others, where there is no tokenizer.json."""
+
+
+def read_tokenizer_files(source: Path) -> TokenizerFiles:
+    """The files of a tokenizer: a folder of ours or of others, a `.tiktoken` file or a SentencePiece `.model`."""
+    path = find_foreign(source)
+    if path is not None:
+        foreign = read_foreign(path)
+        beside = source if source.is_dir() else None  # a file given by itself is all there is
+        config = _with_config(
+            foreign.config, {} if beside is None else _read_optional(beside / "tokenizer_config.json")
+        )
+        tokenizer_json = foreign.json
+    else:
+        foreign, beside = None, source if source.is_dir() else source.parent
+        try:
+            tokenizer_json = _read_object(beside / "tokenizer.json")
+        except FileNotFoundError:
+            raise BadInputError(
+                f"There is no tokenizer in {source} (no tokenizer.json). Run `{TRAIN_COMMAND}` first. For a model "
+                "from elsewhere, save its tokenizer with a recent transformers "
+                "(`AutoTokenizer.from_pretrained(SOURCE).save_pretrained(FOLDER)`), which writes that file."
+            ) from None
+        config = _read_optional(beside / "tokenizer_config.json")
     model = tokenizer_json.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
-        raise BadInputError(f"{folder}/tokenizer.json has no vocabulary. Download it again, or run `{TRAIN_COMMAND}`.")
+        raise BadInputError(f"{source}/tokenizer.json has no vocabulary. Download it again, or run `{TRAIN_COMMAND}`.")
+    names = ("special_tokens_map.json", "generation_config.json")
+    special, generation = ({} if beside is None else _read_optional(beside / name) for name in names)
+    return TokenizerFiles(tokenizer_json, config, special, generation, foreign)
+
+
+def _with_config(declared: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """The tokenizer_config.json of a folder over what its tokenizer file declares."""
+    both = "added_tokens_decoder"
+    return {**declared, **config, both: {**declared[both], **config.get(both, {})}}
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer in `folder`: one that we trained, any Hugging Face folder, or a tokenizer file of others."""
+    folder = Path(folder)
     with as_written(f"The tokenizer in {folder}", f"Download the folder again, or run `{TRAIN_COMMAND}`."):
-        control, roles = _declared_control(folder, tokenizer_json)
-        played = _read_optional(folder / "tokenizer_config.json").get("control_roles", {})
-        more_ends = _more_ends(_read_optional(folder / "generation_config.json"))
-        tokenizer = Tokenizer(tokenizer_json, control, roles, played, more_ends)
-    _check_against_manifest(folder, tokenizer)
+        files = read_tokenizer_files(folder)
+        control, roles = _declared_control(folder, files)
+        played = files.config.get("control_roles", {})
+        tokenizer = Tokenizer(files.json, control, roles, played, _more_ends(files.generation))
+    if folder.is_dir():
+        _check_against_manifest(folder, tokenizer)
     return tokenizer
 
 
-def _declared_control(folder: Path, tokenizer_json: dict[str, Any]) -> tuple[dict[str, int], dict[str, str]]:
+def _declared_control(folder: Path, files: TokenizerFiles) -> tuple[dict[str, int], dict[str, str]]:
     """Every control token's id, and which of them are bos_token, eos_token and pad_token."""
-    config = _read_optional(folder / "tokenizer_config.json")
-    declared = {**_read_optional(folder / "special_tokens_map.json"), **config}
+    tokenizer_json, config = files.json, files.config
+    declared = {**files.special, **config}
     vocab = tokenizer_json["model"]["vocab"]
     ids: dict[str, int] = dict(vocab) if isinstance(vocab, dict) else {piece[0]: n for n, piece in enumerate(vocab)}
     control: dict[str, int] = {}
@@ -330,7 +373,12 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 def _normalisation(normalizer: Any) -> str:
     """What a tokenizer.json's normalizer does to the characters of a text."""
     parts = normalizer.get("normalizers", [normalizer]) if isinstance(normalizer, dict) else []
-    forms = {str(part.get("type")).lower() for part in parts} - {"prepend", "replace"}
+    exact = ("Prepend", "Replace")  # the space before a text and ▁; a regular expression replaces more than that
+    forms = {
+        str(part.get("type")).lower()
+        for part in parts
+        if part.get("type") not in exact or "Regex" in part.get("pattern", {})
+    }
     return "none" if not forms else forms.pop() if forms <= {"nfc"} or forms <= {"nfkc"} else "other"
 
 

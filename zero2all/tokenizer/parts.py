@@ -18,7 +18,14 @@ from typing import Any
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import crc32c_of
 from zero2all.common.manifest import fingerprint
-from zero2all.common.records import READERS, corpus_sources, record_of_line, training_text
+from zero2all.common.records import (
+    READERS,
+    TITLE_AND_TEXT,
+    corpus_sources,
+    record_of_line,
+    text_template,
+    training_text,
+)
 from zero2all.tokenizer.take import belongs, shares
 
 PART_BYTES = 64 << 20
@@ -52,11 +59,13 @@ class ShardPart(TextPart):
     share: Fraction
     byte_range: tuple[int, int] | None
     """First byte, and the byte after the last; both at line borders. None reads the whole shard."""
+    template: str = TITLE_AND_TEXT
+    """How its records become training text."""
 
     def texts(self) -> Iterator[str]:
         """The text of every record that the share takes."""
         for record in self._records():
-            text = training_text(record)
+            text = training_text(record, self.template)
             if belongs(text, self.share):
                 yield text
 
@@ -118,7 +127,8 @@ def corpus_parts(
     chosen = shares(take, sizes)
     parts: list[ShardPart] = []
     for source, manifest in sources.items():
-        share = chosen[source]
+        share, template = chosen[source], text_template(manifest)
+        unusual = [] if template == TITLE_AND_TEXT else [template]
         files = {name: facts for name, facts in manifest["files"].items() if name.startswith("train/part-")}
         disk_bytes = sum(facts["bytes"] for facts in files.values())
         for name, facts in sorted(files.items()):
@@ -126,9 +136,9 @@ def corpus_parts(
             for byte_range in _shard_ranges(path, facts["bytes"], part_bytes) if share else []:
                 start, end = byte_range or (0, facts["bytes"])
                 part_name = f"{source}/{name}" if byte_range is None else f"{source}/{name}@{start}"
-                print_of_it = fingerprint([facts, str(share), byte_range])
+                print_of_it = fingerprint([facts, str(share), byte_range, *unusual])
                 size = int(sizes[source] * (end - start) / max(1, disk_bytes) * share)
-                parts.append(ShardPart(part_name, print_of_it, size, path, source, share, byte_range))
+                parts.append(ShardPart(part_name, print_of_it, size, path, source, share, byte_range, template))
     asked = dict.fromkeys(sources, take) if isinstance(take, str) else (take or {})
     taken = {
         name: {

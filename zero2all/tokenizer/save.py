@@ -29,6 +29,8 @@ SENTENCEPIECE_NAME = "sentencepiece.model"
 """Not `tokenizer.model`: transformers would prefer a file of that name to tokenizer.json and convert it its own way."""
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
 TOKENIZER_FILES = (TOKENIZER_NAME, CONFIG_NAME, "special_tokens_map.json", CHAT_TEMPLATE_NAME, SENTENCEPIECE_NAME)
+OTHER_FILES = ("special_tokens_map.json", CHAT_TEMPLATE_NAME, "generation_config.json")
+"""What a folder of others may have beside them that decides something."""
 NORMALIZERS: dict[str, dict[str, Any] | None] = {"none": None, "nfc": {"type": "NFC"}, "nfkc": {"type": "NFKC"}}
 
 

@@ -25,10 +25,10 @@ from zero2all.common.errors import BadInputError, UsageError, UserError
 from zero2all.common.files import human_bytes, require_free_space
 from zero2all.common.progress import Bar, progress
 from zero2all.tokenizer.config import SentencePieceConfig, TokenizerConfig
-from zero2all.tokenizer.save import NORMALIZERS, assembled_json, bpe_model, vocabulary_of
+from zero2all.tokenizer.save import NORMALIZERS
+from zero2all.tokenizer.sentencepiece_model import read_sentencepiece, sentencepiece_json
 from zero2all.tokenizer.text import CountedText
 
-SPACE = "▁"
 UNKNOWN = "<unk>"
 LEFT_OUT = re.compile("[\u2585\0]")
 """SentencePiece keeps these for itself and drops every line that has one."""
@@ -78,7 +78,10 @@ def learn_sentencepiece(
         if text.text_bytes:
             _run_child([str(options_path), str(lines_path), str(model_path)], config, bar)
     model = model_path.read_bytes() if text.text_bytes else b""
-    converted = convert_sentencepiece(model, config) if model else {"model": {"vocab": {}}}
+    converted: dict[str, Any] = {"model": {"vocab": {}}}
+    if model:
+        read = read_sentencepiece(model, model_path)
+        converted = sentencepiece_json(read, model_path, NORMALIZERS[config.normalise])
     return converted, model, {"sentencepiece": dataclasses.asdict(config.sentencepiece), **facts}
 
 
@@ -192,68 +195,3 @@ def _failure(code: int, said: list[str], config: TokenizerConfig) -> UserError:
         f"SentencePiece could not train on this text: {reason.strip()}. Change its options under "
         "tokenizer.sentencepiece in the config, or use --kind bpe."
     )
-
-
-# ---- conversion ---------------------------------------------------------------------------------------------------
-
-
-def convert_sentencepiece(model: bytes, config: TokenizerConfig) -> dict[str, Any]:
-    """A tokenizer.json that gives the ids of the SentencePiece model."""
-    from sentencepiece import SentencePieceProcessor
-
-    processor = SentencePieceProcessor(model_proto=model)
-    pieces = [str(processor.id_to_piece(number)) for number in range(processor.get_piece_size())]
-    scores = [float(processor.get_score(number)) for number in range(processor.get_piece_size())]
-    first = len(config.specials.names()) + 1 + len(BYTE_PIECES)
-    vocabulary_of(pieces[:first], pieces[first:])  # no learned piece spells a control token
-    prefix = [{"type": "Prepend", "prepend": SPACE}] if config.sentencepiece.add_dummy_prefix else []
-    unicode_form = NORMALIZERS[config.normalise]
-    normalizers = [*([unicode_form] if unicode_form else []), *prefix]
-    normalizers.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
-    decoders: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-    ]
-    if prefix:
-        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    unigram = config.sentencepiece.model_type == "unigram"
-    return assembled_json(
-        {"type": "Sequence", "normalizers": normalizers},
-        None,
-        {"type": "Sequence", "decoders": decoders},
-        _unigram(pieces, scores, first) if unigram else _bpe(pieces, scores, first),
-    )
-
-
-def _bpe(pieces: list[str], scores: list[float], first: int) -> dict[str, Any]:
-    """SentencePiece joins the neighbours whose joint piece scores highest; merges in the order of scores do the same.
-
-    A piece can arise from several pairs; all of them are merges, next to each other in rank.
-    """
-    learned = dict(zip(pieces[first:], scores[first:], strict=True))
-    merges = [
-        (-score, piece[:cut], piece[cut:])
-        for piece, score in learned.items()
-        for cut in range(1, len(piece))
-        if piece[:cut] in learned and piece[cut:] in learned
-    ]
-    merges.sort(key=lambda merge: merge[0])
-    vocab = {piece: number for number, piece in enumerate(pieces)}
-    listed = [[left, right] for _, left, right in merges]
-    return bpe_model(vocab, listed, unk_token=UNKNOWN, fuse_unk=True, byte_fallback=True)
-
-
-def _unigram(pieces: list[str], scores: list[float], first: int) -> dict[str, Any]:
-    """Control tokens and byte pieces are in the list that the encoder matches text against, with a score so low that
-    no path takes one."""
-    longest = max(len(piece) for piece in pieces[:first])
-    lowest = min(scores[first:])
-    unreachable = (longest + 2) * min(lowest, -1.0) - 100
-    listed = [unreachable] * first + scores[first:]
-    return {
-        "type": "Unigram",
-        "unk_id": first - len(BYTE_PIECES) - 1,
-        "vocab": [[piece, score] for piece, score in zip(pieces, listed, strict=True)],
-        "byte_fallback": True,
-    }

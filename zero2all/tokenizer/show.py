@@ -7,8 +7,7 @@ from typing import Any
 
 from zero2all.common.files import MANIFEST_NAME, read_json
 from zero2all.tokenizer.config import PATTERNS
-from zero2all.tokenizer.load import load_tokenizer
-from zero2all.tokenizer.save import TOKENIZER_NAME
+from zero2all.tokenizer.load import load_tokenizer, read_tokenizer_files
 from zero2all.tokenizer.text import is_utf8
 from zero2all.tokenizer.train import CONSEQUENCES
 
@@ -19,7 +18,7 @@ COLOURS = (44, 42, 45, 43, 46, 41)
 def tokenizer_facts(folder: Path, samples: int = 12) -> dict[str, Any]:
     """Everything about a tokenizer that needs no text, as JSON."""
     tokenizer = load_tokenizer(folder)
-    tokenizer_json: dict[str, Any] = read_json(folder / TOKENIZER_NAME)
+    tokenizer_json = read_tokenizer_files(folder).json
     manifest = read_json(folder / MANIFEST_NAME) if (folder / MANIFEST_NAME).is_file() else {}
     pieces = tokenizer.text_pieces
     longest = sorted(pieces, key=lambda number: (-len(pieces[number]), number))[:samples]

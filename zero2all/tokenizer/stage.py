@@ -1,4 +1,4 @@
-"""The tokenizer stage of a workspace: train on its corpus, or on plain text files."""
+"""The tokenizer stage of a workspace: train on its corpus or on plain text files, or take over one from elsewhere."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import UsageError
-from zero2all.common.manifest import fingerprint
+from zero2all.common.files import staged_folder, write_atomic, write_json
+from zero2all.common.manifest import fingerprint, write_manifest
 from zero2all.tokenizer.config import TokenizerConfig
+from zero2all.tokenizer.foreign import ForeignTokenizer, find_foreign, read_foreign
+from zero2all.tokenizer.load import load_tokenizer, read_tokenizer_files
 from zero2all.tokenizer.parts import corpus_parts, file_parts
+from zero2all.tokenizer.save import CONFIG_NAME, OTHER_FILES, SENTENCEPIECE_NAME, TOKENIZER_NAME
 from zero2all.tokenizer.train import deciding, train_on_parts
 
 
@@ -30,3 +34,41 @@ def train_on_files(
     inputs = fingerprint({"files": [part.fingerprint for part in parts], "config": deciding(config)})
     taken = {str(path): {"asked": "all", "share": "1", "about_bytes": path.stat().st_size} for path in paths}
     return train_on_parts(lambda _: parts, config, folder, inputs, {"taken": taken}, ignore_memory)
+
+
+def import_tokenizer(
+    source: Path, folder: Path, pattern: str | None = None, control: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Make a tokenizer of others the one in `folder`: a Hugging Face folder, a .tiktoken file, a SentencePiece .model.
+
+    Its ids stay as they are. `pattern` and `control`: see `read_foreign`. Returns the manifest's content.
+    """
+    path = find_foreign(source)
+    foreign: ForeignTokenizer | None
+    if path is not None and (pattern is not None or control):
+        foreign = read_foreign(path, pattern, control)
+        tokenizer_json, config, special = foreign.json, foreign.config, {}
+    else:
+        if pattern is not None or control:
+            raise UsageError("--pattern and --special are for .tiktoken files; a tokenizer.json has its own.")
+        files = read_tokenizer_files(source)
+        tokenizer_json, config, special, foreign = files.json, files.config, files.special, files.foreign
+    beside = source if source.is_dir() else source.parent
+    with staged_folder(folder) as partial:
+        write_json(partial / TOKENIZER_NAME, tokenizer_json)
+        write_json(partial / CONFIG_NAME, {**special, **config})
+        if path is None or source.is_dir():
+            for name in (SENTENCEPIECE_NAME, *OTHER_FILES):
+                if (beside / name).is_file():
+                    write_atomic(partial / name, (beside / name).read_bytes())
+        if foreign is not None and foreign.kind == "sentencepiece":
+            write_atomic(partial / SENTENCEPIECE_NAME, foreign.data)
+        tokenizer = load_tokenizer(partial)
+        content = {
+            "tokenizer_kind": f"foreign {'tokenizer.json' if foreign is None else foreign.kind}",
+            "vocab_size": tokenizer.vocab_size,
+            "fingerprint": tokenizer.fingerprint,
+            "imported_from": str(source),
+        }
+        write_manifest(partial, "tokenizer", tokenizer.fingerprint, content)
+    return content

@@ -17,7 +17,7 @@ from typing import Any
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import staged_folder
-from zero2all.common.workspace import RUN_NAME_WORDS, is_run_name
+from zero2all.common.workspace import FOLDER_NAME_WORDS, is_folder_name
 from zero2all.track.listing import TRAIN_WRITER
 from zero2all.track.tensorboard import Damage, TensorboardEvent, event_files, messages, read_events
 from zero2all.track.values import json_number
@@ -43,8 +43,8 @@ def import_tensorboard(
 
     `rename` gives tags other names, for example {"train/loss": "loss"}; `tokens_tag` holds the tokens seen so far.
     """
-    if not is_run_name(name):
-        raise UsageError(f"--name is {name!r}, expected {RUN_NAME_WORDS}.")
+    if not is_folder_name(name):
+        raise UsageError(f"--name is {name!r}, expected {FOLDER_NAME_WORDS}.")
     if not source.is_dir():
         raise BadInputError(f"{source} is not a folder. Give the folder with TensorBoard's event files (*tfevents*).")
     folders = [folder for folder in (source, *sorted(source.rglob("*"))) if folder.is_dir() and event_files(folder)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero2all.common.errors import BadInputError
-from zero2all.common.records import corpus_sources, iter_records, training_text
+from zero2all.common.records import corpus_sources, iter_records, text_template, training_text
 from zero2all.tokenizer.text import well_formed
 
 EXCERPT_CHARACTERS = 280
@@ -78,7 +78,7 @@ def held_out_text(corpus: Path, split: str, limit_bytes: int) -> EvalText:
     for name, manifest in sources.items():
         left = limit_bytes // len(sources)
         for record in iter_records(corpus, name, split):
-            text = well_formed(training_text(record))
+            text = well_formed(training_text(record, text_template(manifest)))
             left -= len(text.encode())
             if left < 0 and channels.get(manifest["channel"]):
                 break

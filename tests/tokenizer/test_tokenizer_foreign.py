@@ -1,0 +1,211 @@
+"""Tokenizer files of others: the ids and texts of the reference implementations, and clear errors for other files."""
+
+import base64
+from itertools import pairwise
+
+import pytest
+
+from zero2all.cli import main
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.tokenizer import load_tokenizer
+from zero2all.tokenizer.extend_sentencepiece import compression, open_extender
+from zero2all.tokenizer.foreign import FAMILIES, TIKTOKEN_PATTERNS, read_foreign
+from zero2all.tokenizer.parts import parts_from_texts
+from zero2all.tokenizer.sentencepiece_model import read_sentencepiece, with_pieces
+from zero2all.tokenizer.stage import import_tokenizer
+
+sentencepiece = pytest.importorskip("sentencepiece")
+
+HARD = [
+    "",
+    " ",
+    "  two  spaces ",
+    "tab\tand\nline\r\nend\n\n ",
+    "<0x41><0xFF> <unk> <s></s>",
+    "<|endoftext|> <|im_start|>",
+    "龘𠀀😀 e\u0301 \x00 \u3000 ▁ ▁▁a",
+    "It's 12345 THEY'LL don't ﬁ ①²",
+    "aaaaaaaaaa abababababa",
+]
+CHINESE = ["量子纠缠与量子计算，量子纠缠。\n量子力学描述自然，量子计算很快。\n"] * 40
+
+
+def train(texts, path, model_type="bpe", **options):
+    settings = {"vocab_size": 500, "byte_fallback": True, "normalization_rule_name": "identity", "num_threads": 1}
+    settings |= {"remove_extra_whitespaces": False, "minloglevel": 2, "model_type": model_type, **options}
+    with open(path, "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=file, **settings)
+    return path
+
+
+@pytest.fixture(scope="module")
+def english(texts):
+    return [line for text in texts for line in text.splitlines() if line.isascii()]
+
+
+@pytest.fixture(scope="module")
+def llama(english, tmp_path_factory):
+    """English only, with LLaMA's settings."""
+    return train(english, tmp_path_factory.mktemp("sp") / "tokenizer.model", split_digits=True, character_coverage=1.0)
+
+
+VARIANTS = {
+    "unigram": {"model_type": "unigram", "hard_vocab_limit": False, "required_chars": "</>0123456789ABCDEFsx"},
+    "without bytes": {"byte_fallback": False},
+    "normalised": {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
+    "no prefix, own pieces": {"add_dummy_prefix": False, "user_defined_symbols": ["[MASK]", "lomi"]},
+}
+
+
+@pytest.mark.parametrize("name", ["llama", *VARIANTS])
+def test_sentencepiece_model_gives_the_ids_and_texts_of_the_library(name, texts, llama, tmp_path):
+    lines = [line for text in texts for line in text.splitlines()]
+    path = llama if name == "llama" else train(lines, tmp_path / "m.model", **VARIANTS[name])
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    ours = load_tokenizer(path)
+    for text in [*texts[:40], *HARD, "a [MASK] kalomi[MASK]lomi"]:
+        ids = reference.encode(text)
+        assert ours.encode_text(text) == ids, text
+        assert ours.decode(ids) == reference.decode(ids), text
+    assert (ours.begin_id, ours.end_id, ours.vocab_size) == (1, 2, reference.vocab_size())
+    assert set(ours.control) == {"<s>", "</s>"}
+
+
+@pytest.fixture(scope="module")
+def ranks(texts):
+    """A vocabulary made by plain BPE over bytes, as a .tiktoken file has it."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    words = [[bytes([byte]) for byte in word.encode()] for text in texts[:12] for word in text.split(" ")]
+    while len(ranks) < 400:
+        counts = {}
+        for word in words:
+            for pair in pairwise(word):
+                counts[pair] = counts.get(pair, 0) + 1
+        best = max(counts, key=lambda pair: (counts[pair], pair))
+        ranks.setdefault(best[0] + best[1], len(ranks))
+        for word in words:
+            place = 0
+            while place < len(word) - 1:
+                if (word[place], word[place + 1]) == best:
+                    word[place : place + 2] = [best[0] + best[1]]
+                place += 1
+    return {**ranks, b"abab unreachable": 400, b"\xe9\x87\x8f": 401}
+
+
+def write_ranks(path, ranks):
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()))
+    return path
+
+
+def test_tiktoken_file_gives_the_ids_and_texts_of_tiktoken(texts, ranks, tmp_path):
+    tiktoken = pytest.importorskip("tiktoken")
+    path = write_ranks(tmp_path / "own.tiktoken", ranks)
+    for name, pattern in TIKTOKEN_PATTERNS.items():
+        if name == "isolated-han":
+            continue  # tiktoken's regular expressions have no && in a class
+        content = import_tokenizer(path, tmp_path / name, name, ["<|endoftext|>", "<|im_start|>"])
+        reference = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        ours = load_tokenizer(tmp_path / name)
+        for text in [*texts[:40], *HARD]:
+            ids = reference.encode_ordinary(text)
+            assert ours.encode_text(text) == ids, (name, text)
+            assert ours.decode(ids) == text
+        assert (content["vocab_size"], ours.end_id, ours.control["<|im_start|>"]) == (404, 402, 403)
+
+
+def test_families_are_known_by_their_number_of_pieces_and_leave_no_gap():
+    assert len({family.pieces for family in FAMILIES}) == len(FAMILIES)
+    qwen = FAMILIES[0]
+    assert (qwen.control[151643], qwen.control[151645], max(qwen.control)) == ("<|endoftext|>", "<|im_end|>", 151850)
+    assert FAMILIES[1].control[128009] == "<|eot_id|>"
+    assert max(FAMILIES[1].control) == 128255
+    assert all(family.roles["eos_token"] in family.control.values() for family in FAMILIES)
+
+
+def test_import_makes_the_tokenizer_of_a_workspace_and_folders_of_others_load_as_they_are(
+    llama, folder, tmp_path, capsys
+):
+    assert main(["tokenizer", "import", str(llama), "--work", str(tmp_path / "w")]) == 0
+    assert "500 token ids" in capsys.readouterr().out
+    imported = load_tokenizer(tmp_path / "w/tokenizer")
+    assert imported.fingerprint == load_tokenizer(llama).fingerprint == load_tokenizer(llama.parent).fingerprint
+    assert (tmp_path / "w/tokenizer/sentencepiece.model").read_bytes() == llama.read_bytes()
+    import_tokenizer(folder, tmp_path / "again")
+    assert load_tokenizer(tmp_path / "again").fingerprint == load_tokenizer(folder).fingerprint
+
+
+def test_llama_like_model_learns_chinese_from_text_and_no_old_id_moves(llama, english, tmp_path):
+    old = load_tokenizer(llama)
+    extender = open_extender(llama)
+    extender.add(["纠缠", " quantum"])
+    extender.learn_parts(parts_from_texts(CHINESE, tmp_path / "spool"), 530, tmp_path / "new", 1_000_000_000)
+    done = extender.save(tmp_path / "new")
+    new = load_tokenizer(tmp_path / "new")
+    assert (done["old_vocab_size"], new.vocab_size) == (500, 530)
+    assert all(new.token_bytes(number) == old.token_bytes(number) for number in range(500))
+    figures = compression(old, new, CHINESE[:2])
+    assert figures["bytes_per_token_after"] > 2.5 * figures["bytes_per_token_before"]
+    assert figures["changed_texts"] == 0
+    assert [new.encode_text(text) for text in english[:50]] == [old.encode_text(text) for text in english[:50]]
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "new/sentencepiece.model"))
+    for text in [*CHINESE[:1], *english[:20], *HARD, "纠缠 quantum"]:
+        assert reference.encode(text) == new.encode_text(text)
+    for number in range(500, 530):  # every new piece can be reached
+        spelled = new.backend.id_to_token(number)
+        assert [token.id for token in new.backend.model.tokenize(spelled)] == [number]
+    with pytest.raises(BadInputError, match=r"Set --vocab-size to \d+ or less"):
+        open_extender(llama).learn_parts(parts_from_texts(CHINESE, tmp_path / "s2"), 5000, tmp_path / "other")
+
+
+def test_extend_prints_compression_before_and_after(llama, tmp_path, capsys):
+    (tmp_path / "zh.txt").write_text("".join(CHINESE), encoding="utf-8")
+    words = ["--from-text", str(tmp_path / "zh.txt"), "--vocab-size", "515", "--to", str(tmp_path / "new")]
+    assert main(["tokenizer", "extend", "--tokenizer", str(llama), *words, "--max-memory", "1GB"]) == 0
+    said = capsys.readouterr().out
+    assert "500 ids before, 515 now" in said
+    assert "bytes per token before" in said
+    assert "0 texts come back changed" in said
+
+
+def test_files_of_an_unknown_kind_and_damaged_ones_are_refused(llama, ranks, tmp_path, capsys):
+    path = tmp_path / "x.bin"
+    for data, message in (
+        (b"\x00\x01\x02", "not a tokenizer file of a known kind"),
+        (b'{"a": 1}', "not a tokenizer file of a known kind"),
+        (b"", "not a tokenizer file of a known kind"),
+        (llama.read_bytes()[:5000], "is not a SentencePiece model"),
+        (b"\n\n\n", "is not a SentencePiece model"),
+        (b"QQ== 0\nQ? 1\n", "line 2 is not a base64 piece"),
+        (b"QQ== 0\nQg== 2\n", "without a gap"),
+        (b"QQ== 0\nQg== 1\n", "no piece for 254 of the 256 bytes"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(BadInputError, match=message):
+            load_tokenizer(path)
+    assert main(["tokenizer", "import", str(path), "--work", str(tmp_path / "work")]) == 3
+    assert "no piece for 254" in capsys.readouterr().err
+    assert not (tmp_path / "work").exists()
+    listed = write_ranks(tmp_path / "own.tiktoken", ranks)
+    with pytest.raises(UsageError, match=r"402 pieces, which is none of the .tiktoken files that are known"):
+        load_tokenizer(listed)
+    with pytest.raises(UsageError, match="nor a regular expression"):
+        read_foreign(listed, "(", ["<|endoftext|>"])
+    with pytest.raises(UsageError, match=r"--pattern and --special are for .tiktoken files"):
+        read_foreign(llama, "qwen2", ["<|endoftext|>"])
+    (tmp_path / "own.model").write_bytes(llama.read_bytes())
+    with pytest.raises(UsageError, match=r"several tokenizer files \(own.model, own.tiktoken\)"):
+        load_tokenizer(tmp_path)
+
+
+def test_what_tokenizer_json_cannot_express_is_refused(english, llama, tmp_path):
+    word = train(english, tmp_path / "w.model", "word", byte_fallback=False, hard_vocab_limit=False)
+    with pytest.raises(BadInputError, match="it is a word model; unigram and bpe are supported"):
+        load_tokenizer(word)
+    bare = train(english, tmp_path / "b.model", "unigram", hard_vocab_limit=False)
+    with pytest.raises(BadInputError, match="it lacks characters of its control and byte pieces"):
+        load_tokenizer(bare)
+    own = train(english, tmp_path / "o.model", user_defined_symbols=["[MASK]"])
+    with pytest.raises(BadInputError, match="puts a space before every text"):
+        load_tokenizer(own)
+    read = read_sentencepiece(with_pieces(llama.read_bytes(), ["量子"], [-9.5]), "x")
+    assert (read.pieces[-1], read.scores[-1], read.types[-1], len(read.pieces)) == ("量子", -9.5, 1, 501)
