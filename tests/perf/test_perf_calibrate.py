@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from zero2all.perf import calibrate as module
 from zero2all.perf import profiles
 from zero2all.perf.batch import BatchShape, load_measured_config
 from zero2all.perf.calibrate import FigureStore, calibrate, curve, machine_for
-from zero2all.perf.calibration import anchor
+from zero2all.perf.calibration import anchor, stopwatch
 from zero2all.perf.calibration.anchor import clock_factor
 from zero2all.perf.calibration.figures import Setting, float8_product
 from zero2all.perf.calibration.stopwatch import Stopwatch, heats_to_hide, timed
@@ -167,6 +168,52 @@ def test_an_anchor_is_a_real_step_beside_its_prediction(config, threads, monkeyp
     monkeypatch.setattr(anchor, "BELIEVABLE", (1e9, 1e9))
     with pytest.raises(BadInputError, match="more than a clock explains"):
         figure.measure(Stopwatch(CPU))
+
+
+class MadeDevice:
+    """A device whose heater takes `seconds(calls so far)`; its events read the same made time as the host."""
+
+    def __init__(self, monkeypatch, seconds):
+        self.now, self.heated = 0.0, 0
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.at = device.now
+
+            def elapsed_time(self, end):
+                return 1e3 * (end.at - self.at)
+
+        def heat():
+            device.now += seconds(device.heated)
+            device.heated += 1
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: device.now))
+        self.watch = Stopwatch(CPU)
+        self.watch._heater, self.watch._settled = heat, 0.0036
+
+    def call(self):
+        """What is timed: 1 ms."""
+        self.now += 0.001
+
+
+def test_a_cooled_device_is_heated_before_it_is_timed(monkeypatch):
+    device = MadeDevice(monkeypatch, lambda calls: 0.0030 if calls < 40 else 0.0036)
+    found = device.watch.time(device.call)
+    assert device.heated > 40
+    assert (found.seconds, found.clock) == pytest.approx((0.001, 1.0))
+
+
+def test_a_device_that_stays_fast_is_corrected_by_its_clock(monkeypatch):
+    device = MadeDevice(monkeypatch, lambda _: 0.0030)
+    found = device.watch.time(device.call)
+    assert device.now < 2 * stopwatch.MOST_REHEAT_SECONDS  # it is not heated for ever
+    assert found.clock == pytest.approx(1.2)
+    assert found.settled_seconds == pytest.approx(0.0012)
 
 
 def test_the_heater_outlasts_the_queueing():

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 
+from benchmarks.predict import FIRST_GUESS_SECONDS, reserved_seconds
 from zero2all.cli.main import main
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.limits.ledger import read_entries
@@ -118,3 +119,8 @@ def test_a_run_that_could_not_be_measured_says_whether_it_was_expected_to_fit():
     found = verify.Verified(predicted(), None, {"status": "out of memory", "reason": "CUDA out of memory"})
     with pytest.raises(BadInputError, match=r"out of memory: CUDA out of memory \(it was expected to fit\)"):
         verify.comparison(found)
+
+
+def test_the_benchmark_reserves_what_earlier_configurations_took():
+    assert reserved_seconds([]) == FIRST_GUESS_SECONDS
+    assert reserved_seconds([{"wall_seconds": 10.0}, {"wall_seconds": 8.0}]) == 15.0
