@@ -63,9 +63,8 @@ def test_corpus_show_prints_records_and_knows_its_sources(journey, z2a):
 
 def test_corpus_show_says_so_when_a_split_is_empty(raw, tmp_path, z2a):
     z2a("corpus", "build", f"en={raw / 'en.jsonl'}", "--work", tmp_path, "--valid-share", "0")
-    assert (
-        z2a("corpus", "show", "en", "--split", "valid", "--work", tmp_path).out == "The valid split of `en` is empty.\n"
-    )
+    shown = z2a("corpus", "show", "en", "--split", "valid", "--work", tmp_path).out
+    assert shown.splitlines()[1:] == ["The valid split of `en` is empty."]
 
 
 def test_tokenizer_encode_shows_pieces_and_decode_gives_the_text_back(journey, z2a):

@@ -72,7 +72,8 @@ def test_an_encoding_without_unicode_gets_plain_characters(journey: Path):
     assert done.stdout.isascii()
     done = run(["corpus", "show", "zh", "--count", "1", "--work", str(journey)], **plain)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("-- gid ")
+    assert done.stdout.startswith("== zh: training text ")
+    assert "\n-- gid " in done.stdout
     assert "\\u" in done.stdout, "Chinese is written as escapes, and nothing is lost"
 
 

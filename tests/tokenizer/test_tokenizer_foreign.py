@@ -138,7 +138,7 @@ def test_llama_like_model_learns_chinese_from_text_and_no_old_id_moves(llama, en
     old = load_tokenizer(llama)
     extender = open_extender(llama)
     extender.add(["纠缠", " quantum"])
-    extender.learn_parts(parts_from_texts(CHINESE, tmp_path / "spool"), 530, tmp_path / "new", 1_000_000_000)
+    extender.learn_parts(parts_from_texts(CHINESE, tmp_path / "spool"), 530, tmp_path / "new", 8_000_000_000)
     done = extender.save(tmp_path / "new")
     new = load_tokenizer(tmp_path / "new")
     assert (done["old_vocab_size"], new.vocab_size) == (500, 530)
@@ -160,7 +160,7 @@ def test_llama_like_model_learns_chinese_from_text_and_no_old_id_moves(llama, en
 def test_extend_prints_compression_before_and_after(llama, tmp_path, capsys):
     (tmp_path / "zh.txt").write_text("".join(CHINESE), encoding="utf-8")
     words = ["--from-text", str(tmp_path / "zh.txt"), "--vocab-size", "515", "--to", str(tmp_path / "new")]
-    assert main(["tokenizer", "extend", "--tokenizer", str(llama), *words, "--max-memory", "1GB"]) == 0
+    assert main(["tokenizer", "extend", "--tokenizer", str(llama), *words, "--max-memory", "8GB"]) == 0
     said = capsys.readouterr().out
     assert "500 ids before, 515 now" in said
     assert "bytes per token before" in said
