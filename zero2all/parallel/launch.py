@@ -154,7 +154,10 @@ def unusual_ends(codes: Sequence[int | None], grace_seconds: float) -> list[str]
     if silent:
         lines.append(f"Rank {', '.join(silent)} did not end within {grace_seconds:g} s and was killed.")
     if lines:
-        lines.append("The checkpoints are intact. Run the same command again to continue from the newest.")
+        lines.append(
+            "What was saved is intact. Run the same command again: it continues from the newest checkpoint, or starts "
+            "over if there is none."
+        )
     return lines
 
 

@@ -39,8 +39,9 @@ def explain_peer_failure(
             moment = f"Rank {world.rank} of {world.size} of `{name}` failed after step {state.step:,}."
         raise PeerFailureError(
             f"{moment} Another process has died, or has not answered within parallel.timeout_seconds ({seconds:g} s). "
-            f"If one of them printed an error, that is the cause. The checkpoints are intact: end the processes that "
-            f"are left, then run the same command again to continue from the newest checkpoint.\n"
+            f"If one of them printed an error, that is the cause. What was saved is intact: end the processes that are "
+            f"left, if any, and run the same command again. It continues from the newest checkpoint, or starts over if "
+            f"there is none.\n"
             f"The error of the collective: {type(error).__name__}: {str(error).partition(chr(10))[0]}\n"
             f"{_keep_traceback(run, world, fence)}"
         ) from error
