@@ -145,9 +145,9 @@ def _learn_verdict(store: dist.Store, rank: int, facts: Facts, seconds: float) -
                 f"Rank {rank} heard nothing from rank 0 within parallel.join_seconds ({seconds:g} s): rank 0 was not "
                 f"started, or hangs. Look for its error, and start all processes again."
             )
-        store.set(f"seen/{rank}", "")
         kind, _, text = store.get("verdict").decode().partition(" ")
         own = differences(json.loads(store.get("facts/0")), json.loads(json.dumps(facts, default=str)))
+        store.set(f"seen/{rank}", "")  # from now on rank 0, which holds the store, may be gone
     except dist.DistError as error:
         return PeerFailureError(
             f"Rank {rank} lost the connection to rank 0 before the first step. If rank 0 printed an error, that is the "
