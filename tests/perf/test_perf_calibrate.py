@@ -145,7 +145,7 @@ def test_products_are_brought_to_the_clock_of_a_real_step():
     taken = {"linear": "plain", "attention": "sdpa", "optimizer": "eager", "swiglu": "torch", "rms_norm": "torch"}
     alone = module.machine_of(figures, {"device": "cpu"}, CPU, taken, {"watts": 400.0})
     assert alone.matmuls[0].seconds == pytest.approx(2.2)  # at a clock 10 % above the settled one
-    step = {"seconds": 11.0, "predicted": 10.0, "arithmetic": 5.0, "watts": 690.0}
+    step = {"seconds": 11.0, "predicted": 10.0, "matmul": 4.0, "attention": 1.0, "watts": 690.0}
     both = module.machine_of({**figures, "anchor/x": step}, {"device": "cpu"}, CPU, taken, {"watts": 400.0})
     assert clock_factor(step) == pytest.approx(1.2)
     assert both.matmuls[0].seconds == pytest.approx(1.2 * 2.2)
@@ -153,6 +153,20 @@ def test_products_are_brought_to_the_clock_of_a_real_step():
     assert both.operators == alone.operators  # memory does not follow the clock
     assert both.rate_of("float32") == pytest.approx(alone.rate_of("float32") / 1.2)
     assert (alone.watts, both.watts) == (400.0, 690.0)
+
+
+def test_the_power_of_products_and_attention_follows_from_steps_at_the_power_limit():
+    draw, factor = {"matmul": 1.1, "attention": 0.5}, 0.9
+    machine = dataclasses.replace(named_cluster("h200"), draw=draw)
+    anchors = []
+    for matmul, attention, rest in ((7.0, 1.0, 2.0), (4.0, 3.0, 3.0)):
+        whole = matmul + attention + rest
+        clock = machine.clock_factor(matmul, attention, whole)
+        parts = {"matmul": matmul / factor, "attention": attention / factor}
+        anchors.append({"seconds": rest + clock * (matmul + attention), "predicted": rest + sum(parts.values()), **parts})
+    heater = 1 / (1.1 * factor**3)
+    assert anchor.power_draws(anchors, heater, factor) == pytest.approx(draw)
+    assert machine.clock_factor(1.0, 0.0, 1.0) > machine.clock_factor(0.5, 0.5, 1.0) > machine.clock_factor(0.5, 0.0, 1)
 
 
 def test_an_anchor_is_a_real_step_beside_its_prediction(config, threads, monkeypatch):
@@ -164,7 +178,7 @@ def test_an_anchor_is_a_real_step_beside_its_prediction(config, threads, monkeyp
     figure = anchor.anchor_figure(setting, lambda: machine)
     value = figure.measure(Stopwatch(CPU))
     assert value["seconds"] > 0
-    assert 0 < value["arithmetic"] < value["predicted"]
+    assert 0 < value["matmul"] + value["attention"] < value["predicted"]
     monkeypatch.setattr(anchor, "BELIEVABLE", (1e9, 1e9))
     with pytest.raises(BadInputError, match="more than a clock explains"):
         figure.measure(Stopwatch(CPU))

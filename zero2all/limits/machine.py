@@ -104,6 +104,10 @@ class Link:
     latency: float  # seconds of one round
 
 
+CLOCK_RANGE = (0.8, 1.15)
+"""No mixture of work changes the clock by more."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """A GPU with its links, or a cluster of them."""
@@ -129,6 +133,17 @@ class Machine:
     gpus_per_node: int = 1
     watts: float = 0.0
     price_per_hour: float | None = None  # of one GPU
+    draw: dict[str, float] = field(default_factory=dict)  # of "matmul" and "attention", see `clock_factor`
+
+    def clock_factor(self, matmul: float, attention: float, device: float) -> float:
+        """What arithmetic takes in a step beside what this profile says, if `matmul` and `attention` of the `device`
+        seconds are such. A GPU at its power limit chooses the clock at which the mixture draws just that power, and
+        power grows with the cube of the clock (the voltage follows it): products draw most, attention half of it,
+        what waits for memory next to nothing."""
+        if not self.draw or device <= 0:
+            return 1.0
+        drawn = (self.draw["matmul"] * matmul + self.draw["attention"] * attention) / device
+        return min(max(drawn ** (1 / 3), CLOCK_RANGE[0]), CLOCK_RANGE[1])
 
     def matmul_seconds(self, m: float, n: float, k: float, kind: Kind = "forward", dtype: str = "bfloat16") -> float:
         """Of one product with an (m, n) result and an inner dimension k."""

@@ -64,6 +64,8 @@ class Cost:
     least: float = 0.0
     flops: float = 0.0
     bytes: float = 0.0
+    matmul: float = 0.0  # seconds of products among them
+    attention: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(a + b for a, b in zip(self.values, other.values, strict=True)))
@@ -72,9 +74,14 @@ class Cost:
         return Cost(*(times * value for value in self.values))
 
     @property
-    def values(self) -> tuple[float, float, float, float]:
-        """The four numbers."""
-        return (self.seconds, self.least, self.flops, self.bytes)
+    def values(self) -> tuple[float, ...]:
+        """All numbers."""
+        return (self.seconds, self.least, self.flops, self.bytes, self.matmul, self.attention)
+
+    def at_clock(self, factor: float) -> Cost:
+        """With arithmetic that takes `factor` times as long; what memory limits does not follow the clock."""
+        seconds = self.seconds + (factor - 1) * (self.matmul + self.attention)
+        return dataclasses.replace(self, seconds=seconds, least=min(self.least, seconds))
 
 
 @dataclass(frozen=True)
@@ -156,6 +163,13 @@ class PassCosts:
         """Seconds of a block without recomputation."""
         return sum(cost.seconds for costs in (self.forward, self.backward) for cost in costs.values())
 
+    def at_clock(self, factor: float) -> PassCosts:
+        """Everything with arithmetic that takes `factor` times as long."""
+        forward = {name: cost.at_clock(factor) for name, cost in self.forward.items()}
+        backward = {name: cost.at_clock(factor) for name, cost in self.backward.items()}
+        again, embedding, head = (cost.at_clock(factor) for cost in (self.again, self.embedding, self.head))
+        return PassCosts(forward, backward, again, embedding, head)
+
 
 def pass_costs(model: ModelConfig, settings: MemorySettings, machine: Machine) -> PassCosts:
     """Forward and backward of one micro-batch."""
@@ -217,7 +231,7 @@ class _Prices:
         if dtype == "float8" and not any(one.dtype == "float8" for one in self.machine.matmuls):
             moved = 0.0 if kind == "wgrad" else QUANTISE_BYTES * m * k
             seconds += moved / self.machine.stream_bytes_per_second
-        return Cost(seconds, min(seconds, flops / self.machine.peak_of(dtype)), flops)
+        return Cost(seconds, min(seconds, flops / self.machine.peak_of(dtype)), flops, matmul=seconds)
 
     def linear(self, tokens: float, rows: int, columns: int, dtype: str | None = None) -> tuple[Cost, Cost]:
         """Forward, and both products of the backward pass."""
@@ -255,7 +269,9 @@ class _Prices:
         peak = self.machine.peak_flops[self.dtype]
         times = [self.machine.attention_seconds(*sizes, backward=False), self.machine.attention_seconds(*sizes, True)]
         flops = [work["attention"].forward_flops, work["attention"].backward_flops]
-        attention = [Cost(time, min(time, done / peak), done) for time, done in zip(times, flops, strict=True)]
+        attention = [
+            Cost(time, min(time, done / peak), done, attention=time) for time, done in zip(times, flops, strict=True)
+        ]
         return (
             {"matmuls": forward, "attention": attention[0], "element-wise": norms[0] + ropes[0]},
             {"matmuls": backward, "attention": attention[1], "element-wise": norms[1] + ropes[1]},
@@ -284,8 +300,8 @@ class _Prices:
             flops, peak = 2.0 * rows * height * columns, self.machine.peak_of("grouped")
             # Every expert has tiles of its own: a few rows cost as much as a tile of them.
             padding = 1.0 if self.machine.matmuls else math.ceil(each / 64) * 64 / each
-            forward += Cost(one * padding, min(one, flops / peak), flops)
-            backward += Cost(both * padding, min(both, 2 * flops / peak), 2 * flops)
+            forward += Cost(one * padding, min(one, flops / peak), flops, matmul=one * padding)
+            backward += Cost(both * padding, min(both, 2 * flops / peak), 2 * flops, matmul=both * padding)
         router = self.linear(tokens, held.router_rows, held.hidden_size, self.dtype)
         moved = float(rows * held.hidden_size * self.width)
         # Beside the products: rows are gathered, weighted and added up again; gates and ups.
@@ -383,6 +399,7 @@ def predict_step(
     """The time of a step; `settings.passes` micro-batches in each process. `settings.stage` is not used: the slowest
     stage is found here. `cuda_graph`: passes that do not communicate are captured (`zero2all.train.cuda_graph`)."""
     costs = pass_costs(model, settings, machine)
+    costs = costs.at_clock(_clock_factor(model, settings, machine, costs))
     slowest = slowest_stage(model, settings, costs, schedule, chunks)
     passes, layers = settings.passes, slowest.layers
     doubt = DOUBT.get(machine.source, DOUBT["data sheet"])
@@ -413,6 +430,17 @@ def predict_step(
     return StepTime(
         tuple(part for part in parts if part.upper > 0), tokens, settings.processes, flops, machine.peak_of(dtype)
     )
+
+
+def _clock_factor(model: ModelConfig, settings: MemorySettings, machine: Machine, costs: PassCosts) -> float:
+    """Of a whole step, the update included: the clock follows the power over many kernels."""
+    if not machine.draw:
+        return 1.0
+    blocks = sum([*costs.forward.values(), *costs.backward.values()], Cost())
+    a_pass = (blocks + costs.again * recomputed_share(model, settings)) * model.layers + costs.embedding + costs.head
+    update = sum(part.estimate for part in _update(model, settings, machine, 0.0))
+    whole = a_pass.seconds * settings.passes + update
+    return machine.clock_factor(a_pass.matmul * settings.passes, a_pass.attention * settings.passes, whole)
 
 
 def _computed(name: str, cost: Cost, doubt: float) -> Part:

@@ -26,10 +26,11 @@ from zero2all.common.progress import human_seconds, say
 from zero2all.config import RunConfig
 from zero2all.limits.flops import peak_flops
 from zero2all.limits.machine import AttentionTime, Curve, Kind, Machine, Matmul, write_machine
+from zero2all.limits.step import HOST_OPS_PER_BLOCK
 from zero2all.ops.registry import OPERATORS, resolve
 from zero2all.parallel.device import pick_device, set_cpu_threads
 from zero2all.perf.batch import BatchShape
-from zero2all.perf.calibration.anchor import anchor_figure, clock_factor
+from zero2all.perf.calibration.anchor import anchor_figure, clock_factor, host_figure, power_draws
 from zero2all.perf.calibration.figures import (
     ATTENTION_GRID,
     Figure,
@@ -42,7 +43,7 @@ from zero2all.perf.calibration.figures import (
     settled,
     update_figures,
 )
-from zero2all.perf.calibration.stopwatch import Stopwatch
+from zero2all.perf.calibration.stopwatch import HEATER_BYTES, HEATER_SIDE, Stopwatch
 from zero2all.perf.measure import device_name, watched_gpu
 from zero2all.perf.op_list import context_here
 from zero2all.perf.profiles import profile_key, profile_path
@@ -172,6 +173,7 @@ def all_figures(settings: list[Setting], store: FigureStore) -> Iterator[Figure]
             yield attention_figure(setting, tokens, length, model.heads, model.kv_heads, model.head_size)
         yield from update_figures(setting)
         if device.type == "cuda":
+            yield host_figure(setting)
             plain = {name: value for name, value in known.items() if not name.startswith("anchor/")}
             yield anchor_figure(setting, partial(machine_of, plain, store.key, device, setting.ops.taken, {}))
     yield from product_grid(device, first.product_dtype, first.ops.taken["linear"])
@@ -205,7 +207,7 @@ def _overhead(device: torch.device) -> dict[str, float]:
     """Bytes that the context takes, and the workspaces of libraries, which lie in torch's memory."""
     total, free = _memory_bytes(device), torch.cuda.mem_get_info(device)[0]
     own = torch.cuda.memory_reserved(device)
-    heater = 3 * 8192 * 8192 * 2 + 2 * (1 << 29)
+    heater = 3 * HEATER_SIDE**2 * 2 + 2 * HEATER_BYTES
     workspace = torch.cuda.memory_allocated(device) - heater
     return {"cuda_context": float(max(0, total - free - own)), "workspace": float(max(0, workspace))}
 
@@ -255,6 +257,7 @@ def machine_of(
     factor = statistics.fmean(map(clock_factor, anchors)) if anchors else 1.0
     hot = load["hot_over_cold"] / factor
     rates = {name: rate / factor for name, rate in rates.items()}
+    draw = power_draws(anchors, _heater_share(good), factor) if anchors and is_gpu else {}
     watts = statistics.fmean(one["watts"] or 0.0 for one in anchors) if anchors else gpu.get("watts")
     reached = max(rates.values())
     peak = peak_flops(device_name(device)) or reached / hot  # of an unknown device: what was measured
@@ -272,7 +275,7 @@ def machine_of(
         peak_flops=peaks,
         stream_bytes_per_second=good["stream"]["bytes_per_second"],
         launch_seconds=launch["launch_seconds"],
-        host_op_seconds=launch["host_op_seconds"],
+        host_op_seconds=_host_op_seconds(good),
         multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 0,
         matmul_rate=share,
         matmuls=tuple(_matmuls(good, taken, factor)),
@@ -282,7 +285,21 @@ def machine_of(
         overhead={name: float(value) for name, value in overhead.items()},
         hot_over_cold=hot,
         watts=float(watts or 0.0),
+        draw=draw,
     )
+
+
+def _heater_share(figures: Figures) -> float:
+    """Of the time of the stopwatch's heater, that of its products."""
+    products = 2 * 2.0 * HEATER_SIDE**3 / figures["peak/bfloat16"]["flops_per_second"]
+    return float(products / (products + 2 * HEATER_BYTES / figures["stream"]["bytes_per_second"]))
+
+
+def _host_op_seconds(figures: Figures) -> float:
+    """From real passes where they were measured: operators of a model are no small ones."""
+    if "host" in figures:
+        return float(figures["host"]["block_seconds"] / HOST_OPS_PER_BLOCK)
+    return float(figures["launch"]["host_op_seconds"])
 
 
 def _matmuls(figures: Figures, taken: Mapping[str, str], factor: float) -> Iterator[Matmul]:

@@ -6,18 +6,23 @@ few real steps of a cut of its model, long enough for the clock to settle. What 
 attention) takes as much longer or shorter there as the clock says; what memory limits does not follow the clock:
 
     measured step = rest + arithmetic x clock factor
+
+From the factors of a few different steps follows how much power products and attention draw, and from that the clock of
+any other step (`Machine.clock_factor`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from zero2all.common.errors import BadInputError
 from zero2all.limits.machine import Machine
+from zero2all.perf.batch import BatchShape
 from zero2all.perf.calibration.figures import Figure, Setting
 from zero2all.perf.calibration.stopwatch import Stopwatch
 from zero2all.perf.kernel_groups import ATTENTION, GEMM
@@ -26,6 +31,7 @@ from zero2all.perf.predict import predict
 
 LAYERS, PASSES = 8, 8  # of the cut model: enough passes that the wait at the end of a step does not count
 SECONDS, WARM_UP_SECONDS = 2.5, 3.0
+FEW_TOKENS, HOST_SECONDS = 128, 1.0
 BELIEVABLE = (0.85, 1.3)
 """A factor outside is no clock: a figure is wrong, or the host was too slow."""
 
@@ -46,7 +52,8 @@ def anchor_figure(setting: Setting, machine: Callable[[], Machine]) -> Figure:
         value = {
             "seconds": found["seconds_per_iteration"],
             "predicted": expected.step.estimate,
-            "arithmetic": expected.components[GEMM] + expected.components[ATTENTION],
+            "matmul": expected.components[GEMM],
+            "attention": expected.components[ATTENTION],
             "watts": found["gpu"].get("watts"),
             "sm_mhz": found["gpu"].get("sm_mhz"),
             "celsius": found["gpu"].get("celsius"),
@@ -64,5 +71,32 @@ def anchor_figure(setting: Setting, machine: Callable[[], Machine]) -> Figure:
 
 def clock_factor(value: Mapping[str, float]) -> float:
     """What arithmetic takes in a real step / in its figures."""
-    rest = value["predicted"] - value["arithmetic"]
-    return (value["seconds"] - rest) / value["arithmetic"]
+    arithmetic = value["matmul"] + value["attention"]
+    return (value["seconds"] - (value["predicted"] - arithmetic)) / arithmetic
+
+
+def host_figure(setting: Setting) -> Figure:
+    """What the host takes to queue forward and backward of a block: steps with so few tokens that the device waits."""
+    layers = min(LAYERS, setting.model.layers)
+    model = dataclasses.replace(setting.model, layers=layers)
+    train = dataclasses.replace(setting.config.train, cuda_graph="off")
+    config = dataclasses.replace(setting.config, model=model, train=train)
+
+    def run(watch: Stopwatch) -> dict[str, Any]:
+        found = measure(config, BatchShape(1, FEW_TOKENS, PASSES), watch.device, HOST_SECONDS, HOST_SECONDS)
+        return {"block_seconds": found["seconds_per_iteration"] / (PASSES * layers)}
+
+    return Figure("host", run)
+
+
+def power_draws(anchors: Sequence[Mapping[str, float]], heater_share: float, factor: float) -> dict[str, float]:
+    """Power of products and of attention, in that of the limit, at the clock `factor` of a profile: by least squares
+    from the heater, whose share of products is known, and from real steps (`Machine.clock_factor`)."""
+    rows, cubes = [(heater_share, 0.0)], [(1 / factor) ** 3]
+    for one in anchors:
+        matmul, attention = one["matmul"] * factor, one["attention"] * factor
+        whole = one["predicted"] - one["matmul"] - one["attention"] + matmul + attention
+        rows.append((matmul / whole, attention / whole))
+        cubes.append((clock_factor(one) / factor) ** 3)
+    found = np.linalg.lstsq(np.array(rows), np.array(cubes), rcond=None)[0]
+    return {"matmul": float(max(found[0], 0.0)), "attention": float(max(found[1], 0.0))}
