@@ -111,6 +111,14 @@ def _notes(plan: LayoutPlan) -> list[str]:
         f"{t(part.name)} {1e3 * part.estimate:.1f} ms" for part in best.time.parts if part.estimate > 5e-5
     )
     lines.append(t(f"The best: {parts}"))
+    measured = [one for one in plan.candidates if "tokens_per_second" in one.measured]
+    if len(measured) > 1:
+        chosen = max(measured, key=lambda one: one.tokens_per_second)
+        behind = 1 - chosen.measured["tokens_per_second"] / measured[0].measured["tokens_per_second"]
+        count = len(measured)
+        lines.append(
+            t(f"The layout predicted to be fastest is {behind:.1%} slower than the fastest of {count} measured.")
+        )
     for number, other in enumerate(plan.candidates[1:4], 2):
         lines.append(t(f"  against number {number}: {compare(best, other)}"))
     lines += [t("What another choice would cost:"), *(f"  {line}" for line in plan.alternatives)]

@@ -22,6 +22,7 @@ import numpy as np
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json
 from zero2all.common.language import translate as t
+from zero2all.common.progress import say
 from zero2all.config import RunConfig, config_yaml
 from zero2all.limits.layouts import LayoutTimes, enumerate_layouts, predict_layouts, settings_of
 from zero2all.limits.machine import Machine
@@ -49,6 +50,8 @@ ON_A_GPU = {
     "optimizer": "triton",
 }
 """What `auto` takes on a GPU without optional packages: a plan for a cluster needs no GPU."""
+MEASURED_TOKENS = 1 << 17
+"""Of a measured iteration, about: a whole step of a large batch takes long and says no more."""
 LOOKED_AT = 2000
 """Layouts of the ranking that are checked in full at most."""
 TRIED = ("tensor", "pipeline", "context", "expert", "zero", "samples", "recompute", "schedule")
@@ -225,8 +228,15 @@ def measure_candidates(plan: LayoutPlan, count: int, seconds: float, timeout: fl
     measured = []
     for candidate in plan.candidates[:count]:
         config = config_of(plan.config, candidate.row)
-        batch = BatchShape(int(candidate.row["samples"]), config.data.seq_len, int(candidate.row["passes"]))
-        measured.append(dataclasses.replace(candidate, measured=_measure(config, batch, seconds, timeout)))
+        samples, passes = int(candidate.row["samples"]), int(candidate.row["passes"])
+        cut = max(1, MEASURED_TOKENS // (samples * config.data.seq_len))
+        batch = BatchShape(samples, config.data.seq_len, min(passes, cut))
+        found = _measure(config, batch, seconds, timeout)
+        speed = found.get("tokens_per_second")
+        what = found.get("status", "") if speed is None else f"{speed:,.0f} tokens/s"
+        name = f"{samples} x {passes}, recompute {candidate.row['recompute']}"
+        say(f"plan: {len(measured) + 1} of {min(count, len(plan.candidates))}: {name}: {what}")
+        measured.append(dataclasses.replace(candidate, measured=found))
     rest = plan.candidates[count:]
     ranked = sorted(measured, key=lambda one: -one.measured.get("tokens_per_second", 0.0))
     return dataclasses.replace(plan, candidates=(*ranked, *rest))
