@@ -192,8 +192,13 @@ class _Blocks:
         return norms + self.attention + self.feed_forward[self.has_experts(number)] + self.dropout
 
     def saved(self, number: int) -> float:
-        """What it saves."""
-        return self.recomputed[self.has_experts(number)] if self.is_recomputed(number) else self.whole(number)
+        """What it saves. The residual that enters a recomputed block is there already if the block before saved all:
+        its second norm has it."""
+        if not self.is_recomputed(number):
+            return self.whole(number)
+        shared = number > 0 and not self.is_recomputed(number - 1)
+        residual = self.sizes.residual_bytes * self.hidden / self.settings.tensor if shared else 0.0
+        return self.recomputed[self.has_experts(number)] - residual
 
     def saved_up_to(self, end: int) -> float:
         """What the first `end` blocks save."""

@@ -30,7 +30,7 @@ from zero2all.limits.step import HOST_OPS_PER_BLOCK
 from zero2all.ops.registry import OPERATORS, resolve
 from zero2all.parallel.device import pick_device, set_cpu_threads
 from zero2all.perf.batch import BatchShape
-from zero2all.perf.calibration.anchor import anchor_figure, clock_factor, host_figure, power_draws
+from zero2all.perf.calibration.anchor import anchor_figure, clock_factor, host_figure, offload_figure, power_draws
 from zero2all.perf.calibration.figures import (
     ATTENTION_GRID,
     Figure,
@@ -174,6 +174,7 @@ def all_figures(settings: list[Setting], store: FigureStore) -> Iterator[Figure]
         yield from update_figures(setting)
         if device.type == "cuda":
             yield host_figure(setting)
+            yield offload_figure(setting)
             plain = {name: value for name, value in known.items() if not name.startswith("anchor/")}
             yield anchor_figure(setting, partial(machine_of, plain, store.key, device, setting.ops.taken, {}))
     yield from product_grid(device, first.product_dtype, first.ops.taken["linear"])

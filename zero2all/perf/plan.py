@@ -225,7 +225,7 @@ def measure_candidates(plan: LayoutPlan, count: int, seconds: float, timeout: fl
             f"--measure runs steps in one process on one GPU, but --gpus is {plan.gpus}. Write the config of the best "
             f"with --output and run `z2a train` for a few steps instead."
         )
-    measured = []
+    measured: list[Candidate] = []
     for candidate in plan.candidates[:count]:
         config = config_of(plan.config, candidate.row)
         samples, passes = int(candidate.row["samples"]), int(candidate.row["passes"])

@@ -98,7 +98,7 @@ def short_run(config: RunConfig, batch: BatchShape, seconds: float, anatomy: boo
     """Status and figures; of a run that cannot be measured, status and reason."""
     try:
         set_cpu_threads(config.parallel.cpu_threads, None)
-        return {"status": MEASURED, **_measure(shaped(config, batch), batch, seconds, anatomy)}
+        return {"status": MEASURED, **measure_steps(shaped(config, batch), batch, seconds, anatomy)}
     except UserError as error:
         return {"status": CANNOT_RUN, "reason": str(error)}
     except Exception as error:
@@ -109,7 +109,8 @@ def short_run(config: RunConfig, batch: BatchShape, seconds: float, anatomy: boo
         return {"status": FAILED, "reason": reason}
 
 
-def _measure(config: RunConfig, batch: BatchShape, seconds: float, anatomy: bool) -> dict[str, Any]:
+def measure_steps(config: RunConfig, batch: BatchShape, seconds: float, anatomy: bool) -> dict[str, Any]:
+    """Time, memory and, if asked, the anatomy of steps in this process."""
     world = World(device=pick_device(config.parallel.device))
     device = world.device
     ops = resolve(config.ops, op_context(config, device.type, DTYPES[config.train.precision]))
@@ -132,7 +133,8 @@ def _measure(config: RunConfig, batch: BatchShape, seconds: float, anatomy: bool
         while passes < FIRST_STEPS or time.perf_counter() - started < first + WARM_UP_SECONDS:
             run.steps(1)
             passes += 1
-        if device.type == "cuda":
+        is_captured = state.cuda_graph is not None and state.cuda_graph.is_captured
+        if device.type == "cuda" and not is_captured:  # a captured pass allocates only once, when it is captured
             torch.cuda.reset_peak_memory_stats(device)
         with watched_gpu(device) as gpu:
             found = run.timed_steps(seconds)
@@ -148,7 +150,7 @@ def _measure(config: RunConfig, batch: BatchShape, seconds: float, anatomy: bool
         "all_seconds": found,
         "first_step_seconds": first,
         "loss": run.loss,
-        "cuda_graph": state.cuda_graph is not None and state.cuda_graph.is_captured,
+        "cuda_graph": is_captured,
         "ops": ops.taken,
         "gpu": {name: value for name, value in gpu.items() if name != "samples"},
         "parts": parts,

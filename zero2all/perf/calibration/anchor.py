@@ -21,13 +21,16 @@ import numpy as np
 import torch
 
 from zero2all.common.errors import BadInputError
+from zero2all.limits.floors import optimizer_work
 from zero2all.limits.machine import Machine
+from zero2all.model.config import parameter_counts
 from zero2all.perf.batch import BatchShape
 from zero2all.perf.calibration.figures import Figure, Setting
 from zero2all.perf.calibration.stopwatch import Stopwatch
 from zero2all.perf.kernel_groups import ATTENTION, GEMM
 from zero2all.perf.measure import measure
 from zero2all.perf.predict import predict
+from zero2all.perf.short_run import measure_steps, shaped
 
 LAYERS, PASSES = 8, 8  # of the cut model: enough passes that the wait at the end of a step does not count
 SECONDS, WARM_UP_SECONDS = 2.5, 3.0
@@ -87,6 +90,23 @@ def host_figure(setting: Setting) -> Figure:
         return {"block_seconds": found["seconds_per_iteration"] / (PASSES * layers)}
 
     return Figure("host", run)
+
+
+def offload_figure(setting: Setting) -> Figure:
+    """The update on the host with its copies, as `parallel.offload: optimizer` makes it: steps with few tokens, which
+    wait for nothing else. AdamW alone would have the host's memory to itself."""
+    model = dataclasses.replace(setting.model, layers=min(LAYERS, setting.model.layers))
+    parallel = dataclasses.replace(setting.config.parallel, offload="optimizer")
+    batch = BatchShape(1, FEW_TOKENS, 1)
+    config = shaped(dataclasses.replace(setting.config, model=model, parallel=parallel), batch)
+
+    def run(watch: Stopwatch) -> dict[str, Any]:
+        del watch
+        found = measure_steps(config, batch, HOST_SECONDS, anatomy=False)
+        moved = optimizer_work(parameter_counts(model)["total"]).forward_bytes
+        return {"bytes": moved, "forward": found["step_seconds"], "spread": found["noise"]}
+
+    return Figure("operator/host_adamw/-/offload", run)
 
 
 def power_draws(anchors: Sequence[Mapping[str, float]], heater_share: float, factor: float) -> dict[str, float]:

@@ -34,7 +34,7 @@ from zero2all.limits.floors import Work, linear_shapes, operator_work, optimizer
 from zero2all.limits.machine import Kind
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.model.moe import MixtureOfExperts
-from zero2all.ops.optimizer import AdamW, fused_adamw
+from zero2all.ops.optimizer import AdamW
 from zero2all.ops.registry import Ops
 from zero2all.perf.batch import BatchShape
 from zero2all.perf.calibration.stopwatch import Stopwatch, Timed
@@ -445,25 +445,12 @@ def update_figures(setting: Setting) -> Iterator[Figure]:
         yield Figure(f"operator/adamw/{setting.ops.taken['optimizer']}/{parameters}", adamw)
         for name in ("grad_norm", "zero"):
             yield Figure(f"operator/{name}/-/{parameters}", partial(_over_gradients, name, parameters, device))
-    if device.type == "cuda":
-        yield Figure("operator/host_adamw/-/host", partial(_host_update, config))
 
 
 def _over_gradients(name: str, parameters: int, device: torch.device, watch: Stopwatch) -> dict[str, Any]:
     flat = torch.randn(parameters, device=device)
     found = watch.time((lambda: torch.linalg.vector_norm(flat)) if name == "grad_norm" else flat.zero_)
     return {"bytes": 4.0 * parameters, "forward": found.seconds, "spread": found.spread}
-
-
-def _host_update(config: RunConfig, watch: Stopwatch) -> dict[str, Any]:
-    """AdamW on the host, as offload needs it (`zero2all.train.optimizers.host_adamw`)."""
-    del watch
-    parameters, host = 1 << 25, torch.device("cpu")
-    group = random_flat(parameters, config, host, torch.float32, torch.bfloat16)
-    constants = AdamW(config.optim.beta1, config.optim.beta2, config.optim.eps)
-    ones, skip = torch.ones(()), torch.zeros((), dtype=torch.bool)
-    found = Stopwatch(host).time(lambda: fused_adamw([group], ones.clone(), ones, skip, constants))
-    return {"bytes": optimizer_work(parameters).forward_bytes, "forward": found.seconds, "spread": found.spread}
 
 
 # ---- the machine -----------------------------------------------------------------------------------------------------
