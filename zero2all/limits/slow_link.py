@@ -32,7 +32,6 @@ SCALE_BYTES = 4
 POWERSGD_RANK = 4
 KEPT = 82
 """Kept of each chunk: 2 %."""
-FRAGMENT_LAYERS = 3
 
 
 def part_bytes(values: int, bits: int) -> int:
@@ -117,7 +116,7 @@ class LinkCost:
 
     scheme: LinkScheme
     step_bytes: float  # sent by a group, mean over steps
-    exchange_seconds: float  # of one exchange (one fragment with streaming)
+    exchange_seconds: float  # of one exchange (the largest fragment with streaming)
     link_seconds: float  # that the link is busy, per step
     waited_seconds: float  # that training waits, per step
     efficiency: float  # compute / (compute + waited)
@@ -130,25 +129,22 @@ class LinkCost:
         return self.waited_seconds == 0
 
 
-def fragments(layers: int) -> int:
-    """Fragments of a model with so many blocks."""
-    return math.ceil(layers / FRAGMENT_LAYERS)
-
-
 def link_costs(
-    shapes: Sequence[Sequence[int]], layers: int, groups: int, bits_per_second: float, step_seconds: float
+    fragments: Sequence[Sequence[Sequence[int]]], groups: int, bits_per_second: float, step_seconds: float
 ) -> list[LinkCost]:
-    """Every scheme on a link of this speed, with steps that compute for `step_seconds`."""
-    parameters, found = sum(math.prod(shape) for shape in shapes), []
+    """Every scheme on a link of this speed, with steps that compute for `step_seconds`; `fragments` are the shapes of
+    the parameters by the fragment that streaming sends them in."""
+    shapes, found = [shape for part in fragments for shape in part], []
+    parameters = sum(math.prod(shape) for shape in shapes)
     for one in SCHEMES:
         step_bytes = bytes_per_step(one.scheme, shapes, groups, one.every, one.bits)
-        link_seconds = 8 * step_bytes / bits_per_second
-        parts = fragments(layers) if one.scheme == "streaming" else 1
-        exchange = link_seconds * one.every / parts
-        waited = max(0.0, exchange - one.tau * step_seconds) * parts / one.every
+        parts = fragments if one.scheme == "streaming" else [shapes]
+        seconds = [8 * bytes_per_step(one.scheme, part, groups, 1, one.bits) / bits_per_second for part in parts]
+        waited = sum(max(0.0, each - one.tau * step_seconds) for each in seconds) / one.every
         loss, source = published_loss(one, parameters, groups)
         efficiency = step_seconds / (step_seconds + waited)
-        found.append(LinkCost(one, step_bytes, exchange, link_seconds, waited, efficiency, loss, source))
+        busy = 8 * step_bytes / bits_per_second
+        found.append(LinkCost(one, step_bytes, max(seconds), busy, waited, efficiency, loss, source))
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,13 @@ from typing import Any
 
 from zero2all.common.language import translate as t
 from zero2all.limits.answer import said
-from zero2all.limits.slow_link import LinkCost, fragments, link_costs, recommended
+from zero2all.limits.slow_link import LinkCost, link_costs, recommended
+from zero2all.model.config import ModelConfig
 from zero2all.parallel.layout import layout_table
 from zero2all.perf.batch import BatchShape, load_measured_config, own_batch
 from zero2all.perf.verify import prediction_for
+
+FRAGMENT_LAYERS = 3
 
 
 @dataclass(frozen=True)
@@ -39,17 +43,25 @@ def link_report(
     """`step_seconds` is what a group computes in a step; None: predicted from the profile of this machine, with the
     tokens of a step divided by the groups."""
     config, _ = load_measured_config(source, overrides)
-    shapes, how = [one.shape for one in layout_table(config.model)], "given"
-    parameters = sum(map(math.prod, shapes))
+    fragments, how = fragment_shapes(config.model), "given"
+    parameters = sum(math.prod(shape) for part in fragments for shape in part)
     if step_seconds is None:
         whole = own_batch(config)
         batch = BatchShape(whole.samples, whole.seq_len, max(1, whole.accumulation // groups))
         found = prediction_for(config, batch, profile=profile)
         step_seconds, how = found.corrected, f"predicted for {found.machine.name}, batch {batch} in each group"
-    costs = link_costs(shapes, config.model.layers, groups, 1e9 * gbit, step_seconds)
-    return LinkReport(
-        parameters, fragments(config.model.layers), step_seconds, how, costs, recommended(costs, parameters)
-    )
+    costs = link_costs(fragments, groups, 1e9 * gbit, step_seconds)
+    return LinkReport(parameters, len(fragments), step_seconds, how, costs, recommended(costs, parameters))
+
+
+def fragment_shapes(model: ModelConfig) -> list[list[tuple[int, ...]]]:
+    """Shapes of the parameters by fragment: blocks at equal distances, about three together; the rest is the last."""
+    count = math.ceil(model.layers / FRAGMENT_LAYERS)
+    found: list[list[tuple[int, ...]]] = [[] for _ in range(count + 1)]
+    for one in layout_table(model):
+        block = re.match(r"blocks\.(\d+)\.", one.name)
+        found[int(block[1]) % count if block else -1].append(one.shape)
+    return found
 
 
 def link_rows(report: LinkReport) -> list[list[str]]:
