@@ -1,4 +1,4 @@
-"""`nvidia-smi topo -m` of several machines, written after public documentation: which GPUs are joined by what."""
+"""`nvidia-smi topo -m` of several kinds of machines, written by hand, not recorded: which GPUs are joined by what."""
 
 from __future__ import annotations
 
