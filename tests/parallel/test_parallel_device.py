@@ -75,10 +75,24 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
         pick_device("cuda:1")
 
 
-def test_threads_are_those_asked_for_then_those_recorded_then_every_core():
+def test_threads_are_those_asked_for_then_recorded_then_of_the_environment_then_a_share_of_the_cores(monkeypatch):
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert set_cpu_threads(3, recorded=2) == torch.get_num_threads() == 3
     assert set_cpu_threads(None, recorded=2) == torch.get_num_threads() == 2
-    assert set_cpu_threads(None, recorded=None) == torch.get_num_threads() == len(os.sched_getaffinity(0))
+    assert set_cpu_threads(None, recorded=None) == torch.get_num_threads() == 5
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert set_cpu_threads(None, recorded=None) == 1
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun sets 1 where nothing was set
+    monkeypatch.setattr("zero2all.parallel.device.usable_cores", lambda: 13)
+    assert set_cpu_threads(None, recorded=None) == 13
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert set_cpu_threads(None, recorded=None) == torch.get_num_threads() == 3
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "99")
+    assert set_cpu_threads(None, recorded=None) == 1
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "4(x2)")  # srun gave each process its own cores
+    assert set_cpu_threads(None, recorded=None) == 13
 
 
 def test_environment_names_everything_outside_the_config_that_moves_the_last_bit():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from zero2all.common.cores import cpu_numbers, quota_cores
 from zero2all.perf.doctor import finding, host
 from zero2all.perf.doctor.environment import look_at_environment
 from zero2all.perf.doctor.finding import worst
@@ -200,18 +201,18 @@ def test_the_tightest_cpu_limit_of_the_groups_around_a_process_counts(tmp_path):
     own = tmp_path / "own"
     own.write_text("0::/job/step\n")
     (tmp_path / "job/step").mkdir(parents=True)
-    assert host.quota_cores(tmp_path, own) is None
+    assert quota_cores(tmp_path, own) is None
     (tmp_path / "job/step/cpu.max").write_text("max 100000\n")
     (tmp_path / "job/cpu.max").write_text("150000 100000\n")
-    assert host.quota_cores(tmp_path, own) == 1.5
+    assert quota_cores(tmp_path, own) == 1.5
     own.write_text("4:cpu,cpuacct:/\n")
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu/cpu.cfs_quota_us").write_text("-1")
     (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000")
-    assert host.quota_cores(tmp_path, own) is None
+    assert quota_cores(tmp_path, own) is None
     (tmp_path / "cpu/cpu.cfs_quota_us").write_text("400000")
-    assert host.quota_cores(tmp_path, own) == 4
-    assert host.cpu_numbers("0-2,8") == {0, 1, 2, 8}
+    assert quota_cores(tmp_path, own) == 4
+    assert cpu_numbers("0-2,8") == {0, 1, 2, 8}
 
 
 def test_the_disk_test_measures_and_leaves_nothing_behind(tmp_path, monkeypatch):

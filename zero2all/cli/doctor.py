@@ -7,16 +7,20 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.verb import Subparsers, add_json, add_verb, add_work, real, write_json_result
-from zero2all.common.errors import BadInputError
+from zero2all.cli.verb import LAST_PORT, Subparsers, add_json, add_verb, add_work, real, whole, write_json_result
+from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import padded
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
     from zero2all.perf.doctor.finding import Finding
+    from zero2all.perf.doctor.network import Measured
 
 SHOWN = {"ok": "ok", "note": "note", "warning": "WARNING", "error": "ERROR"}
-EXAMPLE = "z2a doctor\n  z2a doctor --work my-workspace --json doctor.json"
+EXAMPLE = """z2a doctor
+  z2a doctor --work my-workspace --json doctor.json
+  z2a doctor --network --listen 29700
+  z2a doctor --network --peer 10.0.0.2:29700 --peer 10.0.0.3:29700"""
 
 
 def register(verbs: Subparsers) -> None:
@@ -33,24 +37,64 @@ def register(verbs: Subparsers) -> None:
         "--seconds", type=real(1.0), default=10.0, metavar="N", help="wait for torch at most this long (default 10)"
     )
     parser.add_argument("--brief", action="store_true", help="show only what is not ok")
+    parser.add_argument(
+        "--network",
+        action="store_true",
+        help="only the network: interface, NVLink, InfiniBand, the variables of NCCL and gloo, speed to the peers",
+    )
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help="with --network: measure to another machine, which runs `--listen PORT`; repeat it for every machine",
+    )
+    parser.add_argument(
+        "--listen",
+        type=whole(1, LAST_PORT),
+        default=None,
+        metavar="PORT",
+        help="with --network: answer the measurements of others until Ctrl-C (anyone who reaches the port can measure)",
+    )
     add_json(parser)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from zero2all.perf.doctor.checkup import check_machine
+    if (arguments.peer or arguments.listen) and not arguments.network:
+        raise UsageError("--peer and --listen belong to --network. Add --network.")
+    if arguments.listen:
+        from zero2all.perf.doctor.network import listen
 
-    findings = check_machine(arguments.work, arguments.seconds)
+        print(t(f"listening on port {arguments.listen}; Ctrl-C ends it"), flush=True)
+        listen(arguments.listen)
+    pairs: dict[tuple[str, str], Measured] = {}
+    if arguments.network:
+        from zero2all.perf.doctor.network import look_at_ways, measure_pairs, pair_rows
+
+        findings = list(look_at_ways(arguments.peer))
+        pairs = measure_pairs(arguments.peer)
+    else:
+        from zero2all.perf.doctor.checkup import check_machine
+
+        findings = check_machine(arguments.work, arguments.seconds)
     counts = Counter(finding.grade for finding in findings)
     found: dict[str, Any] = {"counts": counts, "findings": [asdict(finding) for finding in findings]}
+    if pairs:
+        found["pairs"] = [{"from": first, "to": second, **asdict(one)} for (first, second), one in pairs.items()]
     if not write_json_result(arguments.json, found):
         _print([each for each in findings if each.grade != "ok" or not arguments.brief])
+        if pairs:
+            from zero2all.cli.table import print_table
+
+            print_table(pair_rows(pairs), "between the machines")
         print(
             t(
                 f"{counts['error']} errors, {counts['warning']} warnings, {counts['note']} notes; {counts['ok']} of "
                 f"{len(findings)} findings are ok."
             )
         )
-    return BadInputError.exit_code if counts["error"] else 0
+    is_bad = counts["error"] or any(one.problem for one in pairs.values())
+    return BadInputError.exit_code if is_bad else 0
 
 
 def _print(findings: list[Finding]) -> None:

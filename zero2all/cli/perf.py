@@ -7,7 +7,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from zero2all.cli import limits, perf_bench, perf_memory, perf_plan, perf_predict, perf_profile, perf_runs
+from zero2all.cli import limits, perf_bench, perf_link, perf_memory, perf_plan, perf_predict, perf_profile, perf_runs
 from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, real, whole
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
@@ -29,7 +29,7 @@ def register(verbs: Subparsers) -> None:
     _register_ops(inner)
     _register_ablate(inner)
     _register_infer(inner)
-    for more in (limits, perf_memory, perf_predict, perf_plan, perf_profile, perf_bench, perf_runs):
+    for more in (limits, perf_memory, perf_link, perf_predict, perf_plan, perf_profile, perf_bench, perf_runs):
         more.register(inner)
 
 

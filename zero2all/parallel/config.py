@@ -78,8 +78,8 @@ class ParallelConfig:
     timeout_seconds: PositiveFloat = 1800.0
     """How long a process waits for the others in a collective before it gives up."""
     cpu_threads: PositiveInt | None = None
-    """CPU threads for computation. null takes all cores when a run starts, and the same number again on resume, because
-    the last bits of sums depend on it."""
+    """CPU threads of each process for computation. null takes OMP_NUM_THREADS, or the cores divided by the processes on
+    this machine, and the same number again on resume, because the last bits of sums depend on it."""
 
     def problems(self, place: str) -> list[Problem]:
         """Fields that are valid alone but do not fit together."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from zero2all.common.cores import allowed_cpus, cpu_numbers, read, usable_cores
 from zero2all.common.errors import UsageError
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -55,16 +57,59 @@ def set_memory_settings(expandable_segments: bool) -> None:
 
 
 def set_cpu_threads(asked: int | None, recorded: int | None) -> int:
-    """Use the configured number of threads, else that of the resumed run, else every core this process may use."""
-    threads = asked or recorded or _usable_cores()
+    """Use the configured number of threads, else that of the resumed run, else OMP_NUM_THREADS, else this process's
+    share of the cores."""
+    threads = asked or recorded or _threads_by_environment() or share_of_cores()
     torch.set_num_threads(threads)
     return threads
 
 
-def _usable_cores() -> int:
-    """Cores this process may use; systems that cannot restrict a process (macOS) give all of them."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+def _threads_by_environment() -> int | None:
+    """OMP_NUM_THREADS, if a person set it: torchrun sets it to 1 by itself."""
+    value = os.environ.get("OMP_NUM_THREADS", "")
+    if not value.isdigit() or (value == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
+        return None
+    return int(value) or None
+
+
+def share_of_cores() -> int:
+    """Cores of this process: an equal share of those that the run's processes on this machine may use."""
+    tasks = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    if tasks and int(tasks[0]) > 1:  # srun started each process, with cores of its own
+        return usable_cores()
+    return max(1, (_cores_before_binding or usable_cores()) // local_processes())
+
+
+_cores_before_binding: int | None = None
+
+
+def bind_near(device: torch.device) -> str:
+    """Of several processes on a machine: run this one on the CPUs of its GPU's memory node (NUMA). Returns what was
+    done, empty: nothing. Leaves CPUs that somebody chose before (srun, taskset, numactl, a container)."""
+    global _cores_before_binding
+    if device.type != "cuda" or local_processes() == 1:
+        return ""
+    properties = torch.cuda.get_device_properties(device)  # of the visible device, however it was named
+    place = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)  # type: ignore[attr-defined]
+    near = cpus_to_take("{:04x}:{:02x}:{:02x}.0".format(*place), allowed_cpus())
+    if not near:
+        return ""
+    cores = usable_cores()
+    try:
+        os.sched_setaffinity(0, near)
+    except OSError as error:  # some containers forbid it
+        return f"processes are not bound to the CPUs near their GPUs: {error.strerror}"
+    _cores_before_binding = cores
+    return f"each process runs on the CPUs near its GPU (rank 0: {len(near)} of {cores})"
+
+
+def cpus_to_take(bus: str, allowed: set[int], system: Path = Path("/sys")) -> set[int]:
+    """The CPUs of the memory node of a PCI device; empty: stay on those allowed now."""
+    node = read(system / "bus/pci/devices" / bus / "numa_node")
+    if not node.isdigit() or allowed != cpu_numbers(read(system / "devices/system/cpu/online")):
+        return set()  # -1: the firmware does not say
+    near = cpu_numbers(read(system / f"devices/system/node/node{node}/cpulist"))
+    return near if near < allowed else set()
 
 
 def environment(device: torch.device) -> dict[str, Any]:

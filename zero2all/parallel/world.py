@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from traceback import walk_tb
 from typing import Any, TypeVar, cast
@@ -19,9 +19,10 @@ import torch.distributed as dist
 
 from zero2all.common.errors import UserError, for_all_ranks
 from zero2all.parallel.config import ParallelConfig
-from zero2all.parallel.device import local_rank
+from zero2all.parallel.device import bind_near, local_processes, local_rank
 from zero2all.parallel.meet import Facts, facts_of, meet, open_store
 from zero2all.parallel.mesh import Mesh, make_mesh
+from zero2all.parallel.network import Variable, measure_ring, set_network_variables, speed_note
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -37,6 +38,8 @@ class World:
     mesh: Mesh = field(default_factory=Mesh)
     control: dist.ProcessGroup | None = None
     """For small objects between hosts, so that this never waits for a device."""
+    notes: tuple[str, ...] = ()
+    """What was set and measured when the processes met."""
 
     @property
     def is_first(self) -> bool:
@@ -131,12 +134,16 @@ def join_world(device: torch.device, config: ParallelConfig, settings: Facts | N
     if device.type == "cuda":
         device = torch.device("cuda", local_rank())
         torch.cuda.set_device(device)
+    notes, variables = [bind_near(device)], []
     if own:
         rank, size = int(os.environ["RANK"]), asked_processes()
+        if size > local_processes():
+            variables = set_network_variables(os.environ["MASTER_ADDR"])
+            notes.append(f"network variables: {', '.join(map(str, variables)) or 'none are needed'}")
         store = open_store(rank, config.join_seconds)
         meet(store, rank, size, facts_of(settings or {}, size), config.join_seconds)
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo",
             store=dist.PrefixStore("group", store),
             rank=rank,
             world_size=size,
@@ -145,7 +152,10 @@ def join_world(device: torch.device, config: ParallelConfig, settings: Facts | N
         )
     try:
         control = dist.new_group(backend="gloo", timeout=timeout)
-        yield World(dist.get_rank(), dist.get_world_size(), device, make_mesh(sizes, timeout), control)
+        world = World(dist.get_rank(), dist.get_world_size(), device, make_mesh(sizes, timeout), control)
+        if variables:
+            notes.append(_speed_between_machines(world, variables))
+        yield replace(world, notes=tuple(filter(None, notes)))
     except BaseException:
         if own and device.type == "cuda":
             own = False
@@ -155,3 +165,29 @@ def join_world(device: torch.device, config: ParallelConfig, settings: Facts | N
     finally:
         if own:
             dist.destroy_process_group()
+
+
+def _speed_between_machines(world: World, variables: list[Variable]) -> str:
+    """Latency and bandwidth of the slowest pair in a ring of the machines, by the first process of each; under 2 s."""
+    firsts = [rank for rank, local in enumerate(world.gather(local_rank())) if local == 0]
+    if len(firsts) == 1:
+        return ""
+    group = dist.new_group(firsts, backend="gloo")
+    if world.rank not in firsts:
+        return ""
+    here = firsts.index(world.rank)
+
+    def exchange(size: int) -> None:
+        sent = dist.isend(torch.zeros(size, dtype=torch.uint8), firsts[(here + 1) % len(firsts)], group)
+        dist.recv(torch.empty(size, dtype=torch.uint8), firsts[here - 1], group)
+        assert sent is not None, "this process belongs to the group"
+        sent.wait()
+
+    def slowest(seconds: float) -> float:
+        value = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(value, dist.ReduceOp.MAX, group)
+        return value.item()
+
+    note = speed_note(len(firsts), *measure_ring(exchange, slowest), variables)
+    dist.destroy_process_group(group)
+    return note

@@ -36,7 +36,6 @@ from zero2all.common.errors import BadInputError, DiskError, is_disk_full
 from zero2all.common.files import human_bytes
 from zero2all.ops.gradient_sink import GradientSink
 from zero2all.parallel.config import ParallelConfig
-from zero2all.parallel.device import local_processes
 
 PIECE_VALUES = 1 << 24
 """Values that travel at once: long copies, and 100 MB of pinned memory for each piece."""
@@ -333,9 +332,9 @@ class HostPipeline:
 
 
 def _take_own_cores() -> None:
-    """Processes of one machine share its cores, and in each the thread that queues kernels keeps one busy. Of threads
-    that share the work evenly, the one beside it would be late, and all others would wait for it."""
-    torch.set_num_threads(max(1, torch.get_num_threads() // local_processes() - 1))
+    """The thread that queues kernels keeps one core busy. Of threads that share the work evenly, the one beside it
+    would be late, and all others would wait for it."""
+    torch.set_num_threads(max(1, torch.get_num_threads() - 1))
 
 
 class LateSink(GradientSink):

@@ -151,7 +151,7 @@ def prepare(
     _check_same_data(world, data)
     config = together(lambda: with_vocabulary(asked, int(data.splits[0].manifest["vocab_size"])))
     together(lambda: check_spread(config, world.size))
-    notes = ledger_notes + data.notes(end)
+    notes = [*world.notes, *ledger_notes, *data.notes(end)]
     if checkpoint is not None:
         notes += together(lambda: _check_resume(config, run, checkpoint, data, accept_changes))
     elif not fresh and (run / CONFIG_FILE).is_file():

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from zero2all.common.cores import cpu_numbers
 from zero2all.perf.bench.samples import Bench, Row, in_turn, is_faster, times_faster
-from zero2all.perf.doctor.host import cpu_numbers
 from zero2all.perf.measure import device_name
 
 SIZES = (64 << 10, 1 << 20, 16 << 20, 256 << 20)

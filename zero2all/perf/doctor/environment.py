@@ -117,7 +117,7 @@ def _threads(values: Mapping[str, str], cores: int | None) -> Iterator[Finding]:
             why = f"More threads than the {cores} CPUs of this process: they wait for each other."
             yield Finding("environment", "warning", f"{name}={value}", why, f"Set it to {cores} or less.")
         elif int(value) == 1 and cores > 4:
-            why = "Libraries of the host use one core; `z2a train` sets torch's own threads itself."
+            why = "One core for work on the CPU, in `z2a train` too."
             yield Finding("environment", "note", f"{name}=1", why, "Right beside a GPU; for work on the CPU unset it.")
 
 

@@ -7,9 +7,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+from zero2all.common.cores import cpu_numbers
 from zero2all.limits.flops import peak_flops
 from zero2all.perf.doctor.finding import Finding, output_of
-from zero2all.perf.doctor.host import cpu_numbers
 from zero2all.perf.doctor.nvidia_smi import Gpu, Report, Topology, parse_report, parse_topology
 
 BUSY_SHARE = 0.02

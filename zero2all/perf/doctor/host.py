@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from zero2all.common.cores import quota_cores, read
 from zero2all.common.files import human_bytes
-from zero2all.common.memory import GROUPS, OWN_GROUPS, available_memory
+from zero2all.common.memory import available_memory
+from zero2all.parallel.network import fast_ports
 from zero2all.perf.doctor.finding import Finding, Grade
 
 SYS, PROC = Path("/sys"), Path("/proc")
@@ -22,41 +24,6 @@ LITTLE_DISK, TOO_LITTLE_DISK = 20 << 30, 1 << 30
 TEST_BYTES, BLOCK_BYTES, TEST_SECONDS = 64 << 20, 4 << 20, 1.5
 SLOW_DISK = 100e6  # bytes/s
 NETWORK_DISKS = ("nfs", "nfs4", "cifs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p")
-
-
-def read(path: Path) -> str:
-    """A small file of the kernel; empty where there is none."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def cpu_numbers(text: str) -> set[int]:
-    """`0-3,8` -> {0, 1, 2, 3, 8}."""
-    found: set[int] = set()
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
-
-
-def quota_cores(groups: Path = GROUPS, own_groups: Path = OWN_GROUPS) -> float | None:
-    """How many cores the control groups around this process allow at once; None: no limit."""
-    found: list[float] = []
-    for line in read(own_groups).splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        root = groups / "cpu" if controllers else groups
-        own = root / path.lstrip("/")
-        for folder in [own, *own.parents][: len(own.relative_to(root).parts) + 1]:
-            words = read(folder / "cpu.max").split() if not controllers else []
-            if controllers:
-                words = [read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
-            if len(words) == 2 and words[0].isdigit() and words[1].isdigit() and int(words[1]):
-                found.append(int(words[0]) / int(words[1]))
-    return min(found, default=None)
 
 
 def look_at_cpu() -> Iterator[Finding]:
@@ -247,16 +214,16 @@ def look_at_network() -> Iterator[Finding]:
         f"{name} {f'{speed / 1000:g} Gbit/s' if speed > 0 else '(speed unknown)'}" for name, speed in shown
     )
     yield Finding("network", "ok", f"interfaces: {listed}" if listed else "no network interface but the loopback")
-    ports = sorted((SYS / "class/infiniband").glob("*/ports/*"))
+    ports = fast_ports(SYS)
     for port in ports:
-        name, state = f"{port.parents[1].name}/{port.name}", read(port / "state")
-        if "ACTIVE" in state:
-            yield Finding("network", "ok", f"InfiniBand or RoCE port {name}: {read(port / 'rate')}")
+        if port.is_active:
+            yield Finding("network", "ok", f"InfiniBand or RoCE port {port.name}: {port.rate}")
         else:
-            why = "NCCL uses the other ports only, or TCP, which is many times slower."
-            yield Finding(
-                "network", "warning", f"port {name} is {state}", why, "Check cable, switch and subnet manager."
+            found, why = (
+                f"port {port.name} is {port.state}",
+                "NCCL uses the other ports only, or TCP, which is many times slower.",
             )
+            yield Finding("network", "warning", found, why, "Check cable, switch and subnet manager.")
     fastest = max((speed for _, speed in shown), default=-1)
     if not ports and 0 < fastest <= 10_000:
         seconds = 2e9 / (fastest * 125e3)  # each of two ranks sends 2 (n - 1) / n = 1 time the bytes

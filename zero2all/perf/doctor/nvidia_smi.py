@@ -143,10 +143,10 @@ def parse_topology(text: str) -> Topology:
         if not re.fullmatch(r"GPU\d+", name):
             continue
         for column, cell in zip(heading[1:], cells, strict=False):
-            if re.fullmatch(r"(GPU|NIC|mlx)\w*", column) and cell != "X":
+            if re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", cell):  # a network card may have any name
                 links[name, column] = cell
-            elif column == "CPU Affinity":
+            elif column == "CPU Affinity" and cell != "N/A":
                 cpus[name] = cell
-            elif column == "NUMA Affinity":
+            elif column == "NUMA Affinity" and cell != "N/A":
                 nodes[name] = cell
     return Topology(links, cpus, nodes)

@@ -1,0 +1,130 @@
+"""Training over an office network: data parallel against streaming, in the reference project's case.
+
+    sudo python benchmarks/office_link.py --work WORKSPACE      needs root, ip and tc, and packed data (z2a quickstart)
+
+Two network namespaces on this machine are two machines with one process each. Data parallel is timed on the fast cable
+first; its step is the compute. Then a token bucket slows the cable until what data parallel sends (4 bytes a parameter)
+takes 19/7 times as long as that. Every run has the same steps and tokens, and is timed from its first to its last step
+by the clock in its metrics:
+
+    data parallel, fast      streaming, fast      data parallel, slow      streaming, slow
+
+Wanted: streaming on the slow cable at least 3 times as fast as data parallel on it, and at least 90 % as fast as
+streaming on the fast one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.machine import save_result
+from benchmarks.slow_link import ADDRESSES, SPACES, cable
+from zero2all.config import load_config
+from zero2all.model.config import parameter_counts
+from zero2all.track.reader import read_run
+
+RATIO = 19 / 7
+LEAST_OVER_DATA_PARALLEL, LEAST_OF_UNLIMITED = 3.0, 0.9
+SKIPPED_STEPS = 5  # connections, caches, and what the bucket lets through at once
+RUN_SECONDS = 1800
+PORTS = {"rendezvous": 29541, "link": 29642}
+
+
+def main() -> int:
+    """Four runs, three of them compared."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="a workspace with packed data")
+    parser.add_argument("--config", default="quickstart", help="preset or YAML file (default quickstart)")
+    parser.add_argument("--steps", type=int, default=90)
+    parser.add_argument("--every", type=int, default=30, help="H of streaming (default 30)")
+    parser.add_argument("--only-data-parallel", action="store_true", help="leave the streaming runs out")
+    asked = parser.parse_args()
+    if os.geteuid() != 0:
+        raise SystemExit("This benchmark makes network namespaces, which needs root: run it with sudo.")
+    with cable(), tempfile.TemporaryDirectory(prefix="z2a-office-") as folder:
+        places = [_workspace(asked.work.resolve(), Path(folder) / f"machine{number}") for number in (0, 1)]
+        kinds = ["data parallel"] if asked.only_data_parallel else ["data parallel", "streaming"]
+        fast = {kind: _pace(kind, "fast", places, asked) for kind in kinds}
+        trained = load_config(str(places[0] / "runs/data-parallel-fast/config.yaml"), [])  # with its vocabulary
+        sent = 4 * parameter_counts(trained.model)["total"]
+        bits = 8 * sent / (RATIO * fast["data parallel"])
+        for space in SPACES:
+            limit = ["rate", f"{bits / 1e3:.0f}kbit", "burst", "64kb", "latency", "400ms"]
+            subprocess.run(
+                ["ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", "wire", "root", "tbf", *limit], check=True
+            )
+        slow = {kind: _pace(kind, "slow", places, asked) for kind in kinds}
+    print(f"link: {bits / 1e6:.1f} Mbit/s; data parallel sends {sent / 1e6:.1f} MB a step")
+    for kind in kinds:
+        print(f"{kind:>14}: {fast[kind]:.3f} s a step on the fast cable, {slow[kind]:.3f} s on the slow one")
+    found: dict[str, Any] = {"bits_per_second": bits, "sent_bytes": sent, "fast": fast, "slow": slow}
+    waited = slow["data parallel"] / fast["data parallel"] - 1
+    print(f"data parallel communicates {waited:.2f} times as long as it computes (wanted {RATIO:.2f})")
+    is_good = True
+    if "streaming" in slow:
+        faster, share = slow["data parallel"] / slow["streaming"], fast["streaming"] / slow["streaming"]
+        is_good = faster >= LEAST_OVER_DATA_PARALLEL and share >= LEAST_OF_UNLIMITED
+        print(
+            f"streaming is {faster:.2f} times as fast as data parallel, and {100 * share:.1f} % of its unlimited speed"
+        )
+        found |= {"times_faster": faster, "share_of_unlimited": share, "is_good": is_good}
+    save_result("office_link", found)
+    return 0 if is_good else 1
+
+
+def _workspace(source: Path, place: Path) -> Path:
+    """A workspace of its own for each machine, with the same data."""
+    place.mkdir()
+    for entry in source.iterdir():
+        if entry.name != "runs":
+            (place / entry.name).symlink_to(entry)
+    return place
+
+
+def _pace(kind: str, cable_name: str, places: list[Path], asked: argparse.Namespace) -> float:
+    """Train on both machines; seconds of a step."""
+    name = f"{kind}-{cable_name}".replace(" ", "-")
+    words = [sys.executable, "-m", "zero2all", "train", asked.config, "--train.name", name, "--train.steps"]
+    words += [str(asked.steps), "--parallel.device", "cpu", "--parallel.cpu_threads", "1", "--parallel.processes", "1"]
+    words += ["--eval.every_steps", "1000000", "--checkpoint.every_steps", "1000000"]
+    started = []
+    for rank, space in enumerate(SPACES):
+        env = {**os.environ, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        if kind == "data parallel":
+            more, work = [], places[0]  # one run, one folder
+            env |= {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_ADDR": ADDRESSES[0]}
+            env["MASTER_PORT"] = str(PORTS["rendezvous"])
+        else:
+            work = places[rank]
+            fields = {
+                "groups": str([f"{address}:{PORTS['link']}" for address in ADDRESSES]),
+                "group": rank,
+                "scheme": "streaming",
+                "every": asked.every,
+                "tau": 1,
+                "compress": "int4",
+            }
+            more = [word for key, value in fields.items() for word in (f"--parallel.slow_link.{key}", str(value))]
+        command = ["ip", "netns", "exec", space, *words, "--work", str(work), *more]
+        started.append(subprocess.Popen(command, env=env))
+    try:
+        if max(process.wait(RUN_SECONDS) for process in started):
+            raise SystemExit(f"{name}: a process failed")
+    finally:
+        for process in started:
+            process.kill()
+    points = read_run(places[0] / "runs" / name).series["loss"]
+    first = SKIPPED_STEPS
+    return float((points.time[-1] - points.time[first]) / (points.step[-1] - points.step[first]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""`z2a doctor --network`: real listeners on this machine, and strangers on their port."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import suppress
+
+import pytest
+
+from zero2all.common.errors import UsageError
+from zero2all.perf.doctor import network
+from zero2all.perf.doctor.network import listen, look_at_ways, measure_pairs, pair_rows, split_address
+
+
+@pytest.fixture(scope="module")
+def peers():
+    """Two listeners."""
+    found = []
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        ready = threading.Event()
+        threading.Thread(target=listen, args=(port, ready), daemon=True).start()
+        assert ready.wait(10)
+        found.append(f"127.0.0.1:{port}")
+    return found
+
+
+def test_every_pair_is_measured(peers, monkeypatch):
+    monkeypatch.setattr(network, "SECONDS", 0.1)
+    found = measure_pairs(peers)
+    assert list(found) == [("here", peers[0]), ("here", peers[1]), (peers[0], peers[1])]
+    for one in found.values():
+        assert one.problem == ""
+        assert 0 < one.latency < 1
+        assert min(one.one_stream, one.streams) > 1e6
+    assert [row[:2] for row in pair_rows(found)[1:]] == [list(pair) for pair in found]
+
+
+def test_a_stranger_on_the_port_is_dropped_and_a_lost_peer_is_named(peers, monkeypatch):
+    monkeypatch.setattr(network, "SECONDS", 0.1)
+    host, port = split_address(peers[0])
+    with socket.create_connection((host, port), timeout=5) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with suppress(ConnectionResetError):  # what it sent was not read to the end
+            assert stranger.recv(100) == b""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        nobody = f"127.0.0.1:{free.getsockname()[1]}"
+    found = measure_pairs([peers[0], nobody])
+    assert found["here", peers[0]].problem == ""
+    assert nobody in found["here", nobody].problem
+    assert nobody in found[peers[0], nobody].problem
+
+
+def test_the_interface_and_the_variables_that_follow(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    said = [finding.found for finding in look_at_ways(["127.0.0.1:29700"])]
+    assert any("lo (127.0.0.1" in line and "the route to 127.0.0.1" in line for line in said)
+    assert "NCCL_SOCKET_IFNAME=eth7: set by you; `z2a train` leaves it" in said
+    assert any(line.startswith("GLOO_SOCKET_IFNAME=lo: `z2a train` sets it") for line in said)
+
+
+@pytest.mark.parametrize("text", ["host", "host:", ":1", "host:0", "host:70000", "host:x"])
+def test_an_address_that_is_none_is_refused(text):
+    with pytest.raises(UsageError, match="Expected HOST:PORT"):
+        split_address(text)

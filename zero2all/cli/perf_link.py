@@ -1,0 +1,49 @@
+"""`z2a perf link`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from zero2all.cli.verb import Subparsers, add_json, add_verb, real, whole, write_json_result
+
+CONFIG_HELP = "a preset (quickstart, z2all-100m, z2all-1b, z2all-moe) or the path of a YAML file"
+
+
+def register(inner: Subparsers) -> None:
+    """Add the verb."""
+    parser = add_verb(
+        inner,
+        "link",
+        "train over a slow link: bytes, seconds and loss of every scheme, and which one to take",
+        "z2a perf link z2all-1b --gbit 1 --groups 2 --step-seconds 3.4",
+        _link,
+        takes_overrides=True,
+    )
+    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
+    above = real(0.0, is_open=True)
+    parser.add_argument("--gbit", type=above, required=True, metavar="N", help="speed of the link in Gbit/s")
+    parser.add_argument("--groups", type=whole(2), default=2, metavar="N", help="groups it joins (default 2)")
+    parser.add_argument(
+        "--step-seconds",
+        type=above,
+        default=None,
+        metavar="N",
+        help="measured seconds that a group computes in a step (default: predicted from the profile of this machine)",
+    )
+    profile = "a profile that `z2a perf calibrate` wrote (default: the one of this machine)"
+    parser.add_argument("--profile", type=Path, default=None, metavar="FILE", help=profile)
+    add_json(parser)
+
+
+def _link(arguments: argparse.Namespace) -> int:
+    from zero2all.cli.table import print_table
+    from zero2all.perf.link import link_notes, link_report, link_rows
+
+    asked = (arguments.gbit, arguments.groups, arguments.step_seconds, arguments.profile)
+    report = link_report(arguments.config, arguments.overrides, *asked)
+    if not write_json_result(arguments.json, report.as_json()):
+        size = f"{report.parameters:,} parameters, {arguments.groups} groups, {arguments.gbit:g} Gbit/s"
+        print_table(link_rows(report), f"{arguments.config}: {size}")
+        print("\n".join(link_notes(report)))
+    return 0

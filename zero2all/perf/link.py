@@ -1,0 +1,97 @@
+"""`z2a perf link`: what every way of training over a slow link costs for one config."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero2all.common.language import translate as t
+from zero2all.limits.answer import said
+from zero2all.limits.slow_link import LinkCost, link_costs, recommended
+from zero2all.model.config import ModelConfig
+from zero2all.parallel.layout import layout_table
+from zero2all.perf.batch import BatchShape, load_measured_config, own_batch
+from zero2all.perf.verify import prediction_for
+
+FRAGMENT_LAYERS = 3
+
+
+@dataclass(frozen=True)
+class LinkReport:
+    """All schemes, and the one to take."""
+
+    parameters: int
+    fragments: int
+    step_seconds: float
+    how: str  # where the time of a step is from
+    costs: Sequence[LinkCost]
+    best: LinkCost
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return dataclasses.asdict(self)
+
+
+def link_report(
+    source: str, overrides: list[str], gbit: float, groups: int, step_seconds: float | None, profile: Path | None
+) -> LinkReport:
+    """`step_seconds` is what a group computes in a step; None: predicted from the profile of this machine, with the
+    tokens of a step divided by the groups."""
+    config, _ = load_measured_config(source, overrides)
+    fragments, how = fragment_shapes(config.model), "given"
+    parameters = sum(math.prod(shape) for part in fragments for shape in part)
+    if step_seconds is None:
+        whole = own_batch(config)
+        batch = BatchShape(whole.samples, whole.seq_len, max(1, whole.accumulation // groups))
+        found = prediction_for(config, batch, profile=profile)
+        step_seconds, how = found.corrected, f"predicted for {found.machine.name}, batch {batch} in each group"
+    costs = link_costs(fragments, groups, 1e9 * gbit, step_seconds)
+    return LinkReport(parameters, len(fragments), step_seconds, how, costs, recommended(costs, parameters))
+
+
+def fragment_shapes(model: ModelConfig) -> list[list[tuple[int, ...]]]:
+    """Shapes of the parameters by fragment: blocks at equal distances, about three together; the rest is the last."""
+    count = math.ceil(model.layers / FRAGMENT_LAYERS)
+    found: list[list[tuple[int, ...]]] = [[] for _ in range(count + 1)]
+    for one in layout_table(model):
+        block = re.match(r"blocks\.(\d+)\.", one.name)
+        found[int(block[1]) % count if block else -1].append(one.shape)
+    return found
+
+
+def link_rows(report: LinkReport) -> list[list[str]]:
+    """A table with its heading."""
+    rows = [["scheme", "bytes/step", "exchange", "link s/step", "waits s/step", "efficiency", "hidden", "loss"]]
+    for cost in report.costs:
+        figures = [said(cost.step_bytes, "bytes").partition(" = ")[0], said(cost.exchange_seconds, "s")]
+        figures += [f"{cost.link_seconds:.3g}", f"{cost.waited_seconds:.3g}", f"{100 * cost.efficiency:.1f} %"]
+        rows.append([t(cost.scheme.name), *figures, t("yes" if cost.is_hidden else "no"), _loss(cost)])
+    return rows
+
+
+def _loss(cost: LinkCost) -> str:
+    return "?" if cost.loss_percent is None else f"{cost.loss_percent:+.1f} %"
+
+
+def link_notes(report: LinkReport) -> list[str]:
+    """What to take, what it costs, and how to set it."""
+    best = report.best
+    lines = [
+        t(f"a step computes for {report.step_seconds:.3g} s ({report.how})"),
+        t(f"recommended: {best.scheme.name}: {100 * best.efficiency:.1f} % of the speed without a limit"),
+    ]
+    if best.loss_percent is not None and best.loss_source:
+        lines.append(t(f"loss at equal tokens: {best.loss_percent:+.1f} % ({best.loss_source})"))
+    elif best.loss_percent is None:
+        lines.append(t("its loss beside data parallel is in no published table: try it on a small model first"))
+    if best.scheme.scheme in ("local_sgd", "diloco", "streaming", "sparse"):
+        flags: dict[str, str | int] = {"scheme": best.scheme.scheme, "every": best.scheme.every}
+        if best.scheme.scheme == "streaming":
+            flags |= {"tau": best.scheme.tau, "compress": "int4"}
+        lines.append(" ".join(f"--parallel.slow_link.{name} {value}" for name, value in flags.items()))
+    return lines
