@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from zero2all.common.errors import BadInputError
-from zero2all.limits.machine import named_cluster, read_machine, write_machine
+from zero2all.limits.machine import Curve, named_cluster, read_machine, write_machine
 from zero2all.perf import calibrate as module
 from zero2all.perf import profiles
 from zero2all.perf.batch import BatchShape, load_measured_config
@@ -163,10 +163,18 @@ def test_the_power_of_products_and_attention_follows_from_steps_at_the_power_lim
         whole = matmul + attention + rest
         clock = machine.clock_factor(matmul, attention, whole)
         parts = {"matmul": matmul / factor, "attention": attention / factor}
-        anchors.append({"seconds": rest + clock * (matmul + attention), "predicted": rest + sum(parts.values()), **parts})
+        anchors.append(
+            {"seconds": rest + clock * (matmul + attention), "predicted": rest + sum(parts.values()), **parts}
+        )
     heater = 1 / (1.1 * factor**3)
     assert anchor.power_draws(anchors, heater, factor) == pytest.approx(draw)
     assert machine.clock_factor(1.0, 0.0, 1.0) > machine.clock_factor(0.5, 0.5, 1.0) > machine.clock_factor(0.5, 0.0, 1)
+
+
+def test_what_an_offloaded_step_takes_once_is_not_extrapolated():
+    found = module._with_larger(Curve(((1.0, 0.5), (2.0, 0.7))))  # 0.3 s, and 0.2 s for each
+    assert found.seconds(8.0) == pytest.approx(1.9)
+    assert found.seconds(64.0) == pytest.approx(13.1)
 
 
 def test_an_anchor_is_a_real_step_beside_its_prediction(config, threads, monkeypatch):

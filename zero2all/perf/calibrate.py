@@ -30,7 +30,7 @@ from zero2all.limits.step import HOST_OPS_PER_BLOCK
 from zero2all.ops.registry import OPERATORS, resolve
 from zero2all.parallel.device import pick_device, set_cpu_threads
 from zero2all.perf.batch import BatchShape
-from zero2all.perf.calibration.anchor import anchor_figure, clock_factor, host_figure, offload_figure, power_draws
+from zero2all.perf.calibration.anchor import anchor_figure, clock_factor, host_figure, offload_figures, power_draws
 from zero2all.perf.calibration.figures import (
     ATTENTION_GRID,
     Figure,
@@ -50,6 +50,7 @@ from zero2all.perf.profiles import profile_key, profile_path
 
 Figures = dict[str, dict[str, Any]]
 WARM_UP_SHARE = 0.15  # of the time, at most, until the clock has settled
+LARGER = (1.5, 2.0, 4.0, 8.0, 16.0, 32.0)  # models that are offloaded are larger than those that fit
 SAME_SIZE = 0.01  # points of a curve closer than this are one
 LEAST_FREE = 0.5  # of the memory; below it the allocator gives back what it keeps
 FLOAT8_OVER_BFLOAT16 = 2.0
@@ -174,7 +175,8 @@ def all_figures(settings: list[Setting], store: FigureStore) -> Iterator[Figure]
         yield from update_figures(setting)
         if device.type == "cuda":
             yield host_figure(setting)
-            yield offload_figure(setting)
+            if setting is first:
+                yield from offload_figures(setting)
             plain = {name: value for name, value in known.items() if not name.startswith("anchor/")}
             yield anchor_figure(setting, partial(machine_of, plain, store.key, device, setting.ops.taken, {}))
     yield from product_grid(device, first.product_dtype, first.ops.taken["linear"])
@@ -338,10 +340,21 @@ def _operators(figures: Figures, taken: Mapping[str, str]) -> dict[str, Curve]:
     for name in names:
         found = _chosen(figures, f"operator/{name}", by.get(name, "-")).values()
         curves[name] = curve((value["bytes"], value["forward"]) for value in found)
+        if name == "host_adamw":
+            curves[name] = _with_larger(curves[name])
         if any("backward" in value for value in found):
             backward = ((value["backward_bytes"], value["backward"]) for value in found)
             curves[f"{name}/backward"] = curve(backward)
     return curves
+
+
+def _with_larger(found: Curve) -> Curve:
+    """With points above the last: what a step takes once does not grow, and only the rest is extrapolated."""
+    (small, first), (large, last) = found.points[0], found.points[-1]
+    if large == small or last <= first:
+        return found
+    rate = (last - first) / (large - small)
+    return Curve((*found.points, *((times * large, last + rate * (times - 1) * large) for times in LARGER)))
 
 
 def _copies(figures: Figures) -> dict[str, Curve]:

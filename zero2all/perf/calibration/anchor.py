@@ -14,7 +14,8 @@ any other step (`Machine.clock_factor`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ import torch
 from zero2all.common.errors import BadInputError
 from zero2all.limits.floors import optimizer_work
 from zero2all.limits.machine import Machine
-from zero2all.model.config import parameter_counts
+from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.perf.batch import BatchShape
 from zero2all.perf.calibration.figures import Figure, Setting
 from zero2all.perf.calibration.stopwatch import Stopwatch
@@ -92,21 +93,22 @@ def host_figure(setting: Setting) -> Figure:
     return Figure("host", run)
 
 
-def offload_figure(setting: Setting) -> Figure:
+def offload_figures(setting: Setting) -> Iterator[Figure]:
     """The update on the host with its copies, as `parallel.offload: optimizer` makes it: steps with few tokens, which
-    wait for nothing else. AdamW alone would have the host's memory to itself."""
-    model = dataclasses.replace(setting.model, layers=min(LAYERS, setting.model.layers))
+    wait for nothing else, of a small and of the whole model. AdamW alone would have the host's memory to itself."""
+    for layers in dict.fromkeys((min(4, setting.model.layers), setting.model.layers)):
+        model = dataclasses.replace(setting.model, layers=layers)
+        yield Figure(f"operator/host_adamw/-/{model.hidden_size}-{layers}", partial(_offloaded, setting, model))
+
+
+def _offloaded(setting: Setting, model: ModelConfig, watch: Stopwatch) -> dict[str, Any]:
+    del watch
     parallel = dataclasses.replace(setting.config.parallel, offload="optimizer")
     batch = BatchShape(1, FEW_TOKENS, 1)
     config = shaped(dataclasses.replace(setting.config, model=model, parallel=parallel), batch)
-
-    def run(watch: Stopwatch) -> dict[str, Any]:
-        del watch
-        found = measure_steps(config, batch, HOST_SECONDS, anatomy=False)
-        moved = optimizer_work(parameter_counts(model)["total"]).forward_bytes
-        return {"bytes": moved, "forward": found["step_seconds"], "spread": found["noise"]}
-
-    return Figure("operator/host_adamw/-/offload", run)
+    found = measure_steps(config, batch, HOST_SECONDS, anatomy=False)
+    moved = optimizer_work(parameter_counts(model)["total"]).forward_bytes
+    return {"bytes": moved, "forward": found["step_seconds"], "spread": found["noise"]}
 
 
 def power_draws(anchors: Sequence[Mapping[str, float]], heater_share: float, factor: float) -> dict[str, float]:
