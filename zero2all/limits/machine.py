@@ -132,10 +132,10 @@ class Machine:
 
     def matmul_seconds(self, m: float, n: float, k: float, kind: Kind = "forward", dtype: str = "bfloat16") -> float:
         """Of one product with an (m, n) result and an inner dimension k."""
-        measured, known = self._matmuls.get((kind, dtype), ((), {}))
-        if (m, n, k) in known:
-            return known[m, n, k]
-        return self.modelled_matmul_seconds(m, n, k, dtype) * _nearby_ratio(measured, (m, n, k))
+        measured, known = self._matmuls.setdefault((kind, dtype), ((), {}))
+        if (m, n, k) not in known:  # a plan asks for the same product again and again
+            known[m, n, k] = self.modelled_matmul_seconds(m, n, k, dtype) * _nearby_ratio(measured, (m, n, k))
+        return known[m, n, k]
 
     def modelled_matmul_seconds(self, m: float, n: float, k: float, dtype: str = "bfloat16") -> float:
         """The same from tiles, waves and bytes alone."""
