@@ -185,7 +185,7 @@ def explain_alternatives(times: LayoutTimes, fits: np.ndarray[Any, Any], chosen:
             slower = times.seconds[other] / times.seconds[chosen] - 1
             grows = {part: float(column[other] - column[chosen]) for part, column in times.parts.items()}
             part = max(grows, key=lambda one: grows[one])
-            why = f"{part} +{1e3 * grows[part]:.1f} ms"
+            why = f"{t(part)} +{1e3 * grows[part]:.1f} ms"
             found.append(t(f"{words}: its best layout is {slower:.1%} slower ({why})"))
     return tuple(found)
 
