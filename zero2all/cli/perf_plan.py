@@ -83,10 +83,9 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:
-    from zero2all.parallel.device import pick_device
     from zero2all.perf.profiles import named_machine
 
-    machine = named_machine(arguments.cluster, arguments.profile, pick_device("auto"))
+    machine = named_machine(arguments.cluster, arguments.profile)
     if arguments.network_gbps is None:
         return machine
     if len(machine.links) < 2 or arguments.network_gbps == 0:
