@@ -33,7 +33,7 @@ def test_json_has_the_same_figures_in_bytes(capsys):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--gpu", "gtx-9000"], "Known are a100-40g"),
+        (["--gpu", "gtx-9000"], "Known are a100"),
         (["--gpu", "h200", "--memory-gib", "80"], "Give one of them"),
         (["--gpu", "h200", "--ranks", "3", "--parallel.tensor", "2"], "parallel"),
     ],

@@ -14,10 +14,10 @@ from zero2all.limits.step import predict_step, stage_blocks
 from zero2all.model.config import ModelConfig, MoeConfig
 from zero2all.ops.footprint import Footprint
 from zero2all.ops.registry import footprints
-from zero2all.perf.plan import ON_A_GPU
+from zero2all.perf.memory import TAKEN_ON_A_GPU
 
-OPERATORS = footprints(ON_A_GPU)
-FLOAT8 = footprints({**ON_A_GPU, "linear": "fp8"})
+OPERATORS = footprints(TAKEN_ON_A_GPU)
+FLOAT8 = footprints({**TAKEN_ON_A_GPU, "linear": "fp8"})
 DENSE = ModelConfig(vocab_size=64320)
 EXPERTS = ModelConfig(vocab_size=64320, hidden_size=1024, moe=MoeConfig(experts=32, experts_per_token=4))
 H200 = named_cluster("h200")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zero2all.perf.kernel_groups import GROUPS, OPERATOR_RULES, OUR_KERNELS, kernel_group, kernel_of, operator_group
+from zero2all.perf.kernel_groups import GROUPS, OPERATOR_RULES, OUR_KERNELS, kernel_of, operator_group
 
 KERNELS = Path(__file__).parents[2] / "zero2all" / "ops" / "kernels"
 
@@ -65,7 +65,7 @@ def test_every_kernel_of_ours_that_is_launched_has_a_group():
     ],
 )
 def test_group_of_a_kernel(name, group):
-    assert kernel_group(name) == group
+    assert kernel_of(name).group == group
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,17 @@ import json
 from pathlib import Path
 
 from zero2all.cli import limits, perf_bench, perf_link, perf_memory, perf_plan, perf_predict, perf_profile, perf_runs
-from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, real, whole
+from zero2all.cli.verb import (
+    Subparsers,
+    add_group,
+    add_json,
+    add_output,
+    add_verb,
+    add_work,
+    real,
+    whole,
+    write_json_result,
+)
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
@@ -55,7 +65,7 @@ def _register_ops(inner: Subparsers) -> None:
     parser.add_argument(
         "--seconds", type=real(0.0), default=0.2, metavar="N", help="bench: minimum seconds per figure (default 0.2)"
     )
-    add_output(parser, "--json", help="also write it as JSON")
+    add_json(parser)
     parser.usage = (
         "z2a perf ops [-h] [bench] [CONFIG] [--rows N] [--only OP] [--seconds N] [--json FILE]\n"
         "                    [--section.field VALUE …]"
@@ -85,8 +95,8 @@ def _ops(arguments: argparse.Namespace) -> None:
     elif arguments.overrides:
         raise UsageError(f"`{arguments.overrides[0]}` sets a config field. Name the config too.")
     entries = listed_operators(config)
-    print_table(list_cells(entries), describe(context_here(config)))
-    _write_json(arguments.json, entries)
+    if not write_json_result(arguments.json, entries):
+        print_table(list_cells(entries), describe(context_here(config)))
 
 
 def _bench(arguments: argparse.Namespace, source: str) -> None:
@@ -97,22 +107,18 @@ def _bench(arguments: argparse.Namespace, source: str) -> None:
     config, _ = load_measured_config(source, arguments.overrides)
 
     def keep(bench: Bench) -> None:
-        _write_json(arguments.json, dataclasses.asdict(bench))
+        if str(arguments.json) != "-":
+            write_json_result(arguments.json, dataclasses.asdict(bench))
 
     bench = bench_operators(config, arguments.rows, arguments.only, arguments.seconds, keep)
+    if write_json_result(arguments.json, dataclasses.asdict(bench)):
+        return
     print_table(
         bench_cells(bench),
         f"{bench.device}, {bench.dtype}, {bench.samples} x {bench.seq_len} tokens; "
         f"copy {bench.ceilings.copy_bytes_per_second / 1e9:,.0f} GB/s, "
         f"matmul {bench.ceilings.matmul_flops_per_second / 1e12:.3g} TFLOPS",
     )
-
-
-def _write_json(path: Path | None, value: object) -> None:
-    if path is not None:
-        from zero2all.common.files import write_json
-
-        write_json(path, value)
 
 
 def _register_ablate(inner: Subparsers) -> None:

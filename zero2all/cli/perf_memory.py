@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
+import sys
 from typing import TYPE_CHECKING
 
-from zero2all.cli.verb import Subparsers, add_output, add_verb, real, whole
+from zero2all.cli.verb import Subparsers, add_json, add_output, add_verb, real, whole, write_json_result
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
@@ -42,27 +41,20 @@ def register(inner: Subparsers) -> None:
         help="memory of another GPU, in GiB (2^30 bytes), as torch reports it",
     )
     parser.add_argument("--ranks", type=whole(1), default=1, metavar="N", help="processes, one per GPU (default 1)")
-    parser.add_argument(
-        "--json", default=None, metavar="FILE", help="also write it as JSON; - for standard output only"
-    )
+    add_json(parser)
     add_output(parser, "--picture", help="draw the phases as stacked bars against the card (PNG)")
 
 
-def _memory(arguments: argparse.Namespace) -> int:
+def _memory(arguments: argparse.Namespace) -> None:
     from zero2all.perf.memory import as_json, memory_report, write_picture
 
     report = memory_report(arguments.config, arguments.overrides, _card(arguments), arguments.ranks)
-    if arguments.json == "-":
-        print(json.dumps(as_json(report), indent=2))
-    else:
+    is_quiet = write_json_result(arguments.json, as_json(report))
+    if not is_quiet:
         _print(report)
-    if arguments.json not in (None, "-"):
-        from zero2all.common.files import write_json
-
-        write_json(Path(arguments.json), as_json(report))
     if arguments.picture is not None:
-        print(write_picture(report, arguments.picture))
-    return 0
+        said = write_picture(report, arguments.picture)
+        print(said, file=sys.stderr if is_quiet else None)
 
 
 def _card(arguments: argparse.Namespace) -> Card | None:

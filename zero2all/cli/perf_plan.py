@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zero2all.cli.perf_predict import PROFILE_HELP
 from zero2all.cli.verb import Subparsers, add_json, add_output, add_verb, real, whole, write_json_result
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
@@ -35,7 +36,7 @@ def register(inner: Subparsers) -> None:
     parser.add_argument(
         "--cluster", default=None, metavar="NAME", help="a100-80g, h100, h200 or b200, from data sheets"
     )
-    parser.add_argument("--profile", type=Path, default=None, metavar="FILE", help="profile of `z2a perf calibrate`")
+    parser.add_argument("--profile", type=Path, default=None, metavar="FILE", help=PROFILE_HELP)
     parser.add_argument(
         "--network-gbps",
         type=real(0.0),
@@ -82,11 +83,9 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:
-    from zero2all.limits.machine import named_cluster, read_machine
+    from zero2all.perf.profiles import named_machine
 
-    if (arguments.cluster is None) == (arguments.profile is None):
-        raise UsageError("Name the machine, either with --cluster (a100-80g, h100, h200, b200) or with --profile FILE.")
-    machine = named_cluster(arguments.cluster) if arguments.cluster else read_machine(arguments.profile)
+    machine = named_machine(arguments.cluster, arguments.profile)
     if arguments.network_gbps is None:
         return machine
     if len(machine.links) < 2 or arguments.network_gbps == 0:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from zero2all.cli.verb import Subparsers, add_output, add_verb, real, whole
+from zero2all.cli.verb import Subparsers, add_json, add_output, add_verb, real, whole, write_json_result
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
@@ -36,11 +35,7 @@ def register(inner: Subparsers) -> None:
     )
     add_output(parser, "--ledger", help="the ledger (default: predictions.jsonl beside the profiles)")
     parser.add_argument("--all-machines", action="store_true", help="also predictions for other machines or versions")
-    _add_json(parser)
-
-
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", default=None, metavar="FILE", help="also write it as JSON (-: to standard output)")
+    add_json(parser)
 
 
 def _register_calibrate(inner: Subparsers) -> None:
@@ -68,7 +63,7 @@ def _register_calibrate(inner: Subparsers) -> None:
     parser.add_argument("--batch", default=None, metavar="BxTxA", help=BATCH_HELP)
     parser.add_argument("--again", action="store_true", help="measure everything again")
     add_output(parser, "--profile", help="file of the profile (default: by device in ~/.cache/zero2all/profiles)")
-    _add_json(parser)
+    add_json(parser)
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:
@@ -83,11 +78,11 @@ def _calibrate(arguments: argparse.Namespace) -> None:
         check_batch(batch, config)
         configs.append((config, batch))
     found = calibrate(configs, arguments.seconds, arguments.again, arguments.profile)
-    print_table(_profile_rows(found.machine), f"{found.machine.name}: {found.measured} figures measured")
-    for line in _calibration_notes(found):
-        print(line)
     told = {"left": found.left, "failed": found.failed, "gpu": found.gpu, "anchors": found.anchors}
-    _write(arguments.json, {"profile": str(found.path), **told})
+    if write_json_result(arguments.json, {"profile": str(found.path), **told}):
+        return
+    print_table(_profile_rows(found.machine), f"{found.machine.name}: {found.measured} figures measured")
+    print("\n".join(_calibration_notes(found)))
 
 
 def _profile_rows(machine: Machine) -> list[list[str]]:
@@ -151,10 +146,10 @@ def _register_predict(inner: Subparsers) -> None:
     parser.add_argument(
         "--price", type=real(0.0), default=None, metavar="USD", help="price of a GPU for an hour, for the cost"
     )
-    _add_json(parser)
+    add_json(parser)
 
 
-def _predict(arguments: argparse.Namespace) -> int:
+def _predict(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
     from zero2all.perf.batch import load_measured_config, own_batch, parse_batch
     from zero2all.perf.verify import prediction_for
@@ -162,15 +157,13 @@ def _predict(arguments: argparse.Namespace) -> int:
     config, notes = load_measured_config(arguments.config, arguments.overrides)
     batch = own_batch(config) if arguments.batch is None else parse_batch(arguments.batch)
     found = prediction_for(config, batch, arguments.cluster, arguments.gpus, arguments.profile, arguments.price)
-    if arguments.json != "-":
-        machine = found.machine
-        title = f"{arguments.config} on {arguments.gpus} x {machine.name} ({machine.source}), batch {batch}"
-        print_table(_prediction_rows(found), title)
-        print_table(_part_rows(found), "seconds of a step by part, of one process")
-        for line in [*notes, *_prediction_notes(found)]:
-            print(line)
-    _write(arguments.json, found.as_json())
-    return 0
+    if write_json_result(arguments.json, found.as_json()):
+        return
+    machine = found.machine
+    title = f"{arguments.config} on {arguments.gpus} x {machine.name} ({machine.source}), batch {batch}"
+    print_table(_prediction_rows(found), title)
+    print_table(_part_rows(found), "seconds of a step by part, of one process")
+    print("\n".join([*notes, *_prediction_notes(found)]))
 
 
 def _prediction_rows(found: Prediction) -> list[list[str]]:
@@ -257,10 +250,10 @@ def _register_verify(inner: Subparsers) -> None:
     parser.add_argument("--no-components", action="store_true", help="do not profile a step")
     parser.add_argument("--profile", type=Path, default=None, metavar="FILE", help=PROFILE_HELP)
     add_output(parser, "--ledger", help="the ledger (default: predictions.jsonl beside the profiles)")
-    _add_json(parser)
+    add_json(parser)
 
 
-def _verify(arguments: argparse.Namespace) -> int:
+def _verify(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
     from zero2all.perf.batch import load_measured_config, own_batch, parse_batch
     from zero2all.perf.verify import comparison, machine_line, verify
@@ -278,29 +271,14 @@ def _verify(arguments: argparse.Namespace) -> int:
         arguments.ledger,
     )
     rows = comparison(found)
-    if arguments.json != "-":
+    if not write_json_result(arguments.json, {"entry": found.entry, "measured": found.measured}):
         print_table(rows, f"{arguments.config}, batch {batch}: {machine_line(found.prediction.machine)}")
-    _write(arguments.json, {"entry": found.entry, "measured": found.measured})
-    return 0
 
 
-def _scoreboard(arguments: argparse.Namespace) -> int:
+def _scoreboard(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
     from zero2all.perf.verify import score_rows, scores
 
     entries, found = scores(arguments.ledger, arguments.all_machines)
-    if arguments.json != "-":
+    if not write_json_result(arguments.json, [dataclasses.asdict(score) for score in found]):
         print_table(score_rows(found), f"{entries} verified predictions; error = predicted / measured - 1")
-    _write(arguments.json, [dataclasses.asdict(score) for score in found])
-    return 0
-
-
-def _write(path: str | None, value: Any) -> None:
-    if path == "-":
-        from zero2all.common.jsonio import dumps_pretty
-
-        sys.stdout.write(dumps_pretty(value).decode())
-    elif path is not None:
-        from zero2all.common.files import write_json
-
-        write_json(Path(path), value)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.runs import add_run, open_run
-from zero2all.cli.verb import Subparsers, add_output, add_verb, add_work, real, whole
+from zero2all.cli.verb import Subparsers, add_json, add_output, add_verb, add_work, real, whole, write_json_result
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
     from zero2all.perf.run_diff import RunDiff
 
 FINDINGS = "what costs most, and what to change"
-JSON_HELP = "also write it as JSON; - writes only that, to standard output"
 SIMULATE_EXAMPLE = """z2a perf simulate --nodes 2048 --tokens 15.6e12 --tokens-per-gpu-second 220 --price 2
   z2a perf simulate --nodes 16 --days 30 --interval-seconds 3600 --slow-nodes 0.001,1.2,24 --picture months.png"""
 
@@ -71,7 +68,7 @@ def _register_simulate(inner: Subparsers) -> None:
     add("--seed", type=whole(0), default=0, metavar="N", help="seed of the random events (default 0)")
     add("--no-changes", action="store_true", help="do not simulate what single changes would be worth")
     add_output(parser, "--picture", help="PNG: progress over time with its band, and where the time went")
-    add_output(parser, "--json", help=JSON_HELP)
+    add_json(parser)
 
 
 PLAN_FLAGS = (
@@ -99,7 +96,7 @@ def _simulate(arguments: argparse.Namespace) -> None:
     plan = _plan(arguments)
     outcome = simulate(plan, arguments.repetitions, arguments.seed)
     changes = [] if arguments.no_changes else worth_of_changes(outcome, arguments.seed)
-    if not _write_json(arguments.json, lambda: _simulation_json(outcome, changes, arguments.tokens)):
+    if not write_json_result(arguments.json, _simulation_json(outcome, changes, arguments.tokens)):
         _print_simulation(outcome, changes, arguments.tokens)
     if arguments.picture is not None:
         from zero2all.perf.run_pictures import write_simulation
@@ -251,7 +248,7 @@ def _register_explain(inner: Subparsers) -> None:
     add_output(parser, "--page", help="HTML file with the tables and pictures (MFU waterfall)")
     card_help = "memory of the card, where the run did not record it"
     parser.add_argument("--card-gib", type=real(0.0, is_open=True), default=None, metavar="N", help=card_help)
-    add_output(parser, "--json", help=JSON_HELP)
+    add_json(parser)
 
 
 def _explain(arguments: argparse.Namespace) -> None:
@@ -262,7 +259,7 @@ def _explain(arguments: argparse.Namespace) -> None:
     with open_run(arguments.run, arguments) as run:
         explanation = explain(read_record(run.folder, arguments.card_gib))
         tables = _explain_tables(explanation)
-        if not _write_json(arguments.json, lambda: as_json(explanation)):
+        if not write_json_result(arguments.json, as_json(explanation)):
             print(t(explanation.limit))
             for number, finding in enumerate(explanation.findings, 1):
                 share = f" ({100 * finding.share:.1f} %)" if finding.share else ""
@@ -334,7 +331,7 @@ def _register_diff(inner: Subparsers) -> None:
     )
     parser.add_argument("runs", nargs=2, metavar="RUN", help="name of a run in the workspace, or a run's folder")
     add_work(parser)
-    add_output(parser, "--json", help=JSON_HELP)
+    add_json(parser)
 
 
 def _diff(arguments: argparse.Namespace) -> None:
@@ -343,7 +340,7 @@ def _diff(arguments: argparse.Namespace) -> None:
 
     with open_run(arguments.runs[0], arguments) as first, open_run(arguments.runs[1], arguments) as second:
         diff = diff_runs(read_record(first.folder), read_record(second.folder))
-        if not _write_json(arguments.json, lambda: as_json(diff)):
+        if not write_json_result(arguments.json, as_json(diff)):
             _print_diff(diff)
 
 
@@ -371,19 +368,6 @@ def _print_diff(diff: RunDiff) -> None:
     for record in (diff.first, diff.second):
         for gap in record.missing:
             print(f"{record.name}: {t(gap)}")
-
-
-def _write_json(path: Path | None, value: Any) -> bool:
-    """Write what the function `value` gives; whether standard output is taken by it."""
-    if path is None:
-        return False
-    if str(path) == "-":
-        print(json.dumps(value(), ensure_ascii=False, indent=1))
-        return True
-    from zero2all.common.files import write_json
-
-    write_json(path, value())
-    return False
 
 
 def _try_picture(draw: Any) -> None:

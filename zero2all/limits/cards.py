@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zero2all.common.errors import UsageError
+from zero2all.limits.gpus import GPUS
 
 GIB = 2**30
 CONTEXT_BYTES = 0.5 * GIB
@@ -44,16 +45,7 @@ def cublas_workspace(generation: int) -> float:
     return 2.0 * (32 * 2**20 if generation >= HOPPER else 8.125 * 2**20)
 
 
-CARDS = {
-    card.name: card
-    for card in (
-        Card("a100-40g", 39.4 * GIB, 8),
-        Card("a100-80g", 79.1 * GIB, 8),
-        Card("h100", 79.1 * GIB, 9),
-        Card("h200", 139.7 * GIB, 9),
-        Card("b200", 178.3 * GIB, 10),
-    )
-}
+CARDS = {name: Card(name, gpu.torch_gib * GIB, gpu.generation) for name, gpu in GPUS.items() if gpu.torch_gib}
 
 
 def named_card(name: str) -> Card:

@@ -23,11 +23,6 @@ def data_volume(parameters: float, ranks: int, zero: int, reshard: bool = True) 
     return passes * (ranks - 1) / ranks * parameters
 
 
-def hybrid_volume(parameters: float, shards: int, replicas: int) -> float:
-    """Zero 3 inside a group of `shards`, and an all-reduce of a rank's part over `replicas`."""
-    return data_volume(parameters, shards, 3) + 2 * (replicas - 1) / replicas * parameters / shards
-
-
 def tensor_volume(tokens: float, hidden: float, ranks: int) -> float:
     """Of a layer, forward and backward: four all-reduces, or four all-gathers and four reduce-scatters."""
     return 8 * tokens * hidden * (ranks - 1) / ranks

@@ -22,6 +22,11 @@ class Gpu:
     matmul_flops: float = 0.0
     """The best matmul rate that was measured (stas00/ml-engineering: maximum achievable matmul FLOPS); 0: not known."""
     watts: float = 0.0
+    float32_flops: float = 0.0
+    float8_flops: float = 0.0
+    torch_gib: float = 0.0
+    """Memory that torch reports, in GiB: less than the data sheet says; 0: not known."""
+    generation: int = 0  # major compute capability
 
     @property
     def ridge(self) -> float:
@@ -30,18 +35,18 @@ class Gpu:
 
 
 _SHEETS = (
-    Gpu("a100", 312e12, 2.039e12, 80, 300e9, 108, 271.2e12, 400),
-    Gpu("a100-40g", 312e12, 1.555e12, 40, 300e9, 108, 271.2e12, 400),
+    Gpu("a100", 312e12, 2.039e12, 80, 300e9, 108, 271.2e12, 400, 19.5e12, 0, 79.1, 8),
+    Gpu("a100-40g", 312e12, 1.555e12, 40, 300e9, 108, 271.2e12, 400, 19.5e12, 0, 39.4, 8),
     Gpu("a100-pcie", 312e12, 1.935e12, 80, 32e9, 108, 0, 300),
     Gpu("a100-pcie-40g", 312e12, 1.555e12, 40, 32e9, 108, 0, 250),
     Gpu("a800", 312e12, 2.039e12, 80, 200e9, 108, 0, 400),
     Gpu("a800-pcie", 312e12, 1.935e12, 80, 32e9, 108, 0, 300),
-    Gpu("h100", 989e12, 3.35e12, 80, 450e9, 132, 794.5e12, 700),
+    Gpu("h100", 989e12, 3.35e12, 80, 450e9, 132, 794.5e12, 700, 67e12, 1979e12, 79.1, 9),
     Gpu("h100-pcie", 756e12, 2.0e12, 80, 64e9, 114, 0, 350),
-    Gpu("h200", 989e12, 4.8e12, 141, 450e9, 132, 794.5e12, 700),
+    Gpu("h200", 989e12, 4.8e12, 141, 450e9, 132, 794.5e12, 700, 67e12, 1979e12, 139.7, 9),
     Gpu("h800", 989e12, 3.35e12, 80, 200e9, 132, 0, 700),
     Gpu("h800-pcie", 756e12, 2.0e12, 80, 64e9, 114, 0, 350),
-    Gpu("b200", 2250e12, 8.0e12, 180, 900e9, 148, 1745e12, 1000),
+    Gpu("b200", 2250e12, 8.0e12, 180, 900e9, 148, 1745e12, 1000, 75e12, 4500e12, 178.3, 10),
     Gpu("tpu-v4", 275e12, 1.2e12, 32, 45e9),
     Gpu("tpu-v5e", 197e12, 8.2e11, 16, 45e9),
     Gpu("tpu-v5p", 459e12, 2.765e12, 95, 90e9),

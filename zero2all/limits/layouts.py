@@ -29,12 +29,13 @@ from zero2all.limits.flops import recomputed_blocks
 from zero2all.limits.held import HeldStage, expert_values
 from zero2all.limits.machine import Machine
 from zero2all.limits.memory import WIDTHS, MemorySettings
-from zero2all.limits.pass_memory import PassMemory, pass_memory
+from zero2all.limits.pass_memory import pass_memory
 from zero2all.limits.state_memory import state_parts
 from zero2all.limits.step import (
     BUBBLE_KEPT,
     HOST_OPS_PER_BLOCK,
     OVERLAP_COST,
+    again_cost,
     head_in_blocks,
     pass_costs,
     stage_blocks,
@@ -229,12 +230,9 @@ class LayoutTimes:
 def predict_layouts(model: ModelConfig, settings: MemorySettings, machine: Machine, layouts: Layouts) -> LayoutTimes:
     """Time and memory; `settings` gives precision, operators, optimizer and sequence length."""
     given, layouts = layouts, _with_derived(model, settings, layouts)
-    costs = _by_key(
-        layouts,
-        PASS_KEYS,
-        lambda row: _pass_row(model, settings, machine, row),
-    )
-    forward, backward, again, embedding, head = costs.T
+    costs = _by_key(layouts, PASS_KEYS, lambda row: _pass_row(model, settings, machine, row))
+    forward, backward, embedding, head, *agains = costs.T
+    again = np.choose(layouts["recompute"], agains)
     stages = _by_key(layouts, ("pipeline", "chunks"), lambda row: _stage_row(model, settings, row))
     others, last = stages.T
     v, p, m = layouts["chunks"], layouts["pipeline"], layouts["passes"]
@@ -266,7 +264,7 @@ def predict_layouts(model: ModelConfig, settings: MemorySettings, machine: Machi
     return LayoutTimes(given, sum(parts.values()), _memory(model, settings, layouts), parts, tokens)
 
 
-PASS_KEYS = ("tensor", "expert", "tokens", "recompute")
+PASS_KEYS = ("tensor", "expert", "tokens")
 """What a pass depends on: of context and samples only the tokens of a process."""
 
 
@@ -293,9 +291,12 @@ def _by_key(layouts: Layouts, names: Sequence[str], find: Callable[[dict[str, in
 def _pass_row(
     model: ModelConfig, settings: MemorySettings, machine: Machine, row: Mapping[str, int | str]
 ) -> list[float]:
-    costs = pass_costs(model, settings_of(settings, row, model), machine)
+    here = settings_of(settings, {**row, "recompute": "none"}, model)
+    costs = pass_costs(model, here, machine)
     sums = [sum(cost.seconds for cost in kind.values()) for kind in (costs.forward, costs.backward)]
-    return [*sums, costs.again.seconds, costs.embedding.seconds, costs.head.seconds]
+    kinds = [dataclasses.replace(here, recompute=kind) for kind in RECOMPUTES]
+    again = [again_cost(model, kind, costs.forward, machine).seconds for kind in kinds]
+    return [*sums, costs.embedding.seconds, costs.head.seconds, *again]
 
 
 def _stage_row(model: ModelConfig, settings: MemorySettings, row: Mapping[str, int | str]) -> tuple[float, float]:
@@ -529,26 +530,29 @@ def _state_bytes(model: ModelConfig, settings: MemorySettings) -> float:
 def _passes(model: ModelConfig, settings: MemorySettings, layouts: Layouts, more: Floats, is_last: bool) -> Floats:
     """What a pass needs: bilinear in the blocks and the micro-batches in flight, at a few numbers of tokens, between
     which it is interpolated. It is a straight line bent where the logits fill a chunk or another phase becomes the
-    worst, so that this says a little too much rather than too little."""
-    tokens = layouts["tokens"]
+    worst, so that this says a little too much rather than too little. So it is over the experts of a process."""
+    tokens, expert = layouts["tokens"], layouts["expert"]
     nodes = sorted({int(tokens.min()), *TOKEN_NODES, int(tokens.max())})
+    spreads = sorted({int(expert.min()), int(expert.max())})
 
     def corners(row: dict[str, int | str]) -> list[float]:
-        plain = {**row, "samples": 1, "passes": 1, "replicate": 1, "shard": 1, "zero": 0}
-        held = _held(model, settings, plain, is_last)
-        flights = (1.0, 2.0) if row["piped"] else (1.0,)
-        lines = [_lines(model, one, flight) for flight in flights for one in held]
         found: list[float] = []
-        for node in nodes:
-            at = [max(phase.bytes for phase in line.phases(node)) + line.input_bytes(node) for line in lines]
-            one, two, flying, both = at if row["piped"] else at * 4
-            found += [one, two - one, flying - one, both - two - flying + one]
+        for spread in spreads:
+            plain = {**row, "samples": 1, "passes": 1, "replicate": 1, "shard": 1, "zero": 0, "expert": spread}
+            lines = [pass_memory(held.held(model), held) for held in _held(model, settings, plain, is_last)]
+            # A further micro-batch in flight adds what all blocks save, which is there before the loss.
+            saved = [line.lines[0].saved for line in lines]
+            for node in nodes:
+                at = [max(phase.bytes for phase in line.phases(node)) + line.input_bytes(node) for line in lines]
+                found += [at[0], at[-1] - at[0], saved[0] * node, (saved[-1] - saved[0]) * node]
         return found
 
-    names = ("tensor", "expert", "recompute", "kv_copies", "piped")
-    table = _by_key(layouts, names, corners).reshape(len(layouts), len(nodes), 4)
+    tables = _by_key(layouts, ("tensor", "recompute", "kv_copies", "piped"), corners)
+    tables = tables.reshape(len(layouts), len(spreads), len(nodes), 4)
     right = np.clip(np.searchsorted(nodes, tokens), 1, len(nodes) - 1)
     every, places = np.arange(len(layouts)), np.array(nodes, dtype=np.float64)
+    of_most = np.interp(-1 / expert, [-1 / one for one in spreads], range(len(spreads)))[:, None, None]
+    table = tables[:, 0] * (1 - of_most) + tables[:, -1] * of_most
     share = ((tokens - places[right - 1]) / (places[right] - places[right - 1]))[:, None]
     base, by_layer, by_flight, by_both = (table[every, right - 1] * (1 - share) + table[every, right] * share).T
     flying = _by_key(
@@ -560,9 +564,3 @@ def _passes(model: ModelConfig, settings: MemorySettings, layouts: Layouts, more
     )[:, 0]
     extra = np.where(layouts["piped"], flying - 1, 0.0)
     return np.asarray(base + more * by_layer + extra * by_flight + more * extra * by_both)
-
-
-def _lines(model: ModelConfig, settings: MemorySettings, flight: float) -> PassMemory:
-    if settings.stage is not None:
-        settings = dataclasses.replace(settings, stage=dataclasses.replace(settings.stage, in_flight=flight))
-    return pass_memory(settings.held(model), settings)

@@ -30,6 +30,7 @@ from typing import Any, Literal
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json_object, write_json
+from zero2all.limits.gpus import GPUS
 
 Kind = Literal["forward", "dgrad", "wgrad"]
 WIDTHS = {"bfloat16": 2, "float16": 2, "float8": 1, "float32": 4, "grouped": 2}
@@ -147,10 +148,10 @@ class Machine:
 
     def matmul_seconds(self, m: float, n: float, k: float, kind: Kind = "forward", dtype: str = "bfloat16") -> float:
         """Of one product with an (m, n) result and an inner dimension k."""
-        measured, known = self._matmuls.get((kind, dtype), ((), {}))
-        if (m, n, k) in known:
-            return known[m, n, k]
-        return self.modelled_matmul_seconds(m, n, k, dtype) * _nearby_ratio(measured, (m, n, k))
+        measured, known = self._matmuls.setdefault((kind, dtype), ((), {}))
+        if (m, n, k) not in known:  # a plan asks for the same product again and again
+            known[m, n, k] = self.modelled_matmul_seconds(m, n, k, dtype) * _nearby_ratio(measured, (m, n, k))
+        return known[m, n, k]
 
     def modelled_matmul_seconds(self, m: float, n: float, k: float, dtype: str = "bfloat16") -> float:
         """The same from tiles, waves and bytes alone."""
@@ -365,71 +366,40 @@ PCIE = {"gen4": 25 * GB, "gen5": 55 * GB}
 """Bytes/s of a copy between pinned host memory and the device; data sheets say 32 and 64."""
 
 
-def _cluster(name: str, memory: float, stream: float, nvlink: float, network: float, pcie: str, **more: Any) -> Machine:
+def _cluster(name: str, network: float, pcie: str, hot_over_cold: float) -> Machine:
     """A cluster of nodes with 8 GPUs that NVSwitch joins, and a network card for each GPU."""
-    copy = Curve(((1e6, 1e6 / PCIE[pcie] + 1e-5), (1e9, 1e9 / PCIE[pcie])))
+    gpu, copy = GPUS[name], Curve(((1e6, 1e6 / PCIE[pcie] + 1e-5), (1e9, 1e9 / PCIE[pcie])))
+    peaks = {"bfloat16": gpu.peak_flops, "float16": gpu.peak_flops, "float32": gpu.float32_flops}
     return Machine(
         name=name,
         key={},
         source="data sheet",
-        memory_bytes=memory,
-        stream_bytes_per_second=0.88 * stream,  # what a copy reaches
+        memory_bytes=gpu.torch_gib * 2**30,
+        peak_flops=peaks | ({"float8": gpu.float8_flops} if gpu.float8_flops else {}),
+        stream_bytes_per_second=0.88 * gpu.bandwidth,  # what a copy reaches
         launch_seconds=3e-6,
         host_op_seconds=5e-6,
+        multiprocessors=gpu.units,
+        matmul_rate=gpu.matmul_flops / gpu.peak_flops,
         copy={"h2d": copy, "d2h": copy},
-        links=(Link("nvlink", 8, 0.8 * nvlink, 6e-6), Link("network", 0, 0.9 * network, 2e-5)),
+        links=(Link("nvlink", 8, 0.8 * gpu.link, 6e-6), Link("network", 0, 0.9 * network, 2e-5)),
         overhead={"cuda_context": 0.5 * 2**30, "nccl": 0.5 * GB, "workspace": 64.0 * 2**20},
+        hot_over_cold=hot_over_cold,
         gpus_per_node=8,
-        **more,
+        watts=gpu.watts,
     )
 
 
-def _peaks(bfloat16: float, float32: float, float8: float | None = None) -> dict[str, float]:
-    peaks = {"bfloat16": bfloat16, "float16": bfloat16, "float32": float32}
-    return peaks if float8 is None else {**peaks, "float8": float8}
-
-
-HOPPER: dict[str, Any] = {
-    "peak_flops": _peaks(989.4e12, 67e12, 1978.9e12),
-    "multiprocessors": 132,
-    "matmul_rate": 794.5 / 989.4,
-    "hot_over_cold": 0.9,  # 700 W do not carry the highest clock
-    "watts": 700.0,
-}
 CLUSTERS: dict[str, Machine] = {
     machine.name: machine
     for machine in (
-        _cluster(
-            "a100-80g",
-            79.3 * 2**30,
-            2039 * GB,
-            300 * GB,
-            25 * GB,
-            "gen4",
-            peak_flops=_peaks(312e12, 19.5e12),
-            multiprocessors=108,
-            matmul_rate=271.2 / 312,
-            watts=400.0,
-        ),
-        _cluster("h100", 79.1 * 2**30, 3350 * GB, 450 * GB, 50 * GB, "gen5", **HOPPER),
-        _cluster("h200", 139.8 * 2**30, 4800 * GB, 450 * GB, 50 * GB, "gen5", **HOPPER),
-        _cluster(
-            "b200",
-            178.0 * 2**30,
-            8000 * GB,
-            900 * GB,
-            50 * GB,
-            "gen5",
-            peak_flops=_peaks(2250e12, 75e12, 4500e12),
-            multiprocessors=148,
-            matmul_rate=1745 / 2250,
-            hot_over_cold=0.9,
-            watts=1000.0,
-        ),
+        _cluster("a100-80g", 25 * GB, "gen4", 1.0),
+        _cluster("h100", 50 * GB, "gen5", 0.9),  # 700 W do not carry the highest clock
+        _cluster("h200", 50 * GB, "gen5", 0.9),
+        _cluster("b200", 50 * GB, "gen5", 0.9),
     )
 }
-"""Peaks without sparsity, memory, bandwidth and links (one direction, per GPU) from the vendor's data sheets; what
-large products reach of the peak as published for each card."""
+"""The figures of `zero2all.limits.gpus` with a network (one direction, per GPU)."""
 
 
 def named_cluster(name: str) -> Machine:

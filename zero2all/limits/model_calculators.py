@@ -118,9 +118,10 @@ def flops(
             Term("forward", forward, "FLOP/token", "causal / 3; backward: 2/3"),
             Term("forward in MACs", forward / 2, "MAC/token", "1 MAC = 2 FLOPs"),
         ]
-        for kind, how in (("selective", "attention once more"), ("full", "the blocks once more, not the head")):
+        again = ("causal + attention once more", "causal + the blocks once more, not the head")
+        for kind, how in zip(("selective", "full"), again, strict=True):
             if (executed := hardware_flops(model, found, kind)) is not None:
-                terms.append(Term(f"hardware, {kind} recompute", executed, "FLOP/token", f"causal + {how}"))
+                terms.append(Term(f"hardware, {kind} recompute", executed, "FLOP/token", how))
     notes = lacking(model, seq_len)
     if model.config is not None and seq_len:
         terms += _groups(model, tokens or model.step_tokens or USUAL_STEP * seq_len, seq_len, gpu, peak_tflops)

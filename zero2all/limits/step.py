@@ -185,16 +185,15 @@ def pass_costs(model: ModelConfig, settings: MemorySettings, machine: Machine) -
             mixed = of_dense.get(name, Cost()) * (1 - share) + of_experts.get(name, Cost()) * share
             total[name] = total.get(name, Cost()) + mixed
     return PassCosts(
-        forward, backward, _again(model, held, settings, forward, price), price.embedding(held), price.head(held)
+        forward, backward, again_cost(model, settings, forward, machine), price.embedding(held), price.head(held)
     )
 
 
-def _again(
-    model: ModelConfig, held: ModelConfig, settings: MemorySettings, forward: Mapping[str, Cost], price: _Prices
-) -> Cost:
+def again_cost(model: ModelConfig, settings: MemorySettings, forward: Mapping[str, Cost], machine: Machine) -> Cost:
     """The second forward of a recomputed block."""
     if settings.recompute == "none":
         return Cost()
+    held, price = dataclasses.replace(settings, stage=None).held(model), _Prices(machine, settings)
     elementwise, attention = forward["element-wise"], forward["attention"]
     if settings.recompute == "selective":
         shapes = linear_shapes(held)

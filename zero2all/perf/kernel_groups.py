@@ -106,11 +106,6 @@ def kernel_of(name: str) -> Kernel:
     return next((kernel for rule, kernel in KERNEL_RULES if re.search(rule, lower)), Kernel(ELEMENTWISE))
 
 
-def kernel_group(name: str) -> str:
-    """The group of a GPU kernel, one of GROUPS."""
-    return kernel_of(name).group
-
-
 @cache
 def operator_group(name: str) -> str:
     """The group of a CPU operator, one of GROUPS."""

@@ -128,12 +128,16 @@ def _operators(config: RunConfig, is_here: bool) -> tuple[dict[str, str], str]:
     dtype = DTYPES[config.train.precision]
     if is_here:
         return resolve(config.ops, op_context(config, "cuda", dtype, config.parallel.zero == 3)).taken, ""
-    documents = {"attention": "varlen"} if config.data.document_mask else {}
-    taken = TAKEN_ON_A_GPU | documents
-    asked = {name: getattr(config.ops, name) for name in taken}
-    named = {name: value for name, value in asked.items() if value != "auto"}
+    has_auto = any(getattr(config.ops, name) == "auto" for name in TAKEN_ON_A_GPU)
     said = "operators that are auto: those of a GPU with Triton, without FlashAttention 4 and QuACK"
-    return taken | named, said if len(named) < len(taken) else ""
+    return operators_on_a_gpu(config), said if has_auto else ""
+
+
+def operators_on_a_gpu(config: RunConfig) -> dict[str, str]:
+    """The implementations of a config on a GPU with Triton that need not be here."""
+    taken = TAKEN_ON_A_GPU | ({"attention": "varlen"} if config.data.document_mask else {})
+    asked = {name: getattr(config.ops, name) for name in taken}
+    return taken | {name: value for name, value in asked.items() if value != "auto"}
 
 
 def _settings(config: RunConfig, operators: dict[str, str], card: Card, mesh: Mesh, samples: int) -> MemorySettings:

@@ -33,23 +33,12 @@ from zero2all.parallel.check import spread_problems
 from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.mesh import Mesh
 from zero2all.perf.batch import BatchShape
+from zero2all.perf.memory import operators_on_a_gpu
 from zero2all.perf.variants import ANCHOR
 from zero2all.train.micro_batch import memory_settings, stage_of
 from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES
 
-ON_A_GPU = {
-    "attention": "sdpa_cudnn",
-    "rope": "triton",
-    "rms_norm": "triton",
-    "swiglu": "triton",
-    "linear": "fp32_wgrad",
-    "embedding": "triton",
-    "linear_cross_entropy": "triton",
-    "cross_entropy": "triton",
-    "optimizer": "triton",
-}
-"""What `auto` takes on a GPU without optional packages: a plan for a cluster needs no GPU."""
 MEASURED_TOKENS = 1 << 17
 """Of a measured iteration, about: a whole step of a large batch takes long and says no more."""
 LOOKED_AT = 2000
@@ -139,9 +128,7 @@ def plan_settings(config: RunConfig) -> MemorySettings:
     alone = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **ALONE))
     ops = resolve(dataclasses.replace(config.ops, strict=False), op_context(alone, "cpu", DTYPES["float32"]))
     settings = memory_settings(alone, ops, Mesh(MeshSizes()), 1)
-    asked = {name: getattr(config.ops, name) for name in ON_A_GPU}
-    taken = {name: on_gpu if asked[name] == "auto" else asked[name] for name, on_gpu in ON_A_GPU.items()}
-    return dataclasses.replace(settings, operators=footprints(taken))
+    return dataclasses.replace(settings, operators=footprints(operators_on_a_gpu(config)))
 
 
 ALONE: dict[str, Any] = {
@@ -201,7 +188,7 @@ def explain_alternatives(times: LayoutTimes, fits: np.ndarray[Any, Any], chosen:
             slower = times.seconds[other] / times.seconds[chosen] - 1
             grows = {part: float(column[other] - column[chosen]) for part, column in times.parts.items()}
             part = max(grows, key=lambda one: grows[one])
-            why = f"{part} +{1e3 * grows[part]:.1f} ms"
+            why = f"{t(part)} +{1e3 * grows[part]:.1f} ms"
             found.append(t(f"{words}: its best layout is {slower:.1%} slower ({why})"))
     return tuple(found)
 

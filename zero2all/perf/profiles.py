@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 
 import zero2all
-from zero2all.common.errors import BadInputError
+from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.manifest import fingerprint
-from zero2all.limits.machine import Machine, read_machine
+from zero2all.limits.machine import Machine, named_cluster, read_machine
+from zero2all.parallel.device import pick_device
 from zero2all.perf.measure import device_name
 
 FOLDER_VARIABLE = "Z2A_PROFILES"
@@ -69,6 +70,19 @@ def stale_because(profile: dict[str, str], here: dict[str, str]) -> list[str]:
         for name in sorted({*profile, *here})
         if profile.get(name) != here.get(name)
     ]
+
+
+def named_machine(
+    cluster: str | None, profile: Path | None, device: torch.device | None = None, runs_here: bool = False
+) -> Machine:
+    """A cluster by name, the profile in a file, or that of this machine. What `runs_here` needs the last."""
+    if cluster is not None and profile is not None:
+        raise UsageError("--cluster and --profile both name a machine. Give one of them.")
+    if cluster is not None:
+        return named_cluster(cluster)
+    if profile is None:
+        return profile_here(device or pick_device("auto"))
+    return profile_from(profile, device if runs_here else None)
 
 
 def profile_here(device: torch.device) -> Machine:

@@ -14,12 +14,13 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
-from zero2all.common.errors import UsageError, is_out_of_memory
+from zero2all.common.errors import UserError, is_out_of_memory
 from zero2all.common.files import write_json
 from zero2all.config import RunConfig
 from zero2all.parallel.device import pick_device, set_cpu_threads
@@ -60,14 +61,21 @@ def measure_row(
     config: RunConfig, variant: Variant, batch: BatchShape, seconds: float, warm_up_seconds: float = WARM_UP_SECONDS
 ) -> dict[str, Any]:
     """Status and figures of one row; of one that cannot be measured, status and reason."""
-    try:
+
+    def measured() -> dict[str, Any]:
         set_cpu_threads(config.parallel.cpu_threads, None)
-        device = pick_device(config.parallel.device)
-        varied = vary(config, variant)
+        device, varied = pick_device(config.parallel.device), vary(config, variant)
         with without_padding(variant.unpadded):
-            found = measure(varied, batch, device, seconds, warm_up_seconds, variant.tensor_path)
-        return {"status": MEASURED, **found}
-    except UsageError as error:
+            return measure(varied, batch, device, seconds, warm_up_seconds, variant.tensor_path)
+
+    return with_status(measured)
+
+
+def with_status(measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a measurement finds, with its status; of one that fails, status and reason."""
+    try:
+        return {"status": MEASURED, **measured()}
+    except UserError as error:
         return {"status": CANNOT_RUN, "reason": str(error)}
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".strip()

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,7 +29,6 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from zero2all.common.errors import UserError, is_out_of_memory
 from zero2all.common.files import read_json, write_json
 from zero2all.config import RunConfig
 from zero2all.model.z2all import compile_model
@@ -44,7 +42,7 @@ from zero2all.perf.batch import BatchShape, load_measured_config, parse_batch
 from zero2all.perf.calibration.stopwatch import timed
 from zero2all.perf.kernel_groups import COPIES, ELEMENTWISE, LOSS
 from zero2all.perf.measure import device_name, wait_for, watched_gpu
-from zero2all.perf.row import CANNOT_RUN, FAILED, MEASURED, OUT_OF_MEMORY
+from zero2all.perf.row import FAILED, OUT_OF_MEMORY, with_status
 from zero2all.train.cuda_graph import choose_cuda_graph
 from zero2all.train.periodic import scheduled_garbage_collection
 from zero2all.train.setup import empty_state, op_context
@@ -96,21 +94,12 @@ def run_apart(
 
 def short_run(config: RunConfig, batch: BatchShape, seconds: float, anatomy: bool) -> dict[str, Any]:
     """Status and figures; of a run that cannot be measured, status and reason."""
-    try:
-        set_cpu_threads(config.parallel.cpu_threads, None)
-        return {"status": MEASURED, **measure_steps(shaped(config, batch), batch, seconds, anatomy)}
-    except UserError as error:
-        return {"status": CANNOT_RUN, "reason": str(error)}
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}".strip()
-        if is_out_of_memory(error):
-            return {"status": OUT_OF_MEMORY, "reason": reason.splitlines()[0]}
-        traceback.print_exc()
-        return {"status": FAILED, "reason": reason}
+    return with_status(lambda: measure_steps(shaped(config, batch), batch, seconds, anatomy))
 
 
 def measure_steps(config: RunConfig, batch: BatchShape, seconds: float, anatomy: bool) -> dict[str, Any]:
     """Time, memory and, if asked, the anatomy of steps in this process."""
+    set_cpu_threads(config.parallel.cpu_threads, None)
     world = World(device=pick_device(config.parallel.device))
     device = world.device
     ops = resolve(config.ops, op_context(config, device.type, DTYPES[config.train.precision]))

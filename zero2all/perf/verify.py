@@ -15,12 +15,12 @@ from zero2all.common.language import translate as t
 from zero2all.common.progress import say
 from zero2all.config import RunConfig
 from zero2all.limits.ledger import MEMORY, STEP, Entry, Score, append_entry, read_entries, scoreboard
-from zero2all.limits.machine import Machine, named_cluster
+from zero2all.limits.machine import Machine
 from zero2all.parallel.device import pick_device, set_cpu_threads
 from zero2all.perf.batch import BatchShape, load_measured_config
 from zero2all.perf.calibrate import machine_for
 from zero2all.perf.predict import Prediction, check_asked, ledger_entry, operators_for, predict
-from zero2all.perf.profiles import ledger_path, profile_from, profile_here, profile_key, profile_path
+from zero2all.perf.profiles import ledger_path, named_machine, profile_key, profile_path
 from zero2all.perf.row import MEASURED
 from zero2all.perf.short_run import run_apart
 
@@ -49,14 +49,9 @@ def prediction_for(
 ) -> Prediction:
     """The prediction for a cluster by name, for the profile in a file, or for this machine. What `runs_here` needs a
     profile of this machine."""
-    if cluster is not None and profile is not None:
-        raise UsageError("--cluster and --profile both name a machine. Give one of them.")
     set_cpu_threads(config.parallel.cpu_threads, None)
     device = pick_device(config.parallel.device)
-    if cluster is not None:
-        machine = named_cluster(cluster)
-    else:
-        machine = profile_here(device) if profile is None else profile_from(profile, device if runs_here else None)
+    machine = named_machine(cluster, profile, device, runs_here)
     sizes = check_asked(config, batch, machine, gpus)
     ops = operators_for(config, machine, batch.seq_len)
     if machine.key and machine.key == profile_key(device):
