@@ -115,7 +115,8 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
     nodes = Nodes()
     if "LOCAL_RANK" not in os.environ:  # else this process was started by torchrun or by us
         nodes = find_nodes(arguments.nodes, arguments.node_rank, arguments.rendezvous, arguments.rendezvous_bind)
-    use_interface(arguments.interface, nodes)
+    if arguments.interface:
+        use_interface(arguments.interface)
     processes = local_processes(config.parallel)
     if processes > 1 or nodes.count > 1:
         from zero2all.train.plan import check_spread

@@ -21,9 +21,7 @@ from zero2all.common.progress import say
 DEFAULT_PORT = 29500
 SLURM_PORTS = range(20_000, 30_000)
 """Below the ports that Linux gives to outgoing connections."""
-LOOPBACK_OF = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Where processes of this machine reach a socket that listens on any address."""
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+ANY_ADDRESS = ("", "0.0.0.0", "::")
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,9 @@ class Nodes:
         to where rank 0 listens: from inside a container the advertised address often does not lead back."""
         host, port = self.host, self.port
         if listener is not None:
-            host, port = LOOPBACK_OF.get(self.bind_host, self.bind_host), listener.getsockname()[1]
+            any_address = self.bind_host in ANY_ADDRESS
+            host = (own_address(self.host) or "127.0.0.1") if any_address else self.bind_host
+            port = listener.getsockname()[1]
         return {
             "WORLD_SIZE": str(processes * self.count),
             "LOCAL_WORLD_SIZE": str(processes),
@@ -135,24 +135,26 @@ def first_host(hosts: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0] if first else hosts)
 
 
-def use_interface(name: str | None, nodes: Nodes) -> None:
-    """Let gloo and NCCL use this network interface; by default, with several machines, the one towards rank 0. What the
-    environment says takes precedence over the default. gloo alone would take the address of the host's own name, which
-    on many systems is 127.0.1.1."""
-    if name is None and nodes.count == 1:
-        return
+def use_interface(name: str) -> None:
+    """Let gloo and NCCL use this network interface."""
     import psutil
 
-    addresses = psutil.net_if_addrs()
-    if name is not None and name not in addresses:
-        raise UsageError(f"--interface is {name!r}. This machine has: {', '.join(sorted(addresses))}.")
-    if name is None:
-        own = own_address(nodes.host)
-        name = next((each for each, found in addresses.items() if own in (one.address for one in found)), None)
-        for variable in INTERFACE_VARIABLES if name else ():
-            os.environ.setdefault(variable, str(name))
-    else:
-        os.environ.update(dict.fromkeys(INTERFACE_VARIABLES, name))
+    known = psutil.net_if_addrs()
+    if name not in known:
+        raise UsageError(f"--interface is {name!r}. This machine has: {', '.join(sorted(known))}.")
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"  # without the sign NCCL takes every name that begins like this
+
+
+def data_address(host: str) -> str | None:
+    """The address of this machine that gloo's connections use: that of its interface, else the one towards `host`."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if not name:
+        return own_address(host)
+    import psutil
+
+    addresses = [one.address for one in psutil.net_if_addrs().get(name, ()) if one.family == socket.AF_INET]
+    return addresses[0] if addresses else None
 
 
 def own_address(host: str) -> str | None:
