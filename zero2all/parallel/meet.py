@@ -154,7 +154,7 @@ def _verdict(
         verdict = judge()
         store.set(key, json.dumps(verdict))
         if verdict.get("problem"):
-            came = [f"seen/{other}" for other in range(1, size) if store.check([f"rank/{other}"])]
+            came = [f"seen/{key}/{other}" for other in range(1, size) if store.check([f"rank/{other}"])]
             _wait(store, came, LAST_WORD_SECONDS)
     else:
         verdict = _learn_verdict(store, rank, key, seconds, own)
@@ -288,7 +288,7 @@ def _learn_verdict(store: dist.Store, rank: int, key: str, seconds: float, own: 
                 )
         verdict: dict[str, Any] = json.loads(store.get(key))
         found = differences(json.loads(store.get("rank/0"))["facts"], own["facts"])
-        store.set(f"seen/{rank}", "")  # from now on rank 0, which holds the store, may be gone
+        store.set(f"seen/{key}/{rank}", "")  # from now on rank 0, which holds the store, may be gone
     except dist.DistError as error:
         return _problem(
             PeerFailureError(
