@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from zero2all import __version__
 from zero2all.common.errors import PeerFailureError, UsageError
+from zero2all.common.language import translate as t
 from zero2all.common.progress import say
 from zero2all.parallel.device import local_processes, local_rank
 from zero2all.parallel.launch import STORE_SOCKET
@@ -154,8 +155,9 @@ def _verdict(
         verdict = judge()
         store.set(key, json.dumps(verdict))
         if verdict.get("problem"):
-            came = [f"seen/{key}/{other}" for other in range(1, size) if store.check([f"rank/{other}"])]
-            _wait(store, came, LAST_WORD_SECONDS)
+            came = [f"rank/{other}" for other in range(1, size) if store.check([f"rank/{other}"])]
+            tokens = [json.loads(store.get(name))["token"] for name in came] + verdict.get("also", [])
+            _wait(store, [f"seen/{key}/{token}" for token in tokens], LAST_WORD_SECONDS)
     else:
         verdict = _learn_verdict(store, rank, key, seconds, own)
     if problem := verdict.get("problem"):
@@ -179,8 +181,11 @@ def _judge(store: dist.Store, size: int, own: Facts, seconds: float) -> dict[str
         again = json.loads(store.get("rank/0"))
         if again["token"] != own["token"]:
             return _came_twice(0, own["host"], again["host"])
+        if store.check(["joined"]):  # by the other process that is rank 0
+            return dict(json.loads(store.get("joined")))
         if store.check(["twice"]):
-            return _came_twice(*json.loads(store.get("twice")))
+            *said, token = json.loads(store.get("twice"))
+            return {**_came_twice(*said), "also": [token]}
         if not lines and time.monotonic() > notice:
             notice = deadline
             say(
@@ -242,7 +247,7 @@ def _judge_doors(store: dist.Store, doors: Mapping[int, Any]) -> dict[str, Any]:
     """Rank 0: which machines do not reach each other."""
     _wait(store, [f"blocked/{rank}" for rank in doors], CONNECT_SECONDS + STRAGGLER_SECONDS)
     said = {rank: store.get(f"blocked/{rank}").decode() for rank in doors if store.check([f"blocked/{rank}"])}
-    lines = [f"  from rank {rank} to {blocked}" for rank, blocked in said.items() if blocked]
+    lines = [f"  {t(f'from rank {rank} to {blocked}')}" for rank, blocked in said.items() if blocked]
     if not lines:
         return {}
     return _problem(
@@ -278,7 +283,7 @@ def _learn_verdict(store: dist.Store, rank: int, key: str, seconds: float, own: 
         while _wait(store, [key], 0.5):
             again = json.loads(store.get(f"rank/{rank}"))
             if again["token"] != own["token"]:  # somebody who came later; this one is alive and says so
-                store.set("twice", json.dumps([rank, own["host"], again["host"]]))
+                store.set("twice", json.dumps([rank, own["host"], again["host"], own["token"]]))
             if time.monotonic() > deadline:
                 return _problem(
                     PeerFailureError(
@@ -288,7 +293,7 @@ def _learn_verdict(store: dist.Store, rank: int, key: str, seconds: float, own: 
                 )
         verdict: dict[str, Any] = json.loads(store.get(key))
         found = differences(json.loads(store.get("rank/0"))["facts"], own["facts"])
-        store.set(f"seen/{key}/{rank}", "")  # from now on rank 0, which holds the store, may be gone
+        store.set(f"seen/{key}/{own['token']}", "")  # from now on rank 0, which holds the store, may be gone
     except dist.DistError as error:
         return _problem(
             PeerFailureError(

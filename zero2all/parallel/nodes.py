@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zero2all.common.errors import UsageError
+from zero2all.common.language import translate as t
 from zero2all.common.progress import say
 
 DEFAULT_PORT = 29500
@@ -87,10 +88,10 @@ def find_nodes(
         rendezvous = rendezvous or f"{slurm.host}:{slurm.port}"
     problems = []
     if rank is None or not 0 <= rank < count:
-        got = "is missing" if rank is None else f"is {rank}"
-        problems.append(f"--node-rank {got}: expected 0 to {count - 1}, another number on each machine.")
+        got = "missing" if rank is None else str(rank)
+        problems.append(t(f"--node-rank is {got}: expected 0 to {count - 1}, another number on each machine."))
     if rendezvous is None:
-        problems.append("--rendezvous is missing: expected HOST:PORT of machine 0, as the others reach it.")
+        problems.append(t("--rendezvous is missing: expected HOST:PORT of machine 0, as the others reach it."))
     if problems:
         raise UsageError(f"--nodes is {count}. {' '.join(problems)}")
     assert rank is not None, "checked above"
