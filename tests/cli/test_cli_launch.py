@@ -84,9 +84,7 @@ def on_two(sshd: Sshd, folder: Path, *scripts: str) -> int:
 
 
 def test_hosts_print_with_their_name_and_the_first_failure_is_the_end_of_all(sshd, tmp_path, capfd):
-    begun = time.monotonic()
     assert on_two(sshd, tmp_path, "pwd; exit 7", "trap 'echo saved; exit 10' TERM; while :; do sleep 0.1; done") == 7
-    assert time.monotonic() - begun < 50, "asked only after the others had their time"
     said = capfd.readouterr()
     assert f"far-box: {tmp_path}\n" in said.out
     assert "root@far-box: saved\n" in said.out
