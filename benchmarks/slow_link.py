@@ -18,8 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ import numpy as np
 import torch
 
 from benchmarks.machine import save_result
+from benchmarks.two_machines import ADDRESSES, WIRE, Machines, two_machines, why_not
 from zero2all.common.files import read_json, write_json
 from zero2all.config import RunConfig, config_from_values
 from zero2all.limits.communication import by_axis, communication_per_step
@@ -47,7 +46,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"pipeline": 2},
 }
 STEPS, ROWS, SEQ_LEN, MICRO, VOCABULARY = 7, 8, 128, 2, 1024
-SPACES, ADDRESSES = ("z2a-slow-0", "z2a-slow-1"), ("10.213.0.1", "10.213.0.2")
 PORT = "29533"
 
 
@@ -59,17 +57,15 @@ def main() -> None:
     if arguments.out:
         measure(Path(arguments.out))
         return
-    if os.geteuid() != 0:
-        raise SystemExit("This benchmark makes network namespaces, which needs root: run it with sudo.")
-    with cable():
-        fast = on_both()
+    if problem := why_not():
+        raise SystemExit(problem)
+    with two_machines() as machines:
+        fast = on_both(machines)
         # Half a step of the layout that sends gradients; what it sends, the other one receives.
         seconds = fast["replicate"]["seconds"] / 2
         bits = 8 * fast["replicate"]["bytes"] / seconds
-        for space in SPACES:
-            limit = ["rate", f"{bits / 1e3:.0f}kbit", "burst", "64kb", "latency", "400ms"]
-            _run("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", "wire", "root", "tbf", *limit)
-        slow = on_both()
+        machines.limit(bits)
+        slow = on_both(machines)
     by_plan = sorted(LAYOUTS, key=lambda name: (slow[name]["waited"], slow[name]["bytes"]))
     measured = sorted(LAYOUTS, key=lambda name: slow[name]["seconds"] - fast[name]["seconds"])
     print(f"link: {bits / 1e6:.0f} Mbit/s")
@@ -80,39 +76,15 @@ def main() -> None:
     save_result("slow_link", {"bits_per_second": bits, "fast": fast, "slow": slow, "agrees": by_plan == measured})
 
 
-@contextmanager
-def cable() -> Iterator[None]:
-    """Two network namespaces joined by a virtual cable, gone afterwards."""
-    for space in SPACES:
-        subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
-        _run("ip", "netns", "add", space)
-    try:
-        ends = ("z2a-end-0", "z2a-end-1")
-        _run("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for space, address, end in zip(SPACES, ADDRESSES, ends, strict=True):
-            _run("ip", "link", "set", end, "netns", space, "name", "wire")
-            _run("ip", "-n", space, "address", "add", f"{address}/24", "dev", "wire")
-            for device in ("lo", "wire"):
-                _run("ip", "-n", space, "link", "set", "dev", device, "up")
-        yield
-    finally:
-        for space in SPACES:
-            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True)
-
-
-def on_both() -> dict[str, Any]:
+def on_both(machines: Machines) -> dict[str, Any]:
     """Run this program in both namespaces; what rank 0 wrote."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "wire"}
+        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": WIRE}
         program = [sys.executable, __file__, "--out", str(out)]
         processes = [
-            subprocess.Popen(["ip", "netns", "exec", space, *program], env={**os.environ, **shared, "RANK": str(rank)})
-            for rank, space in enumerate(SPACES)
+            subprocess.Popen(machines.command(rank, *program), env={**os.environ, **shared, "RANK": str(rank)})
+            for rank in (0, 1)
         ]
         if any(process.wait() for process in processes):
             raise SystemExit("a process failed")

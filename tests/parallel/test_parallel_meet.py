@@ -12,20 +12,30 @@ import torch.distributed as dist
 from zero2all.common.errors import PeerFailureError, UsageError
 from zero2all.parallel.meet import differences, facts_of, meet, open_store
 
+
+@pytest.fixture(autouse=True)
+def one_machine(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+
+
 FACTS = facts_of({"train.seed": 1, "optim.lr_max": 3e-4}, 3)
 
 
-def ends(store, facts_by_rank, seconds=5.0, size=3):
-    """What each rank that comes ends with; `store`: one for all, or one for each."""
+def ends(store, facts_by_rank, seconds=5.0, size=3, again=()):
+    """What each rank that comes ends with; `store`: one for all, or one for each. Ranks of `again` come a second time,
+    under the name of their rank + 0.5."""
     found = {}
 
-    def come(rank, facts):
+    def come(name, facts):
+        rank = int(name)
+        time.sleep(name - rank)
         try:
-            found[rank] = meet(store[rank] if isinstance(store, list) else store, rank, size, facts, seconds)
+            found[name] = meet(store[rank] if isinstance(store, list) else store, rank, size, facts, seconds)
         except Exception as error:
-            found[rank] = error
+            found[name] = error
 
-    threads = [threading.Thread(target=come, args=item) for item in facts_by_rank.items()]
+    everybody = [*facts_by_rank.items(), *((rank + 0.5, FACTS) for rank in again)]
+    threads = [threading.Thread(target=come, args=item) for item in everybody]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -65,6 +75,40 @@ def test_one_that_was_started_with_another_number_of_processes_stops_itself():
     assert str(found[3]) == "Rank 3 differs from rank 0: processes 4 instead of 3. Nothing was started."
 
 
+def test_one_that_comes_twice_is_named_to_all_without_waiting_for_those_who_are_missing():
+    started = time.monotonic()
+    found = ends(dist.HashStore(), {0: FACTS, 1: FACTS}, seconds=60.0, again=[1])
+    assert time.monotonic() - started < 10
+    for name in (0, 1, 1.5):
+        assert isinstance(found[name], UsageError)
+        assert str(found[name]).startswith("Rank 1 came twice: from ")
+
+
+def test_one_that_comes_when_the_run_has_begun_ends_alone():
+    found = ends(dist.HashStore(), dict.fromkeys(range(3), FACTS), again=[1])
+    assert [found[rank] for rank in range(3)] == [None] * 3
+    assert "the run has begun with another process of that rank" in str(found[1.5])
+
+
+def test_who_is_missing_is_said_long_before_the_end_of_the_wait(monkeypatch, capfd):
+    monkeypatch.setattr("zero2all.parallel.meet.NOTICE_SECONDS", 0.1)
+    ends(dist.HashStore(), {0: FACTS, 2: FACTS}, seconds=0.5)
+    assert capfd.readouterr().err.count("z2a: waiting for rank 1 of 3, until") == 1
+
+
+@pytest.fixture
+def machines(monkeypatch):
+    """Each rank is a machine of its own."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+
+
+@pytest.mark.usefixtures("machines")
+def test_machines_that_reach_each_other_go_on():
+    assert ends(dist.HashStore(), dict.fromkeys(range(3), FACTS)) == {0: None, 1: None, 2: None}
+
+
 @pytest.fixture
 def port(monkeypatch):
     """Where rank 0 may hold the store."""
@@ -77,7 +121,7 @@ def port(monkeypatch):
 
 
 def test_without_rank_0_the_others_say_where_they_looked(port):
-    with pytest.raises(PeerFailureError, match=rf"Rank 1 did not reach rank 0 at 127.0.0.1:{port} within"):
+    with pytest.raises(PeerFailureError, match=rf"Rank 1 has not reached rank 0 at 127.0.0.1:{port}: nothing listens"):
         open_store(1, 0.5)
 
 

@@ -26,6 +26,7 @@ from zero2all.cli import (
     exchange,
     generate,
     inspect,
+    launch,
     overview,
     pack,
     perf,
@@ -215,7 +216,7 @@ def build_parser() -> Parser:
     about = "show the version and exit"
     parser.add_argument("--version", action="version", version=f"z2a {__version__}", help=about)
     verbs = parser.add_subparsers(title="verbs", metavar=VERB, required=True)
-    stages = (overview, quickstart, corpus, tokenizer, pack, data, train, anneal, run_list)
+    stages = (overview, quickstart, corpus, tokenizer, pack, data, train, launch, anneal, run_list)
     looks = (inspect, board, watch, plot, track)
     for stage in (*stages, *looks, evaluate, generate, chat, serve, exchange, perf, doctor, completion):
         stage.register(verbs)

@@ -73,8 +73,9 @@ class ParallelConfig:
     expandable_segments: bool = True
     """Let segments of GPU memory grow, which reduces fragmentation. PYTORCH_ALLOC_CONF takes precedence if it is
     set."""
-    join_seconds: PositiveFloat = 120.0
-    """How long the processes wait for each other at the start before the run fails and names the missing ones."""
+    join_seconds: PositiveFloat = 300.0
+    """How long the processes wait for each other at the start before the run fails. After 10 s they already say who is
+    missing and why, so a mistake is seen at once, and a machine that is slow to start is still waited for."""
     timeout_seconds: PositiveFloat = 1800.0
     """How long a process waits for the others in a collective before it gives up."""
     cpu_threads: PositiveInt | None = None

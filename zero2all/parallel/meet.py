@@ -1,9 +1,17 @@
-"""The processes of a run meet before anything else: all are there, and all are alike.
+"""The processes of a run meet before anything else: all are there, once, all are alike, and their machines reach each
+other.
 
 Each process writes what it is (settings, version and code of the package, number of processes) into the store of the
 rendezvous. Rank 0 waits for all of them, at most `parallel.join_seconds`, compares, and writes its verdict, which the
-others wait for. A process that does not come, or that is another one, is named with what differs; nobody goes on then,
-and nobody waits for ever.
+others wait for. A process that does not come, that comes twice, or that is another one, is named with what differs;
+nobody goes on then, and nobody waits for ever.
+
+After `NOTICE_SECONDS` of waiting it is said for whom and why, but the run goes on waiting: on a cluster the last
+machine may come minutes later, while a person at the terminal wants to see the mistake at once.
+
+With several machines, the first process of each then connects to those of all others, at the addresses that gloo and
+NCCL will use. Behind a firewall, or in containers of which only the store's port is forwarded, these would otherwise
+try for `parallel.timeout_seconds`.
 """
 
 from __future__ import annotations
@@ -11,9 +19,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import socket
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -23,7 +34,11 @@ import torch.distributed as dist
 
 from zero2all import __version__
 from zero2all.common.errors import PeerFailureError, UsageError
+from zero2all.common.language import translate as t
+from zero2all.common.progress import say
+from zero2all.parallel.device import local_processes, local_rank
 from zero2all.parallel.launch import STORE_SOCKET
+from zero2all.parallel.nodes import data_address
 
 Facts = Mapping[str, Any]
 """What must be equal in all processes, by its name; JSON values."""
@@ -31,6 +46,11 @@ SLOWER_SECONDS = 30.0
 """How much longer than rank 0 the others wait for its verdict."""
 LAST_WORD_SECONDS = 5.0
 """How long rank 0, which may hold the store, stays so that the others can read a bad verdict."""
+NOTICE_SECONDS = 10.0
+"""After so long it is said who is missing."""
+STRAGGLER_SECONDS = 5.0
+"""How long rank 0 still waits for the others once it knows that one differs."""
+CONNECT_SECONDS = 5.0
 MOST_NAMED = 6
 
 
@@ -55,6 +75,10 @@ def open_store(rank: int, seconds: float) -> dist.Store:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listener = os.environ.pop(STORE_SOCKET, None)  # not for processes that this one starts
+    # The constructor tries until the time is over, and says nothing meanwhile.
+    notice = threading.Timer(NOTICE_SECONDS, lambda: say(f"z2a: {_not_reached(rank, host, port)}"))
+    notice.daemon = True
+    notice.start()
     try:
         store: dist.Store = dist.TCPStore(
             host,
@@ -69,61 +93,175 @@ def open_store(rank: int, seconds: float) -> dist.Store:
         if "EADDRINUSE" in str(error):
             raise PeerFailureError(
                 f"Port {port} (MASTER_PORT) is used by another program, so rank 0 cannot wait there for the others. "
-                f"Choose another MASTER_PORT, the same for all ranks."
+                f"Rank 0 was started twice, or choose another MASTER_PORT, the same for all ranks."
             ) from error
         raise PeerFailureError(
-            f"Rank {rank} did not reach rank 0 at {host}:{port} within parallel.join_seconds ({seconds:g} s). Check "
-            f"that rank 0 was started, that MASTER_ADDR and MASTER_PORT are the same everywhere, and that no firewall "
-            f"blocks the port. The error of the store: {str(error).splitlines()[0]}"
+            f"{_not_reached(rank, host, port)} It tried for parallel.join_seconds ({seconds:g} s). Check that rank 0 "
+            f"was started, that the address and port are the same everywhere, and that no firewall blocks the port. "
+            f"The error of the store: {str(error).splitlines()[0]}"
         ) from error
+    finally:
+        notice.cancel()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"z2a/{attempt}", store)
 
 
+def _not_reached(rank: int, host: str, port: int) -> str:
+    """Why rank 0 cannot be reached, as far as one attempt shows it."""
+    why = _why_not(host, port) or "something answers there, but it is not the store of a run: the port is wrong"
+    return f"Rank {rank} has not reached rank 0 at {host}:{port}: {why}."
+
+
+def _why_not(host: str, port: int) -> str:
+    """Why no connection can be made; empty: one can."""
+    try:
+        socket.create_connection((host, port), CONNECT_SECONDS).close()
+    except socket.gaierror:
+        return "this machine does not know that name"
+    except ConnectionRefusedError:
+        return "nothing listens on that port: rank 0 is not there yet, or the port is wrong"
+    except TimeoutError:
+        return "no answer: a firewall drops the packets, or the address is wrong"
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 def meet(store: dist.Store, rank: int, size: int, facts: Facts, seconds: float) -> None:
     """Return when all processes have come and are alike; else raise, in all of them, an error that names who differs in
-    what, or who did not come."""
-    store.set(f"host/{rank}", socket.gethostname())
-    store.set(f"facts/{rank}", json.dumps(facts, default=str))
-    problem: UsageError | PeerFailureError | None
+    what, who came twice, or who did not come."""
+    facts = json.loads(json.dumps(facts, default=str))
+    with ExitStack() as stack:
+        own: dict[str, Any] = {"token": secrets.token_hex(8), "host": socket.gethostname(), "facts": facts}
+        if size > local_processes() and local_rank() == 0 and (address := data_address(os.environ["MASTER_ADDR"])):
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            door = stack.enter_context(socket.create_server((address, 0), family=family, backlog=size))
+            own["door"] = [address, door.getsockname()[1]]
+        store.set(f"rank/{rank}", json.dumps(own))
+        verdict = _verdict(store, rank, size, "joined", seconds, lambda: _judge(store, size, own, seconds), own)
+        doors = {int(other): door for other, door in verdict["doors"].items()}
+        if len(doors) > 1:
+            if rank in doors:
+                others = {other: door for other, door in doors.items() if other != rank}
+                store.set(f"blocked/{rank}", _first_blocked(others))
+            _verdict(store, rank, size, "reached", seconds, lambda: _judge_doors(store, doors), own)
+
+
+def _verdict(
+    store: dist.Store, rank: int, size: int, key: str, seconds: float, judge: Callable[[], dict[str, Any]], own: Facts
+) -> dict[str, Any]:
+    """What rank 0 finds, in all processes; raises the problem if there is one."""
     if rank == 0:
-        problem = _judge(store, size, facts, seconds)
-        store.set("verdict", f"{type(problem).__name__} {problem}" if problem else "alike")
-        if problem:
-            came = [f"seen/{other}" for other in range(1, size) if store.check([f"facts/{other}"])]
-            _wait(store, came, LAST_WORD_SECONDS)
+        verdict = judge()
+        store.set(key, json.dumps(verdict))
+        if verdict.get("problem"):
+            came = [f"rank/{other}" for other in range(1, size) if store.check([f"rank/{other}"])]
+            tokens = [json.loads(store.get(name))["token"] for name in came] + verdict.get("also", [])
+            _wait(store, [f"seen/{key}/{token}" for token in tokens], LAST_WORD_SECONDS)
     else:
-        problem = _learn_verdict(store, rank, facts, seconds)
-    if problem:
-        raise problem
+        verdict = _learn_verdict(store, rank, key, seconds, own)
+    if problem := verdict.get("problem"):
+        raise (UsageError if problem[0] == "UsageError" else PeerFailureError)(problem[1])
+    return verdict
 
 
-def _judge(store: dist.Store, size: int, facts: Facts, seconds: float) -> UsageError | PeerFailureError | None:
-    """Rank 0: what is wrong with the others."""
-    missing = _wait(store, [f"facts/{rank}" for rank in range(size)], seconds)
-    if missing:
-        names = ", ".join(key.removeprefix("facts/") for key in missing)
-        return PeerFailureError(
-            f"These ranks of {size} did not join within parallel.join_seconds ({seconds:g} s): {names}. Look for their "
-            f"errors, check that they were started with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and start "
-            f"all of them again. On a slow machine, raise parallel.join_seconds."
+def _judge(store: dist.Store, size: int, own: Facts, seconds: float) -> dict[str, Any]:
+    """Rank 0: what is wrong with the others; if nothing, the token of each, and the doors of the machines."""
+    begun = time.monotonic()
+    deadline, notice = begun + seconds, begun + NOTICE_SECONDS
+    came: dict[int, dict[str, Any]] = {0: dict(own)}
+    lines: list[str] = []
+    while len(came) < size and time.monotonic() < deadline:
+        for other in range(1, size):
+            if other not in came and store.check([f"rank/{other}"]):
+                came[other] = json.loads(store.get(f"rank/{other}"))
+                if found := differences(own["facts"], came[other]["facts"]):
+                    lines.append(f"  rank {other} on {came[other]['host']}: {found}")
+                    deadline = min(deadline, time.monotonic() + STRAGGLER_SECONDS)
+        again = json.loads(store.get("rank/0"))
+        if again["token"] != own["token"]:
+            return _came_twice(0, own["host"], again["host"])
+        if store.check(["joined"]):  # by the other process that is rank 0
+            return dict(json.loads(store.get("joined")))
+        if store.check(["twice"]):
+            *said, token = json.loads(store.get("twice"))
+            return {**_came_twice(*said), "also": [token]}
+        if not lines and time.monotonic() > notice:
+            notice = deadline
+            say(
+                f"z2a: waiting for rank {_missing(came, size)} of {size}, until parallel.join_seconds ({seconds:g} s) "
+                f"are over. Were they started, with the same address and port, each machine with its own number?"
+            )
+        time.sleep(0.02)
+    if lines:
+        return _problem(
+            UsageError(
+                "\n".join(
+                    [
+                        "The processes of this run differ. Nothing was started. Compared with rank 0:",
+                        *lines,
+                        "Start all of them with the same command, config and version of zero2all.",
+                    ]
+                )
+            )
         )
-    first = json.loads(json.dumps(facts, default=str))
-    lines = []
-    for rank in range(1, size):
-        theirs = json.loads(store.get(f"facts/{rank}"))
-        host = store.get(f"host/{rank}").decode()
-        if found := differences(first, theirs):
-            lines.append(f"  rank {rank} on {host}: {found}")
+    if len(came) < size:
+        return _problem(
+            PeerFailureError(
+                f"These ranks of {size} did not join within parallel.join_seconds ({seconds:g} s): "
+                f"{_missing(came, size)}. Look for their errors, check that they were started with the same address "
+                f"and port and number of processes, and start all of them again. On a slow machine, raise "
+                f"parallel.join_seconds."
+            )
+        )
+    tokens = [came[other]["token"] for other in range(size)]
+    return {"tokens": tokens, "doors": {other: came[other]["door"] for other in came if "door" in came[other]}}
+
+
+def _missing(came: Mapping[int, Any], size: int) -> str:
+    return ", ".join(str(other) for other in range(size) if other not in came)
+
+
+def _problem(error: UsageError | PeerFailureError) -> dict[str, Any]:
+    return {"problem": [type(error).__name__, str(error)]}
+
+
+def _came_twice(rank: int, host: str, other: str) -> dict[str, Any]:
+    return _problem(
+        UsageError(
+            f"Rank {rank} came twice: from {host} and from {other}. Nothing was started. Give each machine its own "
+            f"--node-rank, or each process its own RANK, and the same number of processes to all machines."
+        )
+    )
+
+
+def _first_blocked(doors: Mapping[int, list[Any]]) -> str:
+    """The first of the other machines that cannot be reached from here, and why; empty: all can."""
+    for other, (address, port) in doors.items():
+        if why := _why_not(address, port):
+            return f"rank {other} at {address}: {why}"
+    return ""
+
+
+def _judge_doors(store: dist.Store, doors: Mapping[int, Any]) -> dict[str, Any]:
+    """Rank 0: which machines do not reach each other."""
+    _wait(store, [f"blocked/{rank}" for rank in doors], CONNECT_SECONDS + STRAGGLER_SECONDS)
+    said = {rank: store.get(f"blocked/{rank}").decode() for rank in doors if store.check([f"blocked/{rank}"])}
+    lines = [f"  {t(f'from rank {rank} to {blocked}')}" for rank, blocked in said.items() if blocked]
     if not lines:
-        return None
-    return UsageError(
-        "\n".join(
-            [
-                "The processes of this run differ. Nothing was started. Compared with rank 0:",
-                *lines,
-                "Start all of them with the same command, config and version of zero2all.",
-            ]
+        return {}
+    return _problem(
+        PeerFailureError(
+            "\n".join(
+                [
+                    "The machines of this run meet, but cannot connect to each other for data. Nothing was started.",
+                    *lines[:MOST_NAMED],
+                    "gloo and NCCL need addresses that lead from machine to machine, on any port: choose the network "
+                    "with --interface, open the firewall between the machines, or give the containers the network of "
+                    "their host. Where only single ports are forwarded, train one group per machine, with "
+                    "parallel.slow_link.",
+                ]
+            )
         )
     )
 
@@ -137,25 +275,42 @@ def differences(first: Facts, other: Facts) -> str:
     return "; ".join(shown)
 
 
-def _learn_verdict(store: dist.Store, rank: int, facts: Facts, seconds: float) -> UsageError | PeerFailureError | None:
-    """The others: what rank 0 found. One that rank 0 does not know of (another WORLD_SIZE) sees that by itself."""
+def _learn_verdict(store: dist.Store, rank: int, key: str, seconds: float, own: Facts) -> dict[str, Any]:
+    """The others: what rank 0 found. One that rank 0 does not know of (another WORLD_SIZE), or that comes when the run
+    has begun, sees that by itself."""
     try:
-        if _wait(store, ["verdict"], seconds + SLOWER_SECONDS):
-            return PeerFailureError(
-                f"Rank {rank} heard nothing from rank 0 within parallel.join_seconds ({seconds:g} s): rank 0 was not "
-                f"started, or hangs. Look for its error, and start all processes again."
-            )
-        kind, _, text = store.get("verdict").decode().partition(" ")
-        own = differences(json.loads(store.get("facts/0")), json.loads(json.dumps(facts, default=str)))
-        store.set(f"seen/{rank}", "")  # from now on rank 0, which holds the store, may be gone
+        deadline = time.monotonic() + seconds + SLOWER_SECONDS
+        while _wait(store, [key], 0.5):
+            again = json.loads(store.get(f"rank/{rank}"))
+            if again["token"] != own["token"]:  # somebody who came later; this one is alive and says so
+                store.set("twice", json.dumps([rank, own["host"], again["host"], own["token"]]))
+            if time.monotonic() > deadline:
+                return _problem(
+                    PeerFailureError(
+                        f"Rank {rank} heard nothing from rank 0 within parallel.join_seconds ({seconds:g} s): rank 0 "
+                        f"was not started, or hangs. Look for its error, and start all processes again."
+                    )
+                )
+        verdict: dict[str, Any] = json.loads(store.get(key))
+        found = differences(json.loads(store.get("rank/0"))["facts"], own["facts"])
+        store.set(f"seen/{key}/{own['token']}", "")  # from now on rank 0, which holds the store, may be gone
     except dist.DistError as error:
-        return PeerFailureError(
-            f"Rank {rank} lost the connection to rank 0 before the first step. If rank 0 printed an error, that is the "
-            f"cause. The error of the store: {str(error).splitlines()[0]}"
+        return _problem(
+            PeerFailureError(
+                f"Rank {rank} lost the connection to rank 0 before the first step. If rank 0 printed an error, that is "
+                f"the cause. The error of the store: {str(error).splitlines()[0]}"
+            )
         )
-    if kind != "alike":
-        return (UsageError if kind == "UsageError" else PeerFailureError)(text)
-    return UsageError(f"Rank {rank} differs from rank 0: {own}. Nothing was started.") if own else None
+    if "problem" not in verdict and found:
+        return _problem(UsageError(f"Rank {rank} differs from rank 0: {found}. Nothing was started."))
+    if own["token"] not in verdict.get("tokens", [own["token"]]):
+        return _problem(
+            UsageError(
+                f"Rank {rank} came twice: the run has begun with another process of that rank. This one, on "
+                f"{own['host']}, ends. Give each machine its own --node-rank, or each process its own RANK."
+            )
+        )
+    return verdict
 
 
 def _wait(store: dist.Store, keys: list[str], seconds: float) -> list[str]:

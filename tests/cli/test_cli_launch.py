@@ -1,0 +1,123 @@
+"""Files that start a run on a cluster, and a run started over a real ssh server."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from tests.track.sshd import Sshd, start_sshd
+from zero2all.parallel.ssh import run_on_hosts
+
+
+def test_the_slurm_file_is_a_shell_script_that_starts_one_task_per_machine_and_leaves_time_to_save(z2a, tmp_path):
+    path = tmp_path / "job.sh"
+    ended = z2a(
+        "launch", "slurm", "quickstart", "--nodes", "2", "--write", str(path), "--data.mixture", "{en: 2, zh: 1}"
+    )
+    assert ended.code == 0, ended.err
+    assert f"sbatch {path}" in ended.out
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    text = path.read_text()
+    for line in ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--signal=TERM@300", "--requeue"):
+        assert f"#SBATCH {line}\n" in text
+    started = next(shlex.split(line) for line in text.splitlines() if line.startswith("srun "))
+    assert started[3:7] == [sys.executable, "-m", "zero2all", "train"]
+    assert started[-2:] == ["--data.mixture", "{en: 2, zh: 1}"]
+
+
+def test_what_the_slurm_file_does_at_the_end(z2a, tmp_path):
+    """Code 10 goes back to the queue, and another code does not: with stand-ins for Slurm's two programs."""
+    text = z2a("launch", "slurm", "quickstart", "--nodes", "2").out
+    for name, lines in (("srun", 'exit "$CODE"'), ("scontrol", f'echo "$@" >> {tmp_path}/asked')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
+    for code in (10, 2):
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        variables = {**os.environ, "PATH": path, "CODE": str(code), "SLURM_JOB_ID": "7"}
+        assert subprocess.run(["bash", "-c", text], env=variables).returncode == code
+    assert (tmp_path / "asked").read_text() == "requeue 7\n"
+
+
+def test_the_manifest_gives_each_pod_its_number_and_time_to_save(z2a):
+    ended = z2a("launch", "kubernetes", "quickstart", "--nodes", "3", "--gpus-per-node", "4", "--claim", "data")
+    assert ended.code == 0, ended.err
+    job = yaml.safe_load(ended.out)
+    assert (job["kind"], job["metadata"]["name"]) == ("JobSet", "z2a-quickstart")
+    spec = job["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (3, 3, "Indexed")
+    pod = spec["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 300
+    container = pod["containers"][0]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
+    assert container["command"][:4] == ["python", "-m", "zero2all", "train"]
+    meeting = [
+        "--nodes",
+        "3",
+        "--node-rank",
+        "$(NODE_RANK)",
+        "--rendezvous",
+        "z2a-quickstart-node-0-0.z2a-quickstart:29500",
+    ]
+    assert container["command"][-6:] == meeting
+    assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "data"}
+
+
+@pytest.fixture(scope="module")
+def sshd(tmp_path_factory):
+    with start_sshd(tmp_path_factory.mktemp("sshd")) as server:
+        yield server
+
+
+def on_two(sshd: Sshd, folder: Path, *scripts: str) -> int:
+    hosts = dict(zip((sshd.alias, f"root@{sshd.alias}"), (["sh", "-c", script] for script in scripts), strict=True))
+    return run_on_hosts(hosts, str(folder), [*sshd.command, "-T", "-o", "BatchMode=yes"])
+
+
+def test_hosts_print_with_their_name_and_the_first_failure_is_the_end_of_all(sshd, tmp_path, capfd):
+    assert on_two(sshd, tmp_path, "pwd; exit 7", "trap 'echo saved; exit 10' TERM; while :; do sleep 0.1; done") == 7
+    said = capfd.readouterr()
+    assert f"far-box: {tmp_path}\n" in said.out
+    assert "root@far-box: saved\n" in said.out
+    assert "far-box ended with code 7" in said.err
+
+
+def test_ctrl_c_reaches_every_host(sshd, tmp_path):
+    def interrupt():
+        while len(list(tmp_path.glob("ready-*"))) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    wait = "trap 'exit 10' TERM; touch ready-{}; while :; do sleep 0.1; done"
+    assert on_two(sshd, tmp_path, wait.format(0), wait.format(1)) == 10
+
+
+def test_a_far_command_ends_when_the_connection_is_lost(sshd, tmp_path):
+    def cut():
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.02)
+        next(child for child in psutil.Process().children() if child.name() == "ssh").kill()
+
+    threading.Thread(target=cut, daemon=True).start()
+    wait = "trap 'touch ended; exit 10' TERM; touch ready; while :; do sleep 0.1; done"
+    assert on_two(sshd, tmp_path, wait, "exit 0") == 128 + signal.SIGKILL
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "ended").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_hosts_are_checked_before_anything_starts(z2a):
+    ended = z2a("launch", "ssh", "quickstart", "--hosts", "a,a")
+    assert ended.code == 2
+    assert "two or more different hosts" in ended.err

@@ -1,0 +1,137 @@
+"""`z2a launch`: start a run on many machines, or write the file with which a cluster does."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from zero2all.cli.parser import Parser
+from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, whole
+from zero2all.common.errors import UsageError
+from zero2all.common.language import translate as t
+
+SAVE_SECONDS = 300
+
+
+def register(verbs: Subparsers) -> None:
+    """Add the verbs."""
+    group = add_group(verbs, "launch", "start a run on many machines", "z2a launch slurm z2all-1b --nodes 4")
+    slurm = add_verb(
+        group,
+        "slurm",
+        "write a batch file for Slurm",
+        "z2a launch slurm z2all-1b --nodes 4 --time 24:00:00 --write job.sh",
+        _slurm,
+        takes_overrides=True,
+    )
+    _add_job_flags(slurm)
+    slurm.add_argument("--time", default="24:00:00", metavar="TIME", help="time limit of the job (default 24:00:00)")
+    kubernetes = add_verb(
+        group,
+        "kubernetes",
+        "write a manifest for Kubernetes (a JobSet)",
+        "z2a launch kubernetes z2all-1b --nodes 2 --image registry.example/zero2all --claim work --write job.yaml",
+        _kubernetes,
+        takes_overrides=True,
+    )
+    _add_job_flags(kubernetes)
+    kubernetes.add_argument("--image", default="zero2all", metavar="NAME", help="container image (default zero2all)")
+    kubernetes.add_argument(
+        "--claim",
+        default="workspace",
+        metavar="NAME",
+        help="volume claim with the workspace, mounted at /workspace (default workspace)",
+    )
+    ssh = add_verb(
+        group,
+        "ssh",
+        "start a run on a list of hosts over ssh, and show what they print",
+        "z2a launch ssh z2all-1b --hosts gpu1,gpu2 --work /data/my-workspace",
+        _ssh,
+        takes_overrides=True,
+    )
+    _add_config(ssh)
+    ssh.add_argument("--hosts", required=True, metavar="A,B,C", help="hosts as ssh knows them; the first is machine 0")
+    ssh.add_argument(
+        "--rendezvous", metavar="HOST:PORT", help="machine 0 as the others reach it (default: the first host)"
+    )
+    ssh.add_argument("--folder", metavar="DIR", help="folder to start in on every host (default: this one)")
+    ssh.add_argument("--python", metavar="FILE", help="Python with zero2all on every host (default: this one)")
+
+
+def _add_config(parser: Parser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="a preset or the path of a YAML file, as for `z2a train`")
+    add_work(parser)
+
+
+def _add_job_flags(parser: Parser) -> None:
+    _add_config(parser)
+    parser.add_argument("--nodes", type=whole(1), required=True, metavar="N", help="machines")
+    parser.add_argument("--gpus-per-node", type=whole(0), default=8, metavar="N", help="GPUs of each (default 8)")
+    parser.add_argument(
+        "--save-seconds",
+        type=whole(1),
+        default=SAVE_SECONDS,
+        metavar="N",
+        help=f"time to save before the job is ended (default {SAVE_SECONDS})",
+    )
+    add_output(parser, "--write", help="write to this file instead of the terminal")
+
+
+def _train_words(arguments: argparse.Namespace, python: str, work: Path) -> tuple[str, list[str]]:
+    """The name of the run, and the command that trains it. Not `z2a`, whose first line names its Python: the kernel
+    cuts that line at 256 characters, and virtual environments may have longer paths."""
+    from zero2all.config import load_config
+
+    name = load_config(arguments.config, arguments.overrides).train.name
+    words = ["train", arguments.config, "--work", str(work), *arguments.overrides]
+    return name, [python, "-m", "zero2all", *words]
+
+
+def _slurm(arguments: argparse.Namespace) -> None:
+    from zero2all.parallel.job_files import job_name, slurm_file
+
+    run, command = _train_words(arguments, sys.executable, arguments.work)
+    sizes = (arguments.nodes, arguments.gpus_per_node, arguments.time, arguments.save_seconds)
+    _write(arguments.write, slurm_file(job_name(run), command, str(Path.cwd()), *sizes), "sbatch")
+
+
+def _kubernetes(arguments: argparse.Namespace) -> None:
+    from zero2all.parallel.job_files import job_name, kubernetes_file
+
+    run, command = _train_words(arguments, "python", arguments.work)
+    sizes = (arguments.nodes, arguments.gpus_per_node, arguments.save_seconds)
+    text = kubernetes_file(job_name(run), command, arguments.image, arguments.claim, *sizes)
+    _write(arguments.write, text, "kubectl apply -f")
+
+
+def _write(path: Path | None, text: str, submit: str) -> None:
+    if path is None:
+        print(text, end="")
+        return
+    from zero2all.common.files import write_atomic
+
+    write_atomic(path, text.encode())
+    print(t(f"wrote {path}. Start it with: {submit} {path}"))
+
+
+def _ssh(arguments: argparse.Namespace) -> int:
+    from zero2all.parallel.nodes import DEFAULT_PORT, read_address
+    from zero2all.parallel.ssh import run_on_hosts
+    from zero2all.track.ssh import COMMAND_VARIABLE, OPTIONS
+
+    hosts = [host for host in arguments.hosts.split(",") if host]
+    if len(hosts) < 2 or len(set(hosts)) < len(hosts) or any(host.startswith("-") for host in hosts):
+        raise UsageError(f"--hosts is {arguments.hosts!r}. Expected two or more different hosts, such as gpu1,gpu2.")
+    rendezvous = arguments.rendezvous or f"{hosts[0].rpartition('@')[2]}:{DEFAULT_PORT}"
+    read_address(rendezvous, "--rendezvous")
+    _, command = _train_words(arguments, arguments.python or sys.executable, arguments.work)
+    commands = {
+        host: [*command, "--nodes", str(len(hosts)), "--node-rank", str(rank), "--rendezvous", rendezvous]
+        for rank, host in enumerate(hosts)
+    }
+    ssh = [*(shlex.split(os.environ.get(COMMAND_VARIABLE, "")) or ["ssh"]), *OPTIONS]
+    return run_on_hosts(commands, arguments.folder or str(Path.cwd()), ssh)
