@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Annotated, Literal
 
 from zero2all.common.errors import UsageError
@@ -26,6 +26,58 @@ class MeshSizes:
     def processes(self) -> int:
         """All processes."""
         return math.prod(astuple(self)) // self.expert
+
+
+@dataclass(frozen=True)
+class SlowLinkConfig:
+    """Groups of processes that are joined by a slow link (docs/slow-link.md)."""
+
+    groups: list[str] = field(default_factory=list)
+    """host:port of every group, as the others reach it; the place in the list is its number. []: no slow link."""
+    group: Annotated[int, Range(minimum=0)] = 0
+    """The number of this group."""
+    scheme: Literal["local_sgd", "diloco", "streaming", "sparse"] = "streaming"
+    """How groups synchronise. local_sgd: mean of their weights; diloco: Nesterov momentum on the mean change;
+    streaming: the same, some blocks at a time, while training goes on; sparse: the largest changes only."""
+    every: PositiveInt = 30
+    """Steps between two synchronisations of the same weights (H)."""
+    compress: Literal["float32", "bf16", "int8", "int4"] = "bf16"
+    """How changes are sent; int8 and int4 add what was lost to what is sent next. sparse has a format of its own."""
+    outer_lr: PositiveFloat = 0.6
+    """Outer learning rate of diloco and streaming; local_sgd and sparse take 1."""
+    momentum: Annotated[float, Range(minimum=0.0, below=1.0)] = 0.9
+    """Outer momentum of diloco and streaming."""
+    fragment_layers: PositiveInt = 3
+    """streaming: blocks that are sent at once."""
+    tau: Annotated[int, Range(minimum=0)] = 1
+    """streaming: steps between sending and using the answer."""
+    alpha: Annotated[float, Range(minimum=0.0, below=1.0)] = 0.5
+    """streaming: share of the group's own weights in the mixture with the answer."""
+    top_k_share: PositiveFloat = 0.02
+    """sparse: share of the changes that is sent."""
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether the scheme uses outer momentum."""
+        return self.scheme in ("diloco", "streaming")
+
+    def fragments(self, layers: int) -> int:
+        """Parts in which a model of `layers` blocks is sent."""
+        return -(-layers // self.fragment_layers) + 1 if self.scheme == "streaming" else 1
+
+    def problems(self, place: str) -> list[Problem]:
+        """Fields that are valid alone but do not fit together."""
+        found = []
+        if not self.groups:
+            return found
+        if self.has_momentum and self.momentum == 0:
+            expected = (
+                f"above 0 (0.9 is usual), because {place}.scheme is {self.scheme}; without momentum use local_sgd"
+            )
+            found.append(Problem(f"{place}.momentum", self.momentum, expected))
+        if self.top_k_share > 0.5:
+            found.append(Problem(f"{place}.top_k_share", self.top_k_share, "at most 0.5 (0.01 to 0.03 is usual)"))
+        return found
 
 
 @dataclass(frozen=True)
@@ -80,6 +132,18 @@ class ParallelConfig:
     cpu_threads: PositiveInt | None = None
     """CPU threads for computation. null takes all cores when a run starts, and the same number again on resume, because
     the last bits of sums depend on it."""
+
+    slow_link: SlowLinkConfig = field(default_factory=SlowLinkConfig)
+    """Groups that synchronise rarely, where the network between them is slow."""
+
+    def batch_place(self, rank: int, ranks: int) -> tuple[int, int]:
+        """The number of a batch rank among those of all groups, and how many these are."""
+        return self.slow_link.group * ranks + rank, self.groups * ranks
+
+    @property
+    def groups(self) -> int:
+        """Groups joined by a slow link; 1: there is none."""
+        return max(1, len(self.slow_link.groups))
 
     def problems(self, place: str) -> list[Problem]:
         """Fields that are valid alone but do not fit together."""

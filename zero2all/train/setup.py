@@ -290,7 +290,7 @@ def _build_state(
     state.micro_batch_samples, micro_notes = choose_micro_batch(
         config, model, world, run, state.weights.zero_gradients, fence
     )
-    rows = rank_rows(config.samples_per_step, 0, world.mesh.batch.size)[2]
+    rows = rank_rows(config.samples_per_step, *config.parallel.batch_place(0, world.mesh.batch.size))[2]
     state.cuda_graph = choose_cuda_graph(config, model, world.device, world.size, state.micro_batch_samples, rows)
     counts = parameter_counts(config.model)
     where = (
