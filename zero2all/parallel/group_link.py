@@ -123,9 +123,9 @@ class GroupLink:
         folder = inner_folder(run, self.group, split_address(own)[1])
         door = config.bind or f"0.0.0.0:{split_address(own)[1]}"
         self._door = Door(door, run, self.group, folder) if rank % self._per_machine == 0 else None
-        self._inbox = Inbox(folder, rank, self._take_connection)
         for other in range(1, ranks) if rank == 0 else ([0] if rank else []):
-            self.inner[other] = Channel(partial(self._hear_inner, other), no_payload, partial(self.inner_up, other))
+            self.inner[other] = Channel(partial(self._hear_inner, other), no_payload, partial(self._inner_up, other))
+        self._inbox = Inbox(folder, rank, self._take_connection)
         for group in range(self.group):  # the higher-numbered group dials
             address = machines[group][rank // self._per_machine]
             for stream in range(config.streams):
@@ -225,6 +225,8 @@ class GroupLink:
     def close(self) -> None:
         """Leave; payloads on their way to connected groups are still sent, for a few seconds."""
         deadline = time.monotonic() + LAST_WORD_SECONDS
+        if self._mind:
+            self._mind.leave()
         for channel in [
             *self.data.values(),
             *self.inner.values(),

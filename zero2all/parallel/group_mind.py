@@ -112,6 +112,8 @@ class Mind:
                     f"{differences(self.link.facts, message['facts'])}. Nothing was started. Start all groups with the "
                     f"same config and version of zero2all."
                 )
+            elif message["do"] == "bye":
+                self.expected.discard(group)
             elif message["do"] == "status" and group in self._alike:
                 self.heard[group] = message
                 self.eras[group] = message["era"]
@@ -126,6 +128,11 @@ class Mind:
                 self.heard.pop(group, None)
                 self._alike.discard(group)
             self.changed.notify_all()
+
+    def leave(self) -> None:
+        """Training has ended: the others need not wait."""
+        with self.changed:
+            self._tell_groups({"do": "bye"})
 
     # ---- starting
 
@@ -182,13 +189,19 @@ class Mind:
             while not self.link.closed:
                 if self.is_running:
                     self._look()
-                status = self._status()
-                if status != self._sent or time.monotonic() > self._sent_at + STATUS_SECONDS:
-                    self._sent, self._sent_at = status, time.monotonic()
-                    for channel in self.control.values():
-                        if channel.is_up:
-                            channel.post(status)
+                self._send_status()
                 self.changed.wait(0.2)
+
+    def _send_status(self) -> None:
+        status = self._status()
+        if status != self._sent or time.monotonic() > self._sent_at + STATUS_SECONDS:
+            self._sent, self._sent_at = status, time.monotonic()
+            self._tell_groups(status)
+
+    def _tell_groups(self, message: Status) -> None:
+        for channel in self.control.values():
+            if channel.is_up:
+                channel.post(message)
 
     def _status(self) -> Status:
         status = {"chain": self.chain, "weight": self.weight, "last": self.last, "recent": self.recent, "era": self.era}

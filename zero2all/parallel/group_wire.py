@@ -117,7 +117,7 @@ class Channel:
         with self.changed:
             for held in (self._unacknowledged, self._arriving):
                 for item in [item for item in held if item.kind == PAYLOAD and item.key[0] < before_round]:
-                    del held[item]  # type: ignore[attr-defined]
+                    del held[item]
             self._arrived = {item for item in self._arrived if item.kind == STATE or item.key[0] >= before_round}
 
     def attach(self, stream: int, connection: socket.socket) -> None:
