@@ -161,8 +161,8 @@ def make_tokens(folder: Path) -> np.ndarray:
     tokenizer.train_from_iterator(sample, trainer)
     ids: list[np.ndarray] = []
     for first in range(0, len(ordered), 512):
-        for one in tokenizer.encode_batch(ordered[first : first + 512]):
-            ids.append(np.array([*one.ids, 0], dtype=np.uint16))
+        encoded = tokenizer.encode_batch(ordered[first : first + 512])
+        ids += [np.array([*one.ids, 0], dtype=np.uint16) for one in encoded]
     print(f"{len(ordered)} files, {total / 1e6:.1f} M characters", flush=True)
     return np.concatenate(ids)
 

@@ -92,7 +92,9 @@ class SlowLinkConfig:
         if self.bind is not None and not _is_address(self.bind):
             found.append(Problem(f"{place}.bind", self.bind, "host:port of this machine, such as 0.0.0.0:29600"))
         if self.has_momentum and self.momentum == 0:
-            expected = f"above 0 (0.9 is usual), because {place}.scheme is {self.scheme}; without momentum use local_sgd"
+            expected = (
+                f"above 0 (0.9 is usual), because {place}.scheme is {self.scheme}; without momentum use local_sgd"
+            )
             found.append(Problem(f"{place}.momentum", self.momentum, expected))
         return found
 

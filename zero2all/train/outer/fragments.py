@@ -20,11 +20,10 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Due:
-    """A fragment to send now. `key` tells rounds of the clock (below the number of fragments) from the extra one at the
-    end of a run."""
+    """A fragment to send now. Numbers rise with every exchange, also where a run that has ended is prolonged: even ones
+    are those of the clock, odd ones what is sent in addition at the end."""
 
-    round: int
-    key: int
+    number: int
     fragment: int
     merge_step: int  # after this step its outer weights go into the model
     mixes: bool  # with the weights that the model has by then
@@ -41,16 +40,18 @@ class Clock:
 
     def due(self, step: int) -> list[Due]:
         """What is sent after `step`."""
-        number = (step - 1) // self.every
+        done = (step - 1) // self.every  # rounds
         offsets = [(fragment + 1) * self.every // self.fragments for fragment in range(self.fragments)]
-        is_last, now = step == self.last_step, step - number * self.every
+        is_last, now = step == self.last_step, step - done * self.every
         wait = 0 if is_last else self.tau
-        found = []
-        for at, offset in enumerate(offsets):
-            if offset == now:
-                found.append(Due(number, at, at, step + wait, wait > 0))
-            elif is_last:
-                found.append(Due(number, self.fragments + at, at, step, False))
+        found = [
+            Due(2 * (done * self.fragments + at), at, step + wait, wait > 0)
+            for at, offset in enumerate(offsets)
+            if offset == now
+        ]
+        if is_last:
+            number = 2 * (done * self.fragments + sum(offset <= now for offset in offsets)) - 1
+            found += [Due(number, at, step, False) for at, offset in enumerate(offsets) if offset != now]
         return found
 
 

@@ -16,8 +16,16 @@ class Link(Protocol):
 
     group: int
     groups: int
-    sent_bytes: int
-    received_bytes: int
+    history: str
+    """Which rounds were made, as a hash; kept in checkpoints, so that a group knows whether it is in step."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of payloads so far."""
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of payloads so far."""
 
     def offer(self, number: int, fragment: int, payload: bytes | memoryview, /) -> None:
         """Hand over the payload of this group; returns at once."""
@@ -32,7 +40,7 @@ class Link(Protocol):
         """Round and outer state of a group that is in step."""
 
     def serve_state(self, number: int, state: Callable[[], bytes], /) -> None:
-        """How to get the outer state of this group, for one that comes back."""
+        """After every update: called for the outer state, if a group that comes back waits for it."""
 
     def close(self) -> None:
         """End all connections."""
@@ -46,7 +54,7 @@ class Hub:
         self.live = set(range(groups))
         self.offers: dict[tuple[int, int], dict[int, bytes]] = {}
         self.sets: dict[tuple[int, int], list[int]] = {}
-        self.states: dict[int, tuple[int, Callable[[], bytes]]] = {}
+        self.states: dict[int, tuple[int, bytes]] = {}
         self.behind: set[int] = set()
         self.links = [MemoryLink(self, group, groups) for group in range(groups)]
 
@@ -68,6 +76,7 @@ class MemoryLink:
     def __init__(self, hub: Hub, group: int, groups: int) -> None:
         self._hub, self.group, self.groups = hub, group, groups
         self.sent_bytes = self.received_bytes = 0
+        self.history = ""
 
     def offer(self, number: int, fragment: int, payload: bytes | memoryview, /) -> None:
         """See `Link`."""
@@ -97,15 +106,16 @@ class MemoryLink:
     def adopt(self) -> tuple[int, bytes]:
         """See `Link`."""
         with self._hub.changed:
-            number, state = self._hub.states[min(self._hub.live)]
-            found = number, state()
+            found = self._hub.states[min(self._hub.live)]
+            self._hub.states.clear()
             self._hub.behind.discard(self.group)
             self._hub.live.add(self.group)
         return found
 
     def serve_state(self, number: int, state: Callable[[], bytes], /) -> None:
         """See `Link`."""
-        self._hub.states[self.group] = (number, state)
+        if self._hub.behind:
+            self._hub.states[self.group] = (number, state())
 
     def close(self) -> None:
         """See `Link`."""

@@ -18,17 +18,17 @@ copies between device and host, and for a link that takes longer than tau steps.
 from __future__ import annotations
 
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zero2all.common.progress import counted
 from zero2all.parallel.config import SlowLinkConfig
 from zero2all.parallel.mesh import Axis
 from zero2all.parallel.parts import Part
@@ -104,7 +104,6 @@ class OuterOptimizer:
         self._form = format_of(config)
         self.clock = make_clock(config, layers, last_step)
         self._flights: list[_Flight] = []
-        self._lock = threading.Lock()  # of the outer state, which the link reads for a group that comes back
         self._place = (0, 0)  # step and tokens of the last update
         self._thread = ThreadPoolExecutor(1, "z2a-outer")
         spreads = {one.name: one.spread for one in weights.table}
@@ -128,6 +127,14 @@ class OuterOptimizer:
         momentum = zeros() if self._config.has_momentum else None
         return _Held(axis, own, outer, momentum, zeros() if keeps_error(self._form) else None)
 
+    def note(self) -> str:
+        """What the user should know, in a line."""
+        config, size = self._config, sum(part.values.nbytes for part in self.tensors().values()) / 1e9
+        return (
+            f"slow link: group {config.group} of {len(config.groups)}, {config.scheme}, every {config.every} steps in "
+            f"{counted(self.clock.fragments, 'fragment')}, {self._form}; {size:.2f} GB of outer state in host memory"
+        )
+
     # ---- what the training loop calls ----
 
     def start(self, step: int, tokens: int) -> None:
@@ -145,6 +152,15 @@ class OuterOptimizer:
             self._write(self._names[flight.due.fragment], self._config.alpha if flight.due.mixes else 0.0)
             self._flights.remove(flight)
         return reports
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the others went on without this group, which must adopt their state. Equal on all ranks."""
+        return self.link is not None and self.link.behind() is not None
+
+    def end_at(self, last_step: int) -> None:
+        """The run has another last step."""
+        self.clock = replace(self.clock, last_step=last_step)
 
     def settle(self) -> None:
         """Wait until the outer weights hold everything that was sent. It is in the model only when it is due."""
@@ -179,13 +195,14 @@ class OuterOptimizer:
         """The outer state, for the checkpoint; live. `settle` first."""
         return {f"{group}/{name}": part for name, held in self._held.items() for group, part in held.tensors().items()}
 
-    def record(self) -> list[list[int]]:
-        """What is not yet in the model, for the checkpoint."""
-        return [list(map(int, astuple(flight.due))) for flight in self._flights]
+    def record(self) -> dict[str, Any]:
+        """For the checkpoint: the history of the link, and what is not yet in the model."""
+        history = "" if self.link is None else self.link.history
+        return {"history": history, "due": [asdict(flight.due) for flight in self._flights]}
 
-    def loaded(self, record: Sequence[Sequence[int]]) -> None:
+    def loaded(self, record: Mapping[str, Any]) -> None:
         """A checkpoint was loaded into the tensors."""
-        self._flights = [_Flight(Due(*due[:4], bool(due[4])), None) for due in record]
+        self._flights = [_Flight(Due(**due), None) for due in record["due"]]
 
     def reset(self) -> None:
         """Begin anew from the model."""
@@ -207,23 +224,21 @@ class OuterOptimizer:
         _, data = self.link.adopt()
         step, tokens = struct.unpack_from("<qq", data)
         at = 16
-        with self._lock:
-            for held in self._held.values():
-                for values in (held.values, held.momentum):
-                    if values is not None and values.numel():
-                        values.copy_(torch.frombuffer(bytearray(data[at : at + 4 * len(values)]), dtype=torch.float32))
-                        at += 4 * len(values)
-                if held.error is not None:
-                    held.error.zero_()
-            self._place = (step, tokens)
+        for held in self._held.values():
+            for values in (held.values, held.momentum):
+                if values is not None and values.numel():
+                    values.copy_(torch.frombuffer(bytearray(data[at : at + 4 * len(values)]), dtype=torch.float32))
+                    at += 4 * len(values)
+            if held.error is not None:
+                held.error.zero_()
+        self._place = (step, tokens)
         self._write(list(self._held), 0.0)
         return step, tokens
 
     def _state(self) -> bytes:
         """Step, tokens, outer weights and momentum."""
-        with self._lock:
-            parts = [each for held in self._held.values() for each in (held.values, held.momentum) if each is not None]
-            return struct.pack("<qq", *self._place) + b"".join(values.numpy().tobytes() for values in parts)
+        parts = [each for held in self._held.values() for each in (held.values, held.momentum) if each is not None]
+        return struct.pack("<qq", *self._place) + b"".join(values.numpy().tobytes() for values in parts)
 
     # ---- between the model and the host ----
 
@@ -269,15 +284,14 @@ class OuterOptimizer:
         if copied is not None:
             copied.synchronize()
         payload = b"".join(self._payload(self._held[name], inner) for name, inner in snapshot.items())
-        link.offer(due.round, due.key, payload)
+        link.offer(due.number, due.fragment, payload)
         started = time.perf_counter()
-        found = link.collect(due.round, due.key)
+        found = link.collect(due.number, due.fragment)
         waited = time.perf_counter() - started
-        with self._lock:
-            square = self._update(list(snapshot), payload, {group: found[group] for group in sorted(found)}, link.group)
-            self._place = place
-        link.serve_state(due.round, self._state)
-        return RoundReport(due.round, tuple(sorted(found)), waited, square)
+        square = self._update(list(snapshot), payload, {group: found[group] for group in sorted(found)}, link.group)
+        self._place = place
+        link.serve_state(due.number, self._state)
+        return RoundReport(due.number // (2 * self.clock.fragments), tuple(sorted(found)), waited, square)
 
     def _payload(self, held: _Held, inner: Tensor) -> bytes:
         change = held.values - inner
