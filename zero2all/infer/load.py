@@ -92,7 +92,7 @@ def load_run(workspace: Workspace, name: str, step: int | None = None) -> Loaded
         checkpoint = verified_checkpoint(checkpoint_folder(run, step))
     config = _at(checkpoint, config)
     model = _model_of_run(config)
-    checkpoint.load_into({f"model/{name}": part for name, part in model_parts(model).items()})
+    checkpoint.load_into({f"{checkpoint.model_group}/{name}": part for name, part in model_parts(model).items()})
     return _loaded_run(run, checkpoint, config, model, load_tokenizer(workspace.tokenizer))
 
 
@@ -195,9 +195,7 @@ def _run_weights(run: Path, step: int | None, device: torch.device, dtype: torch
         filled.clear()  # a damaged one is given up before memory is taken for the next
         model = empty_model(_at(checkpoint, config).model, READY_OPS, device, dtype)
         parts = model_parts(model).items()
-        # Of groups over a slow link, the weights that all of them have in common are the model.
-        group = "outer" if any(name.startswith("outer/") for name in checkpoint.index) else "model"
-        checkpoint.load_checked({f"{group}/{name}": part.values for name, part in parts})
+        checkpoint.load_checked({f"{checkpoint.model_group}/{name}": part.values for name, part in parts})
         filled[checkpoint.step] = model
         return checkpoint
 
