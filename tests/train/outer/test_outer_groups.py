@@ -15,7 +15,8 @@ from tests.train.ranks import Launch, RankStarter
 from zero2all.common.workspace import Workspace
 from zero2all.infer.load import load_run
 from zero2all.track.reader import read_run
-from zero2all.train.checkpoints.find import newest_checkpoint, verified_checkpoint
+from zero2all.train.checkpoints.find import newest_checkpoint
+from zero2all.train.checkpoints.load import verified_checkpoint
 
 
 def free_ports() -> list[str]:
