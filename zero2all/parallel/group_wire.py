@@ -243,7 +243,9 @@ class Channel:
             self.received_bytes += len(body)
             self.received_framing += HEADER.size + 4
             if item not in self._arrived:
-                buffer, offsets = self._arriving.setdefault(item, (bytearray(total), set()))
+                if item not in self._arriving:
+                    self._arriving[item] = (bytearray(total), set())
+                buffer, offsets = self._arriving[item]
                 if len(buffer) != total or offset % CHUNK_BYTES or len(body) != min(CHUNK_BYTES, total - offset):
                     raise ValueError("a chunk that does not fit its payload")
                 buffer[offset : offset + len(body)] = body
