@@ -32,7 +32,7 @@ LAST_WORD_SECONDS = 0.5
 
 def no_payload(_item: Item, _payload: bytes) -> None:
     """Channels for messages alone."""
-    raise ValueError("this connection carries no payloads")
+    raise OSError("this connection carries no payloads")
 
 
 class Mind:
