@@ -32,7 +32,7 @@ LAST_WORD_SECONDS = 0.5
 
 def no_payload(_item: Item, _payload: bytes) -> None:
     """Channels for messages alone."""
-    raise ValueError("this connection carries no payloads")
+    raise OSError("this connection carries no payloads")
 
 
 class Mind:
@@ -311,6 +311,9 @@ class Mind:
             eras = {group: self.eras.get(group, -1) for group in peers.keys() | unheard} | {self.link.group: self.era}
             here = [[group, era] for group, era in sorted(eras.items()) if self._is_here(key, group, era)]
             awaited = set(eras) - {group for group, _ in here} - {self.link.group}
+            own = self.has.get(key, {}).get((self.link.group, self.era))
+            if own and len(own) < self.link.ranks:  # some ranks have not come so far
+                return
             if any(now < max(since, self._payload_came(group, key)) + wait for group in awaited):
                 return
             known = {"set": here}

@@ -209,18 +209,18 @@ class Channel:
             mark, kind, number, fragment, group, era, offset, total, length = HEADER.unpack_from(head)
             limit = MESSAGE_BYTES if kind == MESSAGE else min(CHUNK_BYTES, total - offset)
             if mark != MARK or kind > STATE or total > PAYLOAD_BYTES or length > limit:
-                raise ValueError("not a frame of this link")
+                raise OSError("not a frame of this link")
             if length > len(space):
                 space = bytearray(length)
             _receive(connection, memoryview(space)[:length])
             body = bytes(memoryview(space)[:length])
             if _crc(bytes(head[: HEADER.size]), body) != int.from_bytes(head[HEADER.size :], "big"):
-                raise ValueError("a damaged frame")
+                raise OSError("a damaged frame")
             if kind == MESSAGE:
                 self.received_framing += len(head) + length
                 message = json.loads(body)
                 if not isinstance(message, dict):
-                    raise ValueError("not a message of this link")
+                    raise OSError("not a message of this link")
                 self._take_message(message)
             else:
                 self._take_chunk(Item(kind, (number, fragment), group, era), offset, total, body)
@@ -243,9 +243,11 @@ class Channel:
             self.received_bytes += len(body)
             self.received_framing += HEADER.size + 4
             if item not in self._arrived:
-                buffer, offsets = self._arriving.setdefault(item, (bytearray(total), set()))
+                if item not in self._arriving:
+                    self._arriving[item] = (bytearray(total), set())
+                buffer, offsets = self._arriving[item]
                 if len(buffer) != total or offset % CHUNK_BYTES or len(body) != min(CHUNK_BYTES, total - offset):
-                    raise ValueError("a chunk that does not fit its payload")
+                    raise OSError("a chunk that does not fit its payload")
                 buffer[offset : offset + len(body)] = body
                 offsets.add(offset)
                 if len(offsets) < -(-max(1, total) // CHUNK_BYTES):
@@ -265,7 +267,7 @@ def _receive(connection: socket.socket, view: memoryview) -> None:
     while view:
         count = connection.recv_into(view)
         if count == 0:
-            raise ConnectionResetError("the other side has ended")
+            raise OSError("the other side has ended")
         view = view[count:]
 
 
@@ -306,17 +308,17 @@ def _write_short(connection: socket.socket, message: Greeting) -> None:
 
 
 def _read_short(connection: socket.socket, deadline: float) -> Greeting:
-    """A greeting or its answer; ValueError for anything else, OSError when it does not come in time."""
+    """A greeting or its answer; OSError for anything else, and when it does not come in time."""
     head = _receive_until(connection, len(MAGIC), deadline)
     if head != MAGIC:
-        raise ValueError("not a greeting of this link")
+        raise OSError("not a greeting of this link")
     length = int.from_bytes(_receive_until(connection, 2, deadline), "big")
     if length > GREETING_BYTES:
-        raise ValueError("not a greeting of this link")
+        raise OSError("not a greeting of this link")
     text = _receive_until(connection, length, deadline)
     answer = json.loads(text)
     if not isinstance(answer, dict):
-        raise ValueError("not a greeting of this link")
+        raise OSError("not a greeting of this link")
     return answer
 
 
@@ -326,7 +328,7 @@ def _receive_until(connection: socket.socket, count: int, deadline: float) -> by
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         piece = connection.recv(count - len(found))
         if not piece or time.monotonic() > deadline:
-            raise ConnectionResetError("no whole greeting")
+            raise OSError("no whole greeting")
         found += piece
     return found
 
