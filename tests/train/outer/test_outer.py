@@ -292,3 +292,24 @@ def test_copies_inside_a_group_divide_the_outer_work():
     halves = [bits(state, "outer/") for state in states]
     for name, value in bits(alone, "outer/").items():
         assert torch.equal(torch.cat([half[name].view(-1) for half in halves]), value.view(-1))
+
+
+def test_bad_settings_are_named_together_before_anything_starts():
+    from tests.train.conftest import small_config
+    from zero2all.common.errors import UsageError
+    from zero2all.config import ConfigError
+    from zero2all.parallel.check import check_spread
+
+    link = {"groups": ["a:1", "b:1", "c:1"], "every": 6, "fragment_layers": 1}
+    with pytest.raises(ConfigError) as problem:
+        small_config(parallel={"slow_link": {**link, "momentum": 0, "top_k_share": 0.9}})
+    assert {"parallel.slow_link.top_k_share"} == {each.field for each in problem.value.problems}
+    with pytest.raises(ConfigError) as problem:
+        small_config(parallel={"slow_link": {**link, "momentum": 0}})
+    assert "parallel.slow_link.momentum" in str(problem.value)
+    with pytest.raises(UsageError) as problem:  # 4 rows, 1 block and the ends
+        check_spread(small_config(parallel={"slow_link": {**link, "tau": 3}}), 1)
+    assert "a multiple of 96" in str(problem.value)
+    assert "tau 3 must be less than every / fragments = 6 / 2" in str(problem.value)
+    with pytest.raises(UsageError, match="every 1 is less than the 2 fragments"):
+        check_spread(small_config(parallel={"slow_link": {**link, "every": 1}}), 1)
