@@ -253,6 +253,8 @@ def test_bytes_sent_are_those_of_the_formula(fields, bits_a_value, fewer):
             state.outer.start(step, 0)
         for state in states:
             state.outer.finish(step)
+    for state in states:
+        state.outer.settle()  # the last fragment
     shapes = [one.shape for one in states[0].weights.table]
     assert hub.links[0].sent_bytes == steps * bytes_per_step(fields["scheme"], shapes, 2, fields["every"], bits_a_value)
     assert bytes_per_step("data_parallel", shapes, 2) * steps / hub.links[0].sent_bytes >= fewer

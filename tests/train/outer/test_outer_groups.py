@@ -59,7 +59,7 @@ def test_groups_stopped_with_a_fragment_in_flight_go_on_to_the_same_bits(
         # The groups divide every global batch.
         rows = [launch.global_rows() for launch in launches]
         assert all(len({*rows[0][at], *rows[1][at]}) == 4 for at in rows[0])
-        stop = {0: (7, signal.SIGTERM, 0.0)}
+        stop = {0: (6, signal.SIGTERM, 0.0)}  # read in step 7, while the fragment of step 6 is on its way
         for launch in start_both(starters["stopped"], stop):
             assert launch.wait() == [10], launch.text()
         for launch in start_both(starters["stopped"]):
