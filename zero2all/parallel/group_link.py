@@ -372,7 +372,8 @@ class GroupLink:
             self._tell_rank0({"do": "state", "head": head})
             return
         with self.changed:
-            if item.key <= self._decided and item.key not in self.outcomes:
+            is_far = self.outcomes and item.key[0] > min(self.outcomes)[0] + ROUNDS_KEPT
+            if is_far or (item.key <= self._decided and item.key not in self.outcomes):
                 return
             self._payloads.setdefault(item.key, {}).setdefault((item.group, item.era), payload)
         self._tell_rank0({"do": "have", "key": item.key, "group": item.group, "era": item.era})
