@@ -174,6 +174,8 @@ class GroupLink:
             if outcome["state"]:
                 self._behind, own = outcome["state"], held.get((self.group, self._era))
                 self._era = outcome["era"]
+                for old in [each for each in self.outcomes if each <= (outcome["last"][0], outcome["last"][1])]:
+                    del self.outcomes[old]  # training goes on after the state
                 return {} if own is None else {self.group: own}
             self._to_serve.extend(outcome["serve"])
             return {group: held[group, era] for group, era in outcome["set"]}

@@ -40,6 +40,9 @@ class Mind:
 
     def __init__(self, link: GroupLink, history: str) -> None:
         self.link, self.changed = link, link.changed
+        self.chain: str
+        self.weight: int  # contributions that the chain counts
+        self.last: list[int]  # the last key
         self.chain, self.weight, self.last = json.loads(history) if history else ("", 0, [-1, -1])
         self.era = random.getrandbits(31)
         self.recent: list[Status] = []
