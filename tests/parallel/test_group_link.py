@@ -127,6 +127,26 @@ def test_a_late_group_misses_a_round_and_stays_in_step():
         assert isinstance(found[0, rank], bytes)
 
 
+def test_a_group_that_is_many_rounds_late_adopts_and_holds_no_payloads_for_them():
+    logs, settings = {}, settings_of(2, wait_seconds=0.2)
+    held = []
+
+    def work(link):
+        if link.group == 0:
+            return do_rounds(link, logs.setdefault((0, link.rank), []).append, 60, step_seconds=0.1)
+        log = logs.setdefault((1, link.rank), [])
+        do_rounds(link, log.append, 5, step_seconds=0.1)
+        state = bytes.fromhex(log[-1]["state"])
+        wait_until(lambda: len(logs[0, 0]) > 25)
+        held.append(len(link._payloads))
+        return do_rounds(link, log.append, 60, state=state, number=5, step_seconds=0.1)
+
+    found = Threads(settings, work).ends()
+    assert found[0, 0] == found[1, 0]
+    assert any("adopted" in row for row in logs[1, 0])
+    assert max(held) < 8
+
+
 class Relay:
     """A forwarded port, which can be cut and mended."""
 
@@ -186,8 +206,8 @@ def test_both_sides_of_a_partition_go_on_and_one_adopts_when_it_heals():
     for rank in range(RANKS):
         assert found[0, rank] == found[1, rank]
         assert isinstance(found[0, rank], bytes)
-        assert not any("adopted" in row for row in logs[0, rank])
-        assert sum("adopted" in row for row in logs[1, rank]) >= 1
+        # That with fewer contributions; which one it is depends on how fast each was alone.
+        assert sum(any("adopted" in row for row in logs[group, rank]) for group in range(2)) == 1
         assert logs[0, rank][-1]["set"] == [0, 1]
 
 

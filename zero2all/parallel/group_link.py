@@ -174,6 +174,8 @@ class GroupLink:
             if outcome["state"]:
                 self._behind, own = outcome["state"], held.get((self.group, self._era))
                 self._era = outcome["era"]
+                for old in [each for each in self.outcomes if each <= (outcome["last"][0], outcome["last"][1])]:
+                    del self.outcomes[old]  # training goes on after the state
                 return {} if own is None else {self.group: own}
             self._to_serve.extend(outcome["serve"])
             return {group: held[group, era] for group, era in outcome["set"]}
@@ -372,7 +374,8 @@ class GroupLink:
             self._tell_rank0({"do": "state", "head": head})
             return
         with self.changed:
-            if item.key <= self._decided and item.key not in self.outcomes:
+            is_far = self.outcomes and item.key[0] > min(self.outcomes)[0] + ROUNDS_KEPT
+            if is_far or (item.key <= self._decided and item.key not in self.outcomes):
                 return
             self._payloads.setdefault(item.key, {}).setdefault((item.group, item.era), payload)
         self._tell_rank0({"do": "have", "key": item.key, "group": item.group, "era": item.era})

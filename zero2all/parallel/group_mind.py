@@ -40,6 +40,9 @@ class Mind:
 
     def __init__(self, link: GroupLink, history: str) -> None:
         self.link, self.changed = link, link.changed
+        self.chain: str
+        self.weight: int  # contributions that the chain counts
+        self.last: list[int]  # the last key
         self.chain, self.weight, self.last = json.loads(history) if history else ("", 0, [-1, -1])
         self.era = random.getrandbits(31)
         self.recent: list[Status] = []
@@ -278,6 +281,8 @@ class Mind:
         return None
 
     def _follow(self, key: Key, members: Members, source: int, is_decided: bool) -> None:
+        if self.link.outcomes and key[0] > min(self.link.outcomes)[0] + ROUNDS_KEPT:
+            return  # training is far behind: it will adopt a state, and payloads up to there need not be kept
         lacking = [member for member in members if not self._is_here(key, *member)]
         if lacking:
             if time.monotonic() > self._asked_at + STATUS_SECONDS or not self._asked_at:
