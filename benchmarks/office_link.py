@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import save_result
-from benchmarks.slow_link import ADDRESSES, SPACES, cable
+from benchmarks.two_machines import ADDRESSES, Machines, two_machines, why_not
 from zero2all.config import load_config
 from zero2all.model.config import parameter_counts
 from zero2all.track.reader import read_run
@@ -47,21 +47,17 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=30, help="H of streaming (default 30)")
     parser.add_argument("--only-data-parallel", action="store_true", help="leave the streaming runs out")
     asked = parser.parse_args()
-    if os.geteuid() != 0:
-        raise SystemExit("This benchmark makes network namespaces, which needs root: run it with sudo.")
-    with cable(), tempfile.TemporaryDirectory(prefix="z2a-office-") as folder:
+    if problem := why_not():
+        raise SystemExit(problem)
+    with two_machines() as machines, tempfile.TemporaryDirectory(prefix="z2a-office-") as folder:
         places = [_workspace(asked.work.resolve(), Path(folder) / f"machine{number}") for number in (0, 1)]
         kinds = ["data parallel"] if asked.only_data_parallel else ["data parallel", "streaming"]
-        fast = {kind: _pace(kind, "fast", places, asked) for kind in kinds}
+        fast = {kind: _pace(machines, kind, "fast", places, asked) for kind in kinds}
         trained = load_config(str(places[0] / "runs/data-parallel-fast/config.yaml"), [])  # with its vocabulary
         sent = 4 * parameter_counts(trained.model)["total"]
         bits = 8 * sent / (RATIO * fast["data parallel"])
-        for space in SPACES:
-            limit = ["rate", f"{bits / 1e3:.0f}kbit", "burst", "64kb", "latency", "400ms"]
-            subprocess.run(
-                ["ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", "wire", "root", "tbf", *limit], check=True
-            )
-        slow = {kind: _pace(kind, "slow", places, asked) for kind in kinds}
+        machines.limit(bits)
+        slow = {kind: _pace(machines, kind, "slow", places, asked) for kind in kinds}
     print(f"link: {bits / 1e6:.1f} Mbit/s; data parallel sends {sent / 1e6:.1f} MB a step")
     for kind in kinds:
         print(f"{kind:>14}: {fast[kind]:.3f} s a step on the fast cable, {slow[kind]:.3f} s on the slow one")
@@ -89,14 +85,14 @@ def _workspace(source: Path, place: Path) -> Path:
     return place
 
 
-def _pace(kind: str, cable_name: str, places: list[Path], asked: argparse.Namespace) -> float:
+def _pace(machines: Machines, kind: str, cable_name: str, places: list[Path], asked: argparse.Namespace) -> float:
     """Train on both machines; seconds of a step."""
     name = f"{kind}-{cable_name}".replace(" ", "-")
     words = [sys.executable, "-m", "zero2all", "train", asked.config, "--train.name", name, "--train.steps"]
     words += [str(asked.steps), "--parallel.device", "cpu", "--parallel.cpu_threads", "1", "--parallel.processes", "1"]
     words += ["--eval.every_steps", "1000000", "--checkpoint.every_steps", "1000000"]
     started = []
-    for rank, space in enumerate(SPACES):
+    for rank in (0, 1):
         env = {**os.environ, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         if kind == "data parallel":
             more, work = [], places[0]  # one run, one folder
@@ -113,7 +109,7 @@ def _pace(kind: str, cable_name: str, places: list[Path], asked: argparse.Namesp
                 "compress": "int4",
             }
             more = [word for key, value in fields.items() for word in (f"--parallel.slow_link.{key}", str(value))]
-        command = ["ip", "netns", "exec", space, *words, "--work", str(work), *more]
+        command = machines.command(rank, *words, "--work", str(work), *more)
         started.append(subprocess.Popen(command, env=env))
     try:
         if max(process.wait(RUN_SECONDS) for process in started):

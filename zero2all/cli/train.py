@@ -47,6 +47,12 @@ def register(verbs: Subparsers) -> None:
         help="run one step as rank 0 of N without sending anything, and count memory and traffic",
     )
     parser.add_argument("--json", action="store_true", help="with --plan-only or --simulate-ranks: print JSON")
+    parser.add_argument(
+        "--group",
+        type=whole(0),
+        metavar="N",
+        help="the number of this group, with parallel.slow_link (also in the environment: ZERO2ALL_GROUP)",
+    )
     parser.add_argument("--fresh", action="store_true", help="delete an earlier run of this name and start over")
     parser.add_argument("--accept-changes", action="store_true", help="continue a run even if its settings changed")
     parser.add_argument(
@@ -59,7 +65,7 @@ def register(verbs: Subparsers) -> None:
         "z2a train [-h] CONFIG [--work DIR] [--section.field VALUE …]\n"
         "                 [--print-config] [--print-schedule] [--dry-run]\n"
         "                 [--plan-only] [--simulate-ranks N] [--json]\n"
-        "                 [--fresh] [--accept-changes] [--take-over]\n"
+        "                 [--group N] [--fresh] [--accept-changes] [--take-over]\n"
         "                 [--nodes N] [--node-rank R] [--rendezvous HOST:PORT]\n"
         "                 [--rendezvous-bind HOST:PORT] [--interface NAME]"
     )
@@ -92,7 +98,10 @@ def _train(arguments: argparse.Namespace) -> int:
 def _train_or_show(arguments: argparse.Namespace) -> int:
     from zero2all.config import config_yaml, load_config
 
-    config = load_config(arguments.config, arguments.overrides)
+    overrides = list(arguments.overrides)
+    if arguments.group is not None:
+        overrides.append(f"--parallel.slow_link.group={arguments.group}")
+    config = load_config(arguments.config, overrides)
     if arguments.print_config:
         print(config_yaml(config), end="")
         return 0

@@ -92,7 +92,7 @@ def load_run(workspace: Workspace, name: str, step: int | None = None) -> Loaded
         checkpoint = verified_checkpoint(checkpoint_folder(run, step))
     config = _at(checkpoint, config)
     model = _model_of_run(config)
-    checkpoint.load_into({f"model/{name}": part for name, part in model_parts(model).items()})
+    checkpoint.load_into({f"{checkpoint.model_group}/{name}": part for name, part in model_parts(model).items()})
     return _loaded_run(run, checkpoint, config, model, load_tokenizer(workspace.tokenizer))
 
 
@@ -195,7 +195,7 @@ def _run_weights(run: Path, step: int | None, device: torch.device, dtype: torch
         filled.clear()  # a damaged one is given up before memory is taken for the next
         model = empty_model(_at(checkpoint, config).model, READY_OPS, device, dtype)
         parts = model_parts(model).items()
-        checkpoint.load_checked({f"model/{name}": part.values for name, part in parts})
+        checkpoint.load_checked({f"{checkpoint.model_group}/{name}": part.values for name, part in parts})
         filled[checkpoint.step] = model
         return checkpoint
 

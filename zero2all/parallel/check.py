@@ -154,6 +154,36 @@ def _streaming_problems(config: SpreadConfig) -> list[str]:
     return found
 
 
+def _slow_link_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
+    """Every group gets the same number of rows, and a fragment is in the model before the next one is sent."""
+    link, groups, found = config.parallel.slow_link, config.parallel.groups, []
+    if not link.groups:
+        return []
+    ranks = sizes.replicate * sizes.shard
+    for name, length in sequence_lengths(config):
+        rows = config.train.tokens_per_step // length
+        if rows % (groups * ranks):
+            found.append(
+                f"A step has train.tokens_per_step / {name} = {config.train.tokens_per_step} / {length} = "
+                f"{counted(rows, 'row')}, which cannot be divided evenly among {groups} groups x {ranks} batch ranks. "
+                f"Set train.tokens_per_step to a multiple of {groups * ranks * length}."
+            )
+    fragments = link.fragments(config.model.layers)
+    if link.every < fragments:
+        found.append(
+            f"parallel.slow_link.every {link.every} is less than the {fragments} fragments of the model (model.layers "
+            f"{config.model.layers} / fragment_layers {link.fragment_layers}, and one for embedding and head): each is "
+            f"sent at a step of its own. Raise every to at least {fragments}, or fragment_layers."
+        )
+    elif link.scheme == "streaming" and link.tau * fragments >= link.every:
+        found.append(
+            f"parallel.slow_link.tau {link.tau} must be less than every / fragments = {link.every} / {fragments}: a "
+            f"fragment must be back before the next one is sent. Lower tau to at most {(link.every - 1) // fragments}, "
+            f"or raise every or fragment_layers."
+        )
+    return found
+
+
 def _cuda_graph_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
     """A pass that communicates cannot be captured."""
     others = [name for name in ("pipeline", "context", "tensor", "expert") if getattr(sizes, name) > 1]
@@ -175,5 +205,6 @@ RULES: tuple[Rule, ...] = (
     _zero_problems,
     _offload_problems,
     _cuda_graph_problems,
+    _slow_link_problems,
 )
 """The rules of single axes, and those that several share."""

@@ -82,7 +82,9 @@ class Control:
         """This process's part of weights for all rows."""
         if weights is None:
             return None
-        first, own, per_rank = rank_rows(rows, self._world.mesh.batch.rank, self._world.mesh.batch.size)
+        first, own, per_rank = rank_rows(
+            rows, *self._config.parallel.batch_place(self._world.mesh.batch.rank, self._world.mesh.batch.size)
+        )
         part = torch.zeros(per_rank)
         part[:own] = torch.from_numpy(weights[first : first + own])
         return part

@@ -18,7 +18,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from zero2all.packed.loader import Batch, Loader, LoaderOptions, read_batch
 from zero2all.packed.transfer import batches_on
 from zero2all.parallel.check import check_spread
 from zero2all.parallel.device import pick_device, set_memory_settings
+from zero2all.parallel.group_link import GroupLink, link_facts, own_group
 from zero2all.parallel.world import World, asked_processes, join_world, known_processes
 from zero2all.track.writer import Run, has_finished
 from zero2all.train.anneal import read_anneal, withdraw_request
@@ -50,6 +51,7 @@ from zero2all.train.control import Control
 from zero2all.train.guards.documents import Decode
 from zero2all.train.guards.policy import Rollback, Stop
 from zero2all.train.micro_batch import memory_settings
+from zero2all.train.outer.optimizer import round_values
 from zero2all.train.peer_failure import explain_peer_failure
 from zero2all.train.periodic import (
     CheckpointSaver,
@@ -95,6 +97,7 @@ def train(
     `make_decode` loads the tokenizer's decoder, for the pages that explain incidents. `brief` leaves the notes of the
     start to the metrics."""
     run = workspace.run(config.train.name)
+    config = _with_group(config)
     with ExitStack() as stack:
         # From here on: a signal that comes during the setup is handled at the end of the first step.
         stop = stack.enter_context(stop_requests())
@@ -116,6 +119,9 @@ def train(
             world.run_on_rank0(lambda: _clear_run(run, lock.check))
         for note in () if brief else prepared.notes:
             speak(note)
+        if prepared.state.outer is not None:
+            prepared.state.outer.link = _open_link(prepared)
+            stack.callback(prepared.state.outer.close)
         world.run_on_rank0(lambda: behind(lock.check, lambda: save_run_config(prepared.config, run)))
         metrics = None
         # A finished run has nothing to add to its curves: running it again is not a new attempt.
@@ -137,6 +143,25 @@ def train(
                 with suppress(OSError):
                     for problem in _tracking_problems(metrics) if lock.is_held() else ():
                         speak(problem)
+
+
+def _with_group(config: RunConfig) -> RunConfig:
+    """The config with the number of this group, where there are several."""
+    slow_link = config.parallel.slow_link
+    if not slow_link.groups:
+        return config
+    slow_link = replace(slow_link, group=own_group(slow_link))
+    return replace(config, parallel=replace(config.parallel, slow_link=slow_link))
+
+
+def _open_link(prepared: Prepared) -> GroupLink:
+    """Meet the other groups; UsageError where one does not come, or has another config or other data."""
+    config, world, checkpoint = prepared.config, prepared.world, prepared.checkpoint
+    facts = {**link_facts(flat_values(config_values(config))), "data": prepared.data.fingerprint}
+    record = {} if checkpoint is None else checkpoint.record.get("outer") or {}
+    slow_link, name = config.parallel.slow_link, config.train.name
+    seconds = config.parallel.join_seconds
+    return GroupLink(slow_link, name, world.rank, world.size, facts, seconds, str(record.get("history", "")))
 
 
 @contextmanager
@@ -207,6 +232,8 @@ class TrainingLoop:
         """The step that has not been read yet, and the seconds the host waited for its data."""
         self.stop_requested = self.folder_news = False
         """Requests found in the figures of the steps read so far; the same in every process."""
+        self.last_groups: tuple[int, ...] | None = None
+        """Those in the last round over a slow link."""
 
     def run(self) -> TrainSummary:
         """Train until the last step."""
@@ -216,6 +243,7 @@ class TrainingLoop:
             with scheduled_garbage_collection() as self.collect_garbage, self.log.progress_bar(self._last_token()):
                 self._leave_nonfinite_checkpoints()
                 first_step = self.state.step
+                self.adopt()
                 with self.shard_damage.checking(), self.folder_watch.watching():
                     while self._train_on():
                         pass
@@ -241,8 +269,7 @@ class TrainingLoop:
         """Train until the end, or until the data must be opened again (rollback, anneal); then returns True."""
         data, state, config = self.prepared.data, self.state, self.config
         options = LoaderOptions(
-            rank=self.world.mesh.batch.rank,
-            ranks=self.world.mesh.batch.size,
+            *config.parallel.batch_place(self.world.mesh.batch.rank, self.world.mesh.batch.size),
             documents=config.data.document_mask,
             prefetch_steps=config.data.prefetch_steps,
             readers=config.data.readers,
@@ -261,7 +288,7 @@ class TrainingLoop:
                     self.skip(tokens)
                 else:
                     self.step(batch, loader)
-                if self._has_folder_news() and self.anneal():
+                if self.adopt() or (self._has_folder_news() and self.anneal()):
                     return True
             self.read_results()
         except _RollbackError as needed:
@@ -313,6 +340,7 @@ class TrainingLoop:
         self.update_ratios.before_step()
         pending = train_step(state, batch, len(self.prepared.data.channels), self.config, self.world, plan)
         self.update_ratios.after_step()
+        self.synchronise()
         self._leave_failed_cuda_graph()
         self.collect_garbage(state.step)
 
@@ -339,7 +367,41 @@ class TrainingLoop:
         self.read_results()
         self.state.step += 1
         self.state.tokens += tokens
+        self.synchronise()
         self.log.show_progress(self.state.tokens, f"step {self.state.step} skipped")
+
+    def synchronise(self) -> None:
+        """Exchange weights with the other groups of a slow link, where that is due."""
+        outer, state = self.state.outer, self.state
+        if outer is None:
+            return
+        outer.start(state.step, state.tokens)
+        reports = outer.finish(state.step)
+        if reports and outer.link is not None:
+            square = torch.tensor(sum(report.squared_norm for report in reports), dtype=torch.float64)
+            square = self.world.mesh.world.sum(square.to(self.world.device))
+            self.log.values(round_values(reports, square, outer.link))
+            for report in reports:
+                if self.last_groups not in (None, report.groups):
+                    facts = {"round": report.round, "groups": report.groups, "before": self.last_groups}
+                    self.log.event("slow_link", facts)
+                self.last_groups = report.groups
+
+    def adopt(self) -> bool:
+        """Take over the state of the other groups, if they went on without this one; then returns True."""
+        outer, state = self.state.outer, self.state
+        if outer is None or not outer.is_behind:
+            return False
+        self.read_results()
+        left_at = state.step
+        state.step, state.tokens = outer.adopt()
+        self._set_positions()
+        self.reports.pause_ended()
+        self.log.event("slow_link", {"adopted": True, "from_step": left_at, "to_step": state.step})
+        self.log.say(
+            f"the other groups went on without this one: it takes over their weights and continues at step {state.step}"
+        )
+        return True
 
     def read_results(self) -> None:
         """Read the pending step, if there is one: log it and let the guards judge it."""
@@ -396,6 +458,8 @@ class TrainingLoop:
         self.prepared.data = self.prepared.data_with(anneal)
         self.prepared.anneal = anneal
         self.control.data_changed(self.prepared.data)
+        if self.state.outer is not None:
+            self.state.outer.end_at(self.prepared.last_step)
         self.log.set_total(self._last_token())
         self.log.event("anneal", {"steps": anneal.steps, "shape": anneal.shape, "to_share": anneal.to_share})
         return True

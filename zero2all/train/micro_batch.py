@@ -65,7 +65,7 @@ def choose_micro_batch(
     asked = config.train.micro_batch_samples
     if asked != "auto":
         return int(asked), []
-    candidates = divisors(rank_rows(config.samples_per_step, 0, world.mesh.batch.size)[2])
+    candidates = divisors(rank_rows(config.samples_per_step, *config.parallel.batch_place(0, world.mesh.batch.size))[2])
     if world.device.type != "cuda":
         taken = least_samples(config, world)
         return taken, [
@@ -101,7 +101,8 @@ def choose_micro_batch(
 
 def least_samples(config: RunConfig, world: World) -> int:
     """The fewest rows a pass may have: as configured, or with `auto` the fixed rule of a CPU, or 1 on a GPU."""
-    rows, asked = rank_rows(config.samples_per_step, 0, world.mesh.batch.size)[2], config.train.micro_batch_samples
+    rows = rank_rows(config.samples_per_step, *config.parallel.batch_place(0, world.mesh.batch.size))[2]
+    asked = config.train.micro_batch_samples
     if asked != "auto":
         return min(int(asked), rows)
     return 1 if world.device.type == "cuda" else max(number for number in divisors(rows) if number <= MOST_ON_CPU)
@@ -210,7 +211,7 @@ def _find_on_device(
 
 def memory_settings(config: RunConfig, ops: Ops, mesh: Mesh, samples: int) -> MemorySettings:
     """The inputs of the memory estimate for a run on `mesh` with micro-batches of `samples` samples."""
-    rows = rank_rows(config.samples_per_step, 0, mesh.batch.size)[2]
+    rows = rank_rows(config.samples_per_step, *config.parallel.batch_place(0, mesh.batch.size))[2]
     settings = MemorySettings(
         seq_len=config.data.seq_len,
         micro_batch_samples=samples,
@@ -307,7 +308,7 @@ def deciding(config: RunConfig, ops: Ops, world: World) -> dict[str, Any]:
         "model": dataclasses.asdict(config.model),
         "seq_len": config.data.seq_len,
         "documents": config.data.document_mask,
-        "rows": rank_rows(config.samples_per_step, 0, world.mesh.batch.size)[2],
+        "rows": rank_rows(config.samples_per_step, *config.parallel.batch_place(0, world.mesh.batch.size))[2],
         "precision": config.train.precision,
         "recompute": [config.train.recompute, config.train.recompute_every],
         "z_loss": config.train.z_loss > 0,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 
 import torch
@@ -58,9 +58,10 @@ class Validation:
         """Validate and log. Called by every process."""
         prepared, config, state = self._prepared, self._prepared.config, self._prepared.state
         state.weights.settle()
-        self.losses = held_out_losses(
-            state.model, prepared.valid, config.data, config.eval, prepared.world, config.parallel, state.pipeline
-        )
+        with nullcontext() if state.outer is None else state.outer.in_model():
+            self.losses = held_out_losses(
+                state.model, prepared.valid, config.data, config.eval, prepared.world, config.parallel, state.pipeline
+            )
         self._log.values(self.losses)
 
 
@@ -131,6 +132,9 @@ class CheckpointSaver:
             "anneal": asdict(self._prepared.anneal) if self._prepared.anneal else None,
             "stage": stage,
         }
+        if state.outer is not None:
+            state.outer.settle()
+            record["outer"] = state.outer.record()
         doubt = self._control.doubt()
         if doubt is not None:
             details[NOT_GOOD] = doubt

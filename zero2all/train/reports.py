@@ -146,7 +146,8 @@ class StepReports:
             values |= balance_values(result.expert_loads, prepared.config.model.moe.dense_layers)
         seq_len = self._seq_len(result)
         needed = flops_per_token(prepared.config.model, seq_len)
-        speed, device = speed / prepared.world.size, prepared.environment["device"]
+        processes = prepared.world.size * prepared.config.parallel.groups
+        speed, device = speed / processes, prepared.environment["device"]
         values |= {f"mfu/{name}": share for name, share in flops_utilisation(needed, speed, device).items()}
         train = prepared.config.train
         if train.recompute != "none":

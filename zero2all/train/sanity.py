@@ -26,6 +26,7 @@ from zero2all.limits.communication import bytes_sent, communication_per_step
 from zero2all.limits.memory import ALLOWANCE, MemorySettings, binary_size, estimate_memory
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.packed.loader import Batch
+from zero2all.parallel.config import SlowLinkConfig
 from zero2all.train.checkpoints.retention import Retention
 from zero2all.train.guards.documents import Decode
 
@@ -338,7 +339,14 @@ def dry_run_config(config: RunConfig, updates: int = UPDATES, samples: int = 8) 
     return dataclasses.replace(
         config,
         parallel=dataclasses.replace(
-            config.parallel, replicate="auto", shard="auto", pipeline=1, context=1, tensor=1, expert=1
+            config.parallel,
+            replicate="auto",
+            shard="auto",
+            pipeline=1,
+            context=1,
+            tensor=1,
+            expert=1,
+            slow_link=SlowLinkConfig(),
         ),
         model=dataclasses.replace(config.model, embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0),
         train=dataclasses.replace(

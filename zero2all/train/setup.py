@@ -58,6 +58,7 @@ from zero2all.train.guards.ledger import LEDGER_FILE, DamagedLedgerError, SkipLe
 from zero2all.train.guards.watch import INCIDENTS_FOLDER
 from zero2all.train.micro_batch import choose_micro_batch, least_samples, memory_settings
 from zero2all.train.operators import changed_operators, resolve_together
+from zero2all.train.outer.optimizer import OuterOptimizer
 from zero2all.train.sanity import nearest_folder, require_memory
 from zero2all.train.saved_config import CONFIG_FILE, load_run_config, with_vocabulary
 from zero2all.train.state import DTYPES, TrainState, new_state
@@ -167,6 +168,11 @@ def prepare(
     }
     state, model_notes = _build_state(config, run, world, checkpoint, store.fence)
     notes += model_notes
+    if config.parallel.slow_link.groups:
+        state.outer = OuterOptimizer(
+            config.parallel.slow_link, state.model_tensors, state.weights, config.model.layers, last_step
+        )
+        notes.append(state.outer.note())
     if checkpoint is not None:
         load_checkpoint(state, checkpoint)
         notes.append(f"resumed {run.name} at step {state.step} from {checkpoint.folder.name}")
@@ -290,7 +296,7 @@ def _build_state(
     state.micro_batch_samples, micro_notes = choose_micro_batch(
         config, model, world, run, state.weights.zero_gradients, fence
     )
-    rows = rank_rows(config.samples_per_step, 0, world.mesh.batch.size)[2]
+    rows = rank_rows(config.samples_per_step, *config.parallel.batch_place(0, world.mesh.batch.size))[2]
     state.cuda_graph = choose_cuda_graph(config, model, world.device, world.size, state.micro_batch_samples, rows)
     counts = parameter_counts(config.model)
     where = (
@@ -416,9 +422,19 @@ def _half_precision_notes(device: torch.device, dtype: torch.dtype) -> list[str]
 def load_checkpoint(state: TrainState, checkpoint: Checkpoint) -> None:
     """Load `checkpoint` into the state. Imported weights have no moments: those of the state stay."""
     has_moments = any(name.startswith("optimizer/") for name in checkpoint.index)
+    if state.outer is not None:
+        state.outer.settle()  # its thread writes to the outer weights
     with state.tensors() if has_moments else state.model_tensors() as tensors:
-        checkpoint.load_into(tensors)
+        # The outer state may be new to the run, or have other parts than before.
+        stored = {name: part for name, part in tensors.items() if name in checkpoint.index or name[:5] != "outer"}
+        checkpoint.load_into(stored)
     state.loaded(checkpoint.record)
+    if state.outer is not None:
+        record = checkpoint.record.get("outer")
+        if record is None:
+            state.outer.reset()
+        else:
+            state.outer.loaded(record)
 
 
 def op_context(config: RunConfig, device: str, dtype: torch.dtype, sharded: bool = False) -> OpContext:

@@ -30,6 +30,7 @@ from zero2all.train.optimizers.base import Optimizer
 from zero2all.train.optimizers.factory import build_optimizer, cut_of
 from zero2all.train.optimizers.flat_adamw import FlatAdamW
 from zero2all.train.optimizers.host_adamw import HostAdamW
+from zero2all.train.outer.optimizer import OuterOptimizer
 from zero2all.train.streamed import StreamedWeights, check_streaming
 from zero2all.train.weights import FlatWeights, ShardedWeights, Weights
 
@@ -80,6 +81,8 @@ class TrainState:
     """Runs the passes where they are captured; None: they run eagerly."""
     pipeline: Pipeline | None = None
     """Runs the passes where other processes have the other blocks of the model."""
+    outer: OuterOptimizer | None = None
+    """Synchronises with other groups over a slow link."""
     step: int = 0
     tokens: int = 0
 
@@ -88,7 +91,7 @@ class TrainState:
         """Between two steps, all tensors of a checkpoint as 'group/name'. A checkpoint can be loaded into them; call
         `loaded` after the context then."""
         with self.model_tensors() as masters:
-            yield {**masters, **self.optimizer_tensors()}
+            yield {**masters, **self.optimizer_tensors(), **({} if self.outer is None else self.outer.tensors())}
 
     @contextmanager
     def model_tensors(self) -> Iterator[dict[str, Part]]:

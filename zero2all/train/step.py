@@ -205,7 +205,8 @@ def train_step(
     """Advance `state` by one step on `batch`."""
     timer = StepTimer(world.device)
     # Dropout depends on (seed, step, rank) alone, so a resumed run needs no stored random state.
-    torch.manual_seed(_step_key(config.train.seed, state.step, world.rank))
+    rank = (config.parallel.slow_link.group or 0) * world.size + world.rank
+    torch.manual_seed(_step_key(config.train.seed, state.step, rank))
     for _, router in routers(state.model):
         router.load.zero_()
     figures = _forward_backward(state, batch, channels, config, world, plan, timer)
@@ -247,7 +248,8 @@ def _forward_backward(
     channel_of = torch.as_tensor(batch.channels).to(device, non_blocking=True)
     own_rows, seq_len = tokens.shape[0], tokens.shape[1] - 1
     rows = batch.global_rows
-    first_row, real_rows, _ = rank_rows(rows, world.mesh.batch.rank, world.mesh.batch.size)
+    place = config.parallel.batch_place(world.mesh.batch.rank, world.mesh.batch.size)
+    first_row, real_rows, _ = rank_rows(rows, *place)
     places = places_of(config.model, config.parallel, world.mesh, seq_len, device)
     counts = own_tokens(_counts(batch, plan, wide, device), places)  # (B, T)
     counted = world.mesh.loss.sum(counts.sum(dtype=torch.float64)).clamp(min=1.0)

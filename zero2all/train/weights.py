@@ -32,7 +32,7 @@ from zero2all.ops.split_master import join, split
 from zero2all.parallel.buckets import CutOf, plan_buffers
 from zero2all.parallel.data import set_gradient_sync
 from zero2all.parallel.layout import LogicalParameter, held_table, layout_table
-from zero2all.parallel.mesh import Mesh, Spread, wait_for
+from zero2all.parallel.mesh import Axis, Mesh, Spread, wait_for
 from zero2all.parallel.parts import Part
 from zero2all.parallel.reduce import GradientReducer, all_gather
 from zero2all.parallel.shards import part_of
@@ -322,7 +322,7 @@ class FlatWeights:
     def squared_norm_share(self) -> Tensor:
         """This process's share of the square of the gradient's L2 norm, float64; the shares of all processes add up to
         it."""
-        copies = {bucket.spread: self._copies(bucket.spread) for bucket in self.plan.buckets}
+        copies = {bucket.spread: self.copies_axis(bucket.spread).size for bucket in self.plan.buckets}
         if self.zero < 2 and self.own_length == self.plan.length and len(set(copies.values())) == 1:
             return _sum_of_squares(self.gradients) / next(iter(copies.values()))
         shares = [
@@ -335,10 +335,10 @@ class FlatWeights:
             shares += [-too_often * _sum_of_squares(values) for values in self._gradients_of_copied_heads()]
         return torch.stack(shares).sum()
 
-    def _copies(self, spread: Spread) -> int:
-        """How many processes hold the same gradients after they have been summed."""
+    def copies_axis(self, spread: Spread) -> Axis:
+        """The processes that hold the same masters, and the same gradients after they have been summed."""
         axes = self.mesh.sums(spread)
-        return axes.rest.size if self.zero else axes.all.size
+        return axes.rest if self.zero else axes.all
 
     def updated(self) -> None:
         """The masters have changed: write the low-precision weights, and gather those of other owners."""
@@ -457,6 +457,10 @@ class ShardedWeights:
         """At most about `most` values of each master, evenly spread over the part in this process; at any time."""
         flat = {one.name: part.values.detach().reshape(-1) for one, part in self._parts()}
         return {name: values[:: _stride(values.numel(), most)] for name, values in flat.items()}
+
+    def copies_axis(self, _spread: Spread) -> Axis:
+        """The processes that hold the same masters."""
+        return self.mesh.copies
 
     communicates = True
 

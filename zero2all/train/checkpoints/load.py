@@ -67,6 +67,11 @@ class Checkpoint:
         """Updates made before it was saved."""
         return int(self.manifest["step"])
 
+    @property
+    def model_group(self) -> str:
+        """The group of names with the weights to use: of groups over a slow link, what they have in common."""
+        return "outer" if any(name.startswith("outer/") for name in self.index) else "model"
+
     def load_into(self, parts: Mapping[str, Part], strict: bool = True) -> None:
         """Fill parts in place, however the tensors were cut when they were saved. Called by all ranks that opened the
         checkpoint together; all of them raise, before anything is changed, when a name, a shape or a dtype differs on

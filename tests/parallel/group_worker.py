@@ -1,0 +1,63 @@
+"""One rank of a group that does rounds over a link, for tests: `python group_worker.py SETTINGS LOG`.
+
+Its outer state is a hash of all payloads that were ever used, so two groups have the same state only if they used the
+same payloads in the same order. The log has a line per round: round, set, state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from pathlib import Path
+
+from zero2all.parallel.config import SlowLinkConfig
+from zero2all.parallel.group_link import GroupLink
+
+FACTS = {"train.seed": 1, "ranks": 2}
+
+
+def payload_of(group: int, rank: int, number: int, length: int = 3000) -> bytes:
+    return hashlib.shake_128(f"{group} {rank} {number}".encode()).digest(length)
+
+
+def do_rounds(link: GroupLink, log, rounds, state=b"", number=0, step_seconds=0.0, fragments=1, slow=None):
+    """Rounds until `rounds`, as training does them; returns the last state."""
+    while True:
+        if (label := link.behind()) is not None:
+            number, state = link.adopt()
+            assert label == number
+            log({"adopted": number, "state": state.hex()})
+        if number >= rounds:
+            return state
+        time.sleep((slow or {}).get(number, step_seconds))
+        for fragment in range(fragments):
+            link.offer(number, fragment, payload_of(link.group, link.rank, number * fragments + fragment))
+            found = link.collect(number, fragment)
+            if link.behind() is not None:
+                break
+            for group in sorted(found):
+                assert found[group] == payload_of(group, link.rank, number * fragments + fragment)
+                state = hashlib.sha256(state + found[group]).digest()
+            link.serve_state(number + 1 if fragment == fragments - 1 else number, lambda: state)  # noqa: B023
+            log({"round": number, "fragment": fragment, "set": sorted(found), "state": state.hex()})
+        else:
+            number += 1
+
+
+def main() -> None:
+    settings, path = json.loads(sys.argv[1]), Path(sys.argv[2])
+    rank = settings.pop("rank")
+    options = {name: settings.pop(name) for name in ("rounds", "step_seconds")}
+    with path.open("a", buffering=1) as file:
+        say = lambda row: file.write(json.dumps({"time": time.time(), **row}) + "\n")  # noqa: E731
+        link = GroupLink(SlowLinkConfig(**settings), "test", rank, 2, FACTS, 60.0)
+        say({"started": True})
+        do_rounds(link, say, **options)
+        say({"finished": True})
+        link.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,365 @@
+"""Groups exchange payloads over real sockets, agree on whose they use, and outlive each other."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.group_worker import FACTS, do_rounds, payload_of
+from zero2all.common.errors import PeerFailureError, UsageError
+from zero2all.config import ConfigError, config_from_values
+from zero2all.parallel.config import SlowLinkConfig
+from zero2all.parallel.group_link import GroupLink, link_facts
+
+WORKER = Path(__file__).with_name("group_worker.py")
+RANKS = 2
+
+
+def free_ports(count):
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in held]
+    for each in held:
+        each.close()
+    return ports
+
+
+class Threads:
+    """Every rank of every group is a thread; what each returned or raised, by (group, rank)."""
+
+    def __init__(self, settings, work, facts=None, run="test", join_seconds=20.0, ranks=RANKS):
+        self.found, self.links = {}, {}
+
+        def rank_of(config, rank):
+            place = (config.group, rank)
+            try:
+                own = {**FACTS, **(facts or {}).get(config.group, {})}
+                link = GroupLink(config, f"{run}", rank, ranks, own, join_seconds)
+                self.links[place] = link
+                try:
+                    self.found[place] = work(link)
+                finally:
+                    link.close()
+            except Exception as error:
+                self.found[place] = error
+
+        self.threads = [
+            threading.Thread(target=rank_of, args=(config, rank), daemon=True)
+            for config in settings
+            for rank in range(ranks)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def ends(self, seconds=60):
+        deadline = time.monotonic() + seconds
+        for thread in self.threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        assert not any(thread.is_alive() for thread in self.threads), "somebody waits for ever"
+        return self.found
+
+
+def settings_of(groups, **fields):
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(groups)]
+    return [
+        SlowLinkConfig(groups=addresses, group=group, **{"wait_seconds": 20.0, "bind": addresses[group], **fields})
+        for group in range(groups)
+    ]
+
+
+def rounds_of(logs, place, rounds, **options):
+    def work(link):
+        return do_rounds(link, logs.setdefault((link.group, link.rank), []).append, rounds, **options)
+
+    return work
+
+
+@pytest.mark.parametrize("groups", [2, 3])
+def test_all_ranks_of_all_groups_get_the_same_bytes_in_every_round(groups):
+    logs = {}
+    found = Threads(settings_of(groups), rounds_of(logs, None, 6, fragments=2)).ends()
+    for rank in range(RANKS):
+        assert len({found[group, rank] for group in range(groups)}) == 1
+        assert all(row["set"] == list(range(groups)) for row in logs[0, rank])
+        assert len(logs[0, rank]) == 12
+
+
+def test_a_large_payload_is_cut_over_the_streams_and_counted():
+    large = {group: random.Random(group).randbytes(200_000_003) for group in range(2)}
+
+    def work(link):
+        link.offer(0, 0, large[link.group])
+        found = link.collect(0, 0)
+        used = list(link.data[1 - link.group].streams)
+        return found == large, len(used), link.received_bytes, link.framing_bytes[1]
+
+    found = Threads(settings_of(2), work, ranks=1).ends()
+    for group in range(2):
+        is_equal, streams, received, framing = found[group, 0]
+        assert is_equal
+        assert streams == 4
+        assert received == 200_000_003
+        assert framing < 100_000
+
+
+def test_a_late_group_misses_a_round_and_stays_in_step():
+    logs, settings = {}, settings_of(2, wait_seconds=1.0)
+
+    def work(link):
+        slow = {2: 3.0} if link.group == 1 else None
+        return do_rounds(link, logs.setdefault((link.group, link.rank), []).append, 6, slow=slow)
+
+    found = Threads(settings, work).ends()
+    assert {row["round"]: row["set"] for row in logs[0, 0]}[2] == [0]
+    assert [row["set"] for row in logs[1, 0]] == [row["set"] for row in logs[0, 0]]
+    for rank in range(RANKS):
+        assert found[0, rank] == found[1, rank]
+        assert isinstance(found[0, rank], bytes)
+
+
+def test_a_group_that_is_many_rounds_late_adopts_and_holds_no_payloads_for_them():
+    logs, settings = {}, settings_of(2, wait_seconds=0.2)
+    held = []
+
+    def work(link):
+        if link.group == 0:
+            return do_rounds(link, logs.setdefault((0, link.rank), []).append, 60, step_seconds=0.1)
+        log = logs.setdefault((1, link.rank), [])
+        do_rounds(link, log.append, 5, step_seconds=0.1)
+        state = bytes.fromhex(log[-1]["state"])
+        wait_until(lambda: len(logs[0, 0]) > 25)
+        held.append(len(link._payloads))
+        return do_rounds(link, log.append, 60, state=state, number=5, step_seconds=0.1)
+
+    found = Threads(settings, work).ends()
+    assert found[0, 0] == found[1, 0]
+    assert any("adopted" in row for row in logs[1, 0])
+    assert max(held) < 8
+
+
+class Relay:
+    """A forwarded port, which can be cut and mended."""
+
+    def __init__(self, target):
+        self.target, self.pairs, self.is_cut = target, [], False
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self):
+        while True:
+            near, _ = self.listener.accept()
+            if self.is_cut:
+                near.close()
+                continue
+            try:
+                far = socket.create_connection(("127.0.0.1", self.target))
+            except OSError:
+                near.close()
+                continue
+            self.pairs += [near, far]
+            for pair in ((near, far), (far, near)):
+                threading.Thread(target=self.copy, args=pair, daemon=True).start()
+
+    def copy(self, source, goal):
+        try:
+            while data := source.recv(65536):
+                goal.sendall(data)
+        except OSError:
+            pass
+        for each in (source, goal):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def cut(self, is_cut):
+        self.is_cut = is_cut
+        for each in self.pairs if is_cut else []:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+
+def test_both_sides_of_a_partition_go_on_and_one_adopts_when_it_heals():
+    inside = free_ports(2)
+    relays = [Relay(port) for port in inside]
+    addresses = [f"127.0.0.1:{relay.port}" for relay in relays]  # as seen from outside
+    settings = [
+        SlowLinkConfig(addresses, group, bind=f"127.0.0.1:{inside[group]}", wait_seconds=0.5) for group in range(2)
+    ]
+    logs = {}
+    threads = Threads(settings, rounds_of(logs, None, 120, step_seconds=0.05))
+    wait_until(lambda: len(logs.get((0, 0), [])) > 10)
+    relays[0].cut(True)
+    wait_until(lambda: all(logs[group, 0][-1].get("set") == [group] for group in range(2)))
+    wait_until(lambda: all(sum(row.get("set") == [group] for row in logs[group, 0]) > 5 for group in range(2)))
+    relays[0].cut(False)
+    found = threads.ends()
+    for rank in range(RANKS):
+        assert found[0, rank] == found[1, rank]
+        assert isinstance(found[0, rank], bytes)
+        # That with fewer contributions; which one it is depends on how fast each was alone.
+        assert sum(any("adopted" in row for row in logs[group, rank]) for group in range(2)) == 1
+        assert logs[0, rank][-1]["set"] == [0, 1]
+
+
+def wait_until(is_so, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.02)
+
+
+def test_stray_connections_are_dropped_and_disturb_nothing():
+    settings, logs = settings_of(2), {}
+    port = int(settings[0].groups[0].rpartition(":")[2])
+    threads = Threads(settings, rounds_of(logs, None, 60, step_seconds=0.02))
+    wait_until(lambda: len(logs.get((0, 0), [])) > 2)
+    frame = b'{"run":"test","group":1,"rank":0,"to":0,"to_rank":0,"stream":7}'
+    whole = b"z2a link 1\n" + len(frame).to_bytes(2, "big") + frame
+    silent = socket.create_connection(("127.0.0.1", port))  # says half of a greeting, and no more
+    silent.sendall(whole[:20])
+    for text in (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", random.randbytes(500), whole + random.randbytes(500)):
+        with socket.create_connection(("127.0.0.1", port)) as stray:
+            stray.settimeout(8)
+            with suppress(ConnectionError):
+                stray.sendall(text)
+                while stray.recv(1000):
+                    pass
+    silent.close()
+    found = threads.ends()
+    assert found[0, 0] == found[1, 0]
+    assert all(row["set"] == [0, 1] for row in logs[0, 0])
+
+
+def test_groups_that_differ_or_do_not_come_are_named():
+    started = time.monotonic()
+    found = Threads(settings_of(2), lambda _link: None, facts={1: {"train.seed": 2}}).ends()
+    assert time.monotonic() - started < 15
+    assert {type(each) for each in found.values()} == {UsageError}
+    assert "Group 1 differs from group 0: train.seed 2 instead of 1" in str(found[0, 1])
+    found = Threads(settings_of(3)[:2], lambda _link: None, join_seconds=1.0).ends()
+    assert {type(each) for each in found.values()} == {PeerFailureError}
+    assert "did not join within parallel.join_seconds (1 s): 2 (127.0.0.1:" in str(found[1, 1])
+    settings = settings_of(2)
+    wrong = [settings[0], SlowLinkConfig(settings[0].groups, 1, bind=f"127.0.0.1:{free_ports(1)[0]}")]
+    one = Threads(wrong[:1], lambda _link: None, run="other", join_seconds=3.0)
+    assert "Group 0 of the run 'other' listens there, not group 0 of 'test'" in str(
+        Threads(wrong[1:], lambda _link: None).ends()[1, 0]
+    )
+    one.ends()
+
+
+def test_bad_settings_are_all_named_before_anything_starts():
+    fields = {"groups": ["a:1", "b", "a:1"], "group": 3, "bind": "x"}
+    with pytest.raises(ConfigError) as caught:
+        config_from_values({"parallel": {"slow_link": fields}}, "of a test")
+    assert len(caught.value.problems) == 4
+    with pytest.raises(UsageError, match=r"cannot listen on 192\.0\.2\.1:"):
+        GroupLink(settings_of(2, bind=f"192.0.2.1:{free_ports(1)[0]}")[0], "test", 0, 1, FACTS, 1.0)
+    with pytest.raises(UsageError, match="the number of this one is None"):
+        GroupLink(SlowLinkConfig(["a:1", "b:1"]), "test", 0, 1, FACTS, 1.0)
+    assert link_facts({"parallel.slow_link.group": 1, "train.seed": 2}) == {"train.seed": 2}
+
+
+class Processes:
+    """Every rank is a process that can be killed."""
+
+    def __init__(self, folder, settings, rounds, step_seconds):
+        self.folder, self.settings, self.options = folder, settings, {"rounds": rounds, "step_seconds": step_seconds}
+        self.running, self.lives = {}, dict.fromkeys(range(len(settings)), 0)
+        for group in range(len(settings)):
+            self.start(group)
+
+    def start(self, group):
+        self.lives[group] += 1
+        config = self.settings[group]
+        fields = {name: getattr(config, name) for name in ("groups", "group", "bind", "streams", "wait_seconds")}
+        for rank in range(RANKS):
+            words = json.dumps({**fields, **self.options, "rank": rank})
+            path = self.folder / f"{group}-{rank}-{self.lives[group]}.jsonl"
+            command = [sys.executable, str(WORKER), words, str(path)]
+            self.running[group, rank] = subprocess.Popen(command)
+
+    def kill(self, group):
+        for rank in range(RANKS):
+            self.running[group, rank].send_signal(signal.SIGKILL)
+        for rank in range(RANKS):
+            self.running[group, rank].wait()
+
+    def rows(self, group, rank=0, life=None):
+        path = self.folder / f"{group}-{rank}-{life or self.lives[group]}.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def close(self):
+        for process in self.running.values():
+            process.kill()
+            process.wait()
+
+
+def check_rounds(processes, groups):
+    """Of all rounds: one set and one state in all groups; none twice in a life; both ranks alike."""
+    seen = {}
+    for group in range(groups):
+        for life in range(1, processes.lives[group] + 1):
+            by_rank = [[row for row in processes.rows(group, rank, life) if "set" in row] for rank in range(RANKS)]
+            numbers = [row["round"] for row in by_rank[0]]
+            assert numbers == sorted(set(numbers)), "a round twice"
+            for rank, rows in enumerate(by_rank):
+                for row in rows:
+                    first = seen.setdefault((row["round"], rank), row)
+                    assert (first["set"], first["state"]) == (row["set"], row["state"]), (group, life, first, row)
+            assert all(one["set"] == two["set"] for one, two in zip(*by_rank, strict=False))
+    return {number: row["set"] for (number, rank), row in seen.items() if rank == 0}
+
+
+def test_a_group_that_is_killed_in_a_round_is_left_behind_and_adopts_when_it_is_back(tmp_path):
+    processes = Processes(tmp_path, settings_of(3, wait_seconds=1.0), rounds=100_000, step_seconds=0.05)
+    try:
+        wait_until(lambda: all(len(processes.rows(group)) > 5 for group in range(3)))
+        processes.kill(0)  # the leader
+        killed, before = time.time(), len(processes.rows(1))
+        wait_until(lambda: len(processes.rows(1)) > before + 10)
+        after = [row for row in processes.rows(1) if row["time"] > killed and row.get("set") == [1, 2]]
+        assert after[0]["time"] - killed < 6
+        processes.start(0)
+        wait_until(lambda: sum(row.get("set") == [0, 1, 2] for row in processes.rows(0)) > 5)
+        assert "adopted" in processes.rows(0)[1]
+        check_rounds(processes, 3)
+    finally:
+        processes.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [2, 3])
+def test_twenty_kills_at_random_moments(tmp_path, groups):
+    chance = random.Random(groups)
+    processes = Processes(tmp_path, settings_of(groups, wait_seconds=1.0), rounds=100_000, step_seconds=0.01)
+    try:
+        for _ in range(20):
+            wait_until(lambda: all(sum("set" in row for row in processes.rows(group)) > 2 for group in range(groups)))
+            time.sleep(chance.random() / 4)
+            group = chance.randrange(groups)
+            processes.kill(group)
+            time.sleep(chance.choice([0.0, 0.5, 2.0]))
+            processes.start(group)
+        wait_until(lambda: processes.rows(0)[-1].get("set") == list(range(groups)))
+        sets = check_rounds(processes, groups)
+        assert any(len(found) < groups for found in sets.values())
+    finally:
+        processes.close()
+
+
+def test_the_payloads_of_the_test_differ():
+    assert (
+        len({payload_of(group, rank, number) for group in range(3) for rank in range(2) for number in range(3)}) == 18
+    )

@@ -1,0 +1,317 @@
+"""The outer optimizer: what is sent when, what every group makes of it, and that a resumed group makes the same."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import ClassVar
+
+import pytest
+import torch
+
+from zero2all.config.training import OptimConfig
+from zero2all.limits.slow_link import bytes_per_step
+from zero2all.model.config import ModelConfig
+from zero2all.model.z2all import Z2all
+from zero2all.ops.config import OpsConfig
+from zero2all.ops.registry import resolve
+from zero2all.parallel.config import SlowLinkConfig
+from zero2all.parallel.layout import init_weights
+from zero2all.parallel.mesh import Axis
+from zero2all.train.outer.compress import decode, encode, payload_bytes
+from zero2all.train.outer.fragments import Clock, names_by_fragment
+from zero2all.train.outer.link import Hub
+from zero2all.train.outer.optimizer import OuterOptimizer
+from zero2all.train.state import new_state
+
+SHAPE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "layers": 4, "heads": 2, "kv_heads": 1}
+SCHEMES = {
+    "local_sgd": {"scheme": "local_sgd", "every": 4, "compress": "float32"},
+    "diloco": {"scheme": "diloco", "every": 4, "compress": "int8"},
+    "streaming": {"scheme": "streaming", "every": 9, "compress": "int4", "fragment_layers": 2, "tau": 2},
+    "sparse": {"scheme": "sparse", "every": 4, "top_k_share": 0.1},
+}
+
+
+def make_state(kind="adamw", **shape):
+    model = Z2all(ModelConfig(**{**SHAPE, "max_seq_len": 16, **shape}), resolve(OpsConfig(), "cpu"))
+    init_weights(model, 1)
+    return new_state(model, OptimConfig(kind), torch.float32)
+
+
+def connect(state, link, fields, groups=2, last_step=None):
+    config = SlowLinkConfig(groups=[f"host{at}:1" for at in range(groups)], group=link.group, **fields)
+    layers = state.model.config.layers
+    state.outer = OuterOptimizer(config, state.model_tensors, state.weights, layers, last_step, link)
+    return state
+
+
+def train(state):
+    """One inner step, with a gradient that depends on step and group."""
+    generator = torch.Generator().manual_seed(1000 * state.step + state.outer.link.group)
+    state.weights.gradients.copy_(torch.randn(state.weights.gradients.shape, generator=generator))
+    state.optimizer.set_learning_rate(1e-2)
+    state.optimizer.step(torch.tensor(1.0), torch.tensor(False))
+    if not state.optimizer.writes_weights:
+        state.weights.updated()
+    state.weights.zero_gradients()
+    state.step += 1
+    state.tokens += 100
+
+
+def train_all(states, steps):
+    for _ in range(steps):
+        for state in states:
+            train(state)
+        for state in states:
+            state.outer.start(state.step, state.tokens)
+        for state in states:
+            state.outer.finish(state.step)
+
+
+def bits(state, prefix=""):
+    with state.tensors() as tensors:
+        return {name: part.values.clone() for name, part in tensors.items() if name.startswith(prefix)}
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys()
+    assert one
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.mark.parametrize("count", [1, 1023, 1024, 5000])
+@pytest.mark.parametrize("form", ["float32", "bf16", "int8", "int4", "sparse"])
+def test_what_is_decoded_is_near_and_as_long_as_the_formula_says(form, count):
+    values = torch.randn(count, generator=torch.Generator().manual_seed(count))
+    payload = encode(values, form, 0.02)
+    found = decode(payload, count, form, 0.02)
+    assert len(payload) == payload_bytes(count, form, 0.02)
+    assert found.shape == values.shape
+    if form == "sparse":
+        sent = found != 0
+        assert sent[:4096].sum() == min(count, 82)
+        assert torch.equal(found[sent].sign(), values[sent].sign())
+        kept, dropped = values[:4096].abs()[sent[:4096]], values[:4096].abs()[~sent[:4096]]
+        assert not dropped.numel() or kept.min() >= dropped.max()
+    else:
+        steps = {"float32": 0.0, "bf16": 2**-7, "int8": 1 / 127, "int4": 1 / 7}
+        assert (found - values).abs().max() <= 0.51 * steps[form] * values.abs().max()
+
+
+def test_every_fragment_goes_once_a_round_and_the_rest_at_the_end():
+    clock = Clock(every=10, fragments=3, tau=2, last_step=24)
+    sent = [(step, due.number, due.fragment, due.merge_step) for step in range(1, 25) for due in clock.due(step)]
+    assert [each[:3] for each in sent] == [
+        *((3, 0, 0), (6, 2, 1), (10, 4, 2)),
+        *((13, 6, 0), (16, 8, 1), (20, 10, 2)),
+        *((23, 12, 0), (24, 13, 0), (24, 13, 1), (24, 13, 2)),
+    ]
+    assert [each[3] for each in sent] == [5, 8, 12, 15, 18, 22, 25, 24, 24, 24]
+    assert [due.number for due in Clock(10, 3, 2, 99).due(26)] == [14]  # a prolonged run goes on with higher numbers
+    names = ["embedding.weight", "blocks.0.a", "blocks.1.a", "blocks.2.a", "blocks.3.a", "norm.weight"]
+    assert names_by_fragment(names, 3) == [
+        ["blocks.0.a", "blocks.2.a"],
+        ["blocks.1.a", "blocks.3.a"],
+        [names[0], names[5]],
+    ]
+    assert names_by_fragment(names, 1) == [names]
+
+
+def test_diloco_is_nesterov_on_the_mean_change():
+    hub = Hub(2)
+    states = [
+        connect(make_state(), link, {"scheme": "diloco", "every": 1, "compress": "float32"}) for link in hub.links
+    ]
+    outer, momentum = bits(states[0], "model/"), {}
+    for _ in range(3):
+        for state in states:
+            train(state)
+        inner = [bits(state, "model/") for state in states]
+        for state in states:
+            state.outer.start(state.step, state.tokens)
+        reports = [state.outer.finish(state.step) for state in states]
+        assert [report.groups for of_group in reports for report in of_group] == [(0, 1), (0, 1)]
+        for name, before in outer.items():
+            mean = ((before - inner[0][name]) + (before - inner[1][name])) / 2
+            momentum[name] = 0.9 * momentum.get(name, 0) + mean
+            outer[name] = before - 0.6 * (mean + 0.9 * momentum[name])
+        for state in states:
+            for name, value in bits(state, "model/").items():
+                torch.testing.assert_close(value, outer[name], rtol=1e-5, atol=1e-7)
+
+
+def test_local_sgd_takes_the_mean_of_the_weights():
+    hub = Hub(3)
+    states = [connect(make_state("muon"), link, {**SCHEMES["local_sgd"], "every": 2}, 3) for link in hub.links]
+    for _ in range(2):
+        for state in states:
+            train(state)
+    inner = [bits(state, "model/") for state in states]
+    for state in states:
+        state.outer.start(2, 0)
+    for state in states:
+        state.outer.finish(2)
+        for name, value in bits(state, "model/").items():
+            torch.testing.assert_close(value, sum(each[name] for each in inner) / 3)
+
+
+def test_a_streamed_fragment_is_mixed_in_tau_steps_later():
+    hub = Hub(2)
+    states = [connect(make_state(), link, SCHEMES["streaming"]) for link in hub.links]
+    train_all(states, 4)  # the first fragment, blocks 0 and 2, was sent after step 3
+    before = bits(states[0], "model/")
+    train(states[0])
+    trained = bits(states[0], "model/")
+    states[0].outer.start(5, 0)
+    states[0].outer.finish(5)
+    after, outer = bits(states[0], "model/"), bits(states[0], "outer/")
+    for name, value in after.items():
+        if name.startswith(("model/blocks.0.", "model/blocks.2.")):
+            mixed = 0.5 * trained[name] + 0.5 * outer[name.replace("model/", "outer/")]
+            torch.testing.assert_close(value, mixed)
+            assert not torch.equal(value, trained[name])
+        else:
+            assert torch.equal(value, trained[name])
+    assert not torch.equal(before["model/norm.weight"], trained["model/norm.weight"])
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_groups_agree_and_a_resume_with_a_fragment_in_flight_is_bit_equal(scheme, kind):
+    def connected():
+        hub = Hub(2)
+        return [connect(make_state(kind), link, SCHEMES[scheme], last_step=25) for link in hub.links]
+
+    whole, first, second = connected(), connected(), connected()
+    train_all(whole, 25)
+    train_all(first, 13)  # streaming: one was sent after step 12 and is mixed in after step 14
+    for before, after in zip(first, second, strict=True):
+        before.outer.settle()
+        record = json.loads(json.dumps(before.outer.record()))
+        assert bool(record["due"]) == (scheme == "streaming")
+        kept = bits(before)
+        with after.tensors() as tensors:
+            for name, part in tensors.items():
+                part.values.copy_(kept[name])
+        after.loaded(before.counters())
+        after.outer.loaded(record)
+    train_all(second, 12)
+    for one, other in zip(whole, second, strict=True):
+        assert_equal(bits(one), bits(other))
+    for prefix in ("outer/", "outer_momentum/") if scheme in ("diloco", "streaming") else ("outer/",):
+        assert_equal(bits(whole[0], prefix), bits(whole[1], prefix))
+    # After the last step the model of every group is the outer one.
+    model = {name.replace("model/", "outer/"): value for name, value in bits(whole[1], "model/").items()}
+    assert_equal(model, bits(whole[0], "outer/"))
+
+
+def test_a_lost_group_adopts_the_state_of_the_others():
+    hub = Hub(2)
+    states = [connect(make_state(), link, SCHEMES["diloco"]) for link in hub.links]
+    train_all(states, 6)
+    hub.lose(1)
+    train_all(states[:1], 8)
+    assert states[0].outer.clock.due(12)
+    hub.restore(1)
+    train_all(states[:1], 2)  # round 3, after step 16, serves the state
+    assert states[1].outer.is_behind
+    assert states[1].outer.adopt() == (16, 1600)
+    assert not states[1].outer.is_behind
+    assert_equal(bits(states[0], "outer/"), bits(states[1], "outer/"))
+    assert_equal(bits(states[0], "model/"), bits(states[1], "model/"))
+    states[1].step, states[1].tokens = 16, 1600
+    train_all(states, 4)
+    assert_equal(bits(states[0], "outer"), {**bits(states[0], "outer"), **bits(states[1], "outer/")})
+
+
+def test_the_outer_weights_are_in_the_model_only_for_a_while():
+    state = connect(make_state(), Hub(1).links[0], SCHEMES["diloco"], 1)
+    train_all([state], 6)
+    own, outer = bits(state, "model/"), bits(state, "outer/")
+    with state.outer.in_model():
+        inside = {name.replace("model/", "outer/"): value for name, value in bits(state, "model/").items()}
+        assert_equal(inside, outer)
+    assert_equal(bits(state, "model/"), own)
+    assert not torch.equal(own["model/norm.weight"], outer["outer/norm.weight"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "bits_a_value", "fewer"),
+    [
+        ({"scheme": "diloco", "every": 30, "compress": "bf16"}, 16, 25),
+        ({"scheme": "streaming", "every": 100, "compress": "int4", "tau": 1}, 4, 300),
+    ],
+)
+def test_bytes_sent_are_those_of_the_formula(fields, bits_a_value, fewer):
+    hub = Hub(2)
+    shape = {"hidden_size": 128, "intermediate_size": 384, "vocab_size": 1024}
+    states = [connect(make_state(**shape), link, fields) for link in hub.links]
+    steps = 2 * fields["every"]
+    for step in range(1, steps + 1):
+        for state in states:
+            state.outer.start(step, 0)
+        for state in states:
+            state.outer.finish(step)
+    for state in states:
+        state.outer.settle()  # the last fragment
+    shapes = [one.shape for one in states[0].weights.table]
+    assert hub.links[0].sent_bytes == steps * bytes_per_step(fields["scheme"], shapes, 2, fields["every"], bits_a_value)
+    assert bytes_per_step("data_parallel", shapes, 2) * steps / hub.links[0].sent_bytes >= fewer
+
+
+class ThreadAxis(Axis):
+    """Two processes that hold the same parts, as threads."""
+
+    waiting: ClassVar[list] = []
+    barrier = threading.Barrier(2)
+
+    def sum(self, tensor):
+        self.waiting.append(tensor.clone())
+        self.barrier.wait()
+        total = self.waiting[0] + self.waiting[1]
+        if self.barrier.wait() == 0:
+            self.waiting.clear()
+        self.barrier.wait()
+        return tensor.copy_(total)
+
+
+def test_copies_inside_a_group_divide_the_outer_work():
+    alone = connect(make_state(), Hub(1).links[0], SCHEMES["local_sgd"], 1)
+    train_all([alone], 8)
+    states = []
+    for rank in range(2):
+        state = make_state()
+        state.weights.copies_axis = lambda _spread, rank=rank: ThreadAxis(rank, 2)
+        states.append(connect(state, Hub(1).links[0], SCHEMES["local_sgd"], 1))
+    threads = [threading.Thread(target=train_all, args=([state], 8)) for state in states]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for state in states:
+        assert_equal(bits(state, "model/"), bits(alone, "model/"))
+    halves = [bits(state, "outer/") for state in states]
+    for name, value in bits(alone, "outer/").items():
+        assert torch.equal(torch.cat([half[name].view(-1) for half in halves]), value.view(-1))
+
+
+def test_bad_settings_are_named_together_before_anything_starts():
+    from tests.train.conftest import small_config
+    from zero2all.common.errors import UsageError
+    from zero2all.config import ConfigError
+    from zero2all.parallel.check import check_spread
+
+    link = {"groups": ["a:1", "b:1", "c:1"], "every": 6, "fragment_layers": 1}
+    with pytest.raises(ConfigError) as problem:
+        small_config(parallel={"slow_link": {**link, "momentum": 0, "top_k_share": 0.9}})
+    assert {"parallel.slow_link.top_k_share"} == {each.field for each in problem.value.problems}
+    with pytest.raises(ConfigError) as problem:
+        small_config(parallel={"slow_link": {**link, "momentum": 0}})
+    assert "parallel.slow_link.momentum" in str(problem.value)
+    with pytest.raises(UsageError) as problem:  # 4 rows, 1 block and the ends
+        check_spread(small_config(parallel={"slow_link": {**link, "tau": 3}}), 1)
+    assert "a multiple of 96" in str(problem.value)
+    assert "tau 3 must be less than every / fragments = 6 / 2" in str(problem.value)
+    with pytest.raises(UsageError, match="every 1 is less than the 2 fragments"):
+        check_spread(small_config(parallel={"slow_link": {**link, "every": 1}}), 1)

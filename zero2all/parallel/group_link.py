@@ -1,0 +1,381 @@
+"""The link between groups: payloads of every round go to all groups, and all groups use the same ones.
+
+A *group* is an ordinary run of some processes on one or more machines. Groups share no process group of torch: rank r
+of a group talks to rank r of every other group over sockets of its own (`group_wire`), and a group that is lost, late
+or restarted never stops the others.
+
+How they agree. A *key* is (round, fragment). For every key the groups decide a set: whose payloads are used. Rank 0 of
+each group sends its *status* to rank 0 of the others, after every change and every second; no other message decides.
+- The lowest-numbered group that has come to a key leads. When it has the payloads of all groups it waits for, or
+  `wait_seconds` after it came there, it proposes the set of those whose payloads all its ranks have.
+- A group accepts a proposal when all its own ranks have these payloads; what it lacks it gets from the proposer. When
+  all connected groups have accepted, the proposer decides; the others see that in its status and decide the same.
+- If the leader is lost, the next one proposes the set that it has accepted, if any: the lost one may have decided it.
+A late group gets the payloads too, and makes the same update without its own part.
+
+Histories. Every decision extends a chain of hashes. Groups with the same chain have the same outer weights. After a
+partition chains differ: the group whose chain counts fewer contributions adopts the outer state of the other (equal:
+the one with the higher number). So neither a small part of a partition wins, nor group 0 when it was restarted from an
+old checkpoint. A group that cannot follow (restarted without its history, or more than two rounds late) adopts, too.
+
+Within a group rank 0 decides, and the other ranks learn it from rank 0. What changes the course of training (the set, a
+state to adopt, a state to serve) takes effect in `collect` of a named key, so it is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zero2all.common.errors import PeerFailureError, UsageError, for_all_ranks
+from zero2all.parallel.config import SlowLinkConfig
+from zero2all.parallel.group_mind import ROUNDS_KEPT, Mind, no_payload
+from zero2all.parallel.group_wire import (
+    PAYLOAD,
+    STATE,
+    Channel,
+    Door,
+    Inbox,
+    Item,
+    Key,
+    hand_over,
+    inner_folder,
+    keep_dialled,
+    split_address,
+)
+
+GROUP_VARIABLE = "ZERO2ALL_GROUP"
+"""The number of this group, where neither the config nor the command line says it."""
+OF_THIS_MACHINE = (
+    "parallel.slow_link.group",
+    "parallel.slow_link.bind",
+    "parallel.offload_folder",
+    "parallel.cpu_threads",
+    "parallel.device",
+)
+"""Settings that may differ between groups."""
+CONTROL, INNER = -1, -2
+"""Stream numbers of connections between the ranks 0 of two groups, and between a rank and rank 0 of its group."""
+LAST_WORD_SECONDS = 5.0
+Member = tuple[int, int]
+"""Group and era."""
+
+
+def own_group(config: SlowLinkConfig) -> int:
+    """The number of this group, from the config or the environment."""
+    asked = os.environ.get(GROUP_VARIABLE) if config.group is None else str(config.group)
+    last = len(config.groups) - 1
+    if asked is None or not asked.isdigit() or int(asked) > last:
+        raise UsageError(
+            f"parallel.slow_link.groups has {len(config.groups)} groups, and the number of this one is {asked}. Give a "
+            f"number from 0 to {last}: `z2a train --group N`, parallel.slow_link.group, or {GROUP_VARIABLE}."
+        )
+    return int(asked)
+
+
+def link_facts(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be equal in all groups, of what must be equal in all processes of one."""
+    return {name: value for name, value in settings.items() if name not in OF_THIS_MACHINE}
+
+
+class GroupLink:
+    """The link of one rank. All groups offer and collect the same keys, in ascending order."""
+
+    def __init__(
+        self,
+        config: SlowLinkConfig,
+        run: str,
+        rank: int,
+        ranks: int,
+        facts: Mapping[str, Any],
+        join_seconds: float,
+        history: str = "",
+    ) -> None:
+        """Join the other groups: all ranks of a group call this. `facts` must be equal in all groups (`link_facts`).
+        `history`: what `self.history` was when the state was saved from which this group continues."""
+        self.group, self.groups = own_group(config), len(config.groups)
+        self.config, self.rank, self.ranks = config, rank, ranks
+        machines = [entry.split(",") for entry in config.groups]
+        self._per_machine = -(-ranks // len(machines[0]))
+        self._run, self.facts, self.closed = run, json.loads(json.dumps(facts, default=str)), False
+        self.changed = threading.Condition()
+        self._payloads: dict[Key, dict[Member, bytes]] = {}
+        self.outcomes: dict[Key, dict[str, Any]] = {}
+        self._decided: Key = (-1, -1)  # the last key of this rank
+        self._era = 0
+        self._to_serve: list[dict[str, Any]] = []
+        self._states: dict[int, bytes] = {}
+        self._behind: dict[str, Any] | None = None
+        self.problem: UsageError | PeerFailureError | None = None
+        self._started: dict[str, Any] | None = None
+        self.history = history
+        self.data = {group: self._channel(group) for group in range(self.groups) if group != self.group}
+        self.inner: dict[int, Channel] = {}
+        self._mind = Mind(self, history) if rank == 0 else None
+        own = machines[self.group][rank // self._per_machine]
+        folder = inner_folder(run, self.group, split_address(own)[1])
+        door = config.bind or f"0.0.0.0:{split_address(own)[1]}"
+        self._door = Door(door, run, self.group, folder) if rank % self._per_machine == 0 else None
+        for other in range(1, ranks) if rank == 0 else ([0] if rank else []):
+            self.inner[other] = Channel(partial(self._hear_inner, other), no_payload, partial(self._inner_up, other))
+        self._inbox = Inbox(folder, rank, self._take_connection)
+        for group in range(self.group):  # the higher-numbered group dials
+            address = machines[group][rank // self._per_machine]
+            for stream in range(config.streams):
+                keep_dialled(
+                    self.data[group], stream, address, self._greeting(group, rank), partial(self._refuse, group)
+                )
+            if self._mind:
+                keep_dialled(
+                    self._mind.control[group], CONTROL, address, self._greeting(group, 0), partial(self._refuse, group)
+                )
+        try:
+            self._join(join_seconds, machines[self.group][0], folder)
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- what training calls
+
+    def offer(self, round: int, fragment: int, payload: bytes | memoryview) -> None:  # noqa: A002
+        """Hand over this group's payload; it is sent in the background. A group that has just adopted a state may
+        collect a key without having offered it."""
+        key, kept = (round, fragment), payload if isinstance(payload, bytes) else bytes(payload)
+        own = (self.group, self._era)
+        with self.changed:
+            self._payloads.setdefault(key, {})[own] = kept
+            is_late = key <= self._decided
+        for channel in self.data.values():
+            channel.forget(round - ROUNDS_KEPT)
+            if not is_late:
+                channel.send(Item(PAYLOAD, key, *own), kept)
+        self._tell_rank0({"do": "have", "key": key, "group": self.group, "era": self._era})
+        self._come_to(key)
+
+    def collect(self, round: int, fragment: int) -> dict[int, bytes]:  # noqa: A002
+        """Wait for the payloads of this key, by group: the same set in every group that is connected. This group's own
+        is not among them if it came too late. After it `behind` may say that there is a state to adopt."""
+        key = (round, fragment)
+        self._come_to(key)
+        with self.changed:
+            self.changed.wait_for(lambda: key in self.outcomes or self.problem or self.closed)
+            if key not in self.outcomes:
+                raise self.problem or PeerFailureError("The link between the groups was closed while a round waited.")
+            outcome = self.outcomes.pop(key)
+            held = self._payloads.get(key, {})
+            self.history = outcome["history"]
+            if outcome["state"]:
+                self._behind, own = outcome["state"], held.get((self.group, self._era))
+                self._era = outcome["era"]
+                for old in [each for each in self.outcomes if each <= (outcome["last"][0], outcome["last"][1])]:
+                    del self.outcomes[old]  # training goes on after the state
+                return {} if own is None else {self.group: own}
+            self._to_serve.extend(outcome["serve"])
+            return {group: held[group, era] for group, era in outcome["set"]}
+
+    def behind(self) -> int | None:
+        """The round of a state that this group must adopt, because the others went on without it. Changes only in
+        `collect` and at the start; equal on all ranks of the group."""
+        return None if self._behind is None else int(self._behind["label"])
+
+    def adopt(self) -> tuple[int, bytes]:
+        """Round and outer state of a group that is in step, as given to its `serve_state`: replace the outer weights
+        and momentum of this rank by it, drop what was offered and not collected, and go on from that round."""
+        assert self._behind is not None, "adopt() only where behind() gives a round"
+        head, self._behind = self._behind, None
+        state = self._states.pop(head["id"])
+        self._states.clear()
+        return head["label"], state
+
+    def serve_state(self, round: int, state: Callable[[], bytes]) -> None:  # noqa: A002
+        """Call this after every update of the outer weights. If another group waits for the outer state, `state` is
+        called, now, and the result is sent in the background; it stands for all keys collected so far."""
+        waiting, self._to_serve = self._to_serve, []
+        for head in waiting:
+            text = json.dumps({**head, "label": round}).encode()
+            payload = len(text).to_bytes(4, "big") + text + state()
+            self.data[head["to"]].send(Item(STATE, (head["id"], 0), self.group, 0), payload)
+
+    @property
+    def connected(self) -> list[int]:
+        """The other groups to which this rank has a connection."""
+        return [group for group, channel in self.data.items() if channel.is_up]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of payloads sent, again sent ones included."""
+        return sum(channel.sent_bytes for channel in self.data.values())
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of payloads received."""
+        return sum(channel.received_bytes for channel in self.data.values())
+
+    @property
+    def framing_bytes(self) -> tuple[int, int]:
+        """Bytes beside payloads, sent and received: headers, messages."""
+        channels = [*self.data.values(), *(self._mind.control.values() if self._mind else ())]
+        return sum(each.sent_framing for each in channels), sum(each.received_framing for each in channels)
+
+    def close(self) -> None:
+        """Leave; payloads on their way to connected groups are still sent, for a few seconds."""
+        deadline = time.monotonic() + LAST_WORD_SECONDS
+        if self._mind:
+            self._mind.leave()
+        for channel in [
+            *self.data.values(),
+            *self.inner.values(),
+            *(self._mind.control.values() if self._mind else ()),
+        ]:
+            channel.close(max(0.0, deadline - time.monotonic()))
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+        for listener in (self._door, self._inbox):
+            if listener is not None:
+                listener.close()
+
+    # ---- joining
+
+    def _greeting(self, group: int, to_rank: int) -> dict[str, Any]:
+        return {"run": self._run, "group": self.group, "rank": self.rank, "to": group, "to_rank": to_rank}
+
+    def _channel(self, group: int) -> Channel:
+        return Channel(partial(self._hear, group), self._take_payload, lambda _up: self._wake())
+
+    def _wake(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+    def _take_connection(self, greeting: dict[str, Any], connection: socket.socket) -> None:
+        """A connection that somebody dialled."""
+        group, stream = greeting["group"], greeting["stream"]
+        if stream == INNER:
+            self.inner[greeting["rank"]].attach(0, connection)
+        elif stream == CONTROL and self._mind:
+            self._mind.control[group].attach(0, connection)
+        else:
+            self.data[group].attach(stream, connection)
+
+    def _refuse(self, group: int, text: str) -> None:
+        with self.changed:
+            if self._started is None and self._mind:
+                self.problem = UsageError(f"Group {group} of parallel.slow_link.groups: {text} Nothing was started.")
+            self.changed.notify_all()
+
+    def _join(self, seconds: float, first_machine: str, folder: Path) -> None:
+        """Until rank 0 has said that all may start."""
+        if self._mind:
+            self._mind.start(seconds)
+        else:
+            self._meet_rank0(time.monotonic() + seconds, first_machine, folder)
+            with self.changed:  # as long as it takes to get a state; if rank 0 ends, that is a problem
+                self.changed.wait_for(lambda: self._started or self.problem)
+        if self.problem:
+            raise self.problem
+        assert self._started is not None, "rank 0 says either"
+        self.history, self._behind, self._era = (self._started[name] for name in ("history", "state", "era"))
+
+    def _meet_rank0(self, deadline: float, first_machine: str, folder: Path) -> None:
+        greeting = {**self._greeting(self.group, 0), "stream": INNER}
+        if self.rank >= self._per_machine:  # rank 0 is on another machine
+            keep_dialled(self.inner[0], INNER, first_machine, greeting, partial(self._refuse, self.group))
+            return
+        while True:
+            ours, theirs = socket.socketpair()
+            try:
+                hand_over(folder, 0, theirs, greeting)
+            except OSError:
+                ours.close()
+                theirs.close()
+                if time.monotonic() > deadline:
+                    raise PeerFailureError(
+                        f"Rank {self.rank} of group {self.group} did not find rank 0 of its group on this machine."
+                    ) from None
+                time.sleep(0.02)
+                continue
+            self.inner[0].attach(0, ours)
+            return
+
+    def _inner_up(self, other: int, up: bool) -> None:
+        with self.changed:
+            if not up and not self.closed and self.problem is None:
+                self.problem = PeerFailureError(
+                    f"Rank {other} of group {self.group} has ended while the groups exchanged a round. If it printed "
+                    f"an error, that is the cause."
+                )
+            self.changed.notify_all()
+
+    # ---- messages
+
+    def _come_to(self, key: Key) -> None:
+        if self._mind:
+            self._mind.come_to(key)
+
+    def _tell_rank0(self, message: dict[str, Any]) -> None:
+        if self._mind:
+            self._mind.hear_rank(self.rank, message)
+        else:
+            self.inner[0].post(message)
+
+    def _hear_inner(self, other: int, message: dict[str, Any]) -> None:
+        if self._mind:
+            self._mind.hear_rank(other, message)
+        else:
+            self.obey(message)
+
+    def obey(self, message: dict[str, Any]) -> None:
+        """What rank 0 of this group says to all its ranks, itself included."""
+        with self.changed:
+            if message["do"] == "start":
+                self._started = message
+                if message["problem"]:
+                    kind, text = message["problem"]
+                    self.problem = for_all_ranks((UsageError if kind == "UsageError" else PeerFailureError)(text))
+            elif message["do"] == "need":
+                key = (message["key"][0], message["key"][1])
+                for group, era in message["set"]:
+                    if (group, era) not in self._payloads.get(key, {}):
+                        self.data[message["source"]].post({"do": "fetch", "key": key, "group": group, "era": era})
+            else:
+                self.outcomes[message["key"][0], message["key"][1]] = message
+                # The payloads of the last key are kept for a group that lacks some of them.
+                for key in [key for key in self._payloads if key <= self._decided and key not in self.outcomes]:
+                    del self._payloads[key]
+            if message["do"] != "need":
+                self._decided = (message["last"][0], message["last"][1])
+            self.changed.notify_all()
+
+    def _hear(self, group: int, message: dict[str, Any]) -> None:
+        """A message of this rank in another group."""
+        key = (message["key"][0], message["key"][1])
+        with self.changed:
+            payload = self._payloads.get(key, {}).get((message["group"], message["era"]))
+        if message["do"] == "fetch" and payload is not None:
+            self.data[group].send(Item(PAYLOAD, key, message["group"], message["era"]), payload)
+        elif message["do"] == "fetch":
+            self.data[group].post({**message, "do": "gone"})
+        elif payload is None:
+            self._tell_rank0(message)
+
+    def _take_payload(self, item: Item, payload: bytes) -> None:
+        if item.kind == STATE:
+            length = int.from_bytes(payload[:4], "big")
+            head = json.loads(payload[4 : 4 + length])
+            with self.changed:
+                self._states[head["id"]] = payload[4 + length :]
+            self._tell_rank0({"do": "state", "head": head})
+            return
+        with self.changed:
+            is_far = self.outcomes and item.key[0] > min(self.outcomes)[0] + ROUNDS_KEPT
+            if is_far or (item.key <= self._decided and item.key not in self.outcomes):
+                return
+            self._payloads.setdefault(item.key, {}).setdefault((item.group, item.era), payload)
+        self._tell_rank0({"do": "have", "key": item.key, "group": item.group, "era": item.era})

@@ -1,0 +1,350 @@
+"""The outer optimizer: weights that all groups agree on, moved every H steps by what the groups have learned.
+
+A group trains its own copy of the model (the inner weights). The outer weights are the last ones that all groups had in
+common. After H steps a group sends how far it has come, outer - inner; every group takes the mean of what was sent, and
+moves the outer weights by it (the outer gradient): all compute the same bits from the same payloads, added in the order
+of the groups. Then training goes on from the outer weights.
+
+    local_sgd, sparse       outer -= mean
+    diloco, streaming       momentum = mu momentum + mean;   outer -= lr (mean + mu momentum)
+    then                    inner = outer;   streaming, tau steps later:   inner = alpha inner + (1 - alpha) outer
+
+Outer weights, momentum and error feedback are float32 in host memory, pinned beside a GPU. Each process has those of
+the parts that it holds for the inner optimizer; processes that hold the same part divide it among them, and add up what
+each of them has to write. A thread compares, compresses, sends, waits and updates, so that training waits only for the
+copies between device and host, and for a link that takes longer than tau steps.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero2all.common.progress import counted
+from zero2all.parallel.config import SlowLinkConfig
+from zero2all.parallel.mesh import Axis
+from zero2all.parallel.parts import Part
+from zero2all.train.outer.compress import decode, encode, format_of, keeps_error, payload_bytes
+from zero2all.train.outer.fragments import Due, make_clock, names_by_fragment
+from zero2all.train.outer.link import Link
+from zero2all.train.weights import Weights
+
+ERROR_DECAY = 0.95
+"""sparse: how much of the error stays from one round to the next (SparseLoCo)."""
+PREFIX = "model/"
+
+ModelTensors = Callable[[], AbstractContextManager[dict[str, Part]]]
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What this process has of the outer state of a parameter."""
+
+    axis: Axis  # the processes that hold the same part
+    own: slice  # of the flattened part
+    outer: Part  # one-dimensional or with whole rows, like all parts of a checkpoint
+    momentum: Tensor | None
+    error: Tensor | None
+
+    @property
+    def values(self) -> Tensor:
+        """The outer weights, flat."""
+        return self.outer.values.view(-1)
+
+    def tensors(self) -> dict[str, Part]:
+        """By the group of names in a checkpoint."""
+        found = {"outer": self.outer, "outer_momentum": self.momentum, "outer_error": self.error}
+        return {
+            group: each if isinstance(each, Part) else self.outer.like(each.view(self.outer.values.shape))
+            for group, each in found.items()
+            if each is not None
+        }
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """How a fragment was synchronised."""
+
+    round: int
+    groups: tuple[int, ...]  # whose payloads were used
+    waited_seconds: float  # for the link, by the thread
+    squared_norm: float  # of this process's share of the outer gradient
+
+
+@dataclass
+class _Flight:
+    """A fragment that was sent and is not yet in the model."""
+
+    due: Due
+    exchanged: Future[RoundReport] | None  # None: the outer weights are updated already
+
+
+class OuterOptimizer:
+    """See the module. `model` gives the parts of the model between two steps, as 'model/<name>'."""
+
+    def __init__(
+        self,
+        config: SlowLinkConfig,
+        model: ModelTensors,
+        weights: Weights,
+        layers: int,
+        last_step: int | None = None,
+        link: Link | None = None,
+    ) -> None:
+        """`layers`: blocks of the whole model. The outer weights are the model's, which may be loaded over later."""
+        self._config, self._model, self._weights, self.link = config, model, weights, link
+        self._form = format_of(config)
+        self.clock = make_clock(config, layers, last_step)
+        self._flights: list[_Flight] = []
+        self._place = (0, 0)  # step and tokens of the last update
+        self._thread = ThreadPoolExecutor(1, "z2a-outer")
+        spreads = {one.name: one.spread for one in weights.table}
+        with model() as tensors:
+            self._held = {
+                name: self._hold(part, weights.copies_axis(spreads[name]) if name in spreads else Axis())
+                for name, part in _by_name(tensors).items()
+            }
+        self._names = names_by_fragment(self._held, self.clock.fragments)
+        self.reset()
+
+    def _hold(self, part: Part, axis: Axis) -> _Held:
+        count = part.values.numel()
+        own = slice(count * axis.rank // axis.size, count * (axis.rank + 1) // axis.size)
+        pinned = part.values.is_cuda
+
+        def zeros() -> Tensor:
+            return torch.zeros(own.stop - own.start, pin_memory=pinned)
+
+        outer = Part.of_range(zeros(), part.shape, part.start + own.start, None, part.box)
+        momentum = zeros() if self._config.has_momentum else None
+        return _Held(axis, own, outer, momentum, zeros() if keeps_error(self._form) else None)
+
+    def note(self) -> str:
+        """What the user should know, in a line."""
+        config, size = self._config, sum(part.values.nbytes for part in self.tensors().values()) / 1e9
+        return (
+            f"slow link: group {config.group} of {len(config.groups)}, {config.scheme}, every {config.every} steps in "
+            f"{counted(self.clock.fragments, 'fragment')}, {self._form}; {size:.2f} GB of outer state in host memory"
+        )
+
+    # ---- what the training loop calls ----
+
+    def start(self, step: int, tokens: int) -> None:
+        """After a step: begin to synchronise the fragments that are due."""
+        for due in self.clock.due(step):
+            snapshot, copied = self._snapshot(self._names[due.fragment])
+            job = self._thread.submit(self._exchange, due, snapshot, copied, (step, tokens))
+            self._flights.append(_Flight(due, job))
+
+    def finish(self, step: int) -> list[RoundReport]:
+        """After `start`: bring the outer weights that are due into the model, waiting for the link where needed."""
+        due = [flight for flight in self._flights if flight.due.merge_step <= step]
+        reports = [flight.exchanged.result() for flight in due if flight.exchanged is not None]
+        for flight in due:
+            self._write(self._names[flight.due.fragment], self._config.alpha if flight.due.mixes else 0.0)
+            self._flights.remove(flight)
+        return reports
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the others went on without this group, which must adopt their state. Equal on all ranks."""
+        return self.link is not None and self.link.behind() is not None
+
+    def end_at(self, last_step: int) -> None:
+        """The run has another last step."""
+        self.clock = replace(self.clock, last_step=last_step)
+
+    def settle(self) -> None:
+        """Wait until the outer weights hold everything that was sent. It is in the model only when it is due."""
+        for flight in self._flights:
+            if flight.exchanged is not None:
+                flight.exchanged.result()
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """The model has the outer weights while the block runs, and its own ones after it."""
+        self.settle()
+        with self._model() as tensors:
+            kept = {name: part.values.detach().to("cpu", copy=True) for name, part in tensors.items()}
+        self._write(list(self._held), 0.0)
+        try:
+            yield
+        finally:
+            with torch.no_grad(), self._model() as tensors:
+                for name, part in tensors.items():
+                    part.values.copy_(kept[name])
+            self._weights.updated()
+
+    def close(self) -> None:
+        """End the link and the thread."""
+        if self.link is not None:
+            self.link.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # ---- checkpoints, and groups that come back ----
+
+    def tensors(self) -> dict[str, Part]:
+        """The outer state, for the checkpoint; live. `settle` first."""
+        return {f"{group}/{name}": part for name, held in self._held.items() for group, part in held.tensors().items()}
+
+    def record(self) -> dict[str, Any]:
+        """For the checkpoint: the history of the link, and what is not yet in the model."""
+        history = "" if self.link is None else self.link.history
+        return {"history": history, "due": [asdict(flight.due) for flight in self._flights]}
+
+    def loaded(self, record: Mapping[str, Any]) -> None:
+        """A checkpoint was loaded into the tensors."""
+        self._flights = [_Flight(Due(**due), None) for due in record["due"]]
+
+    def reset(self) -> None:
+        """Begin anew from the model."""
+        self._flights = []
+        with torch.no_grad(), self._model() as tensors:
+            for name, part in _by_name(tensors).items():
+                held = self._held[name]
+                held.values.copy_(part.values.reshape(-1)[held.own])
+                for other in (held.momentum, held.error):
+                    if other is not None:
+                        other.zero_()
+
+    def adopt(self) -> tuple[int, int]:
+        """Take over the outer state of a group that is in step, in outer weights and model; its step and tokens. What
+        this group has learned since its last round is lost; its inner optimizer keeps its moments."""
+        assert self.link is not None, "only a link can say that this group is behind"
+        self.settle()
+        self._flights = []
+        _, data = self.link.adopt()
+        step, tokens = struct.unpack_from("<qq", data)
+        at = 16
+        for held in self._held.values():
+            for values in (held.values, held.momentum):
+                if values is not None and values.numel():
+                    values.copy_(torch.frombuffer(bytearray(data[at : at + 4 * len(values)]), dtype=torch.float32))
+                    at += 4 * len(values)
+            if held.error is not None:
+                held.error.zero_()
+        self._place = (step, tokens)
+        self._write(list(self._held), 0.0)
+        return step, tokens
+
+    def _state(self) -> bytes:
+        """Step, tokens, outer weights and momentum."""
+        parts = [each for held in self._held.values() for each in (held.values, held.momentum) if each is not None]
+        return struct.pack("<qq", *self._place) + b"".join(values.numpy().tobytes() for values in parts)
+
+    # ---- between the model and the host ----
+
+    @torch.no_grad()
+    def _snapshot(self, names: Sequence[str]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
+        """Copies of this process's share of the model's weights; on a GPU they are there when the event has passed."""
+        found = {}
+        with self._model() as tensors:
+            for name in names:
+                values, own = tensors[PREFIX + name].values, self._held[name].own
+                found[name] = torch.empty(own.stop - own.start, pin_memory=values.is_cuda)
+                found[name].copy_(values.reshape(-1)[own], non_blocking=True)
+        if not any(values.is_pinned() for values in found.values()):
+            return found, None
+        copied = torch.cuda.Event()
+        copied.record()
+        return found, copied
+
+    @torch.no_grad()
+    def _write(self, names: Sequence[str], alpha: float) -> None:
+        """Mix outer weights into the model, which keeps the share `alpha` of its own."""
+        with self._model() as tensors:
+            for name in names:
+                values, held = tensors[PREFIX + name].values, self._held[name]
+                new = held.values.to(values.device, non_blocking=True)
+                if held.axis.size > 1:
+                    mine, new = new, torch.zeros(values.numel(), device=values.device)
+                    new[held.own] = mine
+                    held.axis.sum(new)  # the others have zeros there
+                new = new.view(values.shape)
+                values.copy_(torch.lerp(new, values.float(), alpha) if alpha else new)
+        self._weights.updated()
+
+    # ---- in the thread ----
+
+    @torch.no_grad()
+    def _exchange(
+        self, due: Due, snapshot: Mapping[str, Tensor], copied: torch.cuda.Event | None, place: tuple[int, int]
+    ) -> RoundReport:
+        """Send a fragment, wait for those of the other groups, update the outer weights."""
+        link = self.link
+        assert link is not None, "a group is connected before its first step"
+        if copied is not None:
+            copied.synchronize()
+        payload = b"".join(self._payload(self._held[name], inner) for name, inner in snapshot.items())
+        link.offer(due.number, due.fragment, payload)
+        started = time.perf_counter()
+        found = link.collect(due.number, due.fragment)
+        waited = time.perf_counter() - started
+        square = self._update(list(snapshot), payload, {group: found[group] for group in sorted(found)}, link.group)
+        self._place = place
+        link.serve_state(due.number, self._state)
+        return RoundReport(due.number // (2 * self.clock.fragments), tuple(sorted(found)), waited, square)
+
+    def _payload(self, held: _Held, inner: Tensor) -> bytes:
+        change = held.values - inner
+        if held.error is not None:
+            change.add_(held.error, alpha=ERROR_DECAY if self._form == "sparse" else 1.0)
+        payload = encode(change, self._form, self._config.top_k_share)
+        if held.error is not None:
+            torch.sub(change, self._decode(payload, held), out=held.error)
+        return payload
+
+    def _decode(self, payload: bytes | memoryview, held: _Held) -> Tensor:
+        return decode(payload, held.values.numel(), self._form, self._config.top_k_share)
+
+    def _update(self, names: Sequence[str], own: bytes, found: Mapping[int, bytes], group: int) -> float:
+        """One step of the outer optimizer; the square of the outer gradient's norm."""
+        square, at = 0.0, 0
+        for name in names:
+            held = self._held[name]
+            here = slice(at, at + payload_bytes(held.values.numel(), self._form, self._config.top_k_share))
+            at = here.stop
+            if group not in found and held.error is not None:  # too late for this round: it counts in the next
+                held.error.add_(self._decode(own[here], held))
+            if not found or not held.values.numel():
+                continue
+            payloads = iter(found.values())
+            mean = self._decode(memoryview(next(payloads))[here], held)
+            for payload in payloads:
+                mean.add_(self._decode(memoryview(payload)[here], held))
+            mean.div_(len(found))
+            square += float(mean.double().square().sum())
+            self._step(held, mean)
+        return square
+
+    def _step(self, held: _Held, mean: Tensor) -> None:
+        if held.momentum is None:
+            held.values.sub_(mean)
+            return
+        lr, mu = self._config.outer_lr, self._config.momentum
+        held.momentum.mul_(mu).add_(mean)
+        held.values.sub_(mean.add_(held.momentum, alpha=mu).mul_(lr))
+
+
+def _by_name(tensors: Mapping[str, Part]) -> dict[str, Part]:
+    return {name.removeprefix(PREFIX): part for name, part in tensors.items()}
+
+
+def round_values(reports: Sequence[RoundReport], squared_norm: Any, link: Link) -> dict[str, Any]:
+    """The metrics of what was synchronised after a step; `squared_norm`: over all processes of the group."""
+    return {
+        "slow_link/round": reports[-1].round,
+        "slow_link/groups": min(len(report.groups) for report in reports),
+        "slow_link/wait_seconds": sum(report.waited_seconds for report in reports),
+        "slow_link/sent_bytes": link.sent_bytes,
+        "slow_link/received_bytes": link.received_bytes,
+        "slow_link/outer_grad_norm": squared_norm**0.5,
+    }
