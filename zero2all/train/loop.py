@@ -27,6 +27,7 @@ import torch
 
 from zero2all.common.errors import AnomalyError, BadInputError, PreemptedError, UsageError
 from zero2all.common.language import translate as t
+from zero2all.common.manifest import fingerprint
 from zero2all.common.progress import counted
 from zero2all.common.signals import stop_signals_to
 from zero2all.common.workspace import Workspace
@@ -43,6 +44,7 @@ from zero2all.track.writer import Run, has_finished
 from zero2all.train.anneal import read_anneal, withdraw_request
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.load import Checkpoint, reading_record
+from zero2all.train.checkpoints.memory import MemoryStore
 from zero2all.train.checkpoints.retention import Retention, discard
 from zero2all.train.checkpoints.run_lock import LOCK_NAME, Fence, RunLock, behind, hold_run, no_fence
 from zero2all.train.checkpoints.store import CheckpointStore
@@ -57,6 +59,7 @@ from zero2all.train.periodic import (
     ShardDamage,
     UpdateRatios,
     Validation,
+    is_due,
     scheduled_garbage_collection,
 )
 from zero2all.train.reports import RunLog, StepReports
@@ -113,6 +116,8 @@ def train(
         lock, store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
         prepared = prepare(config, workspace, world, store, accept_changes, fresh)
         if fresh:  # only now, after all checks
+            if store.memory is not None:
+                store.memory.remove()
             world.run_on_rank0(lambda: _clear_run(run, lock.check))
         for note in () if brief else prepared.notes:
             speak(note)
@@ -166,6 +171,11 @@ def _locked_store(
             fence=lock.check if world.is_first or lock.is_held() else no_fence,
             say=say,
         )
+        settings = config.resilience
+        # With updates that are one step late a save changes the next step, so only those of the disk are made.
+        if settings.memory_steps(keep.every_steps) and not config.parallel.offload_one_step_late:
+            base = None if settings.memory_folder is None else Path(settings.memory_folder)
+            store.memory = MemoryStore(run, store.peers, base, fingerprint(config_values(config)), say)
         try:
             for note in world.run_on_rank0(store.sweep):
                 say(note)
@@ -286,6 +296,7 @@ class TrainingLoop:
             self.control.look_for_repeats(prepared.data, self.state.step)
         with self.state.tensors() as tensors:
             checkpoint_bytes = self.store.prepare(tensors)
+        self.saver.prepare_memory(self.stage_name)
         if self.state.step < prepared.last_step:
             notes = self._check_before_first_step(checkpoint_bytes)
             self.log.event("sanity", {"notes": notes})
@@ -319,17 +330,23 @@ class TrainingLoop:
         is_last = state.step == self.prepared.last_step  # end() validates and saves
         validates = not is_last and self.validation.is_due(state.step)
         saves = not is_last and self.saver.is_due(state.step)
+        remembers = not is_last and not saves and self.saver.is_due_in_memory(state.step)
+        compares = not is_last and is_due(state.step, self.config.resilience.replica_check_every_steps)
         self.read_results()  # of the step before, while the device computes this one
         self.pending = (pending, loader.wait_seconds)
-        if self.prepared.on_cpu or validates or saves or is_last or self.stop_requested:
+        if self.prepared.on_cpu or validates or saves or remembers or compares or is_last or self.stop_requested:
             self.read_results()  # of this step
 
         if validates:
             self.validate()
         if self.stop_requested and not is_last:
             self.preempt()
+        if compares and not (saves or remembers):  # else before the save
+            self.saver.compare_replicas()
         if saves:
             self.save()
+        if remembers:
+            self.saver.remember(self.stage_name)
         self.saver.report_finished()
         if validates or saves:
             self.reports.pause_ended()

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,20 +119,64 @@ class CheckpointSaver:
     ) -> None:
         self._prepared, self._store, self._control = prepared, store, control
         self._lock, self._log = lock, log
+        self._memory_steps = 0
 
     def is_due(self, step: int) -> bool:
         """Whether to save after `step`."""
         return is_due(step, self._prepared.config.checkpoint.every_steps)
 
-    def save(self, stage: str, wait: bool = False) -> SaveTicket:
-        """Begin to save the state, or with `wait` finish saving it."""
-        state, details = self._prepared.state, self._prepared.details
-        record = {
-            **state.counters(),
+    def _record(self, stage: str) -> dict[str, Any]:
+        anneal = self._prepared.anneal
+        return {
+            **self._prepared.state.counters(),
             "guards": self._control.state(),
-            "anneal": asdict(self._prepared.anneal) if self._prepared.anneal else None,
+            "anneal": asdict(anneal) if anneal else None,
             "stage": stage,
         }
+
+    def prepare_memory(self, stage: str) -> None:
+        """Make room for checkpoints in memory, where some will be made; without room there are none."""
+        config, state, memory = self._prepared.config, self._prepared.state, self._store.memory
+        every = config.resilience.memory_steps(config.checkpoint.every_steps)
+        if memory is None or state.step // every == (self._prepared.last_step - 1) // every:
+            return
+        with state.tensors() as tensors:
+            problem = self._store.prepare_memory(tensors)
+        if problem is not None:
+            self._store.memory = None
+            self._log.warn(f"no checkpoints in memory: {problem}. A restart continues from the disk.")
+            return
+        self._memory_steps = every
+        if self._prepared.checkpoint is not None and self._prepared.checkpoint.in_memory:
+            self.remember(stage)  # with another number of processes the buffers are new ones
+
+    def is_due_in_memory(self, step: int) -> bool:
+        """Whether to save to memory after `step`."""
+        return is_due(step, self._memory_steps)
+
+    def remember(self, stage: str) -> None:
+        """Begin to save the state to memory. A state in doubt is not saved: a restart would forget the doubt."""
+        if self._control.doubt() is not None or self._store.memory is None:
+            return
+        state, started = self._prepared.state, time.monotonic()
+        with state.tensors() as tensors:
+            snapshot = Snapshot(tensors, self._record(stage))
+            done, bad = self._store.remember(state.step, snapshot, self._prepared.details)
+        state.copied = None if isinstance(done, bool) else done
+        problem = self._store.memory.problem if bad is None else f"{bad} contains NaN or infinite values"
+        if problem is not None:
+            self._log.warn_from_any_rank(f"a checkpoint in memory was not saved: {problem}")
+        if done:
+            self._log.values({"memory/checkpoint_stall": time.monotonic() - started})
+
+    def compare_replicas(self) -> None:
+        """Stop the run when replicas differ."""
+        with self._prepared.state.tensors() as tensors:
+            self._store.check_replicas(tensors)
+
+    def save(self, stage: str, wait: bool = False) -> SaveTicket:
+        """Begin to save the state, or with `wait` finish saving it."""
+        state, details, record = self._prepared.state, self._prepared.details, self._record(stage)
         doubt = self._control.doubt()
         if doubt is not None:
             details[NOT_GOOD] = doubt

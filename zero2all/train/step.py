@@ -342,6 +342,7 @@ def _judge_and_update(
     state: TrainState, figures: Tensor, norm: Tensor, channels: int, config: RunConfig, plan: StepPlan
 ) -> None:
     """Fill in the head of the figures and update, unless they forbid it. The host reads none of them here."""
+    state.wait_copied()
     nats, counts = figures[HEAD : HEAD + channels].sum(), figures[HEAD + channels : HEAD + 2 * channels].sum()
     loss = nats / counts.clamp(min=1.0)
     overflowed = ~(torch.isfinite(loss) & torch.isfinite(norm))
