@@ -27,7 +27,7 @@ class Kill(TrainerCallback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+    def on_step_begin(self, _args: Any, state: Any, _control: Any, **_parts: Any) -> None:
         """In the middle of a run."""
         if state.global_step == self.step:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
 import shutil
@@ -21,14 +22,9 @@ from zero2all.resilience.library import MemoryCheckpoint
 ROOT = Path(__file__).parents[2]
 
 
-STATE = """
-import torch
-
 def state_of(step):
     values = torch.arange(500, dtype=torch.float32) * step  # every value follows from the step
     return {"model": {"weight": values}, "optimizer": {0: {"step": step, "betas": (0.9, 0.95)}}, "empty": [None, ""]}
-"""
-exec(STATE)  # noqa: S102  (the same text runs in processes, which need not import pytest)
 
 
 def equal(one: object, other: object) -> bool:
@@ -80,7 +76,8 @@ def test_a_file_cut_short_is_not_accepted(tmp_path, two_steps, size):
 
 KILLED = f"""
 import sys
-{STATE}
+import torch
+{inspect.getsource(state_of)}
 from zero2all.resilience.library import MemoryCheckpoint
 memory = MemoryCheckpoint(sys.argv[1], sys.argv[2])
 found = memory.load()
@@ -167,7 +164,8 @@ def test_the_examples_continue_after_a_kill_with_the_same_bits(tmp_path, example
         return [line for line in done.stdout.splitlines() if "loss" in line and "train_" not in line]
 
     whole = run("whole")
-    killed, resumed = run("killed", str(steps)), run("killed")
+    run("killed", str(steps))
+    resumed = run("killed")
     assert 0 < len(resumed) < len(whole)
     assert resumed == whole[-len(resumed) :]
     assert list((tmp_path / "ram").glob("zero2all-*/*")) == []

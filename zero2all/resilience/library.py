@@ -7,9 +7,9 @@
     ...
     memory.remove()                                    # at the end of training
 
-A state is dicts, lists and tuples of tensors, arrays, numbers, texts and None, as `state_dict` gives them. `save` copies
-it and returns; checksums follow in a thread. Nothing is pickled. Every rank saves its own state; with torch.distributed
-all of them call `save` and `load` at the same points, and load the same step.
+A state is dicts, lists and tuples of tensors, arrays, numbers, texts and None, as `state_dict` gives them. `save`
+copies it and returns; checksums follow in a thread. The files hold no pickle. Every rank saves its own state; with
+torch.distributed all of them call `save` and `load` at the same points, and load the same step.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def memory_callback(memory: MemoryCheckpoint, every_steps: int) -> Any:
     from transformers import TrainerCallback
 
     class MemoryCallback(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        def on_step_end(self, _args: Any, state: Any, _control: Any, **parts: Any) -> None:
             if state.global_step % every_steps:
                 return
             memory.save(

@@ -14,6 +14,7 @@ they talk.
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -59,14 +60,16 @@ from zero2all.train.periodic import (
     ShardDamage,
     UpdateRatios,
     Validation,
+    check_rerun,
     is_due,
+    is_rerun,
     scheduled_garbage_collection,
 )
 from zero2all.train.reports import RunLog, StepReports
 from zero2all.train.sanity import check_batch_ids, check_disk, check_first_loss, communication_notes, memory_notes
 from zero2all.train.saved_config import save_run_config
 from zero2all.train.setup import Prepared, load_checkpoint, prepare
-from zero2all.train.step import PendingStep, StepPlan, train_step
+from zero2all.train.step import PendingStep, StepPlan, StepResult, train_step
 from zero2all.train.stop import StopRequest, stop_requests
 
 
@@ -321,9 +324,12 @@ class TrainingLoop:
         """Plan a step and queue it on the device, read the step before it, then do what is due."""
         state = self.state
         plan = self._plan(batch)
+        rehearsed = self._rehearsed(batch, plan)
         self.update_ratios.before_step()
         pending = train_step(state, batch, len(self.prepared.data.channels), self.config, self.world, plan)
         self.update_ratios.after_step()
+        if rehearsed is not None:
+            check_rerun(rehearsed, pending.result(), self.world.mesh.batch.size)
         self._leave_failed_cuda_graph()
         self.collect_garbage(state.step)
 
@@ -467,6 +473,13 @@ class TrainingLoop:
         stops = self.stop.requested or self.shard_damage.is_found
         news = self.folder_watch.found
         return self.control.plan(state.step + 1, lr, state.tokens, batch.global_rows, stops, news)
+
+    def _rehearsed(self, batch: Batch, plan: StepPlan) -> StepResult | None:
+        """The results of the next step without its update, where it is one that is computed twice."""
+        if not is_rerun(self.state.step + 1, self.config.resilience.rerun_every_steps, self.config.train.seed):
+            return None
+        channels, plan = len(self.prepared.data.channels), dataclasses.replace(plan, is_rehearsal=True)
+        return train_step(self.state, batch, channels, self.config, self.world, plan).result()
 
     def _has_folder_news(self) -> bool:
         """Whether to see what is in the run's folder: the same in every process. One that is alone looks by itself;

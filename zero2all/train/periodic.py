@@ -6,6 +6,7 @@ One small object each; the loop asks `is_due` and decides the order.
 from __future__ import annotations
 
 import gc
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,12 +14,14 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from zero2all.common.errors import BadInputError, PreemptedError
+from zero2all.common.errors import AnomalyError, BadInputError, PreemptedError
 from zero2all.model.config import ParameterKind
 from zero2all.packed.background import ShardCheck, checking_shards
+from zero2all.packed.loader import rank_rows
 from zero2all.parallel.layout import layout_table
 from zero2all.parallel.world import World
 from zero2all.train.anneal import ANNEAL_FILE
@@ -31,6 +34,7 @@ from zero2all.train.control import Control
 from zero2all.train.reports import RunLog
 from zero2all.train.setup import Prepared
 from zero2all.train.state import TrainState
+from zero2all.train.step import StepResult
 from zero2all.train.validate import held_out_losses
 
 COLLECT_STEPS = 1000
@@ -42,6 +46,33 @@ WATCH_SECONDS = 0.5
 def is_due(step: int, every_steps: int) -> bool:
     """Whether `step` is a multiple of `every_steps`; 0 means never."""
     return every_steps > 0 and step % every_steps == 0
+
+
+def is_rerun(step: int, every_steps: int, seed: int) -> bool:
+    """Whether `step` is computed twice: one step out of every `every_steps`, drawn at random."""
+    if not every_steps:
+        return False
+    window, place = divmod(step - 1, every_steps)
+    return place == random.Random(f"{seed}/{window}").randrange(every_steps)
+
+
+def check_rerun(first: StepResult, second: StepResult, batch_ranks: int) -> None:
+    """AnomalyError when two computations of a step differ in a bit; it names the ranks whose rows differ."""
+    rows = len(first.row_nats)
+    differs = first.row_nats.view(np.uint64) != second.row_nats.view(np.uint64)
+    wrong = []
+    for rank in range(batch_ranks):
+        start, count, _ = rank_rows(rows, rank, batch_ranks)
+        wrong += [f"the loss of batch rank {rank}"] if differs[start : start + count].any() else []
+    values = ((first.loss, second.loss, "the loss"), (first.grad_norm, second.grad_norm, "the gradient norm"))
+    wrong = wrong or [name for one, other, name in values if np.float64(one).tobytes() != np.float64(other).tobytes()]
+    if wrong:
+        raise AnomalyError(
+            f"Step {second.step} was computed twice from the same state and the same data, and the results differ in "
+            f"{', '.join(wrong)}. This state was not saved. Memory or a GPU of that rank is faulty, or an operator is "
+            f"not bit-exact: run the same command again to continue from the newest checkpoint, and exclude the "
+            f"machine if it happens again."
+        )
 
 
 class Validation:
