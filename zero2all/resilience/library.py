@@ -108,8 +108,13 @@ class MemoryCheckpoint:
         if step is None:
             return None
         found = read_slot(own[step])
-        data = torch.from_numpy(np.fromfile(own[step], dtype=np.uint8, count=found.data_bytes, offset=PAGE))
-        tensors = [_view(data, place, getattr(torch, kind), shape) for kind, shape, place in found.about["tensors"]]
+        tensors = []
+        with open(own[step], "rb") as file:
+            for kind, shape, place in found.about["tensors"]:
+                # Memory of its own: torch.set_rng_state crashes with a view into a larger tensor.
+                tensors.append(torch.empty(shape, dtype=getattr(torch, kind)))
+                file.seek(PAGE + place)
+                file.readinto(tensors[-1].view(-1).view(torch.uint8).numpy().data)
         return step, _rebuilt(found.about["tree"], tensors)
 
     def wait(self) -> None:
