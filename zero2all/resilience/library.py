@@ -171,9 +171,8 @@ def _view(data: Tensor, place: int, dtype: torch.dtype, shape: Any) -> Tensor:
 def _flatten(value: Any, tensors: list[Tensor], where: str) -> Any:
     """A state as JSON, its tensors in a list."""
     if isinstance(value, Tensor | np.ndarray):
-        is_tensor = isinstance(value, Tensor)
-        tensors.append(value if is_tensor else torch.from_numpy(np.ascontiguousarray(value)))
-        return {"tensor" if is_tensor else "array": len(tensors) - 1}
+        tensors.append(value if isinstance(value, Tensor) else torch.from_numpy(np.ascontiguousarray(value)))
+        return {"tensor" if isinstance(value, Tensor) else "array": len(tensors) - 1}
     if isinstance(value, dict):
         pairs = value.items()
         return {"dict": [[_flatten(k, tensors, where), _flatten(v, tensors, f"{where}.{k}")] for k, v in pairs]}
@@ -205,8 +204,8 @@ def memory_callback(memory: MemoryCheckpoint, every_steps: int) -> Any:
     """A callback that saves model, optimizer, schedule, random state and position to memory."""
     from transformers import TrainerCallback
 
-    class MemoryCallback(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, _args: Any, state: Any, _control: Any, **parts: Any) -> None:
+    class MemoryCallback(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:  # noqa: ARG002
             if state.global_step % every_steps:
                 return
             memory.save(
