@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("model.config", "ops.config", "packed.config", "parallel.config"),
         *("resilience.config", "tokenizer.config", "track.config"),
     ),
-    "train": ("packed", "model", "ops", "parallel", "limits", "track.writer", "config"),
+    "train": ("packed", "model", "ops", "parallel", "limits", "track.writer", "config", "resilience.slots"),
     "infer": ("model", "ops", "parallel", "tokenizer", "train", "config"),
     "evals": (
         *("corpus.download", "packed", "model", "infer", "parallel", "tokenizer", "train", "track.writer", "config"),
@@ -80,6 +80,7 @@ TRAINER = (
     "train",
     "limits",
     "track.writer",
+    "resilience.slots",
     "config",
     "common",
     "tokenizer.config",

@@ -14,6 +14,7 @@ they talk.
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ import torch
 
 from zero2all.common.errors import AnomalyError, BadInputError, PreemptedError, UsageError
 from zero2all.common.language import translate as t
+from zero2all.common.manifest import fingerprint
 from zero2all.common.progress import counted
 from zero2all.common.signals import stop_signals_to
 from zero2all.common.workspace import Workspace
@@ -44,6 +46,7 @@ from zero2all.track.writer import Run, has_finished
 from zero2all.train.anneal import read_anneal, withdraw_request
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.load import Checkpoint, reading_record
+from zero2all.train.checkpoints.memory import MemoryStore
 from zero2all.train.checkpoints.retention import Retention, discard
 from zero2all.train.checkpoints.run_lock import LOCK_NAME, Fence, RunLock, behind, hold_run, no_fence
 from zero2all.train.checkpoints.store import CheckpointStore
@@ -59,13 +62,16 @@ from zero2all.train.periodic import (
     ShardDamage,
     UpdateRatios,
     Validation,
+    check_rerun,
+    is_due,
+    is_rerun,
     scheduled_garbage_collection,
 )
 from zero2all.train.reports import RunLog, StepReports
 from zero2all.train.sanity import check_batch_ids, check_disk, check_first_loss, communication_notes, memory_notes
 from zero2all.train.saved_config import save_run_config
 from zero2all.train.setup import Prepared, load_checkpoint, prepare
-from zero2all.train.step import PendingStep, StepPlan, train_step
+from zero2all.train.step import PendingStep, StepPlan, StepResult, train_step
 from zero2all.train.stop import StopRequest, stop_requests
 
 
@@ -116,6 +122,8 @@ def train(
         lock, store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
         prepared = prepare(config, workspace, world, store, accept_changes, fresh)
         if fresh:  # only now, after all checks
+            if store.memory is not None:
+                store.memory.remove()
             world.run_on_rank0(lambda: _clear_run(run, lock.check))
         for note in () if brief else prepared.notes:
             speak(note)
@@ -191,6 +199,14 @@ def _locked_store(
             fence=lock.check if world.is_first or lock.is_held() else no_fence,
             say=say,
         )
+        settings = config.resilience
+        # With updates that are one step late a save changes the next step, so only those of the disk are made.
+        if (
+            settings.memory_steps(keep.every_steps, world.device.type == "cpu")
+            and not config.parallel.offload_one_step_late
+        ):
+            base = None if settings.memory_folder is None else Path(settings.memory_folder)
+            store.memory = MemoryStore(run, store.peers, base, fingerprint(config_values(config)), say)
         try:
             for note in world.run_on_rank0(store.sweep):
                 say(note)
@@ -313,6 +329,7 @@ class TrainingLoop:
             self.control.look_for_repeats(prepared.data, self.state.step)
         with self.state.tensors() as tensors:
             checkpoint_bytes = self.store.prepare(tensors)
+        self.saver.prepare_memory(self.stage_name)
         if self.state.step < prepared.last_step:
             notes = self._check_before_first_step(checkpoint_bytes)
             self.log.event("sanity", {"notes": notes})
@@ -337,27 +354,36 @@ class TrainingLoop:
         """Plan a step and queue it on the device, read the step before it, then do what is due."""
         state = self.state
         plan = self._plan(batch)
+        rehearsed = self._rehearsed(batch, plan)
         self.update_ratios.before_step()
         pending = train_step(state, batch, len(self.prepared.data.channels), self.config, self.world, plan)
         self.update_ratios.after_step()
         self.synchronise()
+        if rehearsed is not None:
+            check_rerun(rehearsed, pending.result(), self.world.mesh.batch.size)
         self._leave_failed_cuda_graph()
         self.collect_garbage(state.step)
 
         is_last = state.step == self.prepared.last_step  # end() validates and saves
         validates = not is_last and self.validation.is_due(state.step)
         saves = not is_last and self.saver.is_due(state.step)
+        remembers = not is_last and not saves and self.saver.is_due_in_memory(state.step)
+        compares = not is_last and is_due(state.step, self.config.resilience.replica_check_every_steps)
         self.read_results()  # of the step before, while the device computes this one
         self.pending = (pending, loader.wait_seconds)
-        if self.prepared.on_cpu or validates or saves or is_last or self.stop_requested:
+        if self.prepared.on_cpu or validates or saves or remembers or compares or is_last or self.stop_requested:
             self.read_results()  # of this step
 
         if validates:
             self.validate()
         if self.stop_requested and not is_last:
             self.preempt()
+        if compares and not (saves or remembers):  # else before the save
+            self.saver.compare_replicas()
         if saves:
             self.save()
+        if remembers:
+            self.saver.remember(self.stage_name)
         self.saver.report_finished()
         if validates or saves:
             self.reports.pause_ended()
@@ -514,6 +540,13 @@ class TrainingLoop:
         stops = self.stop.requested or self.shard_damage.is_found
         news = self.folder_watch.found
         return self.control.plan(state.step + 1, lr, state.tokens, batch.global_rows, stops, news)
+
+    def _rehearsed(self, batch: Batch, plan: StepPlan) -> StepResult | None:
+        """The results of the next step without its update, where it is one that is computed twice."""
+        if not is_rerun(self.state.step + 1, self.config.resilience.rerun_every_steps, self.config.train.seed):
+            return None
+        channels, plan = len(self.prepared.data.channels), dataclasses.replace(plan, is_rehearsal=True)
+        return train_step(self.state, batch, channels, self.config, self.world, plan).result()
 
     def _has_folder_news(self) -> bool:
         """Whether to see what is in the run's folder: the same in every process. One that is alone looks by itself;

@@ -6,17 +6,22 @@ One small object each; the loop asks `is_due` and decides the order.
 from __future__ import annotations
 
 import gc
+import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from zero2all.common.errors import BadInputError, PreemptedError
+from zero2all.common.errors import AnomalyError, BadInputError, PreemptedError
 from zero2all.model.config import ParameterKind
 from zero2all.packed.background import ShardCheck, checking_shards
+from zero2all.packed.loader import rank_rows
 from zero2all.parallel.layout import layout_table
 from zero2all.parallel.world import World
 from zero2all.train.anneal import ANNEAL_FILE
@@ -29,6 +34,7 @@ from zero2all.train.control import Control
 from zero2all.train.reports import RunLog
 from zero2all.train.setup import Prepared
 from zero2all.train.state import TrainState
+from zero2all.train.step import StepResult
 from zero2all.train.validate import held_out_losses
 
 COLLECT_STEPS = 1000
@@ -40,6 +46,33 @@ WATCH_SECONDS = 0.5
 def is_due(step: int, every_steps: int) -> bool:
     """Whether `step` is a multiple of `every_steps`; 0 means never."""
     return every_steps > 0 and step % every_steps == 0
+
+
+def is_rerun(step: int, every_steps: int, seed: int) -> bool:
+    """Whether `step` is computed twice: one step out of every `every_steps`, drawn at random."""
+    if not every_steps:
+        return False
+    window, place = divmod(step - 1, every_steps)
+    return place == random.Random(f"{seed}/{window}").randrange(every_steps)
+
+
+def check_rerun(first: StepResult, second: StepResult, batch_ranks: int) -> None:
+    """AnomalyError when two computations of a step differ in a bit; it names the ranks whose rows differ."""
+    rows = len(first.row_nats)
+    differs = first.row_nats.view(np.uint64) != second.row_nats.view(np.uint64)
+    wrong = []
+    for rank in range(batch_ranks):
+        start, count, _ = rank_rows(rows, rank, batch_ranks)
+        wrong += [f"the loss of batch rank {rank}"] if differs[start : start + count].any() else []
+    values = ((first.loss, second.loss, "the loss"), (first.grad_norm, second.grad_norm, "the gradient norm"))
+    wrong = wrong or [name for one, other, name in values if np.float64(one).tobytes() != np.float64(other).tobytes()]
+    if wrong:
+        raise AnomalyError(
+            f"Step {second.step} was computed twice from the same state and the same data, and the results differ in "
+            f"{', '.join(wrong)}. This state was not saved. Memory or a GPU of that rank is faulty, or an operator is "
+            f"not bit-exact: run the same command again to continue from the newest checkpoint, and exclude the "
+            f"machine if it happens again."
+        )
 
 
 class Validation:
@@ -118,23 +151,73 @@ class CheckpointSaver:
     ) -> None:
         self._prepared, self._store, self._control = prepared, store, control
         self._lock, self._log = lock, log
+        self._memory_steps = 0
 
     def is_due(self, step: int) -> bool:
         """Whether to save after `step`."""
         return is_due(step, self._prepared.config.checkpoint.every_steps)
 
-    def save(self, stage: str, wait: bool = False) -> SaveTicket:
-        """Begin to save the state, or with `wait` finish saving it."""
-        state, details = self._prepared.state, self._prepared.details
+    def _record(self, stage: str) -> dict[str, Any]:
+        state, anneal = self._prepared.state, self._prepared.anneal
         record = {
             **state.counters(),
             "guards": self._control.state(),
-            "anneal": asdict(self._prepared.anneal) if self._prepared.anneal else None,
+            "anneal": asdict(anneal) if anneal else None,
             "stage": stage,
         }
         if state.outer is not None:
             state.outer.settle()
             record["outer"] = state.outer.record()
+        return record
+
+    def prepare_memory(self, stage: str) -> None:
+        """Make room for checkpoints in memory, where some will be made; without room there are none."""
+        config, state, memory = self._prepared.config, self._prepared.state, self._store.memory
+        every = config.resilience.memory_steps(config.checkpoint.every_steps, self._prepared.on_cpu)
+        if (
+            memory is None
+            or not every
+            or state.outer is not None
+            or state.step // every == (self._prepared.last_step - 1) // every
+        ):
+            return
+        with state.tensors() as tensors:
+            problem = self._store.prepare_memory(tensors)
+        if problem is not None:
+            self._store.memory = None
+            self._log.warn(f"no checkpoints in memory: {problem}. A restart continues from the disk.")
+            return
+        self._memory_steps = every
+        if self._prepared.checkpoint is not None and self._prepared.checkpoint.in_memory:
+            self.remember(stage)  # with another number of processes the buffers are new ones
+
+    def is_due_in_memory(self, step: int) -> bool:
+        """Whether to save to memory after `step`."""
+        return is_due(step, self._memory_steps)
+
+    def remember(self, stage: str) -> None:
+        """Begin to save the state to memory. A state in doubt is not saved: a restart would forget the doubt."""
+        if self._control.doubt() is not None or self._store.memory is None:
+            return
+        state, started = self._prepared.state, time.monotonic()
+        with state.tensors() as tensors:
+            snapshot = Snapshot(tensors, self._record(stage))
+            done, bad = self._store.remember(state.step, snapshot, self._prepared.details)
+        state.copied = None if isinstance(done, bool) else done
+        problem = self._store.memory.problem if bad is None else f"{bad} contains NaN or infinite values"
+        if problem is not None:
+            self._log.warn_from_any_rank(f"a checkpoint in memory was not saved: {problem}")
+        if done:
+            self._log.values({"memory/checkpoint_stall": time.monotonic() - started})
+
+    def compare_replicas(self) -> None:
+        """Stop the run when replicas differ."""
+        with self._prepared.state.tensors() as tensors:
+            self._store.check_replicas(tensors)
+
+    def save(self, stage: str, wait: bool = False) -> SaveTicket:
+        """Begin to save the state, or with `wait` finish saving it."""
+        state, details, record = self._prepared.state, self._prepared.details, self._record(stage)
         doubt = self._control.doubt()
         if doubt is not None:
             details[NOT_GOOD] = doubt

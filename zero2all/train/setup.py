@@ -175,9 +175,9 @@ def prepare(
         notes.append(state.outer.note())
     if checkpoint is not None:
         load_checkpoint(state, checkpoint)
-        notes.append(f"resumed {run.name} at step {state.step} from {checkpoint.folder.name}")
+        notes.append(f"resumed {run.name} at step {state.step} from {checkpoint.name}")
         if NOT_GOOD in checkpoint.manifest:
-            notes.append(f"{checkpoint.folder.name} is not marked as good ({checkpoint.manifest[NOT_GOOD]})")
+            notes.append(f"{checkpoint.name} is not marked as good ({checkpoint.manifest[NOT_GOOD]})")
         if checkpoint.step:
             notes += _late_notes(config, checkpoint.step)
             with reading_record(checkpoint):
@@ -252,7 +252,7 @@ def _read_ledger(run: Path, store: CheckpointStore, world: World) -> tuple[SkipL
     if newest is None:
         rebuilt = f"It was rebuilt from the incident pages: {decisions}, {tokens} skipped."
     else:
-        rebuilt = f"It was rebuilt from {newest.folder.name} and the incident pages: {decisions}, {tokens} skipped."
+        rebuilt = f"It was rebuilt from {newest.name} and the incident pages: {decisions}, {tokens} skipped."
     return ledger, [f"{problem} {rebuilt} The damaged file is kept beside it."]
 
 

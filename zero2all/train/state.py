@@ -85,6 +85,8 @@ class TrainState:
     """Synchronises with other groups over a slow link."""
     step: int = 0
     tokens: int = 0
+    copied: torch.cuda.Event | None = None
+    """When a GPU has copied the state to memory; it may not change before."""
 
     @contextmanager
     def tensors(self) -> Iterator[dict[str, Part]]:
@@ -96,6 +98,7 @@ class TrainState:
     @contextmanager
     def model_tensors(self) -> Iterator[dict[str, Part]]:
         """The master weights and the biases of routers, likewise."""
+        self.wait_copied()
         with self.weights.masters_between_steps() as masters:
             yield {f"model/{name}": value for name, value in {**masters, **router_biases(self.model)}.items()}
 
@@ -106,6 +109,12 @@ class TrainState:
             for name, value in self.loss_scale.tensors().items():
                 tensors[f"optimizer/loss_scale/{name}"] = Part.whole(value)
         return tensors
+
+    def wait_copied(self) -> None:
+        """Before a change: let the GPU wait for the end of a copy to memory. The host does not wait."""
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
+            self.copied = None
 
     def counters(self) -> dict[str, int]:
         """How far the run is: steps and tokens."""

@@ -124,6 +124,8 @@ class StepPlan:
     """Whether this process was asked to stop; the others learn it from the figures."""
     folder_news: bool = False
     """Whether this process, rank 0, found something in the run's folder; the others learn it from the figures."""
+    is_rehearsal: bool = False
+    """Compute everything but the update: the same step follows."""
 
 
 @dataclass(frozen=True)
@@ -225,8 +227,9 @@ def train_step(
 
     before = state.tokens
     rows = batch.global_rows
-    state.step += 1
-    state.tokens += rows * (batch.tokens.shape[1] - 1)
+    if not plan.is_rehearsal:
+        state.step += 1
+        state.tokens += rows * (batch.tokens.shape[1] - 1)
     facts = (state.step, (before, state.tokens), plan.lr, channels, rows, config.model.moe.experts)
     if world.device.type != "cuda":
         return PendingStep(*facts, figures, None, timer, time.time())
@@ -346,6 +349,11 @@ def _judge_and_update(
     """Fill in the head of the figures and update, unless they forbid it. The host reads none of them here."""
     nats, counts = figures[HEAD : HEAD + channels].sum(), figures[HEAD + channels : HEAD + 2 * channels].sum()
     loss = nats / counts.clamp(min=1.0)
+    if plan.is_rehearsal:
+        state.weights.zero_gradients()
+        figures[0], figures[1] = loss, norm
+        return
+    state.wait_copied()
     overflowed = ~(torch.isfinite(loss) & torch.isfinite(norm))
     refused = overflowed
     if plan.limits is not None:

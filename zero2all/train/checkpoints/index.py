@@ -81,7 +81,7 @@ def parse_index(values: Any, where: str) -> Index:
         if not is_tensor_name(name):
             raise BadInputError(f"{where} names a tensor {name[:80]!r}; expected a name such as 'model/norm.weight'")
         index[name] = _parse_entry(name, entry, where)
-        _check_filling(name, index[name], where)
+        check_filling(name, index[name], where)
     return index
 
 
@@ -129,7 +129,7 @@ def _sizes(value: Any, name: str, where: str) -> Sizes:
     return tuple(value)
 
 
-def _check_filling(name: str, entry: TensorEntry, where: str) -> None:
+def check_filling(name: str, entry: TensorEntry, where: str) -> None:
     """Check that the boxes lie inside the tensor, do not overlap, and together have its volume: then they fill it."""
     places = [box.place for box in entry.boxes]
     for place in places:

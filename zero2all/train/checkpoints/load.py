@@ -56,6 +56,12 @@ class Checkpoint:
     headers: dict[str, Header]
     record: dict[str, Any]  # the snapshot's record: counters and the like
     peers: Peers = field(default_factory=Peers, repr=False)  # the ranks that opened it together
+    in_memory: bool = False  # it lies in a RAM file system; see `memory`
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return "memory" if self.in_memory else self.folder.name
 
     @property
     def files(self) -> list[str]:

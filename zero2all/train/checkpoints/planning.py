@@ -108,9 +108,11 @@ def signature_of(parts: Mapping[str, Part]) -> dict[str, Any]:
     }
 
 
-def plan_save(parts: Mapping[str, Part], peers: Peers, largest_file_bytes: int) -> SaveLayout:
+def plan_save(
+    parts: Mapping[str, Part], peers: Peers, largest_file_bytes: int, hosts: Sequence[str] = ()
+) -> SaveLayout:
     """Agree with the other ranks on who writes what. Every rank calls it; every rank gets the same index, or the same
-    error."""
+    error. With the host of each rank, every host writes all that its ranks hold, and the plan is that of this host."""
     said = peers.gather(_own_boxes(parts))
     for rank, each in enumerate(said):
         if "problem" in each:  # raised on every rank, so that none waits for the others
@@ -120,14 +122,19 @@ def plan_save(parts: Mapping[str, Part], peers: Peers, largest_file_bytes: int) 
     holders = _holders(held)
     for name, (_, size) in sizes.items():
         _check_filling(name, size, holders[name])
+    copies = _copies(held[peers.rank], holders)
+    is_whole = len(set(hosts)) <= 1
+    if not is_whole:
+        held = [own if host == hosts[peers.rank] else {} for own, host in zip(held, hosts, strict=True)]
+        holders = _holders(held)
     written = _without_copies(held, holders)
     index: Index = {}
     files = [_files_of_rank(rank, own, largest_file_bytes, index) for rank, own in enumerate(written)]
     for name, (dtype, size) in sizes.items():  # a tensor without elements has no boxes
         index.setdefault(name, TensorEntry(dtype, size, ()))
-    index = parse_index(index_json(index), "the plan of a checkpoint")  # it is one that we would read
+    if is_whole:
+        index = parse_index(index_json(index), "the plan of a checkpoint")  # it is one that we would read
     bytes_of = {file.name: len(header_bytes(file.infos)) + file.data_bytes for of_rank in files for file in of_rank}
-    copies = _copies(held[peers.rank], holders)
     return SaveLayout(files[peers.rank], index, bytes_of, copies, signature_of(parts))
 
 

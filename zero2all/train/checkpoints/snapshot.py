@@ -55,36 +55,57 @@ class Staged:
 class HostBuffers:
     """Memory for one snapshot, kept for the life of a plan."""
 
-    def __init__(self, layout: SaveLayout, device: torch.device | None, say: Callable[[str], None]) -> None:
-        """`device` is where most tensors are; memory is pinned when that is a GPU."""
+    def __init__(
+        self,
+        layout: SaveLayout,
+        device: torch.device | None,
+        say: Callable[[str], None],
+        buffers: list[Tensor] | None = None,
+    ) -> None:
+        """`device` is where most tensors are; memory is pinned when that is a GPU. `buffers`: memory that is there
+        already, one for each file."""
         self._files = layout.files
         self._pinned: list[Tensor] = []
         self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
-        self.buffers = [torch.zeros(file.data_bytes, dtype=torch.uint8) for file in layout.files]
+        self.buffers = buffers or [torch.zeros(file.data_bytes, dtype=torch.uint8) for file in layout.files]
         if self._stream is not None:
             self._pin(say)
 
     def copy(self, parts: Mapping[str, Part]) -> float:
         """Copy the boxes that this rank writes; when it returns `parts` may be changed. Returns the seconds it took."""
         started = time.monotonic()
+        copied = self.begin_copy(parts)
+        if copied is not None:
+            copied.synchronize()
+        return time.monotonic() - started
+
+    def begin_copy(self, parts: Mapping[str, Part]) -> torch.cuda.Event | None:
+        """The same without waiting for a GPU: until the event that it returns, nothing but the weights may change. Its
+        stream waits for their copy, because split masters are only joined for as long as the caller holds them."""
         boxes = {name: boxes_of(part) for name, part in parts.items()}
         pairs = [
-            (view_of(buffer, file.infos[key]), boxes[source.name][source.number][1])
+            (source.name, view_of(buffer, file.infos[key]), boxes[source.name][source.number][1])
             for file, buffer in zip(self._files, self.buffers, strict=True)
             for key, source in file.sources.items()
         ]
         if self._stream is None:
-            for target, source in pairs:
+            for _, target, source in pairs:
                 target.copy_(source)
-        else:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-            with torch.cuda.stream(self._stream):
-                for target, source in pairs:
-                    target.copy_(source, non_blocking=True)
+            return None
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for group in (True, False):
+                for name, target, source in pairs:
+                    if name.startswith("model/") is group:
+                        target.copy_(source, non_blocking=True)
+                        if source.is_cuda:
+                            source.record_stream(self._stream)
                 copied = torch.cuda.Event()
                 copied.record(self._stream)
-            copied.synchronize()
-        return time.monotonic() - started
+                if group:
+                    current.wait_event(copied)
+        return copied
 
     def staged(self) -> list[tuple[FilePlan, Tensor]]:
         """The files with their content."""

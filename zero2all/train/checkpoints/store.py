@@ -31,6 +31,8 @@ from zero2all.train.checkpoints.commit import SaveError, bytes_needed, commit, l
 from zero2all.train.checkpoints.find import Say, find_newest, open_at, say_aloud
 from zero2all.train.checkpoints.layout import checkpoint_folder, list_checkpoints, note_latest, step_of
 from zero2all.train.checkpoints.load import Checkpoint
+from zero2all.train.checkpoints.manifest import OtherVersionError
+from zero2all.train.checkpoints.memory import MemoryStore
 from zero2all.train.checkpoints.peers import open_peers
 from zero2all.train.checkpoints.planning import SaveLayout, plan_save, signature_of
 from zero2all.train.checkpoints.retention import Retention, Verified, is_good, pin, prune, sweep, withdraw_after
@@ -64,15 +66,17 @@ class CheckpointStore:
         self._when_busy = when_busy
         self._largest_file_bytes = largest_file_bytes
         self.fence = fence
-        self._peers = open_peers(group, peer_timeout_seconds)  # for the caller's thread
+        self.peers = open_peers(group, peer_timeout_seconds)  # for the caller's thread
         self._writing_peers = open_peers(group, peer_timeout_seconds)  # for the writing thread
-        self._say: Say = say if self._peers.is_first else lambda _text: None
+        self._say: Say = say if self.peers.is_first else lambda _text: None
         self._writer = Writer()
         self._layout: SaveLayout | None = None
         self._buffers: HostBuffers | None = None
         self._verified = Verified()
         self._is_good: dict[int, bool] = {}
         self._attempts = 0
+        self.memory: MemoryStore | None = None
+        """Checkpoints in memory, where the run has them."""
 
     def prepare(self, parts: Mapping[str, Part]) -> int:
         """Plan the saves of these parts and allocate host memory; returns the bytes of one checkpoint. Called by all
@@ -80,7 +84,7 @@ class CheckpointStore:
         next save does it and takes longer."""
         self._writer.wait()
         self._release()
-        layout = plan_save(parts, self._peers, self._largest_file_bytes)
+        layout = plan_save(parts, self.peers, self._largest_file_bytes)
         self._buffers = HostBuffers(layout, _gpu_of(parts), self._say)
         self._layout = layout
         return bytes_needed(layout)
@@ -91,15 +95,31 @@ class CheckpointStore:
         return sweep(self.run)
 
     def newest(self, set_aside: bool = False) -> Checkpoint | None:
-        """The newest intact checkpoint, None when the run never had one; called by all ranks. See `find_newest`."""
-        found = find_newest(self.run, self._peers, self.fence if set_aside else None, self._say)
+        """The newest intact checkpoint, None when the run never had one; called by all ranks. One in memory is taken
+        when it is newer than those on disk, which are not read then. See `find_newest`."""
+        on_disk = self.peers.gather([step_of(folder) for folder in list_checkpoints(self.run)[:1]])[0]
+        found = self.memory.newest(max(on_disk, default=-1)) if self.memory is not None else None
+        if found is not None:
+            return found
+        try:
+            found = find_newest(self.run, self.peers, self.fence if set_aside else None, self._say)
+        except OtherVersionError:
+            raise
+        except BadInputError:  # none on disk is intact
+            older = self.memory.newest(-1) if self.memory is not None else None
+            if older is None:
+                raise
+            return older
+        later = self.memory.newest(found.step) if self.memory is not None and found is not None else None
+        if later is not None:  # than the newest that was not damaged
+            return later
         if found is not None:
             self._verified.steps.add(found.step)
         return found
 
     def at(self, step: int) -> Checkpoint:
         """The checkpoint of one step, verified; called by all ranks."""
-        found = open_at(self.run, step, self._peers)
+        found = open_at(self.run, step, self.peers)
         self._verified.steps.add(step)
         return found
 
@@ -115,16 +135,18 @@ class CheckpointStore:
 
     def not_finite(self, parts: Mapping[str, Part]) -> str | None:
         """The name of a tensor that is not finite on some rank; None when all are. Called by all ranks."""
-        return next((str(name) for name in self._peers.gather(first_not_finite(parts)) if name is not None), None)
+        return next((str(name) for name in self.peers.gather(first_not_finite(parts)) if name is not None), None)
 
     def go_back_to(self, step: int, reason: str) -> list[int]:
         """Pin the checkpoint of `step`, then move the newer ones to withdrawn/; called by all ranks. In this order: if
         the run is killed between, only the pin tells which one it rolled back to. Returns the steps that were moved."""
         self._writer.wait()
-        self._peers.gather(None)  # no save is under way
+        self.peers.gather(None)  # no save is under way
+        if self.memory is not None:
+            self.memory.forget_after(step)
         self._is_good.clear()
         said: dict[str, Any] = {}
-        if self._peers.is_first:
+        if self.peers.is_first:
             try:
                 self.fence()
                 if step:
@@ -132,7 +154,7 @@ class CheckpointStore:
                 said = {"moved": withdraw_after(self.run, step, reason, self.fence)}
             except (UserError, OSError) as error:
                 said = {"problem": _in_words(error), "is_lost": isinstance(error, LostRunError)}
-        said = self._peers.gather(said)[0]
+        said = self.peers.gather(said)[0]
         if "problem" in said:
             raise (LostRunError if said["is_lost"] else BadInputError)(said["problem"])
         return [int(each) for each in said["moved"]]
@@ -171,9 +193,31 @@ class CheckpointStore:
     def close(self, timeout_seconds: float | None = None) -> bool:
         """Finish the save under way and free the memory; False when it did not finish in time."""
         is_idle = self._writer.wait(timeout_seconds)
+        if self.memory is not None:
+            self.memory.close(max(map(step_of, list_checkpoints(self.run)), default=-1))
         if is_idle:
             self._release()
         return is_idle
+
+    def prepare_memory(self, parts: Mapping[str, Part]) -> str | None:
+        """Make room for checkpoints in memory; returns why there is none. Called by all ranks."""
+        assert self.memory is not None, "asked for"
+        return self.memory.prepare(parts, _gpu_of(parts))
+
+    def remember(
+        self, step: int, snapshot: Snapshot, details: Mapping[str, Any]
+    ) -> tuple[torch.cuda.Event | bool, str | None]:
+        """Save to memory, if the save before is finished; see `MemoryStore.save`. Returns also what is not finite; then
+        nothing is saved. Called by all ranks; ReplicasDifferError on all of them."""
+        assert self.memory is not None, "prepared"
+        self.check_replicas(snapshot.parts)
+        bad = self.not_finite(snapshot.parts)
+        return (False, bad) if bad is not None else (self.memory.save(step, snapshot, details), None)
+
+    def check_replicas(self, parts: Mapping[str, Part]) -> None:
+        """Compare the copies of this state on several ranks; ReplicasDifferError, on all ranks, when they differ."""
+        assert self._layout is not None, "prepared"
+        compare_replicas(parts, self._layout.copies, self.peers)
 
     def _agree(self, step: int, parts: Mapping[str, Part], is_patient: bool) -> SaveResult | str:
         """What all ranks do about a save: the name of the attempt to write, or a result at once."""
@@ -184,7 +228,7 @@ class CheckpointStore:
         own: dict[str, Any] = {"step": step, "committed": folder.is_dir(), "attempt": f"{os.getpid()}-{self._attempts}"}
         own["is_busy"] = self._writer.is_busy
         own["is_planned"] = self._layout is not None and self._layout.signature == signature_of(parts)
-        said = self._peers.gather(own)
+        said = self.peers.gather(own)
         if {each["step"] for each in said} != {step}:
             raise SaveError(f"the ranks do not save the same step: {[each['step'] for each in said]}")
         if said[0]["committed"]:
@@ -194,13 +238,13 @@ class CheckpointStore:
         problem = None
         if not all(each["is_planned"] for each in said):
             problem = self._replan(parts)
-        if problem is None and self._peers.is_first:
+        if problem is None and self.peers.is_first:
             problem = lack_of_space(self.run, self._layout)
-        for rank, each in enumerate(self._peers.gather(problem)):
+        for rank, each in enumerate(self.peers.gather(problem)):
             if each is not None:
-                return SaveResult(step, None, f"rank {rank}: {each}" if self._peers.size > 1 else str(each))
+                return SaveResult(step, None, f"rank {rank}: {each}" if self.peers.size > 1 else str(each))
         assert self._layout is not None, "planned by now"
-        compare_replicas(parts, self._layout.copies, self._peers)
+        compare_replicas(parts, self._layout.copies, self.peers)
         bad = self.not_finite(parts)
         if bad is not None:
             return SaveResult(step, None, f"{bad} contains NaN or infinite values", is_refused=True)

@@ -1,0 +1,171 @@
+"""Buffers in memory under damage, kills and too little room: nothing that is not whole is ever taken."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from zero2all.common.errors import BadInputError
+from zero2all.resilience import slots
+from zero2all.resilience.library import MemoryCheckpoint
+
+ROOT = Path(__file__).parents[2]
+
+
+def state_of(step):
+    values = torch.arange(500, dtype=torch.float32) * step  # every value follows from the step
+    return {"model": {"weight": values}, "optimizer": {0: {"step": step, "betas": (0.9, 0.95)}}, "empty": [None, ""]}
+
+
+def equal(one: object, other: object) -> bool:
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+@pytest.fixture
+def two_steps(tmp_path):
+    """A run with steps 1 and 2 in memory; its folder there."""
+    (tmp_path / "ram").mkdir()
+    memory = MemoryCheckpoint(tmp_path / "run", tmp_path / "ram")
+    for step in (1, 2):
+        assert memory.save(step, state_of(step))
+        memory.wait()
+    memory.close()
+    return next((tmp_path / "ram").glob("zero2all-*/*"))
+
+
+def loaded(tmp_path):
+    memory = MemoryCheckpoint(tmp_path / "run", tmp_path / "ram")
+    try:
+        return memory.load()
+    finally:
+        memory.close()
+
+
+def test_of_500_byte_flips_none_is_accepted_and_the_older_state_is_used(tmp_path, two_steps):
+    newest = next(found.path for found in slots.whole_slots(two_steps) if found.step == 2)
+    whole, rng = newest.read_bytes(), random.Random(0)
+    memory = MemoryCheckpoint(tmp_path / "run", tmp_path / "ram")
+    assert memory.load()[0] == 2
+    for _ in range(500):
+        place, flip = rng.randrange(len(whole)), rng.randrange(1, 256)
+        newest.write_bytes(whole[:place] + bytes([whole[place] ^ flip]) + whole[place + 1 :])
+        step, state = memory.load()
+        assert step == 1, place
+    assert equal(state, state_of(1))
+    memory.close()
+
+
+@pytest.mark.parametrize("size", [0, 100, slots.PAGE, 5000])
+def test_a_file_cut_short_is_not_accepted(tmp_path, two_steps, size):
+    newest = next(found.path for found in slots.whole_slots(two_steps) if found.step == 2)
+    os.truncate(newest, size)
+    assert loaded(tmp_path)[0] == 1
+
+
+KILLED = f"""
+import sys
+import torch
+{inspect.getsource(state_of)}
+from zero2all.resilience.library import MemoryCheckpoint
+memory = MemoryCheckpoint(sys.argv[1], sys.argv[2])
+found = memory.load()
+step = 0 if found is None else found[0]
+print("ready", flush=True)
+while True:
+    step += memory.save(step + 1, state_of(step + 1))
+"""
+
+
+@pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_kill_during_the_copy_leaves_a_whole_state(tmp_path, warm, kills):
+    from tests.processes import Program
+
+    (tmp_path / "ram").mkdir()
+    rng, last = random.Random(kills), 0
+    for number in range(kills):
+        arguments = [str(tmp_path / "run"), str(tmp_path / "ram")]
+        program = Program(warm, KILLED, arguments, tmp_path / f"output-{number}.txt")
+        program.wait_until(lambda one=program: "ready" in one.text())
+        time.sleep(rng.uniform(0.0, 0.05))
+        program.signal(signal.SIGKILL)
+        assert program.wait() == -signal.SIGKILL, program.text()
+        found = loaded(tmp_path)
+        if found is not None:
+            assert equal(found[1], state_of(found[0]))
+            assert found[0] >= last
+            last = found[0]
+    assert last > kills
+
+
+def test_a_folder_of_another_user_or_open_to_others_is_refused(tmp_path):
+    home = tmp_path / f"zero2all-{os.getuid()}"
+    home.mkdir(mode=0o755)
+    home.chmod(0o755)
+    with pytest.raises(slots.NoMemoryFolderError, match="not a folder of this user alone"):
+        MemoryCheckpoint(tmp_path / "run", tmp_path)
+    home.rmdir()
+    home.symlink_to("/tmp")
+    with pytest.raises(slots.NoMemoryFolderError, match="not a folder of this user alone"):
+        MemoryCheckpoint(tmp_path / "run", tmp_path)
+    with pytest.raises(slots.NoMemoryFolderError, match="there is no folder"):
+        MemoryCheckpoint(tmp_path / "run", tmp_path / "none")
+
+
+def test_a_link_in_the_place_of_a_buffer_is_not_followed(tmp_path, two_steps):
+    newest = next(found.path for found in slots.whole_slots(two_steps) if found.step == 2)
+    newest.rename(tmp_path / "elsewhere")
+    newest.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BadInputError, match="cannot be read"):
+        slots.read_slot(newest)
+    assert loaded(tmp_path)[0] == 1
+
+
+def test_folders_of_runs_that_are_gone_are_removed_unless_in_use(tmp_path, two_steps):
+    home = two_steps.parent
+    held = slots.lock_folder(two_steps, is_first=True)
+    shutil.rmtree(tmp_path / "run")
+    assert slots.sweep_stale(home, "other") == []
+    os.close(held)
+    assert slots.sweep_stale(home, "other") == [str(tmp_path / "run")]
+    assert not two_steps.exists()
+
+
+def test_remove_takes_the_files_of_one_run(tmp_path, two_steps):
+    slots.remove(tmp_path / "run", tmp_path / "ram")
+    assert not two_steps.exists()
+    assert loaded(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("example", "steps"),
+    [("memory_plain.py", 20), pytest.param("memory_hugging_face.py", 7, marks=pytest.mark.slow)],
+)
+def test_the_examples_continue_after_a_kill_with_the_same_bits(tmp_path, example, steps):
+    if "hugging" in example:
+        pytest.importorskip("accelerate")
+    (tmp_path / "ram").mkdir()
+
+    def run(name: str, *arguments: str) -> list[str]:
+        command = [sys.executable, str(ROOT / "examples" / example), str(tmp_path / name), str(tmp_path / "ram")]
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT, check=False)
+        assert done.returncode == (-signal.SIGKILL if arguments else 0), done.stderr
+        return [line for line in done.stdout.splitlines() if "loss " in line or "weights" in line]
+
+    whole = run("whole")
+    run("killed", str(steps))
+    resumed = run("killed")
+    assert 0 < len(resumed) <= len(whole)
+    assert resumed == whole[-len(resumed) :]
+    assert list((tmp_path / "ram").glob("zero2all-*/*")) == []

@@ -1,0 +1,170 @@
+"""Checkpoints in memory: what a killed run continues from, and what it never takes."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.train.ranks import RankStarter
+from zero2all.common.errors import AnomalyError
+from zero2all.common.workspace import Workspace
+from zero2all.resilience import slots
+from zero2all.train.checkpoints.layout import list_checkpoints, step_of
+from zero2all.train.periodic import check_rerun
+
+STEPS = 14
+
+
+@pytest.fixture
+def lab(shared_work, tmp_path) -> Workspace:
+    shutil.copytree(shared_work.root, tmp_path / "work")
+    return Workspace(tmp_path / "work")
+
+
+@pytest.fixture
+def ranks(warm, lab, tmp_path):
+    (tmp_path / "ranks").mkdir()
+    starter = RankStarter(warm, lab.root, tmp_path / "ranks")
+    yield starter
+    starter.stop()
+
+
+@pytest.fixture
+def ram(tmp_path) -> Path:
+    """A RAM file system of the test's own; an ordinary folder serves as well."""
+    folder = tmp_path / "ram"
+    folder.mkdir()
+    return folder
+
+
+def settings(config, ram: Path, name: str, every: int = 1, resilience=None, **parallel):
+    return config(
+        train={"name": name, "steps": STEPS, "tokens_per_step": 160},
+        checkpoint={"every_steps": 5},
+        eval={"every_steps": 0, "valid_tokens_per_source": 128},
+        resilience={"memory_every_steps": every, "memory_folder": str(ram), **(resilience or {})},
+        parallel=parallel,
+    )
+
+
+def buffers(ram: Path) -> dict[str, int]:
+    """The steps of the whole buffers, by name."""
+    folders = list(next(ram.iterdir()).iterdir())
+    assert len(folders) == 1
+    return {found.path.name: found.step for found in slots.whole_slots(folders[0])}
+
+
+def losses(launch) -> dict[int, float]:
+    return {record.step: record.loss for record in launch.steps()}
+
+
+def last_bits(run: Path) -> dict[str, bytes]:
+    folder = run / f"checkpoints/step-{STEPS:08d}"
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
+
+
+@pytest.mark.parametrize(("processes", "spread"), [(1, {}), (2, {"zero": 1})])
+def test_a_run_whose_processes_were_all_killed_continues_from_memory_with_the_same_bits(
+    ranks, lab, config, ram, processes, spread
+):
+    whole = ranks.finished(settings(config, ram, "whole", every=0, **spread), processes)
+    broken = settings(config, ram, "broken", **spread)
+    killed = ranks(broken, processes, signals=dict.fromkeys(range(processes), (9, signal.SIGKILL, 0.0)))
+    assert set(killed.wait()) <= {-signal.SIGKILL, 1}, killed.text()
+    assert max(map(step_of, list_checkpoints(lab.run("broken")))) == 5
+    newest = max(buffers(ram).values())
+    assert newest in (7, 8), "killed in step 9, or before the save of step 8 was finished"
+    resumed = ranks.finished(broken, processes)
+    assert "from memory" in resumed.text()
+    first = resumed.steps()[0].step
+    assert first in (newest, newest + 1)
+    assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step >= first}
+    assert last_bits(lab.run("broken")) == last_bits(lab.run("whole"))
+    assert list(next(ram.iterdir()).iterdir()) == [], "a finished run leaves nothing in memory"
+
+
+def killed_at(ranks, config, ram, name: str = "run", processes: int = 1, **options) -> None:
+    """Kill a run in step 9; the steps 7 and 8, or 6 and 7, are in memory, 5 on disk."""
+    signals = dict.fromkeys(range(processes), (9, signal.SIGKILL, 0.0))
+    ranks(settings(config, ram, name, **options), processes, signals=signals).wait()
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0x10
+    path.write_bytes(data)
+
+
+def test_damage_in_memory_means_the_older_buffer_then_the_disk(ranks, lab, config, ram):
+    killed_at(ranks, config, ram)
+    steps = buffers(ram)
+    newest, older = sorted(steps, key=steps.get, reverse=True)
+    folder = next(next(ram.iterdir()).iterdir())
+    shutil.copytree(folder, ram.parent / "kept")
+    flip(folder / newest, slots.PAGE + 1000)  # a value
+    words = {0: ["--train.steps", str(steps[newest]), "--accept-changes"]}
+    text = ranks.finished(settings(config, ram, "run"), words=words).text()
+    assert "Removed a damaged checkpoint in memory" in text
+    assert f"resumed run at step {steps[older]} from memory" in text
+    shutil.rmtree(lab.run("run") / f"checkpoints/step-{steps[newest]:08d}")
+    shutil.copytree(ram.parent / "kept", folder)
+    for name in steps:
+        flip(folder / name, 20)  # the header
+    (lab.run("run") / "checkpoints/latest.json").unlink()
+    text = ranks.finished(settings(config, ram, "run"), words={0: ["--accept-changes"]}).text()
+    assert "resumed run at step 5 from step-00000005" in text
+
+
+def test_memory_of_another_run_or_of_one_started_over_is_not_taken(ranks, lab, config, ram):
+    killed_at(ranks, config, ram, "one")
+    text = ranks.finished(settings(config, ram, "two")).text()
+    assert "from memory" not in text
+    words = {0: ["--fresh", "--train.steps", "3"]}
+    assert "from memory" not in ranks.finished(settings(config, ram, "one"), words=words).text()
+    assert list(next(ram.iterdir()).iterdir()) == []
+
+
+def test_another_number_of_processes_loads_what_is_in_memory(ranks, lab, config, ram):
+    killed_at(ranks, config, ram, processes=2, zero=1)
+    text = ranks.finished(settings(config, ram, "run")).text()
+    assert "from memory" in text
+
+
+def test_without_room_the_disk_is_used_and_the_start_says_so(ranks, lab, config, ram):
+    small = ram / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(small)], check=False).returncode:
+        pytest.skip("no right to mount a file system")
+    try:
+        text = ranks.finished(settings(config, small, "run")).text()
+        assert list(next(small.iterdir()).iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+    assert "no checkpoints in memory" in text
+    assert "are free there" in text
+
+
+def test_replicas_that_differ_are_found_at_the_next_check(ranks, lab, config, ram):
+    chosen = settings(config, ram, "run", every=0, resilience={"replica_check_every_steps": 2})
+    launch = ranks(chosen, 2, spoiled={1: 7})
+    assert launch.wait() == [12, 12], launch.text()
+    assert "The replicas of the two ranks differ" in launch.text()
+    assert max(record.step for record in launch.steps()) == 8
+
+
+def test_a_step_computed_twice_changes_nothing_and_a_wrong_one_is_named(ranks, lab, config, ram):
+    plain = ranks.finished(settings(config, ram, "plain", every=0), 2)
+    twice = ranks.finished(settings(config, ram, "twice", every=0, resilience={"rerun_every_steps": 3}), 2)
+    assert losses(plain)[STEPS] == losses(twice)[STEPS]
+    assert last_bits(lab.run("plain")) == last_bits(lab.run("twice"))
+    results = [SimpleNamespace(step=3, loss=1.0, grad_norm=2.0, row_nats=np.ones(5)) for _ in range(2)]
+    check_rerun(*results, 2)
+    results[1].row_nats[4] += 1e-15
+    with pytest.raises(AnomalyError, match="differ in the loss of batch rank 1"):
+        check_rerun(*results, 2)
