@@ -88,7 +88,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [4, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_kill_during_the_copy_leaves_a_whole_state(tmp_path, warm, kills):
     from tests.processes import Program
 
@@ -148,10 +148,8 @@ def test_remove_takes_the_files_of_one_run(tmp_path, two_steps):
     assert loaded(tmp_path) is None
 
 
-@pytest.mark.parametrize(
-    ("example", "steps"),
-    [("memory_plain.py", 20), pytest.param("memory_hugging_face.py", 7, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("example", "steps"), [("memory_plain.py", 20), ("memory_hugging_face.py", 7)])
 def test_the_examples_continue_after_a_kill_with_the_same_bits(tmp_path, example, steps):
     if "hugging" in example:
         pytest.importorskip("accelerate")
