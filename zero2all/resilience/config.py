@@ -1,17 +1,65 @@
-"""What a run does when it receives a signal to stop."""
+"""What keeps a run alive: its supervisor, and what it does when it is asked to stop."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import time
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 
-from zero2all.common.schema import PositiveFloat
+from zero2all.common.schema import NaturalInt, PositiveFloat, Problem
+
+LIMITS = ("start", "first_step", "data", "step", "save", "validate", "end")
+"""What `limits` may name: the phases of a run, and the first steps, which compile."""
 
 
 @dataclass(frozen=True)
 class ResilienceConfig:
-    """Reactions to signals."""
+    """Restarts, limits, and reactions to signals and notices."""
 
     save_on_signal: bool = True
     """On Ctrl-C, SIGTERM or SIGHUP finish the step, save a checkpoint and exit with code 10; false: do not save."""
     save_timeout_seconds: PositiveFloat = 600.0
     """How long a run waits at its end for a checkpoint that is still being written."""
+    supervise: bool = True
+    """Whether a supervisor starts the processes of this machine, watches them and restarts them after a failure."""
+    restarts: NaturalInt = 3
+    """Restarts in a row without progress before the supervisor gives up; a run that makes progress has them again."""
+    limits: dict[str, PositiveFloat] = field(default_factory=dict)
+    """Seconds after which a silent process counts as hung, by phase: start, first_step, data, step, save, validate,
+    end. A phase that is absent gets 5 times the longest seen in this run, at least 60 s; 1800 s before that is known."""
+    preempt_file: str | None = None
+    """A file whose appearance means that this machine is about to be taken away: the run saves and ends with code 10."""
+    preempt_url: str | None = None
+    """An address that is asked every 5 s for the same, such as the metadata service of a cloud."""
+    deadline: float | str | None = None
+    """When to save and end with code 10: seconds after the start, a time of day (06:30), or a date with time."""
+
+    def problems(self, place: str) -> list[Problem]:
+        """What is wrong with these fields."""
+        found = [
+            Problem(f"{place}.limits.{name}", value, f"a phase: {', '.join(LIMITS)}")
+            for name, value in self.limits.items()
+            if name not in LIMITS
+        ]
+        try:
+            if self.deadline is not None and self.seconds_left() <= 0:
+                found.append(Problem(f"{place}.deadline", self.deadline, "a moment in the future"))
+        except ValueError:
+            expected = "seconds, a time of day such as 06:30, or a date with time such as 2026-12-01T06:30"
+            found.append(Problem(f"{place}.deadline", self.deadline, expected))
+        if self.preempt_url is not None and not self.preempt_url.startswith(("http://", "https://")):
+            found.append(Problem(f"{place}.preempt_url", self.preempt_url, "an address that begins with http://"))
+        return found
+
+    def seconds_left(self) -> float:
+        """From now to the deadline; infinite without one."""
+        if self.deadline is None:
+            return math.inf
+        if isinstance(self.deadline, float):
+            return self.deadline
+        now = datetime.now()
+        if len(self.deadline) <= 5:
+            moment = datetime.combine(now.date(), datetime.strptime(self.deadline, "%H:%M").time())
+            return (moment + timedelta(days=moment <= now) - now).total_seconds()
+        return datetime.fromisoformat(self.deadline).timestamp() - time.time()
