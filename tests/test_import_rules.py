@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # on top of everything
     "perf": (*STAGES, "ops", "parallel", "limits"),
     "quickstart": STAGES,
-    "cli": (*STAGES, "limits", "parallel.launch", "perf", "quickstart", "serve"),
+    "cli": (*STAGES, "limits", "parallel.launch", "parallel.nodes", "perf", "quickstart", "serve"),
     "__main__": ("cli",),
 }
 """Room -> what it may import beside itself, `common` and the version, from the bottom of the house to the top. A name

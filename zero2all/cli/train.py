@@ -54,11 +54,31 @@ def register(verbs: Subparsers) -> None:
         action="store_true",
         help="take over the run from a process on another host that you know is dead",
     )
+    add_node_flags(parser)
     parser.usage = (
         "z2a train [-h] CONFIG [--work DIR] [--section.field VALUE …]\n"
         "                 [--print-config] [--print-schedule] [--dry-run]\n"
         "                 [--plan-only] [--simulate-ranks N] [--json]\n"
-        "                 [--fresh] [--accept-changes] [--take-over]"
+        "                 [--fresh] [--accept-changes] [--take-over]\n"
+        "                 [--nodes N] [--node-rank R] [--rendezvous HOST:PORT]\n"
+        "                 [--rendezvous-bind HOST:PORT] [--interface NAME]"
+    )
+
+
+def add_node_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of a run over several machines."""
+    parser.add_argument("--nodes", type=whole(1), metavar="N", help="machines of the run; each runs this command")
+    parser.add_argument(
+        "--node-rank", type=whole(0), metavar="R", help="which of them this one is, from 0 (default: Slurm's number)"
+    )
+    parser.add_argument("--rendezvous", metavar="HOST:PORT", help="machine 0 as the others reach it")
+    parser.add_argument(
+        "--rendezvous-bind",
+        metavar="HOST:PORT",
+        help="where machine 0 listens, if that is not --rendezvous: in a container whose port is forwarded",
+    )
+    parser.add_argument(
+        "--interface", metavar="NAME", help="network interface for the data (default: the one towards machine 0)"
     )
 
 
@@ -90,13 +110,18 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
         dry_run(config, workspace, _decoder(workspace))
         return 0
     from zero2all.parallel.launch import end_with_launcher, local_processes, run_processes
+    from zero2all.parallel.nodes import Nodes, find_nodes, use_interface
 
+    nodes = Nodes()
+    if "LOCAL_RANK" not in os.environ:  # else this process was started by torchrun or by us
+        nodes = find_nodes(arguments.nodes, arguments.node_rank, arguments.rendezvous, arguments.rendezvous_bind)
+    use_interface(arguments.interface, nodes)
     processes = local_processes(config.parallel)
-    if processes > 1:
+    if processes > 1 or nodes.count > 1:
         from zero2all.train.plan import check_spread
 
-        check_spread(config, processes)  # one error instead of one for each process
-        return run_processes(processes, arguments.command_line)
+        check_spread(config, processes * nodes.count)  # one error instead of one for each process
+        return run_processes(processes, arguments.command_line, nodes=nodes)
     end_with_launcher()
     from zero2all.train.loop import train
 

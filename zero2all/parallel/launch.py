@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +24,7 @@ from zero2all.common.errors import PeerFailureError, PreemptedError, UsageError
 from zero2all.common.progress import say
 from zero2all.common.signals import stop_signals_to
 from zero2all.parallel.config import ParallelConfig
+from zero2all.parallel.nodes import Nodes
 
 LAUNCHER_PIPE = "ZERO2ALL_LAUNCHER_PIPE"
 """File descriptor of a pipe that closes when the command that started this process ends."""
@@ -35,6 +35,7 @@ GRACE_SECONDS = 60.0
 ENDS_IN_TIME = (None, 0, PreemptedError.exit_code)
 """Exit codes after which the others may take as long as they need: after a signal all of them save."""
 POLL_SECONDS = 0.05
+ALONE = Nodes()
 SIGNAL_HINTS: dict[int, str] = {
     signal.SIGKILL: "A user sent it, or the system because memory ran out.",
     signal.SIGABRT: "NCCL sends it when another process has died or does not answer within parallel.timeout_seconds.",
@@ -60,18 +61,14 @@ def local_processes(config: ParallelConfig) -> int:
     return config.processes
 
 
-def run_processes(processes: int, words: list[str], grace_seconds: float = GRACE_SECONDS) -> int:
-    """Run `z2a WORDS…` in `processes` processes that form one group; returns the exit code of the command."""
+def run_processes(processes: int, words: list[str], grace_seconds: float = GRACE_SECONDS, nodes: Nodes = ALONE) -> int:
+    """Run `z2a WORDS…` in `processes` processes that form one group, with those of the other machines if there are any;
+    returns the exit code of the command."""
     command = [sys.executable, "-m", "zero2all", *words]
+    listener = nodes.listen()  # rank 0 inherits it, so that no other program takes the port
     ends, held = os.pipe()  # no process inherits `held`
-    listener = socket.create_server(("127.0.0.1", 0))  # rank 0 inherits it, so that no other program takes the port
-    shared = {
-        "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(listener.getsockname()[1]),
-        LAUNCHER_PIPE: str(ends),
-    }
+    shared = {**nodes.variables(processes, listener), LAUNCHER_PIPE: str(ends)}
+    first = nodes.rank * processes
     started: list[subprocess.Popen[bytes]] = []
     asked: list[int] = []
 
@@ -85,18 +82,19 @@ def run_processes(processes: int, words: list[str], grace_seconds: float = GRACE
             for rank in range(processes):
                 if asked:  # between two starts
                     break
-                env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                env = {**os.environ, **shared, "RANK": str(first + rank), "LOCAL_RANK": str(rank)}
                 inherited = [ends]
-                if rank == 0:
+                if rank == 0 and listener is not None:
                     env[STORE_SOCKET] = str(listener.fileno())
                     inherited.append(listener.fileno())
                 # A group of its own: Ctrl-C in a terminal reaches the whole group, and would arrive twice.
                 started.append(subprocess.Popen(command, env=env, process_group=0, pass_fds=inherited))
-            listener.close()
+            if listener is not None:
+                listener.close()
             if asked and started:  # it came while the last one was being started, so that one did not get it
                 _send(started[-1], asked[0])
             code = _wait(started, grace_seconds, asked)
-        for line in unusual_ends([_own_code(process, asked) for process in started], grace_seconds):
+        for line in unusual_ends([_own_code(process, asked) for process in started], grace_seconds, first):
             say(f"z2a: {line}")
         if asked and len(started) < processes:
             return _stopped_by(asked[0])
@@ -108,7 +106,8 @@ def run_processes(processes: int, words: list[str], grace_seconds: float = GRACE
                 process.wait()
         os.close(ends)
         os.close(held)
-        listener.close()
+        if listener is not None:
+            listener.close()
 
 
 def _send(process: subprocess.Popen[bytes], number: int) -> None:
@@ -142,15 +141,16 @@ def _stop_at_end_of(pipe: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def unusual_ends(codes: Sequence[int | None], grace_seconds: float) -> list[str]:
-    """Messages about processes that could not report themselves. `codes` by rank, None for one that still runs."""
+def unusual_ends(codes: Sequence[int | None], grace_seconds: float, first: int = 0) -> list[str]:
+    """Messages about processes that could not report themselves. `codes` by rank, from rank `first`; None for one that
+    still runs."""
     lines = []
-    for rank, code in enumerate(codes):
+    for rank, code in enumerate(codes, first):
         if code is not None and code < 0:
             name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
             killed = f"Rank {rank} was killed by {name}."
             lines.append(f"{killed} {SIGNAL_HINTS[-code]}" if -code in SIGNAL_HINTS else killed)
-    silent = [str(rank) for rank, code in enumerate(codes) if code is None]
+    silent = [str(rank) for rank, code in enumerate(codes, first) if code is None]
     if silent:
         lines.append(f"Rank {', '.join(silent)} did not end within {grace_seconds:g} s and was killed.")
     if lines:

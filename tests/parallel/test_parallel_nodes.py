@@ -1,0 +1,71 @@
+"""Which machine of a run this one is, and where the machines meet."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from zero2all.common.errors import UsageError
+from zero2all.parallel.launch import run_processes
+from zero2all.parallel.nodes import Nodes, find_nodes, first_host, use_interface
+
+STEP = {"SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "70123"}
+
+
+def test_flags_win_over_slurm_and_slurm_fills_in_what_they_leave_open():
+    assert find_nodes(environment=STEP) == Nodes(2, 1, "gpu03", 20123, "", 20123)
+    assert find_nodes(2, 0, "head:5000", "10.0.0.2:6000", STEP) == Nodes(2, 0, "head", 5000, "10.0.0.2", 6000)
+    assert find_nodes(3, 2, "[fd00::1]:5000", None, {}) == Nodes(3, 2, "fd00::1", 5000, "::", 5000)
+    assert find_nodes(environment={}) == Nodes()
+    assert find_nodes(environment={**STEP, "SLURM_STEP_NUM_NODES": "1"}) == Nodes()
+
+
+def test_all_problems_of_the_flags_are_named_at_once():
+    with pytest.raises(UsageError, match=r"--node-rank is 2: expected 0 to 1.*--rendezvous is missing"):
+        find_nodes(2, 2, environment={})
+    with pytest.raises(UsageError, match="--rendezvous needs the number of machines"):
+        find_nodes(rendezvous="a:1", environment={})
+    with pytest.raises(UsageError, match="Expected HOST:PORT"):
+        find_nodes(2, 0, "a:99999", environment={})
+    with pytest.raises(UsageError, match="16 tasks on 2 machines.*--ntasks-per-node=1"):
+        find_nodes(environment={**STEP, "SLURM_STEP_NUM_TASKS": "16"})
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [("a1,b2", "a1"), ("gpu[007-012,3],b", "gpu007"), ("r[1-2]n[5,7]-x,b", "r1n5-x"), ("one", "one")],
+)
+def test_the_first_host_of_a_slurm_list(hosts, first):
+    assert first_host(hosts) == first
+
+
+def test_an_interface_that_does_not_exist_is_refused_with_those_that_do():
+    with pytest.raises(UsageError, match=r"--interface is 'ib9'. This machine has: .*lo"):
+        use_interface("ib9", Nodes())
+
+
+def test_the_interface_towards_machine_0_is_taken_unless_the_environment_names_one(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "mine")
+    use_interface(None, Nodes(2, 1, "127.0.0.1", 1))
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "mine")
+
+
+def test_each_machine_starts_its_own_ranks_and_the_first_connects_to_where_it_listens(tmp_path, monkeypatch):
+    script = tmp_path / "python"
+    script.write_text(
+        f'#!/bin/sh\necho "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $MASTER_ADDR:$MASTER_PORT" '
+        f"> {tmp_path}/rank-$RANK\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    for rank in (0, 1):
+        assert run_processes(2, [], nodes=Nodes(2, rank, "outside.example", 700, "127.0.0.1", 29817)) == 0
+    assert [(tmp_path / f"rank-{rank}").read_text().strip() for rank in range(4)] == [
+        "0/4 0/2 127.0.0.1:29817",
+        "1/4 1/2 127.0.0.1:29817",
+        "2/4 0/2 outside.example:700",
+        "3/4 1/2 outside.example:700",
+    ]

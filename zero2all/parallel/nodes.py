@@ -1,0 +1,166 @@
+"""Several machines in one run: how many there are, which of them this one is, and where they meet.
+
+Each machine runs the same command. What the flags do not say is taken from Slurm's variables, if `srun` started the
+command with one task per machine. Machine r of n, with p processes on each, gets the ranks r*p to r*p + p - 1.
+
+The address where the others find rank 0 (`--rendezvous`) and the one where it listens (`--rendezvous-bind`) are two
+settings: in a container the first belongs to the host, which forwards the port, and cannot be bound inside.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zero2all.common.errors import UsageError
+from zero2all.common.progress import say
+
+DEFAULT_PORT = 29500
+SLURM_PORTS = range(20_000, 30_000)
+"""Below the ports that Linux gives to outgoing connections."""
+LOOPBACK_OF = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Where processes of this machine reach a socket that listens on any address."""
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of a run, seen from one of them; without more said, it is alone."""
+
+    count: int = 1
+    rank: int = 0
+    host: str = "127.0.0.1"
+    port: int = 0
+    bind_host: str = "127.0.0.1"
+    bind_port: int = 0
+
+    def listen(self) -> socket.socket | None:
+        """On the first machine: the socket where rank 0 waits for the others."""
+        if self.rank > 0:
+            return None
+        try:
+            family = socket.AF_INET6 if ":" in self.bind_host else socket.AF_INET
+            return socket.create_server((self.bind_host, self.bind_port), family=family)
+        except OSError as error:
+            raise UsageError(
+                f"This machine cannot listen on {self.bind_host or 'any address'}, port {self.bind_port}: "
+                f"{error.strerror or error}. Give an address of this machine and a free port with --rendezvous-bind; "
+                f"--rendezvous is what the other machines connect to."
+            ) from error
+
+    def variables(self, processes: int, listener: socket.socket | None) -> dict[str, str]:
+        """The environment variables that are equal in all processes of this machine. Those of the first machine connect
+        to where rank 0 listens: from inside a container the advertised address often does not lead back."""
+        host, port = self.host, self.port
+        if listener is not None:
+            host, port = LOOPBACK_OF.get(self.bind_host, self.bind_host), listener.getsockname()[1]
+        return {
+            "WORLD_SIZE": str(processes * self.count),
+            "LOCAL_WORLD_SIZE": str(processes),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+        }
+
+
+def find_nodes(
+    count: int | None = None,
+    rank: int | None = None,
+    rendezvous: str | None = None,
+    bind: str | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> Nodes:
+    """The machines of a run, by the flags, and what they leave open by Slurm; all problems at once."""
+    slurm = _of_slurm(environment)
+    count = count or (slurm.count if slurm else 1)
+    if count == 1:
+        needless = [f"--{name}" for name, value in (("rendezvous", rendezvous), ("rendezvous-bind", bind)) if value]
+        if needless or rank:
+            raise UsageError(
+                f"{', '.join(needless) or '--node-rank'} needs the number of machines. Add --nodes N, with N from 2."
+            )
+        return Nodes()
+    if slurm and slurm.count == count:
+        rank = slurm.rank if rank is None else rank
+        rendezvous = rendezvous or f"{slurm.host}:{slurm.port}"
+    problems = []
+    if rank is None or not 0 <= rank < count:
+        got = "is missing" if rank is None else f"is {rank}"
+        problems.append(f"--node-rank {got}: expected 0 to {count - 1}, another number on each machine.")
+    if rendezvous is None:
+        problems.append("--rendezvous is missing: expected HOST:PORT of machine 0, as the others reach it.")
+    if problems:
+        raise UsageError(f"--nodes is {count}. {' '.join(problems)}")
+    assert rank is not None, "checked above"
+    assert rendezvous is not None, "checked above"
+    host, port = read_address(rendezvous, "--rendezvous")
+    bind_host, bind_port = read_address(bind, "--rendezvous-bind") if bind else ("::" if ":" in host else "", port)
+    return Nodes(count, rank, host, port, bind_host, bind_port)
+
+
+def read_address(text: str, flag: str) -> tuple[str, int]:
+    """HOST, HOST:PORT or [IPV6]:PORT as host and port."""
+    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%\w]+)\]|([\w.-]+))(?::(\d{1,5}))?", text, re.ASCII)
+    port = int(found[3] or DEFAULT_PORT) if found else 0
+    if not found or not 0 < port < 1 << 16:
+        raise UsageError(f"{flag} is {text!r}. Expected HOST:PORT, such as 10.0.0.1:29500 or [fd00::1]:29500.")
+    return found[1] or found[2], port
+
+
+def _of_slurm(environment: Mapping[str, str]) -> Nodes | None:
+    """The machines of a Slurm step, or None outside of one and where it has one machine."""
+    if "SLURM_STEP_NODELIST" not in environment:
+        if int(environment.get("SLURM_NNODES", "1")) > 1:
+            say("z2a: this Slurm job has several machines, but this command runs on one. Start it with `srun`.")
+        return None
+    count = int(environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES", "1"))
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS") or count)
+    if tasks != count:
+        raise UsageError(
+            f"Slurm started {tasks} tasks on {count} machines. z2a starts the processes of a machine itself: use one "
+            f"task per machine (srun --ntasks-per-node=1), with all of its GPUs."
+        )
+    if count == 1:
+        return None
+    # Two jobs that share a machine get different ports.
+    port = SLURM_PORTS[int(environment.get("SLURM_JOB_ID", "0")) % len(SLURM_PORTS)]
+    return Nodes(count, int(environment["SLURM_NODEID"]), first_host(environment["SLURM_STEP_NODELIST"]), port)
+
+
+def first_host(hosts: str) -> str:
+    """The first name of a list of Slurm's, such as gpu[03-04,07],big1."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0] if first else hosts)
+
+
+def use_interface(name: str | None, nodes: Nodes) -> None:
+    """Let gloo and NCCL use this network interface; by default, with several machines, the one towards rank 0. What the
+    environment says takes precedence over the default. gloo alone would take the address of the host's own name, which
+    on many systems is 127.0.1.1."""
+    if name is None and nodes.count == 1:
+        return
+    import psutil
+
+    addresses = psutil.net_if_addrs()
+    if name is not None and name not in addresses:
+        raise UsageError(f"--interface is {name!r}. This machine has: {', '.join(sorted(addresses))}.")
+    if name is None:
+        own = own_address(nodes.host)
+        name = next((each for each, found in addresses.items() if own in (one.address for one in found)), None)
+        for variable in INTERFACE_VARIABLES if name else ():
+            os.environ.setdefault(variable, str(name))
+    else:
+        os.environ.update(dict.fromkeys(INTERFACE_VARIABLES, name))
+
+
+def own_address(host: str) -> str | None:
+    """The address of this machine that packets to `host` leave from; None where no route leads there."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
