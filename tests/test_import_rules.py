@@ -31,17 +31,17 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "tokenizer": (),
     "ops": (),
     "track": (),
-    "resilience": (),
+    "resilience": ("track.writer",),
     # each stands on those before it
     "packed": ("tokenizer",),
     "model": ("ops",),
     "limits": ("model.config", "ops.footprint"),
-    "parallel": ("model", "limits", "ops"),
+    "parallel": ("model", "limits", "ops", "resilience"),
     "config": (
         *("model.config", "ops.config", "packed.config", "parallel.config"),
         *("resilience.config", "tokenizer.config", "track.config"),
     ),
-    "train": ("packed", "model", "ops", "parallel", "limits", "track.writer", "config"),
+    "train": ("packed", "model", "ops", "parallel", "limits", "resilience", "track.writer", "config"),
     "infer": ("model", "ops", "parallel", "tokenizer", "train", "config"),
     "evals": (
         *("corpus.download", "packed", "model", "infer", "parallel", "tokenizer", "train", "track.writer", "config"),
@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # on top of everything
     "perf": (*STAGES, "ops", "parallel", "limits"),
     "quickstart": STAGES,
-    "cli": (*STAGES, "limits", "parallel.launch", "parallel.nodes", "perf", "quickstart", "serve"),
+    "cli": (*STAGES, "limits", "parallel.launch", "parallel.nodes", "perf", "quickstart", "resilience", "serve"),
     "__main__": ("cli",),
 }
 """Room -> what it may import beside itself, `common` and the version, from the bottom of the house to the top. A name

@@ -40,6 +40,7 @@ SMALL: dict[str, Any] = {
     "checkpoint": {"every_steps": 3},
     "eval": {"every_steps": 4, "valid_tokens_per_source": 256},
     "parallel": {"device": "cpu", "cpu_threads": 1},
+    "resilience": {"supervise": False},  # tests/resilience has the supervisor; its processes import torch anew
     "track": {"close_timeout_seconds": 20},  # half a second may pass on a busy machine with nothing amiss
 }
 

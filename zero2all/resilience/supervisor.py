@@ -98,7 +98,7 @@ for group in groups: send(group, 9)
 """
 
 Environment = tuple[Mapping[str, str], Sequence[int]]
-"""Variables of one rank, and descriptors that it inherits."""
+"""Variables of one rank, RANK among them, and descriptors that it inherits."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class Watch:
     watches_phases: bool = False
     silence_seconds: float | None = None
     """A rank that prints nothing for so long hangs; for programs without heartbeats."""
-    keeps_stdout: bool = False
-    """Whether standard output counts too."""
+    is_foreign: bool = False
+    """A program that need not know us: its standard output is watched too, and it may have no heartbeats."""
     once: tuple[str, ...] = ()
     """Words of the command that are left out once training has begun (`--fresh`)."""
     grace_seconds: float = GRACE_SECONDS
@@ -123,6 +123,8 @@ class Watch:
 class _Rank:
     """One started process."""
 
+    name: int
+    """Its number among all machines; in this file it is known by its place on this one."""
     process: subprocess.Popen[bytes]
     pipe: int
     stacks: IO[bytes]
@@ -132,6 +134,8 @@ class _Rank:
     """When it last printed something."""
     beats: int = -1
     """At the last look."""
+    first_step: int = -1
+    """With which it began."""
     ended: float = 0.0
 
 
@@ -147,11 +151,12 @@ class _Supervisor:
         self, command: list[str], environments: Callable[[ExitStack], list[Environment]], watch: Watch
     ) -> None:
         self.command, self.environments, self.watch = command, environments, watch
+        self.supervises = watch.run is not None or watch.settings.restarts > 0
         self.notices = Notices(watch.settings)
         self.asked: list[int] = []
         self.ranks: list[_Rank] = []
         self.attempt = 0
-        self.best_step = -1
+        self.best_step = self.began_at_step = -1
         self.without_progress = 0
         self.failures: list[tuple[int, str]] = []
         """Step and error of each attempt since the last progress."""
@@ -171,7 +176,7 @@ class _Supervisor:
                 failure.done = ends or _note(f"The supervisor restarts the run (attempt {self.attempt + 1}).")
                 self._tell(failure)
                 if ends:
-                    return DETERMINISTIC_CODE
+                    return DETERMINISTIC_CODE if self.watch.settings.restarts else code
                 if self._wait_before_restart():
                     return _stopped_by(self.asked[0])
 
@@ -186,7 +191,8 @@ class _Supervisor:
     def _one_attempt(self) -> tuple[int, Failure | None]:
         """The exit code, and the failure where it may be tried again."""
         with ExitStack() as stack:
-            environments = self.environments(stack)
+            until_started = stack.enter_context(ExitStack())
+            environments = self.environments(until_started)
             file = heartbeat_file(len(environments))
             stack.callback(os.close, file)
             self.slots = Slots(file, len(environments))
@@ -200,6 +206,7 @@ class _Supervisor:
                 if self.asked:  # between two starts
                     break
                 self.ranks.append(self._start(number, environment, file, stack))
+            until_started.close()
             if self.asked and self.ranks:  # it came while the last one was started, so that one did not get it
                 self.ranks[-1].process.send_signal(self.asked[0])
             self._start_guard(stack)
@@ -214,7 +221,7 @@ class _Supervisor:
         ends, held = os.pipe()
         stack.callback(os.close, held)
         stacks = stack.enter_context(tempfile.TemporaryFile())
-        outputs = [_output(2, number, stack), *([_output(1, number, stack)] if self.watch.keeps_stdout else [])]
+        outputs = [_output(2, number, stack), *([_output(1, number, stack)] if self.watch.is_foreign else [])]
         descriptors = (file, number, ends, stacks.fileno())
         command = [word for word in self.command if self.best_step < 0 or word not in self.watch.once]
         process = subprocess.Popen(
@@ -231,7 +238,7 @@ class _Supervisor:
             pass_fds=[*inherited, file, ends, stacks.fileno()],
         )
         os.close(ends)
-        rank = _Rank(process, held, stacks, [read for read, _ in outputs])
+        rank = _Rank(int(variables["RANK"]), process, held, stacks, [read for read, _ in outputs])
         for target, (read, write) in zip((2, 1), outputs, strict=False):
             os.close(write)
             self.selector.register(read, selectors.EVENT_READ)
@@ -290,18 +297,14 @@ class _Supervisor:
         code = _cause(first or failed)
         if self._may_restart(failed):
             return code, self._crash(codes, facts if first else self._facts())
-        for line in unusual_ends(codes, self.watch.grace_seconds):
+        for line in unusual_ends(codes, self.watch.grace_seconds, self.ranks[0].name if self.ranks else 0):
             say(f"z2a: {line}")
         return code, None
 
     def _may_restart(self, failed: Sequence[int]) -> bool:
         """Whether another attempt may help: no rank ended with an error that a person must mend."""
         hopeless = (*USER_CODES, 128 + signal.SIGINT)
-        return bool(failed) and not self.asked and self._supervises and not any(code in hopeless for code in failed)
-
-    @property
-    def _supervises(self) -> bool:
-        return self.watch.settings.restarts > 0
+        return bool(failed) and not self.asked and self.supervises and not any(code in hopeless for code in failed)
 
     def _codes(self) -> list[int | None]:
         """Exit codes. One that our own signal killed was still loading and had nothing to save."""
@@ -328,6 +331,7 @@ class _Supervisor:
             if limit is not None and silent > limit and rank.beats == beat.beats:
                 found.append(number)
             rank.beats = beat.beats
+            rank.first_step = beat.step if rank.first_step < 0 else rank.first_step
         return found
 
     def _silence(self, number: int, beat: Beat, now: float) -> tuple[float, float | None]:
@@ -335,7 +339,8 @@ class _Supervisor:
         heard = self.ranks[number].heard
         if self.watch.silence_seconds is not None:
             return now - max(heard, beat.since, self.resumed), self.watch.silence_seconds
-        limit = phase_limit(beat, self.watch.settings.limits, self.seen) if self.watch.watches_phases else None
+        is_watched = self.watch.watches_phases and (beat.beats > 0 or not self.watch.is_foreign)
+        limit = phase_limit(beat, self.watch.settings.limits, self.seen) if is_watched else None
         return now - max(beat.since, self.resumed), limit
 
     def _drain(self, seconds: float) -> None:
@@ -368,7 +373,7 @@ class _Supervisor:
             beat = self.slots.beat(number)
             silent, limit = self._silence(number, beat, now)
             when, error = self.slots.error(number)
-            one = RankFacts(number, rank.process.pid, rank.process.returncode, beat=beat, silent_seconds=silent)
+            one = RankFacts(rank.name, rank.process.pid, rank.process.returncode, beat=beat, silent_seconds=silent)
             one.limit_seconds, one.error, one.failed_at = limit, error, when or rank.ended
             facts.append(one)
         return facts
@@ -378,28 +383,29 @@ class _Supervisor:
         for rank in self.ranks:
             with suppress(OSError):
                 os.write(rank.pipe, b"?")
-        take_stacks(facts, {number: rank.stacks.fileno() for number, rank in enumerate(self.ranks)})
+        take_stacks(facts, {rank.name: rank.stacks.fileno() for rank in self.ranks})
         end = time.monotonic() + (COLLECTIVES_SECONDS if len(self.ranks) > 1 else 0.0)
-        living = [one for one in facts if one.code is None and one.beat.beats and one.state != "T"]
-        while time.monotonic() < end and not all(self.slots.collectives(one.rank) for one in living):
+        living = [place for place, one in enumerate(facts) if one.code is None and one.beat.beats and one.state != "T"]
+        while time.monotonic() < end and not all(self.slots.collectives(place) for place in living):
             time.sleep(POLL_SECONDS)
-        for one in living:
-            one.collectives = self.slots.collectives(one.rank)
+        for place in living:
+            facts[place].collectives = self.slots.collectives(place)
 
     def _hang(self, over: Sequence[int]) -> tuple[int, Failure | None]:
         facts = self._facts()
-        for one in facts:
-            one.is_over = one.rank in over
+        for place in over:
+            facts[place].is_over = True
         self._look_closer(facts)
         first, evidence = culprit(facts)
         limit = first.limit_seconds or 0.0
         text = _note(
             f"Rank {first.rank} hangs in phase {first.beat.phase} after step {max(first.beat.step, 0)}: silent for "
-            f"{first.silent_seconds:.1f} s, allowed {limit:g} s. {evidence}"
-        ).strip()
+            f"{first.silent_seconds:.1f} s, allowed {limit:g} s."
+        )
+        text = f"{text} {evidence}".strip()
         failure = self._failure("hang", first, text, "hang", facts)
         self._end_ranks()
-        if not self._supervises or self.asked:
+        if not self.supervises or self.asked:
             say(f"z2a: {text}")
             return 128 + signal.SIGKILL, None
         return 128 + signal.SIGKILL, failure
@@ -407,22 +413,22 @@ class _Supervisor:
     def _crash(self, codes: Sequence[int | None], facts: list[RankFacts]) -> Failure:
         for one, code, now in zip(facts, codes, self._facts(), strict=True):
             one.code, one.error, one.failed_at = code, now.error, now.failed_at
-            one.output = [line.rstrip("\n") for line in self.ranks[one.rank].lines]
+        self._keep_output(facts)
         first, _ = culprit(facts)
         code = first.code if first.code is not None else 1
         error = "" if code < 0 else first.failure()
         text = _note(
             f"Rank {first.rank} ended in phase {first.beat.phase} after step {max(first.beat.step, 0)}: "
-            f"{signal_words(code)}. {error}"
-        ).strip()
+            f"{signal_words(code)}."
+        )
+        text = f"{text} {error}".strip()
         # Somebody else's SIGKILL at the same step twice may be chance; the others are the program's own.
         kind = error if code > 0 else f"signal {code}" if -code in CLEAR_CRASHES else ""
         return self._failure("crash", first, text, same_error(kind), facts)
 
     def _failure(self, kind: str, first: RankFacts, text: str, error: str, facts: list[RankFacts]) -> Failure:
-        for one in facts:
-            one.output = [line.rstrip("\n") for line in self.ranks[one.rank].lines]
-        step = max(one.beat.step for one in facts)
+        self._keep_output(facts)
+        step = first.beat.step
         kernel = self.memory_kills.evidence()
         failure = Failure(kind, first.rank, step, first.beat.phase, text, error, self.attempt, facts, kernel)
         failure.waited_seconds = first.silent_seconds
@@ -432,16 +438,23 @@ class _Supervisor:
                 self.seen[phase] = (max(count, known[0]), max(longest, known[1]))
         return failure
 
+    def _keep_output(self, facts: Sequence[RankFacts]) -> None:
+        for one, rank in zip(facts, self.ranks, strict=True):
+            one.output = [line.rstrip("\n") for line in rank.lines]
+
     def _gives_up(self, failure: Failure) -> str:
         """Why there is no further attempt, in words; empty: there is one."""
-        progressed = failure.step > self.best_step
-        self.best_step = max(self.best_step, failure.step)
+        began = max(rank.first_step for rank in self.ranks)
+        progressed = failure.step > self.best_step or began > self.began_at_step
+        self.best_step, self.began_at_step = max(self.best_step, failure.step), max(self.began_at_step, began)
         if progressed:
             self.without_progress, self.failures = 0, []
         self.without_progress += 1
         this = (failure.step, failure.error)
         again = this in self.failures and failure.error not in ("", "hang")
         self.failures.append(this)
+        if self.watch.settings.restarts == 0:
+            return _note("The run was stopped: restarts are switched off (resilience.restarts is 0).")
         if again:
             return _note(
                 f"The run was stopped (exit code {DETERMINISTIC_CODE}): the same error at the same step twice, so that "
@@ -487,15 +500,16 @@ def phase_limit(beat: Beat, limits: Mapping[str, float], seen: Mapping[str, tupl
     return max(LEAST_LIMIT_SECONDS, LIMIT_FACTOR * max(longest, before[1]))
 
 
-def unusual_ends(codes: Sequence[int | None], grace_seconds: float) -> list[str]:
-    """Messages about processes that could not report themselves. `codes` by rank, None for one that still runs."""
+def unusual_ends(codes: Sequence[int | None], grace_seconds: float, first: int = 0) -> list[str]:
+    """Messages about processes that could not report themselves. `codes` by rank, from rank `first`; None for one that
+    still runs."""
     lines = []
-    for rank, code in enumerate(codes):
+    for rank, code in enumerate(codes, first):
         if code is not None and code < 0:
             name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
             killed = f"Rank {rank} was killed by {name}."
             lines.append(f"{killed} {SIGNAL_HINTS[-code]}" if -code in SIGNAL_HINTS else killed)
-    silent = [str(rank) for rank, code in enumerate(codes) if code is None]
+    silent = [str(rank) for rank, code in enumerate(codes, first) if code is None]
     if silent:
         lines.append(f"Rank {', '.join(silent)} did not end within {grace_seconds:g} s and was killed.")
     if lines:
