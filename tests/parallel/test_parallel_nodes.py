@@ -29,7 +29,7 @@ def test_all_problems_of_the_flags_are_named_at_once():
         find_nodes(rendezvous="a:1", environment={})
     with pytest.raises(UsageError, match="Expected HOST:PORT"):
         find_nodes(2, 0, "a:99999", environment={})
-    with pytest.raises(UsageError, match="16 tasks on 2 machines.*--ntasks-per-node=1"):
+    with pytest.raises(UsageError, match=r"16 tasks on 2 machines.*--ntasks-per-node=1"):
         find_nodes(environment={**STEP, "SLURM_STEP_NUM_TASKS": "16"})
 
 

@@ -9,7 +9,6 @@ attempt.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
 import re

@@ -80,8 +80,8 @@ def take_stacks(ranks: Sequence[RankFacts], files: Mapping[int, int]) -> None:
 
 def _stack(facts: RankFacts, file: int) -> str:
     program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
-    pauses = [[]] if facts.state != "T" else []
-    for options in [*pauses, ["--nonblocking"]] if program else []:
+    tries: list[list[str]] = [["--nonblocking"]] if facts.state == "T" else [[], ["--nonblocking"]]
+    for options in tries if program else []:
         command = [str(program), "dump", "--pid", str(facts.pid), *options]
         with suppress(OSError, subprocess.TimeoutExpired):
             found = subprocess.run(command, capture_output=True, text=True, timeout=STACK_SECONDS)

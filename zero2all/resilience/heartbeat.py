@@ -201,9 +201,8 @@ def _collectives() -> dict[str, tuple[int, int, str]]:
     """What the flight recorder knows, by process group; as in `Slots.collectives`."""
     if "torch" not in sys.modules:
         return {}
-    from torch._C import _distributed_c10d as c10d
-
-    record = json.loads(c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False))
+    dump = getattr(sys.modules["torch"]._C._distributed_c10d, "_dump_fr_trace_json")  # noqa: B009 (mypy has no stub)
+    record = json.loads(dump(includeCollectives=True, onlyActive=False))
     names = {str(entry["process_group"][0]): str(entry["profiling_name"]) for entry in record.get("entries", [])}
     return {
         name: (int(state["last_enqueued_collective"]), int(state["last_completed_collective"]), names.get(name, ""))

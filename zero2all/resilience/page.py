@@ -61,16 +61,12 @@ class Failure:
             return [_note("The GPU driver reported an error (Xid). If it comes back, take this machine out of use.")]
         if number == signal.SIGKILL:
             return [
-                _note("Somebody sent SIGKILL, or the system because memory ran out: ask `dmesg`, and the scheduler.")
+                _note("Somebody sent SIGKILL, or the system because memory ran out: see `dmesg` and the scheduler.")
             ]
         if number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
-            return [
-                _note("Native code crashed. If it comes back at the same step, see the last lines of the rank below.")
-            ]
+            return [_note("Native code crashed. If it comes back at the same step, see the rank's last lines below.")]
         if self.kind == "hang" and first.state == "T":
-            return [
-                _note("The process was stopped from outside (SIGSTOP, a debugger, a frozen container): find by whom.")
-            ]
+            return [_note("It was stopped from outside (SIGSTOP, a debugger, a frozen container): find by whom.")]
         if self.kind == "hang":
             return [
                 _note("Look at the stack of this rank below: it shows where it waits."),

@@ -6,9 +6,9 @@ again; it continues from its newest checkpoint. Errors that a person must mend a
 asked to stop. The supervisor gives up when the same error comes at the same step twice, or after `restarts` attempts in
 a row without progress. It never imports torch, so that it costs a run a fraction of a second.
 
-Nothing survives the supervisor: each rank stops (and saves) when its pipe closes, and a small guard process, which waits
-for the same, kills after GUARD_SECONDS what is still there: ranks that are stopped or hang. Linux's parent-death signal
-would leave no time for a save.
+Nothing survives the supervisor: each rank stops (and saves) when its pipe closes, and a small guard process, which
+waits for the same, kills after GUARD_SECONDS what is still there: ranks that are stopped or hang. Linux's parent-death
+signal would leave no time for a save.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class _Supervisor:
         variables, inherited = environment
         ends, held = os.pipe()
         stack.callback(os.close, held)
-        stacks = stack.enter_context(tempfile.TemporaryFile())
+        stacks = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         outputs = [_output(2, number, stack), *([_output(1, number, stack)] if self.watch.is_foreign else [])]
         descriptors = (file, number, ends, stacks.fileno())
         command = [word for word in self.command if self.best_step < 0 or word not in self.watch.once]

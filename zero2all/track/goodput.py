@@ -108,7 +108,7 @@ def run_goodput(run: Path) -> Goodput:
 
 
 def _add_pause(seconds: dict[str, float], start: _Start, begin: float, end: float, pause: float, step: int) -> None:
-    """Time between two steps: saves say how long they stopped the loop; the rest is the validation, if there was one."""
+    """Time between two steps: saves say how long they stopped the loop; the rest is a validation, if there was one."""
     saving = min(pause, sum(stall for when, stall in start.saves if begin <= when <= end))
     seconds["save"] += saving
     seconds["validate" if step in start.validations else "other"] += pause - saving
