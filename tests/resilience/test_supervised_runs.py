@@ -78,7 +78,7 @@ def test_a_rank_that_skips_a_collective_is_named_with_its_number_and_the_run_end
     page = (run / "incidents/7-hang.md").read_text()
     assert "Stack of rank 1, the odd one" in page
     assert "Collectives" in page
-    losses = {name: read_run(work.run(name)).series("loss").value.tolist() for name in ("alone", "hung")}
+    losses = {name: read_run(work.run(name)).series["loss"].value.tolist() for name in ("alone", "hung")}
     assert len(losses["hung"]) == STEPS
     assert losses["hung"] == pytest.approx(losses["alone"], abs=1e-5)
     finished(train("--train.name", "whole"))
@@ -131,7 +131,7 @@ def test_any_fault_of_a_rank_ends_in_the_same_bits(train, work, fault):
 def test_fresh_starts_over_once_and_not_again_after_a_failure(train, work):
     finished(train())
     finished(train("--fresh", faults=[{"fault": "kill", "rank": 0, "step": 8}]))
-    assert read_run(work.run("run")).series("loss").step.tolist() == list(range(1, STEPS + 1))
+    assert read_run(work.run("run")).series["loss"].step.tolist() == list(range(1, STEPS + 1))
     assert 'resumed_from":6' in (work.run("run") / "metrics/train-2.jsonl").read_text().replace(" ", "")
 
 

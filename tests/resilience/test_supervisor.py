@@ -35,7 +35,8 @@ LOOP = """
     for step in range(first, steps):
         heartbeat.beat("step", step)
         fault_point("step", step + 1)
-        done.write_text(str(step + 1))
+        done.with_suffix(".new").write_text(str(step + 1))
+        done.with_suffix(".new").replace(done)
         time.sleep(0.01)
     heartbeat.beat("end", steps)
 """

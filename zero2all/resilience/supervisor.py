@@ -158,8 +158,8 @@ class _Supervisor:
         self.attempt = 0
         self.best_step = self.began_at_step = -1
         self.without_progress = 0
-        self.failures: list[tuple[int, str]] = []
-        """Step and error of each attempt since the last progress."""
+        self.last_failure = (-1, "")
+        """Step and error of the attempt before."""
         self.seen: dict[str, tuple[int, float]] = {}
 
     def run(self) -> int:
@@ -444,15 +444,14 @@ class _Supervisor:
 
     def _gives_up(self, failure: Failure) -> str:
         """Why there is no further attempt, in words; empty: there is one."""
-        began = max(rank.first_step for rank in self.ranks)
-        progressed = failure.step > self.best_step or began > self.began_at_step
+        began = min(rank.first_step for rank in self.ranks)
+        # A later start than before means that the attempt before has saved; if it was the farthest, that counted then.
+        has_saved = began > self.began_at_step and self.without_progress > 1
+        progressed = failure.step > self.best_step or has_saved
         self.best_step, self.began_at_step = max(self.best_step, failure.step), max(self.began_at_step, began)
-        if progressed:
-            self.without_progress, self.failures = 0, []
-        self.without_progress += 1
-        this = (failure.step, failure.error)
-        again = this in self.failures and failure.error not in ("", "hang")
-        self.failures.append(this)
+        self.without_progress = 1 if progressed else self.without_progress + 1
+        again = self.last_failure == (failure.step, failure.error) and failure.error not in ("", "hang")
+        self.last_failure = (failure.step, failure.error)
         if self.watch.settings.restarts == 0:
             return _note("The run was stopped: restarts are switched off (resilience.restarts is 0).")
         if again:
