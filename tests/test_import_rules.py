@@ -36,12 +36,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "packed": ("tokenizer",),
     "model": ("ops",),
     "limits": ("model.config", "ops.footprint"),
-    "parallel": ("model", "limits", "ops", "resilience"),
+    "parallel": ("model", "limits", "ops", "resilience.supervisor"),
     "config": (
         *("model.config", "ops.config", "packed.config", "parallel.config"),
         *("resilience.config", "tokenizer.config", "track.config"),
     ),
-    "train": ("packed", "model", "ops", "parallel", "limits", "resilience", "track.writer", "config"),
+    "train": ("packed", "model", "ops", "parallel", "limits", "resilience.heartbeat", "track.writer", "config"),
     "infer": ("model", "ops", "parallel", "tokenizer", "train", "config"),
     "evals": (
         *("corpus.download", "packed", "model", "infer", "parallel", "tokenizer", "train", "track.writer", "config"),

@@ -25,7 +25,7 @@ SECTIONS = {
     "checkpoint": {"every_steps": 3},
     "eval": {"every_steps": 0, "valid_tokens_per_source": 128},
     "parallel": {"device": "cpu", "cpu_threads": 1, "processes": 2},
-    "resilience": {"supervise": True, "limits": {"step": 5.0}},
+    "resilience": {"supervise": True, "limits": {"step": 4.0}},
 }
 
 
@@ -68,7 +68,6 @@ def incidents(run: Path) -> list[dict]:
 
 
 def test_a_rank_that_skips_a_collective_is_named_with_its_number_and_the_run_ends_with_the_same_bits(train, work):
-    finished(train("--train.name", "alone", "--parallel.processes", "1", "--no-supervisor"))
     text = finished(train("--train.name", "hung", faults=[{"fault": "sleep", "rank": 1, "step": 8}]))
     run = work.run("hung")
     (incident,) = incidents(run)
@@ -78,14 +77,13 @@ def test_a_rank_that_skips_a_collective_is_named_with_its_number_and_the_run_end
     page = (run / "incidents/7-hang.md").read_text()
     assert "Stack of rank 1, the odd one" in page
     assert "Collectives" in page
-    losses = {name: read_run(work.run(name)).series["loss"].value.tolist() for name in ("alone", "hung")}
-    assert len(losses["hung"]) == STEPS
-    assert losses["hung"] == pytest.approx(losses["alone"], abs=1e-5)
     finished(train("--train.name", "whole"))
+    losses = [read_run(each).series["loss"].value.tolist() for each in (run, work.run("whole"))]
+    assert losses[0] == losses[1]
     assert bits(run) == bits(work.run("whole"))
     found = run_goodput(run)
     assert (found.starts, found.incidents, found.steps, found.lost_steps) == (2, 1, STEPS, 1)
-    assert found.seconds["hang"] >= 5.0
+    assert found.seconds["hang wait"] > 2.0
     assert found.seconds["restart"] > 0
 
 

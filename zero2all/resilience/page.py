@@ -132,7 +132,7 @@ def _state(letter: str) -> str:
     """What the kernel's letter means."""
     if letter == "T":
         return _note("stopped")
-    return _note("waits for a device or disk") if letter == "D" else _note("runs" if letter == "R" else "waits")
+    return _note("waits for a device or disk") if letter == "D" else _note("busy" if letter == "R" else "waits")
 
 
 def _errors(failure: Failure) -> Iterator[str]:

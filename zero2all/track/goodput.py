@@ -19,7 +19,9 @@ from zero2all.track.rows import read_number, read_row
 from zero2all.track.writer import METRICS_FOLDER
 
 SUPERVISOR = "supervisor"
-CAUSES = ("steps", "lost steps", "start", "load", "save", "validate", "hang", "restart", "other")
+CAUSES = ("steps", "lost steps", "start", "load", "save", "validate", "hang wait", "restart", "other")
+START_SECONDS = 2.0
+"""How exactly the system knows when a process began."""
 RESTART_SECONDS = 600.0
 """An incident and a start further apart than this are not one restart: somebody started the run again."""
 
@@ -117,11 +119,11 @@ def _add_pause(seconds: dict[str, float], start: _Start, begin: float, end: floa
 def _add_gap(seconds: dict[str, float], end: float, begin: float, incidents: list[dict[str, Any]]) -> float:
     """Time between two starts: the wait for a hang, the restart; returns what was neither."""
     gap = max(0.0, begin - end)
-    here = [row for row in incidents if end <= float(row["time"]) <= begin]
+    here = [row for row in incidents if end <= float(row["time"]) <= begin + START_SECONDS]
     if not here or begin - float(here[-1]["time"]) > RESTART_SECONDS:
         return gap
     hung = sum(float(row["data"].get("waited_seconds") or 0.0) for row in here if row["data"].get("kind") == "hang")
-    seconds["hang"] += min(gap, hung)
+    seconds["hang wait"] += min(gap, hung)
     seconds["restart"] += gap - min(gap, hung)
     return 0.0
 
