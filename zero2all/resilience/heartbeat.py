@@ -29,8 +29,8 @@ PHASES = ("start", "data", "step", "save", "validate", "end")
 HEARTBEAT = "ZERO2ALL_HEARTBEAT"
 """Descriptors for a rank: heartbeat file, its slot, the supervisor's pipe, the file for stacks."""
 SLOT_BYTES = 8192
-HEAD = struct.Struct("=qqdq")
-"""Beats so far, phase, when it began, step."""
+HEAD = struct.Struct("=qqdqq")
+"""Beats so far, phase, when it began, step, first step."""
 SEEN = struct.Struct("=qd")
 """Of one phase: how often it ended, and the longest time."""
 TEXT = struct.Struct("=dI")
@@ -51,6 +51,8 @@ class Beat:
     since: float = 0.0
     step: int = -1
     """-1: training has not begun."""
+    first_step: int = -1
+    """With which this process began."""
     seen: dict[str, tuple[int, float]] = field(default_factory=dict)
 
 
@@ -74,11 +76,11 @@ class Slots:
     def beat(self, rank: int) -> Beat:
         """The last beat of a rank."""
         at = rank * SLOT_BYTES
-        beats, phase, since, step = HEAD.unpack_from(self._memory, at)
+        beats, phase, since, step, first = HEAD.unpack_from(self._memory, at)
         if not beats:
             return Beat()
         seen = {name: SEEN.unpack_from(self._memory, at + SEEN_AT + i * SEEN.size) for i, name in enumerate(PHASES)}
-        return Beat(beats, PHASES[phase], since, step, seen)
+        return Beat(beats, PHASES[phase], since, step, first, seen)
 
     def error(self, rank: int) -> tuple[float, str]:
         """When the rank failed, and its error; an empty text where it said nothing."""
@@ -104,7 +106,7 @@ class Heartbeat:
     def __init__(self, file: int, slot: int) -> None:
         self._memory = mmap.mmap(file, os.fstat(file).st_size)
         self._at = slot * SLOT_BYTES
-        self._beats, self._phase, self._since, self._step = 0, 0, time.monotonic(), -1
+        self._beats, self._phase, self._since, self._step, self._first = 0, 0, time.monotonic(), -1, -1
         self._seen = [(0, 0.0)] * len(PHASES)
         self._warm_up = WARM_UP_STEPS
 
@@ -117,7 +119,8 @@ class Heartbeat:
             self._step = step
         elif phase == "step":
             self._step += 1
-        HEAD.pack_into(self._memory, self._at, self._beats, self._phase, now, self._step)
+        self._first = self._step if self._first < 0 else self._first
+        HEAD.pack_into(self._memory, self._at, self._beats, self._phase, now, self._step, self._first)
 
     def warm_up(self) -> None:
         """The next steps may take long: shapes have changed."""

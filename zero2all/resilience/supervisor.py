@@ -134,8 +134,6 @@ class _Rank:
     """When it last printed something."""
     beats: int = -1
     """At the last look."""
-    first_step: int = -1
-    """With which it began."""
     ended: float = 0.0
 
 
@@ -331,7 +329,6 @@ class _Supervisor:
             if limit is not None and silent > limit and rank.beats == beat.beats:
                 found.append(number)
             rank.beats = beat.beats
-            rank.first_step = beat.step if rank.first_step < 0 else rank.first_step
         return found
 
     def _silence(self, number: int, beat: Beat, now: float) -> tuple[float, float | None]:
@@ -444,7 +441,7 @@ class _Supervisor:
 
     def _gives_up(self, failure: Failure) -> str:
         """Why there is no further attempt, in words; empty: there is one."""
-        began = min(rank.first_step for rank in self.ranks)
+        began = next(facts.beat.first_step for facts in failure.ranks if facts.rank == failure.rank)
         # A later start than before means that the attempt before has saved; if it was the farthest, that counted then.
         has_saved = began > self.began_at_step and self.without_progress > 1
         progressed = failure.step > self.best_step or has_saved
