@@ -18,6 +18,7 @@ from zero2all.cli import main
 
 TINY = [
     *("--train.name", "tiny", "--train.steps", "4", "--train.tokens_per_step", "128"),
+    *("--resilience.supervise", "false"),
     *("--train.micro_batch_samples", "2", "--data.seq_len", "32", "--data.mixture", "{en: 1, zh: 1}"),
     *("--model.hidden_size", "32", "--model.intermediate_size", "64", "--model.heads", "4"),
     *("--model.max_seq_len", "64", "--schedule.warmup_steps", "1", "--eval.valid_tokens_per_source", "256"),

@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from zero2all.parallel.launch import run_processes, unusual_ends
+from zero2all.parallel.launch import run_processes
+from zero2all.resilience.supervisor import Watch, unusual_ends
 
 
 @pytest.fixture
@@ -36,13 +37,13 @@ def test_the_command_ends_with_the_code_of_the_process_that_was_killed_and_not_o
 
 def test_a_process_that_does_not_end_is_stopped_and_named(in_each_process, capfd):
     in_each_process('if [ "$RANK" = 0 ]; then exec sleep 600; fi', "exit 12")
-    assert run_processes(2, [], grace_seconds=0.2) == 12
+    assert run_processes(2, [], Watch(grace_seconds=0.2)) == 12
     assert "Rank 0 did not end within 0.2 s" in capfd.readouterr().err
 
 
 def test_one_that_was_asked_to_stop_gives_the_others_all_the_time_to_save(in_each_process, capfd):
     in_each_process('if [ "$RANK" = 0 ]; then sleep 0.6; fi', "exit 10")
-    assert run_processes(2, [], grace_seconds=0.1) == 10
+    assert run_processes(2, [], Watch(grace_seconds=0.1)) == 10
     assert capfd.readouterr().err == ""
 
 

@@ -40,7 +40,8 @@ SMALL: dict[str, Any] = {
     "checkpoint": {"every_steps": 3},
     "eval": {"every_steps": 4, "valid_tokens_per_source": 256},
     "parallel": {"device": "cpu", "cpu_threads": 1},
-    "resilience": {"memory_every_steps": 0},  # test_train_memory.py turns them on
+    # tests/resilience has the supervisor, whose processes import torch anew; test_train_memory.py has the others
+    "resilience": {"supervise": False, "memory_every_steps": 0},
     "track": {"close_timeout_seconds": 20},  # half a second may pass on a busy machine with nothing amiss
 }
 

@@ -25,6 +25,7 @@ from zero2all.cli import (
     evaluate,
     exchange,
     generate,
+    goodput,
     inspect,
     launch,
     overview,
@@ -34,6 +35,7 @@ from zero2all.cli import (
     quickstart,
     run_list,
     serve,
+    supervise,
     tokenizer,
     track,
     train,
@@ -66,7 +68,8 @@ help of a verb, with an example:
 
 exit codes: 0 done, 1 a bug or a lost process, 2 usage or config, 3 bad input,
             4 disk or memory full, 10 stopped and saved, 12 run stopped itself,
-            13 run in use, 14 run taken over, 130 interrupted"""
+            13 run in use, 14 run taken over, 15 fails every time,
+            130 interrupted"""
 INTERRUPTED = 130
 LEAST_ADDRESS_SPACE_BYTES = 512 << 20
 DECIDED_TOGETHER = tuple(error.exit_code for error in (PreemptedError, AnomalyError, RunLockedError, LostRunError))
@@ -217,8 +220,8 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"z2a {__version__}", help=about)
     verbs = parser.add_subparsers(title="verbs", metavar=VERB, required=True)
     stages = (overview, quickstart, corpus, tokenizer, pack, data, train, launch, anneal, run_list)
-    looks = (inspect, board, watch, plot, track)
-    for stage in (*stages, *looks, evaluate, generate, chat, serve, exchange, perf, doctor, completion):
+    looks = (inspect, board, watch, plot, goodput, track)
+    for stage in (*stages, supervise, *looks, evaluate, generate, chat, serve, exchange, perf, doctor, completion):
         stage.register(verbs)
     return parser
 

@@ -13,6 +13,7 @@ from zero2all.common.language import translate as t
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
     from zero2all.config import RunConfig
+    from zero2all.resilience.supervisor import Watch
     from zero2all.train.guards.documents import Decode
 
 
@@ -60,12 +61,18 @@ def register(verbs: Subparsers) -> None:
         action="store_true",
         help="take over the run from a process on another host that you know is dead",
     )
+    parser.add_argument(
+        "--no-supervisor",
+        action="store_true",
+        help="start the processes without watching them: a failure ends the run",
+    )
     add_node_flags(parser)
     parser.usage = (
         "z2a train [-h] CONFIG [--work DIR] [--section.field VALUE …]\n"
         "                 [--print-config] [--print-schedule] [--dry-run]\n"
         "                 [--plan-only] [--simulate-ranks N] [--json]\n"
         "                 [--group N] [--fresh] [--accept-changes] [--take-over]\n"
+        "                 [--no-supervisor]\n"
         "                 [--nodes N] [--node-rank R] [--rendezvous HOST:PORT]\n"
         "                 [--rendezvous-bind HOST:PORT] [--interface NAME]"
     )
@@ -91,7 +98,7 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
 def _train(arguments: argparse.Namespace) -> int:
     from zero2all.common.signals import end_before_the_start, stop_signals_to
 
-    with stop_signals_to(end_before_the_start, interrupts=False):  # until the launcher or the loop takes them
+    with stop_signals_to(end_before_the_start, interrupts=False):  # until the supervisor or the loop takes them
         return _train_or_show(arguments)
 
 
@@ -118,21 +125,37 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
 
         dry_run(config, workspace, _decoder(workspace))
         return 0
-    from zero2all.parallel.launch import end_with_launcher, local_processes, run_processes
-    from zero2all.parallel.nodes import Nodes, find_nodes, use_interface
+    is_worker = "LOCAL_RANK" in os.environ  # started by torchrun or by us
+    if not is_worker:
+        from zero2all.parallel.launch import local_processes, run_processes
+        from zero2all.parallel.nodes import find_nodes, use_interface
 
-    nodes = Nodes()
-    if "LOCAL_RANK" not in os.environ:  # else this process was started by torchrun or by us
         nodes = find_nodes(arguments.nodes, arguments.node_rank, arguments.rendezvous, arguments.rendezvous_bind)
-    if arguments.interface:
-        use_interface(arguments.interface)
-    processes = local_processes(config.parallel)
-    if processes > 1 or nodes.count > 1:
-        from zero2all.train.plan import check_spread
+        if arguments.interface:
+            use_interface(arguments.interface)
+        processes = local_processes(config.parallel)
+        supervised = config.resilience.supervise and not arguments.no_supervisor
+        if supervised or processes > 1 or nodes.count > 1:
+            watch = _watch(config, workspace) if supervised else None
+            return run_processes(processes, arguments.command_line, watch, nodes)
+    from zero2all.resilience.heartbeat import attach, failed
 
-        check_spread(config, processes * nodes.count)  # one error instead of one for each process
-        return run_processes(processes, arguments.command_line, nodes=nodes)
-    end_with_launcher()
+    attach()
+    try:
+        return _train_here(arguments, config, workspace)
+    except BaseException as error:
+        failed(error)
+        raise
+
+
+def _watch(config: RunConfig, workspace: Workspace) -> Watch:
+    from zero2all.resilience.supervisor import Watch
+
+    run = workspace.run(config.train.name)
+    return Watch(config.resilience, run, watches_phases=True, once=("--fresh",))
+
+
+def _train_here(arguments: argparse.Namespace, config: RunConfig, workspace: Workspace) -> int:
     from zero2all.train.loop import train
 
     summary = train(

@@ -67,7 +67,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """When the state is saved."""
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
-    """What happens when the run gets a signal to stop."""
+    """What keeps the run alive, and what it does when it is asked to stop."""
     track: TrackConfig = field(default_factory=TrackConfig)
     """What is logged."""
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -288,7 +288,7 @@ def _cross_problems(config: RunConfig, known: list[Problem]) -> list[Problem]:
         return not troubled.intersection(sections) and (len(sections) == 1 or every_section_is_known)
 
     found: list[Problem] = []
-    for name in ("data", "tokenizer", "model", "optim", "train", "parallel"):
+    for name in ("data", "tokenizer", "model", "optim", "train", "parallel", "resilience"):
         if sound(name):
             found.extend(getattr(config, name).problems(name))
     if sound("stages"):

@@ -1,21 +1,41 @@
-"""What keeps a run alive: reactions to signals, checkpoints in memory, checks of its own arithmetic."""
+"""What keeps a run alive: its supervisor, and what it does when it is asked to stop."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import time
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from typing import Literal
 
-from zero2all.common.schema import NaturalInt, PositiveFloat
+from zero2all.common.schema import NaturalInt, PositiveFloat, Problem
+
+LIMITS = ("start", "first_step", "data", "step", "save", "validate", "end")
+"""What `limits` may name: the phases of a run, and the first steps, which compile."""
 
 
 @dataclass(frozen=True)
 class ResilienceConfig:
-    """Reactions to signals and faults."""
+    """Restarts, limits, and reactions to signals and notices."""
 
     save_on_signal: bool = True
     """On Ctrl-C, SIGTERM or SIGHUP finish the step, save a checkpoint and exit with code 10; false: do not save."""
     save_timeout_seconds: PositiveFloat = 600.0
     """How long a run waits at its end for a checkpoint that is still being written."""
+    supervise: bool = True
+    """Whether a supervisor starts the processes of this machine, watches them and restarts them after a failure."""
+    restarts: NaturalInt = 3
+    """Restarts in a row without progress before the supervisor gives up; a run that makes progress has them again."""
+    limits: dict[str, PositiveFloat] = field(default_factory=dict)
+    """Seconds after which a silent process counts as hung, by phase: start, first_step, data, step, save, validate,
+    end. A phase that is absent gets 5 times the longest seen in this run, at least 60, and 1800 until it is known."""
+    preempt_file: str | None = None
+    """A file whose appearance means that this machine will be taken away: the run saves and ends with code 10."""
+    preempt_url: str | None = None
+    """An address that is asked every 5 s for the same, such as the metadata service of a cloud."""
+    deadline: float | str | None = None
+    """When to save and end with code 10: seconds after the start, a time of day (06:30), or a date with time."""
+
     memory_every_steps: NaturalInt | Literal["auto"] = "auto"
     """Save the state to memory after this many steps, for a restart that loses few of them; 0: never. auto: a 25th of
     checkpoint.every_steps, at least 10, on a CPU; never on a GPU, where the copy has not been measured yet, and never
@@ -35,3 +55,32 @@ class ResilienceConfig:
                 return 0
             return max(10, checkpoint_every_steps // 25) if checkpoint_every_steps else 20
         return self.memory_every_steps
+
+    def problems(self, place: str) -> list[Problem]:
+        """What is wrong with these fields."""
+        found = [
+            Problem(f"{place}.limits.{name}", value, f"a phase: {', '.join(LIMITS)}")
+            for name, value in self.limits.items()
+            if name not in LIMITS
+        ]
+        try:
+            if self.deadline is not None and self.seconds_left() <= 0:
+                found.append(Problem(f"{place}.deadline", self.deadline, "a moment in the future"))
+        except ValueError:
+            expected = "seconds, a time of day such as 06:30, or a date with time such as 2026-12-01T06:30"
+            found.append(Problem(f"{place}.deadline", self.deadline, expected))
+        if self.preempt_url is not None and not self.preempt_url.startswith(("http://", "https://")):
+            found.append(Problem(f"{place}.preempt_url", self.preempt_url, "an address that begins with http://"))
+        return found
+
+    def seconds_left(self) -> float:
+        """From now to the deadline; infinite without one."""
+        if self.deadline is None:
+            return math.inf
+        if isinstance(self.deadline, float):
+            return self.deadline
+        now = datetime.now()
+        if len(self.deadline) <= 5:
+            moment = datetime.combine(now.date(), datetime.strptime(self.deadline, "%H:%M").time())
+            return (moment + timedelta(days=moment <= now) - now).total_seconds()
+        return datetime.fromisoformat(self.deadline).timestamp() - time.time()

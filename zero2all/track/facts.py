@@ -32,6 +32,7 @@ SPIKE_METRIC = "loss"
 FOUND = "found-"  # the name of a spike the board found: this and its step
 KINDS: dict[str, tuple[int, str, str]] = {
     "spike": (0, "bad", "▲"),
+    "incident": (0, "bad", "✕"),
     "checkpoint_failed": (1, "bad", "!"),
     "rollback": (1, "warn", "↶"),
     "skip": (1, "warn", "!"),
@@ -48,7 +49,7 @@ KINDS: dict[str, tuple[int, str, str]] = {
 }
 """How bad an event is (0 is worst), its tone on the page and its sign."""
 OTHER_KIND = (6, "accent", "◦")
-HIDDEN_KINDS = (*RICH_KINDS, "start", "finish")
+HIDDEN_KINDS = (*RICH_KINDS, "start", "prepared", "finish")
 NOTES = ("text", "reason", "problem", "message", "name", "stage", "folder", "notes")
 """Where the one line about an event comes from: the first of these that it has."""
 MAX_FIELDS = 1_000

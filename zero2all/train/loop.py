@@ -26,7 +26,8 @@ from typing import Any
 
 import torch
 
-from zero2all.common.errors import AnomalyError, BadInputError, PreemptedError, UsageError
+from zero2all.common.errors import AnomalyError, BadInputError, PreemptedError, UsageError, for_all_ranks
+from zero2all.common.fault import fault_point
 from zero2all.common.language import translate as t
 from zero2all.common.manifest import fingerprint
 from zero2all.common.progress import counted
@@ -42,6 +43,7 @@ from zero2all.parallel.check import check_spread
 from zero2all.parallel.device import pick_device, set_memory_settings
 from zero2all.parallel.group_link import GroupLink, link_facts, own_group
 from zero2all.parallel.world import World, asked_processes, join_world, known_processes
+from zero2all.resilience.heartbeat import beat, warm_up
 from zero2all.track.writer import Run, has_finished
 from zero2all.train.anneal import read_anneal, withdraw_request
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
@@ -107,7 +109,11 @@ def train(
     with ExitStack() as stack:
         # From here on: a signal that comes during the setup is handled at the end of the first step.
         stop = stack.enter_context(stop_requests())
-        check_spread(config, known_processes())
+        beat("start")
+        try:
+            check_spread(config, known_processes())
+        except UsageError as error:
+            raise for_all_ranks(error) from None
         set_memory_settings(config.parallel.expandable_segments)
         device = pick_device(config.parallel.device)
         # While it waits for the other processes no Python runs, and one of them may have been stopped before.
@@ -120,7 +126,9 @@ def train(
         speak = (lambda text: say(t(text))) if world.is_first else lambda _text: None
         stack.enter_context(explain_peer_failure(config, run, world))
         lock, store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
+        began = time.monotonic()
         prepared = prepare(config, workspace, world, store, accept_changes, fresh)
+        prepare_seconds = time.monotonic() - began
         if fresh:  # only now, after all checks
             if store.memory is not None:
                 store.memory.remove()
@@ -140,7 +148,9 @@ def train(
         reason, message = "done", None
         try:
             with explain_peer_failure(config, run, world, prepared.state, lock.check):
-                return TrainingLoop(prepared, store, lock, metrics, make_decode, speak, stop, brief).run()
+                loop = TrainingLoop(prepared, store, lock, metrics, make_decode, speak, stop, brief)
+                loop.log.event("prepared", {"seconds": prepare_seconds})
+                return loop.run()
         except BaseException as error:
             reason = "preempted" if isinstance(error, PreemptedError) else "failed"
             message = f"{type(error).__name__}: {error}"
@@ -297,7 +307,10 @@ class TrainingLoop:
         per_step, warn = config.train.tokens_per_step, self.log.warn_from_any_rank
         loader = batches_on(self.world.device, data, per_step, state.tokens, steps_left, options, warn)
         try:
+            beat("data", state.step)
             for batch in loader:
+                beat("step", state.step)
+                fault_point("step", state.step + 1)
                 self.stage()
                 tokens = batch.global_rows * (batch.tokens.shape[1] - 1)
                 if self.control.skips(state.tokens, state.tokens + tokens):
@@ -306,6 +319,7 @@ class TrainingLoop:
                     self.step(batch, loader)
                 if self.adopt() or (self._has_folder_news() and self.anneal()):
                     return True
+                beat("data", state.step)
             self.read_results()
         except _RollbackError as needed:
             self.rollback(needed.decision)
@@ -318,6 +332,7 @@ class TrainingLoop:
 
     def begin(self) -> None:
         """Restore the guards, and check what can be checked without training."""
+        beat("start", self.state.step)
         prepared = self.prepared
         facts: dict[str, Any] = {"notes": prepared.notes, "environment": prepared.environment}
         if self.world.device.type == "cuda":
@@ -342,6 +357,7 @@ class TrainingLoop:
         if name == self.stage_name:
             return
         self.read_results()  # the last step of a stage is judged by the stage's own statistics
+        warm_up()
         self._set_positions()
         if self.stage_name:
             self.control.stage_begins()
@@ -451,15 +467,18 @@ class TrainingLoop:
 
     def validate(self) -> None:
         """Measure the held-out loss."""
+        beat("validate", self.state.step)
         self.validation.run()
 
     def save(self) -> None:
         """Begin to save a checkpoint; it is written in the background."""
+        beat("save", self.state.step)
         self.saver.save(self.stage_name)
 
     def rollback(self, decision: Rollback) -> None:
         """Go back to an earlier checkpoint, and skip the data that caused it."""
         left_at = self.state.step
+        beat("start", left_at)
         self.pending = None
         withdrawn = self.store.go_back_to(decision.to_step, decision.reason)
         checkpoint = self.store.at(decision.to_step)
@@ -495,6 +514,7 @@ class TrainingLoop:
         self.shard_damage.stop_if_found()
         saves = self.config.resilience.save_on_signal
         if saves:
+            beat("save", self.state.step)
             self.saver.save_now(self.stage_name)
         self.log.event("preempted", {"saved": saves})
         step, name = self.state.step, self.config.train.name
@@ -512,7 +532,9 @@ class TrainingLoop:
         self.shard_damage.stop_if_found()
         self.validate()
         if self.state.step > first_step:
+            beat("save", self.state.step)
             self.saver.save_now(self.stage_name)
+        beat("end", self.state.step)
 
     # ---- parts of the moments ----
 

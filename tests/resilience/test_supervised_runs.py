@@ -1,0 +1,148 @@
+"""`z2a train` under its supervisor, with real ranks that compute together: faults, and the same bits at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from zero2all.common.fault import FAULTS
+from zero2all.track.goodput import run_goodput
+from zero2all.track.reader import read_run
+from zero2all.train.checkpoints.load import verified_checkpoint
+
+STEPS = 12
+SECTIONS = {
+    "model": {"residual_dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0},
+    "train": {"steps": STEPS},
+    "checkpoint": {"every_steps": 3},
+    "eval": {"every_steps": 0, "valid_tokens_per_source": 128},
+    "parallel": {"device": "cpu", "cpu_threads": 1, "processes": 2},
+    "resilience": {"supervise": True, "limits": {"step": 4.0}},
+}
+
+
+@pytest.fixture
+def train(work, config_file, tmp_path):
+    """Start `z2a train`, with faults; what is left at the end is killed."""
+    path = config_file(**SECTIONS)
+    started: list[subprocess.Popen] = []
+
+    def start(*words: str, faults: list[dict] | None = None) -> subprocess.Popen:
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "Z2A_LANG": "en"}
+        if faults is not None:
+            plan = tmp_path / f"plan-{len(started)}.json"
+            plan.write_text(json.dumps([{"point": "step", **fault} for fault in faults]))
+            env[FAULTS] = str(plan)
+        command = [sys.executable, "-m", "zero2all", "train", str(path), "--work", str(work.root), *words]
+        started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def finished(process: subprocess.Popen, code: int = 0) -> str:
+    text = process.communicate(timeout=200)[0]
+    assert process.returncode == code, text
+    return text
+
+
+def bits(run: Path) -> dict[str, bytes]:
+    folder = run / f"checkpoints/step-{STEPS:08d}"
+    assert verified_checkpoint(folder).step == STEPS
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix == ".safetensors"}
+
+
+def incidents(run: Path) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted((run / "incidents").glob("*-*.json"))]
+
+
+def test_a_rank_that_skips_a_collective_is_named_with_its_number_and_the_run_ends_with_the_same_bits(train, work):
+    text = finished(train("--train.name", "hung", faults=[{"fault": "sleep", "rank": 1, "step": 8}]))
+    run = work.run("hung")
+    (incident,) = incidents(run)
+    assert (incident["kind"], incident["rank"], incident["step"]) == ("hang", 1, 7)
+    assert "It has not begun collective" in incident["text"]
+    assert incident["text"] in text
+    page = (run / "incidents/7-hang.md").read_text()
+    assert "Stack of rank 1, the odd one" in page
+    assert "Collectives" in page
+    finished(train("--train.name", "whole"))
+    losses = [read_run(each).series["loss"].value.tolist() for each in (run, work.run("whole"))]
+    assert losses[0] == losses[1]
+    assert bits(run) == bits(work.run("whole"))
+    found = run_goodput(run)
+    assert (found.starts, found.incidents, found.steps, found.lost_steps) == (2, 1, STEPS, 1)
+    assert found.seconds["hang wait"] > 2.0
+
+
+def wait_for_step(run: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while not any(row.count(b'"loss"') for path in run.glob("metrics/train-*.jsonl") for row in path.open("rb")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_supervisor_that_is_killed_leaves_nothing_and_the_same_command_goes_on(train, work):
+    process = train("--train.steps", "100000")
+    wait_for_step(work.run("run"), 1)
+    second = train("--train.steps", "100000")
+    text = finished(second, 13)
+    assert "Another process writes the run run" in text
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate()
+    psutil.wait_procs(children, timeout=8)
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    again = train("--train.steps", "100000")
+    deadline = time.monotonic() + 120
+    while not (work.run("run") / "metrics/train-2.jsonl").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    again.send_signal(signal.SIGTERM)
+    assert "was stopped and saved" in finished(again, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["kill", "stop", "segfault", "hold_gil", "raise"])
+def test_any_fault_of_a_rank_ends_in_the_same_bits(train, work, fault):
+    finished(train("--train.name", "whole"))
+    finished(train(faults=[{"fault": fault, "rank": 1, "step": 8}]))
+    (incident,) = incidents(work.run("run"))
+    assert incident["rank"] == 1
+    assert bits(work.run("run")) == bits(work.run("whole"))
+
+
+@pytest.mark.slow
+def test_fresh_starts_over_once_and_not_again_after_a_failure(train, work):
+    finished(train())
+    finished(train("--fresh", faults=[{"fault": "kill", "rank": 0, "step": 8}]))
+    assert read_run(work.run("run")).series["loss"].step.tolist() == list(range(1, STEPS + 1))
+    assert 'resumed_from":6' in (work.run("run") / "metrics/train-2.jsonl").read_text().replace(" ", "")
+
+
+CLOCK_JUMPS = """
+import time
+real, begun = time.time, time.monotonic()
+age = lambda: time.monotonic() - begun
+time.time = lambda: real() + (3600 if age() > 4 else 0) - (7200 if age() > 6 else 0)
+"""
+
+
+@pytest.mark.slow
+def test_a_clock_that_jumps_is_no_hang(train, work, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(CLOCK_JUMPS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    finished(train())
+    assert incidents(work.run("run")) == []

@@ -1,0 +1,256 @@
+"""The supervisor on small programs with heartbeats: what fails, who is named, what is tried again, and when it ends."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import psutil
+import pytest
+
+from zero2all.common.fault import FAULTS
+from zero2all.parallel.launch import run_processes
+from zero2all.resilience.config import ResilienceConfig
+from zero2all.resilience.heartbeat import Beat
+from zero2all.resilience.supervisor import Watch, phase_limit
+from zero2all.track.reader import read_run
+
+LOOP = """
+    import os, pathlib, signal, sys, time
+    from zero2all.common.fault import fault_point
+    from zero2all.resilience import heartbeat
+
+    folder, steps = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+    done = folder / f"done-{os.environ['RANK']}"
+    heartbeat.attach()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(10))
+    first = int(done.read_text()) if done.exists() else 0
+    for step in range(first, steps):
+        heartbeat.beat("step", step)
+        fault_point("step", step + 1)
+        done.with_suffix(".new").write_text(str(step + 1))
+        done.with_suffix(".new").replace(done)
+        time.sleep(0.01)
+    heartbeat.beat("end", steps)
+"""
+STEPS = 40
+LIMITS = {"step": 2.0, "first_step": 60.0, "start": 60.0}
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """Run LOOP in some processes, with faults; returns the exit code and what the incidents say."""
+    script = tmp_path / "loop.py"
+    script.write_text(textwrap.dedent(LOOP))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+
+    def run(*faults: dict, processes: int = 2, steps: int = STEPS, **settings) -> tuple[int, list[dict]]:
+        plan = tmp_path / "plan.json"
+        plan.write_text(json.dumps([{"point": "step", "step": 20, "rank": 1, **fault} for fault in faults]))
+        monkeypatch.setenv(FAULTS, str(plan))
+        words = [sys.executable, str(script), str(tmp_path), str(steps)]
+        watch = Watch(ResilienceConfig(**{"limits": LIMITS, **settings}), tmp_path / "run", watches_phases=True)
+        (tmp_path / "run").mkdir(exist_ok=True)
+        code = run_processes(processes, words, watch, module=False)
+        assert not [child for child in psutil.Process().children(recursive=True) if "loop.py" in child.cmdline()]
+        pages = sorted((tmp_path / "run/incidents").glob("*.json"), key=lambda path: path.stat().st_mtime)
+        return code, [json.loads(page.read_text()) for page in pages]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "words"),
+    [
+        ("kill", "crash", "killed by SIGKILL (exit code 137)"),
+        ("segfault", "crash", "killed by SIGSEGV (exit code 139)"),
+        ("abort", "crash", "killed by SIGABRT (exit code 134)"),
+        ("raise", "crash", "InjectedError: injected by the fault plan"),
+        ("stop", "hang", "It is stopped (SIGSTOP)"),
+        ("sleep", "hang", "silent for"),
+        ("hold_gil", "hang", "silent for"),
+    ],
+)
+def test_a_rank_that_fails_is_named_and_all_are_started_again(program, tmp_path, capfd, fault, kind, words):
+    code, (incident,) = program({"fault": fault})
+    assert code == 0
+    assert (incident["kind"], incident["rank"], incident["step"], incident["phase"]) == (kind, 1, 19, "step")
+    assert words in incident["text"]
+    assert words in capfd.readouterr().err
+    assert (tmp_path / "done-0").read_text() == (tmp_path / "done-1").read_text() == str(STEPS)
+    page = (tmp_path / f"run/incidents/19-{kind}.md").read_text()
+    assert "The supervisor restarts the run (attempt 2)" in page
+    if fault in ("sleep", "hold_gil"):
+        assert "fault.py" in page, "the stack of the rank is not on the page"
+    (event,) = [event for event in read_run(tmp_path / "run").events if event.kind == "incident"]
+    assert (event.data["page"], event.data["rank"]) == (f"19-{kind}.md", 1)
+
+
+def test_all_ranks_killed_at_once_are_started_again(program, tmp_path):
+    def kill() -> None:
+        wait_until(lambda: (tmp_path / "done-0").exists() and (tmp_path / "done-1").exists())
+        for child in psutil.Process().children():
+            if str(tmp_path / "loop.py") in child.cmdline():
+                child.kill()
+
+    threading.Thread(target=kill, daemon=True).start()
+    code, (incident,) = program(steps=150)
+    assert code == 0
+    assert [one["code"] for one in incident["ranks"]] == [-9, -9]
+
+
+def test_the_same_error_at_the_same_step_is_tried_twice_and_then_given_up(program):
+    code, incidents = program({"fault": "raise", "times": 9})
+    assert (code, len(incidents)) == (15, 2)
+    assert "the same error at the same step twice" in incidents[1]["done"]
+
+
+def test_a_run_without_progress_is_given_up_after_its_restarts(program):
+    code, incidents = program({"fault": "kill", "times": 9}, restarts=2)
+    assert (code, len(incidents)) == (15, 3)
+    assert "3 attempts without progress" in incidents[2]["done"]
+
+
+def test_progress_gives_the_restarts_back(program):
+    faults = [{"fault": "raise", "step": step} for step in (5, 10, 15, 20, 25)]
+    code, incidents = program(*faults, restarts=1)
+    assert (code, len(incidents)) == (0, 5)
+
+
+def test_without_restarts_the_failure_is_passed_on_with_its_page(program):
+    code, (incident,) = program({"fault": "kill"}, restarts=0)
+    assert code == 137
+    assert "restarts are switched off" in incident["done"]
+
+
+@pytest.mark.parametrize("code", [2, 3, 4, 10, 12, 13, 14])
+def test_errors_that_a_person_must_mend_are_passed_on_at_once(tmp_path, code):
+    watch = Watch(ResilienceConfig(), tmp_path)
+    assert run_processes(1, ["sh", "-c", f"echo x >> {tmp_path}/tries; exit {code}"], watch, module=False) == code
+    assert (tmp_path / "tries").read_text() == "x\n"
+    assert not (tmp_path / "incidents").exists()
+
+
+# ---- requests to stop ----
+
+
+def test_a_file_that_announces_the_end_of_the_machine_ends_in_a_save(program, tmp_path, capfd):
+    notice = tmp_path / "notice"
+    threading.Timer(1.0, notice.touch).start()
+    assert program(steps=100_000, preempt_file=str(notice)) == (10, [])
+    assert "announces that this machine will be taken away" in capfd.readouterr().err
+
+
+def test_a_deadline_ends_in_a_save(program, capfd):
+    assert program(steps=100_000, deadline=1.0) == (10, [])
+    assert "the deadline (resilience.deadline) has come" in capfd.readouterr().err
+
+
+def test_an_address_that_announces_the_end_of_the_machine_ends_in_a_save(program):
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"TRUE")
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/preempted"
+        assert program(steps=100_000, preempt_url=url) == (10, [])
+        server.shutdown()
+
+
+def test_a_deadline_may_be_a_time_of_day_and_must_lie_ahead():
+    assert 0 < ResilienceConfig(deadline="06:30").seconds_left() <= 86_400
+    (problem,) = ResilienceConfig(deadline="2020-01-01T06:30").problems("resilience")
+    assert "a moment in the future" in str(problem)
+    (problem,) = ResilienceConfig(deadline="soon").problems("resilience")
+    assert "a time of day such as 06:30" in str(problem)
+    (problem,) = ResilienceConfig(limits={"steps": 3.0}).problems("resilience")
+    assert "a phase: start, first_step, data, step" in str(problem)
+
+
+# ---- the end of the supervisor ----
+
+SUPERVISED = """
+import sys
+from pathlib import Path
+from zero2all.parallel.launch import run_processes
+from zero2all.resilience.config import ResilienceConfig
+from zero2all.resilience.supervisor import Watch
+sys.exit(run_processes(2, sys.argv[2:], Watch(ResilienceConfig(), Path(sys.argv[1])), module=False))
+"""
+
+
+def test_nothing_survives_a_supervisor_that_is_killed_not_even_a_stopped_rank(program, tmp_path):
+    words = [sys.executable, str(tmp_path / "loop.py"), str(tmp_path), "100000"]
+    supervisor = subprocess.Popen([sys.executable, "-c", SUPERVISED, str(tmp_path), *words])
+    try:
+        wait_until(lambda: (tmp_path / "done-0").exists() and (tmp_path / "done-1").exists())
+        children = psutil.Process(supervisor.pid).children(recursive=True)
+        stopped = next(child for child in children if child.environ().get("RANK") == "1")
+        stopped.suspend()
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+    killed = time.monotonic()
+    wait_until(lambda: not any(is_there(child) for child in children))
+    assert time.monotonic() - killed < 8  # 4 s on a quiet machine
+
+
+def is_there(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# ---- limits ----
+
+
+def test_limits_are_set_or_learned_and_the_first_steps_get_longer():
+    seen = {"step": (50, 20.0), "save": (1, 3.0)}
+    step = Beat(100, "step", seen=seen)
+    assert phase_limit(step, {}, {}) == 100.0  # five times the longest
+    assert phase_limit(step, {"step": 7.0}, {}) == 7.0
+    assert phase_limit(Beat(3, "step", seen={"step": (0, 20.0)}), {"step": 7.0}, {}) == 1800.0
+    assert phase_limit(Beat(3, "step", seen={"step": (0, 20.0)}), {"first_step": 9.0}, {}) == 9.0
+    assert phase_limit(Beat(100, "save", seen=seen), {}, {}) == 1800.0  # seen once
+    assert phase_limit(Beat(100, "save", seen=seen), {}, {"save": (1, 30.0)}) == 150.0
+    assert phase_limit(Beat(100, "data", seen={"data": (50, 0.001)}), {}, {}) == 60.0
+
+
+def test_a_program_without_heartbeats_hangs_when_it_is_silent(tmp_path, capfd):
+    mark = tmp_path / "second"
+    line = f"echo hello; if [ -e {mark} ]; then exit 0; fi; touch {mark}; sleep 60"
+    watch = Watch(ResilienceConfig(), tmp_path, silence_seconds=0.5, is_foreign=True)
+    assert run_processes(1, ["sh", "-c", line], watch, module=False) == 0
+    out, err = capfd.readouterr()
+    assert out == "hello\nhello\n"
+    assert "Rank 0 hangs" in err
+
+
+def test_signals_reach_the_ranks_of_a_supervised_run(program, tmp_path):
+    def send() -> None:
+        wait_until(lambda: (tmp_path / "done-0").exists() and (tmp_path / "done-1").exists())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=send, daemon=True).start()
+    assert program(steps=100_000) == (10, [])

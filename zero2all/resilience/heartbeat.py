@@ -1,0 +1,213 @@
+"""Signs of life of the processes of a run, in shared memory that the supervisor reads from outside.
+
+Every rank has a slot of a file without a name (both sides inherit its descriptor, so nothing is left behind after a
+kill). The training loop writes its phase, its step and the monotonic time at its own moments: no thread proves life, so
+a loop that hangs falls silent even where other threads run. How long each phase took at most is kept there too; the
+supervisor learns its limits from that.
+
+A thread of the rank waits for the supervisor's pipe. If the pipe closes, the supervisor is dead: the rank stops as
+after SIGTERM. A byte asks for the numbers of the collectives (torch's flight recorder).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import mmap
+import os
+import signal
+import struct
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+PHASES = ("start", "data", "step", "save", "validate", "end")
+HEARTBEAT = "ZERO2ALL_HEARTBEAT"
+"""Descriptors for a rank: heartbeat file, its slot, the supervisor's pipe, the file for stacks."""
+SLOT_BYTES = 8192
+HEAD = struct.Struct("=qqdqq")
+"""Beats so far, phase, when it began, step, first step."""
+SEEN = struct.Struct("=qd")
+"""Of one phase: how often it ended, and the longest time."""
+TEXT = struct.Struct("=dI")
+"""When a text was written, and its bytes, which follow."""
+SEEN_AT, ERROR_AT, COLLECTIVES_AT = 64, 512, 4096
+LONGEST_TEXT = 3000
+WARM_UP_STEPS = 2
+"""Steps that compile or fill caches; their time teaches nothing about the others."""
+STACKS_SIGNAL = signal.SIGUSR1
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a slot says."""
+
+    beats: int = 0
+    phase: str = "start"
+    since: float = 0.0
+    step: int = -1
+    """-1: training has not begun."""
+    first_step: int = -1
+    """With which this process began."""
+    seen: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+
+def heartbeat_file(ranks: int) -> int:
+    """A file of empty slots; returns its descriptor."""
+    try:
+        file = os.memfd_create("z2a-heartbeat")
+    except (AttributeError, OSError):  # not Linux
+        with tempfile.TemporaryFile() as other:
+            file = os.dup(other.fileno())
+    os.ftruncate(file, ranks * SLOT_BYTES)
+    return file
+
+
+class Slots:
+    """All slots, as the supervisor sees them."""
+
+    def __init__(self, file: int, ranks: int) -> None:
+        self._memory = mmap.mmap(file, ranks * SLOT_BYTES)
+
+    def beat(self, rank: int) -> Beat:
+        """The last beat of a rank."""
+        at = rank * SLOT_BYTES
+        beats, phase, since, step, first = HEAD.unpack_from(self._memory, at)
+        if not beats:
+            return Beat()
+        seen = {name: SEEN.unpack_from(self._memory, at + SEEN_AT + i * SEEN.size) for i, name in enumerate(PHASES)}
+        return Beat(beats, PHASES[phase], since, step, first, seen)
+
+    def error(self, rank: int) -> tuple[float, str]:
+        """When the rank failed, and its error; an empty text where it said nothing."""
+        return self._text(rank * SLOT_BYTES + ERROR_AT)
+
+    def collectives(self, rank: int) -> dict[str, tuple[int, int, str]]:
+        """By process group: the number of the last collective that was begun, of the last that ended, and its name."""
+        text = self._text(rank * SLOT_BYTES + COLLECTIVES_AT)[1]
+        return {name: tuple(values) for name, values in json.loads(text or "{}").items()}
+
+    def _text(self, at: int) -> tuple[float, str]:
+        when, size = TEXT.unpack_from(self._memory, at)
+        return when, self._memory[at + TEXT.size : at + TEXT.size + size].decode(errors="replace")
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._memory.close()
+
+
+class Heartbeat:
+    """The slot of this process."""
+
+    def __init__(self, file: int, slot: int) -> None:
+        self._memory = mmap.mmap(file, os.fstat(file).st_size)
+        self._at = slot * SLOT_BYTES
+        self._beats, self._phase, self._since, self._step, self._first = 0, 0, time.monotonic(), -1, -1
+        self._seen = [(0, 0.0)] * len(PHASES)
+        self._warm_up = WARM_UP_STEPS
+
+    def beat(self, phase: str, step: int | None) -> None:
+        """Begin a phase; a step of None is the next one of a loop that only says `beat()`."""
+        now, before = time.monotonic(), self._phase
+        self._learn(before, now - self._since)
+        self._beats, self._phase, self._since = self._beats + 1, PHASES.index(phase), now
+        if step is not None:
+            self._step = step
+        elif phase == "step":
+            self._step += 1
+        self._first = self._step if self._first < 0 else self._first
+        HEAD.pack_into(self._memory, self._at, self._beats, self._phase, now, self._step, self._first)
+
+    def warm_up(self) -> None:
+        """The next steps may take long: shapes have changed."""
+        self._warm_up = WARM_UP_STEPS
+        self._set_seen(PHASES.index("step"), 0, self._seen[PHASES.index("step")][1])
+
+    def write(self, at: int, text: str) -> None:
+        """Leave a text in the slot."""
+        data = text.encode(errors="replace")[:LONGEST_TEXT]
+        start = self._at + at
+        self._memory[start + TEXT.size : start + TEXT.size + len(data)] = data
+        TEXT.pack_into(self._memory, start, time.monotonic(), len(data))
+
+    def _learn(self, phase: int, seconds: float) -> None:
+        if PHASES[phase] == "step" and self._warm_up:
+            self._warm_up -= 1
+            return
+        count, longest = self._seen[phase]
+        if self._beats:
+            self._set_seen(phase, count + 1, max(longest, seconds))
+
+    def _set_seen(self, phase: int, count: int, longest: float) -> None:
+        self._seen[phase] = (count, longest)
+        SEEN.pack_into(self._memory, self._at + SEEN_AT + phase * SEEN.size, count, longest)
+
+
+_own: Heartbeat | None = None
+_is_attached = False
+
+
+def attach(stops_with_supervisor: bool = True) -> None:
+    """Connect this process with the supervisor that started it, if there is one. Called once, before the work."""
+    global _own, _is_attached
+    if _is_attached:
+        return
+    _is_attached = True
+    numbers = os.environ.pop(HEARTBEAT, None)  # not for processes that this one starts
+    if numbers is None:
+        return
+    file, slot, pipe, stacks = map(int, numbers.split(","))
+    for descriptor in (file, pipe, stacks):
+        os.set_inheritable(descriptor, False)
+    _own = Heartbeat(file, slot)
+    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+    with suppress(OSError, AttributeError):  # Linux with Yama: a process that is not our parent may read our stacks
+        ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1), 0, 0, 0)
+    threading.Thread(
+        target=_listen, args=(_own, pipe, stops_with_supervisor), name="z2a-supervisor", daemon=True
+    ).start()
+
+
+def beat(phase: str = "step", step: int | None = None) -> None:
+    """Say that the work goes on, and with what. Costs two microseconds; nothing without a supervisor."""
+    if not _is_attached:
+        attach(stops_with_supervisor=False)  # another one's script: the supervisor's guard ends it
+    if _own is not None:
+        _own.beat(phase, step)
+
+
+def warm_up() -> None:
+    """The next two steps may take long: they compile, or their shapes are new."""
+    if _own is not None:
+        _own.warm_up()
+
+
+def failed(error: BaseException) -> None:
+    """Leave the error for the supervisor's page."""
+    if _own is not None:
+        _own.write(ERROR_AT, f"{type(error).__name__}: {error}")
+
+
+def _listen(own: Heartbeat, pipe: int, stops: bool) -> None:
+    while os.read(pipe, 1):
+        with suppress(Exception):  # another version of torch
+            own.write(COLLECTIVES_AT, json.dumps(_collectives()))
+    if stops:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _collectives() -> dict[str, tuple[int, int, str]]:
+    """What the flight recorder knows, by process group; as in `Slots.collectives`."""
+    if "torch" not in sys.modules:
+        return {}
+    dump = getattr(sys.modules["torch"]._C._distributed_c10d, "_dump_fr_trace_json")  # noqa: B009 (mypy has no stub)
+    record = json.loads(dump(includeCollectives=True, onlyActive=False))
+    names = {str(entry["process_group"][0]): str(entry["profiling_name"]) for entry in record.get("entries", [])}
+    return {
+        name: (int(state["last_enqueued_collective"]), int(state["last_completed_collective"]), names.get(name, ""))
+        for name, state in record.get("pg_status", {}).items()
+    }

@@ -1,0 +1,556 @@
+"""Starts the processes of a run on this machine, watches them, and starts them again after a failure.
+
+Each attempt has fresh processes, a fresh rendezvous and fresh heartbeats. A rank that dies, or whose phase lasts longer
+than its limit, ends the attempt: stacks are taken, all ranks get SIGKILL, a page is written, and the command is started
+again; it continues from its newest checkpoint. Errors that a person must mend are passed on, and so is a run that was
+asked to stop. The supervisor gives up when the same error comes at the same step twice, or after `restarts` attempts in
+a row without progress. It never imports torch, so that it costs a run a fraction of a second.
+
+Nothing survives the supervisor: each rank stops (and saves) when its pipe closes, and a small guard process, which
+waits for the same, kills after GUARD_SECONDS what is still there: ranks that are stopped or hang. Linux's parent-death
+signal would leave no time for a save.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import selectors
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import time
+import tty
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from zero2all.common.errors import (
+    AnomalyError,
+    BadInputError,
+    DiskError,
+    LostRunError,
+    PreemptedError,
+    RunLockedError,
+    UsageError,
+)
+from zero2all.common.progress import say
+from zero2all.common.signals import stop_signals_to
+from zero2all.resilience.config import ResilienceConfig
+from zero2all.resilience.diagnosis import (
+    CLEAR_CRASHES,
+    MemoryKills,
+    RankFacts,
+    culprit,
+    signal_words,
+    take_stacks,
+)
+from zero2all.resilience.heartbeat import HEARTBEAT, Beat, Slots, heartbeat_file
+from zero2all.resilience.notice import Notices
+from zero2all.resilience.page import Failure, same_error, write_page
+
+DETERMINISTIC_CODE = 15
+"""Exit code of a command that the supervisor has given up: it fails again and again."""
+USER_CODES = tuple(
+    error.exit_code
+    for error in (UsageError, BadInputError, DiskError, AnomalyError, RunLockedError, LostRunError, PreemptedError)
+)
+"""Ends that another attempt would not change."""
+GRACE_SECONDS = 60.0
+"""How long the others may continue after one has ended with such an error; they may be waiting for it forever."""
+ENDS_IN_TIME = (None, 0, PreemptedError.exit_code)
+"""Exit codes after which the others may take as long as they need: after a signal all of them save."""
+SETTLE_SECONDS = 1.0
+"""How long the errors of the other ranks are awaited: the first cause may be the last to end."""
+GUARD_SECONDS = 4.0
+POLL_SECONDS = 0.05
+KEPT_LINES = 200
+REAL_PYTHON = sys.executable
+UNKNOWN_LIMIT_SECONDS, LEAST_LIMIT_SECONDS, LIMIT_FACTOR = 1800.0, 60.0, 5.0
+KNOWN_AFTER = {"step": 10, "data": 10}
+"""How often a phase must have been seen before its limit is learned; others: twice."""
+PAUSED_SECONDS = 5.0
+"""A longer pause between two looks means that this process was stopped or frozen, and perhaps the ranks with it."""
+LONGEST_WAIT_SECONDS = 60.0
+COLLECTIVES_SECONDS = 1.0
+
+SIGNAL_HINTS: dict[int, str] = {
+    signal.SIGKILL: "A user sent it, or the system because memory ran out.",
+    signal.SIGABRT: "NCCL sends it when another process has died or does not answer within parallel.timeout_seconds.",
+}
+GUARD = """
+import os, sys, time
+os.read(int(sys.argv[1]), 1)
+end, groups = time.monotonic() + float(sys.argv[2]), [int(word) for word in sys.argv[3:]]
+def send(group, number):
+    try: os.killpg(group, number)
+    except OSError: return False
+    return True
+while time.monotonic() < end and any([send(group, 0) for group in groups]): time.sleep(0.05)
+for group in groups: send(group, 9)
+"""
+
+Environment = tuple[Mapping[str, str], Sequence[int]]
+"""Variables of one rank, RANK among them, and descriptors that it inherits."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What the supervisor does besides starting and waiting. By default nothing: a failure is passed on."""
+
+    settings: ResilienceConfig = field(default_factory=lambda: ResilienceConfig(restarts=0))
+    run: Path | None = None
+    """Where pages go."""
+    watches_phases: bool = False
+    silence_seconds: float | None = None
+    """A rank that prints nothing for so long hangs; for programs without heartbeats."""
+    is_foreign: bool = False
+    """A program that need not know us: its standard output is watched too, and it may have no heartbeats."""
+    once: tuple[str, ...] = ()
+    """Words of the command that are left out once training has begun (`--fresh`)."""
+    grace_seconds: float = GRACE_SECONDS
+    at_good_end: Callable[[], None] = lambda: None
+
+
+@dataclass
+class _Rank:
+    """One started process."""
+
+    name: int
+    """Its number among all machines; in this file it is known by its place on this one."""
+    process: subprocess.Popen[bytes]
+    pipe: int
+    stacks: IO[bytes]
+    outputs: list[int]
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
+    heard: float = field(default_factory=time.monotonic)
+    """When it last printed something."""
+    beats: int = -1
+    """At the last look."""
+    ended: float = 0.0
+
+
+def supervise(
+    command: Sequence[str], environments: Callable[[ExitStack], list[Environment]], watch: Watch | None = None
+) -> int:
+    """Run the command once per environment, as one group, until it ends well or for good; returns the exit code."""
+    return _Supervisor(list(command), environments, watch or Watch()).run()
+
+
+class _Supervisor:
+    def __init__(
+        self, command: list[str], environments: Callable[[ExitStack], list[Environment]], watch: Watch
+    ) -> None:
+        self.command, self.environments, self.watch = command, environments, watch
+        self.supervises = watch.run is not None or watch.settings.restarts > 0
+        self.notices = Notices(watch.settings)
+        self.asked: list[int] = []
+        self.ranks: list[_Rank] = []
+        self.attempt = 0
+        self.best_step = self.began_at_step = -1
+        self.without_progress = 0
+        self.last_failure = (-1, "")
+        """Step and error of the attempt before."""
+        self.seen: dict[str, tuple[int, float]] = {}
+
+    def run(self) -> int:
+        """All attempts."""
+        with stop_signals_to(self._pass_on):
+            while True:
+                self.attempt += 1
+                code, failure = self._one_attempt()
+                if code == 0:
+                    self.watch.at_good_end()
+                if failure is None or self.asked:
+                    return code
+                ends = self._gives_up(failure)
+                failure.done = ends or _note(f"The supervisor restarts the run (attempt {self.attempt + 1}).")
+                self._tell(failure)
+                if ends:
+                    return DETERMINISTIC_CODE if self.watch.settings.restarts else code
+                if self._wait_before_restart():
+                    return _stopped_by(self.asked[0])
+
+    def _pass_on(self, number: int, _frame: FrameType | None = None) -> None:
+        self.asked.append(number)
+        for rank in self.ranks:
+            if rank.process.poll() is None:
+                rank.process.send_signal(number)
+
+    # ---- one attempt ----
+
+    def _one_attempt(self) -> tuple[int, Failure | None]:
+        """The exit code, and the failure where it may be tried again."""
+        with ExitStack() as stack:
+            until_started = stack.enter_context(ExitStack())
+            environments = self.environments(until_started)
+            file = heartbeat_file(len(environments))
+            stack.callback(os.close, file)
+            self.slots = Slots(file, len(environments))
+            stack.callback(self.slots.close)
+            self.selector = stack.enter_context(selectors.DefaultSelector())
+            self.memory_kills, self.began = MemoryKills(), time.monotonic()
+            self.looked, self.resumed = self.began, self.began
+            self.ranks, self.targets = [], dict[int, tuple[_Rank, int]]()
+            stack.callback(self._end_ranks)
+            for number, environment in enumerate(environments):
+                if self.asked:  # between two starts
+                    break
+                self.ranks.append(self._start(number, environment, file, stack))
+            until_started.close()
+            if self.asked and self.ranks:  # it came while the last one was started, so that one did not get it
+                self.ranks[-1].process.send_signal(self.asked[0])
+            self._start_guard(stack)
+            code, failure = self._wait()
+            self._drain(0.0)
+            if self.asked and len(self.ranks) < len(environments):
+                return _stopped_by(self.asked[0]), None
+            return code, failure
+
+    def _start(self, number: int, environment: Environment, file: int, stack: ExitStack) -> _Rank:
+        variables, inherited = environment
+        ends, held = os.pipe()
+        stack.callback(os.close, held)
+        stacks = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        outputs = [_output(2, number, stack), *([_output(1, number, stack)] if self.watch.is_foreign else [])]
+        descriptors = (file, number, ends, stacks.fileno())
+        command = [word for word in self.command if self.best_step < 0 or word not in self.watch.once]
+        process = subprocess.Popen(
+            command,
+            env={
+                "TORCH_FR_BUFFER_SIZE": "2000",  # torch's flight recorder, for the page of a hang
+                **os.environ,
+                **variables,
+                HEARTBEAT: ",".join(map(str, descriptors)),
+            },
+            stderr=outputs[0][1],
+            stdout=outputs[1][1] if len(outputs) > 1 else None,
+            process_group=0,  # Ctrl-C in a terminal reaches the whole group, and would arrive twice
+            pass_fds=[*inherited, file, ends, stacks.fileno()],
+        )
+        os.close(ends)
+        rank = _Rank(int(variables["RANK"]), process, held, stacks, [read for read, _ in outputs])
+        for target, (read, write) in zip((2, 1), outputs, strict=False):
+            os.close(write)
+            self.selector.register(read, selectors.EVENT_READ)
+            self.targets[read] = (rank, target)
+        return rank
+
+    def _start_guard(self, stack: ExitStack) -> None:
+        ends, held = os.pipe()
+        stack.callback(os.close, held)
+        words = [str(ends), str(GUARD_SECONDS), *(str(rank.process.pid) for rank in self.ranks)]
+        guard = subprocess.Popen(
+            [REAL_PYTHON, "-IS", "-c", GUARD, *words],
+            pass_fds=[ends],
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(ends)
+        stack.callback(guard.wait)
+        stack.callback(guard.kill)
+
+    def _end_ranks(self) -> None:
+        """SIGKILL to what is left, with the processes that it started."""
+        for rank in self.ranks:
+            with suppress(ProcessLookupError, PermissionError):
+                if rank.process.poll() is None:
+                    os.killpg(rank.process.pid, signal.SIGKILL)
+            rank.process.wait()
+
+    # ---- watching ----
+
+    def _wait(self) -> tuple[int, Failure | None]:
+        """Wait for all ranks, until one fails or hangs."""
+        deadline, first = float("inf"), None
+        while None in (codes := self._codes()) and time.monotonic() < deadline:
+            failed = [code for code in codes if code not in ENDS_IN_TIME]
+            if failed and first is None:
+                first = failed
+                again = self._may_restart(failed)
+                clear = any(code < 0 for code in failed)  # killed: nobody's error is awaited
+                seconds = (0.0 if clear else SETTLE_SECONDS) if again else self.watch.grace_seconds
+                deadline = time.monotonic() + seconds
+                facts = self._facts()
+                if again:
+                    self._look_closer(facts)
+            elif not failed and (over := self._over()):
+                return self._hang(over)
+            elif not self.asked and (reason := self.notices.due()):
+                say(f"z2a: {reason}. The run saves and ends.")
+                self._pass_on(signal.SIGTERM)
+            self._drain(POLL_SECONDS)
+        self._drain(0.0)
+        codes = self._codes()
+        failed = [code for code in codes if code not in (None, 0)] or first or []
+        code = _cause(first or failed)
+        if self._may_restart(failed):
+            return code, self._crash(codes, facts if first else self._facts())
+        for line in unusual_ends(codes, self.watch.grace_seconds, self.ranks[0].name if self.ranks else 0):
+            say(f"z2a: {line}")
+        return code, None
+
+    def _may_restart(self, failed: Sequence[int]) -> bool:
+        """Whether another attempt may help: no rank ended with an error that a person must mend."""
+        hopeless = (*USER_CODES, 128 + signal.SIGINT)
+        return bool(failed) and not self.asked and self.supervises and not any(code in hopeless for code in failed)
+
+    def _codes(self) -> list[int | None]:
+        """Exit codes. One that our own signal killed was still loading and had nothing to save."""
+        codes = []
+        for rank in self.ranks:
+            code = rank.process.poll()
+            if code is not None and not rank.ended:
+                rank.ended = time.monotonic()
+            codes.append(_stopped_by(-code) if code is not None and -code in self.asked else code)
+        return codes
+
+    def _over(self) -> list[int]:
+        """Ranks that are silent for longer than they may be, at two looks in a row."""
+        now = time.monotonic()
+        if now - self.looked > PAUSED_SECONDS:
+            self.resumed = now
+        self.looked = now
+        found = []
+        for number, rank in enumerate(self.ranks):
+            if rank.process.returncode is not None:
+                continue
+            beat = self.slots.beat(number)
+            silent, limit = self._silence(number, beat, now)
+            if limit is not None and silent > limit and rank.beats == beat.beats:
+                found.append(number)
+            rank.beats = beat.beats
+        return found
+
+    def _silence(self, number: int, beat: Beat, now: float) -> tuple[float, float | None]:
+        """How long a rank is silent, and how long it may be."""
+        heard = self.ranks[number].heard
+        if self.watch.silence_seconds is not None:
+            return now - max(heard, beat.since, self.resumed), self.watch.silence_seconds
+        is_watched = self.watch.watches_phases and (beat.beats > 0 or not self.watch.is_foreign)
+        limit = phase_limit(beat, self.watch.settings.limits, self.seen) if is_watched else None
+        return now - max(beat.since, self.resumed), limit
+
+    def _drain(self, seconds: float) -> None:
+        """Pass on what the ranks print, and keep the last lines."""
+        while ready := self.selector.select(seconds):
+            for key, _ in ready:
+                rank, target = self.targets[key.fd]
+                try:
+                    data = os.read(key.fd, 1 << 16)
+                except OSError:  # the other side of a terminal is gone
+                    data = b""
+                if not data:
+                    self.selector.unregister(key.fd)
+                    continue
+                rank.heard = time.monotonic()
+                _write_all(target, data)
+                text = data.decode(errors="replace").replace("\r", "\n")
+                if rank.lines and not rank.lines[-1].endswith("\n"):
+                    text = rank.lines.pop() + text
+                rank.lines.extend(text.splitlines(keepends=True))
+            if seconds:
+                return
+
+    # ---- failures ----
+
+    def _facts(self) -> list[RankFacts]:
+        now = time.monotonic()
+        facts = []
+        for number, rank in enumerate(self.ranks):
+            beat = self.slots.beat(number)
+            silent, limit = self._silence(number, beat, now)
+            when, error = self.slots.error(number)
+            one = RankFacts(rank.name, rank.process.pid, rank.process.returncode, beat=beat, silent_seconds=silent)
+            one.limit_seconds, one.error, one.failed_at = limit, error, when or rank.ended
+            facts.append(one)
+        return facts
+
+    def _look_closer(self, facts: Sequence[RankFacts]) -> None:
+        """Stacks and collectives of the ranks that live."""
+        for rank in self.ranks:
+            with suppress(OSError):
+                os.write(rank.pipe, b"?")
+        take_stacks(facts, {rank.name: rank.stacks.fileno() for rank in self.ranks})
+        end = time.monotonic() + (COLLECTIVES_SECONDS if len(self.ranks) > 1 else 0.0)
+        living = [place for place, one in enumerate(facts) if one.code is None and one.beat.beats and one.state != "T"]
+        while time.monotonic() < end and not all(self.slots.collectives(place) for place in living):
+            time.sleep(POLL_SECONDS)
+        for place in living:
+            facts[place].collectives = self.slots.collectives(place)
+
+    def _hang(self, over: Sequence[int]) -> tuple[int, Failure | None]:
+        facts = self._facts()
+        for place in over:
+            facts[place].is_over = True
+        self._look_closer(facts)
+        first, evidence = culprit(facts)
+        limit = first.limit_seconds or 0.0
+        text = _note(
+            f"Rank {first.rank} hangs in phase {first.beat.phase} after step {max(first.beat.step, 0)}: silent for "
+            f"{first.silent_seconds:.1f} s, allowed {limit:g} s."
+        )
+        text = f"{text} {evidence}".strip()
+        failure = self._failure("hang", first, text, "hang", facts)
+        self._end_ranks()
+        if not self.supervises or self.asked:
+            say(f"z2a: {text}")
+            return 128 + signal.SIGKILL, None
+        return 128 + signal.SIGKILL, failure
+
+    def _crash(self, codes: Sequence[int | None], facts: list[RankFacts]) -> Failure:
+        for one, code, now in zip(facts, codes, self._facts(), strict=True):
+            one.code, one.error, one.failed_at = code, now.error, now.failed_at
+        self._keep_output(facts)
+        first, _ = culprit(facts)
+        code = first.code if first.code is not None else 1
+        error = "" if code < 0 else first.failure()
+        text = _note(
+            f"Rank {first.rank} ended in phase {first.beat.phase} after step {max(first.beat.step, 0)}: "
+            f"{signal_words(code)}."
+        )
+        text = f"{text} {error}".strip()
+        # Somebody else's SIGKILL at the same step twice may be chance; the others are the program's own.
+        kind = error if code > 0 else f"signal {code}" if -code in CLEAR_CRASHES else ""
+        return self._failure("crash", first, text, same_error(kind), facts)
+
+    def _failure(self, kind: str, first: RankFacts, text: str, error: str, facts: list[RankFacts]) -> Failure:
+        self._keep_output(facts)
+        step = first.beat.step
+        kernel = self.memory_kills.evidence()
+        failure = Failure(kind, first.rank, step, first.beat.phase, text, error, self.attempt, facts, kernel)
+        failure.waited_seconds = first.silent_seconds
+        for one in facts:  # what is learned about phases outlives the attempt
+            for phase, (count, longest) in one.beat.seen.items():
+                known = self.seen.get(phase, (0, 0.0))
+                self.seen[phase] = (max(count, known[0]), max(longest, known[1]))
+        return failure
+
+    def _keep_output(self, facts: Sequence[RankFacts]) -> None:
+        for one, rank in zip(facts, self.ranks, strict=True):
+            one.output = [line.rstrip("\n") for line in rank.lines]
+
+    def _gives_up(self, failure: Failure) -> str:
+        """Why there is no further attempt, in words; empty: there is one."""
+        began = next(facts.beat.first_step for facts in failure.ranks if facts.rank == failure.rank)
+        # A later start than before means that the attempt before has saved; if it was the farthest, that counted then.
+        has_saved = began > self.began_at_step and self.without_progress > 1
+        progressed = failure.step > self.best_step or has_saved
+        self.best_step, self.began_at_step = max(self.best_step, failure.step), max(self.began_at_step, began)
+        self.without_progress = 1 if progressed else self.without_progress + 1
+        again = self.last_failure == (failure.step, failure.error) and failure.error not in ("", "hang")
+        self.last_failure = (failure.step, failure.error)
+        if self.watch.settings.restarts == 0:
+            return _note("The run was stopped: restarts are switched off (resilience.restarts is 0).")
+        if again:
+            return _note(
+                f"The run was stopped (exit code {DETERMINISTIC_CODE}): the same error at the same step twice, so that "
+                f"another attempt would not help."
+            )
+        if self.without_progress > self.watch.settings.restarts:
+            return _note(
+                f"The run was stopped (exit code {DETERMINISTIC_CODE}): {self.without_progress} attempts without "
+                f"progress (resilience.restarts)."
+            )
+        return ""
+
+    def _tell(self, failure: Failure) -> None:
+        say(f"z2a: {failure.text}")
+        if self.watch.run is not None:
+            try:
+                page = write_page(self.watch.run, failure)
+                say(f"z2a: {failure.done} The page: {page}")
+                return
+            except OSError as error:
+                say(f"z2a: The page of this failure could not be written: {error}")
+        say(f"z2a: {failure.done}")
+
+    def _wait_before_restart(self) -> bool:
+        """Longer after every attempt without progress; whether a signal came meanwhile."""
+        seconds = 0.0 if self.without_progress <= 1 else min(2.0 ** (self.without_progress - 1), LONGEST_WAIT_SECONDS)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self.asked:
+            time.sleep(POLL_SECONDS)
+        return bool(self.asked)
+
+
+def phase_limit(beat: Beat, limits: Mapping[str, float], seen: Mapping[str, tuple[int, float]]) -> float:
+    """How long this phase may last: as set, else learned from this run, here and in attempts before (`seen`)."""
+    phase, (count, longest) = beat.phase, beat.seen.get(beat.phase, (0, 0.0))
+    if phase == "step" and count == 0:  # it compiles, or its shapes are new
+        return limits.get("first_step", UNKNOWN_LIMIT_SECONDS)
+    if phase in limits:
+        return limits[phase]
+    before = seen.get(phase, (0, 0.0))
+    if count + before[0] < KNOWN_AFTER.get(phase, 2):
+        return UNKNOWN_LIMIT_SECONDS
+    return max(LEAST_LIMIT_SECONDS, LIMIT_FACTOR * max(longest, before[1]))
+
+
+def unusual_ends(codes: Sequence[int | None], grace_seconds: float, first: int = 0) -> list[str]:
+    """Messages about processes that could not report themselves. `codes` by rank, from rank `first`; None for one that
+    still runs."""
+    lines = []
+    for rank, code in enumerate(codes, first):
+        if code is not None and code < 0:
+            name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+            killed = f"Rank {rank} was killed by {name}."
+            lines.append(f"{killed} {SIGNAL_HINTS[-code]}" if -code in SIGNAL_HINTS else killed)
+    silent = [str(rank) for rank, code in enumerate(codes, first) if code is None]
+    if silent:
+        lines.append(f"Rank {', '.join(silent)} did not end within {grace_seconds:g} s and was killed.")
+    if lines:
+        lines.append(
+            "What was saved is intact. Run the same command again: it continues from the newest checkpoint, or starts "
+            "over if there is none."
+        )
+    return lines
+
+
+def _cause(codes: Sequence[int]) -> int:
+    """Of processes that ended between two looks, the code of one that did not end because of another."""
+    if not codes:
+        return 0
+    code = next((code for code in codes if code != 1), codes[0])
+    return code if code >= 0 else 128 - code  # killed by a signal, as a shell says it
+
+
+def _stopped_by(number: int) -> int:
+    return 128 + number if number == signal.SIGINT else PreemptedError.exit_code
+
+
+def _output(stream: int, number: int, stack: ExitStack) -> tuple[int, int]:
+    """Where a rank prints: a pipe, or for the first rank of a command in a terminal another terminal, so that it still
+    draws its bar. The reading end is closed with the stack."""
+    if number == 0 and os.isatty(stream):
+        read, write = os.openpty()
+        tty.setraw(write)
+        with suppress(OSError):
+            size = fcntl.ioctl(stream, termios.TIOCGWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
+            fcntl.ioctl(write, termios.TIOCSWINSZ, size)
+    else:
+        read, write = os.pipe()
+    stack.callback(os.close, read)
+    return read, write
+
+
+def _write_all(target: int, data: bytes) -> None:
+    while data:
+        try:
+            data = data[os.write(target, data) :]
+        except OSError:  # nobody reads it any more
+            return
+
+
+def _note(text: str) -> str:
+    """Marks a text that a person reads."""
+    return text
