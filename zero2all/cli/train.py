@@ -161,8 +161,8 @@ def _plan(arguments: argparse.Namespace, config: RunConfig) -> int:
             print_table(simulated.rows())
             print(
                 t(
-                    "bytes: what rank 0 (of the first pipeline stage) hands to each collective, of an all-gather its own "
-                    "part; --plan-only shows what a process sends"
+                    "bytes: what rank 0 (of the first pipeline stage) hands to each collective, of an all-gather its "
+                    "own part; --plan-only shows what a process sends"
                 )
             )
             print(t(f"simulated in {simulated.seconds:.1f} s, {simulated.micro_batch_samples} samples per pass"))
