@@ -123,7 +123,7 @@ def test_what_does_not_divide_is_refused_in_words():
     assert "model.heads / parallel.tensor = 4 / 1 = 4 is not a multiple of 8" in heads
     assert "parallel.context_method to gather" in heads
     (length,) = problems_of(8)  # by gathered keys
-    assert "data.seq_len 8 is not a multiple of 2 x parallel.context = 2 x 8 = 16" in length
-    assert "The nearest multiple is 16." in length
+    assert "data.seq_len 8 is not a multiple of 16: parallel.context 8" in length
+    assert "with context_method gather each context rank has two" in length
     (stage,) = problems_of(4, stages=[16, 18])
-    assert "stages[1].seq_len 18 is not a multiple of parallel.context 4" in stage
+    assert "stages[1].seq_len 18 is not a multiple of 4: parallel.context 4" in stage

@@ -98,6 +98,26 @@ def test_without_a_vocabulary_and_with_an_impossible_mesh_the_plan_says_what_to_
     assert "model.heads 32 is not a multiple of parallel.tensor 3" in capsys.readouterr().err
 
 
+def test_a_plan_of_several_machines_says_how_many_are_on_each_and_refuses_parts_of_one(capsys):
+    words = ["train", *LARGE, "--plan-only", "--parallel.processes", "8", "--parallel.pipeline", "2"]
+    assert main([*words, "--parallel.tensor", "8"]) == 0
+    assert "16 ranks on 2 machines, up to 8 on each (parallel.processes)" in capsys.readouterr().out
+    assert main([*words, "--parallel.tensor", "8", "--parallel.processes", "12", "--parallel.zero", "2"]) == 2
+    printed = capsys.readouterr().err
+    assert "the axes make 16, which is not a multiple of it" in printed
+    assert "parallel.zero 2 does not work with parallel.pipeline 2" in printed
+
+
+def test_problems_of_fields_and_of_the_layout_are_shown_together_and_blamed_on_the_command_line(capsys):
+    words = ["--data.seq_len", "2047", "--parallel.processes", "8", "--parallel.context", "8"]
+    assert main(["train", *LARGE, "--plan-only", *words]) == 2
+    printed = capsys.readouterr().err
+    assert "The command line has 1 problem" in printed
+    assert "a multiple of data.seq_len (2047)" in printed
+    assert "data.seq_len 2047 is not a multiple of 8" in printed
+    assert "Set data.seq_len to 2048." in printed
+
+
 def test_values_and_tables_of_one_process():
     plan = plan_of(1)
     assert plan_values(plan)["transfers"] == []

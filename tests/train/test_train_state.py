@@ -20,6 +20,7 @@ from zero2all.parallel.layout import init_weights, layout_table
 from zero2all.train.optimizers.adamw import AdamW
 from zero2all.train.optimizers.flat_adamw import FlatAdamW
 from zero2all.train.state import new_state
+from zero2all.train.weights import squared_norm
 
 KINDS = ["adamw", "muon", "lion", "adafactor", "sgd", "adamw_8bit", "adamw_bf16"]
 GO, SKIP = torch.tensor(False), torch.tensor(True)
@@ -79,6 +80,13 @@ def test_backward_passes_add_up_in_the_buffer_in_float32(dtype):
     assert state.weights.gradients.sum() == 6 * sum(parameter.numel() for parameter in state.model.parameters())
     length = float(state.weights.squared_norm_share())
     assert length == pytest.approx(36 * sum(parameter.numel() for parameter in state.model.parameters()), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_of_a_long_gradient_is_summed_as_in_float64(dtype):
+    values = torch.randn(3_000_001, generator=torch.Generator().manual_seed(1)).to(dtype)
+    exact = float(values.double().square().sum())
+    assert float(squared_norm(values)) == pytest.approx(exact, rel=1e-7)
 
 
 @pytest.mark.parametrize("kind", KINDS)

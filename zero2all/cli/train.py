@@ -103,12 +103,17 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _train_or_show(arguments: argparse.Namespace) -> int:
-    from zero2all.config import config_yaml, load_config
+    from zero2all.config import ConfigError, config_yaml, load_config
 
     overrides = list(arguments.overrides)
     if arguments.group is not None:
         overrides.append(f"--parallel.slow_link.group={arguments.group}")
-    config = load_config(arguments.config, overrides)
+    try:
+        config = load_config(arguments.config, overrides)
+    except ConfigError as error:
+        if arguments.plan_only and error.config is not None:
+            _check_layout(error.config, str(error))
+        raise
     if arguments.print_config:
         print(config_yaml(config), end="")
         return 0
@@ -176,6 +181,18 @@ def _train_here(arguments: argparse.Namespace, config: RunConfig, workspace: Wor
     return 0
 
 
+def _check_layout(config: RunConfig, known: str) -> None:
+    """UsageError with the problems of the layout below those that are `known`, so that one round shows all."""
+    from zero2all.common.errors import UsageError
+    from zero2all.train.plan import check_spread, machine_problems, processes_of
+
+    processes = processes_of(config.parallel)
+    try:
+        check_spread(config, processes, machine_problems(config.parallel, processes))
+    except UsageError as error:
+        raise UsageError(f"{known}\n{error}") from None
+
+
 def _plan(arguments: argparse.Namespace, config: RunConfig) -> int:
     import json
 
@@ -200,6 +217,12 @@ def _plan(arguments: argparse.Namespace, config: RunConfig) -> int:
             print(json.dumps(simulated.values(), indent=2))
         else:
             print_table(simulated.rows())
+            print(
+                t(
+                    "bytes: what rank 0 (of the first pipeline stage) hands to each collective, of an all-gather its "
+                    "own part; --plan-only shows what a process sends"
+                )
+            )
             print(t(f"simulated in {simulated.seconds:.1f} s, {simulated.micro_batch_samples} samples per pass"))
         return 0
     plan = make_plan(config, processes)

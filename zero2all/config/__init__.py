@@ -102,9 +102,10 @@ def with_new_names(values: Any, place: str = "") -> Any:
 class ConfigError(UsageError):
     """A config with one or more problems, each on its own numbered line."""
 
-    def __init__(self, origin: str | None, problems: list[Problem]) -> None:
-        """`origin`: the file; None where all problems come from the command line."""
-        self.problems = problems
+    def __init__(self, origin: str | None, problems: list[Problem], config: RunConfig | None = None) -> None:
+        """`origin`: the file; None where all problems come from the command line. `config`: as it was asked for, where
+        every field has a value of its type."""
+        self.problems, self.config = problems, config
         lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
         problem_count = counted(len(problems), "problem")
         if origin is None:
@@ -119,9 +120,18 @@ def load_config(source: str | Path, overrides: list[str] | None = None) -> RunCo
         return _load_config(source, overrides)
     except ConfigError as error:
         given = {word.removeprefix("--").partition("=")[0] for word in overrides or []}
-        if all(_is_below(problem.field, given) for problem in error.problems):
-            raise ConfigError(None, error.problems) from None
+        if all(_is_below(problem.field, given) for problem in error.problems) or _is_sound(source, given):
+            raise ConfigError(None, error.problems, error.config) from None
         raise
+
+
+def _is_sound(source: str | Path, given: Collection[str]) -> bool:
+    """Whether the file alone has no problem, so that what is wrong was `given` on the command line."""
+    try:
+        _load_config(source, None)
+    except UsageError:
+        return False
+    return bool(given)
 
 
 def _is_below(field: str, names: Collection[str]) -> bool:
@@ -167,9 +177,10 @@ def config_from_values(values: dict[str, Any], origin: str, problems: list[Probl
     problems = [] if problems is None else problems
     config = build(RunConfig, values, "", problems)
     problems = [_with_new_name(problem) or _with_other_place(problem) for problem in problems]
+    has_types = not problems
     problems.extend(_cross_problems(config, problems))
     if problems:
-        raise ConfigError(origin, problems)
+        raise ConfigError(origin, problems, config if has_types else None)
     assert isinstance(config, RunConfig), "build returns what it was asked for when it found no problem"
     return config
 

@@ -10,7 +10,9 @@ several axes share. The arithmetic behind most of them:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from zero2all.common.errors import UsageError
 from zero2all.common.progress import counted
@@ -22,10 +24,20 @@ from zero2all.parallel.run_config import SpreadConfig, sequence_lengths
 Rule = Callable[[SpreadConfig, MeshSizes], list[str]]
 
 
-def check_spread(config: SpreadConfig, processes: int) -> MeshSizes:
-    """The sizes of the mesh of a run; UsageError with every rule that it breaks and with the arithmetic."""
+def check_spread(config: SpreadConfig, processes: int, more: Sequence[str] = ()) -> MeshSizes:
+    """The sizes of the mesh of a run; UsageError with every rule that it breaks, with the arithmetic, and with `more`
+    problems that the caller found."""
     sizes = config.parallel.asked_sizes(processes)
-    found = [*config.parallel.size_problems(sizes, processes), *spread_problems(config, sizes)]
+    wrong_sizes = config.parallel.size_problems(sizes, processes)
+    found = [*more, *wrong_sizes, *spread_problems(config, sizes)]
+    if (more or wrong_sizes) and config.parallel.shard == "auto" and sizes.shard == 1:
+        # How many share is not known then, so the rules for several are applied too.
+        several = replace(sizes, shard=2)
+        found += [
+            text
+            for text in (*pipeline.problems(config, several), *_zero_problems(config, several))
+            if text not in found
+        ]
     if found:
         lines = "\n".join(f"  {number}. {text}" for number, text in enumerate(found, 1))
         raise UsageError(
@@ -77,15 +89,29 @@ def _rows_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
 
 
 def _sequence_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
-    """Tensor ranks share the part of a sequence that a context rank has; each axis alone has a rule of its own."""
-    pieces = sizes.context * sizes.tensor
+    """Context ranks split every sequence, with `gather` into two chunks each; tensor ranks split what one of them has.
+    One rule, so that its advice satisfies both axes."""
+    chunks = 2 if sizes.context > 1 and context.method_of(config.model, config.parallel, sizes) == "gather" else 1
+    unit = sizes.context * math.lcm(chunks, sizes.tensor)
+    why = f"parallel.context {sizes.context} and parallel.tensor {sizes.tensor} cut every sequence into equal parts"
+    if chunks == 2:
+        why += ", and with context_method gather each context rank has two"
     return [
-        f"{name} {length} is not a multiple of context x tensor = {sizes.context} x {sizes.tensor} = {pieces}: tensor "
-        f"ranks split the part of a sequence that a context rank has. The nearest multiple is "
-        f"{max(1, round(length / pieces)) * pieces}."
+        f"{name} {length} is not a multiple of {unit}: {why}. {_length_advice(config, name, length, unit)}"
         for name, length in sequence_lengths(config)
-        if sizes.context > 1 and sizes.tensor > 1 and length % pieces
+        if length % unit
     ]
+
+
+def _length_advice(config: SpreadConfig, name: str, length: int, unit: int) -> str:
+    """A length near this one that no other rule refuses, or that and the tokens of a step that go with it."""
+    longest, tokens = max(config.model.max_seq_len, unit), config.train.tokens_per_step
+    allowed = range(unit, longest + 1, unit)
+    whole = [each for each in allowed if tokens % each == 0 and length <= 2 * each <= 4 * length]
+    best = min(whole or allowed, key=lambda each: abs(each - length))
+    if whole:
+        return f"Set {name} to {best}."
+    return f"Set {name} to {best} and train.tokens_per_step to {max(1, round(tokens / best)) * best}."
 
 
 def _zero_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:

@@ -111,7 +111,7 @@ class ParallelConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA if there is a GPU, else the CPU."""
     processes: PositiveInt | Literal["auto"] = "auto"
-    """Processes on this machine; auto: one per GPU, or one without a GPU. torchrun's own number takes precedence."""
+    """Processes on one machine; auto: one per GPU, or one without a GPU. torchrun's own number takes precedence."""
     zero: Annotated[int, Range(minimum=0, maximum=3)] = 0
     """What `shard` processes share: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights (FSDP2)."""
     replicate: PositiveInt | Literal["auto"] = "auto"
@@ -243,9 +243,10 @@ class ParallelConfig:
             )
         inner = sizes.shard * self.context * self.tensor
         if inner % self.expert:
+            divisor = f"a divisor of {inner}" if self.zero else f"a divisor of {inner}, or set parallel.zero to 1"
             found.append(
                 f"parallel.expert {self.expert} does not divide shard x context x tensor = {sizes.shard} x "
                 f"{self.context} x {self.tensor} = {inner}, the number of processes that share the experts "
-                f"of one copy. Choose a divisor, or set parallel.zero to 1."
+                f"of one copy. Choose {divisor}."
             )
         return found

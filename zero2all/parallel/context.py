@@ -30,7 +30,7 @@ from zero2all.ops.registry import Ops
 from zero2all.parallel.config import MeshSizes, ParallelConfig
 from zero2all.parallel.mesh import Axis, Mesh
 from zero2all.parallel.reduce import gather_into, scatter_sum_into
-from zero2all.parallel.run_config import SpreadConfig, sequence_lengths
+from zero2all.parallel.run_config import SpreadConfig
 
 Method = Literal["ulysses", "gather"]
 
@@ -89,20 +89,6 @@ def problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
             f"heads, but model.heads / parallel.tensor = {config.model.heads} / {sizes.tensor} = {heads} is not a "
             f"multiple of {ranks}. Set parallel.context_method to gather, or parallel.context to a divisor of {heads}."
         )
-    is_gather = method_of(config.model, config.parallel, sizes) == "gather"
-    chunks = 2 * ranks if is_gather else ranks
-    for name, length in sequence_lengths(config):
-        nearest = max(1, round(length / chunks)) * chunks
-        if length % chunks and is_gather:
-            found.append(
-                f"{name} {length} is not a multiple of 2 x parallel.context = 2 x {ranks} = {chunks}: each context "
-                f"rank has two equal chunks of every sequence. The nearest multiple is {nearest}."
-            )
-        elif length % chunks:
-            found.append(
-                f"{name} {length} is not a multiple of parallel.context {ranks}: each context rank has an equal part "
-                f"of every sequence. The nearest multiple is {nearest}."
-            )
     return found
 
 

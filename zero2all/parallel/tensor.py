@@ -13,6 +13,7 @@ biases of second matrices) sees only the positions of its rank, so its gradient 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,7 +31,7 @@ from zero2all.ops.registry import Ops
 from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.mesh import Axis
 from zero2all.parallel.reduce import gather_into, scatter_sum_into
-from zero2all.parallel.run_config import SpreadConfig, sequence_lengths
+from zero2all.parallel.run_config import SpreadConfig
 
 NEED_WHOLE_MATRICES = {
     "muon": "it makes the update of a whole matrix orthogonal",
@@ -233,18 +234,13 @@ def problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
     ]
     found += _kv_problems(model.kv_heads, ranks, config.parallel.copy_kv_heads)
     if model.vocab_size is not None and model.vocab_rows % ranks:
+        unit = math.lcm(VOCAB_MULTIPLE, ranks)
         found.append(
             f"The vocabulary of {model.vocab_size} ids, padded to a multiple of {VOCAB_MULTIPLE}, has "
             f"{model.vocab_rows} rows, which is not a multiple of parallel.tensor {ranks}: every rank has the same "
-            f"number of rows of the embedding and the head. Choose a power of two up to {VOCAB_MULTIPLE}, or a larger "
-            f"model.vocab_size."
+            f"number of rows of the embedding and the head. Set parallel.tensor to a divisor of {model.vocab_rows}, or "
+            f"model.vocab_size to {-(-model.vocab_size // unit) * unit}."
         )
-    for name, length in sequence_lengths(config):
-        if length % ranks:
-            found.append(
-                f"{name} {length} is not a multiple of parallel.tensor {ranks}: between the matrices every rank has "
-                f"the same number of positions. The nearest multiple is {max(1, round(length / ranks)) * ranks}."
-            )
     why_whole = NEED_WHOLE_MATRICES.get(config.optim.kind)
     if why_whole is not None:
         found.append(

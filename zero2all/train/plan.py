@@ -100,7 +100,7 @@ class Plan:
 
 def make_plan(config: RunConfig, processes: int, ops: Ops | None = None, samples: int | None = None) -> Plan:
     """The plan for a config whose vocabulary is known; UsageError where it cannot be spread so."""
-    sizes = check_spread(config, processes)
+    sizes = check_spread(config, processes, machine_problems(config.parallel, processes))
     device = pick_device("cpu" if config.parallel.device == "cpu" else "auto")  # a plan needs no GPU
     if ops is None:
         sharded = config.parallel.zero == 3 and sizes.shard > 1
@@ -141,6 +141,17 @@ def processes_of(config: ParallelConfig) -> int:
     asked *= config.pipeline * config.context * config.tensor
     here = torch.cuda.device_count() if config.device != "cpu" else 0
     return max(here if config.processes == "auto" else config.processes, asked, asked_processes())
+
+
+def machine_problems(config: ParallelConfig, processes: int) -> list[str]:
+    """Why a run of several machines cannot have this many processes: each machine has parallel.processes of them."""
+    own = config.processes
+    if own == "auto" or processes <= own or processes % own == 0:
+        return []
+    return [
+        f"parallel.processes {own} is the number of processes on one machine, and the axes make {processes}, which is "
+        f"not a multiple of it. Change the axes, or set parallel.processes to a divisor of {processes}."
+    ]
 
 
 def processes_per_machine(config: ParallelConfig, processes: int) -> int:
@@ -239,10 +250,13 @@ def plan_notes(plan: Plan) -> list[str]:
 def _mesh_title(plan: Plan) -> str:
     total = parameter_counts(plan.config.model)["total"]
     machines = -(-plan.sizes.processes // plan.per_machine)
-    return (
-        f"mesh: {counted(plan.sizes.processes, 'rank')} on {counted(machines, 'machine')}, "
-        f"{total / 1e6:,.1f} M parameters, zero {plan.config.parallel.zero}"
-    )
+    ranks, model = counted(plan.sizes.processes, "rank"), f"{total / 1e6:,.1f} M parameters"
+    if machines > 1:
+        return (
+            f"mesh: {ranks} on {machines} machines, up to {plan.per_machine} on each (parallel.processes), {model}, "
+            f"zero {plan.config.parallel.zero}"
+        )
+    return f"mesh: {ranks} on {counted(machines, 'machine')}, {model}, zero {plan.config.parallel.zero}"
 
 
 def _mesh_rows(plan: Plan) -> Rows:

@@ -620,7 +620,9 @@ def _late_notes(config: RunConfig, step: int) -> list[str]:
 
 
 def _environment_notes(before: dict[str, Any], now: dict[str, Any], operators: list[str]) -> list[str]:
-    changed = [f"{name} {before.get(name)} -> {value}" for name, value in now.items() if before.get(name) != value]
+    # Checkpoints keep the layout under a name from the time when processes only split the batch.
+    words = {name: "layout" if name == "data_parallel" else name for name in now}
+    changed = [f"{words[name]} {before.get(name)} -> {new}" for name, new in now.items() if before.get(name) != new]
     changed += operators
     if not changed:
         return []

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from zero2all.common.errors import UsageError
 from zero2all.model.recompute import RecomputedBlock
 from zero2all.model.z2all import Z2all
-from zero2all.parallel.buckets import ALIGNMENT
 from zero2all.parallel.reduce import GradientReducer
 from zero2all.train.offload import PIECE_VALUES, SLOTS
-from zero2all.train.weights import FlatWeights
+from zero2all.train.weights import FlatWeights, squared_norm
 
 BLOCK_SLOTS = 2
 PORTABLE = 1
@@ -125,13 +124,9 @@ class StreamedWeights(FlatWeights):
             self.stream.wait()
 
     def squared_norm_share(self) -> Tensor:
-        """As `FlatWeights`, on the host: in rows, so that no sum of many small squares is taken in float32."""
+        """As `FlatWeights`, on the host."""
         self._added.finish()
-        squares = torch.zeros((), dtype=torch.float64)
-        for first in range(0, self.plan.length, PIECE_VALUES):
-            rows = self.gradients[first : first + PIECE_VALUES].view(-1, ALIGNMENT)
-            squares += torch.linalg.vector_norm(rows, dim=1).double().square().sum()
-        return (squares / self.mesh.loss.size).to(self.device)
+        return (squared_norm(self.gradients) / self.mesh.loss.size).to(self.device)
 
     def zero_gradients(self) -> None:
         """Set the gradients to zero."""

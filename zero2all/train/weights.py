@@ -42,6 +42,8 @@ from zero2all.train.optimizers.base import Master
 
 CHUNK_VALUES = 1 << 25
 """Values that are joined or split at once."""
+NORM_ROW = 512
+"""Values whose squares are summed in float32 on the CPU."""
 OF_BLOCK = ("matrix", "expert")
 """Kinds of parameters that a block waits for by itself; the others are few, and are waited for at once."""
 
@@ -484,10 +486,9 @@ class ShardedWeights:
     def squared_norm_share(self) -> Tensor:
         """This process's share of the square of the gradient's L2 norm, float64; the shares of all processes add up to
         it."""
-        wide = torch.promote_types(self.dtype, torch.float32)
         copied = set(self._copied)
         squares = [
-            torch.linalg.vector_norm(parameter.grad.to_local(), dtype=wide).double().square()  # type: ignore[attr-defined]
+            squared_norm(parameter.grad.to_local())  # type: ignore[attr-defined]
             / (self.mesh.tensor.size if parameter in copied else 1)
             for parameter in self._parameters.values()
             if parameter.grad is not None
@@ -527,8 +528,20 @@ def _sum_of_squares(values: Tensor) -> Tensor:
         from zero2all.ops.kernels.adamw import sum_of_squares
 
         return sum_of_squares(values)
+    return squared_norm(values)
+
+
+def squared_norm(values: Tensor) -> Tensor:
+    """The square of the L2 norm, float64, by torch's reduction. On the CPU that adds all values in a few float32 sums,
+    which lose the small squares of a long tensor (10 million values: 7e-4), so there it runs over short rows."""
     wide = torch.promote_types(values.dtype, torch.float32)
-    return torch.linalg.vector_norm(values, dtype=wide).double().square()
+    if values.is_cuda:
+        return torch.linalg.vector_norm(values, dtype=wide).double().square()
+    flat = values.reshape(-1)
+    whole = flat.numel() - flat.numel() % NORM_ROW
+    rows, rest = flat[:whole].view(-1, NORM_ROW), flat[whole:]
+    norms = torch.linalg.vector_norm(rows, dim=1, dtype=wide).double(), torch.linalg.vector_norm(rest, dtype=wide)
+    return norms[0].square().sum() + norms[1].double().square()
 
 
 def _one_after_the_other(ranges: Sequence[slice]) -> list[slice]:
