@@ -163,7 +163,9 @@ def test_the_power_of_products_and_attention_follows_from_steps_at_the_power_lim
         whole = matmul + attention + rest
         clock = machine.clock_factor(matmul, attention, whole)
         parts = {"matmul": matmul / factor, "attention": attention / factor}
-        anchors.append({"seconds": rest + clock * (matmul + attention), "predicted": rest + sum(parts.values()), **parts})
+        anchors.append(
+            {"seconds": rest + clock * (matmul + attention), "predicted": rest + sum(parts.values()), **parts}
+        )
     heater = 1 / (1.1 * factor**3)
     assert anchor.power_draws(anchors, heater, factor) == pytest.approx(draw)
     assert machine.clock_factor(1.0, 0.0, 1.0) > machine.clock_factor(0.5, 0.5, 1.0) > machine.clock_factor(0.5, 0.0, 1)
