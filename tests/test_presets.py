@@ -16,7 +16,7 @@ NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 
 def test_the_presets_of_the_issue_are_there_and_found_by_name():
-    assert {"quickstart", "z2all-100m", "z2all-1b", "z2all-moe"} <= set(NAMES)
+    assert {"quickstart", "four-phases", "z2all-100m", "z2all-1b", "llm-zero2all-1b", "z2all-moe"} <= set(NAMES)
     assert sorted(preset_files()) == NAMES
     assert [find_config(name) for name in NAMES] == [CONFIGS / f"{name}.yaml" for name in NAMES]
 

@@ -21,12 +21,15 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
+import psutil
+
 from zero2all.common.errors import PeerFailureError, PreemptedError, UsageError
 from zero2all.common.progress import say
 from zero2all.common.signals import stop_signals_to
 from zero2all.parallel.config import ParallelConfig
 
 LAUNCHER_PIPE = "ZERO2ALL_LAUNCHER_PIPE"
+COMMAND_STARTED = "ZERO2ALL_COMMAND_STARTED"
 """File descriptor of a pipe that closes when the command that started this process ends."""
 STORE_SOCKET = "ZERO2ALL_STORE_SOCKET"
 """File descriptor of the socket on which rank 0 waits for the others."""
@@ -71,6 +74,7 @@ def run_processes(processes: int, words: list[str], grace_seconds: float = GRACE
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(listener.getsockname()[1]),
         LAUNCHER_PIPE: str(ends),
+        COMMAND_STARTED: str(command_started()),
     }
     started: list[subprocess.Popen[bytes]] = []
     asked: list[int] = []
@@ -124,6 +128,11 @@ def _own_code(process: subprocess.Popen[bytes], asked: Sequence[int]) -> int | N
 
 def _stopped_by(number: int) -> int:
     return 128 + number if number == signal.SIGINT else PreemptedError.exit_code
+
+
+def command_started() -> float:
+    """When this process began (seconds of the clock), or the one that started it by `run_processes`."""
+    return float(os.environ.get(COMMAND_STARTED) or psutil.Process().create_time())
 
 
 def end_with_launcher() -> None:

@@ -169,7 +169,8 @@ def notes(ablation: Ablation, tables: list[BatchTable]) -> list[str]:
     if any(table.has_seed for table in tables):
         found.append(
             f"{DEVICE}: the tables of Gstdioh/llm-zero2all, at {SEED_BATCH}: torch 1.12.1 / 2.0.1, or 2.0.1 compiled. "
-            f"MFU in its convention (seed); `x fused` is relative to its all-fused row, whose AdamW was not fused in 1.12.1"
+            f"MFU in its convention (seed); `x fused` is relative to its all-fused row, whose AdamW was not "
+            f"fused in 1.12.1"
         )
     return found
 

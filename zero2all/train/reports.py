@@ -147,6 +147,8 @@ class StepReports:
         seq_len = self._seq_len(result)
         needed = flops_per_token(prepared.config.model, seq_len)
         speed, device = speed / prepared.world.size, prepared.environment["device"]
+        # Of each process, causal convention; also where the peak, and so MFU, is unknown.
+        values["tflops"] = needed["causal"] * speed / 1e12
         values |= {f"mfu/{name}": share for name, share in flops_utilisation(needed, speed, device).items()}
         train = prepared.config.train
         if train.recompute != "none":
