@@ -29,7 +29,8 @@ def register(verbs: Subparsers) -> None:
     parser.add_argument(
         "config",
         metavar="CONFIG",
-        help="a preset (quickstart, four-phases, z2all-100m, z2all-1b, llm-zero2all-1b, z2all-moe) or the path of a YAML file",
+        help="a preset (quickstart, four-phases, z2all-100m, z2all-1b, llm-zero2all-1b, z2all-moe) "
+        "or the path of a YAML file",
     )
     add_work(parser)
     parser.add_argument("--print-config", action="store_true", help="show the resolved config and stop")
@@ -115,7 +116,7 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
         t(f"{summary.run}: step {summary.step}, {summary.tokens:,} tokens, {summary.tokens_per_second:,.0f} tokens/s")
     )
     if summary.first_loss_seconds is not None:
-        print(t(f"  {summary.first_loss_seconds:.1f} s from the start of the command to the first loss"))
+        print("  " + t(f"{summary.first_loss_seconds:.1f} s from the start of the command to the first loss"))
     for name, value in summary.held_out.items():
         print(f"  {name:<28} {value:.4f}")
     return 0
