@@ -296,6 +296,8 @@ def test_z_term_is_refused_by_the_head_that_has_none():
 
 
 def test_without_a_compiler_or_headers_auto_takes_what_needs_none(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     pretend_packages(monkeypatch, there=("triton", "liger_kernel"))
