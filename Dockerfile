@@ -4,8 +4,9 @@
 # the driver in. Ubuntu 24.04 has Python 3.12.
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04
 
+# gcc, the C library's headers and Python's headers: Triton compiles a launcher for each kernel at run time.
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends python3 python3-venv \
+    && apt-get install --yes --no-install-recommends python3 python3-venv python3-dev gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 
 # A virtual environment, because the presets are installed below its prefix (share/zero2all/configs).
@@ -13,11 +14,12 @@ RUN python3 -m venv /opt/zero2all
 ENV PATH=/opt/zero2all/bin:$PATH
 
 # requirements.lock pins every version; it is used as constraints, so only what is needed gets installed.
+# fa4 and liger are the fused packages: FlashAttention 4, QuACK and Liger's kernels.
 WORKDIR /build
 COPY pyproject.toml requirements.lock README.md LICENSE ./
 COPY configs configs
 COPY zero2all zero2all
-RUN pip install --no-cache-dir --constraint requirements.lock . \
+RUN pip install --no-cache-dir --constraint requirements.lock ".[fa4,liger]" \
     && rm -rf /build/*
 
 # Nothing in the container needs root. /workspace is where a folder of yours is mounted.
@@ -27,8 +29,9 @@ RUN useradd --create-home --shell /bin/bash z2a \
 USER z2a
 WORKDIR /workspace
 
-# With `docker run --user` the home folder may not be writable; matplotlib keeps its font list here.
-ENV MPLCONFIGDIR=/tmp/matplotlib
+# With `docker run --user` the home folder may not be writable; matplotlib keeps its font list and
+# Triton its compiled kernels here.
+ENV MPLCONFIGDIR=/tmp/matplotlib TRITON_CACHE_DIR=/tmp/triton
 
 ENTRYPOINT ["z2a"]
 CMD ["--help"]

@@ -186,7 +186,7 @@ def test_an_unknown_preset_ends_with_2_the_nearest_name_and_the_list(z2a):
     assert ended.code == 2
     message = paragraph(ended.err)
     assert "no config file or preset `z2all-10m`. Did you mean `z2all-100m`?" in message
-    assert "(quickstart, z2all-100m, z2all-1b, z2all-moe)" in message
+    assert "(quickstart, four-phases, z2all-100m, z2all-1b, llm-zero2all-1b, z2all-moe)" in message
 
 
 def test_a_wrong_value_on_the_command_line_is_not_blamed_on_the_file(z2a):

@@ -147,6 +147,8 @@ def test_summary_shows_each_source_the_total_and_what_was_guessed(tmp_path, writ
     table = summary_rows(report)
     assert [row[0] for row in table] == ["source", "a", "b", "total"]
     assert table[1][1:6] == ["en", "302", "300", "1", "1"]
+    shards = [len(list((tmp_path / "corpus" / name).glob("*/part-*"))) for name in ("a", "b")]
+    assert [row[8] for row in table] == ["shards", *map(str, shards), str(sum(shards))]
     notes = "\n".join(summary_notes(report))
     assert "a: channel guessed as en" in notes
     assert "a: fields guessed: content from 'text'" in notes

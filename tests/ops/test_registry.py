@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from zero2all.common.errors import UsageError
-from zero2all.ops import flash_packages, linear_cross_entropy, swiglu
+from zero2all.ops import flash_packages, implementation, linear_cross_entropy, swiglu
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import MAX_ROW, Implementation, OpContext
 from zero2all.ops.registry import OPERATORS, OUTSIDE_COMPILATION, Choice, Ops, _choose, resolve
@@ -52,6 +52,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(flash_packages, "problem_in_trial", lambda *_: None)
     monkeypatch.setattr(swiglu, "problem_in_trial", lambda *_: None)
     monkeypatch.setattr(linear_cross_entropy, "problem_in_trial", lambda *_: None)
+    monkeypatch.setattr(implementation, "compiler_problem", lambda: None)
     pretend_packages(monkeypatch, there=OPTIONAL_PACKAGES)
 
 
@@ -292,6 +293,27 @@ def test_z_term_is_refused_by_the_head_that_has_none():
     if not hasattr(torch.nn.functional, "linear_cross_entropy"):
         pytest.skip("this torch has no linear_cross_entropy of its own")
     assert "it has no z term" in refusal(OpContext("cpu", z_loss=True), linear_cross_entropy="torch")
+
+
+def test_without_a_compiler_or_headers_auto_takes_what_needs_none(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    pretend_packages(monkeypatch, there=("triton", "liger_kernel"))
+    try:
+        implementation.compiler_problem.cache_clear()
+        assert "neither gcc nor clang" in refusal(CUDA, swiglu="triton")
+        assert "neither gcc nor clang" in refusal(CUDA, rope="liger")
+        taken = resolve(OpsConfig(), CUDA).taken
+        assert {taken[name] for name in ("rope", "rms_norm", "swiglu", "optimizer")} <= {"eager", "torch", "fused"}
+        implementation.compiler_problem.cache_clear()
+        compiler = tmp_path / "gcc"
+        compiler.write_text("#!/bin/sh\necho 'probe.c:1:10: fatal error: Python.h: No such file' >&2\nexit 1\n")
+        compiler.chmod(0o755)
+        assert "needs Python's headers" in refusal(CUDA, swiglu="triton")
+    finally:
+        implementation.compiler_problem.cache_clear()
 
 
 def test_old_gpu_and_missing_packages_are_named(monkeypatch):

@@ -17,10 +17,12 @@ from tests.processes import Program, WarmProcess
 from zero2all.cli.main import main
 from zero2all.common.errors import UsageError
 from zero2all.config import load_config
+from zero2all.limits.flops import flops_per_token
 from zero2all.perf.ablate import AblateOptions, Ablation, ablate
 from zero2all.perf.batch import SEED_BATCH, BatchShape
 from zero2all.perf.report import write_report
 from zero2all.perf.results import RESULTS_FILE, Results, row_key
+from zero2all.perf.seed_table import seed_rows
 from zero2all.perf.summary import batch_tables, cells, heading, notes
 from zero2all.perf.variants import BY_NAME, named_variants
 
@@ -169,7 +171,7 @@ def test_rows_are_compared_with_the_anchor_of_their_own_sitting(second):
 
 
 def as_the_seed_measured(ablation: Ablation, **model: object) -> Ablation:
-    """The same rows as if they were of the seed's model and batch, with some fields of the model changed."""
+    """The same rows as if of the reference project's model and batch, with some fields of the model changed."""
     config = load_config("z2all-1b")
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, **model))
     lines = []
@@ -184,10 +186,25 @@ def test_the_seeds_figures_stand_beside_its_model(second):
     (table,) = batch_tables(found)
     rows = {row[0]: dict(zip(heading(table), row, strict=True)) for row in cells(table)}
     naive = rows["naive"]
-    assert [naive[f"A800 {name}"] for name in ("s", "x fused", "MFU %", "GB")] == ["9.85", "3.050", "18.4", "71.3"]
+    assert [naive[f"A800 {name}"] for name in ("s", "x fused", "MFU %", "GB")] == [
+        "9.85 / 9.72",
+        "3.050 / 2.785",
+        "18.41 / 18.66",
+        "71.32 / 72.85",
+    ]
     assert naive["MFU % seed/palm/causal"] == "60.0 / 55.0 / 50.0"
     assert rows["all fused, fp8 linears"]["A800 s"] == ""
     assert any("A800" in note for note in notes(found, [table]))
+
+
+def test_all_three_published_tables_have_a_row_of_ours_and_agree_with_their_seconds():
+    model = load_config("z2all-1b").model
+    published = [row for name in BY_NAME for row in seed_rows(name, model) if row]
+    assert len(published) == 9 + 9 + 10
+    per_second = 65536 * flops_per_token(model, 2048)["seed"] / 312e12
+    off = [row for row in published if abs(100 * per_second / row.seconds / row.mfu_percent - 1) > 0.005]
+    assert [row.mfu_percent for row in off] == [49.23]  # the compiled all-fused row, as published
+    assert seed_rows("compile-without-swiglu", model) == [None]  # published as an error
 
 
 def test_another_model_has_none_of_the_seeds_figures(second):

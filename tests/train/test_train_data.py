@@ -173,6 +173,20 @@ def test_a_request_that_cannot_be_met_is_refused_at_the_start_and_may_be_replace
     assert train(settings, work, say=quiet).step == 9
 
 
+def test_an_anneal_has_a_mixture_of_its_own_also_on_resume_and_unknown_sources_are_refused(work, config):
+    settings = config()
+    train(settings, work, say=quiet)
+    run = work.run("run")
+    request_anneal(run, 4, "linear", 0.0, {"en": 1.0, "books": 1.0})
+    with pytest.raises((BadInputError, UsageError), match="books"):
+        train(settings, work, say=quiet)
+    request_anneal(run, 4, "linear", 0.0, {"zh": 1.0})
+    assert train(settings, work, say=quiet).step == 12
+    stages = newest_checkpoint(run).manifest["order"]["stages"]
+    assert [(stage["name"], list(stage["units"])) for stage in stages][-1] == ("anneal", ["zh"])
+    assert train(settings, work, say=quiet).step == 12  # the record is found again, nothing is refused
+
+
 def test_settings_of_fetching_may_change_on_resume_and_change_no_bit(work, config):
     train(config(), work, say=quiet)
     wanted = (work.run("run") / "checkpoints/step-00000008/model-00000-00000.safetensors").read_bytes()

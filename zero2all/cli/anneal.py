@@ -42,11 +42,17 @@ def register(verbs: Subparsers) -> None:
         metavar="S",
         help="final rate as a share of the current rate (default 0)",
     )
+    parser.add_argument(
+        "--mixture",
+        metavar="WEIGHTS",
+        help="weights of the sources from there on, as in data.mixture: '{en: 1, zh: 2}' (default: as before)",
+    )
 
 
 def _anneal(arguments: argparse.Namespace) -> None:
     from zero2all.common.errors import UsageError
     from zero2all.common.progress import counted
+    from zero2all.common.schema import Problem, build
     from zero2all.config.schedule import learning_rate
     from zero2all.config.training import AnnealConfig
     from zero2all.train.anneal import ANNEAL_FILE, begun_anneal, request_anneal
@@ -73,10 +79,13 @@ def _anneal(arguments: argparse.Namespace) -> None:
             f"The learning rate of {run.name} is already 0 at step {made:,}, so there is nothing to anneal."
         )
     steps = arguments.steps or max(1, round(DEFAULT_SHARE * made))
-    if config.data.max_epochs:
-        asked = AnnealConfig(from_step=made, steps=steps, shape=arguments.shape, to_share=arguments.to_share)
-        check_anneal(config, workspace, newest_checkpoint(run), asked)
-    request_anneal(run, steps, arguments.shape, arguments.to_share)
+    values = {"from_step": made, "steps": steps, "shape": arguments.shape, "to_share": arguments.to_share}
+    problems: list[Problem] = []
+    asked = build(AnnealConfig, {**values, "mixture": _mixture(arguments.mixture)}, "", problems)
+    if problems:
+        raise UsageError(" ".join(str(problem) for problem in problems))
+    check_anneal(config, workspace, newest_checkpoint(run), asked)
+    request_anneal(run, steps, arguments.shape, arguments.to_share, asked.mixture)
     print(
         t(
             f"{run.name}, at step {made:,} of {config.train.steps:,}: the learning rate will fall from "
@@ -85,6 +94,19 @@ def _anneal(arguments: argparse.Namespace) -> None:
             "starts when you continue the run with `z2a train`."
         )
     )
+    if asked.mixture is not None:
+        print(t(f"The mixture from there on: {arguments.mixture}"))
+
+
+def _mixture(text: str | None) -> object:
+    """What was given as --mixture; its content is checked with the rest."""
+    from zero2all.common.errors import UsageError
+    from zero2all.common.yamlio import YamlError, loads
+
+    try:
+        return None if text is None else loads(text)
+    except YamlError as error:
+        raise UsageError(f"--mixture is not YAML: {error}. Write it like '{{en: 1, zh: 2}}'.") from error
 
 
 def _steps_made(run: Path) -> int:

@@ -464,7 +464,10 @@ def _configured(arguments: argparse.Namespace, problems: list[Problem]) -> Count
             rule = "a preset or a YAML file, for fields to be changed; a published model is taken as it is"
         else:
             names = ", ".join(KNOWN_MODELS)
-            rule = f"one of {names}; a preset (quickstart, z2all-100m, z2all-1b, z2all-moe); or a YAML file"
+            rule = (
+                f"one of {names}; a preset (quickstart, four-phases, z2all-100m, z2all-1b, llm-zero2all-1b, z2all-moe)"
+                "; or a YAML file"
+            )
         problems.append(Problem("MODEL", arguments.model, rule))
         return None
     model = replace(config.model, vocab_size=config.model.vocab_size or config.tokenizer.vocab_size)

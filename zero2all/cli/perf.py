@@ -29,7 +29,9 @@ PERF_EXAMPLE = """z2a perf params llama-3.1-8b
   z2a perf plan z2all-1b --gpus 64 --cluster h100
   z2a perf ablate z2all-1b
   z2a perf explain my-run"""
-CONFIG_HELP = "a preset (quickstart, z2all-100m, z2all-1b, z2all-moe) or the path of a YAML file"
+CONFIG_HELP = (
+    "a preset (quickstart, four-phases, z2all-100m, z2all-1b, llm-zero2all-1b, z2all-moe) or the path of a YAML file"
+)
 
 
 def register(verbs: Subparsers) -> None:

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from zero2all.limits.cards import Card
     from zero2all.perf.memory import MemoryReport
 
-CONFIG_HELP = "a preset (quickstart, z2all-100m, z2all-1b, z2all-moe) or the path of a YAML file"
+CONFIG_HELP = (
+    "a preset (quickstart, four-phases, z2all-100m, z2all-1b, llm-zero2all-1b, z2all-moe) or the path of a YAML file"
+)
 
 
 def register(inner: Subparsers) -> None:

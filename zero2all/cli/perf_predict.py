@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from zero2all.perf.calibrate import Calibration
     from zero2all.perf.predict import Prediction
 
-CONFIG_HELP = "a preset (quickstart, z2all-100m, z2all-1b, z2all-moe) or the path of a YAML file"
+CONFIG_HELP = (
+    "a preset (quickstart, four-phases, z2all-100m, z2all-1b, llm-zero2all-1b, z2all-moe) or the path of a YAML file"
+)
 BATCH_HELP = "samples per pass x tokens x passes per step, in each data-parallel process (default: the config's)"
 PROFILE_HELP = "a profile that `z2a perf calibrate` wrote (default: the one of this machine)"
 GIB = 2**30

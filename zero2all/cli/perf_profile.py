@@ -12,7 +12,9 @@ from zero2all.cli.verb import Subparsers, add_json, add_output, add_verb, real, 
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
-CONFIG_HELP = "a preset (quickstart, z2all-100m, z2all-1b, z2all-moe) or the path of a YAML file"
+CONFIG_HELP = (
+    "a preset (quickstart, four-phases, z2all-100m, z2all-1b, llm-zero2all-1b, z2all-moe) or the path of a YAML file"
+)
 GPUS = ("a100-80g", "h100", "h200", "b200")
 
 

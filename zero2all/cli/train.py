@@ -30,7 +30,8 @@ def register(verbs: Subparsers) -> None:
     parser.add_argument(
         "config",
         metavar="CONFIG",
-        help="a preset (quickstart, z2all-100m, z2all-1b, z2all-moe) or the path of a YAML file",
+        help="a preset (quickstart, four-phases, z2all-100m, z2all-1b, llm-zero2all-1b, z2all-moe) "
+        "or the path of a YAML file",
     )
     add_work(parser)
     parser.add_argument("--print-config", action="store_true", help="show the resolved config and stop")
@@ -161,6 +162,7 @@ def _watch(config: RunConfig, workspace: Workspace) -> Watch:
 
 
 def _train_here(arguments: argparse.Namespace, config: RunConfig, workspace: Workspace) -> int:
+    from zero2all.parallel.launch import command_started
     from zero2all.train.loop import train
 
     summary = train(
@@ -170,12 +172,15 @@ def _train_here(arguments: argparse.Namespace, config: RunConfig, workspace: Wor
         accept_changes=arguments.accept_changes,
         take_over=arguments.take_over,
         make_decode=_decoder(workspace),
+        started=command_started(),
     )
     if int(os.environ.get("RANK", "0")) > 0:
         return 0  # only rank 0 prints the summary
     print(
         t(f"{summary.run}: step {summary.step}, {summary.tokens:,} tokens, {summary.tokens_per_second:,.0f} tokens/s")
     )
+    if summary.first_loss_seconds is not None:
+        print("  " + t(f"{summary.first_loss_seconds:.1f} s from the start of the command to the first loss"))
     for name, value in summary.held_out.items():
         print(f"  {name:<28} {value:.4f}")
     return 0

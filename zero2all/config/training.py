@@ -175,6 +175,12 @@ class AnnealConfig:
     """How the rate falls."""
     to_share: Share = 0.0
     """Last rate as a share of the rate before the fall."""
+    mixture: dict[str, NaturalFloat] | None = None
+    """Weights of the sources during the fall, as in data.mixture. None keeps those of the run."""
+
+    def problems(self, place: str) -> list[Problem]:
+        """The mixture must leave something to read."""
+        return mixture_problems(self.mixture, f"{place}.mixture" if place else "mixture")
 
 
 @dataclass(frozen=True)
@@ -239,7 +245,8 @@ class GuardsConfig:
     spike_min_steps: Annotated[int, Range(minimum=8)] = 64
     """Accepted steps needed before anything is called a spike."""
     spike_from_step: NaturalInt | None = None
-    """First step that may be called a spike. None: the end of the warmup."""
+    """First step that may be called a spike. None: every step. During the warmup limits are twice as far from
+    the usual value."""
     spike_sigmas: PositiveFloat = 6.0
     """Standard deviations above the mean of the window."""
     spike_mads: PositiveFloat = 10.0

@@ -245,6 +245,7 @@ class SourceFinish:
         self._write_origins()
         report = {
             **self.tally.as_report(),
+            "shards": len(self.tasks),
             "train_records": sum(task.records for task in self.tasks) - held_out,
             "valid_records": held_out,
             **report,

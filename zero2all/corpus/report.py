@@ -103,6 +103,7 @@ def make_report(
     for name, source in sources.items():
         check_identity(name, source)
     totals: dict[str, Any] = {key: sum(source[key] for source in sources.values()) for key in SUMMED}
+    totals["shards"] = sum(source.get("shards", 0) for source in sources.values())  # sources of old builds have none
     dropped: Counter[str] = Counter()
     for source in sources.values():
         dropped.update(source["dropped"])
@@ -151,13 +152,15 @@ def read_report(corpus_folder: Path) -> dict[str, Any]:
 
 def summary_rows(report: Mapping[str, Any]) -> list[list[str]]:
     """A table: a heading, a row per source, and a total when there are several."""
-    rows = [["source", "channel", "records in", "kept", "dropped", "quarantined", "train", "valid", "text kept"]]
+    rows = [
+        ["source", "channel", "records in", "kept", "dropped", "quarantined", "train", "valid", "shards", "text kept"]
+    ]
     named = list(report["sources"].items())
     if len(named) > 1:
         named.append((t("total"), {"channel": "", **report["totals"]}))
     for name, source in named:
         counts = [source["records_in"], source["records_kept"], sum(source["dropped"].values()), source["quarantined"]]
-        counts += [source["train_records"], source["valid_records"]]
+        counts += [source["train_records"], source["valid_records"], source.get("shards", 0)]
         rows.append([name, source["channel"], *(f"{count:,}" for count in counts), human_bytes(source["bytes_kept"])])
     return rows
 

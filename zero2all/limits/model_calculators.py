@@ -209,7 +209,7 @@ def mfu(
         notes.append(f"More than 100 % is impossible: {', '.join(over)}. Check GPUs, peak, and the unit of the speed.")
     if "seed" in found:
         notes.append(
-            "`seed` is the convention of our result files and of the first table this project set out to beat."
+            "`seed` is the convention of our result files and of Gstdioh/llm-zero2all, whose tables we compare with."
         )
     return Answer(f"Utilisation of {model.name}", CONVENTION, terms, notes)
 

@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zero2all.ops import flash_packages
 from zero2all.ops.footprint import Footprint, Moment, Sizes
-from zero2all.ops.implementation import Implementation, OpContext
+from zero2all.ops.implementation import Implementation, OpContext, compiler_problem
 from zero2all.ops.precision import widened
 
 
@@ -197,7 +197,7 @@ def _probe_flex(context: OpContext) -> str | None:
         return "it has no dropout"
     if context.head_size & (context.head_size - 1):
         return f"it takes heads whose width is a power of two, and this model's are {context.head_size}"
-    return None
+    return compiler_problem()
 
 
 def varlen_attention(

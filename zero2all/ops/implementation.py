@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -82,12 +89,37 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@functools.cache
+def compiler_problem() -> str | None:
+    """Why Triton could not build a kernel's launcher, a C extension; None if it can. Tried once, without a GPU."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # as Triton looks for it
+    if compiler is None:
+        return "Triton needs a C compiler, and there is neither gcc nor clang on PATH nor CC (apt install gcc)"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    include = sysconfig.get_paths(scheme)["include"]
+    with tempfile.TemporaryDirectory(prefix="z2a-triton-") as folder:
+        source = Path(folder) / "probe.c"
+        source.write_text("#include <Python.h>\nlong probe(void) { return PY_VERSION_HEX; }\n")
+        command = [compiler, str(source), "-shared", "-fPIC", f"-I{include}", "-o", f"{folder}/probe.so"]
+        try:
+            tried = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        except OSError as error:
+            return f"Triton needs a C compiler, and {compiler} cannot be started: {error.strerror}"
+    if tried.returncode == 0:
+        return None
+    if "Python.h" in tried.stderr:
+        return f"Triton needs Python's headers, and {include} has no Python.h (apt install python3-dev)"
+    return f"Triton needs a C compiler, and {compiler} failed: {next(iter(tried.stderr.splitlines()), '')}"
+
+
 def needs_triton(context: OpContext) -> str | None:
     """The probe of our own kernels."""
     if context.device != "cuda":
         return "it needs a CUDA device"
     if not has_triton():
         return "triton is not installed"
+    if compiler_problem() is not None:
+        return compiler_problem()
     if context.dtype == torch.float64:
         return "its sums are float32, and the model is float64"
     if not 0 <= context.hidden_size <= MAX_ROW:
@@ -104,7 +136,7 @@ def needs_liger(context: OpContext) -> str | None:
         return "it needs a CUDA device"
     if importlib.util.find_spec("liger_kernel") is None:
         return "liger-kernel is not installed"
-    return None
+    return compiler_problem()
 
 
 def needs_quack(context: OpContext) -> str | None:

@@ -24,6 +24,7 @@ from zero2all.resilience.supervisor import Environment, Watch, supervise
 
 STORE_SOCKET = "ZERO2ALL_STORE_SOCKET"
 """File descriptor of the socket on which rank 0 waits for the others."""
+COMMAND_STARTED = "ZERO2ALL_COMMAND_STARTED"
 ALONE = Nodes()
 
 
@@ -57,6 +58,13 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
+def command_started() -> float:
+    """When this process began (seconds of the clock), or the command that started it."""
+    import psutil
+
+    return float(os.environ.get(COMMAND_STARTED) or psutil.Process().create_time())
+
+
 def run_processes(
     processes: int, words: Sequence[str], watch: Watch | None = None, nodes: Nodes = ALONE, module: bool = True
 ) -> int:
@@ -68,7 +76,7 @@ def run_processes(
     def environments(stack: ExitStack) -> list[Environment]:
         listener = nodes.listen()  # rank 0 inherits it, so that no other program takes the port
         found: list[Environment] = []
-        shared = nodes.variables(processes, listener)
+        shared = {**nodes.variables(processes, listener), COMMAND_STARTED: str(command_started())}
         for rank in range(processes):
             own = {**shared, "RANK": str(first + rank), "LOCAL_RANK": str(rank)}
             inherited = []

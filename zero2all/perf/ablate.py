@@ -35,7 +35,7 @@ class AblateOptions:
     source: str  # preset or path of the config
     output: Path
     overrides: list[str] = field(default_factory=list)
-    batches: list[BatchShape] | None = None  # None: the seed's batch and the config's own
+    batches: list[BatchShape] | None = None  # None: the reference project's and the config's own
     variants: list[Variant] = field(default_factory=lambda: list(VARIANTS))
     seconds: float = 8.0  # seconds of measurement per row, at least
     warm_up_seconds: float = 3.0

@@ -27,7 +27,7 @@ class BatchShape:
         return f"{self.samples}x{self.seq_len}x{self.accumulation}"
 
 
-SEED_BATCH = BatchShape(2, 2048, 16)  # the batch of the seed's table
+SEED_BATCH = BatchShape(2, 2048, 16)  # the batch of the reference project's tables
 
 
 def parse_batch(text: str) -> BatchShape:
@@ -49,7 +49,7 @@ def own_batch(config: RunConfig) -> BatchShape:
 
 
 def default_batches(config: RunConfig) -> list[BatchShape]:
-    """The seed's batch, where the model takes sequences that long, and the config's own."""
+    """The batch of the reference project, where the model takes sequences that long, and the config's own."""
     own = own_batch(config)
     if SEED_BATCH.seq_len > config.model.max_seq_len or own == SEED_BATCH:
         return [own]

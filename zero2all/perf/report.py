@@ -1,6 +1,6 @@
 """The files of an ablation: ablation.json, ablation.md and ablation.png.
 
-The picture has one bar per row and one panel per batch; for the seed's model also the seed's A800 figures.
+The picture has one bar per row and one panel per batch; for the reference project's model also its A800 figures.
 
 MFU is the scale where the device's peak is known, because it can be compared between devices; else tokens/s.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero2all.common.files import write_atomic, write_json
 from zero2all.perf.ablate import Ablation
-from zero2all.perf.seed_table import DEVICE, seed_mfu_percent
+from zero2all.perf.seed_table import DEVICE
 from zero2all.perf.summary import BatchTable, Row, as_json, as_markdown, batch_tables
 from zero2all.track.plot import COLORS, FAINT_INK, INK, STYLE, png_bytes
 
@@ -63,7 +63,7 @@ def _draw_batch(axis: Axes, table: BatchTable) -> None:
     for place, row in zip(places, table.rows, strict=True):
         length = _length(row, by_mfu)
         axis.barh(place, length, height=0.66, color=COLORS[GROUPS.index(row.variant.group) % len(COLORS)], zorder=2)
-        seed = None if row.seed is None or not by_mfu else seed_mfu_percent(row.seed)[0]
+        seed = max((each.mfu_percent for each in row.seed if each), default=None) if by_mfu else None
         behind = max(length, seed or 0.0) + 0.022 * longest
         axis.text(behind, place, _label(row), va="center", fontsize=7.5, color=INK, zorder=4)
         if seed is not None:
@@ -72,9 +72,9 @@ def _draw_batch(axis: Axes, table: BatchTable) -> None:
     axis.set_xlim(0, 1.42 * longest)
     axis.set_ylim(0.3, len(table.rows) + 0.7)
     axis.set_title(f"{table.batch}", color=INK)
-    label = "MFU, seed convention, %" if by_mfu else "tokens/s"
+    label = "MFU, %, as llm-zero2all counts" if by_mfu else "tokens/s"
     if by_mfu and table.has_seed:
-        label = f"MFU, seed convention, %; ◇ llm-zero2all on one {DEVICE}"
+        label = f"MFU, %, as llm-zero2all counts; ◇ its best table on one {DEVICE}"
     axis.set_xlabel(label, color=FAINT_INK)
 
 

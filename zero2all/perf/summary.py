@@ -10,7 +10,7 @@ from zero2all.limits.flops import CONVENTIONS
 from zero2all.perf.ablate import Ablation
 from zero2all.perf.batch import SEED_BATCH, BatchShape
 from zero2all.perf.results import PACKAGES, Line, anchors, row_key
-from zero2all.perf.seed_table import DEVICE, SEED_ROWS, SeedRow, seed_mfu_percent, seed_row
+from zero2all.perf.seed_table import DEVICE, SeedRow, seed_rows
 from zero2all.perf.variants import ANCHOR, VARIANTS, Variant, title_of
 
 SEED_COLUMNS = tuple(f"{DEVICE} {name}" for name in ("s", "x fused", "MFU %", "GB"))
@@ -25,7 +25,7 @@ class Row:
     title: str
     line: Line
     pace: float | None  # anchor of the first sitting / anchor of this row's sitting; None where one of them is missing
-    seed: SeedRow | None
+    seed: list[SeedRow | None]  # published by the reference project, see `seed_table.seed_rows`
 
     @property
     def result(self) -> Any:
@@ -54,8 +54,8 @@ class BatchTable:
 
     @property
     def has_seed(self) -> bool:
-        """Whether the seed measured the same model."""
-        return any(row.seed is not None for row in self.rows)
+        """Whether the reference project measured the same model."""
+        return any(row.seed for row in self.rows)
 
     @property
     def drifted(self) -> bool:
@@ -86,7 +86,7 @@ def _batch_table(ablation: Ablation, batch: BatchShape) -> BatchTable:
         line = lines[0] if variant.name == ANCHOR else lines[-1]  # of the anchor the first measurement counts
         own = found.get(line["sitting"])
         pace = reference / own if own and reference else None
-        seed = seed_row(variant.name, ablation.config.model)
+        seed = seed_rows(variant.name, ablation.config.model)
         rows.append(Row(variant, title_of(variant, ablation.config), line, pace, seed))
     return BatchTable(batch, rows, found)
 
@@ -132,18 +132,13 @@ def _own_cells(row: Row, table: BatchTable) -> list[str]:
 
 
 def _seed_cells(row: Row) -> list[str]:
-    if row.seed is None:
-        return [""] * len(SEED_COLUMNS)
-    fused = SEED_ROWS["optimizer-eager"].seconds if row.variant.name != ANCHOR else SEED_ROWS[ANCHOR].seconds
-    share = row.seed.seconds / fused if row.seed.seconds is not None and fused is not None else None
-    utilisation, published = seed_mfu_percent(row.seed)
-    mark = "" if published else "*"
-    return [
-        _figure(row.seed.seconds, ".2f") or row.seed.remark,
-        _figure(share, ".3f"),
-        f"{utilisation:.1f}{mark}" if utilisation is not None else "",
-        _figure(row.seed.memory_gb, ".1f"),
-    ]
+    columns = (
+        [row and format(row.seconds, ".2f") for row in row.seed],
+        [row and format(row.seconds / row.fused_seconds, ".3f") for row in row.seed],
+        [row and format(row.mfu_percent, ".2f") for row in row.seed],
+        [row and format(row.memory_gb, ".2f") for row in row.seed],
+    )
+    return [" / ".join(figure or "-" for figure in column) for column in columns]
 
 
 def _figure(value: float | None, form: str) -> str:
@@ -173,8 +168,9 @@ def notes(ablation: Ablation, tables: list[BatchTable]) -> list[str]:
         found.append("the rows were measured with more than one version of the code")
     if any(table.has_seed for table in tables):
         found.append(
-            f"{DEVICE}: the table of Gstdioh/llm-zero2all, at {SEED_BATCH}; * computed from its seconds. MFU in its "
-            f"convention; `x fused` is relative to its all-fused row, whose AdamW was not fused"
+            f"{DEVICE}: the tables of Gstdioh/llm-zero2all, at {SEED_BATCH}: torch 1.12.1 / 2.0.1, or 2.0.1 compiled. "
+            f"MFU in its convention (seed); `x fused` is relative to its all-fused row, whose AdamW was not "
+            f"fused in 1.12.1"
         )
     return found
 

@@ -63,9 +63,19 @@ class Variant:
 
 
 KERNELS = {"rope": "triton", "rms_norm": "triton", "swiglu": "triton", "linear": "fp32_wgrad", "embedding": "triton"}
-"""For the row in which compilation would choose otherwise."""
+"""For the rows in which compilation would choose otherwise."""
 OWN_KERNELS = {"attention": "sdpa_cudnn", "rope": "triton", "swiglu": "triton", "linear_cross_entropy": "triton"}
 """What `auto` takes where nothing is installed but torch and Triton."""
+
+WITHOUT_CROSS_ENTROPY = {"linear_cross_entropy": "off", "cross_entropy": "eager"}
+FLASH = {"attention": "sdpa_flash"}
+FLASH_CE_ADAMW = {**FLASH, "linear_cross_entropy": "auto", "cross_entropy": "auto", "optimizer": "auto"}
+
+
+def _compiled(name: str, title: str, ops: Mapping[str, str]) -> Variant:
+    """A row with the whole trunk compiled, as in the third table of `seed_table`."""
+    return Variant(name, title, "compile", {**ops, "compile": "trunk"})
+
 
 VARIANTS = (
     Variant(ANCHOR, "all fused", "whole"),
@@ -78,7 +88,7 @@ VARIANTS = (
         "without-cross-entropy",
         "without fused cross-entropy",
         "leave one out",
-        {"linear_cross_entropy": "off", "cross_entropy": "eager"},
+        WITHOUT_CROSS_ENTROPY,
     ),
     Variant("without-rms-norm", "without fused RMSNorm", "leave one out", {"rms_norm": "eager"}),
     Variant("without-swiglu", "without fused SwiGLU", "leave one out", {"swiglu": "eager"}),
@@ -87,20 +97,12 @@ VARIANTS = (
     Variant("without-graph", "without CUDA graphs", "leave one out", cuda_graph=False),
     Variant("optimizer-fused", "AdamW: torch's fused", "leave one out", {"optimizer": "fused"}),
     Variant("optimizer-eager", "AdamW: torch's loop", "leave one out", {"optimizer": "eager"}),
-    Variant(
-        "only-flash", "naive + flash attention", "step by step", {**NAIVE, "attention": "sdpa_flash"}, cuda_graph=False
-    ),
+    Variant("only-flash", "naive + flash attention", "step by step", {**NAIVE, **FLASH}, cuda_graph=False),
     Variant(
         "flash-ce-adamw",
         "naive + flash + cross-entropy + AdamW",
         "step by step",
-        {
-            **NAIVE,
-            "attention": "sdpa_flash",
-            "linear_cross_entropy": "auto",
-            "cross_entropy": "auto",
-            "optimizer": "auto",
-        },
+        {**NAIVE, **FLASH_CE_ADAMW},
         cuda_graph=False,
     ),
     Variant("fp8", "all fused, fp8 linears", "other choices", {"linear": "fp8"}),
@@ -132,6 +134,21 @@ VARIANTS = (
     Variant("fused-compile-block", "all fused + compile (blocks)", "compile", {"compile": "block"}),
     Variant("fused-compile-trunk", "all fused + compile (trunk)", "compile", {"compile": "trunk"}),
     Variant("kernels-compile-block", "our kernels + compile (blocks)", "compile", {**KERNELS, "compile": "block"}),
+    # Of the kernels kept under compilation one is left out at a time.
+    _compiled("kernels-compile-trunk", "our kernels + compile (trunk)", KERNELS),
+    _compiled("compile-without-attention", "compiled, math attention", {**KERNELS, "attention": "math"}),
+    _compiled("compile-attention-flash", "compiled, sdpa's flash", {**KERNELS, **FLASH}),
+    _compiled("compile-without-rope", "compiled, without fused rope", {**KERNELS, "rope": "eager"}),
+    _compiled(
+        "compile-without-cross-entropy",
+        "compiled, without fused cross-entropy",
+        {**KERNELS, **WITHOUT_CROSS_ENTROPY},
+    ),
+    _compiled("compile-without-rms-norm", "compiled, without fused RMSNorm", {**KERNELS, "rms_norm": "eager"}),
+    _compiled("compile-without-swiglu", "compiled, without fused SwiGLU", {**KERNELS, "swiglu": "eager"}),
+    _compiled("compile-optimizer-eager", "compiled, torch's AdamW loop", {**KERNELS, "optimizer": "eager"}),
+    _compiled("compile-only-flash", "naive + flash, compiled", {**NAIVE, **FLASH}),
+    _compiled("compile-flash-ce-adamw", "naive + flash + CE + AdamW, compiled", {**NAIVE, **FLASH_CE_ADAMW}),
 )
 """In the order they are measured: compiled rows take longest and come last."""
 

@@ -18,11 +18,16 @@ from zero2all.common.schema import Problem, build
 from zero2all.config.training import AnnealConfig, DecayShape
 
 ANNEAL_FILE = "anneal.json"
+ANNEAL_STAGE = "anneal"
+"""The name of the stage of an anneal with a mixture of its own."""
 
 
-def request_anneal(run: Path, steps: int, shape: DecayShape, to_share: float) -> None:
+def request_anneal(
+    run: Path, steps: int, shape: DecayShape, to_share: float, mixture: dict[str, float] | None = None
+) -> None:
     """Ask a run to anneal; replaces an earlier request that has not begun."""
-    write_json(run / ANNEAL_FILE, {"from_step": None, "steps": steps, "shape": shape, "to_share": to_share})
+    values = {"from_step": None, "steps": steps, "shape": shape, "to_share": to_share, "mixture": mixture}
+    write_json(run / ANNEAL_FILE, values)
 
 
 def read_anneal(run: Path, step: int, check: Callable[[AnnealConfig], object] = lambda _: None) -> AnnealConfig | None:

@@ -19,7 +19,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from zero2all.parallel.group_link import GroupLink, link_facts, own_group
 from zero2all.parallel.world import World, asked_processes, join_world, known_processes
 from zero2all.resilience.heartbeat import beat, warm_up
 from zero2all.track.writer import Run, has_finished
-from zero2all.train.anneal import read_anneal, withdraw_request
+from zero2all.train.anneal import ANNEAL_STAGE, read_anneal, withdraw_request
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.load import Checkpoint, reading_record
 from zero2all.train.checkpoints.memory import MemoryStore
@@ -70,7 +70,14 @@ from zero2all.train.periodic import (
     scheduled_garbage_collection,
 )
 from zero2all.train.reports import RunLog, StepReports
-from zero2all.train.sanity import check_batch_ids, check_disk, check_first_loss, communication_notes, memory_notes
+from zero2all.train.sanity import (
+    check_batch_ids,
+    check_disk,
+    check_first_loss,
+    check_last_loss,
+    communication_notes,
+    memory_notes,
+)
 from zero2all.train.saved_config import save_run_config
 from zero2all.train.setup import Prepared, load_checkpoint, prepare
 from zero2all.train.step import PendingStep, StepPlan, StepResult, train_step
@@ -89,6 +96,8 @@ class TrainSummary:
     loss: float | None
     channel_losses: dict[str, float]
     held_out: dict[str, float] = field(default_factory=dict)
+    first_loss_seconds: float | None = None
+    """From the start of the command to the first loss of this attempt; None without a step."""
 
 
 def train(
@@ -100,10 +109,12 @@ def train(
     make_decode: Callable[[], Decode] | None = None,
     say: Callable[[str], None] = print,
     brief: bool = False,
+    started: float | None = None,
 ) -> TrainSummary:
     """Train `config` to its last step, continuing the run if it has a checkpoint. Called by every process of the run;
     `make_decode` loads the tokenizer's decoder, for the pages that explain incidents. `brief` leaves the notes of the
-    start to the metrics."""
+    start to the metrics. `started`: when the command began, for the time to the first loss; None: now."""
+    started = time.time() if started is None else started
     run = workspace.run(config.train.name)
     config = _with_group(config)
     with ExitStack() as stack:
@@ -148,7 +159,7 @@ def train(
         reason, message = "done", None
         try:
             with explain_peer_failure(config, run, world, prepared.state, lock.check):
-                loop = TrainingLoop(prepared, store, lock, metrics, make_decode, speak, stop, brief)
+                loop = TrainingLoop(prepared, store, lock, metrics, make_decode, speak, stop, started, brief)
                 loop.log.event("prepared", {"seconds": prepare_seconds})
                 return loop.run()
         except BaseException as error:
@@ -239,9 +250,10 @@ class TrainingLoop:
         make_decode: Callable[[], Decode] | None,
         say: Callable[[str], None],
         stop: StopRequest,
+        started: float,
         brief: bool = False,
     ) -> None:
-        self.brief = brief
+        self.started, self.brief = started, brief
         self.prepared, self.store, self.lock, self.stop = prepared, store, lock, stop
         self.config, self.state, self.world = prepared.config, prepared.state, prepared.world
         self.log = RunLog(prepared.state, prepared.world, metrics, say)
@@ -260,6 +272,7 @@ class TrainingLoop:
         """Requests found in the figures of the steps read so far; the same in every process."""
         self.last_groups: tuple[int, ...] | None = None
         """Those in the last round over a slow link."""
+        self.first_loss_seconds: float | None = None
 
     def run(self) -> TrainSummary:
         """Train until the last step."""
@@ -278,7 +291,8 @@ class TrainingLoop:
             for problem in self.control.close():
                 self.log.event("warning", {"problem": problem})
         seconds = time.perf_counter() - started
-        self.log.event("finish", {"tokens": self.state.tokens, "seconds": seconds})
+        facts = {"tokens": self.state.tokens, "seconds": seconds, "first_loss_seconds": self.first_loss_seconds}
+        self.log.event("finish", facts)
         last = self.reports.last
         return TrainSummary(
             run=self.config.train.name,
@@ -289,6 +303,7 @@ class TrainingLoop:
             loss=last.loss if last else None,
             channel_losses=self.reports.by_channel(last) if last else {},
             held_out=self.validation.losses,
+            first_loss_seconds=self.first_loss_seconds,
         )
 
     def _train_on(self) -> bool:
@@ -354,6 +369,9 @@ class TrainingLoop:
         """Enter the stage of the next step, if it is a new one: set its positions, restart the guards."""
         step, stages = self.state.step, self.config.stages
         name = next((stage.name for stage in reversed(stages) if stage.from_step <= step), "main")
+        anneal = self.prepared.anneal
+        anneals = anneal is not None and anneal.mixture is not None and anneal.from_step <= step
+        name = ANNEAL_STAGE if anneals else name
         if name == self.stage_name:
             return
         self.read_results()  # the last step of a stage is judged by the stage's own statistics
@@ -362,7 +380,7 @@ class TrainingLoop:
         if self.stage_name:
             self.control.stage_begins()
         self.stage_name = name
-        if stages:
+        if stages or anneals:
             seq_len = self.prepared.data.segment_at(self.state.tokens).seq_len
             self.log.event("stage", {"name": name, "seq_len": seq_len})
 
@@ -451,6 +469,8 @@ class TrainingLoop:
             return
         (pending, wait_seconds), self.pending = self.pending, None
         result = pending.result()
+        if self.first_loss_seconds is None:
+            self.first_loss_seconds = time.time() - self.started
         self.stop_requested |= result.stop_requested
         self.folder_news |= result.folder_news
         self.reports.report(result, wait_seconds)
@@ -506,7 +526,7 @@ class TrainingLoop:
         if self.state.outer is not None:
             self.state.outer.end_at(self.prepared.last_step)
         self.log.set_total(self._last_token())
-        self.log.event("anneal", {"steps": anneal.steps, "shape": anneal.shape, "to_share": anneal.to_share})
+        self.log.event("anneal", asdict(anneal))
         return True
 
     def preempt(self) -> None:
@@ -531,6 +551,8 @@ class TrainingLoop:
         """Validate, and save if there was a step since `first_step`. A run whose last state cannot be saved fails."""
         self.shard_damage.stop_if_found()
         self.validate()
+        if self.state.step >= self.config.train.steps:
+            self.log.say(*check_last_loss(self.validation.losses))
         if self.state.step > first_step:
             beat("save", self.state.step)
             self.saver.save_now(self.stage_name)

@@ -148,6 +148,8 @@ class StepReports:
         needed = flops_per_token(prepared.config.model, seq_len)
         processes = prepared.world.size * prepared.config.parallel.groups
         speed, device = speed / processes, prepared.environment["device"]
+        # Of each process, causal convention; also where the peak, and so MFU, is unknown.
+        values["tflops"] = needed["causal"] * speed / 1e12
         values |= {f"mfu/{name}": share for name, share in flops_utilisation(needed, speed, device).items()}
         train = prepared.config.train
         if train.recompute != "none":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,9 @@ from zero2all.parallel.config import SlowLinkConfig
 from zero2all.train.checkpoints.retention import Retention
 from zero2all.train.guards.documents import Decode
 
+HIGH_LAST_LOSS = 2.0
+"""Nats per token; with usual vocabularies, models that know the world are below it on general text."""
+
 
 def expected_first_loss(model: ModelConfig) -> tuple[float, float]:
     """The range in which the loss of a new model lies, in nats per token.
@@ -43,6 +46,22 @@ def expected_first_loss(model: ModelConfig) -> tuple[float, float]:
     highest = np.logaddexp(middle, model.init_std * model.hidden_size) if model.tied_embeddings else middle
     scatter = 0.1 + deviation / 2
     return middle - scatter - deviation**2 / 2, float(highest) + scatter
+
+
+def check_last_loss(losses: Mapping[str, float]) -> list[str]:
+    """A note on channels of general text whose held-out loss is still high at the planned end; code is not judged."""
+    prefix = "eval/valid/loss/"
+    high = [
+        f"{name.removeprefix(prefix)} {loss:.2f}"
+        for name, loss in losses.items()
+        if name.startswith(prefix) and not name.endswith("/code") and loss > HIGH_LAST_LOSS
+    ]
+    if not high:
+        return []
+    return [
+        f"note: the held-out loss is still above {HIGH_LAST_LOSS:g} at the planned end: {', '.join(high)}. Such a "
+        f"model knows little of the world yet: train it longer, or on more or better text, or make it larger."
+    ]
 
 
 def check_first_loss(loss: float, model: ModelConfig) -> list[str]:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -47,7 +47,7 @@ from zero2all.parallel.layout import draw
 from zero2all.parallel.pipeline import Pipeline, keep_stages, make_stages, model_costs
 from zero2all.parallel.tensor import cut_model, local_config
 from zero2all.parallel.world import World
-from zero2all.train.anneal import begun_anneal, read_anneal
+from zero2all.train.anneal import ANNEAL_STAGE, begun_anneal, read_anneal
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.load import Checkpoint, reading_record
 from zero2all.train.checkpoints.manifest import NOT_GOOD
@@ -118,15 +118,15 @@ class Prepared:
 
     def reopen_data(self, checkpoint: Checkpoint | None) -> None:
         """Continue reading from `checkpoint`, after a rollback to it."""
-        self.data, _ = _open_data(self.config, self.workspace, checkpoint, self.last_step)
+        self.data, _ = _open_data(self.config, self.workspace, checkpoint, self.last_step, self.anneal)
 
     def data_with(self, anneal: AnnealConfig) -> TrainingData:
         """The data from here to the end of `anneal`; UsageError when data.max_epochs does not allow that much."""
-        if not self.config.data.max_epochs:
+        if not self.config.data.max_epochs and anneal.mixture is None:
             return self.data  # only limits depend on the end of the run
         place = (self.state.step, self.state.tokens, self.data.record["stages"])
         with _explained(anneal, self.config):
-            return _plan_data(self.config, self.workspace, *place, anneal.from_step + anneal.steps)[0]
+            return _plan_data(self.config, self.workspace, *place, anneal.from_step + anneal.steps, anneal)[0]
 
 
 def prepare(
@@ -147,14 +147,14 @@ def prepare(
         anneal = world.run_on_rank0(lambda: behind(store.fence, lambda: read_anneal(run, step, check)))
     last_step = steps_with_anneal(asked.train.steps, anneal)
     together = world.run_together
-    data, end = together(lambda: _open_data(asked, workspace, checkpoint, last_step))
+    data, end = together(lambda: _open_data(asked, workspace, checkpoint, last_step, anneal))
     together(lambda: _check_tokenizer(workspace, data))
     _check_same_data(world, data)
     config = together(lambda: with_vocabulary(asked, int(data.splits[0].manifest["vocab_size"])))
     together(lambda: check_spread(config, world.size))
     notes = [*world.notes, *ledger_notes, *data.notes(end)]
     if checkpoint is not None:
-        notes += together(lambda: _check_resume(config, run, checkpoint, data, accept_changes))
+        notes += together(lambda: _check_resume(config, run, checkpoint, data, accept_changes, anneal))
     elif not fresh and (run / CONFIG_FILE).is_file():
         notes.append(f"{run.name} was started before, but has no checkpoint yet. It begins at step 0")
     if anneal is not None:
@@ -462,17 +462,21 @@ def op_context(config: RunConfig, device: str, dtype: torch.dtype, sharded: bool
 
 
 def _open_data(
-    config: RunConfig, workspace: Workspace, checkpoint: Checkpoint | None, last_step: int
+    config: RunConfig,
+    workspace: Workspace,
+    checkpoint: Checkpoint | None,
+    last_step: int,
+    anneal: AnnealConfig | None = None,
 ) -> tuple[TrainingData, int]:
     """The data of the run, as recorded up to `checkpoint` and configured from there on, and the token where it ends."""
     if checkpoint is None:
-        return _plan_data(config, workspace, 0, 0, (), last_step)
+        return _plan_data(config, workspace, 0, 0, (), last_step, anneal)
     counters, recorded = checkpoint.record, checkpoint.manifest.get("order")
     with reading_record(checkpoint):
         step, tokens = int(counters["step"]), int(counters["tokens"])
         stages = recorded["stages"] if recorded else ()
         stages_from_records(stages)
-    return _plan_data(config, workspace, step, tokens, stages, last_step)
+    return _plan_data(config, workspace, step, tokens, stages, last_step, anneal)
 
 
 def _plan_data(
@@ -482,6 +486,7 @@ def _plan_data(
     token: int,
     recorded: Sequence[Mapping[str, Any]],
     last_step: int,
+    anneal: AnnealConfig | None = None,
 ) -> tuple[TrainingData, int]:
     """The same for a run at `step` and `token`, whose stages so far are `recorded`."""
 
@@ -495,6 +500,11 @@ def _plan_data(
         mixture = config.data.mixture if stage.mixture is None else stage.mixture
         seq_len = stage.seq_len or config.data.seq_len
         stages.append(Stage(stage.name, token_of(stage.from_step), mixture, seq_len))
+    if anneal is not None and anneal.mixture is not None:
+        start = token_of(anneal.from_step)
+        before = [stage for stage in stages if stage.from_token <= start]
+        stages = [stage for stage in before if stage.from_token < start]
+        stages.append(Stage(ANNEAL_STAGE, start, anneal.mixture, before[-1].seq_len))
     progress = Progress(token, recorded) if recorded else Progress()
     end = token_of(max(step, last_step))
     return open_training_data(packed_root(workspace.packed, config.data), config.data, stages, progress, end), end
@@ -505,14 +515,15 @@ def open_run_data(config: RunConfig, workspace: Workspace, resumed: bool) -> tup
     run = workspace.run(config.train.name)
     checkpoint = newest_checkpoint(run) if resumed else None
     anneal = begun_anneal(run) if resumed else None
-    return _open_data(config, workspace, checkpoint, steps_with_anneal(config.train.steps, anneal))
+    return _open_data(config, workspace, checkpoint, steps_with_anneal(config.train.steps, anneal), anneal)
 
 
 def check_anneal(config: RunConfig, workspace: Workspace, checkpoint: Checkpoint | None, anneal: AnnealConfig) -> None:
-    """UsageError when a run from `checkpoint` to the end of `anneal` would exceed data.max_epochs."""
-    if config.data.max_epochs:
-        with _explained(anneal, config):
-            _open_data(config, workspace, checkpoint, anneal.from_step + anneal.steps)
+    """An error when a run from `checkpoint` to the end of `anneal` would exceed data.max_epochs, or its mixture has
+    sources that are not packed."""
+    if config.data.max_epochs or anneal.mixture is not None:
+        with _explained(anneal, config) if config.data.max_epochs else nullcontext():
+            _open_data(config, workspace, checkpoint, anneal.from_step + anneal.steps, anneal)
 
 
 @contextmanager
@@ -548,7 +559,12 @@ def _check_tokenizer(workspace: Workspace, data: TrainingData) -> None:
 
 
 def _check_resume(
-    config: RunConfig, run: Path, checkpoint: Checkpoint, data: TrainingData, accept_changes: bool
+    config: RunConfig,
+    run: Path,
+    checkpoint: Checkpoint,
+    data: TrainingData,
+    accept_changes: bool,
+    anneal: AnnealConfig | None,
 ) -> list[str]:
     """Refuse a config or data that would make the resumed run another run, unless `accept_changes`."""
     before, now = config_values(load_run_config(run)), config_values(config)
@@ -575,7 +591,8 @@ def _check_resume(
         )
     if trained_on is not None and trained_on != data.fingerprint:
         if _reads_on(checkpoint.manifest.get("order"), data.record):
-            strict.append("the mixture or the sequence length has changed")
+            if anneal is None or anneal.mixture is None:  # the mixture of an anneal was asked for
+                strict.append("the mixture or the sequence length has changed")
             tokens = checkpoint.record["tokens"]
             notes.append(f"the mixture changes at token {tokens:,}; every source continues where it stopped")
         else:

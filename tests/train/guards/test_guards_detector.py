@@ -87,7 +87,24 @@ def test_nobody_is_judged_before_there_are_values_enough_or_before_from_step():
     losses = [3.0] * 250
     losses[60] = losses[150] = 30.0  # the first before min_steps, both before from_step
     losses[240] = 300.0
-    assert [one.step for one in observe_all(Detector(warmup_steps=200), losses, [1.0] * 250)] == [241]
+    detector = Detector(GuardsConfig(spike_from_step=200))
+    assert [one.step for one in observe_all(detector, losses, [1.0] * 250)] == [241]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_spike_in_the_warmup_is_found_and_limits_there_are_wider(seed):
+    losses, norms = clean_curve(seed, 900)
+    losses[599] *= 3.0
+    norms[799] *= 300
+    warming, settled = Detector(warmup_steps=1000), Detector()
+    found = observe_all(warming, losses, norms)
+    assert [(one.kind, one.step) for one in found] == [("loss_spike", 600), ("grad_spike", 800)]
+    observe_all(settled, losses, norms)
+    wide, narrow = warming.limits(902), settled.limits(902)
+    assert wide.loss - wide.usual_loss == pytest.approx(2 * (narrow.loss - narrow.usual_loss))
+    assert wide.loss_low - wide.usual_loss == pytest.approx(2 * (narrow.loss_low - narrow.usual_loss))
+    assert wide.grad_norm / wide.usual_grad_norm == pytest.approx((narrow.grad_norm / narrow.usual_grad_norm) ** 2)
+    assert warming.limits(1002) == narrow
 
 
 def test_a_spike_does_not_enter_the_window():
@@ -185,10 +202,10 @@ def test_the_figures_of_a_window():
 
 def test_the_rule_follows_the_config():
     losses = [3.0 + 0.01 * (step % 2) for step in range(60)]
-    narrow = Detector(GuardsConfig(spike_window_steps=32, spike_sigmas=4.0), warmup_steps=50)
+    narrow = Detector(GuardsConfig(spike_window_steps=32, spike_sigmas=4.0, spike_from_step=50))
     assert observe_all(narrow, losses, [1.0] * 60) == []
     assert math.isinf(narrow.limits(49).loss)
     assert math.isfinite(narrow.limits(62).loss), "the window needs no more values than it holds"
-    early = Detector(GuardsConfig(spike_window_steps=32, spike_from_step=40), warmup_steps=50)
+    early = Detector(GuardsConfig(spike_window_steps=32, spike_from_step=40))
     observe_all(early, losses[:45], [1.0] * 45)
     assert math.isfinite(early.limits(47).loss)

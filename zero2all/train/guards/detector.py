@@ -1,8 +1,8 @@
 """Finds steps whose loss or gradient norm stands out from the last 128 accepted steps (docs/guards.md has the rule).
 
 The gradient norm is judged by its logarithm, because it scatters by factors. A curve that falls or rises steadily
-widens its own limits, so a warmup needs only this rule: no step is judged before the end of the warmup, or with too few
-values in the window.
+widens its own limits. During the warmup, where most real spikes come but the curve also bends most, limits are
+WARMUP_WIDTH times as far from the usual value. No step is judged with too few values in the window.
 
 The limits of step s come from the steps up to s - LAG_STEPS, even if later ones have been read. A loop that never
 waits for the GPU can therefore pass them to the device, which refuses the update itself, and `observe`, called later,
@@ -33,6 +33,8 @@ EPISODE_GAP_STEPS = 8
 """Clean steps after which the next finding begins a new episode."""
 LAG_STEPS = 2
 """How many steps before a step its limits end, at least."""
+WARMUP_WIDTH = 2.0
+"""How much wider limits are during the warmup; of the gradient norm by its logarithm."""
 SETTLE_STEPS = 32
 """Flagged steps in a row that are a new level."""
 STATE_FORMAT = 1
@@ -88,8 +90,7 @@ class Detector:
 
     def __init__(self, config: GuardsConfig | None = None, warmup_steps: int = 0) -> None:
         self._config = config = config or GuardsConfig()
-        self._from_step = warmup_steps if config.spike_from_step is None else config.spike_from_step
-        """First step that is judged."""
+        self._warmup_steps = warmup_steps
         self.history: list[Seen] = []
         """The last steps, flagged ones included."""
         self._losses: list[float] = []
@@ -105,7 +106,9 @@ class Detector:
     def limits(self, step: int) -> Limits:
         """The limits of `step`. Every step up to step - LAG_STEPS must have been observed."""
         known = [limits for observed, limits in self._limits if observed <= step - LAG_STEPS]
-        return known[-1] if known and step >= self._from_step else Limits()
+        if not known or step < (self._config.spike_from_step or 0):
+            return Limits()
+        return known[-1] if step >= self._warmup_steps else _widened(known[-1])
 
     def observe(
         self, step: int, loss: float, grad_norm: float, channel_losses: Mapping[str, float], tokens: tuple[int, int]
@@ -266,6 +269,18 @@ def _verdicts(loss: float, grad_norm: float, limits: Limits) -> list[Kind]:
 def _upper(level: Level, config: GuardsConfig) -> float:
     robust = level.median + config.spike_mads * MAD_TO_SIGMA * level.mad
     return min(level.mean + config.spike_sigmas * level.sigma, robust)
+
+
+def _widened(limits: Limits) -> Limits:
+    """The same limits for a step of the warmup."""
+    loss, norm = limits.usual_loss, limits.usual_grad_norm
+    if loss is None or norm is None:
+        return limits
+    return limits._replace(
+        loss=loss + WARMUP_WIDTH * (limits.loss - loss),
+        grad_norm=_exp(_log(norm) + WARMUP_WIDTH * (_log(limits.grad_norm) - _log(norm))),
+        loss_low=loss - WARMUP_WIDTH * (loss - limits.loss_low),
+    )
 
 
 def _limits_from(parts: Sequence[float | None]) -> Limits:
