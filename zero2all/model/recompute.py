@@ -63,8 +63,8 @@ class RecomputedBlock(Block):
 
 
 def apply_recompute(model: Z2all, kind: str, every_n: int = 1) -> None:
-    """Replace blocks of `model` by ones that save less, or change how they are called; `every_n` is for the kind of that
-    name and for `groups`."""
+    """Replace blocks of `model` by ones that save less, or change how they are called; `every_n` is for the kind of
+    that name and for `groups`."""
     assert kind in KINDS, f"kind is {kind!r}, not one of {KINDS}"
     assert every_n >= 1, f"every_n is {every_n}"
     config = model.config

@@ -1,4 +1,4 @@
-"""Activations in host memory (`train.recompute: swap`): what blocks save for the backward pass goes there and comes back.
+"""Activations in host memory (`train.recompute: swap`): what blocks save for the backward pass goes there and back.
 
 While a block computes, the one before it is copied to pinned host memory; in the backward pass the block that comes
 next arrives. So the device holds what two blocks save, whatever their number. Nothing is computed twice; the price is
@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-RESIDENT = 2
-"""Blocks whose activations are on the device: the one that computes, and the one that is copied."""
+from zero2all.model.config import RESIDENT_BLOCKS
 
 
 class Swap:
@@ -39,11 +38,14 @@ class Swap:
         if not torch.is_grad_enabled():
             return blocks
         saved: list[_Saved] = []
-        return [partial(self._run, saved, block, number < len(blocks) - RESIDENT) for number, block in enumerate(blocks)]
+        return [
+            partial(self._run, saved, block, number < len(blocks) - RESIDENT_BLOCKS)
+            for number, block in enumerate(blocks)
+        ]
 
     def _run(self, saved: list[_Saved], block: nn.Module, leaves: bool, x: Tensor, branch: Any, *shared: Any) -> Any:
-        if len(saved) >= RESIDENT:
-            saved[-RESIDENT].release()
+        if len(saved) >= RESIDENT_BLOCKS:
+            saved[-RESIDENT_BLOCKS].release()
         here = _Saved(self, block, shared, saved[-1] if saved else None)
         saved.append(here)
         with saved_tensors_hooks(here.pack, here.unpack):
