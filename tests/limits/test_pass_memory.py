@@ -29,6 +29,8 @@ SMALL = """
         ("--train.precision bfloat16 --train.recompute selective", 2e-3),
         # The first block gets no branch: one of the inputs that are counted for a block does not exist.
         ("--train.precision float32 --train.recompute every_n --train.recompute_every 3", 3e-2),
+        ("--train.precision bfloat16 --train.recompute groups --model.layers 5", 2e-3),  # the last group has one block
+        ("--train.precision bfloat16 --train.recompute swap --model.layers 6", 2e-3),
         (
             "--train.precision bfloat16 --ops.linear_cross_entropy off --ops.cross_entropy eager --ops.swiglu eager",
             2e-3,
@@ -61,7 +63,7 @@ FOOTPRINTS = {
         "quack": {"swiglu": "quack", "linear_cross_entropy": "quack", "attention": "fa4"},
     }.items()
 }
-RECOMPUTE = ("none", "selective", "every_n", "full")
+RECOMPUTE = ("none", "selective", "every_n", "full", "groups", "swap")
 
 
 def peaks(model: ModelConfig, runs: list[MemorySettings]) -> list[float]:

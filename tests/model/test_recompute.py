@@ -183,7 +183,7 @@ def test_without_recomputation_no_work_is_done_again():
 
 
 def _attention_forward(config: ModelConfig, kind: str) -> int:
-    blocks = {"full": 3, "every_n": 2}[kind]
+    blocks = {"full": 3, "every_n": 2, "groups": 3, "swap": 0}[kind]
     return 4 * blocks * config.heads * config.head_size * LENGTH
 
 

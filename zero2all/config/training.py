@@ -42,11 +42,11 @@ class TrainConfig:
     bfloat16 and scales the loss; float64 is for tests of exactness."""
     z_loss: NaturalFloat = 0.0
     """Times logsumexp(logits)^2, added to each token's loss: 1e-4 keeps logits from drifting; 0 leaves it out."""
-    recompute: Literal["none", "full", "every_n", "selective"] = "none"
-    """Activations recomputed in the backward pass instead of being kept: of no block, of all, of every n-th, or all but
-    the results of attention and matmuls."""
+    recompute: Literal["none", "full", "every_n", "selective", "groups", "swap"] = "none"
+    """Activations recomputed in the backward pass instead of being kept: of no block, of all, of every n-th, all but
+    the results of attention and matmuls, or of n consecutive blocks at a time. swap: kept in host memory instead."""
     recompute_every: PositiveInt = 2
-    """every_n: recompute one block out of this many."""
+    """every_n: recompute one block out of this many. groups: this many blocks are a group."""
     cuda_graph: Literal["auto", "on", "off"] = "auto"
     """Capture a pass as a CUDA graph and replay it, so that the host need not queue its kernels one by one. auto: where
     the host would take longer than the device (small micro-batches)."""

@@ -47,7 +47,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from zero2all.limits.flops import recomputed_blocks
+from zero2all.limits.flops import recomputed_blocks, stopped_blocks
 from zero2all.limits.held import copied_values, expert_values
 from zero2all.limits.memory import WIDTHS, MemorySettings
 from zero2all.model.config import ModelConfig, parameter_counts
@@ -174,7 +174,9 @@ def _tensor(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
     dense = held.layers - held.expert_layers
     dense_again = again * dense // max(1, held.layers)
     once = 2 * (held.layers + dense) + ends
-    gathers, sums = once + again + dense_again, once + again + (dense_again if model.residual_dropout else 0)
+    # The sum after the last matmul is needed again for dropout, and for the next block of a group.
+    stopped = 0 if model.residual_dropout else stopped_blocks(held, settings.recompute, settings.recompute_every)
+    gathers, sums = once + again + dense_again, once + again + max(0, dense_again - stopped)
     copied_heads = model.kv_heads if settings.tensor > model.kv_heads else 0
     of_head = 2 * model.head_size * (model.hidden_size + (model.attention_bias != "none"))  # keys and values
     of_heads = float(settings.gradient_bytes * held.layers * copied_heads * of_head) / settings.state_ranks

@@ -14,6 +14,7 @@ Of experts those count that a token goes to (active parameters).
 What a recomputed block does again:
 full, every_n  all matmuls and attention. torch stops before the last matmul, the down projection, whose result the
                backward pass does not need; a fused feed-forward is one function and runs whole, experts do too.
+groups         the same, but only the last block of a group stops there.
 selective      only norms and the like, which count as 0 here; and the qkv projection where the rotary kernel
                overwrites its output, and attention where it has dropout or consists of plain matmuls.
 """
@@ -29,6 +30,8 @@ from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.ops.footprint import Footprint
 
 CONVENTIONS = ("seed", "palm", "causal")
+WHOLE_FORWARD = ("full", "every_n", "groups")
+"""Kinds of train.recompute whose recomputed blocks run all of their forward pass again."""
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, float]:
@@ -107,7 +110,12 @@ def flops_utilisation(flops: Mapping[str, float], tokens_per_second: float, devi
 
 def recomputed_blocks(config: ModelConfig, kind: str, every_n: int) -> int:
     """How many blocks run their forward pass twice."""
-    return {"none": 0, "every_n": -(-config.layers // every_n)}.get(kind, config.layers)
+    return {"none": 0, "swap": 0, "every_n": -(-config.layers // every_n)}.get(kind, config.layers)
+
+
+def stopped_blocks(config: ModelConfig, kind: str, every_n: int) -> int:
+    """How many of those stop before their last matmul."""
+    return recomputed_blocks(config, "every_n" if kind == "groups" else kind, every_n)
 
 
 def recomputed_flops_per_token(
@@ -119,18 +127,19 @@ def recomputed_flops_per_token(
     qkv = hidden * (heads + 2 * config.kv_heads * config.head_size)
     runs_whole = operators["feed_forward"].is_fused or config.moe.experts
     down = 0 if runs_whole else hidden * config.intermediate_size
-    matrices = {"full": of_block - down}
-    matrices["every_n"] = matrices["full"]
+    matrices = dict.fromkeys(WHOLE_FORWARD, of_block)
     matrices["selective"] = qkv if operators["rope"].overwrites_input else 0
-    attends = kind in ("full", "every_n") or (
+    attends = kind in WHOLE_FORWARD or (
         kind == "selective" and (config.attention_dropout > 0 or not operators["attention"].is_fused)
     )
     attention = 4.0 * heads * seq_len if attends else 0.0
     others = (counts["active"] - counts["embedding"] - counts["head"] - hidden) // config.layers - of_block
     blocks = recomputed_blocks(config, kind, every_n)
-    multiplied = matrices.get(kind, 0)
+    multiplied = blocks * matrices.get(kind, 0)
+    if kind in WHOLE_FORWARD:
+        multiplied -= stopped_blocks(config, kind, every_n) * down
     return {
-        "seed": blocks * (2.0 * (multiplied + (others if kind in ("full", "every_n") else 0)) + attention),
-        "palm": blocks * (2.0 * multiplied + attention),
-        "causal": blocks * (2.0 * multiplied + attention / 2),
+        "seed": 2.0 * (multiplied + (blocks * others if kind in WHOLE_FORWARD else 0)) + blocks * attention,
+        "palm": 2.0 * multiplied + blocks * attention,
+        "causal": 2.0 * multiplied + blocks * attention / 2,
     }

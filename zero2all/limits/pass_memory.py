@@ -7,7 +7,9 @@ put in the order of a pass. Forward, a block saves what its operators save:
 
 Backward, it is freed from the end. The gradients of the residual and of the branch not yet added to it (one tensor, if
 they have one dtype) are there all the time, and at each operator what that operator says. A recomputed block keeps its
-two inputs, and has all the others again while its backward pass runs.
+two inputs, and has all the others again while its backward pass runs. Of a group of blocks that is recomputed the first
+keeps its inputs, and all of them have the others again when the backward pass of the last begins. Of swapped blocks the
+device has two (`zero2all.model.swap`).
 
 Everything is a straight line over the tokens of a micro-batch, but for the chunk of logits. So `pass_memory` is
 computed once for a model and its settings, and `PassMemory.phases` for each number of tokens, which is much faster.
@@ -20,7 +22,7 @@ from typing import NamedTuple
 
 from zero2all.limits.flops import recomputed_blocks
 from zero2all.limits.memory_settings import MemorySettings
-from zero2all.model.config import ModelConfig
+from zero2all.model.config import RESIDENT_BLOCKS, ModelConfig
 from zero2all.ops.footprint import Moment, Sizes
 
 FORWARD, LOSS, LAST_BLOCK, RECOMPUTED_BLOCK, FIRST_BLOCK = (
@@ -62,6 +64,7 @@ class PassMemory:
     saved_per_token: float  # at the end of the forward pass, of one micro-batch
     lines: tuple[PhaseLines, ...]
     chunk_rows: int | None  # of the head; None: all tokens
+    host_per_token: float  # that lies in host memory, at the end of the forward pass
     inputs: Moment  # what lies on the device for a pass: ids, weights in the loss, tables of positions
 
     def phases(self, tokens: int) -> list[Phase]:
@@ -94,14 +97,15 @@ def pass_memory(model: ModelConfig, settings: MemorySettings) -> PassMemory:
     last = model.layers - 1
     lines = [PhaseLines(FORWARD, others + saved, blocks.forward(last))]
     lines.append(PhaseLines(LOSS, others + saved + ends.saved, ends.forward()))
-    for name, number in ((LAST_BLOCK, last), (RECOMPUTED_BLOCK, blocks.last_recomputed), (FIRST_BLOCK, 0)):
+    for name, number in ((LAST_BLOCK, last), (RECOMPUTED_BLOCK, blocks.last_whole_group), (FIRST_BLOCK, 0)):
         if name != RECOMPUTED_BLOCK or 0 < number < last:
             moments = blocks.backward(number)
             # The head and the last norm have freed what they saved when the last block begins.
             moments += ends.backward() if number == last else ()
             moments += ends.embedding(blocks.saved(0)) if number == 0 else ()
             lines.append(PhaseLines(name, others + blocks.saved_up_to(number + 1), moments))
-    return PassMemory(saved + ends.saved, tuple(lines), head.chunk_rows, _inputs(model, settings))
+    swapped = sum(map(blocks.whole, range(last + 1))) - saved if settings.recompute == "swap" else 0.0
+    return PassMemory(saved + ends.saved, tuple(lines), head.chunk_rows, swapped, _inputs(model, settings))
 
 
 def saved_bytes_per_token(model: ModelConfig, settings: MemorySettings) -> float:
@@ -149,6 +153,10 @@ class _Blocks:
         count = recomputed_blocks(model, settings.recompute, settings.recompute_every)
         self.every = settings.recompute_every if settings.recompute == "every_n" else 1
         self.last_recomputed = (count - 1) * self.every
+        self.group = settings.recompute_every if settings.recompute == "groups" else 1
+        self.last_whole_group = self.last_recomputed
+        if self.group > 1 and model.layers > self.group:
+            self.last_whole_group = model.layers // self.group * self.group - 1
 
     def _saved_by_attention(self) -> float:
         """Query, key, value and the result, which the projection after it reads, or a copy of it."""
@@ -196,12 +204,16 @@ class _Blocks:
         its second norm has it."""
         if not self.is_recomputed(number):
             return self.whole(number)
+        if number % self.group:
+            return 0.0
         shared = number > 0 and not self.is_recomputed(number - 1)
         residual = self.sizes.residual_bytes * self.hidden / self.settings.tensor if shared else 0.0
         return self.recomputed[self.has_experts(number)] - residual
 
     def saved_up_to(self, end: int) -> float:
-        """What the first `end` blocks save."""
+        """What the first `end` blocks have on the device."""
+        if self.settings.recompute == "swap":
+            return sum(sorted(self.whole(number) for number in range(end))[-RESIDENT_BLOCKS:])
         if self.last_recomputed < 0 and not self.model.expert_layers:
             return end * self.whole(0)
         return sum(self.saved(number) for number in range(end))
@@ -229,12 +241,14 @@ class _Blocks:
         """The moments of its backward pass, beside what it and the blocks before it have saved."""
         with_experts, again = self.has_experts(number), 0.0
         if self.is_recomputed(number):
-            again = self.whole(number)
+            again = sum(self.whole(each) for each in range(number - number % self.group, number + 1))
             if self.settings.recompute == "selective":
                 again -= self._kept(with_experts)[0]
         moments = [Moment(per_token + again, fixed) for per_token, fixed in self._moments(with_experts)]
         if self.is_recomputed(number):  # the forward pass once more, up to its last saved tensor
-            besides = again + self.gradients + self.width * self.hidden / self.settings.tensor + self._residual()
+            branches = 2 if number % self.group else 1  # also that of the block before, in a group
+            besides = again + self.gradients + branches * self.width * self.hidden / self.settings.tensor
+            besides += self._residual()
             moments += [Moment(besides + moment.per_token) for moment in self._feed_forward_again(number)]
         return tuple(moments)
 

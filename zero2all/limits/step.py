@@ -28,10 +28,11 @@ from dataclasses import dataclass
 
 from zero2all.limits.communication import Transfer, communication_per_step
 from zero2all.limits.floors import linear_shapes, operator_work, optimizer_work
-from zero2all.limits.flops import flops_per_token, recomputed_blocks
+from zero2all.limits.flops import WHOLE_FORWARD, flops_per_token, recomputed_blocks, stopped_blocks
 from zero2all.limits.held import HeldStage, expert_values
 from zero2all.limits.machine import Kind, Link, Machine
 from zero2all.limits.memory import WIDTHS, MemorySettings
+from zero2all.limits.pass_memory import pass_memory
 from zero2all.model.config import ModelConfig, parameter_counts
 
 SLOWEST = 0.7
@@ -191,7 +192,7 @@ def pass_costs(model: ModelConfig, settings: MemorySettings, machine: Machine) -
 
 def again_cost(model: ModelConfig, settings: MemorySettings, forward: Mapping[str, Cost], machine: Machine) -> Cost:
     """The second forward of a recomputed block."""
-    if settings.recompute == "none":
+    if settings.recompute in ("none", "swap"):
         return Cost()
     held, price = dataclasses.replace(settings, stage=None).held(model), _Prices(machine, settings)
     elementwise, attention = forward["element-wise"], forward["attention"]
@@ -203,7 +204,9 @@ def again_cost(model: ModelConfig, settings: MemorySettings, forward: Mapping[st
         return found if is_kept else found + attention
     runs_whole = settings.operators["feed_forward"].is_fused or model.moe.experts
     down = Cost() if runs_whole else price.product("forward", settings.tokens, *linear_shapes(held)["down"])
-    return forward["matmuls"] + elementwise + attention + down * -1
+    recomputed = recomputed_blocks(model, settings.recompute, settings.recompute_every)
+    stopped = stopped_blocks(model, settings.recompute, settings.recompute_every) / recomputed
+    return forward["matmuls"] + elementwise + attention + down * -stopped
 
 
 _work = functools.lru_cache(operator_work)
@@ -421,6 +424,7 @@ def predict_step(
     parts += _communication(model, held, machine, windows)
     if settings.pipeline > 1:
         parts.append(_waiting("bubble", slowest.fill))
+    parts += _swapped(held, model, machine, device)
     parts += _update(model, held, machine, doubt)
     parts += _host(settings, machine, device, layers, cuda_graph)
     tokens = settings.micro_batch_samples * settings.seq_len * passes * settings.replicate * settings.shard
@@ -563,9 +567,19 @@ def _update(model: ModelConfig, settings: MemorySettings, machine: Machine, doub
     return parts
 
 
+def _swapped(settings: MemorySettings, model: ModelConfig, machine: Machine, device: float) -> list[Part]:
+    """Activations that go to the host and come back. Both use one stream, beside the computation of the passes."""
+    if settings.recompute != "swap":
+        return []
+    size = pass_memory(settings.held(model), settings).host_per_token * settings.tokens
+    copies = settings.passes * (machine.copy_seconds("d2h", size) + machine.copy_seconds("h2d", size))
+    hidden = min(copies, device)
+    return [_waiting("offload, activations", copies - hidden, 0.0, hidden, 2 * settings.passes * size)]
+
+
 def _host(settings: MemorySettings, machine: Machine, device: float, layers: int, cuda_graph: bool) -> list[Part]:
     """What queueing takes longer than the device."""
-    again = 0.5 if settings.recompute in ("full", "every_n") else 0.2 if settings.recompute == "selective" else 0.0
+    again = 0.5 if settings.recompute in WHOLE_FORWARD else 0.2 if settings.recompute == "selective" else 0.0
     one = machine.host_op_seconds * HOST_OPS_PER_BLOCK * layers * (1 + again)
     queued = one * (settings.passes if not cuda_graph else 1 if settings.processes > 1 else 0)
     window = device if not cuda_graph else device / settings.passes

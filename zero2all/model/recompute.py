@@ -5,6 +5,9 @@ full       of each block only its inputs; the block's forward runs again in the 
 every_n    the same for every n-th block, beginning with the first; the others save everything
 selective  of each block its inputs and the results of matmuls and of fused attention, which are the expensive ones;
            norms, rotary positions, SwiGLU and dropout are computed again
+groups     of each n consecutive blocks only the inputs of the first; the forward of the whole group runs again, and
+           the activations of n blocks are there at once. Least memory where n is about the root of the layers
+swap       everything is saved, but in host memory; nothing is computed again (`zero2all.model.swap`)
 
 Loss and gradients keep their bits: the same operations run on the same numbers, and dropout draws the same masks,
 because the random state of the first pass is restored. What a backward adds to a gradient sink is added once.
@@ -18,7 +21,7 @@ Apply it before compilation and before sharding. Modules and parameters keep the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,9 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from zero2all.model.swap import Swap
 from zero2all.model.z2all import Block, Z2all
 
-KINDS = ("none", "full", "every_n", "selective")
+KINDS = ("none", "full", "every_n", "selective", "groups", "swap")
 
 
 class RecomputedBlock(Block):
@@ -59,18 +63,37 @@ class RecomputedBlock(Block):
 
 
 def apply_recompute(model: Z2all, kind: str, every_n: int = 1) -> None:
-    """Replace blocks of `model` by ones that save less; `every_n` is for the kind of that name."""
+    """Replace blocks of `model` by ones that save less, or change how they are called; `every_n` is for the kind of
+    that name and for `groups`."""
     assert kind in KINDS, f"kind is {kind!r}, not one of {KINDS}"
     assert every_n >= 1, f"every_n is {every_n}"
     config = model.config
     options: dict[str, Any] = {"preserve_rng_state": config.attention_dropout > 0 or config.residual_dropout > 0}
     if kind == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy(model))
+    run_twice = partial(checkpoint, use_reentrant=False, **options)
+    if kind in ("groups", "swap"):
+        assert model.arrange is None, "recomputation is applied once"
+        model.arrange = Swap() if kind == "swap" else partial(_groups, run_twice, every_n)
+        return
     for number, block in enumerate(model.blocks):
         if kind == "none" or (kind == "every_n" and number % every_n):
             continue
         assert type(block) is Block, "recomputation is applied once, before the model is sharded"
-        model.blocks[number] = RecomputedBlock(block, partial(checkpoint, use_reentrant=False, **options))
+        model.blocks[number] = RecomputedBlock(block, run_twice)
+
+
+def _groups(run_twice: Callable[..., Any], size: int, blocks: Sequence[nn.Module]) -> Sequence[Callable[..., Any]]:
+    """The blocks of a pass, `size` of them as one call that runs again in the backward pass."""
+    if not torch.is_grad_enabled():
+        return blocks
+    return [partial(run_twice, partial(_chain, blocks[at : at + size])) for at in range(0, len(blocks), size)]
+
+
+def _chain(blocks: Sequence[nn.Module], x: Tensor, branch: Tensor | None, *shared: Any) -> tuple[Tensor, Tensor | None]:
+    for block in blocks:
+        x, branch = block(x, branch, *shared)
+    return x, branch
 
 
 MATMULS = {"aten::mm": 1, "aten::addmm": 2, "aten::_scaled_mm": 1, "aten::_grouped_mm": 1}

@@ -10,6 +10,7 @@ positions start at 0 in each document, so that the output for a document does no
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +131,8 @@ class Z2all(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
         self.config, self.ops = config, ops
+        self.arrange: Callable[[Sequence[nn.Module]], Sequence[Callable[..., Any]]] | None = None
+        """How the blocks of a pass are called (`zero2all.model.recompute`); None: one after the other."""
         self.embedding = nn.Embedding(config.vocab_rows, config.hidden_size)
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
         self.blocks = nn.ModuleList(Block(config, layer, ops) for layer in range(config.layers))
@@ -169,7 +172,8 @@ class Z2all(nn.Module):
             elif torch.is_autocast_enabled(tokens.device.type):
                 x = x.to(torch.get_autocast_dtype(tokens.device.type))
         branch: Tensor | None = None
-        for block in self.blocks if stage is None else self.blocks_of(stage):
+        blocks: Sequence[Any] = list(self.blocks) if stage is None else self.blocks_of(stage)
+        for block in blocks if self.arrange is None else self.arrange(blocks):
             x, branch = block(x, branch, cos, sin, documents)
         if stage is not None and not stage.is_last:
             return x if branch is None else x + branch

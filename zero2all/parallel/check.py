@@ -161,7 +161,8 @@ def _streaming_problems(config: SpreadConfig) -> list[str]:
             "parallel.offload weights does not work with parallel.offload_one_step_late: the weights must be updated "
             "before the next step. Set offload_one_step_late to false, or parallel.offload to optimizer."
         )
-    if recomputed_blocks(config.model, train.recompute, train.recompute_every) < config.model.layers:
+    recomputed = recomputed_blocks(config.model, train.recompute, train.recompute_every)
+    if recomputed < config.model.layers or train.recompute == "groups":
         found.append(
             f"parallel.offload weights does not work with train.recompute {train.recompute}: every block is fetched "
             f"again for its backward pass and must be recomputed there. Set train.recompute to full or selective."

@@ -15,7 +15,7 @@ import torch
 
 from zero2all.common.errors import UsageError
 from zero2all.config import RunConfig
-from zero2all.limits.flops import peak_flops
+from zero2all.limits.flops import WHOLE_FORWARD, peak_flops
 from zero2all.limits.ledger import MEMORY, STEP, Entry, correction, features_of, interval_factor, of_machine
 from zero2all.limits.machine import Machine
 from zero2all.limits.memory import MemoryEstimate, MemorySettings, estimate_memory
@@ -214,7 +214,7 @@ def components_of(step: StepTime, config: RunConfig, settings: MemorySettings, m
     again = step.seconds("recompute")
     if again:
         forward = pass_costs(config.model, settings, machine).forward
-        whole = settings.recompute in ("full", "every_n")
+        whole = settings.recompute in WHOLE_FORWARD
         shares = {name: cost.seconds for name, cost in forward.items() if whole or name == "element-wise"}
         for name, seconds in shares.items():
             found[GEMM if name == "matmuls" else name] += again * seconds / sum(shares.values())

@@ -73,6 +73,8 @@ def row_key(config: RunConfig, variant: Variant, batch: BatchShape, environment:
     values = config_values(vary(config, variant))
     decisive = {name: values[name] for name in ("model", "ops", "optim", "parallel")}
     decisive |= {name: values["train"][name] for name in ("precision", "z_loss", "cuda_graph")}
+    if values["train"]["recompute"] != "none":
+        decisive |= {name: values["train"][name] for name in ("recompute", "recompute_every")}
     return fingerprint([variant.name, variant.unpadded, str(batch), decisive, environment])
 
 

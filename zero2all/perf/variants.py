@@ -51,6 +51,7 @@ class Variant:
     group: str  # its group in the picture
     ops: Mapping[str, str] = field(default_factory=dict)  # fields of `ops` that differ from the config's
     model: Mapping[str, Any] = field(default_factory=dict)  # fields of `model` that differ
+    train: Mapping[str, Any] = field(default_factory=dict)  # fields of `train` that differ
     cuda_graph: bool = True  # whether passes may be captured as a CUDA graph (train.cuda_graph)
     odd_vocabulary: bool = False  # one id more than the padded size of the vocabulary, so that it is odd
     unpadded: bool = False  # the head has exactly as many rows as there are ids
@@ -115,6 +116,14 @@ VARIANTS = (
     Variant("own-kernels", "no FlashAttention 4, no QuACK", "other choices", OWN_KERNELS),
     Variant("lean-norm", "norm that keeps no sum", "other choices", {"rms_norm": "triton_lean"}),
     Variant("fp32-residual", "float32 residual", "other choices", model={"fp32_residual": True}),
+    Variant("recompute-full", "all blocks recomputed", "other choices", train={"recompute": "full"}),
+    Variant(
+        "recompute-groups",
+        "recomputed in groups of 4 blocks",
+        "other choices",
+        train={"recompute": "groups", "recompute_every": 4},
+    ),
+    Variant("swap", "activations swapped to the host", "other choices", train={"recompute": "swap"}),
     Variant("odd-vocabulary", "vocabulary {odd}, padded", "vocabulary", odd_vocabulary=True),
     Variant(
         "odd-vocabulary-unpadded", "vocabulary {odd}, not padded", "vocabulary", odd_vocabulary=True, unpadded=True
@@ -180,9 +189,10 @@ def vary(config: RunConfig, variant: Variant) -> RunConfig:
     model = dict(variant.model)
     if variant.odd_vocabulary:
         model["vocab_size"] = odd_vocabulary(config)
+    train = dict(variant.train) if variant.cuda_graph else {**variant.train, "cuda_graph": "off"}
     return dataclasses.replace(
         config,
-        train=config.train if variant.cuda_graph else dataclasses.replace(config.train, cuda_graph="off"),
+        train=dataclasses.replace(config.train, **train),
         ops=dataclasses.replace(config.ops, **variant.ops),  # type: ignore[arg-type]
         model=dataclasses.replace(config.model, **model),
     )

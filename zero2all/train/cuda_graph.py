@@ -82,6 +82,7 @@ def why_no_cuda_graph(config: RunConfig, device: torch.device, processes: int, o
             model.moe.experts > 0 and config.train.precision != "bfloat16"
         ),
         "ops.compile captures its own graphs": ops.compile != "none",
+        "train.recompute swap copies to the host in a stream of its own": config.train.recompute == "swap",
         f"train.recompute {config.train.recompute} reads the device's random state": config.train.recompute != "none",
         "float16 scales the loss, and the scale changes": config.train.precision == "float16",
         "dropout draws new numbers in every pass": any(dropouts),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from zero2all.common.language import translate as t
 from zero2all.config import RunConfig
 from zero2all.limits.communication import communication_per_step
 from zero2all.limits.memory import GIB, estimate_memory
+from zero2all.model.swap import Swap
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch, rank_rows
 from zero2all.parallel.check import check_spread
@@ -102,6 +104,8 @@ def _simulate(config: RunConfig, world: World, started: float) -> Simulated:
     modes: list[AbstractContextManager[Any]] = [*fake, memory]
     state = empty_state(config, world, ops, before_allocating=lambda: [mode.__enter__() for mode in modes])
     try:
+        if isinstance(state.model.arrange, Swap):
+            state.model.arrange.on_host = memory.not_counted(state.model.arrange.on_host)
         state.micro_batch_samples = samples
         state.weights.updated()
         state.weights.wait()
@@ -161,8 +165,9 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, resizes: bool = False) -> None:
         super().__init__()
         self.peak = self._live = 0
-        self._resizes = resizes
+        self._resizes, self._counts = resizes, True
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._left_out: dict[int, torch.Tensor] = {}
 
     @property
     def live(self) -> int:
@@ -176,14 +181,26 @@ class LiveBytes(TorchDispatchMode):
         del types
         result = operation(*arguments, **(keywords or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and self._counts:
                 self._note(tensor.untyped_storage())
         self.peak = max(self.peak, self.live)
         return result
 
+    def not_counted(self, make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """`make`, whose result is host memory even where the device is the CPU."""
+
+        def make_not_counted(given: torch.Tensor) -> torch.Tensor:
+            self._counts = False
+            made = make(given)
+            self._counts = True
+            self._left_out[made.untyped_storage()._cdata] = made  # operators on it return the same storage again
+            return made
+
+        return make_not_counted
+
     def _note(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key not in self._known:
+        if key not in self._known and key not in self._left_out:
             self._known[key] = weakref.ref(storage)
             self._live += size
             weakref.finalize(storage, self._forget, key, size)
