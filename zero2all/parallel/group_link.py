@@ -6,8 +6,8 @@ or restarted never stops the others.
 
 How they agree. A *key* is (round, fragment). For every key the groups decide a set: whose payloads are used. Rank 0 of
 each group sends its *status* to rank 0 of the others, after every change and every second; no other message decides.
-- The lowest-numbered group that has come to a key leads. When it has the payloads of all groups it waits for, or
-  `wait_seconds` after it came there, it proposes the set of those whose payloads all its ranks have.
+- The lowest-numbered group that has come to a key leads, until one has proposed. When it has the payloads of all groups
+  it waits for, or `wait_seconds` after it came there, it proposes the set of those whose payloads all its ranks have.
 - A group accepts a proposal when all its own ranks have these payloads; what it lacks it gets from the proposer. When
   all connected groups have accepted, the proposer decides; the others see that in its status and decide the same.
 - If the leader is lost, the next one proposes the set that it has accepted, if any: the lost one may have decided it.

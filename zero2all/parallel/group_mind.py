@@ -45,7 +45,6 @@ class Link(Protocol):
     changed: threading.Condition
     problem: UsageError | PeerFailureError | None
     outcomes: dict[Key, dict[str, Any]]
-    will_adopt: bool
     inner: dict[int, Channel]
     data: dict[int, Channel]
 
@@ -54,6 +53,10 @@ class Link(Protocol):
 
     def is_far(self, key: Key) -> bool:
         """Training is too far behind this key."""
+
+    @property
+    def will_adopt(self) -> bool:
+        """Training will collect a state to adopt."""
 
 
 class Mind:
@@ -83,7 +86,7 @@ class Mind:
         self.gone: set[str] = set()  # chains at which a payload could no longer be had
         self.is_lost = self.is_running = False
         self._alike: set[int] = set()
-        self._asked_at = self._lacks_since = self._sent_at = 0.0
+        self._asked_at = self._lacks_since = self._sent_at = self._proposed_at = 0.0
         self._sent: Status = {}
         self.control = {
             group: Channel(partial(self._hear, group), no_payload, partial(self._on_change, group), SILENT_SECONDS)
@@ -267,11 +270,10 @@ class Mind:
         if not servers:
             self.want = None
             return None
-        asked = [self.want and self.want["server"], self.want and self.want["era"]]
-        if asked not in [[-number, self.heard[-number]["era"]] for _, number in servers]:
+        eras = {-number: self.heard[-number]["era"] for _, number in servers}
+        if self.want is None or eras.get(self.want["server"]) != self.want["era"]:
             server = -max(servers)[1]  # kept while it can serve: the heaviest may be another one after every round
-            self.want = {"server": server, "era": self.heard[server]["era"], "id": random.getrandbits(31)}
-        assert self.want is not None
+            self.want = {"server": server, "era": eras[server], "id": random.getrandbits(31)}
         return int(self.want["server"])
 
     def _is_behind_us(self, status: Status) -> bool:
@@ -345,12 +347,14 @@ class Mind:
             if any(now < max(since, self._payload_came(group, key)) + wait for group in awaited):
                 return
             known = {"set": here}
+        if self.proposal is None:
+            self._proposed_at = now
         self.proposal = {"key": key, "before": self.chain, "set": known["set"]}
         self.accepted = None
         wanted = {"by": self.link.group, **json.loads(json.dumps(self.proposal))}
-        for status in peers.values():
-            can_accept = status["chain"] == self.chain
-            if status["accepted"] != wanted and now < since + (3 if can_accept else 1) * wait:
+        for status in peers.values():  # those with our chain have time to see the proposal, however late it is
+            until = self._proposed_at + 2 * wait if status["chain"] == self.chain else since + wait
+            if status["accepted"] != wanted and now < until:
                 return
         self._decide(key, known["set"])
 
