@@ -6,10 +6,13 @@ same payloads in the same order. The log has a line per round: round, set, state
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
+import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from zero2all.parallel.config import SlowLinkConfig
@@ -46,7 +49,25 @@ def do_rounds(link: GroupLink, log, rounds, state=b"", number=0, step_seconds=0.
             number += 1
 
 
+def dump(_signal, frame) -> None:
+    """Print what this rank waits for; also of a link that is still joining."""
+    link = next(each for each in gc.get_objects() if type(each) is GroupLink)
+    known = {
+        "outcomes": [*map(str, link.outcomes)],
+        "payloads": str({key: [*has] for key, has in link._payloads.items()}),
+    }
+    if mind := link._mind:
+        has = str({key: {str(member): [*ranks] for member, ranks in has.items()} for key, has in mind.has.items()})
+        known |= {"heard": mind.heard, "has": has, "states": mind.states, "expected": [*mind.expected]}
+        known |= {"own": mind._status(), "alike": [*mind._alike], "served": [*mind.served], "eras": mind.eras}
+        known |= {"control": [group for group, channel in mind.control.items() if channel.is_up]}
+    known |= {"connected": link.connected, "inner": {rank: each.is_up for rank, each in link.inner.items()}}
+    where = "".join(traceback.format_stack(frame)[-3:])
+    print(f"group {link.group} rank {link.rank}: {json.dumps(known)}\n{where}", file=sys.stderr, flush=True)
+
+
 def main() -> None:
+    signal.signal(signal.SIGUSR1, dump)
     settings, path = json.loads(sys.argv[1]), Path(sys.argv[2])
     rank = settings.pop("rank")
     options = {name: settings.pop(name) for name in ("rounds", "step_seconds")}

@@ -95,7 +95,7 @@ def test_all_ranks_of_all_groups_get_the_same_bytes_in_every_round(groups):
 
 
 def test_a_large_payload_is_cut_over_the_streams_and_counted():
-    large = {group: random.Random(group).randbytes(200_000_003) for group in range(2)}
+    large = {group: random.Random(group).randbytes(20_000_003) for group in range(2)}
 
     def work(link):
         link.offer(0, 0, large[link.group])
@@ -108,15 +108,15 @@ def test_a_large_payload_is_cut_over_the_streams_and_counted():
         is_equal, streams, received, framing = found[group, 0]
         assert is_equal
         assert streams == 4
-        assert received == 200_000_003
-        assert framing < 100_000
+        assert received == 20_000_003
+        assert framing < 50_000
 
 
 def test_a_late_group_misses_a_round_and_stays_in_step():
     logs, settings = {}, settings_of(2, wait_seconds=1.0)
 
     def work(link):
-        slow = {2: 3.0} if link.group == 1 else None
+        slow = {2: 2.0} if link.group == 1 else None
         return do_rounds(link, logs.setdefault((link.group, link.rank), []).append, 6, slow=slow)
 
     found = Threads(settings, work).ends()
@@ -127,6 +127,7 @@ def test_a_late_group_misses_a_round_and_stays_in_step():
         assert isinstance(found[0, rank], bytes)
 
 
+@pytest.mark.slow
 def test_a_group_that_is_many_rounds_late_adopts_and_holds_no_payloads_for_them():
     logs, settings = {}, settings_of(2, wait_seconds=0.2)
     held = []
@@ -145,6 +146,27 @@ def test_a_group_that_is_many_rounds_late_adopts_and_holds_no_payloads_for_them(
     assert found[0, 0] == found[1, 0]
     assert any("adopted" in row for row in logs[1, 0])
     assert max(held) < 8
+
+
+def test_a_lower_numbered_group_that_comes_after_a_proposal_accepts_it():
+    logs, is_held, is_open = {}, threading.Event(), threading.Event()
+
+    def work(link):
+        if link.group == 0:
+            take = link.data[1]._on_payload
+            link.data[1]._on_payload = lambda *payload: is_open.wait(20) and take(*payload)
+            is_held.set()
+            wait_until(lambda: (1, 0) in threads.links and threads.links[1, 0]._mind.proposal)
+            link.offer(0, 0, payload_of(0, 0, 0))
+            wait_until(lambda: threads.links[1, 0]._mind.heard[0]["reach"] == [0, 0])
+            is_open.set()
+        is_held.wait(20)
+        return do_rounds(link, logs.setdefault(link.group, []).append, 3)
+
+    threads = Threads(settings_of(2, wait_seconds=2.0), work, ranks=1)
+    found = threads.ends(20)
+    assert found[0, 0] == found[1, 0]
+    assert [row["set"] for row in logs[0]] == [[1], [0, 1], [0, 1]]
 
 
 class Relay:
@@ -188,6 +210,7 @@ class Relay:
                 each.shutdown(socket.SHUT_RDWR)
 
 
+@pytest.mark.slow
 def test_both_sides_of_a_partition_go_on_and_one_adopts_when_it_heals():
     inside = free_ports(2)
     relays = [Relay(port) for port in inside]
@@ -251,11 +274,10 @@ def test_groups_that_differ_or_do_not_come_are_named():
     assert "did not join within parallel.join_seconds (1 s): 2 (127.0.0.1:" in str(found[1, 1])
     settings = settings_of(2)
     wrong = [settings[0], SlowLinkConfig(settings[0].groups, 1, bind=f"127.0.0.1:{free_ports(1)[0]}")]
-    one = Threads(wrong[:1], lambda _link: None, run="other", join_seconds=3.0)
+    Threads(wrong[:1], lambda _link: None, run="other")
     assert "Group 0 of the run 'other' listens there, not group 0 of 'test'" in str(
         Threads(wrong[1:], lambda _link: None).ends()[1, 0]
     )
-    one.ends()
 
 
 def test_bad_settings_are_all_named_before_anything_starts():
@@ -301,6 +323,10 @@ class Processes:
         return [json.loads(line) for line in lines if line.endswith("}")]
 
     def close(self):
+        if sys.exc_info()[0] is not None:  # a stall, perhaps: every rank prints what it waits for
+            for process in self.running.values():
+                process.send_signal(signal.SIGUSR1)
+            time.sleep(2)
         for process in self.running.values():
             process.kill()
             process.wait()

@@ -6,8 +6,8 @@ or restarted never stops the others.
 
 How they agree. A *key* is (round, fragment). For every key the groups decide a set: whose payloads are used. Rank 0 of
 each group sends its *status* to rank 0 of the others, after every change and every second; no other message decides.
-- The lowest-numbered group that has come to a key leads. When it has the payloads of all groups it waits for, or
-  `wait_seconds` after it came there, it proposes the set of those whose payloads all its ranks have.
+- The lowest-numbered group that has come to a key leads, until one has proposed. When it has the payloads of all groups
+  it waits for, or `wait_seconds` after it came there, it proposes the set of those whose payloads all its ranks have.
 - A group accepts a proposal when all its own ranks have these payloads; what it lacks it gets from the proposer. When
   all connected groups have accepted, the proposer decides; the others see that in its status and decide the same.
 - If the leader is lost, the next one proposes the set that it has accepted, if any: the lost one may have decided it.
@@ -343,6 +343,7 @@ class GroupLink:
                 key = (message["key"][0], message["key"][1])
                 for group, era in message["set"]:
                     if (group, era) not in self._payloads.get(key, {}):
+                        self.data[message["source"]].expect(Item(PAYLOAD, key, group, era))
                         self.data[message["source"]].post({"do": "fetch", "key": key, "group": group, "era": era})
             else:
                 self.outcomes[message["key"][0], message["key"][1]] = message
@@ -352,6 +353,15 @@ class GroupLink:
             if message["do"] != "need":
                 self._decided = (message["last"][0], message["last"][1])
             self.changed.notify_all()
+
+    def is_far(self, key: Key) -> bool:
+        """Training has so many rounds to collect before this key that it will adopt a state first."""
+        return bool(self.outcomes) and not self.will_adopt and key[0] > min(self.outcomes)[0] + ROUNDS_KEPT
+
+    @property
+    def will_adopt(self) -> bool:
+        """Training will collect a state to adopt."""
+        return any(outcome["state"] for outcome in self.outcomes.values())
 
     def _hear(self, group: int, message: dict[str, Any]) -> None:
         """A message of this rank in another group."""
@@ -374,8 +384,7 @@ class GroupLink:
             self._tell_rank0({"do": "state", "head": head})
             return
         with self.changed:
-            is_far = self.outcomes and item.key[0] > min(self.outcomes)[0] + ROUNDS_KEPT
-            if is_far or (item.key <= self._decided and item.key not in self.outcomes):
+            if self.is_far(item.key) or (item.key <= self._decided and item.key not in self.outcomes):
                 return
             self._payloads.setdefault(item.key, {}).setdefault((item.group, item.era), payload)
         self._tell_rank0({"do": "have", "key": item.key, "group": item.group, "era": item.era})

@@ -51,6 +51,13 @@ class Link(Protocol):
     def obey(self, message: dict[str, Any]) -> None:
         """Take a message of rank 0."""
 
+    def is_far(self, key: Key) -> bool:
+        """Training is too far behind this key."""
+
+    @property
+    def will_adopt(self) -> bool:
+        """Training will collect a state to adopt."""
+
 
 class Mind:
     """What rank 0 of a group knows and decides. All methods hold the lock of the link."""
@@ -79,7 +86,7 @@ class Mind:
         self.gone: set[str] = set()  # chains at which a payload could no longer be had
         self.is_lost = self.is_running = False
         self._alike: set[int] = set()
-        self._asked_at = self._sent_at = 0.0
+        self._asked_at = self._lacks_since = self._sent_at = self._proposed_at = 0.0
         self._sent: Status = {}
         self.control = {
             group: Channel(partial(self._hear, group), no_payload, partial(self._on_change, group), SILENT_SECONDS)
@@ -96,9 +103,8 @@ class Mind:
     def come_to(self, key: Key) -> None:
         """Training offers or collects this key."""
         with self.changed:
-            outcomes = self.link.outcomes
-            if key in outcomes or key in self.mine or any(each["label"] is not None for each in outcomes.values()):
-                return  # known, or this group is about to adopt a state
+            if key in self.link.outcomes or key in self.mine or self.link.will_adopt:
+                return
             self.is_lost |= key <= tuple(self.last)
             self.mine.append(key)
             self.since[key] = time.monotonic()
@@ -114,7 +120,8 @@ class Mind:
             elif message["do"] == "state":
                 self.states.setdefault(message["head"]["id"], {})[rank] = message["head"]
             elif (
-                message["group"] not in self.heard or time.monotonic() > self._asked_at + self.link.config.wait_seconds
+                message["group"] not in self.heard
+                or time.monotonic() > self._lacks_since + self.link.config.wait_seconds
             ):
                 self.gone.add(self.chain)
             self.changed.notify_all()
@@ -183,8 +190,8 @@ class Mind:
                 self.changed.wait(0.2)
             if state:
                 self._continue_from(state)
-            self.is_running = True
             problem = self.link.problem
+            self.is_running = problem is None
             message = {"do": "start", "problem": problem and [type(problem).__name__, str(problem)], "key": None}
             self._tell_ranks({**message, "state": state, "era": self.era, "history": self.history})
         if problem:
@@ -194,13 +201,9 @@ class Mind:
         self.changed.wait_for(lambda: self.link.problem is not None or is_over(), max(0.0, deadline - time.monotonic()))
 
     def _missing(self) -> list[int]:
-        """Groups that have not come; one that runs already knows which are lost."""
-        known = [set(status["connected"]) for status in self.heard.values() if status["running"]]
-        return [
-            group
-            for group in self.control
-            if group not in self.heard and (not known or any(group in each for each in known))
-        ]
+        """Groups that have not come; nobody is waited for if one of the others runs already."""
+        is_begun = any(status["running"] for status in self.heard.values())
+        return [] if is_begun else [group for group in self.control if group not in self.heard]
 
     # ---- deciding
 
@@ -232,6 +235,8 @@ class Mind:
 
     def _look(self) -> None:
         key = self.mine[0] if self.mine else None
+        if self.link.will_adopt:
+            return  # what is decided now might take the place of the state
         if self._choose_server() is not None:
             if key is not None and (state := self._whole_state()):
                 self._continue_from(state)
@@ -262,12 +267,14 @@ class Mind:
                 must = not self._is_behind_us(status) and theirs > best
             if must:
                 servers.append(theirs)
-        server = -max(servers)[1] if servers else None
-        if server is None:
+        if not servers:
             self.want = None
-        elif self.want is None or self.want["server"] != server:
-            self.want = {"server": server, "id": random.getrandbits(31)}
-        return server
+            return None
+        eras = {-number: self.heard[-number]["era"] for _, number in servers}
+        if self.want is None or eras.get(self.want["server"]) != self.want["era"]:
+            server = -max(servers)[1]  # kept while it can serve: the heaviest may be another one after every round
+            self.want = {"server": server, "era": eras[server], "id": random.getrandbits(31)}
+        return int(self.want["server"])
 
     def _is_behind_us(self, status: Status) -> bool:
         return any(step["before"] == status["chain"] for step in self.recent)
@@ -298,12 +305,13 @@ class Mind:
         return None
 
     def _follow(self, key: Key, members: Members, source: int, is_decided: bool) -> None:
-        if self.link.outcomes and key[0] > min(self.link.outcomes)[0] + ROUNDS_KEPT:
-            return  # training is far behind: it will adopt a state, and payloads up to there need not be kept
+        if self.link.is_far(key):
+            return  # payloads up to the state need not be kept
         lacking = [member for member in members if not self._is_here(key, *member)]
         if lacking:
             if time.monotonic() > self._asked_at + STATUS_SECONDS or not self._asked_at:
                 self._asked_at = time.monotonic()
+                self._lacks_since = self._lacks_since or self._asked_at
                 self._tell_ranks({"do": "need", "key": key, "set": lacking, "source": source})
         elif is_decided:
             self._decide(key, members)
@@ -323,28 +331,30 @@ class Mind:
             if not status["want"] and (status["chain"] == self.chain or self._is_behind_us(status))
         }
         unheard = self.expected - set(self.heard)
-        for group in range(self.link.group):
+        # Not once it has proposed: a lower-numbered group that comes now accepts that, and waits for the decision.
+        for group in range(self.link.group) if self.proposal is None else ():
             if (group in peers and (not is_late or tuple(peers[group]["reach"]) >= key)) or (
                 group in unheard and not is_late
             ):
                 return
-        known = next((step for step in (self.accepted, self.proposal) if step and step["before"] == self.chain), None)
+        known = self.accepted or self.proposal
         if known is None:
             eras = {group: self.eras.get(group, -1) for group in peers.keys() | unheard} | {self.link.group: self.era}
             here = [[group, era] for group, era in sorted(eras.items()) if self._is_here(key, group, era)]
-            awaited = set(eras) - {group for group, _ in here} - {self.link.group}
-            own = self.has.get(key, {}).get((self.link.group, self.era))
-            if own and len(own) < self.link.ranks:  # some ranks have not come so far
-                return
+            awaited = set(eras) - {group for group, _ in here}
+            if (self.link.group, self.era) not in self.has.get(key, {}):
+                awaited.discard(self.link.group)  # it adopted a state, and offers nothing
             if any(now < max(since, self._payload_came(group, key)) + wait for group in awaited):
                 return
             known = {"set": here}
+        if self.proposal is None:
+            self._proposed_at = now
         self.proposal = {"key": key, "before": self.chain, "set": known["set"]}
         self.accepted = None
         wanted = {"by": self.link.group, **json.loads(json.dumps(self.proposal))}
-        for status in peers.values():
-            can_accept = status["chain"] == self.chain
-            if status["accepted"] != wanted and now < since + (3 if can_accept else 1) * wait:
+        for status in peers.values():  # those with our chain have time to see the proposal, however late it is
+            until = self._proposed_at + 2 * wait if status["chain"] == self.chain else since + wait
+            if status["accepted"] != wanted and now < until:
                 return
         self._decide(key, known["set"])
 
@@ -364,7 +374,7 @@ class Mind:
         self.mine = [each for each in self.mine if each > key]
         self.has = {each: ranks for each, ranks in self.has.items() if each > key}
         self.since = {each: moment for each, moment in self.since.items() if each > key}
-        self.proposal, self.accepted, self._asked_at = None, None, 0.0
+        self.proposal, self.accepted, self._asked_at, self._lacks_since = None, None, 0.0, 0.0
         serve = []
         for group, status in self.heard.items():
             want = status["want"]

@@ -80,6 +80,7 @@ class Channel:
         self._on_message, self._on_payload, self._on_change = on_message, on_payload, on_change
         self._silent_seconds = silent_seconds
         self.changed = threading.Condition()
+        self._telling, self._told_up = threading.Lock(), False
         self.streams: dict[int, socket.socket] = {}
         self.closed = False
         self.heard_at = 0.0  # when the last chunk of a payload came
@@ -112,6 +113,11 @@ class Channel:
             self._chunks.extend((item, offset) for offset in range(0, max(1, len(payload)), CHUNK_BYTES))
             self.changed.notify_all()
 
+    def expect(self, item: Item) -> None:
+        """Take this payload again, although it arrived before: it was not kept."""
+        with self.changed:
+            self._arrived.discard(item)
+
     def forget(self, before_round: int) -> None:
         """Drop payloads of rounds before this one, on their way out or in."""
         with self.changed:
@@ -125,17 +131,17 @@ class Channel:
         connection.settimeout(self._silent_seconds)
         _set_options(connection)
         with self.changed:
+            if stream in self.streams:  # its process has ended, which was not noticed before the next one came
+                self._detach(stream, self.streams[stream])
+        self._tell_change()
+        with self.changed:
             if self.closed:
                 connection.close()
                 return
-            old, is_first = self.streams.get(stream), not self.streams
-            if old is not None:
-                self._detach(stream, old)
             self.streams[stream] = connection
             self._sent[stream] = []
             self.changed.notify_all()
-        if is_first:
-            self._on_change(True)
+        self._tell_change()
         for work in (self._send_all, self._receive_all):
             threading.Thread(target=self._run, args=(work, stream, connection), daemon=True, name="group-link").start()
 
@@ -151,15 +157,21 @@ class Channel:
             self.changed.notify_all()
 
     def _run(self, work: Callable[[int, socket.socket], None], stream: int, connection: socket.socket) -> None:
-        with suppress(OSError, ValueError):  # a lost connection, or bytes that are no frame
-            work(stream, connection)
-        with self.changed:
-            was_up = self.is_up
-            if self.streams.get(stream) is connection:
-                self._detach(stream, connection)
-            is_lost = was_up and not self.is_up
-        if is_lost:
-            self._on_change(False)
+        try:
+            with suppress(OSError, ValueError):  # a lost connection, or bytes that are no frame
+                work(stream, connection)
+        finally:
+            with self.changed:
+                if self.streams.get(stream) is connection:
+                    self._detach(stream, connection)
+            self._tell_change()
+
+    def _tell_change(self) -> None:
+        """Changes are told one after the other: what is told last is so."""
+        with self._telling:
+            if self.is_up != self._told_up and not self.closed:
+                self._told_up = not self._told_up
+                self._on_change(self._told_up)
 
     def _detach(self, stream: int, connection: socket.socket) -> None:
         """With the lock: forget a stream; what it sent without an acknowledgement is sent again."""
