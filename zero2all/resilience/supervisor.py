@@ -207,7 +207,8 @@ class _Supervisor:
             until_started.close()
             if self.asked and self.ranks:  # it came while the last one was started, so that one did not get it
                 self.ranks[-1].process.send_signal(self.asked[0])
-            self._start_guard(stack)
+            if self.supervises:
+                self._start_guard(stack)
             code, failure = self._wait()
             self._drain(0.0)
             if self.asked and len(self.ranks) < len(environments):
