@@ -207,7 +207,8 @@ class _Supervisor:
             until_started.close()
             if self.asked and self.ranks:  # it came while the last one was started, so that one did not get it
                 self.ranks[-1].process.send_signal(self.asked[0])
-            self._start_guard(stack)
+            if self.supervises:
+                self._start_guard(stack)
             code, failure = self._wait()
             self._drain(0.0)
             if self.asked and len(self.ranks) < len(environments):
@@ -219,7 +220,8 @@ class _Supervisor:
         ends, held = os.pipe()
         stack.callback(os.close, held)
         stacks = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        outputs = [_output(2, number, stack), *([_output(1, number, stack)] if self.watch.is_foreign else [])]
+        streams = (2, 1) if self.watch.is_foreign else (2,) if self.supervises else ()
+        outputs = [_output(stream, number, stack) for stream in streams]
         descriptors = (file, number, ends, stacks.fileno())
         command = [word for word in self.command if self.best_step < 0 or word not in self.watch.once]
         process = subprocess.Popen(
@@ -230,14 +232,14 @@ class _Supervisor:
                 **variables,
                 HEARTBEAT: ",".join(map(str, descriptors)),
             },
-            stderr=outputs[0][1],
+            stderr=outputs[0][1] if outputs else None,
             stdout=outputs[1][1] if len(outputs) > 1 else None,
             process_group=0,  # Ctrl-C in a terminal reaches the whole group, and would arrive twice
             pass_fds=[*inherited, file, ends, stacks.fileno()],
         )
         os.close(ends)
         rank = _Rank(int(variables["RANK"]), process, held, stacks, [read for read, _ in outputs])
-        for target, (read, write) in zip((2, 1), outputs, strict=False):
+        for target, (read, write) in zip(streams, outputs, strict=True):
             os.close(write)
             self.selector.register(read, selectors.EVENT_READ)
             self.targets[read] = (rank, target)
