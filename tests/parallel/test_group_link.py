@@ -348,6 +348,7 @@ def check_rounds(processes, groups):
     return {number: row["set"] for (number, rank), row in seen.items() if rank == 0}
 
 
+@pytest.mark.slow
 def test_a_group_that_is_killed_in_a_round_is_left_behind_and_adopts_when_it_is_back(tmp_path):
     processes = Processes(tmp_path, settings_of(3, wait_seconds=1.0), rounds=100_000, step_seconds=0.05)
     try:
