@@ -381,6 +381,7 @@ def _model(
     given = [flag for flag in SHAPE if flag not in beside and getattr(arguments, flag.replace("-", "_")) is not None]
     seq_len = values.get("seq_len")
     if arguments.model is not None:
+        given += [flag for flag in ("tied", "gpt") if getattr(arguments, flag)]
         if given:
             flags = ", ".join(f"--{flag}" for flag in given)
             problems.append(Problem("MODEL", arguments.model, f"no {flags} beside it; change it by --model.FIELD"))

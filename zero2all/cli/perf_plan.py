@@ -95,9 +95,10 @@ def _machine(arguments: argparse.Namespace) -> Machine:
 
 
 def _title(plan: LayoutPlan) -> str:
+    machine, precision = plan.machine, plan.config.train.precision
     return t(
-        f"{plan.gpus} x {plan.machine.name} ({plan.machine.source}): predicted seconds of a step and tokens/s of all "
-        f"GPUs; MFU causal; GiB of the fullest process"
+        f"{plan.gpus} x {machine.name} ({machine.source}), {precision}: predicted seconds of a step and tokens/s of "
+        f"all GPUs; MFU causal; GiB allocated by the fullest process"
     )
 
 

@@ -33,18 +33,20 @@ class Bubble:
 def bubbles(
     p: int, m: int, v: int = 1, forward: float = 1.0, input_gradient: float = 1.0, weight_gradient: float = 1.0
 ) -> dict[str, Bubble]:
-    """Every schedule; `interleaved` only for v > 1, DualPipe only for an even p."""
+    """Every schedule; `interleaved` only for v > 1, DualPipe only for an even p; zb-h2, zb-v and DualPipe only for
+    enough micro-batches."""
     F, B, W = forward, input_gradient, weight_gradient
     ideal = m * (F + B + W)
     found = {
         "gpipe": Bubble((p - 1) * (F + B + W), ideal, m),
         "1f1b": Bubble((p - 1) * (F + B + W), ideal, min(p, m)),
         "zb-h1": Bubble(max(0.0, (p - 1) * (F + B - W)), ideal, min(p, m)),
-        "zb-h2": Bubble(max(0.0, (p - 1) * (F + B - 2 * W)), ideal, min(2 * p - 1, m)),
-        "zb-v": Bubble(0.0, ideal, min(p, m)),
     }
+    if m >= 2 * p - 1:  # with fewer, a stage has nothing to do while it waits for its first gradient
+        found["zb-h2"] = Bubble(max(0.0, (p - 1) * (F + B - 2 * W)), ideal, 2 * p - 1)
+        found["zb-v"] = Bubble(0.0, ideal, p)
     if v > 1:
         found["interleaved"] = Bubble((p - 1) * (F + B + W) / v, ideal, min(p * (1 + (p - 1) / (p * v)), m))
-    if p % 2 == 0:
+    if p % 2 == 0 and m >= 2 * p:
         found["dualpipe"] = Bubble(max(0.0, (p / 2 - 1) * ((F + B + W) + (B + W) - 3 * W)), ideal, min(p + 1, m))
     return found

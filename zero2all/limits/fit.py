@@ -112,8 +112,11 @@ def _changes(settings: MemorySettings, ranks: int) -> Iterator[Change]:
     passes = max(1, settings.passes * settings.shard // shard)  # more processes share the step
     for zero in range(settings.zero + 1, 4 if settings.offload == "none" else 3):
         if settings.pipeline == 1 and settings.offload != "weights":
+            fields: dict[str, object] = {"parallel.zero": zero, "parallel.shard": shard}
+            if settings.processes == 1:
+                fields["ranks"] = shard
             yield Change(
-                {"parallel.zero": zero, "parallel.shard": shard},
+                fields,
                 replace(settings, zero=zero, shard=shard, passes=passes, owned=None),
                 (
                     f"{shard} GPUs share the states",

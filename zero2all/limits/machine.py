@@ -105,6 +105,7 @@ class Link:
     latency: float  # seconds of one round
 
 
+Way = Literal["forward", "backward"]
 CLOCK_RANGE = (0.8, 1.15)
 """No mixture of work changes the clock by more."""
 
@@ -193,27 +194,41 @@ class Machine:
         }
 
     def attention_seconds(
-        self, tokens: float, seq_len: float, heads: float, kv_heads: float, head_size: float, backward: bool = False
+        self,
+        tokens: float,
+        seq_len: float,
+        heads: float,
+        kv_heads: float,
+        head_size: float,
+        backward: bool = False,
+        dtype: str = "bfloat16",
     ) -> float:
         """Of fused causal attention over `tokens` tokens in sequences of `seq_len`, of which half the pairs count."""
-        name: Literal["forward", "backward"] = "backward" if backward else "forward"
+        name: Way = "backward" if backward else "forward"
         found = tuple(
             (
                 (one.tokens, one.seq_len, one.heads, one.kv_heads, one.head_size),
-                getattr(one, name) / self._modelled_attention(one.tokens, one.seq_len, one.heads, one.head_size, name),
+                getattr(one, name)
+                / self._modelled_attention(one.tokens, one.seq_len, one.heads, one.head_size, name, dtype),
             )
             for one in self.attention
         )
-        seconds = self._modelled_attention(tokens, seq_len, heads, head_size, name)
+        seconds = self._modelled_attention(tokens, seq_len, heads, head_size, name, dtype)
         return seconds * _nearby_ratio(found, (tokens, seq_len, heads, kv_heads, head_size))
 
     def _modelled_attention(
-        self, tokens: float, seq_len: float, heads: float, head_size: float, name: Literal["forward", "backward"]
+        self,
+        tokens: float,
+        seq_len: float,
+        heads: float,
+        head_size: float,
+        name: Literal["forward", "backward"],
+        dtype: str,
     ) -> float:
         matmuls = 2 if name == "forward" else 5
         flops = matmuls * tokens * seq_len * heads * head_size
         # Heads of 64 reuse half of what heads of 128 do; short sequences have as many masked tiles as whole ones.
-        dtype = "bfloat16" if "bfloat16" in self.peak_flops else "float32"
+        dtype = dtype if dtype in self.peak_flops else "float32"
         rate = self.rate_of(dtype) * ATTENTION_RATE[name] * min(1.0, (head_size / 128) ** 0.4)
         diagonal = 1.0 + 128 / max(1.0, seq_len)
         moved = (4 if name == "forward" else 8) * tokens * heads * head_size * 2

@@ -269,7 +269,7 @@ class _Prices:
         ]
         sizes = (tokens, settings.seq_len, held.heads, held.kv_heads, held.head_size)
         peak = self.machine.peak_flops[self.dtype]
-        times = [self.machine.attention_seconds(*sizes, backward=False), self.machine.attention_seconds(*sizes, True)]
+        times = [self.machine.attention_seconds(*sizes, backward, self.dtype) for backward in (False, True)]
         flops = [work["attention"].forward_flops, work["attention"].backward_flops]
         attention = [
             Cost(time, min(time, done / peak), done, attention=time) for time, done in zip(times, flops, strict=True)

@@ -185,7 +185,7 @@ def explain_alternatives(times: LayoutTimes, fits: np.ndarray[Any, Any], chosen:
                 found.append(t(f"{words}: no layout with it fits"))
                 continue
             other = int(which[np.argmin(times.seconds[which])])
-            slower = times.seconds[other] / times.seconds[chosen] - 1
+            slower = max(0.0, times.seconds[other] / times.seconds[chosen] - 1)  # the full model chose otherwise
             grows = {part: float(column[other] - column[chosen]) for part, column in times.parts.items()}
             part = max(grows, key=lambda one: grows[one])
             why = f"{t(part)} +{1e3 * grows[part]:.1f} ms"
