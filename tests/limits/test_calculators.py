@@ -107,7 +107,9 @@ def test_activations_grow_with_batch_and_length_and_shrink_with_what_is_given_up
 @over(st.integers(2, 32), st.integers(1, 16), st.integers(2, 8))
 def test_better_schedules_idle_less_and_more_micro_batches_idle_less(stages, times, virtual):
     here, more = bubbles(stages, stages * times, virtual), bubbles(stages, stages * (times + 1), virtual)
-    idle = [here[name].of_total for name in ("zb-v", "zb-h2", "zb-h1", "1f1b", "gpipe")]
+    assert ("zb-h2" in here) == (stages * times >= 2 * stages - 1)
+    order = ("zb-v", "zb-h2", "zb-h1", "1f1b", "gpipe")
+    idle = [here[name].of_total for name in order if name in here]
     assert idle == sorted(idle)
     assert here["interleaved"].idle < here["1f1b"].idle
     assert all(more[name].of_total <= each.of_total < 1 for name, each in here.items())

@@ -103,8 +103,8 @@ def test_events_tell_the_story_of_the_run(finished):
     work, _, notes = finished
     events = [(event.kind, event.step) for event in read_run(work.run("run")).events]
     saves = [("checkpoint", step) for step in (3, 6, 8)]
-    assert events == [("start", 0), ("sanity", 0), *saves, ("finish", 8)]
-    start = read_run(work.run("run")).events[0].data
+    assert events == [("prepared", 0), ("start", 0), ("sanity", 0), *saves, ("finish", 8)]
+    start = read_run(work.run("run")).events[1].data
     assert start["notes"] == notes[:-1]  # the last, on disk space, comes later
     assert start["environment"]["cpu_threads"] == 1
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zero2all.cli.verb import Subparsers, add_json, add_verb, real, whole, write_json_result
 
-CONFIG_HELP = "a preset (quickstart, z2all-100m, z2all-1b, z2all-moe) or the path of a YAML file"
+CONFIG_HELP = "a preset or the path of a YAML file"
 
 
 def register(inner: Subparsers) -> None:

@@ -132,7 +132,6 @@ const WORDS = {
 	compared: ['{count} runs compared', '对比 {count} 次运行'],
 	sanity: ['Checks before training', '训练前检查'],
 	preempted: ['Stopped on request', '收到信号后停止'],
-	incident: ['Failure', '故障'],
 	checkpoint_failed: ['Checkpoint not saved', '检查点未保存'],
 	level_shift: ['New loss level', '新的损失水平'],
 	loss_scale: ['Loss scale halved', '损失缩放减半'],
