@@ -21,8 +21,9 @@ quickstart: $(RUNTIME)
 	$(BIN)/z2a quickstart $(ARGS)
 
 # Three workers, on two cores too: many tests wait for other processes.
+# A test that hangs fails with the stacks of its threads, long before a job of continuous integration is ended.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu and not slow" -n 3 --dist loadfile --no-loadscope-reorder --durations 10
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu and not slow" -n 3 --dist loadfile --no-loadscope-reorder --durations 10 --timeout 400
 
 lint: $(DEV)
 	$(BIN)/ruff check .
