@@ -63,7 +63,7 @@ def commands_that_print() -> dict[tuple[str, ...], Command]:
         command.words[1:]: command
         for command in z2a_commands()
         if LEFT_OUT not in command.words
-        and any(part in shlex.join(command.words) for part in PRINTS_ONLY)
+        and any(f" {part} " in f"{shlex.join(command.words)} " for part in PRINTS_ONLY)  # whole words: not --listen
         and not is_refused_on_the_page(command)
         and names_no_file(command.words)
     }
