@@ -1,6 +1,6 @@
 """How fast a supervised run trains again after SIGKILL, and what the supervisor costs a start.
 
-    python benchmarks/recovery.py --work quickstart --config quickstart --kills 100     a quarter of an hour on two cores
+    python benchmarks/recovery.py --work quickstart --config quickstart --kills 100     some 20 minutes on two cores
 
 WORK is a workspace with packed data. One run on the CPU, with checkpoints in memory, loses one random rank (four times
 out of five) or all of them at random moments. Printed: the seconds from the kill to the next finished step and where
