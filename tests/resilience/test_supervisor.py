@@ -99,9 +99,8 @@ def test_a_rank_that_fails_is_named_and_all_are_started_again(program, tmp_path,
 def test_all_ranks_killed_at_once_are_started_again(program, tmp_path):
     def kill() -> None:
         wait_until(lambda: (tmp_path / "done-0").exists() and (tmp_path / "done-1").exists())
-        for child in psutil.Process().children():
-            if str(tmp_path / "loop.py") in child.cmdline():
-                child.kill()
+        for child in [one for one in psutil.Process().children() if str(tmp_path / "loop.py") in one.cmdline()]:
+            child.kill()
 
     threading.Thread(target=kill, daemon=True).start()
     code, (incident,) = program(steps=150)

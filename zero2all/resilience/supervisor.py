@@ -296,8 +296,8 @@ class _Supervisor:
             if failed and first is None:
                 first = failed
                 again = self._may_restart(failed)
-                clear = any(code < 0 for code in failed)  # killed: nobody's error is awaited
-                seconds = (0.0 if clear else SETTLE_SECONDS) if again else self.watch.grace_seconds
+                clear = any(code < 0 for code in failed)  # killed: nobody's error is awaited, only who else was
+                seconds = (2 * POLL_SECONDS if clear else SETTLE_SECONDS) if again else self.watch.grace_seconds
                 deadline = time.monotonic() + seconds
                 facts = self._facts()
                 if again and -signal.SIGKILL not in failed:  # then it is clear who died, and stacks take a second
