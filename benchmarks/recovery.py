@@ -52,7 +52,8 @@ def main() -> None:
     results: dict[str, Any] = {"config": arguments.config, "processes": arguments.processes}
     for name in ("recovery", "recovery-whole"):
         _forget(arguments.work / "runs" / name)
-    results |= killed_run(arguments)
+    if arguments.kills:
+        results |= killed_run(arguments)
     results |= start_cost(arguments)
     print(json.dumps(results, indent=1))
     save_result("recovery", results)
