@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero2all.cli.verb import Subparsers, add_verb, add_work, whole, workspace_of
@@ -157,8 +158,14 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
 def _watch(config: RunConfig, workspace: Workspace) -> Watch:
     from zero2all.resilience.supervisor import Watch
 
-    run = workspace.run(config.train.name)
-    return Watch(config.resilience, run, watches_phases=True, once=("--fresh",))
+    run, folder = workspace.run(config.train.name), config.resilience.memory_folder
+
+    def forget() -> None:
+        from zero2all.resilience.slots import remove
+
+        remove(run, None if folder is None else Path(folder))
+
+    return Watch(config.resilience, run, watches_phases=True, once=("--fresh",), at_good_end=forget)
 
 
 def _train_here(arguments: argparse.Namespace, config: RunConfig, workspace: Workspace) -> int:
