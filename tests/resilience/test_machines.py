@@ -78,7 +78,7 @@ MACHINE = """
     settings = ResilienceConfig(limits={"step": 3.0}, node_silence_seconds=2.0, **job["settings"])
     meeting.NEWCOMER_SECONDS, meeting.START_SECONDS = 0.5, job["start"]
     meeting.NOTICE_SECONDS = member.NOTICE_SECONDS = 1.0
-    rules = meeting.Rules("run", job["least"], job["most"], lambda world: world != 3, settings, job["join"], True)
+    rules = member.Rules("run", job["least"], job["most"], lambda world: world != 3, settings, job["join"], True)
     nodes = Nodes(job["most"], job["node"], "127.0.0.1", job["port"], "127.0.0.1", job["port"], job["least"])
     words = [sys.executable, str(folder / "loop.py"), str(folder)]
     sys.exit(run_processes(1, words, Watch(settings, folder / "run", True), nodes, False, rules))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -86,30 +87,44 @@ def test_a_rank_that_skips_a_collective_is_named_with_its_number_and_the_run_end
     assert found.seconds["hang wait"] > 2.0
 
 
-def wait_for_step(run: Path, step: int) -> None:
-    deadline = time.monotonic() + 120
-    while not any(row.count(b'"loss"') for path in run.glob("metrics/train-*.jsonl") for row in path.open("rb")):
+def step_times(run: Path, attempt: int) -> list[float]:
+    """When the steps of an attempt were finished, as far as they are logged."""
+    path = run / f"metrics/train-{attempt}.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [row["time"] for row in rows if "loss" in row.get("values", {})]
+
+
+def wait_for_step(run: Path, attempt: int) -> None:
+    deadline = time.monotonic() + 200
+    while not step_times(run, attempt):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
+def check_recovery(run: Path, started: float, waits: float = 0.0) -> None:
+    """From the last step before the fault to the next one: at most a cold start and ten seconds, and the limit."""
+    cold = step_times(run, 1)[0] - started
+    assert step_times(run, 2)[0] - step_times(run, 1)[-1] <= cold + 10 + waits
+
+
 @pytest.mark.slow
-def test_a_supervisor_that_is_killed_leaves_nothing_and_the_same_command_goes_on(train, work):
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_supervisor_that_is_killed_leaves_nothing_and_the_same_command_goes_on(train, work, stopped):
     process = train("--train.steps", "100000")
     wait_for_step(work.run("run"), 1)
     second = train("--train.steps", "100000")
     text = finished(second, 13)
     assert "Another process writes the run run" in text
     children = psutil.Process(process.pid).children(recursive=True)
+    if stopped:
+        next(child for child in children if child.environ().get("RANK") == "1").suspend()
     process.kill()
     process.communicate()
-    psutil.wait_procs(children, timeout=8)
+    psutil.wait_procs(children, timeout=5)
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     again = train("--train.steps", "100000")
-    deadline = time.monotonic() + 120
-    while not (work.run("run") / "metrics/train-2.jsonl").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for_step(work.run("run"), 2)
     again.send_signal(signal.SIGTERM)
     assert "was stopped and saved" in finished(again, 10)
 
@@ -118,10 +133,39 @@ def test_a_supervisor_that_is_killed_leaves_nothing_and_the_same_command_goes_on
 @pytest.mark.parametrize("fault", ["kill", "stop", "segfault", "hold_gil", "raise"])
 def test_any_fault_of_a_rank_ends_in_the_same_bits(train, work, fault):
     finished(train("--train.name", "whole"))
+    started = time.time()
     finished(train(faults=[{"fault": fault, "rank": 1, "step": 8}]))
     (incident,) = incidents(work.run("run"))
     assert incident["rank"] == 1
     assert bits(work.run("run")) == bits(work.run("whole"))
+    check_recovery(work.run("run"), started, waits=SECTIONS["resilience"]["limits"]["step"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "zero"), [(4, 0), (8, 1)])
+def test_a_layout_that_loses_a_rank_continues_from_memory(train, work, tmp_path, processes, zero):
+    (tmp_path / "ram").mkdir()
+    words = [
+        "--parallel.processes",
+        processes,
+        "--parallel.tensor",
+        2,
+        "--parallel.pipeline",
+        2,
+        "--parallel.zero",
+        zero,
+    ]
+    words += ["--model.layers", 2, "--model.kv_heads", 2, "--train.tokens_per_step", 256, "--checkpoint.every_steps", 0]
+    words += ["--resilience.memory_folder", tmp_path / "ram", "--resilience.limits", "{}"]
+    words = list(map(str, words))
+    finished(train(*words, "--train.name", "whole"))
+    started = time.time()
+    fault = {"fault": "kill", "rank": processes - 1, "step": 8}
+    text = finished(train(*words, "--resilience.memory_every_steps", "2", faults=[fault]))
+    assert re.search("resumed run at step [46] from memory", text)
+    assert bits(work.run("run")) == bits(work.run("whole"))
+    assert list(next((tmp_path / "ram").iterdir()).iterdir()) == []
+    check_recovery(work.run("run"), started)
 
 
 @pytest.mark.slow

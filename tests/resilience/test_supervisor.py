@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.server
 import json
 import os
 import signal
 import subprocess
 import sys
+import termios
 import textwrap
 import threading
 import time
@@ -15,6 +17,7 @@ import time
 import psutil
 import pytest
 
+from tests.processes import Screen
 from zero2all.common.fault import FAULTS
 from zero2all.parallel.launch import run_processes
 from zero2all.resilience.config import ResilienceConfig
@@ -96,9 +99,8 @@ def test_a_rank_that_fails_is_named_and_all_are_started_again(program, tmp_path,
 def test_all_ranks_killed_at_once_are_started_again(program, tmp_path):
     def kill() -> None:
         wait_until(lambda: (tmp_path / "done-0").exists() and (tmp_path / "done-1").exists())
-        for child in psutil.Process().children():
-            if str(tmp_path / "loop.py") in child.cmdline():
-                child.kill()
+        for child in [one for one in psutil.Process().children() if str(tmp_path / "loop.py") in one.cmdline()]:
+            child.kill()
 
     threading.Thread(target=kill, daemon=True).start()
     code, (incident,) = program(steps=150)
@@ -220,6 +222,54 @@ def wait_until(condition) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+# ---- the terminal ----
+
+IN_TERMINAL = """
+import os, signal, sys, time
+def asked(*_):
+    print("asked", file=sys.stderr, flush=True)
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+signal.signal(signal.SIGINT, asked)
+while True:
+    if os.environ["RANK"] == "0":
+        print("size", *os.get_terminal_size(2), file=sys.stderr, flush=True)
+    time.sleep(0.02)
+"""
+
+
+def test_under_a_terminal_the_first_rank_has_its_size_and_obeys_its_keys(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    ours, theirs = os.openpty()
+    screen = Screen(ours)
+    screen.resize(90, 40)
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISED, str(tmp_path), sys.executable, "-c", IN_TERMINAL],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    try:
+        os.close(theirs)
+        screen.wait_for(b"size 90 40")
+        screen.resize(70, 30)
+        screen.wait_for(b"size 70 30")
+        ranks = [one for one in psutil.Process(supervisor.pid).children() if "RANK" in one.environ()]
+        os.write(ours, b"\x1a")  # Ctrl-Z
+        wait_until(lambda: all(one.status() == psutil.STATUS_STOPPED for one in ranks))
+        wait_until(lambda: psutil.Process(supervisor.pid).status() == psutil.STATUS_STOPPED)
+        supervisor.send_signal(signal.SIGCONT)
+        screen.seen = b""
+        screen.wait_for(b"size")
+        os.write(ours, b"\x03")
+        screen.wait_for(b"asked")
+        os.write(ours, b"\x03")
+        assert supervisor.wait(20) == 130
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+        os.close(ours)
 
 
 # ---- limits ----

@@ -150,6 +150,11 @@ def test_without_room_the_disk_is_used_and_the_start_says_so(ranks, lab, config,
     assert "are free there" in text
 
 
+def test_without_a_ram_file_system_the_disk_is_used_and_the_start_says_so(ranks, lab, config, ram):
+    text = ranks.finished(settings(config, ram / "none", "run")).text()
+    assert f"no checkpoints in memory: there is no folder {ram}/none. A restart continues from the disk." in text
+
+
 def test_replicas_that_differ_are_found_at_the_next_check(ranks, lab, config, ram):
     chosen = settings(config, ram, "run", every=0, resilience={"replica_check_every_steps": 2})
     launch = ranks(chosen, 2, spoiled={1: 7})

@@ -9,38 +9,13 @@ import os
 import shlex
 import stat
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from zero2all import __version__
-from zero2all.cli import (
-    anneal,
-    board,
-    chat,
-    completion,
-    corpus,
-    data,
-    doctor,
-    evaluate,
-    exchange,
-    generate,
-    goodput,
-    inspect,
-    launch,
-    overview,
-    pack,
-    perf,
-    plot,
-    quickstart,
-    run_list,
-    serve,
-    supervise,
-    tokenizer,
-    track,
-    train,
-    watch,
-)
 from zero2all.cli.parser import VERB, Parser, closest
 from zero2all.cli.runs import fill_in_run
 from zero2all.cli.terminal import can_show_chinese, print_fitted, show_what_the_encoding_lacks
@@ -70,6 +45,14 @@ exit codes: 0 done, 1 a bug or a lost process, 2 usage or config, 3 bad input,
             4 disk or memory full, 10 stopped and saved, 12 run stopped itself,
             13 run in use, 14 run taken over, 15 fails every time,
             130 interrupted"""
+MODULES = (
+    *("overview", "quickstart", "corpus", "tokenizer", "pack", "data", "train", "launch", "anneal", "run_list"),
+    *("supervise", "inspect", "board", "watch", "plot", "goodput", "track", "evaluate", "generate", "chat", "serve"),
+    *("exchange", "perf", "doctor", "completion"),
+)
+"""Where the verbs are, in the order of the help."""
+ALONE = ("train",)
+"""Verbs for which no other module is imported: a run starts with it in every process."""
 INTERRUPTED = 130
 LEAST_ADDRESS_SPACE_BYTES = 512 << 20
 DECIDED_TOGETHER = tuple(error.exit_code for error in (PreemptedError, AnomalyError, RunLockedError, LostRunError))
@@ -97,7 +80,9 @@ def _run(words: list[str] | None) -> int:
         if language.language() == "zh" and not can_show_chinese():
             os.environ[language.LANGUAGE_VARIABLE] = "en"  # better than escapes (backslash, u, four digits)
         if not words:
-            overview.print_overview()
+            from zero2all.cli.overview import print_overview
+
+            print_overview()
             return 0
         arguments = parse(words)
         _require_address_space()
@@ -212,25 +197,26 @@ def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
     return plain, overrides
 
 
-def build_parser() -> Parser:
-    """The whole command line."""
+def build_parser(modules: Sequence[str] = MODULES) -> Parser:
+    """The whole command line, or that of some modules."""
     parser = Parser(prog="z2a", description="From raw text to a language model of your own.", epilog=EPILOG)
     parser.add_argument("--lang", choices=language.LANGUAGES, help="language of messages (default: your locale's)")
     about = "show the version and exit"
     parser.add_argument("--version", action="version", version=f"z2a {__version__}", help=about)
     verbs = parser.add_subparsers(title="verbs", metavar=VERB, required=True)
-    stages = (overview, quickstart, corpus, tokenizer, pack, data, train, launch, anneal, run_list)
-    looks = (inspect, board, watch, plot, goodput, track)
-    for stage in (*stages, supervise, *looks, evaluate, generate, chat, serve, exchange, perf, doctor, completion):
-        stage.register(verbs)
+    for name in modules:
+        import_module(f"zero2all.cli.{name}").register(verbs)
     return parser
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     """The arguments of a command line; an error, with the nearest name, where it cannot be understood."""
     plain, overrides = split_overrides(words)
-    plain = evaluate.with_verb(plain)
-    parser = build_parser()
+    if plain[:1] == ["eval"]:
+        from zero2all.cli.evaluate import with_verb
+
+        plain = with_verb(plain)
+    parser = build_parser(tuple(plain[:1]) if plain[:1] and plain[0] in ALONE else MODULES)
     verb = parser.find(plain)
     _refuse_unknown_flags(verb, plain)
     reads_config = bool(verb.get_default("reads_config"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero2all.cli.verb import Subparsers, add_verb, add_work, whole, workspace_of
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
     from zero2all.config import RunConfig
     from zero2all.parallel.nodes import Nodes
-    from zero2all.resilience.meeting import Rules
+    from zero2all.resilience.member import Rules
     from zero2all.resilience.supervisor import Watch
     from zero2all.train.guards.documents import Decode
 
@@ -176,15 +177,21 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
 def _watch(config: RunConfig, workspace: Workspace) -> Watch:
     from zero2all.resilience.supervisor import Watch
 
-    run = workspace.run(config.train.name)
-    return Watch(config.resilience, run, watches_phases=True, once=("--fresh",))
+    run, folder = workspace.run(config.train.name), config.resilience.memory_folder
+
+    def forget() -> None:
+        from zero2all.resilience.slots import remove
+
+        remove(run, None if folder is None else Path(folder))
+
+    return Watch(config.resilience, run, watches_phases=True, once=("--fresh",), at_good_end=forget)
 
 
 def _rules(config: RunConfig, nodes: Nodes, processes: int, supervised: bool) -> Rules | None:
     """With which machines the run goes on; None: a failure ends it. UsageError where it fits on no number of them."""
     from zero2all.common.errors import UsageError
     from zero2all.parallel.run_config import why_not_spread
-    from zero2all.resilience.meeting import Rules
+    from zero2all.resilience.member import Rules
 
     if not supervised:
         if nodes.least < nodes.count:

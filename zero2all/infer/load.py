@@ -11,17 +11,16 @@ import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.workspace import STAMP_NAME, Workspace, is_folder_name, open_workspace
 from zero2all.config import RunConfig
 from zero2all.config.training import model_at
 from zero2all.model.config import ModelConfig, parameter_counts
+from zero2all.model.empty import without_weights
 from zero2all.model.hf import DTYPES, nonfinite, open_hf_folder
 from zero2all.model.moe import routers
 from zero2all.model.rope import rope_tables
@@ -150,7 +149,7 @@ def untrained(workspace: Workspace, config: RunConfig) -> LoadedModel:
 def empty_model(config: ModelConfig, ops: OpsConfig, device: torch.device, dtype: torch.dtype) -> Z2all:
     """A model whose weights are still to be written: no time is spent on drawing them."""
     context = OpContext(device.type, dtype, hidden_size=config.hidden_size)
-    with torch.device("meta"), _NoDrawing():
+    with without_weights():
         model = Z2all(config, resolve(ops, context))
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -162,16 +161,6 @@ def empty_model(config: ModelConfig, ops: OpsConfig, device: torch.device, dtype
     for _, router in routers(model):
         router.clear(device)
     return model.eval()
-
-
-class _NoDrawing(TorchFunctionMode):
-    """Leaves out the initial values of torch's own layers. Most of torch's functions on the meta device, those that
-    draw among them, import its compiler first, which takes seconds."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__module__", "") == "torch.nn.init":
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **(kwargs or {}))
 
 
 def _model_of_run(config: RunConfig) -> Z2all:

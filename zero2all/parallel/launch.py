@@ -21,8 +21,7 @@ from pathlib import Path
 from zero2all.common.errors import UsageError
 from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.nodes import Nodes
-from zero2all.resilience.meeting import Meeting, Rules
-from zero2all.resilience.member import Member
+from zero2all.resilience.member import Member, Rules
 from zero2all.resilience.supervisor import Environment, Watch, supervise
 
 STORE_SOCKET = "ZERO2ALL_STORE_SOCKET"
@@ -110,7 +109,9 @@ def _join(nodes: Nodes, processes: int, rules: Rules) -> Member:
     """Take part in the meeting of the machines; the first one holds it."""
     if nodes.rank > 0:
         return Member((nodes.host, nodes.port), nodes.rank, processes, rules)
+    from zero2all.resilience.meeting import Meeting  # asyncio takes a tenth of a second
+
     listener = nodes.listen()
     host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(nodes.bind_host, nodes.bind_host)
     address = (host, listener.getsockname()[1])
-    return Member(address, 0, processes, rules, Meeting(listener, lambda: nodes.listen(0), rules))
+    return Member(address, 0, processes, rules, Meeting(listener, lambda: nodes.listen(0), rules).close)

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from zero2all.parallel.layout import LogicalParameter
 from zero2all.parallel.parts import Part
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def _is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor, asked without the seconds that it takes to import these."""
+    return hasattr(tensor, "placements")
+
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that lies in this process, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if _is_sharded(tensor) else tensor
 
 
 def box(tensor: Tensor) -> tuple[slice, ...]:
     """Where the part of this process lies in the whole."""
-    if not isinstance(tensor, DTensor):
+    if not _is_sharded(tensor):
         return tuple(slice(0, length) for length in tensor.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(at, at + length) for at, length in zip(offset, shape, strict=True))
 
@@ -39,7 +48,7 @@ def part_of(tensor: Tensor, parameter: LogicalParameter) -> Part:
 
 def _shard_group(tensor: Tensor) -> dist.ProcessGroup | None:
     """The processes that share one copy of a tensor."""
-    if isinstance(tensor, DTensor):
+    if _is_sharded(tensor):
         for dimension, placement in enumerate(tensor.placements):
             if placement.is_shard() and tensor.device_mesh.size(dimension) > 1:
                 return tensor.device_mesh.get_group(dimension)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero2all.model.config import VOCAB_MULTIPLE, ModelConfig
+from zero2all.model.empty import without_weights
 from zero2all.model.z2all import Attention, Block, FeedForward, Z2all
 from zero2all.ops.cut_vocabulary import Exchange, cut_linear_cross_entropy
 from zero2all.ops.embedding import EmbeddingOp
@@ -149,7 +150,7 @@ def cut_model(model: Z2all, axis: Axis) -> None:
     not call it; `z2a perf ablate` does, with a group of one process, to measure what the cutting itself costs."""
     config, local = model.config, local_config(model.config, axis.size)
     dtype, rows = model.embedding.weight.dtype, config.vocab_rows // axis.size
-    with torch.device("meta"):
+    with without_weights():
         for block in model.blocks:
             assert isinstance(block, Block)
             block.attention = CutAttention(local, block.attention.ops, axis)

@@ -27,6 +27,7 @@ from torch import Tensor
 from zero2all.config import RunConfig
 from zero2all.limits.flops import flops_per_token, flops_utilisation, peak_flops
 from zero2all.model import config as model_config
+from zero2all.model.empty import without_weights
 from zero2all.model.recompute import apply_recompute
 from zero2all.model.rope import rope_tables
 from zero2all.model.z2all import Z2all, compile_model
@@ -178,7 +179,7 @@ def choices(ops: Ops) -> dict[str, dict[str, str]]:
 
 def random_state(config: RunConfig, ops: Ops, device: torch.device, tensor: Axis | None = None) -> TrainState:
     """Model and optimizer of a config on `device`, with random weights; the model cut over `tensor` where given."""
-    with torch.device("meta"):
+    with without_weights():
         model = Z2all(config.model, ops)
     if tensor is not None:
         cut_model(model, tensor)

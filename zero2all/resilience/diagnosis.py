@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +68,8 @@ def process_state(pid: int) -> str:
 
 def take_stacks(ranks: Sequence[RankFacts], files: Mapping[int, int]) -> None:
     """Fill in the stacks of those that live; `files`: where each writes its own on a signal."""
+    from concurrent.futures import ThreadPoolExecutor  # only after a failure: a start need not wait for it
+
     living = [facts for facts in ranks if facts.code is None]
     for facts in living:
         facts.state = process_state(facts.pid)

@@ -25,47 +25,27 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from zero2all.common.errors import PeerFailureError, PreemptedError, UsageError
+from zero2all.common.errors import PeerFailureError, UsageError
 from zero2all.common.progress import counted, say
-from zero2all.resilience.config import ResilienceConfig
+from zero2all.resilience.member import (
+    BEAT_SECONDS,
+    GRACE_SECONDS,
+    LOST,
+    NOTICE_SECONDS,
+    PAUSED_SECONDS,
+    SAVED,
+    Report,
+    Rules,
+)
 from zero2all.resilience.restarts import DETERMINISTIC_CODE, Restarts
 
 LOOK_SECONDS = 0.1
-BEAT_SECONDS = 1.0
-NOTICE_SECONDS = 10.0
-"""After so long it is said which machines are missing."""
 START_SECONDS = 30.0
 """How long the first attempt waits for more machines once there are enough."""
 SETTLE_SECONDS = 3.0
 """How long the reports of other machines are awaited after a failure: the first cause may be the last to be seen."""
-GRACE_SECONDS = 60.0
-"""The same after an error that a person must mend: the others may be saving."""
 NEWCOMER_SECONDS = 5.0
 """How long a machine must be there before the run is interrupted for it."""
-PAUSED_SECONDS = 5.0
-"""A longer pause between two looks means that this process was stopped, and says nothing about the others."""
-SAVED = PreemptedError.exit_code
-
-SURE, LOST, UNSURE, VICTIM = range(4)
-"""How a failure is judged when several machines have one: the least is the cause. Ranks crash or hang also because
-another machine is lost, but then nothing shows that they began it."""
-Report = dict[str, Any]
-"""How the ranks of a machine ended: `code`, `step`, `began`, `leaves`; after a failure `text`, `error`, `doubt` too."""
-
-
-@dataclass(frozen=True)
-class Rules:
-    """With which machines a run may go on."""
-
-    run: str
-    least: int
-    most: int
-    fits: Callable[[int], bool]
-    """Whether the run can be spread over this many processes."""
-    settings: ResilienceConfig
-    join_seconds: float
-    has_memory: bool
-    """Whether there may be checkpoints in memory."""
 
 
 @dataclass(eq=False)

@@ -13,21 +13,20 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from zero2all.common.errors import PeerFailureError
+from zero2all.common.errors import PeerFailureError, PreemptedError
 from zero2all.common.progress import say
-from zero2all.resilience.meeting import (
-    BEAT_SECONDS,
-    GRACE_SECONDS,
-    NOTICE_SECONDS,
-    PAUSED_SECONDS,
-    SAVED,
-    Meeting,
-    Report,
-    Rules,
-)
+from zero2all.resilience.config import ResilienceConfig
 
+BEAT_SECONDS = 1.0
+NOTICE_SECONDS = 10.0
+"""After so long it is said which machines are missing."""
+GRACE_SECONDS = 60.0
+"""The same after an error that a person must mend: the others may be saving."""
+PAUSED_SECONDS = 5.0
+"""A longer pause between two looks means that this process was stopped, and says nothing about the others."""
 POLL_SECONDS = 0.05
 CONNECT_SECONDS = 5.0
 LEAVE_SECONDS = 5.0
@@ -38,14 +37,43 @@ Order = dict[str, Any]
 `text`), failed, end, save or beat."""
 
 
+SAVED = PreemptedError.exit_code
+
+SURE, LOST, UNSURE, VICTIM = range(4)
+"""How a failure is judged when several machines have one: the least is the cause. Ranks crash or hang also because
+another machine is lost, but then nothing shows that they began it."""
+Report = dict[str, Any]
+"""How the ranks of a machine ended: `code`, `step`, `began`, `leaves`; after a failure `text`, `error`, `doubt` too."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """With which machines a run may go on."""
+
+    run: str
+    least: int
+    most: int
+    fits: Callable[[int], bool]
+    """Whether the run can be spread over this many processes."""
+    settings: ResilienceConfig
+    join_seconds: float
+    has_memory: bool
+    """Whether there may be checkpoints in memory."""
+
+
 class Member:
-    """The machine with the number `node`; `meeting`: the one that this process holds."""
+    """The machine with the number `node`. Machine 0 holds the meeting, and ends it with `end_meeting`."""
 
     def __init__(
-        self, address: tuple[str, int], node: int, processes: int, rules: Rules, meeting: Meeting | None = None
+        self,
+        address: tuple[str, int],
+        node: int,
+        processes: int,
+        rules: Rules,
+        end_meeting: Callable[[], None] = lambda: None,
     ) -> None:
         self.node, self.order = node, Order()
-        self._address, self._rules, self._meeting = address, rules, meeting
+        self._address, self._rules, self._end_meeting = address, rules, end_meeting
         hello = {"run": rules.run, "node": node, "host": socket.gethostname(), "processes": processes}
         self._hello = {**hello, "token": secrets.token_hex(8)}
         self._connection: socket.socket | None = None
@@ -82,9 +110,7 @@ class Member:
                 asked_at = asked_at or now
                 if not self._has_left:
                     self.ended({"attempt": -1, "leaves": True})
-                if not self._is_connected or now - asked_at > (
-                    LEAVE_SECONDS if self._meeting is None else GRACE_SECONDS
-                ):
+                if not self._is_connected or now - asked_at > (LEAVE_SECONDS if self.node else GRACE_SECONDS):
                     return {"do": "stop", "code": SAVED}
             where = f"{self._address[0]}:{self._address[1]}"
             if now - begun > limit:
@@ -116,8 +142,7 @@ class Member:
     def close(self) -> None:
         """The end of the run here."""
         self._is_closed = True
-        if self._meeting is not None:
-            self._meeting.close()
+        self._end_meeting()
 
     # ---- the connection ----
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import http.client
 import threading
 import time
-import urllib.request
 from pathlib import Path
 
 from zero2all.resilience.config import ResilienceConfig
@@ -45,6 +43,9 @@ class Notices:
         return ""
 
     def _poll(self) -> None:
+        import http.client  # here, because most runs have no address, and these take a tenth of a second
+        import urllib.request
+
         assert self._url is not None, "the thread is started only with an address"
         request = urllib.request.Request(self._url, headers=HEADERS)
         while not self._answer:

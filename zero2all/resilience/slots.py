@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import google_crc32c
-import numpy as np
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import human_bytes, write_atomic
@@ -98,6 +97,8 @@ class Slot:
         text = json.dumps(about, separators=(",", ":")).encode()
         os.ftruncate(self._handle, PAGE + self.data_bytes + len(text))
         os.pwrite(self._handle, text, PAGE + self.data_bytes)
+        import numpy as np  # only an array can be checksummed without a copy; those who only remove need none
+
         data = np.frombuffer(self.data, dtype=np.uint8)
         crc = 0
         for start in range(0, len(data), CHUNK_BYTES):
@@ -148,6 +149,8 @@ def _read(handle: int, path: Path, with_data: bool) -> Found:
 
 
 def _data_crc(handle: int, count: int) -> int:
+    import numpy as np
+
     buffer, crc, done = np.empty(CHUNK_BYTES, dtype=np.uint8), 0, 0
     while done < count:
         got = os.preadv(handle, [buffer.data[: min(CHUNK_BYTES, count - done)]], PAGE + done)

@@ -13,17 +13,13 @@ signal would leave no time for a save.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import selectors
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
-import termios
 import time
-import tty
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -43,7 +39,7 @@ from zero2all.common.errors import (
 )
 from zero2all.common.progress import say
 from zero2all.common.signals import stop_signals_to
-from zero2all.resilience import meeting
+from zero2all.resilience import member as machines
 from zero2all.resilience.config import ResilienceConfig
 from zero2all.resilience.diagnosis import (
     CLEAR_CRASHES,
@@ -55,11 +51,11 @@ from zero2all.resilience.diagnosis import (
     take_stacks,
 )
 from zero2all.resilience.heartbeat import HEARTBEAT, Beat, Slots, heartbeat_file
-from zero2all.resilience.meeting import Report
-from zero2all.resilience.member import Member, Order
+from zero2all.resilience.member import Member, Order, Report
 from zero2all.resilience.notice import Notices
 from zero2all.resilience.page import Failure, same_error, write_page
 from zero2all.resilience.restarts import DETERMINISTIC_CODE, Restarts
+from zero2all.resilience.terminal import copy_size, job_control, output, write_all
 
 USER_CODES = tuple(
     error.exit_code
@@ -166,13 +162,16 @@ class _Supervisor:
         self.notices = Notices(watch.settings)
         self.asked: list[int] = []
         self.ranks: list[_Rank] = []
+        self.targets: dict[int, tuple[_Rank, int]] = {}
+        """By the descriptor that is read here: the rank that writes into it, and where that goes."""
+        self.resumed = 0.0
         self.attempt = 0
         self.restarts = Restarts(watch.settings.restarts)
         self.seen: dict[str, tuple[int, float]] = {}
 
     def run(self) -> int:
         """All attempts."""
-        with stop_signals_to(self._pass_on):
+        with stop_signals_to(self._pass_on), job_control(self._resize, self._suspend):
             while True:
                 self.attempt += 1
                 code, failure = self._one_attempt()
@@ -193,7 +192,7 @@ class _Supervisor:
         assert self.member is not None
         code = 0
         try:
-            with stop_signals_to(self._pass_on):
+            with stop_signals_to(self._pass_on), job_control(self._resize, self._suspend):
                 while (order := self.member.next_order(lambda: bool(self.asked), self._tell_agreed))["do"] == "start":
                     self.attempt, self.restarts.best_step = order["attempt"], order["step"]
                     code, self.failure = self._one_attempt()
@@ -213,7 +212,7 @@ class _Supervisor:
         if failure is not None:
             first = next(facts for facts in failure.ranks if facts.rank == failure.rank)
             is_victim = failure.kind == "lost" or first.error.startswith(VICTIM)
-            doubt = meeting.VICTIM if is_victim else meeting.SURE if failure.is_sure else meeting.UNSURE
+            doubt = machines.VICTIM if is_victim else machines.SURE if failure.is_sure else machines.UNSURE
             report |= {"text": failure.text, "error": failure.error, "doubt": doubt}
         return report
 
@@ -235,6 +234,25 @@ class _Supervisor:
             if rank.process.poll() is None:
                 rank.process.send_signal(number)
 
+    def _resize(self, _number: int, _frame: FrameType | None) -> None:
+        """The window has another size: tell the rank that draws the bar."""
+        for read, (_, target) in self.targets.items():
+            copy_size(target, read)
+
+    def _suspend(self, _number: int, _frame: FrameType | None) -> None:
+        """Ctrl-Z: the ranks are not in the terminal's process group, so they are stopped and continued from here."""
+        self._signal_groups(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._signal_groups(signal.SIGCONT)
+        self.resumed = time.monotonic()
+
+    def _signal_groups(self, number: int) -> None:
+        """To all ranks that live, with the processes that they started."""
+        for rank in self.ranks:
+            with suppress(ProcessLookupError, PermissionError):
+                if rank.process.poll() is None:
+                    os.killpg(rank.process.pid, number)
+
     # ---- one attempt ----
 
     def _one_attempt(self) -> tuple[int, Failure | None]:
@@ -249,7 +267,7 @@ class _Supervisor:
             self.selector = stack.enter_context(selectors.DefaultSelector())
             self.memory_kills, self.began = MemoryKills(), time.monotonic()
             self.looked, self.resumed, self.is_signalled = self.began, self.began, False
-            self.ranks, self.targets = [], dict[int, tuple[_Rank, int]]()
+            self.ranks, self.targets = [], {}
             stack.callback(self._end_ranks)
             for number, environment in enumerate(environments):
                 if self.asked:  # between two starts
@@ -274,7 +292,7 @@ class _Supervisor:
         stack.callback(os.close, held)
         stacks = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         streams = (2, 1) if self.watch.is_foreign else (2,) if self.supervises else ()
-        outputs = [_output(stream, number, stack) for stream in streams]
+        outputs = [output(stream, number, stack) for stream in streams]
         descriptors = (file, number, ends, stacks.fileno())
         command = [word for word in self.command if self.restarts.best_step < 0 or word not in self.watch.once]
         process = subprocess.Popen(
@@ -316,10 +334,8 @@ class _Supervisor:
 
     def _end_ranks(self) -> None:
         """SIGKILL to what is left, with the processes that it started."""
+        self._signal_groups(signal.SIGKILL)
         for rank in self.ranks:
-            with suppress(ProcessLookupError, PermissionError):
-                if rank.process.poll() is None:
-                    os.killpg(rank.process.pid, signal.SIGKILL)
             rank.process.wait()
 
     # ---- watching ----
@@ -332,11 +348,11 @@ class _Supervisor:
             if failed and first is None:
                 first = failed
                 again = self._may_restart(failed)
-                clear = any(code < 0 for code in failed)  # killed: nobody's error is awaited
-                seconds = (0.0 if clear else SETTLE_SECONDS) if again else self.watch.grace_seconds
+                clear = any(code < 0 for code in failed)  # killed: nobody's error is awaited, only who else was
+                seconds = (2 * POLL_SECONDS if clear else SETTLE_SECONDS) if again else self.watch.grace_seconds
                 deadline = time.monotonic() + seconds
                 facts = self._facts()
-                if again:
+                if again and -signal.SIGKILL not in failed:  # then it is clear who died, and stacks take a second
                     self._look_closer(facts)
             elif not failed and (over := self._over()):
                 return self._hang(over)
@@ -412,7 +428,7 @@ class _Supervisor:
                     self.selector.unregister(key.fd)
                     continue
                 rank.heard = time.monotonic()
-                _write_all(target, data)
+                write_all(target, data)
                 text = data.decode(errors="replace").replace("\r", "\n")
                 if rank.lines and not rank.lines[-1].endswith("\n"):
                     text = rank.lines.pop() + text
@@ -579,29 +595,6 @@ def _cause(codes: Sequence[int]) -> int:
 
 def _stopped_by(number: int) -> int:
     return 128 + number if number == signal.SIGINT else PreemptedError.exit_code
-
-
-def _output(stream: int, number: int, stack: ExitStack) -> tuple[int, int]:
-    """Where a rank prints: a pipe, or for the first rank of a command in a terminal another terminal, so that it still
-    draws its bar. The reading end is closed with the stack."""
-    if number == 0 and os.isatty(stream):
-        read, write = os.openpty()
-        tty.setraw(write)
-        with suppress(OSError):
-            size = fcntl.ioctl(stream, termios.TIOCGWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
-            fcntl.ioctl(write, termios.TIOCSWINSZ, size)
-    else:
-        read, write = os.pipe()
-    stack.callback(os.close, read)
-    return read, write
-
-
-def _write_all(target: int, data: bytes) -> None:
-    while data:
-        try:
-            data = data[os.write(target, data) :]
-        except OSError:  # nobody reads it any more
-            return
 
 
 def _note(text: str) -> str:

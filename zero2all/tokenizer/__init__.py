@@ -6,12 +6,25 @@
 
 One rule runs through the package: text never produces a control id. Text goes through `encode_text`, control tokens
 through `encode_control`, and the saved folder keeps the rule in `AutoTokenizer` and in plain `tokenizers` as well.
-Importing this package imports neither `tokenizers` nor `transformers`; that happens at the first call.
+Importing this package imports neither `tokenizers` nor `transformers`; that happens at the first call. What loads and
+trains is imported when it is first named: every command that reads a config imports this package for its section.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from zero2all.tokenizer.config import TokenizerConfig
-from zero2all.tokenizer.load import Tokenizer, load_tokenizer
 from zero2all.tokenizer.specials import CONTROL_TOKENS, SpecialsConfig
-from zero2all.tokenizer.train import train_tokenizer
+
+if TYPE_CHECKING:
+    from zero2all.tokenizer.load import Tokenizer, load_tokenizer
+    from zero2all.tokenizer.train import train_tokenizer
 
 __all__ = ["CONTROL_TOKENS", "SpecialsConfig", "Tokenizer", "TokenizerConfig", "load_tokenizer", "train_tokenizer"]
+
+
+def __getattr__(name: str) -> Any:
+    module = {"Tokenizer": "load", "load_tokenizer": "load", "train_tokenizer": "train"}.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{module}"), name)

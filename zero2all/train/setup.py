@@ -27,6 +27,7 @@ from zero2all.config import (
 from zero2all.config.schedule import steps_with_anneal
 from zero2all.config.training import AnnealConfig, model_at
 from zero2all.model.config import parameter_counts
+from zero2all.model.empty import without_weights
 from zero2all.model.recompute import apply_recompute
 from zero2all.model.rope import rope_tables
 from zero2all.model.z2all import Z2all, compile_model
@@ -338,7 +339,7 @@ def empty_state(
     ops = spread_attention(ops, config.model, config.parallel, world.mesh)
     if world.mesh.pipeline.size > 1 and config.parallel.schedule == "zero_bubble":
         ops = with_deferrable_products(ops)
-    with torch.device("meta"):  # memory is allocated once it is known who holds what
+    with without_weights():  # memory is allocated once it is known who holds what
         model = Z2all(model_at(step, config.model, config.stages), ops).to(wide).train()
     spread_experts(model, world.mesh)
     if world.mesh.tensor.size > 1:

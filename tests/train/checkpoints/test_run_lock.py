@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from zero2all.common.errors import LostRunError, RunLockedError
+from zero2all.common.errors import BadInputError, LostRunError, RunLockedError
 from zero2all.train.checkpoints import run_lock
 from zero2all.train.checkpoints.run_lock import hold_run
 
@@ -186,3 +186,20 @@ def test_a_lock_file_that_says_nothing_is_free(tmp_path, content):
     (tmp_path / "lock").write_bytes(content)
     with hold_run(tmp_path) as lock:
         assert lock.notes == []
+
+
+def test_a_disk_that_cannot_lock_is_said_and_one_that_cannot_rename_is_refused(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", refuse)
+    with hold_run(tmp_path / "run") as lock:
+        (note,) = lock.notes
+    assert "cannot lock files (Operation not supported)" in note
+    monkeypatch.setattr(run_lock.Path, "rename", refuse)
+    with (
+        pytest.raises(BadInputError, match=r"cannot rename folders \(Operation not supported\)"),
+        hold_run(tmp_path / "new"),
+    ):
+        pass
+    assert not (tmp_path / "new").exists()

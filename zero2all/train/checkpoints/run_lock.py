@@ -113,22 +113,27 @@ def hold_run(
     path = run / LOCK_NAME
     if path.exists() and not path.is_file():
         raise BadInputError(f"{path} is not a regular file, so the run cannot be locked. Remove it and start again.")
+    notes: list[str] = []
     with open(path, "a+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunLockedError(_refusal(run, f"{_name(read_holder(path))} is running")) from None
-        except OSError:  # a disk without locks: only the content of the file counts
-            pass
+        except OSError as error:  # a disk without locks: only the content of the file counts
+            notes.append(
+                f"the disk of {run} cannot lock files ({error.strerror or error}): a second start of this run is "
+                f"noticed only by the heartbeat in {path.name}. Take care that it is started once"
+            )
         if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
             raise RunLockedError(_refusal(run, "it has just ended"))  # and has removed the file in between
-        notes = _judge(run, read_holder(path), take_over, stale_seconds, attempt)
+        notes += _judge(run, read_holder(path), take_over, stale_seconds, attempt)
         lock = RunLock(path, secrets.token_hex(8), notes)
         _write_holder(path, {**this_process(), "token": lock.token, "attempt": attempt})
         ended = threading.Event()
         beating = threading.Thread(target=_beat, args=(lock, ended, heartbeat_seconds), name="run-lock", daemon=True)
         beating.start()
         try:
+            _require_rename(run)
             yield lock
         finally:
             ended.set()
@@ -139,6 +144,23 @@ def hold_run(
                 if is_new and list(run.iterdir()) == [path]:  # refused before anything was written
                     path.unlink()
                     run.rmdir()
+
+
+def _require_rename(run: Path) -> None:
+    """BadInputError on a disk that cannot rename a folder (object storage that is mounted, for example): a checkpoint
+    becomes valid by that."""
+    before, after = (run / f"folder.{word}-{os.getpid()}" for word in ("partial", "renamed"))
+    try:
+        before.mkdir()
+        before.rename(after)
+        after.rmdir()
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            before.rmdir()
+        raise BadInputError(
+            f"The disk of {run} cannot rename folders ({error.strerror or error}), so no checkpoint could be saved "
+            f"there. Use a workspace on another disk; several machines need one that they share, such as NFS."
+        ) from error
 
 
 def _judge(

@@ -1,0 +1,64 @@
+"""Where the ranks of a supervised command print, so that it looks like one program in the foreground.
+
+What a rank prints goes through pipes; the first one gets a terminal of its own for its bar, as large as the real one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import struct
+import termios
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from types import FrameType
+
+Handler = Callable[[int, FrameType | None], None]
+
+
+def output(stream: int, number: int, stack: ExitStack) -> tuple[int, int]:
+    """Where rank `number` prints: a pipe, or for the first rank of a command in a terminal another terminal, so that it
+    still draws its bar. The reading end is closed with the stack."""
+    if number == 0 and os.isatty(stream):
+        read, write = os.openpty()
+        tty.setraw(write)
+        copy_size(stream, write)
+    else:
+        read, write = os.pipe()
+    stack.callback(os.close, read)
+    return read, write
+
+
+def copy_size(source: int, target: int) -> None:
+    """Give a terminal the size of another; nothing where one of them is none."""
+    with suppress(OSError):
+        size = fcntl.ioctl(source, termios.TIOCGWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
+        fcntl.ioctl(target, termios.TIOCSWINSZ, size)
+
+
+def write_all(target: int, data: bytes) -> None:
+    """Write until all is written, or nobody reads it any more."""
+    while data:
+        try:
+            data = data[os.write(target, data) :]
+        except OSError:
+            return
+
+
+@contextmanager
+def job_control(resize: Handler, suspend: Handler) -> Iterator[None]:
+    """Let these handle a new size of the window, and Ctrl-Z. In another thread than the main one the block runs
+    without."""
+    handlers = {signal.SIGWINCH: resize, signal.SIGTSTP: suspend}
+    try:
+        before = [signal.signal(number, handler) for number, handler in handlers.items()]
+    except ValueError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, old in zip(handlers, before, strict=True):
+            signal.signal(number, old)
