@@ -111,8 +111,9 @@ def node_counts(text: str) -> tuple[int, int]:
     try:
         return read_counts(text)
     except ValueError:
-        expected = "expected a number of machines, such as 4, or the least and the most, such as 2:4"
-        raise argparse.ArgumentTypeError(f"got {text[:100]!r}, {expected}") from None
+        raise argparse.ArgumentTypeError(
+            f"got {text[:100]!r}, expected a number of machines, such as 4, or the least and the most, such as 2:4"
+        ) from None
 
 
 def _train(arguments: argparse.Namespace) -> int:

@@ -108,8 +108,8 @@ def find_nodes(
 
 def read_counts(text: str) -> tuple[int, int]:
     """N or MIN:MAX as the least and the most machines of a run; ValueError where it is neither."""
-    least, _, most = text.partition(":")
-    counts = (int(least), int(most or least))
+    least, colon, most = text.partition(":")
+    counts = (int(least), int(most if colon else least))
     if not 1 <= counts[0] <= counts[1]:
         raise ValueError(text)
     return counts

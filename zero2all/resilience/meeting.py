@@ -229,7 +229,7 @@ class Meeting:
         missing = ", ".join(str(node) for node in range(rules.most) if node not in self._seats)
         if self._number and settings.below_minimum == "stop":
             if rules.has_memory and not self._is_last and (chosen := self._choose(1)):
-                self._say_once("z2a: too few machines are left: what memory holds is saved, then the run ends.")
+                self._say_once(_note("z2a: too few machines are left: what memory holds is saved, then the run ends."))
                 self._is_last = self._is_saving = True
                 self._start(chosen)
                 chosen[0].send(do="save", attempt=self._number)
@@ -245,8 +245,10 @@ class Meeting:
             )
         elif waited > NOTICE_SECONDS:
             self._say_once(
-                f"z2a: waiting for machine {missing} of {rules.most}, at most {limit:g} s. At least {rules.least} are "
-                f"needed (--nodes). Were they started, each with its own --node-rank?"
+                _note(
+                    f"z2a: waiting for machine {missing} of {rules.most}, at most {limit:g} s. At least {rules.least} "
+                    f"are needed (--nodes). Were they started, each with its own --node-rank?"
+                )
             )
 
     def _start(self, chosen: list[_Seat]) -> None:

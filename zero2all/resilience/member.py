@@ -24,7 +24,7 @@ BEAT_SECONDS = 1.0
 NOTICE_SECONDS = 10.0
 """After so long it is said which machines are missing."""
 GRACE_SECONDS = 60.0
-"""The same after an error that a person must mend: the others may be saving."""
+"""How long others may take to end by themselves after an error that a person must mend: they may be saving."""
 PAUSED_SECONDS = 5.0
 """A longer pause between two looks means that this process was stopped, and says nothing about the others."""
 POLL_SECONDS = 0.05
@@ -35,10 +35,7 @@ LEAVE_SECONDS = 5.0
 Order = dict[str, Any]
 """`do` is start (with `attempt`, `token`, `first` rank, `world` size, `step`, on machine 0 `store`), stop (`code`,
 `text`), failed, end, save or beat."""
-
-
 SAVED = PreemptedError.exit_code
-
 SURE, LOST, UNSURE, VICTIM = range(4)
 """How a failure is judged when several machines have one: the least is the cause. Ranks crash or hang also because
 another machine is lost, but then nothing shows that they began it."""
