@@ -1,9 +1,9 @@
 """A run whose machines leave and come back: two network namespaces as two machines, `z2a train --nodes 1:2` on each.
 
-    sudo python benchmarks/elastic_soak.py --minutes 10      needs root and iproute2
+    sudo python benchmarks/elastic_soak.py --work WORK --minutes 10      needs root and iproute2
 
-First a run that nobody disturbs, on both machines; its length is chosen so that the disturbed run lasts about as long as
-asked. Then the same run, in which one machine at a time is lost and comes back: its cable is cut, its supervisor and
+First a run that nobody disturbs, on both machines; its length is chosen so that the disturbed run lasts about as long
+as asked. Then the same run, in which one machine at a time is lost and comes back: its cable is cut, its supervisor and
 ranks are killed, it is asked to leave (SIGTERM), or machine 0, which holds the meeting, is killed. Each machine has its
 own host name and its own /dev/shm, which is lost with it.
 
@@ -144,7 +144,7 @@ def soak_on(config: str, work: Path) -> Iterator[Soak]:
 def disturb(soak: Soak, name: str, steps: int, every: float, rng: random.Random) -> list[str]:
     """Let machines leave and come back until the run has ended; what was done."""
     done: list[str] = []
-    begun = time.monotonic()
+    begun, seen = time.monotonic(), 0
     faults = ["cut", "kill", "leave", "kill 0"]
     while True:
         until = time.monotonic() + every
@@ -152,10 +152,13 @@ def disturb(soak: Soak, name: str, steps: int, every: float, rng: random.Random)
             if all(process.poll() is not None for process in soak.started.values()):
                 return done
             time.sleep(0.2)
-        if newest_step(soak.work / "runs" / name) > 0.9 * steps:
-            until = float("inf")
+        now = newest_step(soak.work / "runs" / name)
+        if now <= seen:  # on a busy machine it may not have begun again
+            continue
+        if now > 0.9 * steps:
             soak.wait(name, 600)
             return done
+        seen = now
         fault = faults[len(done) % len(faults)]
         away = rng.uniform(*AWAY_SECONDS)
         done.append(f"{time.monotonic() - begun:.0f} s: {fault}, away for {away:.0f} s")
