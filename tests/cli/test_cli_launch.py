@@ -30,22 +30,39 @@ def test_the_slurm_file_is_a_shell_script_that_starts_one_task_per_machine_and_l
     text = path.read_text()
     for line in ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--signal=TERM@300", "--requeue"):
         assert f"#SBATCH {line}\n" in text
-    started = next(shlex.split(line) for line in text.splitlines() if line.startswith("srun "))
-    assert started[3:7] == [sys.executable, "-m", "zero2all", "train"]
-    assert started[-2:] == ["--data.mixture", "{en: 2, zh: 1}"]
+    joined = text.replace("\\\n", "").splitlines()
+    started = next(shlex.split(line) for line in joined if line.strip().startswith("srun "))
+    assert started[5:9] == [sys.executable, "-m", "zero2all", "train"]
+    assert "--data.mixture {en: 2, zh: 1} --resilience.supervise true --nodes 2 --node-rank $1" in " ".join(started)
+    assert "--no-kill" not in text
+    assert "#SBATCH --no-kill\n" in z2a("launch", "slurm", "quickstart", "--nodes", "1:2").out
 
 
-def test_what_the_slurm_file_does_at_the_end(z2a, tmp_path):
-    """Code 10 goes back to the queue, and another code does not: with stand-ins for Slurm's two programs."""
-    text = z2a("launch", "slurm", "quickstart", "--nodes", "2").out
-    for name, lines in (("srun", 'exit "$CODE"'), ("scontrol", f'echo "$@" >> {tmp_path}/asked')):
+SRUN = """
+number=$(echo "$@" | sed 's/.*--node-rank \\([0-9]*\\).*/\\1/')
+echo "$@" >> $FOLDER/started-$number
+[ "$number" = 1 ] && [ $(wc -l < $FOLDER/started-1) = 1 ] && exit 137
+while [ ! -s $FOLDER/started-1 ] || [ $(wc -l < $FOLDER/started-1) -lt 2 ]; do sleep 0.05; done
+exit "$CODE"
+"""
+
+
+def test_what_the_slurm_file_does_when_a_machine_is_lost_and_at_the_end(z2a, tmp_path):
+    """A machine that was killed starts again and joins; codes 10 and 1 go back to the queue, and others do not: with
+    stand-ins for Slurm's two programs."""
+    text = z2a("launch", "slurm", "quickstart", "--nodes", "1:2").out
+    hosts = f'[ "$1" = show ] && echo "gpu3 gpu7" || echo "$@" >> {tmp_path}/asked'
+    for name, lines in (("srun", SRUN), ("scontrol", hosts), ("sleep", '[ "$1" = 5 ] || /bin/sleep 0.02')):
         (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
         (tmp_path / name).chmod(0o755)
-    for code in (10, 2):
+    for code in (10, 1, 2):
         path = f"{tmp_path}:{os.environ['PATH']}"
-        variables = {**os.environ, "PATH": path, "CODE": str(code), "SLURM_JOB_ID": "7"}
+        variables = {**os.environ, "PATH": path, "CODE": str(code), "FOLDER": str(tmp_path), "SLURM_JOB_ID": "30007"}
         assert subprocess.run(["bash", "-c", text], env=variables).returncode == code
-    assert (tmp_path / "asked").read_text() == "requeue 7\n"
+    assert (tmp_path / "asked").read_text() == "requeue 30007\n" * 2
+    words = (tmp_path / "started-1").read_text().splitlines()
+    assert len(words) >= 2
+    assert all("--nodelist=gpu7" in each and each.endswith("--rendezvous gpu3:20007") for each in words)
 
 
 def test_the_manifest_gives_each_pod_its_number_and_time_to_save(z2a):
@@ -69,6 +86,7 @@ def test_the_manifest_gives_each_pod_its_number_and_time_to_save(z2a):
         "z2a-quickstart-node-0-0.z2a-quickstart:29500",
     ]
     assert container["command"][-6:] == meeting
+    assert spec["backoffLimit"] > 0, "a pod that fails must be replaced"
     assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "data"}
 
 

@@ -8,28 +8,35 @@ import pytest
 
 from zero2all.common.errors import UsageError
 from zero2all.parallel.launch import run_processes
-from zero2all.parallel.nodes import Nodes, find_nodes, first_host, use_interface
+from zero2all.parallel.nodes import Nodes, find_nodes, first_host, read_counts, use_interface
 
 STEP = {"SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "70123"}
 
 
 def test_flags_win_over_slurm_and_slurm_fills_in_what_they_leave_open():
-    assert find_nodes(environment=STEP) == Nodes(2, 1, "gpu03", 20123, "", 20123)
-    assert find_nodes(2, 0, "head:5000", "10.0.0.2:6000", STEP) == Nodes(2, 0, "head", 5000, "10.0.0.2", 6000)
-    assert find_nodes(3, 2, "[fd00::1]:5000", None, {}) == Nodes(3, 2, "fd00::1", 5000, "::", 5000)
+    assert find_nodes(environment=STEP) == Nodes(2, 1, "gpu03", 20123, "", 20123, 2)
+    assert find_nodes((1, 2), 0, "head:5000", "10.0.0.2:6000", STEP) == Nodes(2, 0, "head", 5000, "10.0.0.2", 6000, 1)
+    assert find_nodes((3, 3), 2, "[fd00::1]:5000", None, {}) == Nodes(3, 2, "fd00::1", 5000, "::", 5000, 3)
     assert find_nodes(environment={}) == Nodes()
     assert find_nodes(environment={**STEP, "SLURM_STEP_NUM_NODES": "1"}) == Nodes()
 
 
 def test_all_problems_of_the_flags_are_named_at_once():
     with pytest.raises(UsageError, match=r"--node-rank is 2: expected 0 to 1.*--rendezvous is missing"):
-        find_nodes(2, 2, environment={})
+        find_nodes((2, 2), 2, environment={})
     with pytest.raises(UsageError, match="--rendezvous needs the number of machines"):
         find_nodes(rendezvous="a:1", environment={})
     with pytest.raises(UsageError, match="Expected HOST:PORT"):
-        find_nodes(2, 0, "a:99999", environment={})
+        find_nodes((2, 2), 0, "a:99999", environment={})
     with pytest.raises(UsageError, match=r"16 tasks on 2 machines.*--ntasks-per-node=1"):
         find_nodes(environment={**STEP, "SLURM_STEP_NUM_TASKS": "16"})
+
+
+def test_a_number_of_machines_or_the_least_and_the_most():
+    assert [read_counts(text) for text in ("4", "2:4")] == [(4, 4), (2, 4)]
+    for wrong in ("0", "4:2", "2:", "a", "1:2:3"):
+        with pytest.raises(ValueError):  # noqa: PT011
+            read_counts(wrong)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from zero2all.common.errors import AnomalyError
 from zero2all.common.workspace import Workspace
 from zero2all.resilience import slots
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
+from zero2all.train.checkpoints.memory import MemoryStore
+from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.periodic import check_rerun
 
 STEPS = 14
@@ -128,6 +130,19 @@ def test_memory_of_another_run_or_of_one_started_over_is_not_taken(ranks, lab, c
     words = {0: ["--fresh", "--train.steps", "3"]}
     assert "from memory" not in ranks.finished(settings(config, ram, "one"), words=words).text()
     assert list(next(ram.iterdir()).iterdir()) == []
+
+
+def test_a_machine_that_was_away_with_another_save_of_the_same_step_is_not_believed(ranks, lab, config, ram):
+    class TwoMachines(Peers):
+        """The other one has the same steps, saved by other processes."""
+
+        def gather(self, value):
+            other = [[step, "another"] for step, _ in value] if isinstance(value, list) else value
+            return [value, other]
+
+    killed_at(ranks, config, ram)
+    assert MemoryStore(lab.run("run"), Peers(), ram, "", print).newest(0) is not None
+    assert MemoryStore(lab.run("run"), TwoMachines(), ram, "", print).newest(0) is None
 
 
 def test_another_number_of_processes_loads_what_is_in_memory(ranks, lab, config, ram):

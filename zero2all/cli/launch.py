@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from zero2all.cli.parser import Parser
+from zero2all.cli.train import node_counts
 from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, whole
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
@@ -69,7 +70,13 @@ def _add_config(parser: Parser) -> None:
 
 def _add_job_flags(parser: Parser) -> None:
     _add_config(parser)
-    parser.add_argument("--nodes", type=whole(1), required=True, metavar="N", help="machines")
+    parser.add_argument(
+        "--nodes",
+        type=node_counts,
+        required=True,
+        metavar="N or MIN:MAX",
+        help="machines; MIN:MAX: the run goes on while at least MIN of MAX are there",
+    )
     parser.add_argument("--gpus-per-node", type=whole(0), default=8, metavar="N", help="GPUs of each (default 8)")
     parser.add_argument(
         "--save-seconds",
@@ -86,9 +93,11 @@ def _train_words(arguments: argparse.Namespace, python: str, work: Path) -> tupl
     cuts that line at 256 characters, and virtual environments may have longer paths."""
     from zero2all.config import load_config
 
-    name = load_config(arguments.config, arguments.overrides).train.name
+    config = load_config(arguments.config, arguments.overrides)
     words = ["train", arguments.config, "--work", str(work), *arguments.overrides]
-    return name, [python, "-m", "zero2all", *words]
+    if not config.resilience.supervise:  # or a machine that fails could not come back
+        words += ["--resilience.supervise", "true"]
+    return config.train.name, [python, "-m", "zero2all", *words]
 
 
 def _slurm(arguments: argparse.Namespace) -> None:

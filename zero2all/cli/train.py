@@ -14,6 +14,8 @@ from zero2all.common.language import translate as t
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
     from zero2all.config import RunConfig
+    from zero2all.parallel.nodes import Nodes
+    from zero2all.resilience.member import Rules
     from zero2all.resilience.supervisor import Watch
     from zero2all.train.guards.documents import Decode
 
@@ -75,14 +77,19 @@ def register(verbs: Subparsers) -> None:
         "                 [--plan-only] [--simulate-ranks N] [--json]\n"
         "                 [--group N] [--fresh] [--accept-changes] [--take-over]\n"
         "                 [--no-supervisor]\n"
-        "                 [--nodes N] [--node-rank R] [--rendezvous HOST:PORT]\n"
+        "                 [--nodes N or MIN:MAX] [--node-rank R] [--rendezvous HOST:PORT]\n"
         "                 [--rendezvous-bind HOST:PORT] [--interface NAME]"
     )
 
 
 def add_node_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of a run over several machines."""
-    parser.add_argument("--nodes", type=whole(1), metavar="N", help="machines of the run; each runs this command")
+    parser.add_argument(
+        "--nodes",
+        type=node_counts,
+        metavar="N or MIN:MAX",
+        help="machines of the run; each runs this command. MIN:MAX: it goes on while at least MIN are there",
+    )
     parser.add_argument(
         "--node-rank", type=whole(0), metavar="R", help="which of them this one is, from 0 (default: Slurm's number)"
     )
@@ -95,6 +102,18 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interface", metavar="NAME", help="network interface for the data (default: the one towards machine 0)"
     )
+
+
+def node_counts(text: str) -> tuple[int, int]:
+    """A type for add_argument: N or MIN:MAX."""
+    from zero2all.parallel.nodes import read_counts
+
+    try:
+        return read_counts(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"got {text[:100]!r}, expected a number of machines, such as 4, or the least and the most, such as 2:4"
+        ) from None
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -144,7 +163,8 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
         supervised = config.resilience.supervise and not arguments.no_supervisor
         if supervised or processes > 1 or nodes.count > 1:
             watch = _watch(config, workspace) if supervised else None
-            return run_processes(processes, arguments.command_line, watch, nodes)
+            rules = _rules(config, nodes, processes, supervised) if nodes.count > 1 else None
+            return run_processes(processes, arguments.command_line, watch, nodes, rules=rules)
     from zero2all.resilience.heartbeat import attach, failed
 
     attach()
@@ -166,6 +186,38 @@ def _watch(config: RunConfig, workspace: Workspace) -> Watch:
         remove(run, None if folder is None else Path(folder))
 
     return Watch(config.resilience, run, watches_phases=True, once=("--fresh",), at_good_end=forget)
+
+
+def _rules(config: RunConfig, nodes: Nodes, processes: int, supervised: bool) -> Rules | None:
+    """With which machines the run goes on; None: a failure ends it. UsageError where it fits on no number of them."""
+    from zero2all.common.errors import UsageError
+    from zero2all.parallel.run_config import why_not_spread
+    from zero2all.resilience.member import Rules
+
+    if not supervised:
+        if nodes.least < nodes.count:
+            raise UsageError(
+                f"--nodes {nodes.least}:{nodes.count} needs the supervisor. Set resilience.supervise to true and leave "
+                f"--no-supervisor out, or give one number of machines."
+            )
+        return None
+    multiple, memory = config.resilience.node_multiple, config.resilience.memory_every_steps != 0
+    counts = [count for count in range(nodes.least, nodes.count + 1) if count % multiple == 0]
+    if not any(not why_not_spread(config, count * processes) for count in counts):
+        why = why_not_spread(config, nodes.count * processes) if counts else ""
+        raise UsageError(
+            f"No number of machines from {nodes.least} to {nodes.count} fits this run (resilience.node_multiple is "
+            f"{multiple}). {why}"
+        )
+    return Rules(
+        run=config.train.name,
+        least=nodes.least,
+        most=nodes.count,
+        fits=lambda world: not why_not_spread(config, world),
+        settings=config.resilience,
+        join_seconds=config.parallel.join_seconds,
+        has_memory=memory,
+    )
 
 
 def _train_here(arguments: argparse.Namespace, config: RunConfig, workspace: Workspace) -> int:

@@ -9,9 +9,9 @@ import shlex
 from collections.abc import Sequence
 
 from zero2all.common.errors import PreemptedError
-from zero2all.parallel.nodes import DEFAULT_PORT
+from zero2all.parallel.nodes import DEFAULT_PORT, SLURM_PORTS
 
-NEVER_AGAIN = (2, 3, 12, 13, 14)
+NEVER_AGAIN = (2, 3, 4, 12, 13, 14, 15)
 """Exit codes that another attempt would end with too: docs/architecture.md."""
 
 
@@ -21,15 +21,18 @@ def job_name(run: str) -> str:
 
 
 def slurm_file(
-    name: str, command: Sequence[str], folder: str, nodes: int, gpus: int, time: str, save_seconds: int
+    name: str, command: Sequence[str], folder: str, nodes: tuple[int, int], gpus: int, time: str, save_seconds: int
 ) -> str:
-    """An sbatch file that runs `command` once on each machine."""
+    """An sbatch file that runs `command` on each machine, the least and the most of them being `nodes`."""
     gpu_line = f"#SBATCH --gpus-per-node={gpus}\n" if gpus else ""
+    least, most = nodes
+    final = "|".join(map(str, (0, PreemptedError.exit_code, *NEVER_AGAIN)))
+    keep_lines = "# A lost machine does not end the job: the run goes on with the others.\n#SBATCH --no-kill\n"
     return f"""\
 #!/bin/bash
 # Written by `z2a launch slurm`. Submit it with: sbatch FILE
 #SBATCH --job-name={name}
-#SBATCH --nodes={nodes}
+#SBATCH --nodes={most}
 # One task per machine: z2a starts one process per GPU itself.
 #SBATCH --ntasks-per-node=1
 {gpu_line}# The whole machine with all of its memory: the processes share it.
@@ -38,31 +41,57 @@ def slurm_file(
 #SBATCH --time={time}
 # SIGTERM to every machine {save_seconds} s before the time is over: the run saves and ends with code 10.
 #SBATCH --signal=TERM@{save_seconds}
-# Start again when a machine has failed; the run continues from its newest checkpoint.
+{keep_lines if least < most else ""}# Start again when too few machines are left; the run continues.
 #SBATCH --requeue
 # All attempts write to one log.
 #SBATCH --open-mode=append
 #SBATCH --output={name}-%j.log
 
 cd {shlex.quote(folder)} || exit 3
-# Machine 0, its port and the number of each machine come from Slurm's variables.
+machines=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
+# Two jobs that share a machine get different ports.
+port=$(({SLURM_PORTS.start} + SLURM_JOB_ID % {len(SLURM_PORTS)}))
+
+# A step per machine, so that one can end and begin again without the others: it joins the run at its next save.
 # --cpu-bind=none: without it Slurm may give the task, and so all processes, one core.
-# --kill-on-bad-exit=0: a machine that has saved first must not end the others, which still save.
-srun --cpu-bind=none --kill-on-bad-exit=0 {shlex.join(command)}
+run_machine() {{
+    while true; do
+        srun --nodes=1 --ntasks=1 --nodelist="$2" --cpu-bind=none {shlex.join(command)} \\
+            --nodes {node_words(nodes)} --node-rank "$1" --rendezvous "${{machines[0]}}:$port"
+        code=$?
+        case $code in
+            {final}) return $code ;; # done, saved, or an error that would come again
+        esac
+        [ "$1" = 0 ] && [ $code = 1 ] && return 1 # the machines that the run needs did not come back
+        sleep 10                                  # this machine is down, or its command was killed
+    done
+}}
+for number in "${{!machines[@]}}"; do
+    run_machine "$number" "${{machines[$number]}}" &
+    loops[$number]=$!
+done
+wait "${{loops[0]}}" # machine 0 knows how the run ended, and tells the others
 code=$?
-# Saved because the time was over: back to the queue. Any other code is final.
-if [ "$code" = {PreemptedError.exit_code} ]; then
+sleep 5
+kill "${{loops[@]:1}}" 2>/dev/null
+# Saved because the time was over, or too few machines are left: back to the queue. Any other code is final.
+if [ "$code" = {PreemptedError.exit_code} ] || [ "$code" = 1 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"
 """
 
 
+def node_words(nodes: tuple[int, int]) -> str:
+    """The least and the most machines, as `--nodes` takes them."""
+    return str(nodes[1]) if nodes[0] == nodes[1] else f"{nodes[0]}:{nodes[1]}"
+
+
 def kubernetes_file(
-    name: str, command: Sequence[str], image: str, claim: str, nodes: int, gpus: int, save_seconds: int
+    name: str, command: Sequence[str], image: str, claim: str, nodes: tuple[int, int], gpus: int, save_seconds: int
 ) -> str:
     """A JobSet (jobset.sigs.k8s.io, 0.6 or newer) with one pod per machine."""
-    meeting = ["--nodes", str(nodes), "--node-rank", "$(NODE_RANK)"]
+    meeting = ["--nodes", node_words(nodes), "--node-rank", "$(NODE_RANK)"]
     meeting += ["--rendezvous", f"{name}-node-0-0.{name}:{DEFAULT_PORT}"]
     words = "\n".join(f"                  - {json.dumps(word)}" for word in (*command, *meeting))
     gpu_lines = (
@@ -70,7 +99,7 @@ def kubernetes_file(
     )
     return f"""\
 # Written by `z2a launch kubernetes`. Start it with: kubectl apply -f FILE
-# It needs the JobSet controller, which starts all pods again together when one has failed.
+# It needs the JobSet controller, for the names of the pods.
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
@@ -80,22 +109,21 @@ spec:
     enableDNSHostnames: true # pods find machine 0 by its name
     publishNotReadyAddresses: true # also before it is ready
   failurePolicy:
-    maxRestarts: 100 # each attempt continues from the newest checkpoint
-    rules:
-      - action: FailJobSet # a wrong config or bad data: another attempt would end alike
-        onJobFailureReasons: [PodFailurePolicy]
+    maxRestarts: 0 # a pod that fails is replaced alone, below
   replicatedJobs:
     - name: node
       replicas: 1
       template:
         spec:
           completionMode: Indexed # each pod gets a number, which is its --node-rank
-          completions: {nodes}
-          parallelism: {nodes}
-          backoffLimit: 0 # one pod alone cannot come back: all start again
+          completions: {nodes[1]}
+          parallelism: {nodes[1]}
+          backoffLimit: 1000 # a pod that failed, or whose machine is lost, is started again: it joins the run
           podFailurePolicy:
             rules:
-              - action: FailJob
+              - action: Ignore # its machine was drained: not counted
+                onPodConditions: [{{type: DisruptionTarget}}]
+              - action: FailJob # a wrong config or bad data: another attempt would end alike
                 onExitCodes:
                   containerName: z2a
                   operator: In

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import socket
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -20,10 +21,13 @@ from pathlib import Path
 from zero2all.common.errors import UsageError
 from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.nodes import Nodes
+from zero2all.resilience.member import Member, Rules
 from zero2all.resilience.supervisor import Environment, Watch, supervise
 
 STORE_SOCKET = "ZERO2ALL_STORE_SOCKET"
 """File descriptor of the socket on which rank 0 waits for the others."""
+ATTEMPT = "ZERO2ALL_ATTEMPT"
+"""The id of an attempt that several machines agreed on: of the keys in its store, and in the lock of the run."""
 COMMAND_STARTED = "ZERO2ALL_COMMAND_STARTED"
 ALONE = Nodes()
 
@@ -66,25 +70,48 @@ def command_started() -> float:
 
 
 def run_processes(
-    processes: int, words: Sequence[str], watch: Watch | None = None, nodes: Nodes = ALONE, module: bool = True
+    processes: int,
+    words: Sequence[str],
+    watch: Watch | None = None,
+    nodes: Nodes = ALONE,
+    module: bool = True,
+    rules: Rules | None = None,
 ) -> int:
     """Run `z2a WORDS…`, or any command where it is no `module`, in `processes` processes that form one group, with
-    those of the other machines if there are any; returns the exit code of the command."""
+    those of the other machines if there are any; returns the exit code of the command. With `rules` the machines meet
+    before each attempt; without, a failure ends the run on all of them."""
     command = [sys.executable, "-m", "zero2all", *words] if module else list(words)
-    first = nodes.rank * processes
+    member = _join(nodes, processes, rules) if rules is not None else None
 
     def environments(stack: ExitStack) -> list[Environment]:
-        listener = nodes.listen()  # rank 0 inherits it, so that no other program takes the port
+        first, world, listener = nodes.rank * processes, processes * nodes.count, None
+        shared = {COMMAND_STARTED: str(command_started())}
+        if member is not None:
+            first, world, shared[ATTEMPT] = member.order["first"], member.order["world"], member.order["token"]
+        if nodes.rank == 0:  # rank 0 inherits it, so that no other program takes the port
+            listener = nodes.listen() if member is None else socket.socket(fileno=member.order["store"])
+            stack.callback(listener.close)
         found: list[Environment] = []
-        shared = {**nodes.variables(processes, listener), COMMAND_STARTED: str(command_started())}
+        shared |= nodes.variables(world, processes, listener)
         for rank in range(processes):
             own = {**shared, "RANK": str(first + rank), "LOCAL_RANK": str(rank)}
             inherited = []
             if rank == 0 and listener is not None:
-                stack.callback(listener.close)
                 own[STORE_SOCKET] = str(listener.fileno())
                 inherited.append(listener.fileno())
             found.append((own, inherited))
         return found
 
-    return supervise(command, environments, watch)
+    return supervise(command, environments, watch, member)
+
+
+def _join(nodes: Nodes, processes: int, rules: Rules) -> Member:
+    """Take part in the meeting of the machines; the first one holds it."""
+    if nodes.rank > 0:
+        return Member((nodes.host, nodes.port), nodes.rank, processes, rules)
+    from zero2all.resilience.meeting import Meeting  # asyncio takes a tenth of a second
+
+    listener = nodes.listen()
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(nodes.bind_host, nodes.bind_host)
+    address = (host, listener.getsockname()[1])
+    return Member(address, 0, processes, rules, Meeting(listener, lambda: nodes.listen(0), rules).close)

@@ -37,7 +37,7 @@ from zero2all.common.errors import PeerFailureError, UsageError
 from zero2all.common.language import translate as t
 from zero2all.common.progress import say
 from zero2all.parallel.device import local_processes, local_rank
-from zero2all.parallel.launch import STORE_SOCKET
+from zero2all.parallel.launch import ATTEMPT, STORE_SOCKET
 from zero2all.parallel.nodes import data_address
 
 Facts = Mapping[str, Any]
@@ -102,7 +102,7 @@ def open_store(rank: int, seconds: float) -> dist.Store:
         ) from error
     finally:
         notice.cancel()
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = os.environ.get(ATTEMPT) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"z2a/{attempt}", store)
 
 

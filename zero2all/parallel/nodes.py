@@ -1,7 +1,8 @@
 """Several machines in one run: how many there are, which of them this one is, and where they meet.
 
 Each machine runs the same command. What the flags do not say is taken from Slurm's variables, if `srun` started the
-command with one task per machine. Machine r of n, with p processes on each, gets the ranks r*p to r*p + p - 1.
+command with one task per machine. Machine r of n, with p processes on each, gets the ranks r*p to r*p + p - 1; under
+supervisors, which meet (`resilience.meeting`), the machines that are there share the ranks in each attempt.
 
 The address where the others find rank 0 (`--rendezvous`) and the one where it listens (`--rendezvous-bind`) are two
 settings: in a container the first belongs to the host, which forwards the port, and cannot be bound inside.
@@ -22,6 +23,8 @@ from zero2all.common.progress import say
 DEFAULT_PORT = 29500
 SLURM_PORTS = range(20_000, 30_000)
 """Below the ports that Linux gives to outgoing connections."""
+BACKLOG = 4096
+"""Connections of ranks that wait to be accepted."""
 ANY_ADDRESS = ("", "0.0.0.0", "::")
 
 
@@ -35,14 +38,15 @@ class Nodes:
     port: int = 0
     bind_host: str = "127.0.0.1"
     bind_port: int = 0
+    least: int = 1
+    """With how many of `count` the run goes on (`--nodes MIN:MAX`); equal where a run has a fixed number."""
 
-    def listen(self) -> socket.socket | None:
-        """On the first machine: the socket where rank 0 waits for the others."""
-        if self.rank > 0:
-            return None
+    def listen(self, port: int | None = None) -> socket.socket:
+        """On the first machine: the socket where it, or rank 0, waits for the others."""
         try:
             family = socket.AF_INET6 if ":" in self.bind_host else socket.AF_INET
-            return socket.create_server((self.bind_host, self.bind_port), family=family)
+            address = (self.bind_host, self.bind_port if port is None else port)
+            return socket.create_server(address, family=family, backlog=BACKLOG)
         except OSError as error:
             raise UsageError(
                 f"This machine cannot listen on {self.bind_host or 'any address'}, port {self.bind_port}: "
@@ -50,7 +54,7 @@ class Nodes:
                 f"--rendezvous is what the other machines connect to."
             ) from error
 
-    def variables(self, processes: int, listener: socket.socket | None) -> dict[str, str]:
+    def variables(self, world: int, processes: int, listener: socket.socket | None) -> dict[str, str]:
         """The environment variables that are equal in all processes of this machine. Those of the first machine connect
         to where rank 0 listens: from inside a container the advertised address often does not lead back."""
         host, port = self.host, self.port
@@ -59,7 +63,7 @@ class Nodes:
             host = (own_address(self.host) or "127.0.0.1") if any_address else self.bind_host
             port = listener.getsockname()[1]
         return {
-            "WORLD_SIZE": str(processes * self.count),
+            "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(processes),
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
@@ -67,15 +71,16 @@ class Nodes:
 
 
 def find_nodes(
-    count: int | None = None,
+    counts: tuple[int, int] | None = None,
     rank: int | None = None,
     rendezvous: str | None = None,
     bind: str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Nodes:
-    """The machines of a run, by the flags, and what they leave open by Slurm; all problems at once."""
+    """The machines of a run, by the flags (`counts`: the least and the most), and what they leave open by Slurm; all
+    problems at once."""
     slurm = _of_slurm(environment)
-    count = count or (slurm.count if slurm else 1)
+    least, count = counts or ((slurm.count, slurm.count) if slurm else (1, 1))
     if count == 1:
         needless = [f"--{name}" for name, value in (("rendezvous", rendezvous), ("rendezvous-bind", bind)) if value]
         if needless or rank:
@@ -98,7 +103,16 @@ def find_nodes(
     assert rendezvous is not None, "checked above"
     host, port = read_address(rendezvous, "--rendezvous")
     bind_host, bind_port = read_address(bind, "--rendezvous-bind") if bind else ("::" if ":" in host else "", port)
-    return Nodes(count, rank, host, port, bind_host, bind_port)
+    return Nodes(count, rank, host, port, bind_host, bind_port, least)
+
+
+def read_counts(text: str) -> tuple[int, int]:
+    """N or MIN:MAX as the least and the most machines of a run; ValueError where it is neither."""
+    least, colon, most = text.partition(":")
+    counts = (int(least), int(most if colon else least))
+    if not 1 <= counts[0] <= counts[1]:
+        raise ValueError(text)
+    return counts
 
 
 def read_address(text: str, flag: str) -> tuple[str, int]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from zero2all.common.errors import UsageError
+from zero2all.common.progress import counted
 from zero2all.model.config import ModelConfig
 from zero2all.parallel.config import ParallelConfig
 
@@ -52,3 +54,20 @@ def sequence_lengths(config: SpreadConfig) -> list[tuple[str, int]]:
         if stage.seq_len is not None:
             found.append((f"stages[{number}].seq_len", stage.seq_len))
     return found
+
+
+def why_not_spread(config: SpreadConfig, processes: int) -> str:
+    """Why this many processes cannot share the run, by their number alone; empty: they can. For the supervisor, which
+    has no torch; the processes themselves check every rule (`zero2all.parallel.check`)."""
+    try:
+        sizes = config.parallel.sizes(processes)
+    except UsageError as error:
+        return str(error)
+    rows = min(config.train.tokens_per_step // length for _, length in sequence_lengths(config))
+    batch = sizes.replicate * sizes.shard
+    return "" if batch <= rows else _note(f"{batch} batch ranks are more than the {counted(rows, 'row')} of a step.")
+
+
+def _note(text: str) -> str:
+    """Marks a text that a person reads."""
+    return text

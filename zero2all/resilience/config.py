@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Literal
 
-from zero2all.common.schema import NaturalInt, PositiveFloat, Problem
+from zero2all.common.schema import NaturalInt, PositiveFloat, PositiveInt, Problem
 
 LIMITS = ("start", "first_step", "data", "step", "save", "validate", "end")
 """What `limits` may name: the phases of a run, and the first steps, which compile."""
@@ -36,6 +36,15 @@ class ResilienceConfig:
     """An address that is asked every 5 s for the same, such as the metadata service of a cloud."""
     deadline: float | str | None = None
     """When to save and end with code 10: seconds after the start, a time of day (06:30), or a date with time."""
+
+    node_silence_seconds: PositiveFloat = 15.0
+    """Several machines: one that says nothing for so long is lost, and the run goes on without it."""
+    node_multiple: PositiveInt = 1
+    """Several machines: go on with a multiple of this many of them (`z2a train --nodes MIN:MAX`)."""
+    below_minimum: Literal["wait", "stop"] = "wait"
+    """When fewer than --nodes are left. wait: until enough are there again; stop: save what memory holds and end."""
+    below_minimum_seconds: PositiveFloat = 3600.0
+    """How long to wait then, and for machine 0 if that one is lost, before the command ends with code 1."""
 
     memory_every_steps: NaturalInt | Literal["auto"] = "auto"
     """Save the state to memory after this many steps, for a restart that loses few of them; 0: never. auto: a 25th of

@@ -33,7 +33,7 @@ class Failure:
     """One failure of one attempt."""
 
     kind: str
-    """crash or hang."""
+    """crash, hang or lost (a machine)."""
     rank: int
     step: int
     phase: str
@@ -48,6 +48,8 @@ class Failure:
     """What the supervisor did."""
     waited_seconds: float = 0.0
     """From the last sign of life to the end of the processes."""
+    is_sure: bool = True
+    """Whether something shows that this rank began it."""
     node: str = field(default_factory=socket.gethostname)
     time: float = field(default_factory=time.time)
 
@@ -55,6 +57,8 @@ class Failure:
         """What a person can do."""
         first = next(facts for facts in self.ranks if facts.rank == self.rank)
         number = -first.code if first.code is not None and first.code < 0 else 0
+        if self.kind == "lost":
+            return [_note("See whether that machine and its network are up. Start the same command there: it joins.")]
         if any("memory" in line.lower() for line in self.kernel) and number == signal.SIGKILL:
             return [_note("Memory of the machine ran out. Give the job more memory, or start fewer data readers.")]
         if any("Xid" in line for line in self.kernel):

@@ -39,9 +39,11 @@ from zero2all.common.errors import (
 )
 from zero2all.common.progress import say
 from zero2all.common.signals import stop_signals_to
+from zero2all.resilience import member as machines
 from zero2all.resilience.config import ResilienceConfig
 from zero2all.resilience.diagnosis import (
     CLEAR_CRASHES,
+    VICTIM,
     MemoryKills,
     RankFacts,
     culprit,
@@ -49,12 +51,12 @@ from zero2all.resilience.diagnosis import (
     take_stacks,
 )
 from zero2all.resilience.heartbeat import HEARTBEAT, Beat, Slots, heartbeat_file
+from zero2all.resilience.member import Member, Order, Report
 from zero2all.resilience.notice import Notices
 from zero2all.resilience.page import Failure, same_error, write_page
+from zero2all.resilience.restarts import DETERMINISTIC_CODE, Restarts
 from zero2all.resilience.terminal import copy_size, job_control, output, write_all
 
-DETERMINISTIC_CODE = 15
-"""Exit code of a command that the supervisor has given up: it fails again and again."""
 USER_CODES = tuple(
     error.exit_code
     for error in (UsageError, BadInputError, DiskError, AnomalyError, RunLockedError, LostRunError, PreemptedError)
@@ -75,7 +77,6 @@ KNOWN_AFTER = {"step": 10, "data": 10}
 """How often a phase must have been seen before its limit is learned; others: twice."""
 PAUSED_SECONDS = 5.0
 """A longer pause between two looks means that this process was stopped or frozen, and perhaps the ranks with it."""
-LONGEST_WAIT_SECONDS = 60.0
 COLLECTIVES_SECONDS = 1.0
 
 SIGNAL_HINTS: dict[int, str] = {
@@ -135,17 +136,28 @@ class _Rank:
 
 
 def supervise(
-    command: Sequence[str], environments: Callable[[ExitStack], list[Environment]], watch: Watch | None = None
+    command: Sequence[str],
+    environments: Callable[[ExitStack], list[Environment]],
+    watch: Watch | None = None,
+    member: Member | None = None,
 ) -> int:
-    """Run the command once per environment, as one group, until it ends well or for good; returns the exit code."""
-    return _Supervisor(list(command), environments, watch or Watch()).run()
+    """Run the command once per environment, as one group, until it ends well or for good; returns the exit code. With
+    other machines, `member` says when an attempt begins and ends."""
+    supervisor = _Supervisor(list(command), environments, watch or Watch(), member)
+    return supervisor.run() if member is None else supervisor.run_with_others()
 
 
 class _Supervisor:
     def __init__(
-        self, command: list[str], environments: Callable[[ExitStack], list[Environment]], watch: Watch
+        self,
+        command: list[str],
+        environments: Callable[[ExitStack], list[Environment]],
+        watch: Watch,
+        member: Member | None = None,
     ) -> None:
-        self.command, self.environments, self.watch = command, environments, watch
+        self.command, self.environments, self.watch, self.member = command, environments, watch, member
+        self.failure: Failure | None = None
+        """Of the last attempt, until the machines have agreed on its cause."""
         self.supervises = watch.run is not None or watch.settings.restarts > 0
         self.notices = Notices(watch.settings)
         self.asked: list[int] = []
@@ -154,10 +166,7 @@ class _Supervisor:
         """By the descriptor that is read here: the rank that writes into it, and where that goes."""
         self.resumed = 0.0
         self.attempt = 0
-        self.best_step = self.began_at_step = -1
-        self.without_progress = 0
-        self.last_failure = (-1, "")
-        """Step and error of the attempt before."""
+        self.restarts = Restarts(watch.settings.restarts)
         self.seen: dict[str, tuple[int, float]] = {}
 
     def run(self) -> int:
@@ -177,6 +186,47 @@ class _Supervisor:
                     return DETERMINISTIC_CODE if self.watch.settings.restarts else code
                 if self._wait_before_restart():
                     return _stopped_by(self.asked[0])
+
+    def run_with_others(self) -> int:
+        """All attempts, as the machines of the run agree on them."""
+        assert self.member is not None
+        code = 0
+        try:
+            with stop_signals_to(self._pass_on), job_control(self._resize, self._suspend):
+                while (order := self.member.next_order(lambda: bool(self.asked), self._tell_agreed))["do"] == "start":
+                    self.attempt, self.restarts.best_step = order["attempt"], order["step"]
+                    code, self.failure = self._one_attempt()
+                    self.member.ended(self._report(code, self.failure))
+                if order.get("text"):
+                    say(f"z2a: {order['text']}")
+                if order["code"] == 0:
+                    self.watch.at_good_end()
+                if self.asked:
+                    return code or _stopped_by(self.asked[0])
+                return int(order["code"])
+        finally:
+            self.member.close()
+
+    def _report(self, code: int, failure: Failure | None) -> Report:
+        report: Report = {"code": code, "leaves": bool(self.asked), "step": self.reached[0], "began": self.reached[1]}
+        if failure is not None:
+            first = next(facts for facts in failure.ranks if facts.rank == failure.rank)
+            is_victim = failure.kind == "lost" or first.error.startswith(VICTIM)
+            doubt = machines.VICTIM if is_victim else machines.SURE if failure.is_sure else machines.UNSURE
+            report |= {"text": failure.text, "error": failure.error, "doubt": doubt}
+        return report
+
+    def _tell_agreed(self, order: Order) -> None:
+        """The cause that the machines agreed on. Its page is written where it happened."""
+        assert self.member is not None
+        failure, self.failure = self.failure, None
+        if failure is None or order["node"] != self.member.node:
+            say(f"z2a: {order['text']}")
+            say(f"z2a: {order['done']}")
+            return
+        failure.text, failure.done = order["text"], order["done"]
+        failure.kind = "lost" if order["is_lost"] else failure.kind
+        self._tell(failure)
 
     def _pass_on(self, number: int, _frame: FrameType | None = None) -> None:
         self.asked.append(number)
@@ -216,7 +266,7 @@ class _Supervisor:
             stack.callback(self.slots.close)
             self.selector = stack.enter_context(selectors.DefaultSelector())
             self.memory_kills, self.began = MemoryKills(), time.monotonic()
-            self.looked, self.resumed = self.began, self.began
+            self.looked, self.resumed, self.is_signalled = self.began, self.began, False
             self.ranks, self.targets = [], {}
             stack.callback(self._end_ranks)
             for number, environment in enumerate(environments):
@@ -230,6 +280,8 @@ class _Supervisor:
                 self._start_guard(stack)
             code, failure = self._wait()
             self._drain(0.0)
+            beats = [self.slots.beat(place) for place in range(len(self.ranks))]
+            self.reached = (max(beat.step for beat in beats), max(beat.first_step for beat in beats))
             if self.asked and len(self.ranks) < len(environments):
                 return _stopped_by(self.asked[0]), None
             return code, failure
@@ -242,7 +294,7 @@ class _Supervisor:
         streams = (2, 1) if self.watch.is_foreign else (2,) if self.supervises else ()
         outputs = [output(stream, number, stack) for stream in streams]
         descriptors = (file, number, ends, stacks.fileno())
-        command = [word for word in self.command if self.best_step < 0 or word not in self.watch.once]
+        command = [word for word in self.command if self.restarts.best_step < 0 or word not in self.watch.once]
         process = subprocess.Popen(
             command,
             env={
@@ -304,6 +356,10 @@ class _Supervisor:
                     self._look_closer(facts)
             elif not failed and (over := self._over()):
                 return self._hang(over)
+            elif self.member is not None and (wish := self.member.wish()):
+                if wish == "end":
+                    return self._end_for_others()
+                self._save_for_others()
             elif not self.asked and (reason := self.notices.due()):
                 say(f"z2a: {reason}. The run saves and ends.")
                 self._pass_on(signal.SIGTERM)
@@ -420,11 +476,25 @@ class _Supervisor:
         )
         text = f"{text} {evidence}".strip()
         failure = self._failure("hang", first, text, "hang", facts)
+        failure.is_sure = bool(evidence)
         self._end_ranks()
         if not self.supervises or self.asked:
             say(f"z2a: {text}")
             return 128 + signal.SIGKILL, None
         return 128 + signal.SIGKILL, failure
+
+    def _end_for_others(self) -> tuple[int, Failure]:
+        """Another machine has failed, or the connection to the meeting is lost."""
+        facts = self._facts()
+        failure = self._failure("lost", facts[0], "", "", facts)
+        self._end_ranks()
+        return 128 + signal.SIGKILL, failure
+
+    def _save_for_others(self) -> None:
+        """Let the ranks of all machines save and end, once they train: a signal to one is enough."""
+        if not self.is_signalled and self.slots.beat(0).phase in ("data", "step", "save", "validate"):
+            self.is_signalled = True
+            self.ranks[0].process.send_signal(signal.SIGTERM)
 
     def _crash(self, codes: Sequence[int | None], facts: list[RankFacts]) -> Failure:
         for one, code, now in zip(facts, codes, self._facts(), strict=True):
@@ -461,26 +531,7 @@ class _Supervisor:
     def _gives_up(self, failure: Failure) -> str:
         """Why there is no further attempt, in words; empty: there is one."""
         began = next(facts.beat.first_step for facts in failure.ranks if facts.rank == failure.rank)
-        # A later start than before means that the attempt before has saved; if it was the farthest, that counted then.
-        has_saved = began > self.began_at_step and self.without_progress > 1
-        progressed = failure.step > self.best_step or has_saved
-        self.best_step, self.began_at_step = max(self.best_step, failure.step), max(self.began_at_step, began)
-        self.without_progress = 1 if progressed else self.without_progress + 1
-        again = self.last_failure == (failure.step, failure.error) and failure.error not in ("", "hang")
-        self.last_failure = (failure.step, failure.error)
-        if self.watch.settings.restarts == 0:
-            return _note("The run was stopped: restarts are switched off (resilience.restarts is 0).")
-        if again:
-            return _note(
-                f"The run was stopped (exit code {DETERMINISTIC_CODE}): the same error at the same step twice, so that "
-                f"another attempt would not help."
-            )
-        if self.without_progress > self.watch.settings.restarts:
-            return _note(
-                f"The run was stopped (exit code {DETERMINISTIC_CODE}): {self.without_progress} attempts without "
-                f"progress (resilience.restarts)."
-            )
-        return ""
+        return self.restarts.reason_to_end(failure.step, began, failure.error)
 
     def _tell(self, failure: Failure) -> None:
         say(f"z2a: {failure.text}")
@@ -495,8 +546,7 @@ class _Supervisor:
 
     def _wait_before_restart(self) -> bool:
         """Longer after every attempt without progress; whether a signal came meanwhile."""
-        seconds = 0.0 if self.without_progress <= 1 else min(2.0 ** (self.without_progress - 1), LONGEST_WAIT_SECONDS)
-        end = time.monotonic() + seconds
+        end = time.monotonic() + self.restarts.pause_seconds
         while time.monotonic() < end and not self.asked:
             time.sleep(POLL_SECONDS)
         return bool(self.asked)

@@ -15,6 +15,7 @@ they talk.
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -42,6 +43,7 @@ from zero2all.packed.transfer import batches_on
 from zero2all.parallel.check import check_spread
 from zero2all.parallel.device import pick_device, set_memory_settings
 from zero2all.parallel.group_link import GroupLink, link_facts, own_group
+from zero2all.parallel.launch import ATTEMPT
 from zero2all.parallel.world import World, asked_processes, join_world, known_processes
 from zero2all.resilience.heartbeat import beat, warm_up
 from zero2all.track.writer import Run, has_finished
@@ -201,7 +203,7 @@ def _locked_store(
     with ExitStack() as stack:
 
         def lock_run() -> tuple[str, list[str]]:
-            held.append(stack.enter_context(hold_run(run, take_over)))
+            held.append(stack.enter_context(hold_run(run, take_over, attempt=os.environ.get(ATTEMPT))))
             return held[0].token, held[0].notes
 
         held: list[RunLock] = []

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 
 import psutil
@@ -126,6 +127,23 @@ def test_a_silent_one_is_taken_over_only_when_a_person_says_so(tmp_path):
         pass
     with hold_run(tmp_path / "run", take_over=True) as lock:
         assert lock.notes == ["took over the lock of process 1 on another-host, last alive 3600 s ago (--take-over)"]
+
+
+def test_the_next_attempt_of_several_machines_takes_the_lock_of_a_lost_machine_0_once_it_is_silent(tmp_path):
+    run = tmp_path / "run"
+    write_record(run, age_seconds=3600)
+    with pytest.raises(RunLockedError, match="--take-over"), hold_run(run, attempt="b"):
+        pass
+    write_record(run, attempt="a")
+    with hold_run(run, attempt="b", stale_seconds=0.5) as lock:
+        assert "took over the lock of process 1 on another-host, last alive" in lock.notes[0]
+        assert json.loads((run / "lock").read_text())["attempt"] == "b"
+    write_record(run, attempt="a")
+    beating = threading.Thread(target=lambda: [time.sleep(0.3), os.utime(run / "lock")])
+    beating.start()
+    with pytest.raises(RunLockedError, match="was last alive"), hold_run(run, attempt="b", stale_seconds=5):
+        pass
+    beating.join()
 
 
 def test_who_was_taken_over_learns_it_and_leaves_the_new_lock_alone(tmp_path):

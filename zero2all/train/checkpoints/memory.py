@@ -11,6 +11,7 @@ before the next one they agree which step all of them have, and none overwrites 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import socket
 import threading
@@ -63,7 +64,10 @@ class MemoryStore:
     def newest(self, after: int) -> Checkpoint | None:
         """The newest checkpoint later than step `after` that is whole on every machine. Damaged ones are removed."""
         usable = self._usable(self._existing_folder())
-        for step in sorted(set.intersection(*map(set, self._peers.gather(list(usable)))), reverse=True):
+        # A machine that was away may have another save of the same step, of a history that was given up.
+        saves = [[step, found[0].about["save"]] for step, found in usable.items()]
+        common = set.intersection(*({tuple(each) for each in said} for said in self._peers.gather(saves)))
+        for step, _ in sorted(common, reverse=True):
             if step <= after:
                 break
             problem, found = None, usable[step]
@@ -101,7 +105,7 @@ class MemoryStore:
             step: group
             for step, group in found.items()
             if sorted(each.about["rank"] for each in group) == group[0].about["ranks"]
-            and len({each.about["key"] for each in group}) == 1
+            and len({(each.about["key"], each.about["save"]) for each in group}) == 1
             and ((group[0].about["key"], group[0].about["ranks"]) == (self._key, self._here) or _is_whole(group))
         }
 
@@ -184,7 +188,7 @@ class MemoryStore:
         is_busy = self._thread is not None and self._thread.is_alive()
         can_save = not is_busy and self._layout.signature == signature_of(snapshot.parts)
         record = exact_json.dump(dict(snapshot.record)).decode() if self._peers.is_first else None
-        said = self._peers.gather([can_save, self._steps, record])
+        said = self._peers.gather([can_save, self._steps, record, secrets.token_hex(8)])
         if not all(each[0] for each in said):
             return False
         common = max(set.intersection(*(set(each[1]) for each in said)), default=-1)
@@ -196,6 +200,7 @@ class MemoryStore:
         slot.begin(step)
         about = {
             "key": self._key,
+            "save": said[0][3],
             "rank": self._peers.rank,
             "ranks": self._here,
             "boxes": self._boxes(),

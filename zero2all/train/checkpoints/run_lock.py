@@ -6,7 +6,9 @@ heartbeat (so that clocks of different machines are never compared):
 
 - the holder lives on this host, or its heartbeat is fresh: refused (exit code 13);
 - it is dead, and was on this host: taken over, with a note;
-- it was on another host and its heartbeat is old: it may be dead or disconnected; the user must decide (`take_over`).
+- it was on another host and its heartbeat is old: it may be dead or disconnected; the user must decide (`take_over`),
+  except for runs of several machines, whose machine 0 may be replaced by another one: the lock has the id of their
+  attempt, and the next attempt takes it once the heartbeat is old.
 
 The lock is also a fence: everything that writes into the run checks first whether the lock is still held, which costs
 one `stat` while nothing has changed. A process that was suspended while another took over the run writes nothing more
@@ -21,6 +23,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,8 +104,10 @@ def hold_run(
     take_over: bool = False,
     stale_seconds: float = STALE_SECONDS,
     heartbeat_seconds: float = HEARTBEAT_SECONDS,
+    attempt: str | None = None,
 ) -> Iterator[RunLock]:
-    """Hold a run's lock; raises RunLockedError, naming the holder, when another process holds it or may hold it."""
+    """Hold a run's lock; raises RunLockedError, naming the holder, when another process holds it or may hold it.
+    `attempt`: the id on which several machines agreed."""
     is_new = not run.exists()
     run.mkdir(parents=True, exist_ok=True)
     path = run / LOCK_NAME
@@ -121,9 +126,9 @@ def hold_run(
             )
         if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
             raise RunLockedError(_refusal(run, "it has just ended"))  # and has removed the file in between
-        notes += _judge(run, read_holder(path), take_over, stale_seconds)
+        notes += _judge(run, read_holder(path), take_over, stale_seconds, attempt)
         lock = RunLock(path, secrets.token_hex(8), notes)
-        _write_holder(path, {**this_process(), "token": lock.token})
+        _write_holder(path, {**this_process(), "token": lock.token, "attempt": attempt})
         ended = threading.Event()
         beating = threading.Thread(target=_beat, args=(lock, ended, heartbeat_seconds), name="run-lock", daemon=True)
         beating.start()
@@ -158,7 +163,9 @@ def _require_rename(run: Path) -> None:
         ) from error
 
 
-def _judge(run: Path, holder: dict[str, Any], take_over: bool, stale_seconds: float) -> list[str]:
+def _judge(
+    run: Path, holder: dict[str, Any], take_over: bool, stale_seconds: float, attempt: str | None = None
+) -> list[str]:
     """Notes on taking the lock from `holder`; raises when it may not be taken."""
     if not holder:
         return []
@@ -170,8 +177,13 @@ def _judge(run: Path, holder: dict[str, Any], take_over: bool, stale_seconds: fl
         elif age < stale_seconds:  # this machine before a reboot, or another one with the same name
             raise RunLockedError(_refusal(run, f"{_name(holder)} was last alive {age:.0f} s ago"))
         return [f"took over the lock of {_name(holder)}, which has ended"]
+    is_replaced = attempt is not None and holder.get("attempt") is not None
+    if is_replaced:
+        age = _wait_until_old(run, stale_seconds)
     if age < stale_seconds:
         raise RunLockedError(_refusal(run, f"{_name(holder)} was last alive {age:.0f} s ago"))
+    if is_replaced:
+        return [f"took over the lock of {_name(holder)}, last alive {age:.0f} s ago: another machine is machine 0 now"]
     if not take_over:
         raise RunLockedError(
             f"The run {run.name} belongs to {_name(holder)}, which was last alive {age:.0f} s ago. This machine cannot "
@@ -231,6 +243,14 @@ def _heartbeat_age(run: Path) -> float:
         return probe.stat().st_mtime - (run / LOCK_NAME).stat().st_mtime
     finally:
         probe.unlink(missing_ok=True)
+
+
+def _wait_until_old(run: Path, stale_seconds: float) -> float:
+    """Wait for the heartbeat of a holder that may be dead; returns its age. One that beats meanwhile is alive."""
+    seen = (run / LOCK_NAME).stat().st_mtime_ns
+    while (age := _heartbeat_age(run)) < stale_seconds and (run / LOCK_NAME).stat().st_mtime_ns == seen:
+        time.sleep(min(1.0, stale_seconds / 10))
+    return age
 
 
 def read_holder(path: Path) -> dict[str, Any]:

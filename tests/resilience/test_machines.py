@@ -1,0 +1,239 @@
+"""Several machines in one run, as processes on this one: each has its supervisor, and all of them meet."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from zero2all.common.fault import FAULTS
+
+LOOP = """
+    import itertools, os, pathlib, signal, socket, sys, time
+    from zero2all.common.errors import PeerFailureError
+    from zero2all.common.fault import fault_point
+    from zero2all.resilience import heartbeat
+
+    rank, folder = int(os.environ["RANK"]), pathlib.Path(sys.argv[1])
+    heartbeat.attach()
+    asked = []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+
+    # Rank 0 counts the steps; the others hear of each over the port of the meeting, as ranks reach their store.
+    world = int(os.environ["WORLD_SIZE"])
+    done = folder / "done"
+    first = int(done.read_text()) if done.exists() else 0
+    with open(folder / "attempts", "a") as file:
+        file.write(f"{rank}/{world} {os.environ['ZERO2ALL_ATTEMPT']} from {first}\\n")
+    if rank == 0:
+        listener = socket.socket(fileno=int(os.environ["ZERO2ALL_STORE_SOCKET"]))
+        others = [listener.accept()[0] for _ in range(world - 1)]
+        assert sorted(int(other.recv(1)) for other in others) == list(range(1, world))
+    else:
+        store = socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+        store.sendall(str(rank).encode())
+    def peer_failed():
+        heartbeat.failed(PeerFailureError("the other is gone"))
+        sys.exit(1)
+
+    for step in itertools.count(first):
+        heartbeat.beat("step", step)
+        fault_point("step", step + 1)
+        if rank == 0:
+            time.sleep(0.02)
+            done.with_suffix(".new").write_text(str(step + 1))
+            done.with_suffix(".new").replace(done)
+            said = [other.recv(1) for other in others]
+            if b"" in said: peer_failed()
+            word = b"s" if asked or b"s" in said else b"e" if (folder / "enough").exists() else b"."
+            for other in others: other.sendall(word)
+        else:
+            store.sendall(b"s" if asked else b".")
+            word = store.recv(1)
+            if not word: peer_failed()
+        if word == b"s": sys.exit(10)
+        if word == b"e": break
+    heartbeat.beat("end", step)
+"""
+MACHINE = """
+    import sys
+    from zero2all.parallel.launch import run_processes
+    from zero2all.parallel.nodes import Nodes
+    from zero2all.resilience.config import ResilienceConfig
+    from zero2all.resilience import meeting, member
+    from zero2all.resilience.supervisor import Watch
+    import json, pathlib
+
+    job = json.loads(sys.argv[1])
+    folder = pathlib.Path(job["folder"])
+    settings = ResilienceConfig(limits={"step": 3.0}, node_silence_seconds=2.0, **job["settings"])
+    meeting.NEWCOMER_SECONDS, meeting.START_SECONDS = 0.5, job["start"]
+    meeting.NOTICE_SECONDS = member.NOTICE_SECONDS = 1.0
+    rules = member.Rules("run", job["least"], job["most"], lambda world: world != 3, settings, job["join"], True)
+    nodes = Nodes(job["most"], job["node"], "127.0.0.1", job["port"], "127.0.0.1", job["port"], job["least"])
+    words = [sys.executable, str(folder / "loop.py"), str(folder)]
+    sys.exit(run_processes(1, words, Watch(settings, folder / "run", True), nodes, False, rules))
+"""
+
+
+class Machines:
+    """Starts supervisors, one per machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.started = folder, list[subprocess.Popen]()
+        for name, text in (("loop.py", LOOP), ("machine.py", MACHINE)):
+            (folder / name).write_text(textwrap.dedent(text))
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        self.faults: list[dict] = []
+
+    def start(self, node: int, least: int = 1, most: int = 2, join: float = 60, start=60, **settings):
+        plan = self.folder / "plan.json"
+        plan.write_text(json.dumps([{"point": "step", **fault} for fault in self.faults]))
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), FAULTS: str(plan), "Z2A_LANG": "en"}
+        job = {"folder": str(self.folder), "port": self.port, "node": node, "least": least, "most": most, "join": join}
+        job |= {"settings": settings, "start": start}
+        words = [sys.executable, str(self.folder / "machine.py"), json.dumps(job)]
+        path = self.folder / f"output-{len(self.started)}"
+        with path.open("w") as output:
+            process = subprocess.Popen(words, env=env, stdout=output, stderr=subprocess.STDOUT)
+        process.said = path.read_text
+        self.started.append(process)
+        return process
+
+    def step(self) -> int:
+        return int((self.folder / "done").read_text()) if (self.folder / "done").exists() else 0
+
+    def attempts(self) -> list[list[str]]:
+        """By attempt: rank/world of those that took part."""
+        found: dict[str, list[str]] = {}
+        for line in (self.folder / "attempts").read_text().splitlines():
+            found.setdefault(line.split()[1], []).append(line.split()[0])
+        return [sorted(ranks) for ranks in found.values()]
+
+    def ended_well(self, *processes: subprocess.Popen) -> bool:
+        """Let the run come to its end."""
+        (self.folder / "enough").touch()
+        assert codes(*processes) == [0] * len(processes), "\n---\n".join(process.said() for process in processes)
+        return True
+
+    def pages(self) -> list[str]:
+        return [json.loads(path.read_text())["text"] for path in sorted(self.folder.glob("run/incidents/*.json"))]
+
+
+def wait_until(holds: Callable[[], bool], machines: Machines) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline, "\n---\n".join(process.said() for process in machines.started)
+        time.sleep(0.02)
+
+
+def codes(*processes: subprocess.Popen) -> list[int]:
+    return [process.wait(90) for process in processes]
+
+
+@pytest.fixture
+def machines(tmp_path):
+    found = Machines(tmp_path)
+    yield found
+    for process in found.started:
+        process.kill()
+        process.wait()
+
+
+def test_a_rank_that_fails_ends_the_attempt_on_both_machines_and_one_page_names_it(machines):
+    machines.faults = [{"fault": "kill", "rank": 1, "step": 20}]
+    first, second = machines.start(0, least=2), machines.start(1, least=2)
+    wait_until(lambda: machines.step() > 25, machines)
+    assert machines.ended_well(first, second)
+    assert machines.attempts() == [["0/2", "1/2"], ["0/2", "1/2"]]
+    (page,) = machines.pages()
+    assert page.startswith(f"Machine 1 ({socket.gethostname()}): Rank 1 ended in phase step after step 19: killed by")
+    assert page in first.said()
+
+
+def test_a_machine_that_is_lost_is_left_out_and_taken_in_again_when_it_comes_back(machines):
+    first, second = machines.start(0), machines.start(1)
+    wait_until(lambda: machines.step() > 10, machines)
+    second.kill()
+    wait_until(lambda: len(machines.attempts()) == 2, machines)
+    third = machines.start(1)
+    wait_until(lambda: len(machines.attempts()) == 3, machines)
+    assert machines.ended_well(first, third)
+    assert machines.attempts() == [["0/2", "1/2"], ["0/1"], ["0/2", "1/2"]]
+    assert "goes on with it" in first.said()
+    (page,) = machines.pages()
+    assert "Machine 1" in page
+    assert "its connection was closed" in page
+
+
+def test_without_machine_0_the_others_end_their_ranks_and_wait_for_it(machines):
+    first, second = machines.start(0), machines.start(1)
+    wait_until(lambda: machines.step() > 10, machines)
+    first.send_signal(signal.SIGSTOP)  # silent, with its connections open
+    wait_until(lambda: "machine 0 is not reached" in second.said(), machines)
+    first.kill()
+    again = machines.start(0)
+    wait_until(lambda: len(machines.attempts()) == 2, machines)
+    assert machines.ended_well(again, second)
+    assert machines.attempts() == [["0/2", "1/2"]] * 2
+    third = machines.start(1, join=1.0)
+    assert codes(third) == [1]
+    assert "Machine 0 was not reached at 127.0.0.1" in third.said()
+
+
+def test_a_signal_to_one_machine_ends_a_fixed_run_everywhere_and_an_elastic_one_only_there(machines):
+    first, second = machines.start(0), machines.start(1)
+    wait_until(lambda: machines.step() > 10, machines)
+    second.terminate()
+    assert codes(second) == [10], second.said()
+    wait_until(lambda: len(machines.attempts()) == 2, machines)
+    wait_until(lambda: machines.step() > 30, machines)
+    first.terminate()
+    assert codes(first) == [10], first.said()
+    assert machines.attempts() == [["0/2", "1/2"], ["0/1"]]
+    at = machines.step()
+    fixed = [machines.start(node, least=2) for node in (0, 1)]
+    wait_until(lambda: machines.step() > at, machines)
+    fixed[1].terminate()
+    assert codes(*fixed) == [10, 10], fixed[0].said() + fixed[1].said()
+    assert machines.pages() == []
+
+
+def test_machines_that_do_not_come_are_named_and_the_minimum_starts_without_them(machines):
+    first, second = machines.start(0, least=3, most=4, join=3.0), machines.start(2, least=3, most=4)
+    twice, other = machines.start(2, least=3, most=4), machines.start(4, least=3, most=5)
+    assert sorted(codes(first, second, twice, other)) == [1, 1, 2, 2]
+    assert "waiting for machine 1, 3 of 4" in first.said()
+    assert "did not come within 3 s: 1, 3" in second.said() + twice.said()
+    assert "Machine 2 came twice" in second.said() + twice.said()
+    assert "--node-rank is 4, but machine 0 was started with --nodes 4" in other.said()
+
+
+def test_below_the_minimum_a_run_that_is_to_stop_saves_first(machines):
+    first, second = (machines.start(node, least=2, below_minimum="stop") for node in (0, 1))
+    wait_until(lambda: machines.step() > 10, machines)
+    second.kill()
+    assert codes(first) == [10], first.said()
+    assert machines.attempts() == [["0/2", "1/2"], ["0/1"]]
+    assert "what memory holds is saved" in first.said()
+
+
+def test_a_number_of_machines_that_does_not_fit_is_not_used(machines):
+    """Three ranks do not fit: the third machine waits until there are four."""
+    started = [machines.start(node, most=4, start=2) for node in (0, 1, 2)]
+    wait_until(lambda: machines.step() > 5, machines)
+    assert "1 machine must wait" in started[0].said()
+    started.append(machines.start(3, most=4))
+    wait_until(lambda: len(machines.attempts()) == 2, machines)
+    assert machines.ended_well(*started)
+    assert [len(ranks) for ranks in machines.attempts()] == [2, 4]

@@ -1,0 +1,361 @@
+"""The meeting of the machines of a run: who takes part in each attempt, and the end of it for all when one fails.
+
+The supervisor of machine 0 holds the meeting, at the rendezvous address, in a thread. Every supervisor, its own too, is
+a member (`resilience.member`) and says once a second that it is alive. A machine that fails, whose connection is closed
+or that falls silent ends the attempt on all machines; the next one begins with those that are there. A machine that
+comes later waits; the run saves, and the next attempt has it.
+
+There is one port, because containers forward few: ranks connect to it too, and their bytes are passed on to the store
+that rank 0 holds, a new one in every attempt.
+
+Only this meeting starts attempts, and rank 0, which alone commits checkpoints, is always on its machine. So when the
+network breaks, the side without it ends its ranks and waits: two sides never train at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from zero2all.common.errors import PeerFailureError, UsageError
+from zero2all.common.progress import counted, say
+from zero2all.resilience.member import (
+    BEAT_SECONDS,
+    GRACE_SECONDS,
+    LOST,
+    NOTICE_SECONDS,
+    PAUSED_SECONDS,
+    SAVED,
+    Report,
+    Rules,
+)
+from zero2all.resilience.restarts import DETERMINISTIC_CODE, Restarts
+
+LOOK_SECONDS = 0.1
+START_SECONDS = 30.0
+"""How long the first attempt waits for more machines once there are enough."""
+SETTLE_SECONDS = 3.0
+"""How long the reports of other machines are awaited after a failure: the first cause may be the last to be seen."""
+NEWCOMER_SECONDS = 5.0
+"""How long a machine must be there before the run is interrupted for it."""
+
+
+@dataclass(eq=False)
+class _Seat:
+    """A machine that is connected."""
+
+    node: int
+    host: str
+    processes: int
+    token: str
+    writer: asyncio.StreamWriter
+    heard: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=time.monotonic)
+    report: Report | None = None
+    """How its ranks of this attempt ended."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.node} ({self.host})"
+
+    def send(self, **message: Any) -> None:
+        if not self.writer.is_closing():
+            self.writer.write(json.dumps(message).encode() + b"\n")
+
+
+class Meeting:
+    """Held by machine 0. `open_store` makes the socket on which the next rank 0 waits for the other ranks."""
+
+    def __init__(self, listener: socket.socket, open_store: Callable[[], socket.socket], rules: Rules) -> None:
+        self._listener, self._open_store, self._rules = listener, open_store, rules
+        self._is_elastic = rules.least < rules.most
+        self._restarts = Restarts(rules.settings.restarts)
+        self._seats: dict[int, _Seat] = {}
+        self._members: list[_Seat] = []
+        """Those in the attempt that runs; none: there is none."""
+        self._number = 0
+        self._store: tuple[str, int] | None = None
+        self._is_over = self._is_saving = self._is_last = False
+        """Whether the run has ended; whether it saves to begin again; whether it ends after that."""
+        self._waits_since: float | None = None
+        self._not_before = self._looked = self._beat = 0.0
+        self._deadline = float("inf")
+        """When ranks that are left of a failed attempt are ended."""
+        self._said = ""
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._hold()), name="z2a-meeting", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait until the others have read how the run ended."""
+        self._is_over = True
+        self._thread.join(2 * BEAT_SECONDS)
+
+    # ---- connections ----
+
+    async def _hold(self) -> None:
+        server = await asyncio.start_server(self._accept, sock=self._listener)
+        self._looked = time.monotonic()
+        while not self._is_over:
+            self._look(time.monotonic())
+            await asyncio.sleep(LOOK_SECONDS)
+        server.close()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._drain(), BEAT_SECONDS)
+
+    async def _drain(self) -> None:
+        for seat in self._seats.values():
+            with suppress(OSError):
+                await seat.writer.drain()
+        await asyncio.sleep(LOOK_SECONDS)  # what the system still holds is sent after the end of this process too
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # A connection that broke, one that is not ours, the end of the meeting.
+        with suppress(OSError, ValueError, KeyError, TypeError, asyncio.CancelledError):
+            first = await reader.read(1)
+            if first == b"{":
+                await self._listen(json.loads(first + await reader.readline()), reader, writer)
+            elif first and self._store is not None:
+                await self._pass_on(first, reader, writer, self._store)
+        with suppress(OSError):
+            writer.close()
+
+    async def _pass_on(
+        self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, store: tuple[str, int]
+    ) -> None:
+        """Between a rank of another machine and the store."""
+        far_reader, far_writer = await asyncio.open_connection(*store)
+        far_writer.write(first)
+        await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
+
+    async def _listen(self, hello: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One machine, until its connection ends."""
+        seat = _Seat(int(hello["node"]), str(hello["host"]), int(hello["processes"]), str(hello["token"]), writer)
+        if problem := self._refusal(seat, str(hello["run"])):
+            seat.send(do="stop", code=UsageError.exit_code, text=problem)
+            await writer.drain()
+            return
+        if before := self._seats.get(seat.node):
+            self._lose(before, _note("it has connected again"))
+        self._seats[seat.node] = seat
+        seat.send(do="beat")
+        try:
+            while line := await reader.readline():
+                seat.heard = time.monotonic()
+                said = json.loads(line)
+                if "leaves" in said and said["attempt"] == self._number and seat in self._members:
+                    seat.report = said
+                elif said.get("leaves"):  # while it waited
+                    self._stop(SAVED) if seat.node == 0 else self._dismiss([seat])
+        finally:
+            if self._seats.get(seat.node) is seat:
+                self._lose(seat, _note("its connection was closed"))
+
+    def _refusal(self, seat: _Seat, run: str) -> str:
+        """Why this machine cannot take part; empty: it can."""
+        before = self._seats.get(seat.node)
+        if run != self._rules.run:
+            return _note(
+                f"Another run meets at this address: {self._rules.run}, not {run}. Give each run a port of its own "
+                f"(--rendezvous)."
+            )
+        if not 0 <= seat.node < self._rules.most:
+            return _note(f"--node-rank is {seat.node}, but machine 0 was started with --nodes {self._rules.most}.")
+        if before and before.token != seat.token and time.monotonic() - before.heard < 3 * BEAT_SECONDS:
+            return _note(
+                f"Machine {seat.node} came twice: from {before.host} and from {seat.host}. Give each machine its own "
+                f"--node-rank."
+            )
+        return ""
+
+    def _lose(self, seat: _Seat, why: str) -> None:
+        del self._seats[seat.node]
+        seat.writer.close()
+        if self._is_over:
+            return
+        if seat in self._members and seat.report is None:
+            seat.report = {"code": 1, "step": -1, "began": -1, "leaves": False, "doubt": LOST, "text": why, "error": ""}
+        else:
+            say(f"z2a: machine {seat.name} has gone: {why}.")
+
+    # ---- looking ----
+
+    def _look(self, now: float) -> None:
+        if now - self._looked > PAUSED_SECONDS:
+            for seat in self._seats.values():
+                seat.heard = now
+        self._looked = now
+        silence = self._rules.settings.node_silence_seconds
+        for seat in [seat for seat in self._seats.values() if now - seat.heard > silence]:
+            self._lose(seat, _note(f"silent for {silence:g} s (resilience.node_silence_seconds)"))
+        if now - self._beat >= BEAT_SECONDS:
+            self._beat = now
+            for seat in self._seats.values():
+                seat.send(do="beat")
+        if self._members:
+            self._watch(now)
+        else:
+            self._begin(now)
+
+    def _choose(self, least: int) -> list[_Seat]:
+        """The most machines with which the run can go on, machine 0 among them; none: it cannot."""
+        there = [self._seats[node] for node in sorted(self._seats)]
+        if not there or there[0].node != 0:
+            return []
+        for count in range(len(there), least - 1, -1):
+            chosen = there[:count]
+            if count % self._rules.settings.node_multiple == 0 and self._rules.fits(_processes(chosen)):
+                return chosen
+        return []
+
+    def _begin(self, now: float) -> None:
+        """Start an attempt, if there are enough machines."""
+        rules, settings = self._rules, self._rules.settings
+        chosen, there = self._choose(rules.least), len(self._seats)
+        self._waits_since = now if self._waits_since is None else self._waits_since
+        waited = now - self._waits_since
+        if chosen:
+            if now >= self._not_before and (self._number or there == rules.most or waited > START_SECONDS):
+                self._start(chosen)
+            return
+        limit = settings.below_minimum_seconds if self._number else rules.join_seconds
+        missing = ", ".join(str(node) for node in range(rules.most) if node not in self._seats)
+        if self._number and settings.below_minimum == "stop":
+            if rules.has_memory and not self._is_last and (chosen := self._choose(1)):
+                self._say_once(_note("z2a: too few machines are left: what memory holds is saved, then the run ends."))
+                self._is_last = self._is_saving = True
+                self._start(chosen)
+                chosen[0].send(do="save", attempt=self._number)
+            else:
+                self._stop(PeerFailureError.exit_code, _note(f"Too few machines are left; missing: {missing}."))
+        elif waited > limit:
+            self._stop(
+                PeerFailureError.exit_code,
+                _note(
+                    f"These machines of {rules.most} did not come within {limit:g} s: {missing}. Look for their "
+                    f"errors, check that they were started with the same --rendezvous, and start them again."
+                ),
+            )
+        elif waited > NOTICE_SECONDS:
+            self._say_once(
+                _note(
+                    f"z2a: waiting for machine {missing} of {rules.most}, at most {limit:g} s. At least {rules.least} "
+                    f"are needed (--nodes). Were they started, each with its own --node-rank?"
+                )
+            )
+
+    def _start(self, chosen: list[_Seat]) -> None:
+        listener = self._open_store()
+        host, port = listener.getsockname()[:2]
+        self._store = ({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
+        self._number += 1
+        self._members, self._waits_since, self._deadline = chosen, None, float("inf")
+        world, first, token = _processes(chosen), 0, secrets.token_hex(8)
+        idle = len(self._seats) - len(chosen)
+        say(
+            f"z2a: attempt {self._number} begins on {counted(len(chosen), 'machine')}, with {counted(world, 'rank')}."
+            + (f" {counted(idle, 'machine')} must wait: the run does not fit on so many." if idle else "")
+        )
+        for seat in chosen:
+            seat.report = None
+            order = {"attempt": self._number, "token": token, "first": first, "world": world}
+            store = {"store": listener.detach()} if seat.node == 0 else {}  # of this same process
+            seat.send(do="start", step=self._restarts.best_step, **order, **store)
+            first += seat.processes
+
+    def _watch(self, now: float) -> None:
+        """See whether the attempt must end, or the run can grow."""
+        reports = [seat.report for seat in self._members]
+        if all(reports):
+            self._judge(now)
+            return
+        for report in reports:
+            if report is not None and report["code"] not in (0, SAVED):
+                wait = GRACE_SECONDS if "text" not in report else 0.0 if report["doubt"] == LOST else SETTLE_SECONDS
+                self._deadline = min(self._deadline, now + wait)
+        if now >= self._deadline:
+            self._deadline = float("inf")
+            for seat in self._members:
+                if seat.report is None:
+                    seat.send(do="end", attempt=self._number)
+        new = [
+            seat for seat in self._seats.values() if seat not in self._members and now - seat.since > NEWCOMER_SECONDS
+        ]
+        if new and not any(reports) and not self._is_saving and len(self._choose(1)) > len(self._members):
+            say(f"z2a: machine {', '.join(seat.name for seat in new)} has come: the run saves and goes on with it.")
+            self._is_saving = True
+            self._members[0].send(do="save", attempt=self._number)
+
+    def _judge(self, now: float) -> None:
+        """The attempt has ended everywhere: what comes next."""
+        found = [(seat, seat.report) for seat in self._members if seat.report is not None]
+        was_saving, self._members, self._store, self._is_saving = self._is_saving, [], None, False
+        failed = [(seat, report) for seat, report in found if "text" in report]
+        final = [report["code"] for _, report in found if report["code"] not in (0, SAVED) and "text" not in report]
+        leaving = [seat for seat, report in found if report["leaves"]]
+        step, began = (max(report[name] for _, report in found) for name in ("step", "began"))
+        if final:
+            self._stop(final[0])
+        elif failed:
+            self._after_failure(*min(failed, key=lambda one: one[1]["doubt"]), step, began, now)
+        elif all(report["code"] == 0 for _, report in found):
+            self._stop(0)
+        elif (was_saving and not self._is_last) or (leaving and leaving[0].node > 0 and self._is_elastic):
+            self._restarts.saved_at(step)
+        else:
+            self._stop(SAVED)
+        self._dismiss(leaving)
+
+    def _after_failure(self, seat: _Seat, report: Report, step: int, began: int, now: float) -> None:
+        if report["doubt"] != LOST:  # else nobody knows its step, and the others' were the same
+            step, began = report["step"], report["began"]
+        ends = self._restarts.reason_to_end(step, began, report["error"])
+        done = ends or _note(f"The supervisors start the run again (attempt {self._number + 1}).")
+        text = _note(f"Machine {seat.name}: {report['text']}")
+        is_lost = report["doubt"] == LOST
+        for other in self._seats.values():
+            other.send(do="failed", node=0 if is_lost else seat.node, is_lost=is_lost, text=text, done=done)
+        if ends:
+            self._stop(DETERMINISTIC_CODE if self._restarts.allowed else report["code"])
+        self._not_before = now + self._restarts.pause_seconds
+
+    def _dismiss(self, leaving: Iterable[_Seat]) -> None:
+        for seat in leaving:
+            seat.send(do="stop", code=SAVED)
+            self._seats.pop(seat.node, None)
+
+    def _stop(self, code: int, text: str = "") -> None:
+        """The end of the run, on all machines."""
+        for seat in self._seats.values():
+            seat.send(do="stop", code=code, text=text)
+        self._is_over = True
+
+    def _say_once(self, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            say(text)
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while block := await reader.read(1 << 16):
+            writer.write(block)
+            await writer.drain()
+    with suppress(OSError):
+        writer.close()
+
+
+def _processes(seats: Iterable[_Seat]) -> int:
+    return sum(seat.processes for seat in seats)
+
+
+def _note(text: str) -> str:
+    """Marks a text that a person reads."""
+    return text

@@ -1,0 +1,57 @@
+"""Whether a failed run is tried again, and after which pause."""
+
+from __future__ import annotations
+
+DETERMINISTIC_CODE = 15
+"""Exit code of a command that the supervisor has given up: it fails again and again."""
+LONGEST_WAIT_SECONDS = 60.0
+
+
+class Restarts:
+    """Counts the attempts of a run that did not make progress."""
+
+    def __init__(self, allowed: int) -> None:
+        self.allowed = allowed
+        self.best_step = self._began_at_step = -1
+        self._without_progress = 0
+        self._last = (-1, "")
+        """Step and error of the attempt before."""
+
+    def reason_to_end(self, step: int, began: int, error: str) -> str:
+        """Why an attempt that began at step `began` and failed at `step` is the last one; empty: it is not."""
+        # A later start than before means that the attempt before has saved; if it was the farthest, that counted then.
+        has_saved = began > self._began_at_step and self._without_progress > 1
+        progressed = step > self.best_step or has_saved
+        self.best_step, self._began_at_step = max(self.best_step, step), max(self._began_at_step, began)
+        self._without_progress = 1 if progressed else self._without_progress + 1
+        again = self._last == (step, error) and error not in ("", "hang")
+        self._last = (step, error)
+        if self.allowed == 0:
+            return _note("The run was stopped: restarts are switched off (resilience.restarts is 0).")
+        if again:
+            return _note(
+                f"The run was stopped (exit code {DETERMINISTIC_CODE}): the same error at the same step twice, so that "
+                f"another attempt would not help."
+            )
+        if self._without_progress > self.allowed:
+            return _note(
+                f"The run was stopped (exit code {DETERMINISTIC_CODE}): {self._without_progress} attempts without "
+                f"progress (resilience.restarts)."
+            )
+        return ""
+
+    def saved_at(self, step: int) -> None:
+        """An attempt has saved and was ended on purpose."""
+        if step > self.best_step:
+            self.best_step, self._without_progress = step, 0
+
+    @property
+    def pause_seconds(self) -> float:
+        """How long to wait before the next attempt: longer after every one without progress."""
+        count = self._without_progress
+        return 0.0 if count <= 1 else min(2.0 ** (count - 1), LONGEST_WAIT_SECONDS)
+
+
+def _note(text: str) -> str:
+    """Marks a text that a person reads."""
+    return text
