@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from zero2all.cli.limits import VERBS
+from zero2all.cli.limits import EXAMPLES, VERBS
 from zero2all.config import load_config
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_example_of_every_calculator_prints_a_table_with_its_convention(verb, z2a):
-    ended = z2a(*shlex.split(VERBS[verb][2])[1:])
+    ended = z2a(*shlex.split(EXAMPLES[verb])[1:])
     assert (ended.code, ended.err) == (0, "")
     assert "what" in ended.out
     assert len(ended.out.rstrip().splitlines()[-1]) > 40, "the convention or a note"

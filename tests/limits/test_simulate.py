@@ -152,14 +152,6 @@ def test_a_write_in_the_background_counts_only_when_it_is_done():
     assert lost[1] == pytest.approx(3 * lost[0], rel=0.15)  # a whole interval more than half of one
 
 
-def test_progress_rises_from_nothing_to_all_and_its_bands_are_in_order():
-    outcome = simulate(ROUGH, 20, points=50)
-    low, middle, high = outcome.progress
-    assert (low <= middle).all()
-    assert (middle <= high).all()
-    assert [low[0], high[0], low[-1], high[-1]] == [0.0, 0.0, 1.0, 1.0]
-
-
 def test_the_goodput_is_best_near_dalys_interval():
     best = one_kind(LLAMA3_MEAN, None, 60.0, 600.0, days=25)
     means = [

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from zero2all.limits.flops import recomputed_blocks
 from zero2all.limits.held import HeldStage, expert_values
-from zero2all.limits.machine import Machine
+from zero2all.limits.machine import Machine, link_seconds
 from zero2all.limits.memory import WIDTHS, MemorySettings
 from zero2all.limits.pass_memory import pass_memory
 from zero2all.limits.state_memory import state_parts
@@ -354,7 +354,7 @@ def _communication(
 
     def spent(kind: str, whole: Floats, calls: Any, ranks: Whole, span: Whole, window: Any) -> Floats:
         rate, latency = _links(machine, ranks, span)
-        one = _collective(kind, whole / calls, ranks, rate, latency) + machine.launch_seconds
+        one = link_seconds(kind, whole / calls, ranks, rate, latency, _log2, np.minimum) + machine.launch_seconds
         seconds = np.where((ranks > 1) & (whole > 0), calls * one, 0.0)
         hidden = np.minimum(np.maximum(0.0, seconds - one), window) * (1 - OVERLAP_COST)
         return np.asarray(seconds - hidden)
@@ -415,6 +415,10 @@ def _communication(
     return found
 
 
+def _log2(ranks: Whole) -> Floats:
+    return np.log2(np.maximum(2, ranks))
+
+
 def _links(machine: Machine, ranks: Whole, span: Whole) -> tuple[Floats, Floats]:
     """Bytes/s and latency of the link that joins processes which lie so far apart (`Machine.link_of`)."""
     inside, outside = machine.links[0], machine.links[-1]
@@ -424,20 +428,6 @@ def _links(machine: Machine, ranks: Whole, span: Whole) -> tuple[Floats, Floats]
         is_inside, inside.bytes_per_second, np.minimum(inside.bytes_per_second, together * outside.bytes_per_second)
     )
     return rate, np.where(is_inside, inside.latency, outside.latency)
-
-
-def _collective(kind: str, size: Floats, ranks: Whole, rate: Floats, latency: Floats) -> Floats:
-    """`zero2all.limits.machine.link_seconds` on columns."""
-    if kind == "send":
-        return latency + size / rate
-    part = (ranks - 1) / ranks * size / rate
-    if kind == "all-to-all":
-        return latency + part
-    rounds = 2 if kind == "all-reduce" else 1
-    ring = rounds * ((ranks - 1) * latency + part)
-    if kind != "all-reduce":
-        return ring
-    return np.minimum(ring, 2 * np.log2(np.maximum(2, ranks)) * latency + 2 * size / rate)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ CONVENTION = (
     "Training FLOPs of one token, forward and backward; 1 multiply-add (MAC) = 2 FLOPs, backward = 2 x forward. "
     "Recomputation is not counted (MFU); what is counted with it is called hardware (HFU)."
 )
+VERBS = ("params", "flops", "mfu", "zero", "inference", "roofline")
 USUAL_STEP = 256
 """Sequences of a step, where no config says how many."""
 RECOMPUTED = ("none", "selective", "full")

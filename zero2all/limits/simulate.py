@@ -40,7 +40,6 @@ PARTS = (
     *("fewer nodes", "slow nodes", "slow links"),
 )
 """Where wall time goes; the parts sum to the whole."""
-PERCENTILES = (10, 50, 90)
 MAX_EVENTS = 100_000
 """Events of one repetition, after which the run counts as one that does not progress."""
 LEAST_GOODPUT = 0.02
@@ -119,8 +118,6 @@ class Outcome:
     wall_seconds: Floats
     parts: dict[str, Floats]  # name of PARTS -> seconds
     failures: Floats
-    times: Floats  # (points,) seconds since the start
-    progress: Floats  # (3, points) share of the work that is done and kept, at PERCENTILES
 
     @property
     def goodput(self) -> Floats:
@@ -143,33 +140,23 @@ class Outcome:
 
 def band(values: Floats) -> tuple[float, float, float]:
     """The 10, 50 and 90 % points."""
-    low, middle, high = np.percentile(values, PERCENTILES)
+    low, middle, high = np.percentile(values, (10, 50, 90))
     return float(low), float(middle), float(high)
 
 
-def simulate(plan: Plan, repetitions: int = 200, seed: int = 0, points: int = 120) -> Outcome:
+def simulate(plan: Plan, repetitions: int = 200, seed: int = 0) -> Outcome:
     """Run the plan to its end `repetitions` times. The same seed gives the same figures."""
     check_plan(plan)
     lanes = _Lanes(plan, repetitions, np.random.default_rng(seed))
-    times, kept = [lanes.time.copy()], [lanes.restorable()]
     events = 0
     while lanes.step():
-        times.append(lanes.time.copy())
-        kept.append(lanes.restorable())
         events += 1
         if events > MAX_EVENTS:
             raise BadInputError(
                 f"The run does not end: after {MAX_EVENTS:,} events {lanes.kept_share:.1%} of the work are done. Save "
                 f"more often, restart faster, or use fewer GPUs."
             )
-    grid, progress = _progress(np.array(times), np.array(kept) / plan.work_seconds, points)
-    return Outcome(plan, lanes.time, lanes.spent, lanes.failures, grid, progress)
-
-
-def _progress(times: Floats, kept: Floats, points: int) -> tuple[Floats, Floats]:
-    grid = np.linspace(0.0, float(times[-1].max()), points)
-    curves = np.array([np.interp(grid, times[:, lane], kept[:, lane]) for lane in range(times.shape[1])])
-    return grid, np.percentile(curves, PERCENTILES, axis=0)
+    return Outcome(plan, lanes.time, lanes.spent, lanes.failures)
 
 
 class _Lanes:
@@ -195,10 +182,6 @@ class _Lanes:
     @property
     def kept_share(self) -> float:
         return float(self.disk.mean() / self.plan.work_seconds)
-
-    def restorable(self) -> Floats:
-        """Work that a checkpoint or the end of the run has made safe."""
-        return np.where(self.is_open, np.minimum(self.disk, self.plan.work_seconds), self.plan.work_seconds)
 
     def step(self) -> bool:
         """Move every open lane to its next event; False when all are done."""

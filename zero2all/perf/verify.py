@@ -11,17 +11,18 @@ from typing import Any
 import torch
 
 from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.jsonio import append_line
 from zero2all.common.language import translate as t
 from zero2all.common.progress import say
 from zero2all.config import RunConfig
-from zero2all.limits.ledger import MEMORY, STEP, Entry, Score, append_entry, read_entries, scoreboard
+from zero2all.limits.ledger import MEMORY, STEP, Entry, Score, read_entries, scoreboard
 from zero2all.limits.machine import Machine
 from zero2all.parallel.device import pick_device, set_cpu_threads
 from zero2all.perf.batch import BatchShape, load_measured_config
 from zero2all.perf.calibrate import machine_for
+from zero2all.perf.child import MEASURED
 from zero2all.perf.predict import Prediction, check_asked, ledger_entry, operators_for, predict
 from zero2all.perf.profiles import ledger_path, named_machine, profile_key, profile_path
-from zero2all.perf.row import MEASURED
 from zero2all.perf.short_run import run_apart
 
 MILLISECONDS = 1e3
@@ -95,7 +96,7 @@ def verify(
     if measured["status"] != MEASURED:
         return Verified(prediction, None, measured)
     entry = ledger_entry(prediction, source, overrides, measured, datetime.now(UTC).isoformat(timespec="seconds"))
-    append_entry(ledger or ledger_path(), entry)
+    append_line(ledger or ledger_path(), entry)
     return Verified(prediction, entry, measured)
 
 
