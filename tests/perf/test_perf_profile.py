@@ -118,7 +118,9 @@ def test_block_memory_removes_its_hooks_after_an_error_and_prints_nothing(capsys
 def test_widths_are_measured_nearest_first_until_the_time_is_over(tiny):
     found, shape = [], shape_of(tiny)
     widths = [64, 85, 96]  # 8/3 of 32 is 85.3
-    rows = measure_shape(tiny, shape, widths, 60.0, lambda so_far: found.append([row.width for row in so_far.rows])).rows
+    rows = measure_shape(
+        tiny, shape, widths, 60.0, lambda so_far: found.append([row.width for row in so_far.rows])
+    ).rows
     assert found == [[85], [85, 96], [64, 85, 96]]
     assert [row.is_aligned for row in rows] == [True, False, True]
     assert all(row.is_measured and row.tflops > 0 and len(row.seconds) == 6 for row in rows)

@@ -87,7 +87,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
             print_table(pair_rows(pairs), "between the machines")
         print(
             t(
-                f"{counts['error']} errors, {counts['warning']} warnings, {counts['note']} notes; {counts['ok']} of "
+                f"errors: {counts['error']}, warnings: {counts['warning']}, notes: {counts['note']}; {counts['ok']} of "
                 f"{len(findings)} findings are ok."
             )
         )

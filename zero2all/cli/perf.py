@@ -10,6 +10,7 @@ from pathlib import Path
 from zero2all.cli import limits, perf_bench, perf_link, perf_memory, perf_plan, perf_predict, perf_profile, perf_runs
 from zero2all.cli.verb import (
     CONFIG_HELP,
+    DEVICES,
     Subparsers,
     add_config,
     add_flags,
@@ -223,7 +224,7 @@ def _register_infer(inner: Subparsers) -> None:
         ("--batch N,…", str, None, "sequences at once (default: 1,8,64,256 on a GPU, 1,8 on a CPU)"),
         ("--prompt N", whole(1), 128, "tokens of a prompt (default 128)"),
         ("--new N", whole(1), None, "tokens of an answer (default: 256 on a GPU, 32 on a CPU)"),
-        ("--device", ("auto", "cpu", "cuda"), "auto", "device (default: auto)"),
+        ("--device", DEVICES, DEVICES[0], "device (default: auto)"),
         ("--dtype", dtypes, None, dtype),
     )
     parser.add_argument("--no-int8", action="store_true", help="skip the rows with 8-bit weights")

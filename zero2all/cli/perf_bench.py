@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from zero2all.cli.verb import (
+    DEVICES,
     Subparsers,
     add_config,
     add_flags,
@@ -58,9 +59,8 @@ def register(inner: Subparsers) -> None:
         if name in ("compile", "gc"):
             add_flags(parser, ("--batch BxTxA", str, None, ABOUT_BATCH))
         about = f"measure for about this long (default {seconds:g})"
-        devices = ("auto", "cpu", "cuda")
         add_flags(parser, ("--seconds N", real(0.0, is_open=True), seconds, about))
-        add_flags(parser, ("--device", devices, "auto", "device (default: auto)"))
+        add_flags(parser, ("--device", DEVICES, DEVICES[0], "device (default: auto)"))
         add_json(parser)
     loader = ("--config CONFIG", str, None, "a run of the workspace, a preset or a YAML file")
     add_flags(verbs["dataloader"], loader)

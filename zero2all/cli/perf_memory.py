@@ -101,5 +101,7 @@ def _print(report: MemoryReport) -> None:
         if count:
             print(t(f"{place}: {count / 2**30:.2f} GiB per process"))
     print(t(verdict(report)))
+    if not report.fits and not any(change.fits for change in report.changes):
+        print(t("None of these changes is enough, nor any two of them: use more GPUs, or a smaller model."))
     if report.changes:
         print_table(changes_table(report), "what would need less memory, computed by the same estimate")

@@ -78,7 +78,11 @@ def _plan(arguments: argparse.Namespace) -> None:
     print_table(plan_cells(plan.candidates[: arguments.top]), _title(plan))
     print("\n".join(_notes(plan)))
     if arguments.output is not None:
-        print(arguments.output)
+        nodes = -(-arguments.gpus // plan.machine.gpus_per_node)
+        start = f"z2a train {arguments.output}"
+        if nodes > 1:
+            start = f"{start} --nodes {nodes} --node-rank N --rendezvous HOST:PORT"
+        print(t(f"{arguments.output}: for {arguments.gpus} ranks; start it with `{start}`"))
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:
@@ -102,13 +106,12 @@ def _title(plan: LayoutPlan) -> str:
 
 
 def _notes(plan: LayoutPlan) -> list[str]:
+    from zero2all.limits.answer import said
     from zero2all.perf.plan import compare
 
     best = plan.candidates[0]
     lines = [t(f"{plan.considered:,} layouts keep the rules, {plan.fitting:,} of them fit.")]
-    parts = ", ".join(
-        f"{t(part.name)} {1e3 * part.estimate:.1f} ms" for part in best.time.parts if part.estimate > 5e-5
-    )
+    parts = ", ".join(f"{t(part.name)} {said(part.estimate, 's')}" for part in best.time.parts if part.estimate > 5e-5)
     lines.append(t(f"The best: {parts}"))
     measured = [one for one in plan.candidates if "tokens_per_second" in one.measured]
     if len(measured) > 1:

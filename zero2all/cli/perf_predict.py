@@ -224,6 +224,13 @@ def _prediction_notes(found: Prediction) -> list[str]:
         lines.append(t(f"It does not fit: {short:.1f} GiB are missing. `z2a perf memory` says what would make it fit."))
     if found.cost is None:
         lines.append(t("No cost: the price of a GPU is not known. Give it with --price."))
+    if found.machine.left:
+        lines.append(
+            t(
+                f"The profile is incomplete: {found.machine.left} figures were not measured, so the interval is wide. "
+                f"Run `z2a perf calibrate` again."
+            )
+        )
     if found.machine.source != "measured":
         lines.append(t("From data sheets: within 10 to 20 %. `z2a perf calibrate` on the machine makes it closer."))
     return lines

@@ -22,6 +22,7 @@ LAST_PORT = 65535
 Subparsers = Any  # what argparse's add_subparsers returns; it has no public name
 
 EXAMPLE = "example:"
+DEVICES = ("auto", "cpu", "cuda")
 CONFIG_HELP = (
     "a preset (quickstart, four-phases, z2all-100m, z2all-1b, llm-zero2all-1b, z2all-moe) or the path of a YAML file"
 )
@@ -145,6 +146,8 @@ def check_outputs(arguments: argparse.Namespace) -> None:
         if (path := getattr(arguments, name)) is not None:
             from zero2all.common.workspace import require_output
 
+            if flag == "--json" and not path.parent.is_dir():
+                raise UsageError(f"{flag} {path}: there is no folder {path.parent}. Make it first, or choose another.")
             require_output(path, flag, is_folder)
 
 

@@ -98,13 +98,16 @@ def _changes(settings: MemorySettings, ranks: int) -> Iterator[Change]:
             yield change(cost, {"optim.kind": "adamw_bf16"}, optimizer="adamw_bf16", owned=None)
     shard = settings.shard if settings.shard > 1 else ranks
     passes = max(1, settings.passes * settings.shard // shard)  # more processes share the step
-    shared = ("the states", "states and gradients", "states, gradients and weights")
+    costs = (
+        f"{shard} GPUs share the states",
+        f"{shard} GPUs share states and gradients",
+        f"{shard} GPUs share states, gradients and weights",
+    )
     for zero in range(settings.zero + 1, 4 if settings.offload == "none" else 3):
         if settings.pipeline == 1 and settings.offload != "weights":
             fields = {"parallel.zero": zero, "parallel.shard": shard}
             fields |= {"ranks": shard} if settings.processes == 1 else {}
-            cost = f"{shard} GPUs share {shared[zero - 1]}"
-            yield change(cost, fields, zero=zero, shard=shard, passes=passes, owned=None)
+            yield change(costs[zero - 1], fields, zero=zero, shard=shard, passes=passes, owned=None)
     if settings.optimizer == "adamw" and settings.offload in ("none", "optimizer") and settings.zero == 0:
         cost = "weights, gradients and states on the host: every pass waits for the copies"
         yield change(cost, {"parallel.offload": "weights"}, offload="weights")

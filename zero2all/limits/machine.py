@@ -46,6 +46,8 @@ ATTENTION_RATE = {"forward": 0.68, "backward": 0.53}
 """Share of the rate of large products that fused attention reaches on long sequences with wide heads."""
 ALIGNED, UNALIGNED_RATE = 8, 0.5
 """Rows of 16-bit values must be multiples of 16 bytes for wide loads; without, products run at about half the rate."""
+DOUBT = {"data sheet": 0.12, "measured": 0.03}
+IQR_OF_NORMAL = 1.35
 NEIGHBOURS = 4
 """Measured products that a product which was not measured is compared with."""
 
@@ -136,6 +138,15 @@ class Machine:
     watts: float = 0.0
     price_per_hour: float | None = None  # of one GPU
     draw: dict[str, float] = field(default_factory=dict)  # of "matmul" and "attention", see `clock_factor`
+    left: int = 0  # figures that the calibration had no time for
+
+    @property
+    def doubt(self) -> float:
+        """Standard deviation of a computed time, as a share of it; no less than that of the figures themselves."""
+        if self.source != "measured" or self.left:
+            return DOUBT["data sheet"]
+        spreads = sorted(one.spread for one in self.matmuls)
+        return max(DOUBT["measured"], spreads[len(spreads) // 2] / IQR_OF_NORMAL if spreads else 0.0)
 
     def clock_factor(self, matmul: float, attention: float, device: float) -> float:
         """What arithmetic takes in a step beside what this profile says, if `matmul` and `attention` of the `device`

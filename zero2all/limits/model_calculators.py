@@ -156,7 +156,7 @@ def _groups(model: Counted, tokens: int, seq_len: int, gpu: Gpu | None, peak_tfl
 
 
 def _limit(moved: float, gpu: Gpu) -> str:
-    return f"{moved / 1e9:.3g} GB at {gpu.bandwidth / 1e12:g} TB/s" if moved else "arithmetic"
+    return f"{moved / 1e9:,.4g} GB at {gpu.bandwidth / 1e12:g} TB/s" if moved else "arithmetic"
 
 
 def mfu(
@@ -198,16 +198,24 @@ def mfu(
     headline = "palm" if "palm" in found else "6N"
     if gpu is not None and gpu.matmul_flops:
         share = tokens_per_second * found[headline] / (gpus * gpu.matmul_flops)
-        how = f"of {gpu.matmul_flops / 1e12:g} TFLOP/s, the best matmul that was measured on it"
+        best = f"{gpu.matmul_flops / 1e12:g} TFLOP/s"
+        how = f"of {best}, the best matmul that was published for it"
+        if gpu.name in ("h100", "h200"):
+            how = f"of {best}, the best matmul that was published: one figure for H100 and H200, whose chip is the same"
         terms.append(Term(f"MAMFU {headline}", share, "share", how))
     executed = hardware_flops(model, found, recompute)
     if executed is not None and recompute != "none":
         how = f"{executed / 1e9:.4g} GFLOP/token: causal, with what is recomputed"
         terms.append(Term(f"HFU {recompute}", tokens_per_second * executed / (gpus * peak), "share", how))
     notes = [f"Headline: {headline}. Compare only figures of one convention and one peak.", *lacking(model, seq_len)]
+    least = min(found.values())
+    if tokens_per_second * least > gpus * peak:
+        most = f"at most {gpus * peak / least:,.0f} tokens/s: the peak of {gpus} GPUs"
+        hint = "Check GPUs, peak, and the unit of the speed."
+        raise ImpossibleError([Problem("--tokens-per-second", tokens_per_second, most, hint)])
     over = [term.name for term in terms if term.unit == "share" and term.value > 1]
     if over:
-        notes.append(f"More than 100 % is impossible: {', '.join(over)}. Check GPUs, peak, and the unit of the speed.")
+        notes.append(f"Above 100 %, because this convention counts too much: {', '.join(over)}.")
     if "seed" in found:
         notes.append(
             "`seed` is the convention of our result files and of Gstdioh/llm-zero2all, whose tables we compare with."
@@ -267,8 +275,9 @@ def inference(
         if model.config is not None:
             read = decoding_bytes(model.config, sequences, seq_len, 2, cache_value_bytes)
         seconds = least_seconds(2.0 * model.active * sequences, read, gpu.peak_flops, gpu.bandwidth)
+        rate = f"{gpu.bandwidth / 1e12:g} TB/s"
         terms += [
-            Term("least time of a token", seconds, "s", f"bfloat16 weights and cache at {gpu.bandwidth / 1e12:g} TB/s"),
+            Term("least time of a token", seconds, "s", f"bfloat16 matrices and cache, no embedding table, at {rate}"),
             Term("most tokens per second", sequences / seconds, "tokens/s", "all sequences together"),
             Term("sequences to be compute-bound", gpu.ridge, "sequences", "peak / bandwidth, at 2 bytes a weight"),
         ]
@@ -312,11 +321,13 @@ def roofline(
         work, moved = matmul_flops(m, n, k), matmul_bytes(m, n, k, value_bytes)
         rate = gpu.matmul_flops if gpu and gpu.matmul_flops and not peak_tflops else peak
         limit = "arithmetic" if work / moved > peak / bandwidth else "memory"
+        is_slower = work / rate > moved / bandwidth
+        speed = f"at {rate / 1e12:g} TFLOP/s" if is_slower else f"at {bandwidth / 1e12:g} TB/s"
         terms += [
             Term("FLOPs", work, "FLOP", "2 m n k"),
             Term("bytes", moved, "bytes", f"{value_bytes:g} (m k + k n + m n)"),
             Term("intensity", work / moved, "FLOP/byte", f"FLOPs / bytes: limited by {limit}"),
-            Term("least time", least_seconds(work, moved, rate, bandwidth), "s", f"at {rate / 1e12:g} TFLOP/s"),
+            Term("least time", least_seconds(work, moved, rate, bandwidth), "s", speed),
         ]
         if gpu and gpu.units:
             cut = tiling(m, n, gpu.units, int(tile[0]), int(tile[1]))

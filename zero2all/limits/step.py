@@ -48,8 +48,6 @@ QUANTISE_BYTES = 6
 """float8: an input is read twice and written once plain and once transposed; per value."""
 LOSS_BYTES_PER_LOGIT = 2.0
 """Of the fused head: logits of a chunk are written and read twice while they are in the cache."""
-DOUBT = {"data sheet": 0.12, "measured": 0.03}
-"""Standard deviation of a computed part, as a share of it."""
 DOUBT_OF_WAITING = 0.3
 """Of communication, bubble and host."""
 COMMON_DOUBT = 0.015
@@ -404,7 +402,7 @@ def predict_step(
     costs = costs.at_clock(_clock_factor(model, settings, machine, costs))
     slowest = slowest_stage(model, settings, costs, schedule, chunks)
     passes, layers = settings.passes, slowest.layers
-    doubt = DOUBT.get(machine.source, DOUBT["data sheet"])
+    doubt = machine.doubt
     names = dict.fromkeys([*costs.forward, *costs.backward])
     both = {name: costs.forward.get(name, Cost()) + costs.backward.get(name, Cost()) for name in names}
     computed = {name: cost * (passes * layers) for name, cost in both.items()}

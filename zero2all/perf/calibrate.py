@@ -97,7 +97,7 @@ def calibrate(
         left, measured = _measure_all(settings, store, device, started, most_seconds)
     failed = {name: str(found["failed"]) for name, found in store.figures.items() if "failed" in found}
     check_enough(failed, measured)
-    machine = machine_of(store.figures, key, device, settings[0].ops.taken, gpu)
+    machine = dataclasses.replace(machine_of(store.figures, key, device, settings[0].ops.taken, gpu), left=len(left))
     write_machine(path, machine)
     anchors = {name: v for name, v in store.figures.items() if name.startswith("anchor/") and "failed" not in v}
     return Calibration(machine, path, measured, left, failed, gpu, anchors)
@@ -382,4 +382,4 @@ def machine_for(machine: Machine, path: Path, taken: Mapping[str, str], device: 
         return machine
     figures = FigureStore(store, machine.key).figures
     found = machine_of(figures, machine.key, device, taken, {"watts": machine.watts})
-    return dataclasses.replace(found, links=machine.links, collectives=machine.collectives)
+    return dataclasses.replace(found, links=machine.links, collectives=machine.collectives, left=machine.left)

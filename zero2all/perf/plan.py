@@ -102,7 +102,11 @@ def plan_layouts(config: RunConfig, gpus: int, machine: Machine, wanted: int = 1
             found.append(candidate)
         if len(found) >= 3 * wanted:
             break
-    rejected[f"does not fit into {room / GIB:.1f} GiB of {machine.name}"] = int((~fits).sum()) + refused
+    rule = (
+        f"does not fit into {room / GIB:.1f} GiB: the {machine.memory_bytes / GIB:.1f} GiB of {machine.name} less "
+        f"{ALLOWANCE:.0%} for context, NCCL and gaps"
+    )
+    rejected[rule] = int((~fits).sum()) + refused
     if not found:
         raise _no_layout(gpus, rows, rejected)
     found.sort(key=lambda one: one.time.estimate)

@@ -92,6 +92,7 @@ def verify(
     prediction = prediction_for(config, batch, profile=profile, ledger=ledger, runs_here=True)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    say(f"verify: {prediction.corrected:.4g} s a step are predicted; real steps follow, for at most {timeout:g} s")
     measured = run_apart(source, overrides, batch, seconds, anatomy, timeout)
     if measured["status"] != MEASURED:
         return Verified(prediction, None, measured)
