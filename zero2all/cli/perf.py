@@ -135,7 +135,6 @@ def _register_ablate(inner: Subparsers) -> None:
     add_config(parser)
     batch = "samples per pass x tokens x passes per iteration (default: 2x2048x16 and the config's own)"
     report = "measure nothing; show the results in --output, also those of another machine"
-    warm = "start compiled rows twice, to time the first step with a warm cache too"
     add_flags(
         parser,
         ("--list", bool, False, "show the rows and stop"),
@@ -147,7 +146,6 @@ def _register_ablate(inner: Subparsers) -> None:
         ("--row-timeout-seconds N", real(1.0), 900.0, "stop a row after this many seconds (default 900)"),
         ("--report", bool, False, report),
         ("--again", bool, False, "measure rows again even if results exist"),
-        ("--warm-starts", bool, False, warm),
     )
     add_output(parser, "--output", is_folder=True, help="folder of the results (default: ablation-CONFIG)")
 
@@ -185,7 +183,6 @@ def _ablate(arguments: argparse.Namespace) -> int:
             budget_seconds=arguments.budget_seconds,
             row_timeout_seconds=arguments.row_timeout_seconds,
             again=arguments.again,
-            warm_starts=arguments.warm_starts,
             report_only=arguments.report,
         )
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.runs import add_run, open_run
@@ -12,7 +11,7 @@ from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
-    from zero2all.limits.simulate import Change, Outcome, Plan, Slowness
+    from zero2all.limits.simulate import Outcome, Plan, Slowness
     from zero2all.perf.explain import Explanation
     from zero2all.perf.run_diff import RunDiff
 
@@ -31,7 +30,7 @@ def _register_simulate(inner: Subparsers) -> None:
     parser = add_verb(
         inner,
         "simulate",
-        "simulate a run of months with failures, checkpoints and slow nodes: goodput, days, cost, what helps most",
+        "simulate a run of months with failures, checkpoints and slow nodes: goodput, days, cost",
         SIMULATE_EXAMPLE,
         _simulate,
     )
@@ -64,7 +63,6 @@ def _register_simulate(inner: Subparsers) -> None:
         ("--repetitions N", whole(2, 1_000), 200, "how often it is simulated (default 200)"),
         ("--seed N", whole(0), 0, "seed of the random events (default 0)"),
     )
-    parser.add_argument("--no-changes", action="store_true", help="do not simulate what single changes would be worth")
     add_json(parser)
 
 
@@ -88,13 +86,12 @@ PLAN_FLAGS = (
 
 
 def _simulate(arguments: argparse.Namespace) -> None:
-    from zero2all.limits.simulate import simulate, worth_of_changes
+    from zero2all.limits.simulate import simulate
 
     plan = _plan(arguments)
     outcome = simulate(plan, arguments.repetitions, arguments.seed)
-    changes = [] if arguments.no_changes else worth_of_changes(outcome, arguments.seed)
-    if not write_json_result(arguments.json, _simulation_json(outcome, changes, arguments.tokens)):
-        _print_simulation(outcome, changes, arguments.tokens)
+    if not write_json_result(arguments.json, _simulation_json(outcome, arguments.tokens)):
+        _print_simulation(outcome, arguments.tokens)
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
@@ -171,7 +168,7 @@ def _bands(outcome: Outcome, tokens: float | None) -> dict[str, tuple[str, tuple
     return bands
 
 
-def _print_simulation(outcome: Outcome, changes: Sequence[Change], tokens: float | None) -> None:
+def _print_simulation(outcome: Outcome, tokens: float | None) -> None:
     from zero2all.cli.table import print_table
     from zero2all.limits.simulate import DAY
 
@@ -196,16 +193,9 @@ def _print_simulation(outcome: Outcome, changes: Sequence[Change], tokens: float
         ],
         "mean of the repetitions",
     )
-    if changes:
-        rows = [["change", "days saved", "±", "goodput, %", "cost saved"]]
-        for change in changes:
-            cost = "–" if change.cost_saved is None else f"{change.cost_saved:,.0f}"
-            days, noise = f"{change.days_saved:.3g}", f"{2 * change.days_noise:.2g}"
-            rows.append([t(change.name), days, noise, f"{100 * change.goodput:.2f}", cost])
-        print_table(rows, "what one change is worth, simulated (± two standard errors)")
 
 
-def _simulation_json(outcome: Outcome, changes: Sequence[Change], tokens: float | None) -> dict[str, Any]:
+def _simulation_json(outcome: Outcome, tokens: float | None) -> dict[str, Any]:
     import dataclasses
 
     bands = {
@@ -218,7 +208,6 @@ def _simulation_json(outcome: Outcome, changes: Sequence[Change], tokens: float 
         "repetitions": len(outcome.wall_seconds),
         "bands": bands,
         "shares": outcome.shares(),
-        "changes": [dataclasses.asdict(change) for change in changes],
     }
 
 

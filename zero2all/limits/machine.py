@@ -204,38 +204,15 @@ class Machine:
             for name, group in groups.items()
         }
 
-    def attention_seconds(
-        self,
-        tokens: float,
-        seq_len: float,
-        heads: float,
-        kv_heads: float,
-        head_size: float,
-        backward: bool = False,
-        dtype: str = "bfloat16",
-    ) -> float:
-        """Of fused causal attention over `tokens` tokens in sequences of `seq_len`, of which half the pairs count."""
+    def attention_seconds(self, *sizes: float, backward: bool = False, dtype: str = "bfloat16") -> float:
+        """Of fused causal attention: tokens, tokens of a sequence, heads, kv heads, width of a head."""
         name: Way = "backward" if backward else "forward"
-        found = tuple(
-            (
-                (one.tokens, one.seq_len, one.heads, one.kv_heads, one.head_size),
-                getattr(one, name)
-                / self._modelled_attention(one.tokens, one.seq_len, one.heads, one.head_size, name, dtype),
-            )
-            for one in self.attention
-        )
-        seconds = self._modelled_attention(tokens, seq_len, heads, head_size, name, dtype)
-        return seconds * _nearby_ratio(found, (tokens, seq_len, heads, kv_heads, head_size))
+        known = ((dataclasses.astuple(one)[:5], getattr(one, name)) for one in self.attention)
+        found = tuple((one, seconds / self._modelled_attention(one, name, dtype)) for one, seconds in known)
+        return self._modelled_attention(sizes, name, dtype) * _nearby_ratio(found, sizes)
 
-    def _modelled_attention(
-        self,
-        tokens: float,
-        seq_len: float,
-        heads: float,
-        head_size: float,
-        name: Literal["forward", "backward"],
-        dtype: str,
-    ) -> float:
+    def _modelled_attention(self, sizes: tuple[float, ...], name: Way, dtype: str) -> float:
+        tokens, seq_len, heads, _, head_size = sizes
         matmuls = 2 if name == "forward" else 5
         flops = matmuls * tokens * seq_len * heads * head_size
         # Heads of 64 reuse half of what heads of 128 do; short sequences have as many masked tiles as whole ones.

@@ -17,11 +17,9 @@ Goodput is the time the work would take without any disturbance, divided by the 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,8 +41,6 @@ PARTS = (
 MAX_EVENTS = 100_000
 """Events of one repetition, after which the run counts as one that does not progress."""
 LEAST_GOODPUT = 0.02
-CHANGE_FAILURES, CHANGE_REPAIRS = 200, 10
-"""A change is simulated over a part of the run with this many failures, and this many times as long as a repair."""
 RUNNING, RESTARTING, WAITING = 0, 1, 2
 
 
@@ -350,78 +346,6 @@ class _Lanes:
         starts = here & enough
         self.mode = np.where(here, np.where(enough, RESTARTING, WAITING), self.mode)
         self.mode_until = np.where(starts, self.time + seconds, self.mode_until)
-
-
-# ---- what a change is worth ----
-
-
-@dataclass(frozen=True)
-class Change:
-    """One change of the plan, simulated like the plan itself."""
-
-    name: str
-    days_saved: float  # mean over the repetitions
-    days_noise: float  # standard error of that
-    goodput: float  # mean
-    cost_saved: float | None
-
-
-def worth_of_changes(base: Outcome, seed: int = 0) -> list[Change]:
-    """The changes that apply to the plan, the best first. Failures come at a constant rate, so a part of a long run
-    tells what a change is worth to all of it."""
-    plan, repetitions = base.plan, len(base.wall_seconds)
-    enough = max(CHANGE_FAILURES * plan.mean_seconds_between_failures, CHANGE_REPAIRS * plan.repair_hours * HOUR)
-    part = min(plan.work_seconds, enough)
-    scale = plan.work_seconds / part / DAY
-    before = base if scale * DAY == 1.0 else simulate(dataclasses.replace(plan, work_seconds=part), repetitions, seed)
-    changes = []
-    for name, changed in possible_changes(plan).items():
-        after = simulate(dataclasses.replace(changed, work_seconds=part), repetitions, seed)
-        saved = float(before.wall_seconds.mean() - after.wall_seconds.mean())
-        noise = math.sqrt((before.wall_seconds.var() + after.wall_seconds.var()) / repetitions)
-        costs = (before.cost, after.cost)
-        cost = None if costs[0] is None or costs[1] is None else scale * DAY * float((costs[0] - costs[1]).mean())
-        changes.append(Change(name, scale * saved, scale * noise, float(after.goodput.mean()), cost))
-    return sorted(changes, key=lambda change: -change.days_saved)
-
-
-def possible_changes(plan: Plan) -> dict[str, Plan]:
-    """Single changes of a plan that can help it, by what they are."""
-
-    def but(**changed: Any) -> Plan:
-        return dataclasses.replace(plan, **changed)
-
-    found: dict[str, Plan] = {}
-    stored = plan.memory_interval_seconds is not None
-    if plan.failures_per_gpu_hour:
-        best = but(interval_seconds=None).interval
-        if plan.interval_seconds is not None and abs(best / plan.interval - 1) > 0.1:
-            found[f"save every {best:,.0f} s (Daly) instead of {plan.interval:,.0f} s"] = but(interval_seconds=None)
-        found[f"save every {plan.interval / 2:,.0f} s: half the interval"] = but(interval_seconds=plan.interval / 2)
-        found[f"restart in {plan.restart_seconds / 2:,.0f} s: half the time"] = but(
-            restart_seconds=plan.restart_seconds / 2
-        )
-        found["half as many failures"] = but(failures_per_gpu_hour=plan.failures_per_gpu_hour / 2)
-        if plan.stall > 1.0:
-            found["save in the background: 1 s of stall"] = but(stall_seconds=1.0)
-        if not stored:
-            every = max(60.0, daly_interval(plan.memory_stall_seconds, plan.mean_seconds_between_failures))
-            found[f"a copy in memory every {every:,.0f} s"] = but(memory_interval_seconds=every)
-        elif plan.memory_copies < 2:
-            found["a second copy in the memory of another node"] = but(memory_copies=2)
-        if plan.hang_share and plan.hang_seconds > 60.0:
-            found[f"hangs found in {plan.hang_seconds / 5:,.0f} s"] = but(hang_seconds=plan.hang_seconds / 5)
-        if plan.shares.get("node"):
-            for spares in {plan.spare_nodes + max(1, math.ceil(plan.nodes / 64)), plan.spare_nodes // 2}:
-                if spares != plan.spare_nodes:
-                    found[f"spare nodes: {spares} instead of {plan.spare_nodes}"] = but(spare_nodes=spares)
-    for name, attribute in (("slow nodes", "slow_nodes"), ("slow links", "slow_links")):
-        kind: Slowness = getattr(plan, attribute)
-        if kind.per_node_day and kind.slowdown > 1.0:
-            hours = kind.hours_until_found / 10
-            sooner = dataclasses.replace(kind, hours_until_found=hours)
-            found[f"{name} found sooner: in {hours:.3g} h"] = but(**{attribute: sooner})
-    return found
 
 
 def slowdown_of_links(communication_share: float, speed: float) -> float:

@@ -267,7 +267,8 @@ class _Prices:
         ]
         sizes = (tokens, settings.seq_len, held.heads, held.kv_heads, held.head_size)
         peak = self.machine.peak_flops[self.dtype]
-        times = [self.machine.attention_seconds(*sizes, backward, self.dtype) for backward in (False, True)]
+        price = functools.partial(self.machine.attention_seconds, *sizes, dtype=self.dtype)
+        times = [price(backward=False), price(backward=True)]
         flops = [work["attention"].forward_flops, work["attention"].backward_flops]
         attention = [
             Cost(time, min(time, done / peak), done, attention=time) for time, done in zip(times, flops, strict=True)
@@ -522,14 +523,8 @@ def _communication(model: ModelConfig, settings: MemorySettings, machine: Machin
 
 
 def _joined(first: Part, second: Part) -> Part:
-    return dataclasses.replace(
-        first,
-        lower=first.lower + second.lower,
-        estimate=first.estimate + second.estimate,
-        upper=first.upper + second.upper,
-        bytes=first.bytes + second.bytes,
-        hidden=first.hidden + second.hidden,
-    )
+    names = ("lower", "estimate", "upper", "bytes", "hidden")
+    return dataclasses.replace(first, **{name: getattr(first, name) + getattr(second, name) for name in names})
 
 
 def owned_values(model: ModelConfig, settings: MemorySettings) -> float:

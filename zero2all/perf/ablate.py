@@ -39,7 +39,6 @@ class AblateOptions:
     budget_seconds: float | None = None  # no row is started that would exceed it. None: no limit.
     row_timeout_seconds: float = 900.0  # a row that takes longer is ended and counts as failed
     again: bool = False  # measure rows again that have a result
-    warm_starts: bool = False  # start each compiled row a second time, to see its first step with a warm cache
     report_only: bool = False  # measure nothing; report the results in the folder, from whatever machine
 
 
@@ -149,10 +148,7 @@ class _Sitting:
         began = time.monotonic()
         log = self.options.output / "logs" / f"{batch}-{variant.name}.log"
         with tempfile.TemporaryDirectory(prefix="z2a-compiled-") as cache:
-            result = self._child(batch, variant, self.options.seconds, log, cache)
-            if self.options.warm_starts and variant.is_compiled and result["status"] == "measured":
-                second = self._child(batch, variant, 0.0, log.with_suffix(".warm.log"), cache)
-                result["warm_first_step_seconds"] = second.get("first_step_seconds")
+            result = self._child(batch, variant, log, cache)
         wall = time.monotonic() - began
         self.results.append(
             {
@@ -171,14 +167,14 @@ class _Sitting:
         )
         say(f"ablate: {batch} {variant.name}: {_in_short(self.results.lines[-1])} (took {human_seconds(wall)})")
 
-    def _child(self, batch: BatchShape, variant: Variant, seconds: float, log: Path, cache: str) -> dict[str, Any]:
+    def _child(self, batch: BatchShape, variant: Variant, log: Path, cache: str) -> dict[str, Any]:
         """Run the row in its own process: its result, or how it ended."""
         log.parent.mkdir(parents=True, exist_ok=True)
         variables = {"PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")}
         if variant.is_compiled:  # an empty cache, so that compilation is measured
             variables |= {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
         options = self.options
-        words = [options.source, "--row", variant.name, "--batch", batch, "--seconds", seconds]
+        words = [options.source, "--row", variant.name, "--batch", batch, "--seconds", options.seconds]
         words += ["--warm-up-seconds", options.warm_up_seconds]
         return run_child("row", words, options.overrides, options.row_timeout_seconds, log, variables)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,6 +17,7 @@ from zero2all.common.jsonio import append_line, whole_lines
 from zero2all.common.manifest import fingerprint
 from zero2all.config import RunConfig, config_values
 from zero2all.perf.batch import BatchShape
+from zero2all.perf.doctor.finding import output_of
 from zero2all.perf.variants import ANCHOR, Variant, vary
 
 PACKAGES = ("torch", "triton", "liger-kernel", "flash-attn-4", "quack-kernels")
@@ -60,11 +60,7 @@ def _gpu() -> tuple[str | None, str | None]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     command += [f"--id={visible}"] if visible else []
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return None, None
-    name, _, driver = lines[0].partition(",") if lines else ("", "", "")
+    name, _, driver = (output_of(command, 30)[0] or "").partition("\n")[0].partition(",")
     return name.strip() or None, driver.strip() or None
 
 
