@@ -29,7 +29,7 @@ from zero2all.limits.flops import recomputed_blocks
 from zero2all.limits.held import HeldStage, expert_values
 from zero2all.limits.machine import Machine, link_seconds
 from zero2all.limits.memory import WIDTHS, MemorySettings
-from zero2all.limits.pass_memory import pass_memory
+from zero2all.limits.pass_memory import PassMemory, pass_memory
 from zero2all.limits.state_memory import state_parts
 from zero2all.limits.step import (
     BUBBLE_KEPT,
@@ -517,6 +517,16 @@ def _state_bytes(model: ModelConfig, settings: MemorySettings) -> float:
     return sum(part.bytes for part in state_parts(settings.held(model), settings) if part.place == "device")
 
 
+def _peaks(memory: PassMemory, nodes: Sequence[int]) -> Floats:
+    """The most that a pass over each number of tokens needs, its inputs included: `PassMemory.phases` on columns."""
+    pairs = [(line.saved, moment) for line in memory.lines for moment in line.moments]
+    terms = [(saved + one.per_token, one.per_row, one.per_second_row, one.fixed) for saved, one in pairs]
+    tokens = np.array(nodes, dtype=np.float64)
+    first = tokens if memory.chunk_rows is None else np.minimum(tokens, memory.chunk_rows)
+    amounts = np.stack([tokens, first, np.minimum(tokens - first, first), np.ones(len(tokens))])
+    return np.asarray((np.array(terms) @ amounts).max(axis=0) + [memory.input_bytes(node) for node in nodes])
+
+
 def _passes(model: ModelConfig, settings: MemorySettings, layouts: Layouts, more: Floats, is_last: bool) -> Floats:
     """What a pass needs: bilinear in the blocks and the micro-batches in flight, at a few numbers of tokens, between
     which it is interpolated. It is a straight line bent where the logits fill a chunk or another phase becomes the
@@ -532,8 +542,9 @@ def _passes(model: ModelConfig, settings: MemorySettings, layouts: Layouts, more
             lines = [pass_memory(held.held(model), held) for held in _held(model, settings, plain, is_last)]
             # A further micro-batch in flight adds what all blocks save, which is there before the loss.
             saved = [line.lines[0].saved for line in lines]
-            for node in nodes:
-                at = [max(phase.bytes for phase in line.phases(node)) + line.input_bytes(node) for line in lines]
+            peaks = [_peaks(line, nodes) for line in lines]
+            for number, node in enumerate(nodes):
+                at = [each[number] for each in peaks]
                 found += [at[0], at[-1] - at[0], saved[0] * node, (saved[-1] - saved[0]) * node]
         return found
 
