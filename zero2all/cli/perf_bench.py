@@ -33,15 +33,23 @@ CPU_BATCH = (2, 256, 1)
 ABOUT_CONFIG = "a preset or the path of a YAML file (default: z2all-100m on a GPU, quickstart on a CPU)"
 ABOUT_BATCH = "samples per pass x tokens x passes per iteration (default: the config's micro-batch; small on a CPU)"
 VERBS = {
-    "dataloader": (10.0, "tokens/s of our loader over packed data, with one and more readers"),
-    "pin": (8.0, "copies to and from the GPU with pinned and with ordinary memory"),
-    "numa": (8.0, "memory of the near and of far NUMA nodes, for threads and the GPU"),
-    "compile": (5.0, "training steps without torch.compile, with compiled blocks and with a compiled trunk"),
-    "gc": (10.0, "training steps with Python's own garbage collection and with our schedule"),
-    "optimizer": (10.0, "time and memory of an update by each optimizer"),
-    "allreduce": (20.0, "bus bandwidth of all-reduces over sizes, between processes of this machine"),
+    "dataloader": (10.0, "tokens/s of our loader over packed data, with one and more readers", "--work my-workspace"),
+    "pin": (8.0, "copies to and from the GPU with pinned and with ordinary memory", "--seconds 4"),
+    "numa": (8.0, "memory of the near and of far NUMA nodes, for threads and the GPU", "--seconds 4"),
+    "compile": (
+        5.0,
+        "training steps without torch.compile, with compiled blocks and with a compiled trunk",
+        "z2all-100m",
+    ),
+    "gc": (
+        10.0,
+        "training steps with Python's own garbage collection and with our schedule",
+        "quickstart --seconds 20",
+    ),
+    "optimizer": (10.0, "time and memory of an update by each optimizer", "z2all-100m --json optimizer.json"),
+    "allreduce": (20.0, "bus bandwidth of all-reduces over sizes, between processes of this machine", "--ranks 8"),
 }
-"""Verb -> usual seconds, and what it measures."""
+"""Verb -> usual seconds, what it measures, and the rest of an example."""
 
 
 def register(inner: Subparsers) -> None:
@@ -49,10 +57,10 @@ def register(inner: Subparsers) -> None:
     example = "z2a perf bench allreduce --ranks 2\n  z2a perf bench compile quickstart --json compile.json"
     group = add_group(inner, "bench", "measure one choice at a time: loader, copies, compile, optimizer, …", example)
     verbs = {}
-    for name, (seconds, summary) in VERBS.items():
+    for name, (seconds, summary, more) in VERBS.items():
         takes_config = name in ("compile", "gc", "optimizer")
         overrides = takes_config or name == "dataloader"
-        parser = verbs[name] = add_verb(group, name, summary, f"z2a perf bench {name}", _bench, overrides)
+        parser = verbs[name] = add_verb(group, name, summary, f"z2a perf bench {name} {more}", _bench, overrides)
         parser.set_defaults(bench=name)
         if takes_config:
             add_config(parser, ABOUT_CONFIG, nargs="?")
