@@ -186,15 +186,9 @@ def mfu(
         Term("speed", tokens_per_second, "tokens/s", "all GPUs together"),
         Term("peak", gpus * peak, "FLOP/s", f"{gpus} x {peak / 1e12:g} TFLOP/s, dense bfloat16"),
     ]
-    terms += [
-        Term(
-            f"MFU {name}",
-            tokens_per_second * each / (gpus * peak),
-            "share",
-            f"{each / 1e9:.4g} GFLOP/token: {HOW[name]}",
-        )
-        for name, each in found.items()
-    ]
+    for name, each in found.items():
+        share = tokens_per_second * each / (gpus * peak)
+        terms.append(Term(f"MFU {name}", share, "share", f"{each / 1e9:.4g} GFLOP/token: {HOW[name]}"))
     headline = "palm" if "palm" in found else "6N"
     if gpu is not None and gpu.matmul_flops:
         share = tokens_per_second * found[headline] / (gpus * gpu.matmul_flops)
@@ -301,10 +295,9 @@ def roofline(
 ) -> Answer:
     """Ridge of a device; with a matmul (m, k) x (k, n), its intensity, least time, tiles and waves."""
     bandwidth = bandwidth_gbs * 1e9 if bandwidth_gbs else gpu.bandwidth if gpu else None
-    missing = (
-        [] if bandwidth else [Problem("--bandwidth-gbs", MISSING, "bytes/s of the memory, where --gpu is not given")]
-    )
-    given = [m, n, k]
+    given, missing = [m, n, k], []
+    if not bandwidth:
+        missing.append(Problem("--bandwidth-gbs", MISSING, "bytes/s of the memory, where --gpu is not given"))
     if any(given) and not all(given):
         missing.append(Problem("--m, --n, --k", given, "all three, or none"))
     if len(tile) != 2 or min(tile) < 1:

@@ -101,14 +101,11 @@ def comm(
     if inner and micro_tokens and model.hidden_size and model.layers:
         layers, hidden, steps = model.layers / pipeline, model.hidden_size, micro_steps
         mixed = (model.expert_layers or model.layers) / pipeline
-        own = micro_tokens / context
+        own, kv_size = micro_tokens / context, model.kv_size or 0
         volumes |= {
             "tensor": steps * layers * collectives.tensor_volume(own, hidden, tensor),
             "pipeline": steps * 2.0 * own * hidden / tensor if pipeline > 1 else 0.0,
-            "context (ring)": steps
-            * layers
-            * 3
-            * collectives.ring_attention_volume(micro_tokens, model.kv_size or 0, context),
+            "context (ring)": 3 * steps * layers * collectives.ring_attention_volume(micro_tokens, kv_size, context),
             "expert": steps * mixed * 2 * collectives.expert_volume(own / tensor, hidden, chosen or 0, expert),
         }
     how = {
@@ -133,14 +130,8 @@ def comm(
         how_long = f"of the gradients: 2 (n-1) latency + 2 (n-1)/n bytes / rate, {ranks} ranks"
         if experts:
             how_long = f"the same, of the gradients without those of experts, {ranks} ranks"
-        terms.append(
-            Term(
-                "time of all",
-                total / rate,
-                "s",
-                "one after the other; a step takes at least the longer of this and computing, at most both",
-            )
-        )
+        bounds = "one after the other; a step takes at least the longer of this and computing, at most both"
+        terms.append(Term("time of all", total / rate, "s", bounds))
         ring = collectives.ring_seconds("all-reduce", size, ranks, rate, latency_us * 1e-6)
         terms.append(Term("one all-reduce, ring", ring, "s", how_long))
         tree = collectives.tree_seconds(size, ranks, rate, latency_us * 1e-6)
@@ -334,16 +325,11 @@ def failure(
             rule = f"shorter than {mtbf * gpus:g} s, in which every GPU fails once"
             raise ImpossibleError([Problem("--interval", interval, rule)])
     chance = probability or 0.0
-    mtbf = fleet_mtbf(interval, chance, gpus)
+    mtbf, in_a_day = fleet_mtbf(interval, chance, gpus), any_failure(any_failure(chance, 86400 / interval), gpus)
     terms = [
         Term("p", chance, "share", f"of one GPU to fail in {interval:g} s"),
         Term("any failure in the interval", any_failure(chance, gpus), "share", "1 - (1 - p)^n"),
-        Term(
-            "any failure in 24 h",
-            any_failure(any_failure(chance, 86400 / interval), gpus),
-            "share",
-            "1 - (1 - p)^(n x 24 h)",
-        ),
+        Term("any failure in 24 h", in_a_day, "share", "1 - (1 - p)^(n x 24 h)"),
         Term("mean time between failures", mtbf, "s", "interval / (n p), of all GPUs"),
         Term("GPU-hours per failure", mtbf * gpus / HOUR, "GPU-hours", "MTBF x n"),
     ]

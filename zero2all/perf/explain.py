@@ -140,16 +140,10 @@ def _pauses(record: RunRecord) -> Iterator[Finding]:
     failed = record.events("checkpoint_failed")
     if failed:
         problem = str(failed[-1].data.get("problem"))
-        evidence = (
-            f"{len(failed)} of {len(failed) + len(record.events('checkpoint'))} saves failed, the last: {problem}"
-        )
-        yield Finding(
-            "saves that failed",
-            evidence,
-            "remove the cause: a crash now loses all since",
-            "the run itself",
-            is_urgent=True,
-        )
+        tried = len(failed) + len(record.events("checkpoint"))
+        evidence = f"{len(failed)} of {tried} saves failed, the last: {problem}"
+        change = "remove the cause: a crash now loses all since"
+        yield Finding("saves that failed", evidence, change, "the run itself", is_urgent=True)
 
 
 def _interruptions(record: RunRecord) -> Iterator[Finding]:

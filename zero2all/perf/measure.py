@@ -209,16 +209,12 @@ def random_tokens(vocab_size: int, batch: BatchShape, device: torch.device) -> T
     return torch.randint(0, vocab_size, shape, device=device, generator=generator)
 
 
-def _no_phase(_: str) -> AbstractContextManager[Any]:
-    return nullcontext()
-
-
 def iterations(
     state: TrainState,
     batch: BatchShape,
     z_loss: float,
     device: torch.device,
-    phase: Callable[[str], AbstractContextManager[Any]] = _no_phase,
+    phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterate:
     """The iteration of a run, on random tokens; `phase` is entered around forward, backward and update (a CUDA graph is
     forward and backward in one)."""

@@ -29,7 +29,7 @@ from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.mesh import Mesh
 from zero2all.perf.batch import BatchShape
 from zero2all.perf.kernel_groups import ATTENTION, COMMUNICATION, COPIES, ELEMENTWISE, GEMM, LOSS, OPTIMIZER
-from zero2all.perf.memory import TAKEN_ON_A_GPU
+from zero2all.perf.memory import operators_on_a_gpu
 from zero2all.train.cuda_graph import is_worth_it, why_no_cuda_graph
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.setup import op_context
@@ -231,11 +231,8 @@ def operators_for(config: RunConfig, machine: Machine, seq_len: int) -> Ops:
         kind = "cuda" if machine.multiprocessors else "cpu"
         context = op_context(config, kind, DTYPES[config.train.precision])
         return resolve(config.ops, dataclasses.replace(context, seq_len=seq_len))
-    taken = {
-        operator: TAKEN_ON_A_GPU[operator] if getattr(config.ops, operator) == "auto" else getattr(config.ops, operator)
-        for operator in OPERATORS
-    }
-    choices = tuple(Choice(operator, name, name, "assumed: no GPU is here") for operator, name in taken.items())
+    taken = operators_on_a_gpu(config)
+    choices = tuple(Choice(name, taken[name], taken[name], "assumed: no GPU is here") for name in OPERATORS)
     return dataclasses.replace(resolve(OpsConfig(), "cpu"), choices=choices)
 
 

@@ -116,17 +116,9 @@ def comparison(verified: Verified) -> list[list[str]]:
     rows = [["component", "predicted", "corrected", "measured", "error", "noise", "inside 90 %"]]
     low, high = entry["intervals"][STEP]
     step = entry["measured"][STEP]
-    rows.append(
-        [
-            t("step, ms"),
-            f"{MILLISECONDS * entry['predicted'][STEP]:,.2f}",
-            f"{MILLISECONDS * entry['corrected'][STEP]:,.2f}",
-            f"{MILLISECONDS * step:,.2f}",
-            _error(entry, STEP),
-            f"{100 * entry['noise']:.1f} %",
-            t("yes") if low <= step <= high else t("no"),
-        ]
-    )
+    times = [f"{MILLISECONDS * each:,.2f}" for each in (entry["predicted"][STEP], entry["corrected"][STEP], step)]
+    verdict = [_error(entry, STEP), f"{100 * entry['noise']:.1f} %", t("yes") if low <= step <= high else t("no")]
+    rows.append([t("step, ms"), *times, *verdict])
     names = [name for name in entry["measured"] if name not in (STEP, MEMORY)]
     for name in names:
         predicted, measured = entry["predicted"].get(name, 0.0), entry["measured"][name]
