@@ -29,7 +29,7 @@ from zero2all.cli.table import print_table
 from zero2all.common.files import write_json
 from zero2all.limits.ledger import MEMORY, STEP, percentile
 from zero2all.perf.batch import parse_batch
-from zero2all.perf.row import MEASURED, OUT_OF_MEMORY
+from zero2all.perf.child import MEASURED, OUT_OF_MEMORY
 from zero2all.perf.verify import Verified, verify
 
 

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from zero2all.cli.limits import VERBS
+from zero2all.cli.limits import EXAMPLES, VERBS
 from zero2all.config import load_config
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_example_of_every_calculator_prints_a_table_with_its_convention(verb, z2a):
-    ended = z2a(*shlex.split(VERBS[verb][2])[1:])
+    ended = z2a(*shlex.split(EXAMPLES[verb])[1:])
     assert (ended.code, ended.err) == (0, "")
     assert "what" in ended.out
     assert len(ended.out.rstrip().splitlines()[-1]) > 40, "the convention or a note"
@@ -24,6 +24,8 @@ def test_json_goes_to_a_file_beside_the_table_or_to_standard_output_alone(z2a, t
     assert alone["terms"]["zero 1"] == {"value": 31.40625e9, "unit": "bytes", "formula": "(2 + 2) P + 12 P / n"}
     assert "31.41 GB" in z2a("perf", "zero", "--params", "7.5e9", "--gpus", "64", "--json", tmp_path / "zero.json").out
     assert json.loads((tmp_path / "zero.json").read_text()) == alone
+    ended = z2a("perf", "params", "gpt-3", "--json", tmp_path / "no" / "x.json")
+    assert (ended.code, list(tmp_path.iterdir())) == (2, [tmp_path / "zero.json"])
 
 
 def total(z2a, *words):
@@ -51,10 +53,10 @@ def test_a_config_says_how_many_tokens_its_run_has(z2a):
 
 
 def test_all_problems_are_named_at_once_each_with_its_rule(z2a):
-    ended = z2a("perf", "mfu", "--params", "abc", "--layers", "0", "--gpu", "h2000", "--tokens-per-second", "-3")
+    ended = z2a("perf", "mfu", "--params", "-7B", "--layers", "0", "--gpu", "h2000", "--tokens-per-second", "-3")
     assert ended.code == 2
     assert "problems: 4" in ended.err
-    for words in ("--params: got 'abc'", "--layers: got '0'", "--gpu: got 'h2000'", "--tokens-per-second: got '-3'"):
+    for words in ("--params: got '-7B'", "--layers: got '0'", "--gpu: got 'h2000'", "--tokens-per-second: got '-3'"):
         assert words in ended.err
     assert "a100" in ended.err
     assert "--peak-tflops" in ended.err

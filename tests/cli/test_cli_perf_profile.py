@@ -58,7 +58,7 @@ def test_a_mixture_of_experts_is_profiled(capsys, tmp_path):
     assert "GEMM" in out
     assert "blocks.1" in out
     assert "2 passes in a step, 1 were profiled" in out
-    assert (tmp_path / "out" / "profile.html").exists()
+    assert (tmp_path / "out" / "anatomy.png").exists()
 
 
 def test_a_batch_that_is_longer_than_the_model_is_refused(capsys, tmp_path):

@@ -17,7 +17,7 @@ from zero2all.limits.model_calculators import flops, hardware_flops, inference, 
 from zero2all.limits.parameters import KNOWN_MODELS, Unpadded, counted, counted_by_total, counted_gpt
 from zero2all.limits.published import korthikanti_activations, llama_activations
 from zero2all.limits.roofline import tiling
-from zero2all.limits.run_calculators import batch, bubble, comm, cost, failure, time
+from zero2all.limits.run_calculators import batch, bubble, checkpoint, comm, cost, failure, time
 from zero2all.limits.states import RECIPES, zero_bytes
 from zero2all.model.config import MoeConfig, parameter_counts
 
@@ -190,11 +190,6 @@ def test_a_model_known_by_its_size_only_gets_the_conventions_that_need_no_more()
     assert variants(counted_by_total(1_100_048_384, **dims), 2048)["palm"] == pytest.approx(tiny["palm"], rel=1e-4)
 
 
-def test_an_impossible_utilisation_is_said_to_be_impossible():
-    answer = mfu(KNOWN_MODELS["tinyllama"], 240_000.0, gpu=GPUS["a100"])
-    assert any("impossible" in note for note in answer.notes)
-
-
 def test_hfu_counts_what_is_recomputed_and_mfu_does_not():
     plain, full = (
         mfu(counted_gpt(6144, 48, 51200, 2048), 7447.0, gpu=GPUS["a100"], gpus=8, recompute=kind)
@@ -264,3 +259,20 @@ def test_devices_are_known_by_their_exact_names():
 )
 def test_numbers_are_said_with_their_unit(value, unit, words):
     assert said(value, unit) == words
+
+
+def test_memory_bound_products_name_the_bandwidth_and_rates_above_the_peak_are_refused():
+    small = roofline(m=1, n=4096, k=4096, gpu=GPUS["a100"])
+    assert next(term.formula for term in small.terms if term.name == "least time") == "at 2.039 TB/s"
+    model = counted_by_total(7_000_000_000)
+    with pytest.raises(ImpossibleError, match="at most the peak of a GPU, 989"):
+        time(model, tokens=10**12, gpus=8, tflops=4000, gpu=GPUS["h100"])
+    with pytest.raises(ImpossibleError, match="at most 23,548 tokens/s"):
+        mfu(model, tokens_per_second=30_000, gpu=GPUS["h100"])
+
+
+def test_a_run_without_progress_is_said_and_has_no_negative_goodput():
+    found = checkpoint(mtbf=60.0, save=600.0)
+    assert all(term.value >= 0 for term in found.terms)
+    assert "makes no progress at Daly" in found.notes[0]
+    assert checkpoint(mtbf=3.1 * 3600, save=60.0).notes == []

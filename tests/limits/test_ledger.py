@@ -7,9 +7,9 @@ import random
 
 import pytest
 
+from zero2all.common.jsonio import append_line
 from zero2all.limits.ledger import (
     PRIOR_SPREAD,
-    append_entry,
     correction,
     features_of,
     interval_factor,
@@ -36,10 +36,10 @@ def entry(measured: float, predicted: float = 1.0, tokens: float = 8192, **more)
 
 def test_entries_survive_a_line_that_was_cut_off(tmp_path):
     path = tmp_path / "profiles" / "predictions.jsonl"
-    append_entry(path, entry(1.1))
+    append_line(path, entry(1.1))
     with open(path, "ab") as file:
         file.write(b'{"features": {"constant"')
-    append_entry(path, entry(1.2))
+    append_line(path, entry(1.2))
     assert [one["measured"]["step"] for one in read_entries(path)] == [1.1, 1.2]
     assert read_entries(tmp_path / "none.jsonl") == []
 

@@ -112,3 +112,12 @@ def test_an_operator_below_its_smallest_measurement_takes_its_rate_down_to_the_s
     sizes = [1e4, 1e6, 5e7, 1e8, 1.01e8, 4e8, 1e9]
     times = [machine.operator_seconds("rms_norm", size) for size in sizes]
     assert times == sorted(times)
+
+
+def test_a_noisy_or_incomplete_profile_is_doubted_more():
+    measured = dataclasses.replace(
+        H200, source="measured", matmuls=(Matmul(64, 64, 64, "forward", "bfloat16", 1e-5, 0.01),)
+    )
+    noisy = dataclasses.replace(measured, matmuls=(dataclasses.replace(measured.matmuls[0], spread=0.19),))
+    assert measured.doubt < noisy.doubt
+    assert dataclasses.replace(measured, left=3).doubt == H200.doubt

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
@@ -19,10 +18,8 @@ from zero2all.limits.simulate import (
     Plan,
     Slowness,
     band,
-    possible_changes,
     simulate,
     slowdown_of_links,
-    worth_of_changes,
 )
 
 LLAMA3_MEAN = 54 * DAY / 419
@@ -152,14 +149,6 @@ def test_a_write_in_the_background_counts_only_when_it_is_done():
     assert lost[1] == pytest.approx(3 * lost[0], rel=0.15)  # a whole interval more than half of one
 
 
-def test_progress_rises_from_nothing_to_all_and_its_bands_are_in_order():
-    outcome = simulate(ROUGH, 20, points=50)
-    low, middle, high = outcome.progress
-    assert (low <= middle).all()
-    assert (middle <= high).all()
-    assert [low[0], high[0], low[-1], high[-1]] == [0.0, 0.0, 1.0, 1.0]
-
-
 def test_the_goodput_is_best_near_dalys_interval():
     best = one_kind(LLAMA3_MEAN, None, 60.0, 600.0, days=25)
     means = [
@@ -167,23 +156,6 @@ def test_the_goodput_is_best_near_dalys_interval():
         for factor in (0.25, 1.0, 4.0)
     ]
     assert max(means) == means[1]
-
-
-def test_changes_are_worth_what_a_simulation_with_them_gives():
-    plan = dataclasses.replace(ROUGH, price_per_gpu_hour=2.0, spare_nodes=0)
-    base = simulate(plan, 10)
-    changes = {change.name: change for change in worth_of_changes(base)}
-    assert list(changes) == sorted(changes, key=lambda name: -changes[name].days_saved)
-    spares = changes["spare nodes: 8 instead of 0"]
-    direct = simulate(dataclasses.replace(plan, spare_nodes=8), 10)
-    assert spares.days_saved == pytest.approx((base.wall_seconds - direct.wall_seconds).mean() / DAY)
-    assert math.isfinite(spares.cost_saved or math.nan)
-    assert "a second copy in the memory of another node" in changes
-    assert not any(name.startswith("a copy in memory") for name in changes)
-
-
-def test_a_quiet_run_has_nothing_to_change():
-    assert possible_changes(Plan(work_seconds=DAY, nodes=1, failures_per_gpu_hour=0.0)) == {}
 
 
 def test_the_slowdown_of_links():

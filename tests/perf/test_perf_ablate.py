@@ -60,7 +60,7 @@ def measured(warm: WarmProcess, tmp_path_factory) -> Callable[[AblateOptions], A
     def call(options: AblateOptions) -> Ablation:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                sys.modules["zero2all.perf.ablate"], "subprocess", SimpleNamespace(**{**vars(subprocess), "run": run})
+                sys.modules["zero2all.perf.child"], "subprocess", SimpleNamespace(**{**vars(subprocess), "run": run})
             )
             return ablate(options)
 

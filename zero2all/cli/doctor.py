@@ -7,7 +7,17 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.verb import LAST_PORT, Subparsers, add_json, add_verb, add_work, real, whole, write_json_result
+from zero2all.cli.verb import (
+    LAST_PORT,
+    Subparsers,
+    add_flags,
+    add_json,
+    add_verb,
+    add_work,
+    real,
+    whole,
+    write_json_result,
+)
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import padded
 from zero2all.common.language import translate as t
@@ -33,29 +43,17 @@ def register(verbs: Subparsers) -> None:
         _doctor,
     )
     add_work(parser)
-    parser.add_argument(
-        "--seconds", type=real(1.0), default=10.0, metavar="N", help="wait for torch at most this long (default 10)"
+    network = "only the network: interface, NVLink, InfiniBand, the variables of NCCL and gloo, speed to the peers"
+    listen = "with --network: answer the measurements of others until Ctrl-C (anyone who reaches the port can measure)"
+    add_flags(
+        parser,
+        ("--seconds N", real(1.0), 30.0, "wait for torch at most this long (default 30)"),
+        ("--brief", bool, False, "show only what is not ok"),
+        ("--network", bool, False, network),
+        ("--listen PORT", whole(1, LAST_PORT), None, listen),
     )
-    parser.add_argument("--brief", action="store_true", help="show only what is not ok")
-    parser.add_argument(
-        "--network",
-        action="store_true",
-        help="only the network: interface, NVLink, InfiniBand, the variables of NCCL and gloo, speed to the peers",
-    )
-    parser.add_argument(
-        "--peer",
-        action="append",
-        default=[],
-        metavar="HOST:PORT",
-        help="with --network: measure to another machine, which runs `--listen PORT`; repeat it for every machine",
-    )
-    parser.add_argument(
-        "--listen",
-        type=whole(1, LAST_PORT),
-        default=None,
-        metavar="PORT",
-        help="with --network: answer the measurements of others until Ctrl-C (anyone who reaches the port can measure)",
-    )
+    peer = "with --network: measure to another machine, which runs `--listen PORT`; repeat it for every machine"
+    parser.add_argument("--peer", action="append", default=[], metavar="HOST:PORT", help=peer)
     add_json(parser)
 
 
@@ -89,7 +87,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
             print_table(pair_rows(pairs), "between the machines")
         print(
             t(
-                f"{counts['error']} errors, {counts['warning']} warnings, {counts['note']} notes; {counts['ok']} of "
+                f"errors: {counts['error']}, warnings: {counts['warning']}, notes: {counts['note']}; {counts['ok']} of "
                 f"{len(findings)} findings are ok."
             )
         )

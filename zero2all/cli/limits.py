@@ -184,123 +184,78 @@ SHAPE = (
     *("params", "active", "layers", "hidden-size", "intermediate-size", "heads", "kv-heads", "head-dim", "vocab-size"),
     *("experts", "experts-per-token", "expert-size", "shared-experts", "dense-layers", "latent", "seq-len"),
 )
-SPEED = ("gpus", "gpu", "peak-tflops", "mfu", "tflops", "tokens-per-second", "convention", "goodput")
-MODEL = "model_calculators"
-RUN = "run_calculators"
-
-VERBS: dict[str, tuple[str, str, str, tuple[str, ...], tuple[str, ...]]] = {
-    "params": (MODEL, "parameters of a model by part", "z2a perf params llama-3.1-8b", ("MODEL",), ()),
-    "flops": (
-        MODEL,
-        "FLOPs per token in every convention, and by group",
-        "z2a perf flops z2all-1b --gpu h200",
-        ("MODEL",),
-        ("tokens", "lengths", "gpu", "peak-tflops"),
-    ),
+SPEED = "gpus gpu peak-tflops mfu tflops tokens-per-second convention goodput"
+VERBS: dict[str, tuple[str, str, str]] = {
+    "params": ("parameters of a model by part", "MODEL", ""),
+    "flops": ("FLOPs per token in every convention, and by group", "MODEL", "tokens lengths gpu peak-tflops"),
     "mfu": (
-        MODEL,
         "utilisation (MFU) of a speed in every convention",
-        "z2a perf mfu --params 1.1e9 --layers 22 --hidden-size 2048 --vocab-size 32000 --seq-len 2048"
-        " --tokens-per-second 24000 --gpu a100",
-        ("MODEL",),
-        ("tokens-per-second", "step-seconds", "tokens-per-step", "gpus", "gpu", "peak-tflops", "lengths", "recompute"),
+        "MODEL",
+        "tokens-per-second step-seconds tokens-per-step gpus gpu peak-tflops lengths recompute",
     ),
     "batch": (
-        RUN,
         "replicas, global batch and tokens of a step",
-        "z2a perf batch --gpus 8 --micro-batch 4 --tensor 2 --pipeline 2 --seq-len 2048",
-        ("gpus", "micro-batch"),
-        ("seq-len", "accumulation", "tensor", "pipeline", "context"),
+        "gpus micro-batch",
+        "seq-len accumulation tensor pipeline context",
     ),
     "comm": (
-        RUN,
         "bytes that a rank sends in a step, and how long that takes",
-        "z2a perf comm llama-3.1-8b --gpus 8 --zero 3 --link-gbs 361",
-        ("MODEL", "gpus"),
-        (
-            *("zero", "tensor", "pipeline", "context", "expert", "replicas", "micro-tokens", "micro-steps"),
-            *("value-bytes", "link-gbs", "latency-us", "gpu"),
-        ),
+        "MODEL gpus",
+        "zero tensor pipeline context expert replicas micro-tokens micro-steps value-bytes link-gbs latency-us gpu",
     ),
     "bubble": (
-        RUN,
         "idle share of a pipeline under every schedule",
-        "z2a perf bubble --pipeline 8 --micro-batches 32 --virtual 4",
-        ("pipeline", "micro-batches"),
-        ("virtual", "forward", "input-gradient", "weight-gradient"),
+        "pipeline micro-batches",
+        "virtual forward input-gradient weight-gradient",
     ),
     "roofline": (
-        MODEL,
         "what limits a matmul: arithmetic or memory; its tiles and waves",
-        "z2a perf roofline --gpu h100 --m 8192 --n 14336 --k 4096",
-        (),
-        ("m", "n", "k", "gpu", "peak-tflops", "bandwidth-gbs", "value-bytes", "tile"),
+        "",
+        "m n k gpu peak-tflops bandwidth-gbs value-bytes tile",
     ),
-    "chinchilla": (
-        RUN,
-        "best parameters and tokens for a number of FLOPs",
-        "z2a perf chinchilla --flops 5.76e23",
-        (),
-        ("flops", "params", "tokens", "law"),
-    ),
-    "time": (
-        RUN,
-        "how long a run takes",
-        "z2a perf time gpt-3 --tokens 300B --gpus 1024 --tflops 140 --convention 6N",
-        ("MODEL",),
-        ("tokens", *SPEED),
-    ),
-    "cost": (
-        RUN,
-        "what a run costs",
-        "z2a perf cost z2all-1b --tokens 26B --gpus 8 --gpu h200 --mfu 0.55 --price 3",
-        ("MODEL", "price"),
-        ("tokens", *SPEED),
-    ),
+    "chinchilla": ("best parameters and tokens for a number of FLOPs", "", "flops params tokens law"),
+    "time": ("how long a run takes", "MODEL", f"tokens {SPEED}"),
+    "cost": ("what a run costs", "MODEL price", f"tokens {SPEED}"),
     "failure": (
-        RUN,
         "how likely a failure is, and the time between failures",
-        "z2a perf failure --gpus 16384 --failures 419 --period 54d",
-        ("gpus",),
-        ("probability", "interval", "failures", "period"),
+        "gpus",
+        "probability interval failures period",
     ),
-    "checkpoint": (
-        RUN,
-        "how often to save (Young, Daly), and the goodput",
-        "z2a perf checkpoint --mtbf 3.1h --save 60s --restart 10m",
-        ("mtbf",),
-        ("MODEL", "save", "restart", "every", "write-gbs"),
-    ),
-    "zero": (
-        MODEL,
-        "memory of weights, gradients and states by ZeRO stage",
-        "z2a perf zero --params 7.5B --gpus 64",
-        ("MODEL", "gpus"),
-        ("recipe",),
-    ),
+    "checkpoint": ("how often to save (Young, Daly), and the goodput", "mtbf", "MODEL save restart every write-gbs"),
+    "zero": ("memory of weights, gradients and states by ZeRO stage", "MODEL gpus", "recipe"),
     "inference": (
-        MODEL,
         "memory and least time of generating: weights, KV cache, 2ND",
-        "z2a perf inference llama-3.1-8b --gpu h100 --sequences 8",
-        ("MODEL",),
-        ("sequences", "gpu", "cache-value-bytes"),
+        "MODEL",
+        "sequences gpu cache-value-bytes",
     ),
-    "tokens": (
-        RUN,
-        "tokens of a text before it is tokenised",
-        "z2a perf tokens --rows 1e6 --mean-length 2400 --tokens-per-character 0.25",
-        ("rows", "mean-length", "tokens-per-character"),
-        ("epochs", "params"),
-    ),
+    "tokens": ("tokens of a text before it is tokenised", "rows mean-length tokens-per-character", "epochs params"),
 }
-"""Verb -> module, summary, example, what it needs, what it may have. MODEL: a model, or flags of its shape."""
+"""Verb -> summary, the flags it needs, and those it may have. MODEL: a model, or flags of its shape."""
+EXAMPLES = {
+    "params": "z2a perf params llama-3.1-8b",
+    "flops": "z2a perf flops z2all-1b --gpu h200",
+    "mfu": "z2a perf mfu --params 1.1e9 --layers 22 --hidden-size 2048 --vocab-size 32000 --seq-len 2048"
+    " --tokens-per-second 24000 --gpu a100",
+    "batch": "z2a perf batch --gpus 8 --micro-batch 4 --tensor 2 --pipeline 2 --seq-len 2048",
+    "comm": "z2a perf comm llama-3.1-8b --gpus 8 --zero 3 --link-gbs 361",
+    "bubble": "z2a perf bubble --pipeline 8 --micro-batches 32 --virtual 4",
+    "roofline": "z2a perf roofline --gpu h100 --m 8192 --n 14336 --k 4096",
+    "chinchilla": "z2a perf chinchilla --flops 5.76e23",
+    "time": "z2a perf time gpt-3 --tokens 300B --gpus 1024 --tflops 140 --convention 6N",
+    "cost": "z2a perf cost z2all-1b --tokens 26B --gpus 8 --gpu h200 --mfu 0.55 --price 3",
+    "failure": "z2a perf failure --gpus 16384 --failures 419 --period 54d",
+    "checkpoint": "z2a perf checkpoint --mtbf 3.1h --save 60s --restart 10m",
+    "zero": "z2a perf zero --params 7.5B --gpus 64",
+    "inference": "z2a perf inference llama-3.1-8b --gpu h100 --sequences 8",
+    "tokens": "z2a perf tokens --rows 1e6 --mean-length 2400 --tokens-per-character 0.25",
+}
 
 
 def register(inner: Subparsers) -> None:
     """Add the verbs."""
-    for name, (_, summary, example, needs, may) in VERBS.items():
-        takes_model = "MODEL" in (*needs, *may)
-        parser = add_verb(inner, name, summary, example, _calculate, takes_overrides=takes_model)
+    for name, (summary, needs, may) in VERBS.items():
+        takes_model = "MODEL" in f"{needs} {may}"
+        parser = add_verb(inner, name, summary, EXAMPLES[name], _calculate, takes_overrides=takes_model)
         parser.set_defaults(calculator=name)
         if takes_model:
             parser.add_argument(
@@ -311,7 +266,7 @@ def register(inner: Subparsers) -> None:
             )
             parser.add_argument("--tied", action="store_true", help="the head is the embedding")
             parser.add_argument("--gpt", action="store_true", help="GPT: biases, learned positions, tied head")
-        for flag in _flags(needs, may):
+        for flag in _flags(name):
             kind, about = FLAGS[flag]
             parser.add_argument(f"--{flag}", default=None, metavar=KINDS[kind][1], help=about)
         add_json(parser)
@@ -321,33 +276,35 @@ def register(inner: Subparsers) -> None:
     add_json(selftest)
 
 
-def _flags(needs: tuple[str, ...], may: tuple[str, ...]) -> list[str]:
-    shape = SHAPE if "MODEL" in (*needs, *may) else ()
-    return [flag for flag in dict.fromkeys((*needs, *may, *shape)) if flag != "MODEL"]
+def _flags(verb: str) -> list[str]:
+    _, needs, may = VERBS[verb]
+    named = [*needs.split(), *may.split()]
+    return [flag for flag in dict.fromkeys([*named, *(SHAPE if "MODEL" in named else ())]) if flag != "MODEL"]
 
 
 def _calculate(arguments: argparse.Namespace) -> None:
-    from importlib import import_module
-
     from zero2all.common.schema import MISSING, Problem
+    from zero2all.limits import model_calculators, run_calculators
     from zero2all.limits.answer import ImpossibleError
 
-    module, _, _, needs, may = VERBS[arguments.calculator]
+    name: str = arguments.calculator
+    _, needs, may = VERBS[name]
     problems: list[Problem] = []
-    values = _read(arguments, _flags(needs, may), problems)
-    for flag in needs:
+    values = _read(arguments, _flags(name), problems)
+    for flag in needs.split():
         if flag != "MODEL" and getattr(arguments, flag.replace("-", "_")) is None:
             kind, about = FLAGS[flag]
             problems.append(Problem(f"--{flag}", MISSING, KINDS[kind][2], f"{about[:1].upper()}{about[1:]}."))
-    if "MODEL" in (*needs, *may):
+    if "MODEL" in f"{needs} {may}":
         model = _model(arguments, values, problems, is_needed="MODEL" in needs)
-        kept = {"seq_len"} if arguments.calculator in ("flops", "mfu", "time", "cost", "inference") else set()
-        kept |= {"experts_per_token"} if arguments.calculator == "comm" else set()
+        kept = {"seq_len"} if name in ("flops", "mfu", "time", "cost", "inference") else set()
+        kept |= {"experts_per_token"} if name == "comm" else set()
         shape = {flag.replace("-", "_") for flag in SHAPE} - kept
-        values = {name: value for name, value in values.items() if name not in shape} | {"model": model}
+        values = {flag: value for flag, value in values.items() if flag not in shape} | {"model": model}
     if problems:
         raise ImpossibleError(problems)
-    show(getattr(import_module(f"zero2all.limits.{module}"), arguments.calculator)(**values), arguments.json)
+    module = model_calculators if name in model_calculators.VERBS else run_calculators
+    show(getattr(module, name)(**values), arguments.json)
 
 
 def _read(arguments: argparse.Namespace, flags: list[str], problems: list[Problem]) -> dict[str, Any]:

@@ -73,6 +73,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, formatter_class=HelpFormatter, allow_abbrev=False)
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # also -7B: a value, which its flag refuses
 
     @property
     def verbs(self) -> dict[str, Parser]:

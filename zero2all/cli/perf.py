@@ -9,7 +9,11 @@ from pathlib import Path
 
 from zero2all.cli import limits, perf_bench, perf_link, perf_memory, perf_plan, perf_predict, perf_profile, perf_runs
 from zero2all.cli.verb import (
+    CONFIG_HELP,
+    DEVICES,
     Subparsers,
+    add_config,
+    add_flags,
     add_group,
     add_json,
     add_output,
@@ -29,9 +33,6 @@ PERF_EXAMPLE = """z2a perf params llama-3.1-8b
   z2a perf plan z2all-1b --gpus 64 --cluster h100
   z2a perf ablate z2all-1b
   z2a perf explain my-run"""
-CONFIG_HELP = (
-    "a preset (quickstart, four-phases, z2all-100m, z2all-1b, llm-zero2all-1b, z2all-moe) or the path of a YAML file"
-)
 
 
 def register(verbs: Subparsers) -> None:
@@ -60,12 +61,11 @@ def _register_ops(inner: Subparsers) -> None:
         metavar="[bench] [CONFIG]",
         help=f"bench: measure; CONFIG: {CONFIG_HELP} (default: list for this device, bench z2all-1b)",
     )
-    parser.add_argument(
-        "--rows", type=whole(1), default=None, metavar="N", help="bench: tokens (default: a micro-batch; few on a CPU)"
-    )
-    parser.add_argument("--only", default=None, metavar="OP", help="bench: one operator: rms_norm, linear/qkv, …")
-    parser.add_argument(
-        "--seconds", type=real(0.0), default=0.2, metavar="N", help="bench: minimum seconds per figure (default 0.2)"
+    add_flags(
+        parser,
+        ("--rows N", whole(1), None, "bench: tokens (default: a micro-batch; few on a CPU)"),
+        ("--only OP", str, None, "bench: one operator: rms_norm, linear/qkv, …"),
+        ("--seconds N", real(0.0), 0.2, "bench: minimum seconds per figure (default 0.2)"),
     )
     add_json(parser)
     parser.usage = (
@@ -132,51 +132,22 @@ def _register_ablate(inner: Subparsers) -> None:
         _ablate,
         takes_overrides=True,
     )
-    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
-    parser.add_argument("--list", action="store_true", help="show the rows and stop")
-    parser.add_argument("--rows", default=None, metavar="NAME,…", help="only these rows (default: all)")
-    parser.add_argument(
-        "--batch",
-        default=None,
-        metavar="BxTxA,…",
-        help="samples per pass x tokens x passes per iteration (default: 2x2048x16 and the config's own)",
-    )
-    parser.add_argument(
-        "--seconds", type=real(0.0), default=8.0, metavar="N", help="minimum seconds measured per row (default 8)"
-    )
-    parser.add_argument(
-        "--warm-up-seconds",
-        type=real(0.0),
-        default=3.0,
-        metavar="N",
-        help="minimum seconds of warm-up before (default 3)",
-    )
-    parser.add_argument(
-        "--budget-seconds",
-        type=real(0.0),
-        default=None,
-        metavar="N",
-        help="start no row that would end later than this (default: measure all)",
-    )
-    parser.add_argument(
-        "--row-timeout-seconds",
-        type=real(1.0),
-        default=900.0,
-        metavar="N",
-        help="stop a row after this many seconds (default 900)",
+    add_config(parser)
+    batch = "samples per pass x tokens x passes per iteration (default: 2x2048x16 and the config's own)"
+    report = "measure nothing; show the results in --output, also those of another machine"
+    add_flags(
+        parser,
+        ("--list", bool, False, "show the rows and stop"),
+        ("--rows NAME,…", str, None, "only these rows (default: all)"),
+        ("--batch BxTxA,…", str, None, batch),
+        ("--seconds N", real(0.0), 8.0, "minimum seconds measured per row (default 8)"),
+        ("--warm-up-seconds N", real(0.0), 3.0, "minimum seconds of warm-up before (default 3)"),
+        ("--budget-seconds N", real(0.0), None, "start no row that would end later than this (default: measure all)"),
+        ("--row-timeout-seconds N", real(1.0), 900.0, "stop a row after this many seconds (default 900)"),
+        ("--report", bool, False, report),
+        ("--again", bool, False, "measure rows again even if results exist"),
     )
     add_output(parser, "--output", is_folder=True, help="folder of the results (default: ablation-CONFIG)")
-    parser.add_argument(
-        "--report",
-        action="store_true",
-        help="measure nothing; show the results in --output, also those of another machine",
-    )
-    parser.add_argument("--again", action="store_true", help="measure rows again even if results exist")
-    parser.add_argument(
-        "--warm-starts",
-        action="store_true",
-        help="start compiled rows twice, to time the first step with a warm cache too",
-    )
 
 
 def _ablate(arguments: argparse.Namespace) -> int:
@@ -212,7 +183,6 @@ def _ablate(arguments: argparse.Namespace) -> int:
             budget_seconds=arguments.budget_seconds,
             row_timeout_seconds=arguments.row_timeout_seconds,
             again=arguments.again,
-            warm_starts=arguments.warm_starts,
             report_only=arguments.report,
         )
     )
@@ -242,23 +212,17 @@ def _register_infer(inner: Subparsers) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help=f"a run, a Hugging Face folder, or, for random weights, {CONFIG_HELP}"
     )
-    parser.add_argument(
-        "--batch", default=None, metavar="N,…", help="sequences at once (default: 1,8,64,256 on a GPU, 1,8 on a CPU)"
+    dtypes, dtype = (
+        ("float32", "bfloat16", "float16"),
+        "dtype of the weights (default: bfloat16 on a GPU, float32 on a CPU)",
     )
-    parser.add_argument("--prompt", type=whole(1), default=128, metavar="N", help="tokens of a prompt (default 128)")
-    parser.add_argument(
-        "--new",
-        type=whole(1),
-        default=None,
-        metavar="N",
-        help="tokens of an answer (default: 256 on a GPU, 32 on a CPU)",
-    )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device (default: auto)")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default=None,
-        help="dtype of the weights (default: bfloat16 on a GPU, float32 on a CPU)",
+    add_flags(
+        parser,
+        ("--batch N,…", str, None, "sequences at once (default: 1,8,64,256 on a GPU, 1,8 on a CPU)"),
+        ("--prompt N", whole(1), 128, "tokens of a prompt (default 128)"),
+        ("--new N", whole(1), None, "tokens of an answer (default: 256 on a GPU, 32 on a CPU)"),
+        ("--device", DEVICES, DEVICES[0], "device (default: auto)"),
+        ("--dtype", dtypes, None, dtype),
     )
     parser.add_argument("--no-int8", action="store_true", help="skip the rows with 8-bit weights")
     add_output(parser, "--output", is_folder=True, help="folder of the results (default: inference-MODEL)")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from zero2all.cli.verb import Subparsers, add_json, add_verb, real, whole, write_json_result
-
-CONFIG_HELP = "a preset or the path of a YAML file"
+from zero2all.cli.perf_predict import PROFILE
+from zero2all.cli.verb import Subparsers, add_config, add_flags, add_json, add_verb, real, whole, write_json_result
 
 
 def register(inner: Subparsers) -> None:
@@ -20,19 +18,12 @@ def register(inner: Subparsers) -> None:
         _link,
         takes_overrides=True,
     )
-    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
+    add_config(parser)
     above = real(0.0, is_open=True)
     parser.add_argument("--gbit", type=above, required=True, metavar="N", help="speed of the link in Gbit/s")
-    parser.add_argument("--groups", type=whole(2), default=2, metavar="N", help="groups it joins (default 2)")
-    parser.add_argument(
-        "--step-seconds",
-        type=above,
-        default=None,
-        metavar="N",
-        help="measured seconds that a group computes in a step (default: predicted from the profile of this machine)",
-    )
-    profile = "a profile that `z2a perf calibrate` wrote (default: the one of this machine)"
-    parser.add_argument("--profile", type=Path, default=None, metavar="FILE", help=profile)
+    seconds = "measured seconds that a group computes in a step (default: predicted from the profile of this machine)"
+    groups = ("--groups N", whole(2), 2, "groups it joins (default 2)")
+    add_flags(parser, groups, ("--step-seconds N", above, None, seconds), PROFILE)
     add_json(parser)
 
 

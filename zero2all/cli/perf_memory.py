@@ -6,17 +6,23 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from zero2all.cli.verb import Subparsers, add_json, add_output, add_verb, real, whole, write_json_result
+from zero2all.cli.verb import (
+    Subparsers,
+    add_config,
+    add_flags,
+    add_json,
+    add_output,
+    add_verb,
+    real,
+    whole,
+    write_json_result,
+)
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
     from zero2all.limits.cards import Card
     from zero2all.perf.memory import MemoryReport
-
-CONFIG_HELP = (
-    "a preset (quickstart, four-phases, z2all-100m, z2all-1b, llm-zero2all-1b, z2all-moe) or the path of a YAML file"
-)
 
 
 def register(inner: Subparsers) -> None:
@@ -31,18 +37,14 @@ def register(inner: Subparsers) -> None:
         _memory,
         takes_overrides=True,
     )
-    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
-    parser.add_argument(
-        "--gpu", default=None, metavar="NAME", help="a100-40g, a100-80g, h100, h200 or b200 (default: this machine's)"
+    add_config(parser)
+    memory = "memory of another GPU, in GiB (2^30 bytes), as torch reports it"
+    add_flags(
+        parser,
+        ("--gpu NAME", str, None, "a100-40g, a100-80g, h100, h200 or b200 (default: this machine's)"),
+        ("--memory-gib N", real(0.0, is_open=True), None, memory),
+        ("--ranks N", whole(1), 1, "processes, one per GPU (default 1)"),
     )
-    parser.add_argument(
-        "--memory-gib",
-        type=real(0.0, is_open=True),
-        default=None,
-        metavar="N",
-        help="memory of another GPU, in GiB (2^30 bytes), as torch reports it",
-    )
-    parser.add_argument("--ranks", type=whole(1), default=1, metavar="N", help="processes, one per GPU (default 1)")
     add_json(parser)
     add_output(parser, "--picture", help="draw the phases as stacked bars against the card (PNG)")
 
@@ -99,5 +101,7 @@ def _print(report: MemoryReport) -> None:
         if count:
             print(t(f"{place}: {count / 2**30:.2f} GiB per process"))
     print(t(verdict(report)))
+    if not report.fits and not any(change.fits for change in report.changes):
+        print(t("None of these changes is enough, nor any two of them: use more GPUs, or a smaller model."))
     if report.changes:
         print_table(changes_table(report), "what would need less memory, computed by the same estimate")

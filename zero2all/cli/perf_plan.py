@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero2all.cli.perf_predict import PROFILE_HELP
-from zero2all.cli.verb import Subparsers, add_json, add_output, add_verb, real, whole, write_json_result
+from zero2all.cli.perf_predict import PROFILE
+from zero2all.cli.verb import (
+    Subparsers,
+    add_config,
+    add_flags,
+    add_json,
+    add_output,
+    add_verb,
+    real,
+    whole,
+    write_json_result,
+)
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
@@ -31,28 +40,18 @@ def register(inner: Subparsers) -> None:
         _plan,
         takes_overrides=True,
     )
-    parser.add_argument("config", metavar="CONFIG", help="a preset or the path of a YAML file")
+    add_config(parser)
     parser.add_argument("--gpus", type=whole(1), required=True, metavar="N", help="number of GPUs")
-    parser.add_argument(
-        "--cluster", default=None, metavar="NAME", help="a100-80g, h100, h200 or b200, from data sheets"
-    )
-    parser.add_argument("--profile", type=Path, default=None, metavar="FILE", help=PROFILE_HELP)
-    parser.add_argument(
-        "--network-gbps",
-        type=real(0.0),
-        default=None,
-        metavar="N",
-        help="network of each GPU between nodes, in Gbit/s per direction (default: the cluster's)",
-    )
-    parser.add_argument("--top", type=whole(1), default=10, metavar="N", help="layouts to show (default 10)")
-    parser.add_argument(
-        "--measure", type=whole(1), default=None, metavar="N", help="measure the best N on the GPU of this machine"
-    )
-    parser.add_argument(
-        "--seconds", type=real(0.0), default=8.0, metavar="N", help="measured seconds per layout (default 8)"
-    )
-    parser.add_argument(
-        "--timeout-seconds", type=real(1.0), default=300.0, metavar="N", help="stop a measurement then (default 300)"
+    network = "network of each GPU between nodes, in Gbit/s per direction (default: the cluster's)"
+    add_flags(
+        parser,
+        ("--cluster NAME", str, None, "from data sheets: a100-80g, h100, h200, b200"),
+        PROFILE,
+        ("--network-gbps N", real(0.0), None, network),
+        ("--top N", whole(1), 10, "layouts to show (default 10)"),
+        ("--measure N", whole(1), None, "measure the best N on the GPU of this machine"),
+        ("--seconds N", real(0.0), 8.0, "measured seconds per layout (default 8)"),
+        ("--timeout-seconds N", real(1.0), 300.0, "stop a measurement then (default 300)"),
     )
     add_output(parser, "--output", help="write the config of the best layout")
     add_json(parser)
@@ -79,7 +78,11 @@ def _plan(arguments: argparse.Namespace) -> None:
     print_table(plan_cells(plan.candidates[: arguments.top]), _title(plan))
     print("\n".join(_notes(plan)))
     if arguments.output is not None:
-        print(arguments.output)
+        nodes = -(-arguments.gpus // plan.machine.gpus_per_node)
+        start = f"z2a train {arguments.output}"
+        if nodes > 1:
+            start = f"{start} --nodes {nodes} --node-rank N --rendezvous HOST:PORT"
+        print(t(f"{arguments.output}: for {arguments.gpus} ranks; start it with `{start}`"))
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:
@@ -103,13 +106,12 @@ def _title(plan: LayoutPlan) -> str:
 
 
 def _notes(plan: LayoutPlan) -> list[str]:
+    from zero2all.limits.answer import said
     from zero2all.perf.plan import compare
 
     best = plan.candidates[0]
     lines = [t(f"{plan.considered:,} layouts keep the rules, {plan.fitting:,} of them fit.")]
-    parts = ", ".join(
-        f"{t(part.name)} {1e3 * part.estimate:.1f} ms" for part in best.time.parts if part.estimate > 5e-5
-    )
+    parts = ", ".join(f"{t(part.name)} {said(part.estimate, 's')}" for part in best.time.parts if part.estimate > 5e-5)
     lines.append(t(f"The best: {parts}"))
     measured = [one for one in plan.candidates if "tokens_per_second" in one.measured]
     if len(measured) > 1:

@@ -7,7 +7,18 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero2all.cli.verb import Subparsers, add_json, add_output, add_verb, real, whole, write_json_result
+from zero2all.cli.verb import (
+    CONFIG_HELP,
+    Subparsers,
+    add_config,
+    add_flags,
+    add_json,
+    add_output,
+    add_verb,
+    real,
+    whole,
+    write_json_result,
+)
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
@@ -15,11 +26,10 @@ if TYPE_CHECKING:
     from zero2all.perf.calibrate import Calibration
     from zero2all.perf.predict import Prediction
 
-CONFIG_HELP = (
-    "a preset (quickstart, four-phases, z2all-100m, z2all-1b, llm-zero2all-1b, z2all-moe) or the path of a YAML file"
-)
 BATCH_HELP = "samples per pass x tokens x passes per step, in each data-parallel process (default: the config's)"
+BATCH = ("--batch BxTxA", str, None, BATCH_HELP)
 PROFILE_HELP = "a profile that `z2a perf calibrate` wrote (default: the one of this machine)"
+PROFILE = ("--profile FILE", Path, None, PROFILE_HELP)
 GIB = 2**30
 
 
@@ -55,15 +65,9 @@ def _register_calibrate(inner: Subparsers) -> None:
         metavar="CONFIG",
         help=f"models whose own shapes are measured: {CONFIG_HELP} (default: z2all-1b, on a CPU quickstart)",
     )
-    parser.add_argument(
-        "--seconds",
-        type=real(1.0),
-        default=180.0,
-        metavar="N",
-        help="begin no figure after this (default 180); the same command continues",
-    )
-    parser.add_argument("--batch", default=None, metavar="BxTxA", help=BATCH_HELP)
-    parser.add_argument("--again", action="store_true", help="measure everything again")
+    seconds = "begin no figure after this (default 180); the same command continues"
+    again = ("--again", bool, False, "measure everything again")
+    add_flags(parser, ("--seconds N", real(1.0), 180.0, seconds), BATCH, again)
     add_output(parser, "--profile", help="file of the profile (default: by device in ~/.cache/zero2all/profiles)")
     add_json(parser)
 
@@ -140,13 +144,14 @@ def _register_predict(inner: Subparsers) -> None:
         _predict,
         takes_overrides=True,
     )
-    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
-    parser.add_argument("--batch", default=None, metavar="BxTxA", help=BATCH_HELP)
-    parser.add_argument("--cluster", default=None, metavar="NAME", help="from data sheets: a100-80g, h100, h200, b200")
-    parser.add_argument("--gpus", type=whole(1), default=1, metavar="N", help="processes, one GPU each (default 1)")
-    parser.add_argument("--profile", type=Path, default=None, metavar="FILE", help=PROFILE_HELP)
-    parser.add_argument(
-        "--price", type=real(0.0), default=None, metavar="USD", help="price of a GPU for an hour, for the cost"
+    add_config(parser)
+    add_flags(
+        parser,
+        BATCH,
+        ("--cluster NAME", str, None, "from data sheets: a100-80g, h100, h200, b200"),
+        ("--gpus N", whole(1), 1, "processes, one GPU each (default 1)"),
+        PROFILE,
+        ("--price USD", real(0.0), None, "price of a GPU for an hour, for the cost"),
     )
     add_json(parser)
 
@@ -186,19 +191,12 @@ def _prediction_rows(found: Prediction) -> list[list[str]]:
     for name, value in mfu(found).items():
         rows.append([t(f"MFU, {name}"), f"{100 * value:.1f} %", t("model FLOPs / (time x processes x peak)")])
     capacity = found.machine.memory_bytes
+    run = f"{found.steps:,} steps, {found.budget_tokens / 1e9:.2f} B tokens; no failures, checkpoints, evaluation"
     rows += [
         [t("peak allocated"), f"{found.peak_bytes / GIB:.2f} GiB", t("per process, on the device")],
         [t("peak reserved"), f"{found.reserved_bytes / GIB:.2f} GiB", t("with what the allocator keeps")],
-        [
-            t("device in use"),
-            f"{found.needed_bytes / GIB:.2f} GiB",
-            t(f"of {capacity / GIB:.1f} GiB; with context"),
-        ],
-        [
-            t("whole run"),
-            human_seconds(found.run_seconds),
-            t(f"{found.steps:,} steps, {found.budget_tokens / 1e9:.2f} B tokens; no failures, checkpoints, evaluation"),
-        ],
+        [t("device in use"), f"{found.needed_bytes / GIB:.2f} GiB", t(f"of {capacity / GIB:.1f} GiB; with context")],
+        [t("whole run"), human_seconds(found.run_seconds), t(run)],
     ]
     if found.machine.watts:
         power = t(f"{found.machine.watts:.0f} W x {found.settings.processes}, GPUs alone")
@@ -226,6 +224,13 @@ def _prediction_notes(found: Prediction) -> list[str]:
         lines.append(t(f"It does not fit: {short:.1f} GiB are missing. `z2a perf memory` says what would make it fit."))
     if found.cost is None:
         lines.append(t("No cost: the price of a GPU is not known. Give it with --price."))
+    if found.machine.left:
+        lines.append(
+            t(
+                f"The profile is incomplete: {found.machine.left} figures were not measured, so the interval is wide. "
+                f"Run `z2a perf calibrate` again."
+            )
+        )
     if found.machine.source != "measured":
         lines.append(t("From data sheets: within 10 to 20 %. `z2a perf calibrate` on the machine makes it closer."))
     return lines
@@ -241,16 +246,10 @@ def _register_verify(inner: Subparsers) -> None:
         _verify,
         takes_overrides=True,
     )
-    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
-    parser.add_argument("--batch", default=None, metavar="BxTxA", help=BATCH_HELP)
-    parser.add_argument(
-        "--seconds", type=real(0.0), default=6.0, metavar="N", help="measure about this long (default 6)"
-    )
-    parser.add_argument(
-        "--timeout", type=real(1.0), default=300.0, metavar="N", help="stop the run after this (default 300 s)"
-    )
-    parser.add_argument("--no-components", action="store_true", help="do not profile a step")
-    parser.add_argument("--profile", type=Path, default=None, metavar="FILE", help=PROFILE_HELP)
+    add_config(parser)
+    seconds = ("--seconds N", real(0.0), 6.0, "measure about this long (default 6)")
+    timeout = ("--timeout N", real(1.0), 300.0, "stop the run after this (default 300 s)")
+    add_flags(parser, BATCH, seconds, timeout, ("--no-components", bool, False, "do not profile a step"), PROFILE)
     add_output(parser, "--ledger", help="the ledger (default: predictions.jsonl beside the profiles)")
     add_json(parser)
 
@@ -262,16 +261,8 @@ def _verify(arguments: argparse.Namespace) -> None:
 
     config, _ = load_measured_config(arguments.config, arguments.overrides)
     batch = own_batch(config) if arguments.batch is None else parse_batch(arguments.batch)
-    found = verify(
-        arguments.config,
-        arguments.overrides,
-        batch,
-        arguments.seconds,
-        arguments.timeout,
-        not arguments.no_components,
-        arguments.profile,
-        arguments.ledger,
-    )
+    how = (batch, arguments.seconds, arguments.timeout, not arguments.no_components)
+    found = verify(arguments.config, arguments.overrides, *how, arguments.profile, arguments.ledger)
     rows = comparison(found)
     if not write_json_result(arguments.json, {"entry": found.entry, "measured": found.measured}):
         print_table(rows, f"{arguments.config}, batch {batch}: {machine_line(found.prediction.machine)}")

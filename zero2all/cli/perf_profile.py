@@ -8,13 +8,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zero2all.cli.verb import Subparsers, add_json, add_output, add_verb, real, whole, write_json_result
+from zero2all.cli.verb import (
+    CONFIG_HELP,
+    Subparsers,
+    add_config,
+    add_flags,
+    add_json,
+    add_output,
+    add_verb,
+    real,
+    whole,
+    write_json_result,
+)
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
-CONFIG_HELP = (
-    "a preset (quickstart, four-phases, z2all-100m, z2all-1b, llm-zero2all-1b, z2all-moe) or the path of a YAML file"
-)
 GPUS = ("a100-80g", "h100", "h200", "b200")
 
 
@@ -34,17 +42,14 @@ def _register_shapes(inner: Subparsers) -> None:
         _shapes,
         takes_overrides=True,
     )
-    parser.add_argument("--check", default=None, metavar="CONFIG", help=CONFIG_HELP)
-    parser.add_argument(
-        "--gpu", choices=GPUS, default="h200", help="whose tiles and waves the arithmetic assumes (default h200)"
-    )
-    parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="time the products of each width here: on the GPU, or the CPU without one",
-    )
-    parser.add_argument(
-        "--seconds", type=real(0.0), default=60.0, metavar="N", help="start no width after this many (default 60)"
+    gpu = "whose tiles and waves the arithmetic assumes (default h200)"
+    measure = "time the products of each width here: on the GPU, or the CPU without one"
+    add_flags(
+        parser,
+        ("--check CONFIG", str, None, CONFIG_HELP),
+        ("--gpu", GPUS, "h200", gpu),
+        ("--measure", bool, False, measure),
+        ("--seconds N", real(0.0), 60.0, "start no width after this many (default 60)"),
     )
     add_output(parser, "--output", is_folder=True, help="folder for shapes.png and shapes.json (default: none)")
     add_json(parser)
@@ -152,23 +157,17 @@ def _register_profile(inner: Subparsers) -> None:
         _profile,
         takes_overrides=True,
     )
-    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
-    parser.add_argument(
-        "--batch",
-        default=None,
-        metavar="BxTxA",
-        help="samples per pass x tokens x passes per iteration (default: the config's with at most 4 passes; on a CPU "
-        "a small one)",
+    add_config(parser)
+    batch = (
+        "samples per pass x tokens x passes per iteration (default: the config's with at most 4 passes; on a CPU "
+        "a small one)"
     )
-    parser.add_argument(
-        "--steps", type=whole(1), default=3, metavar="N", help="iterations under the profiler (default 3)"
-    )
-    parser.add_argument(
-        "--seconds",
-        type=real(0.0),
-        default=120.0,
-        metavar="N",
-        help="profile fewer iterations if all would take longer than this (default 120)",
+    seconds = "profile fewer iterations if all would take longer than this (default 120)"
+    add_flags(
+        parser,
+        ("--batch BxTxA", str, None, batch),
+        ("--steps N", whole(1), 3, "iterations under the profiler (default 3)"),
+        ("--seconds N", real(0.0), 120.0, seconds),
     )
     add_output(parser, "--output", is_folder=True, help="folder of the results (default: profile-CONFIG)")
     add_json(parser)
@@ -178,16 +177,7 @@ def _profile(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
     from zero2all.perf.batch import load_measured_config, parse_batch
     from zero2all.perf.profile import profile_config
-    from zero2all.perf.profile_page import (
-        as_json,
-        block_cells,
-        group_cells,
-        kernel_cells,
-        memory_cells,
-        phase_cells,
-        title_of,
-        write_profile,
-    )
+    from zero2all.perf.profile_page import as_json, tables_of, title_of, write_profile
 
     batch = None if arguments.batch is None else parse_batch(arguments.batch)
     config, _ = load_measured_config(arguments.config, arguments.overrides)
@@ -200,10 +190,8 @@ def _profile(arguments: argparse.Namespace) -> None:
     found = profile_config(name, config, batch, arguments.steps, arguments.seconds, output, keep)
     written = write_profile(found, output)
     if str(arguments.json) != "-":
-        print_table(group_cells(found), title_of(found))
-        for cells in (phase_cells(found), kernel_cells(found), memory_cells(found), block_cells(found)):
-            if len(cells) > 1:
-                print_table(cells)
+        for number, cells in enumerate(tables_of(found)):
+            print_table(cells, None if number else title_of(found))
         for line in (*map(t, found.notes), *written):
             print(line)
     write_json_result(arguments.json, as_json(found))

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.runs import add_run, open_run
-from zero2all.cli.verb import Subparsers, add_json, add_output, add_verb, add_work, real, whole, write_json_result
+from zero2all.cli.verb import Subparsers, add_flags, add_json, add_verb, add_work, real, whole, write_json_result
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
-    from zero2all.limits.simulate import Change, Outcome, Plan, Slowness
+    from zero2all.limits.simulate import Outcome, Plan, Slowness
     from zero2all.perf.explain import Explanation
     from zero2all.perf.run_diff import RunDiff
 
-FINDINGS = "what costs most, and what to change"
 SIMULATE_EXAMPLE = """z2a perf simulate --nodes 2048 --tokens 15.6e12 --tokens-per-gpu-second 220 --price 2
-  z2a perf simulate --nodes 16 --days 30 --interval-seconds 3600 --slow-nodes 0.001,1.2,24 --picture months.png"""
+  z2a perf simulate --nodes 16 --days 30 --interval-seconds 3600 --slow-nodes 0.001,1.2,24"""
 
 
 def register(inner: Subparsers) -> None:
@@ -32,42 +30,39 @@ def _register_simulate(inner: Subparsers) -> None:
     parser = add_verb(
         inner,
         "simulate",
-        "simulate a run of months with failures, checkpoints and slow nodes: goodput, days, cost, what helps most",
+        "simulate a run of months with failures, checkpoints and slow nodes: goodput, days, cost",
         SIMULATE_EXAMPLE,
         _simulate,
     )
-    add = parser.add_argument
     positive = real(0.0, is_open=True)
-    add("--nodes", type=whole(1), required=True, metavar="N", help="nodes that train")
-    add("--gpus-per-node", type=whole(1), default=8, metavar="N", help="GPUs of a node (default 8)")
-    add("--tokens", type=positive, default=None, metavar="N", help="tokens to train on, with --tokens-per-gpu-second")
-    add(
-        "--tokens-per-gpu-second",
-        type=positive,
-        default=None,
-        metavar="N",
-        help="speed of a GPU while nothing disturbs",
-    )
-    add("--days", type=positive, default=None, metavar="N", help="days of undisturbed training, instead of --tokens")
+    parser.add_argument("--nodes", type=whole(1), required=True, metavar="N", help="nodes that train")
     rate_help = "failures per GPU-hour (default 1.97e-05: 419 in 54 days on 16,384 GPUs, Llama 3)"
-    add("--failures-per-gpu-hour", type=real(0.0), default=None, metavar="X", help=rate_help)
     shares_help = "shares of the kinds of failure (default process=0.75,node=0.2,network=0.05)"
-    add("--shares", default=None, metavar="KIND=X,…", help=shares_help)
+    add_flags(
+        parser,
+        ("--gpus-per-node N", whole(1), 8, "GPUs of a node (default 8)"),
+        ("--tokens N", positive, None, "tokens to train on, with --tokens-per-gpu-second"),
+        ("--tokens-per-gpu-second N", positive, None, "speed of a GPU while nothing disturbs"),
+        ("--days N", positive, None, "days of undisturbed training, instead of --tokens"),
+        ("--failures-per-gpu-hour X", real(0.0), None, rate_help),
+        ("--shares KIND=X,…", str, None, shares_help),
+    )
     for flag, unit, about in PLAN_FLAGS:
         kind = whole(0) if unit == "N" else real(0.0, 1.0) if unit == "SHARE" else real(0.0)
-        add(flag, type=kind, default=None, metavar=unit, help=about)
+        add_flags(parser, (f"{flag} {unit}", kind, None, about))
     slow_help = "slow nodes: per node and day, how many times as long a step takes, hours until found"
-    add("--slow-nodes", default=None, metavar="X,X,X", help=slow_help)
     link_help = "slow links: per node and day, speed as a share of their rate, hours until found"
-    add("--slow-links", default=None, metavar="X,X,X", help=link_help)
     share_help = "share of a step that waits for communication, at the links' rate (default 0)"
-    add("--communication-share", type=real(0.0, 1.0), default=0.0, metavar="SHARE", help=share_help)
     speed_help = "speed of all links as a share of the rate with which the speed was measured (default 1)"
-    add("--link-speed", type=positive, default=1.0, metavar="X", help=speed_help)
-    add("--repetitions", type=whole(2, 1_000), default=200, metavar="N", help="how often it is simulated (default 200)")
-    add("--seed", type=whole(0), default=0, metavar="N", help="seed of the random events (default 0)")
-    add("--no-changes", action="store_true", help="do not simulate what single changes would be worth")
-    add_output(parser, "--picture", help="PNG: progress over time with its band, and where the time went")
+    add_flags(
+        parser,
+        ("--slow-nodes X,X,X", str, None, slow_help),
+        ("--slow-links X,X,X", str, None, link_help),
+        ("--communication-share SHARE", real(0.0, 1.0), 0.0, share_help),
+        ("--link-speed X", positive, 1.0, speed_help),
+        ("--repetitions N", whole(2, 1_000), 200, "how often it is simulated (default 200)"),
+        ("--seed N", whole(0), 0, "seed of the random events (default 0)"),
+    )
     add_json(parser)
 
 
@@ -91,17 +86,12 @@ PLAN_FLAGS = (
 
 
 def _simulate(arguments: argparse.Namespace) -> None:
-    from zero2all.limits.simulate import simulate, worth_of_changes
+    from zero2all.limits.simulate import simulate
 
     plan = _plan(arguments)
     outcome = simulate(plan, arguments.repetitions, arguments.seed)
-    changes = [] if arguments.no_changes else worth_of_changes(outcome, arguments.seed)
-    if not write_json_result(arguments.json, _simulation_json(outcome, changes, arguments.tokens)):
-        _print_simulation(outcome, changes, arguments.tokens)
-    if arguments.picture is not None:
-        from zero2all.perf.run_pictures import write_simulation
-
-        _try_picture(lambda: write_simulation(outcome, arguments.picture))
+    if not write_json_result(arguments.json, _simulation_json(outcome, arguments.tokens)):
+        _print_simulation(outcome, arguments.tokens)
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
@@ -178,7 +168,7 @@ def _bands(outcome: Outcome, tokens: float | None) -> dict[str, tuple[str, tuple
     return bands
 
 
-def _print_simulation(outcome: Outcome, changes: Sequence[Change], tokens: float | None) -> None:
+def _print_simulation(outcome: Outcome, tokens: float | None) -> None:
     from zero2all.cli.table import print_table
     from zero2all.limits.simulate import DAY
 
@@ -203,16 +193,9 @@ def _print_simulation(outcome: Outcome, changes: Sequence[Change], tokens: float
         ],
         "mean of the repetitions",
     )
-    if changes:
-        rows = [["change", "days saved", "±", "goodput, %", "cost saved"]]
-        for change in changes:
-            cost = "–" if change.cost_saved is None else f"{change.cost_saved:,.0f}"
-            days, noise = f"{change.days_saved:.3g}", f"{2 * change.days_noise:.2g}"
-            rows.append([t(change.name), days, noise, f"{100 * change.goodput:.2f}", cost])
-        print_table(rows, "what one change is worth, simulated (± two standard errors)")
 
 
-def _simulation_json(outcome: Outcome, changes: Sequence[Change], tokens: float | None) -> dict[str, Any]:
+def _simulation_json(outcome: Outcome, tokens: float | None) -> dict[str, Any]:
     import dataclasses
 
     bands = {
@@ -225,11 +208,6 @@ def _simulation_json(outcome: Outcome, changes: Sequence[Change], tokens: float 
         "repetitions": len(outcome.wall_seconds),
         "bands": bands,
         "shares": outcome.shares(),
-        "progress": {
-            "seconds": outcome.times.tolist(),
-            **{f"p{p}": line.tolist() for p, line in zip((10, 50, 90), outcome.progress, strict=True)},
-        },
-        "changes": [dataclasses.asdict(change) for change in changes],
     }
 
 
@@ -241,11 +219,10 @@ def _register_explain(inner: Subparsers) -> None:
         inner,
         "explain",
         "say what limits a run and what to change, from its own metrics: time, speed, memory, interruptions",
-        "z2a perf explain my-run --page my-run.html",
+        "z2a perf explain my-run",
         _explain,
     )
     add_run(parser)
-    add_output(parser, "--page", help="HTML file with the tables and pictures (MFU waterfall)")
     card_help = "memory of the card, where the run did not record it"
     parser.add_argument("--card-gib", type=real(0.0, is_open=True), default=None, metavar="N", help=card_help)
     add_json(parser)
@@ -258,7 +235,6 @@ def _explain(arguments: argparse.Namespace) -> None:
 
     with open_run(arguments.run, arguments) as run:
         explanation = explain(read_record(run.folder, arguments.card_gib))
-        tables = _explain_tables(explanation)
         if not write_json_result(arguments.json, as_json(explanation)):
             print(t(explanation.limit))
             for number, finding in enumerate(explanation.findings, 1):
@@ -266,22 +242,13 @@ def _explain(arguments: argparse.Namespace) -> None:
                 print(f"\n{number}. {t(finding.what)}{share}: {t(finding.evidence)}")
                 print(f"   {t('change')}: {t(finding.change)}\n   {t('worth')}: {t(finding.worth)}")
             print()
-            for title, rows in tables:
-                if title != FINDINGS:
-                    print_table(rows, title)
-        if arguments.page is not None:
-            from zero2all.perf.explain_page import write_page
-
-            _try_picture(lambda: write_page(explanation, tables, arguments.page))
+            for title, rows in _explain_tables(explanation):
+                print_table(rows, title)
 
 
 def _explain_tables(explanation: Explanation) -> list[tuple[str, list[list[str]]]]:
     record = explanation.record
     tables = []
-    if explanation.findings:
-        rows = [["finding", "evidence", "change", "worth"]]
-        rows += [[t(each.what), t(each.evidence), t(each.change), t(each.worth)] for each in explanation.findings]
-        tables.append((FINDINGS, rows))
     if total := record.wall_seconds:
         rows = [["wall time", "seconds", "%"]]
         rows += [
@@ -368,10 +335,3 @@ def _print_diff(diff: RunDiff) -> None:
     for record in (diff.first, diff.second):
         for gap in record.missing:
             print(f"{record.name}: {t(gap)}")
-
-
-def _try_picture(draw: Any) -> None:
-    try:
-        draw()
-    except ImportError as error:
-        raise UsageError(f"There is no picture, because {error.name} is not installed. Install matplotlib.") from None

@@ -22,6 +22,10 @@ LAST_PORT = 65535
 Subparsers = Any  # what argparse's add_subparsers returns; it has no public name
 
 EXAMPLE = "example:"
+DEVICES = ("auto", "cpu", "cuda")
+CONFIG_HELP = (
+    "a preset (quickstart, four-phases, z2all-100m, z2all-1b, llm-zero2all-1b, z2all-moe) or the path of a YAML file"
+)
 OVERRIDES_HELP = """\
 Any config field can be set here and overrides the file:
   --optim.lr_max 3e-4 --data.mixture '{en: 2, zh: 1}'
@@ -87,6 +91,22 @@ def workspaces_below() -> list[Path]:
     return sorted(found, key=lambda folder: folder.stat().st_mtime, reverse=True)
 
 
+def add_flags(parser: argparse.ArgumentParser, *flags: tuple[str, Any, Any, str]) -> None:
+    """Flags, each as `--name METAVAR`, its type (bool: a switch) or its choices, its default and its help."""
+    for name, kind, default, about in flags:
+        flag, _, metavar = name.partition(" ")
+        if kind is bool:
+            parser.add_argument(flag, action="store_true", help=about)
+        else:
+            reads = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
+            parser.add_argument(flag, default=default, metavar=metavar or None, help=about, **reads)
+
+
+def add_config(parser: argparse.ArgumentParser, about: str = CONFIG_HELP, **details: Any) -> None:
+    """The config that a verb takes."""
+    parser.add_argument("config", metavar="CONFIG", help=about, **details)
+
+
 def add_output(parser: argparse.ArgumentParser, flag: str, is_folder: bool = False, **details: Any) -> None:
     """A flag that names a file or folder to write. Before the verb begins, `main` checks that this can be done."""
     action = parser.add_argument(flag, type=_named_path, metavar="DIR" if is_folder else "FILE", **details)
@@ -126,6 +146,8 @@ def check_outputs(arguments: argparse.Namespace) -> None:
         if (path := getattr(arguments, name)) is not None:
             from zero2all.common.workspace import require_output
 
+            if flag == "--json" and not path.parent.is_dir():
+                raise UsageError(f"{flag} {path}: there is no folder {path.parent}. Make it first, or choose another.")
             require_output(path, flag, is_folder)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 try:
@@ -31,6 +33,28 @@ def dumps_pretty(value: Any) -> bytes:
 def loads(data: bytes | str) -> Any:
     """Parse one JSON value; raises ValueError on damage with either library."""
     return json.loads(data, parse_constant=_refuse) if orjson is None else orjson.loads(data)
+
+
+def append_line(path: Path, value: Any) -> None:
+    """Add a line to a file of JSON lines, on disk at once; one that was cut off before it stays a line of its own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab+") as file:
+        end = file.seek(0, os.SEEK_END)
+        torn = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
+        file.write((b"\n" if torn else b"") + json.dumps(value).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; none without the file. A line that was cut off is left out."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return [value for value in found if isinstance(value, dict)]
 
 
 LONGEST_NUMBER = 40  # Digits. Hugging Face writes 10^30 where it means "no limit".

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from zero2all.limits.cards import NCCL_BYTES, Card
 from zero2all.limits.memory import MemoryEstimate, estimate_memory
@@ -72,61 +73,41 @@ def _tried(change: Change, model: ModelConfig, card: Card) -> Change:
 def _changes(settings: MemorySettings, ranks: int) -> Iterator[Change]:
     """Only what the settings do not do yet, and what works with the rest of them."""
     samples = settings.micro_batch_samples
+
+    def change(cost: str, fields: dict[str, object], **values: Any) -> Change:
+        return Change(fields, replace(settings, **values), cost)
+
     for smaller in (samples // 2, 1):
         if 1 <= smaller < samples:
             passes = -(-settings.passes * samples // smaller)
-            yield Change(
-                {"train.micro_batch_samples": smaller},
-                replace(settings, micro_batch_samples=smaller, passes=passes),
-                "smaller matmuls, more passes",
-            )
+            fields: dict[str, object] = {"train.micro_batch_samples": smaller}
+            yield change("smaller matmuls, more passes", fields, micro_batch_samples=smaller, passes=passes)
     if settings.recompute == "none":
-        yield Change(
-            {"train.recompute": "selective"},
-            replace(settings, recompute="selective"),
-            "norms, SwiGLU and rotary positions are computed twice",
-        )
+        cost = "norms, SwiGLU and rotary positions are computed twice"
+        yield change(cost, {"train.recompute": "selective"}, recompute="selective")
     if settings.recompute != "full":
-        yield Change(
-            {"train.recompute": "full"},
-            replace(settings, recompute="full", recompute_every=1),
-            "the forward pass of the blocks is computed twice",
-        )
+        cost = "the forward pass of the blocks is computed twice"
+        yield change(cost, {"train.recompute": "full"}, recompute="full", recompute_every=1)
     if settings.optimizer == "adamw" and settings.offload == "none":
         if not settings.is_fsdp:
-            yield Change(
-                {"parallel.offload": "optimizer"},
-                replace(settings, offload="optimizer"),
-                "masters and states on the host: gradients go there and weights come back every step",
-            )
-        yield Change(
-            {"optim.kind": "adamw_8bit"}, replace(settings, optimizer="adamw_8bit", owned=None), "moments in 8 bits"
-        )
+            cost = "masters and states on the host: gradients go there and weights come back every step"
+            yield change(cost, {"parallel.offload": "optimizer"}, offload="optimizer")
+        yield change("moments in 8 bits", {"optim.kind": "adamw_8bit"}, optimizer="adamw_8bit", owned=None)
         if settings.precision == "bfloat16":
-            yield Change(
-                {"optim.kind": "adamw_bf16"},
-                replace(settings, optimizer="adamw_bf16", owned=None),
-                "no float32 masters: weights are rounded at random",
-            )
+            cost = "no float32 masters: weights are rounded at random"
+            yield change(cost, {"optim.kind": "adamw_bf16"}, optimizer="adamw_bf16", owned=None)
     shard = settings.shard if settings.shard > 1 else ranks
     passes = max(1, settings.passes * settings.shard // shard)  # more processes share the step
+    costs = (
+        f"{shard} GPUs share the states",
+        f"{shard} GPUs share states and gradients",
+        f"{shard} GPUs share states, gradients and weights",
+    )
     for zero in range(settings.zero + 1, 4 if settings.offload == "none" else 3):
         if settings.pipeline == 1 and settings.offload != "weights":
-            fields: dict[str, object] = {"parallel.zero": zero, "parallel.shard": shard}
-            if settings.processes == 1:
-                fields["ranks"] = shard
-            yield Change(
-                fields,
-                replace(settings, zero=zero, shard=shard, passes=passes, owned=None),
-                (
-                    f"{shard} GPUs share the states",
-                    f"{shard} GPUs share states and gradients",
-                    f"{shard} GPUs share states, gradients and weights",
-                )[zero - 1],
-            )
+            fields = {"parallel.zero": zero, "parallel.shard": shard}
+            fields |= {"ranks": shard} if settings.processes == 1 else {}
+            yield change(costs[zero - 1], fields, zero=zero, shard=shard, passes=passes, owned=None)
     if settings.optimizer == "adamw" and settings.offload in ("none", "optimizer") and settings.zero == 0:
-        yield Change(
-            {"parallel.offload": "weights"},
-            replace(settings, offload="weights"),
-            "weights, gradients and states on the host: every pass waits for the copies",
-        )
+        cost = "weights, gradients and states on the host: every pass waits for the copies"
+        yield change(cost, {"parallel.offload": "weights"}, offload="weights")

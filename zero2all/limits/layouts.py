@@ -27,9 +27,9 @@ import numpy.typing as npt
 
 from zero2all.limits.flops import recomputed_blocks
 from zero2all.limits.held import HeldStage, expert_values
-from zero2all.limits.machine import Machine
+from zero2all.limits.machine import Machine, link_seconds
 from zero2all.limits.memory import WIDTHS, MemorySettings
-from zero2all.limits.pass_memory import pass_memory
+from zero2all.limits.pass_memory import PassMemory, pass_memory
 from zero2all.limits.state_memory import state_parts
 from zero2all.limits.step import (
     BUBBLE_KEPT,
@@ -354,7 +354,7 @@ def _communication(
 
     def spent(kind: str, whole: Floats, calls: Any, ranks: Whole, span: Whole, window: Any) -> Floats:
         rate, latency = _links(machine, ranks, span)
-        one = _collective(kind, whole / calls, ranks, rate, latency) + machine.launch_seconds
+        one = link_seconds(kind, whole / calls, ranks, rate, latency, _log2, np.minimum) + machine.launch_seconds
         seconds = np.where((ranks > 1) & (whole > 0), calls * one, 0.0)
         hidden = np.minimum(np.maximum(0.0, seconds - one), window) * (1 - OVERLAP_COST)
         return np.asarray(seconds - hidden)
@@ -415,6 +415,10 @@ def _communication(
     return found
 
 
+def _log2(ranks: Whole) -> Floats:
+    return np.log2(np.maximum(2, ranks))
+
+
 def _links(machine: Machine, ranks: Whole, span: Whole) -> tuple[Floats, Floats]:
     """Bytes/s and latency of the link that joins processes which lie so far apart (`Machine.link_of`)."""
     inside, outside = machine.links[0], machine.links[-1]
@@ -424,20 +428,6 @@ def _links(machine: Machine, ranks: Whole, span: Whole) -> tuple[Floats, Floats]
         is_inside, inside.bytes_per_second, np.minimum(inside.bytes_per_second, together * outside.bytes_per_second)
     )
     return rate, np.where(is_inside, inside.latency, outside.latency)
-
-
-def _collective(kind: str, size: Floats, ranks: Whole, rate: Floats, latency: Floats) -> Floats:
-    """`zero2all.limits.machine.link_seconds` on columns."""
-    if kind == "send":
-        return latency + size / rate
-    part = (ranks - 1) / ranks * size / rate
-    if kind == "all-to-all":
-        return latency + part
-    rounds = 2 if kind == "all-reduce" else 1
-    ring = rounds * ((ranks - 1) * latency + part)
-    if kind != "all-reduce":
-        return ring
-    return np.minimum(ring, 2 * np.log2(np.maximum(2, ranks)) * latency + 2 * size / rate)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -527,6 +517,16 @@ def _state_bytes(model: ModelConfig, settings: MemorySettings) -> float:
     return sum(part.bytes for part in state_parts(settings.held(model), settings) if part.place == "device")
 
 
+def _peaks(memory: PassMemory, nodes: Sequence[int]) -> Floats:
+    """The most that a pass over each number of tokens needs, its inputs included: `PassMemory.phases` on columns."""
+    pairs = [(line.saved, moment) for line in memory.lines for moment in line.moments]
+    terms = [(saved + one.per_token, one.per_row, one.per_second_row, one.fixed) for saved, one in pairs]
+    tokens = np.array(nodes, dtype=np.float64)
+    first = tokens if memory.chunk_rows is None else np.minimum(tokens, memory.chunk_rows)
+    amounts = np.stack([tokens, first, np.minimum(tokens - first, first), np.ones(len(tokens))])
+    return np.asarray((np.array(terms) @ amounts).max(axis=0) + [memory.input_bytes(node) for node in nodes])
+
+
 def _passes(model: ModelConfig, settings: MemorySettings, layouts: Layouts, more: Floats, is_last: bool) -> Floats:
     """What a pass needs: bilinear in the blocks and the micro-batches in flight, at a few numbers of tokens, between
     which it is interpolated. It is a straight line bent where the logits fill a chunk or another phase becomes the
@@ -542,8 +542,9 @@ def _passes(model: ModelConfig, settings: MemorySettings, layouts: Layouts, more
             lines = [pass_memory(held.held(model), held) for held in _held(model, settings, plain, is_last)]
             # A further micro-batch in flight adds what all blocks save, which is there before the loss.
             saved = [line.lines[0].saved for line in lines]
-            for node in nodes:
-                at = [max(phase.bytes for phase in line.phases(node)) + line.input_bytes(node) for line in lines]
+            peaks = [_peaks(line, nodes) for line in lines]
+            for number, node in enumerate(nodes):
+                at = [each[number] for each in peaks]
                 found += [at[0], at[-1] - at[0], saved[0] * node, (saved[-1] - saved[0]) * node]
         return found
 

@@ -12,14 +12,14 @@ The scoreboard judges a correction only on entries that it was not fitted on: ea
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from zero2all.common.jsonio import whole_lines
 
 Entry = dict[str, Any]
 STEP, MEMORY = "step", "memory"
@@ -29,29 +29,9 @@ NORMAL_90 = 1.645
 MOST_CORRECTION = 0.25  # in logarithms: a correction beyond it would hide that the model of time is wrong
 
 
-def append_entry(path: Path, entry: Entry) -> None:
-    """Add a line and flush it to disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torn = path.is_file() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
-    with open(path, "ab") as file:
-        file.write((b"\n" if torn else b"") + json.dumps(entry).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def read_entries(path: Path) -> list[Entry]:
-    """All entries; a line that was cut off is left out."""
-    if not path.is_file():
-        return []
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict) and {"features", "predicted", "measured"} <= entry.keys():
-            found.append(entry)
-    return found
+    """All entries."""
+    return [entry for entry in whole_lines(path) if {"features", "predicted", "measured"} <= entry.keys()]
 
 
 def of_machine(entries: Sequence[Entry], key: Mapping[str, str]) -> list[Entry]:

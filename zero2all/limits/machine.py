@@ -46,6 +46,8 @@ ATTENTION_RATE = {"forward": 0.68, "backward": 0.53}
 """Share of the rate of large products that fused attention reaches on long sequences with wide heads."""
 ALIGNED, UNALIGNED_RATE = 8, 0.5
 """Rows of 16-bit values must be multiples of 16 bytes for wide loads; without, products run at about half the rate."""
+DOUBT = {"data sheet": 0.12, "measured": 0.03}
+IQR_OF_NORMAL = 1.35
 NEIGHBOURS = 4
 """Measured products that a product which was not measured is compared with."""
 
@@ -136,6 +138,15 @@ class Machine:
     watts: float = 0.0
     price_per_hour: float | None = None  # of one GPU
     draw: dict[str, float] = field(default_factory=dict)  # of "matmul" and "attention", see `clock_factor`
+    left: int = 0  # figures that the calibration had no time for
+
+    @property
+    def doubt(self) -> float:
+        """Standard deviation of a computed time, as a share of it; no less than that of the figures themselves."""
+        if self.source != "measured" or self.left:
+            return DOUBT["data sheet"]
+        spreads = sorted(one.spread for one in self.matmuls)
+        return max(DOUBT["measured"], spreads[len(spreads) // 2] / IQR_OF_NORMAL if spreads else 0.0)
 
     def clock_factor(self, matmul: float, attention: float, device: float) -> float:
         """What arithmetic takes in a step beside what this profile says, if `matmul` and `attention` of the `device`
@@ -193,38 +204,15 @@ class Machine:
             for name, group in groups.items()
         }
 
-    def attention_seconds(
-        self,
-        tokens: float,
-        seq_len: float,
-        heads: float,
-        kv_heads: float,
-        head_size: float,
-        backward: bool = False,
-        dtype: str = "bfloat16",
-    ) -> float:
-        """Of fused causal attention over `tokens` tokens in sequences of `seq_len`, of which half the pairs count."""
+    def attention_seconds(self, *sizes: float, backward: bool = False, dtype: str = "bfloat16") -> float:
+        """Of fused causal attention: tokens, tokens of a sequence, heads, kv heads, width of a head."""
         name: Way = "backward" if backward else "forward"
-        found = tuple(
-            (
-                (one.tokens, one.seq_len, one.heads, one.kv_heads, one.head_size),
-                getattr(one, name)
-                / self._modelled_attention(one.tokens, one.seq_len, one.heads, one.head_size, name, dtype),
-            )
-            for one in self.attention
-        )
-        seconds = self._modelled_attention(tokens, seq_len, heads, head_size, name, dtype)
-        return seconds * _nearby_ratio(found, (tokens, seq_len, heads, kv_heads, head_size))
+        known = ((dataclasses.astuple(one)[:5], getattr(one, name)) for one in self.attention)
+        found = tuple((one, seconds / self._modelled_attention(one, name, dtype)) for one, seconds in known)
+        return self._modelled_attention(sizes, name, dtype) * _nearby_ratio(found, sizes)
 
-    def _modelled_attention(
-        self,
-        tokens: float,
-        seq_len: float,
-        heads: float,
-        head_size: float,
-        name: Literal["forward", "backward"],
-        dtype: str,
-    ) -> float:
+    def _modelled_attention(self, sizes: tuple[float, ...], name: Way, dtype: str) -> float:
+        tokens, seq_len, heads, _, head_size = sizes
         matmuls = 2 if name == "forward" else 5
         flops = matmuls * tokens * seq_len * heads * head_size
         # Heads of 64 reuse half of what heads of 128 do; short sequences have as many masked tiles as whole ones.
@@ -257,7 +245,7 @@ class Machine:
         measured = self.collectives.get(f"{kind}/{ranks}/{found.name}")
         if measured is not None:
             return measured.seconds(size)
-        return link_seconds(kind, size, ranks, found.bytes_per_second, found.latency) + self.launch_seconds
+        return float(link_seconds(kind, size, ranks, found.bytes_per_second, found.latency)) + self.launch_seconds
 
     def link(self, name: str) -> Link:
         """By its name."""
@@ -308,17 +296,19 @@ def tiled_seconds(m: float, n: float, k: float, rate: float, multiprocessors: in
     return best
 
 
-def link_seconds(kind: str, size: float, ranks: int, rate: float, latency: float) -> float:
-    """Of a collective: in a ring; an all-reduce of a small tensor in a double tree."""
+def link_seconds(
+    kind: str, size: Any, ranks: Any, rate: Any, latency: Any, log2: Any = math.log2, least: Any = min
+) -> Any:
+    """Of a collective: in a ring; an all-reduce of a small tensor in a double tree. Columns of numpy take its `log2`
+    and `minimum`."""
     if kind == "send":
         return latency + size / rate
+    part = (ranks - 1) / ranks * size / rate
     if kind == "all-to-all":
-        return latency + (ranks - 1) / ranks * size / rate
+        return latency + part
     rounds = 2 if kind == "all-reduce" else 1
-    ring = rounds * (ranks - 1) * latency + rounds * (ranks - 1) / ranks * size / rate
-    if kind != "all-reduce":
-        return ring
-    return min(ring, 2 * math.log2(ranks) * latency + 2 * size / rate)
+    ring = rounds * ((ranks - 1) * latency + part)
+    return least(ring, 2 * log2(ranks) * latency + 2 * size / rate) if kind == "all-reduce" else ring
 
 
 def _nearby_ratio(measured: tuple[_Measured, ...], sizes: tuple[float, ...]) -> float:

@@ -28,6 +28,7 @@ CONVENTION = (
     "Training FLOPs of one token, forward and backward; 1 multiply-add (MAC) = 2 FLOPs, backward = 2 x forward. "
     "Recomputation is not counted (MFU); what is counted with it is called hardware (HFU)."
 )
+VERBS = ("params", "flops", "mfu", "zero", "inference", "roofline")
 USUAL_STEP = 256
 """Sequences of a step, where no config says how many."""
 RECOMPUTED = ("none", "selective", "full")
@@ -155,7 +156,7 @@ def _groups(model: Counted, tokens: int, seq_len: int, gpu: Gpu | None, peak_tfl
 
 
 def _limit(moved: float, gpu: Gpu) -> str:
-    return f"{moved / 1e9:.3g} GB at {gpu.bandwidth / 1e12:g} TB/s" if moved else "arithmetic"
+    return f"{moved / 1e9:,.4g} GB at {gpu.bandwidth / 1e12:g} TB/s" if moved else "arithmetic"
 
 
 def mfu(
@@ -185,28 +186,30 @@ def mfu(
         Term("speed", tokens_per_second, "tokens/s", "all GPUs together"),
         Term("peak", gpus * peak, "FLOP/s", f"{gpus} x {peak / 1e12:g} TFLOP/s, dense bfloat16"),
     ]
-    terms += [
-        Term(
-            f"MFU {name}",
-            tokens_per_second * each / (gpus * peak),
-            "share",
-            f"{each / 1e9:.4g} GFLOP/token: {HOW[name]}",
-        )
-        for name, each in found.items()
-    ]
+    for name, each in found.items():
+        share = tokens_per_second * each / (gpus * peak)
+        terms.append(Term(f"MFU {name}", share, "share", f"{each / 1e9:.4g} GFLOP/token: {HOW[name]}"))
     headline = "palm" if "palm" in found else "6N"
     if gpu is not None and gpu.matmul_flops:
         share = tokens_per_second * found[headline] / (gpus * gpu.matmul_flops)
-        how = f"of {gpu.matmul_flops / 1e12:g} TFLOP/s, the best matmul that was measured on it"
+        best = f"{gpu.matmul_flops / 1e12:g} TFLOP/s"
+        how = f"of {best}, the best matmul that was published for it"
+        if gpu.name in ("h100", "h200"):
+            how = f"of {best}, the best matmul that was published: one figure for H100 and H200, whose chip is the same"
         terms.append(Term(f"MAMFU {headline}", share, "share", how))
     executed = hardware_flops(model, found, recompute)
     if executed is not None and recompute != "none":
         how = f"{executed / 1e9:.4g} GFLOP/token: causal, with what is recomputed"
         terms.append(Term(f"HFU {recompute}", tokens_per_second * executed / (gpus * peak), "share", how))
     notes = [f"Headline: {headline}. Compare only figures of one convention and one peak.", *lacking(model, seq_len)]
+    least = min(found.values())
+    if tokens_per_second * least > gpus * peak:
+        most = f"at most {gpus * peak / least:,.0f} tokens/s: the peak of {gpus} GPUs"
+        hint = "Check GPUs, peak, and the unit of the speed."
+        raise ImpossibleError([Problem("--tokens-per-second", tokens_per_second, most, hint)])
     over = [term.name for term in terms if term.unit == "share" and term.value > 1]
     if over:
-        notes.append(f"More than 100 % is impossible: {', '.join(over)}. Check GPUs, peak, and the unit of the speed.")
+        notes.append(f"Above 100 %, because this convention counts too much: {', '.join(over)}.")
     if "seed" in found:
         notes.append(
             "`seed` is the convention of our result files and of Gstdioh/llm-zero2all, whose tables we compare with."
@@ -266,8 +269,9 @@ def inference(
         if model.config is not None:
             read = decoding_bytes(model.config, sequences, seq_len, 2, cache_value_bytes)
         seconds = least_seconds(2.0 * model.active * sequences, read, gpu.peak_flops, gpu.bandwidth)
+        rate = f"{gpu.bandwidth / 1e12:g} TB/s"
         terms += [
-            Term("least time of a token", seconds, "s", f"bfloat16 weights and cache at {gpu.bandwidth / 1e12:g} TB/s"),
+            Term("least time of a token", seconds, "s", f"bfloat16 matrices and cache, no embedding table, at {rate}"),
             Term("most tokens per second", sequences / seconds, "tokens/s", "all sequences together"),
             Term("sequences to be compute-bound", gpu.ridge, "sequences", "peak / bandwidth, at 2 bytes a weight"),
         ]
@@ -291,10 +295,9 @@ def roofline(
 ) -> Answer:
     """Ridge of a device; with a matmul (m, k) x (k, n), its intensity, least time, tiles and waves."""
     bandwidth = bandwidth_gbs * 1e9 if bandwidth_gbs else gpu.bandwidth if gpu else None
-    missing = (
-        [] if bandwidth else [Problem("--bandwidth-gbs", MISSING, "bytes/s of the memory, where --gpu is not given")]
-    )
-    given = [m, n, k]
+    given, missing = [m, n, k], []
+    if not bandwidth:
+        missing.append(Problem("--bandwidth-gbs", MISSING, "bytes/s of the memory, where --gpu is not given"))
     if any(given) and not all(given):
         missing.append(Problem("--m, --n, --k", given, "all three, or none"))
     if len(tile) != 2 or min(tile) < 1:
@@ -311,11 +314,13 @@ def roofline(
         work, moved = matmul_flops(m, n, k), matmul_bytes(m, n, k, value_bytes)
         rate = gpu.matmul_flops if gpu and gpu.matmul_flops and not peak_tflops else peak
         limit = "arithmetic" if work / moved > peak / bandwidth else "memory"
+        is_slower = work / rate > moved / bandwidth
+        speed = f"at {rate / 1e12:g} TFLOP/s" if is_slower else f"at {bandwidth / 1e12:g} TB/s"
         terms += [
             Term("FLOPs", work, "FLOP", "2 m n k"),
             Term("bytes", moved, "bytes", f"{value_bytes:g} (m k + k n + m n)"),
             Term("intensity", work / moved, "FLOP/byte", f"FLOPs / bytes: limited by {limit}"),
-            Term("least time", least_seconds(work, moved, rate, bandwidth), "s", f"at {rate / 1e12:g} TFLOP/s"),
+            Term("least time", least_seconds(work, moved, rate, bandwidth), "s", speed),
         ]
         if gpu and gpu.units:
             cut = tiling(m, n, gpu.units, int(tile[0]), int(tile[1]))

@@ -23,6 +23,7 @@ from zero2all.limits.parameters import Counted
 
 CONVENTIONS = ("6N", "8N", "seed", "palm", "causal")
 HOUR = 3600.0
+LEAST_GOODPUT = 0.02
 CHECKPOINT_BYTES = 14.0
 """Per parameter: bfloat16 weights, float32 masters and both moments of AdamW."""
 
@@ -81,7 +82,7 @@ def comm(
     inner = max(tensor, pipeline, context, expert) > 1
     if inner and (micro_tokens is None or model.hidden_size is None or model.layers is None):
         rule = "the tokens of a micro-batch; with --params also --layers and --hidden-size"
-        problems.append(Problem("--micro-tokens", micro_tokens, rule))
+        problems.append(Problem("--micro-tokens", micro_tokens or MISSING, rule))
     if context > 1 and model.kv_size is None:
         problems.append(Problem("--context", context, "a model whose kv heads are known, not only --params"))
     chosen = experts_per_token or model.experts_per_token
@@ -100,14 +101,11 @@ def comm(
     if inner and micro_tokens and model.hidden_size and model.layers:
         layers, hidden, steps = model.layers / pipeline, model.hidden_size, micro_steps
         mixed = (model.expert_layers or model.layers) / pipeline
-        own = micro_tokens / context
+        own, kv_size = micro_tokens / context, model.kv_size or 0
         volumes |= {
             "tensor": steps * layers * collectives.tensor_volume(own, hidden, tensor),
             "pipeline": steps * 2.0 * own * hidden / tensor if pipeline > 1 else 0.0,
-            "context (ring)": steps
-            * layers
-            * 3
-            * collectives.ring_attention_volume(micro_tokens, model.kv_size or 0, context),
+            "context (ring)": 3 * steps * layers * collectives.ring_attention_volume(micro_tokens, kv_size, context),
             "expert": steps * mixed * 2 * collectives.expert_volume(own / tensor, hidden, chosen or 0, expert),
         }
     how = {
@@ -129,23 +127,13 @@ def comm(
     if rate:
         size = held * value_bytes
         ranks = max(2, shards * replicas)
-        terms.append(
-            Term(
-                "time of all",
-                total / rate,
-                "s",
-                "one after the other; a step takes at least the longer of this and computing, at most both",
-            )
-        )
+        how_long = f"of the gradients: 2 (n-1) latency + 2 (n-1)/n bytes / rate, {ranks} ranks"
+        if experts:
+            how_long = f"the same, of the gradients without those of experts, {ranks} ranks"
+        bounds = "one after the other; a step takes at least the longer of this and computing, at most both"
+        terms.append(Term("time of all", total / rate, "s", bounds))
         ring = collectives.ring_seconds("all-reduce", size, ranks, rate, latency_us * 1e-6)
-        terms.append(
-            Term(
-                "one all-reduce, ring",
-                ring,
-                "s",
-                f"of the gradients: 2 (n-1) latency + 2 (n-1)/n bytes / rate, {ranks} ranks",
-            )
-        )
+        terms.append(Term("one all-reduce, ring", ring, "s", how_long))
         tree = collectives.tree_seconds(size, ranks, rate, latency_us * 1e-6)
         terms.append(Term("one all-reduce, double tree", tree, "s", "2 log2(n) latency + 2 bytes / rate"))
         if gpu:
@@ -155,7 +143,13 @@ def comm(
         f"Bytes that one rank sends in a step of {micro_steps} micro-steps, {value_bytes:g} per element. It receives "
         "as many. By the textbook; `z2a perf predict` counts what our trainer sends."
     )
-    return Answer(f"Communication of {model.name} on {gpus} GPUs", convention, terms)
+    notes = []
+    if experts:
+        notes.append(
+            f"Experts are cut over the {expert} expert ranks, not over tensor ranks; their gradients are summed over "
+            f"the {gpus // (pipeline * replicas * expert)} ranks with the same experts."
+        )
+    return Answer(f"Communication of {model.name} on {gpus} GPUs", convention, terms, notes)
 
 
 def _data_volume(held: float, shards: int, replicas: int, zero: int, micro_steps: int) -> float:
@@ -271,7 +265,10 @@ def time(
     if tokens_per_second is not None:
         seconds, speed = tokens / tokens_per_second, "tokens / tokens per second"
     else:
-        rate = tflops * 1e12 if tflops is not None else (mfu or 0) * known_peak(gpu, peak_tflops)
+        peak = known_peak(gpu, peak_tflops) if mfu is not None or gpu or peak_tflops else None
+        if tflops is not None and peak is not None and tflops * 1e12 > peak:
+            raise ImpossibleError([Problem("--tflops", tflops, f"at most the peak of a GPU, {peak / 1e12:g}")])
+        rate = tflops * 1e12 if tflops is not None else (mfu or 0) * (peak or 0)
         seconds, speed = training_seconds(work, gpus, rate), f"FLOPs / ({gpus} x {rate / 1e12:.4g} TFLOP/s)"
     terms = [
         Term("tokens", tokens, "tokens"),
@@ -306,7 +303,8 @@ def cost(
         Term("cost", money, "USD", f"GPU-hours x {price:g} per hour"),
         Term("cost of a billion tokens", 1e9 * money / found["tokens"], "USD", "cost / tokens"),
     ]
-    return Answer(found.title.replace("Time", "Cost", 1), found.convention, terms, found.notes)
+    total = int(found["tokens"])
+    return Answer(f"Cost of {model.name}, {total:,} tokens on {gpus} GPUs", found.convention, terms, found.notes)
 
 
 def failure(
@@ -327,16 +325,11 @@ def failure(
             rule = f"shorter than {mtbf * gpus:g} s, in which every GPU fails once"
             raise ImpossibleError([Problem("--interval", interval, rule)])
     chance = probability or 0.0
-    mtbf = fleet_mtbf(interval, chance, gpus)
+    mtbf, in_a_day = fleet_mtbf(interval, chance, gpus), any_failure(any_failure(chance, 86400 / interval), gpus)
     terms = [
         Term("p", chance, "share", f"of one GPU to fail in {interval:g} s"),
         Term("any failure in the interval", any_failure(chance, gpus), "share", "1 - (1 - p)^n"),
-        Term(
-            "any failure in 24 h",
-            any_failure(any_failure(chance, 86400 / interval), gpus),
-            "share",
-            "1 - (1 - p)^(n x 24 h)",
-        ),
+        Term("any failure in 24 h", in_a_day, "share", "1 - (1 - p)^(n x 24 h)"),
         Term("mean time between failures", mtbf, "s", "interval / (n p), of all GPUs"),
         Term("GPU-hours per failure", mtbf * gpus / HOUR, "GPU-hours", "MTBF x n"),
     ]
@@ -367,23 +360,24 @@ def checkpoint(
         Term("Young", young_interval(save, mtbf), "s", "sqrt(2 delta M)"),
         Term("Daly", best, "s", "sqrt(2 delta M) (1 + sqrt(delta/2M)/3 + delta/18M) - delta"),
     ]
+    notes = []
     for name, interval in (("Daly", best), ("--every", every)):
         if interval:
+            kept = goodput(interval, save, restart, mtbf)
             rough = goodput_approximation(interval, save, restart, mtbf)
-            terms += [
-                Term(
-                    f"goodput at {name}",
-                    goodput(interval, save, restart, mtbf),
-                    "share",
-                    "tau / (M e^(R/M) (e^((tau+delta)/M) - 1))",
-                ),
-                Term(f"goodput at {name}, about", rough, "share", "1 - delta/tau - (tau/2 + R)/M"),
-                Term(f"time saving at {name}", save / (interval + save), "share", "delta / (tau + delta)"),
-            ]
+            terms.append(Term(f"goodput at {name}", kept, "share", "tau / (M e^(R/M) (e^((tau+delta)/M) - 1))"))
+            if rough > 0:  # else saves and restarts are not short beside M
+                terms.append(Term(f"goodput at {name}, about", rough, "share", "1 - delta/tau - (tau/2 + R)/M"))
+            terms.append(Term(f"time saving at {name}", save / (interval + save), "share", "delta / (tau + delta)"))
+            if kept < LEAST_GOODPUT:
+                notes.append(
+                    f"The run makes no progress at {name}: a failure comes every {mtbf:g} s, a save takes {save:g} s, "
+                    f"a restart {restart:g} s. Save and restart faster, or use fewer GPUs."
+                )
     convention = (
         f"M {mtbf:g} s between failures of the whole run, restart R {restart:g} s; a failure loses what was not saved."
     )
-    return Answer("Checkpoints", convention, terms)
+    return Answer("Checkpoints", convention, terms, notes)
 
 
 def tokens(

@@ -17,11 +17,9 @@ Goodput is the time the work would take without any disturbance, divided by the 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,12 +38,9 @@ PARTS = (
     *("fewer nodes", "slow nodes", "slow links"),
 )
 """Where wall time goes; the parts sum to the whole."""
-PERCENTILES = (10, 50, 90)
 MAX_EVENTS = 100_000
 """Events of one repetition, after which the run counts as one that does not progress."""
 LEAST_GOODPUT = 0.02
-CHANGE_FAILURES, CHANGE_REPAIRS = 200, 10
-"""A change is simulated over a part of the run with this many failures, and this many times as long as a repair."""
 RUNNING, RESTARTING, WAITING = 0, 1, 2
 
 
@@ -119,8 +114,6 @@ class Outcome:
     wall_seconds: Floats
     parts: dict[str, Floats]  # name of PARTS -> seconds
     failures: Floats
-    times: Floats  # (points,) seconds since the start
-    progress: Floats  # (3, points) share of the work that is done and kept, at PERCENTILES
 
     @property
     def goodput(self) -> Floats:
@@ -143,33 +136,23 @@ class Outcome:
 
 def band(values: Floats) -> tuple[float, float, float]:
     """The 10, 50 and 90 % points."""
-    low, middle, high = np.percentile(values, PERCENTILES)
+    low, middle, high = np.percentile(values, (10, 50, 90))
     return float(low), float(middle), float(high)
 
 
-def simulate(plan: Plan, repetitions: int = 200, seed: int = 0, points: int = 120) -> Outcome:
+def simulate(plan: Plan, repetitions: int = 200, seed: int = 0) -> Outcome:
     """Run the plan to its end `repetitions` times. The same seed gives the same figures."""
     check_plan(plan)
     lanes = _Lanes(plan, repetitions, np.random.default_rng(seed))
-    times, kept = [lanes.time.copy()], [lanes.restorable()]
     events = 0
     while lanes.step():
-        times.append(lanes.time.copy())
-        kept.append(lanes.restorable())
         events += 1
         if events > MAX_EVENTS:
             raise BadInputError(
                 f"The run does not end: after {MAX_EVENTS:,} events {lanes.kept_share:.1%} of the work are done. Save "
                 f"more often, restart faster, or use fewer GPUs."
             )
-    grid, progress = _progress(np.array(times), np.array(kept) / plan.work_seconds, points)
-    return Outcome(plan, lanes.time, lanes.spent, lanes.failures, grid, progress)
-
-
-def _progress(times: Floats, kept: Floats, points: int) -> tuple[Floats, Floats]:
-    grid = np.linspace(0.0, float(times[-1].max()), points)
-    curves = np.array([np.interp(grid, times[:, lane], kept[:, lane]) for lane in range(times.shape[1])])
-    return grid, np.percentile(curves, PERCENTILES, axis=0)
+    return Outcome(plan, lanes.time, lanes.spent, lanes.failures)
 
 
 class _Lanes:
@@ -195,10 +178,6 @@ class _Lanes:
     @property
     def kept_share(self) -> float:
         return float(self.disk.mean() / self.plan.work_seconds)
-
-    def restorable(self) -> Floats:
-        """Work that a checkpoint or the end of the run has made safe."""
-        return np.where(self.is_open, np.minimum(self.disk, self.plan.work_seconds), self.plan.work_seconds)
 
     def step(self) -> bool:
         """Move every open lane to its next event; False when all are done."""
@@ -367,78 +346,6 @@ class _Lanes:
         starts = here & enough
         self.mode = np.where(here, np.where(enough, RESTARTING, WAITING), self.mode)
         self.mode_until = np.where(starts, self.time + seconds, self.mode_until)
-
-
-# ---- what a change is worth ----
-
-
-@dataclass(frozen=True)
-class Change:
-    """One change of the plan, simulated like the plan itself."""
-
-    name: str
-    days_saved: float  # mean over the repetitions
-    days_noise: float  # standard error of that
-    goodput: float  # mean
-    cost_saved: float | None
-
-
-def worth_of_changes(base: Outcome, seed: int = 0) -> list[Change]:
-    """The changes that apply to the plan, the best first. Failures come at a constant rate, so a part of a long run
-    tells what a change is worth to all of it."""
-    plan, repetitions = base.plan, len(base.wall_seconds)
-    enough = max(CHANGE_FAILURES * plan.mean_seconds_between_failures, CHANGE_REPAIRS * plan.repair_hours * HOUR)
-    part = min(plan.work_seconds, enough)
-    scale = plan.work_seconds / part / DAY
-    before = base if scale * DAY == 1.0 else simulate(dataclasses.replace(plan, work_seconds=part), repetitions, seed)
-    changes = []
-    for name, changed in possible_changes(plan).items():
-        after = simulate(dataclasses.replace(changed, work_seconds=part), repetitions, seed)
-        saved = float(before.wall_seconds.mean() - after.wall_seconds.mean())
-        noise = math.sqrt((before.wall_seconds.var() + after.wall_seconds.var()) / repetitions)
-        costs = (before.cost, after.cost)
-        cost = None if costs[0] is None or costs[1] is None else scale * DAY * float((costs[0] - costs[1]).mean())
-        changes.append(Change(name, scale * saved, scale * noise, float(after.goodput.mean()), cost))
-    return sorted(changes, key=lambda change: -change.days_saved)
-
-
-def possible_changes(plan: Plan) -> dict[str, Plan]:
-    """Single changes of a plan that can help it, by what they are."""
-
-    def but(**changed: Any) -> Plan:
-        return dataclasses.replace(plan, **changed)
-
-    found: dict[str, Plan] = {}
-    stored = plan.memory_interval_seconds is not None
-    if plan.failures_per_gpu_hour:
-        best = but(interval_seconds=None).interval
-        if plan.interval_seconds is not None and abs(best / plan.interval - 1) > 0.1:
-            found[f"save every {best:,.0f} s (Daly) instead of {plan.interval:,.0f} s"] = but(interval_seconds=None)
-        found[f"save every {plan.interval / 2:,.0f} s: half the interval"] = but(interval_seconds=plan.interval / 2)
-        found[f"restart in {plan.restart_seconds / 2:,.0f} s: half the time"] = but(
-            restart_seconds=plan.restart_seconds / 2
-        )
-        found["half as many failures"] = but(failures_per_gpu_hour=plan.failures_per_gpu_hour / 2)
-        if plan.stall > 1.0:
-            found["save in the background: 1 s of stall"] = but(stall_seconds=1.0)
-        if not stored:
-            every = max(60.0, daly_interval(plan.memory_stall_seconds, plan.mean_seconds_between_failures))
-            found[f"a copy in memory every {every:,.0f} s"] = but(memory_interval_seconds=every)
-        elif plan.memory_copies < 2:
-            found["a second copy in the memory of another node"] = but(memory_copies=2)
-        if plan.hang_share and plan.hang_seconds > 60.0:
-            found[f"hangs found in {plan.hang_seconds / 5:,.0f} s"] = but(hang_seconds=plan.hang_seconds / 5)
-        if plan.shares.get("node"):
-            for spares in {plan.spare_nodes + max(1, math.ceil(plan.nodes / 64)), plan.spare_nodes // 2}:
-                if spares != plan.spare_nodes:
-                    found[f"spare nodes: {spares} instead of {plan.spare_nodes}"] = but(spare_nodes=spares)
-    for name, attribute in (("slow nodes", "slow_nodes"), ("slow links", "slow_links")):
-        kind: Slowness = getattr(plan, attribute)
-        if kind.per_node_day and kind.slowdown > 1.0:
-            hours = kind.hours_until_found / 10
-            sooner = dataclasses.replace(kind, hours_until_found=hours)
-            found[f"{name} found sooner: in {hours:.3g} h"] = but(**{attribute: sooner})
-    return found
 
 
 def slowdown_of_links(communication_share: float, speed: float) -> float:

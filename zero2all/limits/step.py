@@ -48,8 +48,6 @@ QUANTISE_BYTES = 6
 """float8: an input is read twice and written once plain and once transposed; per value."""
 LOSS_BYTES_PER_LOGIT = 2.0
 """Of the fused head: logits of a chunk are written and read twice while they are in the cache."""
-DOUBT = {"data sheet": 0.12, "measured": 0.03}
-"""Standard deviation of a computed part, as a share of it."""
 DOUBT_OF_WAITING = 0.3
 """Of communication, bubble and host."""
 COMMON_DOUBT = 0.015
@@ -269,7 +267,8 @@ class _Prices:
         ]
         sizes = (tokens, settings.seq_len, held.heads, held.kv_heads, held.head_size)
         peak = self.machine.peak_flops[self.dtype]
-        times = [self.machine.attention_seconds(*sizes, backward, self.dtype) for backward in (False, True)]
+        price = functools.partial(self.machine.attention_seconds, *sizes, dtype=self.dtype)
+        times = [price(backward=False), price(backward=True)]
         flops = [work["attention"].forward_flops, work["attention"].backward_flops]
         attention = [
             Cost(time, min(time, done / peak), done, attention=time) for time, done in zip(times, flops, strict=True)
@@ -404,7 +403,7 @@ def predict_step(
     costs = costs.at_clock(_clock_factor(model, settings, machine, costs))
     slowest = slowest_stage(model, settings, costs, schedule, chunks)
     passes, layers = settings.passes, slowest.layers
-    doubt = DOUBT.get(machine.source, DOUBT["data sheet"])
+    doubt = machine.doubt
     names = dict.fromkeys([*costs.forward, *costs.backward])
     both = {name: costs.forward.get(name, Cost()) + costs.backward.get(name, Cost()) for name in names}
     computed = {name: cost * (passes * layers) for name, cost in both.items()}
@@ -524,14 +523,8 @@ def _communication(model: ModelConfig, settings: MemorySettings, machine: Machin
 
 
 def _joined(first: Part, second: Part) -> Part:
-    return dataclasses.replace(
-        first,
-        lower=first.lower + second.lower,
-        estimate=first.estimate + second.estimate,
-        upper=first.upper + second.upper,
-        bytes=first.bytes + second.bytes,
-        hidden=first.hidden + second.hidden,
-    )
+    names = ("lower", "estimate", "upper", "bytes", "hidden")
+    return dataclasses.replace(first, **{name: getattr(first, name) + getattr(second, name) for name in names})
 
 
 def owned_values(model: ModelConfig, settings: MemorySettings) -> float:

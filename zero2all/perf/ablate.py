@@ -6,8 +6,6 @@ This process does not use the device, so that a row has all of it. Each result i
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -16,16 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import read_json
 from zero2all.common.progress import human_seconds, say
 from zero2all.config import RunConfig
 from zero2all.perf.batch import BatchShape, check_batch, default_batches, load_measured_config
+from zero2all.perf.child import run_child
 from zero2all.perf.results import Line, Results, code_fingerprint, environment, row_key
 from zero2all.perf.variants import ANCHOR, BY_NAME, VARIANTS, Variant
 
 FIRST_GUESS_SECONDS = {False: 45.0, True: 150.0}
 """First estimate of the seconds a row takes in addition to its measurement: without and with compilation."""
-LOG_TAIL_LINES = 12
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,6 @@ class AblateOptions:
     budget_seconds: float | None = None  # no row is started that would exceed it. None: no limit.
     row_timeout_seconds: float = 900.0  # a row that takes longer is ended and counts as failed
     again: bool = False  # measure rows again that have a result
-    warm_starts: bool = False  # start each compiled row a second time, to see its first step with a warm cache
     report_only: bool = False  # measure nothing; report the results in the folder, from whatever machine
 
 
@@ -152,10 +148,7 @@ class _Sitting:
         began = time.monotonic()
         log = self.options.output / "logs" / f"{batch}-{variant.name}.log"
         with tempfile.TemporaryDirectory(prefix="z2a-compiled-") as cache:
-            result = self._child(batch, variant, self.options.seconds, log, cache)
-            if self.options.warm_starts and variant.is_compiled and result["status"] == "measured":
-                second = self._child(batch, variant, 0.0, log.with_suffix(".warm.log"), cache)
-                result["warm_first_step_seconds"] = second.get("first_step_seconds")
+            result = self._child(batch, variant, log, cache)
         wall = time.monotonic() - began
         self.results.append(
             {
@@ -174,42 +167,16 @@ class _Sitting:
         )
         say(f"ablate: {batch} {variant.name}: {_in_short(self.results.lines[-1])} (took {human_seconds(wall)})")
 
-    def _child(self, batch: BatchShape, variant: Variant, seconds: float, log: Path, cache: str) -> dict[str, Any]:
+    def _child(self, batch: BatchShape, variant: Variant, log: Path, cache: str) -> dict[str, Any]:
         """Run the row in its own process: its result, or how it ended."""
         log.parent.mkdir(parents=True, exist_ok=True)
-        variables = dict(os.environ)
-        variables.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        variables = {"PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")}
         if variant.is_compiled:  # an empty cache, so that compilation is measured
             variables |= {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
-        with tempfile.TemporaryDirectory(prefix="z2a-row-") as folder, open(log, "wb") as output:
-            result = Path(folder) / "result.json"
-            command = [
-                *(sys.executable, "-m", "zero2all.perf.row", self.options.source, "--row", variant.name),
-                *("--batch", str(batch), "--seconds", str(seconds)),
-                *("--warm-up-seconds", str(self.options.warm_up_seconds), "--result", str(result)),
-                *("--", *self.options.overrides),
-            ]
-            try:
-                code = subprocess.run(
-                    command,
-                    env=variables,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    timeout=self.options.row_timeout_seconds,
-                ).returncode
-            except subprocess.TimeoutExpired:
-                return {"status": "failed", "reason": f"not finished after {self.options.row_timeout_seconds:g} s"}
-            if result.is_file():
-                found = read_json(result)
-                assert isinstance(found, dict)
-                return found
-        if code == -9:
-            return {"status": "out of memory", "reason": "the system killed the process (signal 9)"}
-        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
-        for line in tail:
-            say(f"  | {line}")
-        return {"status": "failed", "reason": f"exit code {code}: {tail[-1] if tail else '-'}", "log": str(log)}
+        options = self.options
+        words = [options.source, "--row", variant.name, "--batch", batch, "--seconds", options.seconds]
+        words += ["--warm-up-seconds", options.warm_up_seconds]
+        return run_child("row", words, options.overrides, options.row_timeout_seconds, log, variables)
 
 
 def _in_short(line: Line) -> str:

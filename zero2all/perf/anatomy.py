@@ -15,6 +15,7 @@ import bisect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +88,16 @@ class _Piece:
     seconds: float
     flops: float | None
     phase: str
+
+
+def inside(phase: Callable[[], AbstractContextManager[Any]], function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose calls are a phase of the trace."""
+
+    def annotated(*given: Any, **named: Any) -> Any:
+        with phase():
+            return function(*given, **named)
+
+    return annotated
 
 
 def anatomy_of(events: Iterable[Mapping[str, Any]]) -> Anatomy:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zero2all.common.language import columns, padded
 from zero2all.common.language import translate as t
 
 MIB = float(1 << 20)
@@ -94,17 +95,10 @@ def _hooks(module: nn.Module, name: str, rows: list[BlockMemory], meter: _Cuda |
 
 def lines_of(rows: list[BlockMemory]) -> list[str]:
     """The table."""
-    names = ["MiB", t("forward, peak"), t("kept"), t("backward, peak"), t("kept")]
-    cells = [
-        [row.name, *(f"{value / MIB:,.2f}" for value in (row.forward_peak, row.forward_kept))]
-        + [f"{value / MIB:,.2f}" for value in (row.backward_peak, row.backward_kept)]
-        for row in rows
-    ]
-    widths = [max(len(line[column]) for line in [names, *cells]) for column in range(len(names))]
-    return [
-        "  ".join(cell.ljust(width) if not column else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
-        for pairs in (list(zip(line, widths, strict=True)) for line in [names, *cells])
-    ]
+    lines = [["MiB", t("forward, peak"), t("kept"), t("backward, peak"), t("kept")]]
+    lines += [[row.name, *(f"{value / MIB:,.2f}" for value in astuple(row)[1:])] for row in rows]
+    width = max(columns(name) for name, *_ in lines)
+    return [padded(name, width) + "".join(f"  {cell:>14}" for cell in cells) for name, *cells in lines]
 
 
 class _Cuda:

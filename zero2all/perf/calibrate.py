@@ -10,7 +10,6 @@ figure is begun when the time is up.
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from typing import Any, cast
 import torch
 
 from zero2all.common.errors import BadInputError, is_out_of_memory
+from zero2all.common.jsonio import append_line, whole_lines
 from zero2all.common.progress import human_seconds, say
 from zero2all.config import RunConfig
 from zero2all.limits.flops import peak_flops
@@ -97,7 +97,7 @@ def calibrate(
         left, measured = _measure_all(settings, store, device, started, most_seconds)
     failed = {name: str(found["failed"]) for name, found in store.figures.items() if "failed" in found}
     check_enough(failed, measured)
-    machine = machine_of(store.figures, key, device, settings[0].ops.taken, gpu)
+    machine = dataclasses.replace(machine_of(store.figures, key, device, settings[0].ops.taken, gpu), left=len(left))
     write_machine(path, machine)
     anchors = {name: v for name, v in store.figures.items() if name.startswith("anchor/") and "failed" not in v}
     return Calibration(machine, path, measured, left, failed, gpu, anchors)
@@ -226,22 +226,15 @@ class FigureStore:
         self.path, self.key, self.figures = path, key, cast(Figures, {})
         if again:
             path.unlink(missing_ok=True)
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        for line in lines:
-            try:
-                found = json.loads(line)
-            except ValueError:  # cut off when that calibration ended
-                continue
+        for found in whole_lines(path):
             if found.get("key", key) == dict(key) and "name" in found:
                 self.figures[found["name"]] = found["value"]
         self.figures = {name: value for name, value in self.figures.items() if "failed" not in value}
-        path.parent.mkdir(parents=True, exist_ok=True)
 
     def add(self, name: str, value: dict[str, Any]) -> None:
         """Keep a figure."""
         self.figures[name] = value
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"name": name, "value": value}) + "\n")
+        append_line(self.path, {"name": name, "value": value})
 
 
 # ---- from figures to a profile ---------------------------------------------------------------------------------------
@@ -389,4 +382,4 @@ def machine_for(machine: Machine, path: Path, taken: Mapping[str, str], device: 
         return machine
     figures = FigureStore(store, machine.key).figures
     found = machine_of(figures, machine.key, device, taken, {"watts": machine.watts})
-    return dataclasses.replace(found, links=machine.links, collectives=machine.collectives)
+    return dataclasses.replace(found, links=machine.links, collectives=machine.collectives, left=machine.left)

@@ -50,7 +50,6 @@ class Explanation:
     record: RunRecord
     limit: str
     findings: list[Finding]
-    waterfall: list[tuple[str, float]]  # percent of peak x wall time (of wall time where the peak is unknown)
 
 
 def explain(record: RunRecord) -> Explanation:
@@ -61,7 +60,6 @@ def explain(record: RunRecord) -> Explanation:
         record,
         limit_of(record),
         sorted(findings, key=lambda finding: (not finding.is_urgent, -finding.share)),
-        waterfall_of(record),
     )
 
 
@@ -87,28 +85,6 @@ def limit_of(record: RunRecord) -> str:
     if (mfu := record.mfu(CONVENTION)) is not None:
         text += f" Its steady steps reach {mfu:.1%} MFU ({CONVENTION} convention, data-sheet peak)."
     return text
-
-
-def waterfall_of(record: RunRecord) -> list[tuple[str, float]]:
-    """From 100 % (peak x wall time, or wall time alone) down: each loss in percent. What is left is the MFU over the
-    whole run, or the share of time in forward and backward passes."""
-    wall, parts = record.wall_seconds, record.parts
-    if not wall or not parts:
-        return []
-    levels = [(name, 100 * seconds / wall) for name, seconds in record.wall.items() if name != "steps kept"]
-    inside, step = record.wall["steps kept"] / wall, sum(parts.values())
-    levels += [
-        (f"step: {name.replace('_', ' ')}", 100 * inside * seconds / step)
-        for name, seconds in parts.items()
-        if name not in COMPUTE_PARTS
-    ]
-    compute = 100 * inside * sum(parts.get(name, 0.0) for name in COMPUTE_PARTS) / step
-    if record.peak is not None and record.flops is not None and record.speed is not None:
-        tokens = float(record.step_seconds.tokens[-1])
-        useful = 100 * tokens * record.flops[CONVENTION] / (record.peak * record.processes * wall)
-        again = useful * _recomputed_share(record)
-        levels += [("recomputed passes", again), ("kernels below the peak", compute - useful - again)]
-    return [(name, lost) for name, lost in levels if abs(lost) >= 0.005]
 
 
 # ---- findings ----
@@ -164,16 +140,10 @@ def _pauses(record: RunRecord) -> Iterator[Finding]:
     failed = record.events("checkpoint_failed")
     if failed:
         problem = str(failed[-1].data.get("problem"))
-        evidence = (
-            f"{len(failed)} of {len(failed) + len(record.events('checkpoint'))} saves failed, the last: {problem}"
-        )
-        yield Finding(
-            "saves that failed",
-            evidence,
-            "remove the cause: a crash now loses all since",
-            "the run itself",
-            is_urgent=True,
-        )
+        tried = len(failed) + len(record.events("checkpoint"))
+        evidence = f"{len(failed)} of {tried} saves failed, the last: {problem}"
+        change = "remove the cause: a crash now loses all since"
+        yield Finding("saves that failed", evidence, change, "the run itself", is_urgent=True)
 
 
 def _interruptions(record: RunRecord) -> Iterator[Finding]:
@@ -362,7 +332,6 @@ def as_json(explanation: Explanation) -> dict[str, Any]:
         "flops_per_token": record.flops,
         "memory_bytes": {name: record.memory(name) for name in ("allocated", "peak", "reserved")}
         | {"card": record.card_bytes},
-        "waterfall_percent": dict(explanation.waterfall),
         "findings": [vars(finding) for finding in explanation.findings],
         "missing": record.missing,
     }

@@ -8,13 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero2all.common.files import write_atomic, write_json
+from zero2all.common.files import write_json
 from zero2all.common.progress import human_count
 from zero2all.perf.infer import Inference, InferRow, as_json
-from zero2all.track.plot import COLORS, FAINT_INK, INK, STYLE, png_bytes
+from zero2all.perf.pictures import write_png
+from zero2all.track.plot import COLORS, FAINT_INK, INK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 def write_results(found: Inference, folder: Path) -> Path:
@@ -28,27 +30,10 @@ def write_picture(found: Inference, folder: Path) -> str:
     rows = [row for row in found.rows if row.problem is None]
     if not rows:
         return "no picture: nothing was measured"
-    try:
-        draw_inference(found, rows, folder / "inference.png")
-    except ImportError as error:
-        return f"no picture: {error.name or 'matplotlib'} is not installed"
-    return str(folder / "inference.png")
 
+    def draw(figure: Figure) -> None:
+        from matplotlib.ticker import FuncFormatter, NullFormatter
 
-def draw_inference(found: Inference, rows: list[InferRow], png: Path) -> None:
-    """Raises ImportError where matplotlib is not installed."""
-    import matplotlib.style
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
-    style: Any = STYLE
-    with matplotlib.style.context("default"), rc_context(style):
-        figure = Figure(figsize=(11.0, 4.2), facecolor="white", layout="constrained")
-        FigureCanvasAgg(figure)
-        title = f"{found.model} on {found.device}: prompts of {found.prompt_tokens}, {found.new_tokens} new tokens"
-        figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
         speed, share = figure.subplots(1, 2)
         _draw(speed, rows, "tokens/s, all sequences", lambda row: row.tokens_per_second, "{:,.0f}")
         _draw(share, rows, "share of the memory bandwidth, %", lambda row: row.bandwidth_percent, "{:.0f} %")
@@ -56,7 +41,9 @@ def draw_inference(found: Inference, rows: list[InferRow], png: Path) -> None:
         speed.yaxis.set_major_formatter(FuncFormatter(lambda value, _: human_count(value)))
         speed.yaxis.set_minor_formatter(NullFormatter())
         share.set_ylim(0, max(100.0, 1.15 * max(row.bandwidth_percent for row in rows)))
-        write_atomic(png, png_bytes(figure))
+
+    title = f"{found.model} on {found.device}: prompts of {found.prompt_tokens}, {found.new_tokens} new tokens"
+    return write_png(folder / "inference.png", (11.0, 4.2), draw, title)
 
 
 def _draw(axis: Axes, rows: list[InferRow], title: str, value: Any, form: str) -> None:

@@ -30,33 +30,19 @@ class Kernel:
 OUR_KERNELS = {
     "_forward": Kernel(ELEMENTWISE, "rms_norm", False),
     "_backward": Kernel(ELEMENTWISE, "rms_norm", True),
-    "_sum_parts": Kernel(ELEMENTWISE),  # gradient of a norm's weight, which floors leave out
     "_turn_in_place": Kernel(ELEMENTWISE, "rope", False),
     "_gather_turned_back": Kernel(ELEMENTWISE, "rope", True),
     "_swiglu_forward": Kernel(ELEMENTWISE, "swiglu", False),
     "_swiglu_backward": Kernel(ELEMENTWISE, "swiglu", True),
     "_sum_within_pieces": Kernel(ELEMENTWISE, "embedding", True),
-    "_add_over_borders": Kernel(ELEMENTWISE),
-    "_gated_forward": Kernel(ELEMENTWISE),
-    "_gated_backward": Kernel(ELEMENTWISE),
-    "_sum_rows": Kernel(ELEMENTWISE),
-    "_scaled": Kernel(ELEMENTWISE),
-    "_add_scaled": Kernel(ELEMENTWISE),
-    "_largest": Kernel(ELEMENTWISE),
-    "_quantise": Kernel(ELEMENTWISE),
     "_losses_and_gradient": Kernel(LOSS, "cross_entropy"),
-    "_row_sums": Kernel(LOSS),
-    "_slopes": Kernel(LOSS),
-    "_last_columns": Kernel(LOSS),
-    "_close_rows": Kernel(LOSS),
-    "_scales": Kernel(LOSS),
-    "_sum_of_squares": Kernel(OPTIMIZER),  # the norm of the gradient
     "_update": Kernel(OPTIMIZER, "optimizer", False),
-    "_attend": Kernel(ATTENTION),
-    "_write": Kernel(ATTENTION),  # new keys and values into the cache of decoding
-    "_one_row": Kernel(GEMM),
-    "_few_rows": Kernel(GEMM),
-    "_greedy": Kernel(ELEMENTWISE),
+    **dict.fromkeys(("_sum_parts", "_add_over_borders", "_gated_forward", "_gated_backward"), Kernel(ELEMENTWISE)),
+    **dict.fromkeys(("_sum_rows", "_scaled", "_add_scaled", "_largest", "_quantise", "_greedy"), Kernel(ELEMENTWISE)),
+    **dict.fromkeys(("_row_sums", "_slopes", "_last_columns", "_close_rows", "_scales"), Kernel(LOSS)),
+    "_sum_of_squares": Kernel(OPTIMIZER),  # the norm of the gradient
+    **dict.fromkeys(("_attend", "_write"), Kernel(ATTENTION)),  # `_write`: keys and values into the cache of decoding
+    **dict.fromkeys(("_one_row", "_few_rows"), Kernel(GEMM)),
 }
 """The Triton kernels of `zero2all.ops.kernels`, by the name of their function."""
 

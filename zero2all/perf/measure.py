@@ -138,14 +138,19 @@ def _measure(
     before = _allocated_bytes(device)
     state = random_state(config, ops, device, tensor)
     state_bytes = _state_bytes(state, device, before)
-    compile_model(state.model)
-    shaped = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=batch.seq_len))
-    whole = batch.samples * batch.accumulation
-    state.cuda_graph = choose_cuda_graph(shaped, state.model, device, 1, batch.samples, whole)
+    prepare(state, config, batch, device)
     iterate = iterations(state, batch, config.train.z_loss, device)
     pace = pace_of(iterate, batch.accumulation, device, seconds, warm_up_seconds)
     found = {**figures(config, batch, pace, device), "state_gib": state_bytes / 2**30, "ops": choices(ops)}
     return found | {"cuda_graph": state.cuda_graph is not None and state.cuda_graph.is_captured}
+
+
+def prepare(state: TrainState, config: RunConfig, batch: BatchShape, device: torch.device) -> None:
+    """Compile the model and choose whether its passes are captured, as a run does."""
+    compile_model(state.model)
+    shaped = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=batch.seq_len))
+    whole = batch.samples * batch.accumulation
+    state.cuda_graph = choose_cuda_graph(shaped, state.model, device, 1, batch.samples, whole)
 
 
 def figures(config: RunConfig, batch: BatchShape, pace: Pace, device: torch.device) -> dict[str, Any]:
@@ -205,16 +210,12 @@ def random_tokens(vocab_size: int, batch: BatchShape, device: torch.device) -> T
     return torch.randint(0, vocab_size, shape, device=device, generator=generator)
 
 
-def _no_phase(_: str) -> AbstractContextManager[Any]:
-    return nullcontext()
-
-
 def iterations(
     state: TrainState,
     batch: BatchShape,
     z_loss: float,
     device: torch.device,
-    phase: Callable[[str], AbstractContextManager[Any]] = _no_phase,
+    phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterate:
     """The iteration of a run, on random tokens; `phase` is entered around forward, backward and update (a CUDA graph is
     forward and backward in one)."""

@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zero2all.common.files import write_atomic
 from zero2all.common.language import translate as t
 from zero2all.config import RunConfig, load_config
 from zero2all.limits.cards import GIB, NCCL_BYTES, Card
@@ -23,10 +22,14 @@ from zero2all.ops.registry import footprints, resolve
 from zero2all.packed.loader import rank_rows
 from zero2all.parallel.check import check_spread
 from zero2all.parallel.mesh import Mesh
-from zero2all.track.plot import ALARM, COLORS, INK, STYLE, png_bytes
+from zero2all.perf.pictures import write_png
+from zero2all.track.plot import ALARM, COLORS, INK
 from zero2all.train.micro_batch import divisors, memory_settings
 from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TAKEN_ON_A_GPU = {
     "attention": "sdpa_cudnn",
@@ -150,17 +153,12 @@ def _settings(config: RunConfig, operators: dict[str, str], card: Card, mesh: Me
 def parts_table(report: MemoryReport) -> list[list[str]]:
     """Every part of the peak, and what the process takes beside it."""
     estimate = report.estimate
-    rows = [["part", "GiB", "share", "what"]]
     parts = [(part.name, part.bytes, part.note) for part in estimate.parts if part.place == "device" and part.bytes]
-    for name, count, note in parts:
-        rows.append([t(name), f"{count / GIB:.3f}", f"{count / report.process_bytes:.1%}", t(note)])
-    rows.append(
-        [t("peak allocated"), f"{estimate.total / GIB:.3f}", f"{estimate.total / report.process_bytes:.1%}", ""]
-    )
-    for name, count, note in report.outside:
-        rows.append([t(name), f"{count / GIB:.3f}", f"{count / report.process_bytes:.1%}", t(note)])
-    rows.append([t("process"), f"{report.process_bytes / GIB:.3f}", "100.0%", ""])
-    return rows
+    parts += [("peak allocated", estimate.total, ""), *report.outside, ("process", report.process_bytes, "")]
+    rows = [
+        [t(name), f"{count / GIB:.3f}", f"{count / report.process_bytes:.1%}", t(note)] for name, count, note in parts
+    ]
+    return [["part", "GiB", "share", "what"], *rows]
 
 
 def phases_table(report: MemoryReport) -> list[list[str]]:
@@ -206,13 +204,7 @@ def as_json(report: MemoryReport) -> dict[str, Any]:
         "operators": report.operators,
         "parts": [dataclasses.asdict(part) for part in estimate.parts],
         "phases": [
-            {
-                "name": phase.name,
-                "persistent": estimate.persistent,
-                "saved": phase.saved,
-                "working": phase.working,
-                "total": estimate.persistent + phase.bytes,
-            }
+            {**phase._asdict(), "persistent": estimate.persistent, "total": estimate.persistent + phase.bytes}
             for phase in estimate.phases
         ],
         "worst_phase": estimate.worst.name,
@@ -226,44 +218,21 @@ def as_json(report: MemoryReport) -> dict[str, Any]:
         "fits": report.fits,
         "notes": report.notes,
         "changes": [
-            {
-                "fields": change.fields,
-                "process": change.process_bytes,
-                "host": change.host_bytes,
-                "fits": change.fits,
-                "cost": change.cost,
-            }
-            for change in report.changes
+            {"fields": one.fields, "process": one.process_bytes, "host": one.host_bytes, "fits": one.fits}
+            | {"cost": one.cost}
+            for one in report.changes
         ],
     }
 
 
 def write_picture(report: MemoryReport, png: Path) -> str:
-    """Write the picture; returns its path, or why there is none."""
-    try:
-        draw_memory(report, png)
-    except ImportError as error:
-        return f"no picture: {error.name or 'matplotlib'} is not installed"
-    return str(png)
+    """The phases as stacked bars against the card; returns the path of the picture, or why there is none."""
+    names = [t(phase.name) for phase in report.estimate.phases]
 
-
-def draw_memory(report: MemoryReport, png: Path) -> None:
-    """The phases as stacked bars against the card; raises ImportError where matplotlib is not installed."""
-    import matplotlib.style
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    estimate = report.estimate
-    style: Any = {**STYLE, "axes.grid.axis": "x"}
-    layers = _layers(report)
-    with matplotlib.style.context("default"), rc_context(style):
-        figure = Figure(figsize=(9.0, 1.6 + 0.45 * len(estimate.phases)), facecolor="white", layout="constrained")
-        FigureCanvasAgg(figure)
+    def draw(figure: Figure) -> None:
         axis = figure.add_subplot()
-        names = [t(phase.name) for phase in estimate.phases]
         left = [0.0] * len(names)
-        for number, (name, values) in enumerate(layers):
+        for number, (name, values) in enumerate(_layers(report)):
             axis.barh(names, values, left=left, label=t(name), color=COLORS[number % len(COLORS)], height=0.7)
             left = [before + value for before, value in zip(left, values, strict=True)]
         memory = report.card.memory_bytes / GIB
@@ -274,7 +243,8 @@ def draw_memory(report: MemoryReport, png: Path) -> None:
         axis.set_xlabel("GiB")
         axis.set_title(verdict(report), loc="left", color=INK, fontsize=11)
         figure.legend(loc="outside lower center", ncols=5, fontsize=8, frameon=False)
-        write_atomic(png, png_bytes(figure))
+
+    return write_png(png, (9.0, 1.6 + 0.45 * len(names)), draw, grid="x")
 
 
 def _layers(report: MemoryReport) -> list[tuple[str, list[float]]]:

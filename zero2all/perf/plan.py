@@ -9,8 +9,6 @@ until enough are found. On one GPU the best few can be measured: each runs in a 
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.common.files import read_json
 from zero2all.common.language import translate as t
 from zero2all.common.progress import say
 from zero2all.config import RunConfig, config_yaml
@@ -33,6 +30,7 @@ from zero2all.parallel.check import spread_problems
 from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.mesh import Mesh
 from zero2all.perf.batch import BatchShape
+from zero2all.perf.child import run_child
 from zero2all.perf.memory import operators_on_a_gpu
 from zero2all.perf.variants import ANCHOR
 from zero2all.train.micro_batch import memory_settings, stage_of
@@ -104,7 +102,11 @@ def plan_layouts(config: RunConfig, gpus: int, machine: Machine, wanted: int = 1
             found.append(candidate)
         if len(found) >= 3 * wanted:
             break
-    rejected[f"does not fit into {room / GIB:.1f} GiB of {machine.name}"] = int((~fits).sum()) + refused
+    rule = (
+        f"does not fit into {room / GIB:.1f} GiB: the {machine.memory_bytes / GIB:.1f} GiB of {machine.name} less "
+        f"{ALLOWANCE:.0%} for context, NCCL and gaps"
+    )
+    rejected[rule] = int((~fits).sum()) + refused
     if not found:
         raise _no_layout(gpus, rows, rejected)
     found.sort(key=lambda one: one.time.estimate)
@@ -231,22 +233,9 @@ def measure_candidates(plan: LayoutPlan, count: int, seconds: float, timeout: fl
 
 def _measure(config: RunConfig, batch: BatchShape, seconds: float, timeout: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="z2a-plan-") as folder:
-        source, result = Path(folder) / "config.yaml", Path(folder) / "result.json"
+        source = Path(folder) / "config.yaml"
         source.write_text(config_yaml(config), encoding="utf-8")
-        command = [
-            *(sys.executable, "-m", "zero2all.perf.row", str(source), "--row", ANCHOR, "--batch", str(batch)),
-            *("--seconds", str(seconds), "--result", str(result)),
-        ]
-        try:
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout)
-        except subprocess.TimeoutExpired:
-            return {"status": "failed", "reason": f"not finished after {timeout:g} s"}
-        if result.is_file():
-            found = read_json(result)
-            assert isinstance(found, dict)
-            return found
-        tail = done.stderr.decode(errors="replace").splitlines()[-1:]
-        return {"status": "failed", "reason": f"exit code {done.returncode}: {''.join(tail)}"}
+        return run_child("row", [source, "--row", ANCHOR, "--batch", batch, "--seconds", seconds], [], timeout)
 
 
 def plan_json(plan: LayoutPlan) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from zero2all.common.errors import UsageError
 from zero2all.config import RunConfig
 from zero2all.limits.flops import WHOLE_FORWARD, peak_flops
+from zero2all.limits.gpus import device_of
 from zero2all.limits.ledger import MEMORY, STEP, Entry, correction, features_of, interval_factor, of_machine
 from zero2all.limits.machine import Machine
 from zero2all.limits.memory import MemoryEstimate, MemorySettings, estimate_memory
@@ -28,14 +29,12 @@ from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.mesh import Mesh
 from zero2all.perf.batch import BatchShape
 from zero2all.perf.kernel_groups import ATTENTION, COMMUNICATION, COPIES, ELEMENTWISE, GEMM, LOSS, OPTIMIZER
-from zero2all.perf.memory import TAKEN_ON_A_GPU
+from zero2all.perf.memory import operators_on_a_gpu
 from zero2all.train.cuda_graph import is_worth_it, why_no_cuda_graph
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES
 
-DEVICE_OF = {"a100-80g": "NVIDIA A100-SXM4-80GB", "h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}
-"""The names under which `zero2all.limits.flops` knows the GPUs of clusters."""
 IDLE = "idle"
 LEAST_ENTRIES = 8
 """From so many verified predictions on this machine, the interval comes from their errors."""
@@ -128,8 +127,7 @@ class Prediction:
 
 def mfu(prediction: Prediction) -> dict[str, float]:
     """By convention; empty where the peak of the device is not known."""
-    name = DEVICE_OF.get(prediction.machine.name, prediction.machine.name)
-    if peak_flops(name) is None and prediction.machine.source == "measured":
+    if prediction.machine.source == "measured" and peak_flops(prediction.machine.name) is None:
         return {}
     return {name: value / prediction.correction for name, value in prediction.step.mfu.items()}
 
@@ -151,8 +149,7 @@ def predict(
     device = torch.device("cuda" if machine.multiprocessors else "cpu")
     captured = why_no_cuda_graph(placed, device, sizes.processes, ops) is None and placed.train.cuda_graph != "off"
     if captured and placed.train.cuda_graph == "auto":
-        name = DEVICE_OF.get(machine.name, machine.name)
-        captured = is_worth_it(placed, name, settings.tokens, ops)
+        captured = is_worth_it(placed, device_of(machine.name), settings.tokens, ops)
     captured = captured and (sizes.processes == 1 or batch.accumulation > 1)
     parallel = config.parallel
     step = predict_step(config.model, settings, machine, parallel.schedule, parallel.chunks, captured)
@@ -234,11 +231,8 @@ def operators_for(config: RunConfig, machine: Machine, seq_len: int) -> Ops:
         kind = "cuda" if machine.multiprocessors else "cpu"
         context = op_context(config, kind, DTYPES[config.train.precision])
         return resolve(config.ops, dataclasses.replace(context, seq_len=seq_len))
-    taken = {
-        operator: TAKEN_ON_A_GPU[operator] if getattr(config.ops, operator) == "auto" else getattr(config.ops, operator)
-        for operator in OPERATORS
-    }
-    choices = tuple(Choice(operator, name, name, "assumed: no GPU is here") for operator, name in taken.items())
+    taken = operators_on_a_gpu(config)
+    choices = tuple(Choice(name, taken[name], taken[name], "assumed: no GPU is here") for name in OPERATORS)
     return dataclasses.replace(resolve(OpsConfig(), "cpu"), choices=choices)
 
 

@@ -31,10 +31,9 @@ from zero2all.common.errors import UserError
 from zero2all.common.progress import say
 from zero2all.config import RunConfig
 from zero2all.limits.floors import operator_work
-from zero2all.model.z2all import compile_model
 from zero2all.ops.registry import resolve
 from zero2all.parallel.device import pick_device, set_cpu_threads
-from zero2all.perf.anatomy import OUTSIDE, PHASE, STEP, UPDATE, Anatomy, add_floors, anatomy_of
+from zero2all.perf.anatomy import OUTSIDE, PHASE, STEP, UPDATE, Anatomy, add_floors, anatomy_of, inside
 from zero2all.perf.batch import BatchShape, check_batch, own_batch
 from zero2all.perf.block_memory import BlockMemory, block_memory
 from zero2all.perf.kernel_groups import LOSS
@@ -44,13 +43,13 @@ from zero2all.perf.measure import (
     device_name,
     iterations,
     peak_bytes,
+    prepare,
     random_state,
     random_tokens,
     state_bytes_of,
     wait_for,
 )
 from zero2all.perf.op_bench import Ceilings, measured_ceilings
-from zero2all.train.cuda_graph import choose_cuda_graph
 from zero2all.train.periodic import scheduled_garbage_collection
 from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES, TrainState
@@ -161,17 +160,8 @@ def _ready_state(config: RunConfig, batch: BatchShape, device: torch.device, pha
     """A model that has not run yet, as `zero2all.perf.measure` makes it; its loss is a phase of its own."""
     ops = resolve(config.ops, op_context(config, device.type, DTYPES[config.train.precision]))
     state = random_state(config, ops, device)
-    compile_model(state.model)
-    shaped = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=batch.seq_len))
-    whole = batch.samples * batch.accumulation
-    state.cuda_graph = choose_cuda_graph(shaped, state.model, device, 1, batch.samples, whole)
-    head_loss = state.model.head_loss
-
-    def annotated(*given: Any, **named: Any) -> Any:
-        with phases(LOSS):
-            return head_loss(*given, **named)
-
-    state.model.head_loss = annotated  # type: ignore[method-assign]
+    prepare(state, config, batch, device)
+    state.model.head_loss = inside(lambda: phases(LOSS), state.model.head_loss)  # type: ignore[method-assign]
     return state
 
 

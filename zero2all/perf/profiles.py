@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import subprocess
 from pathlib import Path
 
 import torch
@@ -20,6 +19,7 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.manifest import fingerprint
 from zero2all.limits.machine import Machine, named_cluster, read_machine
 from zero2all.parallel.device import pick_device
+from zero2all.perf.doctor.finding import output_of
 from zero2all.perf.measure import device_name
 
 FOLDER_VARIABLE = "Z2A_PROFILES"
@@ -49,11 +49,7 @@ def profile_key(device: torch.device) -> dict[str, str]:
     key |= {"uuid": identity, "cuda": str(torch.version.cuda)}
     query = f"--query-gpu={','.join(SMI_FIELDS.values())}"
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits", f"--id=GPU-{identity}"]
-    try:
-        line = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
-        found = [value.strip() for value in line.split(",")]
-    except (OSError, subprocess.SubprocessError):
-        found = []
+    found = [value.strip() for value in (output_of(command, 30)[0] or "").split(",")]
     return key | dict(zip(SMI_FIELDS, found if len(found) == len(SMI_FIELDS) else ["unknown"] * 2, strict=True))
 
 

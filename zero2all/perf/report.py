@@ -8,16 +8,18 @@ MFU is the scale where the device's peak is known, because it can be compared be
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zero2all.common.files import write_atomic, write_json
 from zero2all.perf.ablate import Ablation
+from zero2all.perf.pictures import write_png
 from zero2all.perf.seed_table import DEVICE
 from zero2all.perf.summary import BatchTable, Row, as_json, as_markdown, batch_tables
-from zero2all.track.plot import COLORS, FAINT_INK, INK, STYLE, png_bytes
+from zero2all.track.plot import COLORS, FAINT_INK, INK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 GROUPS = ("whole", "leave one out", "step by step", "other choices", "vocabulary", "compile", "tensor")
 
@@ -28,32 +30,16 @@ def write_report(ablation: Ablation, folder: Path, title: str) -> list[str]:
     write_json(folder / "ablation.json", as_json(ablation, tables))
     write_atomic(folder / "ablation.md", as_markdown(ablation, tables).encode())
     said = [str(folder / "ablation.json"), str(folder / "ablation.md")]
-    if not any(row.is_measured for table in tables for row in table.rows):
-        return said
-    try:
-        draw_ablation(tables, title, folder / "ablation.png")
-    except ImportError as error:
-        return [*said, f"no picture: {error.name or 'matplotlib'} is not installed"]
-    return [*said, str(folder / "ablation.png")]
-
-
-def draw_ablation(tables: list[BatchTable], title: str, png: Path) -> None:
-    """Write the picture; raises ImportError where matplotlib is not installed."""
-    import matplotlib.style
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     shown = [table for table in tables if any(row.is_measured for row in table.rows)]
-    style: Any = {**STYLE, "axes.grid.axis": "x"}
-    with matplotlib.style.context("default"), rc_context(style):
-        height = 1.3 + 0.27 * max((len(table.rows) for table in shown), default=1)
-        figure = Figure(figsize=(7.2 * max(1, len(shown)), height), facecolor="white", layout="constrained")
-        FigureCanvasAgg(figure)
-        figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold", color=INK)
+    if not shown:
+        return said
+
+    def draw(figure: Figure) -> None:
         for number, table in enumerate(shown):
             _draw_batch(figure.add_subplot(1, len(shown), number + 1), table)
-        write_atomic(png, png_bytes(figure))
+
+    size = (7.2 * len(shown), 1.3 + 0.27 * max(len(table.rows) for table in shown))
+    return [*said, write_png(folder / "ablation.png", size, draw, title, grid="x")]
 
 
 def _draw_batch(axis: Axes, table: BatchTable) -> None:

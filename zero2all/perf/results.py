@@ -6,18 +6,18 @@ that have a result. A *sitting* is one such command; the anchor it measured firs
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import subprocess
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from zero2all.common.jsonio import append_line, whole_lines
 from zero2all.common.manifest import fingerprint
 from zero2all.config import RunConfig, config_values
 from zero2all.perf.batch import BatchShape
+from zero2all.perf.doctor.finding import output_of
 from zero2all.perf.variants import ANCHOR, Variant, vary
 
 PACKAGES = ("torch", "triton", "liger-kernel", "flash-attn-4", "quack-kernels")
@@ -60,11 +60,7 @@ def _gpu() -> tuple[str | None, str | None]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     command += [f"--id={visible}"] if visible else []
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return None, None
-    name, _, driver = lines[0].partition(",") if lines else ("", "", "")
+    name, _, driver = (output_of(command, 30)[0] or "").partition("\n")[0].partition(",")
     return name.strip() or None, driver.strip() or None
 
 
@@ -83,16 +79,11 @@ class Results:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / RESULTS_FILE
-        self.lines = _read(self.path)
+        self.lines = [line for line in whole_lines(self.path) if "key" in line]
 
     def append(self, line: Line) -> None:
         """Append a line and flush it to disk."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        torn = self.path.exists() and self.path.stat().st_size and not self.path.read_bytes().endswith(b"\n")
-        with open(self.path, "ab") as file:
-            file.write((b"\n" if torn else b"") + json.dumps(line).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_line(self.path, line)
         self.lines.append(line)
 
     @property
@@ -111,17 +102,3 @@ def anchors(batch: str, environment: dict[str, Any], lines: list[Line]) -> dict[
     wanted = {"row": ANCHOR, "batch": batch, "status": "measured", "environment": environment}
     found = [line for line in lines if all(line[name] == value for name, value in wanted.items())]
     return {line["sitting"]: line["result"]["seconds_per_iteration"] for line in found}
-
-
-def _read(path: Path) -> list[Line]:
-    if not path.is_file():
-        return []
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:  # cut off when that sitting ended
-            continue
-        if isinstance(line, dict) and "key" in line:
-            lines.append(line)
-    return lines

@@ -1,9 +1,8 @@
-"""One row of the ablation, in its own process: what it allocates, compiles or breaks ends with it.
+"""One row of the ablation, in its own process (`zero2all.perf.child`).
 
     python -m zero2all.perf.row z2all-1b --row fp8 --batch 16x2048x16 --result row.json -- --ops.strict false
 
-Prints the result as JSON, or writes it to --result. A row that does not fit in memory, or whose operators cannot run
-here, is a result too.
+A row that does not fit in memory, or whose operators cannot run here, is a result too.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ from zero2all.common.files import write_json
 from zero2all.config import RunConfig
 from zero2all.parallel.device import pick_device, set_cpu_threads
 from zero2all.perf.batch import BatchShape, load_measured_config, parse_batch
+from zero2all.perf.child import CANNOT_RUN, FAILED, MEASURED, OUT_OF_MEMORY
 from zero2all.perf.measure import WARM_UP_SECONDS, measure, without_padding
 from zero2all.perf.variants import BY_NAME, Variant, vary
-
-MEASURED, OUT_OF_MEMORY, CANNOT_RUN, FAILED = "measured", "out of memory", "cannot run here", "failed"
 
 
 def main(words: list[str] | None = None) -> int:

@@ -11,10 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from zero2all.common.files import write_atomic
-from zero2all.common.language import translate as t
 from zero2all.common.progress import say
 from zero2all.config import RunConfig
 from zero2all.limits.machine import Machine
@@ -30,11 +28,12 @@ from zero2all.limits.shapes import (
     width_time,
 )
 from zero2all.perf.batch import own_batch
-from zero2all.track.plot import COLORS, FAINT_INK, INK, STYLE, png_bytes
+from zero2all.perf.pictures import write_png
+from zero2all.track.plot import COLORS, FAINT_INK, INK
 
 if TYPE_CHECKING:
-    import torch
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
 """More than the caches hold: 50 MB on an H100, 126 MB on a B200."""
@@ -71,76 +70,44 @@ class MeasuredWidths:
 def measure_shape(
     config: RunConfig, shape: Shape, widths: list[int], seconds: float, each: Callable[[MeasuredWidths], None]
 ) -> MeasuredWidths:
-    """Measure the widths on the config's device; `each` gets what was found after every width."""
+    """Time the six products of each width on the config's device, those nearest to 8/3 h first, until `seconds` are
+    over; `each` gets what was found after every width."""
+    import torch  # the rules and the picture need none of it
+
     from zero2all.parallel.device import pick_device
+    from zero2all.perf.calibration.figures import operands
     from zero2all.perf.measure import device_name
+    from zero2all.perf.op_bench import seconds_of
     from zero2all.train.state import DTYPES
 
     device, hidden, dtype = pick_device(config.parallel.device), shape.model.hidden_size, DTYPES[config.train.precision]
     tokens = shape.tokens if device.type == "cuda" else min(shape.tokens, CPU_TOKENS)
-
-    def keep(rows: list[WidthTime]) -> None:
-        each(MeasuredWidths(device_name(device), tokens, rows))
-
-    rows = measure_widths(widths, tokens, hidden, shape.tensor, device, dtype, seconds, keep)
-    return MeasuredWidths(device_name(device), tokens, sorted(rows, key=lambda row: row.width))
-
-
-def measure_widths(
-    widths: list[int],
-    tokens: int,
-    hidden: int,
-    tensor: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    seconds: float,
-    each: Callable[[list[WidthTime]], None],
-) -> list[WidthTime]:
-    """Time the six products of each width, those nearest to 8/3 h first, until `seconds` are over; `each` gets what
-    was found after every width."""
-    import torch  # the rules and the picture need none of it
-
-    from zero2all.perf.op_bench import seconds_of
-
     ends = time.perf_counter() + seconds
     flush = torch.empty(FLUSH_BYTES[device.type], dtype=torch.uint8, device=device)
     alone = seconds_of(flush.zero_, device, LEAST_SECONDS)
 
     def seconds_of_product(one: Product) -> float:
-        a, b = _operands(one, device, dtype)
+        a, b = operands(one.kind, one.m, one.n, one.k, dtype, device)
         out = torch.empty(one.m, one.n, dtype=dtype, device=device)
 
         def call() -> None:
             flush.zero_()
             torch.mm(a, b, out=out)
 
-        return seconds_of(call, device, LEAST_SECONDS)
+        return max(seconds_of(call, device, LEAST_SECONDS) - alone, 1e-9)
 
-    found: list[WidthTime] = []
+    found = MeasuredWidths(device_name(device), tokens, [])
     order = sorted(widths, key=lambda width: abs(width - IDEAL_RATIO * hidden))
     for number, width in enumerate(order):
         if time.perf_counter() >= ends:
             say(f"perf shapes: {seconds:g} s are over; {len(order) - number} widths were not measured (--seconds)")
             break
-        products = swiglu_products(tokens, hidden, width // tensor)
-        times = tuple(max(seconds_of_product(one) - alone, 1e-9) for one in products)
-        found.append(width_time(width, tensor, products, times, dtype.itemsize, is_measured=True))
+        products = swiglu_products(tokens, hidden, width // shape.tensor)
+        times = tuple(map(seconds_of_product, products))
+        found.rows.append(width_time(width, shape.tensor, products, times, dtype.itemsize, is_measured=True))
+        found.rows.sort(key=lambda row: row.width)
         each(found)
     return found
-
-
-def _operands(one: Product, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random, and laid out as in training: y = x w', dx = dy w, dw = dy' x."""
-    import torch
-
-    def normal(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, device=device).to(dtype)
-
-    if one.kind == "forward":
-        return normal(one.m, one.k), normal(one.n, one.k).t()
-    if one.kind == "dgrad":
-        return normal(one.m, one.k), normal(one.k, one.n)
-    return normal(one.k, one.m).t(), normal(one.k, one.n)
 
 
 # ---- the picture -----------------------------------------------------------------------------------------------------
@@ -148,30 +115,14 @@ def _operands(one: Product, device: torch.device, dtype: torch.dtype) -> tuple[t
 
 def draw_shapes(shape: Shape, machine: Machine, rows: list[WidthTime], png: Path) -> str:
     """Write the picture; returns its path, or why there is none."""
-    try:
-        _draw(shape, machine, rows, png)
-    except ImportError as error:
-        return t(f"no picture: {error.name or 'matplotlib'} is not installed")
-    return str(png)
 
-
-def _draw(shape: Shape, machine: Machine, rows: list[WidthTime], png: Path) -> None:
-    import matplotlib.style
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    style: Any = STYLE
-    with matplotlib.style.context("default"), rc_context(style):
-        figure = Figure(figsize=(14.0, 4.2), facecolor="white", layout="constrained")
-        FigureCanvasAgg(figure)
-        tiles = f"{machine.multiprocessors} SMs, tiles of 128 x 256 (efficiency: tile x wave)"
-        title = f"{machine.name}, {tiles}, h = {shape.model.hidden_size:,}"
-        figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold", color=INK)
+    def draw(figure: Figure) -> None:
         _draw_staircase(figure.add_subplot(1, 3, 1), shape, machine, rows)
         _draw_rates(figure.add_subplot(1, 3, 2), rows, best_width(rows, shape.model.hidden_size))
         _draw_passes(figure.add_subplot(1, 3, 3), shape, machine)
-        write_atomic(png, png_bytes(figure))
+
+    tiles = f"{machine.multiprocessors} SMs, tiles of 128 x 256 (efficiency: tile x wave)"
+    return write_png(png, (14.0, 4.2), draw, f"{machine.name}, {tiles}, h = {shape.model.hidden_size:,}")
 
 
 def _draw_staircase(axis: Axes, shape: Shape, machine: Machine, rows: list[WidthTime]) -> None:

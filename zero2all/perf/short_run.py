@@ -15,11 +15,9 @@ import itertools
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from zero2all.common.files import read_json, write_json
+from zero2all.common.files import write_json
 from zero2all.config import RunConfig
 from zero2all.model.z2all import compile_model
 from zero2all.ops.registry import resolve
@@ -37,12 +35,13 @@ from zero2all.packed.loader import Batch
 from zero2all.parallel.device import pick_device, set_cpu_threads
 from zero2all.parallel.layout import INTO_RESIDUAL
 from zero2all.parallel.world import World
-from zero2all.perf.anatomy import PHASE, STEP, anatomy_of
+from zero2all.perf.anatomy import PHASE, STEP, anatomy_of, inside
 from zero2all.perf.batch import BatchShape, load_measured_config, parse_batch
 from zero2all.perf.calibration.stopwatch import timed
+from zero2all.perf.child import run_child
 from zero2all.perf.kernel_groups import COPIES, ELEMENTWISE, LOSS
 from zero2all.perf.measure import device_name, wait_for, watched_gpu
-from zero2all.perf.row import FAILED, OUT_OF_MEMORY, with_status
+from zero2all.perf.row import with_status
 from zero2all.train.cuda_graph import choose_cuda_graph
 from zero2all.train.periodic import scheduled_garbage_collection
 from zero2all.train.setup import empty_state, op_context
@@ -55,7 +54,6 @@ WARM_UP_SECONDS = 1.5
 LEAST_STEPS, MOST_STEPS = 3, 200
 RATE = 1e-5
 DRAWN = 1 << 22
-LOG_TAIL_LINES = 8
 
 
 def shaped(config: RunConfig, batch: BatchShape) -> RunConfig:
@@ -68,28 +66,8 @@ def run_apart(
     source: str, overrides: list[str], batch: BatchShape, seconds: float, anatomy: bool, timeout: float
 ) -> dict[str, Any]:
     """`short_run` in a process of its own: its result, or how it ended."""
-    with tempfile.TemporaryDirectory(prefix="z2a-verify-") as folder:
-        result, log = Path(folder) / "result.json", Path(folder) / "log"
-        command = [
-            *(sys.executable, "-m", "zero2all.perf.short_run", source, "--batch", str(batch)),
-            *("--seconds", str(seconds), "--result", str(result), *([] if anatomy else ["--no-anatomy"])),
-            *("--", *overrides),
-        ]
-        try:
-            with open(log, "wb") as output:
-                code = subprocess.run(
-                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=timeout
-                ).returncode
-        except subprocess.TimeoutExpired:
-            return {"status": FAILED, "reason": f"not finished after {timeout:g} s"}
-        if result.is_file():
-            found = read_json(result)
-            assert isinstance(found, dict)
-            return found
-        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
-    if code == -9:
-        return {"status": OUT_OF_MEMORY, "reason": "the system killed the process (signal 9)"}
-    return {"status": FAILED, "reason": f"exit code {code}: {' | '.join(tail)}"}
+    words = [source, "--batch", batch, "--seconds", seconds, *([] if anatomy else ["--no-anatomy"])]
+    return run_child("short_run", words, overrides, timeout)
 
 
 def short_run(config: RunConfig, batch: BatchShape, seconds: float, anatomy: bool) -> dict[str, Any]:
@@ -221,7 +199,8 @@ def _anatomy(run: _Run, device: torch.device) -> dict[str, float]:
     """Seconds of a step by what its kernels do; idle time included, they add up to the step."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     model = run.state.model
-    model.head_loss = _annotated(model.head_loss)  # type: ignore[method-assign]
+    # On a CPU only a phase tells which element-wise operators are the loss's.
+    model.head_loss = inside(lambda: record_function(f"{PHASE}{LOSS}"), model.head_loss)  # type: ignore[method-assign]
     with profile(activities=activities) as profiler, record_function(STEP):
         run.steps(1)
     del model.head_loss
@@ -233,16 +212,6 @@ def _anatomy(run: _Run, device: torch.device) -> dict[str, float]:
     if run.config.parallel.offload == "none":  # then copies are part of operators
         groups[ELEMENTWISE] += groups.pop(COPIES)
     return groups
-
-
-def _annotated(head_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Head and loss as a phase of the trace: on a CPU only it tells which element-wise operators are the loss's."""
-
-    def annotated(*given: Any, **named: Any) -> Any:
-        with record_function(f"{PHASE}{LOSS}"):
-            return head_loss(*given, **named)
-
-    return annotated
 
 
 def _memory(device: torch.device) -> dict[str, float]:

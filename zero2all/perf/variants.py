@@ -85,12 +85,7 @@ VARIANTS = (
     Variant("attention-cudnn", "attention: cuDNN's", "leave one out", {"attention": "sdpa_cudnn"}),
     Variant("attention-flash", "attention: sdpa's flash", "leave one out", {"attention": "sdpa_flash"}),
     Variant("without-rope", "without fused rope", "leave one out", {"rope": "eager"}),
-    Variant(
-        "without-cross-entropy",
-        "without fused cross-entropy",
-        "leave one out",
-        WITHOUT_CROSS_ENTROPY,
-    ),
+    Variant("without-cross-entropy", "without fused cross-entropy", "leave one out", WITHOUT_CROSS_ENTROPY),
     Variant("without-rms-norm", "without fused RMSNorm", "leave one out", {"rms_norm": "eager"}),
     Variant("without-swiglu", "without fused SwiGLU", "leave one out", {"swiglu": "eager"}),
     Variant("without-linear", "without float32 weight gradients", "leave one out", {"linear": "plain"}),
@@ -100,9 +95,7 @@ VARIANTS = (
     Variant("optimizer-eager", "AdamW: torch's loop", "leave one out", {"optimizer": "eager"}),
     Variant("only-flash", "naive + flash attention", "step by step", {**NAIVE, **FLASH}, cuda_graph=False),
     Variant(
-        "flash-ce-adamw",
-        "naive + flash + cross-entropy + AdamW",
-        "step by step",
+        *("flash-ce-adamw", "naive + flash + cross-entropy + AdamW", "step by step"),
         {**NAIVE, **FLASH_CE_ADAMW},
         cuda_graph=False,
     ),
@@ -131,9 +124,7 @@ VARIANTS = (
     Variant("cut-loss", "loss of a cut vocabulary, 1 process", "tensor", tensor_path="loss"),
     # Passes that communicate are neither compiled nor captured: compare it with `without-graph`.
     Variant(
-        "tensor-path",
-        "tensor parallel code, 1 process",
-        "tensor",
+        *("tensor-path", "tensor parallel code, 1 process", "tensor"),
         {"compile": "none"},
         cuda_graph=False,
         tensor_path="whole",
@@ -149,9 +140,7 @@ VARIANTS = (
     _compiled("compile-attention-flash", "compiled, sdpa's flash", {**KERNELS, **FLASH}),
     _compiled("compile-without-rope", "compiled, without fused rope", {**KERNELS, "rope": "eager"}),
     _compiled(
-        "compile-without-cross-entropy",
-        "compiled, without fused cross-entropy",
-        {**KERNELS, **WITHOUT_CROSS_ENTROPY},
+        "compile-without-cross-entropy", "compiled, without fused cross-entropy", {**KERNELS, **WITHOUT_CROSS_ENTROPY}
     ),
     _compiled("compile-without-rms-norm", "compiled, without fused RMSNorm", {**KERNELS, "rms_norm": "eager"}),
     _compiled("compile-without-swiglu", "compiled, without fused SwiGLU", {**KERNELS, "swiglu": "eager"}),

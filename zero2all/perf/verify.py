@@ -11,17 +11,18 @@ from typing import Any
 import torch
 
 from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.jsonio import append_line
 from zero2all.common.language import translate as t
 from zero2all.common.progress import say
 from zero2all.config import RunConfig
-from zero2all.limits.ledger import MEMORY, STEP, Entry, Score, append_entry, read_entries, scoreboard
+from zero2all.limits.ledger import MEMORY, STEP, Entry, Score, read_entries, scoreboard
 from zero2all.limits.machine import Machine
 from zero2all.parallel.device import pick_device, set_cpu_threads
 from zero2all.perf.batch import BatchShape, load_measured_config
 from zero2all.perf.calibrate import machine_for
+from zero2all.perf.child import MEASURED
 from zero2all.perf.predict import Prediction, check_asked, ledger_entry, operators_for, predict
 from zero2all.perf.profiles import ledger_path, named_machine, profile_key, profile_path
-from zero2all.perf.row import MEASURED
 from zero2all.perf.short_run import run_apart
 
 MILLISECONDS = 1e3
@@ -91,11 +92,12 @@ def verify(
     prediction = prediction_for(config, batch, profile=profile, ledger=ledger, runs_here=True)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    say(f"verify: {prediction.corrected:.4g} s a step are predicted; real steps follow, for at most {timeout:g} s")
     measured = run_apart(source, overrides, batch, seconds, anatomy, timeout)
     if measured["status"] != MEASURED:
         return Verified(prediction, None, measured)
     entry = ledger_entry(prediction, source, overrides, measured, datetime.now(UTC).isoformat(timespec="seconds"))
-    append_entry(ledger or ledger_path(), entry)
+    append_line(ledger or ledger_path(), entry)
     return Verified(prediction, entry, measured)
 
 
@@ -114,17 +116,9 @@ def comparison(verified: Verified) -> list[list[str]]:
     rows = [["component", "predicted", "corrected", "measured", "error", "noise", "inside 90 %"]]
     low, high = entry["intervals"][STEP]
     step = entry["measured"][STEP]
-    rows.append(
-        [
-            t("step, ms"),
-            f"{MILLISECONDS * entry['predicted'][STEP]:,.2f}",
-            f"{MILLISECONDS * entry['corrected'][STEP]:,.2f}",
-            f"{MILLISECONDS * step:,.2f}",
-            _error(entry, STEP),
-            f"{100 * entry['noise']:.1f} %",
-            t("yes") if low <= step <= high else t("no"),
-        ]
-    )
+    times = [f"{MILLISECONDS * each:,.2f}" for each in (entry["predicted"][STEP], entry["corrected"][STEP], step)]
+    verdict = [_error(entry, STEP), f"{100 * entry['noise']:.1f} %", t("yes") if low <= step <= high else t("no")]
+    rows.append([t("step, ms"), *times, *verdict])
     names = [name for name in entry["measured"] if name not in (STEP, MEMORY)]
     for name in names:
         predicted, measured = entry["predicted"].get(name, 0.0), entry["measured"][name]

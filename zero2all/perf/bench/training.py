@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from zero2all.common.errors import UsageError
-from zero2all.common.files import read_json
 from zero2all.common.progress import say
 from zero2all.config import RunConfig
 from zero2all.ops.registry import resolve
@@ -24,8 +19,8 @@ from zero2all.parallel.layout import layout_table
 from zero2all.parallel.parts import Box, Part
 from zero2all.perf.batch import BatchShape
 from zero2all.perf.bench.samples import WITHIN_NOISE, Bench, Row, in_turn, is_faster, times_faster
+from zero2all.perf.child import MEASURED, run_child
 from zero2all.perf.measure import device_name, iterations, random_state, wait_for
-from zero2all.perf.row import MEASURED
 from zero2all.perf.variants import ANCHOR
 from zero2all.train.optimizers.base import Master
 from zero2all.train.optimizers.factory import Implementation, build_optimizer
@@ -50,37 +45,16 @@ def bench_compile(
     bench = Bench("compile", f"{source}, {batch} ({batch.tokens:,} tokens an iteration), {device_name(device)}")
     for kind in COMPILES:
         say(f"bench compile: {kind}")
-        words = [*overrides, "--ops.compile", kind, "--parallel.device", device.type]
-        found = _row(source, words, batch, seconds, row_seconds)
+        words = [source, "--row", ANCHOR, "--batch", batch, "--seconds", seconds, "--warm-up-seconds", 1]
+        more = [*overrides, "--ops.compile", kind, "--parallel.device", device.type]
+        found = run_child("row", words, more, row_seconds)
         if found["status"] != MEASURED:
             bench.left_out.append(f"{kind}: {found['status']}: {found.get('reason', '')}")
             continue
-        more = {"first step": f"{found['first_step_seconds']:.1f} s", "peak": f"{found['peak_gib']:.2f} GiB"}
-        bench.rows.append(Row(kind, found["iteration_seconds"], batch.tokens / 1e3, "k tokens/s", more))
+        columns = {"first step": f"{found['first_step_seconds']:.1f} s", "peak": f"{found['peak_gib']:.2f} GiB"}
+        bench.rows.append(Row(kind, found["iteration_seconds"], batch.tokens / 1e3, "k tokens/s", columns))
     bench.advice = compile_advice(bench.rows)
     return bench
-
-
-def _row(source: str, words: list[str], batch: BatchShape, seconds: float, limit: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "row.json"
-        command = [
-            *(sys.executable, "-m", "zero2all.perf.row", source, "--row", ANCHOR, "--batch", str(batch)),
-            *("--seconds", str(seconds), "--warm-up-seconds", "1", "--result", str(result), "--", *words),
-        ]
-        with open(Path(folder) / "log", "w+", encoding="utf-8", errors="replace") as log:
-            try:
-                done = subprocess.run(
-                    command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, timeout=limit, check=False
-                )
-            except subprocess.TimeoutExpired:
-                return {"status": "not finished", "reason": f"after {limit:g} s (--row-seconds)"}
-            if result.is_file():
-                found: dict[str, Any] = read_json(result)
-                return found
-            log.seek(0)
-            lines = log.read().strip().splitlines()
-        return {"status": "failed", "reason": lines[-1] if lines else f"exit code {done.returncode}"}
 
 
 def compile_advice(rows: list[Row]) -> list[str]:

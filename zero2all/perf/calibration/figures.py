@@ -129,17 +129,21 @@ def product_name(kind: Kind, m: int, n: int, k: int, dtype: str, linear: str) ->
 
 def product(kind: Kind, m: int, n: int, k: int, dtype: torch.dtype, linear: str, device: torch.device) -> Call:
     """As torch's and our linear layers multiply (`zero2all.ops.linear`)."""
-    if kind == "forward":
-        x, weight = _normal(m, k, dtype, device), _normal(n, k, dtype, device)
-        return lambda: x @ weight.t()
-    if kind == "dgrad":
-        dy, weight = _normal(m, k, dtype, device), _normal(k, n, dtype, device)
-        return lambda: dy @ weight
-    dy, x = _normal(k, m, dtype, device), _normal(k, n, dtype, device)
+    a, b = operands(kind, m, n, k, dtype, device)
+    if kind != "wgrad":
+        return lambda: a @ b
     total = torch.zeros(m, n, device=device)
     if linear == "plain" or dtype == torch.float32:
-        return lambda: total.add_(dy.t() @ x)
-    return lambda: torch.addmm(total, dy.t(), x, out_dtype=torch.float32, out=total)
+        return lambda: total.add_(a @ b)
+    return lambda: torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+
+
+def operands(kind: Kind, m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Random, and laid out as in training: y = x w', dx = dy w, dw = dy' x."""
+    if kind == "wgrad":
+        return _normal(k, m, dtype, device).t(), _normal(k, n, dtype, device)
+    b = _normal(n, k, dtype, device).t() if kind == "forward" else _normal(k, n, dtype, device)
+    return _normal(m, k, dtype, device), b
 
 
 def float8_product(kind: Kind, m: int, n: int, k: int, device: torch.device) -> Call:

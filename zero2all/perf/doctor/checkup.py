@@ -13,7 +13,7 @@ from zero2all.perf.doctor.finding import Finding
 from zero2all.perf.doctor.gpus import look_at_gpus, look_at_links
 from zero2all.perf.doctor.software import TorchFacts, look_at_kernels, look_at_versions
 
-SECONDS = 10.0
+SECONDS = 30.0
 
 
 def check_machine(work: Path, seconds: float = SECONDS, quiet: bool = False) -> list[Finding]:
