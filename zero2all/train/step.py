@@ -211,6 +211,8 @@ def train_step(
     torch.manual_seed(_step_key(config.train.seed, state.step, rank))
     for _, router in routers(state.model):
         router.load.zero_()
+    if state.weights.powersgd is not None:
+        state.weights.powersgd.is_rehearsal = plan.is_rehearsal
     figures = _forward_backward(state, batch, channels, config, world, plan, timer)
     if not world.mesh.reports:
         figures[HEAD:].zero_()
@@ -365,6 +367,8 @@ def _judge_and_update(
         scale = scale / state.loss_scale.scale
         state.loss_scale.after(overflowed, refused)
     update(state, plan.lr, scale, refused)
+    if state.weights.powersgd is not None:
+        state.weights.powersgd.forget_errors(refused)
     _balance(state, figures, refused)
     figures[0], figures[1] = loss, norm
     figures[2] = refused
