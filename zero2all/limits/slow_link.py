@@ -133,16 +133,22 @@ class LinkCost:
 
 
 def link_costs(
-    fragments: Sequence[Sequence[Sequence[int]]], groups: int, bits_per_second: float, step_seconds: float
+    fragments: Sequence[Sequence[Sequence[int]]],
+    groups: int,
+    bits_per_second: float,
+    step_seconds: float,
+    rank: int = POWERSGD_RANK,
 ) -> list[LinkCost]:
     """Every scheme on a link of this speed, with steps that compute for `step_seconds`; `fragments` are the shapes of
-    the parameters by the fragment that streaming sends them in."""
+    the parameters by the fragment that streaming sends them in, `rank` is PowerSGD's."""
     shapes, found = [shape for part in fragments for shape in part], []
     parameters = sum(math.prod(shape) for shape in shapes)
     for one in SCHEMES:
-        step_bytes = bytes_per_step(one.scheme, shapes, groups, one.every, one.bits)
+        step_bytes = bytes_per_step(one.scheme, shapes, groups, one.every, one.bits, rank=rank)
         parts = fragments if one.scheme == "streaming" else [shapes]
-        seconds = [8 * bytes_per_step(one.scheme, part, groups, 1, one.bits) / bits_per_second for part in parts]
+        seconds = [
+            8 * bytes_per_step(one.scheme, part, groups, 1, one.bits, rank=rank) / bits_per_second for part in parts
+        ]
         waited = sum(max(0.0, each - one.tau * step_seconds) for each in seconds) / one.every
         loss, source = published_loss(one, parameters, groups)
         efficiency = step_seconds / (step_seconds + waited)

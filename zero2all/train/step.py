@@ -291,8 +291,9 @@ def _forward_backward(
         is_last = here.stop == own_rows
         state.weights.begin_pass(is_last)
         ids, shares = to_device(here)
-        # A pass that communicates cannot be captured.
-        if state.cuda_graph is not None and not (is_last and state.weights.communicates):
+        # A pass that communicates cannot be captured, and a graph is of one shape.
+        is_shorter = len(passes) > 1 and here.stop - here.start < micro
+        if state.cuda_graph is not None and not is_shorter and not (is_last and state.weights.communicates):
             timer.mark("collate")
             losses = state.cuda_graph(ids, shares)  # also forward and loss: nothing can be measured inside
             row_nats[here] = (losses * counts[here]).sum(dim=1, dtype=torch.float64)
