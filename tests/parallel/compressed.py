@@ -1,4 +1,4 @@
-"""`parallel.compress` in real processes: what sums of known gradients come to, and a run that is stopped and resumed."""
+"""`parallel.compress` in real processes: sums of known gradients, and a run that is stopped and resumed."""
 
 from __future__ import annotations
 
