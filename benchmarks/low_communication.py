@@ -106,7 +106,14 @@ SIZES = {
     "main": Size(320, 8, 5, 896, rows=32, seq_len=256, steps=3000, every=30, lr=2e-3),
     "small": Size(128, 4, 4, 384, rows=8, seq_len=128, steps=900, every=30, lr=2e-3, variants=WITH_GROUPS),
     "quickstart": Size(
-        *(192, 2, 6, 512), rows=16, seq_len=128, steps=525, every=30, lr=4e-3, variants=EVERY_STEP, kv_heads=2,
+        *(192, 2, 6, 512),
+        rows=16,
+        seq_len=128,
+        steps=525,
+        every=30,
+        lr=4e-3,
+        variants=EVERY_STEP,
+        kv_heads=2,
         vocabulary=3072,
     ),
     "tiny": Size(64, 4, 2, 128, rows=4, seq_len=32, steps=40, every=10, lr=2e-3, variants=WITH_GROUPS),
@@ -194,9 +201,7 @@ def make_tokens(folder: Path) -> np.ndarray:
 def packed_tokens(workspace: Path) -> np.ndarray:
     """The tokens of all sources of a workspace, pieces of them in turn, so that the end is like the beginning."""
     splits = [open_split(workspace / "packed", name, "train") for name in packed_sources(workspace / "packed")]
-    pieces = [
-        split.read(int(split.tokens * at / 50), int(split.tokens / 50)) for at in range(50) for split in splits
-    ]
+    pieces = [split.read(int(split.tokens * at / 50), int(split.tokens / 50)) for at in range(50) for split in splits]
     return np.concatenate(pieces).astype(np.uint16)
 
 

@@ -64,8 +64,8 @@ def sums(world: World, _folder: str) -> dict[str, Any]:
         arrived, cast = summed(state, each[here.rank]), (each[0].bfloat16() + each[1].bfloat16()).float()
         ranges = state.weights.own
         found[name] = max(float((arrived[own] - cast[own]).abs().max()) for own in ranges)
-    for name, zero in (("rank 2 of 2", 0), ("rank 2 of 2, ZeRO-1", 1)):
-        here, _, state = make(world, compress="powersgd", zero=zero)
+    for name, more in (("rank 2 of 2", {}), ("ZeRO-1", {"zero": 1}), ("offload", {"offload": "optimizer"})):
+        here, _, state = make(world, compress="powersgd", **more)
         assert state.weights.powersgd is not None
         low = [part for part in state.weights.powersgd.tensors() if "/error/" in part]
         assert 0 < len(low) < len(state.weights.table), "some tensors are compressed, some are not"

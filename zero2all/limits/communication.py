@@ -164,7 +164,9 @@ def _low_rank_bytes(model: ModelConfig, settings: MemorySettings) -> float:
     rank = settings.powersgd_rank
     shapes = compressed_shapes(model, rank)
     others = parameter_counts(model)["total"] - sum(math.prod(shape) for shape in shapes)
-    return float(max(1, WIDTHS[settings.precision] // 4) * (4 * others + payload_bytes("powersgd", shapes, 32, rank=rank)))
+    return float(
+        max(1, WIDTHS[settings.precision] // 4) * (4 * others + payload_bytes("powersgd", shapes, 32, rank=rank))
+    )
 
 
 def _reduced_again(model: ModelConfig, settings: MemorySettings, spread: str) -> int:

@@ -225,7 +225,9 @@ def _compress_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
     if asked == "powersgd":
         if parallel.zero == 2:
             found.append("zero 2 (each rank gets a part of the sum, in every pass)")
-        axes = [f"{name} {getattr(sizes, name)}" for name in ("tensor", "pipeline", "expert") if getattr(sizes, name) > 1]
+        axes = [
+            f"{name} {getattr(sizes, name)}" for name in ("tensor", "pipeline", "expert") if getattr(sizes, name) > 1
+        ]
         found += [f"{axis} (matrices or blocks are cut)" for axis in axes]
         if config.model.moe.experts:
             found.append("model.moe.experts (most values would be sent whole)")

@@ -56,9 +56,7 @@ class LowRankSum:
 class PowerSgd:
     """Factors and errors of all matrices of a process."""
 
-    def __init__(
-        self, table: Sequence[LogicalParameter], plan: FlatPlan, axis: Axis, rank: int, like: Tensor
-    ) -> None:
+    def __init__(self, table: Sequence[LogicalParameter], plan: FlatPlan, axis: Axis, rank: int, like: Tensor) -> None:
         """`axis`: the processes over which gradients are summed. `like`: the gradients."""
         self._plan, self._axis, self._rank = plan, axis, rank
         self._dtype = torch.promote_types(like.dtype, torch.float32)
