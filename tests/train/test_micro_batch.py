@@ -29,11 +29,11 @@ from zero2all.train.micro_batch import (
     FILE_NAME,
     choose_micro_batch,
     deciding,
-    pass_sizes,
     find_micro_batch,
     is_out_of_memory,
     memory_settings,
     model_pass,
+    pass_sizes,
     recall,
     remember,
 )
