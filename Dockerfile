@@ -13,8 +13,8 @@ RUN apt-get update \
 RUN python3 -m venv /opt/zero2all
 ENV PATH=/opt/zero2all/bin:$PATH
 
-# requirements.lock pins every version; it is used as constraints, so only what is needed gets installed.
-# fa4 and liger are the fused packages: FlashAttention 4, QuACK and Liger's kernels.
+# requirements.lock is used as constraints, so only what is needed gets installed. It does not pin the fused packages,
+# fa4 and liger: FlashAttention 4, QuACK and Liger's kernels.
 WORKDIR /build
 COPY pyproject.toml requirements.lock README.md LICENSE ./
 COPY configs configs

@@ -3,6 +3,8 @@
     python benchmarks/low_communication.py --text FOLDER      H200: about 10 M parameters, 3,000 steps, some minutes
     python benchmarks/low_communication.py --tiny --text FOLDER            a CPU: shows only that everything runs
     python benchmarks/low_communication.py --small --text FOLDER           a CPU: the quickstart's size, local SGD
+    python benchmarks/low_communication.py --quickstart --work quickstart  a CPU: the quickstart's model and data, also
+                                                                           compressed in every step, two processes
 
 The text: every .py, .pyi, .md, .rst and .txt file below FOLDER, each content once, in an order given by its hash, so
 that the last 2 % can be held out. Any folder with 100 MB of it will do; an installed Python has them:
@@ -23,10 +25,13 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -34,6 +39,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -41,12 +47,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.machine import save_result
 from zero2all.config import RunConfig, config_from_values
 from zero2all.config.schedule import learning_rate
+from zero2all.limits.communication import bytes_sent, communication_per_step
 from zero2all.ops.registry import resolve
+from zero2all.packed.layout import open_split, packed_sources
 from zero2all.packed.loader import Batch, rank_rows
-from zero2all.parallel.config import SlowLinkConfig
+from zero2all.parallel.config import MeshSizes, ParallelConfig, SlowLinkConfig
 from zero2all.parallel.layout import draw
+from zero2all.parallel.mesh import make_mesh
 from zero2all.parallel.world import World
 from zero2all.train.cuda_graph import choose_cuda_graph
+from zero2all.train.micro_batch import memory_settings
 from zero2all.train.outer.link import Hub
 from zero2all.train.outer.optimizer import OuterOptimizer
 from zero2all.train.setup import empty_state, op_context
@@ -60,8 +70,12 @@ VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
     "DiLoCo, 1 group": (1, {"scheme": "diloco", "compress": "float32"}),
     "local SGD, 2 groups": (2, {"scheme": "local_sgd", "compress": "bf16"}),
     "sparse 2 %, 2 groups": (2, {"scheme": "sparse"}),
+    "bf16 every step, 2 processes": (2, {"compress": "bf16"}),
+    "PowerSGD 4, 2 processes": (2, {"compress": "powersgd"}),
 }
-"""Groups, and fields of parallel.slow_link; none: data parallel."""
+"""Groups, and fields of parallel.slow_link; none: data parallel. Without a scheme: processes, and parallel.compress."""
+WITH_GROUPS = tuple(name for name, (_, fields) in VARIANTS.items() if not fields or "processes" not in name)
+EVERY_STEP = ("data parallel", "local SGD, 2 groups", "bf16 every step, 2 processes", "PowerSGD 4, 2 processes")
 MAIN = ("data parallel", "DiLoCo, 2 groups", "streaming int4, 2 groups", "DiLoCo, 1 group")
 LIMITS = {"DiLoCo, 2 groups": 1.5, "streaming int4, 2 groups": 2.0}
 """Percent of loss above data parallel that must not be exceeded."""
@@ -84,12 +98,25 @@ class Size:
     every: int
     lr: float
     variants: tuple[str, ...] = MAIN
+    kv_heads: int | None = None
+    vocabulary: int = 4096
 
 
 SIZES = {
     "main": Size(320, 8, 5, 896, rows=32, seq_len=256, steps=3000, every=30, lr=2e-3),
-    "small": Size(128, 4, 4, 384, rows=8, seq_len=128, steps=900, every=30, lr=2e-3, variants=tuple(VARIANTS)),
-    "tiny": Size(64, 4, 2, 128, rows=4, seq_len=32, steps=40, every=10, lr=2e-3, variants=tuple(VARIANTS)),
+    "small": Size(128, 4, 4, 384, rows=8, seq_len=128, steps=900, every=30, lr=2e-3, variants=WITH_GROUPS),
+    "quickstart": Size(
+        *(192, 2, 6, 512),
+        rows=16,
+        seq_len=128,
+        steps=525,
+        every=30,
+        lr=4e-3,
+        variants=EVERY_STEP,
+        kv_heads=2,
+        vocabulary=3072,
+    ),
+    "tiny": Size(64, 4, 2, 128, rows=4, seq_len=32, steps=40, every=10, lr=2e-3, variants=WITH_GROUPS),
 }
 
 
@@ -103,6 +130,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="instead of those of the size")
     parser.add_argument("--tiny", action="store_const", dest="size", const="tiny", default="main")
     parser.add_argument("--small", action="store_const", dest="size", const="small")
+    parser.add_argument("--quickstart", action="store_const", dest="size", const="quickstart")
+    parser.add_argument("--work", type=Path, help="a workspace whose packed tokens are taken")
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many")
     parser.add_argument("--save", action="store_true", help="also benchmarks/results/low_communication.json")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -114,15 +144,16 @@ def main() -> None:
         one_run(size, np.load(tokens), json.loads(arguments.one))
         return
     if not tokens.exists():
-        if arguments.text is None:
-            parser.error("give a folder with --text, or token ids with --tokens")
-        np.save(tokens, make_tokens(arguments.text))
+        if arguments.text is None and arguments.work is None:
+            parser.error("give a folder with --text, token ids with --tokens, or a workspace with --work")
+        np.save(tokens, packed_tokens(arguments.work) if arguments.work else make_tokens(arguments.text))
     needed, available = size.rows * size.seq_len * size.steps, int(0.98 * len(np.load(tokens, mmap_mode="r")))
     print(f"{available / 1e6:.1f} M tokens to train on; a run reads {needed / 1e6:.1f} M", flush=True)
     chosen = tune(arguments, size)
-    asked = [(name, seed, chosen.get(name)) for seed in SEEDS for name in size.variants]
+    seeds = SEEDS[: arguments.seeds]
+    asked = [(name, seed, chosen.get(name)) for seed in seeds for name in size.variants]
     found = run_all(arguments, size, asked)
-    report(arguments, size, chosen, found)
+    report(arguments, size, seeds, chosen, found)
 
 
 # ---- the text ----
@@ -167,6 +198,13 @@ def make_tokens(folder: Path) -> np.ndarray:
     return np.concatenate(ids)
 
 
+def packed_tokens(workspace: Path) -> np.ndarray:
+    """The tokens of all sources of a workspace, pieces of them in turn, so that the end is like the beginning."""
+    splits = [open_split(workspace / "packed", name, "train") for name in packed_sources(workspace / "packed")]
+    pieces = [split.read(int(split.tokens * at / 50), int(split.tokens / 50)) for at in range(50) for split in splits]
+    return np.concatenate(pieces).astype(np.uint16)
+
+
 # ---- many runs ----
 
 
@@ -190,7 +228,13 @@ def run_all(arguments: argparse.Namespace, size: Size, jobs: list[Job]) -> dict[
             command = [sys.executable, __file__, "--one", json.dumps(values), "--out", str(arguments.out)]
             command += ["--steps", str(size.steps)] + ([f"--{arguments.size}"] if arguments.size != "main" else [])
             command += ["--tokens", str(arguments.tokens)] if arguments.tokens else []
-            subprocess.run(command, check=True)
+            groups, fields = VARIANTS[job[0]]
+            ranks = groups if fields and "scheme" not in fields else 1
+            place = {"WORLD_SIZE": str(ranks), "Z2A_STORE": tempfile.mktemp(prefix="z2a-store-")}
+            others = [subprocess.Popen(command, env={**os.environ, **place, "RANK": str(at)}) for at in range(1, ranks)]
+            subprocess.run(command, check=True, env={**os.environ, **place, "RANK": "0"})
+            if any(other.wait() for other in others):
+                raise SystemExit(f"a process of {job[0]} failed")
             print(f"  {path.stem}: {time.perf_counter() - started:.0f} s", flush=True)
         return dict(json.loads(path.read_text()))
 
@@ -216,19 +260,23 @@ def tune(arguments: argparse.Namespace, size: Size) -> dict[str, float]:
 
 
 def report(
-    arguments: argparse.Namespace, size: Size, chosen: dict[str, float], found: dict[Job, dict[str, Any]]
+    arguments: argparse.Namespace,
+    size: Size,
+    seeds: Sequence[int],
+    chosen: dict[str, float],
+    found: dict[Job, dict[str, Any]],
 ) -> None:
     """Print the table; write all figures and the curves."""
-    rows, base = {}, {seed: found[("data parallel", seed, None)]["loss"] for seed in SEEDS}
+    rows, base = {}, {seed: found[("data parallel", seed, None)]["loss"] for seed in seeds}
     first = next(iter(found.values()))
     print(f"\n{first['parameters'] / 1e6:.2f} M parameters, {size.steps} steps of {size.rows * size.seq_len} tokens,")
-    print(f"H={size.every}, held-out loss of the outer weights, seeds {SEEDS}, {first['device']}\n")
+    print(f"H={size.every}, held-out loss of the outer weights, seeds {seeds}, {first['device']}\n")
     print(f"{'variant':28} {'outer rate':>10} {'loss':>8} {'spread':>8}   % above data parallel (by seed)   MB sent")
     for name in size.variants:
-        of_seed = [found[(name, seed, chosen.get(name))] for seed in SEEDS]
+        of_seed = [found[(name, seed, chosen.get(name))] for seed in seeds]
         losses = [one["loss"] for one in of_seed]
-        above = [100 * (loss / base[seed] - 1) for seed, loss in zip(SEEDS, losses, strict=True)]
-        mean, spread = statistics.mean(above), statistics.stdev(above)
+        above = [100 * (loss / base[seed] - 1) for seed, loss in zip(seeds, losses, strict=True)]
+        mean, spread = statistics.mean(above), statistics.stdev(above) if len(seeds) > 1 else math.nan
         limit = LIMITS.get(name)
         verdict = "" if limit is None else f"  (limit +{limit} %: {'met' if mean <= limit else 'NOT met'})"
         rows[name] = {
@@ -242,14 +290,14 @@ def report(
         }
         each = ", ".join(f"{one:+.2f}" for one in above)
         print(
-            f"{name:28} {chosen.get(name, '-')!s:>10} {statistics.mean(losses):8.4f} {statistics.stdev(losses):8.4f}   "
-            f"{mean:+.2f} +- {spread:.2f} ({each}) {of_seed[0]['sent_bytes'] / 1e6:8.1f}{verdict}"
+            f"{name:28} {chosen.get(name, '-')!s:>10} {statistics.mean(losses):8.4f} {max(losses) - min(losses):8.4f}"
+            f"   {mean:+.2f} +- {spread:.2f} ({each}) {of_seed[0]['sent_bytes'] / 1e6:8.1f}{verdict}"
         )
-    values = {"size": dataclasses.asdict(size), "device": first["device"], "seeds": SEEDS, "variants": rows}
+    values = {"size": dataclasses.asdict(size), "device": first["device"], "seeds": seeds, "variants": rows}
     (arguments.out / "summary.json").write_text(json.dumps(values, indent=1))
     draw_curves(rows, arguments.out / "curves.png")
     if arguments.save:
-        save_result("low_communication", values)
+        save_result("low_communication" + ("_quickstart" if arguments.size == "quickstart" else ""), values)
 
 
 def draw_curves(rows: dict[str, Any], path: Path) -> None:
@@ -285,7 +333,16 @@ def one_run(size: Size, ids: np.ndarray, asked: dict[str, Any]) -> None:
     if asked["rate"] is not None:
         fields = {**fields, "outer_lr": asked["rate"]}
     world = World(device=device)
-    configs = [make_config(size, device, asked["seed"], groups, group, fields) for group in range(groups)]
+    if fields and "scheme" not in fields:  # processes that sum their gradients
+        rank = int(os.environ["RANK"])
+        store = dist.FileStore(os.environ["Z2A_STORE"], groups)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=groups)
+        world = World(rank, groups, device, make_mesh(MeshSizes(replicate=groups)), dist.group.WORLD)
+        parallel = ParallelConfig(device="cpu", **fields)
+        config = make_config(size, device, asked["seed"], groups, 0, {})
+        configs, fields = [dataclasses.replace(config, parallel=parallel)], {}
+    else:
+        configs = [make_config(size, device, asked["seed"], groups, group, fields) for group in range(groups)]
     states = [make_state(config, world) for config in configs]
     hub = Hub(groups)
     outers = [
@@ -313,15 +370,23 @@ def one_run(size: Size, ids: np.ndarray, asked: dict[str, Any]) -> None:
         "loss": curve[-1][1],
         "curve": curve,
         "seconds": time.perf_counter() - started,
-        "sent_bytes": hub.links[0].sent_bytes,
+        "sent_bytes": hub.links[0].sent_bytes if outers else sent_in_steps(configs[0], states[0], world),
         "parameters": sum(one.numel for one in states[0].weights.table),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
     }
     for outer in outers:
         outer.close()
+    if world.rank:
+        return
     path = Path(asked["path"])
     path.with_suffix(".partial").write_text(json.dumps(result))
     path.with_suffix(".partial").rename(path)
+
+
+def sent_in_steps(config: RunConfig, state: TrainState, world: World) -> float:
+    """Bytes that a process sends in rings in all steps, by the formula that a test compares with the count."""
+    settings = memory_settings(config, state.model.ops, world.mesh, state.micro_batch_samples)
+    return config.train.steps * bytes_sent(communication_per_step(config.model, settings))
 
 
 def make_config(
@@ -332,12 +397,12 @@ def make_config(
     values = {
         "data": {"seq_len": size.seq_len, "document_mask": False},
         "model": {
-            "vocab_size": VOCABULARY,
+            "vocab_size": size.vocabulary,
             "hidden_size": size.hidden,
             "intermediate_size": size.inner,
             "layers": size.layers,
             "heads": size.heads,
-            "kv_heads": size.heads,
+            "kv_heads": size.kv_heads or size.heads,
             "max_seq_len": size.seq_len,
             "tied_embeddings": True,
         },
@@ -365,17 +430,17 @@ def make_state(config: RunConfig, world: World) -> TrainState:
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     ops = resolve(config.ops, op_context(config, world.device.type, dtype))
     state = empty_state(config, world, ops)
-    state.micro_batch_samples = rows = config.samples_per_step // config.parallel.groups
+    state.micro_batch_samples = rows = config.samples_per_step // config.parallel.groups // world.size
     with state.weights.masters_between_steps() as masters:
         draw(masters, state.model.config, config.train.seed)
     state.weights.updated()
-    state.cuda_graph = choose_cuda_graph(config, state.model, world.device, 1, rows, rows)
+    state.cuda_graph = choose_cuda_graph(config, state.model, world.device, world.size, rows, rows)
     return state
 
 
 def one_step(config: RunConfig, state: TrainState, world: World, rows: Tensor) -> PendingStep:
     """One step of a group on its rows of the global batch (rows, T + 1)."""
-    first, own, _ = rank_rows(len(rows), *config.parallel.batch_place(0, 1))
+    first, own, _ = rank_rows(len(rows), *config.parallel.batch_place(world.rank, world.size))
     zeros = torch.zeros(own, dtype=torch.int64, device=world.device)
     batch = Batch(rows[first : first + own], zeros, zeros, 0, step_samples=len(rows), samples=own)
     lr = learning_rate(state.step, config.train.steps, config.optim.lr_max, config.schedule)

@@ -417,3 +417,11 @@ def test_the_printed_config_shows_every_field_with_its_doc_line():
 def test_samples_per_step_follow_from_tokens():
     config = config_from_values({"data": {"seq_len": 128}, "train": {"tokens_per_step": 1024}}, "of the test")
     assert config.samples_per_step == 8
+
+
+def test_swapped_activations_and_a_compiled_trunk_do_not_go_together():
+    with pytest.raises(
+        ConfigError, match=r"ops\.compile: got 'trunk', expected none or block, because train\.recompute"
+    ):
+        load_config("quickstart", ["--train.recompute", "swap", "--ops.compile", "trunk"])
+    assert load_config("quickstart", ["--train.recompute", "swap", "--ops.compile", "block"]).ops.compile == "block"

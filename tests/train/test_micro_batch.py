@@ -29,11 +29,11 @@ from zero2all.train.micro_batch import (
     FILE_NAME,
     choose_micro_batch,
     deciding,
-    divisors,
     find_micro_batch,
     is_out_of_memory,
     memory_settings,
     model_pass,
+    pass_sizes,
     recall,
     remember,
 )
@@ -75,8 +75,8 @@ class SmallDevice:
 
 @pytest.mark.parametrize("rows", [1, 24, 64, 97])
 @pytest.mark.parametrize("most", [1, 3, 8, 11, 50, 1000])
-def test_largest_divisor_that_fits_is_found_from_any_guess(rows, most):
-    candidates = divisors(rows)
+def test_largest_size_that_fits_is_found_from_any_guess(rows, most):
+    candidates = pass_sizes(rows)
     expected = max(number for number in candidates if number <= most)
     for guess in [None, *candidates]:
         device = SmallDevice(most * 1000)
@@ -87,19 +87,26 @@ def test_largest_divisor_that_fits_is_found_from_any_guess(rows, most):
 
 def test_sizes_double_and_then_the_gap_is_halved():
     device = SmallDevice(20 * 1000)
-    assert find_micro_batch(device.run_pass, divisors(96), gc.collect) == 16
-    assert device.tried == [1, 2, 4, 8, 16, 32, 24]
+    assert find_micro_batch(device.run_pass, pass_sizes(96), gc.collect) == 20
+    assert device.tried == [1, 2, 4, 8, 16, 32, 20, 24]
 
 
-def test_a_good_guess_needs_two_tries():
+def test_a_good_guess_needs_few_tries():
     device = SmallDevice(20 * 1000)
-    assert find_micro_batch(device.run_pass, divisors(64), gc.collect, first_guess=16) == 16
-    assert device.tried == [16, 32]
+    assert find_micro_batch(device.run_pass, pass_sizes(64), gc.collect, first_guess=16) == 16
+    assert device.tried == [16, 32, 22]
+
+
+def test_where_8_of_64_rows_do_not_fit_7_are_taken_and_no_size_without_fewer_passes_is_tried():
+    device = SmallDevice(7 * 1000)
+    assert find_micro_batch(device.run_pass, pass_sizes(64), gc.collect) == 7
+    assert pass_sizes(64) == [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 13, 16, 22, 32, 64]
+    assert pass_sizes(8) == [1, 2, 3, 4, 8], "4 + 4 is as many passes as 7 + 1"
 
 
 def test_not_even_one_sample_is_an_error_that_says_what_helps():
     with pytest.raises(UsageError, match=r"train\.recompute to full.*parallel\.zero 1;.*parallel\.offload optimizer"):
-        find_micro_batch(SmallDevice(500).run_pass, divisors(8), gc.collect)
+        find_micro_batch(SmallDevice(500).run_pass, pass_sizes(8), gc.collect)
 
 
 def test_another_error_than_want_of_memory_is_not_swallowed():

@@ -14,6 +14,7 @@ import torch
 from zero2all.common.errors import AnomalyError, BadInputError, RunLockedError, UsageError
 from zero2all.common.files import crc32c_of
 from zero2all.config.training import EvalConfig
+from zero2all.limits.flops import flops_per_token
 from zero2all.packed.layout import open_split
 from zero2all.parallel.world import World
 from zero2all.track.reader import find_runs, read_run
@@ -25,6 +26,7 @@ from zero2all.train.checkpoints.manifest import OWN_FIELDS, manifest_bytes
 from zero2all.train.checkpoints.run_lock import hold_run
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.loop import train
+from zero2all.train.sanity import check_last_loss
 from zero2all.train.saved_config import load_run_config
 from zero2all.train.setup import prepare
 from zero2all.train.validate import held_out_losses, open_valid_splits
@@ -108,6 +110,26 @@ def test_events_tell_the_story_of_the_run(finished):
     start = found[0].data
     assert start["notes"] == notes[:-2]  # those on disk space and on the held-out loss come later
     assert start["environment"]["cpu_threads"] == 1
+
+
+def test_tflops_and_the_seconds_to_the_first_loss_are_recorded(finished):
+    work, summary, _ = finished
+    data = read_run(work.run("run"))
+    config = load_run_config(work.run("run"))
+    speed, tflops = data.series["tokens_per_second"].value, data.series["tflops"].value
+    assert tflops == pytest.approx(speed * flops_per_token(config.model, config.data.seq_len)["causal"] / 1e12)
+    assert not [name for name in data.series if name.startswith("mfu/")], "the peak of a CPU is not known"
+    assert 0 < summary.first_loss_seconds < summary.seconds + 60
+    assert data.events[-1].data["first_loss_seconds"] == summary.first_loss_seconds
+
+
+def test_general_text_above_2_at_the_planned_end_is_noted_and_code_is_not(finished):
+    _, summary, notes = finished
+    assert min(loss for name, loss in summary.held_out.items() if "/loss/" in name) > 2, "a run of 8 steps"
+    (note,) = [note for note in notes if note.startswith("note: the held-out loss is still above 2")]
+    assert "en " in note
+    assert "train it longer" in note
+    assert check_last_loss({"eval/valid/loss/code": 3.0, "eval/valid/loss/en": 1.9}) == []
 
 
 def test_notes_say_what_is_trained_on_what_and_how_often_it_is_read(finished):

@@ -62,13 +62,13 @@ def assert_same_bits(one, other):
 
 def test_gradient_is_the_same_for_every_micro_batch(config):
     gradients = {}
-    for micro in (8, 4, 2, 1):
+    for micro in (8, 7, 4, 3, 1):  # 7 + 1 and 3 + 3 + 2: the last pass is shorter
         settings = config(model=NO_DROPOUT, train={"tokens_per_step": 256, "micro_batch_samples": micro})
         state = make_state(settings, torch.float64)
         sums = forward_backward(state, make_batch(), settings)
         gradients[micro] = {name: parameter.grad for name, parameter in state.model.named_parameters()}
         gradients[micro]["sums"] = sums
-    for micro in (4, 2, 1):
+    for micro in (7, 4, 3, 1):
         for name, wanted in gradients[8].items():
             torch.testing.assert_close(gradients[micro][name], wanted, rtol=1e-12, atol=1e-15, msg=name)
 

@@ -307,6 +307,9 @@ def _cross_problems(config: RunConfig, known: list[Problem]) -> list[Problem]:
     if sound("data", "model") and config.data.seq_len > config.model.max_seq_len:
         limit = config.model.max_seq_len
         found.append(Problem("data.seq_len", config.data.seq_len, f"at most model.max_seq_len ({limit})"))
+    if sound("ops", "train") and config.train.recompute == "swap" and config.ops.compile == "trunk":
+        expected = "none or block, because train.recompute is swap: a compiled trunk decides itself what it saves"
+        found.append(Problem("ops.compile", "trunk", expected))
     if sound("data", "train"):
         found.extend(_batch_problems(config.data.seq_len, config.train))
     if sound("stages", "model", "train", "data"):

@@ -11,6 +11,9 @@ context):
                                                           weights between the forward and the backward pass
     hybrid   with r > 1, zero 1 to 3 also all-reduce the part of a process, G/n, over r; zero 2 in each pass
 
+`parallel.compress`: with bf16 G is 2 bytes a parameter. With powersgd zero 0 and 1 all-reduce, over all r x n, the two
+factors of each matrix and the other values (`zero2all.limits.slow_link`), without padding.
+
 What every tensor rank has a copy of (norms) is summed over the tensor axis too. Experts are cut over the expert axis;
 for them n is the number of processes with the same experts (shard x context x tensor / expert), and r is replicate.
 
@@ -50,6 +53,8 @@ from typing import Literal
 from zero2all.limits.flops import recomputed_blocks, stopped_blocks
 from zero2all.limits.held import copied_values, expert_values
 from zero2all.limits.memory import WIDTHS, MemorySettings
+from zero2all.limits.slow_link import payload_bytes
+from zero2all.limits.state_memory import compressed_shapes
 from zero2all.model.config import ModelConfig, parameter_counts
 
 LOSS = ("replicate", "shard", "context")
@@ -128,7 +133,7 @@ def _gradients_and_weights(model: ModelConfig, settings: MemorySettings, buffers
     meanwhile = "last backward" if settings.overlap and settings.stage is None else ""
     found = []
     for spread, values in ((spread, values) for spread, values in buffers.items() if values):
-        gradients = float(settings.gradient_bytes * values)
+        gradients = float((2 if settings.compress == "bf16" else settings.gradient_bytes) * values)
         if settings.is_fsdp:  # reduces in float32 whatever the optimizer
             gradients = float(max(4, width) * (values + _reduced_again(model, settings, spread)))
         if settings.zero == 2:
@@ -142,13 +147,26 @@ def _gradients_and_weights(model: ModelConfig, settings: MemorySettings, buffers
             found.append(_all_reduce(settings, ["tensor"], "gradients", own))
         elif spread == "copied":
             axes.append("tensor")
-        if settings.zero >= 1:
+        if settings.compress == "powersgd":
+            found.append(_all_reduce(settings, LOSS, "gradients", _low_rank_bytes(model, settings), meanwhile))
+        elif settings.zero >= 1:
             found.append(Transfer("reduce-scatter", "gradients", scatter, ranks, gradients, meanwhile))
-        found.append(_all_reduce(settings, axes, "gradients", own, meanwhile))
+        if settings.compress != "powersgd":
+            found.append(_all_reduce(settings, axes, "gradients", own, meanwhile))
         gathers = {0: 0, 3: 2 * passes}.get(settings.zero, 1)
         next_one = "block before" if settings.zero == 3 else "next forward"
         found.append(Transfer("all-gather", "weights", scatter, ranks, float(gathers * width * values), next_one))
     return found
+
+
+def _low_rank_bytes(model: ModelConfig, settings: MemorySettings) -> float:
+    """What PowerSGD sums: the factors of matrices, and all other values, in float32 or wider."""
+    rank = settings.powersgd_rank
+    shapes = compressed_shapes(model, rank)
+    others = parameter_counts(model)["total"] - sum(math.prod(shape) for shape in shapes)
+    return float(
+        max(1, WIDTHS[settings.precision] // 4) * (4 * others + payload_bytes("powersgd", shapes, 32, rank=rank))
+    )
 
 
 def _reduced_again(model: ModelConfig, settings: MemorySettings, spread: str) -> int:

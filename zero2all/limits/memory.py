@@ -69,7 +69,7 @@ BYTES_TO_SPLIT = 13.0
 UPDATE_BYTES = 12.0
 """Temporaries of an update by an optimizer that takes one parameter after the other, per value of the largest one."""
 NORM, UPDATE, SAVE = "gradient norm", "optimizer step", "checkpoint"
-STATE_PARTS = ("weights", "masters", "gradients", "optimizer")
+STATE_PARTS = ("weights", "masters", "gradients", "optimizer", "compression")
 
 
 def binary_size(count: float, digits: int = 1) -> str:

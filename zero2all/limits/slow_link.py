@@ -3,7 +3,7 @@
 P values, G groups, H steps between two exchanges (`every`), b bytes of a compressed value. A group sends in one step:
 
     data parallel        2 (G - 1) / G x P b        ring all-reduce of the gradients in every step
-    PowerSGD             2 (G - 1) / G x 4 r (n + m) for each n x m matrix, rank r, where that is at most half of it
+    PowerSGD             2 (G - 1) / G x 4 r (n + m) for each n x m matrix, rank r, where that is less than half of it
     local SGD, DiLoCo    (G - 1) x P b / H          its payload to each other group
     streaming            the same, one fragment of the layers at a time
     sparse               (G - 1) x 4096-value chunks x (14 bits x kept + 4 bytes) / H
@@ -48,11 +48,14 @@ def sparse_part_bytes(values: int, kept: int = KEPT) -> int:
     return math.ceil(count * 12 / 8) + math.ceil(count * 2 / 8) + SCALE_BYTES * (whole + (rest > 0))
 
 
+def is_low_rank(shape: Sequence[int], rank: int = POWERSGD_RANK) -> bool:
+    """Whether PowerSGD sends a tensor as two thin matrices: a matrix, of which they have less than half the values."""
+    return len(shape) == 2 and 2 * rank * sum(shape) < math.prod(shape)
+
+
 def powersgd_bytes(shape: Sequence[int], rank: int = POWERSGD_RANK) -> int:
-    """What PowerSGD sums of one tensor: two thin float32 matrices, or all of it where they save less than half."""
-    rows, columns = shape[0], math.prod(shape[1:])
-    thin = rank * (rows + columns)
-    return 4 * (thin if len(shape) > 1 and 2 * thin < rows * columns else rows * columns)
+    """What PowerSGD sums of one tensor: two thin float32 matrices, or all of it."""
+    return 4 * (rank * sum(shape) if is_low_rank(shape, rank) else math.prod(shape))
 
 
 def bytes_per_step(
@@ -130,16 +133,22 @@ class LinkCost:
 
 
 def link_costs(
-    fragments: Sequence[Sequence[Sequence[int]]], groups: int, bits_per_second: float, step_seconds: float
+    fragments: Sequence[Sequence[Sequence[int]]],
+    groups: int,
+    bits_per_second: float,
+    step_seconds: float,
+    rank: int = POWERSGD_RANK,
 ) -> list[LinkCost]:
     """Every scheme on a link of this speed, with steps that compute for `step_seconds`; `fragments` are the shapes of
-    the parameters by the fragment that streaming sends them in."""
+    the parameters by the fragment that streaming sends them in, `rank` is PowerSGD's."""
     shapes, found = [shape for part in fragments for shape in part], []
     parameters = sum(math.prod(shape) for shape in shapes)
     for one in SCHEMES:
-        step_bytes = bytes_per_step(one.scheme, shapes, groups, one.every, one.bits)
+        step_bytes = bytes_per_step(one.scheme, shapes, groups, one.every, one.bits, rank=rank)
         parts = fragments if one.scheme == "streaming" else [shapes]
-        seconds = [8 * bytes_per_step(one.scheme, part, groups, 1, one.bits) / bits_per_second for part in parts]
+        seconds = [
+            8 * bytes_per_step(one.scheme, part, groups, 1, one.bits, rank=rank) / bits_per_second for part in parts
+        ]
         waited = sum(max(0.0, each - one.tau * step_seconds) for each in seconds) / one.every
         loss, source = published_loss(one, parameters, groups)
         efficiency = step_seconds / (step_seconds + waited)

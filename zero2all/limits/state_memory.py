@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from zero2all.limits.floors import linear_shapes
 from zero2all.limits.held import expert_values
 from zero2all.limits.memory_settings import PLACE_OF_STATES, WIDTHS, MemorySettings, Place
+from zero2all.limits.slow_link import is_low_rank
 from zero2all.model.config import ModelConfig, ParameterKind, parameter_counts
 
 BLOCK_OF_8BIT_MOMENTS = 256
@@ -50,6 +51,7 @@ def state_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPart
         *_borrowed_parts(model, settings),
         *_staging_parts(model, settings),
         *_float8_parts(model, settings),
+        *_compress_parts(model, settings),
     ]
 
 
@@ -128,6 +130,22 @@ def _moment_bytes(model: ModelConfig, kind: str, adafactor_momentum: bool, kahan
     if kind == "adamw_bf16":
         return (6.0, 6.0) if kahan else (4.0, 4.0)
     return {"adamw": (8.0, 8.0), "lion": (4.0, 4.0), "sgd": (4.0, 4.0), "muon": (4.0, 8.0)}[kind]
+
+
+def compressed_shapes(model: ModelConfig, rank: int) -> list[tuple[int, int]]:
+    """The matrices that PowerSGD compresses, of a model without experts."""
+    return [shape for shape in _matrices_apart(model, "adafactor") if is_low_rank(shape, rank)]
+
+
+def _compress_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPart]:
+    """What compressed gradients take beside the gradients themselves."""
+    if settings.compress == "bf16":
+        return [MemoryPart("sent copy", 2.0 * parameter_counts(model)["total"], "of the gradients, in bfloat16")]
+    if settings.compress == "none":
+        return []
+    shapes, width = compressed_shapes(model, settings.powersgd_rank), max(4, WIDTHS[settings.precision])
+    factors = settings.powersgd_rank * sum(columns for _, columns in shapes)
+    return [MemoryPart("compression", float(width * (_values(shapes) + factors)), "errors and factors of PowerSGD")]
 
 
 def _matrices_apart(model: ModelConfig, kind: str) -> list[tuple[int, int]]:

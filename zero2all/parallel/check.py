@@ -211,6 +211,33 @@ def _slow_link_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
     return found
 
 
+def _compress_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
+    """FSDP sums by itself, and offloaded weights have their gradients on the host. PowerSGD needs whole matrices and
+    their whole sum, once a step, and keeps its error in one scale."""
+    parallel, found = config.parallel, []
+    asked = parallel.compress
+    if asked == "none":
+        return []
+    if parallel.zero == 3:
+        found.append("zero 3 (FSDP sums its own parts)")
+    if parallel.offload == "weights":
+        found.append("offload weights (gradients are on the host)")
+    if asked == "powersgd":
+        if parallel.zero == 2:
+            found.append("zero 2 (each rank gets a part of the sum, in every pass)")
+        axes = [
+            f"{name} {getattr(sizes, name)}" for name in ("tensor", "pipeline", "expert") if getattr(sizes, name) > 1
+        ]
+        found += [f"{axis} (matrices or blocks are cut)" for axis in axes]
+        if config.model.moe.experts:
+            found.append("model.moe.experts (most values would be sent whole)")
+        if config.train.precision == "float16":
+            found.append("train.precision float16 (the scale of the loss changes, the error keeps the old one)")
+    if not found:
+        return []
+    return [f"parallel.compress {asked} does not work with {', '.join(found)}. Change these, or set it to none."]
+
+
 def _cuda_graph_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
     """A pass that communicates cannot be captured."""
     others = [name for name in ("pipeline", "context", "tensor", "expert") if getattr(sizes, name) > 1]
@@ -233,5 +260,6 @@ RULES: tuple[Rule, ...] = (
     _offload_problems,
     _cuda_graph_problems,
     _slow_link_problems,
+    _compress_problems,
 )
 """The rules of single axes, and those that several share."""

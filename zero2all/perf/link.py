@@ -50,7 +50,7 @@ def link_report(
         batch = BatchShape(whole.samples, whole.seq_len, max(1, whole.accumulation // groups))
         found = prediction_for(config, batch, profile=profile)
         step_seconds, how = found.corrected, f"predicted for {found.machine.name}, batch {batch} in each group"
-    costs = link_costs(fragments, groups, 1e9 * gbit, step_seconds)
+    costs = link_costs(fragments, groups, 1e9 * gbit, step_seconds, config.parallel.powersgd_rank)
     return LinkReport(parameters, len(fragments), step_seconds, how, costs, recommended(costs, parameters))
 
 
@@ -94,4 +94,8 @@ def link_notes(report: LinkReport) -> list[str]:
         if best.scheme.scheme == "streaming":
             flags |= {"tau": best.scheme.tau, "compress": "int4"}
         lines.append(" ".join(f"--parallel.slow_link.{name} {value}" for name, value in flags.items()))
+    elif best.scheme.name == "data parallel, bf16":
+        lines.append("--parallel.compress bf16")
+    elif best.scheme.scheme == "powersgd":
+        lines.append("--parallel.compress powersgd")
     return lines

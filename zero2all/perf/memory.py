@@ -24,7 +24,7 @@ from zero2all.parallel.check import check_spread
 from zero2all.parallel.mesh import Mesh
 from zero2all.perf.pictures import write_png
 from zero2all.track.plot import ALARM, COLORS, INK
-from zero2all.train.micro_batch import divisors, memory_settings
+from zero2all.train.micro_batch import memory_settings, pass_sizes
 from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES
 
@@ -105,7 +105,7 @@ def memory_report(source: str, overrides: list[str], card: Card | None, ranks: i
     asked = config.train.micro_batch_samples
     rows = rank_rows(config.samples_per_step, 0, first_of_stage[0].batch.size)[2]
     if asked == "auto":
-        candidates = divisors(rows)
+        candidates = pass_sizes(rows)
         fitting = [number for number in candidates if _fits(*of_stages(number), card)]
         samples = fitting[-1] if fitting else candidates[0]
         notes.append(f"train.micro_batch_samples is auto: the largest that fits, {samples} of {rows} samples")

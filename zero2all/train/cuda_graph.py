@@ -6,7 +6,7 @@ fixed at capture: the shape of the batch (another one is captured again), the we
 (compared before each replay), and float8 copies of weights, which are updated before a replay instead of inside it.
 
 A pass that communicates or decides something on the host cannot be captured: `why_no_cuda_graph` lists the cases. With
-several processes the last pass of a step sends the gradients, and runs eagerly.
+several processes the last pass of a step sends the gradients, and runs eagerly; so does a last pass of fewer samples.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ def choose_cuda_graph(
     if asked == "off":
         return None
     problem = why_no_cuda_graph(config, device, processes, ops)
-    if problem is None and rows % samples:
-        problem = f"the {rows} rows of a step are not a multiple of the {samples} samples of a pass"
-    if problem is None and processes > 1 and rows == samples:
+    if problem is None and processes > 1 and rows <= samples:
         problem = "the only pass of a step sends gradients to other processes"
     if problem is not None and asked == "on":
         raise _refusal(problem)

@@ -1,9 +1,10 @@
 """`train.micro_batch_samples: auto`: the most samples of one pass that fit into the device's memory.
 
 On a GPU it is found by trying: forward and backward over random tokens, beginning with what `zero2all.limits.memory`
-expects to fit, doubling while it fits, then halving the gap, with a little less than the whole card. Only divisors of
-the rows of a process are tried: every pass of a step then has the same shape. The result is kept in
-<run>/micro_batch.json with everything that decides it, because another micro-batch adds up in another order.
+expects to fit, doubling while it fits, then halving the gap, with a little less than the whole card. For every number
+of passes one size is tried, the smallest that needs no more passes: of 64 rows also 7, nine times, and then 1. Larger
+sizes of as many passes would only take memory. The result is kept in <run>/micro_batch.json with everything that
+decides it, because another micro-batch adds up in another order.
 
 Processes that exchange something in every pass (`ParallelConfig.every_pass_communicates`) take what the estimate says,
 the smallest of all processes, because pipeline stages differ: one that ran out of memory would leave the others waiting
@@ -65,7 +66,8 @@ def choose_micro_batch(
     asked = config.train.micro_batch_samples
     if asked != "auto":
         return int(asked), []
-    candidates = divisors(rank_rows(config.samples_per_step, *config.parallel.batch_place(0, world.mesh.batch.size))[2])
+    rows = rank_rows(config.samples_per_step, *config.parallel.batch_place(0, world.mesh.batch.size))[2]
+    candidates = pass_sizes(rows)
     if world.device.type != "cuda":
         taken = least_samples(config, world)
         return taken, [
@@ -83,15 +85,15 @@ def choose_micro_batch(
     if world.size > 1 and config.parallel.every_pass_communicates:
         taken = min(world.gather(guess))
         note = (
-            f"micro-batch: {taken} of {counted(candidates[-1], 'sample')}, from the memory estimate. Every pass "
-            f"communicates, so larger sizes cannot be tried. If memory stays free, set train.micro_batch_samples."
+            f"micro-batch: {taken} of {counted(rows, 'sample')}, from the memory estimate. Every pass communicates, so "
+            f"larger sizes cannot be tried. If memory stays free, set train.micro_batch_samples."
         )
     else:
         own = _find_on_device(config, model, world.device, candidates, guess, zero_gradients)
         taken = min(world.gather(own))
         note = (
-            f"micro-batch: {taken} of {counted(candidates[-1], 'sample')}, the most that fits with {MARGIN:.0%} of the "
-            f"memory left free"
+            f"micro-batch: {taken} of {counted(rows, 'sample')}, the most that fits with {MARGIN:.0%} of the memory "
+            f"left free"
         )
     if run is not None:
         folder = run
@@ -105,12 +107,14 @@ def least_samples(config: RunConfig, world: World) -> int:
     asked = config.train.micro_batch_samples
     if asked != "auto":
         return min(int(asked), rows)
-    return 1 if world.device.type == "cuda" else max(number for number in divisors(rows) if number <= MOST_ON_CPU)
+    if world.device.type == "cuda":
+        return 1
+    return max(number for number in range(1, MOST_ON_CPU + 1) if rows % number == 0)
 
 
-def divisors(rows: int) -> list[int]:
-    """The numbers that divide `rows`, smallest first."""
-    return [number for number in range(1, rows + 1) if rows % number == 0]
+def pass_sizes(rows: int) -> list[int]:
+    """For every number of passes the rows of one, smallest first; the last pass of a step may have fewer."""
+    return sorted({-(-rows // passes) for passes in range(1, rows + 1)})
 
 
 def find_micro_batch(
@@ -234,6 +238,8 @@ def memory_settings(config: RunConfig, ops: Ops, mesh: Mesh, samples: int) -> Me
         pipeline=mesh.pipeline.size,
         stage=stage_of(config, mesh, -(-rows // samples)),
         overlap=config.parallel.overlap,
+        compress=config.parallel.compress if mesh.loss.size * mesh.tensor.size > 1 else "none",  # else nothing is sent
+        powersgd_rank=config.parallel.powersgd_rank,
         offload=config.parallel.offload,
         one_step_late=config.parallel.offload_one_step_late,
         bucket_bytes=config.parallel.bucket_mb * 1e6,
@@ -315,7 +321,10 @@ def deciding(config: RunConfig, ops: Ops, world: World) -> dict[str, Any]:
         "optimizer": [config.optim.kind, config.optim.bf16_rounding, config.optim.adafactor_beta1 > 0],
         "ops": {**ops.taken, "compile": ops.compile},
         "processes": list(dataclasses.astuple(world.mesh.sizes)),
-        "parallel": [config.parallel.zero, config.parallel.offload, config.parallel.bucket_mb],
+        "parallel": [
+            *(config.parallel.zero, config.parallel.offload, config.parallel.bucket_mb),
+            *([] if config.parallel.compress == "none" else [config.parallel.compress]),
+        ],
         "passes": [config.parallel.schedule, config.parallel.chunks, config.parallel.context_method],
         "device": properties.name if properties else "cpu",
         "device_bytes": properties.total_memory if properties else 0,

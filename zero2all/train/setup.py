@@ -175,7 +175,7 @@ def prepare(
         )
         notes.append(state.outer.note())
     if checkpoint is not None:
-        load_checkpoint(state, checkpoint)
+        notes += load_checkpoint(state, checkpoint)
         notes.append(f"resumed {run.name} at step {state.step} from {checkpoint.name}")
         if NOT_GOOD in checkpoint.manifest:
             notes.append(f"{checkpoint.name} is not marked as good ({checkpoint.manifest[NOT_GOOD]})")
@@ -420,14 +420,24 @@ def _half_precision_notes(device: torch.device, dtype: torch.dtype) -> list[str]
     ]
 
 
-def load_checkpoint(state: TrainState, checkpoint: Checkpoint) -> None:
-    """Load `checkpoint` into the state. Imported weights have no moments: those of the state stay."""
+def load_checkpoint(state: TrainState, checkpoint: Checkpoint) -> list[str]:
+    """Load `checkpoint` into the state; notes for the user. Imported weights have no moments: those of the state
+    stay."""
     has_moments = any(name.startswith("optimizer/") for name in checkpoint.index)
+    powersgd, notes = state.weights.powersgd, []
+    errors = {} if powersgd is None else powersgd.tensors()
+    shapes = {name: checkpoint.index[name].shape for name in errors if name in checkpoint.index}
+    has_errors = shapes == {name: part.shape for name, part in errors.items()}
+    if powersgd is not None and not has_errors:
+        powersgd.reset()
+        notes.append("PowerSGD begins without errors: the checkpoint has none for these ranks and this rank of factors")
     if state.outer is not None:
         state.outer.settle()  # its thread writes to the outer weights
     with state.tensors() if has_moments else state.model_tensors() as tensors:
         # The outer state may be new to the run, or have other parts than before.
         stored = {name: part for name, part in tensors.items() if name in checkpoint.index or name[:5] != "outer"}
+        for name in () if has_errors else errors:
+            stored.pop(name, None)
         checkpoint.load_into(stored)
     state.loaded(checkpoint.record)
     if state.outer is not None:
@@ -436,6 +446,7 @@ def load_checkpoint(state: TrainState, checkpoint: Checkpoint) -> None:
             state.outer.reset()
         else:
             state.outer.loaded(record)
+    return notes
 
 
 def op_context(config: RunConfig, device: str, dtype: torch.dtype, sharded: bool = False) -> OpContext:

@@ -2,11 +2,12 @@
 
 There is no random state to save: dropout is seeded from (seed, step, rank), and the data order is a pure function of
 the position. What a checkpoint must hold is therefore the master weights, the optimizer's moments, the loss scale of
-float16, a few counters, and the state of the guards.
+float16, the factors and errors of PowerSGD, a few counters, and the state of the guards.
 """
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,7 +94,8 @@ class TrainState:
         """Between two steps, all tensors of a checkpoint as 'group/name'. A checkpoint can be loaded into them; call
         `loaded` after the context then."""
         with self.model_tensors() as masters:
-            yield {**masters, **self.optimizer_tensors(), **({} if self.outer is None else self.outer.tensors())}
+            others = [each.tensors() for each in (self.outer, self.weights.powersgd) if each is not None]
+            yield dict(ChainMap(masters, self.optimizer_tensors(), *others))
 
     @contextmanager
     def model_tensors(self) -> Iterator[dict[str, Part]]:
@@ -172,6 +174,8 @@ def new_state(
             overlaps=parallel.overlap,
             host_zeros=host_zeros(parallel, mesh.place) if offloads else None,
             one_step_late=parallel.offload_one_step_late,
+            compress=parallel.compress,
+            powersgd_rank=parallel.powersgd_rank,
         )
     if isinstance(weights, FlatWeights) and offloads:
         optimizer = HostAdamW(weights, optim)

@@ -211,6 +211,8 @@ def train_step(
     torch.manual_seed(_step_key(config.train.seed, state.step, rank))
     for _, router in routers(state.model):
         router.load.zero_()
+    if state.weights.powersgd is not None:
+        state.weights.powersgd.is_rehearsal = plan.is_rehearsal
     figures = _forward_backward(state, batch, channels, config, world, plan, timer)
     if not world.mesh.reports:
         figures[HEAD:].zero_()
@@ -289,8 +291,9 @@ def _forward_backward(
         is_last = here.stop == own_rows
         state.weights.begin_pass(is_last)
         ids, shares = to_device(here)
-        # A pass that communicates cannot be captured.
-        if state.cuda_graph is not None and not (is_last and state.weights.communicates):
+        # A pass that communicates cannot be captured, and a graph is of one shape.
+        is_shorter = len(passes) > 1 and here.stop - here.start < micro
+        if state.cuda_graph is not None and not is_shorter and not (is_last and state.weights.communicates):
             timer.mark("collate")
             losses = state.cuda_graph(ids, shares)  # also forward and loss: nothing can be measured inside
             row_nats[here] = (losses * counts[here]).sum(dim=1, dtype=torch.float64)
@@ -365,6 +368,8 @@ def _judge_and_update(
         scale = scale / state.loss_scale.scale
         state.loss_scale.after(overflowed, refused)
     update(state, plan.lr, scale, refused)
+    if state.weights.powersgd is not None:
+        state.weights.powersgd.forget_errors(refused)
     _balance(state, figures, refused)
     figures[0], figures[1] = loss, norm
     figures[2] = refused

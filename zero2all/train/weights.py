@@ -30,6 +30,7 @@ from zero2all.ops.gradient_sink import GradientSink, take_from_autograd
 from zero2all.ops.implementation import has_triton
 from zero2all.ops.split_master import join, split
 from zero2all.parallel.buckets import CutOf, plan_buffers
+from zero2all.parallel.compress import PowerSgd
 from zero2all.parallel.data import set_gradient_sync
 from zero2all.parallel.layout import LogicalParameter, held_table, layout_table
 from zero2all.parallel.mesh import Axis, Mesh, Spread, wait_for
@@ -67,11 +68,13 @@ class FlatWeights:
         overlaps: bool = True,
         host_zeros: HostZeros | None = None,
         one_step_late: bool = False,
+        compress: str = "none",
+        powersgd_rank: int = 1,
     ) -> None:
         """Without masters, an optimizer that rounds for itself (adamw_bf16) works on the low-precision weights and
         gradients. `split_masters`: `masters` holds only the 16 bits that the bfloat16 weights lack. `cut_of`: how the
         optimizer allows parameters to be cut between the processes of the shard axis. `host_zeros`: masters lie in this
-        memory and are updated there; `one_step_late`: while the whole next step runs."""
+        memory and are updated there; `one_step_late`: while the whole next step runs. `compress`: parallel.compress."""
         self.mesh, self.zero, self.host_zeros = mesh or Mesh(), zero, host_zeros
         named = dict(model.named_parameters())
         self.device = device = device or next(iter(named.values())).device
@@ -95,6 +98,9 @@ class FlatWeights:
         self._is_last = True
         self._allocate(device, wide)
         self.pipeline = self._make_pipeline(one_step_late)
+        self._in_bfloat16, self.powersgd = compress == "bf16", None
+        if compress == "powersgd" and self.mesh.loss.size > 1:
+            self.powersgd = PowerSgd(self.table, self.plan, self.mesh.loss, powersgd_rank, self.gradients)
         self.reducer = self._make_reducer(overlaps)
         self._returning: list[int] = []
         """Buckets whose new weights come from the host, in the order of the forward pass."""
@@ -153,8 +159,9 @@ class FlatWeights:
             return None
         before_add = self.pipeline.wait_cleared if self.pipeline is not None and self._is_late else None
         return GradientReducer(
-            self.plan, self.mesh, self.zero, self.gradients, self.own_at, sorted(self._tables), overlaps, before_add
-        )
+            self.plan, self.mesh, self.zero, self.gradients, self.own_at, sorted(self._tables), overlaps, before_add,
+            in_bfloat16=self._in_bfloat16, powersgd=self.powersgd,
+        )  # fmt: skip
 
     @torch.no_grad()
     def _take(self, model: Z2all, name: str, parameter: nn.Parameter) -> nn.Parameter:
@@ -464,7 +471,7 @@ class ShardedWeights:
         """The processes that hold the same masters."""
         return self.mesh.copies
 
-    communicates = True
+    communicates, powersgd = True, None
 
     def begin_pass(self, is_last: bool) -> None:
         """FSDP sums the gradients in the backward pass of the last micro-batch."""
