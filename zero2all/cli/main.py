@@ -17,6 +17,7 @@ from zero2all import __version__
 from zero2all.cli import (
     anneal,
     board,
+    chaos,
     chat,
     completion,
     corpus,
@@ -221,7 +222,20 @@ def build_parser() -> Parser:
     verbs = parser.add_subparsers(title="verbs", metavar=VERB, required=True)
     stages = (overview, quickstart, corpus, tokenizer, pack, data, train, launch, anneal, run_list)
     looks = (inspect, board, watch, plot, goodput, track)
-    for stage in (*stages, supervise, *looks, evaluate, generate, chat, serve, exchange, perf, doctor, completion):
+    for stage in (
+        *stages,
+        supervise,
+        chaos,
+        *looks,
+        evaluate,
+        generate,
+        chat,
+        serve,
+        exchange,
+        perf,
+        doctor,
+        completion,
+    ):
         stage.register(verbs)
     return parser
 
