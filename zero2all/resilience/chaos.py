@@ -142,17 +142,28 @@ def soak_plan(seconds: float, every: float, ranks: int, has_memory: bool, seed: 
     """Random faults, one in each interval of `every` seconds, of the kinds after which a run of the same size has the
     same bits. All kinds come before one comes again. Damage is followed by a kill, so that the restart meets it."""
     rng = random.Random(seed)
-    kinds = [("kill", None), ("segfault", None), ("raise", None), ("stop", None), ("sleep", None), ("hold_gil", None)]
-    kinds += [("slow", None), ("disk_full", None), ("io_error", None), ("kill", "file"), ("kill", "rename")]
-    kinds += [("kill", "delete"), ("kill", "update"), ("flip_file", None)]
+    kinds: list[tuple[str, str | None]] = [("kill", point) for point in ("step", "update", "file", "rename", "delete")]
+    plain = (
+        "segfault",
+        "raise",
+        "stop",
+        "sleep",
+        "hold_gil",
+        "slow",
+        "disk_full",
+        "io_error",
+        "flip_file",
+        "store_lost",
+    )
+    kinds += [(fault, None) for fault in plain]
     kinds += [("kill", "memory"), ("flip_memory", None)] if has_memory else []
     left: list[tuple[str, str | None]] = []
     faults = []
     for number in range(int(seconds // every)):
         left = left or rng.sample(kinds, len(kinds))
         fault, point = left.pop()
-        # Rank 0 alone commits and deletes; late enough for a first checkpoint, and before the next fault.
-        rank = 0 if point in ("rename", "delete") else rng.randrange(ranks)
+        # Rank 0 alone commits, deletes and serves the store; late enough for a first checkpoint, and before the next fault.
+        rank = 0 if point in ("rename", "delete") or fault == "store_lost" else rng.randrange(ranks)
         after = round((number + rng.uniform(0.4, 0.6)) * every, 1)
         faults.append(PlannedFault(fault, rank, point=point, after=after, seconds=3.0 if fault == "slow" else None))
         if fault.startswith("flip_"):
