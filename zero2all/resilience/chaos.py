@@ -162,7 +162,7 @@ def soak_plan(seconds: float, every: float, ranks: int, has_memory: bool, seed: 
     for number in range(int(seconds // every)):
         left = left or rng.sample(kinds, len(kinds))
         fault, point = left.pop()
-        # Rank 0 alone commits, deletes and serves the store; late enough for a first checkpoint, and before the next fault.
+        # Rank 0 alone commits, deletes and serves the store.
         rank = 0 if point in ("rename", "delete") or fault == "store_lost" else rng.randrange(ranks)
         after = round((number + rng.uniform(0.4, 0.6)) * every, 1)
         faults.append(PlannedFault(fault, rank, point=point, after=after, seconds=3.0 if fault == "slow" else None))
