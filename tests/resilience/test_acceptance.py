@@ -108,7 +108,7 @@ class Lab:
     def write_config(self) -> None:
         from tests.train.conftest import small_config
 
-        limits = {"step": 5.0, "data": 5.0, "save": 20.0}
+        limits = {"start": 120.0, "first_step": 30.0, "step": 5.0, "data": 5.0, "save": 30.0}
         memory = {"memory_every_steps": 2, "memory_folder": str(self.root / "ram")}
         config = small_config(**SECTIONS, resilience={"supervise": True, "limits": limits, **memory})
         (self.root / "config.yaml").write_text(config_yaml(config))

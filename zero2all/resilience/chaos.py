@@ -23,6 +23,8 @@ from zero2all.resilience.slots import RAM_FOLDER
 SAVE_POINTS = ("file", "manifest", "rename")
 POINTS_OF = {"disk_full": SAVE_POINTS, "io_error": SAVE_POINTS, "poison_batch": ("step",), "weight_bit": ("step",)}
 """Where some faults can happen, the usual place first; the others happen anywhere, usually before a step."""
+RECOVERY_SECONDS = 45.0
+"""A soak has no fault so shortly before its end."""
 NET_ADMIN = 1 << 12
 """The Linux capability to change network interfaces."""
 
@@ -165,6 +167,8 @@ def soak_plan(seconds: float, every: float, ranks: int, has_memory: bool, seed: 
         # Rank 0 alone commits, deletes and serves the store.
         rank = 0 if point in ("rename", "delete") or fault == "store_lost" else rng.randrange(ranks)
         after = round((number + rng.uniform(0.4, 0.6)) * every, 1)
+        if after > seconds - RECOVERY_SECONDS:
+            break
         faults.append(PlannedFault(fault, rank, point=point, after=after, seconds=3.0 if fault == "slow" else None))
         if fault.startswith("flip_"):
             faults.append(PlannedFault("kill", rank, after=after))
