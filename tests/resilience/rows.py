@@ -74,6 +74,7 @@ ROWS: dict[int, list[str] | str] = {
     39: [f"{GUARDS}::test_a_run_over_a_poisoned_window_goes_back_leaves_it_out_and_ends_like_the_clean_one"],
     40: [f"{GUARDS}::test_a_run_that_keeps_failing_ends_with_code_12_and_weights_from_before"],
     41: [
+        "resilience/test_acceptance.py::test_a_flipped_bit_of_a_weight_ends_the_run_and_the_same_command_repairs_it",
         f"{MEMORY}::test_replicas_that_differ_are_found_at_the_next_check",
         f"{MEMORY}::test_a_step_computed_twice_changes_nothing_and_a_wrong_one_is_named",
     ],

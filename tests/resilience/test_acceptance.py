@@ -213,6 +213,15 @@ def wait_for(condition) -> None:
 
 
 @pytest.mark.chaos
+def test_a_flipped_bit_of_a_weight_ends_the_run_and_the_same_command_repairs_it(lab):
+    fault = {"fault": "weight_bit", "rank": 1, "step": 8}
+    assert lab.ended(lab.start("41-weight", fault)) == 12, lab.said("41-weight")
+    assert "replicas" in lab.said("41-weight")
+    assert lab.ended(lab.start("41-weight", fault)) == 0, lab.said("41-weight")
+    lab.check_same("41-weight")
+
+
+@pytest.mark.chaos
 def test_after_a_loss_of_everything_in_memory_the_disk_is_used(lab):
     process = lab.start("4-reboot", {"fault": "stop", "rank": "all", "step": 14})
     children = []

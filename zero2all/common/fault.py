@@ -141,7 +141,8 @@ def _cut_link(fault: Fault) -> None:
 def _poison(fault: Fault) -> None:
     """Give every token of this rank's rows another number: sequences that no text has."""
     tokens = fault["batch"].tokens
-    tokens.mul_(31).add_(17).remainder_(int(tokens.max()) + 1)
+    kinds = int(tokens.max()) + 1
+    tokens.mul_(31).add_(17).remainder_(kinds)
 
 
 def _flip_weight(fault: Fault) -> None:
