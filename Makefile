@@ -3,6 +3,8 @@
 # make lint         ruff and mypy
 # make bench        the programs under benchmarks/; what they print lands in benchmarks/results/
 # make slow         the tests that are too slow for make test
+# make chaos        the acceptance table of docs/resilience.md: faults in real training, and every test that it names
+# make soak         random faults for 30 minutes (SOAK_MINUTES, SOAK_EVERY), then 100 kills
 # make layouts      every way of spreading a model against one process: the table, and each resumed from each other
 # make gpu          the tests that need a CUDA device
 # make lock         resolves requirements.lock for x86_64 and aarch64, Python 3.11 to 3.13
@@ -15,7 +17,7 @@ SETUP_INPUTS := pyproject.toml requirements.lock package.json package-lock.json 
 # Without bytecode every process compiles the package, and every worker the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test lint bench slow layouts gpu lock clean
+.PHONY: quickstart test lint bench slow chaos soak layouts gpu lock clean
 
 quickstart: $(RUNTIME)
 	$(BIN)/z2a quickstart $(ARGS)
@@ -23,7 +25,7 @@ quickstart: $(RUNTIME)
 # Three workers, on two cores too: many tests wait for other processes.
 # A test that hangs fails with the stacks of its threads, long before a job of continuous integration is ended.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu and not slow" -n 3 --dist loadfile --no-loadscope-reorder --durations 10 --timeout 400
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu and not slow and not chaos and not soak" -n 3 --dist loadfile --no-loadscope-reorder --durations 10 --timeout 400
 
 lint: $(DEV)
 	$(BIN)/ruff check .
@@ -36,6 +38,13 @@ bench: $(RUNTIME)
 
 slow: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow and not gpu"
+
+chaos: $(DEV)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu and not soak" tests/resilience $$($(BIN)/python -m tests.resilience.rows)
+
+soak: $(DEV)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -s -m soak
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/recovery.py
 
 layouts: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/parallel

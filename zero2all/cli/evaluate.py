@@ -25,10 +25,12 @@ VERBS = ("run", "watch", "fetch", "contamination", "harness", "export-tasks")
 
 
 def with_verb(words: list[str]) -> list[str]:
-    """`eval` and `eval NAME …` as `eval run …`; other command lines, and `eval --help`, as they are."""
-    if words[:1] != [WORD] or (words[1:2] and words[1] in (*VERBS, "-h", "--help")):
+    """`eval` and `eval NAME …` as `eval run …`, and `chaos PLAN …` as `chaos run PLAN …`; other command lines, and
+    `eval --help`, as they are."""
+    known = {WORD: VERBS, "chaos": ("run", "soak")}.get("".join(words[:1]))
+    if known is None or (words[1:2] and words[1] in (*known, "-h", "--help")):
         return words
-    return [WORD, "run", *words[1:]]
+    return [words[0], "run", *words[1:]]
 
 
 def register(verbs: Subparsers) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from zero2all.cli.runs import add_run, open_run
 from zero2all.cli.verb import Subparsers, add_verb
 from zero2all.common.language import padded
 from zero2all.common.language import translate as t
+
+if TYPE_CHECKING:
+    from zero2all.track.goodput import Goodput
 
 BAR_COLUMNS = 40
 BLOCKS = " ▏▎▍▌▋▊▉█"
@@ -36,6 +40,11 @@ def _goodput(arguments: argparse.Namespace) -> None:
 
         print(dumps_pretty(found.as_json()).decode(), end="")
         return
+    print_goodput(found)
+
+
+def print_goodput(found: Goodput) -> None:
+    """The shares by cause, with bars."""
     print(
         t(
             f"goodput {found.goodput:.1%}: {found.seconds['steps']:,.1f} s of surviving steps in "

@@ -47,8 +47,8 @@ exit codes: 0 done, 1 a bug or a lost process, 2 usage or config, 3 bad input,
             130 interrupted"""
 MODULES = (
     *("overview", "quickstart", "corpus", "tokenizer", "pack", "data", "train", "launch", "anneal", "run_list"),
-    *("supervise", "inspect", "board", "watch", "plot", "goodput", "track", "evaluate", "generate", "chat", "serve"),
-    *("exchange", "perf", "doctor", "completion"),
+    *("supervise", "chaos", "inspect", "board", "watch", "plot", "goodput", "track", "evaluate", "generate", "chat"),
+    *("serve", "exchange", "perf", "doctor", "completion"),
 )
 """Where the verbs are, in the order of the help."""
 ALONE = ("train",)

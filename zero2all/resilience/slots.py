@@ -29,6 +29,7 @@ from typing import Any
 import google_crc32c
 
 from zero2all.common.errors import BadInputError
+from zero2all.common.fault import KINDS, Fault, flip_byte
 from zero2all.common.files import human_bytes, write_atomic
 from zero2all.common.memory import available_memory
 
@@ -268,6 +269,18 @@ def remove(run: Path, base: Path | None = None) -> None:
     name = run_id(run)
     if name is not None:
         shutil.rmtree((base or RAM_FOLDER) / f"zero2all-{os.getuid()}" / name, ignore_errors=True)
+
+
+def _flip_newest(fault: Fault) -> None:
+    """A fault for drills: change a byte in the newest finished buffer of this rank, if it has one."""
+    folder = Path(fault["base"]) / f"zero2all-{os.getuid()}" / (run_id(Path(fault["run"])) or "")
+    own = {path.name for path in slot_paths(folder, int(os.environ.get("RANK", "0")))}
+    found = max((one for one in whole_slots(folder) if one.path.name in own), key=lambda one: one.step, default=None)
+    if found is not None:
+        flip_byte(found.path, PAGE)
+
+
+KINDS["flip_memory"] = _flip_newest
 
 
 def whole_slots(folder: Path) -> Iterator[Found]:

@@ -327,7 +327,7 @@ class TrainingLoop:
             beat("data", state.step)
             for batch in loader:
                 beat("step", state.step)
-                fault_point("step", state.step + 1)
+                fault_point("step", state.step + 1, batch=batch, state=state)
                 self.stage()
                 tokens = batch.global_rows * (batch.tokens.shape[1] - 1)
                 if self.control.skips(state.tokens, state.tokens + tokens):
@@ -350,6 +350,7 @@ class TrainingLoop:
     def begin(self) -> None:
         """Restore the guards, and check what can be checked without training."""
         beat("start", self.state.step)
+        fault_point("start", self.state.step)
         prepared = self.prepared
         facts: dict[str, Any] = {"notes": prepared.notes, "environment": prepared.environment}
         if self.world.device.type == "cuda":
@@ -490,6 +491,7 @@ class TrainingLoop:
     def validate(self) -> None:
         """Measure the held-out loss."""
         beat("validate", self.state.step)
+        fault_point("validate", self.state.step)
         self.validation.run()
 
     def save(self) -> None:

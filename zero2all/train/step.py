@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zero2all.common.fault import fault_point
 from zero2all.config import RunConfig
 from zero2all.model.moe import routers
 from zero2all.model.z2all import PipelineStage
@@ -224,6 +225,7 @@ def train_step(
     if state.loss_scale is not None:
         norm = norm / state.loss_scale.scale
     timer.mark("reduce")
+    fault_point("update", state.step + 1)
     _judge_and_update(state, figures, norm, channels, config, plan)
     timer.mark("optimizer")
 

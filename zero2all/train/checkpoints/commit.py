@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import LostRunError, UserError, is_disk_full
+from zero2all.common.fault import fault_point
 from zero2all.common.files import MANIFEST_NAME, fsync_folder, human_bytes
 from zero2all.train.checkpoints import exact_json
 from zero2all.train.checkpoints.index import index_json
@@ -105,6 +106,7 @@ def _write_own(partial: Path, staged: Staged, problem: str | None, fence: Fence)
         files = {}
         for plan, buffer in staged.files:
             fence()
+            fault_point("file", staged.step)
             written.append(partial / plan.name)
             files[plan.name] = write_durably(partial / plan.name, header_bytes(plan.infos), buffer)
         fsync_folder(partial)
@@ -142,12 +144,15 @@ def _finish(
         files[INDEX_NAME] = write_durably(partial / INDEX_NAME, exact_json.dump(index_json(staged.layout.index), None))
         files[STATE_NAME] = write_durably(partial / STATE_NAME, staged.record)
         manifest = manifest_bytes(staged.step, world_size, files, staged.details)
+        fault_point("manifest", staged.step)
         write_durably(partial / MANIFEST_NAME, manifest)
         fsync_folder(partial)
         fence()
         if final.exists():
             return f"{final} exists already, and a committed checkpoint is never overwritten"
+        fault_point("rename", staged.step)
         partial.rename(final)
+        fault_point("renamed", staged.step)
         fsync_folder(final.parent)
     except Exception as error:
         return _why(error)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from zero2all.common.errors import BadInputError
+from zero2all.common.fault import fault_point
 from zero2all.parallel.parts import Part
 from zero2all.resilience import slots
 from zero2all.resilience.slots import PAGE, Found, NoMemoryFolderError, Slot
@@ -218,6 +219,7 @@ class MemoryStore:
         try:
             if copied is not None:
                 copied.synchronize()
+            fault_point("memory", step)
             self._slots[at].finish(step, about)
             self._steps[at], self.problem = step, None
         except Exception as error:  # the buffer stays unfinished; the other one is whole

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zero2all.common.errors import BadInputError
+from zero2all.common.fault import fault_point
 from zero2all.common.files import PARTIAL_MARK, fsync_folder, write_atomic
 from zero2all.train.checkpoints import exact_json
 from zero2all.train.checkpoints.claims import claimed_steps
@@ -166,6 +167,7 @@ def discard(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
     fsync_folder(folder.parent)
+    fault_point("delete")
     shutil.rmtree(doomed, ignore_errors=True)
 
 

@@ -1,0 +1,113 @@
+"""The acceptance table of docs/resilience.md: the tests that show each row, or why there is none.
+
+`python -m tests.resilience.rows` prints those elsewhere than here, for `make chaos`.
+"""
+
+from __future__ import annotations
+
+HERE = "resilience/test_acceptance.py::test_the_run_ends_with_the_bits_of_the_undisturbed_one"
+SUPERVISOR = "resilience/test_supervisor.py::test_a_rank_that_fails_is_named_and_all_are_started_again"
+STORE, KILLED = "train/checkpoints/test_checkpoints_store.py", "train/checkpoints/test_checkpoints_killed.py"
+DAMAGE, GUARDS = "train/checkpoints/test_checkpoints_damage.py", "train/test_train_guards.py"
+MEMORY, RANKS = "train/test_train_memory.py", "train/checkpoints/test_checkpoints_ranks.py"
+ON_A_GPU = "needs a GPU"
+
+ROWS: dict[int, list[str] | str] = {
+    1: [SUPERVISOR, HERE],
+    2: ["resilience/test_supervisor.py::test_all_ranks_killed_at_once_are_started_again", HERE],
+    3: [
+        "resilience/test_supervisor.py::test_nothing_survives_a_supervisor_that_is_killed_not_even_a_stopped_rank",
+        "resilience/test_acceptance.py::test_after_a_loss_of_everything_in_memory_the_disk_is_used",
+    ],
+    4: ["resilience/test_acceptance.py::test_after_a_loss_of_everything_in_memory_the_disk_is_used"],
+    5: [
+        "resilience/test_supervisor.py::test_a_deadline_ends_in_a_save",
+        "train/test_train_resume.py::test_a_run_asked_to_stop_saves_and_says_so_and_its_rerun_ends_with_the_same_bits",
+    ],
+    6: ["resilience/test_acceptance.py::test_signals_during_a_save_leave_no_half_checkpoint"],
+    7: [SUPERVISOR, HERE],
+    8: [
+        "resilience/test_supervised_runs.py::"
+        "test_a_rank_that_skips_a_collective_is_named_with_its_number_and_the_run_ends_with_the_same_bits"
+    ],
+    9: [SUPERVISOR, HERE],
+    10: [SUPERVISOR, HERE],
+    11: ["resilience/test_supervisor.py::test_the_same_error_at_the_same_step_is_tried_twice_and_then_given_up"],
+    12: ["resilience/test_supervisor.py::test_progress_gives_the_restarts_back", HERE],
+    13: ["resilience/test_memory_slots.py::test_a_kill_during_the_copy_leaves_a_whole_state", HERE],
+    14: [f"{KILLED}::test_a_kill_at_every_file_operation_of_a_save_leaves_old_or_new", HERE],
+    15: [f"{KILLED}::test_a_kill_at_every_file_operation_of_a_save_leaves_old_or_new", HERE],
+    16: ["train/checkpoints/test_checkpoints_retention.py::test_what_killed_saves_and_deletions_left_is_swept", HERE],
+    17: [f"{KILLED}::test_a_power_cut_finds_nothing_renamed_that_was_not_on_the_disk_before"],
+    18: [f"{DAMAGE}::test_no_flipped_byte_and_no_cut_loads_in_silence"],
+    19: [
+        f"{DAMAGE}::test_no_flipped_byte_and_no_cut_loads_in_silence",
+        "resilience/test_memory_slots.py::test_of_500_byte_flips_none_is_accepted_and_the_older_state_is_used",
+        HERE,
+    ],
+    20: [
+        f"{DAMAGE}::test_a_damaged_or_missing_file_makes_the_run_fall_back_and_is_set_aside_with_its_reason",
+        f"{DAMAGE}::test_a_spoilt_hint_changes_nothing",
+    ],
+    21: [f"{DAMAGE}::test_when_every_checkpoint_is_damaged_the_run_stops_now_and_later"],
+    22: [f"{STORE}::test_a_disk_that_fills_up_in_the_middle_of_a_save_costs_that_save_only", HERE],
+    23: [f"{RANKS}::test_when_one_rank_cannot_write_all_learn_it_and_nothing_is_committed"],
+    24: [f"{GUARDS}::test_a_disk_that_cannot_hold_a_checkpoint_is_noticed_before_the_first_step"],
+    25: [f"{STORE}::test_a_file_larger_than_the_system_allows_costs_that_save_only", HERE],
+    26: [f"{STORE}::test_the_next_save_waits_for_the_one_before", f"{STORE}::test_or_is_left_out_and_says_so", HERE],
+    27: [f"{MEMORY}::test_without_room_the_disk_is_used_and_the_start_says_so"],
+    # The saver is a thread, which cannot be killed alone; it can fail.
+    28: [f"{STORE}::test_a_document_that_is_no_json_is_a_failed_save_and_the_next_one_works"],
+    29: [f"{RANKS}::test_when_one_rank_cannot_write_all_learn_it_and_nothing_is_committed", HERE],
+    30: [
+        "train/test_train_exact.py::test_a_sharded_run_resumes_at_any_number_of_processes_and_micro_batch",
+        f"{RANKS}::test_what_two_ranks_saved_comes_back_bit_for_bit_at_one_two_and_three",
+    ],
+    31: "needs several machines",
+    32: "needs several machines",
+    33: [f"{STORE}::test_a_process_that_lost_the_run_commits_nothing"],
+    34: ["train/test_train_resume.py::test_a_second_process_on_the_same_run_is_refused_and_a_dead_one_holds_nothing"],
+    35: ["train/test_two_machines.py::test_a_rank_that_does_not_come_is_named"],
+    36: "not built yet",
+    37: "not built yet",
+    38: [f"{GUARDS}::test_a_step_that_is_not_finite_changes_no_bit_of_weights_and_moments"],
+    39: [f"{GUARDS}::test_a_run_over_a_poisoned_window_goes_back_leaves_it_out_and_ends_like_the_clean_one"],
+    40: [f"{GUARDS}::test_a_run_that_keeps_failing_ends_with_code_12_and_weights_from_before"],
+    41: [
+        "resilience/test_acceptance.py::test_a_flipped_bit_of_a_weight_ends_the_run_and_the_same_command_repairs_it",
+        f"{MEMORY}::test_replicas_that_differ_are_found_at_the_next_check",
+        f"{MEMORY}::test_a_step_computed_twice_changes_nothing_and_a_wrong_one_is_named",
+    ],
+    42: [
+        "train/test_train_data.py::test_a_run_stops_at_a_damaged_shard_without_saving_and_goes_on_once_it_is_mended",
+        "packed/test_packed_damage.py::test_a_missing_or_short_file_of_any_kind_is_named",
+    ],
+    43: [
+        "train/test_train_data.py::"
+        "test_a_run_whose_reading_process_is_killed_goes_on_to_the_same_bits_and_writes_it_down"
+    ],
+    44: ON_A_GPU,
+    45: ON_A_GPU,
+    46: ON_A_GPU,
+    47: ON_A_GPU,
+    48: [
+        "train/checkpoints/test_checkpoints_malice.py::test_a_pickle_in_any_file_is_refused_and_its_code_does_not_run",
+        "train/checkpoints/test_checkpoints_malice.py::test_names_that_lead_elsewhere_are_refused",
+    ],
+    49: [
+        f"{DAMAGE}::test_a_whole_checkpoint_of_another_version_stops_the_run_and_is_left_where_it_is",
+        "train/test_train_loop.py::test_changed_settings_are_listed_and_refused",
+        f"{GUARDS}::test_data_packed_with_another_tokenizer_is_refused",
+    ],
+    50: ["resilience/test_supervised_runs.py::test_a_clock_that_jumps_is_no_hang"],
+    51: [
+        "train/test_train_loop.py::test_metrics_that_cannot_be_written_do_not_stop_the_run_and_are_reported_at_its_end",
+        "track/test_writer.py::test_a_disk_that_stays_full_raises_nothing_and_the_loss_is_counted",
+    ],
+    52: ["resilience/test_soak.py::test_random_faults_leave_the_bits_of_the_undisturbed_run"],
+}
+"""Row -> its tests, or why there is none."""
+
+if __name__ == "__main__":
+    named = {test for tests in ROWS.values() if isinstance(tests, list) for test in tests}
+    print(*sorted(f"tests/{test}" for test in named if not test.startswith("resilience/")))  # that folder runs anyway

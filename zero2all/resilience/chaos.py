@@ -1,0 +1,175 @@
+"""Fault plans for `z2a chaos`: read and checked as people write them, made at random for a soak, and put into the form
+that `common.fault` obeys in the processes of a run."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from zero2all.common.errors import UsageError
+from zero2all.common.fault import KINDS, POINTS
+from zero2all.common.files import write_atomic
+from zero2all.common.manifest import fingerprint
+from zero2all.common.schema import NaturalFloat, PositiveFloat, PositiveInt, Problem, build, nearest_hint
+from zero2all.common.yamlio import read_yaml
+from zero2all.resilience.slots import RAM_FOLDER
+
+SAVE_POINTS = ("file", "manifest", "rename")
+POINTS_OF = {"disk_full": SAVE_POINTS, "io_error": SAVE_POINTS, "poison_batch": ("step",), "weight_bit": ("step",)}
+"""Where some faults can happen, the usual place first; the others happen anywhere, usually before a step."""
+RECOVERY_SECONDS = 45.0
+"""A soak has no fault so shortly before its end."""
+NET_ADMIN = 1 << 12
+"""The Linux capability to change network interfaces."""
+
+
+@dataclass(frozen=True)
+class PlannedFault:
+    """One entry of a plan."""
+
+    fault: str
+    """What happens; one of KINDS."""
+    rank: int | str | None = None
+    """To which rank; all: to each of them; none: to the first that comes there."""
+    step: PositiveInt | None = None
+    """At which step; none: at any."""
+    point: str | None = None
+    """Where in it; one of POINTS. None: before a step, and for faults of the disk before a file of a checkpoint."""
+    after: NaturalFloat | None = None
+    """Not before so many seconds after the start of the command."""
+    every: bool = False
+    """Each time, instead of once."""
+    seconds: PositiveFloat | None = None
+    """How long `slow` takes (5), or after how long the link of `link_down` comes back (never)."""
+    interface: str | None = None
+    """For `link_down`: the network interface."""
+    namespace: str | None = None
+    """For `link_down`: the network namespace in which the interface is; none: the one of the run."""
+
+    def problems(self, place: str, ranks: int, steps: int) -> list[Problem]:
+        """What cannot happen in a run of so many ranks and steps."""
+        found = []
+        if self.fault not in KINDS:
+            found.append(Problem(f"{place}.fault", self.fault, "a fault", nearest_hint(self.fault, KINDS)))
+        if self.point is not None and self.point not in POINTS:
+            found.append(Problem(f"{place}.point", self.point, "a point", nearest_hint(self.point, POINTS)))
+        elif self.point not in (None, *POINTS_OF.get(self.fault, POINTS)):
+            found.append(Problem(f"{place}.point", self.point, f"one of {', '.join(POINTS_OF[self.fault])}"))
+        last_rank = 0 if self.fault == "store_lost" else ranks - 1
+        if self.rank not in (None, "all", *range(last_rank + 1)):
+            found.append(Problem(f"{place}.rank", self.rank, f"a rank of this run (0 to {last_rank}), or all"))
+        if self.step is not None and self.step > steps:
+            found.append(Problem(f"{place}.step", self.step, f"at most train.steps, {steps}"))
+        if self.step is None and self.point is None and self.after is None:
+            found.append(Problem(place, self.fault, "step, point or after: when it happens"))
+        if self.fault == "link_down" and (reason := self._why_no_link()):
+            found.append(Problem(f"{place}.interface", self.interface, reason))
+        return found
+
+    def _why_no_link(self) -> str:
+        if self.namespace is None and not Path(f"/sys/class/net/{self.interface or ''}/operstate").exists():
+            return "a network interface of this machine"
+        held = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff"))
+        if shutil.which("ip") is None or not int(held.split()[1], 16) & NET_ADMIN:
+            return "the program ip and the right to change interfaces (CAP_NET_ADMIN)"
+        return ""
+
+    def resolved(self, started: float, run: Path, memory: Path | None) -> dict[str, Any]:
+        """As `common.fault` reads it."""
+        fault = {name: value for name, value in asdict(self).items() if value is not None and name != "after"}
+        fault["point"] = self.point or POINTS_OF.get(self.fault, ("step",))[0]
+        if self.fault == "store_lost":
+            fault["rank"] = 0
+        if self.after is not None:
+            fault["due"] = started + self.after
+        return {**fault, "run": str(run), "base": str(memory or RAM_FOLDER)}
+
+
+def read_plan(path: Path, ranks: int, steps: int) -> list[PlannedFault]:
+    """The faults of a YAML or JSON file; UsageError with everything that is wrong with them."""
+    try:
+        values = read_yaml(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"The plan {path} cannot be read: {error}") from error
+    if not isinstance(values, list) or not values:
+        raise UsageError(f"The plan {path} is no list of faults. Write one entry such as: - {{fault: kill, step: 8}}")
+    problems: list[Problem] = []
+    faults = []
+    for number, value in enumerate(values, 1):
+        found: list[Problem] = []
+        fault = build(PlannedFault, value, f"fault {number}", found)
+        problems += found or fault.problems(f"fault {number}", ranks, steps)
+        faults.append(fault)
+    if problems:
+        raise UsageError("\n".join([f"The plan {path} cannot be used:", *(f"  {each}" for each in problems)]))
+    return faults
+
+
+def install_plan(faults: Iterable[PlannedFault], folder: Path, run: Path, memory: Path | None, fresh: bool) -> Path:
+    """Write the plan for the processes of a run; returns its path, for the variable FAULTS. What has happened in an
+    earlier command with the same plan does not happen again, unless `fresh`."""
+    started = time.monotonic()
+    faults = list(faults)
+    path = folder / run.name / f"{fingerprint([asdict(fault) for fault in faults])[:12]}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if fresh:
+        for mark in marks(path):
+            mark.unlink()
+    resolved = [fault.resolved(started, run.absolute(), memory) for fault in faults]
+    write_atomic(path, json.dumps(resolved, indent=1).encode())
+    return path
+
+
+def marks(path: Path) -> list[Path]:
+    """The files that keep what has happened, oldest first."""
+    return sorted(path.parent.glob(f"{path.name}.*"), key=lambda mark: mark.stat().st_mtime)
+
+
+def happened(path: Path) -> dict[int, dict[str, Any]]:
+    """By number in the plan, from 0: where and when a fault happened first."""
+    found: dict[int, dict[str, Any]] = {}
+    for mark in marks(path):
+        number = int(mark.name.removeprefix(f"{path.name}.").split("-")[0])
+        found.setdefault(number, json.loads(mark.read_text() or "{}"))
+    return found
+
+
+def soak_plan(seconds: float, every: float, ranks: int, has_memory: bool, seed: int) -> list[PlannedFault]:
+    """Random faults, one in each interval of `every` seconds, of the kinds after which a run of the same size has the
+    same bits. All kinds come before one comes again. Damage is followed by a kill, so that the restart meets it."""
+    rng = random.Random(seed)
+    kinds: list[tuple[str, str | None]] = [("kill", point) for point in ("step", "update", "file", "rename", "delete")]
+    plain = (
+        "segfault",
+        "raise",
+        "stop",
+        "sleep",
+        "hold_gil",
+        "slow",
+        "disk_full",
+        "io_error",
+        "flip_file",
+        "store_lost",
+    )
+    kinds += [(fault, None) for fault in plain]
+    kinds += [("kill", "memory"), ("flip_memory", None)] if has_memory else []
+    left: list[tuple[str, str | None]] = []
+    faults = []
+    for number in range(int(seconds // every)):
+        left = left or rng.sample(kinds, len(kinds))
+        fault, point = left.pop()
+        # Rank 0 alone commits, deletes and serves the store.
+        rank = 0 if point in ("rename", "delete") or fault == "store_lost" else rng.randrange(ranks)
+        after = round((number + rng.uniform(0.4, 0.6)) * every, 1)
+        if after > seconds - RECOVERY_SECONDS:
+            break
+        faults.append(PlannedFault(fault, rank, point=point, after=after, seconds=3.0 if fault == "slow" else None))
+        if fault.startswith("flip_"):
+            faults.append(PlannedFault("kill", rank, after=after))
+    return faults
