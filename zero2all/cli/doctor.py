@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.verb import LAST_PORT, Subparsers, add_json, add_verb, add_work, real, whole, write_json_result
-from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.errors import BadInputError, UnhealthyError, UsageError
 from zero2all.common.language import padded
 from zero2all.common.language import translate as t
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 SHOWN = {"ok": "ok", "note": "note", "warning": "WARNING", "error": "ERROR"}
 EXAMPLE = """z2a doctor
   z2a doctor --work my-workspace --json doctor.json
+  z2a doctor --ranks 8
   z2a doctor --network --listen 29700
   z2a doctor --network --peer 10.0.0.2:29700 --peer 10.0.0.3:29700"""
 
@@ -56,10 +58,19 @@ def register(verbs: Subparsers) -> None:
         metavar="PORT",
         help="with --network: answer the measurements of others until Ctrl-C (anyone who reaches the port can measure)",
     )
+    parser.add_argument(
+        "--ranks",
+        type=whole(2),
+        default=None,
+        metavar="N",
+        help="only the health check: a matrix product in each of N processes, and an exchange between all neighbours",
+    )
     add_json(parser)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.ranks:
+        return _check_ranks(arguments)
     if (arguments.peer or arguments.listen) and not arguments.network:
         raise UsageError("--peer and --listen belong to --network. Add --network.")
     if arguments.listen:
@@ -95,6 +106,23 @@ def _doctor(arguments: argparse.Namespace) -> int:
         )
     is_bad = counts["error"] or any(one.problem for one in pairs.values())
     return BadInputError.exit_code if is_bad else 0
+
+
+def _check_ranks(arguments: argparse.Namespace) -> int:
+    if "LOCAL_RANK" not in os.environ:
+        from zero2all.parallel.launch import run_processes
+
+        return run_processes(arguments.ranks, arguments.command_line)
+    from zero2all.cli.table import print_table
+    from zero2all.perf.doctor.ranks import check_ranks, health_rows
+
+    found = check_ranks()
+    bad = {**found.slow, **found.broken}
+    if os.environ["RANK"] == "0" and not write_json_result(arguments.json, asdict(found)):
+        for rows in health_rows(found):
+            print_table(rows)
+        print("\n".join(t(text) for text in bad.values()) or t("all ranks are well"))
+    return UnhealthyError.exit_code if bad else 0
 
 
 def _print(findings: list[Finding]) -> None:

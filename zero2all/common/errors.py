@@ -70,6 +70,12 @@ class LostRunError(UserError):
     exit_code = 14
 
 
+class UnhealthyError(UserError):
+    """The health check found this machine, or one that cannot be left out, slow or broken."""
+
+    exit_code = 16
+
+
 def for_all_ranks(error: E) -> E:
     """The error, marked as one that all processes of the run raise."""
     error.of_all_ranks = True

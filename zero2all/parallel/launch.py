@@ -77,6 +77,8 @@ def run_processes(
         listener = nodes.listen()  # rank 0 inherits it, so that no other program takes the port
         found: list[Environment] = []
         shared = {**nodes.variables(processes, listener), COMMAND_STARTED: str(command_started())}
+        # When a process dies, torch's warnings about it, with stacks of C++, would hide the cause.
+        shared["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
         for rank in range(processes):
             own = {**shared, "RANK": str(first + rank), "LOCAL_RANK": str(rank)}
             inherited = []

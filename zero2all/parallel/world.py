@@ -20,6 +20,7 @@ import torch.distributed as dist
 from zero2all.common.errors import UserError, for_all_ranks
 from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.device import bind_near, local_processes, local_rank
+from zero2all.parallel.health import HealthRules, check_health
 from zero2all.parallel.meet import Facts, facts_of, meet, open_store
 from zero2all.parallel.mesh import Mesh, make_mesh
 from zero2all.parallel.network import Variable, measure_ring, set_network_variables, speed_note
@@ -121,10 +122,12 @@ def is_failed_collective(error: BaseException) -> bool:
 
 
 @contextmanager
-def join_world(device: torch.device, config: ParallelConfig, settings: Facts | None = None) -> Iterator[World]:
-    """Join the process group, and leave it at the end of the block; `settings` must be equal in all processes. A
-    process that fails aborts the group at once: destroying it properly would wait for collectives that the others may
-    never start."""
+def join_world(
+    device: torch.device, config: ParallelConfig, settings: Facts | None = None, health: HealthRules | None = None
+) -> Iterator[World]:
+    """Join the process group, and leave it at the end of the block; `settings` must be equal in all processes. With
+    `health` they are checked before. A process that fails aborts the group at once: destroying it properly would wait
+    for collectives that the others may never start."""
     sizes = config.sizes(known_processes())
     if asked_processes() == 1 and not dist.is_initialized():
         yield World(device=device)
@@ -142,6 +145,9 @@ def join_world(device: torch.device, config: ParallelConfig, settings: Facts | N
             notes.append(f"network variables: {', '.join(map(str, variables)) or 'none are needed'}")
         store = open_store(rank, config.join_seconds)
         meet(store, rank, size, facts_of(settings or {}, size), config.join_seconds)
+        if health is not None:
+            verdict = check_health(store, rank, size, device, health)
+            notes += [verdict.note(), *(f"warning: {text}" for text in verdict.slow.values())]
         dist.init_process_group(
             "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo",
             store=dist.PrefixStore("group", store),

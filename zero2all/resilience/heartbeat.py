@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 PHASES = ("start", "data", "step", "save", "validate", "end")
 HEARTBEAT = "ZERO2ALL_HEARTBEAT"
 """Descriptors for a rank: heartbeat file, its slot, the supervisor's pipe, the file for stacks."""
+ATTEMPT = "ZERO2ALL_ATTEMPT"
+"""Which attempt of the supervisor this is, from 1."""
 SLOT_BYTES = 8192
 HEAD = struct.Struct("=qqdqq")
 """Beats so far, phase, when it began, step, first step."""

@@ -39,6 +39,7 @@ from zero2all.common.errors import (
     LostRunError,
     PreemptedError,
     RunLockedError,
+    UnhealthyError,
     UsageError,
 )
 from zero2all.common.progress import say
@@ -52,7 +53,7 @@ from zero2all.resilience.diagnosis import (
     signal_words,
     take_stacks,
 )
-from zero2all.resilience.heartbeat import HEARTBEAT, Beat, Slots, heartbeat_file
+from zero2all.resilience.heartbeat import ATTEMPT, HEARTBEAT, Beat, Slots, heartbeat_file
 from zero2all.resilience.notice import Notices
 from zero2all.resilience.page import Failure, same_error, write_page
 
@@ -60,7 +61,10 @@ DETERMINISTIC_CODE = 15
 """Exit code of a command that the supervisor has given up: it fails again and again."""
 USER_CODES = tuple(
     error.exit_code
-    for error in (UsageError, BadInputError, DiskError, AnomalyError, RunLockedError, LostRunError, PreemptedError)
+    for error in (
+        *(UsageError, BadInputError, DiskError, AnomalyError, RunLockedError, LostRunError, PreemptedError),
+        UnhealthyError,
+    )
 )
 """Ends that another attempt would not change."""
 GRACE_SECONDS = 60.0
@@ -231,6 +235,7 @@ class _Supervisor:
                 **os.environ,
                 **variables,
                 HEARTBEAT: ",".join(map(str, descriptors)),
+                ATTEMPT: str(self.attempt),
             },
             stderr=outputs[0][1] if outputs else None,
             stdout=outputs[1][1] if len(outputs) > 1 else None,

@@ -120,7 +120,7 @@ def _simulate(config: RunConfig, world: World, started: float) -> Simulated:
     settings = memory_settings(config, ops, world.mesh, samples)
     expected = estimate_memory(config.model, settings)
     experts = config.model.expert_layers * config.model.moe.experts
-    figures = HEAD + 2 + 2 * config.samples_per_step + experts
+    figures = HEAD + 2 + 2 * config.samples_per_step + (2 * world.size if world.size > 1 else 0) + experts
     formula: Counter[tuple[str, str]] = Counter()
     for one in communication_per_step(config.model, settings, figures, _buffers(state)):
         formula[one.collective, sent.same_as.get(one.axis, one.axis)] += one.given  # type: ignore[assignment]

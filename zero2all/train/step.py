@@ -124,6 +124,8 @@ class StepPlan:
     """Whether this process was asked to stop; the others learn it from the figures."""
     folder_news: bool = False
     """Whether this process, rank 0, found something in the run's folder; the others learn it from the figures."""
+    pace: tuple[float, float] = (0.0, 0.0)
+    """Seconds of this process in a step before (`stragglers`); the others learn them from the figures."""
     is_rehearsal: bool = False
     """Compute everything but the update: the same step follows."""
 
@@ -149,6 +151,7 @@ class StepResult:
     ended_between: tuple[float, float]
     """Earliest and latest time at which it ended, by the host's clock, in seconds since the epoch."""
     expert_loads: np.ndarray | None = None  # (blocks with experts, experts) tokens that each expert got
+    paces: np.ndarray | None = None  # (ranks, 2) the `pace` of each; None: one process
 
 
 @dataclass(frozen=True)
@@ -161,9 +164,10 @@ class PendingStep:
     channels: int
     rows: int
     experts: int
+    ranks: int
     figures: Tensor
-    """On the host: HEAD figures, nats and counts per channel, nats and counts per row of the global batch, tokens per
-    expert of each block with experts."""
+    """On the host: HEAD figures, nats and counts per channel, nats and counts per row of the global batch, of several
+    processes two for each (`StepPlan.pace`), tokens per expert of each block with experts."""
     arrived: torch.cuda.Event | None
     timer: StepTimer
     queued_at: float
@@ -179,8 +183,8 @@ class PendingStep:
             between = (self.queued_at if was_over else now, now)
         figures = self.figures.numpy()
         loss, norm, refused, stop, news = figures[:HEAD].tolist()
-        sizes = (self.channels, self.channels, self.rows, self.rows)
-        nats, counts, row_nats, row_counts, loads = np.split(figures[HEAD:], np.cumsum(sizes))
+        sizes = (self.channels, self.channels, self.rows, self.rows, 2 * self.ranks if self.ranks > 1 else 0)
+        nats, counts, row_nats, row_counts, paces, loads = np.split(figures[HEAD:], np.cumsum(sizes))
         channel_losses = [float(total / count) if count else None for total, count in zip(nats, counts, strict=True)]
         return StepResult(
             step=self.step,
@@ -198,6 +202,7 @@ class PendingStep:
             ended=self.timer.end,
             ended_between=between,
             expert_loads=loads.reshape(-1, self.experts) if self.experts else None,
+            paces=paces.reshape(-1, 2) if self.ranks > 1 else None,
         )
 
 
@@ -214,6 +219,11 @@ def train_step(
     figures = _forward_backward(state, batch, channels, config, world, plan, timer)
     if not world.mesh.reports:
         figures[HEAD:].zero_()
+    if world.size > 1:
+        paces = torch.zeros(world.size, 2, dtype=torch.float64, device=world.device)
+        for place, seconds in enumerate(plan.pace):
+            paces[world.rank, place].fill_(seconds)
+        figures = torch.cat([figures, paces.view(-1)])
     if config.model.moe.experts:  # counted where the tokens are: on every tensor rank, and in every stage
         figures = torch.cat([figures, _expert_loads(state)])
     figures[1] = state.weights.squared_norm_share()
@@ -230,7 +240,7 @@ def train_step(
     if not plan.is_rehearsal:
         state.step += 1
         state.tokens += rows * (batch.tokens.shape[1] - 1)
-    facts = (state.step, (before, state.tokens), plan.lr, channels, rows, config.model.moe.experts)
+    facts = (state.step, (before, state.tokens), plan.lr, channels, rows, config.model.moe.experts, world.size)
     if world.device.type != "cuda":
         return PendingStep(*facts, figures, None, timer, time.time())
     host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
