@@ -108,8 +108,8 @@ def _run(words: list[str] | None) -> int:
         return code
     except UserError as error:
         is_of_all = error.of_all_ranks or error.exit_code in DECIDED_TOGETHER
-        if is_of_all and os.environ.get("RANK", "0") != "0":
-            return error.exit_code  # the first process says it for all
+        if error.is_said or (is_of_all and os.environ.get("RANK", "0") != "0"):
+            return error.exit_code  # the first process says it for all, or the one that started this
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         return _fail(

@@ -19,6 +19,8 @@ class UserError(Exception):
     exit_code = 3
     of_all_ranks = False
     """Whether all processes of a run raise this same error: then the first of them says it for all."""
+    is_said = False
+    """Whether the process that started this one says it, once for all."""
 
 
 E = TypeVar("E", bound=UserError)

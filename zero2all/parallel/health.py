@@ -3,7 +3,7 @@
 It runs before the process group of the run is made, because a bad GPU or link would hang there without a name. First
 every process multiplies the same matrices: the bits must be those of most processes with such a device, and the time
 near theirs. Then the machines (of one machine: its processes) exchange data in pairs, in two rounds with other pairs.
-One that is in a bad pair and in no good one is bad.
+One that is in bad pairs and in no good one is bad.
 
 Results go through the store of the rendezvous, so that a process that hangs or dies holds nobody up: at most
 PRODUCT_SECONDS and twice PAIR_SECONDS, and it is named.
@@ -250,9 +250,13 @@ def judge(
     slow = [one["units"] for one in pairs if not one["problem"] and SLOW * one["speed"] < usual_speed]
     for units, found, words in ((failed, verdict.broken, "failed"), (slow, verdict.slow, "are slow")):
         good = {unit for one in pairs if one["units"] not in units for unit in one["units"]} | set(verdict.broken)
-        for unit in sorted({unit for pair in units for unit in pair} - good):
-            problem = next((f" ({one['problem']})" for one in pairs if one["problem"] and unit in one["units"]), "")
-            found[unit] = f"all exchanges with {_name(unit, per_unit, ranks)} {words}{problem}"
+        left = [pair for pair in units if not set(pair) <= good]
+        while left:  # the one with the most bad pairs explains them; of equal ones each may
+            counts = Counter(unit for pair in left for unit in pair if unit not in good)
+            for unit in [unit for unit in sorted(counts) if counts[unit] == max(counts.values())]:
+                problem = next((f" ({one['problem']})" for one in pairs if one["problem"] and unit in one["units"]), "")
+                found[unit] = f"all exchanges with {_name(unit, per_unit, ranks)} {words}{problem}"
+            left = [pair for pair in left if not set(pair) & set(found)]
     for first, second in failed:
         if not {first, second} & set(verdict.broken):  # only the way between these two
             names = f"{_name(first, per_unit, ranks)} and {_name(second, per_unit, ranks)}"

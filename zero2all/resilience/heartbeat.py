@@ -188,10 +188,11 @@ def warm_up() -> None:
         _own.warm_up()
 
 
-def failed(error: BaseException) -> None:
-    """Leave the error for the supervisor's page."""
+def failed(error: BaseException) -> bool:
+    """Leave the error for the process that started this one; whether there is one."""
     if _own is not None:
         _own.write(ERROR_AT, f"{type(error).__name__}: {error}")
+    return _own is not None
 
 
 def _listen(own: Heartbeat, pipe: int, stops: bool) -> None:

@@ -47,6 +47,7 @@ from zero2all.common.signals import stop_signals_to
 from zero2all.resilience.config import ResilienceConfig
 from zero2all.resilience.diagnosis import (
     CLEAR_CRASHES,
+    VICTIM,
     MemoryKills,
     RankFacts,
     culprit,
@@ -302,9 +303,19 @@ class _Supervisor:
         code = _cause(first or failed)
         if self._may_restart(failed):
             return code, self._crash(codes, facts if first else self._facts())
+        for line in self._lost_peers():
+            say(f"z2a: {line}")
         for line in unusual_ends(codes, self.watch.grace_seconds, self.ranks[0].name if self.ranks else 0):
             say(f"z2a: {line}")
         return code, None
+
+    def _lost_peers(self) -> list[str]:
+        """What the ranks said that only noticed the end of another: once, and after the cause."""
+        errors = [self.slots.error(number)[1] for number in range(len(self.ranks))]
+        said = {rank.name: text for rank, text in zip(self.ranks, errors, strict=True) if text.startswith(VICTIM)}
+        others = ", ".join(str(name) for name in list(said)[1:])
+        lines = [text.partition(": ")[2] for text in list(said.values())[:1]]
+        return [*lines, f"Rank {others} says the same."] if others else lines
 
     def _may_restart(self, failed: Sequence[int]) -> bool:
         """Whether another attempt may help: no rank ended with an error that a person must mend."""
