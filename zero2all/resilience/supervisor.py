@@ -68,6 +68,8 @@ USER_CODES = tuple(
     )
 )
 """Ends that another attempt would not change."""
+CURED = "ReplicasDifferError"
+"""A bit has flipped: the checkpoint is whole, and from there all ranks have the same bits again."""
 GRACE_SECONDS = 60.0
 """How long the others may continue after one has ended with such an error; they may be waiting for it forever."""
 ENDS_IN_TIME = (None, 0, PreemptedError.exit_code)
@@ -319,7 +321,9 @@ class _Supervisor:
 
     def _may_restart(self, failed: Sequence[int]) -> bool:
         """Whether another attempt may help: no rank ended with an error that a person must mend."""
-        hopeless = (*USER_CODES, 128 + signal.SIGINT)
+        errors = [self.slots.error(number)[1] for number in range(len(self.ranks))]
+        is_cured = any(text.startswith(CURED) for text in errors)
+        hopeless = (128 + signal.SIGINT,) if is_cured else (*USER_CODES, 128 + signal.SIGINT)
         return bool(failed) and not self.asked and self.supervises and not any(code in hopeless for code in failed)
 
     def _codes(self) -> list[int | None]:
@@ -399,12 +403,13 @@ class _Supervisor:
             with suppress(OSError):
                 os.write(rank.pipe, b"?")
         take_stacks(facts, {rank.name: rank.stacks.fileno() for rank in self.ranks})
-        end = time.monotonic() + (COLLECTIVES_SECONDS if len(self.ranks) > 1 else 0.0)
+        end = time.monotonic() + COLLECTIVES_SECONDS
         living = [place for place, one in enumerate(facts) if one.code is None and one.beat.beats and one.state != "T"]
-        while time.monotonic() < end and not all(self.slots.collectives(place) for place in living):
+        while time.monotonic() < end and not all(self.slots.has_answered(place) for place in living):
             time.sleep(POLL_SECONDS)
         for place in living:
             facts[place].collectives = self.slots.collectives(place)
+            facts[place].device = self.slots.device(place)
 
     def _hang(self, over: Sequence[int]) -> tuple[int, Failure | None]:
         facts = self._facts()

@@ -45,7 +45,7 @@ from zero2all.parallel.device import pick_device, set_memory_settings
 from zero2all.parallel.group_link import GroupLink, link_facts, own_group
 from zero2all.parallel.health import HealthRules
 from zero2all.parallel.world import World, asked_processes, join_world, known_processes
-from zero2all.resilience.heartbeat import ATTEMPT, beat, warm_up
+from zero2all.resilience.heartbeat import ATTEMPT, beat, warm_up, watch_device
 from zero2all.track.writer import Run, has_finished
 from zero2all.train.anneal import ANNEAL_STAGE, read_anneal, withdraw_request
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
@@ -63,6 +63,7 @@ from zero2all.train.peer_failure import explain_peer_failure
 from zero2all.train.periodic import (
     CheckpointSaver,
     FolderWatch,
+    ReplicaDoubt,
     ShardDamage,
     UpdateRatios,
     Validation,
@@ -82,7 +83,7 @@ from zero2all.train.sanity import (
 )
 from zero2all.train.saved_config import save_run_config
 from zero2all.train.setup import Prepared, load_checkpoint, prepare
-from zero2all.train.step import PendingStep, StepPlan, StepResult, train_step
+from zero2all.train.step import PendingStep, StepPlan, StepResult, train_step, unfinished_part
 from zero2all.train.stop import StopRequest, stop_requests
 from zero2all.train.stragglers import Stragglers
 
@@ -274,6 +275,7 @@ class TrainingLoop:
         self.control = Control(prepared, metrics, make_decode, lock.check, self.log.say)
         self.validation = Validation(prepared, self.log)
         self.saver = CheckpointSaver(prepared, store, self.control, lock, self.log)
+        self.replica_doubt = ReplicaDoubt(prepared, store, self.log)
         every_steps = self.config.track.update_ratios_every_steps
         self.update_ratios = UpdateRatios(self.state, self.world, self.log, every_steps)
         self.shard_damage = ShardDamage(prepared, self.log)
@@ -297,7 +299,7 @@ class TrainingLoop:
                 self._leave_nonfinite_checkpoints()
                 first_step = self.state.step
                 self.adopt()
-                with self.shard_damage.checking(), self.folder_watch.watching():
+                with self.shard_damage.checking(), self.folder_watch.watching(), self.replica_doubt.kept():
                     while self._train_on():
                         pass
             self.end(first_step)
@@ -362,6 +364,7 @@ class TrainingLoop:
     def begin(self) -> None:
         """Restore the guards, and check what can be checked without training."""
         beat("start", self.state.step)
+        watch_device(unfinished_part)
         prepared = self.prepared
         facts: dict[str, Any] = {"notes": prepared.notes, "environment": prepared.environment}
         if self.world.device.type == "cuda":
@@ -422,6 +425,7 @@ class TrainingLoop:
         if self.prepared.on_cpu or validates or saves or remembers or compares or is_last or self.stop_requested:
             self.read_results()  # of this step
 
+        self.replica_doubt.look(state.step)
         if validates:
             self.validate()
         if self.stop_requested and not is_last:

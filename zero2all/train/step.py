@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -38,6 +39,9 @@ HEAD = 5
 """Figures before those of channels and rows: loss, norm, update refused, stop requested, folder news."""
 
 
+MOST_MARKS = 1_000_000
+
+
 class StepTimer:
     """Where the time of a step goes: its parts, in the order in which they end.
 
@@ -48,12 +52,21 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.number = _recent[-1].number + 1 if _recent else 0
+        _recent.append(self)
         self._marks: list[tuple[str, Mark]] = []
         self.mark("")
 
     def mark(self, part: str) -> None:
         """`part` ends here; it began at the mark before."""
         self._marks.append((part, mark_now(self._device)))
+
+    def unfinished(self) -> tuple[int, str] | None:
+        """How many marks the device has passed, and the part that ends at the next one; None: all."""
+        for place, (part, mark) in enumerate(self._marks):
+            if not isinstance(mark, float) and not mark.query():
+                return MOST_MARKS * self.number + place, part
+        return None
 
     @property
     def end(self) -> Mark:
@@ -66,6 +79,16 @@ class StepTimer:
         for (_, before), (part, after) in zip(self._marks, self._marks[1:], strict=False):
             found[part] = found.get(part, 0.0) + seconds_between(before, after)
         return found
+
+
+_recent: deque[StepTimer] = deque(maxlen=2)
+"""The host is at most one step ahead of the device."""
+
+
+def unfinished_part() -> tuple[int, str] | None:
+    """The first part of the last steps that the device has not finished, and a number that grows with its progress;
+    None: all are finished, or there is no GPU. Asked when a process hangs, from another thread."""
+    return next((found for timer in tuple(_recent) if (found := timer.unfinished()) is not None), None)
 
 
 def mark_now(device: torch.device) -> Mark:
