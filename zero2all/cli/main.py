@@ -69,7 +69,7 @@ help of a verb, with an example:
 exit codes: 0 done, 1 a bug or a lost process, 2 usage or config, 3 bad input,
             4 disk or memory full, 10 stopped and saved, 12 run stopped itself,
             13 run in use, 14 run taken over, 15 fails every time,
-            130 interrupted"""
+            16 bad machine, 130 interrupted"""
 INTERRUPTED = 130
 LEAST_ADDRESS_SPACE_BYTES = 512 << 20
 DECIDED_TOGETHER = tuple(error.exit_code for error in (PreemptedError, AnomalyError, RunLockedError, LostRunError))

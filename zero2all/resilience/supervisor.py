@@ -317,7 +317,7 @@ class _Supervisor:
         said = {rank.name: text for rank, text in zip(self.ranks, errors, strict=True) if text.startswith(VICTIM)}
         others = ", ".join(str(name) for name in list(said)[1:])
         lines = [text.partition(": ")[2] for text in list(said.values())[:1]]
-        return [*lines, f"Rank {others} says the same."] if others else lines
+        return [*lines, _note(f"Rank {others} says the same.")] if others else lines
 
     def _may_restart(self, failed: Sequence[int]) -> bool:
         """Whether another attempt may help: no rank ended with an error that a person must mend."""
