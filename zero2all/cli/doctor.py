@@ -113,15 +113,12 @@ def _check_ranks(arguments: argparse.Namespace) -> int:
         from zero2all.parallel.launch import run_processes
 
         return run_processes(arguments.ranks, arguments.command_line)
-    from zero2all.cli.table import print_table
-    from zero2all.perf.doctor.ranks import check_ranks, health_rows
+    from zero2all.perf.doctor.ranks import check_ranks
 
     found = check_ranks()
     bad = {**found.slow, **found.broken}
     if os.environ["RANK"] == "0" and not write_json_result(arguments.json, asdict(found)):
-        for rows in health_rows(found):
-            print_table(rows)
-        print("\n".join(t(text) for text in bad.values()) or t("all ranks are well"))
+        print("\n".join(t(line) for line in [found.note(), *(bad.values() or ["all ranks are well"])]))
     return UnhealthyError.exit_code if bad else 0
 
 

@@ -69,10 +69,6 @@ class Verdict:
     pairs: list[dict[str, Any]] = field(default_factory=list)
     """Of each pair: units, bytes per second, problem."""
 
-    def bad(self, slow_too: bool) -> dict[int, str]:
-        """Those that may not take part."""
-        return {**self.slow, **self.broken} if slow_too else self.broken
-
     def note(self) -> str:
         """One line about all of them."""
         times = [1e3 * one["seconds"] for one in self.ranks] or [0.0]
@@ -87,11 +83,34 @@ def check_health(store: dist.Store, rank: int, size: int, device: torch.device, 
     """Check all processes of a run; every one calls it. Raises UnhealthyError where a bad one must not take part, and
     PeerFailureError in the others if these may go on without it."""
     verdict = find_bad(store, rank, size, device)
-    bad, per_unit = verdict.bad(rules.excludes), verdict.per_unit
-    if rank == 0 and bad:
-        _isolate(rules.isolate_command, {one["host"] for one in verdict.ranks if one["rank"] // per_unit in bad})
-    _act(bad, rank // per_unit, rules.excludes and size > local_processes())
-    return verdict
+    bad = {**verdict.slow, **verdict.broken} if rules.excludes else verdict.broken
+    per_unit = verdict.per_unit
+    if not bad:
+        return verdict
+    if rank == 0 and rules.isolate_command:
+        _isolate(
+            rules.isolate_command, {one["host"] for one in verdict.ranks if one["rank"] // verdict.per_unit in bad}
+        )
+    said, own = "; ".join(bad.values()), bad.get(rank // verdict.per_unit)
+    if not rules.excludes or size == local_processes():
+        raise for_all_ranks(
+            UnhealthyError(
+                f"The health check found: {said}. Nothing was started. Replace the machine or GPU, or leave it out, "
+                f"and run the same command again. With several machines, resilience.exclude_bad leaves bad ones out."
+            )
+        )
+    if own is None:
+        raise PeerFailureError(f"The health check found a bad machine: {said}. The others start again without it.")
+    raise UnhealthyError(f"The health check found this machine bad: {own}. It takes no part in the run.")
+
+
+def _isolate(command: str, hosts: Iterable[str]) -> None:
+    """Tell whoever keeps the machines."""
+    for host in sorted(hosts):
+        try:
+            subprocess.run([*shlex.split(command), host], timeout=ISOLATE_SECONDS, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            say(f"z2a: resilience.isolate_command failed for {host}: {error}")
 
 
 def find_bad(store: dist.Store, rank: int, size: int, device: torch.device) -> Verdict:
@@ -171,7 +190,7 @@ def exchange(store: dist.Store, members: Sequence[int], rank: int, device: torch
     """All-gather between the processes of a pair: bytes per second that each receives, or what went wrong. In a thread,
     because making a group of NCCL, or waiting for it, has no limit that leaves the process alive; with a connection of
     its own, because a store waits with its lock held."""
-    found: dict[str, Any] = {"speed": 0.0, "problem": f"nothing arrived within {PAIR_SECONDS:g} s"}
+    found = {"speed": 0.0, "problem": f"nothing arrived within {PAIR_SECONDS:g} s"}
 
     def work() -> None:
         try:
@@ -273,32 +292,6 @@ def judge(
 def _name(unit: int, per_unit: int, ranks: Sequence[Mapping[str, Any]]) -> str:
     host = next((one["host"] for one in ranks if one["rank"] // per_unit == unit), "?")
     return f"rank {unit} on {host}" if per_unit == 1 else f"machine {unit} ({host})"
-
-
-def _isolate(command: str | None, hosts: Iterable[str]) -> None:
-    """Tell whoever keeps the machines, by the command of the config."""
-    for host in sorted(hosts) if command else ():
-        try:
-            subprocess.run([*shlex.split(str(command)), host], timeout=ISOLATE_SECONDS, check=True)
-        except (OSError, subprocess.SubprocessError) as error:
-            say(f"z2a: resilience.isolate_command failed for {host}: {error}")
-
-
-def _act(bad: Mapping[int, str], unit: int, others_go_on: bool) -> None:
-    """End those that must not go on."""
-    said = "; ".join(bad.values())
-    if not bad:
-        return
-    if others_go_on and unit in bad:
-        raise UnhealthyError(f"The health check found this machine bad: {bad[unit]}. It takes no part in the run.")
-    if others_go_on:
-        raise PeerFailureError(f"The health check found a bad machine: {said}. The others start again without it.")
-    raise for_all_ranks(
-        UnhealthyError(
-            f"The health check found: {said}. Nothing was started. Replace the machine or GPU, or leave it out, and "
-            f"run the same command again. With several machines, resilience.exclude_bad leaves bad ones out."
-        )
-    )
 
 
 def _note(text: str) -> str:

@@ -6,7 +6,6 @@ import os
 
 import torch
 
-from zero2all.common.files import human_bytes
 from zero2all.parallel.device import local_rank, pick_device
 from zero2all.parallel.health import Verdict, find_bad
 from zero2all.parallel.meet import open_store
@@ -20,19 +19,5 @@ def check_ranks() -> Verdict:
     if device.type == "cuda":
         device = torch.device("cuda", local_rank())
         torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
     return find_bad(open_store(rank, JOIN_SECONDS), rank, size, device)
-
-
-def health_rows(found: Verdict) -> list[list[list[str]]]:
-    """Two tables: products and pairs."""
-    products = [["rank", "machine", "device", "product", "checksum"]]
-    for one in found.ranks:
-        named = [str(one["rank"]), one["host"], one["device"]]
-        products.append([*named, f"{1e3 * one['seconds']:.3g} ms", f"{one['bits']:08x}"])
-    pairs = [["pair", "speed", "problem"]]
-    for one in found.pairs:
-        speed = f"{human_bytes(one['speed'])}/s" if one["speed"] else ""
-        pairs.append([" ".join(map(str, one["units"])), speed, one["problem"]])
-    return [products, pairs]
