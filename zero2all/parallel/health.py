@@ -22,7 +22,6 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -84,14 +83,12 @@ def check_health(store: dist.Store, rank: int, size: int, device: torch.device, 
     PeerFailureError in the others if these may go on without it."""
     verdict = find_bad(store, rank, size, device)
     bad = {**verdict.slow, **verdict.broken} if rules.excludes else verdict.broken
-    per_unit = verdict.per_unit
     if not bad:
         return verdict
+    per_unit = verdict.per_unit
     if rank == 0 and rules.isolate_command:
-        _isolate(
-            rules.isolate_command, {one["host"] for one in verdict.ranks if one["rank"] // verdict.per_unit in bad}
-        )
-    said, own = "; ".join(bad.values()), bad.get(rank // verdict.per_unit)
+        _isolate(rules.isolate_command, {one["host"] for one in verdict.ranks if one["rank"] // per_unit in bad})
+    said, own = "; ".join(bad.values()), bad.get(rank // per_unit)
     if not rules.excludes or size == local_processes():
         raise for_all_ranks(
             UnhealthyError(
@@ -194,7 +191,8 @@ def exchange(store: dist.Store, members: Sequence[int], rank: int, device: torch
 
     def work() -> None:
         try:
-            found.update(_all_gather(store.clone(), members, rank, device))
+            own: Any = store
+            found.update(_all_gather(own.clone(), members, rank, device))
         except RuntimeError as error:
             found["problem"] = str(error).partition("\n")[0][:200] or type(error).__name__
 
@@ -208,8 +206,8 @@ def _all_gather(store: dist.Store, members: Sequence[int], rank: int, device: to
     place, bytes_each = members.index(rank), PAIR_BYTES[device.type]
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread
-    make = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
-    group = make(store, place, len(members), timedelta(seconds=10 * PAIR_SECONDS))
+    kind: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo  # mypy has no stubs
+    group = kind(store, place, len(members))
     own = torch.full((bytes_each // 4,), float(rank), device=device)
     parts = [torch.empty_like(own) for _ in members]
     times = []
@@ -218,6 +216,7 @@ def _all_gather(store: dist.Store, members: Sequence[int], rank: int, device: to
         group.allgather([parts], [own]).wait()
         arrived = [(float(part.min()), float(part.max())) for part in parts]  # waits for the device, too
         times.append(time.perf_counter() - started)
+    group.shutdown()
     if arrived != [(float(member), float(member)) for member in members]:
         return {"problem": "the data that arrived is wrong"}
     return {"speed": (len(members) - 1) * bytes_each / min(times), "problem": ""}

@@ -52,7 +52,7 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.number = _recent[-1].number + 1 if _recent else 0
+        self.number: int = _recent[-1].number + 1 if _recent else 0
         _recent.append(self)
         self._marks: list[tuple[str, Mark]] = []
         self.mark("")
