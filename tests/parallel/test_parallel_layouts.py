@@ -61,7 +61,7 @@ def test_states_are_cut_and_bytes_are_those_of_the_formula(of_two):
             replicate=1 if zero else 2, shard=2 if zero else 1, passes=2,
         )  # fmt: skip
         padded = length if zero else plan_buffers(table, 1, int(0.002e6) // 8).length
-        figures = HEAD + 2 * layouts.CHANNELS + 2 * layouts.SAMPLES
+        figures = HEAD + 2 * layouts.CHANNELS + 2 * layouts.SAMPLES + 2 * 2  # two per rank
         expected: dict[str, float] = {}
         for one in communication_per_step(layouts.MODEL, settings, figures, {"cut": padded}):
             kind = COLLECTIVES[one.collective]

@@ -253,7 +253,8 @@ def test_bytes_sent_are_those_of_the_formula(of_two, name):
     for bucket in plan_buffers(held, 1, int(0.002e6) // 8).buckets:
         buffers[bucket.spread] += bucket.span.stop - bucket.span.start
     expected: dict[str, float] = {}
-    for one in communication_per_step(config, settings, HEAD + 2 * layouts.CHANNELS + 2 * layouts.SAMPLES, buffers):
+    figures = HEAD + 2 * layouts.CHANNELS + 2 * layouts.SAMPLES + 2 * 2  # two per rank
+    for one in communication_per_step(config, settings, figures, buffers):
         kind = one.collective.replace("-", "_" if one.collective == "reduce-scatter" else "")
         expected[kind] = expected.get(kind, 0) + one.given
     assert of_two[name]["sent"] == expected

@@ -33,6 +33,8 @@ LOOP = """
     folder, steps = pathlib.Path(sys.argv[1]), int(sys.argv[2])
     done = folder / f"done-{os.environ['RANK']}"
     heartbeat.attach()
+    if "DEVICES" in os.environ:  # how far the GPU of each rank has come
+        heartbeat.watch_device(lambda: (int(os.environ["DEVICES"][int(os.environ["RANK"])]), "forward"))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(10))
     first = int(done.read_text()) if done.exists() else 0
     for step in range(first, steps):
@@ -96,6 +98,14 @@ def test_a_rank_that_fails_is_named_and_all_are_started_again(program, tmp_path,
     assert (event.data["page"], event.data["rank"]) == (f"19-{kind}.md", 1)
 
 
+def test_of_ranks_that_all_hang_the_one_whose_gpu_is_behind_is_named(program, monkeypatch):
+    monkeypatch.setenv("DEVICES", "75")
+    code, (incident,) = program({"fault": "sleep", "rank": None, "times": 2})
+    assert (code, incident["rank"]) == (0, 1)
+    assert "Its GPU does not finish a kernel that it has begun, in the part forward of a step." in incident["text"]
+    assert "Xid" in incident["advice"][0]
+
+
 def test_all_ranks_killed_at_once_are_started_again(program, tmp_path):
     def kill() -> None:
         wait_until(lambda: (tmp_path / "done-0").exists() and (tmp_path / "done-1").exists())
@@ -138,6 +148,24 @@ def test_errors_that_a_person_must_mend_are_passed_on_at_once(tmp_path, code):
     assert run_processes(1, ["sh", "-c", f"echo x >> {tmp_path}/tries; exit {code}"], watch, module=False) == code
     assert (tmp_path / "tries").read_text() == "x\n"
     assert not (tmp_path / "incidents").exists()
+
+
+def test_ranks_that_only_noticed_the_end_of_another_are_heard_once_and_last(tmp_path, capfd):
+    script = tmp_path / "lost.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from zero2all.common.errors import PeerFailureError, UsageError\n"
+        "from zero2all.resilience import heartbeat\n"
+        "heartbeat.attach()\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    time.sleep(1)\n"
+        "    sys.exit('the cause')\n"
+        "assert heartbeat.failed(PeerFailureError('a rank is gone')), 'there is a parent'\n"
+        "sys.exit(1)\n"
+    )
+    assert run_processes(3, [sys.executable, str(script)], module=False) == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == ["the cause", "z2a: a rank is gone", "z2a: Rank 2 says the same."]
 
 
 # ---- requests to stop ----

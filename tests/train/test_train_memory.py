@@ -176,6 +176,9 @@ def test_replicas_that_differ_are_found_at_the_next_check(ranks, lab, config, ra
     assert launch.wait() == [12, 12], launch.text()
     assert "The replicas of the two ranks differ" in launch.text()
     assert max(record.step for record in launch.steps()) == 8
+    again = ranks.finished(chosen, 2)
+    assert "step 8 was computed again: rank 1 had other bits before, so it was wrong then" in again.text()
+    assert not (lab.run("run") / "replicas.json").exists()
 
 
 def test_a_step_computed_twice_changes_nothing_and_a_wrong_one_is_named(ranks, lab, config, ram):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from zero2all.cli.verb import (
     whole,
     write_json_result,
 )
-from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.errors import BadInputError, UnhealthyError, UsageError
 from zero2all.common.language import padded
 from zero2all.common.language import translate as t
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 SHOWN = {"ok": "ok", "note": "note", "warning": "WARNING", "error": "ERROR"}
 EXAMPLE = """z2a doctor
   z2a doctor --work my-workspace --json doctor.json
+  z2a doctor --ranks 8
   z2a doctor --network --listen 29700
   z2a doctor --network --peer 10.0.0.2:29700 --peer 10.0.0.3:29700"""
 
@@ -45,12 +47,14 @@ def register(verbs: Subparsers) -> None:
     add_work(parser)
     network = "only the network: interface, NVLink, InfiniBand, the variables of NCCL and gloo, speed to the peers"
     listen = "with --network: answer the measurements of others until Ctrl-C (anyone who reaches the port can measure)"
+    ranks = "only the health check: a matrix product in each of N processes, and an exchange between all neighbours"
     add_flags(
         parser,
         ("--seconds N", real(1.0), 30.0, "wait for torch at most this long (default 30)"),
         ("--brief", bool, False, "show only what is not ok"),
         ("--network", bool, False, network),
         ("--listen PORT", whole(1, LAST_PORT), None, listen),
+        ("--ranks N", whole(2), None, ranks),
     )
     peer = "with --network: measure to another machine, which runs `--listen PORT`; repeat it for every machine"
     parser.add_argument("--peer", action="append", default=[], metavar="HOST:PORT", help=peer)
@@ -58,6 +62,8 @@ def register(verbs: Subparsers) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.ranks:
+        return _check_ranks(arguments)
     if (arguments.peer or arguments.listen) and not arguments.network:
         raise UsageError("--peer and --listen belong to --network. Add --network.")
     if arguments.listen:
@@ -93,6 +99,20 @@ def _doctor(arguments: argparse.Namespace) -> int:
         )
     is_bad = counts["error"] or any(one.problem for one in pairs.values())
     return BadInputError.exit_code if is_bad else 0
+
+
+def _check_ranks(arguments: argparse.Namespace) -> int:
+    if "LOCAL_RANK" not in os.environ:
+        from zero2all.parallel.launch import run_processes
+
+        return run_processes(arguments.ranks, arguments.command_line)
+    from zero2all.perf.doctor.ranks import check_ranks
+
+    found = check_ranks()
+    bad = {**found.slow, **found.broken}
+    if os.environ["RANK"] == "0" and not write_json_result(arguments.json, asdict(found)):
+        print("\n".join(t(line) for line in [found.note(), *(bad.values() or ["all ranks are well"])]))
+    return UnhealthyError.exit_code if bad else 0
 
 
 def _print(findings: list[Finding]) -> None:

@@ -44,7 +44,7 @@ help of a verb, with an example:
 exit codes: 0 done, 1 a bug or a lost process, 2 usage or config, 3 bad input,
             4 disk or memory full, 10 stopped and saved, 12 run stopped itself,
             13 run in use, 14 run taken over, 15 fails every time,
-            130 interrupted"""
+            16 bad machine, 130 interrupted"""
 MODULES = (
     *("overview", "quickstart", "corpus", "tokenizer", "pack", "data", "train", "launch", "anneal", "run_list"),
     *("supervise", "chaos", "inspect", "board", "watch", "plot", "goodput", "track", "evaluate", "generate", "chat"),
@@ -93,8 +93,8 @@ def _run(words: list[str] | None) -> int:
         return code
     except UserError as error:
         is_of_all = error.of_all_ranks or error.exit_code in DECIDED_TOGETHER
-        if is_of_all and os.environ.get("RANK", "0") != "0":
-            return error.exit_code  # the first process says it for all
+        if error.is_said or (is_of_all and os.environ.get("RANK", "0") != "0"):
+            return error.exit_code  # the first process says it for all, or the one that started this
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         return _fail(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero2all.cli.verb import Subparsers, add_verb, add_work, whole, workspace_of
+from zero2all.common.errors import PeerFailureError
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
@@ -171,7 +172,8 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
     try:
         return _train_here(arguments, config, workspace)
     except BaseException as error:
-        failed(error)
+        if failed(error) and isinstance(error, PeerFailureError):
+            error.is_said = True
         raise
 
 

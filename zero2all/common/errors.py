@@ -19,6 +19,8 @@ class UserError(Exception):
     exit_code = 3
     of_all_ranks = False
     """Whether all processes of a run raise this same error: then the first of them says it for all."""
+    is_said = False
+    """Whether the process that started this one says it, once for all."""
 
 
 E = TypeVar("E", bound=UserError)
@@ -68,6 +70,12 @@ class LostRunError(UserError):
     """This process had the run, and another one has it now: nothing more may be written to it from here."""
 
     exit_code = 14
+
+
+class UnhealthyError(UserError):
+    """The health check found this machine, or one that cannot be left out, slow or broken."""
+
+    exit_code = 16
 
 
 def for_all_ranks(error: E) -> E:

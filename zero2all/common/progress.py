@@ -107,9 +107,10 @@ class _LogBar(Bar):
         self.done = self.done_at_start = done
         self.started = self.last_line = time.monotonic()
         self.note = ""
+        self.is_new = True
 
     def advance(self, amount: float, note: str = "") -> None:
-        self.done += amount
+        self.done, self.is_new = self.done + amount, True
         self.note = note or self.note
         now = time.monotonic()
         if now - self.last_line >= (BRIEF_LOG_EVERY_SECONDS if _is_brief else LOG_EVERY_SECONDS):
@@ -120,9 +121,11 @@ class _LogBar(Bar):
         self.total = total
 
     def finish(self) -> None:
-        self._print(time.monotonic())
+        if self.is_new:  # else the last line says the same
+            self._print(time.monotonic())
 
     def _print(self, now: float) -> None:
+        self.is_new = False
         elapsed = now - self.started
         speed = (self.done - self.done_at_start) / elapsed if elapsed > 0 else 0.0
         parts = [f"{padded(self.label, 10)} {human_count(self.done)}"]

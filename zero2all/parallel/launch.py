@@ -93,6 +93,8 @@ def run_processes(
             stack.callback(listener.close)
         found: list[Environment] = []
         shared |= nodes.variables(world, processes, listener)
+        # When a process dies, torch's warnings about it, with stacks of C++, would hide the cause.
+        shared["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
         for rank in range(processes):
             own = {**shared, "RANK": str(first + rank), "LOCAL_RANK": str(rank)}
             inherited = []

@@ -133,6 +133,7 @@ def meet(store: dist.Store, rank: int, size: int, facts: Facts, seconds: float) 
     facts = json.loads(json.dumps(facts, default=str))
     with ExitStack() as stack:
         own: dict[str, Any] = {"token": secrets.token_hex(8), "host": socket.gethostname(), "facts": facts}
+        own["folder"] = str(Path(__file__).parents[1])
         if size > local_processes() and local_rank() == 0 and (address := data_address(os.environ["MASTER_ADDR"])):
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             door = stack.enter_context(socket.create_server((address, 0), family=family, backlog=size))
@@ -157,7 +158,7 @@ def _verdict(
         if verdict.get("problem"):
             came = [f"rank/{other}" for other in range(1, size) if store.check([f"rank/{other}"])]
             tokens = [json.loads(store.get(name))["token"] for name in came] + verdict.get("also", [])
-            _wait(store, [f"seen/{key}/{token}" for token in tokens], LAST_WORD_SECONDS)
+            wait_for_keys(store, [f"seen/{key}/{token}" for token in tokens], LAST_WORD_SECONDS)
     else:
         verdict = _learn_verdict(store, rank, key, seconds, own)
     if problem := verdict.get("problem"):
@@ -176,7 +177,7 @@ def _judge(store: dist.Store, size: int, own: Facts, seconds: float) -> dict[str
             if other not in came and store.check([f"rank/{other}"]):
                 came[other] = json.loads(store.get(f"rank/{other}"))
                 if found := differences(own["facts"], came[other]["facts"]):
-                    lines.append(f"  rank {other} on {came[other]['host']}: {found}")
+                    lines.append(f"  rank {other} on {came[other]['host']}, code in {came[other]['folder']}: {found}")
                     deadline = min(deadline, time.monotonic() + STRAGGLER_SECONDS)
         again = json.loads(store.get("rank/0"))
         if again["token"] != own["token"]:
@@ -198,7 +199,8 @@ def _judge(store: dist.Store, size: int, own: Facts, seconds: float) -> dict[str
             UsageError(
                 "\n".join(
                     [
-                        "The processes of this run differ. Nothing was started. Compared with rank 0:",
+                        "The processes of this run differ. Nothing was started. Compared with rank 0 "
+                        f"on {own['host']}, code in {own['folder']}:",
                         *lines,
                         "Start all of them with the same command, config and version of zero2all.",
                     ]
@@ -245,7 +247,7 @@ def _first_blocked(doors: Mapping[int, list[Any]]) -> str:
 
 def _judge_doors(store: dist.Store, doors: Mapping[int, Any]) -> dict[str, Any]:
     """Rank 0: which machines do not reach each other."""
-    _wait(store, [f"blocked/{rank}" for rank in doors], CONNECT_SECONDS + STRAGGLER_SECONDS)
+    wait_for_keys(store, [f"blocked/{rank}" for rank in doors], CONNECT_SECONDS + STRAGGLER_SECONDS)
     said = {rank: store.get(f"blocked/{rank}").decode() for rank in doors if store.check([f"blocked/{rank}"])}
     lines = [f"  {t(f'from rank {rank} to {blocked}')}" for rank, blocked in said.items() if blocked]
     if not lines:
@@ -280,7 +282,7 @@ def _learn_verdict(store: dist.Store, rank: int, key: str, seconds: float, own: 
     has begun, sees that by itself."""
     try:
         deadline = time.monotonic() + seconds + SLOWER_SECONDS
-        while _wait(store, [key], 0.5):
+        while wait_for_keys(store, [key], 0.5):
             again = json.loads(store.get(f"rank/{rank}"))
             if again["token"] != own["token"]:  # somebody who came later; this one is alive and says so
                 store.set("twice", json.dumps([rank, own["host"], again["host"], own["token"]]))
@@ -313,7 +315,7 @@ def _learn_verdict(store: dist.Store, rank: int, key: str, seconds: float, own: 
     return verdict
 
 
-def _wait(store: dist.Store, keys: list[str], seconds: float) -> list[str]:
+def wait_for_keys(store: dist.Store, keys: list[str], seconds: float) -> list[str]:
     """Wait until all keys are there, at most so long; those that are not."""
     deadline = time.monotonic() + seconds
     missing = list(keys)

@@ -17,9 +17,10 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from zero2all.common.errors import UserError, for_all_ranks
+from zero2all.common.errors import PeerFailureError, UserError, for_all_ranks
 from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.device import bind_near, local_processes, local_rank
+from zero2all.parallel.health import HealthRules, check_health
 from zero2all.parallel.meet import Facts, facts_of, meet, open_store
 from zero2all.parallel.mesh import Mesh, make_mesh
 from zero2all.parallel.network import Variable, measure_ring, set_network_variables, speed_note
@@ -121,10 +122,12 @@ def is_failed_collective(error: BaseException) -> bool:
 
 
 @contextmanager
-def join_world(device: torch.device, config: ParallelConfig, settings: Facts | None = None) -> Iterator[World]:
-    """Join the process group, and leave it at the end of the block; `settings` must be equal in all processes. A
-    process that fails aborts the group at once: destroying it properly would wait for collectives that the others may
-    never start."""
+def join_world(
+    device: torch.device, config: ParallelConfig, settings: Facts | None = None, health: HealthRules | None = None
+) -> Iterator[World]:
+    """Join the process group, and leave it at the end of the block; `settings` must be equal in all processes. With
+    `health` they are checked before. A process that fails aborts the group at once: destroying it properly would wait
+    for collectives that the others may never start."""
     sizes = config.sizes(known_processes())
     if asked_processes() == 1 and not dist.is_initialized():
         yield World(device=device)
@@ -140,16 +143,20 @@ def join_world(device: torch.device, config: ParallelConfig, settings: Facts | N
         if size > local_processes():
             variables = set_network_variables(os.environ["MASTER_ADDR"])
             notes.append(f"network variables: {', '.join(map(str, variables)) or 'none are needed'}")
-        store = open_store(rank, config.join_seconds)
-        meet(store, rank, size, facts_of(settings or {}, size), config.join_seconds)
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo",
-            store=dist.PrefixStore("group", store),
-            rank=rank,
-            world_size=size,
-            timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
-        )
+        with _explained(rank):
+            store = open_store(rank, config.join_seconds)
+            meet(store, rank, size, facts_of(settings or {}, size), config.join_seconds)
+            if health is not None:
+                verdict = check_health(store, rank, size, device, health)
+                notes += [verdict.note(), *(f"warning: {text}" for text in verdict.slow.values())]
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo",
+                store=dist.PrefixStore("group", store),
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
+                device_id=device if device.type == "cuda" else None,
+            )
     try:
         control = dist.new_group(backend="gloo", timeout=timeout)
         world = World(dist.get_rank(), dist.get_world_size(), device, make_mesh(sizes, timeout), control)
@@ -165,6 +172,20 @@ def join_world(device: torch.device, config: ParallelConfig, settings: Facts | N
     finally:
         if own:
             dist.destroy_process_group()
+
+
+@contextmanager
+def _explained(rank: int) -> Iterator[None]:
+    """An error of the store or of a group that cannot be made, without its stack of C++."""
+    try:
+        yield
+    except Exception as error:
+        if not is_failed_collective(error):
+            raise
+        raise PeerFailureError(
+            f"Rank {rank} lost the connection to rank 0 before the first step. If rank 0 printed an error, that is "
+            f"the cause. The error of the store: {str(error).partition(chr(10))[0]}"
+        ) from error
 
 
 def _speed_between_machines(world: World, variables: list[Variable]) -> str:

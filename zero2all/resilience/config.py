@@ -58,6 +58,15 @@ class ResilienceConfig:
     """Once in this many steps compute a step twice and compare loss and gradient norm bit by bit; 0: never. Only for
     operators that are bit-exact."""
 
+    health_check: Literal["off", "start", "failure"] = "off"
+    """Check all processes before the run begins: a matrix product in each, and an exchange in pairs. start: at every
+    start; failure: at a restart after a failure. Needs more than one process."""
+    exclude_bad: bool = False
+    """What the health check finds bad or slow: its machine ends with exit code 16, and the others go on without it.
+    false: a bad one ends the run with exit code 16, and a slow one is only named."""
+    isolate_command: str | None = None
+    """A command that is run with the name of a machine that the health check found bad, for example to drain it."""
+
     def memory_steps(self, checkpoint_every_steps: int, on_cpu: bool) -> int:
         """How many steps lie between two saves to memory; 0: there are none."""
         if self.memory_every_steps == "auto":

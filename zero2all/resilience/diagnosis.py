@@ -48,6 +48,8 @@ class RankFacts:
     error: str = ""
     stack: str = ""
     collectives: Mapping[str, tuple[int, int, str]] = field(default_factory=dict)
+    device: tuple[int, str] | None = None
+    """How far its GPU has come, and what it has begun and not finished."""
     output: list[str] = field(default_factory=list)
     """Its last lines."""
 
@@ -130,6 +132,11 @@ def culprit(ranks: Sequence[RankFacts]) -> tuple[RankFacts, str]:
         return stopped[0], _note("It is stopped (SIGSTOP).")
     if behind := _behind(ranks):
         return behind
+    devices = sorted((facts.device[0], facts.rank, facts.device[1]) for facts in ranks if facts.device)
+    if devices and (len(devices) == 1 or devices[0][0] < devices[1][0]):
+        return next(facts for facts in ranks if facts.rank == devices[0][1]), _note(
+            f"Its GPU does not finish a kernel that it has begun, in the part {devices[0][2]} of a step."
+        )
     outside = [facts for facts in ranks if facts.stack and not _in_collective(facts.stack)]
     over = [facts for facts in ranks if facts.is_over] or list(ranks)
     if len(outside) == 1 and len(ranks) > 1:

@@ -22,20 +22,23 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 PHASES = ("start", "data", "step", "save", "validate", "end")
 HEARTBEAT = "ZERO2ALL_HEARTBEAT"
 """Descriptors for a rank: heartbeat file, its slot, the supervisor's pipe, the file for stacks."""
-SLOT_BYTES = 8192
+ATTEMPT_NUMBER = "ZERO2ALL_ATTEMPT_NUMBER"
+"""Which attempt of the supervisor this is, from 1."""
+SLOT_BYTES = 12288
 HEAD = struct.Struct("=qqdqq")
 """Beats so far, phase, when it began, step, first step."""
 SEEN = struct.Struct("=qd")
 """Of one phase: how often it ended, and the longest time."""
 TEXT = struct.Struct("=dI")
 """When a text was written, and its bytes, which follow."""
-SEEN_AT, ERROR_AT, COLLECTIVES_AT = 64, 512, 4096
+SEEN_AT, ERROR_AT, COLLECTIVES_AT, DEVICE_AT = 64, 512, 4096, 8192
 LONGEST_TEXT = 3000
 WARM_UP_STEPS = 2
 """Steps that compile or fill caches; their time teaches nothing about the others."""
@@ -90,6 +93,16 @@ class Slots:
         """By process group: the number of the last collective that was begun, of the last that ended, and its name."""
         text = self._text(rank * SLOT_BYTES + COLLECTIVES_AT)[1]
         return {name: tuple(values) for name, values in json.loads(text or "{}").items()}
+
+    def device(self, rank: int) -> tuple[int, str] | None:
+        """How far the GPU of the rank has come, and what it has begun and not finished; None: nothing, or no answer."""
+        text = self._text(rank * SLOT_BYTES + DEVICE_AT)[1]
+        found = json.loads(text) if text else None
+        return None if found is None else (int(found[0]), str(found[1]))
+
+    def has_answered(self, rank: int) -> bool:
+        """Whether the rank has written its collectives and its device."""
+        return self._text(rank * SLOT_BYTES + DEVICE_AT)[0] > 0
 
     def _text(self, at: int) -> tuple[float, str]:
         when, size = TEXT.unpack_from(self._memory, at)
@@ -149,6 +162,13 @@ class Heartbeat:
 
 _own: Heartbeat | None = None
 _is_attached = False
+_unfinished: Callable[[], tuple[int, str] | None] | None = None
+
+
+def watch_device(unfinished: Callable[[], tuple[int, str] | None]) -> None:
+    """What is asked when the process is silent: `Slots.device`."""
+    global _unfinished
+    _unfinished = unfinished
 
 
 def attach(stops_with_supervisor: bool = True) -> None:
@@ -186,16 +206,19 @@ def warm_up() -> None:
         _own.warm_up()
 
 
-def failed(error: BaseException) -> None:
-    """Leave the error for the supervisor's page."""
+def failed(error: BaseException) -> bool:
+    """Leave the error for the process that started this one; whether there is one."""
     if _own is not None:
         _own.write(ERROR_AT, f"{type(error).__name__}: {error}")
+    return _own is not None
 
 
 def _listen(own: Heartbeat, pipe: int, stops: bool) -> None:
     while os.read(pipe, 1):
         with suppress(Exception):  # another version of torch
             own.write(COLLECTIVES_AT, json.dumps(_collectives()))
+        with suppress(Exception):  # a GPU that has failed
+            own.write(DEVICE_AT, json.dumps(_unfinished() if _unfinished else None))
     if stops:
         os.kill(os.getpid(), signal.SIGTERM)
 

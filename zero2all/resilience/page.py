@@ -71,6 +71,8 @@ class Failure:
             return [_note("Native code crashed. If it comes back at the same step, see the rank's last lines below.")]
         if self.kind == "hang" and first.state == "T":
             return [_note("It was stopped from outside (SIGSTOP, a debugger, a frozen container): find by whom.")]
+        if self.kind == "hang" and first.device is not None:
+            return [_note("Look for errors of the GPU (Xid) in `dmesg`; if it is this one again, take it out of use.")]
         if self.kind == "hang":
             return [
                 _note("Look at the stack of this rank below: it shows where it waits."),

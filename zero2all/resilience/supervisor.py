@@ -35,6 +35,7 @@ from zero2all.common.errors import (
     LostRunError,
     PreemptedError,
     RunLockedError,
+    UnhealthyError,
     UsageError,
 )
 from zero2all.common.progress import say
@@ -50,7 +51,7 @@ from zero2all.resilience.diagnosis import (
     signal_words,
     take_stacks,
 )
-from zero2all.resilience.heartbeat import HEARTBEAT, Beat, Slots, heartbeat_file
+from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, HEARTBEAT, Beat, Slots, heartbeat_file
 from zero2all.resilience.member import Member, Order, Report
 from zero2all.resilience.notice import Notices
 from zero2all.resilience.page import Failure, same_error, write_page
@@ -59,9 +60,14 @@ from zero2all.resilience.terminal import copy_size, job_control, output, write_a
 
 USER_CODES = tuple(
     error.exit_code
-    for error in (UsageError, BadInputError, DiskError, AnomalyError, RunLockedError, LostRunError, PreemptedError)
+    for error in (
+        *(UsageError, BadInputError, DiskError, AnomalyError, RunLockedError, LostRunError, PreemptedError),
+        UnhealthyError,
+    )
 )
 """Ends that another attempt would not change."""
+CURED = "ReplicasDifferError"
+"""A bit has flipped: the checkpoint is whole, and from there all ranks have the same bits again."""
 GRACE_SECONDS = 60.0
 """How long the others may continue after one has ended with such an error; they may be waiting for it forever."""
 ENDS_IN_TIME = (None, 0, PreemptedError.exit_code)
@@ -302,6 +308,7 @@ class _Supervisor:
                 **os.environ,
                 **variables,
                 HEARTBEAT: ",".join(map(str, descriptors)),
+                ATTEMPT_NUMBER: str(self.attempt),
             },
             stderr=outputs[0][1] if outputs else None,
             stdout=outputs[1][1] if len(outputs) > 1 else None,
@@ -370,13 +377,25 @@ class _Supervisor:
         code = _cause(first or failed)
         if self._may_restart(failed):
             return code, self._crash(codes, facts if first else self._facts())
+        for line in self._lost_peers():
+            say(f"z2a: {line}")
         for line in unusual_ends(codes, self.watch.grace_seconds, self.ranks[0].name if self.ranks else 0):
             say(f"z2a: {line}")
         return code, None
 
+    def _lost_peers(self) -> list[str]:
+        """What the ranks said that only noticed the end of another: once, and after the cause."""
+        errors = [self.slots.error(number)[1] for number in range(len(self.ranks))]
+        said = {rank.name: text for rank, text in zip(self.ranks, errors, strict=True) if text.startswith(VICTIM)}
+        others = ", ".join(str(name) for name in list(said)[1:])
+        lines = [text.partition(": ")[2] for text in list(said.values())[:1]]
+        return [*lines, _note(f"Rank {others} says the same.")] if others else lines
+
     def _may_restart(self, failed: Sequence[int]) -> bool:
         """Whether another attempt may help: no rank ended with an error that a person must mend."""
-        hopeless = (*USER_CODES, 128 + signal.SIGINT)
+        errors = [self.slots.error(number)[1] for number in range(len(self.ranks))]
+        is_cured = any(text.startswith(CURED) for text in errors)
+        hopeless = (128 + signal.SIGINT,) if is_cured else (*USER_CODES, 128 + signal.SIGINT)
         return bool(failed) and not self.asked and self.supervises and not any(code in hopeless for code in failed)
 
     def _codes(self) -> list[int | None]:
@@ -456,12 +475,13 @@ class _Supervisor:
             with suppress(OSError):
                 os.write(rank.pipe, b"?")
         take_stacks(facts, {rank.name: rank.stacks.fileno() for rank in self.ranks})
-        end = time.monotonic() + (COLLECTIVES_SECONDS if len(self.ranks) > 1 else 0.0)
+        end = time.monotonic() + COLLECTIVES_SECONDS
         living = [place for place, one in enumerate(facts) if one.code is None and one.beat.beats and one.state != "T"]
-        while time.monotonic() < end and not all(self.slots.collectives(place) for place in living):
+        while time.monotonic() < end and not all(self.slots.has_answered(place) for place in living):
             time.sleep(POLL_SECONDS)
         for place in living:
             facts[place].collectives = self.slots.collectives(place)
+            facts[place].device = self.slots.device(place)
 
     def _hang(self, over: Sequence[int]) -> tuple[int, Failure | None]:
         facts = self._facts()

@@ -37,6 +37,7 @@ KINDS: dict[str, tuple[int, str, str]] = {
     "rollback": (1, "warn", "↶"),
     "skip": (1, "warn", "!"),
     "quarantine": (2, "warn", "!"),
+    "straggler": (2, "warn", "◔"),
     "warning": (2, "warn", "!"),
     "restart": (3, "accent", "↻"),
     "segment": (3, "accent", "↻"),

@@ -43,9 +43,10 @@ from zero2all.packed.transfer import batches_on
 from zero2all.parallel.check import check_spread
 from zero2all.parallel.device import pick_device, set_memory_settings
 from zero2all.parallel.group_link import GroupLink, link_facts, own_group
+from zero2all.parallel.health import HealthRules
 from zero2all.parallel.launch import ATTEMPT
 from zero2all.parallel.world import World, asked_processes, join_world, known_processes
-from zero2all.resilience.heartbeat import beat, warm_up
+from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, beat, warm_up, watch_device
 from zero2all.track.writer import Run, has_finished
 from zero2all.train.anneal import ANNEAL_STAGE, read_anneal, withdraw_request
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
@@ -63,6 +64,7 @@ from zero2all.train.peer_failure import explain_peer_failure
 from zero2all.train.periodic import (
     CheckpointSaver,
     FolderWatch,
+    ReplicaDoubt,
     ShardDamage,
     UpdateRatios,
     Validation,
@@ -82,8 +84,9 @@ from zero2all.train.sanity import (
 )
 from zero2all.train.saved_config import save_run_config
 from zero2all.train.setup import Prepared, load_checkpoint, prepare
-from zero2all.train.step import PendingStep, StepPlan, StepResult, train_step
+from zero2all.train.step import PendingStep, StepPlan, StepResult, train_step, unfinished_part
 from zero2all.train.stop import StopRequest, stop_requests
+from zero2all.train.stragglers import Stragglers
 
 
 @dataclass
@@ -135,7 +138,8 @@ def train(
                 raise PreemptedError(
                     "Stopped before the run had started. Nothing was changed. Run the same command to start it."
                 )
-            world = stack.enter_context(join_world(device, config.parallel, flat_values(config_values(config))))
+            facts = flat_values(config_values(config))
+            world = stack.enter_context(join_world(device, config.parallel, facts, _health_rules(config)))
         speak = (lambda text: say(t(text))) if world.is_first else lambda _text: None
         stack.enter_context(explain_peer_failure(config, run, world))
         lock, store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
@@ -174,6 +178,15 @@ def train(
                 with suppress(OSError):
                     for problem in _tracking_problems(metrics) if lock.is_held() else ():
                         speak(problem)
+
+
+def _health_rules(config: RunConfig) -> HealthRules | None:
+    """How the processes are checked before the run; None: not at this start."""
+    settings = config.resilience
+    is_again = int(os.environ.get(ATTEMPT_NUMBER, "1")) > 1
+    if settings.health_check == "start" or (settings.health_check == "failure" and is_again):
+        return HealthRules(settings.exclude_bad, settings.isolate_command)
+    return None
 
 
 def _with_group(config: RunConfig) -> RunConfig:
@@ -263,10 +276,12 @@ class TrainingLoop:
         self.control = Control(prepared, metrics, make_decode, lock.check, self.log.say)
         self.validation = Validation(prepared, self.log)
         self.saver = CheckpointSaver(prepared, store, self.control, lock, self.log)
+        self.replica_doubt = ReplicaDoubt(prepared, store, self.log)
         every_steps = self.config.track.update_ratios_every_steps
         self.update_ratios = UpdateRatios(self.state, self.world, self.log, every_steps)
         self.shard_damage = ShardDamage(prepared, self.log)
         self.folder_watch = FolderWatch(prepared, lock)
+        self.stragglers = Stragglers(self.world, self.log)
         self.stage_name = ""
         self.pending: tuple[PendingStep, float] | None = None
         """The step that has not been read yet, and the seconds the host waited for its data."""
@@ -285,7 +300,7 @@ class TrainingLoop:
                 self._leave_nonfinite_checkpoints()
                 first_step = self.state.step
                 self.adopt()
-                with self.shard_damage.checking(), self.folder_watch.watching():
+                with self.shard_damage.checking(), self.folder_watch.watching(), self.replica_doubt.kept():
                     while self._train_on():
                         pass
             self.end(first_step)
@@ -351,6 +366,7 @@ class TrainingLoop:
         """Restore the guards, and check what can be checked without training."""
         beat("start", self.state.step)
         fault_point("start", self.state.step)
+        watch_device(unfinished_part)
         prepared = self.prepared
         facts: dict[str, Any] = {"notes": prepared.notes, "environment": prepared.environment}
         if self.world.device.type == "cuda":
@@ -411,6 +427,7 @@ class TrainingLoop:
         if self.prepared.on_cpu or validates or saves or remembers or compares or is_last or self.stop_requested:
             self.read_results()  # of this step
 
+        self.replica_doubt.look(state.step)
         if validates:
             self.validate()
         if self.stop_requested and not is_last:
@@ -476,7 +493,7 @@ class TrainingLoop:
             self.first_loss_seconds = time.time() - self.started
         self.stop_requested |= result.stop_requested
         self.folder_news |= result.folder_news
-        self.reports.report(result, wait_seconds)
+        self.stragglers.read(result, self.reports.report(result, wait_seconds))
         if result.step == 1 and self.prepared.checkpoint is None:  # imported weights are no new model
             self.log.say(*check_first_loss(result.loss, self.config.model))
         self.log.show_progress(result.tokens[1], f"step {result.step} loss {result.loss:.3f}")
@@ -587,7 +604,8 @@ class TrainingLoop:
         )
         stops = self.stop.requested or self.shard_damage.is_found
         news = self.folder_watch.found
-        return self.control.plan(state.step + 1, lr, state.tokens, batch.global_rows, stops, news)
+        plan = self.control.plan(state.step + 1, lr, state.tokens, batch.global_rows, stops, news)
+        return replace(plan, pace=self.stragglers.own)
 
     def _rehearsed(self, batch: Batch, plan: StepPlan) -> StepResult | None:
         """The results of the next step without its update, where it is one that is computed twice."""

@@ -18,13 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zero2all.common import jsonio
 from zero2all.common.errors import AnomalyError, BadInputError, PreemptedError
+from zero2all.common.files import write_atomic
 from zero2all.model.config import ParameterKind
 from zero2all.packed.background import ShardCheck, checking_shards
 from zero2all.packed.loader import rank_rows
 from zero2all.parallel.layout import layout_table
 from zero2all.parallel.world import World
 from zero2all.train.anneal import ANNEAL_FILE
+from zero2all.train.checkpoints.checks import ReplicasDifferError
 from zero2all.train.checkpoints.manifest import NOT_GOOD
 from zero2all.train.checkpoints.run_lock import RunLock
 from zero2all.train.checkpoints.snapshot import Snapshot
@@ -253,6 +256,49 @@ class CheckpointSaver:
         self._log.event("checkpoint" if result.folder else "checkpoint_failed", facts, result.step)
         if result.problem and not result.was_skipped and self._lock.is_held():
             self._log.say(f"The checkpoint of step {result.step} was not saved: {result.problem}. Training continues.")
+
+
+class ReplicaDoubt:
+    """After replicas have differed at a step, the run goes on from a checkpoint before it. When it reaches that step
+    again, its bits say which rank had been wrong; of two replicas nothing else does."""
+
+    def __init__(self, prepared: Prepared, store: CheckpointStore, log: RunLog) -> None:
+        self._prepared, self._store, self._log = prepared, store, log
+        self._path = prepared.run / "replicas.json"
+        self._said: dict[str, Any] = prepared.world.run_on_rank0(self._read)
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            said: dict[str, Any] = jsonio.loads(self._path.read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return said if len(said.get("digests", ())) == self._prepared.world.size else {}
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep what the ranks held when their replicas differ in the block."""
+        try:
+            yield
+        except ReplicasDifferError as error:
+            if self._prepared.world.is_first:
+                values = {"step": self._prepared.state.step, "digests": error.digests}
+                write_atomic(self._path, jsonio.dumps_pretty(values))
+            raise
+
+    def look(self, step: int) -> None:
+        """Name the rank, where `step` is the one at which the replicas differed."""
+        if self._said.get("step") != step:
+            return
+        with self._prepared.state.tensors() as tensors:
+            wrong = self._store.wrong_replicas(tensors, self._said["digests"])
+        self._said = {}
+        if self._prepared.world.is_first:
+            self._path.unlink(missing_ok=True)
+        if 0 < len(wrong) < self._prepared.world.size:
+            ranks = ", ".join(map(str, wrong))
+            self._log.warn(f"step {step} was computed again: rank {ranks} had other bits before, so it was wrong then")
+        else:
+            self._log.warn(f"step {step} was computed again: which of the ranks had been wrong cannot be told")
 
 
 class ShardDamage:

@@ -102,8 +102,8 @@ class StepReports:
         """The next step's time begins now, or on a GPU when its queue is empty."""
         self._before = mark_now(self._prepared.world.device)
 
-    def report(self, result: StepResult, wait_seconds: float) -> None:
-        """Log a step; called in the order of steps."""
+    def report(self, result: StepResult, wait_seconds: float) -> float:
+        """Log a step; called in the order of steps. Returns the seconds that it waited for data."""
         config = self._prepared.config
         self.last = result
         # By the device's clock, so that it does not matter when the host reads the step.
@@ -115,6 +115,7 @@ class StepReports:
         due = result.step % config.track.log_every_steps == 0
         if self._metrics is not None and (is_last or due or not result.updated):
             self._metrics.log(self._values(result, seconds, wait_seconds), result.step, result.tokens[1], ended_at)
+        return min(wait_seconds, max(0.0, seconds - sum(result.seconds.values())))
 
     def by_channel(self, result: StepResult) -> dict[str, float]:
         """The loss of each channel that had a sample."""

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from zero2all.common.errors import UsageError
 from zero2all.common.files import human_bytes
 from zero2all.common.language import translate as t
+from zero2all.common.progress import progress
 from zero2all.config import RunConfig
 from zero2all.limits.communication import communication_per_step
 from zero2all.limits.memory import GIB, estimate_memory
@@ -37,7 +38,7 @@ from zero2all.parallel.world import World
 from zero2all.train.micro_batch import least_samples, memory_settings
 from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import DTYPES, TrainState
-from zero2all.train.step import HEAD, StepPlan, train_step
+from zero2all.train.step import HEAD, StepPlan, micro_rows, train_step
 from zero2all.train.weights import FlatWeights
 
 
@@ -110,7 +111,11 @@ def _simulate(config: RunConfig, world: World, started: float) -> Simulated:
         state.weights.updated()
         state.weights.wait()
         batch = _batch(config, world)
-        with sent:
+        passes = -(-len(batch.tokens) // micro_rows(config, samples, config.data.seq_len))
+        total = len(state.model.blocks) * passes * (1 if config.train.recompute == "none" else 2)
+        with progress("simulate", total, "blocks") as bar, sent:
+            for block in state.model.blocks:
+                block.register_forward_hook(lambda *_: bar.advance(1))
             train_step(state, batch, 1, config, world, StepPlan(config.optim.lr_max))
             state.weights.wait()
         del batch
@@ -120,7 +125,7 @@ def _simulate(config: RunConfig, world: World, started: float) -> Simulated:
     settings = memory_settings(config, ops, world.mesh, samples)
     expected = estimate_memory(config.model, settings)
     experts = config.model.expert_layers * config.model.moe.experts
-    figures = HEAD + 2 + 2 * config.samples_per_step + experts
+    figures = HEAD + 2 + 2 * config.samples_per_step + (2 * world.size if world.size > 1 else 0) + experts
     formula: Counter[tuple[str, str]] = Counter()
     for one in communication_per_step(config.model, settings, figures, _buffers(state)):
         formula[one.collective, sent.same_as.get(one.axis, one.axis)] += one.given  # type: ignore[assignment]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -39,6 +40,9 @@ HEAD = 5
 """Figures before those of channels and rows: loss, norm, update refused, stop requested, folder news."""
 
 
+MOST_MARKS = 1_000_000
+
+
 class StepTimer:
     """Where the time of a step goes: its parts, in the order in which they end.
 
@@ -49,12 +53,21 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.number: int = _recent[-1].number + 1 if _recent else 0
+        _recent.append(self)
         self._marks: list[tuple[str, Mark]] = []
         self.mark("")
 
     def mark(self, part: str) -> None:
         """`part` ends here; it began at the mark before."""
         self._marks.append((part, mark_now(self._device)))
+
+    def unfinished(self) -> tuple[int, str] | None:
+        """How many marks the device has passed, and the part that ends at the next one; None: all."""
+        for place, (part, mark) in enumerate(self._marks):
+            if not isinstance(mark, float) and not mark.query():
+                return MOST_MARKS * self.number + place, part
+        return None
 
     @property
     def end(self) -> Mark:
@@ -67,6 +80,16 @@ class StepTimer:
         for (_, before), (part, after) in zip(self._marks, self._marks[1:], strict=False):
             found[part] = found.get(part, 0.0) + seconds_between(before, after)
         return found
+
+
+_recent: deque[StepTimer] = deque(maxlen=2)
+"""The host is at most one step ahead of the device."""
+
+
+def unfinished_part() -> tuple[int, str] | None:
+    """The first part of the last steps that the device has not finished, and a number that grows with its progress;
+    None: all are finished, or there is no GPU. Asked when a process hangs, from another thread."""
+    return next((found for timer in tuple(_recent) if (found := timer.unfinished()) is not None), None)
 
 
 def mark_now(device: torch.device) -> Mark:
@@ -125,6 +148,8 @@ class StepPlan:
     """Whether this process was asked to stop; the others learn it from the figures."""
     folder_news: bool = False
     """Whether this process, rank 0, found something in the run's folder; the others learn it from the figures."""
+    pace: tuple[float, float] = (0.0, 0.0)
+    """Seconds of this process in a step before (`stragglers`); the others learn them from the figures."""
     is_rehearsal: bool = False
     """Compute everything but the update: the same step follows."""
 
@@ -150,6 +175,7 @@ class StepResult:
     ended_between: tuple[float, float]
     """Earliest and latest time at which it ended, by the host's clock, in seconds since the epoch."""
     expert_loads: np.ndarray | None = None  # (blocks with experts, experts) tokens that each expert got
+    paces: np.ndarray | None = None  # (ranks, 2) the `pace` of each; None: one process
 
 
 @dataclass(frozen=True)
@@ -162,9 +188,10 @@ class PendingStep:
     channels: int
     rows: int
     experts: int
+    ranks: int
     figures: Tensor
-    """On the host: HEAD figures, nats and counts per channel, nats and counts per row of the global batch, tokens per
-    expert of each block with experts."""
+    """On the host: HEAD figures, nats and counts per channel, nats and counts per row of the global batch, of several
+    processes two for each (`StepPlan.pace`), tokens per expert of each block with experts."""
     arrived: torch.cuda.Event | None
     timer: StepTimer
     queued_at: float
@@ -180,8 +207,8 @@ class PendingStep:
             between = (self.queued_at if was_over else now, now)
         figures = self.figures.numpy()
         loss, norm, refused, stop, news = figures[:HEAD].tolist()
-        sizes = (self.channels, self.channels, self.rows, self.rows)
-        nats, counts, row_nats, row_counts, loads = np.split(figures[HEAD:], np.cumsum(sizes))
+        sizes = (self.channels, self.channels, self.rows, self.rows, 2 * self.ranks if self.ranks > 1 else 0)
+        nats, counts, row_nats, row_counts, paces, loads = np.split(figures[HEAD:], np.cumsum(sizes))
         channel_losses = [float(total / count) if count else None for total, count in zip(nats, counts, strict=True)]
         return StepResult(
             step=self.step,
@@ -199,6 +226,7 @@ class PendingStep:
             ended=self.timer.end,
             ended_between=between,
             expert_loads=loads.reshape(-1, self.experts) if self.experts else None,
+            paces=paces.reshape(-1, 2) if self.ranks > 1 else None,
         )
 
 
@@ -217,6 +245,11 @@ def train_step(
     figures = _forward_backward(state, batch, channels, config, world, plan, timer)
     if not world.mesh.reports:
         figures[HEAD:].zero_()
+    if world.size > 1:
+        paces = torch.zeros(world.size, 2, dtype=torch.float64, device=world.device)
+        for place, seconds in enumerate(plan.pace):
+            paces[world.rank, place].fill_(seconds)
+        figures = torch.cat([figures, paces.view(-1)])
     if config.model.moe.experts:  # counted where the tokens are: on every tensor rank, and in every stage
         figures = torch.cat([figures, _expert_loads(state)])
     figures[1] = state.weights.squared_norm_share()
@@ -234,7 +267,7 @@ def train_step(
     if not plan.is_rehearsal:
         state.step += 1
         state.tokens += rows * (batch.tokens.shape[1] - 1)
-    facts = (state.step, (before, state.tokens), plan.lr, channels, rows, config.model.moe.experts)
+    facts = (state.step, (before, state.tokens), plan.lr, channels, rows, config.model.moe.experts, world.size)
     if world.device.type != "cuda":
         return PendingStep(*facts, figures, None, timer, time.time())
     host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)

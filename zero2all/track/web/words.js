@@ -106,6 +106,7 @@ const WORDS = {
 	drop: ['Loss drop', '损失骤降'],
 	stage: ['Stage', '阶段'],
 	warning: ['Warning', '警告'],
+	straggler: ['Slow rank', '慢 rank'],
 	anneal: ['Anneal', '退火'],
 	quarantine: ['Quarantine', '隔离'],
 	tracking: ['Metrics writer', '指标写入'],

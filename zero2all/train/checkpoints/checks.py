@@ -38,6 +38,9 @@ FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 class ReplicasDifferError(AnomalyError):
     """Ranks that should hold the same weights do not."""
 
+    digests: Sequence[Mapping[str, int]] = ()
+    """Of each rank, by box: what they hold."""
+
 
 @torch.no_grad()
 def first_not_finite(parts: Mapping[str, Part]) -> str | None:
@@ -64,25 +67,36 @@ def compare_replicas(parts: Mapping[str, Part], copies: Mapping[str, list[Source
     )
     if not _odd_ranks(said):
         return
-    digests = {}
-    for name, number in (source for sources in copies.values() for source in sources):
-        place, values = boxes[name][number]
-        digests[f"{name}|{place}"] = _digest([values])
-    odd = _odd_ranks(peers.gather(digests))
+    digests = peers.gather(box_digests(parts, copies))
+    odd = _odd_ranks(digests)
     names = sorted({key.rpartition("|")[0] for keys in odd.values() for key in keys})
     ranks, shown = ", ".join(map(str, sorted(odd))), ", ".join(names[:3] + ["…"] * (len(names) > 3))
     if peers.size == 2:
-        found = f"The replicas of the two ranks differ, in {shown}. Either may be wrong."
+        found = (
+            f"The replicas of the two ranks differ, in {shown}. The next start names it: it computes this step again."
+        )
     else:
         found = (
             f"The replicas differ: the values of rank {ranks} of {peers.size} are not those of the rest, in {shown}."
         )
-    raise ReplicasDifferError(
+    error = ReplicasDifferError(
         f"{found} This state was not saved. Earlier checkpoints passed the same check. Run the same command again to "
         f"continue from the newest: all ranks then start from the same bits. If the same rank is named again, its "
         f"memory or GPU is faulty (look for ECC errors): exclude that machine. Devices of different kinds round "
         f"differently and cannot hold replicas of one run; use parallel.zero 3 for them."
     )
+    error.digests = [{key: each[key] for keys in odd.values() for key in keys if key in each} for each in digests]
+    raise error
+
+
+@torch.no_grad()
+def box_digests(parts: Mapping[str, Part], copies: Mapping[str, list[Source]]) -> dict[str, int]:
+    """A number for the bits of each box that other ranks hold too."""
+    found = {}
+    for name, number in (source for sources in copies.values() for source in sources):
+        place, values = boxes_of(parts[name])[number]
+        found[f"{name}|{place}"] = _digest([values])
+    return found
 
 
 def _digest(boxes: Sequence[Tensor]) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from zero2all.common.errors import AnomalyError, BadInputError, LostRunError, UserError
 from zero2all.parallel.parts import Part
 from zero2all.train.checkpoints import exact_json
-from zero2all.train.checkpoints.checks import compare_replicas, first_not_finite
+from zero2all.train.checkpoints.checks import box_digests, compare_replicas, first_not_finite
 from zero2all.train.checkpoints.commit import SaveError, bytes_needed, commit, lack_of_space
 from zero2all.train.checkpoints.find import Say, find_newest, open_at, say_aloud
 from zero2all.train.checkpoints.layout import checkpoint_folder, list_checkpoints, note_latest, step_of
@@ -218,6 +218,13 @@ class CheckpointStore:
         """Compare the copies of this state on several ranks; ReplicasDifferError, on all ranks, when they differ."""
         assert self._layout is not None, "prepared"
         compare_replicas(parts, self._layout.copies, self.peers)
+
+    def wrong_replicas(self, parts: Mapping[str, Part], said: Sequence[Mapping[str, int]]) -> list[int]:
+        """The ranks that hold other bits now than they `said` when their replicas differed at this step."""
+        assert self._layout is not None, "prepared"
+        now = box_digests(parts, self._layout.copies)
+        differs = any(now.get(key) != value for key, value in said[self.peers.rank].items())
+        return [rank for rank, wrong in enumerate(self.peers.gather(differs)) if wrong]
 
     def _agree(self, step: int, parts: Mapping[str, Part], is_patient: bool) -> SaveResult | str:
         """What all ranks do about a save: the name of the attempt to write, or a result at once."""

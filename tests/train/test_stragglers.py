@@ -1,0 +1,97 @@
+"""A rank that is slow for some steps is named; others, and one long pause, are not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.train.ranks import RankStarter
+from zero2all.track.reader import read_run
+from zero2all.train.stragglers import HALF, Stragglers, scores
+
+
+class Log:
+    def __init__(self) -> None:
+        self.events: list[tuple[int, dict]] = []
+        self.step = 0
+
+    def event(self, kind: str, data: dict) -> None:
+        assert kind == "straggler"
+        self.events.append((self.step, data))
+
+    def say(self, *_lines: str) -> None:
+        pass
+
+
+def watched(paces) -> list[tuple[int, dict]]:
+    """What is reported for (steps, ranks, 2) seconds."""
+    log = Log()
+    pipeline = SimpleNamespace(rank=0)
+    known = [("host", pipeline.rank)] * paces.shape[1]
+    world = SimpleNamespace(size=paces.shape[1], mesh=SimpleNamespace(pipeline=pipeline), gather=lambda _: known)
+    watch = Stragglers(world, log)
+    for log.step, step in enumerate(paces):
+        watch.read(SimpleNamespace(paces=step, seconds={"forward": 0.0, "loss": 0.0}), 0.0)
+    return log.events
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_slow_rank_is_named_once_within_20_steps_with_its_score_and_part(ranks):
+    paces = np.full((80, ranks, 2), [0.01, 0.2])
+    paces[30:, 1, 1] = 0.4
+    ((step, event),) = watched(paces)
+    assert 30 < step < 50
+    assert (event["rank"], event["part"]) == (1, "forward pass")
+    assert event["score"] == pytest.approx(0.51, abs=0.02)
+    paces[30:, 1] = [0.21, 0.2]
+    assert [event["part"] for _, event in watched(paces)] == ["data"]
+
+
+def test_one_long_pause_and_small_differences_are_not_reported():
+    paces = np.random.default_rng(1).uniform(0.2, 0.25, (100, 4, 2))
+    paces[50, 2, 0] = 30.0
+    assert watched(paces) == []
+
+
+def test_stages_of_a_pipeline_are_not_compared_with_each_other():
+    totals = np.tile([1.0, 1.0, 3.0, 3.0], (HALF, 1))
+    assert scores(totals, np.array([0, 0, 1, 1])).tolist() == [1.0] * 4
+
+
+def test_a_rank_that_is_stopped_half_of_the_time_is_named_in_the_events(warm, work, config, tmp_path):
+    ranks = RankStarter(warm, work.root, tmp_path)
+    fields = {"train": {"name": "slow", "steps": 60, "tokens_per_step": 4096, "micro_batch_samples": 16}}
+    launch = ranks(config(**fields, eval={"every_steps": 0, "valid_tokens_per_source": 128}), 2)
+    try:
+        while not launch.steps(1):
+            time.sleep(0.02)
+        begun, ended = len(launch.steps(1)), threading.Event()
+
+        def stop_and_go() -> None:
+            with suppress(ProcessLookupError):
+                while not ended.is_set():
+                    os.kill(launch.trainers[1].pid, signal.SIGSTOP)
+                    time.sleep(0.03)
+                    os.kill(launch.trainers[1].pid, signal.SIGCONT)
+                    time.sleep(0.03)
+
+        thread = threading.Thread(target=stop_and_go)
+        thread.start()
+        codes = launch.wait()
+        ended.set()
+        thread.join()
+        assert codes == [0, 0], launch.text()
+    finally:
+        ranks.stop()
+    events = [event for event in read_run(work.run("slow")).events if event.kind == "straggler"]
+    first = events[0]
+    assert first.data["rank"] == 1
+    assert first.step <= begun + 20 + 2
+    assert 0.25 < first.data["score"] < 0.75
