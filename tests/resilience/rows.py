@@ -63,18 +63,32 @@ ROWS: dict[int, list[str] | str] = {
         "train/test_train_exact.py::test_a_sharded_run_resumes_at_any_number_of_processes_and_micro_batch",
         f"{RANKS}::test_what_two_ranks_saved_comes_back_bit_for_bit_at_one_two_and_three",
     ],
-    31: "needs several machines",
-    32: "needs several machines",
-    33: [f"{STORE}::test_a_process_that_lost_the_run_commits_nothing"],
+    31: ["resilience/test_machines.py::test_a_machine_that_is_lost_is_left_out_and_taken_in_again_when_it_comes_back"],
+    32: [
+        "resilience/test_machines.py::test_without_machine_0_the_others_end_their_ranks_and_wait_for_it",
+        "resilience/test_elastic_runs.py::"
+        "test_when_machine_0_is_lost_the_other_ends_its_ranks_and_goes_on_once_it_is_back",
+    ],
+    33: [
+        f"{STORE}::test_a_process_that_lost_the_run_commits_nothing",
+        "resilience/test_elastic_runs.py::test_a_machine_that_is_cut_off_commits_nothing_while_the_other_goes_on_"
+        "and_joins_again_when_the_network_heals",
+    ],
     34: ["train/test_train_resume.py::test_a_second_process_on_the_same_run_is_refused_and_a_dead_one_holds_nothing"],
-    35: ["train/test_two_machines.py::test_a_rank_that_does_not_come_is_named"],
-    36: "not built yet",
-    37: "not built yet",
+    35: [
+        "train/test_two_machines.py::test_a_rank_that_does_not_come_is_named",
+        "resilience/test_machines.py::test_machines_that_do_not_come_are_named_and_the_minimum_starts_without_them",
+    ],
+    36: ["train/test_stragglers.py::test_a_rank_that_is_stopped_half_of_the_time_is_named_in_the_events"],
+    37: [
+        "parallel/test_parallel_health.py::test_one_that_is_in_no_good_pair_is_named_whichever_it_is",
+        "parallel/test_parallel_health.py::test_a_bad_machine_is_left_out_and_the_command_gets_its_name",
+    ],
     38: [f"{GUARDS}::test_a_step_that_is_not_finite_changes_no_bit_of_weights_and_moments"],
     39: [f"{GUARDS}::test_a_run_over_a_poisoned_window_goes_back_leaves_it_out_and_ends_like_the_clean_one"],
     40: [f"{GUARDS}::test_a_run_that_keeps_failing_ends_with_code_12_and_weights_from_before"],
     41: [
-        "resilience/test_acceptance.py::test_a_flipped_bit_of_a_weight_ends_the_run_and_the_same_command_repairs_it",
+        "resilience/test_acceptance.py::test_a_flipped_bit_of_a_weight_is_found_and_the_run_starts_again_from_its_checkpoint",
         f"{MEMORY}::test_replicas_that_differ_are_found_at_the_next_check",
         f"{MEMORY}::test_a_step_computed_twice_changes_nothing_and_a_wrong_one_is_named",
     ],

@@ -213,11 +213,10 @@ def wait_for(condition) -> None:
 
 
 @pytest.mark.chaos
-def test_a_flipped_bit_of_a_weight_ends_the_run_and_the_same_command_repairs_it(lab):
+def test_a_flipped_bit_of_a_weight_is_found_and_the_run_starts_again_from_its_checkpoint(lab):
     fault = {"fault": "weight_bit", "rank": 1, "step": 8}
-    assert lab.ended(lab.start("41-weight", fault)) == 12, lab.said("41-weight")
-    assert "replicas" in lab.said("41-weight")
     assert lab.ended(lab.start("41-weight", fault)) == 0, lab.said("41-weight")
+    assert "replicas" in lab.said("41-weight")
     lab.check_same("41-weight")
 
 

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from zero2all.common.errors import PeerFailureError, UsageError
+from zero2all.common.errors import PeerFailureError, UnhealthyError, UsageError
 from zero2all.common.progress import counted, say
 from zero2all.resilience.member import (
     BEAT_SECONDS,
@@ -298,7 +298,14 @@ class Meeting:
         found = [(seat, seat.report) for seat in self._members if seat.report is not None]
         was_saving, self._members, self._store, self._is_saving = self._is_saving, [], None, False
         failed = [(seat, report) for seat, report in found if "text" in report]
-        final = [report["code"] for _, report in found if report["code"] not in (0, SAVED) and "text" not in report]
+        # A machine that the health check has found bad ends with this code; the others can do without it.
+        bad = [seat for seat, report in found if report["code"] == UnhealthyError.exit_code and seat.node > 0]
+        bad = bad if self._is_elastic else []
+        final = [
+            report["code"]
+            for seat, report in found
+            if report["code"] not in (0, SAVED) and "text" not in report and seat not in bad
+        ]
         leaving = [seat for seat, report in found if report["leaves"]]
         step, began = (max(report[name] for _, report in found) for name in ("step", "began"))
         if final:
@@ -307,11 +314,14 @@ class Meeting:
             self._after_failure(*min(failed, key=lambda one: one[1]["doubt"]), step, began, now)
         elif all(report["code"] == 0 for _, report in found):
             self._stop(0)
+        elif bad:
+            self._restarts.saved_at(step)
         elif (was_saving and not self._is_last) or (leaving and leaving[0].node > 0 and self._is_elastic):
             self._restarts.saved_at(step)
         else:
             self._stop(SAVED)
         self._dismiss(leaving)
+        self._dismiss(bad, UnhealthyError.exit_code)
 
     def _after_failure(self, seat: _Seat, report: Report, step: int, began: int, now: float) -> None:
         if report["doubt"] != LOST:  # else nobody knows its step, and the others' were the same
@@ -326,9 +336,9 @@ class Meeting:
             self._stop(DETERMINISTIC_CODE if self._restarts.allowed else report["code"])
         self._not_before = now + self._restarts.pause_seconds
 
-    def _dismiss(self, leaving: Iterable[_Seat]) -> None:
+    def _dismiss(self, leaving: Iterable[_Seat], code: int = SAVED) -> None:
         for seat in leaving:
-            seat.send(do="stop", code=SAVED)
+            seat.send(do="stop", code=code)
             self._seats.pop(seat.node, None)
 
     def _stop(self, code: int, text: str = "") -> None:
