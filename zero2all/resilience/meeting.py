@@ -314,9 +314,7 @@ class Meeting:
             self._after_failure(*min(failed, key=lambda one: one[1]["doubt"]), step, began, now)
         elif all(report["code"] == 0 for _, report in found):
             self._stop(0)
-        elif bad:
-            self._restarts.saved_at(step)
-        elif (was_saving and not self._is_last) or (leaving and leaving[0].node > 0 and self._is_elastic):
+        elif bad or (was_saving and not self._is_last) or (leaving and leaving[0].node > 0 and self._is_elastic):
             self._restarts.saved_at(step)
         else:
             self._stop(SAVED)
