@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def killed_run(arguments: argparse.Namespace) -> dict[str, Any]:
         killed = time.time()
         for victim in victims:
             victim.kill()
-        path, first = _wait(trainer, lambda before=before: _first_step(run, before))
+        path, first = _wait(trainer, partial(_first_step, run, before))
         (prepared,) = [row for row in _rows(path) if row.get("kind") == "prepared"]
         named = _events(run, "supervisor", "incident")[incidents]["time"]
         began = prepared["time"] - prepared["data"]["seconds"]
