@@ -7,7 +7,6 @@ float16, the factors and errors of PowerSGD, a few counters, and the state of th
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -94,8 +93,10 @@ class TrainState:
         """Between two steps, all tensors of a checkpoint as 'group/name'. A checkpoint can be loaded into them; call
         `loaded` after the context then."""
         with self.model_tensors() as masters:
-            others = [each.tensors() for each in (self.outer, self.weights.powersgd) if each is not None]
-            yield dict(ChainMap(masters, self.optimizer_tensors(), *others))
+            found = {**masters, **self.optimizer_tensors()}
+            for each in (self.outer, self.weights.powersgd):
+                found |= {} if each is None else each.tensors()
+            yield found
 
     @contextmanager
     def model_tensors(self) -> Iterator[dict[str, Part]]:
