@@ -169,6 +169,7 @@ def train(
                 loop.log.event("prepared", {"seconds": prepare_seconds})
                 return loop.run()
         except BaseException as error:
+            beat("end")  # closing files may take longer than a step may
             reason = "preempted" if isinstance(error, PreemptedError) else "failed"
             message = f"{type(error).__name__}: {error}"
             raise
