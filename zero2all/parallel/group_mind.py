@@ -149,6 +149,7 @@ class Mind:
     def _on_change(self, group: int, is_up: bool) -> None:
         with self.changed:
             if is_up:
+                self.lost_at[group] = time.monotonic()  # until its status comes
                 self.control[group].post({"do": "hello", "facts": self.link.facts})
                 self.control[group].post(self._status())
             else:
@@ -212,9 +213,11 @@ class Mind:
         self._tell_ranks({"do": "start", "problem": None, "key": None, "state": state, "era": self.era})
 
     def _missing(self) -> list[int]:
-        """Groups that have not come; nobody is waited for if one of the others runs already."""
-        is_begun = any(status["running"] for status in self.heard.values())
-        return [] if is_begun else [group for group in self.control if group not in self.heard]
+        """Groups that have not come, or have not met all others; none if one of the others runs already."""
+        if any(status["running"] for status in self.heard.values()):
+            return []
+        absent = [group for group in self.control if group not in self.heard]
+        return absent or [group for group, each in self.heard.items() if len(each["connected"]) < len(self.control)]
 
     # ---- deciding
 
@@ -343,13 +346,16 @@ class Mind:
     def _voters(self) -> set[int]:
         """The living members of our chain; if there are none, all that are in step."""
         now, wait = time.monotonic(), self.link.config.wait_seconds
+        # Who is no member may not have met them all: it gives them time after the last loss of any connection.
+        last_loss = -math.inf if [self.link.group, self.era] in self.members else max(self.lost_at.values())
         found = set()
         for group, era in self.members:
             status = self.heard.get(group)
             if group == self.link.group:
                 is_alive = era == self.era
             elif status is None:
-                is_alive = now < self.lost_at[group] + wait
+                lost_at = self.lost_at[group]
+                is_alive = lost_at > -math.inf and now < max(lost_at, last_loss) + wait
             else:
                 is_alive = status["era"] == era and not status["want"]
             found |= {group} if is_alive else set()
