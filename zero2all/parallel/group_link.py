@@ -4,8 +4,8 @@ A *group* is an ordinary run of some processes on one or more machines. Groups s
 of a group talks to rank r of every other group over sockets of its own (`group_wire`), and a group that is lost, late
 or restarted never stops the others.
 
-How they agree is said in `group_mind`. A late group gets the payloads too, and makes the same update without its own part.
-Within a group rank 0 decides, and the other ranks learn it from rank 0. What changes the course of training (the set, a
+How they agree is said in `group_mind`. A late group gets the payloads too, and makes the same update without its own
+part. Within a group rank 0 decides, and the other ranks learn it from rank 0. What changes the course of training (the set, a
 state to adopt, a state to serve) takes effect in `collect` of a named key, so it is the same on all ranks.
 """
 

@@ -1,31 +1,31 @@
 """How the groups agree whose payloads are used: the part of rank 0.
 
 For every key (round, fragment) the groups decide a *record*: whose payloads are used (`set`), and who takes part in the
-next decision (`members`). Each record extends a chain of hashes. Groups with the same chain have the same outer weights.
-A member is a pair (group, era): a group has a new era when it starts and when it adopts a state. Rank 0 of each group
+next decision (`members`). Records form a chain of hashes. Groups with the same chain have the same outer weights. A
+member is a pair (group, era): a group has a new era when it starts and when it adopts a state. Rank 0 of each group
 sends its *status* to the others, in order, after every change and every second; no other message decides.
-1. The lowest member that has come to a key leads. It proposes a record: the payloads that all its ranks have, after it
-   has waited `wait_seconds` for those it lacks. It gives way to the proposal of a lower member.
-2. A group accepts a proposal that extends its chain when all its ranks have the payloads; what it lacks it gets from the
-   proposer. It then accepts no other one while that group is connected and proposes the same.
+1. The lowest member that has come to a key leads. It proposes a record with the payloads that all its ranks have, after
+   it has waited `wait_seconds` for those it lacks. It gives way to the proposal of a lower member.
+2. A group accepts a proposal that extends its chain when all its ranks have the payloads; what it lacks it gets from
+   the proposer. It then accepts no other one while that group is connected and proposes the same.
 3. The proposer decides when every living member has accepted. A member counts as dead only if its connection has been
-   lost for `wait_seconds`, if it has another era, if it said goodbye, or if it asks for a state.
+   lost for `wait_seconds`, if it has another era, if it said goodbye, or if it asks for a state (then it leaves).
 4. Who sees a decision after its chain makes the same one. If the proposer dies, the next leader proposes what it has
    accepted itself.
-5. A group that comes back adopts a state and follows. It becomes a member by a record, once it is in step and all members
-   are connected to it.
+5. A group that comes back adopts a state and follows. It becomes a member by a record, once it is in step and connected
+   to all members.
 
-Why there is no fork, if every member that counts as dead is dead: say p decides D after chain c. Then every living member
-of c has accepted D (3). As long as p lives they accept nothing else (2), and get D from p (4). When p is dead, only a
+Why there is no fork, if every member that counts as dead is dead: say p decides D after chain c. Then every living
+member of c has accepted D (3). While p lives they accept nothing else (2), and get D from p (4). When p is dead, only a
 living member can propose after c, and each of them has accepted D, so it proposes D (4). A group that came back is no
-member of c, so it cannot propose, and p need not know it (5). So all living groups decide D, whomever p reached.
+member of c, so it does not propose, and p need not wait for it (5). So all living groups decide D, whomever p reached.
 With two groups it is the same: p decides alone only if the other one is dead.
 
-The condition cannot be dropped: with two groups, "dead" and "cut off" look alike, and both have to go on. After a
-partition chains differ, and so they do when the last member dies before anybody who follows knows its decision. Then the
-group whose chain counts fewer contributions adopts the state of the other (equal: that with the higher number), so that
-neither a small part of a partition wins, nor group 0 when it was restarted from an old checkpoint. A group that cannot
-follow (its training is rounds late, or went back) adopts, too.
+The condition cannot be dropped: with two groups "dead" and "cut off" look alike, and both have to go on. After a
+partition chains differ. So they may when all members die at once and those who only follow go on. Then the group whose
+chain counts fewer contributions adopts the state of the other (equal: that with the higher number), so that neither a
+small part of a partition wins, nor group 0 when it was restarted from an old checkpoint. A group that cannot follow
+(its training is rounds late, or went back) adopts, too.
 """
 
 from __future__ import annotations

@@ -23,6 +23,8 @@ DEFAULT_PORT = 29500
 SLURM_PORTS = range(20_000, 30_000)
 """Below the ports that Linux gives to outgoing connections."""
 ANY_ADDRESS = ("", "0.0.0.0", "::")
+RENDEZVOUS = "ZERO2ALL_RENDEZVOUS"
+"""Variable of the processes: where the others find rank 0, which rank 0 itself may reach by another address."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Nodes:
             "LOCAL_WORLD_SIZE": str(processes),
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
+            RENDEZVOUS: f"{self.host}:{self.port}",
         }
 
 
