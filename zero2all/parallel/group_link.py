@@ -5,8 +5,8 @@ of a group talks to rank r of every other group over sockets of its own (`group_
 or restarted never stops the others.
 
 How they agree is said in `group_mind`. A late group gets the payloads too, and makes the same update without its own
-part. Within a group rank 0 decides, and the other ranks learn it from rank 0. What changes the course of training (the set, a
-state to adopt, a state to serve) takes effect in `collect` of a named key, so it is the same on all ranks.
+part. Within a group rank 0 decides, and the other ranks learn it from rank 0. What changes the course of training (the
+set, a state to adopt, a state to serve) takes effect in `collect` of a named key, so it is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class GroupLink:
         assert self._behind is not None, "adopt() only where behind() gives a round"
         head, self._behind = self._behind, None
         state = self._states.pop(head["id"])
-        self._states.clear()
+        self._states = {each: later for each, later in self._states.items() if each > head["id"]}
         return head["label"], state
 
     def serve_state(self, round: int, state: Callable[[], bytes]) -> None:  # noqa: A002

@@ -31,6 +31,7 @@ small part of a partition wins, nor group 0 when it was restarted from an old ch
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import random
@@ -84,6 +85,7 @@ class Mind:
         self.gone: set[str] = set()  # chains at which a payload could no longer be had
         self.is_lost = self.is_running = False
         self._alike: set[int] = set()
+        self._ids = itertools.count(random.getrandbits(31))  # of the states that it asks for
         self._asked_at = self._lacks_since = self._sent_at = 0.0
         self._sent: Status = {}
         self.control = {
@@ -290,7 +292,7 @@ class Mind:
         eras = {-number: self.heard[-number]["era"] for _, number in servers}
         if self.want is None or eras.get(self.want["server"]) != self.want["era"]:
             server = -max(servers)[1]  # kept while it can serve: the heaviest may be another one after every round
-            self.want = {"server": server, "era": eras[server], "id": random.getrandbits(31)}
+            self.want = {"server": server, "era": eras[server], "id": next(self._ids)}
         return int(self.want["server"])
 
     def _is_behind_us(self, status: Status) -> bool:

@@ -90,7 +90,7 @@ def test_groups_stopped_with_a_fragment_in_flight_go_on_to_the_same_bits(
 
 SLOW_STEPS = "import time; from tests.train import ranks; from zero2all.train import loop; "
 SLOW_STEPS += (
-    "step = loop.train_step; loop.train_step = lambda *given: (time.sleep(0.3), step(*given))[1]; ranks.main()"
+    "step = loop.train_step; loop.train_step = lambda *given: (time.sleep(0.4), step(*given))[1]; ranks.main()"
 )
 
 
@@ -99,23 +99,23 @@ def test_a_group_killed_in_a_round_comes_back_and_all_resume_to_the_same_bits(
     shared_work: Workspace, tmp_path: Path, warm: WarmProcess
 ):
     """Group 1 is killed (SIGKILL) with a fragment on its way, and started again while group 0 goes on. Then both are
-    stopped at one step. From these two folders the run is ended twice: at once, and stopped once more with a fragment on
-    its way. All tensors of both groups are compared, bit by bit: model, moments, outer weights, momentum, errors. They are
-    equal because nothing else goes into a step: the sets are {0, 1}, added in the order of the groups, and the rows follow
-    from the tokens."""
+    stopped at one step. From these two folders the run is ended twice: at once, and stopped once more with a fragment
+    on its way. All tensors of both groups are compared, bit by bit: model, moments, outer weights, momentum, errors.
+    They are equal because nothing else goes into a step: the sets are {0, 1}, added in the order of the groups, and the
+    rows follow from the tokens."""
     places = [tmp_path / f"killed-{group}" for group in range(2)]
     for place in places:
         shutil.copytree(shared_work.root, place / "work")
     starters = [RankStarter(warm, place / "work", place) for place in places]
-    groups, stop_at = free_ports(), {0: (90, signal.SIGTERM, 0.0)}
+    groups, stop_at = free_ports(), {0: (44, signal.SIGTERM, 0.0)}
 
     def begin(starters: list[RankStarter], group: int, signals, groups=groups) -> Launch:
-        config = group_config(groups, group, 104, wait_seconds=2.0)
+        config = group_config(groups, group, 56, wait_seconds=2.0)
         return starters[group](config, signals=signals, code=SLOW_STEPS)
 
     try:
         living = begin(starters, 0, stop_at)
-        killed = begin(starters, 1, {0: (20, signal.SIGKILL, 0.05)})  # 20 = 18 + tau: fragments are on their way
+        killed = begin(starters, 1, {0: (10, signal.SIGKILL, 0.05)})  # the fragment of step 9 is on its way
         assert killed.wait() == [-signal.SIGKILL], killed.text()
         back = begin(starters, 1, stop_at)
         assert [*living.wait(), *back.wait()] == [10, 10], living.text() + back.text()
@@ -126,7 +126,7 @@ def test_a_group_killed_in_a_round_comes_back_and_all_resume_to_the_same_bits(
             again = [RankStarter(warm, folder / f"killed-{group}" / "work", folder) for group in range(2)]
             starters += again
             ports = free_ports()
-            for signals in (None,) if name == "once" else ({0: (96, signal.SIGTERM, 0.0)}, None):
+            for signals in (None,) if name == "once" else ({0: (50, signal.SIGTERM, 0.0)}, None):
                 launches = [begin(again, group, signals, ports) for group in range(2)]
                 for launch in launches:
                     assert launch.wait() == [10 if signals else 0], launch.text()
