@@ -58,7 +58,7 @@ def dump(_signal, frame) -> None:
     }
     if mind := link._mind:
         has = str({key: {str(member): [*ranks] for member, ranks in has.items()} for key, has in mind.has.items()})
-        known |= {"heard": mind.heard, "has": has, "states": mind.states, "expected": [*mind.expected]}
+        known |= {"heard": mind.heard, "has": has, "states": mind.states, "members": mind.members}
         known |= {"own": mind._status(), "alike": [*mind._alike], "served": [*mind.served], "eras": mind.eras}
         known |= {"control": [group for group, channel in mind.control.items() if channel.is_up]}
     known |= {"connected": link.connected, "inner": {rank: each.is_up for rank, each in link.inner.items()}}

@@ -120,6 +120,30 @@ def test_a_rank_that_does_not_come_is_named(start: Start):
 
 
 @pytest.mark.slow
+def test_two_machines_with_the_number_0_are_named(machines: Machines, work: Workspace, config_file: Any):
+    words = [
+        "-m",
+        "zero2all",
+        "train",
+        str(config_file()),
+        "--work",
+        str(work.root),
+        "--nodes",
+        "2",
+        "--node-rank",
+        "0",
+    ]
+    words += ["--rendezvous", f"{ADDRESSES[0]}:{PORT}", "--interface", WIRE]
+    programs = [
+        subprocess.Popen(machines.command(each, sys.executable, *words), stderr=subprocess.PIPE, text=True)
+        for each in (0, 1)
+    ]
+    said = [program.communicate(timeout=120)[1] for program in programs]
+    assert [program.returncode for program in programs] == [2, 2], "\n".join(said)
+    assert all("Rank 0 came twice: from " in text for text in said), said
+
+
+@pytest.mark.slow
 def test_a_wrong_port_is_named(start: Start):
     first = start(0)
     named([first, start(1, MASTER_PORT=PORT + 1)], "waiting for rank 1 of 2", "nothing listens on that port")

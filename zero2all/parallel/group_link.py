@@ -4,22 +4,9 @@ A *group* is an ordinary run of some processes on one or more machines. Groups s
 of a group talks to rank r of every other group over sockets of its own (`group_wire`), and a group that is lost, late
 or restarted never stops the others.
 
-How they agree. A *key* is (round, fragment). For every key the groups decide a set: whose payloads are used. Rank 0 of
-each group sends its *status* to rank 0 of the others, after every change and every second; no other message decides.
-- The lowest-numbered group that has come to a key leads, until one has proposed. When it has the payloads of all groups
-  it waits for, or `wait_seconds` after it came there, it proposes the set of those whose payloads all its ranks have.
-- A group accepts a proposal when all its own ranks have these payloads; what it lacks it gets from the proposer. When
-  all connected groups have accepted, the proposer decides; the others see that in its status and decide the same.
-- If the leader is lost, the next one proposes the set that it has accepted, if any: the lost one may have decided it.
-A late group gets the payloads too, and makes the same update without its own part.
-
-Histories. Every decision extends a chain of hashes. Groups with the same chain have the same outer weights. After a
-partition chains differ: the group whose chain counts fewer contributions adopts the outer state of the other (equal:
-the one with the higher number). So neither a small part of a partition wins, nor group 0 when it was restarted from an
-old checkpoint. A group that cannot follow (restarted without its history, or more than two rounds late) adopts, too.
-
-Within a group rank 0 decides, and the other ranks learn it from rank 0. What changes the course of training (the set, a
-state to adopt, a state to serve) takes effect in `collect` of a named key, so it is the same on all ranks.
+How they agree is said in `group_mind`. A late group gets the payloads too, and makes the same update without its own
+part. Within a group rank 0 decides, and the other ranks learn it from rank 0. What changes the course of training (the
+set, a state to adopt, a state to serve) takes effect in `collect` of a named key, so it is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -191,7 +178,7 @@ class GroupLink:
         assert self._behind is not None, "adopt() only where behind() gives a round"
         head, self._behind = self._behind, None
         state = self._states.pop(head["id"])
-        self._states.clear()
+        self._states = {each: later for each, later in self._states.items() if each > head["id"]}
         return head["label"], state
 
     def serve_state(self, round: int, state: Callable[[], bytes]) -> None:  # noqa: A002
@@ -280,6 +267,9 @@ class GroupLink:
                 self.changed.wait_for(lambda: self._started or self.problem)
         if self.problem:
             raise self.problem
+        self._begin()
+
+    def _begin(self) -> None:
         assert self._started is not None, "rank 0 says either"
         self.history, self._behind, self._era = (self._started[name] for name in ("history", "state", "era"))
 

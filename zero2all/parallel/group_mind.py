@@ -1,24 +1,50 @@
-"""How the groups agree whose payloads are used: the part of rank 0 (the rules are in `group_link`).
+"""How the groups agree whose payloads are used: the part of rank 0.
 
-Everything follows from the statuses of the connected groups, looked at again after every change (`_look`). A *member*
-is a pair (group, era): a group gets a new era when it starts and when it adopts a state, so a payload that it made
-before is never taken for one that it made after.
+For every key (round, fragment) the groups decide a *record*: whose payloads are used (`set`), and who takes part in the
+next decision (`members`). Records form a chain of hashes. Groups with the same chain have the same outer weights. A
+member is a pair (group, era): a group has a new era when it starts and when it adopts a state. Rank 0 of each group
+sends its *status* to the others, in order, after every change and every second; no other message decides.
+1. The lowest member that has come to a key leads. It proposes a record with the payloads that all its ranks have, after
+   it has waited `wait_seconds` for those it lacks. It gives way to the proposal of a lower member.
+2. A group accepts a proposal that extends its chain when all its ranks have the payloads; what it lacks it gets from
+   the proposer. It then accepts no other one while that group is connected and proposes the same.
+3. The proposer decides when every living member has accepted. A member counts as dead only if its connection has been
+   lost for `wait_seconds`, if it has another era, if it said goodbye, or if it asks for a state (then it leaves).
+4. Who sees a decision after its chain makes the same one. If the proposer dies, the next leader proposes what it has
+   accepted itself.
+5. A group that comes back adopts a state and follows. It becomes a member by a record, once it is in step and connected
+   to all members.
+
+Why there is no fork, if every member that counts as dead is dead: say p decides D after chain c. Then every living
+member of c has accepted D (3). While p lives they accept nothing else (2), and get D from p (4). When p is dead, only a
+living member can propose after c, and each of them has accepted D, so it proposes D (4). A group that came back is no
+member of c, so it does not propose, and p need not wait for it (5). So all living groups decide D, whomever p reached.
+With two groups it is the same: p decides alone only if the other one is dead.
+
+The condition cannot be dropped: with two groups "dead" and "cut off" look alike, and both have to go on. After a
+partition chains differ. So they may when all members die at once and those who only follow go on. Then the group whose
+chain counts fewer contributions adopts the state of the other (equal: that with the higher number), so that neither a
+small part of a partition wins, nor group 0 when it was restarted from an old checkpoint. A group that cannot follow
+(its training is rounds late, or went back) adopts, too.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import math
 import random
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from zero2all.common.errors import PeerFailureError, UsageError
-from zero2all.parallel.config import SlowLinkConfig
 from zero2all.parallel.group_wire import SILENT_SECONDS, Channel, Item, Key
+
+if TYPE_CHECKING:
+    from zero2all.parallel.group_link import GroupLink
 
 Status = dict[str, Any]
 Members = list[list[int]]
@@ -33,47 +59,20 @@ def no_payload(_item: Item, _payload: bytes) -> None:
     raise OSError("this connection carries no payloads")
 
 
-class Link(Protocol):
-    """The link of rank 0, as far as it is used here (`group_link.GroupLink`)."""
-
-    group: int
-    groups: int
-    ranks: int
-    config: SlowLinkConfig
-    facts: Any
-    closed: bool
-    changed: threading.Condition
-    problem: UsageError | PeerFailureError | None
-    outcomes: dict[Key, dict[str, Any]]
-    inner: dict[int, Channel]
-    data: dict[int, Channel]
-
-    def obey(self, message: dict[str, Any]) -> None:
-        """Take a message of rank 0."""
-
-    def is_far(self, key: Key) -> bool:
-        """Training is too far behind this key."""
-
-    @property
-    def will_adopt(self) -> bool:
-        """Training will collect a state to adopt."""
-
-
 class Mind:
     """What rank 0 of a group knows and decides. All methods hold the lock of the link."""
 
-    def __init__(self, link: Link, history: str) -> None:
+    def __init__(self, link: GroupLink, history: str) -> None:
         self.link, self.changed = link, link.changed
         self.chain: str
         self.weight: int  # contributions that the chain counts
         self.last: list[int]  # the last key
         self.chain, self.weight, self.last = json.loads(history) if history else ("", 0, [-1, -1])
         self.era = random.getrandbits(31)
-        self.recent: list[Status] = []
+        self.members: Members = []  # who decides the next record
+        self.recent: list[Status] = []  # the last records
         self.heard: dict[int, Status] = {}  # the last status of every connected group
-        self.eras: dict[int, int] = {}
-        self.expected = {group for group in range(link.groups) if group != link.group}
-        """Groups that are waited for even while they are not connected: those of the last set."""
+        self.lost_at: dict[int, float] = {}  # when the connection to a group was lost
         self.mine: list[Key] = []  # keys that training has come to, and that are not decided
         self.since: dict[Key, float] = {}
         self.reach: Key = (-1, -1)
@@ -86,11 +85,13 @@ class Mind:
         self.gone: set[str] = set()  # chains at which a payload could no longer be had
         self.is_lost = self.is_running = False
         self._alike: set[int] = set()
-        self._asked_at = self._lacks_since = self._sent_at = self._proposed_at = 0.0
+        self._ids = itertools.count(random.getrandbits(31))  # of the states that it asks for
+        self._asked_at = self._lacks_since = self._sent_at = 0.0
         self._sent: Status = {}
         self.control = {
             group: Channel(partial(self._hear, group), no_payload, partial(self._on_change, group), SILENT_SECONDS)
-            for group in self.expected
+            for group in range(link.groups)
+            if group != link.group
         }
 
     @property
@@ -140,19 +141,22 @@ class Mind:
                     f"same config and version of zero2all."
                 )
             elif message["do"] == "bye":
-                self.expected.discard(group)
+                self.heard.pop(group, None)
+                self._alike.discard(group)
+                self.lost_at[group] = -math.inf  # nobody waits for it
             elif message["do"] == "status" and group in self._alike:
                 self.heard[group] = message
-                self.eras[group] = message["era"]
             self.changed.notify_all()
 
     def _on_change(self, group: int, is_up: bool) -> None:
         with self.changed:
             if is_up:
+                self.lost_at[group] = time.monotonic()  # until its status comes
                 self.control[group].post({"do": "hello", "facts": self.link.facts})
                 self.control[group].post(self._status())
             else:
-                self.heard.pop(group, None)
+                if self.heard.pop(group, None):
+                    self.lost_at[group] = time.monotonic()
                 self._alike.discard(group)
             self.changed.notify_all()
 
@@ -168,50 +172,61 @@ class Mind:
         threading.Thread(target=self._run, daemon=True, name="group-link-mind").start()
         deadline = time.monotonic() + seconds
         with self.changed:
-            self._wait(lambda: all(channel.is_up for channel in self.link.inner.values()), deadline)
-            self._wait(lambda: not self._missing(), deadline)
+            is_over = lambda: self.is_running or self.link.problem is not None  # noqa: E731
+            self.changed.wait_for(lambda: is_over() or self._is_ready(), max(0.0, deadline - time.monotonic()))
             absent = [str(rank) for rank, channel in self.link.inner.items() if not channel.is_up]
-            if self.link.problem is None and absent:
+            if not is_over() and absent:
                 self.link.problem = PeerFailureError(
                     f"These ranks of group {self.link.group} did not join within parallel.join_seconds ({seconds:g} "
                     f"s): {', '.join(absent)}. Look for their errors."
                 )
-            elif self.link.problem is None and self._missing():
+            elif not is_over() and self._missing():
                 names = ", ".join(f"{group} ({self.link.config.groups[group]})" for group in self._missing())
                 self.link.problem = PeerFailureError(
                     f"These groups of {self.link.groups} did not join within parallel.join_seconds ({seconds:g} s): "
                     f"{names}. Look for their errors, and check that their addresses in parallel.slow_link.groups are "
                     f"right and that no firewall blocks the port."
                 )
-            state = None
-            while self.link.problem is None and self._choose_server() is not None:
-                if state := self._whole_state():
-                    break
-                self.changed.wait(0.2)
-            if state:
-                self._continue_from(state)
+            self.changed.wait_for(is_over)  # as long as it takes to get a state
             problem = self.link.problem
-            self.is_running = problem is None
-            message = {"do": "start", "problem": problem and [type(problem).__name__, str(problem)], "key": None}
-            self._tell_ranks({**message, "state": state, "era": self.era, "history": self.history})
+            if problem:
+                self._tell_ranks({"do": "start", "problem": [type(problem).__name__, str(problem)], "key": None})
         if problem:
             time.sleep(LAST_WORD_SECONDS)  # so that the other groups see what differs, too
 
-    def _wait(self, is_over: Callable[[], bool], deadline: float) -> None:
-        self.changed.wait_for(lambda: self.link.problem is not None or is_over(), max(0.0, deadline - time.monotonic()))
+    def _is_ready(self) -> bool:
+        return all(channel.is_up for channel in self.link.inner.values()) and not self._missing()
+
+    def _begin(self) -> None:
+        """When all are there: run, from the state of another group where this one is behind."""
+        if not self._is_ready() or self.link.problem is not None:
+            return
+        state = None
+        if self._choose_server() is not None:
+            if (state := self._whole_state()) is None:
+                return
+            self._continue_from(state)
+        else:
+            begun = [each for each in self.heard.values() if each["running"] and each["chain"] == self.chain]
+            all_here = [[self.link.group, self.era], *([group, each["era"]] for group, each in self.heard.items())]
+            self.members = begun[0]["members"] if begun else sorted(all_here)
+        self.lost_at = {group: time.monotonic() for group in self.control} | self.lost_at
+        self.is_running = True
+        self._tell_ranks({"do": "start", "problem": None, "key": None, "state": state, "era": self.era})
 
     def _missing(self) -> list[int]:
-        """Groups that have not come; nobody is waited for if one of the others runs already."""
-        is_begun = any(status["running"] for status in self.heard.values())
-        return [] if is_begun else [group for group in self.control if group not in self.heard]
+        """Groups that have not come, or have not met all others; none if one of the others runs already."""
+        if any(status["running"] for status in self.heard.values()):
+            return []
+        absent = [group for group in self.control if group not in self.heard]
+        return absent or [group for group, each in self.heard.items() if len(each["connected"]) < len(self.control)]
 
     # ---- deciding
 
     def _run(self) -> None:
         with self.changed:
             while not self.link.closed:
-                if self.is_running:
-                    self._look()
+                self._look()
                 self._send_status()
                 self.changed.wait(0.2)
 
@@ -227,21 +242,25 @@ class Mind:
                 channel.post(message)
 
     def _status(self) -> Status:
-        status = {"chain": self.chain, "weight": self.weight, "last": self.last, "recent": self.recent, "era": self.era}
+        status = {"do": "status", "chain": self.chain, "weight": self.weight, "last": self.last, "recent": self.recent}
+        status |= {"era": self.era, "members": self.members, "running": self.is_running, "lost": self.is_lost}
+        status |= {"connected": sorted([group, each["era"]] for group, each in self.heard.items())}
         status |= {"next": self.mine[0] if self.mine else None, "reach": self.reach, "want": self.want}
-        status |= {"proposal": self.proposal, "accepted": self.accepted, "running": self.is_running}
-        copy: Status = json.loads(json.dumps({"do": "status", "connected": sorted(self.heard), **status}))
-        return copy
+        return status | {"proposal": self.proposal, "accepted": self.accepted}
 
     def _look(self) -> None:
         key = self.mine[0] if self.mine else None
-        if self.link.will_adopt:
+        if not self.is_running:
+            self._begin()
+        elif self.link.will_adopt:
             return  # what is decided now might take the place of the state
-        if self._choose_server() is not None:
+        elif self._choose_server() is not None:
+            # It leaves, for good: the others no longer wait for its acceptance.
+            self.proposal, self.members = None, [member for member in self.members if member[0] != self.link.group]
             if key is not None and (state := self._whole_state()):
                 self._continue_from(state)
                 self._tell_ranks({"do": "outcome", "key": key, "state": state, "set": [], "serve": [], "era": self.era})
-        elif (found := self._heard_step()) is not None:
+        elif (found := self._heard_record()) is not None:
             self._follow(*found)
         elif key is not None:
             self._lead(key)
@@ -258,7 +277,7 @@ class Mind:
             elif not self.is_running:
                 must = status["chain"] != self.chain and theirs > best
             elif self.is_lost:
-                must = True
+                must = status["running"] and (theirs > best or not status["lost"])
             elif status["chain"] == self.chain:  # two checkpoints without a history
                 must = key is not None and status["next"] is not None and tuple(status["next"]) > key
             elif following is not None:
@@ -273,7 +292,7 @@ class Mind:
         eras = {-number: self.heard[-number]["era"] for _, number in servers}
         if self.want is None or eras.get(self.want["server"]) != self.want["era"]:
             server = -max(servers)[1]  # kept while it can serve: the heaviest may be another one after every round
-            self.want = {"server": server, "era": eras[server], "id": random.getrandbits(31)}
+            self.want = {"server": server, "era": eras[server], "id": next(self._ids)}
         return int(self.want["server"])
 
     def _is_behind_us(self, status: Status) -> bool:
@@ -287,90 +306,122 @@ class Mind:
     def _continue_from(self, head: Status) -> None:
         """This group's history is now that of the state it adopts."""
         self.chain, self.weight, self.last = json.loads(head["history"])
-        self.recent, self.reach = head["recent"], (self.last[0], self.last[1])
+        self.recent, self.members, self.reach = head["recent"], head["members"], (self.last[0], self.last[1])
         self.mine, self.proposal, self.accepted, self.want, self.is_lost = [], None, None, None, False
         self.era = random.getrandbits(31)
         self.states.clear()
 
-    def _heard_step(self) -> tuple[Key, Members, int, bool] | None:
-        """Key, set and source of what another group has decided after our chain, or proposes; whether it is decided."""
+    def _heard_record(self) -> tuple[Status, int, bool] | None:
+        """What another group has decided after our chain, or proposes; which group; whether it is decided."""
         for group, status in self.heard.items():
-            for step in status["recent"]:
-                if step["before"] == self.chain:
-                    return _key(step), step["set"], group, True
+            for record in status["recent"]:
+                if record["before"] == self.chain:
+                    return record, group, True
+        found = None
         for group, status in sorted(self.heard.items()):
-            step = status["proposal"]
-            if step and step["before"] == self.chain and (not self.mine or _key(step) == self.mine[0]):
-                return (_key(step), step["set"], group, False) if group < self.link.group or not self.proposal else None
-        return None
+            record = status["proposal"]
+            if record and record["before"] == self.chain and (not self.mine or _key(record) == self.mine[0]):
+                if self.accepted == {**record, "by": group}:
+                    return record, group, False
+                if found is None and (group < self.link.group or not self.proposal):
+                    found = record, group, False
+        return found
 
-    def _follow(self, key: Key, members: Members, source: int, is_decided: bool) -> None:
+    def _follow(self, record: Status, source: int, is_decided: bool) -> None:
+        key = _key(record)
+        lacking = [member for member in record["set"] if not self._is_here(key, *member)]
         if self.link.is_far(key):
-            return  # payloads up to the state need not be kept
-        lacking = [member for member in members if not self._is_here(key, *member)]
-        if lacking:
+            self.is_lost = True  # payloads up to the state need not be kept, and nobody waits for this group
+        elif lacking:
             if time.monotonic() > self._asked_at + STATUS_SECONDS or not self._asked_at:
                 self._asked_at = time.monotonic()
                 self._lacks_since = self._lacks_since or self._asked_at
                 self._tell_ranks({"do": "need", "key": key, "set": lacking, "source": source})
         elif is_decided:
-            self._decide(key, members)
+            self._decide(record)
         else:
-            self.proposal, self.accepted = None, {"key": key, "before": self.chain, "set": members, "by": source}
+            self.proposal, self.accepted = None, {**record, "by": source}
 
     def _is_here(self, key: Key, group: int, era: int) -> bool:
         return len(self.has.get(key, {}).get((group, era), ())) == self.link.ranks
 
+    def _voters(self) -> set[int]:
+        """The living members of our chain; if there are none, all that are in step."""
+        now, wait = time.monotonic(), self.link.config.wait_seconds
+        # Who is no member may not have met them all: it gives them time after the last loss of any connection.
+        last_loss = -math.inf if [self.link.group, self.era] in self.members else max(self.lost_at.values())
+        found = set()
+        for group, era in self.members:
+            status = self.heard.get(group)
+            if group == self.link.group:
+                is_alive = era == self.era
+            elif status is None:
+                lost_at = self.lost_at[group]
+                is_alive = lost_at > -math.inf and now < max(lost_at, last_loss) + wait
+            else:
+                is_alive = status["era"] == era and not status["want"]
+            found |= {group} if is_alive else set()
+        return found or {self.link.group, *(group for group in self.heard if self._is_in_step(group))}
+
+    def _is_in_step(self, group: int) -> bool:
+        status = self.heard[group]
+        return status["running"] and not status["want"] and status["chain"] == self.chain
+
     def _lead(self, key: Key) -> None:
-        """If no lower-numbered group is to be waited for: propose a set, and decide it when all have accepted."""
-        now, wait, since = time.monotonic(), self.link.config.wait_seconds, self.since[key]
-        is_late = now > since + wait
-        peers = {
-            group: status
-            for group, status in self.heard.items()
-            if not status["want"] and (status["chain"] == self.chain or self._is_behind_us(status))
-        }
-        unheard = self.expected - set(self.heard)
-        # Not once it has proposed: a lower-numbered group that comes now accepts that, and waits for the decision.
-        for group in range(self.link.group) if self.proposal is None else ():
-            if (group in peers and (not is_late or tuple(peers[group]["reach"]) >= key)) or (
-                group in unheard and not is_late
-            ):
+        """If no lower member is to be waited for: propose a record, and decide it when all have accepted it."""
+        is_late = time.monotonic() > self.since[key] + self.link.config.wait_seconds
+        voters = self._voters()
+        if self.link.group not in voters:
+            return
+        for group in [each for each in voters if each < self.link.group and self.proposal is None]:
+            status = self.heard.get(group)
+            if status is None or (_leads(group, status) and (not is_late or tuple(status["reach"]) >= key)):
                 return
-        known = self.accepted or self.proposal
-        if known is None:
-            eras = {group: self.eras.get(group, -1) for group in peers.keys() | unheard} | {self.link.group: self.era}
-            here = [[group, era] for group, era in sorted(eras.items()) if self._is_here(key, group, era)]
-            awaited = set(eras) - {group for group, _ in here}
-            if (self.link.group, self.era) not in self.has.get(key, {}):
-                awaited.discard(self.link.group)  # it adopted a state, and offers nothing
-            if any(now < max(since, self._payload_came(group, key)) + wait for group in awaited):
-                return
-            known = {"set": here}
-        if self.proposal is None:
-            self._proposed_at = now
-        self.proposal = {"key": key, "before": self.chain, "set": known["set"]}
+        record = self.accepted or self.proposal or self._new_record(key, voters)
+        if record is None:
+            return
+        self.proposal = {name: record[name] for name in ("key", "before", "set", "members")}
         self.accepted = None
-        wanted = {"by": self.link.group, **json.loads(json.dumps(self.proposal))}
-        for status in peers.values():  # those with our chain have time to see the proposal, however late it is
-            until = self._proposed_at + 2 * wait if status["chain"] == self.chain else since + wait
-            if status["accepted"] != wanted and now < until:
-                return
-        self._decide(key, known["set"])
+        wanted = {**self.proposal, "by": self.link.group}
+        if all(self.heard.get(group, {}).get("accepted") == wanted for group in voters - {self.link.group}):
+            self._decide(self.proposal)
+
+    def _new_record(self, key: Key, voters: set[int]) -> Status | None:
+        """A record of the payloads that are here; None: some are waited for."""
+        now, wait, own = time.monotonic(), self.link.config.wait_seconds, self.link.group
+        eras = {group: era for group, era in self.members if group in voters} | {own: self.era}
+        for group, status in self.heard.items():
+            if self._is_in_step(group) or (self._is_behind_us(status) and status["running"] and not status["want"]):
+                eras[group] = status["era"]
+        here = [[group, era] for group, era in sorted(eras.items()) if self._is_here(key, group, era)]
+        awaited = set(eras) - {group for group, _ in here}
+        if (own, self.era) not in self.has.get(key, {}):
+            awaited.discard(own)  # it adopted a state, and offers nothing
+        if any(now < max(self.since[key], self._payload_came(group, key)) + wait for group in awaited):
+            return None
+        members = [[own, self.era]]
+        for group in sorted(self.heard, key=lambda each: each not in voters):  # those that are members first
+            member, status = [group, self.heard[group]["era"]], self.heard[group]
+            is_met = all(
+                each in status["connected"] and (each[0] == own or member in self.heard[each[0]]["connected"])
+                for each in members
+            )
+            if group in voters or (self._is_in_step(group) and is_met):
+                members.append(member)
+        return {"key": list(key), "before": self.chain, "set": here, "members": sorted(members)}
 
     def _payload_came(self, group: int, key: Key) -> float:
         """When a part of the payload of a connected group came last: a slow link is not a late group."""
         is_sending = group in self.heard and tuple(self.heard[group]["reach"]) >= key
         return self.link.data[group].heard_at if is_sending else 0.0
 
-    def _decide(self, key: Key, members: Members) -> None:
-        before = self.chain
-        self.chain = hashlib.sha256(json.dumps([before, key, members]).encode()).hexdigest()[:16]
+    def _decide(self, record: Status) -> None:
+        key, members = _key(record), record["set"]
+        text = json.dumps([self.chain, key, members, record["members"]])
+        self.chain, self.members = hashlib.sha256(text.encode()).hexdigest()[:16], record["members"]
         self.weight += len(members)
-        self.last = list(key)
-        step = {"key": list(key), "before": before, "set": members}
-        self.recent = [each for each in [*self.recent, step] if each["key"][0] >= key[0] - ROUNDS_KEPT]
-        self.expected = {group for group, _ in members} - {self.link.group}
+        self.last, self.is_lost = list(key), False
+        self.recent = [each for each in [*self.recent, record] if each["key"][0] >= key[0] - ROUNDS_KEPT]
         self.mine = [each for each in self.mine if each > key]
         self.has = {each: ranks for each, ranks in self.has.items() if each > key}
         self.since = {each: moment for each, moment in self.since.items() if each > key}
@@ -380,7 +431,8 @@ class Mind:
             want = status["want"]
             if want and want["server"] == self.link.group and want["id"] not in self.served:
                 self.served.add(want["id"])
-                serve.append({"to": group, "id": want["id"], "history": self.history, "recent": self.recent})
+                head = {"to": group, "id": want["id"], "history": self.history}
+                serve.append({**head, "recent": self.recent, "members": self.members})
         self._tell_ranks({"do": "outcome", "key": key, "set": members, "state": None, "serve": serve, "era": self.era})
 
     def _tell_ranks(self, message: Status) -> None:
@@ -388,6 +440,11 @@ class Mind:
         for channel in self.link.inner.values():
             channel.post(message)
         self.link.obey(message)
+
+
+def _leads(group: int, status: Status) -> bool:
+    """Whether a group takes itself for a member."""
+    return [group, status["era"]] in status["members"]
 
 
 def _key(message: Status) -> Key:

@@ -47,7 +47,7 @@ GREETING_BYTES = 4096
 GREETING_SECONDS = 5.0
 SILENT_SECONDS = 20.0
 """A control channel on which nothing came for so long is lost; something is sent every second."""
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 3.0
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 0.5
 WAITING_ROOM = 64
 """Connections that may be greeting at once; more than that are dropped."""
 

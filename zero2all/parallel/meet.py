@@ -38,7 +38,7 @@ from zero2all.common.language import translate as t
 from zero2all.common.progress import say
 from zero2all.parallel.device import local_processes, local_rank
 from zero2all.parallel.launch import ATTEMPT, STORE_SOCKET
-from zero2all.parallel.nodes import data_address
+from zero2all.parallel.nodes import RENDEZVOUS, data_address
 
 Facts = Mapping[str, Any]
 """What must be equal in all processes, by its name; JSON values."""
@@ -102,6 +102,10 @@ def open_store(rank: int, seconds: float) -> dist.Store:
         ) from error
     finally:
         notice.cancel()
+    return _prefixed(store)
+
+
+def _prefixed(store: dist.Store) -> dist.Store:
     attempt = os.environ.get(ATTEMPT) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"z2a/{attempt}", store)
 
@@ -188,11 +192,15 @@ def _judge(store: dist.Store, size: int, own: Facts, seconds: float) -> dict[str
             *said, token = json.loads(store.get("twice"))
             return {**_came_twice(*said), "also": [token]}
         if not lines and time.monotonic() > notice:
-            notice = deadline
-            say(
-                f"z2a: waiting for rank {_missing(came, size)} of {size}, until parallel.join_seconds ({seconds:g} s) "
-                f"are over. Were they started, with the same address and port, each machine with its own number?"
-            )
+            if twin := _other_rank0(own):
+                return twin
+            if notice == begun + NOTICE_SECONDS:
+                say(
+                    f"z2a: waiting for rank {_missing(came, size)} of {size}, until parallel.join_seconds "
+                    f"({seconds:g} s) are over. Were they started, with the same address and port, each machine with "
+                    f"its own number?"
+                )
+            notice = time.monotonic() + NOTICE_SECONDS
         time.sleep(0.02)
     if lines:
         return _problem(
@@ -218,6 +226,23 @@ def _judge(store: dist.Store, size: int, own: Facts, seconds: float) -> dict[str
         )
     tokens = [came[other]["token"] for other in range(size)]
     return {"tokens": tokens, "doors": {other: came[other]["door"] for other in came if "door" in came[other]}}
+
+
+def _other_rank0(own: Facts) -> dict[str, Any] | None:
+    """Rank 0 holds a store, but another rank 0 holds the one that the others reach: two machines have number 0."""
+    host, _, port = os.environ.get(RENDEZVOUS, "").rpartition(":")
+    if not host or _why_not(host, int(port)):
+        return None
+    try:
+        store = _prefixed(dist.TCPStore(host, int(port), timeout=timedelta(seconds=2), wait_for_workers=False))
+        other = json.loads(store.get("rank/0"))
+        if other["token"] == own["token"]:
+            return None
+        store.set(f"seen/joined/{own['token']}", "")
+        store.set("twice", json.dumps([0, other["host"], own["host"], own["token"]]))
+    except dist.DistError:
+        return None  # a port that is forwarded, and nothing behind it yet
+    return _came_twice(0, other["host"], own["host"])
 
 
 def _missing(came: Mapping[int, Any], size: int) -> str:

@@ -26,6 +26,8 @@ SLURM_PORTS = range(20_000, 30_000)
 BACKLOG = 4096
 """Connections of ranks that wait to be accepted."""
 ANY_ADDRESS = ("", "0.0.0.0", "::")
+RENDEZVOUS = "ZERO2ALL_RENDEZVOUS"
+"""Variable of the processes: where the others find rank 0, which rank 0 itself may reach by another address."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Nodes:
             "LOCAL_WORLD_SIZE": str(processes),
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
+            RENDEZVOUS: f"{self.host}:{self.port}",
         }
 
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from tests.train.outer.memory_link import Hub
 from zero2all.config.training import OptimConfig
 from zero2all.limits.slow_link import bytes_per_step
 from zero2all.model.config import ModelConfig
@@ -20,7 +21,6 @@ from zero2all.parallel.layout import init_weights
 from zero2all.parallel.mesh import Axis
 from zero2all.train.outer.compress import decode, encode, payload_bytes
 from zero2all.train.outer.fragments import Clock, names_by_fragment
-from zero2all.train.outer.link import Hub
 from zero2all.train.outer.optimizer import OuterOptimizer
 from zero2all.train.state import new_state
 

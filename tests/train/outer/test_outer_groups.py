@@ -7,6 +7,7 @@ import signal
 import socket
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.processes import WarmProcess
@@ -26,9 +27,9 @@ def free_ports() -> list[str]:
         return [f"127.0.0.1:{each.getsockname()[1]}" for each in (one, other)]
 
 
-def group_config(groups: list[str], group: int):
-    link = {"groups": groups, "group": group, "every": 6, "fragment_layers": 1, "tau": 2, "compress": "int4"}
-    train = {"steps": 14, "precision": "float32"}
+def group_config(groups: list[str], group: int, steps: int = 14, **fields: float):
+    link = {"groups": groups, "group": group, "every": 6, "fragment_layers": 1, "tau": 2, "compress": "int4", **fields}
+    train = {"steps": steps, "precision": "float32"}
     return small_config(parallel={"device": "cpu", "cpu_threads": 1, "slow_link": link}, train={"name": "run", **train})
 
 
@@ -85,3 +86,62 @@ def test_groups_stopped_with_a_fragment_in_flight_go_on_to_the_same_bits(
     assert not torch.equal(weight, kept["model/norm.weight"])
     run = read_run(starters["whole"][0].root / "runs" / "run")
     assert {"slow_link/round", "slow_link/sent_bytes", "slow_link/outer_grad_norm"} <= set(run.series)
+
+
+SLOW_STEPS = "import time; from tests.train import ranks; from zero2all.train import loop; "
+SLOW_STEPS += (
+    "step = loop.train_step; loop.train_step = lambda *given: (time.sleep(0.4), step(*given))[1]; ranks.main()"
+)
+
+
+@pytest.mark.slow
+def test_a_group_killed_in_a_round_comes_back_and_all_resume_to_the_same_bits(
+    shared_work: Workspace, tmp_path: Path, warm: WarmProcess
+):
+    """Group 1 is killed (SIGKILL) with a fragment on its way, and started again while group 0 goes on. Then both are
+    stopped at one step. From these two folders the run is ended twice: at once, and stopped once more with a fragment
+    on its way. All tensors of both groups are compared, bit by bit: model, moments, outer weights, momentum, errors.
+    They are equal because nothing else goes into a step: the sets are {0, 1}, added in the order of the groups, and the
+    rows follow from the tokens."""
+    places = [tmp_path / f"killed-{group}" for group in range(2)]
+    for place in places:
+        shutil.copytree(shared_work.root, place / "work")
+    starters = [RankStarter(warm, place / "work", place) for place in places]
+    groups, stop_at = free_ports(), {0: (44, signal.SIGTERM, 0.0)}
+
+    def begin(starters: list[RankStarter], group: int, signals, groups=groups) -> Launch:
+        config = group_config(groups, group, 56, wait_seconds=2.0)
+        return starters[group](config, signals=signals, code=SLOW_STEPS)
+
+    try:
+        living = begin(starters, 0, stop_at)
+        killed = begin(starters, 1, {0: (10, signal.SIGKILL, 0.05)})  # the fragment of step 9 is on its way
+        assert killed.wait() == [-signal.SIGKILL], killed.text()
+        back = begin(starters, 1, stop_at)
+        assert [*living.wait(), *back.wait()] == [10, 10], living.text() + back.text()
+        assert "continues at step" in back.text()
+        copies = [shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-copy"), dirs_exist_ok=True)]
+        ended = {}
+        for name, folder in (("once", tmp_path), ("twice", copies[0])):
+            again = [RankStarter(warm, folder / f"killed-{group}" / "work", folder) for group in range(2)]
+            starters += again
+            ports = free_ports()
+            for signals in (None,) if name == "once" else ({0: (50, signal.SIGTERM, 0.0)}, None):
+                launches = [begin(again, group, signals, ports) for group in range(2)]
+                for launch in launches:
+                    assert launch.wait() == [10 if signals else 0], launch.text()
+            ended[name] = [tensors_of(starter.root) for starter in again]
+    finally:
+        for starter in starters:
+            starter.stop()
+    for one, other in zip(ended["once"], ended["twice"], strict=True):
+        assert one.keys() == other.keys()
+        assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    shared = [name for name in ended["once"][0] if name.startswith(("outer/", "outer_momentum/"))]
+    assert shared
+    assert all(torch.equal(ended["once"][0][name], ended["once"][1][name]) for name in shared)
+    rounds = read_run(places[0] / "work" / "runs" / "run").series["slow_link/round"]
+    taking = read_run(places[0] / "work" / "runs" / "run").series["slow_link/groups"]
+    assert list(rounds.step) == sorted(set(rounds.step))  # no round is counted twice
+    assert {1, 2} == set(taking.value)
+    assert taking.value[-1] == 2

@@ -56,7 +56,11 @@ def _links() -> Iterator[Finding]:
     if text is None:
         yield Finding("links", "note", f"links between GPUs were not looked at: {problem}")
         return
-    topology = parse_topology(text)
+    try:
+        topology = parse_topology(text)
+    except ValueError as error:
+        yield Finding("links", "note", f"not looked at: the output of nvidia-smi topo -m was not understood ({error})")
+        return
     yield from grade_topology(topology)
     if any(not link.startswith("NV") for link in topology.between_gpus().values()):
         found, why = (

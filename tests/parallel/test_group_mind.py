@@ -1,0 +1,300 @@
+"""How groups agree, in a world without sockets, threads and clocks: many random orders of kills and delays."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from zero2all.parallel import group_link, group_mind
+from zero2all.parallel.config import SlowLinkConfig
+from zero2all.parallel.group_link import GroupLink
+from zero2all.parallel.group_mind import Mind
+
+WAIT_SECONDS = 1.0
+STALL_SECONDS = 90.0
+WORLD = None
+
+
+class Channel:
+    """As `group_wire.Channel`: messages in order, payloads in any order and again after a lost connection."""
+
+    def __init__(self, on_message, on_payload, on_change, _silent_seconds=None):
+        self.on_message, self.on_payload, self.on_change = on_message, on_payload, on_change
+        self.life = self.peer = None
+        self.connection = self.busy_until = 0
+        self.heard_at, self.sent_bytes = 0.0, 0
+        self.unacknowledged, self.arrived = {}, set()
+
+    @property
+    def is_up(self):
+        return self.connection != 0
+
+    def post(self, message):
+        if self.is_up:
+            self.busy_until = max(self.busy_until, WORLD.now + WORLD.delay())
+            self._bring(self.busy_until, lambda peer: peer.on_message(message))
+
+    def send(self, item, payload):
+        self.unacknowledged[item] = payload
+        if self.is_up:
+            self._bring(WORLD.now + WORLD.delay(), lambda peer: peer.take(item, payload))
+
+    def _bring(self, moment, deliver):
+        peer, connection = self.peer, self.connection
+        WORLD.at(moment, lambda: peer.connection == connection and (deliver(peer), peer.life.wake()))
+
+    def take(self, item, payload):
+        self.heard_at = WORLD.now
+        if item not in self.arrived:
+            self.arrived.add(item)
+            self.on_payload(item, payload)
+        self._bring(WORLD.now + WORLD.delay(), lambda peer: peer.unacknowledged.pop(item, None))
+
+    def expect(self, item):
+        self.arrived.discard(item)
+
+    def forget(self, before_round):
+        self.unacknowledged = {item: each for item, each in self.unacknowledged.items() if item.key[0] >= before_round}
+
+    def attach(self, peer, connection):
+        self.drop(self.connection)
+        self.peer, self.connection, self.busy_until = peer, connection, 0
+        self.on_change(True)
+        for item, payload in list(self.unacknowledged.items()):
+            self.send(item, payload)
+
+    def drop(self, connection):
+        if self.is_up and self.connection == connection:
+            self.connection = 0
+            self.on_change(False)
+
+
+class Life:
+    """One process of a group of one rank, from its start until it is killed."""
+
+    def __init__(self, group, saved):
+        self.number, self.state, history = saved
+        self.group, self.is_alive, self.rows, self.saved, self.has_look = group, True, [], saved, False
+        config = SlowLinkConfig(WORLD.addresses, group, wait_seconds=WAIT_SECONDS)
+        self.link = GroupLink(config, "test", 0, 1, {}, 1.0, history)
+        self.mind = self.link._mind
+        self.mind.life = self
+        for channel in (*self.link.data.values(), *self.mind.control.values()):
+            channel.life = self
+        self.training, self.ready = self.train(), lambda: self.link._started
+        self.tick()
+
+    def train(self):
+        """As the loop of training does it: yields seconds to wait, or what to wait for."""
+        link = self.link
+        yield lambda: link._started
+        link._begin()
+        while True:
+            if link.behind() is not None:
+                self.number, self.state = link.adopt()
+                self.rows = []
+            yield WORLD.chance.choice([0.02, 0.02, 0.02, 0.3]) if WORLD.chance.random() > 0.01 else 4.0
+            key = (self.number, 0)
+            link.offer(*key, f"{self.group} {self.number}".encode())
+            yield lambda: key in link.outcomes  # noqa: B023
+            found = link.collect(*key)
+            if link.behind() is None:
+                self.state = hashlib.sha256(self.state + b"".join(found[each] for each in sorted(found))).digest()
+                self.number += 1
+                link.serve_state(self.number, lambda: self.state)
+                self.rows.append((key[0], sorted(found), self.state))
+                if WORLD.chance.random() < 0.2:
+                    self.saved = (self.number, self.state, link.history)  # a checkpoint
+
+    def wake(self):
+        if self.is_alive and not self.has_look:
+            self.has_look = True
+            WORLD.at(WORLD.now + WORLD.delay() / 4, self.look)
+
+    def look(self):
+        self.has_look = False
+        if self.is_alive:
+            self.mind._look()
+            self.mind._send_status()
+            if self.ready is not None and self.ready():
+                self.go_on()
+
+    def go_on(self):
+        if self.is_alive:
+            found = next(self.training)
+            self.ready = found if callable(found) else None
+            if self.ready is None:
+                WORLD.at(WORLD.now + found, self.go_on)
+            self.wake()
+
+    def tick(self):
+        if self.is_alive:
+            self.wake()
+            WORLD.at(WORLD.now + 0.2, self.tick)
+
+
+class World:
+    """Events in the order of their moments."""
+
+    def __init__(self, seed, groups):
+        self.chance, self.now, self.events, self.count = random.Random(seed), 0.0, [], 0
+        self.addresses, self.lives, self.decided = [f"a:{group + 1}" for group in range(groups)], {}, {}
+        self.slowness = self.chance.choice([0.01, 0.1, 0.5])
+        self.connections = 0
+
+    def delay(self):
+        return self.slowness * self.chance.random() ** 3
+
+    def at(self, moment, event):
+        self.count += 1
+        heapq.heappush(self.events, (moment, self.count, event))
+
+    def run_until(self, is_so):
+        deadline = self.now + STALL_SECONDS
+        while not is_so():
+            assert self.now < deadline, "it stalls"
+            self.pass_seconds(0.05)
+
+    def pass_seconds(self, seconds):
+        moment = self.now + seconds
+        while self.events and self.events[0][0] < moment:
+            self.now, _, event = heapq.heappop(self.events)
+            event()
+        self.now = moment
+
+    def start(self, group, saved=(0, b"", "")):
+        self.lives[group] = life = Life(group, saved)
+        for other in self.lives.values():
+            if other is not life:
+                self.meet(life, other, self.chance.choice([0.1, 0.7]))
+
+    def pairs(self, one, other):
+        return [
+            (one.link.data[other.group], other.link.data[one.group]),
+            (one.mind.control[other.group], other.mind.control[one.group]),
+        ]
+
+    def meet(self, one, other, longest):
+        def join(near, far):
+            if one.is_alive and other.is_alive:
+                self.connections += 1
+                near.attach(far, self.connections)
+                far.attach(near, self.connections)
+
+        for near, far in self.pairs(one, other):
+            self.at(self.now + longest * self.chance.random(), lambda near=near, far=far: join(near, far))
+
+    def cut(self, one, other):
+        """Each side notices at a moment of its own."""
+        for pair in self.pairs(one, other):
+            for end in pair:
+                self.at(self.now + self.delay(), lambda end=end, number=end.connection: end.drop(number))
+
+    def kill(self, group):
+        life = self.lives.pop(group)
+        life.is_alive = False
+        for other in self.lives.values():
+            self.cut(life, other)
+        return life
+
+    def blip(self):
+        """A connection between two groups that live is lost, and there again before they count each other as dead."""
+        one, other = self.chance.sample(sorted(self.lives.values(), key=lambda life: life.group), 2)
+        if all(channel.is_up for pair in self.pairs(one, other) for channel in pair):
+            self.cut(one, other)
+            self.at(self.now + self.slowness, lambda: self.meet(one, other, 0.3))
+
+    def check(self, mind, record):
+        """What the head of `group_mind` says, when a group decides: a living member decides what any other one has
+        decided; and so do groups that are connected, whatever they are."""
+        seat = [mind.life.group, mind.era]
+        earlier = self.decided.setdefault(record["before"], [])
+        for first, members, life, era in earlier:
+            if first != record:
+                assert not (seat in members and seat in mind.members), (first, record)
+                is_there = life.is_alive and life.mind.era == era and mind.control[life.group].is_up
+                assert not is_there, (first, record)
+                self.forks += 1
+        earlier.append((record, mind.members, mind.life, mind.era))
+
+    forks = 0
+
+
+@pytest.fixture
+def worlds(monkeypatch):
+    """Makes worlds in which the link runs."""
+    decide = Mind._decide
+
+    def checked(mind, record):
+        WORLD.check(mind, record)
+        decide(mind, record)
+
+    monkeypatch.setattr(Mind, "_decide", checked)
+    monkeypatch.setattr(GroupLink, "_join", lambda *_: None)
+    for module in (group_link, group_mind):
+        monkeypatch.setattr(module, "Channel", Channel)
+    for name in ("Door", "Inbox", "keep_dialled", "inner_folder"):
+        monkeypatch.setattr(group_link, name, lambda *_: None)
+    monkeypatch.setattr(group_mind, "time", SimpleNamespace(monotonic=lambda: WORLD.now))
+
+    def make(seed, groups):
+        global WORLD
+        random.seed(seed)  # eras
+        WORLD = World(seed, groups)
+        for group in range(groups):
+            WORLD.start(group)
+        return WORLD
+
+    return make
+
+
+def are_in_step(world, rounds):
+    """All groups have been in so many rounds since they started or adopted a state, and have the same state in one."""
+    lives = world.lives.values()
+    if any(sum(len(row[1]) == len(lives) for row in life.rows) < rounds for life in lives):
+        return False
+    number = min(life.rows[-1][0] for life in lives)
+    return len({str(row) for life in lives for row in life.rows if row[0] == number}) == 1
+
+
+def kill_in_turn(world):
+    """One after the other, each when all are in step again."""
+    for _ in range(4):
+        world.run_until(lambda: are_in_step(world, 3))
+        world.pass_seconds(world.chance.random() / 4)
+        group = world.chance.randrange(len(world.addresses))
+        life = world.kill(group)
+        world.pass_seconds(world.chance.choice([0.0, 0.5, 2.0]))
+        world.start(group, life.saved if world.chance.random() < 0.5 else (0, b"", ""))
+
+
+def kill_at_any_time(world):
+    """Also before the last one is back, all of them, and with lost connections between."""
+    dead = {}
+    for _ in range(8):
+        world.pass_seconds(world.chance.random() * 3)
+        if len(world.lives) > 1:
+            world.blip()
+        group = world.chance.randrange(len(world.addresses))
+        if group in dead:
+            world.start(group, dead.pop(group))
+        else:
+            dead[group] = world.kill(group).saved
+    for group, saved in dead.items():
+        world.start(group, saved)
+
+
+@pytest.mark.parametrize("groups", [2, 3, 4])
+@pytest.mark.parametrize("play", [kill_in_turn, kill_at_any_time])
+def test_no_order_of_kills_and_delays_makes_a_fork_or_a_stall(worlds, groups, play):
+    for seed in range(20):
+        world = worlds(seed, groups)
+        try:
+            play(world)
+            world.run_until(lambda: are_in_step(world, 5))  # noqa: B023
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
