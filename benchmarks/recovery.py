@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ def main() -> None:
     results: dict[str, Any] = {"config": arguments.config, "processes": arguments.processes}
     for name in ("recovery", "recovery-whole"):
         _forget(arguments.work / "runs" / name)
-    results |= killed_run(arguments)
+    if arguments.kills:
+        results |= killed_run(arguments)
     results |= start_cost(arguments)
     print(json.dumps(results, indent=1))
     save_result("recovery", results)
@@ -74,7 +76,7 @@ def killed_run(arguments: argparse.Namespace) -> dict[str, Any]:
         killed = time.time()
         for victim in victims:
             victim.kill()
-        path, first = _wait(trainer, lambda before=before: _first_step(run, before))
+        path, first = _wait(trainer, partial(_first_step, run, before))
         (prepared,) = [row for row in _rows(path) if row.get("kind") == "prepared"]
         named = _events(run, "supervisor", "incident")[incidents]["time"]
         began = prepared["time"] - prepared["data"]["seconds"]

@@ -142,6 +142,14 @@ def test_folders_of_runs_that_are_gone_are_removed_unless_in_use(tmp_path, two_s
     assert not two_steps.exists()
 
 
+def test_a_copy_of_a_run_does_not_take_the_memory_of_the_first(tmp_path, two_steps):
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    memory = MemoryCheckpoint(tmp_path / "copy", tmp_path / "ram")
+    assert memory.load() is None
+    memory.close()
+    assert loaded(tmp_path)[0] == 2
+
+
 def test_remove_takes_the_files_of_one_run(tmp_path, two_steps):
     slots.remove(tmp_path / "run", tmp_path / "ram")
     assert not two_steps.exists()

@@ -49,7 +49,7 @@ def train(work, config_file, tmp_path):
     yield start
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 def finished(process: subprocess.Popen, code: int = 0) -> str:

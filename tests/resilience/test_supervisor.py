@@ -285,6 +285,7 @@ def test_limits_are_set_or_learned_and_the_first_steps_get_longer():
     assert phase_limit(Beat(100, "save", seen=seen), {}, {}) == 1800.0  # seen once
     assert phase_limit(Beat(100, "save", seen=seen), {}, {"save": (1, 30.0)}) == 150.0
     assert phase_limit(Beat(100, "data", seen={"data": (50, 0.001)}), {}, {}) == 60.0
+    assert phase_limit(Beat(), {}, {"start": (4, 0.1)}) == 1800.0  # not learned: imports may be slow this time
 
 
 def test_a_program_without_heartbeats_hangs_when_it_is_silent(tmp_path, capfd):

@@ -28,7 +28,8 @@ class ResilienceConfig:
     """Restarts in a row without progress before the supervisor gives up; a run that makes progress has them again."""
     limits: dict[str, PositiveFloat] = field(default_factory=dict)
     """Seconds after which a silent process counts as hung, by phase: start, first_step, data, step, save, validate,
-    end. A phase that is absent gets 5 times the longest seen in this run, at least 60, and 1800 until it is known."""
+    end. A phase that is absent gets 5 times the longest seen in this run, at least 60, and 1800 until it is known;
+    start and first_step always get 1800."""
     preempt_file: str | None = None
     """A file whose appearance means that this machine will be taken away: the run saves and ends with code 10."""
     preempt_url: str | None = None

@@ -34,7 +34,8 @@ from zero2all.common.memory import available_memory
 
 RAM_FOLDER = Path("/dev/shm")
 ID_FILE = "memory.json"
-"""In the run's folder: the name of its folder in the RAM file system. A run that is started over gets another one."""
+"""In the run's folder: the name of its folder in the RAM file system, and its own path. A run that is started over gets
+another name, and so does a copy of a run: the memory of the first is not its own."""
 OWNER_FILE, LOCK_FILE = "owner.json", "lock"
 LABELS = ("a", "b")
 
@@ -192,13 +193,14 @@ def own_folder(folder: Path) -> None:
 def run_id(run: Path, create: bool = False) -> str | None:
     """The name of a run's folder in RAM, from the run's folder; without one, None or a new one."""
     with suppress(OSError, ValueError, TypeError, KeyError):
-        found = str(json.loads((run / ID_FILE).read_bytes())["id"])
-        if len(found) == 16 and set(found) <= set("0123456789abcdef"):
+        said = json.loads((run / ID_FILE).read_bytes())
+        found = str(said["id"])
+        if len(found) == 16 and set(found) <= set("0123456789abcdef") and said["run"] == str(run.absolute()):
             return found
     if not create:
         return None
     made = secrets.token_hex(8)
-    write_atomic(run / ID_FILE, json.dumps({"id": made}).encode())
+    write_atomic(run / ID_FILE, json.dumps({"id": made, "run": str(run.absolute())}).encode())
     return made
 
 

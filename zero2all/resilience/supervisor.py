@@ -557,6 +557,8 @@ def phase_limit(beat: Beat, limits: Mapping[str, float], seen: Mapping[str, tupl
     phase, (count, longest) = beat.phase, beat.seen.get(beat.phase, (0, 0.0))
     if phase == "step" and count == 0:  # it compiles, or its shapes are new
         return limits.get("first_step", UNKNOWN_LIMIT_SECONDS)
+    if phase == "start":  # imports, and waiting for other machines: the start before says little about the next
+        return limits.get(phase, UNKNOWN_LIMIT_SECONDS)
     if phase in limits:
         return limits[phase]
     before = seen.get(phase, (0, 0.0))
