@@ -74,8 +74,8 @@ def command_started() -> float:
 def make_rules(
     config: SpreadConfig, settings: ResilienceConfig, nodes: Nodes, processes: int, supervised: bool
 ) -> Rules | None:
-    """With which machines a run goes on; None: there is one, or a failure ends it. UsageError where it fits on no number
-    of them."""
+    """With which machines a run goes on; None: there is one, or a failure ends it. UsageError where it fits on none of
+    their numbers."""
     if not supervised and nodes.least < nodes.count:
         raise UsageError(
             f"--nodes {nodes.least}:{nodes.count} needs the supervisor. Set resilience.supervise to true and leave "
