@@ -109,8 +109,9 @@ class Soak:
     def kill(self, node: int) -> None:
         """The machine is switched off."""
         process = self.started.pop(node)
-        for one in [*psutil.Process(process.pid).children(recursive=True), process]:
-            one.kill()
+        if process.poll() is None:
+            for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+                one.kill()
         process.wait()
 
     def cable(self, is_up: bool) -> None:

@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "packed": ("tokenizer",),
     "model": ("ops",),
     "limits": ("model.config", "ops.footprint"),
-    "parallel": ("model", "limits", "ops", "resilience.meeting", "resilience.member", "resilience.supervisor"),
+    "parallel": ("model", "limits", "ops", "resilience"),
     "config": (
         *("model.config", "ops.config", "packed.config", "parallel.config"),
         *("resilience.config", "tokenizer.config", "track.config"),

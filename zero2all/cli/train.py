@@ -15,8 +15,6 @@ from zero2all.common.language import translate as t
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
     from zero2all.config import RunConfig
-    from zero2all.parallel.nodes import Nodes
-    from zero2all.resilience.member import Rules
     from zero2all.resilience.supervisor import Watch
     from zero2all.train.guards.documents import Decode
 
@@ -154,7 +152,7 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
         return 0
     is_worker = "LOCAL_RANK" in os.environ  # started by torchrun or by us
     if not is_worker:
-        from zero2all.parallel.launch import local_processes, run_processes
+        from zero2all.parallel.launch import local_processes, make_rules, run_processes
         from zero2all.parallel.nodes import find_nodes, use_interface
 
         nodes = find_nodes(arguments.nodes, arguments.node_rank, arguments.rendezvous, arguments.rendezvous_bind)
@@ -164,7 +162,7 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
         supervised = config.resilience.supervise and not arguments.no_supervisor
         if supervised or processes > 1 or nodes.count > 1:
             watch = _watch(config, workspace) if supervised else None
-            rules = _rules(config, nodes, processes, supervised) if nodes.count > 1 else None
+            rules = make_rules(config, config.resilience, nodes, processes, supervised)
             return run_processes(processes, arguments.command_line, watch, nodes, rules=rules)
     from zero2all.resilience.heartbeat import attach, failed
 
@@ -188,38 +186,6 @@ def _watch(config: RunConfig, workspace: Workspace) -> Watch:
         remove(run, None if folder is None else Path(folder))
 
     return Watch(config.resilience, run, watches_phases=True, once=("--fresh",), at_good_end=forget)
-
-
-def _rules(config: RunConfig, nodes: Nodes, processes: int, supervised: bool) -> Rules | None:
-    """With which machines the run goes on; None: a failure ends it. UsageError where it fits on no number of them."""
-    from zero2all.common.errors import UsageError
-    from zero2all.parallel.run_config import why_not_spread
-    from zero2all.resilience.member import Rules
-
-    if not supervised:
-        if nodes.least < nodes.count:
-            raise UsageError(
-                f"--nodes {nodes.least}:{nodes.count} needs the supervisor. Set resilience.supervise to true and leave "
-                f"--no-supervisor out, or give one number of machines."
-            )
-        return None
-    multiple, memory = config.resilience.node_multiple, config.resilience.memory_every_steps != 0
-    counts = [count for count in range(nodes.least, nodes.count + 1) if count % multiple == 0]
-    if not any(not why_not_spread(config, count * processes) for count in counts):
-        why = why_not_spread(config, nodes.count * processes) if counts else ""
-        raise UsageError(
-            f"No number of machines from {nodes.least} to {nodes.count} fits this run (resilience.node_multiple is "
-            f"{multiple}). {why}"
-        )
-    return Rules(
-        run=config.train.name,
-        least=nodes.least,
-        most=nodes.count,
-        fits=lambda world: not why_not_spread(config, world),
-        settings=config.resilience,
-        join_seconds=config.parallel.join_seconds,
-        has_memory=memory,
-    )
 
 
 def _train_here(arguments: argparse.Namespace, config: RunConfig, workspace: Workspace) -> int:

@@ -21,6 +21,8 @@ from pathlib import Path
 from zero2all.common.errors import UsageError
 from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.nodes import Nodes
+from zero2all.parallel.run_config import SpreadConfig, why_not_spread
+from zero2all.resilience.config import ResilienceConfig
 from zero2all.resilience.member import Member, Rules
 from zero2all.resilience.supervisor import Environment, Watch, supervise
 
@@ -67,6 +69,36 @@ def command_started() -> float:
     import psutil
 
     return float(os.environ.get(COMMAND_STARTED) or psutil.Process().create_time())
+
+
+def make_rules(
+    config: SpreadConfig, settings: ResilienceConfig, nodes: Nodes, processes: int, supervised: bool
+) -> Rules | None:
+    """With which machines a run goes on; None: there is one, or a failure ends it. UsageError where it fits on none of
+    their numbers."""
+    if not supervised and nodes.least < nodes.count:
+        raise UsageError(
+            f"--nodes {nodes.least}:{nodes.count} needs the supervisor. Set resilience.supervise to true and leave "
+            f"--no-supervisor out, or give one number of machines."
+        )
+    if not supervised or nodes.count == 1:
+        return None
+    counts = [count for count in range(nodes.least, nodes.count + 1) if count % settings.node_multiple == 0]
+    if all(why_not_spread(config, count * processes) for count in counts):
+        why = why_not_spread(config, nodes.count * processes)
+        raise UsageError(
+            f"No number of machines from {nodes.least} to {nodes.count} fits this run (resilience.node_multiple is "
+            f"{settings.node_multiple}). {why}"
+        )
+    return Rules(
+        run=config.train.name,
+        least=nodes.least,
+        most=nodes.count,
+        fits=lambda world: not why_not_spread(config, world),
+        settings=settings,
+        join_seconds=config.parallel.join_seconds,
+        has_memory=settings.memory_every_steps != 0,
+    )
 
 
 def run_processes(
