@@ -146,9 +146,9 @@ def check_outputs(arguments: argparse.Namespace) -> None:
         if (path := getattr(arguments, name)) is not None:
             from zero2all.common.workspace import require_output
 
+            require_output(path, flag, is_folder)
             if flag == "--json" and not path.parent.is_dir():
                 raise UsageError(f"{flag} {path}: there is no folder {path.parent}. Make it first, or choose another.")
-            require_output(path, flag, is_folder)
 
 
 def workspace_of(arguments: argparse.Namespace, create: bool = False) -> Workspace:
