@@ -420,8 +420,6 @@ def test_samples_per_step_follow_from_tokens():
 
 
 def test_swapped_activations_and_a_compiled_trunk_do_not_go_together():
-    with pytest.raises(
-        ConfigError, match=r"ops\.compile: got .trunk., expected none or block, because"
-    ):
+    with pytest.raises(ConfigError, match=r"ops\.compile: got .trunk., expected none or block, because"):
         load_config("quickstart", ["--train.recompute", "swap", "--ops.compile", "trunk"])
     assert load_config("quickstart", ["--train.recompute", "swap", "--ops.compile", "block"]).ops.compile == "block"
