@@ -138,8 +138,11 @@ def soak_on(config: str, work: Path) -> Iterator[Soak]:
     with ExitStack() as stack:
         machines = stack.enter_context(two_machines())
         soak = Soak(machines, Path(tempfile.mkdtemp(prefix="z2a-soak-")), config, work)
-        stack.callback(lambda: [soak.kill(node) for node in list(soak.started)])
-        yield soak
+        try:
+            yield soak
+        finally:
+            for node in list(soak.started):
+                soak.kill(node)
 
 
 def disturb(soak: Soak, name: str, steps: int, every: float, rng: random.Random) -> list[str]:

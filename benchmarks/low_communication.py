@@ -45,6 +45,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import save_result
+from benchmarks.memory_link import Hub
 from zero2all.config import RunConfig, config_from_values
 from zero2all.config.schedule import learning_rate
 from zero2all.limits.communication import bytes_sent, communication_per_step
@@ -57,7 +58,6 @@ from zero2all.parallel.mesh import make_mesh
 from zero2all.parallel.world import World
 from zero2all.train.cuda_graph import choose_cuda_graph
 from zero2all.train.micro_batch import memory_settings
-from zero2all.train.outer.link import Hub
 from zero2all.train.outer.optimizer import OuterOptimizer
 from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import TrainState

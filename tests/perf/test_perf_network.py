@@ -27,6 +27,12 @@ def peers():
     return found
 
 
+def test_an_nvidia_smi_without_a_matrix_of_links_is_a_note(monkeypatch):
+    monkeypatch.setattr(network, "output_of", lambda _command: ("No devices were found", ""))
+    (found,) = network._links()
+    assert (found.grade, "it has no matrix of links" in found.found) == ("note", True)
+
+
 def test_every_pair_is_measured(peers, monkeypatch):
     monkeypatch.setattr(network, "SECONDS", 0.1)
     found = measure_pairs(peers)

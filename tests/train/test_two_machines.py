@@ -138,7 +138,7 @@ def test_two_machines_with_the_number_0_are_named(machines: Machines, work: Work
         subprocess.Popen(machines.command(each, sys.executable, *words), stderr=subprocess.PIPE, text=True)
         for each in (0, 1)
     ]
-    said = [program.communicate(timeout=120)[1] for program in programs]
+    said = [program.communicate(timeout=300)[1] for program in programs]
     assert [program.returncode for program in programs] == [2, 2], "\n".join(said)
     assert all("Rank 0 came twice: from " in text for text in said), said
 

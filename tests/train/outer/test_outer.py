@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from tests.train.outer.memory_link import Hub
+from benchmarks.memory_link import Hub
 from zero2all.config.training import OptimConfig
 from zero2all.limits.slow_link import bytes_per_step
 from zero2all.model.config import ModelConfig

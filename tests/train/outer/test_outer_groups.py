@@ -120,10 +120,11 @@ def test_a_group_killed_in_a_round_comes_back_and_all_resume_to_the_same_bits(
         back = begin(starters, 1, stop_at)
         assert [*living.wait(), *back.wait()] == [10, 10], living.text() + back.text()
         assert "continues at step" in back.text()
-        copies = [shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-copy"), dirs_exist_ok=True)]
+        copy = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-copy"))
         ended = {}
-        for name, folder in (("once", tmp_path), ("twice", copies[0])):
-            again = [RankStarter(warm, folder / f"killed-{group}" / "work", folder) for group in range(2)]
+        for name, folder in (("once", tmp_path), ("twice", copy)):
+            own = [folder / f"killed-{group}" for group in range(2)]
+            again = [RankStarter(warm, each / "work", each) for each in own]
             starters += again
             ports = free_ports()
             for signals in (None,) if name == "once" else ({0: (50, signal.SIGTERM, 0.0)}, None):
