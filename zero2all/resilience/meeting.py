@@ -188,7 +188,8 @@ class Meeting:
     # ---- looking ----
 
     def _look(self, now: float) -> None:
-        if now - self._looked > PAUSED_SECONDS:
+        own = self._seats.get(0)  # of this process: its silence says something about this machine, not about the others
+        if now - self._looked > PAUSED_SECONDS or (own is not None and now - own.heard > 3 * BEAT_SECONDS):
             for seat in self._seats.values():
                 seat.heard = now
         self._looked = now
@@ -328,6 +329,9 @@ class Meeting:
         done = ends or _note(f"The supervisors start the run again (attempt {self._number + 1}).")
         text = _note(f"Machine {seat.name}: {report['text']}")
         is_lost = report["doubt"] == LOST
+        if (0 if is_lost else seat.node) not in self._seats:  # the machine that would write the page has gone too
+            say(f"z2a: {text}")
+            say(f"z2a: {done}")
         for other in self._seats.values():
             other.send(do="failed", node=0 if is_lost else seat.node, is_lost=is_lost, text=text, done=done)
         if ends:

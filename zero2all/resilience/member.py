@@ -184,7 +184,7 @@ class Member:
             if now - looked > PAUSED_SECONDS:  # this process was stopped
                 heard = now
             looked = now
-            if now - heard > self._rules.settings.node_silence_seconds:
+            if self.node and now - heard > self._rules.settings.node_silence_seconds:
                 self._problem = _note("no answer")
                 return
             if now - beat >= BEAT_SECONDS:
