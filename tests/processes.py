@@ -88,8 +88,8 @@ class Screen:
     def resize(self, columns: int, rows: int) -> None:
         fcntl.ioctl(self.handle, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
-    def wait_for(self, wanted: bytes) -> None:
-        self.wait_until(lambda: wanted in self.seen, repr(wanted))
+    def wait_for(self, wanted: bytes, times: int = 1) -> None:
+        self.wait_until(lambda: self.seen.count(wanted) >= times, repr(wanted))
 
     def wait_until(self, is_there: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
         deadline = time.monotonic() + seconds

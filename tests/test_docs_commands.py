@@ -52,7 +52,7 @@ class RefusedError(Exception):
 
 
 @cache
-def the_parser() -> Parser:
+def the_parser(_modules: tuple[str, ...] = ()) -> Parser:
     return build_parser()
 
 

@@ -38,13 +38,11 @@ import random
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from zero2all.common.errors import PeerFailureError, UsageError
+from zero2all.parallel.config import SlowLinkConfig
 from zero2all.parallel.group_wire import SILENT_SECONDS, Channel, Item, Key
-
-if TYPE_CHECKING:
-    from zero2all.parallel.group_link import GroupLink
 
 Status = dict[str, Any]
 Members = list[list[int]]
@@ -59,10 +57,36 @@ def no_payload(_item: Item, _payload: bytes) -> None:
     raise OSError("this connection carries no payloads")
 
 
+class Link(Protocol):
+    """The link of rank 0, as far as it is used here (`group_link.GroupLink`)."""
+
+    group: int
+    groups: int
+    ranks: int
+    config: SlowLinkConfig
+    facts: Any
+    closed: bool
+    changed: threading.Condition
+    problem: UsageError | PeerFailureError | None
+    outcomes: dict[Key, dict[str, Any]]
+    inner: dict[int, Channel]
+    data: dict[int, Channel]
+
+    def obey(self, message: dict[str, Any]) -> None:
+        """Take a message of rank 0."""
+
+    def is_far(self, key: Key) -> bool:
+        """Training is too far behind this key."""
+
+    @property
+    def will_adopt(self) -> bool:
+        """Training will collect a state to adopt."""
+
+
 class Mind:
     """What rank 0 of a group knows and decides. All methods hold the lock of the link."""
 
-    def __init__(self, link: GroupLink, history: str) -> None:
+    def __init__(self, link: Link, history: str) -> None:
         self.link, self.changed = link, link.changed
         self.chain: str
         self.weight: int  # contributions that the chain counts

@@ -26,5 +26,5 @@ __all__ = ["CONTROL_TOKENS", "SpecialsConfig", "Tokenizer", "TokenizerConfig", "
 def __getattr__(name: str) -> Any:
     module = {"Tokenizer": "load", "load_tokenizer": "load", "train_tokenizer": "train"}.get(name)
     if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(name)
     return getattr(import_module(f"{__name__}.{module}"), name)
