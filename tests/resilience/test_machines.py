@@ -25,6 +25,9 @@ LOOP = """
 
     rank, folder = int(os.environ["RANK"]), pathlib.Path(sys.argv[1])
     heartbeat.attach()
+    if rank == 1 and (folder / "late").exists():
+        (folder / "late").unlink()
+        time.sleep(60)
     asked = []
     signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 
@@ -176,6 +179,7 @@ def test_a_machine_that_is_lost_is_left_out_and_taken_in_again_when_it_comes_bac
     assert "its connection was closed" in page
 
 
+@pytest.mark.slow
 def test_without_machine_0_the_others_end_their_ranks_and_wait_for_it(machines):
     first, second = machines.start(0), machines.start(1)
     wait_until(lambda: machines.step() > 10, machines)
@@ -209,6 +213,18 @@ def test_a_signal_to_one_machine_ends_a_fixed_run_everywhere_and_an_elastic_one_
     assert machines.pages() == []
 
 
+def test_a_machine_that_leaves_before_it_trains_holds_up_nobody(machines):
+    (machines.folder / "late").touch()
+    first, second = machines.start(0), machines.start(1)
+    wait_until(lambda: not (machines.folder / "late").exists(), machines)
+    second.terminate()
+    assert codes(second) == [10], second.said()
+    wait_until(lambda: machines.step() > 5, machines)
+    assert machines.ended_well(first)
+    assert machines.attempts() == [["0/2"], ["0/1"]]
+    assert machines.pages() == []
+
+
 def test_machines_that_do_not_come_are_named_and_the_minimum_starts_without_them(machines):
     first, second = machines.start(0, least=3, most=4, join=3.0), machines.start(2, least=3, most=4)
     twice, other = machines.start(2, least=3, most=4), machines.start(4, least=3, most=5)
@@ -228,6 +244,7 @@ def test_below_the_minimum_a_run_that_is_to_stop_saves_first(machines):
     assert "what memory holds is saved" in first.said()
 
 
+@pytest.mark.slow
 def test_a_number_of_machines_that_does_not_fit_is_not_used(machines):
     """Three ranks do not fit: the third machine waits until there are four."""
     started = [machines.start(node, most=4, start=2) for node in (0, 1, 2)]

@@ -278,8 +278,12 @@ class Meeting:
             self._judge(now)
             return
         for report in reports:
-            if report is not None and report["code"] not in (0, SAVED):
-                wait = GRACE_SECONDS if "text" not in report else 0.0 if report["doubt"] == LOST else SETTLE_SECONDS
+            if report is not None and report["code"] != 0:
+                wait = GRACE_SECONDS
+                if report["leaves"] and report["step"] < 0:  # before training: the others cannot know of it
+                    wait = 0.0
+                elif "text" in report:
+                    wait = 0.0 if report["doubt"] == LOST else SETTLE_SECONDS
                 self._deadline = min(self._deadline, now + wait)
         if now >= self._deadline:
             self._deadline = float("inf")
@@ -298,7 +302,7 @@ class Meeting:
         """The attempt has ended everywhere: what comes next."""
         found = [(seat, seat.report) for seat in self._members if seat.report is not None]
         was_saving, self._members, self._store, self._is_saving = self._is_saving, [], None, False
-        failed = [(seat, report) for seat, report in found if "text" in report]
+        failed = [(seat, report) for seat, report in found if report.get("text")]  # empty: ended for another's sake
         # A machine that the health check has found bad ends with this code; the others can do without it.
         bad = [seat for seat, report in found if report["code"] == UnhealthyError.exit_code and seat.node > 0]
         bad = bad if self._is_elastic else []

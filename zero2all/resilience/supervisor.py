@@ -163,7 +163,7 @@ class _Supervisor:
     ) -> None:
         self.command, self.environments, self.watch, self.member = command, environments, watch, member
         self.failure: Failure | None = None
-        """Of the last attempt, until the machines have agreed on its cause."""
+        """Of the last attempt, until the machines have agreed on its cause; also where another machine's ended it."""
         self.supervises = watch.run is not None or watch.settings.restarts > 0
         self.notices = Notices(watch.settings)
         self.asked: list[int] = []
@@ -201,8 +201,8 @@ class _Supervisor:
             with stop_signals_to(self._pass_on), job_control(self._resize, self._suspend):
                 while (order := self.member.next_order(lambda: bool(self.asked), self._tell_agreed))["do"] == "start":
                     self.attempt, self.restarts.best_step = order["attempt"], order["step"]
-                    code, self.failure = self._one_attempt()
-                    self.member.ended(self._report(code, self.failure))
+                    code, failure = self._one_attempt()
+                    self.member.ended(self._report(code, failure))
                 if order.get("text"):
                     say(f"z2a: {order['text']}")
                 if order["code"] == 0:
@@ -287,7 +287,13 @@ class _Supervisor:
             code, failure = self._wait()
             self._drain(0.0)
             beats = [self.slots.beat(place) for place in range(len(self.ranks))]
-            self.reached = (max(beat.step for beat in beats), max(beat.first_step for beat in beats))
+            if self.member is not None and self.ranks:
+                facts = self._facts()
+                self.failure = failure or self._failure("lost", facts[0], "", "", facts)
+            self.reached = (
+                max((beat.step for beat in beats), default=-1),
+                max((beat.first_step for beat in beats), default=-1),
+            )
             if self.asked and len(self.ranks) < len(environments):
                 return _stopped_by(self.asked[0]), None
             return code, failure
