@@ -16,7 +16,7 @@ BROWSER_FLAGS = (
     "--renderer-process-limit=1",  # a second of CPU for each page that has a process of its own
 )
 
-PATIENCE_MS = 15_000
+PATIENCE_MS = 60_000
 """How long a test waits for the page: other tests use the cores at the same time."""
 
 

@@ -519,7 +519,7 @@ def arrived(folder: Path) -> list[int]:
 def test_a_killed_command_goes_on_in_the_middle_of_its_files(hub, folder, capsys):
     files = {"a.bin": noise(800 * KB, 4), "b.bin": noise(800 * KB, 5), "c.txt": b"small"}
     hub.put("me/large", files)
-    hub.seconds_per_chunk = 0.02
+    hub.seconds_per_chunk = 0.05
     words = ["me/large", "--to", folder, "--endpoint", hub.endpoint, "--connections", "3"]
     victim = start_z2a(*words)
     while len(counts := arrived(folder)) < 2 or min(counts) < 200 * KB:

@@ -60,7 +60,7 @@ def test_time_is_limited():
     stubborn = "import signal\nsignal.signal(signal.SIGXCPU, lambda *_: None)\nwhile True: pass"
     assert run(stubborn, QUICK) == "out of time"
     assert run("while True: pass", Limits(seconds=20, cpu_seconds=1)) == "out of time"
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 20
 
 
 def test_memory_is_limited():

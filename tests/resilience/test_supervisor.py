@@ -246,7 +246,7 @@ def is_there(process: psutil.Process) -> bool:
 
 
 def wait_until(condition) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -293,7 +293,7 @@ def test_under_a_terminal_the_first_rank_has_its_size_and_obeys_its_keys(tmp_pat
         os.write(ours, b"\x03")
         screen.wait_for(b"asked", times=2)  # both ranks: two signals that wait are one
         os.write(ours, b"\x03")
-        assert supervisor.wait(20) == 130
+        assert supervisor.wait(60) == 130
     finally:
         supervisor.kill()
         supervisor.wait()

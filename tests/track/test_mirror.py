@@ -43,7 +43,7 @@ def mirror_of(sshd: Sshd, tmp_path: Path) -> Iterator[Callable[..., Mirror]]:
         mirror.stop()
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 15.0, why: Callable[[], object] = str) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 60.0, why: Callable[[], object] = str) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"did not happen within {seconds} s: {why()}"
@@ -51,7 +51,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 15.0, why: Callab
 
 
 def synced(mirror: Mirror) -> Mirror:
-    assert mirror.wait_synced(15), mirror.state
+    assert mirror.wait_synced(60), mirror.state
     return mirror
 
 

@@ -33,7 +33,7 @@ def rows_of(path: Path) -> list[dict]:
     return [row for row in rows if row.get("kind") not in (SEGMENT_KIND, END_KIND)]
 
 
-def wait_until(condition, timeout_seconds: float = 10.0) -> None:
+def wait_until(condition, timeout_seconds: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
