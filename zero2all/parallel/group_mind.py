@@ -38,13 +38,11 @@ import random
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from zero2all.common.errors import PeerFailureError, UsageError
+from zero2all.parallel.config import SlowLinkConfig
 from zero2all.parallel.group_wire import SILENT_SECONDS, Channel, Item, Key
-
-if TYPE_CHECKING:
-    from zero2all.parallel.group_link import GroupLink
 
 Status = dict[str, Any]
 Members = list[list[int]]
@@ -59,10 +57,31 @@ def no_payload(_item: Item, _payload: bytes) -> None:
     raise OSError("this connection carries no payloads")
 
 
+class Link(Protocol):
+    """The link of rank 0, as far as it is used here (`group_link.GroupLink`)."""
+
+    group: int
+    groups: int
+    ranks: int
+    config: SlowLinkConfig
+    facts: Any
+    closed: bool
+    changed: threading.Condition
+    problem: UsageError | PeerFailureError | None
+    outcomes: dict[Key, Status]
+    inner: dict[int, Channel]
+    data: dict[int, Channel]
+
+    def obey(self, message: Status, /) -> None: ...  # noqa: D102
+    def is_far(self, key: Key, /) -> bool: ...  # noqa: D102
+    @property
+    def will_adopt(self) -> bool: ...  # noqa: D102
+
+
 class Mind:
     """What rank 0 of a group knows and decides. All methods hold the lock of the link."""
 
-    def __init__(self, link: GroupLink, history: str) -> None:
+    def __init__(self, link: Link, history: str) -> None:
         self.link, self.changed = link, link.changed
         self.chain: str
         self.weight: int  # contributions that the chain counts
@@ -375,7 +394,8 @@ class Mind:
             return
         for group in [each for each in voters if each < self.link.group and self.proposal is None]:
             status = self.heard.get(group)
-            if status is None or (_leads(group, status) and (not is_late or tuple(status["reach"]) >= key)):
+            leads = status is None or [group, status["era"]] in status["members"]
+            if leads and (status is None or not is_late or tuple(status["reach"]) >= key):
                 return
         record = self.accepted or self.proposal or self._new_record(key, voters)
         if record is None:
@@ -440,11 +460,6 @@ class Mind:
         for channel in self.link.inner.values():
             channel.post(message)
         self.link.obey(message)
-
-
-def _leads(group: int, status: Status) -> bool:
-    """Whether a group takes itself for a member."""
-    return [group, status["era"]] in status["members"]
 
 
 def _key(message: Status) -> Key:

@@ -1,0 +1,1 @@
+raise SystemExit('The lead: time is over. Stop all runs, write your report now.')
