@@ -212,7 +212,7 @@ def build_parser(modules: Sequence[str] = MODULES) -> Parser:
 def parse(words: list[str]) -> argparse.Namespace:
     """The arguments of a command line; an error, with the nearest name, where it cannot be understood."""
     plain, overrides = split_overrides(words)
-    if plain[:1] == ["eval"]:
+    if plain[:1] in (["eval"], ["chaos"]):
         from zero2all.cli.evaluate import with_verb
 
         plain = with_verb(plain)

@@ -138,7 +138,7 @@ const WORDS = {
 	loss_scale: ['Loss scale halved', '损失缩放减半'],
 	channelLosses: ['Loss per channel', '各通道损失'],
 	documents: ['Documents', '文档'],
-	noDocuments: ['No documents were recorded here.', '没有记录这一步的文档。'],
+	noDocuments: ['No documents were recorded.', '没有记录这一步的文档。'],
 	around: ['At this step', '这一步的指标'],
 	fields: ['All fields', '全部字段'],
 	found: ['found by the board', '由看板检测到'],
