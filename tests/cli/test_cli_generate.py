@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.processes import Z2A
+from tests.processes import Z2A, Screen
 
 SHARED = ("generate", "tiny", "--max-new-tokens", "8", "--device", "cpu")
 RANKED = "import os; os.environ.update(RANK={}, WORLD_SIZE='2'); "
@@ -88,12 +88,12 @@ def test_results_go_into_the_pipe_while_the_bar_is_on_the_terminal(start, lines_
     words = (*SHARED, "--work", trained_workspace.root, "--prompts", lines_file({"prompt": PROMPT}, {"prompt": "I"}))
     program = start(*words, code=code)
     assert program.wait() == 0
-    screen = os.read(ours, 1 << 16)
+    screen = Screen(ours)
+    screen.wait_for(b"generate")
     os.close(ours)
     os.close(theirs)
     assert [result["prompt"] for result in parsed(program.text())] == [PROMPT, "I"]
-    assert b"generate" in screen
-    assert PROMPT.encode() not in screen
+    assert PROMPT.encode() not in screen.seen
 
 
 def test_log_probabilities_come_with_the_likeliest_tokens(generate):

@@ -65,6 +65,7 @@ def test_stages_of_a_pipeline_are_not_compared_with_each_other():
     assert scores(totals, np.array([0, 0, 1, 1])).tolist() == [1.0] * 4
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_half_of_the_time_is_named_in_the_events(warm, work, config, tmp_path):
     ranks = RankStarter(warm, work.root, tmp_path)
     fields = {"train": {"name": "slow", "steps": 60, "tokens_per_step": 4096, "micro_batch_samples": 16}}
