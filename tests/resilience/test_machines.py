@@ -60,6 +60,7 @@ LOOP = """
             word = b"s" if asked or b"s" in said else b"e" if (folder / "enough").exists() else b"."
             for other in others: other.sendall(word)
         else:
+            if (folder / "bad").exists(): sys.exit(16)  # as the health check does
             store.sendall(b"s" if asked else b".")
             word = store.recv(1)
             if not word: peer_failed()
@@ -180,6 +181,15 @@ def test_a_machine_that_is_lost_is_left_out_and_taken_in_again_when_it_comes_bac
 
 
 @pytest.mark.slow
+def test_a_machine_that_the_health_check_found_bad_is_left_out_and_the_others_go_on(machines):
+    (machines.folder / "bad").touch()
+    first, second = machines.start(0), machines.start(1)
+    assert codes(second) == [16], second.said()
+    wait_until(lambda: len(machines.attempts()) == 2, machines)
+    assert machines.ended_well(first)
+    assert machines.attempts() == [["0/2", "1/2"], ["0/1"]]
+
+
 def test_without_machine_0_the_others_end_their_ranks_and_wait_for_it(machines):
     first, second = machines.start(0), machines.start(1)
     wait_until(lambda: machines.step() > 10, machines)
