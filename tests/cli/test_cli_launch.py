@@ -102,7 +102,9 @@ def on_two(sshd: Sshd, folder: Path, *scripts: str) -> int:
 
 
 def test_hosts_print_with_their_name_and_the_first_failure_is_the_end_of_all(sshd, tmp_path, capfd):
-    assert on_two(sshd, tmp_path, "pwd; exit 7", "trap 'echo saved; exit 10' TERM; while :; do sleep 0.1; done") == 7
+    fails = "pwd; until [ -e ready ]; do sleep 0.05; done; exit 7"
+    saves = "trap 'echo saved; exit 10' TERM; touch ready; while :; do sleep 0.1; done"
+    assert on_two(sshd, tmp_path, fails, saves) == 7
     said = capfd.readouterr()
     assert f"far-box: {tmp_path}\n" in said.out
     assert "root@far-box: saved\n" in said.out
