@@ -63,14 +63,14 @@ def main() -> None:
 def killed_run(arguments: argparse.Namespace) -> dict[str, Any]:
     """The run that is killed, and the one that is not."""
     run, rng = arguments.work / "runs" / "recovery", random.Random(0)
-    trainer = _start(arguments, "recovery", arguments.processes, "--resilience.memory_every_steps", "10")
+    trainer = _start(arguments, "recovery", arguments.processes, "--resilience.memory_every_steps", "2")
     parts: list[dict[str, float]] = []
     everyone = 0
     _wait(trainer, lambda: _first_step(run, set()))
     for _ in range(arguments.kills):
         time.sleep(rng.uniform(0.0, LATEST_KILL_SECONDS))
         before, incidents = set(_files(run, "train")), len(_events(run, "supervisor", "incident"))
-        ranks = [child for child in psutil.Process(trainer.pid).children() if "RANK" in child.environ()]
+        ranks = _ranks(trainer)
         victims = ranks if rng.random() < ALL_SHARE else [rng.choice(ranks)]
         everyone += len(victims) > 1
         killed = time.time()
@@ -142,6 +142,11 @@ def _wait(trainer: subprocess.Popen[bytes], find: Callable[[], Any]) -> Any:
             sys.exit(f"no step within {PATIENCE_SECONDS:g} s; the exit code of the run is {trainer.poll()}")
         time.sleep(0.02)
     return found
+
+
+def _ranks(trainer: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    family = psutil.Process(trainer.pid).children(recursive=True)
+    return [child for child in family if child.name().startswith("z2a rank")]
 
 
 def _stop(trainer: subprocess.Popen[bytes]) -> None:

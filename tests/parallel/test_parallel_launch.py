@@ -101,3 +101,4 @@ def test_a_process_that_nccl_ended_points_at_the_others():
 
 def test_processes_that_had_to_be_stopped_are_named():
     assert "Rank 1, 2 did not end within 5 s" in unusual_ends([1, None, None], 5.0)[0]
+    assert "Rank 1 was stopped by a signal" in unusual_ends([1, None], 0.0)[0]

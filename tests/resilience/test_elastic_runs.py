@@ -53,7 +53,7 @@ def until(holds: Callable[[], bool], soak: Soak, seconds: float = 120.0) -> floa
 
 def ranks_on(soak: Soak, node: int) -> list[psutil.Process]:
     children = psutil.Process(soak.started[node].pid).children(recursive=True)
-    return [child for child in children if "RANK" in child.environ()]
+    return [child for child in children if child.name().startswith("z2a rank")]
 
 
 def check_whole(soak: Soak, run: Path) -> None:

@@ -118,7 +118,7 @@ def test_a_supervisor_that_is_killed_leaves_nothing_and_the_same_command_goes_on
     assert "Another process writes the run run" in text
     children = psutil.Process(process.pid).children(recursive=True)
     if stopped:
-        next(child for child in children if child.environ().get("RANK") == "1").suspend()
+        next(child for child in children if child.name() == "z2a rank 1").suspend()
     process.kill()
     process.communicate()
     psutil.wait_procs(children, timeout=5)

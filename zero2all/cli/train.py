@@ -185,7 +185,14 @@ def _watch(config: RunConfig, workspace: Workspace) -> Watch:
 
         remove(run, None if folder is None else Path(folder))
 
-    return Watch(config.resilience, run, watches_phases=True, once=("--fresh",), at_good_end=forget)
+    return Watch(
+        config.resilience,
+        run,
+        watches_phases=True,
+        once=("--fresh",),
+        preload="zero2all.train.loop",
+        at_good_end=forget,
+    )
 
 
 def _train_here(arguments: argparse.Namespace, config: RunConfig, workspace: Workspace) -> int:

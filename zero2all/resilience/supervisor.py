@@ -48,6 +48,7 @@ from zero2all.resilience.diagnosis import (
     MemoryKills,
     RankFacts,
     culprit,
+    process_state,
     signal_words,
     take_stacks,
 )
@@ -57,6 +58,7 @@ from zero2all.resilience.notice import Notices
 from zero2all.resilience.page import Failure, same_error, write_page
 from zero2all.resilience.restarts import DETERMINISTIC_CODE, Restarts
 from zero2all.resilience.terminal import copy_size, job_control, output, write_all
+from zero2all.resilience.warm import Warm, WarmRank
 
 USER_CODES = tuple(
     error.exit_code
@@ -119,6 +121,8 @@ class Watch:
     """A program that need not know us: its standard output is watched too, and it may have no heartbeats."""
     once: tuple[str, ...] = ()
     """Words of the command that are left out once training has begun (`--fresh`)."""
+    preload: str = ""
+    """The module that takes the ranks of a `z2a` command seconds to import: they start warm (resilience/warm.py)."""
     grace_seconds: float = GRACE_SECONDS
     at_good_end: Callable[[], None] = lambda: None
 
@@ -129,7 +133,7 @@ class _Rank:
 
     name: int
     """Its number among all machines; in this file it is known by its place on this one."""
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | WarmRank
     pipe: int
     stacks: IO[bytes]
     outputs: list[int]
@@ -150,7 +154,11 @@ def supervise(
     """Run the command once per environment, as one group, until it ends well or for good; returns the exit code. With
     other machines, `member` says when an attempt begins and ends."""
     supervisor = _Supervisor(list(command), environments, watch or Watch(), member)
-    return supervisor.run() if member is None else supervisor.run_with_others()
+    try:
+        return supervisor.run() if member is None else supervisor.run_with_others()
+    finally:
+        if supervisor.warm is not None:
+            supervisor.warm.close()
 
 
 class _Supervisor:
@@ -174,6 +182,7 @@ class _Supervisor:
         self.attempt = 0
         self.restarts = Restarts(watch.settings.restarts)
         self.seen: dict[str, tuple[int, float]] = {}
+        self.warm: Warm | None = None
 
     def run(self) -> int:
         """All attempts."""
@@ -307,19 +316,22 @@ class _Supervisor:
         outputs = [output(stream, number, stack) for stream in streams]
         descriptors = (file, number, ends, stacks.fileno())
         command = [word for word in self.command if self.restarts.best_step < 0 or word not in self.watch.once]
-        process = subprocess.Popen(
+        variables = {
+            "TORCH_FR_BUFFER_SIZE": "2000",  # torch's flight recorder, for the page of a hang
+            **os.environ,
+            **variables,
+            HEARTBEAT: ",".join(map(str, descriptors)),
+            ATTEMPT_NUMBER: str(self.attempt),
+        }
+        kept = [*inherited, file, ends, stacks.fileno()]
+        prints = {stream: write for stream, (_, write) in zip(streams, outputs, strict=True)}
+        process = self._start_warm(command, variables, {**{each: each for each in kept}, **prints}) or subprocess.Popen(
             command,
-            env={
-                "TORCH_FR_BUFFER_SIZE": "2000",  # torch's flight recorder, for the page of a hang
-                **os.environ,
-                **variables,
-                HEARTBEAT: ",".join(map(str, descriptors)),
-                ATTEMPT_NUMBER: str(self.attempt),
-            },
-            stderr=outputs[0][1] if outputs else None,
-            stdout=outputs[1][1] if len(outputs) > 1 else None,
+            env=variables,
+            stderr=prints.get(2),
+            stdout=prints.get(1),
             process_group=0,  # Ctrl-C in a terminal reaches the whole group, and would arrive twice
-            pass_fds=[*inherited, file, ends, stacks.fileno()],
+            pass_fds=kept,
         )
         os.close(ends)
         rank = _Rank(int(variables["RANK"]), process, held, stacks, [read for read, _ in outputs])
@@ -329,10 +341,22 @@ class _Supervisor:
             self.targets[read] = (rank, target)
         return rank
 
+    def _start_warm(
+        self, command: Sequence[str], variables: Mapping[str, str], descriptors: Mapping[int, int]
+    ) -> WarmRank | None:
+        if not self.watch.preload:
+            return None
+        if self.warm is None or self.warm.is_lost:
+            self.warm = Warm(command, variables, self.watch.preload)
+        words = command[command.index("zero2all") + 1 :]
+        seconds = self.watch.settings.limits.get("start", UNKNOWN_LIMIT_SECONDS)
+        return self.warm.start(words, variables, descriptors, seconds, lambda: bool(self.asked))
+
     def _start_guard(self, stack: ExitStack) -> None:
         ends, held = os.pipe()
         stack.callback(os.close, held)
-        words = [str(ends), str(GUARD_SECONDS), *(str(rank.process.pid) for rank in self.ranks)]
+        groups = [rank.process.pid for rank in self.ranks] + ([] if self.warm is None else [self.warm.pid])
+        words = [str(ends), str(GUARD_SECONDS), *map(str, groups)]
         guard = subprocess.Popen(
             [REAL_PYTHON, "-IS", "-c", GUARD, *words],
             pass_fds=[ends],
@@ -367,6 +391,8 @@ class _Supervisor:
                 facts = self._facts()
                 if again and -signal.SIGKILL not in failed:  # then it is clear who died, and stacks take a second
                     self._look_closer(facts)
+            elif failed and self._only_stopped_are_left():
+                break
             elif not failed and (over := self._over()):
                 return self._hang(over)
             elif self.member is not None and (wish := self.member.wish()):
@@ -385,9 +411,14 @@ class _Supervisor:
             return code, self._crash(codes, facts if first else self._facts())
         for line in self._lost_peers():
             say(f"z2a: {line}")
-        for line in unusual_ends(codes, self.watch.grace_seconds, self.ranks[0].name if self.ranks else 0):
+        waited = self.watch.grace_seconds if time.monotonic() >= deadline else 0.0
+        for line in unusual_ends(codes, waited, self.ranks[0].name if self.ranks else 0):
             say(f"z2a: {line}")
         return code, None
+
+    def _only_stopped_are_left(self) -> bool:
+        """Whether SIGSTOP holds all that are left: they will not end by themselves."""
+        return all(process_state(rank.process.pid) == "T" for rank in self.ranks if rank.process.poll() is None)
 
     def _lost_peers(self) -> list[str]:
         """What the ranks said that only noticed the end of another: once, and after the cause."""
@@ -595,7 +626,7 @@ def phase_limit(beat: Beat, limits: Mapping[str, float], seen: Mapping[str, tupl
 
 def unusual_ends(codes: Sequence[int | None], grace_seconds: float, first: int = 0) -> list[str]:
     """Messages about processes that could not report themselves. `codes` by rank, from rank `first`; None for one that
-    still runs."""
+    still runs after `grace_seconds`, or is stopped if there were none."""
     lines = []
     for rank, code in enumerate(codes, first):
         if code is not None and code < 0:
@@ -603,8 +634,10 @@ def unusual_ends(codes: Sequence[int | None], grace_seconds: float, first: int =
             killed = f"Rank {rank} was killed by {name}."
             lines.append(f"{killed} {SIGNAL_HINTS[-code]}" if -code in SIGNAL_HINTS else killed)
     silent = [str(rank) for rank, code in enumerate(codes, first) if code is None]
-    if silent:
+    if silent and grace_seconds:
         lines.append(f"Rank {', '.join(silent)} did not end within {grace_seconds:g} s and was killed.")
+    elif silent:
+        lines.append(f"Rank {', '.join(silent)} was stopped by a signal (SIGSTOP), and was killed.")
     if lines:
         lines.append(
             "What was saved is intact. Run the same command again: it continues from the newest checkpoint, or starts "
