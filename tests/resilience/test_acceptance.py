@@ -176,6 +176,7 @@ CASES = {
     "15-renamed": ([{**KILL, "rank": 0, "point": "renamed"}], 10),
     "16-delete": ([{"fault": "kill", "rank": 0, "point": "delete"}], 15),
     "19-memory": ([{**KILL, "fault": "flip_memory"}, KILL], 6),
+    "44-memory": ([{**KILL, "fault": "out_of_memory"}], 8),
     "22-disk-full": ([{**KILL, "fault": "disk_full", "rank": 0}], None),
     "25-io-error": ([{**KILL, "fault": "io_error", "rank": 0, "point": "manifest"}], None),
     "26-slow-disk": ([{"fault": "slow", "rank": 0, "point": "file", "seconds": 1.0, "every": True}], None),

@@ -108,15 +108,18 @@ OUT_OF_MEMORY_WORDS = (
 )
 
 
+def says_out_of_memory(text: str) -> bool:
+    """Whether this is the text of an error because memory ran out."""
+    return text.startswith("MemoryError") or any(words.lower() in text.lower() for words in OUT_OF_MEMORY_WORDS)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out: of the machine, of the GPU, or by `ulimit -v`; also where a library wraps the error."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, MemoryError) or (isinstance(seen, OSError) and seen.errno == errno.ENOMEM):
             return True
-        if isinstance(seen, RuntimeError | ImportError | OSError) and any(
-            words.lower() in str(seen).lower() for words in OUT_OF_MEMORY_WORDS
-        ):
+        if isinstance(seen, RuntimeError | ImportError | OSError) and says_out_of_memory(str(seen)):
             return True
         seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
     return False

@@ -17,6 +17,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -150,6 +151,27 @@ def _flip_weight(fault: Fault) -> None:
     next(fault["state"].model.parameters()).data.view(-1)[:1].neg_()
 
 
+def _exhaust(_: Fault) -> None:
+    """Ask for more memory than there is, of the GPU if the run is on one."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+    bytearray(1 << 60)
+
+
+def _on_gpu(fault: str) -> Any:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        raise UsageError(f"The fault {fault} needs a run on a GPU.")
+    return torch
+
+
+def _assert_on_device(_: Fault) -> None:
+    torch = _on_gpu("device_assert")
+    torch.zeros(1, device="cuda")[torch.tensor([7], device="cuda")]
+    torch.cuda.synchronize()
+
+
 def _send(number: int) -> Callable[[Fault], None]:
     return lambda _: os.kill(os.getpid(), number)
 
@@ -164,6 +186,9 @@ KINDS: dict[str, Callable[[Fault], Any]] = {
     "sleep": _sleep,
     "hold_gil": lambda _: re.match(r"(a+)+$", "a" * 64 + "b"),
     "slow": lambda fault: time.sleep(fault.get("seconds") or 5.0),
+    "out_of_memory": _exhaust,
+    "device_assert": _assert_on_device,
+    "hung_kernel": lambda _: _on_gpu("hung_kernel").cuda._sleep(10**13),
     "disk_full": _fail_to_write(errno.ENOSPC),
     "io_error": _fail_to_write(errno.EIO),
     "flip_file": _flip_file,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common import jsonio
+from zero2all.common.errors import says_out_of_memory
 from zero2all.common.files import write_atomic
 from zero2all.common.language import translate as t
 from zero2all.common.progress import TEXT_MARKS, terminal_safe
@@ -77,6 +78,11 @@ class Failure:
             return [
                 _note("Look at the stack of this rank below: it shows where it waits."),
                 _note(f"If this phase may take so long, raise resilience.limits.{self.phase}."),
+            ]
+        if says_out_of_memory(first.error):
+            return [
+                _note("See which other programs use this GPU or machine (`nvidia-smi`, `top`)."),
+                _note("If it comes back, lower train.micro_batch_samples, or set train.recompute."),
             ]
         return [_note("Look at the error and the last lines of this rank below.")]
 

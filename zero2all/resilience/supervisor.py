@@ -37,6 +37,7 @@ from zero2all.common.errors import (
     RunLockedError,
     UnhealthyError,
     UsageError,
+    says_out_of_memory,
 )
 from zero2all.common.progress import say
 from zero2all.common.signals import stop_signals_to
@@ -430,10 +431,15 @@ class _Supervisor:
 
     def _may_restart(self, failed: Sequence[int]) -> bool:
         """Whether another attempt may help: no rank ended with an error that a person must mend."""
-        errors = [self.slots.error(number)[1] for number in range(len(self.ranks))]
-        is_cured = any(text.startswith(CURED) for text in errors)
+        is_cured = any(self._is_cured(place) for place in range(len(self.ranks)))
         hopeless = (128 + signal.SIGINT,) if is_cured else (*USER_CODES, 128 + signal.SIGINT)
         return bool(failed) and not self.asked and self.supervises and not any(code in hopeless for code in failed)
+
+    def _is_cured(self, place: int) -> bool:
+        """Whether a rank had an error that a restart may cure, although its exit code says otherwise: steps had fitted
+        into memory before."""
+        text, beat = self.slots.error(place)[1], self.slots.beat(place)
+        return text.startswith(CURED) or (beat.step > beat.first_step and says_out_of_memory(text))
 
     def _codes(self) -> list[int | None]:
         """Exit codes. One that our own signal killed was still loading and had nothing to save."""
