@@ -173,7 +173,8 @@ def test_fresh_starts_over_once_and_not_again_after_a_failure(train, work):
     finished(train())
     finished(train("--fresh", faults=[{"fault": "kill", "rank": 0, "step": 8}]))
     assert read_run(work.run("run")).series["loss"].step.tolist() == list(range(1, STEPS + 1))
-    assert 'resumed_from":6' in (work.run("run") / "metrics/train-2.jsonl").read_text().replace(" ", "")
+    second = json.loads((work.run("run") / "metrics/train-2.jsonl").open().readline())
+    assert second["data"]["resumed_from"] in (3, 6)  # 6, if that save had ended
 
 
 CLOCK_JUMPS = """
