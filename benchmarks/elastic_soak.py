@@ -64,9 +64,10 @@ if "RANK" in os.environ and "SOAK_RECORD" in os.environ:
     def record(loop):
         import hashlib, json, time
         train_step = loop.train_step
-        path = f"{os.environ['SOAK_RECORD']}/{time.time_ns()}-{os.getpid()}"
+        paths = {}  # of this process, which may have been forked after the import
 
         def recorded(state, batch, *rest):
+            path = paths.setdefault(os.getpid(), f"{os.environ['SOAK_RECORD']}/{time.time_ns()}-{os.getpid()}")
             pending = train_step(state, batch, *rest)
             step = pending.result().step
             rows = [hashlib.sha256(row.tobytes()).hexdigest() for row in batch.tokens[: batch.samples].numpy()]
