@@ -71,10 +71,23 @@ class Served:
 
     @staticmethod
     def wait_until(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not condition():
             assert time.monotonic() < deadline, "waited too long"
             time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def held(served: Served) -> Iterator[None]:
+    """The engine takes no step in this block: what runs still runs at its end."""
+    engine, goes_on = served.model.service.engine, threading.Event()
+    step = engine.step
+    engine.step = lambda: (goes_on.wait(120), step())[1]  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        engine.step = step  # type: ignore[method-assign]
+        goes_on.set()
 
 
 @contextlib.contextmanager
@@ -90,7 +103,7 @@ def serving(
         yield served
     finally:
         served.server.stop()
-        served.thread.join(20)
+        served.thread.join(120)
 
 
 @pytest.fixture(scope="session")

