@@ -193,7 +193,7 @@ def test_a_machine_that_the_health_check_found_bad_is_left_out_and_the_others_go
 
 
 def test_without_machine_0_the_others_end_their_ranks_and_wait_for_it(machines):
-    first, second = machines.start(0), machines.start(1, node_silence_seconds=4.0)
+    first, second = machines.start(0), machines.start(1, node_silence_seconds=6.0)
     wait_until(lambda: machines.step() > 10, machines)
     first.send_signal(signal.SIGSTOP)  # silent, with its connections open
     wait_until(lambda: "machine 0 is not reached" in second.said(), machines)

@@ -26,7 +26,7 @@ SECTIONS = {
     "checkpoint": {"every_steps": 3},
     "eval": {"every_steps": 0, "valid_tokens_per_source": 128},
     "parallel": {"device": "cpu", "cpu_threads": 1, "processes": 2},
-    "resilience": {"supervise": True, "limits": {"step": 4.0}},
+    "resilience": {"supervise": True, "limits": {"step": 6.0}},
 }
 
 
