@@ -122,9 +122,9 @@ def test_of_ranks_that_all_hang_the_one_whose_gpu_is_behind_is_named(program, mo
 def test_all_ranks_killed_at_once_are_started_again(program, tmp_path):
     def kill() -> None:
         wait_until(lambda: (tmp_path / "done-0").exists() and (tmp_path / "done-1").exists())
-        (tmp_path / "enough").touch()  # for the second attempt
         for number in [int(path.read_text()) for path in (tmp_path / "pid-0", tmp_path / "pid-1")]:
             os.kill(number, signal.SIGKILL)
+        (tmp_path / "enough").touch()  # for the second attempt
 
     threading.Thread(target=kill, daemon=True).start()
     code, (incident,) = program(steps=100_000)

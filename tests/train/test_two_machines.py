@@ -182,7 +182,7 @@ def test_other_code_is_named(start: Start, machines: Machines, work: Workspace, 
         machines.command(1, sys.executable, *words), env={**os.environ, **environment}, cwd=tmp_path
     )
     named([first], "code of zero2all '")
-    assert other.wait(30) == 2
+    assert other.wait(120) == 2
 
 
 @pytest.mark.slow
