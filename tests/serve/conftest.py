@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -78,11 +79,11 @@ class Served:
 
 
 @contextlib.contextmanager
-def held(served: Served) -> Iterator[None]:
-    """The engine takes no step in this block: what runs still runs at its end."""
-    engine, goes_on = served.model.service.engine, threading.Event()
+def held(served: Served, after: int = 0) -> Iterator[None]:
+    """The engine takes so many steps in this block and no more: what runs still runs at its end."""
+    engine, goes_on, steps = served.model.service.engine, threading.Event(), itertools.count()
     step = engine.step
-    engine.step = lambda: (goes_on.wait(120), step())[1]  # type: ignore[method-assign]
+    engine.step = lambda: (next(steps) < after or goes_on.wait(120), step())[1]  # type: ignore[method-assign]
     try:
         yield
     finally:
