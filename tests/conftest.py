@@ -30,8 +30,10 @@ from zero2all.packed.writer import pack_corpus
 from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.train.loop import train
 
-hypothesis.settings.register_profile("same", derandomize=True)
-hypothesis.settings.register_profile("random")
+# How long an example takes says something about the machine only.
+SLOW_IS_FINE = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("same", derandomize=True, **SLOW_IS_FINE)
+hypothesis.settings.register_profile("random", **SLOW_IS_FINE)
 os.environ["Z2A_LANG"] = "en"  # tests read English, whatever the locale of the machine
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 

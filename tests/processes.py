@@ -91,7 +91,7 @@ class Screen:
     def wait_for(self, wanted: bytes, times: int = 1) -> None:
         self.wait_until(lambda: self.seen.count(wanted) >= times, repr(wanted))
 
-    def wait_until(self, is_there: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    def wait_until(self, is_there: Callable[[], bool], what: str, seconds: float = LONG_SECONDS) -> None:
         deadline = time.monotonic() + seconds
         while not is_there():
             left = deadline - time.monotonic()

@@ -7,12 +7,12 @@ import os
 import pty
 import re
 import sys
-import time
-from contextlib import suppress
+import termios
+from pathlib import Path
 
 import pytest
 
-from tests.processes import Screen
+from tests.processes import Program, Screen
 from zero2all.infer.conversation import Conversation
 from zero2all.infer.sampling import Sampling
 from zero2all.infer.service import Service
@@ -20,7 +20,8 @@ from zero2all.infer.talk import Talk, Typed, read_message
 from zero2all.tokenizer.chat import Message
 
 IN_TERMINAL = """
-import fcntl, os, sys, termios, time
+import fcntl, os, pathlib, sys, termios, time
+hold = pathlib.Path(sys.argv.pop(1))
 os.setsid()
 handle = os.open(sys.argv.pop(1), os.O_RDWR)
 fcntl.ioctl(handle, termios.TIOCSCTTY, 0)
@@ -31,11 +32,14 @@ os.environ.update(TERM="xterm")
 os.environ.pop("NO_COLOR", None)
 
 from zero2all.infer.engine import Engine
-step = Engine.step
-def slow_step(engine):  # so that there is time to press Ctrl-C
-    time.sleep(0.02)
+step, steps = Engine.step, 0
+def held_step(engine):  # while that file is there, an answer stands still after its first tokens
+    global steps
+    steps = steps + 1 if hold.exists() else 0
+    while steps > 20 and hold.exists():
+        time.sleep(0.01)
     return step(engine)
-Engine.step = slow_step
+Engine.step = held_step
 
 from zero2all.cli import main
 sys.exit(main())
@@ -52,23 +56,23 @@ class Typist(Screen):
             self.wait_for(words.encode())
         return self.seen.decode()
 
-    def interrupt(self, wanted: str) -> None:
-        """Ctrl-C while the program waits for a key. Python's readline misses one that comes a moment too early."""
-        self.seen = b""
-        deadline = time.monotonic() + 20
-        while wanted.encode() not in self.seen:
-            assert time.monotonic() < deadline, self.seen
-            os.write(self.handle, b"\x03")
-            with suppress(AssertionError):
-                self.wait_until(lambda: wanted.encode() in self.seen, wanted, seconds=0.5)
-        self.wait_for(b"\n> ")
+    def interrupt(self, program: Program, wanted: str) -> None:
+        """Ctrl-C while the program waits for a key. Python's readline misses one that comes a moment too early: when
+        it has the terminal give it single keys, but does not sleep yet."""
+
+        def waits_for_a_key() -> bool:
+            is_sleeping = Path(f"/proc/{program.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+            return is_sleeping and not termios.tcgetattr(self.handle)[3] & termios.ICANON
+
+        program.wait_until(waits_for_a_key)
+        self.type("\x03", wanted, "\n> ")
 
 
 @pytest.fixture
-def terminal(start, trained_workspace):
+def terminal(start, trained_workspace, tmp_path):
     ours, theirs = pty.openpty()
     words = ["chat", "tiny", "--work", trained_workspace.root, "--device", "cpu", "--max-new-tokens", "40"]
-    program = start(os.ttyname(theirs), *words, code=IN_TERMINAL)
+    program = start(tmp_path / "hold", os.ttyname(theirs), *words, code=IN_TERMINAL)
     typist = Typist(ours)
     typist.wait_for(b"\n> ")
     yield typist, program
@@ -85,8 +89,11 @@ def test_talking_in_a_terminal(terminal, tmp_path):
     typist.type("/plain\n", "plain continuation", "\n> ")
     typist.type("/set temperature 0\n", "temperature 0.0", "\n> ")
     typist.type("The capital of", "The capital of")
+    hold = tmp_path / "hold"
+    hold.touch()
     typist.type("\n", "is")
     assert b"tokens/s" not in typist.seen, "the answer is shown as it is written"
+    hold.unlink()
     typist.wait_for(b"tokens/s")
     answer = re.search(r"\r\n(.+)\r\n\x1b\[2m40 tokens, [\d,]+ tokens/s\x1b", typist.seen.decode())
     assert answer, "with its speed, dimmed"
@@ -94,9 +101,11 @@ def test_talking_in_a_terminal(terminal, tmp_path):
 
     typist.type("/set max_new_tokens 100\n", "max_new_tokens 100", "\n> ")
     typist.type("I know", "I know")
+    hold.touch()
     typist.type("\n", "that")
     typist.type("\x03", "Stopped. The text so far is kept", "\n> ")
-    typist.interrupt("Press Ctrl-D or type /quit")
+    hold.unlink()
+    typist.interrupt(program, "Press Ctrl-D or type /quit")
     typist.type(f"/save {tmp_path}/chat.json\n", "Saved 4 messages to", "\n> ")
     typist.type("/undo\n", "Removed: I know", "\n> ")
     assert "44 of 128 tokens used by 2 messages" in typist.type("/tokens\n", "tokens used by", "\n> ")

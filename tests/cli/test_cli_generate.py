@@ -183,15 +183,29 @@ def many(lines_file):
     return lines_file(*({"prompt": f"{PROMPT} {number}", "max_new_tokens": n} for number, n in enumerate(lengths)))
 
 
+STANDS_STILL = """
+import time
+from pathlib import Path
+from zero2all.infer.engine import Engine
+step, part = Engine.step, Path({!r})
+def held_step(engine):  # once some results are there
+    while part.exists() and part.read_bytes().count(b"\\n") > 4:
+        time.sleep(1)
+    return step(engine)
+Engine.step = held_step
+"""
+
+
 def test_killed_command_continues_and_two_processes_share_the_work(
     start, generate, lines_file, tmp_path, trained_workspace
 ):
     path = many(lines_file)
     words = (*SHARED, "--work", trained_workspace.root, "--prompts", path, "--out")
-    killed = start(*words, tmp_path / "killed.jsonl")
     part = tmp_path / "killed.jsonl.part-0"
+    killed = start(*words, tmp_path / "killed.jsonl", code=STANDS_STILL.format(str(part)) + Z2A)
     killed.wait_until(lambda: part.exists() and part.read_bytes().count(b"\n") > 4)
     killed.signal(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL
     ranks = [start(*words, tmp_path / "shared.jsonl", code=RANKED.format(f"'{rank}'") + Z2A) for rank in (1, 0)]
     finished = part.read_bytes().count(b"\n") - 1
     assert not (tmp_path / "killed.jsonl").exists()

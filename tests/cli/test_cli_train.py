@@ -23,7 +23,7 @@ from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.run_lock import STALE_SECONDS
 
-LONG_SECONDS = 90.0
+LONG_SECONDS = 180.0
 
 
 def wait_until(condition):
@@ -90,18 +90,29 @@ def test_a_dry_run_of_a_model_that_is_too_large_for_it_still_tells_what_each_pro
     assert "what the dry run needs, which has one process" in ended.err
 
 
-def is_loading_torch(pid: int) -> bool:
-    """Whether the process does, or one that it started: a command with several processes loads none itself."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return any("libtorch" in Path(f"/proc/{each}/maps").read_text() for each in (pid, *children))
+# Every process that loads torch says so and stands still in the middle of it.
+LOADS_FOR_EVER = """
+import os, pathlib, sys, time
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch.nn":
+            pathlib.Path(os.environ["LOADING"], os.environ.get("RANK", "0")).touch()
+            time.sleep(600)
+sys.meta_path.insert(0, Finder())
+"""
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
-def test_a_run_that_is_stopped_while_it_loads_ends_with_code_10_and_changes_nothing(processes, copy, tiny):
+def test_a_run_that_is_stopped_while_it_loads_ends_with_code_10_and_changes_nothing(processes, copy, tiny, tmp_path):
     words = ["train", "quickstart", *tiny, "--train.name", "early", "--work", str(copy), "--parallel.device", "cpu"]
     command = [sys.executable, "-m", "zero2all", *words, "--parallel.processes", processes]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: process.poll() is not None or is_loading_torch(process.pid))
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook/sitecustomize.py").write_text(LOADS_FOR_EVER)
+    (tmp_path / "loading").mkdir()
+    paths = os.pathsep.join([str(tmp_path / "hook"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths, "LOADING": str(tmp_path / "loading")}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    wait_until(lambda: process.poll() is not None or len(list((tmp_path / "loading").iterdir())) == int(processes))
     process.send_signal(signal.SIGTERM)
     assert process.wait(LONG_SECONDS) == 10
     assert "before the run had started. Nothing was changed" in process.stderr.read()

@@ -61,7 +61,7 @@ class HubServer:
         self.drop_after: dict[str, list[int]] = {}
         """File -> for each answer to come, after how many bytes the connection breaks."""
         self.silent_after: dict[str, int] = {}
-        """File -> after how many bytes the next answer falls silent for a second, and then ends."""
+        """File -> after how many bytes the next answer falls silent, until the file is asked for again."""
         self.corrupt: dict[str, int] = {}
         """File -> how many answers to come have a wrong byte."""
         self.statuses: dict[str, list[tuple[int, dict[str, str]]]] = {}
@@ -70,6 +70,9 @@ class HubServer:
         self.redirects = False
         """Whether files lie on another host, as those of the real hub do."""
         self.seconds_per_chunk = 0.0
+        self.may_send = threading.Event()
+        """While it is not set, answers stand still."""
+        self.may_send.set()
         self.needs_token: str | None = None
         self.page_entries = 1000
         self.stated_sizes: dict[str, Any] = {}
@@ -195,13 +198,15 @@ class _Handler(BaseHTTPRequestHandler):
         limit = drops.pop(0) if drops else len(content) if silent_after is None else silent_after
         for start in range(0, min(limit, len(content)), CHUNK_BYTES):
             piece = content[start : min(start + CHUNK_BYTES, limit)]
+            self.hub.may_send.wait()
             try:
                 self.wfile.write(piece)
             except OSError:  # the other side was killed
                 break
             log.bytes_sent += len(piece)
             time.sleep(self.hub.seconds_per_chunk)
-        time.sleep(1.0 if silent_after is not None else 0.0)
+        while silent_after is not None and self.hub.asked(file)[-1] is log:
+            time.sleep(0.01)
         if log.bytes_sent < len(content):
             self.close_connection = True
 

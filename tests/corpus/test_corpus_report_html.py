@@ -191,7 +191,7 @@ def test_a_real_browser_shows_the_page_and_runs_nothing_in_it(hostile, tmp_path)
     if browser is None:
         pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-    done = subprocess.run([browser, *flags, hostile[1].as_uri()], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([browser, *flags, hostile[1].as_uri()], capture_output=True, text=True, timeout=180)
     if not done.stdout:
         pytest.skip(f"{browser} does not run here: {done.stderr[-200:]}")
     assert "<title>Corpus report</title>" in done.stdout

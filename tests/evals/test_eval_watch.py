@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import Z2A
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json, write_json
 from zero2all.evals.options import report_path, write_report
@@ -171,10 +172,10 @@ def test_training_beside_a_watcher_that_is_killed_and_started_again_ends_with_th
 
     asked = ("--max-bytes", "1000", "--probes", "none", "--pairs", "none")
     watch = ("eval", "watch", "tiny", "--work", work, "--poll-seconds", "0.05", "--niceness", "0", *asked)
-    first, claims = start(*watch), run / "checkpoints/claims"
-    first.wait_until(lambda: any(claims.glob("*.json")))
-    first.signal(signal.SIGKILL)
-    first.wait()
+    claims = run / "checkpoints/claims"
+    killed = f"signal_when(lambda: any(Path({str(claims)!r}).glob('*.json')))"
+    code = f"from pathlib import Path; from tests.moments import signal_when; {killed}; {Z2A}"
+    assert start(*watch, code=code).wait() == -signal.SIGKILL
     assert len(list(claims.glob("*.json"))) == 1, "killed in the middle of an evaluation"
     done_before = reports(run)
     second = start(*watch)

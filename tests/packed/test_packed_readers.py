@@ -37,7 +37,7 @@ def reading_processes(of: int) -> list[psutil.Process]:
 
 
 def wait_until(condition) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.01)

@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -289,37 +289,32 @@ def test_a_corpus_shard_is_cut_behind_lines_and_nothing_is_read_twice(tmp_path):
         assert all(end > start and data[end - 1 : end] == b"\n" for start, end in cuts)
 
 
-SLOW_PACK = """
-import sys
+KILLED_PACK = """
+import random, sys
 from pathlib import Path
+from tests.moments import signal_when
 from zero2all.common.engine import EngineConfig
 from zero2all.packed.writer import PackOptions, pack_corpus
 if __name__ == "__main__":
-    work = Path(sys.argv[1])
-    print("go", flush=True)
+    work, count = Path(sys.argv[1]), int(sys.argv[4])
+    pieces = lambda: [each for each in work.glob("packed/.build/*/piece-*") if ".partial-" not in each.name]
+    signal_when(lambda: len(pieces()) >= count, after=random.uniform(0, 0.01))
     options = PackOptions(piece_bytes=2000, shard_tokens=int(sys.argv[3]))  # so that there is something to interrupt
     pack_corpus(work / "corpus", work / "tokenizer", work / "packed", options, EngineConfig(workers=int(sys.argv[2])))
 """
 SHARD_TOKENS = 1 << 28
 
 
-def test_packing_killed_at_any_moment_leaves_no_half_and_finishes_with_the_same_bytes(shared_work, work, tree):
+def test_packing_killed_at_any_moment_leaves_no_half_and_finishes_with_the_same_bytes(
+    shared_work, work, tree, monkeypatch
+):
     wanted = tree(shared_work.packed)
     shutil.rmtree(work.packed)
-    rng = random.Random(4)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     interrupted, kept = 0, set()
     for kill in range(6):
-        command = [sys.executable, "-c", SLOW_PACK, str(work.root), "2" if kill == 5 else "1", str(SHARD_TOKENS)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE)
-        process.stdout.readline()
-        deadline = time.monotonic() + 30
-        wait_for = len(kept) + 3
-        while len(pieces(work)) < wait_for and process.poll() is None:
-            assert time.monotonic() < deadline
-        time.sleep(rng.uniform(0, 0.01))
-        process.send_signal(signal.SIGKILL)
-        interrupted += process.wait() == -signal.SIGKILL
-        process.stdout.close()
+        words = [str(work.root), "2" if kill == 5 else "1", str(SHARD_TOKENS), str(len(kept) + 3)]
+        interrupted += subprocess.run([sys.executable, "-c", KILLED_PACK, *words]).returncode == -signal.SIGKILL
         if (work.packed / ".build").is_dir():
             assert kept <= pieces(work), "what was done before the kill is not done again"
             kept = pieces(work)

@@ -26,7 +26,7 @@ def payload_of(group: int, rank: int, number: int, length: int = 3000) -> bytes:
 
 
 def do_rounds(link: GroupLink, log, rounds, state=b"", number=0, step_seconds=0.0, fragments=1, slow=None):
-    """Rounds until `rounds`, as training does them; returns the last state."""
+    """Rounds until `rounds`, as training does them; returns the last state. `slow`: what to wait for in a round."""
     while True:
         if (label := link.behind()) is not None:
             number, state = link.adopt()
@@ -34,7 +34,7 @@ def do_rounds(link: GroupLink, log, rounds, state=b"", number=0, step_seconds=0.
             log({"adopted": number, "state": state.hex()})
         if number >= rounds:
             return state
-        time.sleep((slow or {}).get(number, step_seconds))
+        (slow or {}).get(number, lambda: time.sleep(step_seconds))()
         for fragment in range(fragments):
             link.offer(number, fragment, payload_of(link.group, link.rank, number * fragments + fragment))
             found = link.collect(number, fragment)

@@ -8,6 +8,7 @@ import socket
 import pytest
 import torch
 
+from tests.ports import free_port
 from zero2all.common.errors import UnhealthyError
 from zero2all.parallel import health
 from zero2all.parallel.health import judge, pairs_of
@@ -84,12 +85,9 @@ def check(start, tmp_path):
     """Three processes, on as many machines as one says; what each prints."""
 
     def run(faults=(), wrong=None, excludes=False, isolate=None, per_machine=3):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         (tmp_path / "plan.json").write_text(json.dumps(list(faults)))
         shared = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": str(per_machine), "MASTER_ADDR": "127.0.0.1"}
-        shared |= {"MASTER_PORT": str(port), "ZERO2ALL_FAULTS": str(tmp_path / "plan.json")}
+        shared |= {"MASTER_PORT": str(free_port()), "ZERO2ALL_FAULTS": str(tmp_path / "plan.json")}
         started = [
             start(
                 json.dumps(

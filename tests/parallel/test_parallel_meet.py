@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 import zero2all
+from tests.ports import free_port
 from zero2all.common.errors import PeerFailureError, UsageError
 from zero2all.parallel.meet import differences, facts_of, meet, open_store
 
@@ -23,26 +23,26 @@ def one_machine(monkeypatch):
 FACTS = facts_of({"train.seed": 1, "optim.lr_max": 3e-4}, 3)
 
 
-def ends(store, facts_by_rank, seconds=5.0, size=3, again=()):
+def ends(store, facts_by_rank, seconds=60.0, size=3, again=(), late=()):
     """What each rank that comes ends with; `store`: one for all, or one for each. Ranks of `again` come a second time,
-    under the name of their rank + 0.5."""
+    under the name of their rank + 0.5, those of `late` when the others have ended."""
     found = {}
 
     def come(name, facts):
         rank = int(name)
-        time.sleep(name - rank)
         try:
             found[name] = meet(store[rank] if isinstance(store, list) else store, rank, size, facts, seconds)
         except Exception as error:
             found[name] = error
 
-    everybody = [*facts_by_rank.items(), *((rank + 0.5, FACTS) for rank in again)]
-    threads = [threading.Thread(target=come, args=item) for item in everybody]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert not any(thread.is_alive() for thread in threads), "somebody waits for ever"
+    first = [*facts_by_rank.items(), *((rank + 0.5, FACTS) for rank in again)]
+    for coming in (first, [(rank + 0.5, FACTS) for rank in late]):
+        threads = [threading.Thread(target=come, args=item) for item in coming]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert not any(thread.is_alive() for thread in threads), "somebody waits for ever"
     return found
 
 
@@ -62,12 +62,10 @@ def test_one_with_another_setting_and_other_code_is_named_to_all_with_what_diffe
 
 
 def test_one_that_does_not_come_is_named_to_all_within_the_configured_seconds():
-    started = time.monotonic()
-    found = ends(dist.HashStore(), {0: FACTS, 2: FACTS}, seconds=0.3)
-    assert time.monotonic() - started < 3
+    found = ends(dist.HashStore(), {2: FACTS, 0: FACTS}, seconds=2.0)
     for rank in (0, 2):
         assert isinstance(found[rank], PeerFailureError)
-        assert "did not join within parallel.join_seconds (0.3 s): 1." in str(found[rank])
+        assert "did not join within parallel.join_seconds (2 s): 1." in str(found[rank])
 
 
 def test_one_that_was_started_with_another_number_of_processes_stops_itself():
@@ -78,23 +76,21 @@ def test_one_that_was_started_with_another_number_of_processes_stops_itself():
 
 
 def test_one_that_comes_twice_is_named_to_all_without_waiting_for_those_who_are_missing():
-    started = time.monotonic()
-    found = ends(dist.HashStore(), {0: FACTS, 1: FACTS}, seconds=60.0, again=[1])
-    assert time.monotonic() - started < 10
+    found = ends(dist.HashStore(), {0: FACTS, 1: FACTS}, seconds=1e6, again=[1])
     for name in (0, 1, 1.5):
         assert isinstance(found[name], UsageError)
         assert str(found[name]).startswith("Rank 1 came twice: from ")
 
 
 def test_one_that_comes_when_the_run_has_begun_ends_alone():
-    found = ends(dist.HashStore(), dict.fromkeys(range(3), FACTS), again=[1])
+    found = ends(dist.HashStore(), dict.fromkeys(range(3), FACTS), late=[1])
     assert [found[rank] for rank in range(3)] == [None] * 3
     assert "the run has begun with another process of that rank" in str(found[1.5])
 
 
 def test_who_is_missing_is_said_long_before_the_end_of_the_wait(monkeypatch, capfd):
-    monkeypatch.setattr("zero2all.parallel.meet.NOTICE_SECONDS", 0.1)
-    ends(dist.HashStore(), {0: FACTS, 2: FACTS}, seconds=0.5)
+    monkeypatch.setattr("zero2all.parallel.meet.NOTICE_SECONDS", 1.0)
+    ends(dist.HashStore(), {2: FACTS, 0: FACTS}, seconds=2.0)
     assert capfd.readouterr().err.count("z2a: waiting for rank 1 of 3, until") == 1
 
 
@@ -114,9 +110,7 @@ def test_machines_that_reach_each_other_go_on():
 @pytest.fixture
 def port(monkeypatch):
     """Where rank 0 may hold the store."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        number = free.getsockname()[1]
+    number = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(number))
     return number
@@ -129,7 +123,7 @@ def test_without_rank_0_the_others_say_where_they_looked(port):
 
 @pytest.mark.usefixtures("port")
 def test_the_store_of_rank_0_over_a_socket():
-    stores = [open_store(rank, 5.0) for rank in range(3)]
+    stores = [open_store(rank, 60.0) for rank in range(3)]
     assert ends(stores, dict.fromkeys(range(3), FACTS)) == {0: None, 1: None, 2: None}
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
+from types import SimpleNamespace
 
 import pytest
 
+from tests.ports import free_port
 from zero2all.common.errors import UsageError
+from zero2all.parallel import network
 from zero2all.parallel.device import cpus_to_take
 from zero2all.parallel.network import Chosen, fast_ports, measure_ring, network_variables, set_network_variables
 
@@ -47,10 +49,17 @@ def test_an_interface_that_does_not_exist_is_refused():
         set_network_variables("127.0.0.1", {"GLOO_SOCKET_IFNAME": "eth9"})
 
 
-def test_a_link_of_known_speed_is_measured():
-    latency, bits = measure_ring(lambda size: time.sleep(0.002 + size / 20e6), lambda seconds: seconds)
-    assert 0.002 <= latency < 0.05
-    assert bits == pytest.approx(160e6, rel=0.3)
+def test_a_link_of_known_speed_is_measured(monkeypatch):
+    now = 100.0
+
+    def exchange(size):
+        nonlocal now
+        now += 0.002 + size / 20e6
+
+    monkeypatch.setattr(network, "time", SimpleNamespace(perf_counter=lambda: now))
+    latency, bits = measure_ring(exchange, lambda seconds: seconds)
+    assert latency == pytest.approx(0.002, rel=1e-3)
+    assert bits == pytest.approx(160e6, rel=1e-3)
 
 
 def test_two_machines_say_how_fast_the_link_is():
@@ -59,7 +68,7 @@ def test_two_machines_say_how_fast_the_link_is():
         "from zero2all.parallel.config import ParallelConfig\n"
         "with join_world(torch.device('cpu'), ParallelConfig()) as world:\n    print(world.notes)"
     )
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29787"}
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= {key: value for key, value in os.environ.items() if "IFNAME" not in key}
     both = [
         subprocess.Popen([sys.executable, "-c", program], env={**shared, "RANK": rank}, stdout=-1, text=True)

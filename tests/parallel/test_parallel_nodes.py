@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.ports import free_port
 from zero2all.common.errors import UsageError
 from zero2all.parallel.launch import run_processes
 from zero2all.parallel.nodes import Nodes, find_nodes, first_host, read_counts, use_interface
@@ -60,11 +61,12 @@ def test_each_machine_starts_its_own_ranks_and_the_first_connects_to_where_it_li
     )
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
+    port = free_port()
     for rank in (0, 1):
-        assert run_processes(2, [], nodes=Nodes(2, rank, "outside.example", 700, "127.0.0.1", 29817)) == 0
+        assert run_processes(2, [], nodes=Nodes(2, rank, "outside.example", 700, "127.0.0.1", port)) == 0
     assert [(tmp_path / f"rank-{rank}").read_text().strip() for rank in range(4)] == [
-        "0/4 0/2 127.0.0.1:29817",
-        "1/4 1/2 127.0.0.1:29817",
+        f"0/4 0/2 127.0.0.1:{port}",
+        f"1/4 1/2 127.0.0.1:{port}",
         "2/4 0/2 outside.example:700",
         "3/4 1/2 outside.example:700",
     ]

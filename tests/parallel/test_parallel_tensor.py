@@ -82,7 +82,7 @@ class Threads:
     """Ranks as threads that exchange through shared memory."""
 
     def __init__(self, ranks: int) -> None:
-        self._barrier, self._given = threading.Barrier(ranks, timeout=30), [torch.empty(0)] * ranks
+        self._barrier, self._given = threading.Barrier(ranks, timeout=120), [torch.empty(0)] * ranks
 
     def exchange(self, rank: int) -> Exchange:
         def together(values: Tensor, reduce: Any) -> Tensor:

@@ -107,6 +107,12 @@ def test_untrained_model_knows_no_fact(finished: tuple[Path, str]) -> None:
 
 
 IN_CHINESE = f'import os\nos.environ["Z2A_LANG"] = "zh"\n{RUN}'
+KILLED = """
+import sys
+from pathlib import Path
+from tests.moments import signal_when
+signal_when(lambda: any(Path(sys.argv[1]).glob({pattern!r})))
+"""
 MOMENTS = {
     "while the corpus is built": "corpus/.build",
     "in training": "runs/quickstart/checkpoints/step-*",
@@ -119,9 +125,7 @@ def test_killed_again_and_again_the_journey_ends_with_the_same_bits_and_speaks_c
     work = tmp_path / "killed"
     said = []
     for moment, pattern in MOMENTS.items():
-        program = start(work, code=IN_CHINESE)
-        program.wait_until(lambda p=program, to_see=pattern: any(work.glob(to_see)) or p.poll() is not None)
-        program.signal(signal.SIGKILL)
+        program = start(work, code=KILLED.format(pattern=pattern) + IN_CHINESE)
         assert program.wait() == -signal.SIGKILL, f"it was to be killed {moment}: {program.text()}"
         said.append(program.text())
     program = start(work, code=IN_CHINESE)

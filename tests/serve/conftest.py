@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -71,10 +72,23 @@ class Served:
 
     @staticmethod
     def wait_until(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not condition():
             assert time.monotonic() < deadline, "waited too long"
             time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def held(served: Served, after: int = 0) -> Iterator[None]:
+    """The engine takes so many steps in this block and no more: what runs still runs at its end."""
+    engine, goes_on, steps = served.model.service.engine, threading.Event(), itertools.count()
+    step = engine.step
+    engine.step = lambda: (next(steps) < after or goes_on.wait(120), step())[1]  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        engine.step = step  # type: ignore[method-assign]
+        goes_on.set()
 
 
 @contextlib.contextmanager
@@ -90,7 +104,7 @@ def serving(
         yield served
     finally:
         served.server.stop()
-        served.thread.join(20)
+        served.thread.join(120)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import pytest
 from tests.browser import watched_page
 from zero2all.infer.load import LoadedModel
 
-from .conftest import MAX_LEN, Served, serving
+from .conftest import MAX_LEN, Served, held, serving
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra `dev`)").expect
 
@@ -88,11 +88,12 @@ def test_an_answer_streams_with_its_figures_and_markup_stays_text(page, served, 
 
 def test_escape_stops_an_answer_and_undo_gives_the_words_back(page, served):
     open_page(page, served, "chat", max_tokens=MAX_LEN)
-    say(page, "Go on and on")
-    expect(page.locator(ANSWER)).not_to_be_empty()
-    page.keyboard.press("Escape")
-    wait_for_end(page)
-    expect(page.locator(".readout")).to_contain_text("stopped by you")
+    with held(served, after=20):
+        say(page, "Go on and on")
+        expect(page.locator(ANSWER)).not_to_be_empty()
+        page.keyboard.press("Escape")
+        wait_for_end(page)
+        expect(page.locator(".readout")).to_contain_text("stopped by you")
     served.wait_until(lambda: served.model.stats()["running"] == 0)
     assert page.locator(ANSWER).inner_text()
     page.click('[data-tool="undo"]')

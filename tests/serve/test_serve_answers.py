@@ -243,7 +243,7 @@ def test_clients_that_come_together_get_their_own_answers(served, greedy):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(120)
     assert [found[number] for number in range(len(prompts))] == alone
 
 

@@ -17,7 +17,7 @@ from zero2all.serve import app
 from zero2all.serve.model import ServedModel
 from zero2all.serve.server import ModelServer, ServeOptions
 
-from .conftest import Served, serving
+from .conftest import Served, held, serving
 from .test_serve_refusals import COMPLETIONS, ask
 
 LONG: Any = {"model": "tiny", "prompt": "The capital of", "temperature": 0, "max_tokens": 4000}
@@ -63,7 +63,7 @@ def test_a_client_that_leaves_before_its_body_is_complete_is_no_error_of_ours(se
 def test_a_body_that_does_not_come_is_408_and_one_that_is_too_large_is_413_before_it_comes(served, monkeypatch):
     monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
     for size, status in ((100, b"408"), (100_000_000, b"413")):
-        with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
+        with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
             connection.sendall(f"{HEAD}Content-Length: {size}\r\n\r\n".encode())
             assert connection.recv(100).split()[1] == status
 
@@ -79,15 +79,15 @@ def test_too_many_waiting_are_429_and_the_first_come_is_the_first_served(loaded)
 
         with client.completions.create(**LONG, stream=True) as stream:
             next(iter(stream))
-            threads = []
-            for number in range(2):
-                threads.append(threading.Thread(target=short, args=(number,)))
-                threads[-1].start()
-                served.wait_until(lambda: served.model.stats()["waiting"] == len(threads))
-            with pytest.raises(openai.RateLimitError, match="2 requests are waiting"):
-                client.completions.create(model="tiny", prompt="a")
+            threads = [threading.Thread(target=short, args=(number,)) for number in range(2)]
+            with held(served):
+                for count, thread in enumerate(threads, 1):
+                    thread.start()
+                    served.wait_until(lambda count=count: served.model.stats()["waiting"] == count)
+                with pytest.raises(openai.RateLimitError, match="2 requests are waiting"):
+                    client.completions.create(model="tiny", prompt="a")
         for thread in threads:
-            thread.join(20)
+            thread.join(120)
         assert order == [0, 1]
 
 
@@ -119,7 +119,7 @@ def test_while_the_model_is_loaded_requests_are_told_to_come_back(loaded):
     goes_on = threading.Event()
 
     def load() -> Any:
-        goes_on.wait(20)
+        goes_on.wait(120)
         return loaded
 
     model = ServedModel(load)
@@ -135,7 +135,7 @@ def test_while_the_model_is_loaded_requests_are_told_to_come_back(loaded):
     goes_on.set()
     served.wait_until(lambda: ask(served, "GET", "/health")[0] == 200)
     server.stop()
-    thread.join(20)
+    thread.join(120)
     assert not thread.is_alive()
 
 
@@ -162,16 +162,17 @@ def test_a_pass_that_fails_is_500_and_the_next_request_is_served(loaded):
 
 
 def test_draining_lets_what_runs_finish_and_refuses_the_rest(loaded):
-    with serving(loaded, ServeOptions(port=0, grace_seconds=20)) as served, served.client() as client:
+    with serving(loaded, ServeOptions(port=0, grace_seconds=120)) as served, served.client() as client:
         stream = client.completions.create(**{**LONG, "max_tokens": 400}, stream=True)
         chunks = [next(iter(stream))]
-        served.server.stop()
-        assert ask(served, "GET", "/health")[1]["status"] == "draining"
-        status, answer = ask(served, "POST", COMPLETIONS, {"prompt": "a"})
-        assert (status, answer["error"]["code"]) == (503, "draining")
+        with held(served):
+            served.server.stop()
+            assert ask(served, "GET", "/health")[1]["status"] == "draining"
+            status, answer = ask(served, "POST", COMPLETIONS, {"prompt": "a"})
+            assert (status, answer["error"]["code"]) == (503, "draining")
         chunks += list(stream)
         assert chunks[-1].choices[0].finish_reason == "length"
-        served.thread.join(20)
+        served.thread.join(120)
         assert not served.thread.is_alive()
 
 

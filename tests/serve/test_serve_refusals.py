@@ -19,7 +19,7 @@ def ask(
     served: Served, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
 ) -> tuple[int, dict[str, Any]]:
     """Status and JSON of the answer; a body that is not bytes is sent as JSON."""
-    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=120)
     raw = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     connection.request(method, path, raw, {**JSON, **(headers or {})})
     answer = connection.getresponse()

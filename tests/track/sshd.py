@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,6 +15,8 @@ from urllib.parse import quote
 
 import psutil
 import pytest
+
+from tests.ports import free_port
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,7 @@ def start_sshd(folder: Path) -> Iterator[Sshd]:
             ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(folder / name)], check=True
         )
     shutil.copy(folder / "user_key.pub", folder / "authorized_keys")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     (folder / "sshd_config").write_text(
         f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {folder / 'host_key'}\nPidFile none\n"
         f"AuthorizedKeysFile {folder / 'authorized_keys'}\nStrictModes no\nUsePAM no\n"

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -57,7 +58,7 @@ from zero2all.track import Run
 run = Run(sys.argv[1])
 for step in range(100):
     run.log({"loss": 2.0 - step / 100}, step=step, tokens=step * 10)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -90,7 +91,7 @@ def test_a_killed_process_is_a_crashed_run_at_once_and_a_stopped_one_is_not(tmp_
 
 
 def test_an_end_written_after_the_last_look_is_not_a_crash(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", WRITE_AND_WAIT.replace("60", "0"), tmp_path / "run"])
+    process = subprocess.Popen([sys.executable, "-c", WRITE_AND_WAIT.replace("600", "0"), tmp_path / "run"])
     reader = RunReader(tmp_path / "run", cache=tmp_path / "cache")
     while reader.status.last_step is None:
         reader.refresh()
@@ -161,6 +162,11 @@ def test_a_run_that_anneals_ends_where_its_anneal_ends(tmp_path):
         assert find_runs([tmp_path])[0].status.total_steps == expected
 
 
+def bytes_read() -> int:
+    """By this process, so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
 def test_two_hundred_long_runs_are_listed_without_being_read(tmp_path):
     with Run(tmp_path / "first") as run:
         for step in range(2000):
@@ -170,13 +176,11 @@ def test_two_hundred_long_runs_are_listed_without_being_read(tmp_path):
         folder = tmp_path / f"run-{number:03}" / "metrics"
         folder.mkdir(parents=True)
         (folder / "train-1.jsonl").write_bytes(text)
-    started = time.perf_counter()
+    before = bytes_read()
     found = find_runs([tmp_path])
-    seconds = time.perf_counter() - started
-    print(f"{len(found)} runs listed in {seconds:.2f} s")
+    assert bytes_read() - before < 201 * len(text) / 2
     assert len(found) == 201
     assert all(each.status.last_step == 1999 for each in found)
-    assert seconds < 5, "reading them whole would take longer"
 
 
 def test_the_last_loss_is_found_behind_a_long_text(tmp_path):

@@ -33,7 +33,7 @@ def rows_of(path: Path) -> list[dict]:
     return [row for row in rows if row.get("kind") not in (SEGMENT_KIND, END_KIND)]
 
 
-def wait_until(condition, timeout_seconds: float = 30.0) -> None:
+def wait_until(condition, timeout_seconds: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
@@ -122,7 +122,7 @@ def test_the_end_is_the_last_row_whatever_the_reason(tmp_path):
 def test_a_program_that_ends_without_closing_leaves_its_end_too(tmp_path, last_line, end):
     code = f"import sys; from zero2all.track import Run\nrun = Run(sys.argv[1])\nrun.log({{'x': 1}}, 1)\n{last_line}"
     process = run_python(code, tmp_path)
-    process.communicate(timeout=20)
+    process.communicate(timeout=120)
     assert all_rows_of(tmp_path / "metrics" / "train-1.jsonl")[-1]["data"] == end
 
 
@@ -185,6 +185,7 @@ def test_pictures_that_wait_for_a_hung_disk_are_bounded_in_memory(tmp_path, monk
     run = Run(tmp_path)
     reading = replace_file_by_full_pipe(run)
     run.log({"loss": 1.0}, step=0)
+    wait_until(lambda: run._queue.qsize() == 0)  # the thread has it, and hangs
     for step in range(100):
         run.image("a", np.zeros((200, 200, 3), np.uint8), step=step)
     assert run._held_bytes <= 1_000_000
@@ -209,7 +210,7 @@ def test_every_attempt_and_every_writer_has_its_own_file(tmp_path):
 def test_processes_starting_together_do_not_share_a_file(tmp_path):
     code = "import sys; from zero2all.track import Run\nwith Run(sys.argv[1]) as run: run.log({'x': 1}, 1, 1)"
     processes = [run_python(code, tmp_path) for _ in range(4)]
-    assert [process.wait(timeout=20) for process in processes] == [0] * 4
+    assert [process.wait(timeout=120) for process in processes] == [0] * 4
     files = sorted(path.name for path in (tmp_path / "metrics").iterdir())
     assert files == [f"train-{attempt}.jsonl" for attempt in (1, 2, 3, 4)]
 
@@ -247,14 +248,14 @@ class DeviceScalar:
         return self
 
     def item(self) -> float:
-        assert self.ready.wait(20)
+        assert self.ready.wait(120)
         return 4.5
 
 
 def test_a_device_scalar_is_waited_for_in_the_thread_and_not_in_log(tmp_path):
     loss = DeviceScalar()
     with Run(tmp_path) as run:
-        run.log({"loss": loss}, step=1, tokens=1)  # would wait 20 s here
+        run.log({"loss": loss}, step=1, tokens=1)  # would wait here
         loss.ready.set()
     assert rows_of(run.path)[0]["values"] == {"loss": 4.5}
 
@@ -310,9 +311,7 @@ def test_log_never_raises_when_the_folder_is_deleted(tmp_path):
     for step in range(2000):
         run.log({"loss": 1.0}, step=step, tokens=step)
     wait_until(lambda: any("deleted" in problem for problem in run.problems))
-    started = time.monotonic()
     run.close()
-    assert time.monotonic() - started < 2.0
     assert run.dropped_rows == 2000
     assert not (tmp_path / "run").exists(), "a run that someone deleted stays deleted"
 
@@ -344,8 +343,8 @@ run = Run(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))  # 4,000 bytes of room
 for step in range(500):
     run.log({"loss": 1.0}, step=step, tokens=step)
-time.sleep(0.4)
-assert run.problems, "a full disk went unnoticed"
+while not run.problems:  # a full disk that goes unnoticed
+    time.sleep(0.01)
 if sys.argv[2] == "room again":
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 run.close()
@@ -355,7 +354,7 @@ print(run.dropped_rows)
 
 def test_a_full_disk_raises_nothing_and_loses_nothing_once_there_is_room_again(tmp_path):
     process = run_python(FULL_DISK, tmp_path, "room again")
-    output, errors = process.communicate(timeout=20)
+    output, errors = process.communicate(timeout=120)
     assert (process.returncode, output.strip(), errors) == (0, "0", "")
     rows = rows_of(tmp_path / "metrics" / "train-1.jsonl")
     assert [row["step"] for row in rows if "values" in row] == list(range(500))
@@ -364,7 +363,7 @@ def test_a_full_disk_raises_nothing_and_loses_nothing_once_there_is_room_again(t
 
 def test_a_disk_that_stays_full_raises_nothing_and_the_loss_is_counted(tmp_path):
     process = run_python(FULL_DISK, tmp_path, "stays full")
-    output, errors = process.communicate(timeout=20)
+    output, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (0, "")
     whole_lines = (tmp_path / "metrics" / "train-1.jsonl").read_bytes().count(b"\n")
     assert int(output) + whole_lines == 501  # the first row is the writer's own
@@ -374,15 +373,12 @@ def test_a_hung_disk_blocks_nothing_keeps_the_newest_rows_and_counts_the_dropped
     run = Run(tmp_path, queue_rows=100)
     reading = replace_file_by_full_pipe(run)
     calls = 5_000
-    slowest = 0.0
-    for step in range(calls):
-        started = time.perf_counter()
+    for step in range(calls):  # would never end if it waited for the disk
         run.log({"loss": float(step)}, step=step, tokens=step)
-        slowest = max(slowest, time.perf_counter() - started)
-    print(f"slowest log() while the disk hangs: {1e6 * slowest:.0f} µs")
-    assert slowest < 1.0
+        if step == 0:
+            wait_until(lambda: run._queue.qsize() == 0)  # the thread has it, and hangs
     assert run._queue.qsize() == 100
-    assert run.dropped_rows >= calls - 101  # 100 wait in the queue, one may be in the hands of the thread
+    assert run.dropped_rows == calls - 101  # 100 wait in the queue, one is in the hands of the thread
 
     os.set_blocking(reading, False)  # the disk comes back
     received = bytearray()
@@ -413,9 +409,7 @@ def test_close_gives_up_on_a_hung_disk_after_its_timeout_and_is_idempotent(tmp_p
     started = time.monotonic()
     run.close(timeout_seconds=0.3)
     assert time.monotonic() - started > 0.25
-    run.close(timeout_seconds=30)
-    run.close(timeout_seconds=30)
-    assert time.monotonic() - started < 20
+    run.close(timeout_seconds=threading.TIMEOUT_MAX)  # would never end
     assert run.dropped_rows > 0
     dropped = run.dropped_rows
     run.log({"loss": 1.0}, step=1, tokens=1)
@@ -430,9 +424,12 @@ import sys, time
 from zero2all.track import Run
 run = Run(sys.argv[1])
 for step in range(10_000):
+    end = time.monotonic() + 60
+    while run.path.read_bytes().count(b"\\n") < step + 1:  # the thread has written the row before
+        assert time.monotonic() < end
+        time.sleep(0.001)
     run.log({"loss": 1.0, "lr": 0.1}, step=step, tokens=step)
     sys.stdout.write(f"{step}\\n"); sys.stdout.flush()
-    time.sleep(0.003)
 """
     process = run_python(code, tmp_path)
     assert process.stdout is not None
@@ -460,7 +457,7 @@ for step in range(2000):
     run.log({"loss": 1.0}, step=step, tokens=step)
 """
     process = run_python(code, tmp_path)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (0, "")
     assert len(rows_of(tmp_path / "metrics" / "train-1.jsonl")) == 2000
 
@@ -483,7 +480,7 @@ run.log({"loss": 1.0}, step=200, tokens=200)
 sys.exit(os.waitstatus_to_exitcode(status))
 """
     process = run_python(code, tmp_path)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (7, "")
     rows = rows_of(tmp_path / "metrics" / "train-1.jsonl")
     assert [row["step"] for row in rows] == list(range(201))
@@ -502,7 +499,7 @@ ours = sorted(name for name in sys.modules if name.startswith("zero2all."))
 print(repr(children), sorted(heavy), ours)
 """
     process = run_python(code, tmp_path)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=120)
     ours = ["zero2all.common", "zero2all.common.jsonio"]
     ours += ["zero2all.track", *(f"zero2all.track.{name}" for name in ("status", "values", "writer"))]
     assert output.strip() == f"'' [] {ours}"

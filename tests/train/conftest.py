@@ -42,7 +42,6 @@ SMALL: dict[str, Any] = {
     "parallel": {"device": "cpu", "cpu_threads": 1},
     # tests/resilience has the supervisor, whose processes import torch anew; test_train_memory.py has the others
     "resilience": {"supervise": False, "memory_every_steps": 0},
-    "track": {"close_timeout_seconds": 20},  # half a second may pass on a busy machine with nothing amiss
 }
 
 

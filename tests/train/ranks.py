@@ -11,13 +11,13 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.ports import free_port
 from tests.processes import Program, WarmProcess
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class RankStarter:
         processes that are `spoiled` have one weight changed after a step. `code` ends in CODE."""
         from zero2all.config import config_yaml
 
-        number, port = len(self.launched), _free_port()
+        number, port = len(self.launched), free_port()
         path = self.folder / f"config-{number}.yaml"
         path.write_text(config_yaml(config))
         launch = Launch([], [self.folder / f"record-{number}-{rank}.jsonl" for rank in range(processes)])
@@ -132,12 +132,6 @@ class RankStarter:
             for trainer in launch.trainers:
                 trainer.signal(signal.SIGKILL)
                 trainer.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # ---- inside a process ----

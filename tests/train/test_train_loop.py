@@ -406,7 +406,7 @@ def test_metrics_that_cannot_be_written_do_not_stop_the_run_and_are_reported_at_
     run.mkdir(parents=True)
     (run / "metrics").write_text("in the way")
     said: list[str] = []
-    summary = train(config(train={"steps": 3}, track={"close_timeout_seconds": 0.2}), work, say=said.append)
+    summary = train(config(train={"steps": 3}), work, say=said.append)
     assert summary.step == 3
     assert any(text.startswith("metrics: opening the metrics file: ") for text in said)
     assert any("could not be written to" in text for text in said)

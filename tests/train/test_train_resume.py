@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import Z2A
 from zero2all.common.workspace import Workspace
 from zero2all.config import config_yaml
 from zero2all.train.checkpoints.find import newest_checkpoint
@@ -34,8 +35,9 @@ def rows_in(run: Path, attempt: int) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def attempts(run: Path) -> int:
-    return len(list((run / "metrics").glob("*.jsonl")))
+def signalled(step: int, number: int, after: float = 0.0) -> str:
+    """Code of a command that gets a signal in that step."""
+    return f"from tests.moments import signal_in_step; signal_in_step({step}, {number}, {after}); {Z2A}"
 
 
 def final(run: Path) -> dict[str, bytes]:
@@ -100,15 +102,9 @@ def test_a_run_killed_at_random_points_equals_the_run_left_alone(start, work, co
     rng = random.Random(1)
     run = work.run("killed")
     kills = 0
-    for attempt in range(1, 5):
-        trainer = start(*train_words(path, work, "killed"))
-        rows = rng.randint(1, 8)
-        trainer.wait_until(
-            lambda t=trainer, a=attempt, r=rows: t.poll() is not None or (attempts(run) == a and rows_in(run, a) >= r)
-        )
-        time.sleep(rng.uniform(0, 0.02))
-        trainer.signal(signal.SIGKILL)
-        kills += trainer.wait() == -signal.SIGKILL
+    for _ in range(4):
+        code = signalled(rng.randint(2, 9), signal.SIGKILL, rng.uniform(0, 0.02))
+        kills += start(*train_words(path, work, "killed"), code=code).wait() == -signal.SIGKILL
         if list_checkpoints(run):
             newest_checkpoint(run)  # raises when something under a final name is damaged
     assert kills >= 2
@@ -127,13 +123,11 @@ def test_a_run_asked_to_stop_saves_and_says_so_and_its_rerun_ends_with_the_same_
     wanted = left_alone(config_file(**LENGTH), "dropout True")
     path = config_file(**{**LENGTH, "checkpoint": {"every_steps": 0}})
     run = work.run("stopped")
-    trainer = start(*train_words(path, work, "stopped"))
-    trainer.wait_until(lambda: rows_in(run, 1) >= 2)
-    trainer.signal(number)
+    trainer = start(*train_words(path, work, "stopped"), code=signalled(3, number))
     assert trainer.wait() == 10, trainer.text()
     assert number.name in trainer.text()
     stopped_at = newest_checkpoint(run).step
-    assert 1 <= stopped_at < STEPS
+    assert 3 <= stopped_at < STEPS
     assert f"stopped and saved at step {stopped_at}. Run the same command again" in trainer.text()
     again = start(*train_words(path, work, "stopped"))
     assert again.wait() == 0, again.text()
@@ -143,9 +137,7 @@ def test_a_run_asked_to_stop_saves_and_says_so_and_its_rerun_ends_with_the_same_
 
 def test_a_run_asked_to_stop_without_saving_does_not_save(start, work, config_file):
     path = config_file(**{**LENGTH, "checkpoint": {"every_steps": 0}}, resilience={"save_on_signal": False})
-    trainer = start(*train_words(path, work, "stopped"))
-    trainer.wait_until(lambda: rows_in(work.run("stopped"), 1) >= 3)
-    trainer.signal(signal.SIGTERM)
+    trainer = start(*train_words(path, work, "stopped"), code=signalled(3, signal.SIGTERM))
     assert trainer.wait() == 10
     assert "stopped without a save (resilience.save_on_signal is false)" in trainer.text()
     assert list_checkpoints(work.run("stopped")) == []

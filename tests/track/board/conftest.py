@@ -77,7 +77,7 @@ class ServedBoard:
 
     def stop(self) -> None:
         self.board.stop()
-        self.thread.join(10)
+        self.thread.join(60)
 
 
 @pytest.fixture(scope="session")

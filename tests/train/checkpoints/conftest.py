@@ -99,7 +99,7 @@ from zero2all.train.checkpoints.store import CheckpointStore
 rank, world, meeting, run = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
 torch.set_num_threads(1)
 dist.init_process_group(
-    "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timedelta(seconds=30)
+    "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
 )
 
 def part_of(tensor):

@@ -35,7 +35,7 @@ class Meeting:
 
     def __init__(self, size: int) -> None:
         self.values: list[Any] = [None] * size
-        self.barrier = threading.Barrier(size, timeout=30)
+        self.barrier = threading.Barrier(size, timeout=120)
 
 
 class ThreadPeers(Peers):

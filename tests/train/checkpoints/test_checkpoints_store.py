@@ -47,7 +47,7 @@ class Gate:
 
     def __call__(self):
         self.reached.set()
-        assert self.opened.wait(30)
+        assert self.opened.wait(120)
 
 
 # ---- saving and loading ----
@@ -150,7 +150,7 @@ def test_a_save_does_not_see_later_changes(open_store, tensors_of):
     store = open_store(before_commit=gate)
     tensors, document, details = tensors_of(1), {"list": [1]}, {"order": {"stages": [1]}}
     ticket = store.save(1, Snapshot.of_tensors(tensors, document), details)
-    assert gate.reached.wait(30)
+    assert gate.reached.wait(120)
     assert ticket.result is None
     assert store.poll() == []
     for value in tensors.values():
@@ -169,7 +169,7 @@ def test_the_next_save_waits_for_the_one_before(open_store, tensors_of):
     gate = Gate()
     store = open_store(before_commit=gate)
     first = store.save(1, Snapshot.of_tensors(tensors_of(1)), {})
-    assert gate.reached.wait(30)
+    assert gate.reached.wait(120)
     opener = threading.Timer(0.2, gate.opened.set)
     opener.start()
     second = store.save(2, Snapshot.of_tensors(tensors_of(2)), {})
@@ -183,7 +183,7 @@ def test_or_is_left_out_and_says_so(open_store, tensors_of):
     gate = Gate()
     store = open_store(before_commit=gate, when_busy="skip")
     first = store.save(1, Snapshot.of_tensors(tensors_of(1)), {})
-    assert gate.reached.wait(30)
+    assert gate.reached.wait(120)
     second = store.save(2, Snapshot.of_tensors(tensors_of(2)), {})
     assert second.result.was_skipped
     assert second.result.problem == "the save before is still being written"

@@ -288,7 +288,7 @@ def test_copies_inside_a_group_divide_the_outer_work():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     for state in states:
         assert_equal(bits(state, "model/"), bits(alone, "model/"))
     halves = [bits(state, "outer/") for state in states]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.ports import free_port
 from tests.processes import WarmProcess
 from tests.train.conftest import small_config
 from tests.train.ranks import Launch, RankStarter
@@ -21,10 +21,7 @@ from zero2all.train.checkpoints.load import verified_checkpoint
 
 
 def free_ports() -> list[str]:
-    with socket.socket() as one, socket.socket() as other:
-        for each in (one, other):
-            each.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{each.getsockname()[1]}" for each in (one, other)]
+    return [f"127.0.0.1:{free_port()}" for _ in range(2)]
 
 
 def group_config(groups: list[str], group: int, steps: int = 14, **fields: float):
