@@ -363,7 +363,8 @@ def one_run(size: Size, ids: np.ndarray, asked: dict[str, Any]) -> None:
             outer.start(state.step, state.tokens)
         for state, outer in zip(states, outers, strict=False):
             outer.finish(state.step)
-        if (step + 1) % (size.steps // (20 if size.steps >= 1000 else 4)) == 0:
+        # Also after the last step: only then the outer weights hold everything.
+        if step + 1 == size.steps or (step + 1) % (size.steps // (20 if size.steps >= 1000 else 4)) == 0:
             with outers[0].in_model() if outers else nullcontext():
                 curve.append((step + 1, held_out_loss(states[0], held_out)))
     result = {

@@ -50,8 +50,12 @@ class Machines:
         """The words that run a command on one of them."""
         return ["ip", "netns", "exec", self.spaces[machine], *words]
 
-    def limit(self, bits_per_second: float) -> None:
-        """Slow the cable down, in both directions."""
+    def limit(self, bits_per_second: float | None) -> None:
+        """Slow the cable down, in both directions. None: as fast as it can be again."""
+        if bits_per_second is None:
+            for machine in (0, 1):
+                _run(*self.command(machine, "tc", "qdisc", "replace", "dev", WIRE, "root", "pfifo"))
+            return
         limit = ["rate", f"{bits_per_second / 1e3:.0f}kbit", "burst", "64kb", "latency", "400ms"]
         for machine in (0, 1):
             _run(*self.command(machine, "tc", "qdisc", "replace", "dev", WIRE, "root", "tbf", *limit))

@@ -5,11 +5,15 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import sysconfig
 import time
+import venv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,7 @@ import pytest
 import zero2all
 from benchmarks.two_machines import ADDRESSES, WIRE, Machines, two_machines, why_not
 from tests.processes import Program, WarmProcess
+from tests.track.sshd import start_sshd
 from zero2all.common.workspace import Workspace
 
 PORT = 29500
@@ -95,6 +100,36 @@ def test_the_command_on_each_machine_with_a_forwarded_port(machines: Machines, w
     said = [program.communicate(timeout=120)[0] for program in programs]
     assert [program.returncode for program in programs] == [0, 0], "\n".join(said)
     assert "run: step 8" in said[0]
+
+
+@pytest.mark.slow
+def test_two_hosts_over_ssh_with_a_virtual_environment_at_a_very_long_path(
+    work: Workspace, config_file: Any, tmp_path: Path
+):
+    """Longer than the 256 characters at which the kernel cuts the first line of a script."""
+    place = tmp_path / "/".join(["environment-at-a-very-long-path"] * 9)
+    venv.create(place, symlinks=True)
+    packages = next(place.glob("lib/python3*/site-packages"))
+    (packages / "more.pth").write_text(f"{Path(zero2all.__file__).parents[1]}\n{sysconfig.get_path('purelib')}\n")
+    python = str(place / "bin" / "python")
+    assert len(python) > 256
+    (tmp_path / "sshd").mkdir()
+    with start_sshd(tmp_path / "sshd") as sshd, socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+        free.close()
+        words = ["launch", "ssh", str(config_file()), "--work", str(work.root), "--parallel.processes", "2"]
+        words += ["--hosts", f"{sshd.alias},root@{sshd.alias}", "--rendezvous", f"127.0.0.1:{port}"]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(
+            [python, "-m", "zero2all", *words],
+            env={**environment, "Z2A_SSH": shlex.join(sshd.command)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=180,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{sshd.alias}: run: step 8" in done.stdout, done.stdout
 
 
 def named(programs: list[Program], *texts: str) -> None:

@@ -95,11 +95,11 @@ SLOW_STEPS += (
 def test_a_group_killed_in_a_round_comes_back_and_all_resume_to_the_same_bits(
     shared_work: Workspace, tmp_path: Path, warm: WarmProcess
 ):
-    """Group 1 is killed (SIGKILL) with a fragment on its way, and started again while group 0 goes on. Then both are
-    stopped at one step. From these two folders the run is ended twice: at once, and stopped once more with a fragment
-    on its way. All tensors of both groups are compared, bit by bit: model, moments, outer weights, momentum, errors.
-    They are equal because nothing else goes into a step: the sets are {0, 1}, added in the order of the groups, and the
-    rows follow from the tokens."""
+    """Group 1 is killed (SIGKILL) with a fragment on its way, and started again when group 0 has made a round alone: a
+    quick machine would bring it back before that. Then both are stopped at one step. From these two folders the run is
+    ended twice: at once, and stopped once more with a fragment on its way. All tensors of both groups are compared, bit
+    by bit: model, moments, outer weights, momentum, errors. They are equal because nothing else goes into a step: the
+    sets are {0, 1}, added in the order of the groups, and the rows follow from the tokens."""
     places = [tmp_path / f"killed-{group}" for group in range(2)]
     for place in places:
         shutil.copytree(shared_work.root, place / "work")
@@ -114,6 +114,7 @@ def test_a_group_killed_in_a_round_comes_back_and_all_resume_to_the_same_bits(
         living = begin(starters, 0, stop_at)
         killed = begin(starters, 1, {0: (10, signal.SIGKILL, 0.05)})  # the fragment of step 9 is on its way
         assert killed.wait() == [-signal.SIGKILL], killed.text()
+        living.trainers[0].wait_until(lambda: len(living.steps()) > 15)  # past the fragment of step 12: alone
         back = begin(starters, 1, stop_at)
         assert [*living.wait(), *back.wait()] == [10, 10], living.text() + back.text()
         assert "continues at step" in back.text()
