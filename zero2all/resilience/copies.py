@@ -93,7 +93,7 @@ class Copies:
 
     def _folder(self) -> Path:
         if (name := slots.run_id(self._run)) is None:
-            raise NoMemoryFolderError(f"{self._run} has no memory checkpoints")
+            raise FileNotFoundError(self._run / slots.ID_FILE)
         return slots.ram_home(self._base) / name
 
     # ---- before an attempt ----
