@@ -8,10 +8,9 @@ Before an attempt every machine asks all others which saves they have. The newes
 the memory of the next one, is the save to continue from; a machine without it fetches it. The ranks then find it as
 their own, and still decide themselves which step all of them can load.
 
-The copies have a port of their own: through the meeting's, those of all machines would cross the network of machine 0
-twice, in the thread that judges which machine is silent. It is on the address of the data connections (gloo, NCCL),
-which all machines must reach anyway. Only who knows the token of the attempt is answered, and no file is used before
-its checksums were compared.
+The copies have a port of their own, at the address of the data connections (gloo, NCCL): through the meeting's port,
+those of all machines would cross the network of machine 0, in the thread that judges which machine is silent. Only who
+knows the token of the attempt is answered, and no file is used before its checksums were compared.
 """
 
 from __future__ import annotations
@@ -55,6 +54,11 @@ class _Ring:
     token: str
     place: int
     machines: list[tuple[int, list[int], tuple[str, int]]]
+
+    @property
+    def next(self) -> int:
+        """The place of the machine that keeps the copies of this one."""
+        return (self.place + 1) % len(self.machines)
 
     def ranks(self, distance: int) -> list[int]:
         """Of this machine (0) or the one before (-1)."""
@@ -105,12 +109,11 @@ class Copies:
         for save in sorted((one for one in whole if any(one in own for own, _ in have)), reverse=True):
             if save in have[ring.place][0]:
                 return
-            at = (ring.place + 1) % len(ring.machines)
-            node = ring.machines[at][0]
+            node = ring.machines[ring.next][0]
             try:
                 folder = self._folder()
                 slots.make_run_folder(folder.parent, folder.name, self._run)
-                with _call(ring, at, "get", save) as connection:
+                with _call(ring, ring.next, "get", save) as connection:
                     _receive(connection.makefile("rb"), folder, ring.ranks(0), save)
             except PROBLEMS as error:
                 say(f"z2a: the copy of step {save[0]} in the memory of machine {node} cannot be used: {error}")
@@ -160,24 +163,23 @@ class Copies:
             ring = self._sends_in
             with suppress(*PROBLEMS):  # the ranks have not made their folder yet, or remove it
                 if ring is not None and seen != (now := (ring, _heads(self._folder()))):
-                    had_ring, seen = seen is not None and seen[0] is ring, now
-                    self._send_newest(ring, is_first=not had_ring)
+                    seen = now
+                    self._send_newest(ring, whole_saves(self._folder(), ring.ranks(0)))
 
-    def _send_newest(self, ring: _Ring, is_first: bool) -> None:
-        own = whole_saves(self._folder(), ring.ranks(0))
-        at = (ring.place + 1) % len(ring.machines)
-        if not own or (is_first and max(own) in _ask(ring, at)[1]):
+    def _send_newest(self, ring: _Ring, own: dict[Save, list[Found]]) -> None:
+        save = max(own, default=(-1, ""))
+        if not own or save in _ask(ring, ring.next)[1]:
             return
-        save = max(own)
         try:
-            with _call(ring, at, "put", save) as connection:
+            with _call(ring, ring.next, "put", save) as connection:
                 _send(connection, own[save])
                 _read_line(connection.makefile("rb"))
             self._is_behind = False
         except PROBLEMS as error:
-            node, was_behind, self._is_behind = ring.machines[at][0], self._is_behind, True
-            if not was_behind:
+            if not self._is_behind:
+                node = ring.machines[ring.next][0]
                 say(f"z2a: the copy of step {save[0]} for the memory of machine {node} was not finished: {error}")
+            self._is_behind = True
 
 
 def whole_saves(folder: Path, ranks: list[int]) -> dict[Save, list[Found]]:
