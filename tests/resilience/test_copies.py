@@ -31,7 +31,7 @@ class Machines:
     def begin(self) -> None:
         """An attempt, on all machines at the same time."""
         self.attempt += 1
-        parts = [[node, 2 * node, 2, list(each.address)] for node, each in enumerate(self.all)]
+        parts = [[node, 2, list(each.address)] for node, each in enumerate(self.all)]
         order = {"token": f"attempt {self.attempt}", "machines": parts}
         threads = [
             threading.Thread(target=each.begin, args=({**order, "first": 2 * node},))
@@ -130,7 +130,7 @@ def test_a_half_sent_copy_replaces_no_whole_one_and_a_stranger_gets_no_answer(ma
     time.sleep(0.3)
     assert machines.copied(1)[-1] == 8
     monkeypatch.setattr(module, "TOKEN_SECONDS", 0.1)
-    stranger = module._Ring("guessed", 1, ring.machines)
+    stranger = module._Ring("guessed", 1, 2, ring.machines)
     assert module._ask(stranger, 2) == (set(), set())
     assert module._ask(ring, 2)[1] >= {(8, "of 8")}
 

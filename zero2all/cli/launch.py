@@ -7,16 +7,12 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zero2all.cli.parser import Parser
 from zero2all.cli.train import node_counts
 from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, whole
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
-
-if TYPE_CHECKING:
-    from zero2all.config import RunConfig
 
 SAVE_SECONDS = 300
 
@@ -92,33 +88,32 @@ def _add_job_flags(parser: Parser) -> None:
     add_output(parser, "--write", help="write to this file instead of the terminal")
 
 
-def _train_words(arguments: argparse.Namespace, python: str, work: Path) -> tuple[RunConfig, list[str]]:
-    """The config of the run, and the command that trains it. Not `z2a`, whose first line names its Python: the kernel
-    cuts that line at 256 characters, and virtual environments may have longer paths."""
+def _train_words(arguments: argparse.Namespace, python: str, work: Path) -> tuple[str, int, list[str]]:
+    """The name of the run, its restarts, and the command that trains it. Not `z2a`, whose first line names its Python:
+    the kernel cuts that line at 256 characters, and virtual environments may have longer paths."""
     from zero2all.config import load_config
 
     config = load_config(arguments.config, arguments.overrides)
     words = ["train", arguments.config, "--work", str(work), *arguments.overrides]
     if not config.resilience.supervise:  # or a machine that fails could not come back
         words += ["--resilience.supervise", "true"]
-    return config, [python, "-m", "zero2all", *words]
+    return config.train.name, config.resilience.restarts, [python, "-m", "zero2all", *words]
 
 
 def _slurm(arguments: argparse.Namespace) -> None:
     from zero2all.parallel.job_files import job_name, slurm_file
 
-    config, command = _train_words(arguments, sys.executable, arguments.work)
+    run, restarts, command = _train_words(arguments, sys.executable, arguments.work)
     sizes = (arguments.nodes, arguments.gpus_per_node, arguments.time, arguments.save_seconds)
-    text = slurm_file(job_name(config.train.name), command, str(Path.cwd()), *sizes, config.resilience.restarts)
-    _write(arguments.write, text, "sbatch")
+    _write(arguments.write, slurm_file(job_name(run), command, str(Path.cwd()), *sizes, restarts), "sbatch")
 
 
 def _kubernetes(arguments: argparse.Namespace) -> None:
     from zero2all.parallel.job_files import job_name, kubernetes_file
 
-    config, command = _train_words(arguments, "python", arguments.work)
+    run, _, command = _train_words(arguments, "python", arguments.work)
     sizes = (arguments.nodes, arguments.gpus_per_node, arguments.save_seconds)
-    text = kubernetes_file(job_name(config.train.name), command, arguments.image, arguments.claim, *sizes)
+    text = kubernetes_file(job_name(run), command, arguments.image, arguments.claim, *sizes)
     _write(arguments.write, text, "kubectl apply -f")
 
 
@@ -142,7 +137,7 @@ def _ssh(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--hosts is {arguments.hosts!r}. Expected two or more different hosts, such as gpu1,gpu2.")
     rendezvous = arguments.rendezvous or f"{hosts[0].rpartition('@')[2]}:{DEFAULT_PORT}"
     read_address(rendezvous, "--rendezvous")
-    _, command = _train_words(arguments, arguments.python or sys.executable, arguments.work)
+    *_, command = _train_words(arguments, arguments.python or sys.executable, arguments.work)
     commands = {
         host: [*command, "--nodes", str(len(hosts)), "--node-rank", str(rank), "--rendezvous", rendezvous]
         for rank, host in enumerate(hosts)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import threading
 import time
@@ -47,22 +46,22 @@ Save = tuple[int, str]
 """Its step, and an id: a step that is trained again has another one."""
 
 
+_Machine = tuple[int, list[int], tuple[str, int]]
+"""Number, ranks, address."""
+
+
 @dataclass(frozen=True)
 class _Ring:
-    """The machines of an attempt, seen from the one at `place`: number, ranks and address of each."""
+    """The machines of an attempt, seen from the one at `place`; the one at `next` keeps its copies."""
 
     token: str
     place: int
-    machines: list[tuple[int, list[int], tuple[str, int]]]
-
-    @property
-    def next(self) -> int:
-        """The place of the machine that keeps the copies of this one."""
-        return (self.place + 1) % len(self.machines)
+    next: int
+    machines: list[_Machine]
 
     def ranks(self, distance: int) -> list[int]:
         """Of this machine (0) or the one before (-1)."""
-        return self.machines[(self.place + distance) % len(self.machines)][1]
+        return self.machines[self.place + distance][1]  # -1 is the last one
 
 
 class Copies:
@@ -82,18 +81,23 @@ class Copies:
 
     def begin(self, order: Order) -> None:
         """Before the ranks of an attempt start: fetch the save that this machine lacks. Then send new ones."""
-        machines = [
-            (node, list(range(first, first + processes)), (host, port))
-            for node, first, processes, (host, port) in order["machines"]
-        ]
-        place = next(at for at, machine in enumerate(machines) if machine[1][0] == order["first"])
-        self._sends_in, self._ring = None, (ring := _Ring(order["token"], place, machines))
+        machines: list[_Machine] = []
+        place = first = 0
+        for node, processes, address in order["machines"]:
+            if address is None:  # another config there: the ranks will say it
+                return
+            place = len(machines) if first == order["first"] else place
+            machines.append((node, list(range(first, first + processes)), tuple(address)))
+            first += processes
+        self._sends_in = None
+        self._ring = ring = _Ring(order["token"], place, (place + 1) % len(machines), machines)
+        with suppress(*PROBLEMS):
+            for path in (self._folder() / PEER_FOLDER).glob("[ab]-*"):
+                if int(path.name[2:]) not in ring.ranks(-1):  # of an attempt with other machines
+                    path.unlink()
         if len(machines) > 1:
             self._complete(ring)
             self._sends_in = ring
-            return
-        with suppress(*PROBLEMS):  # what is kept for another machine becomes old while this one goes on alone
-            shutil.rmtree(self._folder() / PEER_FOLDER)
 
     def _folder(self) -> Path:
         if (name := slots.run_id(self._run)) is None:
@@ -148,9 +152,6 @@ class Copies:
                 _send(connection, whole_saves(held, ring.ranks(-1))[save])
             elif asked["do"] == "put":
                 slots.own_folder(held)
-                for path in held.glob("[ab]-*"):
-                    if int(path.name[2:]) not in ring.ranks(-1):  # of an attempt with other machines
-                        path.unlink()
                 _receive(reader, held, ring.ranks(-1), save)
                 connection.sendall(_line(done=True))
 
@@ -164,15 +165,14 @@ class Copies:
             with suppress(*PROBLEMS):  # the ranks have not made their folder yet, or remove it
                 if ring is not None and seen != (now := (ring, _heads(self._folder()))):
                     seen = now
-                    self._send_newest(ring, whole_saves(self._folder(), ring.ranks(0)))
+                    own = whole_saves(self._folder(), ring.ranks(0))
+                    if own and max(own) not in _ask(ring, ring.next)[1]:
+                        self._send_copy(ring, max(own), own[max(own)])
 
-    def _send_newest(self, ring: _Ring, own: dict[Save, list[Found]]) -> None:
-        save = max(own, default=(-1, ""))
-        if not own or save in _ask(ring, ring.next)[1]:
-            return
+    def _send_copy(self, ring: _Ring, save: Save, group: list[Found]) -> None:
         try:
             with _call(ring, ring.next, "put", save) as connection:
-                _send(connection, own[save])
+                _send(connection, group)
                 _read_line(connection.makefile("rb"))
             self._is_behind = False
         except PROBLEMS as error:

@@ -145,8 +145,8 @@ class Meeting:
 
     async def _listen(self, hello: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One machine, until its connection ends."""
-        names = (int(hello["node"]), str(hello["host"]), int(hello["processes"]), str(hello["token"]))
-        seat = _Seat(*names, writer, hello["copies"])
+        seat = _Seat(int(hello["node"]), str(hello["host"]), int(hello["processes"]), str(hello["token"]), writer)
+        seat.copies = hello["copies"]
         if problem := self._refusal(seat, str(hello["run"])):
             seat.send(do="stop", code=UsageError.exit_code, text=problem)
             await writer.drain()
@@ -273,8 +273,7 @@ class Meeting:
         self._members, self._waits_since, self._deadline = chosen, None, float("inf")
         self._trains_since = None
         world, first, token = _processes(chosen), 0, secrets.token_hex(8)
-        firsts = [_processes(chosen[:at]) for at in range(len(chosen))]
-        machines = [[seat.node, at, seat.processes, seat.copies] for seat, at in zip(chosen, firsts, strict=True)]
+        machines = [[seat.node, seat.processes, seat.copies] for seat in chosen]
         idle = len(self._seats) - len(chosen)
         say(
             f"z2a: attempt {self._number} begins on {counted(len(chosen), 'machine')}, with {counted(world, 'rank')}."

@@ -34,7 +34,7 @@ LEAVE_SECONDS = 5.0
 
 Order = dict[str, Any]
 """`do` is start (with `attempt`, `token`, `first` rank, `world` size, `step`, `machines`, on machine 0 `store`), stop
-(`code`, `text`), failed, end, save or beat. `machines`: number, first rank, processes, address for copies of each."""
+(`code`, `text`), failed, end, save or beat. `machines`: number, processes, address for copies of each."""
 SAVED = PreemptedError.exit_code
 SURE, LOST, UNSURE, VICTIM = range(4)
 """How a failure is judged when several machines have one: the least is the cause. Ranks crash or hang also because

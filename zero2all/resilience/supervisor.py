@@ -371,7 +371,9 @@ class _Supervisor:
                     self._look_closer(facts)
             elif not failed and (over := self._over()):
                 return self._hang(over)
-            elif self.member is not None and (wish := self.member.wish(self._has_stepped())):
+            elif self.member is not None and (
+                wish := self.member.wish((beat := self.slots.beat(0)).step > beat.first_step)
+            ):
                 if wish == "end":
                     return self._end_for_others()
                 self._save_for_others()
@@ -517,10 +519,6 @@ class _Supervisor:
         failure = self._failure("lost", facts[0], "", "", facts)
         self._end_ranks()
         return 128 + signal.SIGKILL, failure
-
-    def _has_stepped(self) -> bool:
-        beat = self.slots.beat(0)
-        return beat.step > beat.first_step
 
     def _save_for_others(self) -> None:
         """Let the ranks of all machines save and end, once they train: a signal to one is enough."""
