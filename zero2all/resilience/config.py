@@ -44,7 +44,7 @@ class ResilienceConfig:
     """Several machines: go on with a multiple of this many of them (`z2a train --nodes MIN:MAX`)."""
     join_after_seconds: NaturalFloat = 60.0
     """Several machines: train at least so long after the first step of an attempt before it is interrupted for a
-    machine that has come. One that is lost 3 times in a row within that time is left out for 60 s, then 120 s and so on."""
+    machine that has come. One that is lost 3 times in a row within that time is left out for a while."""
     below_minimum: Literal["wait", "stop"] = "wait"
     """When fewer than --nodes are left. wait: until enough are there again; stop: save what memory holds and end."""
     below_minimum_seconds: PositiveFloat = 3600.0
