@@ -96,6 +96,7 @@ class Soak:
         words += ["--train.name", name, "--train.steps", str(steps), "--nodes", "1:2", "--node-rank", str(node)]
         words += ["--rendezvous", f"{ADDRESSES[0]}:{PORT}", "--interface", WIRE, "--parallel.device", "cpu"]
         words += ["--resilience.supervise", "true", "--resilience.node_silence_seconds", "8"]
+        words += ["--resilience.join_after_seconds", "5"]
         words += ["--resilience.memory_every_steps", "10", "--checkpoint.every_steps", "100"]
         words += ["--parallel.cpu_threads", "1", "--data.verify_shards", "false"]
         own = f"hostname node{node}; mount -t tmpfs tmpfs /dev/shm; exec {shlex.join(words)}"

@@ -47,19 +47,23 @@ exit "$CODE"
 """
 
 
-def test_what_the_slurm_file_does_when_a_machine_is_lost_and_at_the_end(z2a, tmp_path):
-    """A machine that was killed starts again and joins; codes 10 and 1 go back to the queue, and others do not: with
-    stand-ins for Slurm's two programs."""
+def test_what_the_slurm_file_does_when_a_machine_is_lost_and_at_the_end(z2a, tmp_path, monkeypatch):
+    """A machine that was killed starts again and joins; codes 10 and 1 go back to the queue, 1 at most three times in a
+    row, and others do not: with stand-ins for Slurm's two programs."""
+    monkeypatch.chdir(tmp_path)
     text = z2a("launch", "slurm", "quickstart", "--nodes", "1:2").out
     hosts = f'[ "$1" = show ] && echo "gpu3 gpu7" || echo "$@" >> {tmp_path}/asked'
     for name, lines in (("srun", SRUN), ("scontrol", hosts), ("sleep", '[ "$1" = 5 ] || /bin/sleep 0.02')):
         (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
         (tmp_path / name).chmod(0o755)
-    for code in (10, 1, 2):
+    for code, restarts in ((10, 0), (1, 1), (2, 2), (1, 3), (1, 4), (10, 5), (1, 6)):
         path = f"{tmp_path}:{os.environ['PATH']}"
         variables = {**os.environ, "PATH": path, "CODE": str(code), "FOLDER": str(tmp_path), "SLURM_JOB_ID": "30007"}
-        assert subprocess.run(["bash", "-c", text], env=variables).returncode == code
-    assert (tmp_path / "asked").read_text() == "requeue 30007\n" * 2
+        variables["SLURM_RESTART_COUNT"] = str(restarts)
+        ended = subprocess.run(["bash", "-c", text], env=variables, stderr=subprocess.PIPE, text=True)
+        assert ended.returncode == code
+        assert ("missing 4 times in a row" in ended.stderr) is (restarts == 4), ended.stderr
+    assert (tmp_path / "asked").read_text() == "requeue 30007\n" * 5
     words = (tmp_path / "started-1").read_text().splitlines()
     assert len(words) >= 2
     assert all("--nodelist=gpu7" in each and each.endswith("--rendezvous gpu3:20007") for each in words)

@@ -19,7 +19,12 @@ ROWS: dict[int, list[str] | str] = {
         "resilience/test_supervisor.py::test_nothing_survives_a_supervisor_that_is_killed_not_even_a_stopped_rank",
         "resilience/test_acceptance.py::test_after_a_loss_of_everything_in_memory_the_disk_is_used",
     ],
-    4: ["resilience/test_acceptance.py::test_after_a_loss_of_everything_in_memory_the_disk_is_used"],
+    4: [
+        "resilience/test_acceptance.py::test_after_a_loss_of_everything_in_memory_the_disk_is_used",
+        "resilience/test_copies.py::test_a_machine_without_memory_fetches_the_newest_step_that_all_have",
+        "resilience/test_peer_runs.py::"
+        "test_a_replaced_machine_continues_from_the_memory_of_the_other_and_with_damage_there_from_the_disk",
+    ],
     5: [
         "resilience/test_supervisor.py::test_a_deadline_ends_in_a_save",
         "train/test_train_resume.py::test_a_run_asked_to_stop_saves_and_says_so_and_its_rerun_ends_with_the_same_bits",

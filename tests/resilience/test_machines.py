@@ -80,8 +80,10 @@ MACHINE = """
 
     job = json.loads(sys.argv[1])
     folder = pathlib.Path(job["folder"])
-    settings = ResilienceConfig(**{"limits": {"step": 60.0}, "node_silence_seconds": 20.0, **job["settings"]})
+    usual = {"limits": {"step": 60.0}, "node_silence_seconds": 20.0, "join_after_seconds": 0.5}
+    settings = ResilienceConfig(**{**usual, **job["settings"]})
     meeting.NEWCOMER_SECONDS, meeting.START_SECONDS = 0.5, job["start"]
+    meeting.FLAPS, meeting.FLAP_SECONDS = 2, 8.0
     meeting.NOTICE_SECONDS = member.NOTICE_SECONDS = 1.0
     rules = member.Rules("run", job["least"], job["most"], lambda world: world != 3, settings, job["join"], True)
     nodes = Nodes(job["most"], job["node"], "127.0.0.1", job["port"], "127.0.0.1", job["port"], job["least"])
@@ -116,6 +118,11 @@ class Machines:
 
     def step(self) -> int:
         return int((self.folder / "done").read_text()) if (self.folder / "done").exists() else 0
+
+    def begun(self) -> list[str]:
+        """rank/world of all that have begun."""
+        path = self.folder / "attempts"
+        return [line.split()[0] for line in path.read_text().splitlines()] if path.exists() else []
 
     def attempts(self) -> list[list[str]]:
         """By attempt: rank/world of those that took part."""
@@ -180,6 +187,23 @@ def test_a_machine_that_is_lost_is_left_out_and_taken_in_again_when_it_comes_bac
     (page,) = machines.pages()
     assert "Machine 1" in page
     assert "its connection was closed" in page
+
+
+@pytest.mark.slow
+def test_a_run_trains_a_while_before_it_is_interrupted_and_leaves_out_a_machine_that_is_lost_again_and_again(machines):
+    first = machines.start(0, join_after_seconds=4.0)
+    for count in (1, 3):
+        second = machines.start(1, join_after_seconds=4.0)
+        wait_until(lambda: sorted(machines.begun()[-2:]) == ["0/2", "1/2"], machines)
+        second.kill()
+        wait_until(lambda count=count: len(machines.attempts()) == count + 1, machines)
+        begun = time.monotonic()
+    third = machines.start(1, join_after_seconds=4.0)
+    wait_until(lambda: len(machines.attempts()) == 5, machines)
+    assert time.monotonic() - begun > 7.0
+    assert "was lost 2 times soon after it had come. It is left out for 8 s" in first.said()
+    assert machines.ended_well(first, third)
+    assert machines.attempts() == [["0/2", "1/2"], ["0/1"]] * 2 + [["0/2", "1/2"]]
 
 
 @pytest.mark.slow

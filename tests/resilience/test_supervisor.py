@@ -332,6 +332,11 @@ def test_limits_are_set_or_learned_and_the_first_steps_get_longer():
     assert phase_limit(step, {"step": 7.0}, {}) == 7.0
     assert phase_limit(Beat(3, "step", seen={"step": (0, 20.0)}), {"step": 7.0}, {}) == 1800.0
     assert phase_limit(Beat(3, "step", seen={"step": (0, 20.0)}), {"first_step": 9.0}, {}) == 9.0
+    before = {"first_step": (2, 100.0)}  # in an attempt before
+    assert phase_limit(Beat(3, "step", step=9, first_step=8, seen={"step": (0, 0.0)}), {}, before) == 500.0
+    assert phase_limit(Beat(3, "step", step=9, first_step=8), {}, {"first_step": (2, 1.0)}) == 300.0
+    assert phase_limit(Beat(3, "step", step=9, first_step=8), {}, {"first_step": (1, 1.0)}) == 1800.0
+    assert phase_limit(Beat(3, "step", step=30, first_step=8), {}, before) == 1800.0  # another stage
     assert phase_limit(Beat(100, "save", seen=seen), {}, {}) == 1800.0  # seen once
     assert phase_limit(Beat(100, "save", seen=seen), {}, {"save": (1, 30.0)}) == 150.0
     assert phase_limit(Beat(100, "data", seen={"data": (50, 0.001)}), {}, {}) == 60.0

@@ -16,7 +16,7 @@ from zero2all.common.errors import AnomalyError
 from zero2all.common.workspace import Workspace
 from zero2all.resilience import slots
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
-from zero2all.train.checkpoints.memory import MemoryStore
+from zero2all.train.checkpoints.memory import MemoryStore, _index, _is_whole
 from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.periodic import check_rerun
 
@@ -191,3 +191,12 @@ def test_a_step_computed_twice_changes_nothing_and_a_wrong_one_is_named(ranks, l
     results[1].row_nats[4] += 1e-15
     with pytest.raises(AnomalyError, match="differ in the loss of batch rank 1"):
         check_rerun(*results, 2)
+
+
+def test_what_one_machine_of_several_has_is_not_taken_for_the_whole():
+    """With ZeRO over machines a tensor may lie on another one alone: it is known by name, and not loaded from here."""
+    about = {"boxes": [["model/a", "F32", [2], [0], [2], 0]], "elsewhere": [["model/b", "F32", [3]]]}
+    found = slots.Found(Path("a-00000"), 4, 8, about)
+    assert not _is_whole([found])
+    assert {name: entry.shape for name, entry in _index([found])[0].items()} == {"model/a": (2,), "model/b": (3,)}
+    assert _is_whole([slots.Found(found.path, 4, 8, {**about, "elsewhere": []})])

@@ -88,30 +88,30 @@ def _add_job_flags(parser: Parser) -> None:
     add_output(parser, "--write", help="write to this file instead of the terminal")
 
 
-def _train_words(arguments: argparse.Namespace, python: str, work: Path) -> tuple[str, list[str]]:
-    """The name of the run, and the command that trains it. Not `z2a`, whose first line names its Python: the kernel
-    cuts that line at 256 characters, and virtual environments may have longer paths."""
+def _train_words(arguments: argparse.Namespace, python: str, work: Path) -> tuple[str, int, list[str]]:
+    """The name of the run, its restarts, and the command that trains it. Not `z2a`, whose first line names its Python:
+    the kernel cuts that line at 256 characters, and virtual environments may have longer paths."""
     from zero2all.config import load_config
 
     config = load_config(arguments.config, arguments.overrides)
     words = ["train", arguments.config, "--work", str(work), *arguments.overrides]
     if not config.resilience.supervise:  # or a machine that fails could not come back
         words += ["--resilience.supervise", "true"]
-    return config.train.name, [python, "-m", "zero2all", *words]
+    return config.train.name, config.resilience.restarts, [python, "-m", "zero2all", *words]
 
 
 def _slurm(arguments: argparse.Namespace) -> None:
     from zero2all.parallel.job_files import job_name, slurm_file
 
-    run, command = _train_words(arguments, sys.executable, arguments.work)
+    run, restarts, command = _train_words(arguments, sys.executable, arguments.work)
     sizes = (arguments.nodes, arguments.gpus_per_node, arguments.time, arguments.save_seconds)
-    _write(arguments.write, slurm_file(job_name(run), command, str(Path.cwd()), *sizes), "sbatch")
+    _write(arguments.write, slurm_file(job_name(run), command, str(Path.cwd()), *sizes, restarts), "sbatch")
 
 
 def _kubernetes(arguments: argparse.Namespace) -> None:
     from zero2all.parallel.job_files import job_name, kubernetes_file
 
-    run, command = _train_words(arguments, "python", arguments.work)
+    run, _, command = _train_words(arguments, "python", arguments.work)
     sizes = (arguments.nodes, arguments.gpus_per_node, arguments.save_seconds)
     text = kubernetes_file(job_name(run), command, arguments.image, arguments.claim, *sizes)
     _write(arguments.write, text, "kubectl apply -f")
@@ -137,7 +137,7 @@ def _ssh(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--hosts is {arguments.hosts!r}. Expected two or more different hosts, such as gpu1,gpu2.")
     rendezvous = arguments.rendezvous or f"{hosts[0].rpartition('@')[2]}:{DEFAULT_PORT}"
     read_address(rendezvous, "--rendezvous")
-    _, command = _train_words(arguments, arguments.python or sys.executable, arguments.work)
+    *_, command = _train_words(arguments, arguments.python or sys.executable, arguments.work)
     commands = {
         host: [*command, "--nodes", str(len(hosts)), "--node-rank", str(rank), "--rendezvous", rendezvous]
         for rank, host in enumerate(hosts)

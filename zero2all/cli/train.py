@@ -160,6 +160,10 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
             use_interface(arguments.interface)
         processes = local_processes(config.parallel)
         supervised = config.resilience.supervise and not arguments.no_supervisor
+        if config.resilience.peers and not (supervised and nodes.count > 1):
+            from zero2all.common.progress import say
+
+            say("z2a: resilience.peers has no effect: copies need several machines, each with its supervisor.")
         if supervised or processes > 1 or nodes.count > 1:
             watch = _watch(config, workspace) if supervised else None
             rules = make_rules(config, config.resilience, nodes, processes, supervised)

@@ -21,9 +21,17 @@ def job_name(run: str) -> str:
 
 
 def slurm_file(
-    name: str, command: Sequence[str], folder: str, nodes: tuple[int, int], gpus: int, time: str, save_seconds: int
+    name: str,
+    command: Sequence[str],
+    folder: str,
+    nodes: tuple[int, int],
+    gpus: int,
+    time: str,
+    save_seconds: int,
+    restarts: int,
 ) -> str:
-    """An sbatch file that runs `command` on each machine, the least and the most of them being `nodes`."""
+    """An sbatch file that runs `command` on each machine, the least and the most of them being `nodes`. It goes back to
+    the queue at most `restarts` times in a row because machines were missing."""
     gpu_line = f"#SBATCH --gpus-per-node={gpus}\n" if gpus else ""
     least, most = nodes
     final = "|".join(map(str, (0, PreemptedError.exit_code, *NEVER_AGAIN)))
@@ -74,9 +82,18 @@ wait "${{loops[0]}}" # machine 0 knows how the run ended, and tells the others
 code=$?
 sleep 5
 kill "${{loops[@]:1}}" 2>/dev/null
-# Saved because the time was over, or too few machines are left: back to the queue. Any other code is final.
-if [ "$code" = {PreemptedError.exit_code} ] || [ "$code" = 1 ]; then
+# Saved because the time was over: back to the queue. Too few machines are left (code 1): back, too, but at most
+# {restarts} times in a row (resilience.restarts), so that a job that can never run ends. Slurm counts all returns;
+# the file keeps how many there were when the run last saved. Any other code is final.
+count=${{SLURM_RESTART_COUNT:-0}} saved=0
+[ -f "{name}-$SLURM_JOB_ID.saved" ] && saved=$(cat "{name}-$SLURM_JOB_ID.saved")
+if [ "$code" = {PreemptedError.exit_code} ]; then
+    echo $((count + 1)) >"{name}-$SLURM_JOB_ID.saved"
     scontrol requeue "$SLURM_JOB_ID"
+elif [ "$code" = 1 ] && [ $((count - saved)) -lt {restarts} ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+elif [ "$code" = 1 ]; then
+    echo "machines were missing $((count - saved + 1)) times in a row: not started again (resilience.restarts)" >&2
 fi
 exit "$code"
 """

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from zero2all.common.errors import UsageError
 from zero2all.parallel.config import ParallelConfig
-from zero2all.parallel.nodes import Nodes
+from zero2all.parallel.nodes import Nodes, data_address
 from zero2all.parallel.run_config import SpreadConfig, why_not_spread
 from zero2all.resilience.config import ResilienceConfig
 from zero2all.resilience.member import Member, Rules
@@ -113,12 +113,21 @@ def run_processes(
     those of the other machines if there are any; returns the exit code of the command. With `rules` the machines meet
     before each attempt; without, a failure ends the run on all of them."""
     command = [sys.executable, "-m", "zero2all", *words] if module else list(words)
-    member = _join(nodes, processes, rules) if rules is not None else None
+    member, copies = None, None
+    if rules is not None:
+        if rules.settings.peers and watch is not None and watch.run is not None:
+            from zero2all.resilience.copies import Copies  # numpy and checksums take a tenth of a second
+
+            base = rules.settings.memory_folder
+            copies = Copies(watch.run, Path(base) if base else None, data_address(nodes.host) or "127.0.0.1")
+        member = _join(nodes, processes, rules, copies.address if copies else None)
 
     def environments(stack: ExitStack) -> list[Environment]:
         first, world, listener = nodes.rank * processes, processes * nodes.count, None
         shared = {COMMAND_STARTED: str(command_started())}
         if member is not None:
+            if copies is not None:
+                copies.begin(member.order)
             first, world, shared[ATTEMPT] = member.order["first"], member.order["world"], member.order["token"]
         if nodes.rank == 0:  # rank 0 inherits it, so that no other program takes the port
             listener = nodes.listen() if member is None else socket.socket(fileno=member.order["store"])
@@ -139,13 +148,13 @@ def run_processes(
     return supervise(command, environments, watch, member)
 
 
-def _join(nodes: Nodes, processes: int, rules: Rules) -> Member:
+def _join(nodes: Nodes, processes: int, rules: Rules, copies: tuple[str, int] | None) -> Member:
     """Take part in the meeting of the machines; the first one holds it."""
     if nodes.rank > 0:
-        return Member((nodes.host, nodes.port), nodes.rank, processes, rules)
+        return Member((nodes.host, nodes.port), nodes.rank, processes, rules, copies=copies)
     from zero2all.resilience.meeting import Meeting  # asyncio takes a tenth of a second
 
     listener = nodes.listen()
     host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(nodes.bind_host, nodes.bind_host)
     address = (host, listener.getsockname()[1])
-    return Member(address, 0, processes, rules, Meeting(listener, lambda: nodes.listen(0), rules).close)
+    return Member(address, 0, processes, rules, Meeting(listener, lambda: nodes.listen(0), rules).close, copies)

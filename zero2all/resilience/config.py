@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Literal
 
-from zero2all.common.schema import NaturalInt, PositiveFloat, PositiveInt, Problem
+from zero2all.common.schema import NaturalFloat, NaturalInt, PositiveFloat, PositiveInt, Problem
 
 LIMITS = ("start", "first_step", "data", "step", "save", "validate", "end")
 """What `limits` may name: the phases of a run, and the first steps, which compile."""
@@ -29,8 +29,8 @@ class ResilienceConfig:
     """Restarts in a row without progress before the supervisor gives up; a run that makes progress has them again."""
     limits: dict[str, PositiveFloat] = field(default_factory=dict)
     """Seconds after which a silent process counts as hung, by phase: start, first_step, data, step, save, validate,
-    end. A phase that is absent gets 5 times the longest seen in this run, at least 60, and 1800 until it is known;
-    start and first_step always get 1800."""
+    end. A phase that is absent gets 5 times the longest seen in this run, at least 60, and 1800 until it is known.
+    start always gets 1800; first_step gets 1800, after a restart 5 times the longest before, at least 300."""
     preempt_file: str | None = None
     """A file whose appearance means that this machine will be taken away: the run saves and ends with code 10."""
     preempt_url: str | None = None
@@ -42,6 +42,9 @@ class ResilienceConfig:
     """Several machines: one that says nothing for so long is lost, and the run goes on without it."""
     node_multiple: PositiveInt = 1
     """Several machines: go on with a multiple of this many of them (`z2a train --nodes MIN:MAX`)."""
+    join_after_seconds: NaturalFloat = 60.0
+    """Several machines: train at least so long after the first step of an attempt before it is interrupted for a
+    machine that has come. One that is lost 3 times in a row within that time is left out for a while."""
     below_minimum: Literal["wait", "stop"] = "wait"
     """When fewer than --nodes are left. wait: until enough are there again; stop: save what memory holds and end."""
     below_minimum_seconds: PositiveFloat = 3600.0
@@ -53,6 +56,9 @@ class ResilienceConfig:
     with parallel.slow_link."""
     memory_folder: str | None = None
     """The RAM file system for these; none: /dev/shm. Where it is missing or too small, only the disk is used."""
+    peers: Literal[0, 1] = 0
+    """Several machines under supervisors. 1: send each save to memory to the memory of the next machine too. A machine
+    that lost its memory, or one in its place, then continues from there. 0: no copies."""
     replica_check_every_steps: NaturalInt = 0
     """Compare the replicas of the weights bit by bit after this many steps; 0: only before a save."""
     rerun_every_steps: NaturalInt = 0
@@ -89,6 +95,8 @@ class ResilienceConfig:
         except ValueError:
             expected = "seconds, a time of day such as 06:30, or a date with time such as 2026-12-01T06:30"
             found.append(Problem(f"{place}.deadline", self.deadline, expected))
+        if self.peers and self.memory_every_steps == 0:
+            found.append(Problem(f"{place}.peers", self.peers, "0, or resilience.memory_every_steps above 0"))
         if self.preempt_url is not None and not self.preempt_url.startswith(("http://", "https://")):
             found.append(Problem(f"{place}.preempt_url", self.preempt_url, "an address that begins with http://"))
         return found

@@ -27,6 +27,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 PHASES = ("start", "data", "step", "save", "validate", "end")
+TIMED = (*PHASES, "first_step")
+"""Whose times are kept: `first_step` are the steps that compile or fill caches."""
 HEARTBEAT = "ZERO2ALL_HEARTBEAT"
 """Descriptors for a rank: heartbeat file, its slot, the supervisor's pipe, the file for stacks."""
 ATTEMPT_NUMBER = "ZERO2ALL_ATTEMPT_NUMBER"
@@ -82,7 +84,7 @@ class Slots:
         beats, phase, since, step, first = HEAD.unpack_from(self._memory, at)
         if not beats:
             return Beat()
-        seen = {name: SEEN.unpack_from(self._memory, at + SEEN_AT + i * SEEN.size) for i, name in enumerate(PHASES)}
+        seen = {name: SEEN.unpack_from(self._memory, at + SEEN_AT + i * SEEN.size) for i, name in enumerate(TIMED)}
         return Beat(beats, PHASES[phase], since, step, first, seen)
 
     def error(self, rank: int) -> tuple[float, str]:
@@ -120,7 +122,7 @@ class Heartbeat:
         self._memory = mmap.mmap(file, os.fstat(file).st_size)
         self._at = slot * SLOT_BYTES
         self._beats, self._phase, self._since, self._step, self._first = 0, 0, time.monotonic(), -1, -1
-        self._seen = [(0, 0.0)] * len(PHASES)
+        self._seen = [(0, 0.0)] * len(TIMED)
         self._warm_up = WARM_UP_STEPS
 
     def beat(self, phase: str, step: int | None) -> None:
@@ -150,7 +152,7 @@ class Heartbeat:
     def _learn(self, phase: int, seconds: float) -> None:
         if PHASES[phase] == "step" and self._warm_up:
             self._warm_up -= 1
-            return
+            phase = TIMED.index("first_step")
         count, longest = self._seen[phase]
         if self._beats:
             self._set_seen(phase, count + 1, max(longest, seconds))

@@ -46,6 +46,8 @@ SETTLE_SECONDS = 3.0
 """How long the reports of other machines are awaited after a failure: the first cause may be the last to be seen."""
 NEWCOMER_SECONDS = 5.0
 """How long a machine must be there before the run is interrupted for it."""
+FLAPS, FLAP_SECONDS, LONGEST_FLAP_SECONDS = 3, 60.0, 3600.0
+"""After how many losses in a row a machine is left out, and for how long: twice as long each time."""
 
 
 @dataclass(eq=False)
@@ -57,6 +59,8 @@ class _Seat:
     processes: int
     token: str
     writer: asyncio.StreamWriter
+    copies: Any = None
+    """Where it takes copies of memory checkpoints."""
     heard: float = field(default_factory=time.monotonic)
     since: float = field(default_factory=time.monotonic)
     report: Report | None = None
@@ -86,6 +90,10 @@ class Meeting:
         self._is_over = self._is_saving = self._is_last = False
         """Whether the run has ended; whether it saves to begin again; whether it ends after that."""
         self._waits_since: float | None = None
+        self._trains_since: float | None = None
+        """When the attempt that runs had done its first step."""
+        self._flaps: dict[int, tuple[int, float]] = {}
+        """By machine: how often in a row it was lost soon after it had come, and until when it is left out."""
         self._not_before = self._looked = self._beat = 0.0
         self._deadline = float("inf")
         """When ranks that are left of a failed attempt are ended."""
@@ -138,6 +146,7 @@ class Meeting:
     async def _listen(self, hello: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One machine, until its connection ends."""
         seat = _Seat(int(hello["node"]), str(hello["host"]), int(hello["processes"]), str(hello["token"]), writer)
+        seat.copies = hello["copies"]
         if problem := self._refusal(seat, str(hello["run"])):
             seat.send(do="stop", code=UsageError.exit_code, text=problem)
             await writer.drain()
@@ -150,6 +159,8 @@ class Meeting:
             while line := await reader.readline():
                 seat.heard = time.monotonic()
                 said = json.loads(line)
+                if said.get("trains") == self._number and self._trains_since is None:
+                    self._trains_since = seat.heard
                 if "leaves" in said and said["attempt"] == self._number and seat in self._members:
                     seat.report = said
                 elif said.get("leaves"):  # while it waited
@@ -207,13 +218,15 @@ class Meeting:
 
     def _choose(self, least: int) -> list[_Seat]:
         """The most machines with which the run can go on, machine 0 among them; none: it cannot."""
-        there = [self._seats[node] for node in sorted(self._seats)]
-        if not there or there[0].node != 0:
-            return []
-        for count in range(len(there), least - 1, -1):
-            chosen = there[:count]
-            if count % self._rules.settings.node_multiple == 0 and self._rules.fits(_processes(chosen)):
-                return chosen
+        all_there = [self._seats[node] for node in sorted(self._seats)]
+        now = time.monotonic()
+        steady = [seat for seat in all_there if self._flaps.get(seat.node, (0, 0.0))[1] <= now]
+        for there in (steady, all_there):  # without the others the run might have to wait
+            for count in range(len(there), least - 1, -1):
+                chosen = there[:count]
+                fits = count % self._rules.settings.node_multiple == 0 and self._rules.fits(_processes(chosen))
+                if fits and chosen[0].node == 0:
+                    return chosen
         return []
 
     def _begin(self, now: float) -> None:
@@ -258,7 +271,9 @@ class Meeting:
         self._store = ({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
         self._number += 1
         self._members, self._waits_since, self._deadline = chosen, None, float("inf")
+        self._trains_since = None
         world, first, token = _processes(chosen), 0, secrets.token_hex(8)
+        machines = [[seat.node, seat.processes, seat.copies] for seat in chosen]
         idle = len(self._seats) - len(chosen)
         say(
             f"z2a: attempt {self._number} begins on {counted(len(chosen), 'machine')}, with {counted(world, 'rank')}."
@@ -266,7 +281,7 @@ class Meeting:
         )
         for seat in chosen:
             seat.report = None
-            order = {"attempt": self._number, "token": token, "first": first, "world": world}
+            order = {"attempt": self._number, "token": token, "first": first, "world": world, "machines": machines}
             store = {"store": listener.detach()} if seat.node == 0 else {}  # of this same process
             seat.send(do="start", step=self._restarts.best_step, **order, **store)
             first += seat.processes
@@ -293,7 +308,8 @@ class Meeting:
         new = [
             seat for seat in self._seats.values() if seat not in self._members and now - seat.since > NEWCOMER_SECONDS
         ]
-        if new and not any(reports) and not self._is_saving and len(self._choose(1)) > len(self._members):
+        is_due = self._trained_seconds(now) >= self._rules.settings.join_after_seconds and not self._is_saving
+        if new and is_due and not any(reports) and len(self._choose(1)) > len(self._members):
             say(f"z2a: machine {', '.join(seat.name for seat in new)} has come: the run saves and goes on with it.")
             self._is_saving = True
             self._members[0].send(do="save", attempt=self._number)
@@ -333,6 +349,8 @@ class Meeting:
         done = ends or _note(f"The supervisors start the run again (attempt {self._number + 1}).")
         text = _note(f"Machine {seat.name}: {report['text']}")
         is_lost = report["doubt"] == LOST
+        if is_lost and self._is_elastic:
+            self._count_flap(seat, now)
         if (0 if is_lost else seat.node) not in self._seats:  # the machine that would write the page has gone too
             say(f"z2a: {text}")
             say(f"z2a: {done}")
@@ -341,6 +359,23 @@ class Meeting:
         if ends:
             self._stop(DETERMINISTIC_CODE if self._restarts.allowed else report["code"])
         self._not_before = now + self._restarts.pause_seconds
+
+    def _trained_seconds(self, now: float) -> float:
+        """How long the attempt trains."""
+        return -1.0 if self._trains_since is None else now - self._trains_since
+
+    def _count_flap(self, seat: _Seat, now: float) -> None:
+        """A machine was lost: leave it out for a while if that happens again and again before the run has advanced."""
+        count, until = self._flaps.get(seat.node, (0, 0.0))
+        count = 0 if self._trained_seconds(now) >= self._rules.settings.join_after_seconds else count + 1
+        if count >= FLAPS and seat.node > 0:
+            seconds = min(FLAP_SECONDS * 2.0 ** (count - FLAPS), LONGEST_FLAP_SECONDS)
+            until = now + seconds
+            say(
+                f"z2a: machine {seat.name} was lost {count} times soon after it had come. It is left out for "
+                f"{seconds:g} s, unless the run cannot go on without it."
+            )
+        self._flaps[seat.node] = (count, until)
 
     def _dismiss(self, leaving: Iterable[_Seat], code: int = SAVED) -> None:
         for seat in leaving:

@@ -33,8 +33,8 @@ LEAVE_SECONDS = 5.0
 """How long a machine that leaves waits for an answer. The one that holds the meeting waits for the others."""
 
 Order = dict[str, Any]
-"""`do` is start (with `attempt`, `token`, `first` rank, `world` size, `step`, on machine 0 `store`), stop (`code`,
-`text`), failed, end, save or beat."""
+"""`do` is start (with `attempt`, `token`, `first` rank, `world` size, `step`, `machines`, on machine 0 `store`), stop
+(`code`, `text`), failed, end, save or beat. `machines`: number, processes, address for copies of each."""
 SAVED = PreemptedError.exit_code
 SURE, LOST, UNSURE, VICTIM = range(4)
 """How a failure is judged when several machines have one: the least is the cause. Ranks crash or hang also because
@@ -68,16 +68,18 @@ class Member:
         processes: int,
         rules: Rules,
         end_meeting: Callable[[], None] = lambda: None,
+        copies: tuple[str, int] | None = None,
     ) -> None:
+        """`copies`: where this machine takes copies of memory checkpoints."""
         self.node, self.order = node, Order()
         self._address, self._rules, self._end_meeting = address, rules, end_meeting
         hello = {"run": rules.run, "node": node, "host": socket.gethostname(), "processes": processes}
-        self._hello = {**hello, "token": secrets.token_hex(8)}
+        self._hello = {**hello, "token": secrets.token_hex(8), "copies": copies}
         self._connection: socket.socket | None = None
         self._lock, self._sends = threading.Lock(), threading.Lock()
         self._next: Order | None = None
-        self._ends = self._saves = 0
-        """The attempts that are to end, and to save."""
+        self._ends = self._saves = self._trains = 0
+        """The attempts that are to end, to save, and in which the ranks here have done a step."""
         self._failures: list[Order] = []
         self._is_connected = self._was_connected = self._has_left = self._is_closed = False
         self._problem = ""
@@ -121,10 +123,11 @@ class Member:
                 say(f"z2a: machine 0 is not reached at {where} ({self._problem}). Trying for {limit:g} s.")
             time.sleep(POLL_SECONDS)
 
-    def wish(self) -> Literal["", "end", "save"]:
-        """What is to be done with the attempt that runs here."""
+    def wish(self, has_stepped: bool) -> Literal["", "end", "save"]:
+        """What is to be done with the attempt that runs here, and whose ranks have done a step, or not yet."""
         with self._lock:
             number = self.order["attempt"]
+            self._trains = number if has_stepped else 0
             if self._next is not None and self._next["do"] == "stop":  # the run ends; these ranks do so by themselves
                 return ""
             if self._ends == number:
@@ -189,7 +192,7 @@ class Member:
                 return
             if now - beat >= BEAT_SECONDS:
                 beat = now
-                self._send({"beat": 1})
+                self._send({"trains": self._trains})
 
     def _take(self, order: Order) -> None:
         with self._lock:

@@ -53,7 +53,7 @@ from zero2all.resilience.diagnosis import (
     signal_words,
     take_stacks,
 )
-from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, HEARTBEAT, Beat, Slots, heartbeat_file
+from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, HEARTBEAT, WARM_UP_STEPS, Beat, Slots, heartbeat_file
 from zero2all.resilience.member import Member, Order, Report
 from zero2all.resilience.notice import Notices
 from zero2all.resilience.page import Failure, same_error, write_page
@@ -82,6 +82,8 @@ POLL_SECONDS = 0.05
 KEPT_LINES = 200
 REAL_PYTHON = sys.executable
 UNKNOWN_LIMIT_SECONDS, LEAST_LIMIT_SECONDS, LIMIT_FACTOR = 1800.0, 60.0, 5.0
+LEAST_FIRST_STEP_SECONDS = 300.0
+"""More than for other phases: on another number of machines, or in another stage, a restart compiles anew."""
 KNOWN_AFTER = {"step": 10, "data": 10}
 """How often a phase must have been seen before its limit is learned; others: twice."""
 PAUSED_SECONDS = 5.0
@@ -396,7 +398,9 @@ class _Supervisor:
                 break
             elif not failed and (over := self._over()):
                 return self._hang(over)
-            elif self.member is not None and (wish := self.member.wish()):
+            elif self.member is not None and (
+                wish := self.member.wish((beat := self.slots.beat(0)).step > beat.first_step)
+            ):
                 if wish == "end":
                     return self._end_for_others()
                 self._save_for_others()
@@ -619,8 +623,14 @@ def phase_limit(beat: Beat, limits: Mapping[str, float], seen: Mapping[str, tupl
     """How long this phase may last: as set, else learned from this run, here and in attempts before (`seen`)."""
     phase, (count, longest) = beat.phase, beat.seen.get(beat.phase, (0, 0.0))
     if phase == "step" and count == 0:  # it compiles, or its shapes are new
-        return limits.get("first_step", UNKNOWN_LIMIT_SECONDS)
-    if phase == "start":  # imports, and waiting for other machines: the start before says little about the next
+        known, longest = seen.get("first_step", (0, 0.0))
+        # Only as this process begins, with what an attempt before has compiled; a later stage compiles something else.
+        is_known = known >= WARM_UP_STEPS and beat.step < beat.first_step + WARM_UP_STEPS
+        learned = max(LEAST_FIRST_STEP_SECONDS, LIMIT_FACTOR * longest) if is_known else UNKNOWN_LIMIT_SECONDS
+        return limits.get("first_step", learned)
+    # Imports, waiting for other machines, and a load from the disk or, much faster, from memory: the start before says
+    # little about the next.
+    if phase == "start":
         return limits.get(phase, UNKNOWN_LIMIT_SECONDS)
     if phase in limits:
         return limits[phase]

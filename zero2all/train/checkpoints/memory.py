@@ -205,6 +205,7 @@ class MemoryStore:
             "rank": self._peers.rank,
             "ranks": self._here,
             "boxes": self._boxes(),
+            "elsewhere": [[name, one.dtype, one.shape] for name, one in self._layout.index.items() if not one.boxes],
             "record": said[0][2],
             "details": exact_json.dump(dict(details)).decode(),
         }
@@ -295,6 +296,8 @@ def _index(group: list[Found]) -> tuple[Index, dict[str, Header]]:
     headers: dict[str, Header] = {}
     for found in group:
         infos = {}
+        for name, dtype, shape in found.about.get("elsewhere", ()):  # other machines hold all of it
+            index.setdefault(name, TensorEntry(dtype, tuple(shape), ()))
         for name, dtype, shape, offsets, lengths, begin in found.about["boxes"]:
             place, key = Place(tuple(offsets), tuple(lengths)), f"{name}@{offsets}"
             before = index[name].boxes if name in index else ()

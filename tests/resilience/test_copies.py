@@ -1,0 +1,143 @@
+"""Copies of memory checkpoints on the next machine: three machines with two ranks each, as folders of this one."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from zero2all.common.fault import flip_byte
+from zero2all.resilience import copies as module
+from zero2all.resilience import slots
+from zero2all.resilience.copies import PEER_FOLDER, Copies, whole_saves
+from zero2all.resilience.slots import PAGE, Slot
+
+
+class Machines:
+    def __init__(self, root: Path) -> None:
+        self.root, self.run, self.attempt = root, root / "run", 0
+        self.run.mkdir()
+        name = slots.run_id(self.run, create=True)
+        self.all = [self.machine(number) for number in range(3)]
+        self.folders = [slots.ram_home(root / str(number)) / name for number in range(3)]
+
+    def machine(self, number: int) -> Copies:
+        (self.root / str(number)).mkdir(exist_ok=True)
+        return Copies(self.run, self.root / str(number), "127.0.0.1")
+
+    def begin(self) -> None:
+        """An attempt, on all machines at the same time."""
+        self.attempt += 1
+        parts = [[node, 2, list(each.address)] for node, each in enumerate(self.all)]
+        order = {"token": f"attempt {self.attempt}", "machines": parts}
+        threads = [
+            threading.Thread(target=each.begin, args=({**order, "first": 2 * node},))
+            for node, each in enumerate(self.all)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def save(self, step: int, machines=(0, 1, 2), copied=True) -> None:
+        """As the ranks do, into the buffer that was not the last."""
+        for node in machines:
+            slots.make_run_folder(self.folders[node].parent, self.folders[node].name, self.run)
+            for rank in (2 * node, 2 * node + 1):
+                slot = Slot(slots.slot_paths(self.folders[node], rank)[step // 2 % 2], 3 * PAGE)
+                slot.begin(step)
+                slot.data[:] = bytes([step, rank, 0]) * PAGE
+                slot.finish(step, {"save": f"of {step}", "rank": rank, "ranks": [2 * node, 2 * node + 1]})
+                slot.close()
+        deadline = time.monotonic() + 20
+        while copied and not all(step in self.copied(node) for node in range(3)):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def own(self, node: int) -> list[int]:
+        return sorted(step for step, _ in whole_saves(self.folders[node], [2 * node, 2 * node + 1]))
+
+    def copied(self, node: int) -> list[int]:
+        """The steps of a machine that the next one keeps."""
+        folder = self.folders[(node + 1) % 3] / PEER_FOLDER
+        return sorted(step for step, _ in whole_saves(folder, [2 * node, 2 * node + 1]))
+
+    def replace(self, node: int) -> None:
+        shutil.rmtree(self.root / str(node))
+        self.all[node] = self.machine(node)
+
+
+@pytest.fixture
+def machines(tmp_path) -> Machines:
+    found = Machines(tmp_path)
+    found.begin()
+    for step in (4, 6, 8):
+        found.save(step)
+    assert [found.copied(node) for node in range(3)] == [[6, 8]] * 3
+    return found
+
+
+def test_a_machine_without_memory_fetches_the_newest_step_that_all_have(machines, capfd):
+    machines.replace(1)
+    machines.begin()
+    assert [machines.own(node) for node in range(3)] == [[6, 8], [8], [6, 8]]
+    assert "step 8 was fetched from the memory of machine 2" in capfd.readouterr().err
+    for path in slots.slot_paths(machines.folders[1], 2):
+        if path.exists():
+            assert path.read_bytes()[PAGE : 4 * PAGE] == bytes([8, 2, 0]) * PAGE
+    machines.save(10, copied=False)  # the new machine keeps the copy of the one before again
+    machines.save(10)
+    assert machines.copied(0)[-1] == 10
+
+
+def test_a_step_that_one_machine_lacks_is_not_used(machines):
+    machines.save(10, machines=(0, 1), copied=False)  # machine 2 was killed before: it has 6 and 8
+    deadline = time.monotonic() + 20
+    while machines.copied(1) != [8, 10]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    machines.replace(1)
+    machines.begin()
+    assert machines.own(1) == [8]
+
+
+def test_a_damaged_copy_is_refused_and_the_older_one_is_used_if_all_have_it(machines, capfd):
+    machines.replace(1)
+    newest = whole_saves(machines.folders[2] / PEER_FOLDER, [2, 3])[8, "of 8"]
+    flip_byte(newest[1].path, PAGE + 5)
+    machines.begin()
+    assert machines.own(1) == [6]
+    assert "cannot be used" in capfd.readouterr().err
+    machines.replace(1)
+    for rank in (2, 3):
+        for path in slots.slot_paths(machines.folders[2] / PEER_FOLDER, rank):
+            flip_byte(path, PAGE + 6)
+    machines.begin()
+    assert machines.own(1) == []
+
+
+def test_a_half_sent_copy_replaces_no_whole_one_and_a_stranger_gets_no_answer(machines, monkeypatch):
+    ring = machines.all[1]._ring
+    found = whole_saves(machines.folders[1], [2, 3])[8, "of 8"]
+    for _ in range(3):
+        with module._call(ring, 2, "put", (10, "of 10")) as connection:
+            module._send(connection, found[:1])  # of another step, and the second rank is missing
+        with module._call(ring, 2, "put", (8, "of 8")) as connection:
+            connection.sendall(module._line(rank=2, size=4 * PAGE) + found[0].path.read_bytes()[: 2 * PAGE])
+    time.sleep(0.3)
+    assert machines.copied(1)[-1] == 8
+    monkeypatch.setattr(module, "TOKEN_SECONDS", 0.1)
+    stranger = module._Ring("guessed", 1, 2, ring.machines)
+    assert module._ask(stranger, 2) == (set(), set())
+    assert module._ask(ring, 2)[1] >= {(8, "of 8")}
+
+
+def test_what_a_rollback_gave_up_does_not_come_back_from_the_copies(machines):
+    for node in range(3):
+        for path in machines.folders[node].glob("[ab]-*"):
+            path.unlink()
+    machines.begin()
+    assert [machines.own(node) for node in range(3)] == [[], [], []]
