@@ -96,10 +96,11 @@ def is_loading_torch(pid: int) -> bool:
     return any("libtorch" in Path(f"/proc/{each}/maps").read_text() for each in (pid, *children))
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
-def test_a_run_that_is_stopped_while_it_loads_ends_with_code_10_and_changes_nothing(processes, copy, tiny):
+@pytest.mark.parametrize(("processes", "supervised"), [("1", "true"), ("1", "false"), ("2", "false")])
+def test_a_run_that_is_stopped_while_it_loads_ends_with_code_10_and_changes_nothing(processes, supervised, copy, tiny):
     words = ["train", "quickstart", *tiny, "--train.name", "early", "--work", str(copy), "--parallel.device", "cpu"]
-    command = [sys.executable, "-m", "zero2all", *words, "--parallel.processes", processes]
+    words += ["--parallel.processes", processes, "--resilience.supervise", supervised]
+    command = [sys.executable, "-m", "zero2all", *words]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: process.poll() is not None or is_loading_torch(process.pid))
     process.send_signal(signal.SIGTERM)
