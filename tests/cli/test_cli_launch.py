@@ -33,9 +33,11 @@ def test_the_slurm_file_is_a_shell_script_that_starts_one_task_per_machine_and_l
     joined = text.replace("\\\n", "").splitlines()
     started = next(shlex.split(line) for line in joined if line.strip().startswith("srun "))
     assert started[5:9] == [sys.executable, "-m", "zero2all", "train"]
-    assert "--data.mixture {en: 2, zh: 1} --resilience.supervise true --nodes 2 --node-rank $1" in " ".join(started)
+    assert "--data.mixture {en: 2, zh: 1} --nodes 2 --node-rank $1" in " ".join(started)
     assert "--no-kill" not in text
     assert "#SBATCH --no-kill\n" in z2a("launch", "slurm", "quickstart", "--nodes", "1:2").out
+    off = z2a("launch", "slurm", "quickstart", "--nodes", "2", "--resilience.supervise", "false").out
+    assert "--resilience.supervise false --resilience.supervise true" in off.replace("\\\n", "")
 
 
 SRUN = """

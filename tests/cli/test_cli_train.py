@@ -102,10 +102,13 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
-def test_a_run_that_is_stopped_while_it_loads_ends_with_code_10_and_changes_nothing(processes, copy, tiny, tmp_path):
+@pytest.mark.parametrize(("processes", "supervised"), [("1", "true"), ("1", "false"), ("2", "false")])
+def test_a_run_that_is_stopped_while_it_loads_ends_with_code_10_and_changes_nothing(
+    processes, supervised, copy, tiny, tmp_path
+):
     words = ["train", "quickstart", *tiny, "--train.name", "early", "--work", str(copy), "--parallel.device", "cpu"]
-    command = [sys.executable, "-m", "zero2all", *words, "--parallel.processes", processes]
+    words += ["--parallel.processes", processes, "--resilience.supervise", supervised]
+    command = [sys.executable, "-m", "zero2all", *words]
     (tmp_path / "hook").mkdir()
     (tmp_path / "hook/sitecustomize.py").write_text(LOADS_FOR_EVER)
     (tmp_path / "loading").mkdir()

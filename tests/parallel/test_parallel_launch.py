@@ -53,6 +53,16 @@ def test_one_that_was_asked_to_stop_gives_the_others_all_the_time_to_save(in_eac
     assert capfd.readouterr().err == ""
 
 
+def test_modules_in_the_current_folder_are_not_imported(tmp_path, monkeypatch):
+    """As with `z2a` itself, whose first place to look is the folder of that script."""
+    (tmp_path / "argparse.py").write_text("raise SystemExit(3)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.chdir(tmp_path)
+    assert run_processes(1, ["--version"]) == 0
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # `python -m zero2all` looks there itself
+    assert run_processes(1, ["--version"]) == 3
+
+
 @pytest.fixture
 def sighup_as_in_a_terminal():
     """Its default, also where the tests run under nohup."""

@@ -282,7 +282,7 @@ def asked(*_):
 signal.signal(signal.SIGINT, asked)
 os.write(2, b"ready\\n")
 while True:
-    if os.environ["RANK"] == "0":
+    if os.environ["RANK"] == "0" and os.ttyname(1) == os.ttyname(2):  # or lines could overtake each other
         os.write(2, "size {} {}\\n".format(*os.get_terminal_size(2)).encode())
     time.sleep(0.02)
 """

@@ -14,6 +14,7 @@ from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.stop import TOGETHER_SECONDS, StopRequest, stop_requests
 
 LONG = {"train": {"steps": 100_000}, "checkpoint": {"every_steps": 0}, "eval": {"every_steps": 0}}
+SUPERVISED = {"resilience": {"supervise": True}}  # as `z2a train` is by default
 
 
 def rows_in(run: Path) -> int:
@@ -99,7 +100,7 @@ sys.exit(code)
 
 def test_a_run_whose_terminal_is_gone_saves_and_ends_with_code_10(start, work, config_file):
     ours, theirs = os.openpty()
-    words = ["train", config_file(**LONG), "--work", work.root]
+    words = ["train", config_file(**LONG, **SUPERVISED), "--work", work.root]
     trainer = start(os.ttyname(theirs), *words, code=IN_A_TERMINAL)
     os.set_blocking(ours, False)
     seen = b""
@@ -127,7 +128,7 @@ sys.exit(main())
 
 def test_a_run_under_nohup_goes_on_without_its_terminal(start, work, config_file):
     run = work.run("run")
-    trainer = start("train", config_file(**LONG), "--work", work.root, code=UNDER_NOHUP)
+    trainer = start("train", config_file(**LONG, **SUPERVISED), "--work", work.root, code=UNDER_NOHUP)
     trainer.wait_until(lambda: rows_in(run) > 4)
     trainer.signal(signal.SIGHUP)
     time.sleep(0.1)

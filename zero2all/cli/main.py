@@ -109,7 +109,8 @@ def _open_closed_streams() -> None:
     """Started without output streams (`>&-`, some services), write nowhere instead of into the first file we open."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            # It takes the lowest free number, which is this one. What we start gets it too.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 

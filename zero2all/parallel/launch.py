@@ -112,7 +112,9 @@ def run_processes(
     """Run `z2a WORDS…`, or any command where it is no `module`, in `processes` processes that form one group, with
     those of the other machines if there are any; returns the exit code of the command. With `rules` the machines meet
     before each attempt; without, a failure ends the run on all of them."""
-    command = [sys.executable, "-m", "zero2all", *words] if module else list(words)
+    # A module in the current folder that is named as one of ours must not be imported, as with `z2a` itself.
+    safe = [] if {"", str(Path.cwd())} & set(sys.path) else ["-P"]
+    command = [sys.executable, *safe, "-m", "zero2all", *words] if module else list(words)
     member, copies = None, None
     if rules is not None:
         if rules.settings.peers and watch is not None and watch.run is not None:

@@ -22,9 +22,8 @@ class ResilienceConfig:
     """On Ctrl-C, SIGTERM or SIGHUP finish the step, save a checkpoint and exit with code 10; false: do not save."""
     save_timeout_seconds: PositiveFloat = 600.0
     """How long a run waits at its end for a checkpoint that is still being written."""
-    supervise: bool = False
-    """Whether a supervisor starts the processes of this machine, watches them and restarts them after a failure. Off
-    until its recovery times were measured on a quiet machine and it has run on a GPU."""
+    supervise: bool = True
+    """Whether a supervisor starts the processes of this machine, watches them and restarts them after a failure."""
     restarts: NaturalInt = 3
     """Restarts in a row without progress before the supervisor gives up; a run that makes progress has them again."""
     limits: dict[str, PositiveFloat] = field(default_factory=dict)
@@ -50,7 +49,7 @@ class ResilienceConfig:
     below_minimum_seconds: PositiveFloat = 3600.0
     """How long to wait then, and for machine 0 if that one is lost, before the command ends with code 1."""
 
-    memory_every_steps: NaturalInt | Literal["auto"] = 0
+    memory_every_steps: NaturalInt | Literal["auto"] = "auto"
     """Save the state to memory after this many steps, for a restart that loses few of them; 0: never. auto: a 25th of
     checkpoint.every_steps, at least 10, on a CPU; never on a GPU, where the copy has not been measured yet, and never
     with parallel.slow_link."""

@@ -58,7 +58,7 @@ from zero2all.resilience.member import Member, Order, Report
 from zero2all.resilience.notice import Notices
 from zero2all.resilience.page import Failure, same_error, write_page
 from zero2all.resilience.restarts import DETERMINISTIC_CODE, Restarts
-from zero2all.resilience.terminal import copy_size, job_control, output, write_all
+from zero2all.resilience.terminal import copy_size, is_one_terminal, job_control, output, write_all
 from zero2all.resilience.warm import Warm, WarmRank
 
 USER_CODES = tuple(
@@ -203,6 +203,7 @@ class _Supervisor:
                 if ends:
                     return DETERMINISTIC_CODE if self.watch.settings.restarts else code
                 if self._wait_before_restart():
+                    self._say_stopped()
                     return _stopped_by(self.asked[0])
 
     def run_with_others(self) -> int:
@@ -287,6 +288,9 @@ class _Supervisor:
             self.looked, self.resumed, self.is_signalled = self.began, self.began, False
             self.ranks, self.targets = [], {}
             stack.callback(self._end_ranks)
+            if self.watch.preload and (self.warm is None or self.warm.is_lost):
+                self.warm = Warm(self.command, {**os.environ, **environments[0][0]}, self.watch.preload)
+                self.warm.wait(self._start_seconds(), lambda: bool(self.asked))
             for number, environment in enumerate(environments):
                 if self.asked:  # between two starts
                     break
@@ -306,9 +310,20 @@ class _Supervisor:
                 max((beat.step for beat in beats), default=-1),
                 max((beat.first_step for beat in beats), default=-1),
             )
+            ends = [-(rank.process.returncode or 0) for rank in self.ranks[:1]]
+            if self.watch.preload and self.asked and self.reached[0] < 0 and all(end in self.asked for end in ends):
+                self._say_stopped()
             if self.asked and len(self.ranks) < len(environments):
                 return _stopped_by(self.asked[0]), None
             return code, failure
+
+    def _say_stopped(self) -> None:
+        """That a signal came before a rank could say so."""
+        name = signal.Signals(self.asked[0]).name
+        if self.attempt == 1:
+            say(f"z2a: got {name} before the run had started. Nothing was changed. Run the same command to start it.")
+        else:
+            say(f"z2a: got {name} before the run had started again. Run the same command to continue it.")
 
     def _start(self, number: int, environment: Environment, file: int, stack: ExitStack) -> _Rank:
         variables, inherited = environment
@@ -328,6 +343,8 @@ class _Supervisor:
         }
         kept = [*inherited, file, ends, stacks.fileno()]
         prints = {stream: write for stream, (_, write) in zip(streams, outputs, strict=True)}
+        if streams == (2,) and number == 0 and is_one_terminal():
+            prints[1] = prints[2]  # or what it prints on both could come in another order
         process = self._start_warm(command, variables, {**{each: each for each in kept}, **prints}) or subprocess.Popen(
             command,
             env=variables,
@@ -347,13 +364,13 @@ class _Supervisor:
     def _start_warm(
         self, command: Sequence[str], variables: Mapping[str, str], descriptors: Mapping[int, int]
     ) -> WarmRank | None:
-        if not self.watch.preload:
-            return None
         if self.warm is None or self.warm.is_lost:
-            self.warm = Warm(command, variables, self.watch.preload)
+            return None
         words = command[command.index("zero2all") + 1 :]
-        seconds = self.watch.settings.limits.get("start", UNKNOWN_LIMIT_SECONDS)
-        return self.warm.start(words, variables, descriptors, seconds, lambda: bool(self.asked))
+        return self.warm.start(words, variables, descriptors, self._start_seconds())
+
+    def _start_seconds(self) -> float:
+        return self.watch.settings.limits.get("start", UNKNOWN_LIMIT_SECONDS)
 
     def _start_guard(self, stack: ExitStack) -> None:
         ends, held = os.pipe()

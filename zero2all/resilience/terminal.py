@@ -31,6 +31,11 @@ def output(stream: int, number: int, stack: ExitStack) -> tuple[int, int]:
     return read, write
 
 
+def is_one_terminal() -> bool:
+    """Whether standard output and errors are the same terminal."""
+    return os.isatty(1) and os.isatty(2) and os.ttyname(1) == os.ttyname(2)
+
+
 def copy_size(source: int, target: int) -> None:
     """Give a terminal the size of another; nothing where one of them is none."""
     with suppress(OSError):

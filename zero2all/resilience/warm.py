@@ -10,6 +10,7 @@ and starts another; where it cannot be started, ranks start cold.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import gc
 import json
@@ -23,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
+from typing import NoReturn
 
 WARM = "ZERO2ALL_WARM"
 """In the environment of that process: its socket, and the module to import."""
@@ -38,7 +40,7 @@ class Warm:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], module: str) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket, self.codes = ours, dict[int, int]()
-        self.is_lost, self._has_answered = False, False
+        self.is_lost = False
         with theirs:
             self._process = subprocess.Popen(
                 command,
@@ -48,31 +50,32 @@ class Warm:
             )
         self.pid = self._process.pid
 
+    def wait(self, seconds: float, is_over: Callable[[], bool]) -> None:
+        """Until it has imported. Where that fails, takes longer, or lasts until `is_over`, it is lost."""
+        end = time.monotonic() + seconds
+        while self.collect(POLL_SECONDS) is None and not self.is_lost:
+            if is_over() or time.monotonic() > end:
+                self.close()
+
     def start(
-        self,
-        words: Sequence[str],
-        environment: Mapping[str, str],
-        descriptors: Mapping[int, int],
-        seconds: float,
-        is_over: Callable[[], bool],
+        self, words: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[int, int], seconds: float
     ) -> WarmRank | None:
         """A rank: the command line after the program's name, its whole environment, and its descriptors, ours by the
-        number that it expects. None where there is no answer for so long, or the imports take until `is_over`."""
+        number that it expects. None where there is no answer for so long."""
         order = os.memfd_create("order")
         with suppress(OSError), os.fdopen(order, "wb") as file:
             file.write(json.dumps([list(words), dict(environment), list(descriptors)]).encode())
             file.flush()
             socket.send_fds(self._socket, [b"start"], [order, *descriptors.values()])
             end = time.monotonic() + seconds
-            while not self.is_lost and (self._has_answered or not is_over()) and time.monotonic() < end:
+            while not self.is_lost and time.monotonic() < end:
                 if (found := self.collect(POLL_SECONDS)) is not None:
-                    self._has_answered = True
                     return WarmRank(self, found)
         self.close()
         return None
 
     def collect(self, seconds: float = 0.0) -> int | None:
-        """Take in which ranks have ended; returns the process id of one that was started."""
+        """Take in which ranks have ended; returns the process id of one that was started, 0 after the imports."""
         while not self.is_lost and select.select([self._socket], [], [], seconds)[0]:
             try:
                 text = self._socket.recv(LONGEST_MESSAGE)
@@ -141,6 +144,7 @@ def serve() -> None:
     except BaseException:  # a rank that starts cold will say it
         os._exit(1)
     gc.freeze()  # a collection in a rank would copy the pages of all these objects
+    orders.send(b"0")
     woken, wake = os.pipe()
     for end in (woken, wake):
         os.set_blocking(end, False)
@@ -196,6 +200,14 @@ def _become(descriptors: Sequence[int]) -> None:
     os.environ.update(environment)
     sys.argv[1:] = words
     _name(f"z2a rank {environment['RANK']}")
+
+
+def end(code: int) -> NoReturn:
+    """The end of a rank, without the half second in which Python takes all its modules apart."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 def _name(name: str) -> None:
