@@ -65,7 +65,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *(*STAGES, "limits", "parallel.job_files", "parallel.launch", "parallel.nodes", "parallel.ssh"),
         *("perf", "quickstart", "resilience", "serve"),
     ),
-    "__main__": ("cli",),
+    "__main__": ("cli", "resilience.warm"),
 }
 """Room -> what it may import beside itself, `common` and the version, from the bottom of the house to the top. A name
 covers the modules below it."""
