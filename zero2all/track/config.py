@@ -20,5 +20,5 @@ class TrackConfig:
     queue_rows: PositiveInt = 10_000
     """Rows kept in memory while the disk cannot take them; if there are more, the oldest are dropped and counted."""
 
-    close_timeout_seconds: NaturalFloat = 10.0
+    close_timeout_seconds: NaturalFloat = 2.0
     """How long a run waits at its end for the last rows to be written. Only a disk that hangs takes so long."""

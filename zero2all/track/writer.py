@@ -44,7 +44,7 @@ WRITER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 REPORT_KIND = "tracking"  # the kind of the event row that counts what the writer dropped
 
 REPORT_EVERY_SECONDS = 1.0
-CLOSE_SECONDS = 10.0  # how long `close` waits for the last rows by default; only a disk that hangs takes so long
+CLOSE_SECONDS = 2.0  # how long `close` waits for the last rows by default; only a disk that hangs takes so long
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 5.0
 MAX_PROBLEMS = 100  # different messages kept in `problems`; a million bad metric names must not fill the memory
