@@ -29,16 +29,15 @@ def warm_with(module: str, program: str = PROGRAM) -> Warm:
 @pytest.fixture
 def warm():
     started = warm_with("wave")  # cheap, and nothing else needs it
+    started.wait(60.0, lambda: False)
     yield started
     started.close()
 
 
-def start(warm: Warm, seconds: float, code: int, is_over: bool = False) -> tuple[WarmRank | None, int]:
+def start(warm: Warm, seconds: float, code: int) -> tuple[WarmRank | None, int]:
     """A rank that writes to its descriptor 77, and where that can be read."""
     read, write = os.pipe()
-    rank = warm.start(
-        ["77", str(seconds), str(code)], {**os.environ, "RANK": str(code)}, {77: write}, 60.0, lambda: is_over
-    )
+    rank = warm.start(["77", str(seconds), str(code)], {**os.environ, "RANK": str(code)}, {77: write}, 60.0)
     os.close(write)
     return rank, read
 
@@ -96,8 +95,9 @@ def test_it_ignores_signals_to_all_and_ends_with_the_supervisor(warm):
 )
 def test_without_the_imports_there_is_no_warm_rank_and_no_process_stays(module, program, is_over):
     warm = warm_with(module, program)
-    rank, read = start(warm, 0.0, 0, is_over)
+    warm.wait(60.0, lambda: is_over)
+    assert warm.is_lost
+    rank, read = start(warm, 0.0, 0)
     assert rank is None
     assert said(read) == ""
-    assert warm.is_lost
     assert not psutil.pid_exists(warm.pid)

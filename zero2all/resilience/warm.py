@@ -40,6 +40,8 @@ class Warm:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], module: str) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket, self.codes = ours, dict[int, int]()
+        self._answers: list[int] = []
+        """0 after the imports, then the process id of each rank. Kept: a signal handler may take one in."""
         self.is_lost = False
         with theirs:
             self._process = subprocess.Popen(
@@ -53,7 +55,7 @@ class Warm:
     def wait(self, seconds: float, is_over: Callable[[], bool]) -> None:
         """Until it has imported. Where that fails, takes longer, or lasts until `is_over`, it is lost."""
         end = time.monotonic() + seconds
-        while self.collect(POLL_SECONDS) is None and not self.is_lost:
+        while self._answer() is None and not self.is_lost:
             if is_over() or time.monotonic() > end:
                 self.close()
 
@@ -69,13 +71,18 @@ class Warm:
             socket.send_fds(self._socket, [b"start"], [order, *descriptors.values()])
             end = time.monotonic() + seconds
             while not self.is_lost and time.monotonic() < end:
-                if (found := self.collect(POLL_SECONDS)) is not None:
+                if (found := self._answer()) is not None:
                     return WarmRank(self, found)
         self.close()
         return None
 
-    def collect(self, seconds: float = 0.0) -> int | None:
-        """Take in which ranks have ended; returns the process id of one that was started, 0 after the imports."""
+    def _answer(self) -> int | None:
+        if not self._answers:
+            self.collect(POLL_SECONDS)
+        return self._answers.pop(0) if self._answers else None
+
+    def collect(self, seconds: float = 0.0) -> None:
+        """Take in what it says: which ranks have started and ended."""
         while not self.is_lost and select.select([self._socket], [], [], seconds)[0]:
             try:
                 text = self._socket.recv(LONGEST_MESSAGE)
@@ -83,12 +90,13 @@ class Warm:
                 text = b""
             if not text:
                 self.is_lost = True
-                return None
+                return
             pid, *code = map(int, text.split())
-            if not code:
-                return pid
-            self.codes[pid], seconds = code[0], 0.0
-        return None
+            if code:
+                self.codes[pid] = code[0]
+            else:
+                self._answers.append(pid)
+            seconds = 0.0
 
     def close(self) -> None:
         """End the process; ranks that still run are not its business any more."""
