@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 Moment = tuple[int, int, float]
 """The step after which a process is sent a signal, the signal, and how many seconds after the step."""
+AWAITED_SECONDS = 60.0
 CODE = "from tests.train import ranks; ranks.main()"
 
 
@@ -93,11 +95,13 @@ class RankStarter:
         garbled: tuple[int, ...] = (),
         words: dict[int, list[str]] | None = None,
         spoiled: dict[int, int] | None = None,
+        awaited: Path | None = None,
         code: str = CODE,
     ) -> Launch:
         """Start a run, or go on with it. Some of its processes get signals, or more words on their command line; the
         batches that begin at the tokens `garbled` hold nonsense, the same in every row whichever process reads it. The
-        processes that are `spoiled` have one weight changed after a step. `code` ends in CODE."""
+        processes that are `spoiled` have one weight changed after a step. Before a signal they wait for the file that
+        is `awaited`, for example a checkpoint that is still being written. `code` ends in CODE."""
         from zero2all.config import config_yaml
 
         number, port = len(self.launched), free_port()
@@ -115,6 +119,7 @@ class RankStarter:
                 "signal": (signals or {}).get(rank),
                 "garbled": garbled,
                 "spoiled": (spoiled or {}).get(rank),
+                "awaited": None if awaited is None else str(awaited),
             }
             output = self.folder / f"output-{number}-{rank}.txt"
             launch.trainers.append(Program(self.warm, code, [json.dumps(job)], output))
@@ -148,13 +153,16 @@ def main() -> None:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(job["port"]),
         }
-    _record_steps(Path(job["record"]), job["signal"], job["garbled"], job["spoiled"])
+    awaited = None if job["awaited"] is None else Path(job["awaited"])
+    _record_steps(Path(job["record"]), job["signal"], job["garbled"], job["spoiled"], awaited)
     from zero2all.cli import main as z2a
 
     sys.exit(z2a(job["words"]))
 
 
-def _record_steps(path: Path, moment: Moment | None, garbled: list[int], spoiled: int | None) -> None:
+def _record_steps(
+    path: Path, moment: Moment | None, garbled: list[int], spoiled: int | None, awaited: Path | None
+) -> None:
     """Write a line for every step; send a signal to this process at the moment for it, or change one weight."""
     import torch
 
@@ -186,6 +194,9 @@ def _record_steps(path: Path, moment: Moment | None, garbled: list[int], spoiled
             with torch.no_grad():
                 next(state.model.parameters()).view(-1)[0] += 1e-3
         if moment is not None and result.step == moment[0]:
+            end = time.monotonic() + AWAITED_SECONDS
+            while awaited is not None and not awaited.exists() and time.monotonic() < end:
+                time.sleep(0.01)
             _signal_self(moment[1], moment[2])
         return pending
 

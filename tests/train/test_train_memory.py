@@ -15,7 +15,7 @@ from tests.train.ranks import RankStarter
 from zero2all.common.errors import AnomalyError
 from zero2all.common.workspace import Workspace
 from zero2all.resilience import slots
-from zero2all.train.checkpoints.layout import list_checkpoints, step_of
+from zero2all.train.checkpoints.layout import checkpoint_folder, list_checkpoints, step_of
 from zero2all.train.checkpoints.memory import MemoryStore, _index, _is_whole
 from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.periodic import check_rerun
@@ -77,7 +77,8 @@ def test_a_run_whose_processes_were_all_killed_continues_from_memory_with_the_sa
 ):
     whole = ranks.finished(settings(config, ram, "whole", every=0, **spread), processes)
     broken = settings(config, ram, "broken", **spread)
-    killed = ranks(broken, processes, signals=dict.fromkeys(range(processes), (9, signal.SIGKILL, 0.0)))
+    signals, saved = dict.fromkeys(range(processes), (9, signal.SIGKILL, 0.0)), checkpoint_folder(lab.run("broken"), 5)
+    killed = ranks(broken, processes, signals=signals, awaited=saved)
     assert set(killed.wait()) <= {-signal.SIGKILL, 1}, killed.text()
     assert max(map(step_of, list_checkpoints(lab.run("broken")))) == 5
     newest = max(buffers(ram).values())
@@ -94,7 +95,8 @@ def test_a_run_whose_processes_were_all_killed_continues_from_memory_with_the_sa
 def killed_at(ranks, config, ram, name: str = "run", processes: int = 1, **options) -> None:
     """Kill a run in step 9; the steps 7 and 8, or 6 and 7, are in memory, 5 on disk."""
     signals = dict.fromkeys(range(processes), (9, signal.SIGKILL, 0.0))
-    ranks(settings(config, ram, name, **options), processes, signals=signals).wait()
+    saved = checkpoint_folder(ranks.root / "runs" / name, 5)
+    ranks(settings(config, ram, name, **options), processes, signals=signals, awaited=saved).wait()
 
 
 def flip(path: Path, place: int) -> None:
