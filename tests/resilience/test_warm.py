@@ -84,6 +84,8 @@ def test_it_ignores_signals_to_all_and_ends_with_the_supervisor(warm):
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         process.send_signal(number)
     assert start(warm, 0.0, 5)[0].wait() == 5
+    process.suspend()
+    assert start(warm, 0.0, 6)[0].wait() == 6
     warm.close()
     assert not process.is_running()
 

@@ -54,10 +54,11 @@ class RankFacts:
     """Its last lines."""
 
     def failure(self) -> str:
-        """Its error in one line: what it said, else the last line that it printed, else nothing."""
+        """Its error in one line: what it said, else the last line that it printed, else nothing. One that a signal
+        killed could not say anything: its last line is about something else."""
         text = self.error.strip().partition("\n")[0]
         lines = [line.strip() for line in self.output if line.strip()]
-        return text or (lines[-1] if lines and self.code not in (None, 0) else "")
+        return text or (lines[-1] if lines and (self.code or 0) > 0 else "")
 
 
 def process_state(pid: int) -> str:

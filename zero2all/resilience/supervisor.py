@@ -227,6 +227,8 @@ class _Supervisor:
             self.member.close()
 
     def _report(self, code: int, failure: Failure | None) -> Report:
+        if self.asked and code == 128 + signal.SIGINT:  # before training: the others go on, as after SIGTERM
+            code = PreemptedError.exit_code
         report: Report = {"code": code, "leaves": bool(self.asked), "step": self.reached[0], "began": self.reached[1]}
         if failure is not None:
             first = next(facts for facts in failure.ranks if facts.rank == failure.rank)
@@ -615,7 +617,9 @@ class _Supervisor:
     def _gives_up(self, failure: Failure) -> str:
         """Why there is no further attempt, in words; empty: there is one."""
         began = next(facts.beat.first_step for facts in failure.ranks if facts.rank == failure.rank)
-        return self.restarts.reason_to_end(failure.step, began, failure.error)
+        # A program without heartbeats: its step is not known, so two such errors may be hours apart.
+        error = "" if self.watch.is_foreign and failure.step < 0 else failure.error
+        return self.restarts.reason_to_end(failure.step, began, error)
 
     def _tell(self, failure: Failure) -> None:
         say(f"z2a: {failure.text}")

@@ -26,6 +26,8 @@ from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
 
+from zero2all.resilience.diagnosis import process_state
+
 WARM = "ZERO2ALL_WARM"
 """In the environment of that process: its socket, and the module to import."""
 LONGEST_MESSAGE = 64
@@ -82,7 +84,10 @@ class Warm:
         return self._answers.pop(0) if self._answers else None
 
     def collect(self, seconds: float = 0.0) -> None:
-        """Take in what it says: which ranks have started and ended."""
+        """Take in what it says: which ranks have started and ended. It goes on if somebody has stopped it (SIGSTOP): no
+        rank could be started or seen to end."""
+        if not self.is_lost and process_state(self.pid) == "T":
+            os.kill(self.pid, signal.SIGCONT)
         while not self.is_lost and select.select([self._socket], [], [], seconds)[0]:
             try:
                 text = self._socket.recv(LONGEST_MESSAGE)
