@@ -1,4 +1,4 @@
-"""`z2a chaos soak`, as `make soak` runs it: SOAK_MINUTES (30), a fault every SOAK_EVERY seconds (120), 4 ranks."""
+"""`z2a chaos soak`, as `make soak` runs it: SOAK_MINUTES (30), a fault every SOAK_EVERY seconds (120), up to 4 ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_random_faults_leave_the_bits_of_the_undisturbed_run(work, tmp_path):
         train={"steps": 10_000_000},
         checkpoint={"every_steps": 500},
         eval={"every_steps": 0, "valid_tokens_per_source": 128},
-        parallel={"device": "cpu", "cpu_threads": 1, "processes": 4},
+        parallel={"device": "cpu", "cpu_threads": 1, "processes": min(4, os.cpu_count() or 1)},
         resilience={"supervise": True, "limits": LIMITS, "memory_every_steps": 50},
     )
     path = tmp_path / "soak.yaml"
