@@ -68,7 +68,7 @@ def measured(
     words = ["train", arguments.config, "--work", str(arguments.work), "--train.name", name, "--train.steps", "1000"]
     words += ["--checkpoint.every_steps", "0", "--eval.every_steps", "0", "--track.log_every_steps", "1"]
     words += ["--train.tokens_per_step", "131072", "--resilience.memory_every_steps", str(every), *arguments.words]
-    words += ["--fresh"] if is_new and run.exists() else []
+    words += ["--no-supervisor", *(["--fresh"] if is_new and run.exists() else [])]
     before = set(run.glob("metrics/train-*.jsonl")) if not is_new else set()
     trainer = subprocess.Popen([sys.executable, "-m", "zero2all", *words])
     rows: list[dict[str, Any]] = []
