@@ -69,7 +69,7 @@ from zero2all.parallel import health
 from zero2all.parallel.meet import open_store
 job = json.loads(sys.argv[1])
 os.environ |= job["variables"]
-health.PAIR_SECONDS = 4.0
+health.PAIR_SECONDS = job["pair_seconds"]
 torch.set_num_threads(1)
 rank, product = int(os.environ["RANK"]), health.product
 if rank == job["wrong"]:
@@ -96,6 +96,7 @@ def check(start, tmp_path):
                         "wrong": wrong,
                         "excludes": excludes,
                         "isolate": isolate,
+                        "pair_seconds": 8.0 if faults else 60.0,  # one that dies in the exchange is waited for so long
                     }
                 ),
                 code=PROCESS,

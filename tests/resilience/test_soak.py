@@ -1,4 +1,4 @@
-"""`z2a chaos soak`, as `make soak` runs it: SOAK_MINUTES (30), a fault every SOAK_EVERY seconds (120), up to 4 ranks."""
+"""`z2a chaos soak`, as `make soak` runs it: SOAK_MINUTES (30), one fault in SOAK_EVERY seconds (120), up to 4 ranks."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ GPU_SIZES = (*CPU_SIZES, 1 << 28, 1 << 30)
 SAMPLES, LEAST_SAMPLES = 20, 5
 INNER_SECONDS = 0.002
 """Small sizes are repeated until a sample lasts this long."""
-START_SECONDS = 60.0
+START_SECONDS = 180.0
 
 
 def main(words: list[str] | None = None) -> int:
