@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -194,7 +195,7 @@ def _watch(config: RunConfig, workspace: Workspace) -> Watch:
         run,
         watches_phases=True,
         once=("--fresh",),
-        preload="zero2all.train.loop",
+        preload="zero2all.train.loop" if sys.platform == "linux" else "",  # whose sockets it needs
         at_good_end=forget,
     )
 
