@@ -23,7 +23,7 @@ from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.run_lock import STALE_SECONDS
 
-LONG_SECONDS = 180.0
+LONG_SECONDS = 600.0
 
 
 def wait_until(condition):

@@ -560,7 +560,7 @@ def test_an_interrupted_command_ends_at_once_and_says_how_to_go_on(hub, folder):
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)  # and the hub has sent nothing
+    _, err = process.communicate(timeout=300)  # and the hub has sent nothing
     hub.may_send.set()
     assert process.returncode == 130
     assert "run the same command again to continue" in err

@@ -13,7 +13,7 @@ from zero2all.packed.background import checking_shards
 from zero2all.packed.bestfit import build_best_fit
 from zero2all.packed.layout import open_split
 
-LONG_SECONDS = 30.0
+LONG_SECONDS = 300.0
 
 
 @pytest.fixture

@@ -151,13 +151,13 @@ def test_a_lower_numbered_group_that_comes_after_a_proposal_accepts_it():
     def work(link):
         if link.group == 0:
             take = link.data[1]._on_payload
-            link.data[1]._on_payload = lambda *payload: is_open.wait(60) and take(*payload)
+            link.data[1]._on_payload = lambda *payload: is_open.wait(300) and take(*payload)
             is_held.set()
             wait_until(lambda: (1, 0) in threads.links and threads.links[1, 0]._mind.proposal)
             link.offer(0, 0, payload_of(0, 0, 0))
             wait_until(lambda: threads.links[1, 0]._mind.heard[0]["reach"] == [0, 0])
             is_open.set()
-        is_held.wait(60)
+        is_held.wait(300)
         return do_rounds(link, logs.setdefault(link.group, []).append, 3)
 
     threads = Threads(settings_of(2, wait_seconds=2.0), work, ranks=1)

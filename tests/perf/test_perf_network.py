@@ -22,7 +22,7 @@ def peers():
         port = free_port()
         ready = threading.Event()
         threading.Thread(target=listen, args=(port, ready), daemon=True).start()
-        assert ready.wait(60)
+        assert ready.wait(300)
         found.append(f"127.0.0.1:{port}")
     return found
 
@@ -47,7 +47,7 @@ def test_every_pair_is_measured(peers, monkeypatch):
 def test_a_stranger_on_the_port_is_dropped_and_a_lost_peer_is_named(peers, monkeypatch):
     monkeypatch.setattr(network, "SECONDS", 0.1)
     host, port = split_address(peers[0])
-    with socket.create_connection((host, port), timeout=60) as stranger:
+    with socket.create_connection((host, port), timeout=300) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with suppress(ConnectionResetError):  # what it sent was not read to the end
             assert stranger.recv(100) == b""

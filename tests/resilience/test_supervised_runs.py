@@ -121,7 +121,7 @@ def test_a_supervisor_that_is_killed_leaves_nothing_and_the_same_command_goes_on
         next(child for child in children if child.name() == "z2a rank 1").suspend()
     process.kill()
     process.communicate()
-    psutil.wait_procs(children, timeout=60)
+    psutil.wait_procs(children, timeout=300)
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     again = train("--train.steps", "100000")
     wait_for_step(work.run("run"), 2)

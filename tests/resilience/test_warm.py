@@ -29,7 +29,7 @@ def warm_with(module: str, program: str = PROGRAM) -> Warm:
 @pytest.fixture
 def warm():
     started = warm_with("wave")  # cheap, and nothing else needs it
-    started.wait(60.0, lambda: False)
+    started.wait(300.0, lambda: False)
     yield started
     started.close()
 
@@ -97,7 +97,7 @@ def test_it_ignores_signals_to_all_and_ends_with_the_supervisor(warm):
 )
 def test_without_the_imports_there_is_no_warm_rank_and_no_process_stays(module, program, is_over):
     warm = warm_with(module, program)
-    warm.wait(60.0, lambda: is_over)
+    warm.wait(300.0, lambda: is_over)
     assert warm.is_lost
     rank, read = start(warm, 0.0, 0)
     assert rank is None

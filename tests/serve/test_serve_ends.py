@@ -63,7 +63,7 @@ def test_a_client_that_leaves_before_its_body_is_complete_is_no_error_of_ours(se
 def test_a_body_that_does_not_come_is_408_and_one_that_is_too_large_is_413_before_it_comes(served, monkeypatch):
     monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
     for size, status in ((100, b"408"), (100_000_000, b"413")):
-        with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
+        with socket.create_connection(("127.0.0.1", served.port), timeout=300) as connection:
             connection.sendall(f"{HEAD}Content-Length: {size}\r\n\r\n".encode())
             assert connection.recv(100).split()[1] == status
 
@@ -146,7 +146,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_the_reason():
     server = ModelServer(ServedModel(load), ServeOptions(port=0))
     # In a thread: where a browser is open for other tests, this one has an event loop of its own already.
     with ThreadPoolExecutor(1) as thread, pytest.raises(BadInputError, match="The folder is empty"):
-        thread.submit(server.serve).result(timeout=60)
+        thread.submit(server.serve).result(timeout=300)
 
 
 def test_a_pass_that_fails_is_500_and_the_next_request_is_served(loaded):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import LONG_SECONDS
 from tests.track.sshd import Sshd, start_sshd
 from zero2all.cli import main
 from zero2all.common.errors import UsageError
@@ -54,7 +55,7 @@ def mirror_of(sshd: Sshd, tmp_path: Path) -> Iterator[Callable[..., Mirror]]:
         mirror.stop()
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 120.0, why: Callable[[], object] = str) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = LONG_SECONDS, why: Callable[[], object] = str) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"did not happen within {seconds} s: {why()}"
@@ -62,7 +63,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 120.0, why: Calla
 
 
 def synced(mirror: Mirror) -> Mirror:
-    assert mirror.wait_synced(120), mirror.state
+    assert mirror.wait_synced(LONG_SECONDS), mirror.state
     return mirror
 
 

@@ -186,4 +186,4 @@ def test_the_live_view_follows_the_run_and_the_window_and_ends_with_q(tmp_path):
             screen.wait_for(b"last events")
             os.write(screen.handle, b"q")
             screen.wait_for(b"\x1b[?1049l")
-            assert process.wait(60) == 0
+            assert process.wait(300) == 0

@@ -494,7 +494,7 @@ class Tab:
 
     def wait_for(self, text: str) -> None:
         with self.came:
-            assert self.came.wait_for(lambda: any(text in piece.decode() for piece in self.pieces), timeout=60), (
+            assert self.came.wait_for(lambda: any(text in piece.decode() for piece in self.pieces), timeout=300), (
                 self.pieces
             )
 
@@ -588,9 +588,9 @@ def test_ctrl_c_ends_the_command_calmly_while_a_page_is_open(runs, tmp_path):
         if "chart library is missing" in line:  # set-up without Node
             line = process.stdout.readline()
         port = int(re.search(r"127\.0\.0\.1:(\d+)/", line)[1])
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
         connection.request("GET", "/api/stream?run=0/base")
         assert connection.getresponse().readline().startswith(b"data: ")
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0
         assert process.stdout.read() == ""
