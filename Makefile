@@ -1,6 +1,6 @@
 # make quickstart   set up, then the whole journey from raw text to a model that answers (minutes, 2 CPU cores)
 # make test         set up, lint, all tests
-# make test-again   the tests that failed the last time, one after the other
+# make again        the tests that failed the last time, one after the other
 # make lint         ruff and mypy
 # make bench        the programs under benchmarks/; what they print lands in benchmarks/results/
 # make slow         the tests that are too slow for make test
@@ -18,7 +18,7 @@ SETUP_INPUTS := pyproject.toml requirements.lock package.json package-lock.json 
 # Without bytecode every process compiles the package, and every worker the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-again lint bench slow chaos soak layouts gpu lock clean
+.PHONY: quickstart test again lint bench slow chaos soak layouts gpu lock clean
 
 quickstart: $(RUNTIME)
 	$(BIN)/z2a quickstart $(ARGS)
@@ -29,7 +29,7 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu and not slow and not chaos and not soak" -n 3 --dist loadfile --no-loadscope-reorder --durations 10 --timeout 1200
 
 # The tests that failed the last time, one after the other.
-test-again: $(DEV)
+again: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/pytest --last-failed --last-failed-no-failures none --timeout 1200
 
 lint: $(DEV)

@@ -81,7 +81,7 @@ def faulty_run(arguments: argparse.Namespace, kinds: tuple[str, ...]) -> list[di
     if arguments.ranks > 1:
         environment[WORDS] = json.dumps(words)
         command = [sys.executable, "-m", "zero2all", "supervise", "--processes", str(arguments.ranks), "--folder"]
-        command += [str(run), "--", sys.executable, __file__]
+        command += [str(run), "--silence", str(STEP_SECONDS), "--", sys.executable, __file__]
     trainer = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     rows = []
     for number, (kind, step) in enumerate(zip(kinds, steps, strict=True)):

@@ -72,6 +72,7 @@ class Copies:
         self._run, self._base = run, base
         self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._receiving = threading.Lock()  # two saves at once would take the same buffer
         self._ring: _Ring | None = None
         self._sends_in: _Ring | None = None
         self._is_behind = False
@@ -152,7 +153,8 @@ class Copies:
                 _send(connection, whole_saves(held, ring.ranks(-1))[save])
             elif asked["do"] == "put":
                 slots.own_folder(held)
-                _receive(reader, held, ring.ranks(-1), save)
+                with self._receiving:
+                    _receive(reader, held, ring.ranks(-1), save)
                 connection.sendall(_line(done=True))
 
     # ---- sending ----

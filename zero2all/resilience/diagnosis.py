@@ -27,6 +27,9 @@ KERNEL_WORDS = re.compile(r"out of memory|oom-kill|Killed process|NVRM: Xid|segf
 COLLECTIVE_WORDS = ("torch/distributed/", "zero2all/parallel/", "torch/autograd/graph.py")
 VICTIM = "PeerFailureError"
 """The error of a rank that only noticed that another is gone."""
+NATIVE_REASON = re.compile(r"CUDA error|Assertion .* failed|what\(\):|^Fatal |terminate called")
+"""Lines that a native library prints before it aborts."""
+MOST_REASON = 600
 CLEAR_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
 
@@ -54,11 +57,16 @@ class RankFacts:
     """Its last lines."""
 
     def failure(self) -> str:
-        """Its error in one line: what it said, else the last line that it printed, else nothing. One that a signal
-        killed could not say anything: its last line is about something else."""
+        """Its error in one line: what it said, else the last line that it printed, else nothing. The last line of one
+        that a signal killed is about something else, but native code that aborts says why before."""
         text = self.error.strip().partition("\n")[0]
         lines = [line.strip() for line in self.output if line.strip()]
-        return text or (lines[-1] if lines and (self.code or 0) > 0 else "")
+        if text or not lines or not self.code:
+            return text
+        if self.code > 0:
+            return lines[-1]
+        reasons = [line for line in lines if NATIVE_REASON.search(line)] if self.code == -signal.SIGABRT else []
+        return " ".join(dict.fromkeys(reasons))[:MOST_REASON]
 
 
 def process_state(pid: int) -> str:
@@ -135,8 +143,11 @@ def culprit(ranks: Sequence[RankFacts]) -> tuple[RankFacts, str]:
         return behind
     devices = sorted((facts.device[0], facts.rank, facts.device[1]) for facts in ranks if facts.device)
     if devices and (len(devices) == 1 or devices[0][0] < devices[1][0]):
-        return next(facts for facts in ranks if facts.rank == devices[0][1]), _note(
-            f"Its GPU does not finish a kernel that it has begun, in the part {devices[0][2]} of a step."
+        part = devices[0][2]
+        return next(facts for facts in ranks if facts.rank == devices[0][1]), (
+            _note(f"Its GPU does not finish a kernel that it has begun, in the part {part} of a step.")
+            if part
+            else _note("Its GPU does not finish a kernel that it has begun, between two steps.")
         )
     outside = [facts for facts in ranks if facts.stack and not _in_collective(facts.stack)]
     over = [facts for facts in ranks if facts.is_over] or list(ranks)
@@ -155,10 +166,11 @@ def _behind(ranks: Sequence[RankFacts]) -> tuple[RankFacts, str] | None:
         last = max(count for count, _, _ in begun.values())
         late = [facts for facts in ranks if begun.get(facts.rank, (last, 0, ""))[0] < last]
         if len(late) == 1:
-            name = next(values[2] for values in begun.values() if values[0] == last)
+            ended, name = next(values[1:] for values in begun.values() if values[0] == last)
             at = begun[late[0].rank][0]
+            number = max(at, min(ended, last - 1)) + 1  # on a GPU the others have queued more behind it
             return late[0], _note(
-                f"It has not begun collective {last} ({name}, process group {group}), in which others wait; its last "
+                f"It has not begun collective {number} ({name}, process group {group}), in which others wait; its last "
                 f"one is {at}."
             )
     return None

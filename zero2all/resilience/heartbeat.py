@@ -226,13 +226,18 @@ def _listen(own: Heartbeat, pipe: int, stops: bool) -> None:
 
 
 def _collectives() -> dict[str, tuple[int, int, str]]:
-    """What the flight recorder knows, by process group; as in `Slots.collectives`."""
+    """What torch's flight recorders know, by process group; as in `Slots.collectives`. NCCL has one of its own."""
+    found: dict[str, tuple[int, int, str]] = {}
     if "torch" not in sys.modules:
-        return {}
-    dump = getattr(sys.modules["torch"]._C._distributed_c10d, "_dump_fr_trace_json")  # noqa: B009 (mypy has no stub)
-    record = json.loads(dump(includeCollectives=True, onlyActive=False))
-    names = {str(entry["process_group"][0]): str(entry["profiling_name"]) for entry in record.get("entries", [])}
-    return {
-        name: (int(state["last_enqueued_collective"]), int(state["last_completed_collective"]), names.get(name, ""))
-        for name, state in record.get("pg_status", {}).items()
-    }
+        return found
+    for prefix, name in (("", "_dump_fr_trace_json"), ("nccl ", "_dump_nccl_trace_json")):
+        dump = getattr(sys.modules["torch"]._C._distributed_c10d, name, None)
+        record = json.loads(dump(includeCollectives=True, onlyActive=False)) if dump is not None else {}
+        # By group and number; also the last one of each group, for a group where all have ended.
+        names = {(str(entry["pg_id"]), int(entry["collective_seq_id"])): entry for entry in record.get("entries", [])}
+        last = {group: entry for (group, _), entry in names.items()}
+        for group, state in record.get("pg_status", {}).items():
+            begun, ended = (int(state[f"last_{word}_collective"]) for word in ("enqueued", "completed"))
+            entry = names.get((group, ended + 1)) or last.get(group) or {}
+            found[prefix + group] = (begun, ended, str(entry.get("profiling_name", "")))
+    return found

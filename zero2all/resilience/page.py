@@ -27,6 +27,9 @@ WRITER = "supervisor"
 SHOWN_METRICS = ("loss", "grad_norm", "lr", "tokens_per_second", "time/step")
 METRIC_ROWS = 3
 TAIL_BYTES = 64 << 10
+XID = re.compile(r"NVRM: Xid \([^)]*\): (\d+)")
+XIDS_OF_PROGRAMS = {13, 31, 43, 45}
+"""Illegal instruction or address, page fault, stopped after an error, cleaned up after one."""
 
 
 @dataclass
@@ -62,6 +65,11 @@ class Failure:
             return [_note("See whether that machine and its network are up. Start the same command there: it joins.")]
         if any("memory" in line.lower() for line in self.kernel) and number == signal.SIGKILL:
             return [_note("Memory of the machine ran out. Give the job more memory, or start fewer data readers.")]
+        if "Assertion" in first.failure() or "device-side assert" in first.failure():
+            return [_note("A check in a kernel failed: often an index outside its tensor, such as a token id.")]
+        xids = [int(number) for line in self.kernel for number in XID.findall(line)]
+        if xids and set(xids) <= XIDS_OF_PROGRAMS:
+            return [_note("The GPU driver reported an error (Xid) that programs cause, rarely the GPU itself.")]
         if any("Xid" in line for line in self.kernel):
             return [_note("The GPU driver reported an error (Xid). If it comes back, take this machine out of use.")]
         if number == signal.SIGKILL:

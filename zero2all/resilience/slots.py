@@ -11,6 +11,8 @@ process with SIGBUS at a later write. The folders belong to one user, mode 0700,
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import json
 import mmap
@@ -21,6 +23,7 @@ import stat
 import struct
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +31,8 @@ from typing import Any
 
 import google_crc32c
 
+from zero2all.common.checksum import crc32c, extended, joined
+from zero2all.common.cores import usable_cores
 from zero2all.common.errors import BadInputError
 from zero2all.common.fault import KINDS, Fault, flip_byte
 from zero2all.common.files import human_bytes, write_atomic
@@ -45,8 +50,10 @@ HEAD = struct.Struct("<8sIQQQII")
 """Magic, state, step, bytes of data, bytes of JSON, crc32c of the data, crc32c of the JSON; the page ends with its own
 crc32c."""
 MAGIC, WRITING, VALID = b"z2a-mem1", 1, 2
-CHUNK_BYTES = 1 << 20
-"""Checksummed at a time: small, because the interpreter is held meanwhile."""
+READ_BYTES = 4 << 20
+THREADS = 8
+POPULATE_WRITE, POPULATE_BYTES = 23, 64 << 20
+"""MADV_POPULATE_WRITE of Linux 5.14, and how much at a time."""
 LARGEST_SHARE = 0.8
 """Of the memory that is free: with more, training itself might not get enough."""
 STALE_SECONDS = 24 * 3600.0
@@ -71,8 +78,9 @@ class Found:
 class Slot:
     """One buffer of this process, mapped."""
 
-    def __init__(self, path: Path, data_bytes: int) -> None:
-        """Open the file if it has this size, and leave its content; else make a new one. OSError when it is too big."""
+    def __init__(self, path: Path, data_bytes: int, is_reserved: bool = True) -> None:
+        """Open the file if it has this size, and leave its content; else make a new one. OSError when it is too big.
+        Not `is_reserved`: `populate` comes before the first use."""
         self.path, self.data_bytes = path, data_bytes
         with suppress(BadInputError, OSError):
             if read_slot(path).data_bytes != data_bytes:
@@ -83,12 +91,35 @@ class Slot:
         except FileNotFoundError:
             self._handle = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.posix_fallocate(self._handle, 0, PAGE + data_bytes)
+            if is_reserved:
+                os.posix_fallocate(self._handle, 0, PAGE + data_bytes)
+            elif os.fstat(self._handle).st_size < PAGE + data_bytes:
+                os.ftruncate(self._handle, PAGE + data_bytes)
             self.data = mmap.mmap(self._handle, data_bytes, offset=PAGE)
         except OSError:
             os.close(self._handle)
             path.unlink()
             raise
+
+    def populate(self) -> None:
+        """Reserve and map all pages, in threads. Pages that are met one by one, as by pinning, cost a second for each
+        GB. OSError where there is no room."""
+        import numpy as np  # here and below: those who only remove files need none
+
+        address = np.frombuffer(self.data, dtype=np.uint8).ctypes.data
+        advise = ctypes.CDLL(None, use_errno=True).madvise
+        advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+        def map_pages(start: int) -> int:
+            done = advise(address + start, min(POPULATE_BYTES, self.data_bytes - start), POPULATE_WRITE)
+            return ctypes.get_errno() if done else 0
+
+        with ThreadPoolExecutor(_threads()) as pool:
+            errors = set(pool.map(map_pages, range(0, self.data_bytes, POPULATE_BYTES))) - {0}
+        if errors == {errno.EINVAL}:  # an older kernel
+            os.posix_fallocate(self._handle, 0, PAGE + self.data_bytes)
+        elif errors:
+            raise OSError(errno.ENOSPC, f"no room for {human_bytes(self.data_bytes)}", str(self.path))
 
     def begin(self, step: int) -> None:
         """From here on the buffer is not valid."""
@@ -99,12 +130,9 @@ class Slot:
         text = json.dumps(about, separators=(",", ":")).encode()
         os.ftruncate(self._handle, PAGE + self.data_bytes + len(text))
         os.pwrite(self._handle, text, PAGE + self.data_bytes)
-        import numpy as np  # only an array can be checksummed without a copy; those who only remove need none
+        import numpy as np
 
-        data = np.frombuffer(self.data, dtype=np.uint8)
-        crc = 0
-        for start in range(0, len(data), CHUNK_BYTES):
-            crc = google_crc32c.extend(crc, data[start : start + CHUNK_BYTES])
+        crc = crc32c(np.frombuffer(self.data, dtype=np.uint8), _threads())
         os.pwrite(self._handle, _head(VALID, step, self.data_bytes, len(text), crc, google_crc32c.value(text)), 0)
 
     def close(self) -> None:
@@ -153,13 +181,18 @@ def _read(handle: int, path: Path, with_data: bool) -> Found:
 def _data_crc(handle: int, count: int) -> int:
     import numpy as np
 
-    buffer, crc, done = np.empty(CHUNK_BYTES, dtype=np.uint8), 0, 0
-    while done < count:
-        got = os.preadv(handle, [buffer.data[: min(CHUNK_BYTES, count - done)]], PAGE + done)
-        if not got:
-            break
-        crc, done = google_crc32c.extend(crc, buffer[:got]), done + got
-    return int(crc)
+    def piece_crc(start: int, end: int) -> int:
+        buffer, crc = np.empty(READ_BYTES, dtype=np.uint8), 0
+        while start < end and (got := os.preadv(handle, [buffer.data[: min(READ_BYTES, end - start)]], PAGE + start)):
+            crc, start = extended(crc, buffer[:got]), start + got
+        return crc
+
+    return joined(count, piece_crc, _threads())
+
+
+def _threads() -> int:
+    """For one of the processes of a run on this machine."""
+    return max(1, min(THREADS, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 # ---- folders ----

@@ -588,7 +588,7 @@ class _Supervisor:
         self._keep_output(facts)
         first, _ = culprit(facts)
         code = first.code if first.code is not None else 1
-        error = "" if code < 0 else first.failure()
+        error = first.failure()
         text = _note(
             f"Rank {first.rank} ended in phase {first.beat.phase} after step {max(first.beat.step, 0)}: "
             f"{signal_words(code)}."

@@ -10,6 +10,7 @@ before the next one they agree which step all of them have, and none overwrites 
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import shutil
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.fault import fault_point
@@ -56,6 +58,7 @@ class MemoryStore:
         self._slots: list[Slot] = []
         self._buffers: list[HostBuffers] = []
         self._steps: list[int] = []  # of each buffer; -1: none
+        self._is_kept = True  # what was found at the start lies in the buffers that this rank will have
         self._thread: threading.Thread | None = None
         self.problem: str | None = None
         """Why the last save of this rank was not finished."""
@@ -79,6 +82,8 @@ class MemoryStore:
                 problem = str(error)
             problems = [str(each) for each in self._peers.gather(problem) if each is not None]
             if not problems:
+                own = (found[0].about["key"], found[0].about["ranks"]) == (self._key, self._here)
+                self._is_kept = all(self._peers.gather(own))
                 return _checkpoint(found, self._peers)
             self._say(f"Removed a damaged checkpoint in memory: {problems[0]}")
             self.forget_after(step - 1, only=step)
@@ -112,13 +117,9 @@ class MemoryStore:
 
     # ---- during a run ----
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether there is memory to save to."""
-        return bool(self._slots)
-
-    def prepare(self, parts: Mapping[str, Part], device: torch.device | None) -> str | None:
-        """Make the buffers, or take those that are there; returns why there are none, the same on all ranks."""
+    def prepare(self, parts: Mapping[str, Part], device: torch.device | None, in_background: bool) -> str | None:
+        """Make the buffers, or take those that are there; returns why there are none, the same on all ranks. Until
+        those that are made `in_background` are there, nothing is saved."""
         layout = plan_save(parts, self._peers, LARGEST_BUFFER_BYTES, self._hosts)
         starts, own_bytes = [], 0
         for file in layout.files:  # each from a new page, because pages are pinned
@@ -150,7 +151,8 @@ class MemoryStore:
         def allocate() -> None:
             assert self._folder is not None, "entered"
             for path in slots.slot_paths(self._folder, rank):
-                self._slots.append(Slot(path, data_bytes[rank]))
+                self._steps.append(_step_in(path))
+                self._slots.append(Slot(path, data_bytes[rank], is_reserved=device is None))
 
         problem = (
             self._together(enter if self._is_leader else None)
@@ -165,11 +167,18 @@ class MemoryStore:
                 shutil.rmtree(self._folder, ignore_errors=True)
             return problem
         self._layout, self._starts = layout, starts
-        for slot in self._slots:
+
+        def buffers_of(slot: Slot) -> list[Tensor]:
+            if device is not None:
+                slot.populate()
             whole = torch.frombuffer(slot.data, dtype=torch.uint8)
-            buffers = [whole[at : at + file.data_bytes] for at, file in zip(starts, layout.files, strict=True)]
-            self._buffers.append(HostBuffers(layout, device, self._say, buffers))
-            self._steps.append(_step_in(slot))
+            return [whole[at : at + file.data_bytes] for at, file in zip(starts, layout.files, strict=True)]
+
+        # With other processes than before, the next save must not be missed: nothing that was saved is left.
+        in_background = in_background and self._is_kept
+        for slot in self._slots:
+            make = functools.partial(buffers_of, slot)
+            self._buffers.append(HostBuffers(layout, device, self._say, make, in_background))
         return None
 
     def _together(self, work: Callable[[], None] | None) -> str | None:
@@ -184,12 +193,18 @@ class MemoryStore:
 
     def save(self, step: int, snapshot: Snapshot, details: Mapping[str, Any]) -> torch.cuda.Event | bool:
         """Begin a save. False: the one before is not finished on some rank, and nothing was done. An event: until it,
-        the optimizer's state may not change. True: everything may change."""
+        the optimizer's state may not change. True: everything may change. NoMemoryFolderError on all ranks: some rank
+        got no memory, and there will be no saves."""
         assert self._layout is not None, "prepared"
         is_busy = self._thread is not None and self._thread.is_alive()
+        is_busy |= not all(buffers.is_ready for buffers in self._buffers)
+        problem = next((buffers.problem for buffers in self._buffers if buffers.problem), None)
         can_save = not is_busy and self._layout.signature == signature_of(snapshot.parts)
         record = exact_json.dump(dict(snapshot.record)).decode() if self._peers.is_first else None
-        said = self._peers.gather([can_save, self._steps, record, secrets.token_hex(8)])
+        said = self._peers.gather([can_save, self._steps, record, secrets.token_hex(8), problem])
+        if problems := [str(each[4]) for each in said if each[4]]:
+            self._release()
+            raise NoMemoryFolderError(problems[0])
         if not all(each[0] for each in said):
             return False
         common = max(set.intersection(*(set(each[1]) for each in said)), default=-1)
@@ -283,9 +298,9 @@ class MemoryStore:
         self._buffers, self._slots, self._steps, self._lock = [], [], [], None
 
 
-def _step_in(slot: Slot) -> int:
+def _step_in(path: Path) -> int:
     try:
-        return slots.read_slot(slot.path).step
+        return slots.read_slot(path).step
     except BadInputError:
         return -1
 

@@ -1,12 +1,13 @@
 """The state of a run, and its copy in host memory.
 
-The training loop waits only for the copy. Its buffers are allocated once, before the first step, pinned where there is
-a GPU, and laid out exactly like the files: one buffer per file, every tensor in its place. Copies from a GPU use their
-own stream, all at once, and the loop waits for them, because the next step changes the weights.
+The training loop waits only for the copy. Its buffers are allocated once, pinned where there is a GPU, and laid out
+exactly like the files: one buffer per file, every tensor in its place. Copies from a GPU use their own stream, all at
+once, and the loop waits for them, because the next step changes the weights.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -60,16 +61,52 @@ class HostBuffers:
         layout: SaveLayout,
         device: torch.device | None,
         say: Callable[[str], None],
-        buffers: list[Tensor] | None = None,
+        make: Callable[[], list[Tensor]] | None = None,
+        in_background: bool = False,
     ) -> None:
-        """`device` is where most tensors are; memory is pinned when that is a GPU. `buffers`: memory that is there
-        already, one for each file."""
-        self._files = layout.files
+        """`device` is where most tensors are; memory is pinned when that is a GPU, which takes seconds for 10 GB and
+        may be done `in_background`. `make` finds the memory, one buffer for each file; None: allocate it."""
+        self._files, self._say = layout.files, say
+        self._make = make or (lambda: [torch.zeros(file.data_bytes, dtype=torch.uint8) for file in layout.files])
         self._pinned: list[Tensor] = []
+        self._buffers: list[Tensor] = []
         self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
-        self.buffers = buffers or [torch.zeros(file.data_bytes, dtype=torch.uint8) for file in layout.files]
-        if self._stream is not None:
-            self._pin(say)
+        self._problem: BaseException | None = None
+        self._thread = threading.Thread(target=self._prepare, name="host-buffers", daemon=True)
+        self._thread.start()
+        if not in_background:
+            self.wait()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether nothing is left to wait for."""
+        return not self._thread.is_alive()
+
+    @property
+    def problem(self) -> str | None:
+        """Why there is no memory, as far as is known."""
+        return None if self._problem is None else str(self._problem)
+
+    def wait(self) -> None:
+        """Wait for the memory; raises why there is none."""
+        self._thread.join()
+        if self._problem is not None:
+            raise self._problem
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The memory, one buffer for each file."""
+        self.wait()
+        return self._buffers
+
+    def _prepare(self) -> None:
+        try:
+            self._buffers = self._make()
+            if self._stream is not None:
+                torch.cuda.set_device(self._stream.device)  # else this thread would use the first GPU
+                self._pin()
+        except BaseException as error:
+            self._problem = error
 
     def copy(self, parts: Mapping[str, Part]) -> float:
         """Copy the boxes that this rank writes; when it returns `parts` may be changed. Returns the seconds it took."""
@@ -113,19 +150,20 @@ class HostBuffers:
 
     def release(self) -> None:
         """Free the memory."""
+        self._thread.join()
         for buffer in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
-        self._pinned, self.buffers = [], []
+        self._pinned, self._buffers = [], []
 
-    def _pin(self, say: Callable[[str], None]) -> None:
+    def _pin(self) -> None:
         """Lock the pages in place. torch's own pinned allocator would round a buffer up to a power of two."""
-        for buffer in self.buffers:
+        for buffer in self._buffers:
             if buffer.numel() == 0:
                 continue
             error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), PORTABLE)
             if int(error) != 0:
                 self._forget_error()
-                say(
+                self._say(
                     f"Host memory for checkpoints could not be pinned (CUDA error {int(error)}): saves will delay "
                     f"training longer. Raise the limit on locked memory (ulimit -l) to fix that."
                 )

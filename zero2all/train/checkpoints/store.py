@@ -78,14 +78,15 @@ class CheckpointStore:
         self.memory: MemoryStore | None = None
         """Checkpoints in memory, where the run has them."""
 
-    def prepare(self, parts: Mapping[str, Part]) -> int:
+    def prepare(self, parts: Mapping[str, Part], in_background: bool = False) -> int:
         """Plan the saves of these parts and allocate host memory; returns the bytes of one checkpoint. Called by all
         ranks; all raise when their parts leave a hole or overlap. Without it, or when the parts are cut otherwise, the
-        next save does it and takes longer."""
+        next save does it and takes longer. `in_background`: the memory comes later, at the latest for the first save;
+        no CUDA graph may be captured until then."""
         self._writer.wait()
         self._release()
         layout = plan_save(parts, self.peers, self._largest_file_bytes)
-        self._buffers = HostBuffers(layout, _gpu_of(parts), self._say)
+        self._buffers = HostBuffers(layout, _gpu_of(parts), self._say, in_background=in_background)
         self._layout = layout
         return bytes_needed(layout)
 
@@ -199,10 +200,10 @@ class CheckpointStore:
             self._release()
         return is_idle
 
-    def prepare_memory(self, parts: Mapping[str, Part]) -> str | None:
+    def prepare_memory(self, parts: Mapping[str, Part], in_background: bool = False) -> str | None:
         """Make room for checkpoints in memory; returns why there is none. Called by all ranks."""
         assert self.memory is not None, "asked for"
-        return self.memory.prepare(parts, _gpu_of(parts))
+        return self.memory.prepare(parts, _gpu_of(parts), in_background)
 
     def remember(
         self, step: int, snapshot: Snapshot, details: Mapping[str, Any]

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zero2all.common.checksum import extended
 from zero2all.common.errors import BadInputError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -46,7 +47,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LARGEST_HEADER_BYTES = 100_000_000
 ALIGNMENT = 8
 CHUNK_BYTES = 1 << 20
-"""Written and checksummed at a time: small, so that the training thread never waits long for the interpreter."""
+"""Written and checksummed at a time: the processor's cache still holds it."""
 CHECK_BYTES = 1 << 20
 READ_BYTES = 64 << 20
 """Read at a time: the memory that loading needs beside the tensors themselves."""
@@ -114,7 +115,7 @@ def write_durably(path: Path, head: bytes, data: Tensor | None = None) -> dict[s
             array = data.numpy()
             for start in range(0, len(array), CHUNK_BYTES):
                 chunk = array[start : start + CHUNK_BYTES]
-                crc = google_crc32c.extend(crc, chunk)
+                crc = extended(crc, chunk)
                 _write_all(file.fileno(), memoryview(chunk.data))
             count += len(array)
         os.fsync(file.fileno())
@@ -133,7 +134,7 @@ def file_crc32c(path: Path) -> str:
     with open(path, "rb", buffering=0) as file:
         buffer = np.empty(min(CHECK_BYTES, max(1, os.fstat(file.fileno()).st_size)), dtype=np.uint8)
         while count := file.readinto(buffer.data):
-            crc = google_crc32c.extend(crc, buffer[:count])
+            crc = extended(crc, buffer[:count])
     return f"{crc:08x}"
 
 
@@ -144,7 +145,7 @@ def file_start_crc32c(handle: int, header: Header) -> int:
 
 def extended_crc32c(crc: int, values: Tensor) -> int:
     """A crc32c extended by the bytes of a tensor on the CPU."""
-    return int(google_crc32c.extend(crc, values.view(-1).view(torch.uint8).numpy()))
+    return extended(crc, values.view(-1).view(torch.uint8).numpy())
 
 
 def read_header(path: Path) -> Header:

@@ -1,0 +1,84 @@
+"""crc32c of memory while the interpreter goes on, in several threads.
+
+`google_crc32c.extend` holds the interpreter. Beside a training loop that is expensive: the loop gives the interpreter
+up in every operator and then waits for it up to 5 ms each time, so a checksum of 15 GB costs it seconds. The same
+library, called through ctypes, holds nothing. Where its file is not found the slow way remains, in small pieces.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+
+PIECE_BYTES = 64 << 20
+SMALL_BYTES = 1 << 20
+"""At a time where the interpreter is held."""
+POLYNOMIAL = 0x82F63B78
+"""Of crc32c, the lowest bit first."""
+
+
+@functools.cache
+def _native() -> Callable[[int, int, int], int] | None:
+    """crc32c_extend(crc, address, count) of the library that google_crc32c brings."""
+    folder = Path(google_crc32c.__file__).parent
+    for path in sorted(folder.parent.glob(f"{folder.name}.libs/libcrc32c*.so*")):
+        try:
+            extend = ctypes.CDLL(str(path)).crc32c_extend
+        except (OSError, AttributeError):
+            continue
+        extend.restype, extend.argtypes = ctypes.c_uint32, (ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t)
+        return extend
+    return None
+
+
+def extended(crc: int, data: Any) -> int:
+    """A crc32c extended by a contiguous numpy array of bytes."""
+    native = _native()
+    if native is not None:
+        return int(native(crc, data.ctypes.data, data.size))
+    for start in range(0, data.size, SMALL_BYTES):
+        crc = google_crc32c.extend(crc, data[start : start + SMALL_BYTES])
+    return int(crc)
+
+
+def crc32c(data: Any, threads: int) -> int:
+    """The crc32c of a contiguous numpy array of bytes."""
+    return joined(data.size, lambda start, end: extended(0, data[start:end]), threads)
+
+
+def joined(count: int, piece_crc: Callable[[int, int], int], threads: int) -> int:
+    """The crc32c of `count` bytes from those of their pieces, each from `start` to `end`."""
+    starts = range(0, count, PIECE_BYTES)
+    ends = [min(start + PIECE_BYTES, count) for start in starts]
+    crc = 0
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        for start, end, own in zip(starts, ends, pool.map(piece_crc, starts, ends), strict=True):
+            crc = _times(crc, _shift(end - start)) ^ own
+    return crc
+
+
+@functools.lru_cache(8)
+def _shift(count: int) -> int:
+    """x to the power of 8 * `count`, modulo the polynomial: what `count` more bytes do to the crc before them."""
+    power, square, exponent = 1 << 31, 1 << 30, 8 * count
+    while exponent:
+        if exponent & 1:
+            power = _times(power, square)
+        square, exponent = _times(square, square), exponent >> 1
+    return power
+
+
+def _times(a: int, b: int) -> int:
+    """The product of two polynomials over GF(2), modulo the polynomial; the highest bit is x to the power of 0."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ (POLYNOMIAL if b & 1 else 0)
+    return product
