@@ -12,10 +12,12 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from zero2all.common.errors import BadInputError
+from zero2all.common.fault import flip_byte
 from zero2all.resilience import slots
 from zero2all.resilience.library import MemoryCheckpoint
 
@@ -107,6 +109,26 @@ def test_a_kill_during_the_copy_leaves_a_whole_state(tmp_path, warm, kills):
         assert equal(found[1], state_of(found[0]))
         assert found[0] > last
         last = found[0]
+
+
+def test_a_buffer_that_is_not_mapped_is_written_in_threads_and_checked_like_any_other(tmp_path, monkeypatch):
+    monkeypatch.setattr("zero2all.common.checksum.PIECE_BYTES", 3 * slots.PAGE)
+    monkeypatch.setattr(slots, "READ_BYTES", slots.PAGE)
+    monkeypatch.setattr(slots, "_threads", lambda: 3)
+    path, data = tmp_path / "a-00000", np.random.default_rng(1).integers(0, 256, 10 * slots.PAGE + 5, dtype=np.uint8)
+    slot = slots.Slot(path, len(data), is_mapped=False)
+    for step in (4, 8):
+        slot.begin(step)
+        with pytest.raises(BadInputError, match="not finished"):
+            slots.read_slot(path)
+        slot.finish(step, {"save": str(step)}, data)
+        found = slots.read_slot(path, with_data=True)
+        assert (found.step, found.about) == (step, {"save": str(step)})
+    assert path.read_bytes()[slots.PAGE :][: len(data)] == data.tobytes()
+    slot.close()
+    flip_byte(path, slots.PAGE + 7 * slots.PAGE)
+    with pytest.raises(BadInputError, match="crc32c differs"):
+        slots.read_slot(path, with_data=True)
 
 
 def test_a_folder_of_another_user_or_open_to_others_is_refused(tmp_path):

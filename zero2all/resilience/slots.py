@@ -11,8 +11,6 @@ process with SIGBUS at a later write. The folders belong to one user, mode 0700,
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import fcntl
 import json
 import mmap
@@ -23,7 +21,6 @@ import stat
 import struct
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,9 +48,8 @@ HEAD = struct.Struct("<8sIQQQII")
 crc32c."""
 MAGIC, WRITING, VALID = b"z2a-mem1", 1, 2
 READ_BYTES = 4 << 20
+"""Read or written at a time."""
 THREADS = 8
-POPULATE_WRITE, POPULATE_BYTES = 23, 64 << 20
-"""MADV_POPULATE_WRITE of Linux 5.14, and how much at a time."""
 LARGEST_SHARE = 0.8
 """Of the memory that is free: with more, training itself might not get enough."""
 STALE_SECONDS = 24 * 3600.0
@@ -76,11 +72,12 @@ class Found:
 
 
 class Slot:
-    """One buffer of this process, mapped."""
+    """One buffer of this process."""
 
-    def __init__(self, path: Path, data_bytes: int, is_reserved: bool = True) -> None:
+    def __init__(self, path: Path, data_bytes: int, is_mapped: bool = True) -> None:
         """Open the file if it has this size, and leave its content; else make a new one. OSError when it is too big.
-        Not `is_reserved`: `populate` comes before the first use."""
+        One that is not mapped is written from other memory: to map 10 GB takes ten seconds, and to pin it blocks the
+        GPU meanwhile."""
         self.path, self.data_bytes = path, data_bytes
         with suppress(BadInputError, OSError):
             if read_slot(path).data_bytes != data_bytes:
@@ -91,49 +88,44 @@ class Slot:
         except FileNotFoundError:
             self._handle = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            if is_reserved:
-                os.posix_fallocate(self._handle, 0, PAGE + data_bytes)
-            elif os.fstat(self._handle).st_size < PAGE + data_bytes:
-                os.ftruncate(self._handle, PAGE + data_bytes)
-            self.data = mmap.mmap(self._handle, data_bytes, offset=PAGE)
+            if is_mapped:
+                self._reserve()
+                self.data = mmap.mmap(self._handle, data_bytes, offset=PAGE)
         except OSError:
             os.close(self._handle)
             path.unlink()
             raise
 
-    def populate(self) -> None:
-        """Reserve and map all pages, in threads. Pages that are met one by one, as by pinning, cost a second for each
-        GB. OSError where there is no room."""
-        import numpy as np  # here and below: those who only remove files need none
-
-        address = np.frombuffer(self.data, dtype=np.uint8).ctypes.data
-        advise = ctypes.CDLL(None, use_errno=True).madvise
-        advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-        def map_pages(start: int) -> int:
-            done = advise(address + start, min(POPULATE_BYTES, self.data_bytes - start), POPULATE_WRITE)
-            return ctypes.get_errno() if done else 0
-
-        with ThreadPoolExecutor(_threads()) as pool:
-            errors = set(pool.map(map_pages, range(0, self.data_bytes, POPULATE_BYTES))) - {0}
-        if errors == {errno.EINVAL}:  # an older kernel
-            os.posix_fallocate(self._handle, 0, PAGE + self.data_bytes)
-        elif errors:
-            raise OSError(errno.ENOSPC, f"no room for {human_bytes(self.data_bytes)}", str(self.path))
-
     def begin(self, step: int) -> None:
         """From here on the buffer is not valid."""
         os.pwrite(self._handle, _head(WRITING, step, self.data_bytes), 0)
 
-    def finish(self, step: int, about: dict[str, Any]) -> None:
-        """The data is there: add what describes it, and make the buffer valid."""
+    def finish(self, step: int, about: dict[str, Any], memory: Any = None) -> None:
+        """The data is there: add what describes it, and make the buffer valid. `memory`: an array with the data of a
+        buffer that is not mapped."""
+        import numpy as np  # here and below: those who only remove files need none
+
+        if memory is None:
+            crc = crc32c(np.frombuffer(self.data, dtype=np.uint8), _threads())
+        else:
+            self._reserve()
+            crc = joined(self.data_bytes, lambda start, end: self._write(memory, start, end), _threads())
         text = json.dumps(about, separators=(",", ":")).encode()
         os.ftruncate(self._handle, PAGE + self.data_bytes + len(text))
         os.pwrite(self._handle, text, PAGE + self.data_bytes)
-        import numpy as np
-
-        crc = crc32c(np.frombuffer(self.data, dtype=np.uint8), _threads())
         os.pwrite(self._handle, _head(VALID, step, self.data_bytes, len(text), crc, google_crc32c.value(text)), 0)
+
+    def _reserve(self) -> None:
+        os.posix_fallocate(self._handle, 0, PAGE + self.data_bytes)
+
+    def _write(self, memory: Any, start: int, end: int) -> int:
+        """Write a part of the data, in pieces that fit into the processor's cache; returns its crc32c."""
+        crc = 0
+        while start < end:
+            piece = memory[start : min(start + READ_BYTES, end)]
+            written = os.pwrite(self._handle, piece.data, PAGE + start)
+            crc, start = extended(crc, piece[:written]), start + written
+        return crc
 
     def close(self) -> None:
         """Close the file; it stays. The mapping goes with the last tensor that uses it."""

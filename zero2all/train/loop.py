@@ -378,7 +378,7 @@ class TrainingLoop:
         else:
             self.control.look_for_repeats(prepared.data, self.state.step)
         with self.state.tensors() as tensors:
-            checkpoint_bytes = self.store.prepare(tensors, in_background=self.state.cuda_graph is None)
+            checkpoint_bytes = self.store.prepare(tensors)
         self.saver.prepare_memory(self.stage_name)
         if self.state.step < prepared.last_step:
             notes = self._check_before_first_step(checkpoint_bytes)

@@ -26,7 +26,6 @@ from zero2all.packed.background import ShardCheck, checking_shards
 from zero2all.packed.loader import rank_rows
 from zero2all.parallel.layout import layout_table
 from zero2all.parallel.world import World
-from zero2all.resilience.slots import NoMemoryFolderError
 from zero2all.train.anneal import ANNEAL_FILE
 from zero2all.train.checkpoints.checks import ReplicasDifferError
 from zero2all.train.checkpoints.manifest import NOT_GOOD
@@ -186,17 +185,14 @@ class CheckpointSaver:
         ):
             return
         with state.tensors() as tensors:
-            problem = self._store.prepare_memory(tensors, in_background=state.cuda_graph is None)
+            problem = self._store.prepare_memory(tensors)
         if problem is not None:
-            self._give_up_memory(problem)
+            self._store.memory = None
+            self._log.warn(f"no checkpoints in memory: {problem}. A restart continues from the disk.")
             return
         self._memory_steps = every
         if self._prepared.checkpoint is not None and self._prepared.checkpoint.in_memory:
             self.remember(stage)  # with another number of processes the buffers are new ones
-
-    def _give_up_memory(self, problem: str) -> None:
-        self._store.memory, self._memory_steps = None, 0
-        self._log.warn(f"no checkpoints in memory: {problem}. A restart continues from the disk.")
 
     def is_due_in_memory(self, step: int) -> bool:
         """Whether to save to memory after `step`."""
@@ -207,13 +203,9 @@ class CheckpointSaver:
         if self._control.doubt() is not None or self._store.memory is None:
             return
         state, started = self._prepared.state, time.monotonic()
-        try:
-            with state.tensors() as tensors:
-                snapshot = Snapshot(tensors, self._record(stage))
-                done, bad = self._store.remember(state.step, snapshot, self._prepared.details)
-        except NoMemoryFolderError as error:
-            self._give_up_memory(str(error))
-            return
+        with state.tensors() as tensors:
+            snapshot = Snapshot(tensors, self._record(stage))
+            done, bad = self._store.remember(state.step, snapshot, self._prepared.details)
         state.copied = None if isinstance(done, bool) else done
         problem = self._store.memory.problem if bad is None else f"{bad} contains NaN or infinite values"
         if problem is not None:

@@ -10,7 +10,6 @@ before the next one they agree which step all of them have, and none overwrites 
 
 from __future__ import annotations
 
-import functools
 import os
 import secrets
 import shutil
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.fault import fault_point
@@ -36,7 +34,7 @@ from zero2all.train.checkpoints.load import Checkpoint
 from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.planning import SaveLayout, plan_save, signature_of
 from zero2all.train.checkpoints.run_lock import boot_id
-from zero2all.train.checkpoints.snapshot import HostBuffers, Snapshot
+from zero2all.train.checkpoints.snapshot import HostBuffers, PinnedBlock, Snapshot, page_starts
 from zero2all.train.checkpoints.tensor_file import Header, TensorInfo, byte_count
 
 LARGEST_BUFFER_BYTES = 4 << 30
@@ -58,7 +56,7 @@ class MemoryStore:
         self._slots: list[Slot] = []
         self._buffers: list[HostBuffers] = []
         self._steps: list[int] = []  # of each buffer; -1: none
-        self._is_kept = True  # what was found at the start lies in the buffers that this rank will have
+        self._block: PinnedBlock | None = None
         self._thread: threading.Thread | None = None
         self.problem: str | None = None
         """Why the last save of this rank was not finished."""
@@ -82,8 +80,6 @@ class MemoryStore:
                 problem = str(error)
             problems = [str(each) for each in self._peers.gather(problem) if each is not None]
             if not problems:
-                own = (found[0].about["key"], found[0].about["ranks"]) == (self._key, self._here)
-                self._is_kept = all(self._peers.gather(own))
                 return _checkpoint(found, self._peers)
             self._say(f"Removed a damaged checkpoint in memory: {problems[0]}")
             self.forget_after(step - 1, only=step)
@@ -117,14 +113,12 @@ class MemoryStore:
 
     # ---- during a run ----
 
-    def prepare(self, parts: Mapping[str, Part], device: torch.device | None, in_background: bool) -> str | None:
-        """Make the buffers, or take those that are there; returns why there are none, the same on all ranks. Until
-        those that are made `in_background` are there, nothing is saved."""
+    def prepare(self, parts: Mapping[str, Part], block: PinnedBlock | None) -> str | None:
+        """Make the buffers, or take those that are there; returns why there are none, the same on all ranks. `block`:
+        where the tensors of a GPU go through."""
         layout = plan_save(parts, self._peers, LARGEST_BUFFER_BYTES, self._hosts)
-        starts, own_bytes = [], 0
-        for file in layout.files:  # each from a new page, because pages are pinned
-            starts.append(own_bytes)
-            own_bytes += -(-file.data_bytes // PAGE) * PAGE
+        sizes = [file.data_bytes for file in layout.files]
+        starts, own_bytes = page_starts(sizes)
         data_bytes = [max(int(count), PAGE) for count in self._peers.gather(own_bytes)]
         name = self._peers.gather(slots.run_id(self._run, create=True) if self._peers.is_first else None)[0]
         rank = self._peers.rank
@@ -152,7 +146,7 @@ class MemoryStore:
             assert self._folder is not None, "entered"
             for path in slots.slot_paths(self._folder, rank):
                 self._steps.append(_step_in(path))
-                self._slots.append(Slot(path, data_bytes[rank], is_reserved=device is None))
+                self._slots.append(Slot(path, data_bytes[rank], is_mapped=block is None))
 
         problem = (
             self._together(enter if self._is_leader else None)
@@ -166,19 +160,15 @@ class MemoryStore:
             if is_mine and self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
             return problem
-        self._layout, self._starts = layout, starts
-
-        def buffers_of(slot: Slot) -> list[Tensor]:
-            if device is not None:
-                slot.populate()
-            whole = torch.frombuffer(slot.data, dtype=torch.uint8)
-            return [whole[at : at + file.data_bytes] for at, file in zip(starts, layout.files, strict=True)]
-
-        # With other processes than before, the next save must not be missed: nothing that was saved is left.
-        in_background = in_background and self._is_kept
+        self._layout, self._starts, self._block = layout, starts, block
         for slot in self._slots:
-            make = functools.partial(buffers_of, slot)
-            self._buffers.append(HostBuffers(layout, device, self._say, make, in_background))
+            buffers = None
+            if block is None:
+                whole = torch.frombuffer(slot.data, dtype=torch.uint8)
+                buffers = [whole[at : at + size] for at, size in zip(starts, sizes, strict=True)]
+            self._buffers.append(HostBuffers(layout, block, buffers))
+        if block is not None:
+            block.reserve([data_bytes[rank]])
         return None
 
     def _together(self, work: Callable[[], None] | None) -> str | None:
@@ -193,23 +183,19 @@ class MemoryStore:
 
     def save(self, step: int, snapshot: Snapshot, details: Mapping[str, Any]) -> torch.cuda.Event | bool:
         """Begin a save. False: the one before is not finished on some rank, and nothing was done. An event: until it,
-        the optimizer's state may not change. True: everything may change. NoMemoryFolderError on all ranks: some rank
-        got no memory, and there will be no saves."""
+        the optimizer's state may not change. True: everything may change."""
         assert self._layout is not None, "prepared"
         is_busy = self._thread is not None and self._thread.is_alive()
-        is_busy |= not all(buffers.is_ready for buffers in self._buffers)
-        problem = next((buffers.problem for buffers in self._buffers if buffers.problem), None)
+        is_busy = is_busy or (self._block is not None and not self._block.lock.acquire(blocking=False))
         can_save = not is_busy and self._layout.signature == signature_of(snapshot.parts)
         record = exact_json.dump(dict(snapshot.record)).decode() if self._peers.is_first else None
-        said = self._peers.gather([can_save, self._steps, record, secrets.token_hex(8), problem])
-        if problems := [str(each[4]) for each in said if each[4]]:
-            self._release()
-            raise NoMemoryFolderError(problems[0])
-        if not all(each[0] for each in said):
-            return False
+        said = self._peers.gather([can_save, self._steps, record, secrets.token_hex(8)])
         common = max(set.intersection(*(set(each[1]) for each in said)), default=-1)
-        if common == step:
-            return True
+        can_all = all(each[0] for each in said)
+        if not can_all or common == step:
+            if self._block is not None and not is_busy:
+                self._block.lock.release()
+            return can_all
         # All ranks have `common`; of the other buffer some may have another step, or have failed.
         at = next(number for number, held in enumerate(self._steps) if held != common or common < 0)
         slot, self._steps[at] = self._slots[at], -1
@@ -224,7 +210,12 @@ class MemoryStore:
             "record": said[0][2],
             "details": exact_json.dump(dict(details)).decode(),
         }
-        copied = self._buffers[at].begin_copy(snapshot.parts)
+        try:
+            copied = self._buffers[at].begin_copy(snapshot.parts)
+        except BaseException:
+            if self._block is not None:
+                self._block.lock.release()
+            raise
         job = threading.Thread(target=self._finish, args=(at, step, about, copied), name="memory-save", daemon=True)
         self._thread = job
         job.start()
@@ -236,10 +227,15 @@ class MemoryStore:
             if copied is not None:
                 copied.synchronize()
             fault_point("memory", step)
-            self._slots[at].finish(step, about)
+            slot = self._slots[at]
+            memory = None if self._block is None else self._block.views([slot.data_bytes])[0].numpy()
+            slot.finish(step, about, memory)
             self._steps[at], self.problem = step, None
         except Exception as error:  # the buffer stays unfinished; the other one is whole
             self.problem = f"{type(error).__name__}: {error}"
+        finally:
+            if self._block is not None:
+                self._block.lock.release()
 
     def _boxes(self) -> list[Any]:
         """Of each box in this rank's buffer: tensor, dtype, shape, where it begins, its shape, and its place there."""

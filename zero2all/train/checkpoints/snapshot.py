@@ -1,15 +1,17 @@
 """The state of a run, and its copy in host memory.
 
-The training loop waits only for the copy. Its buffers are allocated once, pinned where there is a GPU, and laid out
-exactly like the files: one buffer per file, every tensor in its place. Copies from a GPU use their own stream, all at
-once, and the loop waits for them, because the next step changes the weights.
+The training loop waits only for the copy. Its buffers are allocated once, before the first step, and laid out exactly
+like the files: one buffer per file, every tensor in its place. Copies from a GPU use their own stream, all at once, and
+the loop waits for them, because the next step changes the weights. They go through one pinned block, whether they end
+on the disk or in memory, one save at a time.
 """
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,60 +55,85 @@ class Staged:
     details: dict[str, Any]
 
 
+class PinnedBlock:
+    """Host memory that the GPU writes to directly. Pinned once: that takes a second for 10 GB, and blocks the GPU."""
+
+    def __init__(self, device: torch.device, say: Callable[[str], None]) -> None:
+        self.device, self._say = device, say
+        self.lock = threading.Lock()
+        """Held from the first copy of a save until its data is elsewhere."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._is_pinned = False
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Grow where that is needed; waits for a save under way."""
+        needed = page_starts(sizes)[1]
+        with self.lock:
+            if needed > self._memory.numel():
+                self.free()
+                self._memory = _large_pages(needed)
+                self._pin()
+
+    def views(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Buffers of these sizes, each from a new page, for which memory is reserved."""
+        starts, _ = page_starts(sizes)
+        return [self._memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+    def free(self) -> None:
+        """Give the memory back."""
+        if self._is_pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+        self._memory, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
+
+    def _pin(self) -> None:
+        """Lock the pages in place. torch's own pinned allocator would round a buffer up to a power of two."""
+        error = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), PORTABLE)
+        self._is_pinned = int(error) == 0
+        if not self._is_pinned:
+            with suppress(RuntimeError):  # clears the error, which the next kernel of the trainer would report
+                torch.zeros(1, device=self.device)
+            self._say(
+                f"Host memory for checkpoints could not be pinned (CUDA error {int(error)}): saves will delay "
+                f"training longer. Raise the limit on locked memory (ulimit -l) to fix that."
+            )
+
+
+def page_starts(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where buffers begin that lie one behind the other, each from a new page; and where the last page ends."""
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    return starts, end
+
+
+def _large_pages(count: int) -> Tensor:
+    """Zeros, on large pages where the system has them: they are there and pinned several times faster."""
+    memory = mmap.mmap(-1, count, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError, ValueError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
 class HostBuffers:
     """Memory for one snapshot, kept for the life of a plan."""
 
     def __init__(
-        self,
-        layout: SaveLayout,
-        device: torch.device | None,
-        say: Callable[[str], None],
-        make: Callable[[], list[Tensor]] | None = None,
-        in_background: bool = False,
+        self, layout: SaveLayout, block: PinnedBlock | None = None, buffers: list[Tensor] | None = None
     ) -> None:
-        """`device` is where most tensors are; memory is pinned when that is a GPU, which takes seconds for 10 GB and
-        may be done `in_background`. `make` finds the memory, one buffer for each file; None: allocate it."""
-        self._files, self._say = layout.files, say
-        self._make = make or (lambda: [torch.zeros(file.data_bytes, dtype=torch.uint8) for file in layout.files])
-        self._pinned: list[Tensor] = []
-        self._buffers: list[Tensor] = []
-        self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
-        self._problem: BaseException | None = None
-        self._thread = threading.Thread(target=self._prepare, name="host-buffers", daemon=True)
-        self._thread.start()
-        if not in_background:
-            self.wait()
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether nothing is left to wait for."""
-        return not self._thread.is_alive()
-
-    @property
-    def problem(self) -> str | None:
-        """Why there is no memory, as far as is known."""
-        return None if self._problem is None else str(self._problem)
-
-    def wait(self) -> None:
-        """Wait for the memory; raises why there is none."""
-        self._thread.join()
-        if self._problem is not None:
-            raise self._problem
+        """`block`: where the tensors of a GPU go through; `buffers`: memory that is there already, one for each
+        file."""
+        self._files, self._block = layout.files, block
+        self._stream = torch.cuda.Stream(block.device) if block is not None else None
+        sizes = [file.data_bytes for file in layout.files]
+        if block is not None:
+            block.reserve(sizes)
+        self._own = buffers or [torch.zeros(size if block is None else 0, dtype=torch.uint8) for size in sizes]
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The memory, one buffer for each file."""
-        self.wait()
-        return self._buffers
-
-    def _prepare(self) -> None:
-        try:
-            self._buffers = self._make()
-            if self._stream is not None:
-                torch.cuda.set_device(self._stream.device)  # else this thread would use the first GPU
-                self._pin()
-        except BaseException as error:
-            self._problem = error
+        """One for each file."""
+        return self._own if self._block is None else self._block.views([file.data_bytes for file in self._files])
 
     def copy(self, parts: Mapping[str, Part]) -> float:
         """Copy the boxes that this rank writes; when it returns `parts` may be changed. Returns the seconds it took."""
@@ -149,29 +176,5 @@ class HostBuffers:
         return list(zip(self._files, self.buffers, strict=True))
 
     def release(self) -> None:
-        """Free the memory."""
-        self._thread.join()
-        for buffer in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
-        self._pinned, self._buffers = [], []
-
-    def _pin(self) -> None:
-        """Lock the pages in place. torch's own pinned allocator would round a buffer up to a power of two."""
-        for buffer in self._buffers:
-            if buffer.numel() == 0:
-                continue
-            error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), PORTABLE)
-            if int(error) != 0:
-                self._forget_error()
-                self._say(
-                    f"Host memory for checkpoints could not be pinned (CUDA error {int(error)}): saves will delay "
-                    f"training longer. Raise the limit on locked memory (ulimit -l) to fix that."
-                )
-                return
-            self._pinned.append(buffer)
-
-    def _forget_error(self) -> None:
-        """Clear the error of a refused CUDA call, which the next kernel of the trainer would report otherwise."""
-        assert self._stream is not None, "only pinning can be refused"
-        with suppress(RuntimeError):
-            torch.zeros(1, device=self._stream.device)
+        """Free the memory, apart from the block."""
+        self._own = []

@@ -37,7 +37,7 @@ from zero2all.train.checkpoints.peers import open_peers
 from zero2all.train.checkpoints.planning import SaveLayout, plan_save, signature_of
 from zero2all.train.checkpoints.retention import Retention, Verified, is_good, pin, prune, sweep, withdraw_after
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
-from zero2all.train.checkpoints.snapshot import HostBuffers, Snapshot, Staged
+from zero2all.train.checkpoints.snapshot import HostBuffers, PinnedBlock, Snapshot, Staged
 from zero2all.train.checkpoints.writer import SaveResult, SaveTicket, Writer
 
 LARGEST_FILE_BYTES = 4 << 30
@@ -72,21 +72,21 @@ class CheckpointStore:
         self._writer = Writer()
         self._layout: SaveLayout | None = None
         self._buffers: HostBuffers | None = None
+        self._block: PinnedBlock | None = None
         self._verified = Verified()
         self._is_good: dict[int, bool] = {}
         self._attempts = 0
         self.memory: MemoryStore | None = None
         """Checkpoints in memory, where the run has them."""
 
-    def prepare(self, parts: Mapping[str, Part], in_background: bool = False) -> int:
+    def prepare(self, parts: Mapping[str, Part]) -> int:
         """Plan the saves of these parts and allocate host memory; returns the bytes of one checkpoint. Called by all
         ranks; all raise when their parts leave a hole or overlap. Without it, or when the parts are cut otherwise, the
-        next save does it and takes longer. `in_background`: the memory comes later, at the latest for the first save;
-        no CUDA graph may be captured until then."""
+        next save does it and takes longer."""
         self._writer.wait()
         self._release()
         layout = plan_save(parts, self.peers, self._largest_file_bytes)
-        self._buffers = HostBuffers(layout, _gpu_of(parts), self._say, in_background=in_background)
+        self._buffers = HostBuffers(layout, self._block_for(parts))
         self._layout = layout
         return bytes_needed(layout)
 
@@ -198,12 +198,20 @@ class CheckpointStore:
             self.memory.close(max(map(step_of, list_checkpoints(self.run)), default=-1))
         if is_idle:
             self._release()
+            if self._block is not None:
+                self._block.free()
         return is_idle
 
-    def prepare_memory(self, parts: Mapping[str, Part], in_background: bool = False) -> str | None:
+    def prepare_memory(self, parts: Mapping[str, Part]) -> str | None:
         """Make room for checkpoints in memory; returns why there is none. Called by all ranks."""
         assert self.memory is not None, "asked for"
-        return self.memory.prepare(parts, _gpu_of(parts), in_background)
+        return self.memory.prepare(parts, self._block_for(parts))
+
+    def _block_for(self, parts: Mapping[str, Part]) -> PinnedBlock | None:
+        device = _gpu_of(parts)
+        if device is not None and self._block is None:
+            self._block = PinnedBlock(device, self._say)
+        return self._block if device is not None else None
 
     def remember(
         self, step: int, snapshot: Snapshot, details: Mapping[str, Any]
@@ -272,6 +280,8 @@ class CheckpointStore:
         assert self._layout is not None, "planned by now"
         assert self._buffers is not None, "planned by now"
         problem, record, kept_details = None, b"", {}
+        if self._block is not None:
+            self._block.lock.acquire()  # a save to memory that is under way needs seconds at most
         try:
             record = exact_json.dump(dict(snapshot.record))
             kept_details = exact_json.parse(exact_json.dump(dict(details)), "the details")  # a deep copy
@@ -280,7 +290,14 @@ class CheckpointStore:
             problem = _in_words(error)
         staged = Staged(ticket.step, self._layout, self._buffers.staged(), record, kept_details)
         stall = time.monotonic() - started
-        self._writer.submit(ticket, lambda: self._write(staged, attempt, stall, problem))
+        self._writer.submit(ticket, lambda: self._write_from_block(staged, attempt, stall, problem))
+
+    def _write_from_block(self, staged: Staged, attempt: str, stall: float, problem: str | None) -> SaveResult:
+        try:
+            return self._write(staged, attempt, stall, problem)
+        finally:
+            if self._block is not None:
+                self._block.lock.release()
 
     def _write(self, staged: Staged, attempt: str, stall_seconds: float, problem: str | None) -> SaveResult:
         """The job of the writing thread."""
