@@ -31,8 +31,9 @@ from zero2all.common.fault import FAULTS
 from zero2all.resilience.chaos import PlannedFault, happened, install_plan
 from zero2all.resilience.slots import remove
 
-FIRST, BETWEEN, EVERY = 12, 12, 4
-"""Steps: of the first fault, from one to the next, and between two saves to memory. A limit is known after ten."""
+FIRST, BETWEEN, EVERY = 20, 20, 8
+"""Steps: of the first fault, from one to the next, and between two saves to memory, which take some seconds. A limit is
+known after ten."""
 STEP_SECONDS, START_SECONDS, PATIENCE_SECONDS = 20, 240, 420
 ALONE = {"cuda": ("kill", "out_of_memory", "device_assert", "hung_kernel"), "cpu": ("kill", "out_of_memory", "stop")}
 TOGETHER = ("kill", "stop", "sleep")

@@ -2,7 +2,7 @@
 
     python benchmarks/memory_checkpoint.py --work quickstart        z2all-1b, some minutes on an H200
 
-WORK is a workspace with packed data. Three runs of the config: without memory checkpoints, with one every 4 steps, and
+WORK is a workspace with packed data. Three runs of the config: without memory checkpoints, with one every 10 steps, and
 one that is killed (SIGKILL) and started again. Needs 3 times 12 bytes per parameter of host memory, two thirds of it in
 /dev/shm, and no disk: the runs are killed before their last step.
 """
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.machine import save_result
 from zero2all.resilience.slots import remove
 
-EVERY, WARM_STEPS, STEPS = 4, 8, 32
+EVERY, WARM_STEPS, STEPS = 10, 5, 32
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def measured(
     run = arguments.work / "runs" / name
     words = ["train", arguments.config, "--work", str(arguments.work), "--train.name", name, "--train.steps", "1000"]
     words += ["--checkpoint.every_steps", "0", "--eval.every_steps", "0", "--track.log_every_steps", "1"]
-    words += ["--train.tokens_per_step", "131072", "--resilience.memory_every_steps", str(every), *arguments.words]
+    words += ["--train.tokens_per_step", "65536", "--resilience.memory_every_steps", str(every), *arguments.words]
     words += ["--no-supervisor", *(["--fresh"] if is_new and run.exists() else [])]
     before = set(run.glob("metrics/train-*.jsonl")) if not is_new else set()
     trainer = subprocess.Popen([sys.executable, "-m", "zero2all", *words])

@@ -106,7 +106,7 @@ ROWS: dict[int, list[str] | str] = {
         "test_a_run_whose_reading_process_is_killed_goes_on_to_the_same_bits_and_writes_it_down"
     ],
     44: [HERE],  # memory of the machine; that of a GPU: benchmarks/gpu_faults.py
-    45: ON_A_GPU,
+    45: ON_A_GPU,  # benchmarks/gpu_faults.py, and row 46
     46: ON_A_GPU,
     47: ON_A_GPU,
     48: [

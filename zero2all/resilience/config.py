@@ -51,8 +51,7 @@ class ResilienceConfig:
 
     memory_every_steps: NaturalInt | Literal["auto"] = "auto"
     """Save the state to memory after this many steps, for a restart that loses few of them; 0: never. auto: a 25th of
-    checkpoint.every_steps, at least 10, on a CPU; never on a GPU, where the copy has not been measured yet, and never
-    with parallel.slow_link."""
+    checkpoint.every_steps, at least 10, on a GPU 50; never with parallel.slow_link."""
     memory_folder: str | None = None
     """The RAM file system for these; none: /dev/shm. Where it is missing or too small, only the disk is used."""
     peers: Literal[0, 1] = 0
@@ -76,9 +75,8 @@ class ResilienceConfig:
     def memory_steps(self, checkpoint_every_steps: int, on_cpu: bool) -> int:
         """How many steps lie between two saves to memory; 0: there are none."""
         if self.memory_every_steps == "auto":
-            if not on_cpu:
-                return 0
-            return max(10, checkpoint_every_steps // 25) if checkpoint_every_steps else 20
+            least = 10 if on_cpu else 50  # steps of a GPU may be short, and every save costs some milliseconds
+            return max(least, checkpoint_every_steps // 25) if checkpoint_every_steps else 2 * least
         return self.memory_every_steps
 
     def problems(self, place: str) -> list[Problem]:

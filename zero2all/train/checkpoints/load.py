@@ -8,9 +8,11 @@ the weights, that of their files while they are read.
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +26,7 @@ from zero2all.common.files import as_written
 from zero2all.common.manifest import is_count
 from zero2all.parallel.parts import Part
 from zero2all.train.checkpoints import exact_json
-from zero2all.train.checkpoints.checked_read import read_checked
+from zero2all.train.checkpoints.checked_read import READERS, read_checked
 from zero2all.train.checkpoints.index import Index, boxes_by_file, parse_index
 from zero2all.train.checkpoints.layout import INDEX_NAME, STATE_NAME, split_name, step_of
 from zero2all.train.checkpoints.manifest import read_manifest
@@ -145,9 +147,8 @@ class Checkpoint:
         return differences
 
     def _read_file(self, file: str, reads: list[Read]) -> None:
-        with _opened(self.folder / file) as handle:
-            for read in reads:
-                _fill(handle, self.headers[file], read)
+        with _opened(self.folder / file) as handle, ThreadPoolExecutor(READERS) as readers:
+            list(readers.map(functools.partial(_fill, handle, self.headers[file]), reads))
 
 
 @contextmanager
@@ -261,6 +262,7 @@ def _check_headers(folder: Path, manifest: dict[str, Any], index: Index) -> dict
     return headers
 
 
+@torch.no_grad()
 def _fill(handle: int, header: Header, read: Read) -> None:
     """Read rows, some MB at a time, and keep the wanted columns."""
     info = header.infos[read.box.key]

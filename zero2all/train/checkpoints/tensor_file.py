@@ -49,8 +49,9 @@ ALIGNMENT = 8
 CHUNK_BYTES = 1 << 20
 """Written and checksummed at a time: the processor's cache still holds it."""
 CHECK_BYTES = 1 << 20
-READ_BYTES = 64 << 20
-"""Read at a time: the memory that loading needs beside the tensors themselves."""
+READ_BYTES = 16 << 20
+"""Read at a time, by each of a few threads: the memory that loading needs beside the tensors themselves. Up to 32 MB
+the allocator keeps it; new pages for every read would take longer than the read."""
 
 
 @dataclass(frozen=True)
