@@ -21,7 +21,7 @@ from tests.processes import Screen
 from zero2all.common.fault import FAULTS
 from zero2all.parallel.launch import run_processes
 from zero2all.resilience.config import ResilienceConfig
-from zero2all.resilience.heartbeat import Beat
+from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, Beat
 from zero2all.resilience.supervisor import Watch, phase_limit
 from zero2all.track.reader import read_run
 
@@ -162,6 +162,37 @@ def test_errors_that_a_person_must_mend_are_passed_on_at_once(tmp_path, code):
     assert run_processes(1, ["sh", "-c", f"echo x >> {tmp_path}/tries; exit {code}"], watch, module=False) == code
     assert (tmp_path / "tries").read_text() == "x\n"
     assert not (tmp_path / "incidents").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "until", "code", "tries", "done"),
+    [
+        ("OSError(28, 'No space left on device')", 3, 0, 3, "restarts the run (attempt 3)"),
+        ("OSError(28, 'No space left on device')", 9, 4, 3, "(exit code 4): 3 attempts without progress"),
+        ("MemoryError()", 9, 4, 2, "restarts the run (attempt 2)"),  # a person must mend it
+    ],
+)
+def test_a_restart_that_finds_the_disk_full_is_tried_again(tmp_path, monkeypatch, error, until, code, tries, done):
+    script = tmp_path / "full.py"
+    script.write_text(
+        "import os, sys\n"
+        "from zero2all.resilience import heartbeat\n"
+        f"attempt = int(os.environ['{ATTEMPT_NUMBER}'])\n"
+        "open(sys.argv[1], 'a').write('x')\n"
+        "heartbeat.beat('start', 0)\n"
+        "if attempt == 1:\n"
+        "    heartbeat.beat('step', 5)\n"
+        "    os.abort()\n"
+        f"if attempt < {until}:\n"
+        f"    heartbeat.failed({error})\n"
+        "    sys.exit(4)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    command = [sys.executable, str(script), str(tmp_path / "tries")]
+    assert run_processes(1, command, Watch(ResilienceConfig(restarts=2), tmp_path), module=False) == code
+    assert (tmp_path / "tries").read_text() == "x" * tries
+    pages = sorted((tmp_path / "incidents").glob("*.json"), key=lambda path: path.stat().st_mtime)
+    assert done in json.loads(pages[-1].read_text())["done"]
 
 
 def test_ranks_that_only_noticed_the_end_of_another_are_heard_once_and_last(tmp_path, capfd):

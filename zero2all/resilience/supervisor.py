@@ -57,7 +57,7 @@ from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, HEARTBEAT, WARM_UP_STE
 from zero2all.resilience.member import Member, Order, Report
 from zero2all.resilience.notice import Notices
 from zero2all.resilience.page import Failure, same_error, write_page
-from zero2all.resilience.restarts import DETERMINISTIC_CODE, Restarts
+from zero2all.resilience.restarts import DISK_FULL, Restarts
 from zero2all.resilience.terminal import copy_size, is_one_terminal, job_control, output, write_all
 from zero2all.resilience.warm import Warm, WarmRank
 
@@ -201,7 +201,7 @@ class _Supervisor:
                 failure.done = ends or _note(f"The supervisor restarts the run (attempt {self.attempt + 1}).")
                 self._tell(failure)
                 if ends:
-                    return DETERMINISTIC_CODE if self.watch.settings.restarts else code
+                    return self.restarts.end_code(code)
                 if self._wait_before_restart():
                     self._say_stopped()
                     return _stopped_by(self.asked[0])
@@ -460,9 +460,16 @@ class _Supervisor:
 
     def _is_cured(self, place: int) -> bool:
         """Whether a rank had an error that a restart may cure, although its exit code says otherwise: steps had fitted
-        into memory before."""
+        into memory before, or a restart found the disk full."""
         text, beat = self.slots.error(place)[1], self.slots.beat(place)
-        return text.startswith(CURED) or (beat.step > beat.first_step and says_out_of_memory(text))
+        has_stepped = beat.step > beat.first_step
+        is_full = self._finds_disk_full(self.ranks[place].process.returncode, text, has_stepped)
+        return text.startswith(CURED) or (has_stepped and says_out_of_memory(text)) or is_full
+
+    def _finds_disk_full(self, code: int | None, error: str, has_stepped: bool) -> bool:
+        """Whether a rank of a restart ended before its first step for want of disk space: there was enough before."""
+        is_restart = self.attempt > 1 and not has_stepped and not self.watch.is_foreign
+        return is_restart and code == DiskError.exit_code and not says_out_of_memory(error)
 
     def _codes(self) -> list[int | None]:
         """Exit codes. One that our own signal killed was still loading and had nothing to save."""
@@ -596,6 +603,8 @@ class _Supervisor:
         text = f"{text} {error}".strip()
         # Somebody else's SIGKILL at the same step twice may be chance; the others are the program's own.
         kind = error if code > 0 else f"signal {code}" if -code in CLEAR_CRASHES else ""
+        if self._finds_disk_full(code, first.error, first.beat.step > first.beat.first_step):
+            kind = DISK_FULL
         return self._failure("crash", first, text, same_error(kind), facts)
 
     def _failure(self, kind: str, first: RankFacts, text: str, error: str, facts: list[RankFacts]) -> Failure:
