@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from tests.processes import Screen
+from zero2all.cli.main import main
 from zero2all.common.fault import FAULTS
 from zero2all.parallel.launch import run_processes
 from zero2all.resilience.config import ResilienceConfig
@@ -382,6 +383,13 @@ def test_a_program_without_heartbeats_hangs_when_it_is_silent(tmp_path, capfd):
     out, err = capfd.readouterr()
     assert out == "hello\nhello\n"
     assert "Rank 0 hangs" in err
+
+
+@pytest.mark.parametrize(("restarts", "words"), [("1", "without progress (--restarts)"), ("0", "(--restarts is 0)")])
+def test_the_end_of_a_foreign_program_names_the_flag(tmp_path, capfd, restarts, words):
+    command = ["supervise", "--restarts", restarts, "--folder", str(tmp_path), "--", "sh", "-c", "exit 7"]
+    assert main(command) == (15 if restarts == "1" else 7)
+    assert words in capfd.readouterr().err
 
 
 def test_signals_reach_the_ranks_of_a_supervised_run(program, tmp_path):

@@ -14,8 +14,8 @@ DISK_FULL = "disk full"
 class Restarts:
     """Counts the attempts of a run that did not make progress."""
 
-    def __init__(self, allowed: int) -> None:
-        self.allowed = allowed
+    def __init__(self, allowed: int, setting: str = "resilience.restarts") -> None:
+        self.allowed, self._setting = allowed, setting
         self.best_step = self._began_at_step = -1
         self._without_progress = 0
         self._last = (-1, "")
@@ -31,7 +31,7 @@ class Restarts:
         again = self._last == (step, error) and error not in ("", "hang", DISK_FULL)
         self._last = (step, error)
         if self.allowed == 0:
-            return _note("The run was stopped: restarts are switched off (resilience.restarts is 0).")
+            return _note(f"The run was stopped: restarts are switched off ({self._setting} is 0).")
         if again:
             return _note(
                 f"The run was stopped (exit code {DETERMINISTIC_CODE}): the same error at the same step twice, so that "
@@ -40,7 +40,7 @@ class Restarts:
         if self._without_progress > self.allowed:
             return _note(
                 f"The run was stopped (exit code {self.end_code(0)}): {self._without_progress} attempts without "
-                f"progress (resilience.restarts)."
+                f"progress ({self._setting})."
             )
         return ""
 

@@ -183,7 +183,8 @@ class _Supervisor:
         """By the descriptor that is read here: the rank that writes into it, and where that goes."""
         self.resumed = 0.0
         self.attempt = 0
-        self.restarts = Restarts(watch.settings.restarts)
+        setting = "--restarts" if watch.is_foreign else "resilience.restarts"
+        self.restarts = Restarts(watch.settings.restarts, setting)
         self.seen: dict[str, tuple[int, float]] = {}
         self.warm: Warm | None = None
 
