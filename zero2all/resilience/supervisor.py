@@ -178,6 +178,8 @@ class _Supervisor:
         self.supervises = watch.run is not None or watch.settings.restarts > 0
         self.notices = Notices(watch.settings)
         self.asked: list[int] = []
+        self.has_notice = False
+        """Whether it was asked by a notice or a deadline, which was said, and not by a signal."""
         self.ranks: list[_Rank] = []
         self.targets: dict[int, tuple[_Rank, int]] = {}
         """By the descriptor that is read here: the rank that writes into it, and where that goes."""
@@ -321,9 +323,11 @@ class _Supervisor:
             return code, failure
 
     def _say_stopped(self) -> None:
-        """That a signal came before a rank could say so."""
+        """That a signal or a notice came before a rank could say so."""
         name = signal.Signals(self.asked[0]).name
-        if self.attempt == 1:
+        if self.has_notice:
+            say("z2a: stopped before the run had started. Run the same command to continue.")
+        elif self.attempt == 1:
             say(f"z2a: got {name} before the run had started. Nothing was changed. Run the same command to start it.")
         else:
             say(f"z2a: got {name} before the run had started again. Run the same command to continue it.")
@@ -425,7 +429,11 @@ class _Supervisor:
                     return self._end_for_others()
                 self._save_for_others()
             elif not self.asked and (reason := self.notices.due()):
-                say(f"z2a: {reason}. The run saves and ends.")
+                self.has_notice = True
+                if self.slots.beat(0).step < 0:
+                    say(f"z2a: {reason}. The run ends.")
+                else:
+                    say(f"z2a: {reason}. The run saves and ends.")
                 self._pass_on(signal.SIGTERM)
             self._drain(POLL_SECONDS)
         self._drain(0.0)
