@@ -39,7 +39,7 @@ from zero2all.common.errors import (
     UsageError,
     says_out_of_memory,
 )
-from zero2all.common.progress import say
+from zero2all.common.progress import HIDE_CURSOR, SHOW_CURSOR, say
 from zero2all.common.signals import stop_signals_to
 from zero2all.resilience import member as machines
 from zero2all.resilience.config import ResilienceConfig
@@ -183,6 +183,8 @@ class _Supervisor:
         self.ranks: list[_Rank] = []
         self.targets: dict[int, tuple[_Rank, int]] = {}
         """By the descriptor that is read here: the rank that writes into it, and where that goes."""
+        self.hides_on: int | None = None
+        """The stream on which a rank has hidden the cursor."""
         self.resumed = 0.0
         self.attempt = 0
         setting = "--restarts" if watch.is_foreign else "resilience.restarts"
@@ -266,9 +268,16 @@ class _Supervisor:
     def _suspend(self, _number: int, _frame: FrameType | None) -> None:
         """Ctrl-Z: the ranks are not in the terminal's process group, so they are stopped and continued from here."""
         self._signal_groups(signal.SIGSTOP)
+        self._write_cursor(SHOW_CURSOR)
         os.kill(os.getpid(), signal.SIGSTOP)
+        self._write_cursor(HIDE_CURSOR)
         self._signal_groups(signal.SIGCONT)
         self.resumed = time.monotonic()
+
+    def _write_cursor(self, code: bytes) -> None:
+        """Show or hide the cursor, where a rank has hidden it for its bar."""
+        if self.hides_on is not None:
+            write_all(self.hides_on, code)
 
     def _signal_groups(self, number: int) -> None:
         """To all ranks that live, with the processes that they started."""
@@ -401,6 +410,8 @@ class _Supervisor:
         self._signal_groups(signal.SIGKILL)
         for rank in self.ranks:
             rank.process.wait()
+        self._write_cursor(SHOW_CURSOR)  # a rank that was killed could not
+        self.hides_on = None
 
     # ---- watching ----
 
@@ -530,6 +541,9 @@ class _Supervisor:
                     continue
                 rank.heard = time.monotonic()
                 write_all(target, data)
+                hidden, shown = data.rfind(HIDE_CURSOR), data.rfind(SHOW_CURSOR)
+                if hidden != shown:
+                    self.hides_on = target if hidden > shown else None
                 text = data.decode(errors="replace").replace("\r", "\n")
                 if rank.lines and not rank.lines[-1].endswith("\n"):
                     text = rank.lines.pop() + text
