@@ -122,6 +122,17 @@ def test_a_run_that_is_stopped_while_it_loads_ends_with_code_10_and_changes_noth
     assert not (copy / "runs/early").exists()
 
 
+def test_a_deadline_that_comes_while_the_run_loads_is_named_and_no_signal(copy, tiny):
+    words = ["train", "quickstart", *tiny, "--train.name", "early", "--work", str(copy)]
+    words += ["--resilience.supervise", "true", "--resilience.deadline", "0.1"]
+    command = [sys.executable, "-m", "zero2all", *words]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LONG_SECONDS, check=False)
+    assert ended.returncode == 10
+    assert "z2a: the deadline (resilience.deadline) has come. The run ends." in ended.stderr
+    assert "stopped before the run had started" in ended.stderr
+    assert "SIGTERM" not in ended.stderr
+
+
 def test_a_dry_run_that_learns_nothing_ends_with_code_12(copy, tiny, z2a):
     ended = z2a("train", "quickstart", *tiny, "--optim.lr_max", "1e-9", "--dry-run", "--work", copy)
     assert ended.code == 12

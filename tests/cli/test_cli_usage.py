@@ -296,6 +296,19 @@ def test_a_folder_that_is_no_workspace_ends_with_2(z2a, tmp_path):
     assert "is not a workspace" in paragraph(ended.err)
 
 
+def test_chaos_outside_of_a_workspace_says_so_with_and_without_a_config(z2a, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("Z2A_WORK", raising=False)
+    (tmp_path / "plan.yaml").write_text("- {fault: kill, step: 8}")
+    ended = z2a("chaos", "plan.yaml")
+    assert (ended.code, "needs CONFIG" in ended.err) == (2, True)
+    assert "There is no workspace here: name one with --work DIR." in paragraph(ended.err)
+    assert "workspace here" not in z2a("chaos", "plan.yaml", "--work", "x").err
+    message = paragraph(z2a("chaos", "plan.yaml", "quickstart").err)
+    assert f"{tmp_path} is not a workspace" in message
+    assert "Give the folder with --work" in message
+
+
 def test_a_work_path_that_cannot_be_a_folder_ends_with_3(z2a, tmp_path, raw):
     (tmp_path / "file").write_text("x")
     for work in (tmp_path / "file", tmp_path / "file" / "below"):

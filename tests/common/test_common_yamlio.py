@@ -90,3 +90,14 @@ def test_a_fifo_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "config.yaml")
     with pytest.raises(OSError, match="not a regular file"):
         read_yaml(tmp_path / "config.yaml")
+
+
+def test_the_place_of_an_error_names_the_file_if_there_is_one(tmp_path):
+    path = tmp_path / "plan.yaml"
+    for text, place in (("a: [", r"line \d, column"), ("a: \0", "position 3")):
+        path.write_text(text)
+        with pytest.raises(YamlError, match=f'in "{path}", {place}'):
+            read_yaml(path)
+        with pytest.raises(YamlError, match=f"\n *{place}") as caught:
+            loads(text)
+        assert "unicode string" not in str(caught.value)

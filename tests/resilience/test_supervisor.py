@@ -18,10 +18,11 @@ import psutil
 import pytest
 
 from tests.processes import Screen
+from zero2all.cli.main import main
 from zero2all.common.fault import FAULTS
 from zero2all.parallel.launch import run_processes
 from zero2all.resilience.config import ResilienceConfig
-from zero2all.resilience.heartbeat import Beat
+from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, Beat
 from zero2all.resilience.supervisor import Watch, phase_limit
 from zero2all.track.reader import read_run
 
@@ -164,6 +165,37 @@ def test_errors_that_a_person_must_mend_are_passed_on_at_once(tmp_path, code):
     assert not (tmp_path / "incidents").exists()
 
 
+@pytest.mark.parametrize(
+    ("error", "until", "code", "tries", "done"),
+    [
+        ("OSError(28, 'No space left on device')", 3, 0, 3, "restarts the run (attempt 3)"),
+        ("OSError(28, 'No space left on device')", 9, 4, 3, "(exit code 4): 3 attempts without progress"),
+        ("MemoryError()", 9, 4, 2, "restarts the run (attempt 2)"),  # a person must mend it
+    ],
+)
+def test_a_restart_that_finds_the_disk_full_is_tried_again(tmp_path, monkeypatch, error, until, code, tries, done):
+    script = tmp_path / "full.py"
+    script.write_text(
+        "import os, sys\n"
+        "from zero2all.resilience import heartbeat\n"
+        f"attempt = int(os.environ['{ATTEMPT_NUMBER}'])\n"
+        "open(sys.argv[1], 'a').write('x')\n"
+        "heartbeat.beat('start', 0)\n"
+        "if attempt == 1:\n"
+        "    heartbeat.beat('step', 5)\n"
+        "    os.abort()\n"
+        f"if attempt < {until}:\n"
+        f"    heartbeat.failed({error})\n"
+        "    sys.exit(4)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    command = [sys.executable, str(script), str(tmp_path / "tries")]
+    assert run_processes(1, command, Watch(ResilienceConfig(restarts=2), tmp_path), module=False) == code
+    assert (tmp_path / "tries").read_text() == "x" * tries
+    pages = sorted((tmp_path / "incidents").glob("*.json"), key=lambda path: path.stat().st_mtime)
+    assert done in json.loads(pages[-1].read_text())["done"]
+
+
 def test_ranks_that_only_noticed_the_end_of_another_are_heard_once_and_last(tmp_path, capfd):
     script = tmp_path / "lost.py"
     script.write_text(
@@ -280,7 +312,7 @@ def asked(*_):
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     os.write(2, b"asked\\n")  # a print may have been interrupted
 signal.signal(signal.SIGINT, asked)
-os.write(2, b"ready\\n")
+os.write(2, b"\\x1b[?25lready\\n")  # and no cursor
 while True:
     if os.environ["RANK"] == "0" and os.ttyname(1) == os.ttyname(2):  # or lines could overtake each other
         os.write(2, "size {} {}\\n".format(*os.get_terminal_size(2)).encode())
@@ -309,8 +341,10 @@ def test_under_a_terminal_the_first_rank_has_its_size_and_obeys_its_keys(tmp_pat
         os.write(ours, b"\x1a")  # Ctrl-Z
         wait_until(lambda: all(one.status() == psutil.STATUS_STOPPED for one in ranks))
         wait_until(lambda: psutil.Process(supervisor.pid).status() == psutil.STATUS_STOPPED)
-        supervisor.send_signal(signal.SIGCONT)
+        screen.wait_for(b"\x1b[?25h")  # the shell has its cursor
         screen.seen = b""
+        supervisor.send_signal(signal.SIGCONT)
+        screen.wait_for(b"\x1b[?25l")
         screen.wait_for(b"size")
         os.write(ours, b"\x03")
         screen.wait_for(b"asked", times=2)  # both ranks: two signals that wait are one
@@ -351,6 +385,13 @@ def test_a_program_without_heartbeats_hangs_when_it_is_silent(tmp_path, capfd):
     out, err = capfd.readouterr()
     assert out == "hello\nhello\n"
     assert "Rank 0 hangs" in err
+
+
+@pytest.mark.parametrize(("restarts", "words"), [("1", "without progress (--restarts)"), ("0", "(--restarts is 0)")])
+def test_the_end_of_a_foreign_program_names_the_flag(tmp_path, capfd, restarts, words):
+    command = ["supervise", "--restarts", restarts, "--folder", str(tmp_path), "--", "sh", "-c", "exit 7"]
+    assert main(command) == (15 if restarts == "1" else 7)
+    assert words in capfd.readouterr().err
 
 
 def test_signals_reach_the_ranks_of_a_supervised_run(program, tmp_path):

@@ -91,7 +91,7 @@ def _soak(arguments: argparse.Namespace) -> int:
     from zero2all.common.errors import PreemptedError
     from zero2all.config import load_config
     from zero2all.parallel.launch import count_gpus, local_processes
-    from zero2all.resilience.chaos import PlannedFault, happened, install_plan, soak_plan
+    from zero2all.resilience.chaos import RECOVERY_SECONDS, PlannedFault, happened, install_plan, soak_plan
     from zero2all.track.goodput import run_goodput
     from zero2all.train.checkpoints.find import newest_checkpoint
 
@@ -106,12 +106,15 @@ def _soak(arguments: argparse.Namespace) -> int:
     def trained(run: Path, plan: Sequence[PlannedFault], *words: str) -> tuple[int, Path]:
         path = install_plan(plan, chaos, run, Path(memory) if memory else None, fresh=True)
         command = ["train", arguments.config, "--work", str(arguments.work), "--fresh", *arguments.overrides]
-        code = _watched(run.name, [*command, "--train.name", run.name, *words], path, len(plan), seconds)
+        planned = len(faults) if run == soaked else 0  # the other one has only the request to stop
+        code = _watched(run.name, [*command, "--train.name", run.name, *words], path, planned, seconds)
         return code, path
 
     ends = ("--resilience.supervise", "true", "--resilience.deadline", str(seconds))
     code, path = trained(soaked, faults, *ends)
     _print_faults(faults, happened(path))
+    count, last = len(happened(path)), f"{RECOVERY_SECONDS:g}"
+    print(t(f"faults: {len(faults)} planned (none in the last {last} s), {count} happened"))
     log = path.with_suffix(".log")
     newest = newest_checkpoint(soaked) if soaked.is_dir() else None
     if code not in (0, PreemptedError.exit_code) or newest is None:
@@ -149,7 +152,7 @@ def _watched(name: str, words: Sequence[str], plan: Path, faults: int, seconds: 
         try:
             while process.poll() is None:
                 time.sleep(1.0)
-                bar.advance(1.0, note=f"{len(happened(plan))} of {faults} faults")
+                bar.advance(1.0, note=f"{len(happened(plan))} of {faults} faults" if faults else "")
         finally:
             process.terminate()
             process.wait()

@@ -225,9 +225,11 @@ def parse(words: list[str]) -> argparse.Namespace:
         _refuse_unknown_fields(overrides, sections_only=True)
     try:
         arguments, stray = parser.parse_known_args(plain)
-    except UsageError:
+    except UsageError as error:
         if reads_config:  # the name is the first mistake: a missing argument is seen sooner
             _refuse_unknown_fields(overrides)
+        if plain[0] == "chaos" and "--work" not in words and not is_workspace(verb.get_default("work") or Path()):
+            raise UsageError(f"{error} There is no workspace here: name one with --work DIR.") from None
         raise
     if stray:
         if "--work" in verb.flags and is_workspace(Path(stray[0])):

@@ -37,8 +37,9 @@ def stop_signals_to(handler: Handler, interrupts: bool = True) -> Iterator[None]
 
 def end_before_the_start(number: int, _frame: FrameType | None) -> None:
     """End a run that is still loading its libraries; an exception might be caught in the middle of an import."""
-    name = signal.Signals(number).name
-    text = f"z2a: got {name} before the run had started. Nothing was changed. Run the same command to start it.\n"
+    # In a rank the signal may come from the supervisor, which has said why: a deadline, a notice.
+    asked = "stopped" if "LOCAL_RANK" in os.environ else f"got {signal.Signals(number).name}"
+    text = f"z2a: {asked} before the run had started. Nothing was changed. Run the same command to start it.\n"
     if os.environ.get("RANK", "0") == "0":  # of several processes one speaks
         with suppress(OSError):
             os.write(sys.stderr.fileno(), text.encode())

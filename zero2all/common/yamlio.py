@@ -25,8 +25,8 @@ class YamlRefusedError(YamlError):
     """The text is YAML, but not of a kind that is read here."""
 
 
-def loads(text: str) -> Any:
-    """The plain value of a YAML text; raises YamlError for anything else."""
+def loads(text: str, path: Path | None = None) -> Any:
+    """The plain value of a YAML text, of the file `path` if it has one; raises YamlError for anything else."""
     import yaml
 
     if len(text) > LARGEST_BYTES:
@@ -35,7 +35,8 @@ def loads(text: str) -> Any:
         _check_bounds(text)
         return yaml.load(text, _loader())
     except yaml.YAMLError as error:
-        raise YamlError(str(error)) from error
+        place = "" if path is None else f'in "{path}", '
+        raise YamlError(str(error).replace('in "<unicode string>", ', place)) from error
     except YamlError:
         raise
     except (ValueError, OverflowError, RecursionError) as error:  # a number or a date that cannot be
@@ -44,7 +45,7 @@ def loads(text: str) -> Any:
 
 def read_yaml(path: Path) -> Any:
     """The plain value of a YAML file; OSError or ValueError where there is none."""
-    return loads(read_regular(path, LARGEST_BYTES).decode("utf-8"))
+    return loads(read_regular(path, LARGEST_BYTES).decode("utf-8"), path)
 
 
 @cache

@@ -166,7 +166,7 @@ def soak_plan(seconds: float, every: float, ranks: int, has_memory: bool, seed: 
         fault, point = left.pop()
         # Rank 0 alone commits, deletes and serves the store.
         rank = 0 if point in ("rename", "delete") or fault == "store_lost" else rng.randrange(ranks)
-        after = round((number + rng.uniform(0.4, 0.6)) * every, 1)
+        after = round((number + rng.uniform(0.1, 0.3)) * every, 1)  # early: in a short soak the last one can be seen
         if after > seconds - RECOVERY_SECONDS:
             break
         faults.append(PlannedFault(fault, rank, point=point, after=after, seconds=3.0 if fault == "slow" else None))

@@ -37,7 +37,7 @@ from zero2all.resilience.member import (
     Report,
     Rules,
 )
-from zero2all.resilience.restarts import DETERMINISTIC_CODE, Restarts
+from zero2all.resilience.restarts import Restarts
 
 LOOK_SECONDS = 0.1
 START_SECONDS = 30.0
@@ -357,7 +357,7 @@ class Meeting:
         for other in self._seats.values():
             other.send(do="failed", node=0 if is_lost else seat.node, is_lost=is_lost, text=text, done=done)
         if ends:
-            self._stop(DETERMINISTIC_CODE if self._restarts.allowed else report["code"])
+            self._stop(self._restarts.end_code(report["code"]))
         self._not_before = now + self._restarts.pause_seconds
 
     def _trained_seconds(self, now: float) -> float:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from zero2all.common.errors import DiskError
+
 DETERMINISTIC_CODE = 15
 """Exit code of a command that the supervisor has given up: it fails again and again."""
 LONGEST_WAIT_SECONDS = 60.0
+DISK_FULL = "disk full"
+"""The error of a restart for which the disk has no room: space may be freed meanwhile."""
 
 
 class Restarts:
     """Counts the attempts of a run that did not make progress."""
 
-    def __init__(self, allowed: int) -> None:
-        self.allowed = allowed
+    def __init__(self, allowed: int, setting: str = "resilience.restarts") -> None:
+        self.allowed, self._setting = allowed, setting
         self.best_step = self._began_at_step = -1
         self._without_progress = 0
         self._last = (-1, "")
@@ -24,10 +28,10 @@ class Restarts:
         progressed = step > self.best_step or has_saved
         self.best_step, self._began_at_step = max(self.best_step, step), max(self._began_at_step, began)
         self._without_progress = 1 if progressed else self._without_progress + 1
-        again = self._last == (step, error) and error not in ("", "hang")
+        again = self._last == (step, error) and error not in ("", "hang", DISK_FULL)
         self._last = (step, error)
         if self.allowed == 0:
-            return _note("The run was stopped: restarts are switched off (resilience.restarts is 0).")
+            return _note(f"The run was stopped: restarts are switched off ({self._setting} is 0).")
         if again:
             return _note(
                 f"The run was stopped (exit code {DETERMINISTIC_CODE}): the same error at the same step twice, so that "
@@ -35,10 +39,16 @@ class Restarts:
             )
         if self._without_progress > self.allowed:
             return _note(
-                f"The run was stopped (exit code {DETERMINISTIC_CODE}): {self._without_progress} attempts without "
-                f"progress (resilience.restarts)."
+                f"The run was stopped (exit code {self.end_code(0)}): {self._without_progress} attempts without "
+                f"progress ({self._setting})."
             )
         return ""
+
+    def end_code(self, code: int) -> int:
+        """The exit code of a run that is not tried again; its last attempt ended with `code`."""
+        if self._last[1] == DISK_FULL:
+            return DiskError.exit_code
+        return DETERMINISTIC_CODE if self.allowed else code
 
     def saved_at(self, step: int) -> None:
         """An attempt has saved and was ended on purpose."""

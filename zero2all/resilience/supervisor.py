@@ -39,7 +39,7 @@ from zero2all.common.errors import (
     UsageError,
     says_out_of_memory,
 )
-from zero2all.common.progress import say
+from zero2all.common.progress import HIDE_CURSOR, SHOW_CURSOR, say
 from zero2all.common.signals import stop_signals_to
 from zero2all.resilience import member as machines
 from zero2all.resilience.config import ResilienceConfig
@@ -57,7 +57,7 @@ from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, HEARTBEAT, WARM_UP_STE
 from zero2all.resilience.member import Member, Order, Report
 from zero2all.resilience.notice import Notices
 from zero2all.resilience.page import Failure, same_error, write_page
-from zero2all.resilience.restarts import DETERMINISTIC_CODE, Restarts
+from zero2all.resilience.restarts import DISK_FULL, Restarts
 from zero2all.resilience.terminal import copy_size, is_one_terminal, job_control, output, write_all
 from zero2all.resilience.warm import Warm, WarmRank
 
@@ -178,12 +178,17 @@ class _Supervisor:
         self.supervises = watch.run is not None or watch.settings.restarts > 0
         self.notices = Notices(watch.settings)
         self.asked: list[int] = []
+        self.has_notice = False
+        """Whether it was asked by a notice or a deadline, which was said, and not by a signal."""
         self.ranks: list[_Rank] = []
         self.targets: dict[int, tuple[_Rank, int]] = {}
         """By the descriptor that is read here: the rank that writes into it, and where that goes."""
+        self.hides_on: int | None = None
+        """The stream on which a rank has hidden the cursor."""
         self.resumed = 0.0
         self.attempt = 0
-        self.restarts = Restarts(watch.settings.restarts)
+        setting = "--restarts" if watch.is_foreign else "resilience.restarts"
+        self.restarts = Restarts(watch.settings.restarts, setting)
         self.seen: dict[str, tuple[int, float]] = {}
         self.warm: Warm | None = None
 
@@ -201,7 +206,7 @@ class _Supervisor:
                 failure.done = ends or _note(f"The supervisor restarts the run (attempt {self.attempt + 1}).")
                 self._tell(failure)
                 if ends:
-                    return DETERMINISTIC_CODE if self.watch.settings.restarts else code
+                    return self.restarts.end_code(code)
                 if self._wait_before_restart():
                     self._say_stopped()
                     return _stopped_by(self.asked[0])
@@ -263,9 +268,16 @@ class _Supervisor:
     def _suspend(self, _number: int, _frame: FrameType | None) -> None:
         """Ctrl-Z: the ranks are not in the terminal's process group, so they are stopped and continued from here."""
         self._signal_groups(signal.SIGSTOP)
+        self._write_cursor(SHOW_CURSOR)
         os.kill(os.getpid(), signal.SIGSTOP)
+        self._write_cursor(HIDE_CURSOR)
         self._signal_groups(signal.SIGCONT)
         self.resumed = time.monotonic()
+
+    def _write_cursor(self, code: bytes) -> None:
+        """Show or hide the cursor, where a rank has hidden it for its bar."""
+        if self.hides_on is not None:
+            write_all(self.hides_on, code)
 
     def _signal_groups(self, number: int) -> None:
         """To all ranks that live, with the processes that they started."""
@@ -320,9 +332,11 @@ class _Supervisor:
             return code, failure
 
     def _say_stopped(self) -> None:
-        """That a signal came before a rank could say so."""
+        """That a signal or a notice came before a rank could say so."""
         name = signal.Signals(self.asked[0]).name
-        if self.attempt == 1:
+        if self.has_notice:
+            say("z2a: stopped before the run had started. Run the same command to continue.")
+        elif self.attempt == 1:
             say(f"z2a: got {name} before the run had started. Nothing was changed. Run the same command to start it.")
         else:
             say(f"z2a: got {name} before the run had started again. Run the same command to continue it.")
@@ -396,6 +410,8 @@ class _Supervisor:
         self._signal_groups(signal.SIGKILL)
         for rank in self.ranks:
             rank.process.wait()
+        self._write_cursor(SHOW_CURSOR)  # a rank that was killed could not
+        self.hides_on = None
 
     # ---- watching ----
 
@@ -424,7 +440,11 @@ class _Supervisor:
                     return self._end_for_others()
                 self._save_for_others()
             elif not self.asked and (reason := self.notices.due()):
-                say(f"z2a: {reason}. The run saves and ends.")
+                self.has_notice = True
+                if self.slots.beat(0).step < 0:
+                    say(f"z2a: {reason}. The run ends.")
+                else:
+                    say(f"z2a: {reason}. The run saves and ends.")
                 self._pass_on(signal.SIGTERM)
             self._drain(POLL_SECONDS)
         self._drain(0.0)
@@ -460,9 +480,16 @@ class _Supervisor:
 
     def _is_cured(self, place: int) -> bool:
         """Whether a rank had an error that a restart may cure, although its exit code says otherwise: steps had fitted
-        into memory before."""
+        into memory before, or a restart found the disk full."""
         text, beat = self.slots.error(place)[1], self.slots.beat(place)
-        return text.startswith(CURED) or (beat.step > beat.first_step and says_out_of_memory(text))
+        has_stepped = beat.step > beat.first_step
+        is_full = self._finds_disk_full(self.ranks[place].process.returncode, text, has_stepped)
+        return text.startswith(CURED) or (has_stepped and says_out_of_memory(text)) or is_full
+
+    def _finds_disk_full(self, code: int | None, error: str, has_stepped: bool) -> bool:
+        """Whether a rank of a restart ended before its first step for want of disk space: there was enough before."""
+        is_restart = self.attempt > 1 and not has_stepped and not self.watch.is_foreign
+        return is_restart and code == DiskError.exit_code and not says_out_of_memory(error)
 
     def _codes(self) -> list[int | None]:
         """Exit codes. One that our own signal killed was still loading and had nothing to save."""
@@ -514,6 +541,9 @@ class _Supervisor:
                     continue
                 rank.heard = time.monotonic()
                 write_all(target, data)
+                hidden, shown = data.rfind(HIDE_CURSOR), data.rfind(SHOW_CURSOR)
+                if hidden != shown:
+                    self.hides_on = target if hidden > shown else None
                 text = data.decode(errors="replace").replace("\r", "\n")
                 if rank.lines and not rank.lines[-1].endswith("\n"):
                     text = rank.lines.pop() + text
@@ -596,6 +626,8 @@ class _Supervisor:
         text = f"{text} {error}".strip()
         # Somebody else's SIGKILL at the same step twice may be chance; the others are the program's own.
         kind = error if code > 0 else f"signal {code}" if -code in CLEAR_CRASHES else ""
+        if self._finds_disk_full(code, first.error, first.beat.step > first.beat.first_step):
+            kind = DISK_FULL
         return self._failure("crash", first, text, same_error(kind), facts)
 
     def _failure(self, kind: str, first: RankFacts, text: str, error: str, facts: list[RankFacts]) -> Failure:

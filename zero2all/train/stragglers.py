@@ -47,32 +47,34 @@ class Stragglers:
                 self._judge(np.stack(self._steps))
 
     def _judge(self, steps: np.ndarray) -> None:
-        before, now = scores(steps[:HALF].sum(axis=2), self._stages), scores(steps[HALF:].sum(axis=2), self._stages)
+        before, _, _ = scores(steps[:HALF].sum(axis=2), self._stages)
+        now, own, usual = scores(steps[HALF:].sum(axis=2), self._stages)
         slow = set(np.flatnonzero((before < SLOW) & (now < SLOW)).tolist())
+        parts = np.median(steps[HALF:], axis=0)  # so that one long pause does not decide
         for rank in sorted(slow - self._named):
-            self._report(rank, float(now[rank]), steps[HALF:].mean(axis=0))
+            self._report(rank, float(now[rank]), float(own[rank]), float(usual[rank]), parts)
         self._named = slow | {rank for rank in self._named if now[rank] < FAST_AGAIN}
 
-    def _report(self, rank: int, score: float, seconds: np.ndarray) -> None:
+    def _report(self, rank: int, score: float, own: float, usual: float, parts: np.ndarray) -> None:
         host, stage = self._known[rank]
-        usual = np.median(seconds[self._stages == stage], axis=0)
-        part = int((seconds[rank] - usual).argmax())
+        part = PARTS[int((parts[rank] - np.median(parts[self._stages == stage], axis=0)).argmax())]
         text = _note(
-            f"rank {rank} on {host} is slow: score {score:.2f}; {PARTS[part]}: {seconds[rank, part]:.3g} s in a step, "
-            f"usual are {usual[part]:.3g} s"
+            f"rank {rank} on {host} is slow: score {score:.2f} ({usual:.3g} s in a step are usual, it needs {own:.3g} "
+            f"s); most of the difference: {part}"
         )
-        self._log.event("straggler", {"text": text, "rank": rank, "host": host, "score": score, "part": PARTS[part]})
+        self._log.event("straggler", {"text": text, "rank": rank, "host": host, "score": score, "part": part})
         self._log.say(text)
 
 
-def scores(totals: np.ndarray, stages: np.ndarray) -> np.ndarray:
-    """The score of each rank, from (steps, ranks) seconds; ranks of one pipeline stage are compared with each other."""
-    own = np.maximum(totals.sum(axis=0) - totals.max(axis=0), 1e-9)
+def scores(totals: np.ndarray, stages: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """From (steps, ranks) seconds: the score of each rank, its own seconds in a step, and the usual ones; ranks of one
+    pipeline stage are compared with each other."""
+    own = np.maximum((totals.sum(axis=0) - totals.max(axis=0)) / (len(totals) - 1), 1e-9)
     usual = np.empty_like(own)
     for stage in np.unique(stages):
         alike = np.sort(own[stages == stage])
         usual[stages == stage] = alike[(len(alike) - 1) // 2]
-    return usual / own
+    return usual / own, own, usual
 
 
 def _note(text: str) -> str:
