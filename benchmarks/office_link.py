@@ -53,7 +53,7 @@ def main() -> int:
     if problem := why_not():
         raise SystemExit(problem)
     with two_machines() as machines, tempfile.TemporaryDirectory(prefix="z2a-office-") as folder:
-        places = [_workspace(asked.work.resolve(), Path(folder) / f"machine{number}") for number in (0, 1)]
+        places = [workspace_beside(asked.work.resolve(), Path(folder) / f"machine{number}") for number in (0, 1)]
         fast = {"data parallel": [_pace(machines, "data parallel", "fast", places, asked)]}
         compute = fast["data parallel"][0]
         trained = load_config(str(places[0] / "runs/data-parallel-fast/config.yaml"), [])  # with its vocabulary
@@ -90,7 +90,7 @@ def main() -> int:
     return 0 if is_good else 1
 
 
-def _workspace(source: Path, place: Path) -> Path:
+def workspace_beside(source: Path, place: Path) -> Path:
     """A workspace of its own for each machine, with the same data."""
     place.mkdir()
     for entry in source.iterdir():

@@ -103,12 +103,13 @@ def test_every_fragment_goes_once_a_round_and_the_rest_at_the_end():
     clock = Clock(every=10, fragments=3, tau=2, last_step=24)
     sent = [(step, due.number, due.fragment, due.merge_step) for step in range(1, 25) for due in clock.due(step)]
     assert [each[:3] for each in sent] == [
-        *((3, 0, 0), (6, 2, 1), (10, 4, 2)),
-        *((13, 6, 0), (16, 8, 1), (20, 10, 2)),
-        *((23, 12, 0), (24, 13, 0), (24, 13, 1), (24, 13, 2)),
+        *((3, 1, 0), (6, 3, 1), (10, 5, 2)),
+        *((13, 7, 0), (16, 9, 1), (20, 11, 2)),
+        *((23, 13, 0), (24, 14, 0), (24, 14, 1), (24, 14, 2)),
     ]
     assert [each[3] for each in sent] == [5, 8, 12, 15, 18, 22, 25, 24, 24, 24]
-    assert [due.number for due in Clock(10, 3, 2, 99).due(26)] == [14]  # a prolonged run goes on with higher numbers
+    assert [due.number for due in Clock(10, 3, 2, 99).due(26)] == [15]  # a prolonged run goes on with higher numbers
+    assert [due.number for due in Clock(10, 3, 2, 2).due(2)] == [0, 0, 0], "a run that ends before the first fragment"
     names = ["embedding.weight", "blocks.0.a", "blocks.1.a", "blocks.2.a", "blocks.3.a", "norm.weight"]
     assert names_by_fragment(names, 3) == [
         ["blocks.0.a", "blocks.2.a"],

@@ -20,8 +20,8 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Due:
-    """A fragment to send now. Numbers rise with every exchange, also where a run that has ended is prolonged: even ones
-    are those of the clock, odd ones what is sent in addition at the end."""
+    """A fragment to send now. Numbers rise with every exchange, also where a run that has ended is prolonged: odd ones
+    are those of the clock, even ones what is sent in addition at the end."""
 
     number: int
     fragment: int
@@ -45,12 +45,12 @@ class Clock:
         is_last, now = step == self.last_step, step - done * self.every
         wait = 0 if is_last else self.tau
         found = [
-            Due(2 * (done * self.fragments + at), at, step + wait, wait > 0)
+            Due(2 * (done * self.fragments + at) + 1, at, step + wait, wait > 0)
             for at, offset in enumerate(offsets)
             if offset == now
         ]
         if is_last:
-            number = 2 * (done * self.fragments + sum(offset <= now for offset in offsets)) - 1
+            number = 2 * (done * self.fragments + sum(offset <= now for offset in offsets))
             found += [Due(number, at, step, False) for at, offset in enumerate(offsets) if offset != now]
         return found
 

@@ -291,7 +291,7 @@ class OuterOptimizer:
         square = self._update(list(snapshot), payload, {group: found[group] for group in sorted(found)}, link.group)
         self._place = place
         link.serve_state(due.number, self._state)
-        return RoundReport(due.number // (2 * self.clock.fragments), tuple(sorted(found)), waited, square)
+        return RoundReport(max(0, due.number - 1) // (2 * self.clock.fragments), tuple(sorted(found)), waited, square)
 
     def _payload(self, held: _Held, inner: Tensor) -> bytes:
         change = held.values - inner

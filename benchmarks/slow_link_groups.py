@@ -1,0 +1,105 @@
+"""What `parallel.slow_link` costs between two synchronisations: two groups of two NCCL ranks on one GPU.
+
+    python benchmarks/slow_link_groups.py --work quickstart                     z2all-1b: minutes on an H200
+    python benchmarks/slow_link_groups.py --work W --config quickstart --device cpu         a trial without a GPU
+
+WORK is a workspace with packed data. The same four processes train twice in turn: as two runs that know nothing of each
+other, and as two groups with streaming. Ranks of one card claim different hosts, so NCCL joins them by sockets. Printed
+are the median step, the mean, and the most memory of the device: the outer state is on the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.machine import save_result
+from benchmarks.office_link import workspace_beside
+from zero2all.track.reader import read_run
+
+GROUPS, RANKS = 2, 2
+EVERY, TAU, SKIPPED_STEPS = 30, 1, 4
+PORTS = {"link": 29700, "rendezvous": 29710}
+RUN_SECONDS = 600
+MOST_COST = 0.01
+
+
+def main() -> int:
+    """Measure in turn, compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="a workspace with packed data")
+    parser.add_argument("--config", default="z2all-1b")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=32768, help="of a step of one group (default 32768)")
+    parser.add_argument("--turns", type=int, default=1, help="how often each of both is measured")
+    parser.add_argument("words", nargs="*", help="more words for z2a train, after --")
+    asked = parser.parse_args()
+    found: dict[str, list[dict[str, float]]] = {"alone": [], "streaming": []}
+    with tempfile.TemporaryDirectory(prefix="z2a-groups-") as folder:
+        places = [workspace_beside(asked.work.resolve(), Path(folder) / f"group{group}") for group in range(GROUPS)]
+        for turn in range(asked.turns):
+            for kind, results in found.items():
+                results.append(measured(kind, f"{kind}-{turn}", places, asked))
+                print(kind, json.dumps(results[-1]), flush=True)
+    seconds = {kind: statistics.median(one["step_seconds"] for one in results) for kind, results in found.items()}
+    cost = seconds["streaming"] / seconds["alone"] - 1
+    print(
+        f"a step takes {seconds['alone']:.4f} s alone and {seconds['streaming']:.4f} s in a group: {100 * cost:+.2f} %"
+    )
+    if asked.device == "cuda":
+        save_result("slow_link_groups", {"config": asked.config, "steps": asked.steps, "cost": cost, **found})
+    return 0 if cost <= MOST_COST else 1
+
+
+def measured(kind: str, name: str, places: list[Path], asked: argparse.Namespace) -> dict[str, float]:
+    """Train with all processes; the steps of group 0."""
+    words = [sys.executable, "-m", "zero2all", "train", asked.config, "--train.name", name, "--no-supervisor"]
+    words += ["--train.steps", str(asked.steps), "--eval.every_steps", "0", "--checkpoint.every_steps", "0"]
+    words += ["--resilience.memory_every_steps", "0", "--track.log_every_steps", "1", *asked.words]
+    words += ["--parallel.device", asked.device]
+    # Groups share the rows of a step.
+    words += ["--train.tokens_per_step", str(asked.tokens * (GROUPS if kind == "streaming" else 1))]
+    words += ["--train.micro_batch_samples", "4"]
+    links = str([f"127.0.0.1:{PORTS['link'] + group}" for group in range(GROUPS)])
+    started = []
+    for group, place in enumerate(places):
+        fields: dict[str, Any] = {"groups": links, "group": group, "scheme": "streaming", "compress": "int4"}
+        fields |= {"every": EVERY, "tau": TAU}
+        more = [word for key, value in fields.items() for word in (f"--parallel.slow_link.{key}", str(value))]
+        for rank in range(RANKS):
+            env = {
+                **os.environ,
+                "WORLD_SIZE": str(RANKS),
+                "RANK": str(rank),
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+            }
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORTS["rendezvous"] + group)}
+            env |= {"NCCL_HOSTID": f"host-{group}-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+            command = [*words, "--work", str(place), *(more if kind == "streaming" else [])]
+            started.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL))
+    try:
+        if max(process.wait(RUN_SECONDS) for process in started):
+            raise SystemExit(f"{name}: a process failed")
+    finally:
+        for process in started:
+            process.kill()
+    run = read_run(places[0] / "runs" / name)
+    points = run.series["time/step"]
+    steps = [float(value) for step, value in zip(points.step, points.value, strict=True) if step > SKIPPED_STEPS]
+    peak = {"peak_gb": float(max(run.series["memory/peak"].value)) / 1e9} if "memory/peak" in run.series else {}
+    return {"step_seconds": statistics.median(steps), "mean_step_seconds": statistics.mean(steps), **peak}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
