@@ -56,6 +56,11 @@ def test_all_means_each_rank_once_and_every_means_each_time(plan, monkeypatch):
     assert found == [(True, False, False), (True, False, False), (True, True, True), (False, True, True)]
 
 
+def test_a_fault_whose_time_is_over_does_not_happen(plan):
+    plan(PlannedFault("raise", step=3, before=1e-6), PlannedFault("raise", step=4, before=100.0))
+    assert [strikes("step", step) for step in (3, 4)] == [False, True]
+
+
 def test_after_is_counted_from_the_start_of_the_command(plan):
     before = time.monotonic()
     path = plan(PlannedFault("raise", after=100.0))

@@ -23,6 +23,7 @@ def test_a_soak_has_one_fault_in_each_interval_all_kinds_and_is_the_same_for_the
     assert len(moments) == 17
     assert all(number * 120 < moment < (number + 1) * 120 for number, moment in enumerate(moments))
     assert len({(fault.fault, fault.point) for fault in plan}) == 17 + 1  # and the kill after damage
+    assert {fault.before for fault in plan} == {2085.0 - 45.0}  # nothing is left for the save at the end
     assert all(fault.problems("", 4, 9) == [] for fault in plan)
     short = {fault.after for seed in range(20) for fault in soak_plan(120.0, 30, ranks=2, has_memory=False, seed=seed)}
     assert {int(moment // 30) for moment in short} == {0, 1, 2}  # the fourth would be in the last 45 s

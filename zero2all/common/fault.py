@@ -1,9 +1,10 @@
 """Faults that a plan injects into a run, for tests and drills: `fault_point("step", 12)` does nothing without a plan.
 
-The variable ZERO2ALL_FAULTS names a JSON file: a list of `{fault, point, rank, step, due, times, every}`. What is
-absent matches anything; `due` is a second of the monotonic clock, `rank: all` means each rank on its own. A fault
-happens `times` times (1), or `every` time. Files beside the plan keep what has happened, so that a restarted process
-does not meet it again. `z2a chaos` writes such files from plans that people write (resilience/chaos.py).
+The variable ZERO2ALL_FAULTS names a JSON file: a list of `{fault, point, rank, step, due, until, times, every}`. What
+is absent matches anything; `due` and `until` are seconds of the monotonic clock, `rank: all` means each rank on its
+own. A fault happens `times` times (1), or `every` time. Files beside the plan keep what has happened, so that a
+restarted process does not meet it again. `z2a chaos` writes such files from plans that people write
+(resilience/chaos.py).
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def fault_point(point: str, step: int | None = None, **objects: Any) -> None:
     rank = int(os.environ.get("RANK", "0"))
     for number, each in enumerate(_plan(path)):
         is_here = each["point"] == point and each.get("rank") in (None, "all", rank)
-        if is_here and each.get("step") in (None, step) and time.monotonic() >= each.get("due", 0.0):
+        is_now = each.get("due", 0.0) <= time.monotonic() <= each.get("until", float("inf"))
+        if is_here and is_now and each.get("step") in (None, step):
             mark = f"{path}.{number}-{rank if each.get('rank') == 'all' else ''}"
             times = () if each.get("every") else range(each.get("times", 1))
             if each.get("every") or any(_is_first(Path(f"{mark}-{count}"), rank, point, step) for count in times):

@@ -43,6 +43,8 @@ class PlannedFault:
     """Where in it; one of POINTS. None: before a step, and for faults of the disk before a file of a checkpoint."""
     after: NaturalFloat | None = None
     """Not before so many seconds after the start of the command."""
+    before: PositiveFloat | None = None
+    """Not later than so many seconds after the start of the command."""
     every: bool = False
     """Each time, instead of once."""
     seconds: PositiveFloat | None = None
@@ -82,12 +84,15 @@ class PlannedFault:
 
     def resolved(self, started: float, run: Path, memory: Path | None) -> dict[str, Any]:
         """As `common.fault` reads it."""
-        fault = {name: value for name, value in asdict(self).items() if value is not None and name != "after"}
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        fault = {name: value for name, value in given.items() if name not in ("after", "before")}
         fault["point"] = self.point or POINTS_OF.get(self.fault, ("step",))[0]
         if self.fault == "store_lost":
             fault["rank"] = 0
         if self.after is not None:
             fault["due"] = started + self.after
+        if self.before is not None:
+            fault["until"] = started + self.before
         return {**fault, "run": str(run), "base": str(memory or RAM_FOLDER)}
 
 
@@ -161,15 +166,17 @@ def soak_plan(seconds: float, every: float, ranks: int, has_memory: bool, seed: 
     kinds += [("kill", "memory"), ("flip_memory", None)] if has_memory else []
     left: list[tuple[str, str | None]] = []
     faults = []
+    end = seconds - RECOVERY_SECONDS  # also of a fault that waits for a save: the last one would be that of the end
     for number in range(int(seconds // every)):
         left = left or rng.sample(kinds, len(kinds))
         fault, point = left.pop()
         # Rank 0 alone commits, deletes and serves the store.
         rank = 0 if point in ("rename", "delete") or fault == "store_lost" else rng.randrange(ranks)
         after = round((number + rng.uniform(0.1, 0.3)) * every, 1)  # early: in a short soak the last one can be seen
-        if after > seconds - RECOVERY_SECONDS:
+        if after > end:
             break
-        faults.append(PlannedFault(fault, rank, point=point, after=after, seconds=3.0 if fault == "slow" else None))
+        lasts = 3.0 if fault == "slow" else None
+        faults.append(PlannedFault(fault, rank, point=point, after=after, before=end, seconds=lasts))
         if fault.startswith("flip_"):
-            faults.append(PlannedFault("kill", rank, after=after))
+            faults.append(PlannedFault("kill", rank, after=after, before=end))
     return faults
