@@ -22,7 +22,9 @@ from zero2all.cli.main import main
 from zero2all.common.fault import FAULTS
 from zero2all.parallel.launch import run_processes
 from zero2all.resilience.config import ResilienceConfig
+from zero2all.resilience.diagnosis import RankFacts
 from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, Beat
+from zero2all.resilience.page import Failure
 from zero2all.resilience.supervisor import Watch, phase_limit
 from zero2all.track.reader import read_run
 
@@ -385,6 +387,36 @@ def test_a_program_without_heartbeats_hangs_when_it_is_silent(tmp_path, capfd):
     out, err = capfd.readouterr()
     assert out == "hello\nhello\n"
     assert "Rank 0 hangs" in err
+    assert "raise --silence." in next((tmp_path / "incidents").glob("*-hang.md")).read_text()
+
+
+ASSERT_LINES = [
+    "kernel.cu:111: block: [0,0,0] Assertion `index < sizes[i]` failed.",
+    "terminate called after throwing an instance of 'c10::AcceleratorError'",
+    "  what():  CUDA error: device-side assert triggered",
+    "frame #1: <unknown function>",
+]
+
+
+def test_native_code_that_aborts_has_said_why():
+    aborted = RankFacts(0, 1, -signal.SIGABRT, output=["step 9 loss 3.1", *ASSERT_LINES])
+    assert "Assertion `index < sizes[i]` failed" in aborted.failure()
+    assert "device-side assert" in aborted.failure()
+    assert "frame #1" not in aborted.failure()
+    assert RankFacts(0, 1, -signal.SIGKILL, output=["what(): an old line"]).failure() == "", "it could say nothing"
+
+
+@pytest.mark.parametrize(
+    ("output", "kernel", "words"),
+    [
+        (ASSERT_LINES, ["NVRM: Xid (PCI:0000:00:06): 43, pid=9, name=z2a rank 0"], "A check in a kernel failed"),
+        ([], ["NVRM: Xid (PCI:0000:00:06): 31, pid=9"], "that programs cause"),
+        ([], ["NVRM: Xid (PCI:0000:00:06): 31, pid=9", "NVRM: Xid (PCI:0000:00:06): 79, pid=9"], "take this machine"),
+    ],
+)
+def test_the_advice_tells_errors_of_programs_from_those_of_the_gpu(output, kernel, words):
+    facts = RankFacts(0, 1, -signal.SIGABRT, output=output)
+    assert words in Failure("crash", 0, 9, "step", "", "", 1, [facts], kernel).advice()[0]
 
 
 @pytest.mark.parametrize(("restarts", "words"), [("1", "without progress (--restarts)"), ("0", "(--restarts is 0)")])

@@ -592,6 +592,7 @@ class _Supervisor:
         )
         text = f"{text} {evidence}".strip()
         failure = self._failure("hang", first, text, "hang", facts)
+        failure.limit = "--silence" if self.watch.is_foreign else f"resilience.limits.{first.beat.phase}"
         failure.is_sure = bool(evidence)
         self._end_ranks()
         if not self.supervises or self.asked:
