@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from tests.train.ranks import RankStarter
 from zero2all.common.errors import AnomalyError
@@ -18,6 +19,7 @@ from zero2all.resilience import slots
 from zero2all.train.checkpoints.layout import checkpoint_folder, list_checkpoints, step_of
 from zero2all.train.checkpoints.memory import MemoryStore, _index, _is_whole
 from zero2all.train.checkpoints.peers import Peers
+from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.periodic import check_rerun
 
 STEPS = 14
@@ -202,3 +204,29 @@ def test_what_one_machine_of_several_has_is_not_taken_for_the_whole():
     assert not _is_whole([found])
     assert {name: entry.shape for name, entry in _index([found])[0].items()} == {"model/a": (2,), "model/b": (3,)}
     assert _is_whole([slots.Found(found.path, 4, 8, {**about, "elsewhere": []})])
+
+
+def test_what_lies_in_memory_in_another_form_is_saved_again_at_once_and_memory_that_is_full_ends_nothing(tmp_path):
+    parts = Snapshot.of_tensors({"model/weight": torch.arange(5000.0)}).parts
+    store = MemoryStore(tmp_path / "run", Peers(), tmp_path, "key", print)
+    (tmp_path / "run").mkdir()
+    assert store.prepare(parts, None) is None
+    assert store.save(4, Snapshot(parts), {}) is True
+    store.close(-1)
+    larger = Snapshot.of_tensors({"model/weight": torch.arange(9000.0)}).parts
+    store = MemoryStore(tmp_path / "run", Peers(), tmp_path, "key", print)
+    assert store.newest(-1).step == 4
+    assert store.prepare(larger, None) is None
+    assert store.save(4, Snapshot(larger), {}) is True
+    store.wait()
+    found = MemoryStore(tmp_path / "run", Peers(), tmp_path, "key", print).newest(-1)
+    assert found.index["model/weight"].shape == (9000,), "the file of step 4 was of another size, so it is gone"
+
+    def full(_step: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    for slot in store._slots:
+        slot.begin = full
+    assert store.save(8, Snapshot(larger), {}) is True
+    assert "No space left" in store.problem
+    store.close(-1)

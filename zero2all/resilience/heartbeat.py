@@ -217,10 +217,11 @@ def failed(error: BaseException) -> bool:
 
 def _listen(own: Heartbeat, pipe: int, stops: bool) -> None:
     while os.read(pipe, 1):
-        with suppress(Exception):  # another version of torch
-            own.write(COLLECTIVES_AT, json.dumps(_collectives()))
+        device = None
         with suppress(Exception):  # a GPU that has failed
-            own.write(DEVICE_AT, json.dumps(_unfinished() if _unfinished else None))
+            device = _unfinished() if _unfinished else None  # first: it selects the GPU for this thread
+        own.write(COLLECTIVES_AT, json.dumps(_collectives()))
+        own.write(DEVICE_AT, json.dumps(device))
     if stops:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -231,13 +232,22 @@ def _collectives() -> dict[str, tuple[int, int, str]]:
     if "torch" not in sys.modules:
         return found
     for prefix, name in (("", "_dump_fr_trace_json"), ("nccl ", "_dump_nccl_trace_json")):
-        dump = getattr(sys.modules["torch"]._C._distributed_c10d, name, None)
-        record = json.loads(dump(includeCollectives=True, onlyActive=False)) if dump is not None else {}
-        # By group and number; also the last one of each group, for a group where all have ended.
-        names = {(str(entry["pg_id"]), int(entry["collective_seq_id"])): entry for entry in record.get("entries", [])}
-        last = {group: entry for (group, _), entry in names.items()}
-        for group, state in record.get("pg_status", {}).items():
-            begun, ended = (int(state[f"last_{word}_collective"]) for word in ("enqueued", "completed"))
-            entry = names.get((group, ended + 1)) or last.get(group) or {}
-            found[prefix + group] = (begun, ended, str(entry.get("profiling_name", "")))
+        with suppress(Exception):  # another version of torch
+            found |= {prefix + group: values for group, values in _recorded(name).items()}
+    return found
+
+
+def _recorded(name: str) -> dict[str, tuple[int, int, str]]:
+    """What one recorder knows."""
+    dump = getattr(sys.modules["torch"]._C._distributed_c10d, name, None)
+    record = json.loads(dump(includeCollectives=True, onlyActive=False)) if dump is not None else {}
+    # By group and number; also the last one of each group, for a group where all have ended.
+    entries = {(str(entry["pg_id"]), int(entry["collective_seq_id"])): entry for entry in record.get("entries", [])}
+    last = {group: entry for (group, _), entry in entries.items()}
+    found = {}
+    for group, state in record.get("pg_status", {}).items():
+        begun, ended = (int(state[f"last_{word}_collective"]) for word in ("enqueued", "completed"))
+        entry = entries.get((group, ended + 1)) or last.get(group) or {}
+        label = entry.get("process_group", [group])[0]  # the same in all ranks; pg_id counts in each process
+        found[str(label)] = (begun, ended, str(entry.get("profiling_name", "")))
     return found

@@ -67,7 +67,7 @@ class Failure:
             return [_note("See whether that machine and its network are up. Start the same command there: it joins.")]
         if any("memory" in line.lower() for line in self.kernel) and number == signal.SIGKILL:
             return [_note("Memory of the machine ran out. Give the job more memory, or start fewer data readers.")]
-        if "Assertion" in first.failure() or "device-side assert" in first.failure():
+        if re.search(r"Assertion .* failed|device-side assert", first.failure()):
             return [_note("A check in a kernel failed: often an index outside its tensor, such as a token id.")]
         xids = [int(number) for line in self.kernel for number in XID.findall(line)]
         if xids and set(xids) <= XIDS_OF_PROGRAMS:

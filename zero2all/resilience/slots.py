@@ -5,8 +5,9 @@ memory, then a JSON text that describes it. A save marks the older buffer as WRI
 at the very end, so a kill at any moment leaves the other one whole. Every byte of the file is covered by a crc32c, and
 nothing of a file is used before all of them were checked.
 
-Pages are reserved when a file is made (`posix_fallocate`): a RAM file system that is full would otherwise end the
-process with SIGBUS at a later write. The folders belong to one user, mode 0700, and links are not followed.
+Pages that are mapped are reserved when a file is made (`posix_fallocate`): a RAM file system that is full would
+otherwise end the process with SIGBUS at a later write. The folders belong to one user, mode 0700, and links are not
+followed.
 """
 
 from __future__ import annotations
@@ -82,18 +83,16 @@ class Slot:
         with suppress(BadInputError, OSError):
             if read_slot(path).data_bytes != data_bytes:
                 path.unlink()
-        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags, is_new = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, not path.exists()
+        self._handle = os.open(path, flags | (os.O_CREAT | os.O_EXCL if is_new else 0), 0o600)
         try:
-            self._handle = os.open(path, flags)
-        except FileNotFoundError:
-            self._handle = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
+            self._reserve(PAGE + (data_bytes if is_mapped else 0))
             if is_mapped:
-                self._reserve()
-                self.data = mmap.mmap(self._handle, data_bytes, offset=PAGE)
+                self.data = memoryview(mmap.mmap(self._handle, PAGE + data_bytes))[PAGE:]
         except OSError:
             os.close(self._handle)
-            path.unlink()
+            if is_new:
+                path.unlink()
             raise
 
     def begin(self, step: int) -> None:
@@ -108,15 +107,15 @@ class Slot:
         if memory is None:
             crc = crc32c(np.frombuffer(self.data, dtype=np.uint8), _threads())
         else:
-            self._reserve()
+            self._reserve(PAGE + self.data_bytes)
             crc = joined(self.data_bytes, lambda start, end: self._write(memory, start, end), _threads())
         text = json.dumps(about, separators=(",", ":")).encode()
         os.ftruncate(self._handle, PAGE + self.data_bytes + len(text))
         os.pwrite(self._handle, text, PAGE + self.data_bytes)
         os.pwrite(self._handle, _head(VALID, step, self.data_bytes, len(text), crc, google_crc32c.value(text)), 0)
 
-    def _reserve(self) -> None:
-        os.posix_fallocate(self._handle, 0, PAGE + self.data_bytes)
+    def _reserve(self, count: int) -> None:
+        os.posix_fallocate(self._handle, 0, count)
 
     def _write(self, memory: Any, start: int, end: int) -> int:
         """Write a part of the data, in pieces that fit into the processor's cache; returns its crc32c."""

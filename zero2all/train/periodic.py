@@ -210,8 +210,8 @@ class CheckpointSaver:
         problem = self._store.memory.problem if bad is None else f"{bad} contains NaN or infinite values"
         if problem is not None:
             self._log.warn_from_any_rank(f"a checkpoint in memory was not saved: {problem}")
-        if done:
-            self._log.values({"memory/checkpoint_stall": time.monotonic() - started})
+        stall = "memory/checkpoint_stall" if done else "memory/checkpoint_skipped"
+        self._log.values({stall: time.monotonic() - started})
 
     def compare_replicas(self) -> None:
         """Stop the run when replicas differ."""

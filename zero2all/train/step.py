@@ -64,6 +64,8 @@ class StepTimer:
 
     def unfinished(self) -> tuple[int, str] | None:
         """How many marks the device has passed, and the part that ends at the next one; None: all."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # the thread that asks would use the first GPU
         for place, (part, mark) in enumerate(self._marks):
             if not isinstance(mark, float) and not mark.query():
                 return MOST_MARKS * self.number + place, part

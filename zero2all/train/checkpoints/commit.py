@@ -12,6 +12,7 @@ temporary folder, so no file can be created in it, and there is nothing to renam
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -67,15 +68,25 @@ def lack_of_space(run: Path, layout: SaveLayout | None) -> str | None:
 
 
 def commit(
-    run: Path, staged: Staged, attempt: str, peers: Peers, fence: Fence = no_fence, problem: str | None = None
+    run: Path,
+    staged: Staged,
+    attempt: str,
+    peers: Peers,
+    fence: Fence = no_fence,
+    problem: str | None = None,
+    written: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write a staged snapshot and commit it; every rank calls it and gets the folder, or raises SaveError.
 
     `attempt` is the same on all ranks and names the temporary folder. `fence` is checked before every file and
-    before the rename. `problem` is an earlier failure of this rank: then nothing is committed.
+    before the rename. `problem` is an earlier failure of this rank: then nothing is committed. `written` is called once
+    this rank's data is on the disk, or has failed.
     """
     partial = partial_folder(run, staged.step, attempt)
-    own = _write_own(partial, staged, problem, fence)
+    try:
+        own = _write_own(partial, staged, problem, fence)
+    finally:
+        written()
     try:
         reports = _gather(peers, own)
     except SaveError:

@@ -145,8 +145,11 @@ class MemoryStore:
         def allocate() -> None:
             assert self._folder is not None, "entered"
             for path in slots.slot_paths(self._folder, rank):
-                self._steps.append(_step_in(path))
                 self._slots.append(Slot(path, data_bytes[rank], is_mapped=block is None))
+                self._steps.append(self._step_in(path))
+            if block is not None:
+                block.reserve(sizes)
+                block.reserve([data_bytes[rank]])
 
         problem = (
             self._together(enter if self._is_leader else None)
@@ -167,9 +170,15 @@ class MemoryStore:
                 whole = torch.frombuffer(slot.data, dtype=torch.uint8)
                 buffers = [whole[at : at + size] for at, size in zip(starts, sizes, strict=True)]
             self._buffers.append(HostBuffers(layout, block, buffers))
-        if block is not None:
-            block.reserve([data_bytes[rank]])
         return None
+
+    def _step_in(self, path: Path) -> int:
+        """The step of a save of these same ranks in a file; -1: none."""
+        try:
+            found = slots.read_slot(path)
+        except BadInputError:
+            return -1
+        return found.step if (found.about["key"], found.about["ranks"]) == (self._key, self._here) else -1
 
     def _together(self, work: Callable[[], None] | None) -> str | None:
         """Run `work` where there is some; the first problem of any rank, on all of them."""
@@ -184,22 +193,37 @@ class MemoryStore:
     def save(self, step: int, snapshot: Snapshot, details: Mapping[str, Any]) -> torch.cuda.Event | bool:
         """Begin a save. False: the one before is not finished on some rank, and nothing was done. An event: until it,
         the optimizer's state may not change. True: everything may change."""
-        assert self._layout is not None, "prepared"
         is_busy = self._thread is not None and self._thread.is_alive()
-        is_busy = is_busy or (self._block is not None and not self._block.lock.acquire(blocking=False))
+        holds_block = self._block is not None and not is_busy and self._block.lock.acquire(blocking=False)
+        job = None
+        try:
+            done, job = self._begin(step, snapshot, details, is_busy or (self._block is not None and not holds_block))
+        finally:
+            if self._block is not None and holds_block and job is None:
+                self._block.lock.release()
+        self._thread = job or self._thread
+        return done
+
+    def _begin(
+        self, step: int, snapshot: Snapshot, details: Mapping[str, Any], is_busy: bool
+    ) -> tuple[torch.cuda.Event | bool, threading.Thread | None]:
+        """What `save` returns, and the thread that finishes the save, which has begun; None: there is nothing to do."""
+        assert self._layout is not None, "prepared"
         can_save = not is_busy and self._layout.signature == signature_of(snapshot.parts)
         record = exact_json.dump(dict(snapshot.record)).decode() if self._peers.is_first else None
         said = self._peers.gather([can_save, self._steps, record, secrets.token_hex(8)])
         common = max(set.intersection(*(set(each[1]) for each in said)), default=-1)
         can_all = all(each[0] for each in said)
         if not can_all or common == step:
-            if self._block is not None and not is_busy:
-                self._block.lock.release()
-            return can_all
+            return can_all, None
         # All ranks have `common`; of the other buffer some may have another step, or have failed.
         at = next(number for number, held in enumerate(self._steps) if held != common or common < 0)
         slot, self._steps[at] = self._slots[at], -1
-        slot.begin(step)
+        try:
+            slot.begin(step)
+        except OSError as error:  # no room; the other ranks see at the next save that this one lacks the step
+            self.problem = str(error)
+            return True, None
         about = {
             "key": self._key,
             "save": said[0][3],
@@ -210,21 +234,16 @@ class MemoryStore:
             "record": said[0][2],
             "details": exact_json.dump(dict(details)).decode(),
         }
-        try:
-            copied = self._buffers[at].begin_copy(snapshot.parts)
-        except BaseException:
-            if self._block is not None:
-                self._block.lock.release()
-            raise
+        copied = self._buffers[at].begin_copy(snapshot.parts)
         job = threading.Thread(target=self._finish, args=(at, step, about, copied), name="memory-save", daemon=True)
-        self._thread = job
         job.start()
-        return True if copied is None else copied
+        return True if copied is None else copied, job
 
     def _finish(self, at: int, step: int, about: dict[str, Any], copied: torch.cuda.Event | None) -> None:
         """The job of the thread."""
         try:
-            if copied is not None:
+            if self._block is not None and copied is not None:
+                torch.cuda.set_device(self._block.device)  # else this thread would use the first GPU
                 copied.synchronize()
             fault_point("memory", step)
             slot = self._slots[at]
@@ -292,13 +311,6 @@ class MemoryStore:
         if self._lock is not None:
             os.close(self._lock)
         self._buffers, self._slots, self._steps, self._lock = [], [], [], None
-
-
-def _step_in(path: Path) -> int:
-    try:
-        return slots.read_slot(path).step
-    except BadInputError:
-        return -1
 
 
 def _index(group: list[Found]) -> tuple[Index, dict[str, Header]]:

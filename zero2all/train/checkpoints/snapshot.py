@@ -70,8 +70,9 @@ class PinnedBlock:
         needed = page_starts(sizes)[1]
         with self.lock:
             if needed > self._memory.numel():
+                larger = _large_pages(needed)
                 self.free()
-                self._memory = _large_pages(needed)
+                self._memory = larger
                 self._pin()
 
     def views(self, sizes: Sequence[int]) -> list[Tensor]:
@@ -158,17 +159,21 @@ class HostBuffers:
             return None
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            for group in (True, False):
-                for name, target, source in pairs:
-                    if name.startswith("model/") is group:
-                        target.copy_(source, non_blocking=True)
-                        if source.is_cuda:
-                            source.record_stream(self._stream)
-                copied = torch.cuda.Event()
-                copied.record(self._stream)
-                if group:
-                    current.wait_event(copied)
+        try:
+            with torch.cuda.stream(self._stream):
+                for group in (True, False):
+                    for name, target, source in pairs:
+                        if name.startswith("model/") is group:
+                            target.copy_(source, non_blocking=True)
+                            if source.is_cuda:
+                                source.record_stream(self._stream)
+                    copied = torch.cuda.Event()
+                    copied.record(self._stream)
+                    if group:
+                        current.wait_event(copied)
+        except BaseException:
+            self._stream.synchronize()  # what was queued still writes to the block
+            raise
         return copied
 
     def staged(self) -> list[tuple[FilePlan, Tensor]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -280,31 +280,32 @@ class CheckpointStore:
         assert self._layout is not None, "planned by now"
         assert self._buffers is not None, "planned by now"
         problem, record, kept_details = None, b"", {}
-        if self._block is not None:
-            self._block.lock.acquire()  # a save to memory that is under way needs seconds at most
+        block = self._block
+        if block is not None:
+            block.lock.acquire()  # a save to memory that is under way needs seconds at most
+        release = block.lock.release if block is not None else lambda: None
         try:
-            record = exact_json.dump(dict(snapshot.record))
-            kept_details = exact_json.parse(exact_json.dump(dict(details)), "the details")  # a deep copy
-            self._buffers.copy(snapshot.parts)
-        except Exception as error:
-            problem = _in_words(error)
-        staged = Staged(ticket.step, self._layout, self._buffers.staged(), record, kept_details)
-        stall = time.monotonic() - started
-        self._writer.submit(ticket, lambda: self._write_from_block(staged, attempt, stall, problem))
+            try:
+                record = exact_json.dump(dict(snapshot.record))
+                kept_details = exact_json.parse(exact_json.dump(dict(details)), "the details")  # a deep copy
+                self._buffers.copy(snapshot.parts)
+            except Exception as error:
+                problem = _in_words(error)
+            staged = Staged(ticket.step, self._layout, self._buffers.staged(), record, kept_details)
+            stall = time.monotonic() - started
+            self._writer.submit(ticket, lambda: self._write(staged, attempt, stall, problem, release))
+        except BaseException:
+            release()
+            raise
 
-    def _write_from_block(self, staged: Staged, attempt: str, stall: float, problem: str | None) -> SaveResult:
-        try:
-            return self._write(staged, attempt, stall, problem)
-        finally:
-            if self._block is not None:
-                self._block.lock.release()
-
-    def _write(self, staged: Staged, attempt: str, stall_seconds: float, problem: str | None) -> SaveResult:
-        """The job of the writing thread."""
+    def _write(
+        self, staged: Staged, attempt: str, stall_seconds: float, problem: str | None, release: Callable[[], None]
+    ) -> SaveResult:
+        """The job of the writing thread; `release` is called when it needs the staged data no more."""
         started = time.monotonic()
         notes, deleted, folder = [], [], None
         try:
-            folder = commit(self.run, staged, attempt, self._writing_peers, self.fence, problem)
+            folder = commit(self.run, staged, attempt, self._writing_peers, self.fence, problem, release)
         except SaveError as error:
             problem = str(error)
         if folder is not None and self._writing_peers.is_first:

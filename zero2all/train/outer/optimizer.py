@@ -282,6 +282,7 @@ class OuterOptimizer:
         link = self.link
         assert link is not None, "a group is connected before its first step"
         if copied is not None:
+            torch.cuda.set_device(copied.device)  # else this thread would use the first GPU
             copied.synchronize()
         payload = b"".join(self._payload(self._held[name], inner) for name, inner in snapshot.items())
         link.offer(due.number, due.fragment, payload)
