@@ -1,6 +1,6 @@
 """Loss at equal tokens: data parallel against groups that synchronise every H steps, on real text.
 
-    python benchmarks/low_communication.py --text FOLDER      H200: about 10 M parameters, 3,000 steps, some minutes
+    python benchmarks/low_communication.py --text FOLDER      H200: about 10 M parameters, 3,000 steps, 21 runs
     python benchmarks/low_communication.py --tiny --text FOLDER            a CPU: shows only that everything runs
     python benchmarks/low_communication.py --small --text FOLDER           a CPU: the quickstart's size, local SGD
     python benchmarks/low_communication.py --quickstart --work quickstart  a CPU: the quickstart's model and data, also
