@@ -99,6 +99,16 @@ def workspace_beside(source: Path, place: Path) -> Path:
     return place
 
 
+def wait_for_all(started: list[subprocess.Popen[bytes]], name: str) -> None:
+    """Wait until all processes have ended well; kills them all when one has not."""
+    try:
+        if max(process.wait(RUN_SECONDS) for process in started):
+            raise SystemExit(f"{name}: a process failed")
+    finally:
+        for process in started:
+            process.kill()
+
+
 def _pace(
     machines: Machines, kind: str, cable_name: str, places: list[Path], asked: argparse.Namespace, steps: int = 0
 ) -> float:
@@ -127,12 +137,7 @@ def _pace(
             more = [word for key, value in fields.items() for word in (f"--parallel.slow_link.{key}", str(value))]
         command = machines.command(rank, *words, "--work", str(work), *more)
         started.append(subprocess.Popen(command, env=env))
-    try:
-        if max(process.wait(RUN_SECONDS) for process in started):
-            raise SystemExit(f"{name}: a process failed")
-    finally:
-        for process in started:
-            process.kill()
+    wait_for_all(started, name)
     points = read_run(places[0] / "runs" / name).series["loss"]
     first = SKIPPED_STEPS
     return float((points.time[-1] - points.time[first]) / (points.step[-1] - points.step[first]))

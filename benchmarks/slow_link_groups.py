@@ -23,13 +23,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import save_result
-from benchmarks.office_link import workspace_beside
+from benchmarks.office_link import wait_for_all, workspace_beside
 from zero2all.track.reader import read_run
 
 GROUPS, RANKS = 2, 2
 EVERY, TAU, SKIPPED_STEPS = 30, 1, 4
 PORTS = {"link": 29700, "rendezvous": 29710}
-RUN_SECONDS = 600
 MOST_COST = 0.01
 
 
@@ -88,12 +87,7 @@ def measured(kind: str, name: str, places: list[Path], asked: argparse.Namespace
             env |= {"NCCL_HOSTID": f"host-{group}-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
             command = [*words, "--work", str(place), *(more if kind == "streaming" else [])]
             started.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL))
-    try:
-        if max(process.wait(RUN_SECONDS) for process in started):
-            raise SystemExit(f"{name}: a process failed")
-    finally:
-        for process in started:
-            process.kill()
+    wait_for_all(started, name)
     run = read_run(places[0] / "runs" / name)
     points = run.series["time/step"]
     steps = [float(value) for step, value in zip(points.step, points.value, strict=True) if step > SKIPPED_STEPS]

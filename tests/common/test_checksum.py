@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import google_crc32c
 import numpy as np
 import pytest
@@ -21,4 +23,5 @@ def test_pieces_give_the_number_of_the_whole(monkeypatch, count, is_native):
 
 
 def test_the_library_that_needs_no_interpreter_is_found_where_the_package_brings_it():
-    assert google_crc32c.implementation != "c" or checksum._native() is not None
+    if sys.platform == "linux" and google_crc32c.implementation == "c":  # wheels of other systems keep it elsewhere
+        assert checksum._native() is not None

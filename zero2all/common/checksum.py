@@ -16,11 +16,12 @@ from typing import Any
 
 import google_crc32c
 
-PIECE_BYTES = 64 << 20
+from zero2all.common.files import joined_crc32c
+
+PIECE_BYTES = 256 << 20
+"""Large, because the checksums of pieces are joined in Python."""
 SMALL_BYTES = 1 << 20
 """At a time where the interpreter is held."""
-POLYNOMIAL = 0x82F63B78
-"""Of crc32c, the lowest bit first."""
 
 
 @functools.cache
@@ -56,29 +57,6 @@ def joined(count: int, piece_crc: Callable[[int, int], int], threads: int) -> in
     """The crc32c of `count` bytes from those of their pieces, each from `start` to `end`."""
     starts = range(0, count, PIECE_BYTES)
     ends = [min(start + PIECE_BYTES, count) for start in starts]
-    crc = 0
     with ThreadPoolExecutor(max(1, threads)) as pool:
-        for start, end, own in zip(starts, ends, pool.map(piece_crc, starts, ends), strict=True):
-            crc = _times(crc, _shift(end - start)) ^ own
-    return crc
-
-
-@functools.lru_cache(8)
-def _shift(count: int) -> int:
-    """x to the power of 8 * `count`, modulo the polynomial: what `count` more bytes do to the crc before them."""
-    power, square, exponent = 1 << 31, 1 << 30, 8 * count
-    while exponent:
-        if exponent & 1:
-            power = _times(power, square)
-        square, exponent = _times(square, square), exponent >> 1
-    return power
-
-
-def _times(a: int, b: int) -> int:
-    """The product of two polynomials over GF(2), modulo the polynomial; the highest bit is x to the power of 0."""
-    product = 0
-    for bit in range(31, -1, -1):
-        if a >> bit & 1:
-            product ^= b
-        b = b >> 1 ^ (POLYNOMIAL if b & 1 else 0)
-    return product
+        pieces = zip(pool.map(piece_crc, starts, ends), starts, ends, strict=True)
+        return int(joined_crc32c((f"{crc:08x}", end - start) for crc, start, end in pieces), 16)
