@@ -1,6 +1,6 @@
 """Loss at equal tokens: data parallel against groups that synchronise every H steps, on real text.
 
-    python benchmarks/low_communication.py --text FOLDER      H200: about 10 M parameters, 3,000 steps, 21 runs
+    python benchmarks/low_communication.py --text FOLDER      H200: about 10 M parameters, 3,000 steps, 37 runs
     python benchmarks/low_communication.py --tiny --text FOLDER            a CPU: shows only that everything runs
     python benchmarks/low_communication.py --small --text FOLDER           a CPU: the quickstart's size, local SGD
     python benchmarks/low_communication.py --quickstart --work quickstart  a CPU: the quickstart's model and data, also
@@ -14,8 +14,10 @@ that the last 2 % can be held out. Any folder with 100 MB of it will do; an inst
 It is cut into tokens by a byte-level BPE vocabulary of 4,096 that is trained on it (kept in --out; --tokens FILE takes
 a .npy of 16-bit token ids instead). Groups are model replicas in one process, joined by `MemoryLink`: the trainer's
 own step and the outer optimizer of `zero2all.train.outer`. The seed decides initial weights and the order of the data,
-so the variants of one seed are a pair. Outer rates are chosen on another seed. Every run is a process of its own, some
-at once; its result is kept in --out, so that a program that was stopped goes on where it was.
+so the variants of one seed are a pair. Learning rates, inner and outer, are chosen on another seed, for each variant by
+itself: with momentum mu an outer rate r multiplies what a group learns by up to r / (1 - mu). Every run is a process of
+its own, some at once; its result is kept in --out, so that a program that was stopped goes on where it was. On a GPU
+start `nvidia-cuda-mps-control -d` before: without it processes take turns on the card.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import save_result
 from benchmarks.memory_link import Hub
+from zero2all.common.cores import usable_cores
 from zero2all.config import RunConfig, config_from_values
 from zero2all.config.schedule import learning_rate
 from zero2all.limits.communication import bytes_sent, communication_per_step
@@ -79,7 +82,22 @@ EVERY_STEP = ("data parallel", "local SGD, 2 groups", "bf16 every step, 2 proces
 MAIN = ("data parallel", "DiLoCo, 2 groups", "streaming int4, 2 groups", "DiLoCo, 1 group")
 LIMITS = {"DiLoCo, 2 groups": 1.5, "streaming int4, 2 groups": 2.0}
 """Percent of loss above data parallel that must not be exceeded."""
-TUNING_SEED, SEEDS, RATES = 1000, (1, 2, 3), (0.4, 0.6, 0.8)
+TUNING_SEED, SEEDS = 1000, (1, 2, 3)
+Rates = tuple[float, float | None]
+"""The highest inner learning rate; the outer one, for variants that have it."""
+TRIALS: dict[str, tuple[Rates, ...]] = {
+    "data parallel": ((1e-3, None), (2e-3, None), (4e-3, None)),
+    "DiLoCo, 2 groups": (
+        *((5e-4, 0.6), (1e-3, 0.2), (1e-3, 0.4), (2e-3, 0.1), (2e-3, 0.2)),
+        *((2e-3, 0.4), (2e-3, 0.6), (2e-3, 0.8)),
+    ),
+    "streaming int4, 2 groups": ((1e-3, 0.8), (2e-3, 0.4), (2e-3, 0.6), (2e-3, 0.8), (4e-3, 0.4), (4e-3, 0.8)),
+    "DiLoCo, 1 group": (
+        *((5e-4, 0.6), (1e-3, 0.2), (1e-3, 0.4), (2e-3, 0.1), (2e-3, 0.2)),
+        *((2e-3, 0.4), (2e-3, 0.6), (2e-3, 0.8)),
+    ),
+}
+"""What is tried on the seed for tuning, by the main size; the others take the rates of their size and the config."""
 SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt")
 VOCABULARY, MOST_TEXT_BYTES, TOKENIZER_BYTES = 4096, 160_000_000, 20_000_000
 
@@ -141,7 +159,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     tokens = arguments.tokens or arguments.out / "tokens.npy"
     if arguments.one:
-        one_run(size, np.load(tokens), json.loads(arguments.one))
+        one_run(size, np.load(tokens), json.loads(arguments.one), arguments.jobs)
         return
     if not tokens.exists():
         if arguments.text is None and arguments.work is None:
@@ -151,7 +169,7 @@ def main() -> None:
     print(f"{available / 1e6:.1f} M tokens to train on; a run reads {needed / 1e6:.1f} M", flush=True)
     chosen = tune(arguments, size)
     seeds = SEEDS[: arguments.seeds]
-    asked = [(name, seed, chosen.get(name)) for seed in seeds for name in size.variants]
+    asked = [(name, seed, chosen[name]) for seed in seeds for name in size.variants]
     found = run_all(arguments, size, asked)
     report(arguments, size, seeds, chosen, found)
 
@@ -208,13 +226,13 @@ def packed_tokens(workspace: Path) -> np.ndarray:
 # ---- many runs ----
 
 
-def key_of(size: Size, name: str, seed: int, rate: float | None) -> str:
+def key_of(size: Size, name: str, seed: int, rates: Rates) -> str:
     """The name of the file of one run."""
-    text = f"{name}-{seed}-{rate}-{size.hidden}x{size.layers}-{size.steps}-H{size.every}-lr{size.lr}"
+    text = f"{name}-{seed}-{rates[1]}-{size.hidden}x{size.layers}-{size.steps}-H{size.every}-lr{rates[0]}"
     return "".join(letter if letter.isalnum() or letter in ".-" else "_" for letter in text)
 
 
-Job = tuple[str, int, float | None]
+Job = tuple[str, int, Rates]
 
 
 def run_all(arguments: argparse.Namespace, size: Size, jobs: list[Job]) -> dict[Job, dict[str, Any]]:
@@ -224,8 +242,9 @@ def run_all(arguments: argparse.Namespace, size: Size, jobs: list[Job]) -> dict[
         path = arguments.out / f"{key_of(size, *job)}.json"
         if not path.exists():
             started = time.perf_counter()
-            values = {"name": job[0], "seed": job[1], "rate": job[2], "path": str(path)}
+            values = {"name": job[0], "seed": job[1], "rates": job[2], "path": str(path)}
             command = [sys.executable, __file__, "--one", json.dumps(values), "--out", str(arguments.out)]
+            command += ["--jobs", str(arguments.jobs)]
             command += ["--steps", str(size.steps)] + ([f"--{arguments.size}"] if arguments.size != "main" else [])
             command += ["--tokens", str(arguments.tokens)] if arguments.tokens else []
             groups, fields = VARIANTS[job[0]]
@@ -242,45 +261,50 @@ def run_all(arguments: argparse.Namespace, size: Size, jobs: list[Job]) -> dict[
         return dict(zip(jobs, threads.map(run, jobs), strict=True))
 
 
-def has_rate(name: str) -> bool:
-    """Whether a variant has an outer rate to tune."""
-    return VARIANTS[name][1].get("scheme") in ("diloco", "streaming")
-
-
-def tune(arguments: argparse.Namespace, size: Size) -> dict[str, float]:
-    """The best outer rate of each variant, on a seed of its own."""
-    jobs: list[Job] = [(name, TUNING_SEED, rate) for name in size.variants if has_rate(name) for rate in RATES]
+def tune(arguments: argparse.Namespace, size: Size) -> dict[str, Rates]:
+    """The best rates of each variant, on a seed of its own."""
+    if arguments.size != "main":
+        outer = SlowLinkConfig().outer_lr
+        momentum = {name for name, (_, fields) in VARIANTS.items() if fields.get("scheme") in ("diloco", "streaming")}
+        return {name: (size.lr, outer if name in momentum else None) for name in size.variants}
+    jobs: list[Job] = [(name, TUNING_SEED, rates) for name in size.variants for rates in TRIALS[name]]
     found = run_all(arguments, size, jobs)
     chosen = {}
-    for name in dict.fromkeys(name for name, _, _ in jobs):
-        losses = {rate: found[(name, TUNING_SEED, rate)]["loss"] for rate in RATES}
+    for name in size.variants:
+        losses = {rates: found[(name, TUNING_SEED, rates)]["loss"] for rates in TRIALS[name]}
         chosen[name] = min(losses, key=losses.__getitem__)
-        print(f"outer rate, {name}: " + ", ".join(f"{rate}: {loss:.4f}" for rate, loss in losses.items()), flush=True)
+        each = ", ".join(f"{rates_text(rates)}: {loss:.4f}" for rates, loss in losses.items())
+        print(f"loss by rates, {name}: {each}", flush=True)
     return chosen
+
+
+def rates_text(rates: Rates) -> str:
+    """0.002 and 0.4 -> '0.002 x 0.4'."""
+    return f"{rates[0]:g}" if rates[1] is None else f"{rates[0]:g} x {rates[1]:g}"
 
 
 def report(
     arguments: argparse.Namespace,
     size: Size,
     seeds: Sequence[int],
-    chosen: dict[str, float],
+    chosen: dict[str, Rates],
     found: dict[Job, dict[str, Any]],
 ) -> None:
     """Print the table; write all figures and the curves."""
-    rows, base = {}, {seed: found[("data parallel", seed, None)]["loss"] for seed in seeds}
+    rows, base = {}, {seed: found[("data parallel", seed, chosen["data parallel"])]["loss"] for seed in seeds}
     first = next(iter(found.values()))
     print(f"\n{first['parameters'] / 1e6:.2f} M parameters, {size.steps} steps of {size.rows * size.seq_len} tokens,")
     print(f"H={size.every}, held-out loss of the outer weights, seeds {seeds}, {first['device']}\n")
-    print(f"{'variant':28} {'outer rate':>10} {'loss':>8} {'spread':>8}   % above data parallel (by seed)   MB sent")
+    print(f"{'variant':28} {'rates':>12} {'loss':>8} {'spread':>8}   % above data parallel (by seed)   MB sent")
     for name in size.variants:
-        of_seed = [found[(name, seed, chosen.get(name))] for seed in seeds]
+        of_seed = [found[(name, seed, chosen[name])] for seed in seeds]
         losses = [one["loss"] for one in of_seed]
         above = [100 * (loss / base[seed] - 1) for seed, loss in zip(seeds, losses, strict=True)]
         mean, spread = statistics.mean(above), statistics.stdev(above) if len(seeds) > 1 else math.nan
         limit = LIMITS.get(name)
         verdict = "" if limit is None else f"  (limit +{limit} %: {'met' if mean <= limit else 'NOT met'})"
         rows[name] = {
-            "rate": chosen.get(name),
+            "rates": chosen[name],
             "losses": losses,
             "percent_above": above,
             "mean_percent": mean,
@@ -290,7 +314,7 @@ def report(
         }
         each = ", ".join(f"{one:+.2f}" for one in above)
         print(
-            f"{name:28} {chosen.get(name, '-')!s:>10} {statistics.mean(losses):8.4f} {max(losses) - min(losses):8.4f}"
+            f"{name:28} {rates_text(chosen[name]):>12} {statistics.mean(losses):8.4f} {max(losses) - min(losses):8.4f}"
             f"   {mean:+.2f} +- {spread:.2f} ({each}) {of_seed[0]['sent_bytes'] / 1e6:8.1f}{verdict}"
         )
     values = {"size": dataclasses.asdict(size), "device": first["device"], "seeds": seeds, "variants": rows}
@@ -325,13 +349,16 @@ def draw_curves(rows: dict[str, Any], path: Path) -> None:
 # ---- one run ----
 
 
-def one_run(size: Size, ids: np.ndarray, asked: dict[str, Any]) -> None:
-    """Train one variant with one seed, and write its result."""
+def one_run(size: Size, ids: np.ndarray, asked: dict[str, Any], jobs: int) -> None:
+    """Train one variant with one seed, beside others, and write its result."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.set_num_threads(4 if device.type == "cuda" else 1)
+    # Threads that wait for a core make every small operation of the outer optimizer wait too.
+    torch.set_num_threads(max(1, usable_cores() // jobs) if device.type == "cuda" else 1)
     groups, fields = VARIANTS[asked["name"]]
-    if asked["rate"] is not None:
-        fields = {**fields, "outer_lr": asked["rate"]}
+    lr, outer_lr = asked["rates"]
+    size = dataclasses.replace(size, lr=lr)
+    if outer_lr is not None:
+        fields = {**fields, "outer_lr": outer_lr}
     world = World(device=device)
     if fields and "scheme" not in fields:  # processes that sum their gradients
         rank = int(os.environ["RANK"])

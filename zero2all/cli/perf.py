@@ -134,6 +134,7 @@ def _register_ablate(inner: Subparsers) -> None:
     )
     add_config(parser)
     batch = "samples per pass x tokens x passes per iteration (default: 2x2048x16 and the config's own)"
+    compile_jobs = "compile N rows at once before they are measured; the GPU must hold N of them (default: one by one)"
     report = "measure nothing; show the results in --output, also those of another machine"
     add_flags(
         parser,
@@ -144,6 +145,7 @@ def _register_ablate(inner: Subparsers) -> None:
         ("--warm-up-seconds N", real(0.0), 3.0, "minimum seconds of warm-up before (default 3)"),
         ("--budget-seconds N", real(0.0), None, "start no row that would end later than this (default: measure all)"),
         ("--row-timeout-seconds N", real(1.0), 900.0, "stop a row after this many seconds (default 900)"),
+        ("--compile-jobs N", whole(1), None, compile_jobs),
         ("--report", bool, False, report),
         ("--again", bool, False, "measure rows again even if results exist"),
     )
@@ -159,7 +161,11 @@ def _ablate(arguments: argparse.Namespace) -> int:
 
         config, _ = load_measured_config(arguments.config, arguments.overrides)
         listed = [
-            [variant.name, title_of(variant, config), json.dumps({**variant.ops, **variant.model})]
+            [
+                variant.name,
+                title_of(variant, config),
+                json.dumps({**variant.ops, **variant.model, **variant.train, **variant.optim}),
+            ]
             for variant in VARIANTS
         ]
         print_table([["row", "what it is", "changes"], *listed])
@@ -182,6 +188,7 @@ def _ablate(arguments: argparse.Namespace) -> int:
             warm_up_seconds=arguments.warm_up_seconds,
             budget_seconds=arguments.budget_seconds,
             row_timeout_seconds=arguments.row_timeout_seconds,
+            compile_jobs=arguments.compile_jobs,
             again=arguments.again,
             report_only=arguments.report,
         )

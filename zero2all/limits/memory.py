@@ -172,7 +172,7 @@ def estimate_memory(model: ModelConfig, settings: MemorySettings) -> MemoryEstim
     parts.append(MemoryPart("activations", activations, note))
     if lines.host_per_token:
         swapped = tokens * in_flight * lines.host_per_token
-        parts.append(MemoryPart("activations", swapped, "swapped; pinned buffers may be larger", "host"))
+        parts.append(MemoryPart("activations", swapped, "swapped, pinned", "host"))
     parts.append(MemoryPart("working space", worst.bytes - activations, worst.name))
     return MemoryEstimate(tuple(parts), phases)
 

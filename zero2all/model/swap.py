@@ -22,14 +22,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from zero2all.model.config import RESIDENT_BLOCKS
+from zero2all.ops.host_memory import PinnedMemory
 
 
 class Swap:
     """Calls the blocks of a model such that what they save is swapped (`Z2all.arrange`)."""
 
     def __init__(self) -> None:
-        self.on_host: Callable[[Tensor], Tensor] = _empty_on_host
+        self.on_host: Callable[[Tensor], Tensor] = self._empty_on_host
         """Makes a host buffer for a flat tensor."""
+        self._pinned = PinnedMemory()
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._stream: torch.cuda.Stream | None = None
 
@@ -62,6 +64,11 @@ class Swap:
         host = free.pop() if free else self.on_host(flat)
         return host.copy_(flat, non_blocking=True)
 
+    def _empty_on_host(self, flat: Tensor) -> Tensor:
+        if flat.device.type != "cuda":
+            return torch.empty_like(flat, device="cpu")
+        return self._pinned.buffer(flat.nbytes, flat.device).view(flat.dtype)
+
     def give(self, host: Tensor) -> None:
         """A host buffer that is not needed after what its stream has queued so far."""
         self._free.setdefault((host.numel(), host.dtype), []).append(host)
@@ -74,10 +81,6 @@ class Swap:
             self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         return self._stream
-
-
-def _empty_on_host(flat: Tensor) -> Tensor:
-    return torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=flat.device.type == "cuda")
 
 
 class _Slot:

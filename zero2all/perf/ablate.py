@@ -5,9 +5,11 @@ This process does not use the device, so that a row has all of it. Each result i
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,6 +40,7 @@ class AblateOptions:
     warm_up_seconds: float = 3.0
     budget_seconds: float | None = None  # no row is started that would exceed it. None: no limit.
     row_timeout_seconds: float = 900.0  # a row that takes longer is ended and counts as failed
+    compile_jobs: int | None = None  # rows compiled at once, before they are measured. None: when they are measured.
     again: bool = False  # measure rows again that have a result
     report_only: bool = False  # measure nothing; report the results in the folder, from whatever machine
 
@@ -90,6 +93,8 @@ class _Sitting:
         self.options, self.config, self.here, self.results, self.started = options, config, here, results, started
         self.number = results.next_sitting
         self.code = code_fingerprint()
+        self._compiled: dict[str, float | None] = {}
+        """Seconds of the first step of the rows that were compiled before, beside others."""
 
     def pending(self, batches: list[BatchShape]) -> list[tuple[BatchShape, Variant]]:
         """Rows without a final result; with `again`, also those that this sitting has not measured."""
@@ -114,11 +119,26 @@ class _Sitting:
         if not self._fits(needed, f"{batch} {variants[0].name}"):
             return False
         self._run(batch, anchor, f"anchor of session {self.number}")
-        for number, variant in enumerate(others, 1):
-            if not self._fits(self._estimate(variant), f"{batch} {variant.name}"):
-                return False
-            self._run(batch, variant, f"{number}/{len(others)}")
+        with tempfile.TemporaryDirectory(prefix="z2a-compiled-") as caches:
+            self._compile(batch, [variant for variant in others if variant.is_compiled], Path(caches))
+            for number, variant in enumerate(others, 1):
+                if not self._fits(self._estimate(variant), f"{batch} {variant.name}"):
+                    return False
+                self._run(batch, variant, f"{number}/{len(others)}", Path(caches))
         return True
+
+    def _compile(self, batch: BatchShape, variants: list[Variant], caches: Path) -> None:
+        """Fill the caches of compiled rows, several at once: compiling waits for the host, not for the GPU."""
+        if not variants or self.options.compile_jobs is None:
+            return
+        began = time.monotonic()
+        say(f"ablate: {batch}: compiling {len(variants)} rows, {self.options.compile_jobs} at once …")
+        one_pass = dataclasses.replace(batch, accumulation=1)
+        with ThreadPoolExecutor(self.options.compile_jobs) as threads:
+            done = threads.map(lambda variant: self._child(one_pass, variant, caches, measures=False), variants)
+            for variant, result in zip(variants, done, strict=True):
+                self._compiled[variant.name] = result.get("first_step_seconds")
+        say(f"ablate: {batch}: compiled (took {human_seconds(time.monotonic() - began)})")
 
     def _fits(self, needed: float, name: str) -> bool:
         budget = self.options.budget_seconds
@@ -143,13 +163,13 @@ class _Sitting:
         guess = FIRST_GUESS_SECONDS[variant.is_compiled] + self.options.seconds + self.options.warm_up_seconds
         return max(walls, default=guess)
 
-    def _run(self, batch: BatchShape, variant: Variant, place: str) -> None:
+    def _run(self, batch: BatchShape, variant: Variant, place: str, caches: Path | None = None) -> None:
         say(f"ablate: {batch} {variant.name} ({place}) …")
         began = time.monotonic()
-        log = self.options.output / "logs" / f"{batch}-{variant.name}.log"
-        with tempfile.TemporaryDirectory(prefix="z2a-compiled-") as cache:
-            result = self._child(batch, variant, log, cache)
+        result = self._child(batch, variant, caches)
         wall = time.monotonic() - began
+        if self._compiled.get(variant.name) is not None and "first_step_seconds" in result:
+            result["first_step_seconds"] = self._compiled[variant.name]
         self.results.append(
             {
                 "key": row_key(self.config, variant, batch, self.here),
@@ -167,15 +187,17 @@ class _Sitting:
         )
         say(f"ablate: {batch} {variant.name}: {_in_short(self.results.lines[-1])} (took {human_seconds(wall)})")
 
-    def _child(self, batch: BatchShape, variant: Variant, log: Path, cache: str) -> dict[str, Any]:
+    def _child(self, batch: BatchShape, variant: Variant, caches: Path | None, measures: bool = True) -> dict[str, Any]:
         """Run the row in its own process: its result, or how it ended."""
+        options, log = self.options, self.options.output / "logs" / f"{batch}-{variant.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         variables = {"PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")}
-        if variant.is_compiled:  # an empty cache, so that compilation is measured
+        if variant.is_compiled and caches is not None:  # of its own, so that compilation is measured
+            cache = caches / variant.name
             variables |= {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
-        options = self.options
-        words = [options.source, "--row", variant.name, "--batch", batch, "--seconds", options.seconds]
-        words += ["--warm-up-seconds", options.warm_up_seconds]
+        seconds, warm_up = (options.seconds, options.warm_up_seconds) if measures else (0.0, 0.0)
+        words = [options.source, "--row", variant.name, "--batch", batch, "--seconds", seconds]
+        words += ["--warm-up-seconds", warm_up]
         return run_child("row", words, options.overrides, options.row_timeout_seconds, log, variables)
 
 

@@ -52,6 +52,7 @@ class Variant:
     ops: Mapping[str, str] = field(default_factory=dict)  # fields of `ops` that differ from the config's
     model: Mapping[str, Any] = field(default_factory=dict)  # fields of `model` that differ
     train: Mapping[str, Any] = field(default_factory=dict)  # fields of `train` that differ
+    optim: Mapping[str, Any] = field(default_factory=dict)  # fields of `optim` that differ
     cuda_graph: bool = True  # whether passes may be captured as a CUDA graph (train.cuda_graph)
     odd_vocabulary: bool = False  # one id more than the padded size of the vocabulary, so that it is odd
     unpadded: bool = False  # the head has exactly as many rows as there are ids
@@ -109,6 +110,8 @@ VARIANTS = (
     Variant("own-kernels", "no FlashAttention 4, no QuACK", "other choices", OWN_KERNELS),
     Variant("lean-norm", "norm that keeps no sum", "other choices", {"rms_norm": "triton_lean"}),
     Variant("fp32-residual", "float32 residual", "other choices", model={"fp32_residual": True}),
+    Variant("float32", "float32 throughout", "other choices", train={"precision": "float32"}),
+    Variant("recompute-selective", "selective recomputation", "other choices", train={"recompute": "selective"}),
     Variant("recompute-full", "all blocks recomputed", "other choices", train={"recompute": "full"}),
     Variant(
         "recompute-groups",
@@ -117,6 +120,9 @@ VARIANTS = (
         train={"recompute": "groups", "recompute_every": 4},
     ),
     Variant("swap", "activations swapped to the host", "other choices", train={"recompute": "swap"}),
+    Variant("adamw-8bit", "AdamW, moments in 8 bits", "other choices", optim={"kind": "adamw_8bit"}),
+    Variant("adamw-bf16", "AdamW, all in bfloat16", "other choices", optim={"kind": "adamw_bf16"}),
+    Variant("muon", "Muon", "other choices", optim={"kind": "muon"}),
     Variant("odd-vocabulary", "vocabulary {odd}, padded", "vocabulary", odd_vocabulary=True),
     Variant(
         "odd-vocabulary-unpadded", "vocabulary {odd}, not padded", "vocabulary", odd_vocabulary=True, unpadded=True
@@ -184,4 +190,5 @@ def vary(config: RunConfig, variant: Variant) -> RunConfig:
         train=dataclasses.replace(config.train, **train),
         ops=dataclasses.replace(config.ops, **variant.ops),  # type: ignore[arg-type]
         model=dataclasses.replace(config.model, **model),
+        optim=dataclasses.replace(config.optim, **variant.optim),
     )

@@ -12,19 +12,16 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zero2all.ops.host_memory import large_pages, pin, unpin
 from zero2all.parallel.parts import Part
 from zero2all.train.checkpoints.planning import FilePlan, SaveLayout, boxes_of
 from zero2all.train.checkpoints.tensor_file import view_of
-
-PORTABLE = 1
-"""cudaHostRegisterPortable: pinned for every device, not only the current one."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ class PinnedBlock:
         needed = page_starts(sizes)[1]
         with self.lock:
             if needed > self._memory.numel():
-                larger = _large_pages(needed)
+                larger = large_pages(needed)
                 self.free()
                 self._memory = larger
                 self._pin()
@@ -83,18 +80,16 @@ class PinnedBlock:
     def free(self) -> None:
         """Give the memory back."""
         if self._is_pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+            unpin(self._memory)
         self._memory, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
 
     def _pin(self) -> None:
-        """Lock the pages in place. torch's own pinned allocator would round a buffer up to a power of two."""
-        error = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), PORTABLE)
-        self._is_pinned = int(error) == 0
+        """Lock the pages in place."""
+        error = pin(self._memory, self.device)
+        self._is_pinned = error == 0
         if not self._is_pinned:
-            with suppress(RuntimeError):  # clears the error, which the next kernel of the trainer would report
-                torch.zeros(1, device=self.device)
             self._say(
-                f"Host memory for checkpoints could not be pinned (CUDA error {int(error)}): saves will delay "
+                f"Host memory for checkpoints could not be pinned (CUDA error {error}): saves will delay "
                 f"training longer. Raise the limit on locked memory (ulimit -l) to fix that."
             )
 
@@ -106,14 +101,6 @@ def page_starts(sizes: Sequence[int]) -> tuple[list[int], int]:
         starts.append(end)
         end += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     return starts, end
-
-
-def _large_pages(count: int) -> Tensor:
-    """Zeros, on large pages where the system has them: they are there and pinned several times faster."""
-    memory = mmap.mmap(-1, count, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(AttributeError, OSError, ValueError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class HostBuffers:
