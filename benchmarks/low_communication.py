@@ -1,6 +1,6 @@
 """Loss at equal tokens: data parallel against groups that synchronise every H steps, on real text.
 
-    python benchmarks/low_communication.py --text FOLDER      H200: about 10 M parameters, 3,000 steps, 37 runs
+    python benchmarks/low_communication.py --text FOLDER      H200: about 10 M parameters, 3,000 steps, 27 runs
     python benchmarks/low_communication.py --tiny --text FOLDER            a CPU: shows only that everything runs
     python benchmarks/low_communication.py --small --text FOLDER           a CPU: the quickstart's size, local SGD
     python benchmarks/low_communication.py --quickstart --work quickstart  a CPU: the quickstart's model and data, also
@@ -37,7 +37,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -83,19 +83,33 @@ MAIN = ("data parallel", "DiLoCo, 2 groups", "streaming int4, 2 groups", "DiLoCo
 LIMITS = {"DiLoCo, 2 groups": 1.5, "streaming int4, 2 groups": 2.0}
 """Percent of loss above data parallel that must not be exceeded."""
 TUNING_SEED, SEEDS = 1000, (1, 2, 3)
-Rates = tuple[float, float | None]
-"""The highest inner learning rate; the outer one, for variants that have it."""
+
+
+class Rates(NamedTuple):
+    """What is tuned: the highest inner learning rate, and fields of the outer optimizer (None: the default)."""
+
+    lr: float
+    outer_lr: float | None = None
+    momentum: float | None = None
+    alpha: float | None = None
+
+    @property
+    def outer(self) -> dict[str, float]:
+        """Fields of parallel.slow_link."""
+        return {name: value for name, value in self._asdict().items() if name != "lr" and value is not None}
+
+    def __str__(self) -> str:
+        signs = {"outer_lr": "r", "momentum": "mu", "alpha": "alpha"}
+        return " ".join([f"{self.lr:g}", *(f"{signs[name]} {value:g}" for name, value in self.outer.items())])
+
+
+DILOCO = (Rates(2e-3, 0.67, 0.5), Rates(3e-3, 0.67, 0.5), Rates(2e-3, 0.6, 0.7), Rates(1e-3, 0.6, 0.9))
+STREAMING = (Rates(2e-3, 1.0, 0.5), Rates(3e-3, 1.0, 0.5), Rates(2e-3, 0.67, 0.5, 0.0), Rates(2e-3, 0.8, 0.9))
 TRIALS: dict[str, tuple[Rates, ...]] = {
-    "data parallel": ((1e-3, None), (2e-3, None), (4e-3, None)),
-    "DiLoCo, 2 groups": (
-        *((5e-4, 0.6), (1e-3, 0.2), (1e-3, 0.4), (2e-3, 0.1), (2e-3, 0.2)),
-        *((2e-3, 0.4), (2e-3, 0.6), (2e-3, 0.8)),
-    ),
-    "streaming int4, 2 groups": ((1e-3, 0.8), (2e-3, 0.4), (2e-3, 0.6), (2e-3, 0.8), (4e-3, 0.4), (4e-3, 0.8)),
-    "DiLoCo, 1 group": (
-        *((5e-4, 0.6), (1e-3, 0.2), (1e-3, 0.4), (2e-3, 0.1), (2e-3, 0.2)),
-        *((2e-3, 0.4), (2e-3, 0.6), (2e-3, 0.8)),
-    ),
+    "data parallel": (Rates(1e-3), Rates(2e-3), Rates(3e-3)),
+    "DiLoCo, 2 groups": DILOCO,
+    "streaming int4, 2 groups": STREAMING,
+    "DiLoCo, 1 group": DILOCO,
 }
 """What is tried on the seed for tuning, by the main size; the others take the rates of their size and the config."""
 SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt")
@@ -121,7 +135,7 @@ class Size:
 
 
 SIZES = {
-    "main": Size(320, 8, 5, 896, rows=32, seq_len=256, steps=3000, every=30, lr=2e-3),
+    "main": Size(320, 8, 5, 896, rows=64, seq_len=256, steps=3000, every=30, lr=2e-3),
     "small": Size(128, 4, 4, 384, rows=8, seq_len=128, steps=900, every=30, lr=2e-3, variants=WITH_GROUPS),
     "quickstart": Size(
         *(192, 2, 6, 512),
@@ -228,7 +242,9 @@ def packed_tokens(workspace: Path) -> np.ndarray:
 
 def key_of(size: Size, name: str, seed: int, rates: Rates) -> str:
     """The name of the file of one run."""
-    text = f"{name}-{seed}-{rates[1]}-{size.hidden}x{size.layers}-{size.steps}-H{size.every}-lr{rates[0]}"
+    more = "".join(f"-{key}{value}" for key, value in rates.outer.items() if key != "outer_lr")
+    text = f"{name}-{seed}-{rates.outer_lr}-{size.hidden}x{size.layers}-{size.rows}x{size.steps}-H{size.every}"
+    text = f"{text}-lr{rates.lr}{more}"
     return "".join(letter if letter.isalnum() or letter in ".-" else "_" for letter in text)
 
 
@@ -264,23 +280,16 @@ def run_all(arguments: argparse.Namespace, size: Size, jobs: list[Job]) -> dict[
 def tune(arguments: argparse.Namespace, size: Size) -> dict[str, Rates]:
     """The best rates of each variant, on a seed of its own."""
     if arguments.size != "main":
-        outer = SlowLinkConfig().outer_lr
-        momentum = {name for name, (_, fields) in VARIANTS.items() if fields.get("scheme") in ("diloco", "streaming")}
-        return {name: (size.lr, outer if name in momentum else None) for name in size.variants}
+        return dict.fromkeys(size.variants, Rates(size.lr))
     jobs: list[Job] = [(name, TUNING_SEED, rates) for name in size.variants for rates in TRIALS[name]]
     found = run_all(arguments, size, jobs)
     chosen = {}
     for name in size.variants:
         losses = {rates: found[(name, TUNING_SEED, rates)]["loss"] for rates in TRIALS[name]}
         chosen[name] = min(losses, key=losses.__getitem__)
-        each = ", ".join(f"{rates_text(rates)}: {loss:.4f}" for rates, loss in losses.items())
+        each = ", ".join(f"{rates}: {loss:.4f}" for rates, loss in losses.items())
         print(f"loss by rates, {name}: {each}", flush=True)
     return chosen
-
-
-def rates_text(rates: Rates) -> str:
-    """0.002 and 0.4 -> '0.002 x 0.4'."""
-    return f"{rates[0]:g}" if rates[1] is None else f"{rates[0]:g} x {rates[1]:g}"
 
 
 def report(
@@ -295,7 +304,7 @@ def report(
     first = next(iter(found.values()))
     print(f"\n{first['parameters'] / 1e6:.2f} M parameters, {size.steps} steps of {size.rows * size.seq_len} tokens,")
     print(f"H={size.every}, held-out loss of the outer weights, seeds {seeds}, {first['device']}\n")
-    print(f"{'variant':28} {'rates':>12} {'loss':>8} {'spread':>8}   % above data parallel (by seed)   MB sent")
+    print(f"{'variant':28} {'rates':>18} {'loss':>8} {'spread':>8}   % above data parallel (by seed)   MB sent")
     for name in size.variants:
         of_seed = [found[(name, seed, chosen[name])] for seed in seeds]
         losses = [one["loss"] for one in of_seed]
@@ -304,7 +313,7 @@ def report(
         limit = LIMITS.get(name)
         verdict = "" if limit is None else f"  (limit +{limit} %: {'met' if mean <= limit else 'NOT met'})"
         rows[name] = {
-            "rates": chosen[name],
+            "rates": chosen[name]._asdict(),
             "losses": losses,
             "percent_above": above,
             "mean_percent": mean,
@@ -314,7 +323,7 @@ def report(
         }
         each = ", ".join(f"{one:+.2f}" for one in above)
         print(
-            f"{name:28} {rates_text(chosen[name]):>12} {statistics.mean(losses):8.4f} {max(losses) - min(losses):8.4f}"
+            f"{name:28} {chosen[name]!s:>18} {statistics.mean(losses):8.4f} {max(losses) - min(losses):8.4f}"
             f"   {mean:+.2f} +- {spread:.2f} ({each}) {of_seed[0]['sent_bytes'] / 1e6:8.1f}{verdict}"
         )
     values = {"size": dataclasses.asdict(size), "device": first["device"], "seeds": seeds, "variants": rows}
@@ -355,10 +364,8 @@ def one_run(size: Size, ids: np.ndarray, asked: dict[str, Any], jobs: int) -> No
     # Threads that wait for a core make every small operation of the outer optimizer wait too.
     torch.set_num_threads(max(1, usable_cores() // jobs) if device.type == "cuda" else 1)
     groups, fields = VARIANTS[asked["name"]]
-    lr, outer_lr = asked["rates"]
-    size = dataclasses.replace(size, lr=lr)
-    if outer_lr is not None:
-        fields = {**fields, "outer_lr": outer_lr}
+    rates = Rates(*asked["rates"])
+    size, fields = dataclasses.replace(size, lr=rates.lr), {**fields, **rates.outer}
     world = World(device=device)
     if fields and "scheme" not in fields:  # processes that sum their gradients
         rank = int(os.environ["RANK"])
