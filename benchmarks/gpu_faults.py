@@ -1,6 +1,7 @@
 """Faults of runs on one GPU: what the page says, and the seconds until the next step.
 
-    python benchmarks/gpu_faults.py --work quickstart               z2all-1b: kill, out of memory, assert, hung kernel
+    python benchmarks/gpu_faults.py --work quickstart               z2all-1b: kill, kill in a save, out of memory,
+                                                                    assert, hung kernel
     python benchmarks/gpu_faults.py --work quickstart --ranks 4     z2all-100m in four NCCL ranks on the one card:
                                                                     kill, SIGSTOP, a collective that one rank skips
     python benchmarks/gpu_faults.py --work W --config quickstart --device cpu --ranks 2         a trial without a GPU
@@ -31,12 +32,16 @@ from zero2all.common.fault import FAULTS
 from zero2all.resilience.chaos import PlannedFault, happened, install_plan
 from zero2all.resilience.slots import remove
 
-FIRST, BETWEEN, EVERY = 20, 20, 8
+FIRST, BETWEEN, EVERY = 20, 20, 12
 """Steps: of the first fault, from one to the next, and between two saves to memory, which take some seconds. A limit is
 known after ten."""
 STEP_SECONDS, START_SECONDS, PATIENCE_SECONDS = 20, 240, 420
-ALONE = {"cuda": ("kill", "out_of_memory", "device_assert", "hung_kernel"), "cpu": ("kill", "out_of_memory", "stop")}
+ALONE = {
+    "cuda": ("kill", "kill@memory", "out_of_memory", "device_assert", "hung_kernel"),
+    "cpu": ("kill", "kill@memory", "out_of_memory", "stop"),
+}
 TOGETHER = ("kill", "stop", "sleep")
+"""Kinds of faults, some with the point of the program where they happen: `memory` is the copy of a save."""
 WORDS = "ZERO2ALL_BENCHMARK_WORDS"
 
 
@@ -68,9 +73,12 @@ def faulty_run(arguments: argparse.Namespace, kinds: tuple[str, ...]) -> list[di
     run = arguments.work.absolute() / "runs" / name
     remove(run)
     shutil.rmtree(run, ignore_errors=True)
-    steps = [FIRST + BETWEEN * number for number in range(len(kinds))]
-    victim = arguments.ranks - 1
-    plan = [PlannedFault(kind, victim, step=step) for kind, step in zip(kinds, steps, strict=True)]
+    victim, plan, steps = arguments.ranks - 1, [], []
+    for number, text in enumerate(kinds):
+        kind, _, point = text.partition("@")
+        step = FIRST + BETWEEN * number
+        steps.append(-(-step // EVERY) * EVERY if point else step)  # a save is made there
+        plan.append(PlannedFault(kind, victim, point=point or None, step=steps[-1]))
     path = install_plan(plan, arguments.work / "chaos", run, None, fresh=True)
     environment = {**os.environ, FAULTS: str(path)}
     words = ["train", arguments.config, "--work", str(arguments.work), "--train.name", name, "--train.steps", "1000000"]

@@ -84,6 +84,8 @@ def measured(kind: str, name: str, places: list[Path], asked: argparse.Namespace
                 "LOCAL_WORLD_SIZE": "1",
             }
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORTS["rendezvous"] + group)}
+            # Several connections: one carries about 1 GB/s between processes of one machine.
+            env |= {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
             env |= {"NCCL_HOSTID": f"host-{group}-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
             command = [*words, "--work", str(place), *(more if kind == "streaming" else [])]
             started.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL))
