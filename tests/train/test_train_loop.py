@@ -15,6 +15,7 @@ from zero2all.common.errors import AnomalyError, BadInputError, RunLockedError, 
 from zero2all.common.files import crc32c_of
 from zero2all.config.training import EvalConfig
 from zero2all.limits.flops import flops_per_token
+from zero2all.config import load_config
 from zero2all.packed.layout import open_split
 from zero2all.parallel.world import World
 from zero2all.track.reader import find_runs, read_run
@@ -129,7 +130,12 @@ def test_general_text_above_2_at_the_planned_end_is_noted_and_code_is_not(finish
     (note,) = [note for note in notes if note.startswith("note: the held-out loss is still above 2")]
     assert "en " in note
     assert "train it longer" in note
-    assert check_last_loss({"eval/valid/loss/code": 3.0, "eval/valid/loss/en": 1.9}) == []
+    config = load_config("quickstart", ["--model.vocab_size=1000", "--optim.lr_max=0.5"])
+    losses = {"eval/valid/loss/code": 3.0, "eval/valid/loss/en": 1.9}
+    assert check_last_loss(losses, config) == []
+    (note,) = check_last_loss({**losses, "eval/valid/loss/en": 6.95}, config)  # ln(1000) = 6.91
+    assert "above that of an untrained model, ln(1,000) = 6.91: en 6.95" in note
+    assert "lower optim.lr_max (now 0.5)" in note
 
 
 def test_notes_say_what_is_trained_on_what_and_how_often_it_is_read(finished):

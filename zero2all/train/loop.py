@@ -574,7 +574,7 @@ class TrainingLoop:
         self.shard_damage.stop_if_found()
         self.validate()
         if self.state.step >= self.config.train.steps:
-            self.log.say(*check_last_loss(self.validation.losses))
+            self.log.say(*check_last_loss(self.validation.losses, self.config))
         if self.state.step > first_step:
             beat("save", self.state.step)
             self.saver.save_now(self.stage_name)
