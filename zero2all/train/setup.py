@@ -31,7 +31,7 @@ from zero2all.model.empty import without_weights
 from zero2all.model.recompute import apply_recompute
 from zero2all.model.rope import rope_tables
 from zero2all.model.z2all import Z2all, compile_model
-from zero2all.ops.implementation import OpContext
+from zero2all.ops.implementation import OpContext, compile_problem
 from zero2all.ops.registry import Ops, with_deferrable_products
 from zero2all.packed.config import FREE_ON_RESUME
 from zero2all.packed.layout import PackedSplit
@@ -283,6 +283,7 @@ def _build_state(
     sharded = config.parallel.zero == 3 and world.mesh.shard.size > 1
     ops = resolve_together(config.ops, op_context(config, world.device.type, dtype, sharded), world)
     check_cuda_graph(config, world.device, world.size, ops)
+    world.run_together(lambda: _check_compile(config.ops.compile, world.device.type))
     _require_memory(config, ops, world)
     if config.parallel.offload == "optimizer_disk" and config.parallel.offload_folder is None:
         folder = str(nearest_folder(run))  # a dry run has no folder of its own
@@ -380,6 +381,12 @@ def spread_name(config: RunConfig, world: World) -> str:
     elif sizes.replicate > 1:
         found.append("replicate")
     return " x ".join(found)
+
+
+def _check_compile(asked: str, device: str) -> None:
+    problem = None if asked == "none" else compile_problem(device)
+    if problem is not None:
+        raise UsageError(f"ops.compile {asked} cannot run on this machine: {problem}. Or set ops.compile to none.")
 
 
 def _require_memory(config: RunConfig, ops: Ops, world: World) -> None:

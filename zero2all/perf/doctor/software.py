@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -61,6 +63,7 @@ class TorchFacts:
 def look_at_versions(facts: dict[str, Any], problem: str, report: Report | None) -> Iterator[Finding]:
     """Python, torch and its libraries, and whether they fit each other and the driver."""
     yield _python()
+    yield from _compilers()
     kernel = re.match(r"(\d+)\.(\d+)", platform.release())
     if platform.system() == "Linux" and kernel and (int(kernel[1]), int(kernel[2])) < OLD_KERNEL:
         why = "Processes with several GPUs were seen to hang on kernels before 5.5."
@@ -98,6 +101,19 @@ def _python() -> Finding:
     if PYTHONS[0] <= here <= PYTHONS[1]:
         return Finding("software", "ok", found)
     return Finding("software", "warning", found, "zero2all is tested with Python 3.11 to 3.13.", "Use one of these.")
+
+
+def _compilers() -> Iterator[Finding]:
+    kinds = (
+        ("C", os.environ.get("CC") or shutil.which("gcc") or "clang", "gcc", "Triton's kernels on a GPU need it."),
+        ("C++", os.environ.get("CXX") or "g++", "g++", "ops.compile on a CPU needs it."),
+    )
+    for kind, name, package, why in kinds:
+        path = shutil.which(name)
+        if path is not None:
+            yield Finding("software", "ok", f"{kind} compiler: {path}")
+        else:
+            yield Finding("software", "note", f"there is no {kind} compiler", why, f"`apt install {package}`.")
 
 
 def _without_torch(problem: str) -> Finding:
