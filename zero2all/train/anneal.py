@@ -42,6 +42,15 @@ def read_anneal(run: Path, step: int, check: Callable[[AnnealConfig], object] = 
     return record
 
 
+def anneal_in_words(anneal: AnnealConfig) -> str:
+    """A line for the log of the run."""
+    mixture = "" if anneal.mixture is None else f", on the mixture {anneal.mixture}"
+    return (
+        f"anneal: from step {anneal.from_step} the learning rate falls ({anneal.shape}){mixture}; the run ends at step "
+        f"{anneal.from_step + anneal.steps}"
+    )
+
+
 def withdraw_request(run: Path) -> None:
     """Delete a request that cannot be met."""
     (run / ANNEAL_FILE).unlink(missing_ok=True)

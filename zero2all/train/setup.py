@@ -48,7 +48,7 @@ from zero2all.parallel.layout import draw
 from zero2all.parallel.pipeline import Pipeline, keep_stages, make_stages, model_costs
 from zero2all.parallel.tensor import cut_model, local_config
 from zero2all.parallel.world import World
-from zero2all.train.anneal import ANNEAL_STAGE, begun_anneal, read_anneal
+from zero2all.train.anneal import ANNEAL_STAGE, anneal_in_words, begun_anneal, read_anneal
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.load import Checkpoint, reading_record
 from zero2all.train.checkpoints.manifest import NOT_GOOD
@@ -154,6 +154,8 @@ def prepare(
     config = together(lambda: with_vocabulary(asked, int(data.splits[0].manifest["vocab_size"])))
     together(lambda: check_spread(config, world.size))
     notes = [*world.notes, *ledger_notes, *data.notes(end)]
+    if anneal is not None:
+        notes.append(anneal_in_words(anneal))
     if checkpoint is not None:
         notes += together(lambda: _check_resume(config, run, checkpoint, data, accept_changes, anneal))
     elif not fresh and (run / CONFIG_FILE).is_file():
