@@ -15,7 +15,8 @@ def numba_cache(package: Path) -> Path | None:
     it does. In a container that runs as another user neither may be writable, and importing a kernel fails."""
     if "NUMBA_CACHE_DIR" in os.environ or os.access(package, os.W_OK):
         return None
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "zero2all" / "numba"
+    home = Path(os.environ.get("HOME") or "/")
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "zero2all" / "numba"
     # numba loads what it finds there as code: a folder for this user alone.
     own = Path(tempfile.gettempdir()) / f"zero2all-numba-{os.getuid()}"
     for folder in (user_cache, own):

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.corpus.corpus_helpers import plain_options
-from zero2all.common.errors import BadInputError, UsageError
 from zero2all.cli import main
+from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.records import corpus_sources, iter_records, text_template, training_text
 from zero2all.common.workspace import open_workspace
 from zero2all.corpus import (

@@ -145,9 +145,7 @@ def test_fallback_records_what_was_asked_what_was_taken_and_why():
 
 
 def test_strict_makes_a_fallback_an_error_that_names_the_others():
-    with pytest.raises(
-        UsageError, match=r"ops.twist fast cannot run .*: no kernel for cpu\. .*\(plain\).*ops.strict"
-    ):
+    with pytest.raises(UsageError, match=r"ops.twist fast cannot run .*: no kernel for cpu\. .*\(plain\).*ops.strict"):
         _choose("twist", "fast", (FAST, PLAIN), CPU, strict=True)
 
 

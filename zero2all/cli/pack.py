@@ -76,8 +76,8 @@ def _pack(arguments: argparse.Namespace) -> None:
         if unknown > MOST_UNKNOWN * manifest["tokens"]:
             share = f"{unknown / manifest['tokens']:.1%}"
             say(
-                f"Warning: {share} of the tokens of {name} are <unk>: the tokenizer cannot spell this text, and what it "
-                "cannot spell is lost. Bits per byte of this source will look too good. Add what is missing with "
+                f"Warning: {share} of the tokens of {name} are <unk>: the tokenizer cannot spell this text, and what "
+                "it cannot spell is lost. Bits per byte of this source will look too good. Add what is missing with "
                 "`z2a tokenizer extend`, or use a tokenizer with byte fallback."
             )
     for reason, splits in _by_encoder(manifests).items():

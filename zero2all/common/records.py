@@ -103,7 +103,9 @@ def template_problem(template: str) -> str | None:
         return t(f"the braces do not fit together ({error}); a brace that is text is written twice: {{{{ or }}}}")
     formatted = [field for *_, field, form, conversion in Formatter().parse(template) if form or conversion]
     if formatted:
-        return t(f"{formatted[0]} has a conversion (!r) or a format (:>5), which are not known; write {{{formatted[0]}}}")
+        return t(
+            f"{formatted[0]} has a conversion (!r) or a format (:>5), which are not known; write {{{formatted[0]}}}"
+        )
     unknown = [field for field in fields if field not in TEXT_FIELDS]
     if unknown:
         return t(f"there is no field {unknown[0]!r}; fields are {', '.join(TEXT_FIELDS)}")

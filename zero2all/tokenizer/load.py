@@ -231,7 +231,8 @@ def read_tokenizer_files(source: Path) -> TokenizerFiles:
         config = _read_optional(beside / "tokenizer_config.json")
     model = tokenizer_json.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
-        raise BadInputError(f"{path or (beside or source) / 'tokenizer.json'} has no vocabulary. Download it again, or run `{TRAIN_COMMAND}`.")
+        origin = path or (beside or source) / "tokenizer.json"
+        raise BadInputError(f"{origin} has no vocabulary. Download it again, or run `{TRAIN_COMMAND}`.")
     names = ("special_tokens_map.json", "generation_config.json")
     special, generation = ({} if beside is None else _read_optional(beside / name) for name in names)
     return TokenizerFiles(tokenizer_json, config, special, generation, foreign)

@@ -44,10 +44,12 @@ def read_anneal(run: Path, step: int, check: Callable[[AnnealConfig], object] = 
 
 def anneal_in_words(anneal: AnnealConfig) -> str:
     """A line for the log of the run."""
-    mixture = "" if anneal.mixture is None else f", on the mixture {anneal.mixture}"
+    first, end, shape = anneal.from_step, anneal.from_step + anneal.steps, anneal.shape
+    if anneal.mixture is None:
+        return f"anneal: from step {first} the learning rate falls ({shape}); the run ends at step {end}"
     return (
-        f"anneal: from step {anneal.from_step} the learning rate falls ({anneal.shape}){mixture}; the run ends at step "
-        f"{anneal.from_step + anneal.steps}"
+        f"anneal: from step {first} the learning rate falls ({shape}), on the mixture {anneal.mixture}; the run ends "
+        f"at step {end}"
     )
 
 

@@ -238,10 +238,14 @@ def _smaller_passes(model: ModelConfig, settings: MemorySettings, device: str) -
     now = estimate_memory(model, settings).total
     for kind, every, instead_of, _ in RECOMPUTATION:
         less = dataclasses.replace(settings, recompute=kind, recompute_every=every)
-        if settings.recompute in instead_of and (kind, device) != ("swap", "cpu"):
-            in_groups = f" and train.recompute_every to {every}" if kind == "groups" else ""
-            if estimate_memory(model, less).total < now:
-                ways.append(f"set train.recompute to {kind}{in_groups} (now {settings.recompute})")
+        if settings.recompute not in instead_of or (kind, device) == ("swap", "cpu"):
+            continue
+        if estimate_memory(model, less).total < now:
+            ways.append(
+                f"set train.recompute to groups and train.recompute_every to {every} (now {settings.recompute})"
+                if kind == "groups"
+                else f"set train.recompute to {kind} (now {settings.recompute})"
+            )
     return ways
 
 
