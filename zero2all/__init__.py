@@ -5,6 +5,7 @@ Nothing heavy is imported here: `z2a --help` must answer at once, and a stage mu
 
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 __version__ = "0.1.0"
@@ -20,12 +21,10 @@ def numba_cache(package: Path) -> Path | None:
     # numba loads what it finds there as code: a folder for this user alone.
     own = Path(tempfile.gettempdir()) / f"zero2all-numba-{os.getuid()}"
     for folder in (user_cache, own):
-        try:
+        with suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError:
-            continue
-        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
-            return folder
+            if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+                return folder
     return Path(tempfile.mkdtemp(prefix="zero2all-numba-"))
 
 

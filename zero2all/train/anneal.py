@@ -44,13 +44,8 @@ def read_anneal(run: Path, step: int, check: Callable[[AnnealConfig], object] = 
 
 def anneal_in_words(anneal: AnnealConfig) -> str:
     """A line for the log of the run."""
-    first, end, shape = anneal.from_step, anneal.from_step + anneal.steps, anneal.shape
-    if anneal.mixture is None:
-        return f"anneal: from step {first} the learning rate falls ({shape}); the run ends at step {end}"
-    return (
-        f"anneal: from step {first} the learning rate falls ({shape}), on the mixture {anneal.mixture}; the run ends "
-        f"at step {end}"
-    )
+    first, end = anneal.from_step, anneal.from_step + anneal.steps
+    return f"anneal: from step {first} the learning rate falls ({anneal.shape}); the run ends at step {end}"
 
 
 def withdraw_request(run: Path) -> None:

@@ -236,16 +236,10 @@ def _smaller_passes(model: ModelConfig, settings: MemorySettings, device: str) -
         ways.append(f"lower train.micro_batch_samples (now {samples})")
     ways.append(f"lower data.seq_len (now {settings.seq_len})")
     now = estimate_memory(model, settings).total
-    for kind, every, instead_of, _ in RECOMPUTATION:
-        less = dataclasses.replace(settings, recompute=kind, recompute_every=every)
-        if settings.recompute not in instead_of or (kind, device) == ("swap", "cpu"):
-            continue
-        if estimate_memory(model, less).total < now:
-            ways.append(
-                f"set train.recompute to groups and train.recompute_every to {every} (now {settings.recompute})"
-                if kind == "groups"
-                else f"set train.recompute to {kind} (now {settings.recompute})"
-            )
+    for kind, _, instead_of, _ in RECOMPUTATION:
+        can_be = settings.recompute in instead_of and (kind, device) != ("swap", "cpu")
+        if can_be and estimate_memory(model, dataclasses.replace(settings, recompute=kind)).total < now:
+            ways.append(f"set train.recompute to {kind} (now {settings.recompute})")
     return ways
 
 

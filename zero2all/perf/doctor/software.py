@@ -104,16 +104,14 @@ def _python() -> Finding:
 
 
 def _compilers() -> Iterator[Finding]:
-    kinds = (
-        ("C", os.environ.get("CC") or shutil.which("gcc") or "clang", "gcc", "Triton's kernels on a GPU need it."),
-        ("C++", os.environ.get("CXX") or "g++", "g++", "ops.compile on a CPU needs it."),
-    )
-    for kind, name, package, why in kinds:
+    gcc = os.environ.get("CC") or shutil.which("gcc") or "clang"
+    for kind, name, why in (
+        ("C", gcc, "Triton's kernels on a GPU need it (apt install gcc)."),
+        ("C++", os.environ.get("CXX") or "g++", "ops.compile on a CPU needs it (apt install g++)."),
+    ):
         path = shutil.which(name)
-        if path is not None:
-            yield Finding("software", "ok", f"{kind} compiler: {path}")
-        else:
-            yield Finding("software", "note", f"there is no {kind} compiler", why, f"`apt install {package}`.")
+        found = f"there is no {kind} compiler" if path is None else f"{kind} compiler: {path}"
+        yield Finding("software", "ok" if path else "note", found, "" if path else why)
 
 
 def _without_torch(problem: str) -> Finding:
