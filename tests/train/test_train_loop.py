@@ -138,6 +138,13 @@ def test_general_text_above_2_at_the_planned_end_is_noted_and_code_is_not(finish
     assert "lower optim.lr_max (now 0.5)" in note
 
 
+@pytest.mark.parametrize("samples", [2, 3, 8])
+def test_a_micro_batch_that_does_not_divide_is_noted(work, config, samples):
+    notes = "\n".join(prepared_run(config(train={"micro_batch_samples": samples}), work).notes)  # 4 rows a step
+    is_noted = "micro-batch: 3 does not divide 4 samples, so the last pass of a step has 1" in notes
+    assert is_noted == ("does not divide" in notes) == (samples == 3)
+
+
 def test_notes_say_what_is_trained_on_what_and_how_often_it_is_read(finished):
     _, _, notes = finished
     text = "\n".join(notes)

@@ -301,6 +301,11 @@ def _build_state(
         config, model, world, run, state.weights.zero_gradients, fence
     )
     rows = rank_rows(config.samples_per_step, *config.parallel.batch_place(0, world.mesh.batch.size))[2]
+    samples, left = state.micro_batch_samples, rows % state.micro_batch_samples
+    if left and rows > samples:
+        micro_notes.append(
+            f"micro-batch: {samples} does not divide {rows} samples, so the last pass of a step has {left}"
+        )
     state.cuda_graph = choose_cuda_graph(config, model, world.device, world.size, state.micro_batch_samples, rows)
     counts = parameter_counts(config.model)
     where = (
