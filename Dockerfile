@@ -4,9 +4,10 @@
 # the driver in. Ubuntu 24.04 has Python 3.12.
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04
 
-# gcc, the C library's headers and Python's headers: Triton compiles a launcher for each kernel at run time.
+# gcc, the C library's headers and Python's headers: Triton compiles a launcher for each kernel at run time. g++: so does
+# torch.compile (ops.compile) on a CPU.
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends python3 python3-venv python3-dev gcc libc6-dev \
+    && apt-get install --yes --no-install-recommends python3 python3-venv python3-dev gcc g++ libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 
 # A virtual environment, because the presets are installed below its prefix (share/zero2all/configs).
@@ -29,9 +30,9 @@ RUN useradd --create-home --shell /bin/bash z2a \
 USER z2a
 WORKDIR /workspace
 
-# With `docker run --user` the home folder may not be writable; matplotlib keeps its font list and
-# Triton its compiled kernels here.
-ENV MPLCONFIGDIR=/tmp/matplotlib TRITON_CACHE_DIR=/tmp/triton
+# With `docker run --user` the home folder may not be writable; matplotlib keeps its font list, Triton
+# and numba their compiled code here.
+ENV MPLCONFIGDIR=/tmp/matplotlib TRITON_CACHE_DIR=/tmp/triton NUMBA_CACHE_DIR=/tmp/numba
 
 ENTRYPOINT ["z2a"]
 CMD ["--help"]

@@ -3,4 +3,31 @@
 Nothing heavy is imported here: `z2a --help` must answer at once, and a stage must not pay for its neighbours.
 """
 
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
 __version__ = "0.1.0"
+
+
+def numba_cache(package: Path) -> Path | None:
+    """Where numba keeps compiled code if it finds no place by itself: beside the code and in the user's cache folder
+    it does. In a container that runs as another user neither may be writable, and importing a kernel fails."""
+    if "NUMBA_CACHE_DIR" in os.environ or os.access(package, os.W_OK):
+        return None
+    home = Path(os.environ.get("HOME") or "/")
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "zero2all" / "numba"
+    # numba loads what it finds there as code: a folder for this user alone.
+    own = Path(tempfile.gettempdir()) / f"zero2all-numba-{os.getuid()}"
+    for folder in (user_cache, own):
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+                return folder
+    return Path(tempfile.mkdtemp(prefix="zero2all-numba-"))
+
+
+# Here, because numba reads the variable when it is imported, and every worker process imports this first.
+if (_cache := numba_cache(Path(__file__).parent)) is not None:
+    os.environ["NUMBA_CACHE_DIR"] = str(_cache)

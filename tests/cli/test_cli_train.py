@@ -226,7 +226,12 @@ def test_a_finished_run_is_annealed_to_a_later_end(copy, tiny, z2a):
     ended = z2a("anneal", "tiny", "--steps", "3", "--shape", "linear", "--work", copy)
     assert ended.code == 0
     assert "tiny, at step 4 of 4: the learning rate will fall from" in ended.out
-    assert z2a("train", "quickstart", *tiny, "--work", copy).code == 0
+    assert "replaces" not in ended.out
+    again = z2a("anneal", "tiny", "--steps", "3", "--shape", "linear", "--work", copy)
+    assert again.out.startswith("This replaces an earlier request, which has not begun.")
+    trained = z2a("train", "quickstart", *tiny, "--work", copy)
+    assert trained.code == 0
+    assert "anneal: from step 4 the learning rate falls (linear); the run ends at step 7" in trained.out + trained.err
     series = rates(run)
     assert series.step.tolist() == list(range(1, 8))
     assert series.value[4:] == pytest.approx([last * 2 / 3, last / 3, 0.0])
@@ -263,6 +268,9 @@ def test_a_run_that_is_training_anneals_within_a_step_and_ends(copy, tiny, z2a):
         (["tiny", "--steps", "0"], 2, "at least 1"),
         (["tiny", "--shape", "square"], 2, "--shape: got 'square', expected one of linear, 1-sqrt, cosine."),
         (["tiny", "--to-share", "2"], 2, "from 0 to 1"),
+        (["tiny", "--mixture", "{en: 0}"], 2, "--mixture: got {'en': 0.0}, expected at least one weight above 0."),
+        (["tiny", "--mixture", ""], 2, "--mixture is empty"),
+        (["tiny", "--mixture", "{books: 1}"], 2, "neither a packed source nor a channel. Available: en, zh."),
     ],
 )
 def test_anneal_refuses_what_makes_no_sense(words, code, message, journey, z2a):

@@ -15,8 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.corpus.corpus_helpers import plain_options
+from zero2all.cli import main
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.records import corpus_sources, iter_records, text_template, training_text
+from zero2all.common.workspace import open_workspace
 from zero2all.corpus import (
     BuildOptions,
     Source,
@@ -265,6 +267,34 @@ def test_empty_fields_and_repetitions_leave_no_trace():
     assert training_text({"content": "C"}, "{content}\n完") == "C\n完"
 
 
+def test_a_description_may_be_a_list_of_texts_or_a_number_and_the_plan_names_the_training_text(tmp_path, capsys):
+    path = tmp_path / "own.jsonl"
+    rows = [{"title": f"Number {n}", "desc": desc, "content": f"The text number {n}."} for n, desc in enumerate(DESCS)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    open_workspace(tmp_path / "work", create=True)
+    said = []
+    settings = BuildOptions(rules="none", dedup=DedupConfig(near="off"), valid_share=0)
+    build_corpus(tmp_path / "work/corpus", [Source("own", path, "en")], settings, announce=said.append)
+    assert "training text {title}\\n{content}" in said[0]
+    records = list(iter_records(tmp_path / "work/corpus", "own", "train"))
+    assert [record["desc"] for record in records] == ["a\nb", "12", "", "plain"]
+    assert records[2]["others"] == {"desc": {"deep": 1}}
+    own = "{title}|{desc}|{content}"
+    build_corpus(tmp_path / "work/corpus", [Source("own", path, "en", training_text=own)], settings)
+    capsys.readouterr()
+    assert main(["corpus", "show", "--gid", "1", "--work", str(tmp_path / "work")]) == 0
+    assert "training text {title}|{desc}|{content}\nNumber 1|12|The text number 1." in capsys.readouterr().out
+
+
+DESCS = (["a", "b"], 12, {"deep": 1}, "plain")
+
+
+def test_double_braces_are_text():
+    record = {"title": "A", "content": "C"}
+    assert training_text(record, "{{title}} {content}") == "{title} C"
+    assert training_text(record, '{{"q": "{title}", "a": "{content}"}}') == '{"q": "A", "a": "C"}'
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -272,7 +302,8 @@ def test_empty_fields_and_repetitions_leave_no_trace():
         ("{title}", "the text itself, is not in it"),
         ("{content}{content}", "{content} stands in it twice"),
         ("{content", "the braces do not fit together"),
-        ("{content!r}", "the braces do not fit together"),
+        ("{content!r}", "content has a conversion (!r) or a format (:>5), which are not known; write {content}"),
+        ("{title}{content:>5}", "content has a conversion"),
         ("{desc}\n{content}", "names {desc}, but no file of the source has that field (it has content, title)"),
     ],
 )

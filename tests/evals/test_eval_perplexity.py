@@ -16,6 +16,7 @@ from zero2all.evals.perplexity import (
     score_documents,
     validation_bits_per_byte,
 )
+from zero2all.evals.report import report_lines
 from zero2all.evals.text_files import read_text, text_files
 from zero2all.infer.engine import Engine
 from zero2all.packed.layout import packed_sources
@@ -64,6 +65,18 @@ def test_long_document_is_scored_in_windows_each_token_once(trained, length):
 def test_empty_document_costs_its_end(trained):
     nats, tokens = nats_of(trained, "")
     assert (tokens, nats > 0) == (1, True)
+
+
+def test_a_text_with_unknown_tokens_is_called_too_good(trained, monkeypatch):
+    ids = trained.tokenizer.encode_text("kalomi")
+    monkeypatch.setattr(trained.tokenizer, "unknown_id", ids[0])
+    (score,) = score_documents(Engine(trained), ["kalomi"], Windows(trained.window))
+    assert score.unknown_tokens == ids.count(ids[0])
+    values = {**score.summary(), "gzip_bits_per_byte": 1.0}
+    lines = report_lines({"run": "r", "step": 1, "held_out": {"en": values}})
+    assert any("are <unk>" in line for line in lines)
+    values["unknown_tokens"] = 0
+    assert not any("<unk>" in line for line in report_lines({"run": "r", "step": 1, "held_out": {"en": values}}))
 
 
 def test_bits_per_byte_of_a_channel_is_all_bits_over_all_bytes(trained, trained_workspace):

@@ -145,9 +145,7 @@ def test_fallback_records_what_was_asked_what_was_taken_and_why():
 
 
 def test_strict_makes_a_fallback_an_error_that_names_the_others():
-    with pytest.raises(
-        UsageError, match=r"ops.twist fast cannot run .*: no kernel for cpu\. .*fast, plain.*ops.strict"
-    ):
+    with pytest.raises(UsageError, match=r"ops.twist fast cannot run .*: no kernel for cpu\. .*\(plain\).*ops.strict"):
         _choose("twist", "fast", (FAST, PLAIN), CPU, strict=True)
 
 
@@ -314,6 +312,21 @@ def test_without_a_compiler_or_headers_auto_takes_what_needs_none(monkeypatch, t
         assert "needs Python's headers" in refusal(CUDA, swiglu="triton")
     finally:
         implementation.compiler_problem.cache_clear()
+
+
+def test_compilation_on_a_cpu_needs_a_cpp_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert "it needs a C++ compiler, and g++ was not found" in implementation.compile_problem("cpu")
+    assert implementation.compile_problem("cuda") is None
+    (tmp_path / "own-c++").write_text("#!/bin/sh\n")
+    (tmp_path / "own-c++").chmod(0o755)
+    monkeypatch.setenv("CXX", "own-c++")
+    assert implementation.compile_problem("cpu") is None
+
+
+def test_a_refusal_lists_only_what_runs_here():
+    assert "Choose another implementation (torch, eager)" in refusal(OpContext("cpu"), swiglu="triton")
 
 
 def test_old_gpu_and_missing_packages_are_named(monkeypatch):

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from zero2all.cli import main
 from zero2all.common.engine import EngineConfig
 from zero2all.common.errors import BadInputError, RunLockedError
 from zero2all.common.manifest import verify_files
@@ -362,3 +363,25 @@ def test_best_fit_indexes_are_built_when_asked_and_go_with_their_split(work, tex
     assert sorted(path.parent.name for path in work.packed.glob("*/train/best-fit-64")) == ["train"] * 2
     with pytest.raises(BadInputError, match=r"z2a pack --best-fit 64"):
         open_best_fit(open_split(work.packed, "zh", "train"), 64)
+
+
+def test_text_that_the_tokenizer_cannot_spell_is_counted_and_told(work, texts, tmp_path, capsys):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    model = tmp_path / "english.model"
+    settings = {"vocab_size": 60, "model_type": "bpe", "minloglevel": 2, "hard_vocab_limit": False}
+    with open(model, "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts["novels"]), model_writer=file, character_coverage=1.0, **settings
+        )
+    assert main(["tokenizer", "import", str(model), "--work", str(work.root), "--replace"]) == 0
+    assert "no byte pieces" in capsys.readouterr().err
+    assert main(["pack", "--work", str(work.root)]) == 0
+    shown = capsys.readouterr()
+    tokenizer = load_tokenizer(work.tokenizer)
+    for name in SOURCES:
+        ids = [tokenizer.encode_text(training_text(record)) for record in iter_records(work.corpus, name, "train")]
+        unknown = sum(each.count(tokenizer.unknown_id) for each in ids)
+        assert open_split(work.packed, name, "train").manifest["unknown_tokens"] == unknown
+        assert (unknown > 0) == (name == "zh") == (f"of the tokens of {name}/train are <unk>" in shown.err)
+        assert (f"  {unknown:,} <unk>" in shown.out) == (name == "zh")
+    assert load_tokenizer(work.tokenizer).unknown_id == 0

@@ -268,6 +268,17 @@ def test_combinations_that_cannot_work_are_errors():
     assert "note" in graded({}, "it had not answered when the time was over").values()
 
 
+def test_compilers_are_named_or_missing(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    (tmp_path / "my-c++").write_text("#!/bin/sh\n")
+    (tmp_path / "my-c++").chmod(0o755)
+    monkeypatch.setenv("CXX", "my-c++")
+    found = graded({"versions": VERSIONS})
+    assert found["there is no C compiler"] == "note"
+    assert found[f"C++ compiler: {tmp_path / 'my-c++'}"] == "ok"
+
+
 @pytest.mark.parametrize(
     ("capability", "has_kernels"), [((9, 0), True), ((8, 6), True), ((10, 0), False), ((7, 5), False)]
 )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import math
+import re
 from collections import Counter
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from zero2all.cli import main
 from zero2all.common.errors import UsageError
 from zero2all.model import config as model_config
 from zero2all.ops import cut_vocabulary
@@ -196,3 +200,16 @@ def test_power_and_clocks_are_medians_without_the_sample_from_before():
     assert (found["watts"], found["sm_mhz"], found["celsius"]) == (690.5, 1510, 61)
     assert found["samples"]["watts"] == [690.5, 700, 680]
     assert gpu_summary("") == {}
+
+
+def test_every_row_of_the_ablation_is_listed_without_a_config_and_stands_in_the_docs(capsys):
+    assert main(["perf", "ablate", "--list"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f" {variant.name} " in shown for variant in VARIANTS)
+    assert main(["perf", "ablate"]) == 2
+    assert "needs CONFIG" in capsys.readouterr().err
+    docs = Path(__file__).parents[2] / "docs/perf.md"
+    rows = docs.read_text(encoding="utf-8").partition("| rows | what they are |")[2].partition("\n\n")[0]
+    named = [name.replace("…", "*") for name in re.findall(r"`([\w…-]+)`", rows)]
+    missing = [each.name for each in VARIANTS if not any(fnmatch.fnmatch(each.name, name) for name in named)]
+    assert missing == []

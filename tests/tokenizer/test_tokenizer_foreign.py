@@ -175,13 +175,18 @@ def test_files_of_an_unknown_kind_and_damaged_ones_are_refused(llama, ranks, tmp
         (b"", "not a tokenizer file of a known kind"),
         (llama.read_bytes()[:5000], "is not a SentencePiece model"),
         (b"\n\n\n", "is not a SentencePiece model"),
-        (b"QQ== 0\nQ? 1\n", "line 2 is not a base64 piece"),
+        (b"QQ== 0\nQ? 1\n", "line 2 is not a new base64 piece"),
+        (b"QQ== 0\nQQ== 1\n", "line 2 .*QQ== stood there before, with the rank 0"),
         (b"QQ== 0\nQg== 2\n", "without a gap"),
         (b"QQ== 0\nQg== 1\n", "no piece for 254 of the 256 bytes"),
     ):
         path.write_bytes(data)
         with pytest.raises(BadInputError, match=message):
             load_tokenizer(path)
+    (tmp_path / "tokenizer.json").write_text('{"a": 1}')
+    with pytest.raises(BadInputError, match=f"{tmp_path}/tokenizer.json has no vocabulary"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer.json").unlink()
     assert main(["tokenizer", "import", str(path), "--work", str(tmp_path / "work")]) == 3
     assert "no piece for 254" in capsys.readouterr().err
     assert not (tmp_path / "work").exists()
@@ -190,6 +195,10 @@ def test_files_of_an_unknown_kind_and_damaged_ones_are_refused(llama, ranks, tmp
         load_tokenizer(listed)
     with pytest.raises(UsageError, match="nor a regular expression"):
         read_foreign(listed, "(", ["<|endoftext|>"])
+    with pytest.raises(UsageError, match=r"neither a name \(qwen2, isolated-han, cl100k, o200k\) nor .* plain word"):
+        read_foreign(listed, "cl100k_base", ["<|endoftext|>"])
+    with pytest.raises(UsageError, match="--special A is a piece"):
+        read_foreign(listed, "cl100k", ["<|endoftext|>", "A"])
     with pytest.raises(UsageError, match=r"--pattern and --special are for .tiktoken files"):
         read_foreign(llama, "qwen2", ["<|endoftext|>"])
     (tmp_path / "own.model").write_bytes(llama.read_bytes())

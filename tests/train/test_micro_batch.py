@@ -105,7 +105,9 @@ def test_where_8_of_64_rows_do_not_fit_7_are_taken_and_no_size_without_fewer_pas
 
 
 def test_not_even_one_sample_is_an_error_that_says_what_helps():
-    with pytest.raises(UsageError, match=r"train\.recompute to full.*parallel\.zero 1;.*parallel\.offload optimizer"):
+    with pytest.raises(
+        UsageError, match=r"train\.recompute; `z2a perf memory`.*parallel\.zero 1;.*parallel\.offload optimizer"
+    ):
         find_micro_batch(SmallDevice(500).run_pass, pass_sizes(8), gc.collect)
 
 

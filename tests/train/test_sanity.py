@@ -215,7 +215,13 @@ def test_a_run_that_does_not_fit_is_told_of_what_it_does_not_use_yet():
     assert "set parallel.offload to optimizer:" in said()
     assert "parallel.zero" not in said(zero=3, shard=2)
     assert "parallel.offload" not in said(zero=3, shard=2)
+    assert "set train.recompute to full (now none)" in said()
     assert "set train.recompute to full" not in said(recompute="full")
+    assert "set train.recompute to full" not in said(recompute="groups", recompute_every=2)
+    full = said(recompute="full", recompute_every=2)
+    assert "set train.recompute to groups (now full)" in full
+    assert "set train.recompute to swap (now full)" in full
+    assert "set train.recompute to groups" not in said(recompute="full", recompute_every=32), "it would need more"
     assert "optim.kind" not in said(optimizer="adamw_8bit")
     assert "parallel.offload" not in said(optimizer="muon")
 

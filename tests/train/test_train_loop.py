@@ -13,6 +13,7 @@ import torch
 
 from zero2all.common.errors import AnomalyError, BadInputError, RunLockedError, UsageError
 from zero2all.common.files import crc32c_of
+from zero2all.config import load_config
 from zero2all.config.training import EvalConfig
 from zero2all.limits.flops import flops_per_token
 from zero2all.packed.layout import open_split
@@ -129,7 +130,19 @@ def test_general_text_above_2_at_the_planned_end_is_noted_and_code_is_not(finish
     (note,) = [note for note in notes if note.startswith("note: the held-out loss is still above 2")]
     assert "en " in note
     assert "train it longer" in note
-    assert check_last_loss({"eval/valid/loss/code": 3.0, "eval/valid/loss/en": 1.9}) == []
+    config = load_config("quickstart", ["--model.vocab_size=1000", "--optim.lr_max=0.5"])
+    losses = {"eval/valid/loss/code": 3.0, "eval/valid/loss/en": 1.9}
+    assert check_last_loss(losses, config) == []
+    (note,) = check_last_loss({**losses, "eval/valid/loss/en": 6.95}, config)  # ln(1000) = 6.91
+    assert "above that of an untrained model, ln(1,000) = 6.91: en 6.95" in note
+    assert "lower optim.lr_max (now 0.5)" in note
+
+
+@pytest.mark.parametrize("samples", [2, 3, 8])
+def test_a_micro_batch_that_does_not_divide_is_noted(work, config, samples):
+    notes = "\n".join(prepared_run(config(train={"micro_batch_samples": samples}), work).notes)  # 4 rows a step
+    is_noted = "micro-batch: 3 does not divide 4 samples, so the last pass of a step has 1" in notes
+    assert is_noted == ("does not divide" in notes) == (samples == 3)
 
 
 def test_notes_say_what_is_trained_on_what_and_how_often_it_is_read(finished):

@@ -203,6 +203,8 @@ def test_the_lines_of_a_schedule_name_what_begins_where():
         "step        60  lr 0.000e+00  stage from 60: linear",
         "step        99  lr 0.000e+00  last step",
     ]
+    lines = schedule_lines(100, 2.0, config, [stage(70, kind="wsd", decay_share=1.0)])
+    assert [line.split("  ")[-1] for line in lines if "step        70" in line] == ["stage from 70: decay (linear)"]
     lines = schedule_lines(100, 2.0, config, [StageConfig("long", 35)], AnnealConfig(50, 10))
     assert lines[2] == "step        35  lr 2.000e+00  stage long"
     assert lines[3].endswith("anneal (1-sqrt)")

@@ -55,6 +55,7 @@ def _anneal(arguments: argparse.Namespace) -> None:
     from zero2all.common.schema import Problem, build
     from zero2all.config.schedule import learning_rate
     from zero2all.config.training import AnnealConfig
+    from zero2all.packed.config import mixture_problems
     from zero2all.train.anneal import ANNEAL_FILE, begun_anneal, request_anneal
     from zero2all.train.checkpoints.find import newest_checkpoint
     from zero2all.train.saved_config import load_run_config
@@ -82,9 +83,12 @@ def _anneal(arguments: argparse.Namespace) -> None:
     values = {"from_step": made, "steps": steps, "shape": arguments.shape, "to_share": arguments.to_share}
     problems: list[Problem] = []
     asked = build(AnnealConfig, {**values, "mixture": _mixture(arguments.mixture)}, "", problems)
+    problems += [] if problems else mixture_problems(asked.mixture, "--mixture")
     if problems:
         raise UsageError(" ".join(str(problem) for problem in problems))
     check_anneal(config, workspace, newest_checkpoint(run), asked)
+    if (run / ANNEAL_FILE).is_file():
+        print(t("This replaces an earlier request, which has not begun."))
     request_anneal(run, steps, arguments.shape, arguments.to_share, asked.mixture)
     print(
         t(
@@ -104,7 +108,10 @@ def _mixture(text: str | None) -> object:
     from zero2all.common.yamlio import YamlError, loads
 
     try:
-        return None if text is None else loads(text)
+        found = None if text is None else loads(text)
+        if text is not None and found is None:
+            raise UsageError("--mixture is empty. Write it like '{en: 1, zh: 2}', or leave it out.")
+        return found
     except YamlError as error:
         raise UsageError(f"--mixture is not YAML: {error}. Write it like '{{en: 1, zh: 2}}'.") from error
 

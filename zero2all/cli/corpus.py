@@ -177,6 +177,7 @@ def _show(arguments: argparse.Namespace) -> None:
 
 
 def _show_gid(corpus: Any, known: dict[str, Any], arguments: argparse.Namespace) -> None:
+    from zero2all.common.records import text_template
     from zero2all.corpus import find_record
 
     found = find_record(corpus, {name: manifest["number"] for name, manifest in known.items()}, arguments.gid)
@@ -190,11 +191,22 @@ def _show_gid(corpus: Any, known: dict[str, Any], arguments: argparse.Namespace)
         )
     split, record = found
     print(t(f"── gid {arguments.gid}  {record['data_src']}, {split}  {_in_a_line(record['title'])}"))
-    print(_cut(record["content"], arguments))
+    template = text_template(known[record["data_src"]])
+    shown = template.replace("\n", "\\n")
+    print(t(f"training text {shown}"))
+    print(_cut(_seen_text(record, template), arguments))
+
+
+def _seen_text(record: dict[str, Any], template: str) -> str:
+    """The title stands in the heading; other templates are shown as the model sees them."""
+    from zero2all.common.records import TITLE_AND_TEXT, training_text
+
+    content: str = record["content"]
+    return content if template == TITLE_AND_TEXT else training_text(record, template)
 
 
 def _show_records(corpus: Any, manifests: dict[str, Any], arguments: argparse.Namespace) -> None:
-    from zero2all.common.records import TITLE_AND_TEXT, iter_records, text_template, training_text
+    from zero2all.common.records import iter_records, text_template
 
     for name, manifest in manifests.items():
         template = text_template(manifest)
@@ -207,9 +219,8 @@ def _show_records(corpus: Any, manifests: dict[str, Any], arguments: argparse.Na
             continue
         for record in itertools.islice(itertools.chain([first], records), arguments.count):
             number = f"gid {record['gid']}" if "gid" in record else name
-            # The title stands in the heading; other templates are shown as the model sees them.
-            text = record["content"] if template == TITLE_AND_TEXT else training_text(record, template)
-            print(f"── {number}  {_in_a_line(record['title'])}\n{_cut(text, arguments)}\n")
+            text = _cut(_seen_text(record, template), arguments)
+            print(f"── {number}  {_in_a_line(record['title'])}\n{text}\n")
 
 
 def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) -> None:

@@ -13,6 +13,9 @@ EXAMPLES = """z2a pack --work my-workspace
   z2a pack --work my-workspace --best-fit 2048,4096 --workers 8
   z2a pack --work my-workspace --engine ray --address auto"""
 
+MOST_UNKNOWN = 0.001
+"""Share of unknown tokens above which packing warns."""
+
 
 def register(verbs: Subparsers) -> None:
     """Add the verb."""
@@ -46,7 +49,7 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 def _pack(arguments: argparse.Namespace) -> None:
     from zero2all.common.engine import EngineConfig
-    from zero2all.common.progress import human_count
+    from zero2all.common.progress import human_count, say
     from zero2all.packed.writer import PackOptions, pack_corpus
     from zero2all.tokenizer.encoders import EncoderConfig
 
@@ -62,12 +65,21 @@ def _pack(arguments: argparse.Namespace) -> None:
     for name, manifest in manifests.items():
         ratio = manifest["text_bytes"] / max(1, manifest["tokens"])
         talks = t(f"  {manifest['conversations']:,} conversations") if manifest["conversations"] else ""
+        unknown = manifest.get("unknown_tokens", 0)
+        talks += t(f"  {unknown:,} <unk>") if unknown else ""
         print(
             t(
                 f"{name:<24} {manifest['documents']:>9,} documents  {human_count(manifest['tokens']):>8} tokens  "
                 f"{ratio:.2f} bytes/token  channel {manifest['channel']}{talks}"
             )
         )
+        if unknown > MOST_UNKNOWN * manifest["tokens"]:
+            share = f"{unknown / manifest['tokens']:.1%}"
+            say(
+                f"Warning: {share} of the tokens of {name} are <unk>: the tokenizer cannot spell this text, and what "
+                "it cannot spell is lost. Bits per byte of this source will look too good. Add what is missing with "
+                "`z2a tokenizer extend`, or use a tokenizer with byte fallback."
+            )
     for reason, splits in _by_encoder(manifests).items():
         print(t(f"{', '.join(splits)}: encoded by {reason}"))
     if tasks:

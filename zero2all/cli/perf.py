@@ -132,7 +132,7 @@ def _register_ablate(inner: Subparsers) -> None:
         _ablate,
         takes_overrides=True,
     )
-    add_config(parser)
+    add_config(parser, nargs="?")
     batch = "samples per pass x tokens x passes per iteration (default: 2x2048x16 and the config's own)"
     compile_jobs = "compile N rows at once before they are measured; the GPU must hold N of them (default: one by one)"
     report = "measure nothing; show the results in --output, also those of another machine"
@@ -159,7 +159,7 @@ def _ablate(arguments: argparse.Namespace) -> int:
     if arguments.list:
         from zero2all.perf.batch import load_measured_config
 
-        config, _ = load_measured_config(arguments.config, arguments.overrides)
+        config, _ = load_measured_config(arguments.config or BENCH_CONFIG, arguments.overrides)
         listed = [
             [
                 variant.name,
@@ -170,6 +170,8 @@ def _ablate(arguments: argparse.Namespace) -> int:
         ]
         print_table([["row", "what it is", "changes"], *listed])
         return 0
+    if arguments.config is None:
+        raise UsageError(f"`z2a perf ablate` needs CONFIG: {CONFIG_HELP}. Only --list does without.")
     from zero2all.perf.ablate import AblateOptions, ablate
     from zero2all.perf.batch import parse_batch
     from zero2all.perf.report import write_report

@@ -94,7 +94,8 @@ def _register_import(inner: Subparsers) -> None:
     taken.add_argument(
         "--pattern",
         metavar="NAME|REGEX",
-        help="an unknown .tiktoken file: how it cuts text (qwen2, cl100k, o200k, or a regular expression)",
+        help="an unknown .tiktoken file: how it cuts text "
+        "(qwen2, isolated-han, cl100k, o200k, or a regular expression)",
     )
     taken.add_argument(
         "--special",

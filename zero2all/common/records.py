@@ -15,6 +15,7 @@ from typing import Any
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import PARTIAL_MARK, read_json
+from zero2all.common.language import translate as t
 from zero2all.common.manifest import read_manifest
 from zero2all.common.workspace import is_folder_name
 
@@ -99,14 +100,19 @@ def template_problem(template: str) -> str | None:
     try:
         fields = template_fields(template)
     except ValueError as error:
-        return f"the braces do not fit together ({error})"
+        return t(f"the braces do not fit together ({error}); a brace that is text is written twice: {{{{ or }}}}")
+    formatted = [field for *_, field, form, conversion in Formatter().parse(template) if form or conversion]
+    if formatted:
+        return t(
+            f"{formatted[0]} has a conversion (!r) or a format (:>5), which are not known; write {{{formatted[0]}}}"
+        )
     unknown = [field for field in fields if field not in TEXT_FIELDS]
     if unknown:
-        return f"there is no field {unknown[0]!r}; fields are {', '.join(TEXT_FIELDS)}"
+        return t(f"there is no field {unknown[0]!r}; fields are {', '.join(TEXT_FIELDS)}")
     repeated = next((field for field in fields if fields.count(field) > 1), None)
     if repeated:
-        return f"{{{repeated}}} stands in it twice"
-    return None if "content" in fields else "{content}, the text itself, is not in it"
+        return t(f"{{{repeated}}} stands in it twice")
+    return None if "content" in fields else t("{content}, the text itself, is not in it")
 
 
 def template_fields(template: str) -> list[str]:
@@ -117,15 +123,13 @@ def template_fields(template: str) -> list[str]:
 @lru_cache(maxsize=64)
 def _template_parts(template: str) -> tuple[list[tuple[str, str]], str]:
     """What stands before each field, and the field; and what stands after the last one."""
-    pieces, last_words = [], ""
-    for words, field, form, conversion in Formatter().parse(template):
-        if field is None:
-            last_words = words
-        elif form or conversion:
-            raise ValueError("a field is only its name, such as {desc}")
-        else:
+    pieces, words = [], ""
+    for literal, field, _, _ in Formatter().parse(template):  # {{ and }} each end a literal
+        words += literal
+        if field is not None:
             pieces.append((words, field))
-    return pieces, last_words
+            words = ""
+    return pieces, words
 
 
 def _read_jsonl(part: Path, _: str) -> Iterator[dict[str, Any]]:

@@ -184,7 +184,7 @@ def _borders(
             found.append((stretch.first, "warmup"))
         if schedule.kind == "wsd":
             decay = _decay_steps(stretch)
-            found.append((after, "stable"))
+            found += [(after, "stable")] if after < stretch.end - decay else []
             found += [(stretch.end - decay, f"decay ({schedule.decay_shape})")] if decay else []
         else:
             found.append((after, schedule.kind))

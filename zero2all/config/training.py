@@ -46,7 +46,8 @@ class TrainConfig:
     """Activations recomputed in the backward pass instead of being kept: of no block, of all, of every n-th, all but
     the results of attention and matmuls, or of n consecutive blocks at a time. swap: kept in host memory instead."""
     recompute_every: PositiveInt = 2
-    """every_n: recompute one block out of this many. groups: this many blocks are a group."""
+    """every_n: recompute one block out of this many. groups: this many blocks are a group. Other kinds
+    of recompute ignore it."""
     cuda_graph: Literal["auto", "on", "off"] = "auto"
     """Capture a pass as a CUDA graph and replay it, so that the host need not queue its kernels one by one. auto: where
     the host would take longer than the device (small micro-batches)."""

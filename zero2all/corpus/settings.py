@@ -215,7 +215,9 @@ def _build_sections(values: dict[str, Any], problems: list[Problem]) -> tuple[Bu
 
 def _sources_of(entries: Any, folder: Path, problems: list[Problem]) -> list[Source]:
     if not isinstance(entries, Mapping) or not entries:
-        problems.append(Problem("sources", entries, "a mapping of names to paths, or to path, channel, kind and map"))
+        problems.append(
+            Problem("sources", entries, "a mapping of names to paths, or to path, channel, kind, map and training_text")
+        )
         return []
     found = []
     for name, entry in entries.items():

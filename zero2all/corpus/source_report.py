@@ -162,7 +162,7 @@ def plan_in_words(plan: SourcePlan) -> str:
         channel = f"channel {plan.channel} (guessed: {plan.channel_reason})"
     parts.append(t(channel))
     parts += [mapping_in_words(mapping) for mapping in plan.look.mappings]
-    if plan.template != TITLE_AND_TEXT:
+    if plan.template != TITLE_AND_TEXT or any(len(mapping) > 1 for mapping in plan.look.mappings):
         template = plan.template.replace("\n", "\\n")
         parts.append(t(f"training text {template}"))
     return f"{plan.name}: {'; '.join(parts)}"

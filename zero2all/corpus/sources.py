@@ -328,6 +328,8 @@ def apply_mapping(fields: Mapping[str, Any], mapping: Mapping[str, str]) -> Docu
         content = _as_text(content)
     title = _taken(rest, mapping["title"]) if "title" in mapping else ""
     category = _taken(rest, mapping["category"]) if "category" in mapping else ""
+    if "desc" in mapping and _is_list_of_text(rest.get(mapping["desc"])):
+        rest[mapping["desc"]] = _as_text(rest[mapping["desc"]])
     desc = _taken(rest, mapping["desc"]) if "desc" in mapping else ""
     return Document(content, title, category, desc, rest)
 

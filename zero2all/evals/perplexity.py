@@ -70,6 +70,8 @@ class TextScore:
     position_nats: list[float] = field(default_factory=list)
     """Number n: of the tokens with 2^n to 2^(n+1) - 1 tokens before them in their window."""
     position_tokens: list[int] = field(default_factory=list)
+    unknown_tokens: int = 0
+    """Tokens that stand for text the tokenizer cannot spell: their text costs almost nothing."""
     most_before: int = 0
     """Tokens before the one that had most."""
 
@@ -93,6 +95,7 @@ class TextScore:
         self.documents += other.documents
         self.bytes += other.bytes
         self.gzip_bytes += other.gzip_bytes
+        self.unknown_tokens += other.unknown_tokens
         self.most_before = max(self.most_before, other.most_before)
         self.position_nats = _added(self.position_nats, other.position_nats)
         self.position_tokens = list(map(int, _added(self.position_tokens, other.position_tokens)))
@@ -106,6 +109,7 @@ class TextScore:
             "documents": self.documents,
             "bytes": self.bytes,
             "tokens": self.tokens,
+            "unknown_tokens": self.unknown_tokens,
             "nats": self.nats,
             "by_position": [
                 {
@@ -194,6 +198,8 @@ def score_documents(engine: Engine, texts: list[str], windows: Windows, are_whol
     closing = [tokenizer.end_id] if are_whole else []
     documents = [[opening_id(tokenizer), *ids, *closing] for ids in tokenizer.encode_batch([*texts])]
     found = [TextScore(documents=1, bytes=len(text.encode())) for text in texts]
+    for score, ids in zip(found, documents, strict=True):
+        score.unknown_tokens = 0 if tokenizer.unknown_id is None else ids.count(tokenizer.unknown_id)
     cuts = [(number, *window) for number, ids in enumerate(documents) for window in windows.cut(len(ids))]
     rows = [documents[number][first:end] for number, first, _, end in cuts]
     starts = [start - first for _, first, start, _ in cuts]

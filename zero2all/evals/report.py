@@ -134,6 +134,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
             f"  {channel:<18} {values['bits_per_byte']:>9.4f} {values['gzip_bits_per_byte']:>9.4f} "
             f"{values['documents']:>11,} {values['bytes']:>10,}"
         )
+        lines += _unknown_lines(values)
         if "int8_bits_per_byte" in values:
             cost = values["int8_bits_per_byte"] - values["bits_per_byte"]
             lines.append(t(f"    with 8-bit weights {values['int8_bits_per_byte']:>7.4f}  ({cost:+.5f})"))
@@ -146,6 +147,14 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     for section, of_section in (("tasks", task_lines), ("rewrites", rewrite_lines)):
         lines += of_section(report[section]) if section in report else []
     return lines
+
+
+def _unknown_lines(values: dict[str, Any]) -> list[str]:
+    unknown = values.get("unknown_tokens", 0)  # an older report does not say
+    if not unknown:
+        return []
+    share = f"{unknown / values['tokens']:.2%}"
+    return [t(f"    too good: {share} of its tokens are <unk>, so part of the text was not predicted")]
 
 
 def _position_lines(held_out: dict[str, Any]) -> list[str]:
@@ -175,6 +184,7 @@ def _text_lines(report: dict[str, Any]) -> list[str]:
             f"  {padded(terminal_safe(name), 28)} {values['bits_per_byte']:>9.4f} {values['gzip_bits_per_byte']:>9.4f} "
             f"{values['loss']:>7.4f} {values['tokens']:>10,} {values['bytes']:>10,}"
         )
+        lines += _unknown_lines(values)
         if not values.get("is_whole", True):
             lines.append(t(f"    only its first {values['bytes']:,} bytes, because of --max-bytes"))
     return lines + [t(f"  left out: {terminal_safe(name)} {why}") for name, why in report["texts_skipped"].items()]

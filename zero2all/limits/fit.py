@@ -15,6 +15,15 @@ from zero2all.limits.memory import MemoryEstimate, estimate_memory
 from zero2all.limits.memory_settings import MemorySettings
 from zero2all.model.config import ModelConfig
 
+AGAIN = "the forward pass of the blocks is computed twice"
+RECOMPUTATION = (
+    ("selective", 1, ("none",), "norms, SwiGLU and rotary positions are computed twice"),
+    ("full", 1, ("none", "selective", "every_n"), AGAIN),
+    ("groups", 2, ("none", "selective", "every_n", "full"), AGAIN),
+    ("swap", 1, ("none", "selective", "every_n", "full", "groups"), "activations go to host memory and come back"),
+)
+"""train.recompute, recompute_every, instead of which kinds it may need less, and what it costs."""
+
 
 @dataclass(frozen=True)
 class Change:
@@ -82,12 +91,10 @@ def _changes(settings: MemorySettings, ranks: int) -> Iterator[Change]:
             passes = -(-settings.passes * samples // smaller)
             fields: dict[str, object] = {"train.micro_batch_samples": smaller}
             yield change("smaller matmuls, more passes", fields, micro_batch_samples=smaller, passes=passes)
-    if settings.recompute == "none":
-        cost = "norms, SwiGLU and rotary positions are computed twice"
-        yield change(cost, {"train.recompute": "selective"}, recompute="selective")
-    if settings.recompute != "full":
-        cost = "the forward pass of the blocks is computed twice"
-        yield change(cost, {"train.recompute": "full"}, recompute="full", recompute_every=1)
+    for kind, every, instead_of, cost in RECOMPUTATION:
+        if settings.recompute in instead_of:
+            fields = {"train.recompute": kind} | ({"train.recompute_every": every} if kind == "groups" else {})
+            yield change(cost, fields, recompute=kind, recompute_every=every)
     if settings.optimizer == "adamw" and settings.offload == "none":
         if not settings.is_fsdp:
             cost = "masters and states on the host: gradients go there and weights come back every step"

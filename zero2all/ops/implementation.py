@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable
@@ -110,6 +111,14 @@ def compiler_problem() -> str | None:
     if "Python.h" in tried.stderr:
         return f"Triton needs Python's headers, and {include} has no Python.h (apt install python3-dev)"
     return f"Triton needs a C compiler, and {compiler} failed: {next(iter(tried.stderr.splitlines()), '')}"
+
+
+def compile_problem(device: str) -> str | None:
+    """Why torch.compile cannot run on a CPU, where it writes C++; None if it can, and for other devices."""
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # as torch looks for it
+    if device != "cpu" or shutil.which(compiler) is not None:
+        return None
+    return f"on a CPU it needs a C++ compiler, and {compiler} was not found (apt install g++, or set CXX)"
 
 
 def needs_triton(context: OpContext) -> str | None:

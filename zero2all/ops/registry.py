@@ -188,9 +188,10 @@ def _choose(
         if problem is None:
             return by_name[asked], Choice(operator, asked, asked, "as asked")
         if strict:
+            others = [one.name for one in implementations if one.name != asked and one.probe(context) is None]
             raise UsageError(
                 f"ops.{operator} {asked} cannot run on this machine: {problem}. Choose another implementation "
-                f"({', '.join(by_name)}), or set ops.strict to false to fall back."
+                f"({', '.join(others)}), or set ops.strict to false to fall back."
             )
     # In order, and no further than needed: some probes run their kernels, which takes seconds.
     ordered = sorted(implementations, key=lambda one: inside_compilation and not one.compile_safe)

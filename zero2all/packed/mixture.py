@@ -219,7 +219,7 @@ def _members(splits: Sequence[PackedSplit], name: str, field: str) -> list[int]:
         index for index, split in enumerate(splits) if split.channel == name
     ]
     if not members:
-        known = [*(split.name for split in splits), *sorted({split.channel for split in splits})]
+        known = dict.fromkeys([*(split.name for split in splits), *sorted({split.channel for split in splits})])
         raise UsageError(
             f"{field} names `{name}`, which is neither a packed source nor a channel. {nearest_hint(name, known)}"
         )

@@ -5,7 +5,7 @@
         lengths.u4        tokens of each document
         gids.u8           gid of each document's record; all bits set where the corpus has none (plain text shards)
         counts.u1         one byte per token, 1 where it counts in the loss; only where a conversation is among them
-        facts.json        documents, tokens, text_bytes, max_id, conversations; crc32c of the bytes it was made from
+        facts.json        documents, tokens, unknown_tokens, text_bytes, max_id, conversations; crc32c of the bytes
 
 What a piece holds depends on its task alone, and it appears whole or not at all, so a packing that was killed goes on
 with the pieces that are there.
@@ -170,7 +170,8 @@ def document_batches(part: Path, start: int, end: int, source: str, template: st
 
 def _write_piece(task: PieceTask, tokenizer: Tokenizer, encoder: Encoder, folder: Path) -> None:
     dtype = token_dtype(tokenizer.vocab_size)
-    totals = {"documents": 0, "tokens": 0, "text_bytes": 0, "max_id": 0, "conversations": 0}
+    names = ("documents", "tokens", "unknown_tokens", "text_bytes", "max_id", "conversations")
+    totals = dict.fromkeys(names, 0)
     crc32c = crc32c_of(task.part, task.start, task.end)  # about 1 % of the work; what follows comes from the page cache
     layout: ConversationLayout | None = None
     gids: list[int] = []
@@ -203,6 +204,8 @@ def _write_piece(task: PieceTask, tokenizer: Tokenizer, encoder: Encoder, folder
             gids += [document.gid for document in batch]
             totals["documents"] += len(batch)
             totals["tokens"] += len(tokens)
+            if tokenizer.unknown_id is not None:
+                totals["unknown_tokens"] += int(np.count_nonzero(encoded.ids == tokenizer.unknown_id))
             marks = int(tokens.max()) if conversations else max(tokenizer.end_id, tokenizer.begin_id or 0)
             totals["max_id"] = max(totals["max_id"], largest, marks)
             totals["text_bytes"] += sum(map(_utf8_bytes, texts))

@@ -370,8 +370,8 @@ class _Split:
 
     def plan_shards(self) -> list[ShardTask]:
         """When all pieces are there: the shards they make. A split without any is committed at once."""
-        names = ("documents", "tokens", "text_bytes", "conversations")
-        self.totals = {name: sum(facts[name] for facts in self._facts.values()) for name in names}
+        names = ("documents", "tokens", "unknown_tokens", "text_bytes", "conversations")
+        self.totals = {name: sum(facts.get(name, 0) for facts in self._facts.values()) for name in names}
         folders = [piece.folder for piece in self.pieces]
         self._masked = any((folder / COUNTS).is_file() for folder in folders)
         lengths = (np.fromfile(folder / LENGTHS, "<u4") for folder in folders)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.language import translate as t
 from zero2all.tokenizer.config import PATTERNS, PRETOKEN_PATTERN
 from zero2all.tokenizer.hf_bbpe import pattern_of
 from zero2all.tokenizer.save import NORMALIZERS, assembled_json, bpe_model
@@ -195,10 +196,13 @@ def _read_ranks(path: Path, data: bytes) -> dict[bytes, int]:
             continue
         try:
             token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
+            piece = base64.b64decode(token, validate=True)
+            if piece in ranks:
+                raise ValueError(t(f"the piece {token.decode()} stood there before, with the rank {ranks[piece]}"))
+            ranks[piece] = int(rank)
         except (ValueError, binascii.Error) as error:
             raise BadInputError(
-                f"{path} is damaged: line {number} is not a base64 piece and its rank ({error}). Download it again."
+                f"{path} is damaged: line {number} is not a new base64 piece and its rank ({error}). Download it again."
             ) from error
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise BadInputError(f"{path} is damaged: its ranks are not 0, 1, 2, … without a gap. Download it again.")
@@ -222,10 +226,16 @@ def _family(path: Path, ranks: dict[bytes, int], pattern: str | None, control: S
             f"the regular expression that cuts its text with --pattern ({', '.join(TIKTOKEN_PATTERNS)}, or your own), "
             "and its control tokens with --special, the one that ends a document first (`z2a tokenizer import`)."
         )
+    pattern_of(pattern, TIKTOKEN_PATTERNS)  # an error where it is no regular expression
     expression = TIKTOKEN_PATTERNS.get(pattern, pattern)
-    pattern_of(expression)  # an error where it is no regular expression
     if len(set(control)) < len(control):
         raise UsageError(f"--special names a control token twice: {', '.join(control)}.")
+    pieces = [name for name in control if name.encode() in ranks]
+    if pieces:
+        raise UsageError(
+            f"--special {pieces[0]} is a piece of {path}, so text has it too. Give control tokens that are not among "
+            "the pieces."
+        )
     return Family("given", len(ranks), expression, _after(len(ranks), control), {"eos_token": control[0]})
 
 

@@ -8,12 +8,14 @@ threads does not change the result.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from zero2all.common import jsonio
 from zero2all.common.errors import UsageError
+from zero2all.common.language import translate as t
 from zero2all.common.progress import progress
 from zero2all.tokenizer.config import PATTERNS, PRETOKEN_PATTERN, TokenizerConfig
 from zero2all.tokenizer.save import NORMALIZERS, vocabulary_of
@@ -51,16 +53,18 @@ def learn_hf_bbpe(text: CountedText, config: TokenizerConfig) -> dict[str, Any]:
     return {**learned, "normalizer": normalizer, "added_tokens": [], "model": {**learned["model"], "vocab": vocab}}
 
 
-def pattern_of(asked: str | None) -> Any:
+def pattern_of(asked: str | None, known: Mapping[str, str] = PATTERNS) -> Any:
     """The pretoken pattern as the library takes it: one of ours by name, or a regular expression."""
     from tokenizers import Regex
 
-    text = PRETOKEN_PATTERN if asked is None else PATTERNS.get(asked, asked)
+    text = PRETOKEN_PATTERN if asked is None else known.get(asked, asked)
     try:
+        if re.fullmatch(r"[\w-]*", text):  # as an expression it would match itself: a name that is not known
+            raise ValueError(t("a plain word"))
         return Regex(text)
     except Exception as error:  # the library raises plain Exception
         raise UsageError(
-            f"--pattern {asked!r} is neither a name ({', '.join(PATTERNS)}) nor a regular expression ({error})."
+            f"--pattern {asked!r} is neither a name ({', '.join(known)}) nor a regular expression ({error})."
         ) from error
 
 

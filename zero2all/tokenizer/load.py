@@ -37,6 +37,9 @@ LONG_TEXT = 20_000
 """Characters from which a text is encoded as a batch of one: megabytes take seconds, and only batches let the other
 threads of the process run meanwhile."""
 
+RARE_CHARACTER = "\U0010fffd"
+"""For private use; no vocabulary has a piece for it."""
+
 
 class Tokenizer:
     """Text to ids and back. Get one with `load_tokenizer`."""
@@ -61,6 +64,8 @@ class Tokenizer:
     """Whether pieces are strings of bytes, so that bytes are joined before characters are made."""
     normalisation: str
     """none, nfc, nfkc or other: the form in which text comes back from its ids."""
+    unknown_id: int | None
+    """What text becomes that no piece spells, which loses it; None where bytes spell every text."""
     fingerprint: str
     """Same fingerprint, same ids for every text."""
 
@@ -85,6 +90,10 @@ class Tokenizer:
         self.vocab_size = max([*self.backend.get_vocab(with_added_tokens=True).values(), *self.control_ids]) + 1
         self.fingerprint = tokenizer_fingerprint(tokenizer_json, self.control, begin, end, pad)
         self.is_byte_level = _has_part(tokenizer_json.get("decoder"), "ByteLevel")
+        model = tokenizer_json["model"]
+        unknown = model.get("unk_token")
+        number = model.get("unk_id") if unknown is None else self.backend.token_to_id(unknown)
+        self.unknown_id = number if number in self.encode_text(RARE_CHARACTER) else None
 
     def encode_text(self, text: str) -> list[int]:
         """The ids of `text`, none of them a control id. Lone surrogates count as U+FFFD."""
@@ -222,7 +231,8 @@ def read_tokenizer_files(source: Path) -> TokenizerFiles:
         config = _read_optional(beside / "tokenizer_config.json")
     model = tokenizer_json.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
-        raise BadInputError(f"{source}/tokenizer.json has no vocabulary. Download it again, or run `{TRAIN_COMMAND}`.")
+        origin = path or (beside or source) / "tokenizer.json"
+        raise BadInputError(f"{origin} has no vocabulary. Download it again, or run `{TRAIN_COMMAND}`.")
     names = ("special_tokens_map.json", "generation_config.json")
     special, generation = ({} if beside is None else _read_optional(beside / name) for name in names)
     return TokenizerFiles(tokenizer_json, config, special, generation, foreign)

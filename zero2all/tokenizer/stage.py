@@ -9,6 +9,7 @@ from typing import Any
 from zero2all.common.errors import UsageError
 from zero2all.common.files import staged_folder, write_atomic, write_json
 from zero2all.common.manifest import fingerprint, write_manifest
+from zero2all.common.progress import say
 from zero2all.tokenizer.config import TokenizerConfig
 from zero2all.tokenizer.foreign import ForeignTokenizer, find_foreign, read_foreign
 from zero2all.tokenizer.load import load_tokenizer, read_tokenizer_files
@@ -71,4 +72,10 @@ def import_tokenizer(
             "imported_from": str(source),
         }
         write_manifest(partial, "tokenizer", tokenizer.fingerprint, content)
+    if tokenizer.unknown_id is not None:
+        say(
+            "Warning: this tokenizer has no byte pieces (byte fallback). Characters that it does not know become <unk> "
+            "and are lost; `z2a pack` counts them. Add what your text needs with `z2a tokenizer extend`, or take a "
+            "tokenizer with byte fallback."
+        )
     return content

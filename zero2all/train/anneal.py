@@ -42,6 +42,12 @@ def read_anneal(run: Path, step: int, check: Callable[[AnnealConfig], object] = 
     return record
 
 
+def anneal_in_words(anneal: AnnealConfig) -> str:
+    """A line for the log of the run."""
+    first, end = anneal.from_step, anneal.from_step + anneal.steps
+    return f"anneal: from step {first} the learning rate falls ({anneal.shape}); the run ends at step {end}"
+
+
 def withdraw_request(run: Path) -> None:
     """Delete a request that cannot be met."""
     (run / ANNEAL_FILE).unlink(missing_ok=True)

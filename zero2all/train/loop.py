@@ -48,7 +48,7 @@ from zero2all.parallel.launch import ATTEMPT
 from zero2all.parallel.world import World, asked_processes, join_world, known_processes
 from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, beat, warm_up, watch_device
 from zero2all.track.writer import Run, has_finished
-from zero2all.train.anneal import ANNEAL_STAGE, read_anneal, withdraw_request
+from zero2all.train.anneal import ANNEAL_STAGE, anneal_in_words, read_anneal, withdraw_request
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.load import Checkpoint, reading_record
 from zero2all.train.checkpoints.memory import MemoryStore
@@ -549,6 +549,7 @@ class TrainingLoop:
             self.state.outer.end_at(self.prepared.last_step)
         self.log.set_total(self._last_token())
         self.log.event("anneal", asdict(anneal))
+        self.log.say(anneal_in_words(anneal))
         return True
 
     def preempt(self) -> None:
@@ -574,7 +575,7 @@ class TrainingLoop:
         self.shard_damage.stop_if_found()
         self.validate()
         if self.state.step >= self.config.train.steps:
-            self.log.say(*check_last_loss(self.validation.losses))
+            self.log.say(*check_last_loss(self.validation.losses, self.config))
         if self.state.step > first_step:
             beat("save", self.state.step)
             self.saver.save_now(self.stage_name)

@@ -139,10 +139,10 @@ def find_micro_batch(
     if fits < 0:
         raise UsageError(
             f"Even a micro-batch of {candidates[0]} does not fit into the memory of this device. Make the model or "
-            f"data.seq_len smaller, set train.recompute to full, choose an optimizer with less state (optim.kind "
-            f"adamw_8bit or adamw_bf16), shard the optimizer states over several GPUs (parallel.zero 1; 2 also shards "
-            f"gradients, 3 also weights), or move them to host memory (parallel.offload optimizer; weights also moves "
-            f"the weights)."
+            f"data.seq_len smaller, keep fewer activations (train.recompute; `z2a perf memory` computes which kind "
+            f"needs less), choose an optimizer with less state (optim.kind adamw_8bit or adamw_bf16), shard the "
+            f"optimizer states over several GPUs (parallel.zero 1; 2 also shards gradients, 3 also weights), or move "
+            f"them to host memory (parallel.offload optimizer; weights also moves the weights)."
         )
     return candidates[fits]
 

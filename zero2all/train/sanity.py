@@ -23,6 +23,7 @@ from zero2all.common.progress import counted
 from zero2all.config import RunConfig
 from zero2all.config.training import ScheduleConfig
 from zero2all.limits.communication import bytes_sent, communication_per_step
+from zero2all.limits.fit import RECOMPUTATION
 from zero2all.limits.memory import ALLOWANCE, MemorySettings, binary_size, estimate_memory
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.packed.loader import Batch
@@ -48,14 +49,20 @@ def expected_first_loss(model: ModelConfig) -> tuple[float, float]:
     return middle - scatter - deviation**2 / 2, float(highest) + scatter
 
 
-def check_last_loss(losses: Mapping[str, float]) -> list[str]:
-    """A note on channels of general text whose held-out loss is still high at the planned end; code is not judged."""
+def check_last_loss(losses: Mapping[str, float], config: RunConfig) -> list[str]:
+    """A note on channels whose held-out loss is that of an untrained model at the planned end; or else on those of
+    general text whose loss is still high (code is not judged)."""
     prefix = "eval/valid/loss/"
-    high = [
-        f"{name.removeprefix(prefix)} {loss:.2f}"
-        for name, loss in losses.items()
-        if name.startswith(prefix) and not name.endswith("/code") and loss > HIGH_LAST_LOSS
-    ]
+    found = {name.removeprefix(prefix): loss for name, loss in losses.items() if name.startswith(prefix)}
+    untrained = math.log(config.model.vocab_ids)
+    worse = [f"{channel} {loss:.2f}" for channel, loss in found.items() if not loss <= untrained]
+    if worse:
+        return [
+            f"warning: at the planned end the held-out loss is above that of an untrained model, "
+            f"ln({config.model.vocab_ids:,}) = {untrained:.2f}: {', '.join(worse)}. The model has learned nothing that "
+            f"helps: lower optim.lr_max (now {config.optim.lr_max:g}) and train again."
+        ]
+    high = [f"{name} {loss:.2f}" for name, loss in found.items() if name != "code" and loss > HIGH_LAST_LOSS]
     if not high:
         return []
     return [
@@ -173,7 +180,7 @@ def memory_notes(model: ModelConfig, settings: MemorySettings, device_bytes: int
         notes.append(f"host memory: about {binary_size(estimate.host)}")
     notes += estimate.lines()
     if device_bytes is not None and estimate.total > (1.0 - ALLOWANCE) * device_bytes:
-        notes += ["warning: this may not fit into the memory of the device.", *_less_memory(settings, "cuda")]
+        notes += ["warning: this may not fit into the memory of the device.", *_less_memory(model, settings, "cuda")]
     return notes
 
 
@@ -193,9 +200,9 @@ def communication_notes(model: ModelConfig, settings: MemorySettings) -> list[st
     ]
 
 
-def _less_memory(settings: MemorySettings, device: str) -> list[str]:
+def _less_memory(model: ModelConfig, settings: MemorySettings, device: str) -> list[str]:
     """What a run that does not fit could change: only what it does not do yet, and what works with the rest."""
-    ways = ["make the model smaller (model.layers, model.hidden_size)", *_smaller_passes(settings)]
+    ways = ["make the model smaller (model.layers, model.hidden_size)", *_smaller_passes(model, settings, device)]
     offload, has_adamw = settings.offload, settings.optimizer == "adamw"
     if offload == "none" and settings.optimizer not in ("adamw_8bit", "adamw_bf16"):
         ways.append("choose an optimizer with less state (optim.kind adamw_8bit or adamw_bf16)")
@@ -217,7 +224,7 @@ def _less_memory(settings: MemorySettings, device: str) -> list[str]:
 TO_DISK = "set parallel.offload to optimizer_disk: masters and states go to files on a fast disk"
 
 
-def _smaller_passes(settings: MemorySettings) -> list[str]:
+def _smaller_passes(model: ModelConfig, settings: MemorySettings, device: str) -> list[str]:
     """What could be changed about the passes of a step."""
     samples, ways = settings.micro_batch_samples, []
     if settings.is_fsdp and settings.passes > 1:
@@ -228,8 +235,11 @@ def _smaller_passes(settings: MemorySettings) -> list[str]:
     elif samples > 1:
         ways.append(f"lower train.micro_batch_samples (now {samples})")
     ways.append(f"lower data.seq_len (now {settings.seq_len})")
-    if settings.recompute != "full":
-        ways.append(f"set train.recompute to full (now {settings.recompute})")
+    now = estimate_memory(model, settings).total
+    for kind, _, instead_of, _ in RECOMPUTATION:
+        can_be = settings.recompute in instead_of and (kind, device) != ("swap", "cpu")
+        if can_be and estimate_memory(model, dataclasses.replace(settings, recompute=kind)).total < now:
+            ways.append(f"set train.recompute to {kind} (now {settings.recompute})")
     return ways
 
 
@@ -267,14 +277,14 @@ def require_memory(
                 f"There is not enough memory to train this model here: about {_of_machine(each, local_processes)} are "
                 f"needed, {binary_size(host_bytes)} are free. Nothing was started."
             )
-            raise DiskError("\n".join([problem, *estimate.lines(), *_less_memory(settings, device)]))
+            raise DiskError("\n".join([problem, *estimate.lines(), *_less_memory(model, settings, device)]))
         return
     if needed > device_bytes:
         problem = (
             f"There is not enough memory on the GPU to train this model: about {binary_size(needed)} are needed, "
             f"{binary_size(device_bytes)} are free. Nothing was started."
         )
-        raise DiskError("\n".join([problem, *estimate.lines(), *_less_memory(settings, device)]))
+        raise DiskError("\n".join([problem, *estimate.lines(), *_less_memory(model, settings, device)]))
     each = estimate.host + drawn_bytes(model)
     if each * local_processes > host_bytes:
         of_machine, free = _of_machine(each, local_processes), binary_size(host_bytes)

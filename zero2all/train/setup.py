@@ -31,7 +31,7 @@ from zero2all.model.empty import without_weights
 from zero2all.model.recompute import apply_recompute
 from zero2all.model.rope import rope_tables
 from zero2all.model.z2all import Z2all, compile_model
-from zero2all.ops.implementation import OpContext
+from zero2all.ops.implementation import OpContext, compile_problem
 from zero2all.ops.registry import Ops, with_deferrable_products
 from zero2all.packed.config import FREE_ON_RESUME
 from zero2all.packed.layout import PackedSplit
@@ -48,7 +48,7 @@ from zero2all.parallel.layout import draw
 from zero2all.parallel.pipeline import Pipeline, keep_stages, make_stages, model_costs
 from zero2all.parallel.tensor import cut_model, local_config
 from zero2all.parallel.world import World
-from zero2all.train.anneal import ANNEAL_STAGE, begun_anneal, read_anneal
+from zero2all.train.anneal import ANNEAL_STAGE, anneal_in_words, begun_anneal, read_anneal
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.load import Checkpoint, reading_record
 from zero2all.train.checkpoints.manifest import NOT_GOOD
@@ -154,6 +154,8 @@ def prepare(
     config = together(lambda: with_vocabulary(asked, int(data.splits[0].manifest["vocab_size"])))
     together(lambda: check_spread(config, world.size))
     notes = [*world.notes, *ledger_notes, *data.notes(end)]
+    if anneal is not None:
+        notes.append(anneal_in_words(anneal))
     if checkpoint is not None:
         notes += together(lambda: _check_resume(config, run, checkpoint, data, accept_changes, anneal))
     elif not fresh and (run / CONFIG_FILE).is_file():
@@ -283,6 +285,7 @@ def _build_state(
     sharded = config.parallel.zero == 3 and world.mesh.shard.size > 1
     ops = resolve_together(config.ops, op_context(config, world.device.type, dtype, sharded), world)
     check_cuda_graph(config, world.device, world.size, ops)
+    world.run_together(lambda: _check_compile(config.ops.compile, world.device.type))
     _require_memory(config, ops, world)
     if config.parallel.offload == "optimizer_disk" and config.parallel.offload_folder is None:
         folder = str(nearest_folder(run))  # a dry run has no folder of its own
@@ -298,6 +301,11 @@ def _build_state(
         config, model, world, run, state.weights.zero_gradients, fence
     )
     rows = rank_rows(config.samples_per_step, *config.parallel.batch_place(0, world.mesh.batch.size))[2]
+    samples, left = state.micro_batch_samples, rows % state.micro_batch_samples
+    if left and rows > samples:
+        micro_notes.append(
+            f"micro-batch: {samples} does not divide {rows} samples, so the last pass of a step has {left}"
+        )
     state.cuda_graph = choose_cuda_graph(config, model, world.device, world.size, state.micro_batch_samples, rows)
     counts = parameter_counts(config.model)
     where = (
@@ -380,6 +388,12 @@ def spread_name(config: RunConfig, world: World) -> str:
     elif sizes.replicate > 1:
         found.append("replicate")
     return " x ".join(found)
+
+
+def _check_compile(asked: str, device: str) -> None:
+    problem = None if asked == "none" else compile_problem(device)
+    if problem is not None:
+        raise UsageError(f"ops.compile {asked} cannot run on this machine: {problem}. Or set ops.compile to none.")
 
 
 def _require_memory(config: RunConfig, ops: Ops, world: World) -> None:

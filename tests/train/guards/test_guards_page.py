@@ -84,6 +84,8 @@ def test_advice_names_the_setting_and_the_value():
     assert "1e-08 or less" in eps.text
     (lr,) = advice(dataclasses.replace(SOUND, earlier_incidents=1))
     assert "optim.lr_max 0.00021" in lr.text
+    (warmup,) = advice(dataclasses.replace(SOUND, step=50, kind="nonfinite"))
+    assert "warmup_steps to 200, or lower optim.lr_max (now 0.0003)" in warmup.text
     assert data_is_suspect(SOUND) is None
 
 

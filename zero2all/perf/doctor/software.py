@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -61,6 +63,7 @@ class TorchFacts:
 def look_at_versions(facts: dict[str, Any], problem: str, report: Report | None) -> Iterator[Finding]:
     """Python, torch and its libraries, and whether they fit each other and the driver."""
     yield _python()
+    yield from _compilers()
     kernel = re.match(r"(\d+)\.(\d+)", platform.release())
     if platform.system() == "Linux" and kernel and (int(kernel[1]), int(kernel[2])) < OLD_KERNEL:
         why = "Processes with several GPUs were seen to hang on kernels before 5.5."
@@ -98,6 +101,17 @@ def _python() -> Finding:
     if PYTHONS[0] <= here <= PYTHONS[1]:
         return Finding("software", "ok", found)
     return Finding("software", "warning", found, "zero2all is tested with Python 3.11 to 3.13.", "Use one of these.")
+
+
+def _compilers() -> Iterator[Finding]:
+    gcc = os.environ.get("CC") or shutil.which("gcc") or "clang"
+    for kind, name, why in (
+        ("C", gcc, "Triton's kernels on a GPU need it (apt install gcc)."),
+        ("C++", os.environ.get("CXX") or "g++", "ops.compile on a CPU needs it (apt install g++)."),
+    ):
+        path = shutil.which(name)
+        found = f"there is no {kind} compiler" if path is None else f"{kind} compiler: {path}"
+        yield Finding("software", "ok" if path else "note", found, "" if path else why)
 
 
 def _without_torch(problem: str) -> Finding:

@@ -114,7 +114,9 @@ def _about_settings(facts: Facts) -> Iterator[Advice]:
     if facts.step <= 2 * warmup or (warmup == 0 and facts.step <= 100):
         longer = max(100, 2 * warmup)
         yield Advice(
-            "warmup", f"This is close to the warmup ({warmup:,} steps). Set schedule.warmup_steps to {longer:,}."
+            "warmup",
+            f"This is close to the warmup ({warmup:,} steps). Set schedule.warmup_steps to {longer:,}, or lower "
+            f"optim.lr_max (now {facts.lr_max:g}).",
         )
     elif facts.earlier_incidents:
         yield Advice(

@@ -209,7 +209,7 @@ class Detector:
             "nonfinite": (None, None, None),
         }[kind]
         if kind == "nonfinite":
-            text = f"step {step} is not finite: loss {loss}, gradient norm {grad_norm}"
+            text = f"step {step} is not finite: loss {loss:.4g}, gradient norm {grad_norm:.4g}"
         elif kind == "grad_spike":
             text = f"step {step}: gradient norm {value:.4g}, above the limit {limit:.4g} (usual: {usual:.4g})"
         elif kind == "loss_drop":
