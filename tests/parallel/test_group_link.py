@@ -18,8 +18,9 @@ import pytest
 
 from tests.parallel.group_worker import FACTS, do_rounds, payload_of
 from tests.ports import free_port
-from zero2all.common.errors import PeerFailureError, UsageError
+from zero2all.common.errors import PeerFailureError, PreemptedError, UsageError
 from zero2all.config import ConfigError, config_from_values
+from zero2all.parallel import group_mind
 from zero2all.parallel.config import SlowLinkConfig
 from zero2all.parallel.group_link import GroupLink, link_facts
 
@@ -269,12 +270,33 @@ def test_groups_that_differ_or_do_not_come_are_named():
     found = Threads(settings_of(3)[:2], lambda _link: None, join_seconds=3.0).ends()
     assert {type(each) for each in found.values()} == {PeerFailureError}
     assert "did not join within parallel.join_seconds (3 s): 2 (127.0.0.1:" in str(found[1, 1])
+    assert "nothing listens on that port" in str(found[1, 1])
     settings = settings_of(2)
     wrong = [settings[0], SlowLinkConfig(settings[0].groups, 1, bind=f"127.0.0.1:{free_ports(1)[0]}")]
     Threads(wrong[:1], lambda _link: None, run="other")
     assert "Group 0 of the run 'other' listens there, not group 0 of 'test'" in str(
         Threads(wrong[1:], lambda _link: None).ends()[1, 0]
     )
+
+
+def test_a_group_that_waits_says_why_and_ends_on_a_signal(monkeypatch, capfd):
+    monkeypatch.setattr(group_mind, "NOTICE_SECONDS", 0.5)
+    settings, stopped_at = settings_of(3), []
+    silent = socket.create_server(("127.0.0.1", int(settings[0].groups[1].rpartition(":")[2])))  # another program
+    name = SlowLinkConfig([*settings[0].groups[:2], "no.such.invalid:1"], 0, settings[0].bind)
+
+    def is_stopped():
+        stopped_at.extend([time.monotonic()] if "no.such" in (seen := capfd.readouterr().err) else [])
+        said.append(seen)
+        return bool(stopped_at)
+
+    said = []
+    with pytest.raises(PreemptedError, match="Stopped while it waited"):
+        GroupLink(name, "test", 0, 1, FACTS, 60.0, is_stopped=is_stopped)
+    assert time.monotonic() < stopped_at[0] + 2
+    assert "Group 2 cannot be reached at no.such.invalid:1: this machine does not know that name." in "".join(said)
+    assert f"Group 1 at {settings[0].groups[1]} can be reached, but has not connected to group 0" in "".join(said)
+    silent.close()
 
 
 def test_bad_settings_are_all_named_before_anything_starts():

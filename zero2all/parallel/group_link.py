@@ -21,9 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zero2all.common.errors import PeerFailureError, UsageError, for_all_ranks
+from zero2all.common.errors import PeerFailureError, PreemptedError, UsageError, for_all_ranks
 from zero2all.parallel.config import SlowLinkConfig
-from zero2all.parallel.group_mind import ROUNDS_KEPT, Mind, no_payload
+from zero2all.parallel.group_mind import ROUNDS_KEPT, STOPPED, Mind, no_payload
 from zero2all.parallel.group_wire import (
     PAYLOAD,
     STATE,
@@ -84,11 +84,13 @@ class GroupLink:
         facts: Mapping[str, Any],
         join_seconds: float,
         history: str = "",
+        is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         """Join the other groups: all ranks of a group call this. `facts` must be equal in all groups (`link_facts`).
-        `history`: what `self.history` was when the state was saved from which this group continues."""
+        `history`: what `self.history` was when the state was saved from which this group continues.
+        `is_stopped`: whether a signal has come, which ends the waiting (PreemptedError)."""
         self.group, self.groups = own_group(config), len(config.groups)
-        self.config, self.rank, self.ranks = config, rank, ranks
+        self.config, self.rank, self.ranks, self.is_stopped = config, rank, ranks, is_stopped
         machines = [entry.split(",") for entry in config.groups]
         self._per_machine = -(-ranks // len(machines[0]))
         self._run, self.facts, self.closed = run, json.loads(json.dumps(facts, default=str)), False
@@ -264,7 +266,10 @@ class GroupLink:
         else:
             self._meet_rank0(time.monotonic() + seconds, first_machine, folder)
             with self.changed:  # as long as it takes to get a state; if rank 0 ends, that is a problem
-                self.changed.wait_for(lambda: self._started or self.problem)
+                while not (self._started or self.problem or self.is_stopped()):
+                    self.changed.wait(0.2)
+            if self.is_stopped():
+                raise PreemptedError(STOPPED)
         if self.problem:
             raise self.problem
         self._begin()

@@ -37,12 +37,14 @@ import math
 import random
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from zero2all.common.errors import PeerFailureError, UsageError
+from zero2all.common.errors import PeerFailureError, PreemptedError, UsageError
+from zero2all.common.progress import say
 from zero2all.parallel.config import SlowLinkConfig
-from zero2all.parallel.group_wire import SILENT_SECONDS, Channel, Item, Key
+from zero2all.parallel.group_wire import SILENT_SECONDS, Channel, Item, Key, why_not_reached
 
 Status = dict[str, Any]
 Members = list[list[int]]
@@ -50,6 +52,8 @@ ROUNDS_KEPT = 2
 """How many rounds back a group can still follow the decisions of the others without adopting their state."""
 STATUS_SECONDS = 1.0
 LAST_WORD_SECONDS = 0.5
+LOOK_SECONDS, NOTICE_SECONDS, AGAIN_SECONDS = 1.0, 10.0, 60.0
+"""While a group waits for another: pause between two looks why it does not come, and when that is said."""
 
 
 def no_payload(_item: Item, _payload: bytes) -> None:
@@ -71,6 +75,7 @@ class Link(Protocol):
     outcomes: dict[Key, dict[str, Any]]
     inner: dict[int, Channel]
     data: dict[int, Channel]
+    is_stopped: Callable[[], bool]
 
     def obey(self, message: dict[str, Any]) -> None:
         """Take a message of rank 0."""
@@ -108,6 +113,7 @@ class Mind:
         self.served: set[int] = set()
         self.gone: set[str] = set()  # chains at which a payload could no longer be had
         self.is_lost = self.is_running = False
+        self._reasons: list[str] = []  # why groups are missing at the start
         self._alike: set[int] = set()
         self._ids = itertools.count(random.getrandbits(31))  # of the states that it asks for
         self._asked_at = self._lacks_since = self._sent_at = 0.0
@@ -193,30 +199,69 @@ class Mind:
 
     def start(self, seconds: float) -> None:
         """Wait for the ranks of this group and for the other groups; let all ranks start, or fail."""
-        threading.Thread(target=self._run, daemon=True, name="group-link-mind").start()
+        for work in (self._run, self._look_for_missing):
+            threading.Thread(target=work, daemon=True, name="group-link-mind").start()
         deadline = time.monotonic() + seconds
         with self.changed:
-            is_over = lambda: self.is_running or self.link.problem is not None  # noqa: E731
-            self.changed.wait_for(lambda: is_over() or self._is_ready(), max(0.0, deadline - time.monotonic()))
-            absent = [str(rank) for rank, channel in self.link.inner.items() if not channel.is_up]
-            if not is_over() and absent:
-                self.link.problem = PeerFailureError(
-                    f"These ranks of group {self.link.group} did not join within parallel.join_seconds ({seconds:g} "
-                    f"s): {', '.join(absent)}. Look for their errors."
-                )
-            elif not is_over() and self._missing():
-                names = ", ".join(f"{group} ({self.link.config.groups[group]})" for group in self._missing())
-                self.link.problem = PeerFailureError(
-                    f"These groups of {self.link.groups} did not join within parallel.join_seconds ({seconds:g} s): "
-                    f"{names}. Look for their errors, and check that their addresses in parallel.slow_link.groups are "
-                    f"right and that no firewall blocks the port."
-                )
-            self.changed.wait_for(is_over)  # as long as it takes to get a state
+            while not self.is_running and self.link.problem is None:
+                if self.link.is_stopped():
+                    raise PreemptedError(STOPPED)
+                if self._is_ready():  # as long as it takes to get a state, while the group that has it is there
+                    deadline = max(deadline, time.monotonic() + seconds)
+                elif time.monotonic() > deadline:
+                    self.link.problem = self._absence(seconds)
+                self.changed.wait(0.2)
             problem = self.link.problem
             if problem:
                 self._tell_ranks({"do": "start", "problem": [type(problem).__name__, str(problem)], "key": None})
         if problem:
             time.sleep(LAST_WORD_SECONDS)  # so that the other groups see what differs, too
+
+    def _absence(self, seconds: float) -> PeerFailureError:
+        """Who did not come in time."""
+        absent = [str(rank) for rank, channel in self.link.inner.items() if not channel.is_up]
+        if absent:
+            return PeerFailureError(
+                f"These ranks of group {self.link.group} did not join within parallel.join_seconds ({seconds:g} "
+                f"s): {', '.join(absent)}. Look for their errors."
+            )
+        names = ", ".join(f"{group} ({self.link.config.groups[group]})" for group in self._missing())
+        text = _note(
+            f"These groups of {self.link.groups} did not join within parallel.join_seconds ({seconds:g} s): "
+            f"{names}. Look for their errors, and check that their addresses in parallel.slow_link.groups are "
+            f"right and that no firewall blocks the port."
+        )
+        return PeerFailureError(" ".join([text, *self._reasons]))
+
+    def _look_for_missing(self) -> None:
+        """In a thread, until the start: find out why other groups do not come, and say it after a while."""
+        say_at = time.monotonic() + NOTICE_SECONDS
+        while True:
+            with self.changed:
+                is_over = lambda: self.is_running or self.link.problem or self.link.closed  # noqa: E731
+                if self.changed.wait_for(is_over, LOOK_SECONDS):
+                    return
+                missing = self._missing()
+            reasons = [self._why_missing(group) for group in missing]  # without the lock: a name may take seconds
+            self._reasons = reasons
+            if reasons and time.monotonic() > say_at:
+                say_at = time.monotonic() + AGAIN_SECONDS
+                for reason in reasons:
+                    say(f"z2a: waiting for another group. {reason}")
+
+    def _why_missing(self, group: int) -> str:
+        own, address = self.link.group, self.link.config.groups[group].partition(",")[0]
+        if group in self.heard:
+            return _note(f"Group {group} at {address} is here, but has not met all other groups.")
+        if why := why_not_reached(address):
+            return _note(f"Group {group} cannot be reached at {address}: {why}.")
+        if group < own:
+            return _note(f"At {address} something answers, but not as group {group} does: the port is wrong.")
+        return _note(
+            f"Group {group} at {address} can be reached, but has not connected to group {own} at "
+            f"{self.link.config.groups[own]}: a firewall blocks that direction, it has another address for group "
+            f"{own}, or another program has its port."
+        )
 
     def _is_ready(self) -> bool:
         return all(channel.is_up for channel in self.link.inner.values()) and not self._missing()
@@ -469,6 +514,14 @@ class Mind:
 def _leads(group: int, status: Status) -> bool:
     """Whether a group takes itself for a member."""
     return [group, status["era"]] in status["members"]
+
+
+def _note(text: str) -> str:
+    """Marks a text that a person reads."""
+    return text
+
+
+STOPPED = _note("Stopped while it waited for the other groups. Run the same command to continue.")
 
 
 def _key(message: Status) -> Key:

@@ -153,7 +153,7 @@ def train(
         for note in () if brief else prepared.notes:
             speak(note)
         if prepared.state.outer is not None:
-            prepared.state.outer.link = _open_link(prepared)
+            prepared.state.outer.link = _open_link(prepared, stop)
             stack.callback(prepared.state.outer.close)
         world.run_on_rank0(lambda: behind(lock.check, lambda: save_run_config(prepared.config, run)))
         metrics = None
@@ -199,14 +199,17 @@ def _with_group(config: RunConfig) -> RunConfig:
     return replace(config, parallel=replace(config.parallel, slow_link=slow_link))
 
 
-def _open_link(prepared: Prepared) -> GroupLink:
+def _open_link(prepared: Prepared, stop: StopRequest) -> GroupLink:
     """Meet the other groups; UsageError where one does not come, or has another config or other data."""
     config, world, checkpoint = prepared.config, prepared.world, prepared.checkpoint
     facts = {**link_facts(flat_values(config_values(config))), "data": prepared.data.fingerprint}
     record = {} if checkpoint is None else checkpoint.record.get("outer") or {}
     slow_link, name = config.parallel.slow_link, config.train.name
     seconds = config.parallel.join_seconds
-    return GroupLink(slow_link, name, world.rank, world.size, facts, seconds, str(record.get("history", "")))
+    history = str(record.get("history", ""))
+    return GroupLink(
+        slow_link, name, world.rank, world.size, facts, seconds, history, is_stopped=lambda: stop.requested
+    )
 
 
 @contextmanager
