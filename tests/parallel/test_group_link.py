@@ -35,14 +35,14 @@ def free_ports(count):
 class Threads:
     """Every rank of every group is a thread; what each returned or raised, by (group, rank)."""
 
-    def __init__(self, settings, work, facts=None, run="test", join_seconds=60.0, ranks=RANKS):
+    def __init__(self, settings, work, facts=None, run="test", join_seconds=60.0, ranks=RANKS, histories=("",) * 9):
         self.found, self.links = {}, {}
 
         def rank_of(config, rank):
             place = (config.group, rank)
             try:
                 own = {**FACTS, **(facts or {}).get(config.group, {})}
-                link = GroupLink(config, f"{run}", rank, ranks, own, join_seconds)
+                link = GroupLink(config, f"{run}", rank, ranks, own, join_seconds, histories[config.group])
                 self.links[place] = link
                 try:
                     self.found[place] = work(link)
@@ -237,6 +237,31 @@ def wait_until(is_so, seconds=120):
     while not is_so():
         assert time.monotonic() < deadline, "it did not come"
         time.sleep(0.02)
+
+
+def test_a_finished_group_gives_its_state_to_one_that_is_behind():
+    settings, histories = settings_of(2), {}
+
+    def train(link):
+        state = do_rounds(link, [].append, 6 - 3 * link.group)  # group 1 ends, group 0 goes on alone
+        histories[link.group] = link.history
+        return state
+
+    final = Threads(settings, train).found
+
+    def again(link):
+        if link.group == 0:
+            while link.serve_last(6, lambda: final[0, link.rank]):
+                pass
+            return None
+        assert link.behind() == 6
+        return link.adopt()
+
+    wait_until(lambda: len(final) == 4)
+    found = Threads(settings, again, histories=histories).ends(30)
+    assert [found[1, rank] for rank in range(RANKS)] == [(6, final[0, rank]) for rank in range(RANKS)]
+    found = Threads(settings[1:], again, join_seconds=2.0, histories=histories).ends(30)
+    assert "If they have finished the run, start them again, too" in str(found[1, 1])
 
 
 def test_stray_connections_are_dropped_and_disturb_nothing():

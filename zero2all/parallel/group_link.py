@@ -100,6 +100,7 @@ class GroupLink:
         self._decided: Key = (-1, -1)  # the last key of this rank
         self._era = 0
         self._to_serve: list[dict[str, Any]] = []
+        self._is_last = False
         self._states: dict[int, bytes] = {}
         self._behind: dict[str, Any] | None = None
         self.problem: UsageError | PeerFailureError | None = None
@@ -191,6 +192,17 @@ class GroupLink:
             text = json.dumps({**head, "label": round}).encode()
             payload = len(text).to_bytes(4, "big") + text + state()
             self.data[head["to"]].send(Item(STATE, (head["id"], 0), self.group, 0), payload)
+
+    def serve_last(self, label: int, state: Callable[[], bytes]) -> bool:
+        """Call this when training is complete, again while it gives True: groups that are behind get the state."""
+        if self._mind:
+            self._mind.serve_late()
+        with self.changed:
+            is_over = lambda: self._is_last or self.closed or self.problem or self.is_stopped()  # noqa: E731
+            self.changed.wait_for(lambda: self._to_serve or is_over(), 0.2)
+            goes_on = not is_over()
+        self.serve_state(label, state)
+        return goes_on
 
     @property
     def connected(self) -> list[int]:
@@ -340,6 +352,9 @@ class GroupLink:
                     if (group, era) not in self._payloads.get(key, {}):
                         self.data[message["source"]].expect(Item(PAYLOAD, key, group, era))
                         self.data[message["source"]].post({"do": "fetch", "key": key, "group": group, "era": era})
+            elif message["do"] == "serve":
+                self._to_serve.extend(message["serve"])
+                self._is_last = message["is_last"]
             else:
                 self.outcomes[message["key"][0], message["key"][1]] = message
                 # The payloads of the last key are kept for a group that lacks some of them.

@@ -231,7 +231,12 @@ class Mind:
             f"{names}. Look for their errors, and check that their addresses in parallel.slow_link.groups are "
             f"right and that no firewall blocks the port."
         )
-        return PeerFailureError(" ".join([text, *self._reasons]))
+        if self.weight:
+            finished = _note(
+                "If they have finished the run, start them again, too: they give their final weights to this group. Or "
+                "copy their run folder."
+            )
+        return PeerFailureError(" ".join([text, *self._reasons, *([finished] if self.weight else [])]))
 
     def _look_for_missing(self) -> None:
         """In a thread, until the start: find out why other groups do not come, and say it after a while."""
@@ -495,14 +500,29 @@ class Mind:
         self.has = {each: ranks for each, ranks in self.has.items() if each > key}
         self.since = {each: moment for each, moment in self.since.items() if each > key}
         self.proposal, self.accepted, self._asked_at, self._lacks_since = None, None, 0.0, 0.0
-        serve = []
+        outcome = {"do": "outcome", "key": key, "set": members, "state": None, "era": self.era}
+        self._tell_ranks({**outcome, "serve": self._to_serve()})
+
+    def _to_serve(self) -> list[Status]:
+        """The heads of the states that other groups want from this one."""
+        found = []
         for group, status in self.heard.items():
             want = status["want"]
             if want and want["server"] == self.link.group and want["id"] not in self.served:
                 self.served.add(want["id"])
                 head = {"to": group, "id": want["id"], "history": self.history}
-                serve.append({**head, "recent": self.recent, "members": self.members})
-        self._tell_ranks({"do": "outcome", "key": key, "set": members, "state": None, "serve": serve, "era": self.era})
+                found.append({**head, "recent": self.recent, "members": self.members})
+        return found
+
+    def serve_late(self) -> None:
+        """Training is complete: let the ranks serve groups that want a state; end when none of those here will."""
+        with self.changed:
+            is_last = not any(
+                (status["want"] or {}).get("server") == self.link.group
+                or (not status["running"] and status["chain"] != self.chain)
+                for status in self.heard.values()
+            )
+            self._tell_ranks({"do": "serve", "serve": self._to_serve(), "is_last": is_last})
 
     def _tell_ranks(self, message: Status) -> None:
         message = {**message, "last": self.last, "history": self.history}

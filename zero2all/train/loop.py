@@ -27,7 +27,14 @@ from typing import Any
 
 import torch
 
-from zero2all.common.errors import AnomalyError, BadInputError, PreemptedError, UsageError, for_all_ranks
+from zero2all.common.errors import (
+    AnomalyError,
+    BadInputError,
+    PeerFailureError,
+    PreemptedError,
+    UsageError,
+    for_all_ranks,
+)
 from zero2all.common.fault import fault_point
 from zero2all.common.language import translate as t
 from zero2all.common.manifest import fingerprint
@@ -153,7 +160,12 @@ def train(
         for note in () if brief else prepared.notes:
             speak(note)
         if prepared.state.outer is not None:
-            prepared.state.outer.link = _open_link(prepared, stop)
+            try:
+                prepared.state.outer.link = _open_link(prepared, stop)
+            except PeerFailureError as error:
+                if prepared.state.step < prepared.last_step:
+                    raise
+                speak(f"This group has finished, and goes on without the others. {error}")
             stack.callback(prepared.state.outer.close)
         world.run_on_rank0(lambda: behind(lock.check, lambda: save_run_config(prepared.config, run)))
         metrics = None
@@ -582,6 +594,8 @@ class TrainingLoop:
             beat("save", self.state.step)
             self.saver.save_now(self.stage_name)
         beat("end", self.state.step)
+        while self.state.outer is not None and self.state.outer.serve_last(self.state.step, self.state.tokens):
+            beat("end", self.state.step)
 
     # ---- parts of the moments ----
 

@@ -183,6 +183,11 @@ class OuterOptimizer:
                     part.values.copy_(kept[name])
             self._weights.updated()
 
+    def serve_last(self, step: int, tokens: int) -> bool:
+        """After the last step: give the outer state to groups that are behind; True: call it again."""
+        self._place = (step, tokens)
+        return self.link is not None and self.link.serve_last(step, self._state)
+
     def close(self) -> None:
         """End the link and the thread."""
         if self.link is not None:
