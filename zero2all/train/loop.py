@@ -303,7 +303,7 @@ class TrainingLoop:
         """The step that has not been read yet, and the seconds the host waited for its data."""
         self.stop_requested = self.folder_news = False
         """Requests found in the figures of the steps read so far; the same in every process."""
-        self.last_groups: tuple[int, ...] | None = None
+        self.last_groups = tuple(range(self.config.parallel.groups))
         """Those in the last round over a slow link."""
         self.first_loss_seconds: float | None = None
 
@@ -478,9 +478,13 @@ class TrainingLoop:
             square = self.world.mesh.world.sum(square.to(self.world.device))
             self.log.values(round_values(reports, square, outer.link))
             for report in reports:
-                if self.last_groups not in (None, report.groups):
+                if self.last_groups != report.groups:
                     facts = {"round": report.round, "groups": report.groups, "before": self.last_groups}
                     self.log.event("slow_link", facts)
+                for group in set(self.last_groups) - set(report.groups):
+                    self.log.say(f"group {group} did not come to round {report.round}: training goes on without it")
+                for group in set(report.groups) - set(self.last_groups):
+                    self.log.say(f"group {group} is back in round {report.round}")
                 self.last_groups = report.groups
 
     def adopt(self) -> bool:
@@ -491,6 +495,8 @@ class TrainingLoop:
         self.read_results()
         left_at = state.step
         state.step, state.tokens = outer.adopt()
+        own = str(self.config.parallel.slow_link.group)
+        outer.missed[own] = outer.missed.get(own, 0.0) + max(0, state.step - left_at)
         self._set_positions()
         self.reports.pause_ended()
         self.log.event("slow_link", {"adopted": True, "from_step": left_at, "to_step": state.step})
@@ -593,11 +599,22 @@ class TrainingLoop:
         if self.state.step > first_step:
             beat("save", self.state.step)
             self.saver.save_now(self.stage_name)
+        self._say_missed_rounds()
         beat("end", self.state.step)
         while self.state.outer is not None and self.state.outer.serve_last(self.state.step, self.state.tokens):
             beat("end", self.state.step)
 
     # ---- parts of the moments ----
+
+    def _say_missed_rounds(self) -> None:
+        """How many of the run's tokens are not in the weights, because a group was lost or late."""
+        parallel = self.config.parallel
+        for group, steps in sorted(self.state.outer.missed.items() if self.state.outer else ()):
+            tokens = steps * self.config.train.tokens_per_step / parallel.groups
+            self.log.say(
+                f"{steps / parallel.slow_link.every:.1f} rounds were made without group {group}: about {tokens:,.0f} "
+                f"of the {self.state.tokens:,} tokens are not in the weights"
+            )
 
     def _check_before_first_step(self, checkpoint_bytes: int) -> list[str]:
         """Disk space for checkpoints, memory, token ids that the model lacks."""
