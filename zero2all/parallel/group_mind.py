@@ -44,7 +44,7 @@ from typing import Any, Protocol
 from zero2all.common.errors import PeerFailureError, PreemptedError, UsageError
 from zero2all.common.progress import say
 from zero2all.parallel.config import SlowLinkConfig
-from zero2all.parallel.group_wire import SILENT_SECONDS, Channel, Item, Key, why_not_reached
+from zero2all.parallel.group_wire import SILENT_SECONDS, Channel, Item, Key, split_address
 
 Status = dict[str, Any]
 Members = list[list[int]]
@@ -255,10 +255,12 @@ class Mind:
                     say(f"z2a: waiting for another group. {reason}")
 
     def _why_missing(self, group: int) -> str:
+        from zero2all.parallel.meet import _why_not  # needs torch
+
         own, address = self.link.group, self.link.config.groups[group].partition(",")[0]
         if group in self.heard:
             return _note(f"Group {group} at {address} is here, but has not met all other groups.")
-        if why := why_not_reached(address):
+        if why := _why_not(*split_address(address), f"group {group}"):
             return _note(f"Group {group} cannot be reached at {address}: {why}.")
         if group < own:
             return _note(f"At {address} something answers, but not as group {group} does: the port is wrong.")

@@ -300,26 +300,6 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def why_not_reached(address: str) -> str:
-    """Why no connection can be made; empty: one can."""
-    try:
-        socket.create_connection(split_address(address), timeout=GREETING_SECONDS).close()
-    except socket.gaierror:
-        return _note("this machine does not know that name")
-    except ConnectionRefusedError:
-        return _note("nothing listens on that port: it was not started, has ended, or the port is wrong")
-    except TimeoutError:
-        return _note("no answer: a firewall drops the packets, or the address is wrong")
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
-def _note(text: str) -> str:
-    """Marks a text that a person reads."""
-    return text
-
-
 def _dial(address: str, greeting: Greeting) -> socket.socket:
     """A connection to the process that the greeting names."""
     connection = socket.create_connection(split_address(address), timeout=GREETING_SECONDS)
