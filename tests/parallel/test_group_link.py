@@ -290,6 +290,7 @@ def test_stray_connections_are_dropped_and_disturb_nothing():
 
 def test_groups_that_differ_or_do_not_come_are_named():
     found = Threads(settings_of(2), lambda _link: None, facts={1: {"train.seed": 2}}).ends()
+    assert "copy the packed data of one to all others" in str(found[0, 1])
     assert {type(each) for each in found.values()} == {UsageError}
     assert "Group 1 differs from group 0: train.seed 2 instead of 1" in str(found[0, 1])
     found = Threads(settings_of(3)[:2], lambda _link: None, join_seconds=3.0).ends()
@@ -331,6 +332,12 @@ def test_bad_settings_are_all_named_before_anything_starts():
     assert len(caught.value.problems) == 4
     with pytest.raises(UsageError, match=r"cannot listen on 192\.0\.2\.1:"):
         GroupLink(settings_of(2, bind=f"192.0.2.1:{free_ports(1)[0]}")[0], "test", 0, 1, FACTS, 1.0)
+    one = settings_of(2)[0]
+    with (
+        socket.create_server(("127.0.0.1", int(one.bind.rpartition(":")[2]))),
+        pytest.raises(UsageError, match="Is group 0 already running on this machine"),
+    ):
+        GroupLink(one, "test", 0, 1, FACTS, 1.0)
     with pytest.raises(UsageError, match="the number of this one is None"):
         GroupLink(SlowLinkConfig(["a:1", "b:1"]), "test", 0, 1, FACTS, 1.0)
     assert link_facts({"parallel.slow_link.group": 1, "train.seed": 2}) == {"train.seed": 2}

@@ -168,7 +168,8 @@ class Mind:
                 self.link.problem = UsageError(
                     f"Group {group} differs from group {self.link.group}: "
                     f"{differences(self.link.facts, message['facts'])}. Nothing was started. Start all groups with the "
-                    f"same config and version of zero2all."
+                    f"same config and version of zero2all, and copy the packed data of one to all others if `data` "
+                    f"(its fingerprint) differs."
                 )
             elif message["do"] == "bye":
                 self.heard.pop(group, None)
