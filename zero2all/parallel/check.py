@@ -64,6 +64,9 @@ def arithmetic(config: SpreadConfig, sizes: MeshSizes) -> str:
         f"  rows        = train.tokens_per_step / data.seq_len = {config.train.tokens_per_step} / "
         f"{config.data.seq_len} = {rows} per step",
     ]
+    if (groups := config.parallel.groups) > 1:
+        rows //= groups
+        lines.append(f"              = {rows} per group x {groups} groups")
     if micro != "auto":
         own = -(-rows // batch)
         micro = min(micro, own)
