@@ -28,7 +28,7 @@ from zero2all.limits.memory import GIB, MemoryEstimate, estimate_memory
 from zero2all.limits.slow_link import bytes_per_step
 from zero2all.model.config import parameter_counts
 from zero2all.ops.registry import Ops, resolve
-from zero2all.parallel.check import arithmetic, check_spread
+from zero2all.parallel.check import arithmetic, check_spread, idle_settings
 from zero2all.parallel.config import MeshSizes, ParallelConfig
 from zero2all.parallel.device import pick_device
 from zero2all.parallel.layout import LogicalParameter, held_table, layout_table
@@ -244,6 +244,7 @@ def plan_notes(plan: Plan) -> list[str]:
         *_bubble_notes(plan),
         *_link_notes(plan),
         *_group_notes(plan),
+        *idle_settings(plan.config, plan.sizes.processes),
         "arithmetic:",
         *arithmetic(plan.config, plan.sizes).splitlines(),
     ]
