@@ -188,7 +188,7 @@ DILOCO_LOSS: dict[float, dict[int, float]] = {
     10e9: {1: -0.2, 2: -0.2, 4: 0.3},
 }
 """Percent more loss than data parallel by parameters and groups, H=30, 20 tokens a parameter (arXiv 2503.09799)."""
-UNKNOWN_LOSS = "no published table"
+UNKNOWN_LOSS = "no published table has it"
 STREAMING_LOSS = {35e6: {30: 0.6, 100: 1.4}, 1e9: {30: -0.4, 100: -0.4}}
 """Percent by parameters and H, two groups, 4 bits (arXiv 2501.18512)."""
 
@@ -209,5 +209,5 @@ def published_loss(one: LinkScheme, parameters: float, groups: int) -> tuple[flo
         if size:
             return DILOCO_LOSS[size][groups], f"arXiv 2503.09799, {size / 1e6:g}M, {groups} groups"
     if one.scheme == "sparse":
-        return None, "less than DiLoCo with 512M parameters, arXiv 2508.15706"
+        return None, "no figure, but less than DiLoCo with 512M parameters (arXiv 2508.15706)"
     return None, UNKNOWN_LOSS

@@ -23,7 +23,7 @@ from typing import Any
 
 from zero2all.common.errors import PeerFailureError, PreemptedError, UsageError, for_all_ranks
 from zero2all.parallel.config import SlowLinkConfig
-from zero2all.parallel.group_mind import ROUNDS_KEPT, STOPPED, Mind, no_payload
+from zero2all.parallel.group_mind import ROUNDS_KEPT, Mind, no_payload
 from zero2all.parallel.group_wire import (
     PAYLOAD,
     STATE,
@@ -280,8 +280,8 @@ class GroupLink:
             with self.changed:  # as long as it takes to get a state; if rank 0 ends, that is a problem
                 while not (self._started or self.problem or self.is_stopped()):
                     self.changed.wait(0.2)
-            if self.is_stopped():
-                raise PreemptedError(STOPPED)
+        if self._started is None and self.is_stopped():
+            raise PreemptedError("Stopped while it waited for the other groups. Run the same command to continue.")
         if self.problem:
             raise self.problem
         self._begin()

@@ -41,7 +41,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from zero2all.common.errors import PeerFailureError, PreemptedError, UsageError
+from zero2all.common.errors import PeerFailureError, UsageError
 from zero2all.common.progress import say
 from zero2all.parallel.config import SlowLinkConfig
 from zero2all.parallel.group_wire import SILENT_SECONDS, Channel, Item, Key, split_address
@@ -204,9 +204,7 @@ class Mind:
             threading.Thread(target=work, daemon=True, name="group-link-mind").start()
         deadline = time.monotonic() + seconds
         with self.changed:
-            while not self.is_running and self.link.problem is None:
-                if self.link.is_stopped():
-                    raise PreemptedError(STOPPED)
+            while not self.is_running and self.link.problem is None and not self.link.is_stopped():
                 if self._is_ready():  # as long as it takes to get a state, while the group that has it is there
                     deadline = max(deadline, time.monotonic() + seconds)
                 elif time.monotonic() > deadline:
@@ -227,17 +225,18 @@ class Mind:
                 f"s): {', '.join(absent)}. Look for their errors."
             )
         names = ", ".join(f"{group} ({self.link.config.groups[group]})" for group in self._missing())
-        text = _note(
+        lines = [
             f"These groups of {self.link.groups} did not join within parallel.join_seconds ({seconds:g} s): "
             f"{names}. Look for their errors, and check that their addresses in parallel.slow_link.groups are "
-            f"right and that no firewall blocks the port."
-        )
+            f"right and that no firewall blocks the port.",
+            *self._reasons,
+        ]
         if self.weight:
-            finished = _note(
+            lines.append(
                 "If they have finished the run, start them again, too: they give their final weights to this group. Or "
                 "copy their run folder."
             )
-        return PeerFailureError(" ".join([text, *self._reasons, *([finished] if self.weight else [])]))
+        return PeerFailureError(" ".join(lines))
 
     def _look_for_missing(self) -> None:
         """In a thread, until the start: find out why other groups do not come, and say it after a while."""
@@ -248,12 +247,10 @@ class Mind:
                 if self.changed.wait_for(is_over, LOOK_SECONDS):
                     return
                 missing = self._missing()
-            reasons = [self._why_missing(group) for group in missing]  # without the lock: a name may take seconds
-            self._reasons = reasons
-            if reasons and time.monotonic() > say_at:
+            self._reasons = [self._why_missing(group) for group in missing]  # no lock: a name may take seconds
+            if self._reasons and time.monotonic() > say_at:
                 say_at = time.monotonic() + AGAIN_SECONDS
-                for reason in reasons:
-                    say(f"z2a: waiting for another group. {reason}")
+                say(f"z2a: waiting for other groups. {' '.join(self._reasons)}")
 
     def _why_missing(self, group: int) -> str:
         from zero2all.parallel.meet import _why_not  # needs torch
@@ -265,11 +262,9 @@ class Mind:
             return _note(f"Group {group} cannot be reached at {address}: {why}.")
         if group < own:
             return _note(f"At {address} something answers, but not as group {group} does: the port is wrong.")
-        return _note(
-            f"Group {group} at {address} can be reached, but has not connected to group {own} at "
-            f"{self.link.config.groups[own]}: a firewall blocks that direction, it has another address for group "
-            f"{own}, or another program has its port."
-        )
+        here = self.link.config.groups[own]
+        why = f"a firewall blocks the way to {here}, it has another address for group {own}, or the port is wrong"
+        return _note(f"Group {group} at {address} can be reached, but has not connected to group {own}: {why}.")
 
     def _is_ready(self) -> bool:
         return all(channel.is_up for channel in self.link.inner.values()) and not self._missing()
@@ -542,9 +537,6 @@ def _leads(group: int, status: Status) -> bool:
 def _note(text: str) -> str:
     """Marks a text that a person reads."""
     return text
-
-
-STOPPED = _note("Stopped while it waited for the other groups. Run the same command to continue.")
 
 
 def _key(message: Status) -> Key:

@@ -12,7 +12,7 @@ from typing import Any
 
 from zero2all.common.language import translate as t
 from zero2all.limits.answer import said
-from zero2all.limits.slow_link import UNKNOWN_LOSS, LinkCost, link_costs, recommended
+from zero2all.limits.slow_link import LinkCost, link_costs, recommended
 from zero2all.model.config import ModelConfig
 from zero2all.parallel.layout import layout_table
 from zero2all.perf.batch import BatchShape, load_measured_config, own_batch
@@ -97,9 +97,7 @@ def link_notes(report: LinkReport) -> list[str]:
     if best.loss_percent is not None and best.loss_source:
         lines.append(t(f"loss at equal tokens: {best.loss_percent:+.1f} % ({best.loss_source})"))
     elif best.loss_percent is None:
-        if best.loss_source != UNKNOWN_LOSS:
-            lines.append(t(f"its loss: {best.loss_source}"))
-        lines.append(t("its loss beside data parallel is in no published table: try it on a small model first"))
+        lines.append(t(f"its loss beside data parallel: {best.loss_source}; try it on a small model first"))
     if best.scheme.scheme in ("local_sgd", "diloco", "streaming", "sparse"):
         flags: dict[str, str | int] = {"scheme": best.scheme.scheme, "every": best.scheme.every}
         if best.scheme.scheme == "streaming":

@@ -477,7 +477,7 @@ class TrainingLoop:
             square = torch.tensor(sum(report.squared_norm for report in reports), dtype=torch.float64)
             square = self.world.mesh.world.sum(square.to(self.world.device))
             self.log.values(round_values(reports, square, outer.link))
-            for report in reports:
+            for report in (each for each in reports if each.steps):
                 if self.last_groups != report.groups:
                     facts = {"round": report.round, "groups": report.groups, "before": self.last_groups}
                     self.log.event("slow_link", facts)

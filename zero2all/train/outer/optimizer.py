@@ -77,7 +77,7 @@ class RoundReport:
     groups: tuple[int, ...]  # whose payloads were used
     waited_seconds: float  # for the link, by the thread
     squared_norm: float  # of this process's share of the outer gradient
-    steps: float  # since it was sent last, times its share of the fragments
+    steps: float  # since it was sent last, times its share of the fragments; 0: the others went on without this group
 
 
 @dataclass
@@ -151,7 +151,6 @@ class OuterOptimizer:
         """After `start`: bring the outer weights that are due into the model, waiting for the link where needed."""
         due = [flight for flight in self._flights if flight.due.merge_step <= step]
         reports = [flight.exchanged.result() for flight in due if flight.exchanged is not None]
-        reports = [] if self.is_behind else reports  # then the others have made these rounds
         for report in reports:
             for group in set(range(len(self._config.groups))) - set(report.groups):
                 self.missed[str(group)] = self.missed.get(str(group), 0.0) + report.steps
@@ -306,6 +305,7 @@ class OuterOptimizer:
         square = self._update(list(snapshot), payload, {group: found[group] for group in sorted(found)}, link.group)
         self._place = place
         steps = min(self.clock.every, place[0] - self._sent_at.get(due.fragment, 0)) / self.clock.fragments
+        steps = steps if link.behind() is None else 0.0
         self._sent_at[due.fragment] = place[0]
         link.serve_state(due.number, self._state)
         number = max(0, due.number - 1) // (2 * self.clock.fragments)
