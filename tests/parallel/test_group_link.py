@@ -249,12 +249,15 @@ def test_a_finished_group_gives_its_state_to_one_that_is_behind():
 
     final = Threads(settings, train).found
 
+    both = threading.Barrier(RANKS, timeout=60)
+
     def again(link):
         if link.group == 0:
             while link.serve_last(6, lambda: final[0, link.rank]):
                 pass
             return None
         assert link.behind() == 6
+        both.wait()  # a rank that leaves ends the other one's start
         return link.adopt()
 
     wait_until(lambda: len(final) == 4)
