@@ -78,6 +78,10 @@ class MemoryLink:
         if self._hub.behind:
             self._hub.states[self.group] = (number, state())
 
+    def serve_last(self, _label: int, _state: Callable[[], bytes], /) -> bool:
+        """All groups end together."""
+        return False
+
     def close(self) -> None:
         """See `Link`."""
         self._hub.lose(self.group)

@@ -18,8 +18,9 @@ import pytest
 
 from tests.parallel.group_worker import FACTS, do_rounds, payload_of
 from tests.ports import free_port
-from zero2all.common.errors import PeerFailureError, UsageError
+from zero2all.common.errors import PeerFailureError, PreemptedError, UsageError
 from zero2all.config import ConfigError, config_from_values
+from zero2all.parallel import group_mind
 from zero2all.parallel.config import SlowLinkConfig
 from zero2all.parallel.group_link import GroupLink, link_facts
 
@@ -34,14 +35,14 @@ def free_ports(count):
 class Threads:
     """Every rank of every group is a thread; what each returned or raised, by (group, rank)."""
 
-    def __init__(self, settings, work, facts=None, run="test", join_seconds=60.0, ranks=RANKS):
+    def __init__(self, settings, work, facts=None, run="test", join_seconds=60.0, ranks=RANKS, histories=("",) * 9):
         self.found, self.links = {}, {}
 
         def rank_of(config, rank):
             place = (config.group, rank)
             try:
                 own = {**FACTS, **(facts or {}).get(config.group, {})}
-                link = GroupLink(config, f"{run}", rank, ranks, own, join_seconds)
+                link = GroupLink(config, f"{run}", rank, ranks, own, join_seconds, histories[config.group])
                 self.links[place] = link
                 try:
                     self.found[place] = work(link)
@@ -238,6 +239,35 @@ def wait_until(is_so, seconds=120):
         time.sleep(0.02)
 
 
+def test_a_finished_group_gives_its_state_to_one_that_is_behind():
+    settings, histories = settings_of(2), {}
+
+    def train(link):
+        state = do_rounds(link, [].append, 6 - 3 * link.group)  # group 1 ends, group 0 goes on alone
+        histories[link.group] = link.history
+        return state
+
+    final = Threads(settings, train).found
+
+    both = threading.Barrier(RANKS, timeout=60)
+
+    def again(link):
+        if link.group == 0:
+            while link.serve_last(6, lambda: final[0, link.rank]):
+                pass
+            return None
+        assert link.behind() == 6
+        both.wait()  # a rank that leaves ends the other one's start
+        return link.adopt()
+
+    wait_until(lambda: len(final) == 4)
+    found = Threads(settings, again, histories=histories).ends(30)
+    assert [found[1, rank] for rank in range(RANKS)] == [(6, final[0, rank]) for rank in range(RANKS)]
+    # Group 0 leaves while group 1 waits for its state: nobody waits for ever.
+    found = Threads(settings, lambda _link: None, join_seconds=2.0, histories=histories).ends(30)
+    assert "If they have finished the run, start them again, too" in str(found[1, 1])
+
+
 def test_stray_connections_are_dropped_and_disturb_nothing():
     settings, logs = settings_of(2), {}
     port = int(settings[0].groups[0].rpartition(":")[2])
@@ -264,17 +294,39 @@ def test_stray_connections_are_dropped_and_disturb_nothing():
 
 def test_groups_that_differ_or_do_not_come_are_named():
     found = Threads(settings_of(2), lambda _link: None, facts={1: {"train.seed": 2}}).ends()
+    assert "copy the packed data of one to all others" in str(found[0, 1])
     assert {type(each) for each in found.values()} == {UsageError}
     assert "Group 1 differs from group 0: train.seed 2 instead of 1" in str(found[0, 1])
     found = Threads(settings_of(3)[:2], lambda _link: None, join_seconds=3.0).ends()
     assert {type(each) for each in found.values()} == {PeerFailureError}
     assert "did not join within parallel.join_seconds (3 s): 2 (127.0.0.1:" in str(found[1, 1])
+    assert "nothing listens on that port" in str(found[1, 1])
     settings = settings_of(2)
     wrong = [settings[0], SlowLinkConfig(settings[0].groups, 1, bind=f"127.0.0.1:{free_ports(1)[0]}")]
     Threads(wrong[:1], lambda _link: None, run="other")
     assert "Group 0 of the run 'other' listens there, not group 0 of 'test'" in str(
         Threads(wrong[1:], lambda _link: None).ends()[1, 0]
     )
+
+
+def test_a_group_that_waits_says_why_and_ends_on_a_signal(monkeypatch, capfd):
+    monkeypatch.setattr(group_mind, "NOTICE_SECONDS", 0.5)
+    settings, stopped_at = settings_of(3), []
+    silent = socket.create_server(("127.0.0.1", int(settings[0].groups[1].rpartition(":")[2])))  # another program
+    name = SlowLinkConfig([*settings[0].groups[:2], "no.such.invalid:1"], 0, settings[0].bind)
+
+    def is_stopped():
+        stopped_at.extend([time.monotonic()] if "no.such" in (seen := capfd.readouterr().err) else [])
+        said.append(seen)
+        return bool(stopped_at)
+
+    said = []
+    with pytest.raises(PreemptedError, match="Stopped while it waited"):
+        GroupLink(name, "test", 0, 1, FACTS, 60.0, is_stopped=is_stopped)
+    assert time.monotonic() < stopped_at[0] + 2
+    assert "Group 2 cannot be reached at no.such.invalid:1: this machine does not know that name." in "".join(said)
+    assert f"Group 1 at {settings[0].groups[1]} can be reached, but has not connected to group 0" in "".join(said)
+    silent.close()
 
 
 def test_bad_settings_are_all_named_before_anything_starts():
@@ -284,6 +336,12 @@ def test_bad_settings_are_all_named_before_anything_starts():
     assert len(caught.value.problems) == 4
     with pytest.raises(UsageError, match=r"cannot listen on 192\.0\.2\.1:"):
         GroupLink(settings_of(2, bind=f"192.0.2.1:{free_ports(1)[0]}")[0], "test", 0, 1, FACTS, 1.0)
+    one = settings_of(2)[0]
+    with (
+        socket.create_server(("127.0.0.1", int(one.bind.rpartition(":")[2]))),
+        pytest.raises(UsageError, match="Is group 0 already running on this machine"),
+    ):
+        GroupLink(one, "test", 0, 1, FACTS, 1.0)
     with pytest.raises(UsageError, match="the number of this one is None"):
         GroupLink(SlowLinkConfig(["a:1", "b:1"]), "test", 0, 1, FACTS, 1.0)
     assert link_facts({"parallel.slow_link.group": 1, "train.seed": 2}) == {"train.seed": 2}

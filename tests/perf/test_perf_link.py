@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from zero2all.model.config import parameter_counts
 from zero2all.perf.batch import load_measured_config
 from zero2all.perf.link import link_notes, link_report, link_rows
+
+SETTING = " --parallel.slow_link.{} {}"
+SETTINGS = "--parallel.slow_link.scheme {} --parallel.slow_link.every {}"
 
 
 def test_a_report_of_a_preset():
@@ -14,4 +19,22 @@ def test_a_report_of_a_preset():
     assert report.fragments == -(-config.model.layers // 3) + 1
     assert [row[0] for row in link_rows(report)[1:]] == [cost.scheme.name for cost in report.costs]
     assert report.best.scheme.name == "streaming, int4, H=100"
-    assert link_notes(report)[-1].startswith("--parallel.slow_link.scheme streaming --parallel.slow_link.every 100")
+    assert link_notes(report)[-1] == SETTINGS.format("streaming", 100) + SETTING.format("tau", 1) + SETTING.format(
+        "compress", "int4"
+    )
+
+
+@pytest.mark.parametrize(("gbit", "groups"), [(0.01, 2), (0.1, 8)])
+def test_below_what_any_scheme_can_use_it_takes_one_that_was_measured(gbit, groups):
+    report = link_report("z2all-1b", [], gbit, groups, 3.4, None)
+    assert link_notes(report)[-1] == SETTINGS.format("sparse", 30)
+
+
+def test_an_exchange_longer_than_the_wait_is_said_with_the_value_to_set():
+    report = link_report("z2all-1b", [], 0.001, 2, 3.4, None)
+    assert link_notes(report)[-1].endswith(SETTING.format("wait_seconds", 724))
+    assert "longer than parallel.slow_link.wait_seconds (60 s)" in link_notes(report)[-2]
+
+
+def test_a_step_is_predicted_for_a_cluster_by_name():
+    assert "h200" in link_report("z2all-1b", ["--parallel.device", "cpu"], 1.0, 2, None, None, "h200").how.lower()

@@ -13,6 +13,7 @@ from zero2all.train.plan import make_plan, plan_notes, plan_tables, plan_values
 from zero2all.train.simulate import simulate_ranks
 
 LARGE = ["z2all-1b", "--model.vocab_size", "64000", "--parallel.device", "cpu", "--train.precision", "float32"]
+LINK = "--parallel.slow_link."
 TINY = [
     *("--parallel.device", "cpu", "--model.vocab_size", "2048", "--model.hidden_size", "128", "--model.heads", "4"),
     *("--model.kv_heads", "2", "--model.intermediate_size", "192", "--model.layers", "2", "--data.seq_len", "16"),
@@ -48,6 +49,14 @@ def test_the_axis_for_a_slow_link_is_one_that_sends_little_and_hides_it():
     plan = plan_of(8, "--parallel.tensor", "2", "--parallel.pipeline", "2", "--train.micro_batch_samples", "4")
     assert [axis.axis for axis in plan.traffic] == ["pipeline", "replicate", "tensor"]
     assert any(line.startswith("  1. pipeline: ") for line in plan_notes(plan))
+
+
+def test_a_plan_says_what_groups_send_and_how_many_rows_each_has():
+    link = {"groups": "[a:1,b:1]", "compress": "int4"}
+    notes = plan_notes(plan_of(2, *(word for name, value in link.items() for word in (LINK + name, value))))
+    assert "slow link: 2 groups, streaming, every 30 steps, int4: a group sends 6" in "\n".join(notes)
+    rows = [line.split() for line in notes if "rows" in line or "per group" in line]
+    assert int(rows[0][-3]) == 2 * int(rows[1][1])
 
 
 def test_a_plan_says_when_it_counts_the_operators_of_a_cpu_for_a_run_on_a_gpu(monkeypatch):

@@ -23,7 +23,8 @@ def register(inner: Subparsers) -> None:
     parser.add_argument("--gbit", type=above, required=True, metavar="N", help="speed of the link in Gbit/s")
     seconds = "measured seconds that a group computes in a step (default: predicted from the profile of this machine)"
     groups = ("--groups N", whole(2), 2, "groups it joins (default 2)")
-    add_flags(parser, groups, ("--step-seconds N", above, None, seconds), PROFILE)
+    cluster = ("--cluster NAME", str, None, "from data sheets: a100-80g, h100, h200, b200")
+    add_flags(parser, groups, ("--step-seconds N", above, None, seconds), cluster, PROFILE)
     add_json(parser)
 
 
@@ -31,7 +32,7 @@ def _link(arguments: argparse.Namespace) -> int:
     from zero2all.cli.table import print_table
     from zero2all.perf.link import link_notes, link_report, link_rows
 
-    asked = (arguments.gbit, arguments.groups, arguments.step_seconds, arguments.profile)
+    asked = (arguments.gbit, arguments.groups, arguments.step_seconds, arguments.profile, arguments.cluster)
     report = link_report(arguments.config, arguments.overrides, *asked)
     if not write_json_result(arguments.json, report.as_json()):
         size = f"{report.parameters:,} parameters, {arguments.groups} groups, {arguments.gbit:g} Gbit/s"

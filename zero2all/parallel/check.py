@@ -12,15 +12,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from zero2all.common.errors import UsageError
 from zero2all.common.progress import counted
 from zero2all.limits.flops import recomputed_blocks
 from zero2all.parallel import context, expert, pipeline, tensor
-from zero2all.parallel.config import MeshSizes
+from zero2all.parallel.config import MeshSizes, SlowLinkConfig
 from zero2all.parallel.run_config import SpreadConfig, sequence_lengths
 
+USED_BY = {
+    "compress": ("local_sgd", "diloco", "streaming"),
+    **dict.fromkeys(("outer_lr", "momentum"), ("diloco", "streaming")),
+    **dict.fromkeys(("fragment_layers", "tau", "alpha"), ("streaming",)),
+    "top_k_share": ("sparse",),
+}
+"""Settings of a slow link that not all schemes use."""
 Rule = Callable[[SpreadConfig, MeshSizes], list[str]]
 
 
@@ -64,6 +71,9 @@ def arithmetic(config: SpreadConfig, sizes: MeshSizes) -> str:
         f"  rows        = train.tokens_per_step / data.seq_len = {config.train.tokens_per_step} / "
         f"{config.data.seq_len} = {rows} per step",
     ]
+    if (groups := config.parallel.groups) > 1:
+        rows //= groups
+        lines.append(f"              = {rows} per group x {groups} groups")
     if micro != "auto":
         own = -(-rows // batch)
         micro = min(micro, own)
@@ -71,6 +81,26 @@ def arithmetic(config: SpreadConfig, sizes: MeshSizes) -> str:
         product = f"              = {micro} per pass x {counted(batch, 'batch rank')}, passes: {passes}"
         lines.append(product if rows == micro * batch * passes else f"{product} (the last is shorter or padded)")
     return "\n".join(lines)
+
+
+def idle_settings(config: SpreadConfig, processes: int) -> list[str]:
+    """A line for each reason why settings that were changed have no effect."""
+    link, usual = config.parallel.slow_link, SlowLinkConfig()
+    changed = [one.name for one in fields(link) if getattr(link, one.name) != getattr(usual, one.name)]
+    unused = [name for name in changed if link.scheme not in USED_BY.get(name, (link.scheme,))]
+    names = ", ".join(f"parallel.slow_link.{name}" for name in (unused if link.groups else changed))
+    found = []
+    if names:
+        why = f"the scheme is {link.scheme}" if link.groups else "parallel.slow_link.groups is empty"
+        found.append(f"without effect: {names} ({why})")
+    if link.groups and link.every > config.train.steps:
+        found.append(
+            f"parallel.slow_link.every {link.every} is more than train.steps {config.train.steps}: the groups "
+            f"synchronise once, after the last step"
+        )
+    if config.parallel.compress != "none" and processes == 1:
+        found.append("without effect: parallel.compress (there is one process, which sends no gradients)")
+    return found
 
 
 def _rows_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:

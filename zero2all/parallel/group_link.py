@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zero2all.common.errors import PeerFailureError, UsageError, for_all_ranks
+from zero2all.common.errors import PeerFailureError, PreemptedError, UsageError, for_all_ranks
 from zero2all.parallel.config import SlowLinkConfig
 from zero2all.parallel.group_mind import ROUNDS_KEPT, Mind, no_payload
 from zero2all.parallel.group_wire import (
@@ -84,11 +84,13 @@ class GroupLink:
         facts: Mapping[str, Any],
         join_seconds: float,
         history: str = "",
+        is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         """Join the other groups: all ranks of a group call this. `facts` must be equal in all groups (`link_facts`).
-        `history`: what `self.history` was when the state was saved from which this group continues."""
+        `history`: what `self.history` was when the state was saved from which this group continues.
+        `is_stopped`: whether a signal has come, which ends the waiting (PreemptedError)."""
         self.group, self.groups = own_group(config), len(config.groups)
-        self.config, self.rank, self.ranks = config, rank, ranks
+        self.config, self.rank, self.ranks, self.is_stopped = config, rank, ranks, is_stopped
         machines = [entry.split(",") for entry in config.groups]
         self._per_machine = -(-ranks // len(machines[0]))
         self._run, self.facts, self.closed = run, json.loads(json.dumps(facts, default=str)), False
@@ -98,6 +100,7 @@ class GroupLink:
         self._decided: Key = (-1, -1)  # the last key of this rank
         self._era = 0
         self._to_serve: list[dict[str, Any]] = []
+        self._is_last = False
         self._states: dict[int, bytes] = {}
         self._behind: dict[str, Any] | None = None
         self.problem: UsageError | PeerFailureError | None = None
@@ -190,6 +193,17 @@ class GroupLink:
             payload = len(text).to_bytes(4, "big") + text + state()
             self.data[head["to"]].send(Item(STATE, (head["id"], 0), self.group, 0), payload)
 
+    def serve_last(self, label: int, state: Callable[[], bytes]) -> bool:
+        """Call this when training is complete, again while it gives True: groups that are behind get the state."""
+        if self._mind:
+            self._mind.serve_late()
+        with self.changed:
+            is_over = lambda: self._is_last or self.closed or self.problem or self.is_stopped()  # noqa: E731
+            self.changed.wait_for(lambda: self._to_serve or is_over(), 0.2)
+            goes_on = not is_over()
+        self.serve_state(label, state)
+        return goes_on
+
     @property
     def connected(self) -> list[int]:
         """The other groups to which this rank has a connection."""
@@ -264,7 +278,10 @@ class GroupLink:
         else:
             self._meet_rank0(time.monotonic() + seconds, first_machine, folder)
             with self.changed:  # as long as it takes to get a state; if rank 0 ends, that is a problem
-                self.changed.wait_for(lambda: self._started or self.problem)
+                while not (self._started or self.problem or self.is_stopped()):
+                    self.changed.wait(0.2)
+        if self._started is None and self.is_stopped():
+            raise PreemptedError("Stopped while it waited for the other groups. Run the same command to continue.")
         if self.problem:
             raise self.problem
         self._begin()
@@ -335,6 +352,9 @@ class GroupLink:
                     if (group, era) not in self._payloads.get(key, {}):
                         self.data[message["source"]].expect(Item(PAYLOAD, key, group, era))
                         self.data[message["source"]].post({"do": "fetch", "key": key, "group": group, "era": era})
+            elif message["do"] == "serve":
+                self._to_serve.extend(message["serve"])
+                self._is_last = message["is_last"]
             else:
                 self.outcomes[message["key"][0], message["key"][1]] = message
                 # The payloads of the last key are kept for a group that lacks some of them.

@@ -37,12 +37,14 @@ import math
 import random
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
 from zero2all.common.errors import PeerFailureError, UsageError
+from zero2all.common.progress import say
 from zero2all.parallel.config import SlowLinkConfig
-from zero2all.parallel.group_wire import SILENT_SECONDS, Channel, Item, Key
+from zero2all.parallel.group_wire import SILENT_SECONDS, Channel, Item, Key, split_address
 
 Status = dict[str, Any]
 Members = list[list[int]]
@@ -50,6 +52,8 @@ ROUNDS_KEPT = 2
 """How many rounds back a group can still follow the decisions of the others without adopting their state."""
 STATUS_SECONDS = 1.0
 LAST_WORD_SECONDS = 0.5
+LOOK_SECONDS, NOTICE_SECONDS, AGAIN_SECONDS = 1.0, 10.0, 60.0
+"""While a group waits for another: pause between two looks why it does not come, and when that is said."""
 
 
 def no_payload(_item: Item, _payload: bytes) -> None:
@@ -71,6 +75,7 @@ class Link(Protocol):
     outcomes: dict[Key, dict[str, Any]]
     inner: dict[int, Channel]
     data: dict[int, Channel]
+    is_stopped: Callable[[], bool]
 
     def obey(self, message: dict[str, Any]) -> None:
         """Take a message of rank 0."""
@@ -108,6 +113,7 @@ class Mind:
         self.served: set[int] = set()
         self.gone: set[str] = set()  # chains at which a payload could no longer be had
         self.is_lost = self.is_running = False
+        self._reasons: list[str] = []  # why groups are missing at the start
         self._alike: set[int] = set()
         self._ids = itertools.count(random.getrandbits(31))  # of the states that it asks for
         self._asked_at = self._lacks_since = self._sent_at = 0.0
@@ -162,7 +168,8 @@ class Mind:
                 self.link.problem = UsageError(
                     f"Group {group} differs from group {self.link.group}: "
                     f"{differences(self.link.facts, message['facts'])}. Nothing was started. Start all groups with the "
-                    f"same config and version of zero2all."
+                    f"same config and version of zero2all, and copy the packed data of one to all others if `data` "
+                    f"(its fingerprint) differs."
                 )
             elif message["do"] == "bye":
                 self.heard.pop(group, None)
@@ -193,30 +200,71 @@ class Mind:
 
     def start(self, seconds: float) -> None:
         """Wait for the ranks of this group and for the other groups; let all ranks start, or fail."""
-        threading.Thread(target=self._run, daemon=True, name="group-link-mind").start()
+        for work in (self._run, self._look_for_missing):
+            threading.Thread(target=work, daemon=True, name="group-link-mind").start()
         deadline = time.monotonic() + seconds
         with self.changed:
-            is_over = lambda: self.is_running or self.link.problem is not None  # noqa: E731
-            self.changed.wait_for(lambda: is_over() or self._is_ready(), max(0.0, deadline - time.monotonic()))
-            absent = [str(rank) for rank, channel in self.link.inner.items() if not channel.is_up]
-            if not is_over() and absent:
-                self.link.problem = PeerFailureError(
-                    f"These ranks of group {self.link.group} did not join within parallel.join_seconds ({seconds:g} "
-                    f"s): {', '.join(absent)}. Look for their errors."
-                )
-            elif not is_over() and self._missing():
-                names = ", ".join(f"{group} ({self.link.config.groups[group]})" for group in self._missing())
-                self.link.problem = PeerFailureError(
-                    f"These groups of {self.link.groups} did not join within parallel.join_seconds ({seconds:g} s): "
-                    f"{names}. Look for their errors, and check that their addresses in parallel.slow_link.groups are "
-                    f"right and that no firewall blocks the port."
-                )
-            self.changed.wait_for(is_over)  # as long as it takes to get a state
+            while not self.is_running and self.link.problem is None and not self.link.is_stopped():
+                if self._is_ready():  # as long as it takes to get a state, while the group that has it is there
+                    deadline = max(deadline, time.monotonic() + seconds)
+                elif time.monotonic() > deadline:
+                    self.link.problem = self._absence(seconds)
+                self.changed.wait(0.2)
             problem = self.link.problem
             if problem:
                 self._tell_ranks({"do": "start", "problem": [type(problem).__name__, str(problem)], "key": None})
         if problem:
             time.sleep(LAST_WORD_SECONDS)  # so that the other groups see what differs, too
+
+    def _absence(self, seconds: float) -> PeerFailureError:
+        """Who did not come in time."""
+        absent = [str(rank) for rank, channel in self.link.inner.items() if not channel.is_up]
+        if absent:
+            return PeerFailureError(
+                f"These ranks of group {self.link.group} did not join within parallel.join_seconds ({seconds:g} "
+                f"s): {', '.join(absent)}. Look for their errors."
+            )
+        names = ", ".join(f"{group} ({self.link.config.groups[group]})" for group in self._missing())
+        lines = [
+            f"These groups of {self.link.groups} did not join within parallel.join_seconds ({seconds:g} s): "
+            f"{names}. Look for their errors, and check that their addresses in parallel.slow_link.groups are "
+            f"right and that no firewall blocks the port.",
+            *self._reasons,
+        ]
+        if self.weight:
+            lines.append(
+                "If they have finished the run, start them again, too: they give their final weights to this group. Or "
+                "copy their run folder."
+            )
+        return PeerFailureError(" ".join(lines))
+
+    def _look_for_missing(self) -> None:
+        """In a thread, until the start: find out why other groups do not come, and say it after a while."""
+        say_at = time.monotonic() + NOTICE_SECONDS
+        while True:
+            with self.changed:
+                is_over = lambda: self.is_running or self.link.problem or self.link.closed  # noqa: E731
+                if self.changed.wait_for(is_over, LOOK_SECONDS):
+                    return
+                missing = self._missing()
+            self._reasons = [self._why_missing(group) for group in missing]  # no lock: a name may take seconds
+            if self._reasons and time.monotonic() > say_at:
+                say_at = time.monotonic() + AGAIN_SECONDS
+                say(f"z2a: waiting for other groups. {' '.join(self._reasons)}")
+
+    def _why_missing(self, group: int) -> str:
+        from zero2all.parallel.meet import _why_not  # needs torch
+
+        own, address = self.link.group, self.link.config.groups[group].partition(",")[0]
+        if group in self.heard:
+            return _note(f"Group {group} at {address} is here, but has not met all other groups.")
+        if why := _why_not(*split_address(address), f"group {group}"):
+            return _note(f"Group {group} cannot be reached at {address}: {why}.")
+        if group < own:
+            return _note(f"At {address} something answers, but not as group {group} does: the port is wrong.")
+        here = self.link.config.groups[own]
+        why = f"a firewall blocks the way to {here}, it has another address for group {own}, or the port is wrong"
+        return _note(f"Group {group} at {address} can be reached, but has not connected to group {own}: {why}.")
 
     def _is_ready(self) -> bool:
         return all(channel.is_up for channel in self.link.inner.values()) and not self._missing()
@@ -450,14 +498,29 @@ class Mind:
         self.has = {each: ranks for each, ranks in self.has.items() if each > key}
         self.since = {each: moment for each, moment in self.since.items() if each > key}
         self.proposal, self.accepted, self._asked_at, self._lacks_since = None, None, 0.0, 0.0
-        serve = []
+        outcome = {"do": "outcome", "key": key, "set": members, "state": None, "era": self.era}
+        self._tell_ranks({**outcome, "serve": self._to_serve()})
+
+    def _to_serve(self) -> list[Status]:
+        """The heads of the states that other groups want from this one."""
+        found = []
         for group, status in self.heard.items():
             want = status["want"]
             if want and want["server"] == self.link.group and want["id"] not in self.served:
                 self.served.add(want["id"])
                 head = {"to": group, "id": want["id"], "history": self.history}
-                serve.append({**head, "recent": self.recent, "members": self.members})
-        self._tell_ranks({"do": "outcome", "key": key, "set": members, "state": None, "serve": serve, "era": self.era})
+                found.append({**head, "recent": self.recent, "members": self.members})
+        return found
+
+    def serve_late(self) -> None:
+        """Training is complete: let the ranks serve groups that want a state; end when none of those here will."""
+        with self.changed:
+            is_last = not any(
+                (status["want"] or {}).get("server") == self.link.group
+                or (not status["running"] and status["chain"] != self.chain)
+                for status in self.heard.values()
+            )
+            self._tell_ranks({"do": "serve", "serve": self._to_serve(), "is_last": is_last})
 
     def _tell_ranks(self, message: Status) -> None:
         message = {**message, "last": self.last, "history": self.history}
@@ -469,6 +532,11 @@ class Mind:
 def _leads(group: int, status: Status) -> bool:
     """Whether a group takes itself for a member."""
     return [group, status["era"]] in status["members"]
+
+
+def _note(text: str) -> str:
+    """Marks a text that a person reads."""
+    return text
 
 
 def _key(message: Status) -> Key:

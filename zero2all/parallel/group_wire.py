@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import google_crc32c
 
-from zero2all.common.errors import PeerFailureError, UsageError
+from zero2all.common.errors import UsageError
 
 Key = tuple[int, int]
 """Round and fragment."""
@@ -428,9 +428,11 @@ class Door:
             self._listener = socket.create_server((host, port), family=family, backlog=64)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise PeerFailureError(
-                    f"Port {port} is used by another program, so this group cannot wait there for the others. Choose "
-                    f"another port in parallel.slow_link.groups, or in parallel.slow_link.bind."
+                raise UsageError(
+                    f"Port {port} is in use, so group {group} cannot wait there for the others. Is group {group} "
+                    f"already running on this machine? Then give this one its own number, with --group or "
+                    f"ZERO2ALL_GROUP. If not, choose another port in parallel.slow_link.groups, or in "
+                    f"parallel.slow_link.bind."
                 ) from error
             raise UsageError(
                 f"parallel.slow_link.bind: this machine cannot listen on {address} ({error.strerror or error}). Give "

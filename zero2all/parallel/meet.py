@@ -116,14 +116,14 @@ def _not_reached(rank: int, host: str, port: int) -> str:
     return f"Rank {rank} has not reached rank 0 at {host}:{port}: {why}."
 
 
-def _why_not(host: str, port: int) -> str:
+def _why_not(host: str, port: int, who: str = "rank 0") -> str:
     """Why no connection can be made; empty: one can."""
     try:
         socket.create_connection((host, port), CONNECT_SECONDS).close()
     except socket.gaierror:
         return "this machine does not know that name"
     except ConnectionRefusedError:
-        return "nothing listens on that port: rank 0 is not there yet, or the port is wrong"
+        return f"nothing listens on that port: {who} is not there yet, or the port is wrong"
     except TimeoutError:
         return "no answer: a firewall drops the packets, or the address is wrong"
     except OSError as error:

@@ -19,6 +19,7 @@ from zero2all.perf.batch import BatchShape, load_measured_config, own_batch
 from zero2all.perf.verify import prediction_for
 
 FRAGMENT_LAYERS = 3
+COMPRESS = {16: "bf16", 8: "int8", 4: "int4"}
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class LinkReport:
     how: str  # where the time of a step is from
     costs: Sequence[LinkCost]
     best: LinkCost
+    wait_seconds: float  # of the config
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -38,20 +40,27 @@ class LinkReport:
 
 
 def link_report(
-    source: str, overrides: list[str], gbit: float, groups: int, step_seconds: float | None, profile: Path | None
+    source: str,
+    overrides: list[str],
+    gbit: float,
+    groups: int,
+    step_seconds: float | None,
+    profile: Path | None,
+    cluster: str | None = None,
 ) -> LinkReport:
-    """`step_seconds` is what a group computes in a step; None: predicted from the profile of this machine, with the
+    """`step_seconds` is what a group computes in a step; None: predicted for the cluster or from the profile, with the
     tokens of a step divided by the groups."""
     config, _ = load_measured_config(source, overrides)
-    fragments, how = fragment_shapes(config.model), "given"
+    fragments, how = fragment_shapes(config.model), "as given"
     parameters = sum(math.prod(shape) for part in fragments for shape in part)
     if step_seconds is None:
         whole = own_batch(config)
         batch = BatchShape(whole.samples, whole.seq_len, max(1, whole.accumulation // groups))
-        found = prediction_for(config, batch, profile=profile)
+        found = prediction_for(config, batch, cluster, profile=profile)
         step_seconds, how = found.corrected, f"predicted for {found.machine.name}, batch {batch} in each group"
     costs = link_costs(fragments, groups, 1e9 * gbit, step_seconds, config.parallel.powersgd_rank)
-    return LinkReport(parameters, len(fragments), step_seconds, how, costs, recommended(costs, parameters))
+    best, wait_seconds = recommended(costs, parameters), config.parallel.slow_link.wait_seconds
+    return LinkReport(parameters, len(fragments), step_seconds, how, costs, best, wait_seconds)
 
 
 def fragment_shapes(model: ModelConfig) -> list[list[tuple[int, ...]]]:
@@ -88,11 +97,21 @@ def link_notes(report: LinkReport) -> list[str]:
     if best.loss_percent is not None and best.loss_source:
         lines.append(t(f"loss at equal tokens: {best.loss_percent:+.1f} % ({best.loss_source})"))
     elif best.loss_percent is None:
-        lines.append(t("its loss beside data parallel is in no published table: try it on a small model first"))
+        lines.append(t(f"its loss beside data parallel: {best.loss_source}; try it on a small model first"))
     if best.scheme.scheme in ("local_sgd", "diloco", "streaming", "sparse"):
         flags: dict[str, str | int] = {"scheme": best.scheme.scheme, "every": best.scheme.every}
         if best.scheme.scheme == "streaming":
-            flags |= {"tau": best.scheme.tau, "compress": "int4"}
+            flags["tau"] = best.scheme.tau
+        if best.scheme.scheme != "sparse":
+            flags["compress"] = COMPRESS[best.scheme.bits]
+        if best.exchange_seconds > report.wait_seconds:
+            flags["wait_seconds"] = math.ceil(2 * best.exchange_seconds)
+            lines.append(
+                t(
+                    f"an exchange takes {best.exchange_seconds:.0f} s, longer than parallel.slow_link.wait_seconds "
+                    f"({report.wait_seconds:g} s): a pause of the link could leave a group out, so raise it"
+                )
+            )
         lines.append(" ".join(f"--parallel.slow_link.{name} {value}" for name, value in flags.items()))
     elif best.scheme.name == "data parallel, bf16":
         lines.append("--parallel.compress bf16")

@@ -27,7 +27,14 @@ from typing import Any
 
 import torch
 
-from zero2all.common.errors import AnomalyError, BadInputError, PreemptedError, UsageError, for_all_ranks
+from zero2all.common.errors import (
+    AnomalyError,
+    BadInputError,
+    PeerFailureError,
+    PreemptedError,
+    UsageError,
+    for_all_ranks,
+)
 from zero2all.common.fault import fault_point
 from zero2all.common.language import translate as t
 from zero2all.common.manifest import fingerprint
@@ -153,7 +160,12 @@ def train(
         for note in () if brief else prepared.notes:
             speak(note)
         if prepared.state.outer is not None:
-            prepared.state.outer.link = _open_link(prepared)
+            try:
+                prepared.state.outer.link = _open_link(prepared, stop)
+            except PeerFailureError as error:
+                if prepared.state.step < prepared.last_step:
+                    raise
+                speak(f"This group has finished, and goes on without the others. {error}")
             stack.callback(prepared.state.outer.close)
         world.run_on_rank0(lambda: behind(lock.check, lambda: save_run_config(prepared.config, run)))
         metrics = None
@@ -199,14 +211,17 @@ def _with_group(config: RunConfig) -> RunConfig:
     return replace(config, parallel=replace(config.parallel, slow_link=slow_link))
 
 
-def _open_link(prepared: Prepared) -> GroupLink:
+def _open_link(prepared: Prepared, stop: StopRequest) -> GroupLink:
     """Meet the other groups; UsageError where one does not come, or has another config or other data."""
     config, world, checkpoint = prepared.config, prepared.world, prepared.checkpoint
     facts = {**link_facts(flat_values(config_values(config))), "data": prepared.data.fingerprint}
     record = {} if checkpoint is None else checkpoint.record.get("outer") or {}
     slow_link, name = config.parallel.slow_link, config.train.name
     seconds = config.parallel.join_seconds
-    return GroupLink(slow_link, name, world.rank, world.size, facts, seconds, str(record.get("history", "")))
+    history = str(record.get("history", ""))
+    return GroupLink(
+        slow_link, name, world.rank, world.size, facts, seconds, history, is_stopped=lambda: stop.requested
+    )
 
 
 @contextmanager
@@ -288,7 +303,7 @@ class TrainingLoop:
         """The step that has not been read yet, and the seconds the host waited for its data."""
         self.stop_requested = self.folder_news = False
         """Requests found in the figures of the steps read so far; the same in every process."""
-        self.last_groups: tuple[int, ...] | None = None
+        self.last_groups = tuple(range(self.config.parallel.groups))
         """Those in the last round over a slow link."""
         self.first_loss_seconds: float | None = None
 
@@ -462,10 +477,14 @@ class TrainingLoop:
             square = torch.tensor(sum(report.squared_norm for report in reports), dtype=torch.float64)
             square = self.world.mesh.world.sum(square.to(self.world.device))
             self.log.values(round_values(reports, square, outer.link))
-            for report in reports:
-                if self.last_groups not in (None, report.groups):
+            for report in (each for each in reports if each.steps):
+                if self.last_groups != report.groups:
                     facts = {"round": report.round, "groups": report.groups, "before": self.last_groups}
                     self.log.event("slow_link", facts)
+                for group in set(self.last_groups) - set(report.groups):
+                    self.log.say(f"group {group} did not come to round {report.round}: training goes on without it")
+                for group in set(report.groups) - set(self.last_groups):
+                    self.log.say(f"group {group} is back in round {report.round}")
                 self.last_groups = report.groups
 
     def adopt(self) -> bool:
@@ -476,6 +495,8 @@ class TrainingLoop:
         self.read_results()
         left_at = state.step
         state.step, state.tokens = outer.adopt()
+        own = str(self.config.parallel.slow_link.group)
+        outer.missed[own] = outer.missed.get(own, 0.0) + max(0, state.step - left_at)
         self._set_positions()
         self.reports.pause_ended()
         self.log.event("slow_link", {"adopted": True, "from_step": left_at, "to_step": state.step})
@@ -579,9 +600,22 @@ class TrainingLoop:
         if self.state.step > first_step:
             beat("save", self.state.step)
             self.saver.save_now(self.stage_name)
+        self._say_missed_rounds()
         beat("end", self.state.step)
+        while self.state.outer is not None and self.state.outer.serve_last(self.state.step, self.state.tokens):
+            beat("end", self.state.step)
 
     # ---- parts of the moments ----
+
+    def _say_missed_rounds(self) -> None:
+        """How many of the run's tokens are not in the weights, because a group was lost or late."""
+        parallel = self.config.parallel
+        for group, steps in sorted(self.state.outer.missed.items() if self.state.outer else ()):
+            tokens = steps * self.config.train.tokens_per_step / parallel.groups
+            self.log.say(
+                f"{steps / parallel.slow_link.every:.1f} rounds were made without group {group}: about {tokens:,.0f} "
+                f"of the {self.state.tokens:,} tokens are not in the weights"
+            )
 
     def _check_before_first_step(self, checkpoint_bytes: int) -> list[str]:
         """Disk space for checkpoints, memory, token ids that the model lacks."""

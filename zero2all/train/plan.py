@@ -25,9 +25,10 @@ from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
 from zero2all.limits.communication import AxisTraffic, Transfer, by_axis, bytes_sent, communication_per_step
 from zero2all.limits.memory import GIB, MemoryEstimate, estimate_memory
+from zero2all.limits.slow_link import bytes_per_step
 from zero2all.model.config import parameter_counts
 from zero2all.ops.registry import Ops, resolve
-from zero2all.parallel.check import arithmetic, check_spread
+from zero2all.parallel.check import arithmetic, check_spread, idle_settings
 from zero2all.parallel.config import MeshSizes, ParallelConfig
 from zero2all.parallel.device import pick_device
 from zero2all.parallel.layout import LogicalParameter, held_table, layout_table
@@ -36,6 +37,7 @@ from zero2all.parallel.pipeline import make_stages, model_costs
 from zero2all.parallel.schedule import predicted_bubble
 from zero2all.parallel.world import World, asked_processes
 from zero2all.train.micro_batch import least_samples, memory_settings
+from zero2all.train.outer.compress import BITS, format_of, kept_values
 from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES
 
@@ -241,6 +243,8 @@ def plan_notes(plan: Plan) -> list[str]:
         *_device_notes(plan),
         *_bubble_notes(plan),
         *_link_notes(plan),
+        *_group_notes(plan),
+        *idle_settings(plan.config, plan.sizes.processes),
         "arithmetic:",
         *arithmetic(plan.config, plan.sizes).splitlines(),
     ]
@@ -334,6 +338,20 @@ def _link_notes(plan: Plan) -> list[str]:
         else:
             lines.append(f"  {number}. {axis.axis}: {sent} per step; computation can hide all of it")
     return lines
+
+
+def _group_notes(plan: Plan) -> list[str]:
+    """What a group sends to the others over a slow link."""
+    link, groups = plan.config.parallel.slow_link, plan.config.parallel.groups
+    if groups == 1:
+        return []
+    shapes = [one.shape for one in layout_table(plan.config.model)]
+    bits, kept = BITS[link.compress], kept_values(link.top_k_share)
+    sent = bytes_per_step(link.scheme, shapes, groups, link.every, bits, kept)
+    return [
+        f"slow link: {groups} groups, {link.scheme}, every {link.every} steps, {format_of(link)}: a group sends "
+        f"{human_bytes(link.every * sent)} in a round, {human_bytes(sent)} per step"
+    ]
 
 
 def plan_values(plan: Plan) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from zero2all.packed.loader import rank_rows
 from zero2all.packed.mixture import Progress, TrainingData, open_training_data
 from zero2all.packed.remote import packed_root
 from zero2all.packed.stages import Stage, stages_from_records
-from zero2all.parallel.check import check_spread
+from zero2all.parallel.check import check_spread, idle_settings
 from zero2all.parallel.context import spread_attention
 from zero2all.parallel.data import shard_model
 from zero2all.parallel.device import environment, local_processes, set_cpu_threads
@@ -153,7 +153,7 @@ def prepare(
     _check_same_data(world, data)
     config = together(lambda: with_vocabulary(asked, int(data.splits[0].manifest["vocab_size"])))
     together(lambda: check_spread(config, world.size))
-    notes = [*world.notes, *ledger_notes, *data.notes(end)]
+    notes = [*world.notes, *ledger_notes, *idle_settings(config, world.size), *data.notes(end)]
     if anneal is not None:
         notes.append(anneal_in_words(anneal))
     if checkpoint is not None:

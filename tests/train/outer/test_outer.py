@@ -216,6 +216,9 @@ def test_a_lost_group_adopts_the_state_of_the_others():
     assert states[0].outer.clock.due(12)
     hub.restore(1)
     train_all(states[:1], 2)  # round 3, after step 16, serves the state
+    assert states[0].outer.missed == {"1": 12.0}  # three rounds of four steps
+    states[0].outer.loaded(states[0].outer.record())
+    assert states[0].outer.missed == {"1": 12.0}
     assert states[1].outer.is_behind
     assert states[1].outer.adopt() == (16, 1600)
     assert not states[1].outer.is_behind

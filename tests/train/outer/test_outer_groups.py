@@ -118,6 +118,8 @@ def test_a_group_killed_in_a_round_comes_back_and_all_resume_to_the_same_bits(
         back = begin(starters, 1, stop_at)
         assert [*living.wait(), *back.wait()] == [10, 10], living.text() + back.text()
         assert "continues at step" in back.text()
+        assert "group 1 did not come to round" in living.text()
+        assert "group 1 is back in round" in living.text()
         copy = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-copy"))
         ended = {}
         for name, folder in (("once", tmp_path), ("twice", copy)):

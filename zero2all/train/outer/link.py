@@ -37,5 +37,8 @@ class Link(Protocol):
     def serve_state(self, number: int, state: Callable[[], bytes], /) -> None:
         """After every update: called for the outer state, if a group that comes back waits for it."""
 
+    def serve_last(self, label: int, state: Callable[[], bytes], /) -> bool:
+        """The same when training is complete; True: call it again, for a group that has not got it yet."""
+
     def close(self) -> None:
         """End all connections."""

@@ -77,6 +77,7 @@ class RoundReport:
     groups: tuple[int, ...]  # whose payloads were used
     waited_seconds: float  # for the link, by the thread
     squared_norm: float  # of this process's share of the outer gradient
+    steps: float  # since it was sent last, times its share of the fragments; 0: the others went on without this group
 
 
 @dataclass
@@ -104,6 +105,8 @@ class OuterOptimizer:
         self._form = format_of(config)
         self.clock = make_clock(config, layers, last_step)
         self._flights: list[_Flight] = []
+        self._sent_at: dict[int, int] = {}  # the step at which a fragment was sent last
+        self.missed: dict[str, float] = {}  # by group: steps of which nothing came into the outer weights
         self._place = (0, 0)  # step and tokens of the last update
         self._thread = ThreadPoolExecutor(1, "z2a-outer")
         spreads = {one.name: one.spread for one in weights.table}
@@ -148,6 +151,9 @@ class OuterOptimizer:
         """After `start`: bring the outer weights that are due into the model, waiting for the link where needed."""
         due = [flight for flight in self._flights if flight.due.merge_step <= step]
         reports = [flight.exchanged.result() for flight in due if flight.exchanged is not None]
+        for report in reports:
+            for group in set(range(len(self._config.groups))) - set(report.groups):
+                self.missed[str(group)] = self.missed.get(str(group), 0.0) + report.steps
         for flight in due:
             self._write(self._names[flight.due.fragment], self._config.alpha if flight.due.mixes else 0.0)
             self._flights.remove(flight)
@@ -183,6 +189,11 @@ class OuterOptimizer:
                     part.values.copy_(kept[name])
             self._weights.updated()
 
+    def serve_last(self, step: int, tokens: int) -> bool:
+        """After the last step: give the outer state to groups that are behind; True: call it again."""
+        self._place = (step, tokens)
+        return self.link is not None and self.link.serve_last(step, self._state)
+
     def close(self) -> None:
         """End the link and the thread."""
         if self.link is not None:
@@ -198,11 +209,13 @@ class OuterOptimizer:
     def record(self) -> dict[str, Any]:
         """For the checkpoint: the history of the link, and what is not yet in the model."""
         history = "" if self.link is None else self.link.history
-        return {"history": history, "due": [asdict(flight.due) for flight in self._flights]}
+        due = [asdict(flight.due) for flight in self._flights]
+        return {"history": history, "due": due, "missed": self.missed}
 
     def loaded(self, record: Mapping[str, Any]) -> None:
         """A checkpoint was loaded into the tensors."""
         self._flights = [_Flight(Due(**due), None) for due in record["due"]]
+        self.missed = dict(record.get("missed", {}))
 
     def reset(self) -> None:
         """Begin anew from the model."""
@@ -291,8 +304,12 @@ class OuterOptimizer:
         waited = time.perf_counter() - started
         square = self._update(list(snapshot), payload, {group: found[group] for group in sorted(found)}, link.group)
         self._place = place
+        steps = min(self.clock.every, place[0] - self._sent_at.get(due.fragment, 0)) / self.clock.fragments
+        steps = steps if link.behind() is None else 0.0
+        self._sent_at[due.fragment] = place[0]
         link.serve_state(due.number, self._state)
-        return RoundReport(max(0, due.number - 1) // (2 * self.clock.fragments), tuple(sorted(found)), waited, square)
+        number = max(0, due.number - 1) // (2 * self.clock.fragments)
+        return RoundReport(number, tuple(sorted(found)), waited, square, steps)
 
     def _payload(self, held: _Held, inner: Tensor) -> bytes:
         change = held.values - inner
