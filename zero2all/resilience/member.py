@@ -114,8 +114,8 @@ class Member:
                     return {"do": "stop", "code": SAVED}
             if now - begun > limit:
                 text = _note(
-                    f"Machine 0 was not reached at {self._where} within {limit:g} s: {self._problem}. Check that it was "
-                    f"started and that no firewall blocks the port, and start this machine again."
+                    f"Machine 0 was not reached at {self._where} within {limit:g} s: {self._problem}. Check that it "
+                    f"was started and that no firewall blocks the port, and start this machine again."
                 )
                 return {"do": "stop", "code": PeerFailureError.exit_code, "text": text}
             if now - begun > NOTICE_SECONDS and not noticed:
