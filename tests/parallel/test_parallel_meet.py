@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from pathlib import Path
@@ -79,7 +80,9 @@ def test_one_that_comes_twice_is_named_to_all_without_waiting_for_those_who_are_
     found = ends(dist.HashStore(), {0: FACTS, 1: FACTS}, seconds=1e6, again=[1])
     for name in (0, 1, 1.5):
         assert isinstance(found[name], UsageError)
-        assert str(found[name]).startswith("Rank 1 came twice: from ")
+        assert str(found[name]).startswith(
+            f"Rank 1 came twice: from {socket.gethostname()} (process {os.getpid()}) and "
+        )
 
 
 def test_one_that_comes_when_the_run_has_begun_ends_alone():

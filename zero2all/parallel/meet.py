@@ -159,6 +159,7 @@ def meet(store: dist.Store, rank: int, size: int, facts: Facts, seconds: float) 
     facts = json.loads(json.dumps(facts, default=str))
     with ExitStack() as stack:
         own: dict[str, Any] = {"token": secrets.token_hex(8), "host": socket.gethostname(), "facts": facts}
+        own["process"] = f"{own['host']} (process {os.getpid()})"
         own["folder"] = str(Path(__file__).parents[1])
         if size > local_processes() and local_rank() == 0 and (address := data_address(os.environ["MASTER_ADDR"])):
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -208,7 +209,7 @@ def _judge(store: dist.Store, size: int, own: Facts, seconds: float) -> dict[str
                     deadline = min(deadline, time.monotonic() + STRAGGLER_SECONDS)
         again = json.loads(store.get("rank/0"))
         if again["token"] != own["token"]:
-            return _came_twice(0, own["host"], again["host"])
+            return _came_twice(0, own["process"], again["process"])
         if store.check(["joined"]):  # by the other process that is rank 0
             return dict(json.loads(store.get("joined")))
         if store.check(["twice"]):
@@ -267,10 +268,10 @@ def _other_rank0(own: Facts, reached: Future[dist.Store]) -> dict[str, Any] | No
         if not store.check(["rank/0"]) or (other := json.loads(store.get("rank/0")))["token"] == own["token"]:
             return None
         store.set(f"seen/joined/{own['token']}", "")
-        store.set("twice", json.dumps([0, other["host"], own["host"], own["token"]]))
+        store.set("twice", json.dumps([0, other["process"], own["process"], own["token"]]))
     except (dist.DistError, TimeoutError):
         return None  # a port that is forwarded, and nothing behind it yet; or a slow machine: looked at again
-    return _came_twice(0, other["host"], own["host"])
+    return _came_twice(0, other["process"], own["process"])
 
 
 def _missing(came: Mapping[int, Any], size: int) -> str:
@@ -338,7 +339,7 @@ def _learn_verdict(store: dist.Store, rank: int, key: str, seconds: float, own: 
         while wait_for_keys(store, [key], 0.5):
             again = json.loads(store.get(f"rank/{rank}"))
             if again["token"] != own["token"]:  # somebody who came later; this one is alive and says so
-                store.set("twice", json.dumps([rank, own["host"], again["host"], own["token"]]))
+                store.set("twice", json.dumps([rank, own["process"], again["process"], own["token"]]))
             if time.monotonic() > deadline:
                 return _problem(
                     PeerFailureError(

@@ -7,6 +7,7 @@ may have gone on without it. The thread then connects again and again, because m
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import socket
 import threading
@@ -72,9 +73,10 @@ class Member:
     ) -> None:
         """`copies`: where this machine takes copies of memory checkpoints."""
         self.node, self.order = node, Order()
-        self._where = f"{address[0]}:{address[1]}"
+        self.where = f"{address[0]}:{address[1]}"
         self._address, self._rules, self._end_meeting = address, rules, end_meeting
         hello = {"run": rules.run, "node": node, "host": socket.gethostname(), "processes": processes}
+        hello["process"] = os.getpid()
         self._hello = {**hello, "token": secrets.token_hex(8), "copies": copies}
         self._connection: socket.socket | None = None
         self._lock, self._sends = threading.Lock(), threading.Lock()
@@ -114,13 +116,13 @@ class Member:
                     return {"do": "stop", "code": SAVED}
             if now - begun > limit:
                 text = _note(
-                    f"Machine 0 was not reached at {self._where} within {limit:g} s: {self._problem}. Check that it "
+                    f"Machine 0 was not reached at {self.where} within {limit:g} s: {self._problem}. Check that it "
                     f"was started and that no firewall blocks the port, and start this machine again."
                 )
                 return {"do": "stop", "code": PeerFailureError.exit_code, "text": text}
             if now - begun > NOTICE_SECONDS and not noticed:
                 noticed = True
-                say(f"z2a: machine 0 is not reached at {self._where} ({self._problem}). Trying for {limit:g} s.")
+                say(f"z2a: machine 0 is not reached at {self.where} ({self._problem}). Trying for {limit:g} s.")
             time.sleep(POLL_SECONDS)
 
     def wish(self, has_stepped: bool) -> Literal["", "end", "save"]:
@@ -185,7 +187,7 @@ class Member:
                 self._problem = _note("something answers there, but it is not a z2a machine: the port is wrong")
                 if not self._was_connected:
                     text = _note(
-                        f"Something answers at {self._where}, but it is not a z2a machine: the port is wrong. Give "
+                        f"Something answers at {self.where}, but it is not a z2a machine: the port is wrong. Give "
                         f"all machines the same --rendezvous, with a port that no other program uses."
                     )
                     with self._lock:

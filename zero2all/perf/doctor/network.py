@@ -87,8 +87,8 @@ def listen(port: int, ready: Callable[[], None]) -> None:
         server = socket.create_server(("", port), family=family, dualstack_ipv6=family == socket.AF_INET6)
     except OSError as error:
         raise UsageError(
-            f"--listen {port}: this machine cannot listen there: {os.strerror(error.errno or 0)}. Choose another port, or end the "
-            f"program that uses it."
+            f"--listen {port}: this machine cannot listen there: {os.strerror(error.errno or 0)}. Choose another "
+            f"port, or end the program that uses it."
         ) from error
     with server:
         ready()
