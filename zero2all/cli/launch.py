@@ -13,7 +13,6 @@ from zero2all.cli.train import node_counts
 from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, whole
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
-from zero2all.common.progress import say
 
 SAVE_SECONDS = 300
 
@@ -128,6 +127,7 @@ def _slurm(arguments: argparse.Namespace) -> None:
 
 
 def _kubernetes(arguments: argparse.Namespace) -> None:
+    from zero2all.common.progress import say
     from zero2all.config import find_config
     from zero2all.parallel.job_files import MOUNT, job_name, kubernetes_file
 
