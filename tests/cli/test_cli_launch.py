@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
@@ -16,6 +17,7 @@ import pytest
 import yaml
 
 from tests.track.sshd import Sshd, start_sshd
+from zero2all.parallel.job_files import slurm_seconds
 from zero2all.parallel.ssh import run_on_hosts
 
 
@@ -96,6 +98,53 @@ def test_the_manifest_gives_each_pod_its_number_and_time_to_save(z2a):
     assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "data"}
 
 
+def test_one_machine_gets_no_flags_of_several(z2a):
+    for kind in ("slurm", "kubernetes"):
+        text = z2a("launch", kind, "quickstart", "--nodes", "1").out
+        assert "zero2all" in text
+        assert "--rendezvous" not in text
+        assert "--node-rank" not in text.replace("which is its --node-rank", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 5400), ("1:30", 90), ("1:00:00", 3600), ("2-12", 216000), ("1-0:1:1", 86461), ("UNLIMITED", math.inf)],
+)
+def test_a_time_limit_is_read_as_slurm_reads_it(text, seconds):
+    assert slurm_seconds(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["slurm", "--time", "banana"], "--time is 'banana'. Expected a time limit as Slurm reads it"),
+        (["slurm", "--time", "5"], "--save-seconds is 300, and --time 5 is not longer"),
+        (["slurm", "--write", "no-folder/job.sh"], "there is no folder no-folder"),
+        (["slurm", "--parallel.slow_link.groups", "[a:1,b:1]"], "Start one job per group"),
+    ],
+)
+def test_a_job_that_could_not_run_is_refused(z2a, words, said):
+    ended = z2a("launch", words[0], "quickstart", "--nodes", "2", *words[1:])
+    assert ended.code == 2
+    assert said in ended.err
+
+
+def test_partition_account_and_a_file_name_with_a_blank(z2a, tmp_path):
+    path = tmp_path / "a job.sh"
+    words = ["--nodes", "2", "--partition", "gpu", "--account", "lab", "--write", str(path)]
+    assert f"sbatch '{path}'" in z2a("launch", "slurm", "quickstart", *words).out
+    assert "#SBATCH --partition=gpu\n#SBATCH --account=lab\n#SBATCH --nodes=2\n" in path.read_text()
+
+
+def test_what_the_pods_cannot_see_is_said(z2a, tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text("train: {steps: 5}\n")
+    ended = z2a("launch", "kubernetes", str(path), "--nodes", "2", "--work", "/data/ws")
+    assert "--work /data/ws is not in /workspace" in ended.err
+    assert f"the pods read the config at {path}" in ended.err
+    assert z2a("launch", "kubernetes", "quickstart", "--nodes", "2", "--work", "ws").err == ""
+
+
 @pytest.fixture(scope="module")
 def sshd(tmp_path_factory):
     with start_sshd(tmp_path_factory.mktemp("sshd")) as server:
@@ -144,6 +193,7 @@ def test_a_far_command_ends_when_the_connection_is_lost(sshd, tmp_path):
 
 
 def test_hosts_are_checked_before_anything_starts(z2a):
-    ended = z2a("launch", "ssh", "quickstart", "--hosts", "a,a")
-    assert ended.code == 2
-    assert "two or more different hosts" in ended.err
+    for hosts in ("a,a", "a b,c", "[fd00::1],[fd00::2]"):
+        ended = z2a("launch", "ssh", "quickstart", "--hosts", hosts)
+        assert ended.code == 2
+        assert f"--hosts is '{hosts}'. Expected two or more different hosts" in ended.err

@@ -302,3 +302,9 @@ def test_a_run_without_a_step_or_without_a_rate_has_nothing_to_anneal(copy, tiny
     ended = z2a("anneal", "zero", "--work", copy)
     assert ended.code == 2
     assert "is already 0 at step 4" in ended.err
+
+
+def test_the_number_of_a_group_without_groups_is_refused(z2a):
+    ended = z2a("train", "quickstart", "--group", "0")
+    assert ended.code == 2
+    assert "--group is 0, but parallel.slow_link.groups is empty" in ended.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from pathlib import Path
@@ -79,7 +80,9 @@ def test_one_that_comes_twice_is_named_to_all_without_waiting_for_those_who_are_
     found = ends(dist.HashStore(), {0: FACTS, 1: FACTS}, seconds=1e6, again=[1])
     for name in (0, 1, 1.5):
         assert isinstance(found[name], UsageError)
-        assert str(found[name]).startswith("Rank 1 came twice: from ")
+        assert str(found[name]).startswith(
+            f"Rank 1 came twice: from {socket.gethostname()} (process {os.getpid()}) and "
+        )
 
 
 def test_one_that_comes_when_the_run_has_begun_ends_alone():
@@ -119,6 +122,42 @@ def port(monkeypatch):
 def test_without_rank_0_the_others_say_where_they_looked(port):
     with pytest.raises(PeerFailureError, match=rf"Rank 1 has not reached rank 0 at 127.0.0.1:{port}: nothing listens"):
         open_store(1, 0.5)
+
+
+def test_a_port_that_accepts_and_stays_silent_is_not_waited_for_for_ever(port, monkeypatch, capfd):
+    """As the socket of a rank 0 that is still starting; torch alone would wait there without end."""
+    monkeypatch.setattr("zero2all.parallel.meet.NOTICE_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", port)):
+        with pytest.raises(PeerFailureError, match="rank 0 is still starting, or the port is wrong"):
+            open_store(1, 0.5)
+        monkeypatch.setenv("ZERO2ALL_ATTEMPT", "a1")
+        with pytest.raises(PeerFailureError, match=rf"at 127.0.0.1:{port}: rank 0 is still starting\."):
+            open_store(1, 0.5)
+    said = capfd.readouterr().err
+    assert said.count("z2a: Rank 1 has not reached rank 0") == 2
+    assert "frame #" not in said
+
+
+@pytest.mark.usefixtures("machines")
+def test_another_rank_0_at_the_rendezvous_is_named(port, monkeypatch):
+    """This rank 0 holds a store that nobody reaches: two machines have the number 0."""
+    monkeypatch.setattr("zero2all.parallel.meet.NOTICE_SECONDS", 0.2)
+    real = open_store(0, 60.0)
+    monkeypatch.setenv("ZERO2ALL_RENDEZVOUS", f"127.0.0.1:{port}")
+    found = {}
+
+    def come(name, store):
+        try:
+            meet(store, 0, 2, FACTS, 60.0)
+        except UsageError as error:
+            found[name] = str(error)
+
+    threads = [threading.Thread(target=come, args=one) for one in (("real", real), ("alone", dist.HashStore()))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert all(found[name].startswith("Rank 0 came twice: from ") for name in ("real", "alone")), found
 
 
 @pytest.mark.usefixtures("port")

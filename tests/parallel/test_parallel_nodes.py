@@ -27,10 +27,32 @@ def test_all_problems_of_the_flags_are_named_at_once():
         find_nodes((2, 2), 2, environment={})
     with pytest.raises(UsageError, match="--rendezvous needs the number of machines"):
         find_nodes(rendezvous="a:1", environment={})
+    with pytest.raises(UsageError, match="--node-rank needs the number of machines"):
+        find_nodes(rank=0, environment={})  # it would train alone
     with pytest.raises(UsageError, match="Expected HOST:PORT"):
         find_nodes((2, 2), 0, "a:99999", environment={})
     with pytest.raises(UsageError, match=r"16 tasks on 2 machines.*--ntasks-per-node=1"):
         find_nodes(environment={**STEP, "SLURM_STEP_NUM_TASKS": "16"})
+
+
+def test_doubts_about_the_address_of_machine_0_are_said(capfd):
+    find_nodes((2, 2), 0, "127.0.0.1:5000", environment={})
+    find_nodes((2, 2), 1, "192.0.2.1:5000", environment={})
+    find_nodes((2, 2), 0, "192.0.2.1:5000", "0.0.0.0:6000", environment={})
+    assert capfd.readouterr().err == ""
+    find_nodes((2, 2), 0, "192.0.2.1", environment={})
+    said = capfd.readouterr().err
+    assert "--rendezvous has no port: 29500 is used." in said
+    assert "192.0.2.1 of --rendezvous is no address of this machine" in said
+    find_nodes((2, 2), 0, "no-such-host.invalid:5000", environment={})
+    assert "does not know the name no-such-host.invalid" in capfd.readouterr().err
+
+
+def test_a_second_machine_0_on_this_host_is_suspected():
+    port = free_port()
+    nodes = Nodes(2, 0, "127.0.0.1", port, "127.0.0.1", port)
+    with nodes.listen(), pytest.raises(UsageError, match=rf"Port {port} is in use: is another machine 0 of this run"):
+        nodes.listen()
 
 
 def test_a_number_of_machines_or_the_least_and_the_most():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -75,16 +76,30 @@ class ThreeRanks(World):
         object.__setattr__(self, "errors", errors)
 
     def gather(self, value):
+        if value == socket.gethostname():
+            return ["one", "two", "three"]
         assert str(value) == str(self.errors[1])
         return list(self.errors)
 
 
 def test_an_error_of_one_rank_is_raised_by_all_and_names_it():
     world = ThreeRanks(None, None, DiskError("it is full"))
-    with pytest.raises(DiskError, match=r"^Rank 2: it is full$") as raised:
+    with pytest.raises(DiskError, match=r"^Rank 2 on three: it is full$") as raised:
         world.run_together(lambda: 7)
     assert raised.value.of_all_ranks
     assert ThreeRanks(None, None, None).run_together(lambda: 7) == 7
+
+
+@pytest.mark.parametrize(("on_each", "is_of_all"), [(3, True), (1, False)])
+def test_the_rank_with_the_error_says_it_too_where_rank_0_is_on_another_machine(monkeypatch, on_each, is_of_all):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_each))
+
+    def full():
+        raise DiskError("it is full")
+
+    with pytest.raises(DiskError, match=r"^Rank 1 on two: it is full$") as raised:
+        ThreeRanks(None, DiskError("it is full"), None).run_together(full)
+    assert raised.value.of_all_ranks is is_of_all
 
 
 def test_an_error_of_all_ranks_is_that_of_the_first_and_names_none():

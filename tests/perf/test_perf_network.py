@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import socket
 import threading
 from contextlib import suppress
@@ -11,7 +12,15 @@ import pytest
 from tests.ports import free_port
 from zero2all.common.errors import UsageError
 from zero2all.perf.doctor import network
-from zero2all.perf.doctor.network import listen, look_at_ways, measure_pairs, pair_rows, split_address
+from zero2all.perf.doctor.network import (
+    listen,
+    look_at_ways,
+    measure_pairs,
+    measure_to,
+    pair_findings,
+    pair_rows,
+    split_address,
+)
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +30,7 @@ def peers():
     for _ in range(2):
         port = free_port()
         ready = threading.Event()
-        threading.Thread(target=listen, args=(port, ready), daemon=True).start()
+        threading.Thread(target=listen, args=(port, ready.set), daemon=True).start()
         assert ready.wait(300)
         found.append(f"127.0.0.1:{port}")
     return found
@@ -54,8 +63,19 @@ def test_a_stranger_on_the_port_is_dropped_and_a_lost_peer_is_named(peers, monke
     nobody = f"127.0.0.1:{free_port()}"
     found = measure_pairs([peers[0], nobody])
     assert found["here", peers[0]].problem == ""
-    assert nobody in found["here", nobody].problem
-    assert nobody in found[peers[0], nobody].problem
+    assert found["here", nobody].problem == found[peers[0], nobody].problem == "nothing listens on that port"
+    said = [(finding.grade, finding.found) for finding in pair_findings(found)]
+    assert said[0] == ("error", f"not measured, from here to {nobody}: nothing listens on that port")
+    assert len(said) == 2
+
+
+def test_another_program_on_the_port_of_a_peer_or_of_a_listener_is_named():
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert "it is not z2a doctor" in measure_to(f"127.0.0.1:{server.server_port}").problem
+        with pytest.raises(UsageError, match=rf"--listen {server.server_port}: this machine cannot listen there"):
+            listen(server.server_port, lambda: None)
+        server.shutdown()
 
 
 def test_the_interface_and_the_variables_that_follow(monkeypatch):

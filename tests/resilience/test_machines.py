@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -236,6 +237,10 @@ def test_a_signal_to_one_machine_ends_a_fixed_run_everywhere_and_an_elastic_one_
     wait_until(lambda: machines.step() > 10, machines)
     second.terminate()
     assert codes(second) == [10], second.said()
+    joined = (
+        f"z2a: joined 127.0.0.1:{machines.port} as machine 1: attempt 1 on 2 machines. Machine 0 shows the progress."
+    )
+    assert joined in second.said()
     wait_until(lambda: len(machines.attempts()) == 2, machines)
     wait_until(lambda: machines.step() > 30, machines)
     first.terminate()
@@ -268,7 +273,12 @@ def test_machines_that_do_not_come_are_named_and_the_minimum_starts_without_them
     assert sorted(codes(first, second, twice, other)) == [1, 1, 2, 2]
     assert "waiting for machine 1, 3 of 4" in first.said()
     assert "did not come within 5 s: 1, 3" in second.said() + twice.said()
-    assert "Machine 2 came twice" in second.said() + twice.said()
+    pids = sorted((second.pid, twice.pid))
+    said = re.search(
+        r"Machine 2 came twice: from .* \(process (\d+)\) and from .* \(process (\d+)\)", second.said() + twice.said()
+    )
+    assert said
+    assert sorted(map(int, said.groups())) == pids
     assert "--node-rank is 4, but machine 0 was started with --nodes 4" in other.said()
 
 

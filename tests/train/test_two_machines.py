@@ -224,4 +224,12 @@ def test_other_code_is_named(start: Start, machines: Machines, work: Workspace, 
 def test_other_data_is_named(start: Start, work: Workspace, tmp_path: Path, repack: Any):
     other = shutil.copytree(work.root, tmp_path / "other-work")
     repack(Workspace(other), 7)
+    work.runs.mkdir(exist_ok=True)
+    (other / "runs").symlink_to(work.runs)
     named([start(0), start(1, root=other)], "read different data", "")
+
+
+@pytest.mark.slow
+def test_a_folder_of_the_run_that_is_not_shared_is_named(start: Start, work: Workspace, tmp_path: Path):
+    other = shutil.copytree(work.root, tmp_path / "other-work")
+    named([start(0), start(1, root=other)], "do not share the folder of the run", "")

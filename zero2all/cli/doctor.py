@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.verb import (
@@ -69,14 +71,17 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.listen:
         from zero2all.perf.doctor.network import listen
 
-        print(t(f"listening on port {arguments.listen}; Ctrl-C ends it"), flush=True)
-        listen(arguments.listen)
+        ready = partial(print, t(f"listening on port {arguments.listen}; Ctrl-C ends it"), flush=True)
+        with suppress(KeyboardInterrupt):
+            listen(arguments.listen, ready)
+        return 0
     pairs: dict[tuple[str, str], Measured] = {}
     if arguments.network:
-        from zero2all.perf.doctor.network import look_at_ways, measure_pairs, pair_rows
+        from zero2all.perf.doctor.network import look_at_ways, measure_pairs, pair_findings, pair_rows
 
         findings = list(look_at_ways(arguments.peer))
         pairs = measure_pairs(arguments.peer)
+        findings += pair_findings(pairs)
     else:
         from zero2all.perf.doctor.checkup import check_machine
 
@@ -97,8 +102,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
                 f"{len(findings)} findings are ok."
             )
         )
-    is_bad = counts["error"] or any(one.problem for one in pairs.values())
-    return BadInputError.exit_code if is_bad else 0
+    return BadInputError.exit_code if counts["error"] else 0
 
 
 def _check_ranks(arguments: argparse.Namespace) -> int:

@@ -30,6 +30,8 @@ def register(verbs: Subparsers) -> None:
     )
     _add_job_flags(slurm)
     slurm.add_argument("--time", default="24:00:00", metavar="TIME", help="time limit of the job (default 24:00:00)")
+    slurm.add_argument("--partition", metavar="NAME", help="partition of the cluster (default: Slurm's)")
+    slurm.add_argument("--account", metavar="NAME", help="account that pays for the job (default: Slurm's)")
     kubernetes = add_verb(
         group,
         "kubernetes",
@@ -94,6 +96,11 @@ def _train_words(arguments: argparse.Namespace, python: str, work: Path) -> tupl
     from zero2all.config import load_config
 
     config = load_config(arguments.config, arguments.overrides)
+    if config.parallel.slow_link.groups and config.parallel.slow_link.group is None:
+        raise UsageError(
+            "parallel.slow_link.groups: this verb starts the machines of one group. Start one job per group, and say "
+            "which: add --parallel.slow_link.group 0, then 1, and so on."
+        )
     words = ["train", arguments.config, "--work", str(work), *arguments.overrides]
     if not config.resilience.supervise:  # or a machine that fails could not come back
         words += ["--resilience.supervise", "true"]
@@ -101,19 +108,36 @@ def _train_words(arguments: argparse.Namespace, python: str, work: Path) -> tupl
 
 
 def _slurm(arguments: argparse.Namespace) -> None:
-    from zero2all.parallel.job_files import job_name, slurm_file
+    from zero2all.parallel.job_files import job_name, slurm_file, slurm_seconds
 
+    try:
+        if slurm_seconds(arguments.time) <= arguments.save_seconds:
+            raise UsageError(
+                f"--save-seconds is {arguments.save_seconds}, and --time {arguments.time} is not longer: the run would "
+                f"be told to save at once. Give a longer time."
+            )
+    except ValueError:
+        raise UsageError(
+            f"--time is {arguments.time!r}. Expected a time limit as Slurm reads it, such as 24:00:00 or 2-12:00:00."
+        ) from None
     run, restarts, command = _train_words(arguments, sys.executable, arguments.work)
     sizes = (arguments.nodes, arguments.gpus_per_node, arguments.time, arguments.save_seconds)
-    _write(arguments.write, slurm_file(job_name(run), command, str(Path.cwd()), *sizes, restarts), "sbatch")
+    asked = (restarts, arguments.partition, arguments.account)
+    _write(arguments.write, slurm_file(job_name(run), command, str(Path.cwd()), *sizes, *asked), "sbatch")
 
 
 def _kubernetes(arguments: argparse.Namespace) -> None:
-    from zero2all.parallel.job_files import job_name, kubernetes_file
+    from zero2all.common.progress import say
+    from zero2all.config import find_config
+    from zero2all.parallel.job_files import MOUNT, job_name, kubernetes_file
 
     run, _, command = _train_words(arguments, "python", arguments.work)
     sizes = (arguments.nodes, arguments.gpus_per_node, arguments.save_seconds)
     text = kubernetes_file(job_name(run), command, arguments.image, arguments.claim, *sizes)
+    if not (work := Path(os.path.normpath(MOUNT / arguments.work))).is_relative_to(MOUNT):
+        say(f"z2a: note: --work {work} is not in {MOUNT}, where the pods have the claim. Give its folder there.")
+    if (path := Path(arguments.config)) == find_config(arguments.config):
+        say(f"z2a: note: the pods read the config at {MOUNT / path}. Copy it to the claim.")
     _write(arguments.write, text, "kubectl apply -f")
 
 
@@ -124,7 +148,7 @@ def _write(path: Path | None, text: str, submit: str) -> None:
     from zero2all.common.files import write_atomic
 
     write_atomic(path, text.encode())
-    print(t(f"wrote {path}. Start it with: {submit} {path}"))
+    print(t(f"wrote {path}. Start it with: {submit} {shlex.quote(str(path))}"))
 
 
 def _ssh(arguments: argparse.Namespace) -> int:
@@ -132,10 +156,15 @@ def _ssh(arguments: argparse.Namespace) -> int:
     from zero2all.parallel.ssh import run_on_hosts
     from zero2all.track.ssh import COMMAND_VARIABLE, OPTIONS
 
-    hosts = [host for host in arguments.hosts.split(",") if host]
-    if len(hosts) < 2 or len(set(hosts)) < len(hosts) or any(host.startswith("-") for host in hosts):
-        raise UsageError(f"--hosts is {arguments.hosts!r}. Expected two or more different hosts, such as gpu1,gpu2.")
-    rendezvous = arguments.rendezvous or f"{hosts[0].rpartition('@')[2]}:{DEFAULT_PORT}"
+    hosts = [host.strip() for host in arguments.hosts.split(",") if host.strip()]
+    is_wrong = any(host.startswith("-") or len(host.split()) > 1 or "[" in host for host in hosts)
+    if is_wrong or len(hosts) < 2 or len(set(hosts)) < len(hosts):
+        raise UsageError(
+            f"--hosts is {arguments.hosts!r}. Expected two or more different hosts as ssh takes them, with commas "
+            f"between them, such as gpu1,gpu2 or fd00::1,fd00::2."
+        )
+    first = hosts[0].rpartition("@")[2]
+    rendezvous = arguments.rendezvous or f"{f'[{first}]' if ':' in first else first}:{DEFAULT_PORT}"
     read_address(rendezvous, "--rendezvous")
     *_, command = _train_words(arguments, arguments.python or sys.executable, arguments.work)
     commands = {

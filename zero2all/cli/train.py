@@ -135,6 +135,13 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
         if arguments.plan_only and error.config is not None:
             _check_layout(error.config, str(error))
         raise
+    if arguments.group is not None and not config.parallel.slow_link.groups:
+        from zero2all.common.errors import UsageError
+
+        raise UsageError(
+            f"--group is {arguments.group}, but parallel.slow_link.groups is empty: this run would train alone. Set "
+            f"the addresses of all groups there, or leave --group out."
+        )
     if arguments.print_config:
         print(config_yaml(config), end="")
         return 0
@@ -213,11 +220,13 @@ def _train_here(arguments: argparse.Namespace, config: RunConfig, workspace: Wor
         make_decode=_decoder(workspace),
         started=command_started(),
     )
-    if int(os.environ.get("RANK", "0")) > 0:
-        return 0  # only rank 0 prints the summary
+    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+        return 0  # the first process of each machine prints the result
     print(
         t(f"{summary.run}: step {summary.step}, {summary.tokens:,} tokens, {summary.tokens_per_second:,.0f} tokens/s")
     )
+    if int(os.environ.get("RANK", "0")) > 0:
+        return 0  # the rest is printed by rank 0
     if summary.first_loss_seconds is not None:
         print("  " + t(f"{summary.first_loss_seconds:.1f} s from the start of the command to the first loss"))
     for name, value in summary.held_out.items():

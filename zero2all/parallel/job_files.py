@@ -14,6 +14,9 @@ from zero2all.parallel.nodes import DEFAULT_PORT, SLURM_PORTS
 NEVER_AGAIN = (2, 3, 4, 12, 13, 14, 15)
 """Exit codes that another attempt would end with too: docs/architecture.md."""
 
+MOUNT = "/workspace"
+"""Where the pods of Kubernetes have the claim with the workspace."""
+
 
 def job_name(run: str) -> str:
     """The name of a run as clusters allow it: lower-case letters, digits and dashes."""
@@ -29,17 +32,23 @@ def slurm_file(
     time: str,
     save_seconds: int,
     restarts: int,
+    partition: str | None = None,
+    account: str | None = None,
 ) -> str:
     """An sbatch file that runs `command` on each machine, the least and the most of them being `nodes`. It goes back to
     the queue at most `restarts` times in a row because machines were missing."""
     gpu_line = f"#SBATCH --gpus-per-node={gpus}\n" if gpus else ""
     least, most = nodes
+    asked = (("partition", partition), ("account", account))
+    asked_lines = "".join(f"#SBATCH --{flag}={value}\n" for flag, value in asked if value)
+    meeting = f' \\\n            --nodes {node_words(nodes)} --node-rank "$1" --rendezvous "${{machines[0]}}:$port"'
     final = "|".join(map(str, (0, PreemptedError.exit_code, *NEVER_AGAIN)))
     keep_lines = "# A lost machine does not end the job: the run goes on with the others.\n#SBATCH --no-kill\n"
     return f"""\
 #!/bin/bash
 # Written by `z2a launch slurm`. Submit it with: sbatch FILE
 #SBATCH --job-name={name}
+{asked_lines}\
 #SBATCH --nodes={most}
 # One task per machine: z2a starts one process per GPU itself.
 #SBATCH --ntasks-per-node=1
@@ -64,8 +73,7 @@ port=$(({SLURM_PORTS.start} + SLURM_JOB_ID % {len(SLURM_PORTS)}))
 # --cpu-bind=none: without it Slurm may give the task, and so all processes, one core.
 run_machine() {{
     while true; do
-        srun --nodes=1 --ntasks=1 --nodelist="$2" --cpu-bind=none {shlex.join(command)} \\
-            --nodes {node_words(nodes)} --node-rank "$1" --rendezvous "${{machines[0]}}:$port"
+        srun --nodes=1 --ntasks=1 --nodelist="$2" --cpu-bind=none {shlex.join(command)}{meeting if most > 1 else ""}
         code=$?
         case $code in
             {final}) return $code ;; # done, saved, or an error that would come again
@@ -99,6 +107,21 @@ exit "$code"
 """
 
 
+def slurm_seconds(text: str) -> float:
+    """A time limit as Slurm reads it, in seconds (inf: none); ValueError where it is none."""
+    if text.upper() in ("UNLIMITED", "INFINITE"):
+        return float("inf")
+    days, dash, rest = text.rpartition("-")
+    found = re.fullmatch(r"(\d+)(?::(\d+))?(?::(\d+))?", rest, re.ASCII)
+    if not found or (dash and not re.fullmatch(r"\d+", days, re.ASCII)):
+        raise ValueError(text)
+    numbers = [int(number) for number in found.groups() if number]
+    if not dash and len(numbers) < 3:  # minutes come first, else hours
+        numbers.insert(0, 0)
+    hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    return 86400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds or float("inf")
+
+
 def node_words(nodes: tuple[int, int]) -> str:
     """The least and the most machines, as `--nodes` takes them."""
     return str(nodes[1]) if nodes[0] == nodes[1] else f"{nodes[0]}:{nodes[1]}"
@@ -108,8 +131,8 @@ def kubernetes_file(
     name: str, command: Sequence[str], image: str, claim: str, nodes: tuple[int, int], gpus: int, save_seconds: int
 ) -> str:
     """A JobSet (jobset.sigs.k8s.io, 0.6 or newer) with one pod per machine."""
-    meeting = ["--nodes", node_words(nodes), "--node-rank", "$(NODE_RANK)"]
-    meeting += ["--rendezvous", f"{name}-node-0-0.{name}:{DEFAULT_PORT}"]
+    meeting = ["--nodes", node_words(nodes), "--node-rank", "$(NODE_RANK)"] if nodes[1] > 1 else []
+    meeting += ["--rendezvous", f"{name}-node-0-0.{name}:{DEFAULT_PORT}"] if nodes[1] > 1 else []
     words = "\n".join(f"                  - {json.dumps(word)}" for word in (*command, *meeting))
     gpu_lines = (
         f'                  resources:\n                    limits: {{"nvidia.com/gpu": {gpus}}}\n' if gpus else ""
@@ -152,7 +175,7 @@ spec:
               containers:
                 - name: z2a
                   image: {json.dumps(image)}
-                  workingDir: /workspace
+                  workingDir: {MOUNT}
                   command:
 {words}
                   env:
@@ -163,7 +186,7 @@ spec:
                   ports:
                     - containerPort: {DEFAULT_PORT} # machine 0 waits here; gloo and NCCL use more ports
 {gpu_lines}                  volumeMounts:
-                    - {{name: work, mountPath: /workspace}}
+                    - {{name: work, mountPath: {MOUNT}}}
                     - {{name: shm, mountPath: /dev/shm}}
               volumes:
                 - name: work # every pod reads the data and writes its part of the checkpoints: ReadWriteMany

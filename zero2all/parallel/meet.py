@@ -24,6 +24,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import cache
@@ -75,34 +76,49 @@ def open_store(rank: int, seconds: float) -> dist.Store:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listener = os.environ.pop(STORE_SOCKET, None)  # not for processes that this one starts
-    # The constructor tries until the time is over, and says nothing meanwhile.
-    notice = threading.Timer(NOTICE_SECONDS, lambda: say(f"z2a: {_not_reached(rank, host, port)}"))
-    notice.daemon = True
-    notice.start()
+    opening = _opening(
+        host,
+        port,
+        is_master=rank == 0 and not of_agent,
+        master_listen_fd=None if listener is None else int(listener),
+    )
+    notice = min(NOTICE_SECONDS, seconds)
     try:
-        store: dist.Store = dist.TCPStore(
-            host,
-            port,
-            is_master=rank == 0 and not of_agent,
-            timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=None if listener is None else int(listener),
-        )
+        try:
+            store = opening.result(notice)
+        except TimeoutError:
+            say(f"z2a: {_not_reached(rank, host, port)}")
+            store = opening.result(seconds - notice)
+    except TimeoutError:
+        raise PeerFailureError(
+            f"{_not_reached(rank, host, port)} It tried for parallel.join_seconds ({seconds:g} s). Check that rank 0 "
+            f"was started, that the address and port are the same everywhere, and that no firewall blocks the port."
+        ) from None
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
             raise PeerFailureError(
                 f"Port {port} (MASTER_PORT) is used by another program, so rank 0 cannot wait there for the others. "
                 f"Rank 0 was started twice, or choose another MASTER_PORT, the same for all ranks."
             ) from error
-        raise PeerFailureError(
-            f"{_not_reached(rank, host, port)} It tried for parallel.join_seconds ({seconds:g} s). Check that rank 0 "
-            f"was started, that the address and port are the same everywhere, and that no firewall blocks the port. "
-            f"The error of the store: {str(error).splitlines()[0]}"
-        ) from error
-    finally:
-        notice.cancel()
+        raise
+    store.set_timeout(timedelta(seconds=seconds))
     return _prefixed(store)
+
+
+def _opening(host: str, port: int, **more: Any) -> Future[dist.Store]:
+    """A store that is being opened, in a thread: where a port accepts and stays silent, torch waits for ever, and at
+    the end of its own time it prints stacks of C++. So that time is long, and the caller has its own."""
+    future: Future[dist.Store] = Future()
+
+    def work() -> None:
+        try:
+            options = {"timeout": timedelta(days=1), "wait_for_workers": False, "multi_tenant": True, **more}
+            future.set_result(dist.TCPStore(host, port, **options))
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="z2a-store", daemon=True).start()
+    return future
 
 
 def _prefixed(store: dist.Store) -> dist.Store:
@@ -112,7 +128,13 @@ def _prefixed(store: dist.Store) -> dist.Store:
 
 def _not_reached(rank: int, host: str, port: int) -> str:
     """Why rank 0 cannot be reached, as far as one attempt shows it."""
-    why = _why_not(host, port) or "something answers there, but it is not the store of a run: the port is wrong"
+    why = _why_not(host, port)
+    if not why and ATTEMPT in os.environ:  # the supervisors have met there
+        why = "rank 0 is still starting"
+    why = (
+        why
+        or "something answers there, but it is not the store of a run: rank 0 is still starting, or the port is wrong"
+    )
     return f"Rank {rank} has not reached rank 0 at {host}:{port}: {why}."
 
 
@@ -137,6 +159,7 @@ def meet(store: dist.Store, rank: int, size: int, facts: Facts, seconds: float) 
     facts = json.loads(json.dumps(facts, default=str))
     with ExitStack() as stack:
         own: dict[str, Any] = {"token": secrets.token_hex(8), "host": socket.gethostname(), "facts": facts}
+        own["process"] = f"{own['host']} (process {os.getpid()})"
         own["folder"] = str(Path(__file__).parents[1])
         if size > local_processes() and local_rank() == 0 and (address := data_address(os.environ["MASTER_ADDR"])):
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -176,6 +199,7 @@ def _judge(store: dist.Store, size: int, own: Facts, seconds: float) -> dict[str
     deadline, notice = begun + seconds, begun + NOTICE_SECONDS
     came: dict[int, dict[str, Any]] = {0: dict(own)}
     lines: list[str] = []
+    reached: Future[dist.Store] | None = None
     while len(came) < size and time.monotonic() < deadline:
         for other in range(1, size):
             if other not in came and store.check([f"rank/{other}"]):
@@ -185,14 +209,15 @@ def _judge(store: dist.Store, size: int, own: Facts, seconds: float) -> dict[str
                     deadline = min(deadline, time.monotonic() + STRAGGLER_SECONDS)
         again = json.loads(store.get("rank/0"))
         if again["token"] != own["token"]:
-            return _came_twice(0, own["host"], again["host"])
+            return _came_twice(0, own["process"], again["process"])
         if store.check(["joined"]):  # by the other process that is rank 0
             return dict(json.loads(store.get("joined")))
         if store.check(["twice"]):
             *said, token = json.loads(store.get("twice"))
             return {**_came_twice(*said), "also": [token]}
         if not lines and time.monotonic() > notice:
-            if twin := _other_rank0(own):
+            reached = reached or _at_rendezvous()
+            if reached and (twin := _other_rank0(own, reached)):
                 return twin
             if notice == begun + NOTICE_SECONDS:
                 say(
@@ -228,21 +253,25 @@ def _judge(store: dist.Store, size: int, own: Facts, seconds: float) -> dict[str
     return {"tokens": tokens, "doors": {other: came[other]["door"] for other in came if "door" in came[other]}}
 
 
-def _other_rank0(own: Facts) -> dict[str, Any] | None:
-    """Rank 0 holds a store, but another rank 0 holds the one that the others reach: two machines have number 0."""
+def _at_rendezvous() -> Future[dist.Store] | None:
+    """The store that the others reach, if something answers there. Supervisors have met before, at one machine 0."""
     host, _, port = os.environ.get(RENDEZVOUS, "").rpartition(":")
-    if not host or _why_not(host, int(port)):
+    if not host or ATTEMPT in os.environ or _why_not(host, int(port)):
         return None
+    return _opening(host, int(port), multi_tenant=False)
+
+
+def _other_rank0(own: Facts, reached: Future[dist.Store]) -> dict[str, Any] | None:
+    """Rank 0 holds a store, but another rank 0 holds the one that the others reach: two machines have number 0."""
     try:
-        store = _prefixed(dist.TCPStore(host, int(port), timeout=timedelta(seconds=2), wait_for_workers=False))
-        other = json.loads(store.get("rank/0"))
-        if other["token"] == own["token"]:
+        store = _prefixed(reached.result(0))
+        if not store.check(["rank/0"]) or (other := json.loads(store.get("rank/0")))["token"] == own["token"]:
             return None
         store.set(f"seen/joined/{own['token']}", "")
-        store.set("twice", json.dumps([0, other["host"], own["host"], own["token"]]))
-    except dist.DistError:
-        return None  # a port that is forwarded, and nothing behind it yet
-    return _came_twice(0, other["host"], own["host"])
+        store.set("twice", json.dumps([0, other["process"], own["process"], own["token"]]))
+    except (dist.DistError, TimeoutError):
+        return None  # a port that is forwarded, and nothing behind it yet; or a slow machine: looked at again
+    return _came_twice(0, other["process"], own["process"])
 
 
 def _missing(came: Mapping[int, Any], size: int) -> str:
@@ -310,7 +339,7 @@ def _learn_verdict(store: dist.Store, rank: int, key: str, seconds: float, own: 
         while wait_for_keys(store, [key], 0.5):
             again = json.loads(store.get(f"rank/{rank}"))
             if again["token"] != own["token"]:  # somebody who came later; this one is alive and says so
-                store.set("twice", json.dumps([rank, own["host"], again["host"], own["token"]]))
+                store.set("twice", json.dumps([rank, own["process"], again["process"], own["token"]]))
             if time.monotonic() > deadline:
                 return _problem(
                     PeerFailureError(

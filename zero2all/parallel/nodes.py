@@ -10,10 +10,12 @@ settings: in a container the first belongs to the host, which forwards the port,
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from zero2all.common.errors import UsageError
@@ -45,11 +47,17 @@ class Nodes:
 
     def listen(self, port: int | None = None) -> socket.socket:
         """On the first machine: the socket where it, or rank 0, waits for the others."""
+        family = socket.AF_INET6 if ":" in self.bind_host else socket.AF_INET
+        address = (self.bind_host, self.bind_port if port is None else port)
         try:
-            family = socket.AF_INET6 if ":" in self.bind_host else socket.AF_INET
-            address = (self.bind_host, self.bind_port if port is None else port)
             return socket.create_server(address, family=family, backlog=BACKLOG)
         except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise UsageError(
+                    f"Port {address[1]} is in use: is another machine 0 of this run running here? Give each machine "
+                    f"its own --node-rank. If another program has the port, choose another one with --rendezvous, the "
+                    f"same on all machines, or with --rendezvous-bind."
+                ) from error
             raise UsageError(
                 f"This machine cannot listen on {self.bind_host or 'any address'}, port {self.bind_port}: "
                 f"{error.strerror or error}. Give an address of this machine and a free port with --rendezvous-bind; "
@@ -86,11 +94,12 @@ def find_nodes(
     least, count = counts or ((slurm.count, slurm.count) if slurm else (1, 1))
     if count == 1:
         needless = [f"--{name}" for name, value in (("rendezvous", rendezvous), ("rendezvous-bind", bind)) if value]
-        if needless or rank:
+        if needless or rank or (rank is not None and counts is None):
             raise UsageError(
                 f"{', '.join(needless) or '--node-rank'} needs the number of machines. Add --nodes N, with N from 2."
             )
         return Nodes()
+    is_own_flag = rendezvous is not None
     if slurm and slurm.count == count:
         rank = slurm.rank if rank is None else rank
         rendezvous = rendezvous or f"{slurm.host}:{slurm.port}"
@@ -105,8 +114,31 @@ def find_nodes(
     assert rank is not None, "checked above"
     assert rendezvous is not None, "checked above"
     host, port = read_address(rendezvous, "--rendezvous")
+    if is_own_flag:
+        _say_doubts(rendezvous, host, has_bind=bind is not None, is_first=rank == 0)
     bind_host, bind_port = read_address(bind, "--rendezvous-bind") if bind else ("::" if ":" in host else "", port)
     return Nodes(count, rank, host, port, bind_host, bind_port, least)
+
+
+def _say_doubts(rendezvous: str, host: str, has_bind: bool, is_first: bool) -> None:
+    """What may be wrong with --rendezvous; where ports are forwarded it may be right."""
+    if not re.search(r":\d+$", rendezvous):
+        say(f"z2a: --rendezvous has no port: {DEFAULT_PORT} is used.")
+    if has_bind or not is_first:
+        return
+    try:
+        places = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        say(f"z2a: warning: this machine does not know the name {host} of --rendezvous. Do the others know it?")
+        return
+    for family, kind, _, _, place in places:
+        with suppress(OSError), socket.socket(family, kind) as probe:
+            probe.bind(place)  # only an address of this machine can be bound
+            return
+    say(
+        f"z2a: warning: {host} of --rendezvous is no address of this machine, which is machine 0. That is right only "
+        f"where its port is forwarded to here: give --rendezvous-bind then."
+    )
 
 
 def read_counts(text: str) -> tuple[int, int]:

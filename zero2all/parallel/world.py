@@ -7,6 +7,7 @@ or `z2a train` itself (`launch`) sets the environment variables with ranks and a
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -94,7 +95,9 @@ class World:
         first = problems[ranks[0]]
         assert first is not None, "ranks are those with a problem"
         if len(ranks) < self.size:  # else it is everyone's
-            first = type(first)(f"Rank {ranks[0]}: {first}")
+            first = type(first)(f"Rank {ranks[0]} on {self.gather(socket.gethostname())[ranks[0]]}: {first}")
+        if self.rank == ranks[0] and self.rank >= local_processes():
+            raise first  # it is said on that machine too: the others have their own terminal
         raise for_all_ranks(first)
 
 

@@ -59,6 +59,8 @@ class _Seat:
     processes: int
     token: str
     writer: asyncio.StreamWriter
+    process: Any = None
+    """The number of its supervisor: two on one host have the same name."""
     copies: Any = None
     """Where it takes copies of memory checkpoints."""
     heard: float = field(default_factory=time.monotonic)
@@ -146,7 +148,7 @@ class Meeting:
     async def _listen(self, hello: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One machine, until its connection ends."""
         seat = _Seat(int(hello["node"]), str(hello["host"]), int(hello["processes"]), str(hello["token"]), writer)
-        seat.copies = hello["copies"]
+        seat.copies, seat.process = hello["copies"], hello["process"]
         if problem := self._refusal(seat, str(hello["run"])):
             seat.send(do="stop", code=UsageError.exit_code, text=problem)
             await writer.drain()
@@ -181,8 +183,8 @@ class Meeting:
             return _note(f"--node-rank is {seat.node}, but machine 0 was started with --nodes {self._rules.most}.")
         if before and before.token != seat.token and time.monotonic() - before.heard < 3 * BEAT_SECONDS:
             return _note(
-                f"Machine {seat.node} came twice: from {before.host} and from {seat.host}. Give each machine its own "
-                f"--node-rank."
+                f"Machine {seat.node} came twice: from {before.host} (process {before.process}) and from {seat.host} "
+                f"(process {seat.process}). Give each machine its own --node-rank."
             )
         return ""
 

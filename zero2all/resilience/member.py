@@ -7,6 +7,7 @@ may have gone on without it. The thread then connects again and again, because m
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import socket
 import threading
@@ -16,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from zero2all.common.errors import PeerFailureError, PreemptedError
+from zero2all.common.errors import PeerFailureError, PreemptedError, UsageError
 from zero2all.common.progress import say
 from zero2all.resilience.config import ResilienceConfig
 
@@ -72,8 +73,10 @@ class Member:
     ) -> None:
         """`copies`: where this machine takes copies of memory checkpoints."""
         self.node, self.order = node, Order()
+        self.where = f"{address[0]}:{address[1]}"
         self._address, self._rules, self._end_meeting = address, rules, end_meeting
         hello = {"run": rules.run, "node": node, "host": socket.gethostname(), "processes": processes}
+        hello["process"] = os.getpid()
         self._hello = {**hello, "token": secrets.token_hex(8), "copies": copies}
         self._connection: socket.socket | None = None
         self._lock, self._sends = threading.Lock(), threading.Lock()
@@ -111,16 +114,15 @@ class Member:
                     self.ended({"attempt": -1, "leaves": True})
                 if not self._is_connected or now - asked_at > (LEAVE_SECONDS if self.node else GRACE_SECONDS):
                     return {"do": "stop", "code": SAVED}
-            where = f"{self._address[0]}:{self._address[1]}"
             if now - begun > limit:
                 text = _note(
-                    f"Machine 0 was not reached at {where} within {limit:g} s: {self._problem}. Check that it was "
-                    f"started and that no firewall blocks the port, and start this machine again."
+                    f"Machine 0 was not reached at {self.where} within {limit:g} s: {self._problem}. Check that it "
+                    f"was started and that no firewall blocks the port, and start this machine again."
                 )
                 return {"do": "stop", "code": PeerFailureError.exit_code, "text": text}
             if now - begun > NOTICE_SECONDS and not noticed:
                 noticed = True
-                say(f"z2a: machine 0 is not reached at {where} ({self._problem}). Trying for {limit:g} s.")
+                say(f"z2a: machine 0 is not reached at {self.where} ({self._problem}). Trying for {limit:g} s.")
             time.sleep(POLL_SECONDS)
 
     def wish(self, has_stepped: bool) -> Literal["", "end", "save"]:
@@ -169,7 +171,7 @@ class Member:
             time.sleep(10 * POLL_SECONDS)
 
     def _listen(self, connection: socket.socket) -> None:
-        heard = beat = looked = time.monotonic()
+        heard = beat = looked = begun = time.monotonic()
         rest = b""
         while not self._is_closed:
             try:
@@ -181,9 +183,21 @@ class Member:
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
                     self._take(json.loads(line))
+            except (ValueError, TypeError, KeyError):
+                self._problem = _note("something answers there, but it is not a z2a machine: the port is wrong")
+                if not self._was_connected:
+                    text = _note(
+                        f"Something answers at {self.where}, but it is not a z2a machine: the port is wrong. Give "
+                        f"all machines the same --rendezvous, with a port that no other program uses."
+                    )
+                    with self._lock:
+                        self._next = {"do": "stop", "code": UsageError.exit_code, "text": text}
+                return
             except TimeoutError:
                 pass
             now = time.monotonic()
+            if not self._is_connected and now - begun > CONNECT_SECONDS:
+                self._problem = _note("it accepts connections, but is silent: it hangs, or the port is wrong")
             if now - looked > PAUSED_SECONDS:  # this process was stopped
                 heard = now
             looked = now

@@ -39,7 +39,7 @@ from zero2all.common.errors import (
     UsageError,
     says_out_of_memory,
 )
-from zero2all.common.progress import HIDE_CURSOR, SHOW_CURSOR, say
+from zero2all.common.progress import HIDE_CURSOR, SHOW_CURSOR, counted, say
 from zero2all.common.signals import stop_signals_to
 from zero2all.resilience import member as machines
 from zero2all.resilience.config import ResilienceConfig
@@ -219,10 +219,17 @@ class _Supervisor:
             with stop_signals_to(self._pass_on), job_control(self._resize, self._suspend):
                 while (order := self.member.next_order(lambda: bool(self.asked), self._tell_agreed))["do"] == "start":
                     self.attempt, self.restarts.best_step = order["attempt"], order["step"]
+                    if self.member.node:
+                        say(
+                            f"z2a: joined {self.member.where} as machine {self.member.node}: attempt {self.attempt} on "
+                            f"{counted(len(order['machines']), 'machine')}. Machine 0 shows the progress."
+                        )
                     code, failure = self._one_attempt()
                     self.member.ended(self._report(code, failure))
                 if order.get("text"):
                     say(f"z2a: {order['text']}")
+                elif self.member.node and order["code"] not in (0, machines.SAVED):
+                    say(f"z2a: the run has ended with code {order['code']}. Machine 0 shows why, if no cause is above.")
                 if order["code"] == 0:
                     self.watch.at_good_end()
                 if self.asked:

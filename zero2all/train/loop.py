@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -60,7 +61,7 @@ from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.load import Checkpoint, reading_record
 from zero2all.train.checkpoints.memory import MemoryStore
 from zero2all.train.checkpoints.retention import Retention, discard
-from zero2all.train.checkpoints.run_lock import LOCK_NAME, Fence, RunLock, behind, hold_run, no_fence
+from zero2all.train.checkpoints.run_lock import LOCK_NAME, Fence, RunLock, behind, hold_run
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.control import Control
 from zero2all.train.guards.documents import Decode
@@ -94,6 +95,10 @@ from zero2all.train.setup import Prepared, load_checkpoint, prepare
 from zero2all.train.step import PendingStep, StepPlan, StepResult, train_step, unfinished_part
 from zero2all.train.stop import StopRequest, stop_requests
 from zero2all.train.stragglers import Stragglers
+
+SHARED_SECONDS = 35.0
+"""How long a new file may take to be seen by other machines: NFS believes for 30 s what it knew of a folder."""
+MOST_NAMED = 6
 
 
 @dataclass
@@ -240,6 +245,7 @@ def _locked_store(
         lock = held[0] if held else RunLock(run / LOCK_NAME, token, notes)
         for note in notes:
             say(note)
+        require_shared(world, lock)
         keep = config.checkpoint
         store = CheckpointStore(
             run,
@@ -247,8 +253,7 @@ def _locked_store(
             Retention(keep.keep_last, keep.keep_every_steps),
             when_busy=keep.when_busy,
             peer_timeout_seconds=config.parallel.timeout_seconds,
-            # A rank on another disk cannot check the lock.
-            fence=lock.check if world.is_first or lock.is_held() else no_fence,
+            fence=lock.check,
             say=say,
         )
         settings = config.resilience
@@ -265,6 +270,27 @@ def _locked_store(
             yield lock, store
         finally:
             store.close(config.resilience.save_timeout_seconds)
+
+
+def require_shared(world: World, lock: RunLock) -> None:
+    """BadInputError, on all ranks, where one does not see the lock that rank 0 wrote into the run's folder: without a
+    shared disk there would be no checkpoint."""
+    deadline = time.monotonic() + SHARED_SECONDS
+    while not (sees := RunLock(lock.path, lock.token, []).is_held()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    found = world.gather((sees, socket.gethostname()))
+    blind = [f"rank {rank} on {host}" for rank, (sees, host) in enumerate(found) if not sees]
+    if blind:
+        more = ", …" if len(blind) > MOST_NAMED else ""
+        raise for_all_ranks(
+            BadInputError(
+                f"The machines do not share the folder of the run, {lock.path.parent}. Nothing was started. Rank 0 on "
+                f"{found[0][1]} has written a file there, and it is not seen by {', '.join(blind[:MOST_NAMED])}{more}. "
+                f"Every process writes its part of a checkpoint there. Put the workspace, or its folder runs, on a "
+                f"disk that all machines share, such as NFS, or train one group per machine with parallel.slow_link, "
+                f"which needs no shared disk."
+            )
+        )
 
 
 class TrainingLoop:

@@ -8,10 +8,11 @@ count what it is sent, and measure the way to another listener for about a secon
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -79,12 +80,18 @@ def split_address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def listen(port: int, ready: threading.Event | None = None) -> None:
-    """Answer others until the process is stopped."""
+def listen(port: int, ready: Callable[[], None]) -> None:
+    """Answer others until the process is stopped; `ready` is called once it can."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    with socket.create_server(("", port), family=family, dualstack_ipv6=family == socket.AF_INET6) as server:
-        if ready:
-            ready.set()
+    try:
+        server = socket.create_server(("", port), family=family, dualstack_ipv6=family == socket.AF_INET6)
+    except OSError as error:
+        raise UsageError(
+            f"--listen {port}: this machine cannot listen there: {os.strerror(error.errno or 0)}. Choose another "
+            f"port, or end the program that uses it."
+        ) from error
+    with server:
+        ready()
         while True:
             connection, _ = server.accept()
             threading.Thread(target=_answer, args=(connection,), daemon=True).start()
@@ -153,11 +160,18 @@ def measure_to(address: str) -> Measured:
             for _ in range(ROUNDS):
                 started = time.perf_counter()
                 connection.sendall(b"x")
-                connection.recv(1)
+                if connection.recv(1) != b"x":
+                    return Measured(problem=_note("something answers there, but it is not z2a doctor"))
                 times.append(time.perf_counter() - started)
         return Measured(min(times), _bandwidth(address, 1), _bandwidth(address, STREAMS))
+    except ConnectionRefusedError:
+        return Measured(problem=_note("nothing listens on that port"))
+    except TimeoutError:
+        return Measured(problem=_note("no answer: a firewall drops the packets, or it is not z2a doctor"))
+    except (ConnectionError, ValueError):
+        return Measured(problem=_note("something answers there, but it is not z2a doctor"))
     except OSError as error:
-        return Measured(problem=f"{address}: {error.strerror or error}")
+        return Measured(problem=error.strerror or str(error))
 
 
 def _bandwidth(address: str, streams: int) -> float:
@@ -187,8 +201,28 @@ def measure_pairs(peers: Sequence[str]) -> dict[tuple[str, str], Measured]:
                     connection.settimeout(4 * CONNECT_SECONDS)
                     found[first, second] = Measured(**_read_line(connection))
             except (OSError, ValueError) as error:
-                found[first, second] = Measured(problem=f"{first}: {error}")
+                found[first, second] = Measured(problem=_note(f"{first} did not measure it: {error}"))
     return found
+
+
+def pair_findings(found: dict[tuple[str, str], Measured]) -> list[Finding]:
+    """An error for each way that could not be measured."""
+    return [
+        Finding(
+            "between the machines",
+            "error",
+            f"not measured, from {first} to {second}: {one.problem}",
+            "",
+            "Start `z2a doctor --network --listen PORT` on that machine, with the port of --peer.",
+        )
+        for (first, second), one in found.items()
+        if one.problem
+    ]
+
+
+def _note(text: str) -> str:
+    """Marks a text that a person reads."""
+    return text
 
 
 def pair_rows(found: dict[tuple[str, str], Measured]) -> list[list[str]]:
