@@ -123,11 +123,14 @@ def test_a_run_that_is_stopped_while_it_loads_ends_with_code_10_and_changes_noth
 
 
 def test_a_deadline_that_comes_while_the_run_loads_is_named_and_no_signal(copy, tiny):
-    words = ["train", "quickstart", *tiny, "--train.name", "early", "--work", str(copy)]
-    words += ["--resilience.supervise", "true", "--resilience.deadline", "0.1"]
-    command = [sys.executable, "-m", "zero2all", *words]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=LONG_SECONDS, check=False)
-    assert ended.returncode == 10
+    for attempt in range(4):  # on a busy machine the run may have started when the supervisor looks at the clock
+        words = ["train", "quickstart", *tiny, "--train.name", f"early-{attempt}", "--work", str(copy)]
+        words += ["--resilience.supervise", "true", "--resilience.deadline", "0.1"]
+        command = [sys.executable, "-m", "zero2all", *words]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=LONG_SECONDS, check=False)
+        assert ended.returncode == 10
+        if "saved at step" not in ended.stderr:
+            break
     assert "z2a: the deadline (resilience.deadline) has come. The run ends." in ended.stderr
     assert "stopped before the run had started" in ended.stderr
     assert "SIGTERM" not in ended.stderr

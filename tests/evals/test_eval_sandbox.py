@@ -17,7 +17,7 @@ QUICK = Limits(seconds=0.7, memory_bytes=1 << 29)
 
 
 def run(program: str, limits: Limits | None = None) -> str:
-    return run_program(textwrap.dedent(program), limits or Limits(seconds=20))
+    return run_program(textwrap.dedent(program), limits or Limits(seconds=120))
 
 
 def allowed(attempts: Sequence[str]) -> str:
