@@ -75,7 +75,7 @@ def fragment_shapes(model: ModelConfig) -> list[list[tuple[int, ...]]]:
 
 def link_rows(report: LinkReport) -> list[list[str]]:
     """A table with its heading."""
-    rows = [["scheme", "bytes/step", "exchange", "link s/step", "waits s/step", "efficiency", "hidden", "loss"]]
+    rows = [["scheme", "bytes/step", "exchange", "link s/step", "waits s/step", "efficiency", "overlapped", "loss"]]
     for cost in report.costs:
         figures = [said(cost.step_bytes, "bytes").partition(" = ")[0], said(cost.exchange_seconds, "s")]
         figures += [f"{cost.link_seconds:.3g}", f"{cost.waited_seconds:.3g}", f"{100 * cost.efficiency:.1f} %"]
