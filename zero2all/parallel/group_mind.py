@@ -253,12 +253,12 @@ class Mind:
                 say(f"z2a: waiting for other groups. {' '.join(self._reasons)}")
 
     def _why_missing(self, group: int) -> str:
-        from zero2all.parallel.meet import _why_not  # needs torch
+        from zero2all.parallel.meet import why_not_reached  # needs torch
 
         own, address = self.link.group, self.link.config.groups[group].partition(",")[0]
         if group in self.heard:
             return _note(f"Group {group} at {address} is here, but has not met all other groups.")
-        if why := _why_not(*split_address(address), f"group {group}"):
+        if why := why_not_reached(*split_address(address), f"group {group}"):
             return _note(f"Group {group} cannot be reached at {address}: {why}.")
         if group < own:
             return _note(f"At {address} something answers, but not as group {group} does: the port is wrong.")

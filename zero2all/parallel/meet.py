@@ -128,7 +128,7 @@ def _prefixed(store: dist.Store) -> dist.Store:
 
 def _not_reached(rank: int, host: str, port: int) -> str:
     """Why rank 0 cannot be reached, as far as one attempt shows it."""
-    why = _why_not(host, port)
+    why = why_not_reached(host, port)
     if not why and ATTEMPT in os.environ:  # the supervisors have met there
         why = "rank 0 is still starting"
     why = (
@@ -138,7 +138,7 @@ def _not_reached(rank: int, host: str, port: int) -> str:
     return f"Rank {rank} has not reached rank 0 at {host}:{port}: {why}."
 
 
-def _why_not(host: str, port: int, who: str = "rank 0") -> str:
+def why_not_reached(host: str, port: int, who: str = "rank 0") -> str:
     """Why no connection can be made; empty: one can."""
     try:
         socket.create_connection((host, port), CONNECT_SECONDS).close()
@@ -256,7 +256,7 @@ def _judge(store: dist.Store, size: int, own: Facts, seconds: float) -> dict[str
 def _at_rendezvous() -> Future[dist.Store] | None:
     """The store that the others reach, if something answers there. Supervisors have met before, at one machine 0."""
     host, _, port = os.environ.get(RENDEZVOUS, "").rpartition(":")
-    if not host or ATTEMPT in os.environ or _why_not(host, int(port)):
+    if not host or ATTEMPT in os.environ or why_not_reached(host, int(port)):
         return None
     return _opening(host, int(port), multi_tenant=False)
 
@@ -294,7 +294,7 @@ def _came_twice(rank: int, host: str, other: str) -> dict[str, Any]:
 def _first_blocked(doors: Mapping[int, list[Any]]) -> str:
     """The first of the other machines that cannot be reached from here, and why; empty: all can."""
     for other, (address, port) in doors.items():
-        if why := _why_not(address, port):
+        if why := why_not_reached(address, port):
             return f"rank {other} at {address}: {why}"
     return ""
 

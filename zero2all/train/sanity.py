@@ -50,17 +50,17 @@ def expected_first_loss(model: ModelConfig) -> tuple[float, float]:
 
 
 def check_last_loss(losses: Mapping[str, float], config: RunConfig) -> list[str]:
-    """A note on channels whose held-out loss is that of an untrained model at the planned end; or else on those of
+    """A note on channels whose held-out loss is above that of a new model at the planned end; or else on those of
     general text whose loss is still high (code is not judged)."""
     prefix = "eval/valid/loss/"
     found = {name.removeprefix(prefix): loss for name, loss in losses.items() if name.startswith(prefix)}
-    untrained = math.log(config.model.vocab_ids)
+    untrained = expected_first_loss(config.model)[1]  # not ln(V): a run of a few steps is above that
     worse = [f"{channel} {loss:.2f}" for channel, loss in found.items() if not loss <= untrained]
     if worse:
         return [
-            f"warning: at the planned end the held-out loss is above that of an untrained model, "
-            f"ln({config.model.vocab_ids:,}) = {untrained:.2f}: {', '.join(worse)}. The model has learned nothing that "
-            f"helps: lower optim.lr_max (now {config.optim.lr_max:g}) and train again."
+            f"warning: at the planned end the held-out loss is above that of an untrained model, at most "
+            f"{untrained:.2f}: {', '.join(worse)}. The model has learned nothing that helps: lower optim.lr_max (now "
+            f"{config.optim.lr_max:g}) and train again."
         ]
     high = [f"{name} {loss:.2f}" for name, loss in found.items() if name != "code" and loss > HIGH_LAST_LOSS]
     if not high:
