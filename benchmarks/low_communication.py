@@ -103,13 +103,19 @@ class Rates(NamedTuple):
         return " ".join([f"{self.lr:g}", *(f"{signs[name]} {value:g}" for name, value in self.outer.items())])
 
 
-DILOCO = (Rates(2e-3, 0.67, 0.5), Rates(3e-3, 0.67, 0.5), Rates(2e-3, 0.6, 0.7), Rates(1e-3, 0.6, 0.9))
-STREAMING = (Rates(2e-3, 1.0, 0.5), Rates(3e-3, 1.0, 0.5), Rates(2e-3, 0.67, 0.5, 0.0), Rates(2e-3, 0.8, 0.9))
 TRIALS: dict[str, tuple[Rates, ...]] = {
     "data parallel": (Rates(1e-3), Rates(2e-3), Rates(3e-3)),
-    "DiLoCo, 2 groups": DILOCO,
-    "streaming int4, 2 groups": STREAMING,
-    "DiLoCo, 1 group": DILOCO,
+    "DiLoCo, 2 groups": (
+        *(Rates(2e-3, 0.67, 0.5), Rates(3e-3, 0.67, 0.5), Rates(2e-3, 0.6, 0.7), Rates(3e-3, 0.9, 0.3)),
+        *(Rates(1.4e-3, 0.6, 0.7), Rates(1.4e-3, 0.6, 0.8), Rates(1e-3, 0.6, 0.7), Rates(1e-3, 0.6, 0.8)),
+        Rates(1e-3, 0.4, 0.9),
+    ),
+    "streaming int4, 2 groups": (
+        *(Rates(2e-3, 1.0, 0.5), Rates(3e-3, 1.0, 0.5), Rates(2e-3, 0.8, 0.9)),
+        *(Rates(2e-3, 0.67, 0.5, 0.0), Rates(3e-3, 0.67, 0.5, 0.0)),
+        *(Rates(1.4e-3, 0.6, 0.7, 0.0), Rates(1.4e-3, 0.6, 0.8, 0.0), Rates(1e-3, 0.6, 0.8, 0.0)),
+    ),
+    "DiLoCo, 1 group": (Rates(2e-3, 0.67, 0.5), Rates(3e-3, 0.67, 0.5), Rates(3e-3, 0.9, 0.3)),
 }
 """What is tried on the seed for tuning, by the main size; the others take the rates of their size and the config."""
 SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt")
@@ -398,7 +404,7 @@ def one_run(size: Size, ids: np.ndarray, asked: dict[str, Any], jobs: int) -> No
         for state, outer in zip(states, outers, strict=False):
             outer.finish(state.step)
         # Also after the last step: only then the outer weights hold everything.
-        if step + 1 == size.steps or (step + 1) % (size.steps // (20 if size.steps >= 1000 else 4)) == 0:
+        if step + 1 == size.steps or (step + 1) % (size.steps // (12 if size.steps >= 1000 else 4)) == 0:
             with outers[0].in_model() if outers else nullcontext():
                 curve.append((step + 1, held_out_loss(states[0], held_out)))
     result = {

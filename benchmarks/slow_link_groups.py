@@ -5,7 +5,8 @@
 
 WORK is a workspace with packed data. The same four processes train twice in turn: as two runs that know nothing of each
 other, and as two groups with streaming. Ranks of one card claim different hosts, so NCCL joins them by sockets. Printed
-are the median step, the mean, and the most memory of the device: the outer state is on the host.
+are the median step, the mean, and the most memory of the device: the outer state is on the host. The processes are
+killed after the last measured step: four final checkpoints of z2all-1b would need 90 GB of disk.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import save_result
-from benchmarks.office_link import wait_for_all, workspace_beside
+from benchmarks.office_link import workspace_beside
 from zero2all.track.reader import read_run
 
 GROUPS, RANKS = 2, 2
@@ -43,7 +45,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=1, help="how often each of both is measured")
     parser.add_argument("words", nargs="*", help="more words for z2a train, after --")
     asked = parser.parse_args()
-    found: dict[str, list[dict[str, float]]] = {"alone": [], "streaming": []}
+    found: dict[str, list[dict[str, Any]]] = {"alone": [], "streaming": []}
     with tempfile.TemporaryDirectory(prefix="z2a-groups-") as folder:
         places = [workspace_beside(asked.work.resolve(), Path(folder) / f"group{group}") for group in range(GROUPS)]
         for turn in range(asked.turns):
@@ -60,10 +62,10 @@ def main() -> int:
     return 0 if cost <= MOST_COST else 1
 
 
-def measured(kind: str, name: str, places: list[Path], asked: argparse.Namespace) -> dict[str, float]:
+def measured(kind: str, name: str, places: list[Path], asked: argparse.Namespace) -> dict[str, Any]:
     """Train with all processes; the steps of group 0."""
     words = [sys.executable, "-m", "zero2all", "train", asked.config, "--train.name", name, "--no-supervisor"]
-    words += ["--train.steps", str(asked.steps), "--eval.every_steps", "0", "--checkpoint.every_steps", "0"]
+    words += ["--train.steps", str(2 * asked.steps), "--eval.every_steps", "0", "--checkpoint.every_steps", "0"]
     words += ["--resilience.memory_every_steps", "0", "--track.log_every_steps", "1", *asked.words]
     words += ["--parallel.device", asked.device]
     # Groups share the rows of a step.
@@ -84,17 +86,44 @@ def measured(kind: str, name: str, places: list[Path], asked: argparse.Namespace
                 "LOCAL_WORLD_SIZE": "1",
             }
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORTS["rendezvous"] + group)}
-            # Several connections: one carries about 1 GB/s between processes of one machine.
-            env |= {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
             env |= {"NCCL_HOSTID": f"host-{group}-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
             command = [*words, "--work", str(place), *(more if kind == "streaming" else [])]
             started.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL))
-    wait_for_all(started, name)
+    wait_for_step(asked.steps, [place / "runs" / name for place in places], started)
     run = read_run(places[0] / "runs" / name)
     points = run.series["time/step"]
     steps = [float(value) for step, value in zip(points.step, points.value, strict=True) if step > SKIPPED_STEPS]
     peak = {"peak_gb": float(max(run.series["memory/peak"].value)) / 1e9} if "memory/peak" in run.series else {}
-    return {"step_seconds": statistics.median(steps), "mean_step_seconds": statistics.mean(steps), **peak}
+    stalls = run.series["slow_link/stall_seconds"].value if "slow_link/stall_seconds" in run.series else ()
+    return {
+        "step_seconds": statistics.median(steps),
+        "mean_step_seconds": statistics.mean(steps),
+        "steps": [round(one, 4) for one in steps],
+        "stalls": [round(float(one), 3) for one in stalls],
+        **peak,
+    }
+
+
+def wait_for_step(last: int, runs: list[Path], started: list[subprocess.Popen[bytes]]) -> None:
+    """Wait until all runs have made this step, then kill their processes."""
+    try:
+        while any(last_step(run) < last for run in runs):
+            if any(process.poll() is not None for process in started):
+                raise SystemExit(f"{runs[0].name}: a process ended before step {last}")
+            time.sleep(0.5)
+    finally:
+        for process in started:
+            process.kill()
+        for process in started:
+            process.wait()
+
+
+def last_step(folder: Path) -> int:
+    """The newest step in a run's metrics; 0 while there are none."""
+    if not folder.is_dir():
+        return 0
+    points = read_run(folder).series.get("time/step")
+    return 0 if points is None else int(points.step[-1])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,10 @@ import dataclasses
 import json
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +25,7 @@ from zero2all.perf.ablate import AblateOptions, Ablation, ablate
 from zero2all.perf.batch import SEED_BATCH, BatchShape
 from zero2all.perf.report import write_report
 from zero2all.perf.results import RESULTS_FILE, Results, row_key
+from zero2all.perf.row import beside_others
 from zero2all.perf.seed_table import seed_rows
 from zero2all.perf.summary import batch_tables, cells, heading, notes
 from zero2all.perf.variants import BY_NAME, named_variants
@@ -117,6 +121,23 @@ def test_a_row_that_takes_too_long_is_a_result_and_is_tried_again_next_time(opti
     assert [line["status"] for line in found.lines] == ["failed"]
     assert "not finished after" in found.lines[0]["result"]["reason"]
     assert [variant.name for _, variant in found.pending] == ["all-fused"]
+
+
+def test_rows_that_share_a_file_are_prepared_beside_each_other_and_measured_one_at_a_time(tmp_path):
+    both_prepare, at_once, seen = threading.Barrier(2), threading.Semaphore(1), []
+
+    def row(name: str) -> None:
+        with beside_others(tmp_path / "turns") as alone:
+            both_prepare.wait(10)
+            alone()
+            assert at_once.acquire(blocking=False)
+            time.sleep(0.05)
+            seen.append(name)
+            at_once.release()
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(row, ["a", "b"]))
+    assert sorted(seen) == ["a", "b"]
 
 
 def test_a_line_that_was_cut_off_is_passed_over_and_the_next_one_is_whole(tmp_path):

@@ -134,7 +134,7 @@ def _register_ablate(inner: Subparsers) -> None:
     )
     add_config(parser, nargs="?")
     batch = "samples per pass x tokens x passes per iteration (default: 2x2048x16 and the config's own)"
-    compile_jobs = "compile N rows at once before they are measured; the GPU must hold N of them (default: one by one)"
+    compile_jobs = "compile N rows beside each other, measure them in turn; the GPU must hold N (default 1)"
     report = "measure nothing; show the results in --output, also those of another machine"
     add_flags(
         parser,
@@ -145,7 +145,7 @@ def _register_ablate(inner: Subparsers) -> None:
         ("--warm-up-seconds N", real(0.0), 3.0, "minimum seconds of warm-up before (default 3)"),
         ("--budget-seconds N", real(0.0), None, "start no row that would end later than this (default: measure all)"),
         ("--row-timeout-seconds N", real(1.0), 900.0, "stop a row after this many seconds (default 900)"),
-        ("--compile-jobs N", whole(1), None, compile_jobs),
+        ("--compile-jobs N", whole(1), 1, compile_jobs),
         ("--report", bool, False, report),
         ("--again", bool, False, "measure rows again even if results exist"),
     )

@@ -5,9 +5,9 @@ This process does not use the device, so that a row has all of it. Each result i
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -40,7 +40,7 @@ class AblateOptions:
     warm_up_seconds: float = 3.0
     budget_seconds: float | None = None  # no row is started that would exceed it. None: no limit.
     row_timeout_seconds: float = 900.0  # a row that takes longer is ended and counts as failed
-    compile_jobs: int | None = None  # rows compiled at once, before they are measured. None: when they are measured.
+    compile_jobs: int = 1  # rows that are compiled beside each other; they are measured one at a time
     again: bool = False  # measure rows again that have a result
     report_only: bool = False  # measure nothing; report the results in the folder, from whatever machine
 
@@ -93,8 +93,7 @@ class _Sitting:
         self.options, self.config, self.here, self.results, self.started = options, config, here, results, started
         self.number = results.next_sitting
         self.code = code_fingerprint()
-        self._compiled: dict[str, float | None] = {}
-        """Seconds of the first step of the rows that were compiled before, beside others."""
+        self._writing = threading.Lock()
 
     def pending(self, batches: list[BatchShape]) -> list[tuple[BatchShape, Variant]]:
         """Rows without a final result; with `again`, also those that this sitting has not measured."""
@@ -120,25 +119,19 @@ class _Sitting:
             return False
         self._run(batch, anchor, f"anchor of session {self.number}")
         with tempfile.TemporaryDirectory(prefix="z2a-compiled-") as caches:
-            self._compile(batch, [variant for variant in others if variant.is_compiled], Path(caches))
-            for number, variant in enumerate(others, 1):
+
+            def measured(numbered: tuple[int, Variant]) -> bool:
+                number, variant = numbered
                 if not self._fits(self._estimate(variant), f"{batch} {variant.name}"):
                     return False
                 self._run(batch, variant, f"{number}/{len(others)}", Path(caches))
-        return True
+                return True
 
-    def _compile(self, batch: BatchShape, variants: list[Variant], caches: Path) -> None:
-        """Fill the caches of compiled rows, several at once: compiling waits for the host, not for the GPU."""
-        if not variants or self.options.compile_jobs is None:
-            return
-        began = time.monotonic()
-        say(f"ablate: {batch}: compiling {len(variants)} rows, {self.options.compile_jobs} at once …")
-        one_pass = dataclasses.replace(batch, accumulation=1)
-        with ThreadPoolExecutor(self.options.compile_jobs) as threads:
-            done = threads.map(lambda variant: self._child(one_pass, variant, caches, measures=False), variants)
-            for variant, result in zip(variants, done, strict=True):
-                self._compiled[variant.name] = result.get("first_step_seconds")
-        say(f"ablate: {batch}: compiled (took {human_seconds(time.monotonic() - began)})")
+            numbered = list(enumerate(others, 1))
+            if not all(measured(one) for one in numbered if not one[1].is_compiled):
+                return False
+            with ThreadPoolExecutor(self.options.compile_jobs) as threads:
+                return all(list(threads.map(measured, [one for one in numbered if one[1].is_compiled])))
 
     def _fits(self, needed: float, name: str) -> bool:
         budget = self.options.budget_seconds
@@ -168,36 +161,34 @@ class _Sitting:
         began = time.monotonic()
         result = self._child(batch, variant, caches)
         wall = time.monotonic() - began
-        if self._compiled.get(variant.name) is not None and "first_step_seconds" in result:
-            result["first_step_seconds"] = self._compiled[variant.name]
-        self.results.append(
-            {
-                "key": row_key(self.config, variant, batch, self.here),
-                "row": variant.name,
-                "batch": str(batch),
-                "sitting": self.number,
-                "status": result.pop("status"),
-                "when": datetime.now(UTC).isoformat(timespec="seconds"),
-                "wall_seconds": wall,
-                "seconds_asked": self.options.seconds,
-                "environment": self.here,
-                "code": self.code,
-                "result": result,
-            }
-        )
-        say(f"ablate: {batch} {variant.name}: {_in_short(self.results.lines[-1])} (took {human_seconds(wall)})")
+        line = {
+            "key": row_key(self.config, variant, batch, self.here),
+            "row": variant.name,
+            "batch": str(batch),
+            "sitting": self.number,
+            "status": result.pop("status"),
+            "when": datetime.now(UTC).isoformat(timespec="seconds"),
+            "wall_seconds": wall,
+            "seconds_asked": self.options.seconds,
+            "environment": self.here,
+            "code": self.code,
+            "result": result,
+        }
+        with self._writing:
+            self.results.append(line)
+        say(f"ablate: {batch} {variant.name}: {_in_short(line)} (took {human_seconds(wall)})")
 
-    def _child(self, batch: BatchShape, variant: Variant, caches: Path | None, measures: bool = True) -> dict[str, Any]:
+    def _child(self, batch: BatchShape, variant: Variant, caches: Path | None) -> dict[str, Any]:
         """Run the row in its own process: its result, or how it ended."""
         options, log = self.options, self.options.output / "logs" / f"{batch}-{variant.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         variables = {"PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")}
-        if variant.is_compiled and caches is not None:  # of its own, so that compilation is measured
-            cache = caches / variant.name
+        words = [options.source, "--row", variant.name, "--batch", batch, "--seconds", options.seconds]
+        words += ["--warm-up-seconds", options.warm_up_seconds]
+        if variant.is_compiled and caches is not None:
+            cache = caches / variant.name  # of its own, so that compilation is measured
             variables |= {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
-        seconds, warm_up = (options.seconds, options.warm_up_seconds) if measures else (0.0, 0.0)
-        words = [options.source, "--row", variant.name, "--batch", batch, "--seconds", seconds]
-        words += ["--warm-up-seconds", warm_up]
+            words += ["--turns", caches / "turns"]
         return run_child("row", words, options.overrides, options.row_timeout_seconds, log, variables)
 
 

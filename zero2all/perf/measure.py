@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +78,12 @@ class Pace:
 
 
 def pace_of(
-    iterate: Iterate, accumulation: int, device: torch.device, seconds: float, warm_up_seconds: float = WARM_UP_SECONDS
+    iterate: Iterate,
+    accumulation: int,
+    device: torch.device,
+    seconds: float,
+    warm_up_seconds: float = WARM_UP_SECONDS,
+    after_first_step: Callable[[], None] = lambda: None,
 ) -> Pace:
     """Make a first step, warm up, then iterate for at least `seconds` (and at least once)."""
     with scheduled_garbage_collection() as after_step:
@@ -85,6 +91,7 @@ def pace_of(
         iterate(1)
         wait_for(device)
         first = time.perf_counter() - started
+        after_first_step()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         warm_until = time.perf_counter() + warm_up_seconds
@@ -113,17 +120,19 @@ def measure(
     seconds: float,
     warm_up_seconds: float = WARM_UP_SECONDS,
     tensor_path: TensorPath = "none",
+    after_first_step: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """The figures of one config on one batch, as JSON values."""
     context = op_context(config, device.type, DTYPES[config.train.precision])
+    timing = partial(pace_of, seconds=seconds, warm_up_seconds=warm_up_seconds, after_first_step=after_first_step)
     if tensor_path == "none":
-        return _measure(config, resolve(config.ops, context), None, batch, device, seconds, warm_up_seconds)
+        return _measure(config, resolve(config.ops, context), None, batch, device, timing)
     ops = resolve(config.ops, dataclasses.replace(context, vocabulary_cut=True))
     if tensor_path == "loss":
         ops = dataclasses.replace(ops, linear_cross_entropy=_loss_of_only_part(ops.taken["linear_cross_entropy"]))
-        return _measure(config, ops, None, batch, device, seconds, warm_up_seconds)
+        return _measure(config, ops, None, batch, device, timing)
     with group_of_one(device) as axis:
-        return _measure(config, ops, axis, batch, device, seconds, warm_up_seconds)
+        return _measure(config, ops, axis, batch, device, timing)
 
 
 def _measure(
@@ -132,15 +141,14 @@ def _measure(
     tensor: Axis | None,
     batch: BatchShape,
     device: torch.device,
-    seconds: float,
-    warm_up_seconds: float,
+    timing: Callable[[Iterate, int, torch.device], Pace],
 ) -> dict[str, Any]:
     before = _allocated_bytes(device)
     state = random_state(config, ops, device, tensor)
     state_bytes = _state_bytes(state, device, before)
     prepare(state, config, batch, device)
     iterate = iterations(state, batch, config.train.z_loss, device)
-    pace = pace_of(iterate, batch.accumulation, device, seconds, warm_up_seconds)
+    pace = timing(iterate, batch.accumulation, device)
     found = {**figures(config, batch, pace, device), "state_gib": state_bytes / 2**30, "ops": choices(ops)}
     return found | {"cuda_graph": state.cuda_graph is not None and state.cuda_graph.is_captured}
 

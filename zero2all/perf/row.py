@@ -8,12 +8,14 @@ A row that does not fit in memory, or whose operators cannot run here, is a resu
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--batch", required=True, help="SAMPLESxSEQUENCExACCUMULATION")
     parser.add_argument("--seconds", type=float, default=8.0, help="measure at least this long")
     parser.add_argument("--warm-up-seconds", type=float, default=WARM_UP_SECONDS, help="warm up at least this long")
+    parser.add_argument("--turns", type=Path, default=None, help="rows that share this file are measured in turn")
     parser.add_argument("--result", type=Path, default=None, help="file for the result (default: standard output)")
     parser.epilog = "Settings of the config follow after --, for example -- --ops.linear plain"
     words = sys.argv[1:] if words is None else words
@@ -44,9 +47,9 @@ def main(words: list[str] | None = None) -> int:
     arguments, overrides = parser.parse_args(words[:border]), words[border + 1 :]
     started = time.perf_counter()
     config, _ = load_measured_config(arguments.config, overrides)
-    result = measure_row(
-        config, BY_NAME[arguments.row], parse_batch(arguments.batch), arguments.seconds, arguments.warm_up_seconds
-    )
+    row, batch = BY_NAME[arguments.row], parse_batch(arguments.batch)
+    with beside_others(arguments.turns) as alone:
+        result = measure_row(config, row, batch, arguments.seconds, arguments.warm_up_seconds, alone)
     result["process_seconds"] = time.perf_counter() - started
     if arguments.result is None:
         print(json.dumps(result, indent=2))
@@ -55,8 +58,25 @@ def main(words: list[str] | None = None) -> int:
     return 0
 
 
+@contextmanager
+def beside_others(turns: Path | None) -> Iterator[Callable[[], None]]:
+    """Rows in this block may compile beside each other; the function it gives waits until no other row is in it or
+    measures, and keeps others out from then on."""
+    if turns is None:
+        yield lambda: None
+        return
+    with open(turns, "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        yield lambda: fcntl.flock(file, fcntl.LOCK_EX)
+
+
 def measure_row(
-    config: RunConfig, variant: Variant, batch: BatchShape, seconds: float, warm_up_seconds: float = WARM_UP_SECONDS
+    config: RunConfig,
+    variant: Variant,
+    batch: BatchShape,
+    seconds: float,
+    warm_up_seconds: float = WARM_UP_SECONDS,
+    after_first_step: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Status and figures of one row; of one that cannot be measured, status and reason."""
 
@@ -64,7 +84,7 @@ def measure_row(
         set_cpu_threads(config.parallel.cpu_threads, None)
         device, varied = pick_device(config.parallel.device), vary(config, variant)
         with without_padding(variant.unpadded):
-            return measure(varied, batch, device, seconds, warm_up_seconds, variant.tensor_path)
+            return measure(varied, batch, device, seconds, warm_up_seconds, variant.tensor_path, after_first_step)
 
     return with_status(measured)
 

@@ -502,7 +502,7 @@ class TrainingLoop:
         if reports and outer.link is not None:
             square = torch.tensor(sum(report.squared_norm for report in reports), dtype=torch.float64)
             square = self.world.mesh.world.sum(square.to(self.world.device))
-            self.log.values(round_values(reports, square, outer.link))
+            self.log.values(round_values(reports, square, outer, outer.link))
             for report in (each for each in reports if each.steps):
                 if self.last_groups != report.groups:
                     facts = {"round": report.round, "groups": report.groups, "before": self.last_groups}

@@ -37,7 +37,7 @@ def keeps_error(form: str) -> bool:
 
 
 def encode(values: Tensor, form: str, share: float = 0.0) -> bytes:
-    """Values (n,), float32 on the CPU, as bytes; `share`: of values that `sparse` keeps."""
+    """Values (n,), float32, as bytes; `share`: of values that `sparse` keeps."""
     if form == "float32":
         return _raw(values)
     if form == "bf16":
@@ -46,30 +46,37 @@ def encode(values: Tensor, form: str, share: float = 0.0) -> bytes:
         return _encode_sparse(values, share)
     most = 127 if form == "int8" else 7
     blocks = _rows(values, BLOCK_VALUES)
-    scales = blocks.abs().amax(dim=1) / most
+    scales = torch.linalg.vector_norm(blocks, torch.inf, dim=1) / most
     whole = (blocks / scales.clamp(min=1e-38).unsqueeze(1)).round_().clamp_(-most, most).view(-1)[: values.numel()]
     if form == "int8":
         return _raw(scales) + _raw(whole.to(torch.int8))
-    nibbles = pad((whole + 8).to(torch.uint8), (0, values.numel() % 2))
+    nibbles = _padded(whole.add_(8).to(torch.uint8), 2)
     return _raw(scales) + _raw(nibbles[0::2] | nibbles[1::2] << 4)
 
 
-def decode(payload: bytes | memoryview, count: int, form: str, share: float = 0.0) -> Tensor:
-    """The `count` values of a payload, float32."""
+def decode(
+    payload: bytes | memoryview, count: int, form: str, share: float = 0.0, device: torch.device | None = None
+) -> Tensor:
+    """The `count` values of a payload, float32, on a device (None: the CPU)."""
     if form == "float32":
-        return _read(payload, torch.float32).clone()
+        return _read(payload, torch.float32).to(device)
     if form == "bf16":
-        return _read(payload, torch.int16).view(torch.bfloat16).float()
+        return _read(payload, torch.int16).to(device).view(torch.bfloat16).float()
     if form == "sparse":
-        return _decode_sparse(payload, count, share)
+        return _decode_sparse(payload, count, share).to(device)
     rows = -(-count // BLOCK_VALUES)
-    scales, body = _read(payload[: 4 * rows], torch.float32), payload[4 * rows :]
+    scales, body = _read(payload[: 4 * rows], torch.float32).to(device), payload[4 * rows :]
     if form == "int8":
-        whole = _read(body, torch.int8).float()
+        whole = _read(body, torch.int8).to(device).float()
     else:
-        packed = _read(body, torch.uint8)
-        whole = torch.stack((packed & 15, packed >> 4), dim=1).view(-1)[:count].float() - 8
-    return (_rows(whole, BLOCK_VALUES) * scales.unsqueeze(1)).view(-1)[:count]
+        whole = _pairs(device).index_select(0, _read(body, torch.uint8).to(device).int()).view(-1)[:count]
+    return _rows(whole, BLOCK_VALUES).mul_(scales.unsqueeze(1)).view(-1)[:count]
+
+
+def _pairs(device: torch.device | None) -> Tensor:
+    """(256, 2): the two values of a byte, the first in its lower half."""
+    byte = torch.arange(256, device=device)
+    return torch.stack(((byte & 15) - 8, (byte >> 4) - 8), dim=1).float()
 
 
 def payload_bytes(count: int, form: str, share: float = 0.0) -> int:
@@ -124,7 +131,7 @@ def _decode_sparse(payload: bytes | memoryview, count: int, share: float) -> Ten
 
 def _pack_bits(values: Tensor, bits: int) -> bytes:
     """Integers of so many bits, one after the other."""
-    table = values.numpy().astype("<u2").view(np.uint8).reshape(-1, 2)
+    table = values.cpu().numpy().astype("<u2").view(np.uint8).reshape(-1, 2)
     return np.packbits(np.unpackbits(table, axis=1, bitorder="little")[:, :bits], bitorder="little").tobytes()
 
 
@@ -136,11 +143,16 @@ def _unpack_bits(payload: bytes | memoryview, bits: int, count: int) -> Tensor:
 
 
 def _rows(values: Tensor, length: int) -> Tensor:
-    return pad(values, (0, -values.numel() % length)).view(-1, length)
+    return _padded(values, length).view(-1, length)
+
+
+def _padded(values: Tensor, length: int) -> Tensor:
+    missing = -values.numel() % length
+    return pad(values, (0, missing)) if missing else values
 
 
 def _raw(values: Tensor) -> bytes:
-    return values.contiguous().numpy().tobytes()
+    return values.contiguous().cpu().numpy().tobytes()
 
 
 def _read(payload: bytes | memoryview, dtype: torch.dtype) -> Tensor:

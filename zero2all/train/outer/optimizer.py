@@ -10,9 +10,10 @@ of the groups. Then training goes on from the outer weights.
     then                    inner = outer;   streaming, tau steps later:   inner = alpha inner + (1 - alpha) outer
 
 Outer weights, momentum and error feedback are float32 in host memory, pinned beside a GPU. Each process has those of
-the parts that it holds for the inner optimizer; processes that hold the same part divide it among them, and add up what
-each of them has to write. A thread compares, compresses, sends, waits and updates, so that training waits only for the
-copies between device and host, and for a link that takes longer than tau steps.
+the parts that it holds for the inner optimizer; processes that hold the same part divide it among them, and gather it
+when it goes into the model. A thread compares, compresses, sends, waits and updates, on a GPU in a stream of its own:
+training waits only for a link that takes longer than tau steps. Groups get the same bits where all of them compute on
+the same kind of device.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ import torch
 from torch import Tensor
 
 from zero2all.common.progress import counted
+from zero2all.ops.host_memory import PinnedMemory
 from zero2all.parallel.config import SlowLinkConfig
 from zero2all.parallel.mesh import Axis
 from zero2all.parallel.parts import Part
+from zero2all.parallel.reduce import all_gather
 from zero2all.train.outer.compress import decode, encode, format_of, keeps_error, payload_bytes
 from zero2all.train.outer.fragments import Due, make_clock, names_by_fragment
 from zero2all.train.outer.link import Link
@@ -49,10 +52,20 @@ class _Held:
     """What this process has of the outer state of a parameter."""
 
     axis: Axis  # the processes that hold the same part
-    own: slice  # of the flattened part
+    count: int  # values of the part
     outer: Part  # one-dimensional or with whole rows, like all parts of a checkpoint
     momentum: Tensor | None
     error: Tensor | None
+
+    @property
+    def borders(self) -> list[int]:
+        """Which range of the flattened part each of these processes has."""
+        return [self.count * rank // self.axis.size for rank in range(self.axis.size + 1)]
+
+    @property
+    def own(self) -> slice:
+        """The range of this process."""
+        return slice(*self.borders[self.axis.rank : self.axis.rank + 2])
 
     @property
     def values(self) -> Tensor:
@@ -107,10 +120,14 @@ class OuterOptimizer:
         self._flights: list[_Flight] = []
         self._sent_at: dict[int, int] = {}  # the step at which a fragment was sent last
         self.missed: dict[str, float] = {}  # by group: steps of which nothing came into the outer weights
+        self.stalled_seconds = 0.0  # how long training waited in the last `finish`
         self._place = (0, 0)  # step and tokens of the last update
         self._thread = ThreadPoolExecutor(1, "z2a-outer")
+        self._stream: torch.cuda.Stream | None = None  # of that thread
+        self._memory = PinnedMemory()
         spreads = {one.name: one.spread for one in weights.table}
         with model() as tensors:
+            self._device = next(iter(tensors.values())).values.device
             self._held = {
                 name: self._hold(part, weights.copies_axis(spreads[name]) if name in spreads else Axis())
                 for name, part in _by_name(tensors).items()
@@ -120,15 +137,16 @@ class OuterOptimizer:
 
     def _hold(self, part: Part, axis: Axis) -> _Held:
         count = part.values.numel()
-        own = slice(count * axis.rank // axis.size, count * (axis.rank + 1) // axis.size)
-        pinned = part.values.is_cuda
+        first, stop = count * axis.rank // axis.size, count * (axis.rank + 1) // axis.size
 
         def zeros() -> Tensor:
-            return torch.zeros(own.stop - own.start, pin_memory=pinned)
+            if self._device.type != "cuda":
+                return torch.zeros(stop - first)
+            return self._memory.buffer(4 * (stop - first), self._device).view(torch.float32)
 
-        outer = Part.of_range(zeros(), part.shape, part.start + own.start, None, part.box)
+        outer = Part.of_range(zeros(), part.shape, part.start + first, None, part.box)
         momentum = zeros() if self._config.has_momentum else None
-        return _Held(axis, own, outer, momentum, zeros() if keeps_error(self._form) else None)
+        return _Held(axis, count, outer, momentum, zeros() if keeps_error(self._form) else None)
 
     def note(self) -> str:
         """What the user should know, in a line."""
@@ -150,7 +168,9 @@ class OuterOptimizer:
     def finish(self, step: int) -> list[RoundReport]:
         """After `start`: bring the outer weights that are due into the model, waiting for the link where needed."""
         due = [flight for flight in self._flights if flight.due.merge_step <= step]
+        began = time.perf_counter()
         reports = [flight.exchanged.result() for flight in due if flight.exchanged is not None]
+        self.stalled_seconds = time.perf_counter() - began
         for report in reports:
             for group in set(range(len(self._config.groups))) - set(report.groups):
                 self.missed[str(group)] = self.missed.get(str(group), 0.0) + report.steps
@@ -258,13 +278,10 @@ class OuterOptimizer:
     @torch.no_grad()
     def _snapshot(self, names: Sequence[str]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
         """Copies of this process's share of the model's weights; on a GPU they are there when the event has passed."""
-        found = {}
         with self._model() as tensors:
-            for name in names:
-                values, own = tensors[PREFIX + name].values, self._held[name].own
-                found[name] = torch.empty(own.stop - own.start, pin_memory=values.is_cuda)
-                found[name].copy_(values.reshape(-1)[own], non_blocking=True)
-        if not any(values.is_pinned() for values in found.values()):
+            shares = {name: tensors[PREFIX + name].values.reshape(-1)[self._held[name].own] for name in names}
+            found = {name: share.clone() for name, share in shares.items()}
+        if not any(values.is_cuda for values in found.values()):
             return found, None
         copied = torch.cuda.Event()
         copied.record()
@@ -276,11 +293,11 @@ class OuterOptimizer:
         with self._model() as tensors:
             for name in names:
                 values, held = tensors[PREFIX + name].values, self._held[name]
-                new = held.values.to(values.device, non_blocking=True)
+                new = torch.empty(values.numel(), device=values.device)
+                new[held.own].copy_(held.values, non_blocking=True)
                 if held.axis.size > 1:
-                    mine, new = new, torch.zeros(values.numel(), device=values.device)
-                    new[held.own] = mine
-                    held.axis.sum(new)  # the others have zeros there
+                    for arriving in all_gather(new, held.borders, held.axis):
+                        arriving.wait()
                 new = new.view(values.shape)
                 values.copy_(torch.lerp(new, values.float(), alpha) if alpha else new)
         self._weights.updated()
@@ -294,15 +311,14 @@ class OuterOptimizer:
         """Send a fragment, wait for those of the other groups, update the outer weights."""
         link = self.link
         assert link is not None, "a group is connected before its first step"
-        if copied is not None:
-            torch.cuda.set_device(copied.device)  # else this thread would use the first GPU
-            copied.synchronize()
-        payload = b"".join(self._payload(self._held[name], inner) for name, inner in snapshot.items())
+        with self._beside_training(copied):
+            payload = b"".join(self._payload(self._held[name], inner) for name, inner in snapshot.items())
         link.offer(due.number, due.fragment, payload)
         started = time.perf_counter()
         found = link.collect(due.number, due.fragment)
         waited = time.perf_counter() - started
-        square = self._update(list(snapshot), payload, {group: found[group] for group in sorted(found)}, link.group)
+        with self._beside_training(copied):
+            square = self._update(list(snapshot), payload, {group: found[group] for group in sorted(found)}, link.group)
         self._place = place
         steps = min(self.clock.every, place[0] - self._sent_at.get(due.fragment, 0)) / self.clock.fragments
         steps = steps if link.behind() is None else 0.0
@@ -311,17 +327,31 @@ class OuterOptimizer:
         number = max(0, due.number - 1) // (2 * self.clock.fragments)
         return RoundReport(number, tuple(sorted(found)), waited, square, steps)
 
+    @contextmanager
+    def _beside_training(self, copied: torch.cuda.Event | None) -> Iterator[None]:
+        """On a GPU: a stream of this thread, in which the copies of the weights are there."""
+        if copied is None:
+            yield
+            return
+        torch.cuda.set_device(copied.device)  # else this thread would use the first GPU
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        self._stream.wait_event(copied)
+        with torch.cuda.stream(self._stream):
+            yield
+
     def _payload(self, held: _Held, inner: Tensor) -> bytes:
-        change = held.values - inner
+        device = inner.device
+        change = held.values.to(device) - inner
         if held.error is not None:
-            change.add_(held.error, alpha=ERROR_DECAY if self._form == "sparse" else 1.0)
+            change.add_(held.error.to(device), alpha=ERROR_DECAY if self._form == "sparse" else 1.0)
         payload = encode(change, self._form, self._config.top_k_share)
         if held.error is not None:
-            torch.sub(change, self._decode(payload, held), out=held.error)
+            held.error.copy_(change.sub_(self._decode(payload, held)))
         return payload
 
     def _decode(self, payload: bytes | memoryview, held: _Held) -> Tensor:
-        return decode(payload, held.values.numel(), self._form, self._config.top_k_share)
+        return decode(payload, held.values.numel(), self._form, self._config.top_k_share, self._device)
 
     def _update(self, names: Sequence[str], own: bytes, found: Mapping[int, bytes], group: int) -> float:
         """One step of the outer optimizer; the square of the outer gradient's norm."""
@@ -331,7 +361,7 @@ class OuterOptimizer:
             here = slice(at, at + payload_bytes(held.values.numel(), self._form, self._config.top_k_share))
             at = here.stop
             if group not in found and held.error is not None:  # too late for this round: it counts in the next
-                held.error.add_(self._decode(own[here], held))
+                held.error.copy_(self._decode(own[here], held).add_(held.error.to(self._device)))
             if not found or not held.values.numel():
                 continue
             payloads = iter(found.values())
@@ -339,29 +369,32 @@ class OuterOptimizer:
             for payload in payloads:
                 mean.add_(self._decode(memoryview(payload)[here], held))
             mean.div_(len(found))
-            square += float(mean.double().square().sum())
+            square += float(torch.linalg.vector_norm(mean)) ** 2
             self._step(held, mean)
         return square
 
     def _step(self, held: _Held, mean: Tensor) -> None:
-        if held.momentum is None:
-            held.values.sub_(mean)
-            return
-        lr, mu = self._config.outer_lr, self._config.momentum
-        held.momentum.mul_(mu).add_(mean)
-        held.values.sub_(mean.add_(held.momentum, alpha=mu).mul_(lr))
+        if held.momentum is not None:
+            lr, mu = self._config.outer_lr, self._config.momentum
+            momentum = held.momentum.to(self._device).mul_(mu).add_(mean)
+            held.momentum.copy_(momentum)
+            mean.add_(momentum, alpha=mu).mul_(lr)
+        held.values.copy_(held.values.to(self._device).sub_(mean))
 
 
 def _by_name(tensors: Mapping[str, Part]) -> dict[str, Part]:
     return {name.removeprefix(PREFIX): part for name, part in tensors.items()}
 
 
-def round_values(reports: Sequence[RoundReport], squared_norm: Any, link: Link) -> dict[str, Any]:
+def round_values(
+    reports: Sequence[RoundReport], squared_norm: Any, outer: OuterOptimizer, link: Link
+) -> dict[str, Any]:
     """The metrics of what was synchronised after a step; `squared_norm`: over all processes of the group."""
     return {
         "slow_link/round": reports[-1].round,
         "slow_link/groups": min(len(report.groups) for report in reports),
         "slow_link/wait_seconds": sum(report.waited_seconds for report in reports),
+        "slow_link/stall_seconds": outer.stalled_seconds,
         "slow_link/sent_bytes": link.sent_bytes,
         "slow_link/received_bytes": link.received_bytes,
         "slow_link/outer_grad_norm": squared_norm**0.5,
