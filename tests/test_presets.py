@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from zero2all.config import ConfigError, config_yaml, find_config, load_config, preset_files
+from zero2all.config.schedule import learning_rate
 from zero2all.limits.flops import flops_per_token
 from zero2all.model.config import ModelConfig, parameter_counts
 
@@ -39,6 +40,13 @@ def test_a_preset_makes_the_vocabulary_that_its_model_has(name):
     config = load_config(name)
     rows = 64_320 if name == "llm-zero2all-1b" else config.tokenizer.vocab_size  # there with room to grow
     assert config.model.vocab_size in (None, rows)
+
+
+def test_the_reference_run_has_the_reference_schedule():
+    config = load_config("llm-zero2all-1b")
+    plan = (config.train.steps, config.optim.lr_max, config.schedule, config.stages)
+    rates = [learning_rate(step, *plan) for step in (1_634, 49_049, 49_050, 54_499)]
+    assert rates == pytest.approx([3e-4, 3e-5, 3e-5, 3e-5])
 
 
 def test_the_reference_model_has_the_reference_shape():
