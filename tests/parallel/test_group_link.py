@@ -23,6 +23,7 @@ from zero2all.config import ConfigError, config_from_values
 from zero2all.parallel import group_mind
 from zero2all.parallel.config import SlowLinkConfig
 from zero2all.parallel.group_link import GroupLink, link_facts
+from zero2all.parallel.group_wire import Inbox
 
 WORKER = Path(__file__).with_name("group_worker.py")
 RANKS = 2
@@ -445,3 +446,13 @@ def test_the_payloads_of_the_test_differ():
     assert (
         len({payload_of(group, rank, number) for group in range(3) for rank in range(2) for number in range(3)}) == 18
     )
+
+
+def test_a_group_that_is_started_twice_leaves_the_sockets_of_the_first_alone(tmp_path):
+    first = Inbox(tmp_path, 1, lambda _greeting, connection: connection.close())
+    with pytest.raises(UsageError, match="already running on this machine: another process has its rank 1"):
+        Inbox(tmp_path, 1, lambda _greeting, connection: connection.close())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as one:
+        one.connect(str(tmp_path / "1.sock"))
+    first.close()
+    Inbox(tmp_path, 1, lambda _greeting, connection: connection.close()).close()

@@ -13,6 +13,7 @@ a crc32c.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -395,6 +396,15 @@ class Inbox:
 
     def __init__(self, folder: Path, rank: int, take: Callable[[Greeting, socket.socket], None]) -> None:
         """`take` gets greeting and connection, in a thread of the inbox."""
+        self._alive = os.open(folder / f"{rank}.lock", os.O_CREAT | os.O_WRONLY, 0o600)
+        try:
+            fcntl.flock(self._alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._alive)
+            raise UsageError(
+                f"This group is already running on this machine: another process has its rank {rank} (its sockets are "
+                f"in {folder}). Stop it first, or give this one its own number, with --group or ZERO2ALL_GROUP."
+            ) from error
         path = folder / f"{rank}.sock"
         path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -415,6 +425,9 @@ class Inbox:
     def close(self) -> None:
         """Take no more."""
         _stop(self._listener)
+        if self._alive >= 0:
+            os.close(self._alive)
+            self._alive = -1
 
 
 class Door:

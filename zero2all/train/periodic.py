@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from zero2all.common.files import write_atomic
 from zero2all.model.config import ParameterKind
 from zero2all.packed.background import ShardCheck, checking_shards
 from zero2all.packed.loader import rank_rows
+from zero2all.parallel.device import local_processes
 from zero2all.parallel.layout import layout_table
 from zero2all.parallel.world import World
 from zero2all.train.anneal import ANNEAL_FILE
@@ -332,7 +334,10 @@ class ShardDamage:
         """End the run in all processes if one of them found a damaged shard. The state is not saved, because it may
         have been trained on the damage."""
         world, name, step = self._prepared.world, self._prepared.config.train.name, self._prepared.state.step
-        found = [damage for damage in world.gather(self._check.damage) if damage is not None]
+        damage = self._check.damage
+        if damage is not None and world.size > local_processes():  # which of the machines has the file?
+            damage = f"Rank {world.rank} on {socket.gethostname()}: {damage}"
+        found = [each for each in world.gather(damage) if each is not None]
         if not found:
             return
         self._log.event("damaged_shard", {"problems": found})
