@@ -5,28 +5,18 @@ than its limit, ends the attempt: stacks are taken, all ranks get SIGKILL, a pag
 again; it continues from its newest checkpoint. Errors that a person must mend are passed on, and so is a run that was
 asked to stop. The supervisor gives up when the same error comes at the same step twice, or after `restarts` attempts in
 a row without progress. It never imports torch, so that it costs a run a fraction of a second.
-
-Nothing survives the supervisor: each rank stops (and saves) when its pipe closes, and a small guard process, which
-waits for the same, kills after GUARD_SECONDS what is still there: ranks that are stopped or hang. Linux's parent-death
-signal would leave no time for a save.
 """
 
 from __future__ import annotations
 
 import os
-import selectors
 import signal
-import subprocess
-import sys
-import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO
 
 from zero2all.common.errors import (
     AnomalyError,
@@ -39,7 +29,7 @@ from zero2all.common.errors import (
     UsageError,
     says_out_of_memory,
 )
-from zero2all.common.progress import HIDE_CURSOR, SHOW_CURSOR, counted, say
+from zero2all.common.progress import counted, say
 from zero2all.common.signals import stop_signals_to
 from zero2all.resilience import member as machines
 from zero2all.resilience.config import ResilienceConfig
@@ -53,12 +43,13 @@ from zero2all.resilience.diagnosis import (
     signal_words,
     take_stacks,
 )
-from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, HEARTBEAT, WARM_UP_STEPS, Beat, Slots, heartbeat_file
+from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, WARM_UP_STEPS, Beat
 from zero2all.resilience.member import Member, Order, Report
 from zero2all.resilience.notice import Notices
 from zero2all.resilience.page import Failure, same_error, write_page
+from zero2all.resilience.ranks import Environment, Ranks
 from zero2all.resilience.restarts import DISK_FULL, Restarts
-from zero2all.resilience.terminal import copy_size, is_one_terminal, job_control, output, write_all
+from zero2all.resilience.terminal import job_control
 from zero2all.resilience.warm import Warm, WarmRank
 
 USER_CODES = tuple(
@@ -77,10 +68,7 @@ ENDS_IN_TIME = (None, 0, PreemptedError.exit_code)
 """Exit codes after which the others may take as long as they need: after a signal all of them save."""
 SETTLE_SECONDS = 1.0
 """How long the errors of the other ranks are awaited: the first cause may be the last to end."""
-GUARD_SECONDS = 4.0
 POLL_SECONDS = 0.05
-KEPT_LINES = 200
-REAL_PYTHON = sys.executable
 UNKNOWN_LIMIT_SECONDS, LEAST_LIMIT_SECONDS, LIMIT_FACTOR = 1800.0, 60.0, 5.0
 LEAST_FIRST_STEP_SECONDS = 300.0
 """More than for other phases: on another number of machines, or in another stage, a restart compiles anew."""
@@ -94,20 +82,6 @@ SIGNAL_HINTS: dict[int, str] = {
     signal.SIGKILL: "A user sent it, or the system because memory ran out.",
     signal.SIGABRT: "NCCL sends it when another process has died or does not answer within parallel.timeout_seconds.",
 }
-GUARD = """
-import os, sys, time
-os.read(int(sys.argv[1]), 1)
-end, groups = time.monotonic() + float(sys.argv[2]), [int(word) for word in sys.argv[3:]]
-def send(group, number):
-    try: os.killpg(group, number)
-    except OSError: return False
-    return True
-while time.monotonic() < end and any([send(group, 0) for group in groups]): time.sleep(0.05)
-for group in groups: send(group, 9)
-"""
-
-Environment = tuple[Mapping[str, str], Sequence[int]]
-"""Variables of one rank, RANK among them, and descriptors that it inherits."""
 
 
 @dataclass(frozen=True)
@@ -128,24 +102,6 @@ class Watch:
     """The module that takes the ranks of a `z2a` command seconds to import: they start warm (resilience/warm.py)."""
     grace_seconds: float = GRACE_SECONDS
     at_good_end: Callable[[], None] = lambda: None
-
-
-@dataclass
-class _Rank:
-    """One started process."""
-
-    name: int
-    """Its number among all machines; in this file it is known by its place on this one."""
-    process: subprocess.Popen[bytes] | WarmRank
-    pipe: int
-    stacks: IO[bytes]
-    outputs: list[int]
-    lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
-    heard: float = field(default_factory=time.monotonic)
-    """When it last printed something."""
-    beats: int = -1
-    """At the last look."""
-    ended: float = 0.0
 
 
 def supervise(
@@ -180,11 +136,8 @@ class _Supervisor:
         self.asked: list[int] = []
         self.has_notice = False
         """Whether it was asked by a notice or a deadline, which was said, and not by a signal."""
-        self.ranks: list[_Rank] = []
-        self.targets: dict[int, tuple[_Rank, int]] = {}
-        """By the descriptor that is read here: the rank that writes into it, and where that goes."""
-        self.hides_on: int | None = None
-        """The stream on which a rank has hidden the cursor."""
+        self.started: Ranks | None = None
+        """The ranks of this attempt; None before the first one."""
         self.resumed = 0.0
         self.attempt = 0
         setting = "--restarts" if watch.is_foreign else "resilience.restarts"
@@ -263,35 +216,19 @@ class _Supervisor:
 
     def _pass_on(self, number: int, _frame: FrameType | None = None) -> None:
         self.asked.append(number)
-        for rank in self.ranks:
-            if rank.process.poll() is None:
-                rank.process.send_signal(number)
+        if self.started is not None:
+            self.started.send_signal(number)
 
     def _resize(self, _number: int, _frame: FrameType | None) -> None:
-        """The window has another size: tell the rank that draws the bar."""
-        for read, (_, target) in self.targets.items():
-            copy_size(target, read)
+        if self.started is not None:
+            self.started.resize()
 
     def _suspend(self, _number: int, _frame: FrameType | None) -> None:
-        """Ctrl-Z: the ranks are not in the terminal's process group, so they are stopped and continued from here."""
-        self._signal_groups(signal.SIGSTOP)
-        self._write_cursor(SHOW_CURSOR)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        self._write_cursor(HIDE_CURSOR)
-        self._signal_groups(signal.SIGCONT)
+        if self.started is not None:
+            self.started.suspend()
+        else:
+            os.kill(os.getpid(), signal.SIGSTOP)
         self.resumed = time.monotonic()
-
-    def _write_cursor(self, code: bytes) -> None:
-        """Show or hide the cursor, where a rank has hidden it for its bar."""
-        if self.hides_on is not None:
-            write_all(self.hides_on, code)
-
-    def _signal_groups(self, number: int) -> None:
-        """To all ranks that live, with the processes that they started."""
-        for rank in self.ranks:
-            with suppress(ProcessLookupError, PermissionError):
-                if rank.process.poll() is None:
-                    os.killpg(rank.process.pid, number)
 
     # ---- one attempt ----
 
@@ -300,41 +237,38 @@ class _Supervisor:
         with ExitStack() as stack:
             until_started = stack.enter_context(ExitStack())
             environments = self.environments(until_started)
-            file = heartbeat_file(len(environments))
-            stack.callback(os.close, file)
-            self.slots = Slots(file, len(environments))
-            stack.callback(self.slots.close)
-            self.selector = stack.enter_context(selectors.DefaultSelector())
             self.memory_kills, self.began = MemoryKills(), time.monotonic()
             self.looked, self.resumed, self.is_signalled = self.began, self.began, False
-            self.ranks, self.targets = [], {}
-            stack.callback(self._end_ranks)
+            self.started = ranks = Ranks(len(environments), stack)
             if self.watch.preload and (self.warm is None or self.warm.is_lost):
                 self.warm = Warm(self.command, {**os.environ, **environments[0][0]}, self.watch.preload)
                 self.warm.wait(self._start_seconds(), lambda: bool(self.asked))
-            for number, environment in enumerate(environments):
+            command = [word for word in self.command if self.restarts.best_step < 0 or word not in self.watch.once]
+            streams = (2, 1) if self.watch.is_foreign else (2,) if self.supervises else ()
+            for variables, inherited in environments:
                 if self.asked:  # between two starts
                     break
-                self.ranks.append(self._start(number, environment, file, stack))
+                variables = {**variables, ATTEMPT_NUMBER: str(self.attempt)}
+                ranks.start(command, (variables, inherited), streams, self._start_warm)
             until_started.close()
-            if self.asked and self.ranks:  # it came while the last one was started, so that one did not get it
-                self.ranks[-1].process.send_signal(self.asked[0])
+            if self.asked and ranks:  # it came while the last one was started, so that one did not get it
+                ranks[-1].process.send_signal(self.asked[0])
             if self.supervises:
-                self._start_guard(stack)
+                ranks.start_guard([] if self.warm is None else [self.warm.pid])
             code, failure = self._wait()
-            self._drain(0.0)
-            beats = [self.slots.beat(place) for place in range(len(self.ranks))]
-            if self.member is not None and self.ranks:
+            ranks.drain(0.0)
+            beats = [ranks.slots.beat(place) for place in range(len(ranks))]
+            if self.member is not None and ranks:
                 facts = self._facts()
                 self.failure = failure or self._failure("lost", facts[0], "", "", facts)
             self.reached = (
                 max((beat.step for beat in beats), default=-1),
                 max((beat.first_step for beat in beats), default=-1),
             )
-            ends = [-(rank.process.returncode or 0) for rank in self.ranks[:1]]
+            ends = [-(rank.process.returncode or 0) for rank in ranks[:1]]
             if self.watch.preload and self.asked and self.reached[0] < 0 and all(end in self.asked for end in ends):
                 self._say_stopped()
-            if self.asked and len(self.ranks) < len(environments):
+            if self.asked and len(ranks) < len(environments):
                 return _stopped_by(self.asked[0]), None
             return code, failure
 
@@ -348,42 +282,6 @@ class _Supervisor:
         else:
             say(f"z2a: got {name} before the run had started again. Run the same command to continue it.")
 
-    def _start(self, number: int, environment: Environment, file: int, stack: ExitStack) -> _Rank:
-        variables, inherited = environment
-        ends, held = os.pipe()
-        stack.callback(os.close, held)
-        stacks = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        streams = (2, 1) if self.watch.is_foreign else (2,) if self.supervises else ()
-        outputs = [output(stream, number, stack) for stream in streams]
-        descriptors = (file, number, ends, stacks.fileno())
-        command = [word for word in self.command if self.restarts.best_step < 0 or word not in self.watch.once]
-        variables = {
-            "TORCH_FR_BUFFER_SIZE": "2000",  # torch's flight recorder, for the page of a hang
-            **os.environ,
-            **variables,
-            HEARTBEAT: ",".join(map(str, descriptors)),
-            ATTEMPT_NUMBER: str(self.attempt),
-        }
-        kept = [*inherited, file, ends, stacks.fileno()]
-        prints = {stream: write for stream, (_, write) in zip(streams, outputs, strict=True)}
-        if streams == (2,) and number == 0 and is_one_terminal():
-            prints[1] = prints[2]  # or what it prints on both could come in another order
-        process = self._start_warm(command, variables, {**{each: each for each in kept}, **prints}) or subprocess.Popen(
-            command,
-            env=variables,
-            stderr=prints.get(2),
-            stdout=prints.get(1),
-            process_group=0,  # Ctrl-C in a terminal reaches the whole group, and would arrive twice
-            pass_fds=kept,
-        )
-        os.close(ends)
-        rank = _Rank(int(variables["RANK"]), process, held, stacks, [read for read, _ in outputs])
-        for target, (read, write) in zip(streams, outputs, strict=True):
-            os.close(write)
-            self.selector.register(read, selectors.EVENT_READ)
-            self.targets[read] = (rank, target)
-        return rank
-
     def _start_warm(
         self, command: Sequence[str], variables: Mapping[str, str], descriptors: Mapping[int, int]
     ) -> WarmRank | None:
@@ -395,30 +293,11 @@ class _Supervisor:
     def _start_seconds(self) -> float:
         return self.watch.settings.limits.get("start", UNKNOWN_LIMIT_SECONDS)
 
-    def _start_guard(self, stack: ExitStack) -> None:
-        ends, held = os.pipe()
-        stack.callback(os.close, held)
-        groups = [rank.process.pid for rank in self.ranks] + ([] if self.warm is None else [self.warm.pid])
-        words = [str(ends), str(GUARD_SECONDS), *map(str, groups)]
-        guard = subprocess.Popen(
-            [REAL_PYTHON, "-IS", "-c", GUARD, *words],
-            pass_fds=[ends],
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        os.close(ends)
-        stack.callback(guard.wait)
-        stack.callback(guard.kill)
-
-    def _end_ranks(self) -> None:
-        """SIGKILL to what is left, with the processes that it started."""
-        self._signal_groups(signal.SIGKILL)
-        for rank in self.ranks:
-            rank.process.wait()
-        self._write_cursor(SHOW_CURSOR)  # a rank that was killed could not
-        self.hides_on = None
+    @property
+    def ranks(self) -> Ranks:
+        """Those of this attempt."""
+        assert self.started is not None, "no attempt has begun"
+        return self.started
 
     # ---- watching ----
 
@@ -441,20 +320,20 @@ class _Supervisor:
             elif not failed and (over := self._over()):
                 return self._hang(over)
             elif self.member is not None and (
-                wish := self.member.wish((beat := self.slots.beat(0)).step > beat.first_step)
+                wish := self.member.wish((beat := self.ranks.slots.beat(0)).step > beat.first_step)
             ):
                 if wish == "end":
                     return self._end_for_others()
                 self._save_for_others()
             elif not self.asked and (reason := self.notices.due()):
                 self.has_notice = True
-                if self.slots.beat(0).step < 0:
+                if self.ranks.slots.beat(0).step < 0:
                     say(f"z2a: {reason}. The run ends.")
                 else:
                     say(f"z2a: {reason}. The run saves and ends.")
                 self._pass_on(signal.SIGTERM)
-            self._drain(POLL_SECONDS)
-        self._drain(0.0)
+            self.ranks.drain(POLL_SECONDS)
+        self.ranks.drain(0.0)
         codes = self._codes()
         failed = [code for code in codes if code not in (None, 0)] or first or []
         code = _cause(first or failed)
@@ -469,11 +348,11 @@ class _Supervisor:
 
     def _only_stopped_are_left(self) -> bool:
         """Whether SIGSTOP holds all that are left: they will not end by themselves."""
-        return all(process_state(rank.process.pid) == "T" for rank in self.ranks if rank.process.poll() is None)
+        return all(process_state(rank.process.pid) == "T" for rank in self.ranks.living())
 
     def _lost_peers(self) -> list[str]:
         """What the ranks said that only noticed the end of another: once, and after the cause."""
-        errors = [self.slots.error(number)[1] for number in range(len(self.ranks))]
+        errors = [self.ranks.slots.error(number)[1] for number in range(len(self.ranks))]
         said = {rank.name: text for rank, text in zip(self.ranks, errors, strict=True) if text.startswith(VICTIM)}
         others = ", ".join(str(name) for name in list(said)[1:])
         lines = [text.partition(": ")[2] for text in list(said.values())[:1]]
@@ -488,7 +367,7 @@ class _Supervisor:
     def _is_cured(self, place: int) -> bool:
         """Whether a rank had an error that a restart may cure, although its exit code says otherwise: steps had fitted
         into memory before, or a restart found the disk full."""
-        text, beat = self.slots.error(place)[1], self.slots.beat(place)
+        text, beat = self.ranks.slots.error(place)[1], self.ranks.slots.beat(place)
         has_stepped = beat.step > beat.first_step
         is_full = self._finds_disk_full(self.ranks[place].process.returncode, text, has_stepped)
         return text.startswith(CURED) or (has_stepped and says_out_of_memory(text)) or is_full
@@ -518,7 +397,7 @@ class _Supervisor:
         for number, rank in enumerate(self.ranks):
             if rank.process.returncode is not None:
                 continue
-            beat = self.slots.beat(number)
+            beat = self.ranks.slots.beat(number)
             silent, limit = self._silence(number, beat, now)
             if limit is not None and silent > limit and rank.beats == beat.beats:
                 found.append(number)
@@ -534,39 +413,15 @@ class _Supervisor:
         limit = phase_limit(beat, self.watch.settings.limits, self.seen) if is_watched else None
         return now - max(beat.since, self.resumed), limit
 
-    def _drain(self, seconds: float) -> None:
-        """Pass on what the ranks print, and keep the last lines."""
-        while ready := self.selector.select(seconds):
-            for key, _ in ready:
-                rank, target = self.targets[key.fd]
-                try:
-                    data = os.read(key.fd, 1 << 16)
-                except OSError:  # the other side of a terminal is gone
-                    data = b""
-                if not data:
-                    self.selector.unregister(key.fd)
-                    continue
-                rank.heard = time.monotonic()
-                write_all(target, data)
-                hidden, shown = data.rfind(HIDE_CURSOR), data.rfind(SHOW_CURSOR)
-                if hidden != shown:
-                    self.hides_on = target if hidden > shown else None
-                text = data.decode(errors="replace").replace("\r", "\n")
-                if rank.lines and not rank.lines[-1].endswith("\n"):
-                    text = rank.lines.pop() + text
-                rank.lines.extend(text.splitlines(keepends=True))
-            if seconds:
-                return
-
     # ---- failures ----
 
     def _facts(self) -> list[RankFacts]:
         now = time.monotonic()
         facts = []
         for number, rank in enumerate(self.ranks):
-            beat = self.slots.beat(number)
+            beat = self.ranks.slots.beat(number)
             silent, limit = self._silence(number, beat, now)
-            when, error = self.slots.error(number)
+            when, error = self.ranks.slots.error(number)
             one = RankFacts(rank.name, rank.process.pid, rank.process.returncode, beat=beat, silent_seconds=silent)
             one.limit_seconds, one.error, one.failed_at = limit, error, when or rank.ended
             facts.append(one)
@@ -580,11 +435,11 @@ class _Supervisor:
         take_stacks(facts, {rank.name: rank.stacks.fileno() for rank in self.ranks})
         end = time.monotonic() + COLLECTIVES_SECONDS
         living = [place for place, one in enumerate(facts) if one.code is None and one.beat.beats and one.state != "T"]
-        while time.monotonic() < end and not all(self.slots.has_answered(place) for place in living):
+        while time.monotonic() < end and not all(self.ranks.slots.has_answered(place) for place in living):
             time.sleep(POLL_SECONDS)
         for place in living:
-            facts[place].collectives = self.slots.collectives(place)
-            facts[place].device = self.slots.device(place)
+            facts[place].collectives = self.ranks.slots.collectives(place)
+            facts[place].device = self.ranks.slots.device(place)
 
     def _hang(self, over: Sequence[int]) -> tuple[int, Failure | None]:
         facts = self._facts()
@@ -601,7 +456,7 @@ class _Supervisor:
         failure = self._failure("hang", first, text, "hang", facts)
         failure.limit = "--silence" if self.watch.is_foreign else f"resilience.limits.{first.beat.phase}"
         failure.is_sure = bool(evidence)
-        self._end_ranks()
+        self.ranks.end()
         if not self.supervises or self.asked:
             say(f"z2a: {text}")
             return 128 + signal.SIGKILL, None
@@ -611,12 +466,12 @@ class _Supervisor:
         """Another machine has failed, or the connection to the meeting is lost."""
         facts = self._facts()
         failure = self._failure("lost", facts[0], "", "", facts)
-        self._end_ranks()
+        self.ranks.end()
         return 128 + signal.SIGKILL, failure
 
     def _save_for_others(self) -> None:
         """Let the ranks of all machines save and end, once they train: a signal to one is enough."""
-        if not self.is_signalled and self.slots.beat(0).phase in ("data", "step", "save", "validate"):
+        if not self.is_signalled and self.ranks.slots.beat(0).phase in ("data", "step", "save", "validate"):
             self.is_signalled = True
             self.ranks[0].process.send_signal(signal.SIGTERM)
 
