@@ -264,6 +264,20 @@ def test_bytes_sent_are_those_of_the_formula(fields, bits_a_value, fewer):
     assert bytes_per_step("data_parallel", shapes, 2) * steps / hub.links[0].sent_bytes >= fewer
 
 
+@pytest.mark.parametrize("name", ["diloco", "streaming", "sparse"])
+def test_parts_that_are_worked_on_in_pieces_get_the_same_bits_and_bytes(name, monkeypatch):
+    found = []
+    for values in (1 << 22, 1 << 14):
+        monkeypatch.setattr("zero2all.train.outer.optimizer.PIECE_VALUES", values)
+        hub = Hub(2)
+        states = [connect(make_state(vocab_size=1100), link, SCHEMES[name]) for link in hub.links]  # 17,600 values
+        train_all(states, 9)
+        states[0].outer.settle()
+        found.append((bits(states[0]), hub.links[0].sent_bytes))
+    assert_equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
 class Gathering:
     """`all_gather` among two threads."""
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ from zero2all.train.weights import Weights
 
 ERROR_DECAY = 0.95
 """sparse: how much of the error stays from one round to the next (SparseLoCo)."""
+PIECE_VALUES = 1 << 22
+"""Compressed at once: a multiple of all blocks of `compress`, so that a payload has as many bytes as without pieces."""
 PREFIX = "model/"
 
 ModelTensors = Callable[[], AbstractContextManager[dict[str, Part]]]
@@ -277,11 +280,15 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def _snapshot(self, names: Sequence[str]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
-        """Copies of this process's share of the model's weights; on a GPU they are there when the event has passed."""
+        """Copies on the host of this process's share of the model's weights; those of a GPU are there when the event
+        has passed."""
+        found = {}
         with self._model() as tensors:
-            shares = {name: tensors[PREFIX + name].values.reshape(-1)[self._held[name].own] for name in names}
-            found = {name: share.clone() for name, share in shares.items()}
-        if not any(values.is_cuda for values in found.values()):
+            for name in names:
+                values, own = tensors[PREFIX + name].values, self._held[name].own
+                found[name] = torch.empty(own.stop - own.start, pin_memory=values.is_cuda)
+                found[name].copy_(values.reshape(-1)[own], non_blocking=True)
+        if self._device.type != "cuda":
             return found, None
         copied = torch.cuda.Event()
         copied.record()
@@ -329,57 +336,63 @@ class OuterOptimizer:
 
     @contextmanager
     def _beside_training(self, copied: torch.cuda.Event | None) -> Iterator[None]:
-        """On a GPU: a stream of this thread, in which the copies of the weights are there."""
+        """On a GPU: a stream of this thread, once the copies of the weights are there."""
         if copied is None:
             yield
             return
         torch.cuda.set_device(copied.device)  # else this thread would use the first GPU
+        copied.synchronize()
         if self._stream is None:
             self._stream = torch.cuda.Stream()
-        self._stream.wait_event(copied)
         with torch.cuda.stream(self._stream):
             yield
 
     def _payload(self, held: _Held, inner: Tensor) -> bytes:
-        device = inner.device
-        change = held.values.to(device) - inner
-        if held.error is not None:
-            change.add_(held.error.to(device), alpha=ERROR_DECAY if self._form == "sparse" else 1.0)
-        payload = encode(change, self._form, self._config.top_k_share)
-        if held.error is not None:
-            held.error.copy_(change.sub_(self._decode(payload, held)))
-        return payload
+        payloads = []
+        for piece in _pieces(held):
+            change = held.values[piece].to(self._device) - inner[piece].to(self._device)
+            if held.error is not None:
+                error = held.error[piece].to(self._device)
+                change.add_(error, alpha=ERROR_DECAY if self._form == "sparse" else 1.0)
+            payload = encode(change, self._form, self._config.top_k_share)
+            if held.error is not None:
+                held.error[piece] = change.sub_(self._decode(payload, change.numel()))
+            payloads.append(payload)
+        return b"".join(payloads)
 
-    def _decode(self, payload: bytes | memoryview, held: _Held) -> Tensor:
-        return decode(payload, held.values.numel(), self._form, self._config.top_k_share, self._device)
+    def _decode(self, payload: bytes | memoryview, count: int) -> Tensor:
+        return decode(payload, count, self._form, self._config.top_k_share, self._device)
 
     def _update(self, names: Sequence[str], own: bytes, found: Mapping[int, bytes], group: int) -> float:
         """One step of the outer optimizer; the square of the outer gradient's norm."""
         square, at = 0.0, 0
-        for name in names:
-            held = self._held[name]
-            here = slice(at, at + payload_bytes(held.values.numel(), self._form, self._config.top_k_share))
-            at = here.stop
-            if group not in found and held.error is not None:  # too late for this round: it counts in the next
-                held.error.copy_(self._decode(own[here], held).add_(held.error.to(self._device)))
-            if not found or not held.values.numel():
-                continue
-            payloads = iter(found.values())
-            mean = self._decode(memoryview(next(payloads))[here], held)
-            for payload in payloads:
-                mean.add_(self._decode(memoryview(payload)[here], held))
-            mean.div_(len(found))
-            square += float(torch.linalg.vector_norm(mean)) ** 2
-            self._step(held, mean)
+        for held in (self._held[name] for name in names):
+            for piece in _pieces(held):
+                count = piece.stop - piece.start
+                here = slice(at, at + payload_bytes(count, self._form, self._config.top_k_share))
+                at = here.stop
+                if group not in found and held.error is not None:  # too late for this round: it counts in the next
+                    held.error[piece] = self._decode(own[here], count).add_(held.error[piece].to(self._device))
+                if found:
+                    payloads = (self._decode(memoryview(payload)[here], count) for payload in found.values())
+                    mean = reduce(Tensor.add_, payloads).div_(len(found))
+                    square += float(torch.linalg.vector_norm(mean)) ** 2
+                    self._step(held, piece, mean)
         return square
 
-    def _step(self, held: _Held, mean: Tensor) -> None:
+    def _step(self, held: _Held, piece: slice, mean: Tensor) -> None:
         if held.momentum is not None:
             lr, mu = self._config.outer_lr, self._config.momentum
-            momentum = held.momentum.to(self._device).mul_(mu).add_(mean)
-            held.momentum.copy_(momentum)
+            momentum = held.momentum[piece].to(self._device).mul_(mu).add_(mean)
+            held.momentum[piece] = momentum
             mean.add_(momentum, alpha=mu).mul_(lr)
-        held.values.copy_(held.values.to(self._device).sub_(mean))
+        held.values[piece] = held.values[piece].to(self._device).sub_(mean)
+
+
+def _pieces(held: _Held) -> list[slice]:
+    """The values of a part, a few at a time, so that working on them takes little memory of the device."""
+    count = held.values.numel()
+    return [slice(first, min(first + PIECE_VALUES, count)) for first in range(0, count, PIECE_VALUES)]
 
 
 def _by_name(tensors: Mapping[str, Part]) -> dict[str, Part]:
