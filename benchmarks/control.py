@@ -130,7 +130,8 @@ def worker(config: Path, work: Path, output: Path) -> None:
     from zero2all.common.workspace import Workspace
     from zero2all.config import load_config
     from zero2all.train.control import Control
-    from zero2all.train.loop import TrainingLoop, train
+    from zero2all.train.loop import TrainingLoop
+    from zero2all.train.run import train
 
     steps: list[list[float]] = []
 

@@ -28,7 +28,7 @@ from zero2all.corpus import BuildOptions, Source, build_corpus
 from zero2all.infer.load import LoadedModel, load_run
 from zero2all.packed.writer import pack_corpus
 from zero2all.tokenizer.stage import train_on_corpus
-from zero2all.train.loop import train
+from zero2all.train.run import train
 
 # How long an example takes says something about the machine only.
 SLOW_IS_FINE = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}

@@ -35,7 +35,7 @@ from zero2all.tokenizer import load_tokenizer
 from zero2all.tokenizer.chat import Message, encode_chat
 from zero2all.tokenizer.extend import Extender
 from zero2all.track.reader import read_run
-from zero2all.train.loop import train
+from zero2all.train.run import train
 from zero2all.train.saved_config import load_run_config
 
 LOGITS_TOLERANCE = 1e-4

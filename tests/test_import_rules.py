@@ -402,5 +402,5 @@ def test_training_starts_without_the_libraries_of_other_stages():
         others = ["tokenizers", "transformers", "pyarrow", "zstandard", "numba", "ray", "xxhash", "matplotlib", "rich"]
         others += ["orjson", "libarchive", "fsspec", "huggingface_hub"]
         sys.modules.update(dict.fromkeys(others))
-        import zero2all.train.loop, zero2all.packed.writer
+        import zero2all.train.run, zero2all.packed.writer
     """)

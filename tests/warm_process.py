@@ -19,7 +19,7 @@ from types import ModuleType
 import torch._dynamo  # noqa: F401
 
 import zero2all.cli
-import zero2all.train.loop  # noqa: F401
+import zero2all.train.run  # noqa: F401
 
 
 def run(code: str, arguments: list[str], output: str) -> None:

@@ -24,7 +24,7 @@ from zero2all.train.anneal import request_anneal
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.store import CheckpointStore
-from zero2all.train.loop import train
+from zero2all.train.run import train
 from zero2all.train.setup import prepare
 
 STEP = 128

@@ -27,7 +27,7 @@ from zero2all.train import state as state_module
 from zero2all.train.anneal import read_anneal, request_anneal
 from zero2all.train.checkpoints.layout import list_checkpoints
 from zero2all.train.checkpoints.load import verified_checkpoint
-from zero2all.train.loop import train
+from zero2all.train.run import train
 
 NO_DROPOUT = {"residual_dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0}
 STEPS = 10

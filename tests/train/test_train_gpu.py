@@ -22,9 +22,9 @@ from zero2all.parallel.world import World
 from zero2all.track.reader import read_run
 from zero2all.train import loop
 from zero2all.train.guards.detector import Limits
-from zero2all.train.loop import train
 from zero2all.train.micro_batch import choose_micro_batch
 from zero2all.train.periodic import UpdateRatios
+from zero2all.train.run import train
 from zero2all.train.setup import op_context, open_run_data
 from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.step import PARTS, StepPlan, train_step

@@ -35,7 +35,7 @@ from zero2all.train.checkpoints.retention import pins
 from zero2all.train.guards.ledger import SkipLedger
 from zero2all.train.guards.rows import RowFinder
 from zero2all.train.guards.shards import ShardWatch
-from zero2all.train.loop import train
+from zero2all.train.run import train
 from zero2all.train.setup import open_run_data
 
 SEQ_LEN, ROWS, STEPS, VOCABULARY = 32, 8, 200, 400

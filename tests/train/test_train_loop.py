@@ -26,7 +26,7 @@ from zero2all.train.checkpoints.layout import list_checkpoints
 from zero2all.train.checkpoints.manifest import OWN_FIELDS, manifest_bytes
 from zero2all.train.checkpoints.run_lock import hold_run
 from zero2all.train.checkpoints.store import CheckpointStore
-from zero2all.train.loop import train
+from zero2all.train.run import train
 from zero2all.train.sanity import check_last_loss, expected_first_loss
 from zero2all.train.saved_config import load_run_config
 from zero2all.train.setup import prepare

@@ -202,14 +202,14 @@ def _watch(config: RunConfig, workspace: Workspace) -> Watch:
         run,
         watches_phases=True,
         once=("--fresh",),
-        preload="zero2all.train.loop" if sys.platform == "linux" else "",  # whose sockets it needs
+        preload="zero2all.train.run" if sys.platform == "linux" else "",  # whose sockets it needs
         at_good_end=forget,
     )
 
 
 def _train_here(arguments: argparse.Namespace, config: RunConfig, workspace: Workspace) -> int:
     from zero2all.parallel.launch import command_started
-    from zero2all.train.loop import train
+    from zero2all.train.run import train
 
     summary = train(
         config,

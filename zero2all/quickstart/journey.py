@@ -45,7 +45,7 @@ from zero2all.quickstart.raw import CHINESE_NAME, CODE_NAME, ENGLISH_NAME, PAIRS
 from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.tokenizer.text import TooFewPiecesError
 from zero2all.track.plot import plot_run
-from zero2all.train.loop import train
+from zero2all.train.run import train
 
 WORLD_SEED = 1
 HELD_OUT_BYTES = 60_000

@@ -1,0 +1,242 @@
+"""A run from its start to its end: it meets the other processes, locks its folder, prepares, trains, closes files."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from zero2all.common.errors import (
+    BadInputError,
+    PeerFailureError,
+    PreemptedError,
+    UsageError,
+    for_all_ranks,
+)
+from zero2all.common.language import translate as t
+from zero2all.common.manifest import fingerprint
+from zero2all.common.progress import counted
+from zero2all.common.signals import stop_signals_to
+from zero2all.common.workspace import Workspace
+from zero2all.config import RunConfig, config_values, flat_values
+from zero2all.parallel.check import check_spread
+from zero2all.parallel.device import pick_device, set_memory_settings
+from zero2all.parallel.group_link import GroupLink, link_facts, own_group
+from zero2all.parallel.health import HealthRules
+from zero2all.parallel.launch import ATTEMPT
+from zero2all.parallel.world import World, asked_processes, join_world, known_processes
+from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, beat
+from zero2all.track.writer import Run, has_finished
+from zero2all.train.checkpoints.memory import MemoryStore
+from zero2all.train.checkpoints.retention import Retention, discard
+from zero2all.train.checkpoints.run_lock import LOCK_NAME, Fence, RunLock, behind, hold_run
+from zero2all.train.checkpoints.store import CheckpointStore
+from zero2all.train.guards.documents import Decode
+from zero2all.train.loop import TrainingLoop, TrainSummary
+from zero2all.train.peer_failure import explain_peer_failure
+from zero2all.train.saved_config import save_run_config
+from zero2all.train.setup import Prepared, prepare
+from zero2all.train.stop import StopRequest, stop_requests
+
+SHARED_SECONDS = 35.0
+"""How long a new file may take to be seen by other machines: NFS believes for 30 s what it knew of a folder."""
+MOST_NAMED = 6
+
+
+def train(
+    config: RunConfig,
+    workspace: Workspace,
+    fresh: bool = False,
+    accept_changes: bool = False,
+    take_over: bool = False,
+    make_decode: Callable[[], Decode] | None = None,
+    say: Callable[[str], None] = print,
+    brief: bool = False,
+    started: float | None = None,
+) -> TrainSummary:
+    """Train `config` to its last step, continuing the run if it has a checkpoint. Called by every process of the run;
+    `make_decode` loads the tokenizer's decoder, for the pages that explain incidents. `brief` leaves the notes of the
+    start to the metrics. `started`: when the command began, for the time to the first loss; None: now."""
+    started = time.time() if started is None else started
+    run = workspace.run(config.train.name)
+    config = _with_group(config)
+    with ExitStack() as stack:
+        # From here on: a signal that comes during the setup is handled at the end of the first step.
+        stop = stack.enter_context(stop_requests())
+        beat("start")
+        try:
+            check_spread(config, known_processes())
+        except UsageError as error:
+            raise for_all_ranks(error) from None
+        set_memory_settings(config.parallel.expandable_segments)
+        device = pick_device(config.parallel.device)
+        # While it waits for the other processes no Python runs, and one of them may have been stopped before.
+        with stop_signals_to(signal.SIG_DFL) if asked_processes() > 1 else nullcontext():
+            if stop.requested:
+                raise PreemptedError(
+                    "Stopped before the run had started. Nothing was changed. Run the same command to start it."
+                )
+            facts = flat_values(config_values(config))
+            world = stack.enter_context(join_world(device, config.parallel, facts, _health_rules(config)))
+        speak = (lambda text: say(t(text))) if world.is_first else lambda _text: None
+        stack.enter_context(explain_peer_failure(config, run, world))
+        lock, store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
+        began = time.monotonic()
+        prepared = prepare(config, workspace, world, store, accept_changes, fresh)
+        prepare_seconds = time.monotonic() - began
+        if fresh:  # only now, after all checks
+            if store.memory is not None:
+                store.memory.remove()
+            world.run_on_rank0(lambda: _clear_run(run, lock.check))
+        for note in () if brief else prepared.notes:
+            speak(note)
+        if prepared.state.outer is not None:
+            try:
+                prepared.state.outer.link = _open_link(prepared, stop)
+            except PeerFailureError as error:
+                if prepared.state.step < prepared.last_step:
+                    raise
+                speak(f"This group has finished, and goes on without the others. {error}")
+            stack.callback(prepared.state.outer.close)
+        world.run_on_rank0(lambda: behind(lock.check, lambda: save_run_config(prepared.config, run)))
+        metrics = None
+        # A finished run has nothing to add to its curves: running it again is not a new attempt.
+        is_over = prepared.state.step >= prepared.last_step and has_finished(run)
+        if world.is_first and not is_over:
+            resumed_from = prepared.state.step or None
+            metrics = Run(run, queue_rows=config.track.queue_rows, resumed_from=resumed_from, may_write=lock.is_held)
+        reason, message = "done", None
+        try:
+            with explain_peer_failure(config, run, world, prepared.state, lock.check):
+                loop = TrainingLoop(prepared, store, lock, metrics, make_decode, speak, stop, started, brief)
+                loop.log.event("prepared", {"seconds": prepare_seconds})
+                return loop.run()
+        except BaseException as error:
+            beat("end")  # closing files may take longer than a step may
+            reason = "preempted" if isinstance(error, PreemptedError) else "failed"
+            message = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            if metrics is not None:
+                metrics.close(config.track.close_timeout_seconds, reason, message)
+                with suppress(OSError):
+                    for problem in _tracking_problems(metrics) if lock.is_held() else ():
+                        speak(problem)
+
+
+def _health_rules(config: RunConfig) -> HealthRules | None:
+    """How the processes are checked before the run; None: not at this start."""
+    settings = config.resilience
+    is_again = int(os.environ.get(ATTEMPT_NUMBER, "1")) > 1
+    if settings.health_check == "start" or (settings.health_check == "failure" and is_again):
+        return HealthRules(settings.exclude_bad, settings.isolate_command)
+    return None
+
+
+def _with_group(config: RunConfig) -> RunConfig:
+    """The config with the number of this group, where there are several."""
+    slow_link = config.parallel.slow_link
+    if not slow_link.groups:
+        return config
+    slow_link = replace(slow_link, group=own_group(slow_link))
+    return replace(config, parallel=replace(config.parallel, slow_link=slow_link))
+
+
+def _open_link(prepared: Prepared, stop: StopRequest) -> GroupLink:
+    """Meet the other groups; UsageError where one does not come, or has another config or other data."""
+    config, world, checkpoint = prepared.config, prepared.world, prepared.checkpoint
+    facts = {**link_facts(flat_values(config_values(config))), "data": prepared.data.fingerprint}
+    record = {} if checkpoint is None else checkpoint.record.get("outer") or {}
+    slow_link, name = config.parallel.slow_link, config.train.name
+    seconds = config.parallel.join_seconds
+    history = str(record.get("history", ""))
+    return GroupLink(
+        slow_link, name, world.rank, world.size, facts, seconds, history, is_stopped=lambda: stop.requested
+    )
+
+
+@contextmanager
+def _locked_store(
+    config: RunConfig, run: Path, world: World, take_over: bool, say: Callable[[str], None]
+) -> Iterator[tuple[RunLock, CheckpointStore]]:
+    """The checkpoints of the run, with the run's lock, which rank 0 holds; the other ranks can check it."""
+    with ExitStack() as stack:
+
+        def lock_run() -> tuple[str, list[str]]:
+            held.append(stack.enter_context(hold_run(run, take_over, attempt=os.environ.get(ATTEMPT))))
+            return held[0].token, held[0].notes
+
+        held: list[RunLock] = []
+        token, notes = world.run_on_rank0(lock_run)
+        lock = held[0] if held else RunLock(run / LOCK_NAME, token, notes)
+        for note in notes:
+            say(note)
+        require_shared(world, lock)
+        keep = config.checkpoint
+        store = CheckpointStore(
+            run,
+            world.control,
+            Retention(keep.keep_last, keep.keep_every_steps),
+            when_busy=keep.when_busy,
+            peer_timeout_seconds=config.parallel.timeout_seconds,
+            fence=lock.check,
+            say=say,
+        )
+        settings = config.resilience
+        # With updates that are one step late a save changes the next step, so only those of the disk are made.
+        if (
+            settings.memory_steps(keep.every_steps, world.device.type == "cpu")
+            and not config.parallel.offload_one_step_late
+        ):
+            base = None if settings.memory_folder is None else Path(settings.memory_folder)
+            store.memory = MemoryStore(run, store.peers, base, fingerprint(config_values(config)), say)
+        try:
+            for note in world.run_on_rank0(store.sweep):
+                say(note)
+            yield lock, store
+        finally:
+            store.close(config.resilience.save_timeout_seconds)
+
+
+def require_shared(world: World, lock: RunLock) -> None:
+    """BadInputError, on all ranks, where one does not see the lock that rank 0 wrote into the run's folder: without a
+    shared disk there would be no checkpoint."""
+    deadline = time.monotonic() + SHARED_SECONDS
+    while not (sees := RunLock(lock.path, lock.token, []).is_held()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    found = world.gather((sees, socket.gethostname()))
+    blind = [f"rank {rank} on {host}" for rank, (sees, host) in enumerate(found) if not sees]
+    if blind:
+        more = ", …" if len(blind) > MOST_NAMED else ""
+        raise for_all_ranks(
+            BadInputError(
+                f"The machines do not share the folder of the run, {lock.path.parent}. Nothing was started. Rank 0 on "
+                f"{found[0][1]} has written a file there, and it is not seen by {', '.join(blind[:MOST_NAMED])}{more}. "
+                f"Every process writes its part of a checkpoint there. Put the workspace, or its folder runs, on a "
+                f"disk that all machines share, such as NFS, or train one group per machine with parallel.slow_link, "
+                f"which needs no shared disk."
+            )
+        )
+
+
+def _clear_run(run: Path, fence: Fence) -> None:
+    """Delete everything of a run except its lock, which is held."""
+    for item in list(run.iterdir()):
+        fence()
+        if item.is_dir():
+            discard(item)
+        elif item.name != LOCK_NAME:
+            item.unlink()
+
+
+def _tracking_problems(metrics: Run) -> list[str]:
+    """What is missing from the metrics files."""
+    problems = [f"metrics: {problem} ({counted(count, 'time')})" for problem, count in metrics.problems.items()]
+    if metrics.dropped_rows:
+        problems.append(f"metrics: {counted(metrics.dropped_rows, 'row')} could not be written to {metrics.path}")
+    return problems
