@@ -40,6 +40,8 @@ from zero2all.resilience.member import (
 from zero2all.resilience.restarts import Restarts
 
 LOOK_SECONDS = 0.1
+GREETING_BYTES = 5
+"""What a client of torch's store sends first. The store refuses one whose greeting arrives in two pieces."""
 START_SECONDS = 30.0
 """How long the first attempt waits for more machines once there are enough."""
 SETTLE_SECONDS = 3.0
@@ -128,11 +130,12 @@ class Meeting:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # A connection that broke, one that is not ours, the end of the meeting.
-        with suppress(OSError, ValueError, KeyError, TypeError, asyncio.CancelledError):
-            first = await reader.read(1)
+        with suppress(OSError, ValueError, KeyError, TypeError, EOFError, asyncio.CancelledError):
+            first = await reader.readexactly(1)
             if first == b"{":
                 await self._listen(json.loads(first + await reader.readline()), reader, writer)
-            elif first and self._store is not None:
+            elif self._store is not None:
+                first += await reader.readexactly(GREETING_BYTES - 1)
                 await self._pass_on(first, reader, writer, self._store)
         with suppress(OSError):
             writer.close()
