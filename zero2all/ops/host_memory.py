@@ -44,14 +44,15 @@ def unpin(memory: Tensor) -> None:
 class PinnedMemory:
     """Buffers that are kept as long as this object is. They are pageable, and copies slower, where pinning fails."""
 
-    def __init__(self) -> None:
-        self._region = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, region_bytes: int = REGION_BYTES) -> None:
+        """`region_bytes`: less where all buffers together are smaller."""
+        self._region, self._region_bytes = torch.empty(0, dtype=torch.uint8), region_bytes
 
     def buffer(self, count: int, device: torch.device) -> Tensor:
         """`count` bytes, from a new page on."""
         size = -(-count // mmap.PAGESIZE) * mmap.PAGESIZE
         if size > self._region.numel():
-            self._region = large_pages(max(size, REGION_BYTES))
+            self._region = large_pages(max(size, self._region_bytes))
             if pin(self._region, device) == 0:
                 weakref.finalize(self, unpin, self._region).atexit = False
         found, self._region = self._region[:count], self._region[size:]

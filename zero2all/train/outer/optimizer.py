@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from zero2all.common.progress import counted
-from zero2all.ops.host_memory import PinnedMemory
+from zero2all.ops.host_memory import REGION_BYTES, PinnedMemory
 from zero2all.parallel.config import SlowLinkConfig
 from zero2all.parallel.mesh import Axis
 from zero2all.parallel.parts import Part
@@ -127,10 +127,11 @@ class OuterOptimizer:
         self._place = (0, 0)  # step and tokens of the last update
         self._thread = ThreadPoolExecutor(1, "z2a-outer")
         self._stream: torch.cuda.Stream | None = None  # of that thread
-        self._memory = PinnedMemory()
         spreads = {one.name: one.spread for one in weights.table}
         with model() as tensors:
             self._device = next(iter(tensors.values())).values.device
+            values = sum(part.values.numel() for part in tensors.values())
+            self._memory = PinnedMemory(min(REGION_BYTES, 12 * values))
             self._held = {
                 name: self._hold(part, weights.copies_axis(spreads[name]) if name in spreads else Axis())
                 for name, part in _by_name(tensors).items()
