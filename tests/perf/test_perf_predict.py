@@ -107,7 +107,8 @@ def test_verify_compares_and_fills_the_ledger(folder, monkeypatch, capsys):
     entries = read_entries(folder / "predictions.jsonl")
     assert [entry["profile"] for entry in entries] == [key, key]
     assert entries[0]["measured"]["step"] > 0
-    assert entries[1]["corrected"]["step"] > entries[1]["predicted"]["step"]  # an H200 is no match for this CPU
+    measured, predicted = entries[0]["measured"]["step"], entries[1]["predicted"]["step"]  # of an H200, on this CPU
+    assert abs(entries[1]["corrected"]["step"] - measured) < abs(predicted - measured)
     assert main(["perf", "scoreboard", "--json", "-"]) == 0
     printed = capsys.readouterr().out
     assert "peak allocated" in printed

@@ -13,7 +13,7 @@ import pytest
 from zero2all.common.errors import UsageError
 from zero2all.resilience import member
 from zero2all.resilience.config import ResilienceConfig
-from zero2all.resilience.meeting import Meeting
+from zero2all.resilience.meeting import GREETING, Meeting
 from zero2all.resilience.member import Member, Rules
 
 
@@ -57,9 +57,9 @@ def test_the_greeting_of_a_rank_reaches_the_store_in_one_piece():
         with socket.create_connection(address) as rank, ThreadPoolExecutor(1) as threads:
             rank.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             found = threads.submit(lambda: store.accept()[0].recv(100))
-            for piece in (b"\x00", b"abcd"):
+            for piece in (GREETING[:1], GREETING[1:]):
                 rank.sendall(piece)
                 time.sleep(0.2)
-            assert found.result(10) == b"\x00abcd"
+            assert found.result(10) == GREETING
         for one in reversed(machines):
             one.close()

@@ -40,7 +40,7 @@ from zero2all.resilience.member import (
 from zero2all.resilience.restarts import Restarts
 
 LOOK_SECONDS = 0.1
-GREETING_BYTES = 5
+GREETING = b"\x00\xce\xf7\x85\x3c"
 """What a client of torch's store sends first. The store refuses one whose greeting arrives in two pieces."""
 START_SECONDS = 30.0
 """How long the first attempt waits for more machines once there are enough."""
@@ -135,7 +135,8 @@ class Meeting:
             if first == b"{":
                 await self._listen(json.loads(first + await reader.readline()), reader, writer)
             elif self._store is not None:
-                first += await reader.readexactly(GREETING_BYTES - 1)
+                if first == GREETING[:1]:
+                    first += await reader.readexactly(len(GREETING) - 1)
                 await self._pass_on(first, reader, writer, self._store)
         with suppress(OSError):
             writer.close()
