@@ -17,7 +17,7 @@ from zero2all.train.checkpoints.layout import list_checkpoints
 from zero2all.train.checkpoints.load import verified_checkpoint
 
 pytestmark = pytest.mark.slow
-STEPS = 400
+STEPS = 1500
 SECTIONS = {
     "model": {"residual_dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0},
     "eval": {"every_steps": 0, "valid_tokens_per_source": 128},
