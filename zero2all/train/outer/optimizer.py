@@ -63,7 +63,7 @@ class _Held:
     @property
     def borders(self) -> list[int]:
         """Which range of the flattened part each of these processes has."""
-        return [self.count * rank // self.axis.size for rank in range(self.axis.size + 1)]
+        return _borders(self.count, self.axis)
 
     @property
     def own(self) -> slice:
@@ -141,7 +141,7 @@ class OuterOptimizer:
 
     def _hold(self, part: Part, axis: Axis) -> _Held:
         count = part.values.numel()
-        first, stop = count * axis.rank // axis.size, count * (axis.rank + 1) // axis.size
+        first, stop = _borders(count, axis)[axis.rank : axis.rank + 2]
 
         def zeros() -> Tensor:
             if self._device.type != "cuda":
@@ -289,7 +289,7 @@ class OuterOptimizer:
                 values, own = tensors[PREFIX + name].values, self._held[name].own
                 found[name] = torch.empty(own.stop - own.start, pin_memory=values.is_cuda)
                 found[name].copy_(values.reshape(-1)[own], non_blocking=True)
-        if self._device.type != "cuda":
+        if not any(values.is_pinned() for values in found.values()):
             return found, None
         copied = torch.cuda.Event()
         copied.record()
@@ -388,6 +388,10 @@ class OuterOptimizer:
             held.momentum[piece] = momentum
             mean.add_(momentum, alpha=mu).mul_(lr)
         held.values[piece] = held.values[piece].to(self._device).sub_(mean)
+
+
+def _borders(count: int, axis: Axis) -> list[int]:
+    return [count * rank // axis.size for rank in range(axis.size + 1)]
 
 
 def _pieces(held: _Held) -> list[slice]:
