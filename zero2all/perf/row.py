@@ -60,8 +60,8 @@ def main(words: list[str] | None = None) -> int:
 
 @contextmanager
 def beside_others(turns: Path | None) -> Iterator[Callable[[], None]]:
-    """Rows in this block may compile beside each other; the function it gives waits until no other row is in it or
-    measures, and keeps others out from then on."""
+    """Rows in this block compile beside each other. The function that it gives waits until no other row compiles or
+    measures; from then on the others wait."""
     if turns is None:
         yield lambda: None
         return
