@@ -197,3 +197,14 @@ def test_the_examples_continue_after_a_kill_with_the_same_bits(tmp_path, example
     assert 0 < len(resumed) <= len(whole)
     assert resumed == whole[-len(resumed) :]
     assert list((tmp_path / "ram").glob("zero2all-*/*")) == []
+
+
+def test_a_folder_or_a_buffer_that_another_process_removes_is_passed_over(two_steps):
+    found = slots.whole_slots(two_steps)
+    first = next(found)
+    for path in two_steps.iterdir():
+        path.unlink()
+    assert list(found) == []  # the names were known before
+    two_steps.rmdir()
+    assert list(slots.whole_slots(two_steps)) == []
+    assert first.step in (1, 2)

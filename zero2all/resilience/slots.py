@@ -308,7 +308,11 @@ KINDS["flip_memory"] = _flip_newest
 
 
 def whole_slots(folder: Path) -> Iterator[Found]:
-    """All buffers in a folder whose header and JSON are whole."""
-    for path in sorted(folder.glob("[ab]-*")):
-        with suppress(BadInputError):
+    """All buffers in a folder whose header and JSON are whole. Another process may remove the folder meanwhile."""
+    try:
+        paths = sorted(folder.glob("[ab]-*"))
+    except FileNotFoundError:
+        return
+    for path in paths:
+        with suppress(BadInputError, FileNotFoundError):
             yield read_slot(path)

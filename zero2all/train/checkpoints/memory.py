@@ -299,9 +299,10 @@ class MemoryStore:
         others may be dead."""
         self.wait()
         self._release()
-        kept = [found.step for found in slots.whole_slots(self._folder)] if self._folder is not None else []
-        if self._is_leader and self._folder is not None and saved_step >= max(kept, default=-1):
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._is_leader and self._folder is not None:
+            kept = (found.step for found in slots.whole_slots(self._folder))
+            if saved_step >= max(kept, default=-1):
+                shutil.rmtree(self._folder, ignore_errors=True)
 
     def _release(self) -> None:
         for buffers in self._buffers:
