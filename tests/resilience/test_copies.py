@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 from pathlib import Path
@@ -66,7 +65,8 @@ class Machines:
         return sorted(step for step, _ in whole_saves(folder, [2 * node, 2 * node + 1]))
 
     def replace(self, node: int) -> None:
-        shutil.rmtree(self.root / str(node))
+        # Renamed, not deleted: its old process may still be writing a copy there.
+        (self.root / str(node)).rename(self.root / f"lost {len(list(self.root.glob('lost *')))}")
         self.all[node] = self.machine(node)
 
 
