@@ -44,7 +44,7 @@ from zero2all.train.optimizers.base import Master
 CHUNK_VALUES = 1 << 25
 """Values that are joined or split at once."""
 NORM_ROW = 128
-"""Values whose squares are summed in float32 on the CPU. ARM adds bfloat16 one value after the other: 512 lose 1.5e-7."""
+"""Values whose squares are summed in float32 on the CPU. On ARM bfloat16 is added one value after the other."""
 OF_BLOCK = ("matrix", "expert")
 """Kinds of parameters that a block waits for by itself; the others are few, and are waited for at once."""
 
