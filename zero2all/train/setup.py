@@ -175,7 +175,7 @@ def prepare(
         state.outer = OuterOptimizer(
             config.parallel.slow_link, state.model_tensors, state.weights, config.model.layers, last_step
         )
-        notes.append(state.outer.note())
+        notes += state.outer.notes()
     if checkpoint is not None:
         notes += load_checkpoint(state, checkpoint)
         notes.append(f"resumed {run.name} at step {state.step} from {checkpoint.name}")

@@ -314,6 +314,24 @@ def test_copies_inside_a_group_divide_the_outer_work(monkeypatch):
         assert torch.equal(torch.cat([half[name].view(-1) for half in halves]), value.view(-1))
 
 
+@pytest.mark.parametrize(
+    ("scheme", "momentum", "last_step", "said"),
+    [
+        ("diloco", 0.9, 799, "this run has 199 rounds"),
+        ("diloco", 0.9, 4, "this run has 1 round."),
+        ("diloco", 0.9, 800, None),
+        ("diloco", 0.7, 799, None),
+        ("local_sgd", 0.9, 799, None),
+    ],
+)
+def test_a_run_of_few_rounds_is_told_which_momentum_to_try(scheme, momentum, last_step, said):
+    fields = {"scheme": scheme, "every": 4, "momentum": momentum}
+    outer = connect(make_state(), Hub(2).links[0], fields, last_step=last_step).outer
+    first, *more = outer.notes()
+    assert "group 0 of 2" in first
+    assert [said in one and "--parallel.slow_link.momentum 0.7" in one for one in more] == [True] * bool(said)
+
+
 def test_bad_settings_are_named_together_before_anything_starts():
     from tests.train.conftest import small_config
     from zero2all.common.errors import UsageError

@@ -46,6 +46,8 @@ ERROR_DECAY = 0.95
 PIECE_VALUES = 1 << 22
 """Compressed at once: a multiple of all blocks of `compress`, so that a payload has as many bytes as without pieces."""
 PREFIX = "model/"
+FEW_ROUNDS, SHORT_MOMENTUM = 200, 0.7
+"""Runs with fewer rounds lose more with groups, and least with this momentum (benchmarks/low_communication.py)."""
 
 ModelTensors = Callable[[], AbstractContextManager[dict[str, Part]]]
 
@@ -152,13 +154,21 @@ class OuterOptimizer:
         momentum = zeros() if self._config.has_momentum else None
         return _Held(axis, count, outer, momentum, zeros() if keeps_error(self._form) else None)
 
-    def note(self) -> str:
-        """What the user should know, in a line."""
+    def notes(self) -> list[str]:
+        """What the user should know, in a line or two."""
         config, size = self._config, sum(part.values.nbytes for part in self.tensors().values()) / 1e9
-        return (
+        found = [
             f"slow link: group {config.group} of {len(config.groups)}, {config.scheme}, every {config.every} steps in "
             f"{counted(self.clock.fragments, 'fragment')}, {self._form}; {size:.2f} GB of outer state in host memory"
-        )
+        ]
+        rounds = None if self.clock.last_step is None else self.clock.last_step // config.every
+        if config.has_momentum and config.momentum > SHORT_MOMENTUM and rounds is not None and rounds < FEW_ROUNDS:
+            found.append(
+                f"slow link: this run has {counted(rounds, 'round')}. With fewer than {FEW_ROUNDS} groups cost 2 % of "
+                f"loss and more, and outer momentum {config.momentum:g} is slow: try --parallel.slow_link.momentum "
+                f"{SHORT_MOMENTUM:g} (docs/slow-link.md)"
+            )
+        return found
 
     # ---- what the training loop calls ----
 
