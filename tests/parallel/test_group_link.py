@@ -18,9 +18,9 @@ import pytest
 
 from tests.parallel.group_worker import FACTS, do_rounds, payload_of
 from tests.ports import free_port
-from zero2all.common.errors import PeerFailureError, PreemptedError, UsageError
+from zero2all.common.errors import AbsentGroupsError, PreemptedError, UsageError
 from zero2all.config import ConfigError, config_from_values
-from zero2all.parallel import group_mind
+from zero2all.parallel import group_link, group_mind
 from zero2all.parallel.config import SlowLinkConfig
 from zero2all.parallel.group_link import GroupLink, link_facts
 from zero2all.parallel.group_wire import Inbox
@@ -299,7 +299,7 @@ def test_groups_that_differ_or_do_not_come_are_named():
     assert {type(each) for each in found.values()} == {UsageError}
     assert "Group 1 differs from group 0: train.seed 2 instead of 1" in str(found[0, 1])
     found = Threads(settings_of(3)[:2], lambda _link: None, join_seconds=3.0).ends()
-    assert {type(each) for each in found.values()} == {PeerFailureError}
+    assert {type(each) for each in found.values()} == {AbsentGroupsError}
     assert "did not join within parallel.join_seconds (3 s): 2 (127.0.0.1:" in str(found[1, 1])
     assert "nothing listens on that port" in str(found[1, 1])
     settings = settings_of(2)
@@ -440,6 +440,48 @@ def test_twenty_kills_at_random_moments(tmp_path, groups):
         assert any(len(found) < groups for found in sets.values())
     finally:
         processes.close()
+
+
+def test_a_group_that_comes_twice_from_two_machines_is_named_and_the_first_is_unharmed(monkeypatch, capfd):
+    monkeypatch.setattr(group_link, "TWICE_SECONDS", 1.0)
+    settings, logs, is_met, is_refused = settings_of(2), {}, threading.Event(), threading.Event()
+
+    def work(link):
+        is_met.set()
+        assert is_refused.wait(60)
+        return do_rounds(link, logs.setdefault((link.group, link.rank), []).append, 6)
+
+    threads = Threads(settings, work)
+    assert is_met.wait(60)
+    elsewhere = f"127.0.0.1:{free_port()}"
+    twin = SlowLinkConfig(groups=[settings[0].groups[0], elsewhere], group=1, bind=elsewhere)
+    found = Threads([twin], lambda _link: None).ends(60)
+    is_refused.set()
+    for error in found.values():
+        assert isinstance(error, UsageError)
+        assert "Group 1 came twice: group 0 sees it at 127.0.0.1:" in str(error)
+    found = threads.ends()
+    assert found[0, 0] == found[1, 0]
+    assert all(row["set"] == [0, 1] for row in logs[0, 0])
+    assert capfd.readouterr().err.count("group 1 came twice: from 127.0.0.1:") == 1
+
+
+def test_a_process_that_has_fallen_silent_gives_its_place_to_the_next(monkeypatch):
+    monkeypatch.setattr(group_mind, "STATUS_SECONDS", 3.0)
+    monkeypatch.setattr(group_link, "ALIVE_SECONDS", 0.5)
+    settings, is_met, is_over = settings_of(2), threading.Event(), threading.Event()
+
+    def work(_link):
+        is_met.set()
+        return is_over.wait(60)
+
+    threads = Threads(settings, work, ranks=1)
+    assert is_met.wait(60)
+    elsewhere = f"127.0.0.1:{free_port()}"
+    twin = SlowLinkConfig(groups=[settings[0].groups[0], elsewhere], group=1, bind=elsewhere)
+    assert Threads([twin], lambda _link: "joined", ranks=1).ends(60) == {(1, 0): "joined"}
+    is_over.set()
+    threads.ends()
 
 
 def test_the_payloads_of_the_test_differ():

@@ -21,6 +21,7 @@ from tests.processes import Screen
 from zero2all.cli.main import main
 from zero2all.common.fault import FAULTS
 from zero2all.parallel.launch import run_processes
+from zero2all.resilience import heartbeat
 from zero2all.resilience.config import ResilienceConfig
 from zero2all.resilience.diagnosis import RankFacts
 from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, Beat
@@ -167,6 +168,33 @@ def test_errors_that_a_person_must_mend_are_passed_on_at_once(tmp_path, code):
     assert not (tmp_path / "incidents").exists()
 
 
+@pytest.mark.parametrize(("absent_at", "tries"), [(1, "x"), (2, "xxx")])
+def test_a_group_that_does_not_come_ends_the_first_attempt_and_is_awaited_again_after_a_failure(
+    tmp_path, monkeypatch, capfd, absent_at, tries
+):
+    script = tmp_path / "absent.py"
+    script.write_text(
+        "import os, sys\n"
+        "from zero2all.common.errors import AbsentGroupsError\n"
+        "from zero2all.resilience import heartbeat\n"
+        f"attempt = int(os.environ['{ATTEMPT_NUMBER}'])\n"
+        "open(sys.argv[1], 'a').write('x')\n"
+        "heartbeat.beat('start')\n"
+        f"if attempt == {absent_at}:\n"
+        "    heartbeat.failed(AbsentGroupsError('Group 1 did not join.'))\n"
+        "    sys.exit(1)\n"
+        f"if attempt < {absent_at}:\n"
+        "    os.abort()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    command = [sys.executable, str(script), str(tmp_path / "tries")]
+    code = run_processes(1, command, Watch(ResilienceConfig(), tmp_path), module=False)
+    assert code == (1 if absent_at == 1 else 0)
+    assert (tmp_path / "tries").read_text() == tries
+    assert "Group 1 did not join." in capfd.readouterr().err
+    assert (tmp_path / "incidents").exists() == (absent_at > 1)
+
+
 @pytest.mark.parametrize(
     ("error", "until", "code", "tries", "done"),
     [
@@ -272,6 +300,7 @@ SUPERVISED = """
 import sys
 from pathlib import Path
 from zero2all.parallel.launch import run_processes
+from zero2all.resilience import heartbeat
 from zero2all.resilience.config import ResilienceConfig
 from zero2all.resilience.supervisor import Watch
 sys.exit(run_processes(2, sys.argv[2:], Watch(ResilienceConfig(), Path(sys.argv[1])), module=False))
@@ -377,6 +406,22 @@ def test_limits_are_set_or_learned_and_the_first_steps_get_longer():
     assert phase_limit(Beat(100, "save", seen=seen), {}, {"save": (1, 30.0)}) == 150.0
     assert phase_limit(Beat(100, "data", seen={"data": (50, 0.001)}), {}, {}) == 60.0
     assert phase_limit(Beat(), {}, {"start": (4, 0.1)}) == 1800.0  # not learned: imports may be slow this time
+    waits = Beat(100, "groups", seen={"groups": (50, 0.1)})
+    assert phase_limit(waits, {}, {}) == 1800.0  # another group decides how long it takes
+    assert phase_limit(waits, {"groups": 9.0}, {}) == 9.0
+
+
+def test_waiting_for_other_groups_is_a_phase_in_the_middle_of_another(monkeypatch):
+    file = heartbeat.heartbeat_file(1)
+    monkeypatch.setattr(heartbeat, "_own", heartbeat.Heartbeat(file, 0))
+    slots, seen = heartbeat.Slots(file, 1), []
+    heartbeat.beat("save", 7)
+    with heartbeat.waiting_for_groups():
+        seen.append(slots.beat(0))
+    seen.append(slots.beat(0))
+    assert [(one.phase, one.step) for one in seen] == [("groups", 7), ("save", 7)]
+    slots.close()
+    os.close(file)
 
 
 def test_a_program_without_heartbeats_hangs_when_it_is_silent(tmp_path, capfd):

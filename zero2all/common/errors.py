@@ -60,6 +60,10 @@ class PeerFailureError(UserError):
     exit_code = 1
 
 
+class AbsentGroupsError(PeerFailureError):
+    """Other groups of a slow link did not come."""
+
+
 class RunLockedError(UserError):
     """Another live process is already writing to this run."""
 

@@ -43,7 +43,8 @@ class SlowLinkConfig:
     streams: PositiveInt = 4
     """TCP connections between two processes; a long link is not filled by one."""
     wait_seconds: PositiveFloat = 60.0
-    """How long the other groups wait in a round for one that is late or lost."""
+    """How long the other groups wait in a round for one that is late or lost; less than
+    resilience.limits.groups."""
     scheme: Literal["local_sgd", "diloco", "streaming", "sparse"] = "streaming"
     """How groups synchronise. local_sgd: mean of their weights; diloco: Nesterov momentum on the mean change;
     streaming: the same, some blocks at a time, while training goes on; sparse: the largest changes only."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import threading
 import time
@@ -21,7 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zero2all.common.errors import PeerFailureError, PreemptedError, UsageError, for_all_ranks
+from zero2all.common.errors import AbsentGroupsError, PeerFailureError, PreemptedError, UsageError, for_all_ranks
+from zero2all.common.progress import say
 from zero2all.parallel.config import SlowLinkConfig
 from zero2all.parallel.group_mind import ROUNDS_KEPT, Mind, no_payload
 from zero2all.parallel.group_wire import (
@@ -32,6 +34,8 @@ from zero2all.parallel.group_wire import (
     Inbox,
     Item,
     Key,
+    RefusalError,
+    TwiceError,
     hand_over,
     inner_folder,
     keep_dialled,
@@ -51,6 +55,10 @@ OF_THIS_MACHINE = (
 CONTROL, INNER = -1, -2
 """Stream numbers of connections between the ranks 0 of two groups, and between a rank and rank 0 of its group."""
 LAST_WORD_SECONDS = 5.0
+ALIVE_SECONDS = 5.0
+"""A group that has said nothing for so long may be replaced by another process; a status comes every second."""
+TWICE_SECONDS = 8.0
+"""How long a process may be refused because another one has its place: longer than a dead one counts as alive."""
 Member = tuple[int, int]
 """Group and era."""
 
@@ -94,6 +102,9 @@ class GroupLink:
         machines = [entry.split(",") for entry in config.groups]
         self._per_machine = -(-ranks // len(machines[0]))
         self._run, self.facts, self.closed = run, json.loads(json.dumps(facts, default=str)), False
+        self._life = f"{random.SystemRandom().getrandbits(64):x}"
+        self._refused: tuple[float, float] | None = None  # the first and the last time, because of another process
+        self._twice: set[str] = set()  # processes that were refused here
         self.changed = threading.Condition()
         self._payloads: dict[Key, dict[Member, bytes]] = {}
         self.outcomes: dict[Key, dict[str, Any]] = {}
@@ -115,7 +126,7 @@ class GroupLink:
         self._door = Door(door, run, self.group, folder) if rank % self._per_machine == 0 else None
         for other in range(1, ranks) if rank == 0 else ([0] if rank else []):
             self.inner[other] = Channel(partial(self._hear_inner, other), no_payload, partial(self._inner_up, other))
-        self._inbox = Inbox(folder, rank, self._take_connection)
+        self._inbox = Inbox(folder, rank, self._take_connection, self._holder)
         for group in range(self.group):  # the higher-numbered group dials
             address = machines[group][rank // self._per_machine]
             for stream in range(config.streams):
@@ -246,7 +257,8 @@ class GroupLink:
     # ---- joining
 
     def _greeting(self, group: int, to_rank: int) -> dict[str, Any]:
-        return {"run": self._run, "group": self.group, "rank": self.rank, "to": group, "to_rank": to_rank}
+        place = {"run": self._run, "group": self.group, "rank": self.rank, "life": self._life}
+        return {**place, "to": group, "to_rank": to_rank}
 
     def _channel(self, group: int) -> Channel:
         return Channel(partial(self._hear, group), self._take_payload, lambda _up: self._wake())
@@ -261,15 +273,43 @@ class GroupLink:
         if stream == INNER:
             self.inner[greeting["rank"]].attach(0, connection)
         elif stream == CONTROL and self._mind:
-            self._mind.control[group].attach(0, connection)
+            self._mind.control[group].attach(0, connection, greeting["life"])
         else:
             self.data[group].attach(stream, connection)
 
-    def _refuse(self, group: int, text: str) -> None:
+    def _holder(self, greeting: dict[str, Any], address: str) -> str | None:
+        """Where the process is that has the place of this one; None: nobody, or nobody who lives. Rank 0 looks: the
+        other ranks of a group end with theirs."""
+        group = greeting["group"]
+        if self._mind is None or greeting["stream"] == INNER or group not in self._mind.control:
+            return None
+        channel = self._mind.control[group]
+        is_alive = channel.is_up and time.monotonic() < channel.spoke_at + ALIVE_SECONDS
+        if not is_alive or channel.life == greeting["life"]:
+            return None
+        if greeting["life"] not in self._twice:
+            self._twice.add(greeting["life"])
+            say(f"z2a: group {group} came twice: from {channel.peer} and from {address}. The second one is refused.")
+        return channel.peer
+
+    def _refuse(self, group: int, error: RefusalError) -> None:
         with self.changed:
-            if self._started is None and self._mind:
-                self.problem = UsageError(f"Group {group} of parallel.slow_link.groups: {text} Nothing was started.")
+            if isinstance(error, TwiceError):
+                self._refuse_twice(group, *error.args)
+            elif self._started is None and self._mind:
+                self.problem = UsageError(f"Group {group} of parallel.slow_link.groups: {error} Nothing was started.")
             self.changed.notify_all()
+
+    def _refuse_twice(self, group: int, other: str, own: str) -> None:
+        """With the lock. A process that has died without a word keeps its place for some seconds."""
+        now = time.monotonic()
+        first, last = self._refused or (now, now)
+        self._refused = (first, now) if now < last + ALIVE_SECONDS else (now, now)
+        if now > self._refused[0] + TWICE_SECONDS and self.problem is None:
+            self.problem = UsageError(
+                f"Group {self.group} came twice: group {group} sees it at {other}, and this one at {own}. Stop one of "
+                f"them, or give this one its own number, with --group or {GROUP_VARIABLE}."
+            )
 
     def _join(self, seconds: float, first_machine: str, folder: Path) -> None:
         """Until rank 0 has said that all may start."""
@@ -345,7 +385,8 @@ class GroupLink:
                 self._started = message
                 if message["problem"]:
                     kind, text = message["problem"]
-                    self.problem = for_all_ranks((UsageError if kind == "UsageError" else PeerFailureError)(text))
+                    kinds = {each.__name__: each for each in (UsageError, AbsentGroupsError)}
+                    self.problem = for_all_ranks(kinds.get(kind, PeerFailureError)(text))
             elif message["do"] == "need":
                 key = (message["key"][0], message["key"][1])
                 for group, era in message["set"]:

@@ -41,7 +41,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from zero2all.common.errors import PeerFailureError, UsageError
+from zero2all.common.errors import AbsentGroupsError, PeerFailureError, UsageError
 from zero2all.common.progress import say
 from zero2all.parallel.config import SlowLinkConfig
 from zero2all.parallel.group_wire import SILENT_SECONDS, Channel, Item, Key, split_address
@@ -236,7 +236,7 @@ class Mind:
                 "If they have finished the run, start them again, too: they give their final weights to this group. Or "
                 "copy their run folder."
             )
-        return PeerFailureError(" ".join(lines))
+        return AbsentGroupsError(" ".join(lines))
 
     def _look_for_missing(self) -> None:
         """In a thread, until the start: find out why other groups do not come, and say it after a while."""

@@ -57,6 +57,10 @@ class RefusalError(Exception):
     """The other side listens, but is not the one that was meant."""
 
 
+class TwiceError(RefusalError):
+    """Another process with the number of this group is connected there, and alive. Its address, and this one's."""
+
+
 class Item(NamedTuple):
     """What a payload is: its kind, round, fragment, and the group and era it came from (see `group_mind`)."""
 
@@ -85,6 +89,8 @@ class Channel:
         self.streams: dict[int, socket.socket] = {}
         self.closed = False
         self.heard_at = 0.0  # when the last chunk of a payload came
+        self.spoke_at = 0.0  # when the last message came
+        self.life, self.peer = "", ""  # the process that is connected, and its address
         self.sent_bytes = self.received_bytes = self.sent_framing = self.received_framing = 0
         self._messages: deque[bytes] = deque()
         self._sending: set[int] = set()
@@ -127,8 +133,9 @@ class Channel:
                     del held[item]
             self._arrived = {item for item in self._arrived if item.kind == STATE or item.key[0] >= before_round}
 
-    def attach(self, stream: int, connection: socket.socket) -> None:
-        """Use a connected socket as this stream, in place of an earlier one."""
+    def attach(self, stream: int, connection: socket.socket, life: str = "") -> None:
+        """Use a connected socket as this stream, in place of an earlier one. `life`: which process dialled it."""
+        self.life, self.peer, self.spoke_at = life, address_of(connection), time.monotonic()
         connection.settimeout(self._silent_seconds)
         _set_options(connection)
         with self.changed:
@@ -239,6 +246,7 @@ class Channel:
                 self._take_chunk(Item(kind, (number, fragment), group, era), offset, total, body)
 
     def _take_message(self, message: dict[str, Any]) -> None:
+        self.spoke_at = time.monotonic()
         if message.get("do") != "have_all":
             self._on_message(message)
             return
@@ -295,6 +303,13 @@ def _set_options(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
 
 
+def address_of(connection: socket.socket) -> str:
+    """Of the other side, as it is seen here."""
+    with suppress(OSError, IndexError, TypeError):
+        return "{}:{}".format(*connection.getpeername()[:2])
+    return "?"
+
+
 def split_address(address: str) -> tuple[str, int]:
     """Host and port."""
     host, _, port = address.rpartition(":")
@@ -307,6 +322,8 @@ def _dial(address: str, greeting: Greeting) -> socket.socket:
     try:
         _write_short(connection, greeting)
         answer = _read_short(connection, time.monotonic() + 2 * GREETING_SECONDS)
+        if answer.get("twice"):
+            raise TwiceError(*map(str, answer["twice"]))
         if answer.get("refused"):
             raise RefusalError(str(answer["refused"]))
     except BaseException:
@@ -347,7 +364,7 @@ def _receive_until(connection: socket.socket, count: int, deadline: float) -> by
 
 
 def keep_dialled(
-    channel: Channel, stream: int, address: str, greeting: Greeting, on_refusal: Callable[[str], None]
+    channel: Channel, stream: int, address: str, greeting: Greeting, on_refusal: Callable[[RefusalError], None]
 ) -> None:
     """In a thread: connect this stream, and again whenever it is lost, until the channel is closed."""
 
@@ -358,7 +375,7 @@ def keep_dialled(
                 connection = _dial(address, {**greeting, "stream": stream})
             except (OSError, ValueError, RefusalError) as error:
                 if isinstance(error, RefusalError):
-                    on_refusal(str(error))
+                    on_refusal(error)
                 time.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
                 continue
@@ -394,8 +411,16 @@ def hand_over(folder: Path, rank: int, connection: socket.socket, greeting: Gree
 class Inbox:
     """Takes the connections that are handed to this process."""
 
-    def __init__(self, folder: Path, rank: int, take: Callable[[Greeting, socket.socket], None]) -> None:
-        """`take` gets greeting and connection, in a thread of the inbox."""
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        take: Callable[[Greeting, socket.socket], None],
+        holder: Callable[[Greeting, str], str | None] = lambda _greeting, _address: None,
+    ) -> None:
+        """`take` gets greeting and connection, in a thread of the inbox. `holder`: the address of another process that
+        has the place of the one at this address, and lives; then the connection is refused."""
+        self._holder = holder
         self._alive = os.open(folder / f"{rank}.lock", os.O_CREAT | os.O_WRONLY, 0o600)
         try:
             fcntl.flock(self._alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -419,6 +444,11 @@ class Inbox:
         connection = socket.socket(fileno=descriptors[0])
         greeting = json.loads(text)
         if connection.family != socket.AF_UNIX:
+            address = address_of(connection)
+            if held_by := self._holder(greeting, address):
+                _write_short(connection, {"twice": [held_by, address]})
+                connection.close()
+                return
             _write_short(connection, {"refused": None})
         take(greeting, connection)
 

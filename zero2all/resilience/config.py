@@ -10,7 +10,7 @@ from typing import Literal
 
 from zero2all.common.schema import NaturalFloat, NaturalInt, PositiveFloat, PositiveInt, Problem
 
-LIMITS = ("start", "first_step", "data", "step", "save", "validate", "end")
+LIMITS = ("start", "first_step", "data", "step", "save", "validate", "end", "groups")
 """What `limits` may name: the phases of a run, and the first steps, which compile."""
 
 
@@ -28,8 +28,9 @@ class ResilienceConfig:
     """Restarts in a row without progress before the supervisor gives up; a run that makes progress has them again."""
     limits: dict[str, PositiveFloat] = field(default_factory=dict)
     """Seconds after which a silent process counts as hung, by phase: start, first_step, data, step, save, validate,
-    end. A phase that is absent gets 5 times the longest seen in this run, at least 60, and 1800 until it is known.
-    start always gets 1800; first_step gets 1800, after a restart 5 times the longest before, at least 300."""
+    end, groups (waiting for other groups of a slow link). A phase that is absent gets 5 times the longest seen in this
+    run, at least 60, and 1800 until it is known. start and groups always get 1800; first_step gets 1800,
+    after a restart 5 times the longest before, at least 300."""
     preempt_file: str | None = None
     """A file whose appearance means that this machine will be taken away: the run saves and ends with code 10."""
     preempt_url: str | None = None

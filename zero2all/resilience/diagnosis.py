@@ -25,7 +25,7 @@ OWN_STACK_SECONDS = 0.5
 MOST_KERNEL_LINES = 20
 KERNEL_WORDS = re.compile(r"out of memory|oom-kill|Killed process|NVRM: Xid|segfault at", re.IGNORECASE)
 COLLECTIVE_WORDS = ("torch/distributed/", "zero2all/parallel/", "torch/autograd/graph.py")
-VICTIM = "PeerFailureError"
+VICTIM = ("PeerFailureError", "AbsentGroupsError")
 """The error of a rank that only noticed that another is gone."""
 NATIVE_REASON = re.compile(r"CUDA error|Assertion .* failed|what\(\):|^Fatal |terminate called")
 """Lines that a native library prints before it aborts."""

@@ -22,11 +22,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-PHASES = ("start", "data", "step", "save", "validate", "end")
+PHASES = ("start", "data", "step", "save", "validate", "end", "groups")
 TIMED = (*PHASES, "first_step")
 """Whose times are kept: `first_step` are the steps that compile or fill caches."""
 HEARTBEAT = "ZERO2ALL_HEARTBEAT"
@@ -137,6 +137,16 @@ class Heartbeat:
         self._first = self._step if self._first < 0 else self._first
         HEAD.pack_into(self._memory, self._at, self._beats, self._phase, now, self._step, self._first)
 
+    @contextmanager
+    def within(self, phase: str) -> Iterator[None]:
+        """Another phase in the middle of this one."""
+        before = PHASES[self._phase]
+        self.beat(phase, self._step)
+        try:
+            yield
+        finally:
+            self.beat(before, self._step)
+
     def warm_up(self) -> None:
         """The next steps may take long: shapes have changed."""
         self._warm_up = WARM_UP_STEPS
@@ -200,6 +210,16 @@ def beat(phase: str = "step", step: int | None = None) -> None:
         attach(stops_with_supervisor=False)  # another one's script: the supervisor's guard ends it
     if _own is not None:
         _own.beat(phase, step)
+
+
+@contextmanager
+def waiting_for_groups() -> Iterator[None]:
+    """While the block runs, others decide how long it takes: no limit of a step, a save or a validation counts."""
+    if _own is None:
+        yield
+        return
+    with _own.within("groups"):
+        yield
 
 
 def warm_up() -> None:

@@ -60,6 +60,8 @@ USER_CODES = tuple(
     )
 )
 """Ends that another attempt would not change."""
+ABSENT = "AbsentGroupsError"
+"""Other groups of a slow link did not come, which a person must mend."""
 CURED = "ReplicasDifferError"
 """A bit has flipped: the checkpoint is whole, and from there all ranks have the same bits again."""
 GRACE_SECONDS = 60.0
@@ -362,6 +364,8 @@ class _Supervisor:
         """Whether another attempt may help: no rank ended with an error that a person must mend."""
         is_cured = any(self._is_cured(place) for place in range(len(self.ranks)))
         hopeless = (128 + signal.SIGINT,) if is_cured else (*USER_CODES, 128 + signal.SIGINT)
+        if self.attempt == 1 and any(self.ranks.slots.error(at)[1].startswith(ABSENT) for at in range(len(self.ranks))):
+            return False  # after a failure, other groups may be restarting too
         return bool(failed) and not self.asked and self.supervises and not any(code in hopeless for code in failed)
 
     def _is_cured(self, place: int) -> bool:
@@ -545,8 +549,8 @@ def phase_limit(beat: Beat, limits: Mapping[str, float], seen: Mapping[str, tupl
         learned = max(LEAST_FIRST_STEP_SECONDS, LIMIT_FACTOR * longest) if is_known else UNKNOWN_LIMIT_SECONDS
         return limits.get("first_step", learned)
     # Imports, waiting for other machines, and a load from the disk or, much faster, from memory: the start before says
-    # little about the next.
-    if phase == "start":
+    # little about the next. So it is with waiting for other groups, which the link itself ends in time.
+    if phase in ("start", "groups"):
         return limits.get(phase, UNKNOWN_LIMIT_SECONDS)
     if phase in limits:
         return limits[phase]

@@ -74,6 +74,9 @@ from zero2all.train.step import PendingStep, StepPlan, StepResult, train_step, u
 from zero2all.train.stop import StopRequest
 from zero2all.train.stragglers import Stragglers
 
+LEAST_MISSED_ROUNDS = 0.05
+"""Less is not worth a line at the end."""
+
 
 @dataclass
 class TrainSummary:
@@ -305,10 +308,15 @@ class TrainingLoop:
                 if self.last_groups != report.groups:
                     facts = {"round": report.round, "groups": report.groups, "before": self.last_groups}
                     self.log.event("slow_link", facts)
-                for group in set(self.last_groups) - set(report.groups):
+                own = self.config.parallel.slow_link.group
+                for group in set(self.last_groups) - set(report.groups) - {own}:
                     self.log.say(f"group {group} did not come to round {report.round}: training goes on without it")
-                for group in set(report.groups) - set(self.last_groups):
+                for group in set(report.groups) - set(self.last_groups) - {own}:
                     self.log.say(f"group {group} is back in round {report.round}")
+                if own in self.last_groups and own not in report.groups:
+                    self.log.say(f"this group came too late to round {report.round}: the others went on without it")
+                elif own in report.groups and own not in self.last_groups:
+                    self.log.say(f"this group takes part again, in round {report.round}")
                 self.last_groups = report.groups
 
     def adopt(self) -> bool:
@@ -435,6 +443,8 @@ class TrainingLoop:
         """How many of the run's tokens are not in the weights, because a group was lost or late."""
         parallel = self.config.parallel
         for group, steps in sorted(self.state.outer.missed.items() if self.state.outer else ()):
+            if steps / parallel.slow_link.every < LEAST_MISSED_ROUNDS:
+                continue
             tokens = steps * self.config.train.tokens_per_step / parallel.groups
             self.log.say(
                 f"{steps / parallel.slow_link.every:.1f} rounds were made without group {group}: about {tokens:,.0f} "

@@ -22,7 +22,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from typing import Any
@@ -36,6 +36,7 @@ from zero2all.parallel.config import SlowLinkConfig
 from zero2all.parallel.mesh import Axis
 from zero2all.parallel.parts import Part
 from zero2all.parallel.reduce import all_gather
+from zero2all.resilience.heartbeat import waiting_for_groups
 from zero2all.train.outer.compress import decode, encode, format_of, keeps_error, payload_bytes
 from zero2all.train.outer.fragments import Due, make_clock, names_by_fragment
 from zero2all.train.outer.link import Link
@@ -183,7 +184,7 @@ class OuterOptimizer:
         """After `start`: bring the outer weights that are due into the model, waiting for the link where needed."""
         due = [flight for flight in self._flights if flight.due.merge_step <= step]
         began = time.perf_counter()
-        reports = [flight.exchanged.result() for flight in due if flight.exchanged is not None]
+        reports = self._awaited(due)
         self.stalled_seconds = time.perf_counter() - began
         for report in reports:
             for group in set(range(len(self._config.groups))) - set(report.groups):
@@ -204,9 +205,13 @@ class OuterOptimizer:
 
     def settle(self) -> None:
         """Wait until the outer weights hold everything that was sent. It is in the model only when it is due."""
-        for flight in self._flights:
-            if flight.exchanged is not None:
-                flight.exchanged.result()
+        self._awaited(self._flights)
+
+    def _awaited(self, flights: Sequence[_Flight]) -> list[RoundReport]:
+        """How these fragments were synchronised, when they are. A group that waits for another does not hang."""
+        jobs = [flight.exchanged for flight in flights if flight.exchanged is not None]
+        with nullcontext() if all(job.done() for job in jobs) else waiting_for_groups():
+            return [job.result() for job in jobs]
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
