@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from zero2all.cli.main import main
+from zero2all.common.manifest import write_manifest
 from zero2all.model.config import parameter_counts
 from zero2all.perf.batch import load_measured_config
 from zero2all.perf.link import link_notes, link_report, link_rows
@@ -22,6 +24,34 @@ def test_a_report_of_a_preset():
     assert link_notes(report)[-1] == SETTINGS.format("streaming", 100) + SETTING.format("tau", 1) + SETTING.format(
         "compress", "int4"
     )
+
+
+@pytest.fixture
+def size_said(tmp_path, capsys):
+    """What `z2a perf link` prints for a config without model.vocab_size in the workspace `tmp_path`."""
+
+    def link():
+        words = ["link", "quickstart", "--gbit", "1", "--step-seconds", "1", "--work", str(tmp_path)]
+        assert main(["perf", *words]) == 0
+        return capsys.readouterr().out
+
+    return link
+
+
+def test_the_vocabulary_is_that_of_the_workspace_as_in_a_run(size_said, tmp_path):
+    (tmp_path / "tokenizer").mkdir()
+    write_manifest(tmp_path / "tokenizer", "tokenizer", "by-hand", {"fingerprint": "x", "vocab_size": 2048})
+    config, _ = load_measured_config("quickstart", ["--model.vocab_size", "2048"])
+    said = size_said()
+    assert f"{parameter_counts(config.model)['total']:,} parameters" in said
+    assert "vocab_size" not in said
+
+
+def test_without_a_tokenizer_it_says_which_vocabulary_is_assumed(size_said, tmp_path):
+    config, _ = load_measured_config("quickstart", [])
+    said = size_said()
+    assert f"{parameter_counts(config.model)['total']:,} parameters" in said
+    assert f"{tmp_path} has no tokenizer: using tokenizer.vocab_size, {config.model.vocab_size}." in said
 
 
 @pytest.mark.parametrize(("gbit", "groups"), [(0.01, 2), (0.1, 8)])
