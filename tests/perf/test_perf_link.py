@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zero2all.cli.main import main
+from zero2all.common.errors import BadInputError
 from zero2all.common.manifest import write_manifest
 from zero2all.model.config import parameter_counts
 from zero2all.perf.batch import load_measured_config
@@ -64,6 +65,12 @@ def test_an_exchange_longer_than_the_wait_is_said_with_the_value_to_set():
     report = link_report("z2all-1b", [], 0.001, 2, 3.4, None)
     assert link_notes(report)[-1].endswith(SETTING.format("wait_seconds", 724))
     assert "longer than parallel.slow_link.wait_seconds (60 s)" in link_notes(report)[-2]
+
+
+def test_without_a_profile_it_names_the_flag_that_needs_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("Z2A_PROFILES", str(tmp_path))
+    with pytest.raises(BadInputError, match=r"z2a perf calibrate.*--cluster h200\..*--step-seconds N\."):
+        link_report("quickstart", ["--parallel.device", "cpu"], 1.0, 2, None, None)
 
 
 def test_a_step_is_predicted_for_a_cluster_by_name():

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero2all.common.errors import BadInputError
 from zero2all.common.language import translate as t
 from zero2all.common.workspace import Workspace
 from zero2all.config import load_config
@@ -61,7 +62,10 @@ def link_report(
         whole = own_batch(config)
         batch = BatchShape(whole.samples, whole.seq_len, max(1, whole.accumulation // groups))
         without_documents = dataclasses.replace(config.data, document_mask=False)  # as in every prediction
-        found = prediction_for(dataclasses.replace(config, data=without_documents), batch, cluster, profile=profile)
+        try:
+            found = prediction_for(dataclasses.replace(config, data=without_documents), batch, cluster, profile=profile)
+        except BadInputError as error:  # most often no profile; a step that was timed needs none
+            raise BadInputError(f"{error} {t('Or give the measured seconds of a step: --step-seconds N.')}") from error
         step_seconds, how = found.corrected, f"predicted for {found.machine.name}, batch {batch} in each group"
     costs = link_costs(fragments, groups, 1e9 * gbit, step_seconds, config.parallel.powersgd_rank)
     best, wait_seconds = recommended(costs, parameters), config.parallel.slow_link.wait_seconds
