@@ -67,6 +67,15 @@ def test_an_exchange_longer_than_the_wait_is_said_with_the_value_to_set():
     assert "longer than parallel.slow_link.wait_seconds (60 s)" in link_notes(report)[-2]
 
 
+def test_in_chinese_nothing_but_names_is_left_in_english(monkeypatch, capsys):
+    monkeypatch.setenv("Z2A_LANG", "zh")
+    assert main(["perf", "link", "z2all-1b", "--gbit", "1", "--cluster", "h200", "--parallel.device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert "个参数，2 组，1 Gbit/s" in said
+    assert "（按 h200 预测，每组的批次为 " in said
+    assert "（arXiv 2501.18512，1000M 参数，2 组）" in said
+
+
 def test_without_a_profile_it_names_the_flag_that_needs_none(tmp_path, monkeypatch):
     monkeypatch.setenv("Z2A_PROFILES", str(tmp_path))
     with pytest.raises(BadInputError, match=r"z2a perf calibrate.*--cluster h200\..*--step-seconds N\."):
