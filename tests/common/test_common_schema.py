@@ -204,8 +204,17 @@ def test_one_of_several_types():
 
 
 def test_lists_name_the_place_inside():
-    assert refused(names="a") == ["here.names: got 'a', expected a list, each text."]
+    assert refused(names={"a": 1}) == ["here.names: got {'a': 1}, expected a list, each text."]
     assert refused(names=["a", None]) == ["here.names[1]: got None, expected text."]
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [("a", "[a]"), (3, "[3]"), ("a:1 b:2", "[a:1,b:2]"), ("a, b", "[a,b]"), ("it's", "[a,b]"), ("x" * 101, "[a,b]")],
+)
+def test_text_in_place_of_a_list_is_answered_with_the_list_it_may_mean(given, written):
+    (problem,) = refused(names=given)
+    assert problem == f"here.names: got {given!r}, expected a list, each text. A list on the command line: '{written}'."
 
 
 def test_mappings_name_the_place_inside():

@@ -26,6 +26,7 @@ from zero2all.train.checkpoints.layout import list_checkpoints
 from zero2all.train.checkpoints.manifest import OWN_FIELDS, manifest_bytes
 from zero2all.train.checkpoints.run_lock import hold_run
 from zero2all.train.checkpoints.store import CheckpointStore
+from zero2all.train.loop import TrainingLoop
 from zero2all.train.run import train
 from zero2all.train.sanity import check_last_loss, expected_first_loss
 from zero2all.train.saved_config import load_run_config
@@ -100,6 +101,19 @@ def test_the_summary_tells_how_the_run_ended(finished):
     assert summary.loss == data.series["loss"].value[-1]
     assert summary.channel_losses == {name: data.series[f"loss/{name}"].value[-1] for name in ("en", "zh")}
     assert summary.tokens_per_second == pytest.approx(summary.tokens / summary.seconds)
+
+
+def test_tokens_that_other_groups_trained_without_this_one_are_not_its_speed(work, config, monkeypatch):
+    def adopt(loop):
+        if loop.state.step != 2:
+            return False
+        loop.state.step, loop.state.tokens = 7, 7 * 128
+        return True
+
+    monkeypatch.setattr(TrainingLoop, "adopt", adopt)
+    summary = train(config(), work, say=quiet)
+    assert summary.tokens == 8 * 128
+    assert summary.tokens_per_second == pytest.approx(3 * 128 / summary.seconds), "steps 1, 2 and 8"
 
 
 def test_events_tell_the_story_of_the_run(finished):

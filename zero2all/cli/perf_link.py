@@ -5,7 +5,17 @@ from __future__ import annotations
 import argparse
 
 from zero2all.cli.perf_predict import PROFILE
-from zero2all.cli.verb import Subparsers, add_config, add_flags, add_json, add_verb, real, whole, write_json_result
+from zero2all.cli.verb import (
+    Subparsers,
+    add_config,
+    add_flags,
+    add_json,
+    add_verb,
+    add_work,
+    real,
+    whole,
+    write_json_result,
+)
 
 
 def register(inner: Subparsers) -> None:
@@ -19,6 +29,7 @@ def register(inner: Subparsers) -> None:
         takes_overrides=True,
     )
     add_config(parser)
+    add_work(parser)
     above = real(0.0, is_open=True)
     parser.add_argument("--gbit", type=above, required=True, metavar="N", help="speed of the link in Gbit/s")
     seconds = "measured seconds that a group computes in a step (default: predicted from the profile of this machine)"
@@ -30,10 +41,11 @@ def register(inner: Subparsers) -> None:
 
 def _link(arguments: argparse.Namespace) -> int:
     from zero2all.cli.table import print_table
+    from zero2all.common.workspace import Workspace
     from zero2all.perf.link import link_notes, link_report, link_rows
 
     asked = (arguments.gbit, arguments.groups, arguments.step_seconds, arguments.profile, arguments.cluster)
-    report = link_report(arguments.config, arguments.overrides, *asked)
+    report = link_report(arguments.config, arguments.overrides, *asked, Workspace(arguments.work))
     if not write_json_result(arguments.json, report.as_json()):
         size = f"{report.parameters:,} parameters, {arguments.groups} groups, {arguments.gbit:g} Gbit/s"
         print_table(link_rows(report), f"{arguments.config}: {size}")

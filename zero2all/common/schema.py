@@ -13,6 +13,7 @@ import difflib
 import inspect
 import itertools
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable
@@ -87,6 +88,9 @@ def _shown(value: Any) -> str:
 @dataclass(frozen=True)
 class UnknownName(Problem):
     """A name that the section does not have."""
+
+
+PLAIN_ITEMS = re.compile(r"[\w.:/,-]{1,100}")
 
 
 class _Missing:
@@ -236,10 +240,11 @@ def _convert(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
         problems.append(Problem(where, value, _type_words(kind), hint if hint.startswith("Did") else ""))
         return None
     if origin is list:
-        if not isinstance(value, list):
-            problems.append(Problem(where, value, _type_words(kind)))
-            return None
         (inner,) = typing.get_args(kind)
+        if not isinstance(value, list):
+            is_plain = not dataclasses.is_dataclass(inner) and isinstance(value, str | int)
+            problems.append(Problem(where, value, _type_words(kind), _list_hint(str(value)) if is_plain else ""))
+            return None
         return [_convert(inner, item, f"{where}[{index}]", problems) for index, item in enumerate(value)]
     if origin is dict:
         if not isinstance(value, dict):
@@ -256,6 +261,12 @@ def _convert(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
     if dataclasses.is_dataclass(kind):
         return build(typing.cast(type, kind), value, where, problems)
     return _convert_plain(kind, value, where, problems)
+
+
+def _list_hint(text: str) -> str:
+    """How a list is written on the command line, with the words of `text` where they need no quotes of their own."""
+    items = ",".join(text.replace(",", " ").split())
+    return f"A list on the command line: '[{items if PLAIN_ITEMS.fullmatch(items) else 'a,b'}]'."
 
 
 def _convert_union(options: list[Any], kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:

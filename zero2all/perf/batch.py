@@ -7,6 +7,9 @@ import re
 from dataclasses import dataclass
 
 from zero2all.common.errors import UsageError
+from zero2all.common.files import MANIFEST_NAME
+from zero2all.common.manifest import read_manifest
+from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig, load_config
 
 
@@ -67,13 +70,26 @@ def check_batch(batch: BatchShape, config: RunConfig) -> None:
 
 def load_measured_config(source: str, overrides: list[str]) -> tuple[RunConfig, list[str]]:
     """The config and what was assumed: random tokens need a size of the vocabulary, and have no documents to mask."""
-    config = load_config(source, overrides)
-    notes = []
-    if config.model.vocab_size is None:
-        size = config.tokenizer.vocab_size
-        notes.append(f"model.vocab_size is not set: using tokenizer.vocab_size, {size}")
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+    config, notes = with_vocabulary(load_config(source, overrides))
     if config.data.document_mask:
         notes.append("data.document_mask is ignored: random tokens have no documents")
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, document_mask=False))
     return config, notes
+
+
+def with_vocabulary(config: RunConfig, workspace: Workspace | None = None) -> tuple[RunConfig, list[str]]:
+    """The config with a size of the vocabulary: its own, or as a run takes it that of the workspace's tokenizer. Where
+    there is none the size is assumed, and a note says so."""
+    if config.model.vocab_size is not None:
+        return config, []
+    size, notes = config.tokenizer.vocab_size, []
+    if workspace is None:
+        notes.append(f"model.vocab_size is not set: using tokenizer.vocab_size, {size}")
+    elif (workspace.tokenizer / MANIFEST_NAME).exists():
+        size = int(read_manifest(workspace.tokenizer, "tokenizer", "z2a tokenizer train")["vocab_size"])
+    else:
+        notes.append(
+            f"model.vocab_size is not set, and {workspace.root.absolute()} has no tokenizer: using "
+            f"tokenizer.vocab_size, {size}. --work names another workspace."
+        )
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size)), notes

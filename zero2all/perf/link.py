@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero2all.common.errors import BadInputError
 from zero2all.common.language import translate as t
+from zero2all.common.workspace import Workspace
+from zero2all.config import load_config
 from zero2all.limits.answer import said
 from zero2all.limits.slow_link import LinkCost, link_costs, recommended
 from zero2all.model.config import ModelConfig
 from zero2all.parallel.layout import layout_table
-from zero2all.perf.batch import BatchShape, load_measured_config, own_batch
+from zero2all.perf.batch import BatchShape, own_batch, with_vocabulary
 from zero2all.perf.verify import prediction_for
 
 FRAGMENT_LAYERS = 3
@@ -33,6 +36,7 @@ class LinkReport:
     costs: Sequence[LinkCost]
     best: LinkCost
     wait_seconds: float  # of the config
+    notes: Sequence[str]  # what was assumed
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -47,20 +51,25 @@ def link_report(
     step_seconds: float | None,
     profile: Path | None,
     cluster: str | None = None,
+    workspace: Workspace | None = None,
 ) -> LinkReport:
     """`step_seconds` is what a group computes in a step; None: predicted for the cluster or from the profile, with the
-    tokens of a step divided by the groups."""
-    config, _ = load_measured_config(source, overrides)
+    tokens of a step divided by the groups. Without model.vocab_size the vocabulary is that of the workspace."""
+    config, notes = with_vocabulary(load_config(source, overrides), workspace)
     fragments, how = fragment_shapes(config.model), "as given"
     parameters = sum(math.prod(shape) for part in fragments for shape in part)
     if step_seconds is None:
         whole = own_batch(config)
         batch = BatchShape(whole.samples, whole.seq_len, max(1, whole.accumulation // groups))
-        found = prediction_for(config, batch, cluster, profile=profile)
+        without_documents = dataclasses.replace(config.data, document_mask=False)  # as in every prediction
+        try:
+            found = prediction_for(dataclasses.replace(config, data=without_documents), batch, cluster, profile=profile)
+        except BadInputError as error:  # most often no profile; a step that was timed needs none
+            raise BadInputError(f"{error} {t('Or give the measured seconds of a step: --step-seconds N.')}") from error
         step_seconds, how = found.corrected, f"predicted for {found.machine.name}, batch {batch} in each group"
     costs = link_costs(fragments, groups, 1e9 * gbit, step_seconds, config.parallel.powersgd_rank)
     best, wait_seconds = recommended(costs, parameters), config.parallel.slow_link.wait_seconds
-    return LinkReport(parameters, len(fragments), step_seconds, how, costs, best, wait_seconds)
+    return LinkReport(parameters, len(fragments), step_seconds, how, costs, best, wait_seconds, notes)
 
 
 def fragment_shapes(model: ModelConfig) -> list[list[tuple[int, ...]]]:
@@ -91,6 +100,7 @@ def link_notes(report: LinkReport) -> list[str]:
     """What to take, what it costs, and how to set it."""
     best = report.best
     lines = [
+        *map(t, report.notes),
         t(f"a step computes for {report.step_seconds:.3g} s ({report.how})"),
         t(f"recommended: {best.scheme.name}: {100 * best.efficiency:.1f} % of the speed without a limit"),
     ]

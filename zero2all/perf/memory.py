@@ -22,6 +22,7 @@ from zero2all.ops.registry import footprints, resolve
 from zero2all.packed.loader import rank_rows
 from zero2all.parallel.check import check_spread
 from zero2all.parallel.mesh import Mesh
+from zero2all.perf.batch import with_vocabulary
 from zero2all.perf.pictures import write_png
 from zero2all.track.plot import ALARM, COLORS, INK
 from zero2all.train.micro_batch import memory_settings, pass_sizes
@@ -82,11 +83,7 @@ class MemoryReport:
 
 def memory_report(source: str, overrides: list[str], card: Card | None, ranks: int) -> MemoryReport:
     """The report on a config; `card` None: this machine's GPU, which must be there."""
-    config, notes = load_config(source, overrides), []
-    if config.model.vocab_size is None:
-        size = config.tokenizer.vocab_size
-        notes.append(f"model.vocab_size is not set: using tokenizer.vocab_size, {size}")
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+    config, notes = with_vocabulary(load_config(source, overrides))
     sizes = check_spread(config, ranks)
     is_here = card is None
     card = card or card_here()

@@ -133,10 +133,12 @@ class TrainingLoop:
         self.last_groups = tuple(range(self.config.parallel.groups))
         """Those in the last round over a slow link."""
         self.first_loss_seconds: float | None = None
+        self.trained_tokens = 0
+        """In steps of this attempt: without those that were skipped, or that other groups trained without this one."""
 
     def run(self) -> TrainSummary:
         """Train until the last step."""
-        started, tokens_before = time.perf_counter(), self.state.tokens
+        started = time.perf_counter()
         try:
             self.begin()
             with scheduled_garbage_collection() as self.collect_garbage, self.log.progress_bar(self._last_token()):
@@ -159,7 +161,7 @@ class TrainingLoop:
             step=self.state.step,
             tokens=self.state.tokens,
             seconds=seconds,
-            tokens_per_second=(self.state.tokens - tokens_before) / seconds if seconds else 0.0,
+            tokens_per_second=self.trained_tokens / seconds if seconds else 0.0,
             loss=last.loss if last else None,
             channel_losses=self.reports.by_channel(last) if last else {},
             held_out=self.validation.losses,
@@ -191,6 +193,7 @@ class TrainingLoop:
                 if self.control.skips(state.tokens, state.tokens + tokens):
                     self.skip(tokens)
                 else:
+                    self.trained_tokens += tokens
                     self.step(batch, loader)
                 if self.adopt() or (self._has_folder_news() and self.anneal()):
                     return True

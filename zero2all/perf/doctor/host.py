@@ -13,6 +13,7 @@ from pathlib import Path
 
 from zero2all.common.cores import quota_cores, read
 from zero2all.common.files import human_bytes
+from zero2all.common.language import translate as t
 from zero2all.common.memory import available_memory
 from zero2all.parallel.network import fast_ports
 from zero2all.perf.doctor.finding import Finding, Grade
@@ -211,7 +212,7 @@ def look_at_network() -> Iterator[Finding]:
             speed = int(read(card / "speed") or -1)
             shown.append((card.name, speed))
     listed = ", ".join(
-        f"{name} {f'{speed / 1000:g} Gbit/s' if speed > 0 else '(speed unknown)'}" for name, speed in shown
+        f"{name} {f'{speed / 1000:g} Gbit/s' if speed > 0 else t('(speed unknown)')}" for name, speed in shown
     )
     yield Finding("network", "ok", f"interfaces: {listed}" if listed else "no network interface but the loopback")
     ports = fast_ports(SYS)

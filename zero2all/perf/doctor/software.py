@@ -76,7 +76,7 @@ def look_at_versions(facts: dict[str, Any], problem: str, report: Report | None)
         f"torch {versions['torch']}",
         *(f"{key} {versions[key]}" for key in ("cuda", "cudnn", "nccl") if versions[key]),
     ]
-    yield Finding("software", "ok", ", ".join([*parts, f"CPU instructions {versions['cpu']}"]))
+    yield Finding("software", "ok", f"{', '.join(parts)}, CPU instructions {versions['cpu']}")
     number = tuple(int(part) for part in versions["torch"].split(".")[:2])
     if not OLDEST_TORCH <= number < NEXT_TORCH:
         lowest, highest = (".".join(map(str, each)) for each in (OLDEST_TORCH, NEXT_TORCH))
@@ -97,7 +97,7 @@ def _python() -> Finding:
     here = sys.version_info[:2]
     found = f"Python {platform.python_version()}, zero2all {__version__}, {platform.system()} {platform.release()}"
     if any(Path(mark).exists() for mark in CONTAINER_MARKS):
-        found += ", in a container"
+        found = f"{found}, in a container"
     if PYTHONS[0] <= here <= PYTHONS[1]:
         return Finding("software", "ok", found)
     return Finding("software", "warning", found, "zero2all is tested with Python 3.11 to 3.13.", "Use one of these.")
