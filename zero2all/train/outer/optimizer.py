@@ -48,7 +48,7 @@ PIECE_VALUES = 1 << 22
 """Compressed at once: a multiple of all blocks of `compress`, so that a payload has as many bytes as without pieces."""
 PREFIX = "model/"
 FEW_ROUNDS, SHORT_MOMENTUM = 200, 0.7
-"""Runs with fewer rounds lose more with groups, and least with this momentum (benchmarks/low_communication.py)."""
+"""With 100 rounds groups lost 2 % and more, least with this momentum (benchmarks/low_communication.py)."""
 
 ModelTensors = Callable[[], AbstractContextManager[dict[str, Part]]]
 
@@ -165,8 +165,8 @@ class OuterOptimizer:
         rounds = None if self.clock.last_step is None else self.clock.last_step // config.every
         if config.has_momentum and config.momentum > SHORT_MOMENTUM and rounds is not None and rounds < FEW_ROUNDS:
             found.append(
-                f"slow link: this run has {counted(rounds, 'round')}. With fewer than {FEW_ROUNDS} groups cost 2 % of "
-                f"loss and more, and outer momentum {config.momentum:g} is slow: try --parallel.slow_link.momentum "
+                f"slow link: this run has {counted(rounds, 'round')}. With fewer than {FEW_ROUNDS} groups may cost 2 % "
+                f"of loss and more, and outer momentum {config.momentum:g} is slow: try --parallel.slow_link.momentum "
                 f"{SHORT_MOMENTUM:g} (docs/slow-link.md)"
             )
         return found
