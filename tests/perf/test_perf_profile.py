@@ -46,12 +46,13 @@ def test_the_groups_of_a_real_step_add_up_to_it(profile):
     assert {"forward", "loss", "backward", "update"} <= set(anatomy.phases)
 
 
-def test_products_have_a_floor_that_they_do_not_beat_by_much(profile):
+def test_products_have_the_floor_of_the_measured_matmul_rate(profile):
     product = next(row for row in profile.anatomy.rows if row.name == "aten::mm")
     # 4 matrices of a block, forward and twice backward, and the head, in two passes
     assert product.calls == 2 * 3 * 5
     assert product.flops == pytest.approx(6 * 128 * (32 * 64 + 32 * 32 + 3 * 32 * 64 + 32 * 256))
-    assert 0 < product.floor_percent < 120
+    assert product.floor_seconds == pytest.approx(product.flops / profile.ceilings.matmul_flops_per_second)
+    assert product.floor_percent == pytest.approx(100 * product.floor_seconds / product.seconds)
 
 
 def test_memory_is_highest_between_forward_and_backward(profile):
