@@ -1,6 +1,6 @@
 """Loss at equal tokens: data parallel against groups that synchronise every H steps, on real text.
 
-    python benchmarks/low_communication.py --text FOLDER      H200: 10 M parameters, 200 rounds, 26 runs, 11 minutes
+    python benchmarks/low_communication.py --text FOLDER --jobs 10         H200: 10 M parameters, 26 runs, 11 minutes
     python benchmarks/low_communication.py --tiny --text FOLDER            a CPU: shows only that everything runs
     python benchmarks/low_communication.py --small --text FOLDER           a CPU: the quickstart's size, local SGD
     python benchmarks/low_communication.py --quickstart --work quickstart  a CPU: the quickstart's model and data, also

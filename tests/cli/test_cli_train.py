@@ -17,7 +17,6 @@ import pytest
 import yaml
 
 from zero2all.cli import main
-from zero2all.common.workspace import open_workspace
 from zero2all.config import load_config
 from zero2all.track.reader import read_run
 from zero2all.train.checkpoints.find import newest_checkpoint
@@ -194,7 +193,6 @@ import sys, threading
 for _ in range(8):
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 from zero2all.cli import main
-from zero2all.common.workspace import open_workspace
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -313,11 +311,3 @@ def test_the_number_of_a_group_without_groups_is_refused(z2a):
     ended = z2a("train", "quickstart", "--group", "0")
     assert ended.code == 2
     assert "--group is 0, but parallel.slow_link.groups is empty" in ended.err
-
-
-def test_groups_without_the_number_of_this_one_are_refused_with_how_to_give_it(z2a, tmp_path, monkeypatch):
-    monkeypatch.delenv("ZERO2ALL_GROUP", raising=False)
-    open_workspace(tmp_path / "work", create=True)
-    ended = z2a("train", "quickstart", "--parallel.slow_link.groups", "[a:1,b:2]", "--work", tmp_path / "work")
-    assert ended.code == 2
-    assert "the number of this one is not given. Give one from 0 to 1: --group N, or ZERO2ALL_GROUP=N" in ended.err

@@ -343,7 +343,7 @@ def test_bad_settings_are_all_named_before_anything_starts():
         pytest.raises(UsageError, match="Is group 0 already running on this machine"),
     ):
         GroupLink(one, "test", 0, 1, FACTS, 1.0)
-    with pytest.raises(UsageError, match="the number of this one is None"):
+    with pytest.raises(UsageError, match="this one has no number"):
         GroupLink(SlowLinkConfig(["a:1", "b:1"]), "test", 0, 1, FACTS, 1.0)
     assert link_facts({"parallel.slow_link.group": 1, "train.seed": 2}) == {"train.seed": 2}
 

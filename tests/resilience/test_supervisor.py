@@ -300,7 +300,6 @@ SUPERVISED = """
 import sys
 from pathlib import Path
 from zero2all.parallel.launch import run_processes
-from zero2all.resilience import heartbeat
 from zero2all.resilience.config import ResilienceConfig
 from zero2all.resilience.supervisor import Watch
 sys.exit(run_processes(2, sys.argv[2:], Watch(ResilienceConfig(), Path(sys.argv[1])), module=False))

@@ -158,7 +158,6 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
 
         dry_run(config, workspace, _decoder(workspace))
         return 0
-    _check_group(config)
     is_worker = "LOCAL_RANK" in os.environ  # started by torchrun or by us
     if not is_worker:
         from zero2all.parallel.launch import local_processes, make_rules, run_processes
@@ -186,18 +185,6 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
         if failed(error) and isinstance(error, PeerFailureError):
             error.is_said = True
         raise
-
-
-def _check_group(config: RunConfig) -> None:
-    """UsageError without the number of this group: before processes start, each of which would say so."""
-    slow_link = config.parallel.slow_link
-    if slow_link.groups and slow_link.group is None and not os.environ.get("ZERO2ALL_GROUP"):
-        from zero2all.common.errors import UsageError
-
-        raise UsageError(
-            f"parallel.slow_link.groups has {len(slow_link.groups)} groups, and the number of this one is not given. "
-            f"Give one from 0 to {len(slow_link.groups) - 1}: --group N, or ZERO2ALL_GROUP=N in the environment."
-        )
 
 
 def _watch(config: RunConfig, workspace: Workspace) -> Watch:

@@ -68,10 +68,12 @@ def own_group(config: SlowLinkConfig) -> int:
     asked = os.environ.get(GROUP_VARIABLE) if config.group is None else str(config.group)
     last = len(config.groups) - 1
     if asked is None or not asked.isdigit() or int(asked) > last:
-        raise UsageError(
-            f"parallel.slow_link.groups has {len(config.groups)} groups, and the number of this one is {asked}. Give a "
-            f"number from 0 to {last}: `z2a train --group N`, parallel.slow_link.group, or {GROUP_VARIABLE}."
+        own = "this one has no number" if asked is None else f"the number of this one is {asked}"
+        text = (
+            f"parallel.slow_link.groups has {len(config.groups)} groups, and {own}. Give a number from 0 to {last}: "
+            f"`z2a train --group N`, parallel.slow_link.group, or {GROUP_VARIABLE}."
         )
+        raise for_all_ranks(UsageError(text))
     return int(asked)
 
 

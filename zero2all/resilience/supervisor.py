@@ -365,7 +365,7 @@ class _Supervisor:
         is_cured = any(self._is_cured(place) for place in range(len(self.ranks)))
         hopeless = (128 + signal.SIGINT,) if is_cured else (*USER_CODES, 128 + signal.SIGINT)
         if self.attempt == 1 and any(self.ranks.slots.error(at)[1].startswith(ABSENT) for at in range(len(self.ranks))):
-            return False  # after a failure, other groups may be restarting too
+            return False  # only at first: after a failure, other groups may be restarting too
         return bool(failed) and not self.asked and self.supervises and not any(code in hopeless for code in failed)
 
     def _is_cured(self, place: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from itertools import pairwise
 
 import pytest
@@ -19,6 +20,7 @@ from zero2all.ops.registry import resolve
 from zero2all.parallel.config import SlowLinkConfig
 from zero2all.parallel.layout import init_weights
 from zero2all.parallel.mesh import Axis
+from zero2all.resilience import heartbeat
 from zero2all.train.outer.compress import decode, encode, payload_bytes
 from zero2all.train.outer.fragments import Clock, names_by_fragment
 from zero2all.train.outer.optimizer import OuterOptimizer
@@ -312,6 +314,32 @@ def test_copies_inside_a_group_divide_the_outer_work(monkeypatch):
     halves = [bits(state, "outer/") for state in states]
     for name, value in bits(alone, "outer/").items():
         assert torch.equal(torch.cat([half[name].view(-1) for half in halves]), value.view(-1))
+
+
+def test_a_group_that_waits_for_another_is_in_a_phase_of_its_own(monkeypatch):
+    file = heartbeat.heartbeat_file(1)
+    monkeypatch.setattr(heartbeat, "_own", heartbeat.Heartbeat(file, 0))
+    slots, hub, seen = heartbeat.Slots(file, 1), Hub(2), []
+    states = [connect(make_state(), link, SCHEMES["diloco"]) for link in hub.links]
+    for state in states:
+        for _ in range(4):
+            train(state)
+
+    def come_late():
+        deadline = time.monotonic() + 20
+        while slots.beat(0).phase == "step" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        seen.append(slots.beat(0).phase)
+        states[1].outer.start(4, 400)
+
+    heartbeat.beat("step", 4)
+    states[0].outer.start(4, 400)
+    late = threading.Thread(target=come_late)
+    late.start()
+    states[0].outer.finish(4)
+    late.join()
+    assert [*seen, slots.beat(0).phase] == ["groups", "step"]
+    slots.close()
 
 
 @pytest.mark.parametrize(
