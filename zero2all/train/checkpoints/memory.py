@@ -295,13 +295,13 @@ class MemoryStore:
         self._peers.gather(None)
 
     def close(self, saved_step: int) -> None:
-        """The end of a process. When the disk has all that the memory has, the files are removed. No collectives: the
-        others may be dead."""
+        """The end of a process. When the disk has all that the memory has, or the run has given it up, the files are
+        removed. No collectives: the others may be dead."""
         self.wait()
         self._release()
         if self._is_leader and self._folder is not None:
             kept = (found.step for found in slots.whole_slots(self._folder))
-            if saved_step >= max(kept, default=-1):
+            if saved_step >= max(kept, default=-1) or slots.run_id(self._run) != self._folder.name:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
     def _release(self) -> None:
