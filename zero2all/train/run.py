@@ -13,6 +13,7 @@ from pathlib import Path
 
 from zero2all.common.errors import (
     BadInputError,
+    LostRunError,
     PeerFailureError,
     PreemptedError,
     UsageError,
@@ -39,7 +40,7 @@ from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.guards.documents import Decode
 from zero2all.train.loop import TrainingLoop, TrainSummary
 from zero2all.train.peer_failure import explain_peer_failure
-from zero2all.train.saved_config import save_run_config
+from zero2all.train.saved_config import CONFIG_FILE, save_run_config
 from zero2all.train.setup import Prepared, prepare
 from zero2all.train.stop import StopRequest, stop_requests
 
@@ -117,16 +118,28 @@ def train(
                 loop.log.event("prepared", {"seconds": prepare_seconds})
                 return loop.run()
         except BaseException as error:
+            if isinstance(error, LostRunError) and not (run / CONFIG_FILE).exists():
+                error = _gone(run, error)
             beat("end")  # closing files may take longer than a step may
             reason = "preempted" if isinstance(error, PreemptedError) else "failed"
             message = f"{type(error).__name__}: {error}"
-            raise
+            raise error
         finally:
             if metrics is not None:
                 metrics.close(config.track.close_timeout_seconds, reason, message)
                 with suppress(OSError):
                     for problem in _tracking_problems(metrics) if lock.is_held() else ():
                         speak(problem)
+
+
+def _gone(run: Path, error: LostRunError) -> LostRunError:
+    """The error of a run whose folder was removed: nobody has taken it over."""
+    found = LostRunError(
+        f"The folder of the run, {run}, is gone, and its checkpoints with it. This process ends. Restore the folder: "
+        f"without it, the same command begins at step 0."
+    )
+    found.of_all_ranks = error.of_all_ranks
+    return found
 
 
 def _health_rules(config: RunConfig) -> HealthRules | None:
