@@ -1,7 +1,8 @@
-"""Checks before a save: is every value finite, and are the copies of a tensor on several ranks equal to the last bit?
+"""Checks before a save: can training have made these values, and are the copies of a tensor on several ranks equal to
+the last bit?
 
 The largest absolute value of a tensor is NaN or infinite when one of its values is: a reduction on the device that
-needs no memory, 24 ms for the 14.6 GB of a z2all-1b (H200, November 2026).
+needs no memory, 24 ms for the 14.6 GB of a z2all-1b (H200, November 2026). Means of squares are not negative either.
 
 Replicas hold the same weights and moments and make the same updates. A bit that flips on one of them goes unnoticed:
 gradients are summed over ranks whose weights differ, and a checkpoint takes boxes from different ranks. So before a
@@ -27,7 +28,11 @@ from zero2all.parallel.parts import Part
 from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.planning import Source, boxes_of
 
+MEANS_OF_SQUARES = tuple(f"optimizer/{name}" for name in ("exp_avg_sq/", "exp_avg_sq_scales/", "row_means/", "column_"))
+"""How the names of such moments begin."""
 WIDTH = 4096
+PIECES = 1024
+"""Of a box in which a difference is looked for."""
 TABLE_ROWS = 2048
 """64 MB at a time: for column sums a GPU takes memory with the size of the table."""
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -40,19 +45,31 @@ class ReplicasDifferError(AnomalyError):
 
     digests: Sequence[Mapping[str, int]] = ()
     """Of each rank, by box: what they hold."""
+    key = ""
+    """The first box that differs."""
+    at = 0
+    """The place of a value in it that differs."""
+    values: Sequence[float] = ()
+    """That value on the ranks that hold it."""
 
 
 @torch.no_grad()
-def first_not_finite(parts: Mapping[str, Part]) -> str | None:
-    """The name of a tensor of which this rank's part holds NaN or an infinity; None when all are finite."""
-    names = [name for name, part in parts.items() if part.values.is_floating_point() and part.values.numel()]
-    if not names:
+def first_damaged(parts: Mapping[str, Part]) -> str | None:
+    """Which tensor of this rank's parts holds NaN, an infinity, or a negative mean of squares; None when none does."""
+    floats = {name: part.values for name, part in parts.items() if part.values.is_floating_point()}
+    checks = {
+        f"{name} contains NaN or infinite values": torch.linalg.vector_norm(values, ord=math.inf).isfinite()
+        for name, values in floats.items()
+        if values.numel()
+    }
+    for name, values in floats.items():
+        if values.numel() and name.startswith(MEANS_OF_SQUARES):
+            checks[f"{name} contains negative values, which means of squares cannot be"] = values.min() >= 0
+    if not checks:
         return None
-    finite = [torch.linalg.vector_norm(parts[name].values, ord=math.inf).isfinite() for name in names]
-    devices = {each.device for each in finite}
-    home = next((device for device in devices if device.type != "cpu"), finite[0].device)
-    verdicts = torch.stack([each.to(home, non_blocking=True) for each in finite]).tolist()
-    return next((name for name, is_finite in zip(names, verdicts, strict=True) if not is_finite), None)
+    home = next((each.device for each in checks.values() if each.device.type != "cpu"), torch.device("cpu"))
+    verdicts = torch.stack([each.to(home, non_blocking=True) for each in checks.values()]).tolist()
+    return next((problem for problem, is_right in zip(checks, verdicts, strict=True) if not is_right), None)
 
 
 @torch.no_grad()
@@ -69,11 +86,14 @@ def compare_replicas(parts: Mapping[str, Part], copies: Mapping[str, list[Source
         return
     digests = peers.gather(box_digests(parts, copies))
     odd = _odd_ranks(digests)
-    names = sorted({key.rpartition("|")[0] for keys in odd.values() for key in keys})
+    keys = sorted({key for each in odd.values() for key in each})
+    names = sorted({key.rpartition("|")[0] for key in keys})
     ranks, shown = ", ".join(map(str, sorted(odd))), ", ".join(names[:3] + ["…"] * (len(names) > 3))
+    at, values = _first_difference(dict(_boxes(parts, copies)).get(keys[0]), peers)
     if peers.size == 2:
         found = (
-            f"The replicas of the two ranks differ, in {shown}. The next start names it: it computes this step again."
+            f"The replicas of ranks 0 and 1 differ, in {shown}: value {at} of {keys[0]} is {values[0]:g} on rank 0 and "
+            f"{values[-1]:g} on rank 1. The next start computes this step again and says which of them was wrong."
         )
     else:
         found = (
@@ -85,18 +105,43 @@ def compare_replicas(parts: Mapping[str, Part], copies: Mapping[str, list[Source
         f"memory or GPU is faulty (look for ECC errors): exclude that machine. Devices of different kinds round "
         f"differently and cannot hold replicas of one run; use parallel.zero 3 for them."
     )
-    error.digests = [{key: each[key] for keys in odd.values() for key in keys if key in each} for each in digests]
+    error.digests = [{key: each[key] for key in keys if key in each} for each in digests]
+    error.key, error.at, error.values = keys[0], at, values
     raise error
+
+
+def value_at(parts: Mapping[str, Part], copies: Mapping[str, list[Source]], key: str, at: int) -> float | None:
+    """The value at a place of a box; None where this rank does not hold it."""
+    return next((float(values.reshape(-1)[at]) for one, values in _boxes(parts, copies) if one == key), None)
+
+
+def _boxes(parts: Mapping[str, Part], copies: Mapping[str, list[Source]]) -> Iterator[tuple[str, Tensor]]:
+    """The boxes that other ranks hold too, by name and place."""
+    for name, number in (source for sources in copies.values() for source in sources):
+        place, values = boxes_of(parts[name])[number]
+        yield f"{name}|{place}", values
+
+
+def _first_difference(box: Tensor | None, peers: Peers) -> tuple[int, list[float]]:
+    """The place of the first value that differs among the ranks that have this box, and what they have there. A box may
+    be large, so the ranks narrow it down by the bits of its pieces."""
+    flat, at = None if box is None else box.reshape(-1), 0
+    while True:
+        pieces = [] if flat is None else list(flat.split(-(-flat.numel() // PIECES)))
+        said = [each for each in peers.gather([_digest([piece]) for piece in pieces]) if each]
+        first = next(number for number, found in enumerate(zip(*said, strict=True)) if len(set(found)) > 1)
+        if flat is not None:
+            at += first * len(pieces[0])
+            flat = pieces[first]
+        if all(each is None or each == 1 for each in peers.gather(None if flat is None else flat.numel())):
+            found = peers.gather([] if flat is None else [at, str(float(flat[0]))])
+            return next(int(each[0]) for each in found if each), [float(each[1]) for each in found if each]
 
 
 @torch.no_grad()
 def box_digests(parts: Mapping[str, Part], copies: Mapping[str, list[Source]]) -> dict[str, int]:
     """A number for the bits of each box that other ranks hold too."""
-    found = {}
-    for name, number in (source for sources in copies.values() for source in sources):
-        place, values = boxes_of(parts[name])[number]
-        found[f"{name}|{place}"] = _digest([values])
-    return found
+    return {key: _digest([values]) for key, values in _boxes(parts, copies)}
 
 
 def _digest(boxes: Sequence[Tensor]) -> int:
