@@ -60,9 +60,29 @@ def test_explain_prints_findings_and_writes_json(z2a, tmp_path):
     file = tmp_path / "run.json"
     ended = z2a("perf", "explain", run, "--json", file)
     assert ended.code == 0, ended.err
-    for expected in ("The run is limited by", "1. evaluation", "evaluate half as often", "steps kept", "MFU"):
+    for expected in ("The run is limited by", "1. evaluation", "evaluate half as often", "validate", "MFU"):
         assert expected in ended.out
     assert json.loads(file.read_text())["findings"][0]["what"] == "evaluation"
+
+
+def test_goodput_and_explain_give_one_account_of_a_run_that_was_stopped(z2a, tmp_path):
+    made = MadeRun(tmp_path / "run").write(1, 40, "preempted")
+    made.now += 1000.0
+    run = made.write(41, 60, resumed_from=40).folder
+    said = [z2a(*verb, run) for verb in (("goodput",), ("perf", "explain"))]
+    assert all("not counted: 1,000.0 s between an end and the next start" in ended.out for ended in said)
+    found = [
+        json.loads(z2a(*words).out) for words in (("goodput", run, "--json"), ("perf", "explain", run, "--json", "-"))
+    ]
+    assert found[0]["seconds"] == found[1]["seconds"]
+    assert found[0]["goodput"] == pytest.approx(60 / 70, rel=0.02)
+
+
+def test_goodput_of_a_folder_without_metrics_of_training_is_refused(z2a, tmp_path):
+    (tmp_path / "run/metrics").mkdir(parents=True)
+    ended = z2a("goodput", tmp_path / "run")
+    assert ended.code == 3, ended.err
+    assert "There are no metrics of training" in ended.err
 
 
 def test_diff_prints_what_differs(z2a, tmp_path):

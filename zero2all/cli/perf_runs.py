@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from zero2all.cli.goodput import print_stopped
 from zero2all.cli.runs import add_run, open_run
 from zero2all.cli.verb import Subparsers, add_flags, add_json, add_verb, add_work, real, whole, write_json_result
 from zero2all.common.errors import UsageError
@@ -244,17 +245,21 @@ def _explain(arguments: argparse.Namespace) -> None:
             print()
             for title, rows in _explain_tables(explanation):
                 print_table(rows, title)
+            print_stopped(explanation.record.account)
 
 
 def _explain_tables(explanation: Explanation) -> list[tuple[str, list[list[str]]]]:
     record = explanation.record
     tables = []
-    if total := record.wall_seconds:
-        rows = [["wall time", "seconds", "%"]]
+    account = record.account
+    if total := account.total_seconds:
+        rows = [["time of the run", "seconds", "%"]]
         rows += [
-            [t(name), f"{spent:,.2f}", f"{100 * spent / total:.1f}"] for name, spent in record.wall.items() if spent
+            [t(cause), f"{spent:,.2f}", f"{100 * spent / total:.1f}"]
+            for cause, spent in account.seconds.items()
+            if spent
         ]
-        tables.append(("from the first start to the last row", rows))
+        tables.append(("from its first start to its last row, as `z2a goodput` counts it", rows))
     if step := sum(record.parts.values()):
         rows = [["part of a step", "ms", "%"]]
         parts = sorted(record.parts.items(), key=lambda part: -part[1])
