@@ -33,6 +33,15 @@ def test_simulate_from_tokens_equals_simulate_from_days(z2a):
     assert by_tokens["bands"]["days"] == pytest.approx(by_days["bands"]["days"])
 
 
+def test_simulate_reads_tokens_as_every_other_verb_does(z2a):
+    speed = ("--tokens-per-gpu-second", "1.2k", "--json", "-")
+    found = [json.loads(z2a(*SMALL[:4], *SMALL[6:], "--tokens", text, *speed).out) for text in ("1.5T", "1.5e12")]
+    assert found[0] == found[1]
+    ended = z2a(*SMALL[:4], "--tokens", "1.5 x", *speed)
+    assert ended.code == 2
+    assert "got '1.5 x', expected a whole number of at least 1, such as 8, 4096, 1.1e9 or 7.5B" in ended.err
+
+
 def test_slow_links_slow_the_run_by_their_share_of_a_step(z2a):
     words = ("--communication-share", "0.2", "--link-speed", "0.5", "--json", "-")
     assert json.loads(z2a(*SMALL, *words).out)["plan"]["work_seconds"] == pytest.approx(1.2 * 3 * 86400)
@@ -63,6 +72,17 @@ def test_explain_prints_findings_and_writes_json(z2a, tmp_path):
     for expected in ("The run is limited by", "1. evaluation", "evaluate half as often", "validate", "MFU"):
         assert expected in ended.out
     assert json.loads(file.read_text())["findings"][0]["what"] == "evaluation"
+
+
+def test_a_figure_that_is_zero_in_both_runs_has_not_changed(z2a, tmp_path):
+    first, second = (MadeRun(tmp_path / name, metrics={"loss/zh": 0.0}).write(1, 200).folder for name in "ab")
+    third = MadeRun(tmp_path / "c", metrics={"loss/zh": 0.5}).write(1, 200).folder
+    row = next(line for line in z2a("perf", "diff", first, second).out.splitlines() if "loss/zh" in line)
+    assert "+0.00 %" in row
+    row = next(line for line in z2a("perf", "diff", first, third).out.splitlines() if "loss/zh" in line)
+    assert row.split()[-3:] == ["–", "–", "worse"]
+    for other in (second, third):
+        assert "nan" not in z2a("perf", "diff", first, other).out.lower()
 
 
 def test_goodput_and_explain_give_one_account_of_a_run_that_was_stopped(z2a, tmp_path):

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.goodput import print_stopped
 from zero2all.cli.runs import add_run, open_run
-from zero2all.cli.verb import Subparsers, add_flags, add_json, add_verb, add_work, real, whole, write_json_result
+from zero2all.cli.verb import (
+    Subparsers,
+    add_flags,
+    add_json,
+    add_verb,
+    add_work,
+    amount,
+    count,
+    real,
+    whole,
+    write_json_result,
+)
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
@@ -42,8 +54,8 @@ def _register_simulate(inner: Subparsers) -> None:
     add_flags(
         parser,
         ("--gpus-per-node N", whole(1), 8, "GPUs of a node (default 8)"),
-        ("--tokens N", positive, None, "tokens to train on, with --tokens-per-gpu-second"),
-        ("--tokens-per-gpu-second N", positive, None, "speed of a GPU while nothing disturbs"),
+        ("--tokens N", count, None, "tokens to train on, with --tokens-per-gpu-second"),
+        ("--tokens-per-gpu-second N", amount, None, "speed of a GPU while nothing disturbs"),
         ("--days N", positive, None, "days of undisturbed training, instead of --tokens"),
         ("--failures-per-gpu-hour X", real(0.0), None, rate_help),
         ("--shares KIND=X,…", str, None, shares_help),
@@ -329,9 +341,12 @@ def _print_diff(diff: RunDiff) -> None:
             print(t(f"{title}: no difference is recorded"))
     rows = [["figure", *names, "change", "noise", "verdict"]]
     for each in diff.figures:
-        noise = "–" if each.error != each.error else f"± {100 * each.error / max(abs(each.first), 1e-30):.2g} %"
+        noise = each.error / abs(each.first) if each.first else math.nan
         figures = (f"{value:,.5g}" for value in (each.first, each.second))
-        rows.append([t(each.name), *figures, f"{100 * each.change:+.2f} %", noise, t(each.verdict)])
+        change = "–" if math.isnan(each.change) else f"{100 * each.change:+.2f} %"
+        rows.append(
+            [t(each.name), *figures, change, "–" if math.isnan(noise) else f"± {100 * noise:.2g} %", t(each.verdict)]
+        )
     print_table(rows, "the second run beside the first (noise: one standard error of the difference)")
     if diff.loss_tokens is not None:
         low, high = diff.loss_tokens
