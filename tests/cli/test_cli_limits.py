@@ -170,13 +170,6 @@ def test_every_verb_that_takes_a_model_knows_the_same_names(z2a, tmp_path):
     assert "bfloat16" in z2a(*PREDICTED, "llama-3.1-8b").out
 
 
-def test_the_selftest_prints_its_table(z2a):
-    ended = z2a("perf", "selftest")
-    assert ended.code == 0
-    assert "Daly" in ended.out
-    assert "agree. The largest difference is" in ended.out
-
-
 def test_a_calculator_needs_neither_torch_nor_numpy():
     code = """
 import sys

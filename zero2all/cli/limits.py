@@ -254,10 +254,6 @@ def register(inner: Subparsers) -> None:
             kind, about = FLAGS[flag]
             parser.add_argument(f"--{flag}", default=None, metavar=KINDS[kind][1], help=about)
         add_json(parser)
-    selftest = add_verb(
-        inner, "selftest", "recompute every worked example of the formulas", "z2a perf selftest", _selftest
-    )
-    add_json(selftest)
 
 
 def _flags(verb: str) -> list[str]:
@@ -431,11 +427,3 @@ def show(answer: Answer, json_path: Path | None) -> None:
     print_table(answer.rows(), answer.title)
     for line in (answer.convention, *answer.notes):
         print(t(line))
-
-
-def _selftest(arguments: argparse.Namespace) -> int:
-    from zero2all.limits.selftest import selftest
-
-    found, failed = selftest()
-    show(found, arguments.json)
-    return 1 if failed else 0
