@@ -26,6 +26,12 @@ def test_simulate_writes_only_json_to_standard_output(z2a):
     assert found["plan"]["failures_per_gpu_hour"] == pytest.approx(1.973e-5, rel=1e-3)
 
 
+def test_a_run_without_failures_is_said_to_have_none(z2a):
+    ended = z2a(*SMALL, "--failures-per-gpu-hour", "0")
+    assert "no failures; a checkpoint every" in ended.out
+    assert "inf" not in ended.out
+
+
 def test_simulate_from_tokens_equals_simulate_from_days(z2a):
     tokens = ("--tokens", str(512 * 100.0 * 3 * 86400), "--tokens-per-gpu-second", "100", "--json", "-")
     by_days = json.loads(z2a(*SMALL, "--json", "-").out)
@@ -53,6 +59,8 @@ def test_slow_links_slow_the_run_by_their_share_of_a_step(z2a):
         (("--tokens", "1e9"), "--tokens with --tokens-per-gpu-second, or --days"),
         (("--shares", "fire=1"), "fire is not a kind"),
         (("--shares", "process"), "expected kinds and shares"),
+        (("--shares", "process=nan"), "must be at least 0 and sum to 1"),
+        (("--days", "1e30"), "expected a number, above 0 and at most 100000"),
         (("--slow-nodes", "1,2"), "expected three numbers"),
         (("--slow-links", "0.1,0.5,3"), "--communication-share says"),
         (("--least-nodes", "70", "--stall-seconds", "99"), "at most 64 nodes; got 70; a save stalls"),

@@ -343,6 +343,12 @@ def _model(
         )
         return None
     if "params" in values:
+        tables = 2 * get("vocab_size", 0) * get("hidden_size", 0)
+        if get("active", 0) > values["params"]:
+            problems.append(Problem("--active", get("active"), f"at most the parameters ({values['params']:,})"))
+        if tables >= values["params"]:
+            rule = f"tables smaller than the model: 2 x {get('hidden_size')} wide, and {values['params']:,} parameters"
+            problems.append(Problem("--vocab-size", get("vocab_size"), rule))
         return counted_by_total(
             values["params"], get("active"), get("layers"), get("hidden_size"), get("vocab_size"), seq_len
         )

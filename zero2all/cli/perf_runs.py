@@ -56,7 +56,7 @@ def _register_simulate(inner: Subparsers) -> None:
         ("--gpus-per-node N", whole(1), 8, "GPUs of a node (default 8)"),
         ("--tokens N", count, None, "tokens to train on, with --tokens-per-gpu-second"),
         ("--tokens-per-gpu-second N", amount, None, "speed of a GPU while nothing disturbs"),
-        ("--days N", positive, None, "days of undisturbed training, instead of --tokens"),
+        ("--days N", real(0.0, 1e5, is_open=True), None, "days of undisturbed training, instead of --tokens"),
         ("--failures-per-gpu-hour X", real(0.0), None, rate_help),
         ("--shares KIND=X,…", str, None, shares_help),
     )
@@ -187,10 +187,11 @@ def _print_simulation(outcome: Outcome, tokens: float | None) -> None:
 
     plan = outcome.plan
     mean = plan.mean_seconds_between_failures
+    failing = t(f"a failure every {mean / 3600:.3g} h") if math.isfinite(mean) else t("no failures")
     print(
         t(
             f"{plan.nodes} nodes x {plan.gpus_per_node} GPUs, {plan.spare_nodes} spare; {plan.work_seconds / DAY:.4g} "
-            f"days undisturbed; a failure every {mean / 3600:.3g} h; a checkpoint every {plan.interval:,.0f} s"
+            f"days undisturbed; {failing}; a checkpoint every {plan.interval:,.0f} s"
         )
     )
     rows = [["", "10 %", "50 %", "90 %"]]
