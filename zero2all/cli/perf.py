@@ -175,8 +175,7 @@ def _ablate(arguments: argparse.Namespace) -> int:
         raise UsageError(f"`z2a perf ablate` needs CONFIG: {MODEL_HELP}. Only --list does without.")
     from zero2all.perf.ablate import AblateOptions, ablate
     from zero2all.perf.batch import parse_batch
-    from zero2all.perf.report import write_report
-    from zero2all.perf.summary import batch_tables, cells, device_of, heading, notes
+    from zero2all.perf.summary import batch_tables, cells, device_of, heading, notes, write_report
 
     stem = Path(arguments.config).stem
     output = arguments.output or Path(f"ablation-{stem}")
@@ -242,8 +241,7 @@ def _register_infer(inner: Subparsers) -> None:
 def _infer(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
     from zero2all.common.workspace import Workspace
-    from zero2all.perf.infer import InferOptions, cells, measure_inference
-    from zero2all.perf.infer_report import write_picture, write_results
+    from zero2all.perf.infer import InferOptions, cells, measure_inference, write_picture, write_results
 
     output = arguments.output or Path(f"inference-{Path(arguments.model).stem}")
     found = measure_inference(
