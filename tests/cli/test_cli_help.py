@@ -52,7 +52,7 @@ def test_the_verbs_of_the_issue_are_all_there():
         *("track import", "track export"),
         *(f"eval {verb}" for verb in EVAL_VERBS),
         *("generate", "chat", "serve", "export", "import", "perf ops", "perf ablate", "perf infer"),
-        *(f"perf {verb}" for verb in (*CALCULATORS, "selftest")),
+        *(f"perf {verb}" for verb in CALCULATORS),
         *("perf memory", "perf link", "perf calibrate", "perf predict", "perf verify", "perf scoreboard"),
         *("perf plan", "perf shapes", "perf profile"),
         *(f"perf bench {verb}" for verb in ("dataloader", "pin", "numa", "compile", "gc", "optimizer", "allreduce")),

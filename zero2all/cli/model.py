@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from zero2all.cli.runs import add_optional_run
-from zero2all.cli.verb import real, whole
+from zero2all.cli.verb import count, real, whole
 
 if TYPE_CHECKING:
     from zero2all.infer.load import LoadedModel
@@ -35,7 +35,7 @@ def add_sampling(parser: argparse.ArgumentParser, temperature: float, max_new_to
     """How tokens are chosen, and when a text ends."""
     parser.add_argument(
         "--max-new-tokens",
-        type=whole(1),
+        type=count,
         default=max_new_tokens,
         metavar="N",
         help=f"most tokens to generate (default {max_new_tokens})",

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from zero2all.cli import limits, perf_bench, perf_link, perf_memory, perf_plan, perf_predict, perf_profile, perf_runs
 from zero2all.cli.verb import (
-    CONFIG_HELP,
     DEVICES,
+    MODEL_HELP,
     Subparsers,
     add_config,
     add_flags,
@@ -19,6 +19,7 @@ from zero2all.cli.verb import (
     add_output,
     add_verb,
     add_work,
+    count,
     real,
     whole,
     write_json_result,
@@ -59,11 +60,11 @@ def _register_ops(inner: Subparsers) -> None:
         "words",
         nargs="*",
         metavar="[bench] [CONFIG]",
-        help=f"bench: measure; CONFIG: {CONFIG_HELP} (default: list for this device, bench z2all-1b)",
+        help=f"bench: measure; CONFIG: {MODEL_HELP} (default: list for this device, bench z2all-1b)",
     )
     add_flags(
         parser,
-        ("--rows N", whole(1), None, "bench: tokens (default: a micro-batch; few on a CPU)"),
+        ("--rows N", count, None, "bench: tokens (default: a micro-batch; few on a CPU)"),
         ("--only OP", str, None, "bench: one operator: rms_norm, linear/qkv, …"),
         ("--seconds N", real(0.0), 0.2, "bench: minimum seconds per figure (default 0.2)"),
     )
@@ -132,7 +133,7 @@ def _register_ablate(inner: Subparsers) -> None:
         _ablate,
         takes_overrides=True,
     )
-    add_config(parser, nargs="?")
+    add_config(parser, MODEL_HELP, nargs="?")
     batch = "samples per pass x tokens x passes per iteration (default: 2x2048x16 and the config's own)"
     compile_jobs = "compile N rows beside each other, measure them in turn; the GPU must hold N (default 1)"
     report = "measure nothing; show the results in --output, also those of another machine"
@@ -171,11 +172,10 @@ def _ablate(arguments: argparse.Namespace) -> int:
         print_table([["row", "what it is", "changes"], *listed])
         return 0
     if arguments.config is None:
-        raise UsageError(f"`z2a perf ablate` needs CONFIG: {CONFIG_HELP}. Only --list does without.")
+        raise UsageError(f"`z2a perf ablate` needs CONFIG: {MODEL_HELP}. Only --list does without.")
     from zero2all.perf.ablate import AblateOptions, ablate
     from zero2all.perf.batch import parse_batch
-    from zero2all.perf.report import write_report
-    from zero2all.perf.summary import batch_tables, cells, device_of, heading, notes
+    from zero2all.perf.summary import batch_tables, cells, device_of, heading, notes, write_report
 
     stem = Path(arguments.config).stem
     output = arguments.output or Path(f"ablation-{stem}")
@@ -219,7 +219,7 @@ def _register_infer(inner: Subparsers) -> None:
         takes_overrides=True,
     )
     parser.add_argument(
-        "model", metavar="MODEL", help=f"a run, a Hugging Face folder, or, for random weights, {CONFIG_HELP}"
+        "model", metavar="MODEL", help=f"a run, a Hugging Face folder, or, for random weights, {MODEL_HELP}"
     )
     dtypes, dtype = (
         ("float32", "bfloat16", "float16"),
@@ -228,8 +228,8 @@ def _register_infer(inner: Subparsers) -> None:
     add_flags(
         parser,
         ("--batch N,…", str, None, "sequences at once (default: 1,8,64,256 on a GPU, 1,8 on a CPU)"),
-        ("--prompt N", whole(1), 128, "tokens of a prompt (default 128)"),
-        ("--new N", whole(1), None, "tokens of an answer (default: 256 on a GPU, 32 on a CPU)"),
+        ("--prompt N", count, 128, "tokens of a prompt (default 128)"),
+        ("--new N", count, None, "tokens of an answer (default: 256 on a GPU, 32 on a CPU)"),
         ("--device", DEVICES, DEVICES[0], "device (default: auto)"),
         ("--dtype", dtypes, None, dtype),
     )
@@ -241,8 +241,7 @@ def _register_infer(inner: Subparsers) -> None:
 def _infer(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
     from zero2all.common.workspace import Workspace
-    from zero2all.perf.infer import InferOptions, cells, measure_inference
-    from zero2all.perf.infer_report import write_picture, write_results
+    from zero2all.perf.infer import InferOptions, cells, measure_inference, write_picture, write_results
 
     output = arguments.output or Path(f"inference-{Path(arguments.model).stem}")
     found = measure_inference(

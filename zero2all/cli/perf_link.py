@@ -6,6 +6,7 @@ import argparse
 
 from zero2all.cli.perf_predict import PROFILE
 from zero2all.cli.verb import (
+    MODEL_HELP,
     Subparsers,
     add_config,
     add_flags,
@@ -28,7 +29,7 @@ def register(inner: Subparsers) -> None:
         _link,
         takes_overrides=True,
     )
-    add_config(parser)
+    add_config(parser, MODEL_HELP)
     add_work(parser)
     above = real(0.0, is_open=True)
     parser.add_argument("--gbit", type=above, required=True, metavar="N", help="speed of the link in Gbit/s")

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from zero2all.cli.verb import (
+    MODEL_HELP,
     Subparsers,
     add_config,
     add_flags,
@@ -37,7 +38,7 @@ def register(inner: Subparsers) -> None:
         _memory,
         takes_overrides=True,
     )
-    add_config(parser)
+    add_config(parser, MODEL_HELP)
     memory = "memory of another GPU, in GiB (2^30 bytes), as torch reports it"
     add_flags(
         parser,

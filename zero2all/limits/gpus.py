@@ -74,8 +74,3 @@ def device_of(name: str) -> str:
     """The driver's name of a GPU that may have one of ours."""
     gpu = GPUS.get(name)
     return next((device for device, known in DEVICE_NAMES.items() if gpu and known == gpu.name), name)
-
-
-def tensor_core_peak(clock_hz: float, units: int, fma_per_clock: int) -> float:
-    """Peak FLOP/s = clock x SMs x 4 tensor cores x fused multiply-adds per clock of each x 2."""
-    return clock_hz * units * 4 * fma_per_clock * 2

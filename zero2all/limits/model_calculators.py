@@ -68,7 +68,10 @@ def lacking(model: Counted, seq_len: float | None) -> list[str]:
 
 
 def hardware_flops(model: Counted, found: dict[str, float], recompute: str) -> float | None:
-    """FLOPs per token with those of a second forward pass, convention `causal`; None where too little is known."""
+    """FLOPs per token with those of a second forward pass, convention `causal`; None where too little is known. Of a
+    model whose attention is not known, 8 N with full recomputation (Narayanan eq. 4)."""
+    if "causal" not in found and recompute == "full":
+        return 8.0 * model.active
     if "causal" not in found or recompute == "none":
         return found.get("causal")
     attention = (found["palm"] - found["causal"]) / 3
@@ -198,10 +201,13 @@ def mfu(
             how = f"of {best}, the best matmul that was published: one figure for H100 and H200, whose chip is the same"
         terms.append(Term(f"MAMFU {headline}", share, "share", how))
     executed = hardware_flops(model, found, recompute)
-    if executed is not None and recompute != "none":
-        how = f"{executed / 1e9:.4g} GFLOP/token: causal, with what is recomputed"
-        terms.append(Term(f"HFU {recompute}", tokens_per_second * executed / (gpus * peak), "share", how))
     notes = [f"Headline: {headline}. Compare only figures of one convention and one peak.", *lacking(model, seq_len)]
+    if executed is not None and recompute != "none":
+        counted = "causal" if "causal" in found else "6N"
+        how = f"{executed / 1e9:.4g} GFLOP/token: {counted}, with what is recomputed"
+        terms.append(Term(f"HFU {recompute}", tokens_per_second * executed / (gpus * peak), "share", how))
+    elif recompute != "none":
+        notes.append(f"No HFU: what {recompute} recomputation adds depends on the attention, which is not known here.")
     least = min(found.values())
     if tokens_per_second * least > gpus * peak:
         most = f"at most {gpus * peak / least:,.0f} tokens/s: the peak of {gpus} GPUs"

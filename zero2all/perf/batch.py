@@ -10,7 +10,8 @@ from zero2all.common.errors import UsageError
 from zero2all.common.files import MANIFEST_NAME
 from zero2all.common.manifest import read_manifest
 from zero2all.common.workspace import Workspace
-from zero2all.config import RunConfig, load_config
+from zero2all.config import RunConfig
+from zero2all.perf.models import load_model_config
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,9 @@ def check_batch(batch: BatchShape, config: RunConfig) -> None:
 
 def load_measured_config(source: str, overrides: list[str]) -> tuple[RunConfig, list[str]]:
     """The config and what was assumed: random tokens need a size of the vocabulary, and have no documents to mask."""
-    config, notes = with_vocabulary(load_config(source, overrides))
+    loaded, assumed = load_model_config(source, overrides)
+    config, notes = with_vocabulary(loaded)
+    notes = [*assumed, *notes]
     if config.data.document_mask:
         notes.append("data.document_mask is ignored: random tokens have no documents")
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, document_mask=False))

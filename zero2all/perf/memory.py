@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zero2all.common.language import translate as t
-from zero2all.config import RunConfig, load_config
+from zero2all.config import RunConfig
 from zero2all.limits.cards import GIB, NCCL_BYTES, Card
 from zero2all.limits.fit import Change, changes_that_help, process_bytes
 from zero2all.limits.memory import STATE_PARTS, MemoryEstimate, MemorySettings, binary_size, estimate_memory
@@ -23,6 +23,7 @@ from zero2all.packed.loader import rank_rows
 from zero2all.parallel.check import check_spread
 from zero2all.parallel.mesh import Mesh
 from zero2all.perf.batch import with_vocabulary
+from zero2all.perf.models import load_model_config, precision_notes
 from zero2all.perf.pictures import write_png
 from zero2all.track.plot import ALARM, COLORS, INK
 from zero2all.train.micro_batch import memory_settings, pass_sizes
@@ -83,7 +84,9 @@ class MemoryReport:
 
 def memory_report(source: str, overrides: list[str], card: Card | None, ranks: int) -> MemoryReport:
     """The report on a config; `card` None: this machine's GPU, which must be there."""
-    config, notes = with_vocabulary(load_config(source, overrides))
+    loaded, assumed = load_model_config(source, overrides)
+    config, notes = with_vocabulary(loaded)
+    notes = [*assumed, *precision_notes(config, source, overrides), *notes]
     sizes = check_spread(config, ranks)
     is_here = card is None
     card = card or card_here()

@@ -114,6 +114,7 @@ class Prediction:
             "machine": self.machine.name,
             "source": self.machine.source,
             "batch": str(self.batch),
+            "precision": self.settings.precision,
             "processes": self.settings.processes,
             "seconds": {"lower": self.step.lower, "estimate": self.step.estimate, "upper": self.step.upper},
             "tokens_per_step": self.step.tokens,

@@ -87,6 +87,12 @@ class RunReader:
         """What later attempts took back, in order of steps; a step may be there more than once."""
         return self._join(metric)[1]
 
+    def written(self, metric: str, writer: str) -> Series:
+        """Every point of a metric that one writer wrote, also those taken back, file by file."""
+        with self._lock:
+            own = [file for file in self._in_order() if file.writer == writer]
+            return concatenate([file.columns.points(metric) or NO_POINTS for file in own])
+
     def buckets(
         self,
         metric: str,
