@@ -81,9 +81,7 @@ def task_lines(section: dict[str, Any]) -> list[str]:
         forms = ", ".join(f"{task} ({form})" for task, form in found["forms"].items())
         lines.append(t(f"  {names[language]}: {found['score']:.1%} above chance, the mean of {forms}"))
     if section["summary"]:
-        lines.append(
-            t("  Each task is in the form that suits it best on these same items, so the mean is a little too high.")
-        )
+        lines.append(t("  The form of a task is chosen on one half of its items and scored on the other."))
     problems = section["problems"]
     if problems:
         lines += [t("  left out:"), *(f"    {line}" for line in problems[:PROBLEMS_SHOWN])]

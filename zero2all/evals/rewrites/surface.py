@@ -94,7 +94,7 @@ INSTRUCTIONS = {
 
 
 def _instruction(item: Item, _: random.Random) -> Sequence[Item]:
-    """Other words around the question; right only if right in all of them."""
+    """Other words around the question."""
     if item.shape != QUESTION:
         return ()
     passage = f"{item.context}\n" if item.context else ""
@@ -112,6 +112,6 @@ SURFACE = (
     Rewrite("R11.width", "letters and digits in the other width", _width),
     Rewrite("R11.traditional", "traditional Han", _traditional),
     Rewrite("R11.numerals", "numbers in words", _numerals),
-    Rewrite("R11.wording", "other words around it; right only if all are", of_choices(_instruction), "cloze", "cloze"),
+    Rewrite("R11.wording", "other words around it", of_choices(_instruction), "cloze", "cloze"),
     Rewrite("R11.options_first", "options before the question", of_choices(_options_first), "choice", "cloze"),
 )

@@ -99,5 +99,5 @@ WORDING = (
     Rewrite("R15", "question in the other language, same options", of_choices(_other_language)),
     Rewrite("R16", "all `question + answer X` in the context", of_choices(_all_statements), "cloze", "cloze"),
     Rewrite("R18.one", "another wording of the question", _paraphrase),
-    Rewrite("R18.all", "all other wordings; right only if all are", _paraphrases),
+    Rewrite("R18.all", "all other wordings", _paraphrases),
 )
