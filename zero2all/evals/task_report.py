@@ -7,7 +7,7 @@ from typing import Any
 
 from zero2all.common.language import columns, padded
 from zero2all.common.language import translate as t
-from zero2all.evals.contamination import dirty_ids, split_accuracy, split_words
+from zero2all.evals.contamination import contaminated_ids, split_accuracy, split_words
 from zero2all.evals.items import Task
 from zero2all.evals.judge import FormResult, judge, summary
 from zero2all.evals.tasks.list import TaskQuestions
@@ -24,17 +24,17 @@ def task_section(
     results = judge(engine, tasks, questions.forms, questions.shots, questions.limit, run_code=questions.run_code)
     problems = [line for task in tasks for line in (f"{task.name} {problem}" for problem in task.problems)]
     problems += dict.fromkeys(line for result in results for line in result.problems)  # those of cloze come twice
-    dirty = {task.name: dirty_ids(contamination, task) for task in tasks}
-    values = [_as_values(result, dirty[result.task]) for result in results]
+    found = {task.name: contaminated_ids(contamination, task) for task in tasks}
+    values = [_as_values(result, found[result.task]) for result in results]
     return {"results": values, "summary": summary(results), "problems": problems}
 
 
-def _as_values(result: FormResult, dirty: set[str] | None) -> dict[str, Any]:
+def _as_values(result: FormResult, found: dict[str, set[str]] | None) -> dict[str, Any]:
     values = asdict(result)
     del values["problems"]
     correct = {each.id: each.correct for each in result.per_item if each.correct is not None}
-    if dirty is not None and correct:
-        values["contamination"] = split_accuracy(correct, dirty)
+    if found is not None and correct:
+        values["contamination"] = split_accuracy(correct, found)
     return {**values, "centred": result.centred, "centred_interval": result.centred_interval}
 
 
