@@ -56,17 +56,20 @@ def _harness(arguments: argparse.Namespace) -> None:
     require_lm_eval()
     workspace = workspace_of(arguments)
 
-    from zero2all.common.files import write_json
+    from zero2all.common.progress import say
+    from zero2all.evals.options import report_path, write_report
     from zero2all.infer.engine import Engine
     from zero2all.infer.load import load_model
 
     loaded = load_model(arguments.run, workspace, arguments.step)
     found = run_harness(Engine(loaded), arguments.tasks, arguments.include, arguments.shots, arguments.limit)
-    report = {"run": loaded.name, "step": loaded.step, "tokens": loaded.tokens, **found}
+    settings = {name: getattr(arguments, name) for name in ("tasks", "shots", "limit")}
+    settings["include"] = None if arguments.include is None else str(arguments.include)
+    report = {"run": loaded.name, "step": loaded.step, "tokens": loaded.tokens, "settings": settings, **found}
     print("\n".join(harness_lines(report)))
     if loaded.config is not None and loaded.folder is not None:
-        path = loaded.folder / "eval" / f"harness-step-{loaded.step:08d}.json"
-        write_json(path, report)
+        path = report_path(loaded.folder, loaded.step, "harness-")
+        write_report(path, report, say)
         print(t(f"written to {path}"))
 
 

@@ -201,7 +201,8 @@ class _Asking:
         if limit is not None and limit < len(items):
             places = sorted(random.Random(f"{seed} {task.name}").sample(range(len(items)), limit))
             items = [items[place] for place in places]
-        self.items = [(item, ways.pick_shots(task, item, self.count, seed)) for item in items]
+        shots_of = ways.Shots(task, self.count, seed).of
+        self.items = [(item, shots_of(item)) for item in items]
         self.golds: FormResult | None = None  # of the cloze form, which scores the right answers too
 
     def ask(self, form: str) -> list[FormResult]:
