@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from zero2all.cli.benchmarks import add_data
+from zero2all.cli.benchmarks import add_data, names
 from zero2all.cli.runs import add_run_name
 from zero2all.cli.verb import Subparsers, add_verb, whole, workspace_of
 from zero2all.common.language import translate as t
@@ -22,7 +22,7 @@ def register(inner: Subparsers) -> None:
     )
     add_run_name(parser)
     parser.add_argument(
-        "--tasks", type=_names, required=True, metavar="NAMES", help="names of tasks, separated by commas"
+        "--tasks", type=names, required=True, metavar="NAMES", help="names of tasks, separated by commas"
     )
     parser.add_argument("--include", type=Path, metavar="DIR", help="folder with tasks that lm-eval does not have")
     parser.add_argument("--step", type=whole(0), metavar="N", help="checkpoint to use (default: the newest)")
@@ -38,16 +38,9 @@ def register(inner: Subparsers) -> None:
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write to")
     add_data(parser)
-    parser.add_argument("--tasks", type=_names, default=["all"], metavar="NAMES", help="which ones (default: all)")
+    parser.add_argument("--tasks", type=names, default=("all",), metavar="NAMES", help="which ones (default: all)")
     parser.add_argument("--shots", type=whole(0), metavar="N", help="examples in a prompt (default: as the set says)")
     parser.add_argument("--limit", type=whole(1), metavar="N", help="only the first N items of each")
-
-
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise argparse.ArgumentTypeError("expected at least one name")
-    return names
 
 
 def _harness(arguments: argparse.Namespace) -> None:

@@ -189,6 +189,13 @@ def wilson(right: int, total: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
+def limited(task: str, items: Sequence[Item], limit: int | None, seed: int) -> list[Item]:
+    """At most so many items of a task, the same ones for the same seed."""
+    if limit is None or limit >= len(items):
+        return list(items)
+    return [items[place] for place in sorted(random.Random(f"{seed} {task}").sample(range(len(items)), limit))]
+
+
 class _Asking:
     """One task, asked of one model."""
 
@@ -197,10 +204,7 @@ class _Asking:
     ) -> None:
         self.engine, self.task, self.labels, self.run_code = engine, task, labels, run_code
         self.count = min(task.default_shots if shots is None else shots, len(task.shots))
-        items = list(task.items)
-        if limit is not None and limit < len(items):
-            places = sorted(random.Random(f"{seed} {task.name}").sample(range(len(items)), limit))
-            items = [items[place] for place in places]
+        items = limited(task.name, task.items, limit, seed)
         shots_of = ways.Shots(task, self.count, seed).of
         self.items = [(item, shots_of(item)) for item in items]
         self.golds: FormResult | None = None  # of the cloze form, which scores the right answers too

@@ -15,7 +15,6 @@ difference with a paired 95 % interval. Two things would look like a gap and are
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,11 +22,10 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from zero2all.evals.items import CODE, Item, Task
-from zero2all.evals.judge import Z95, FormResult, judge
+from zero2all.evals.judge import Z95, FormResult, judge, limited
 from zero2all.evals.rewrites.base import Rewrite, order_of, origin_of, rewritten
-from zero2all.evals.rewrites.list import Chain
+from zero2all.evals.rewrites.list import Chain, ShotRewrite
 from zero2all.evals.rewrites.options import HARDEST
-from zero2all.evals.rewrites.shots import ShotRewrite
 from zero2all.infer.engine import Engine
 
 DOES_NOT_FIT = "the rewrite does not fit"
@@ -77,18 +75,12 @@ def measure_rewrites(
     the original items may be asked (None: all)."""
     report: dict[str, Any] = {}
     for task in tasks:
-        asking = _Asking(engine, _limited(task, limit, seed), shots, seed, forms)
+        items = [item for item in task.items if item.shape != CODE]  # programs are not rewritten
+        task = replace(task, items=tuple(limited(task.name, items, limit, seed)))
+        asking = _Asking(engine, task, shots, seed, forms)
         rows = [row for name, chain in chains.items() for row in asking.rows(name, chain)]
         report[task.name] = {"rows": rows, "spread": gap_spread(rows), "consistency": asking.consistency()}
     return report
-
-
-def _limited(task: Task, limit: int | None, seed: int) -> Task:
-    items = [item for item in task.items if item.shape != CODE]  # programs are not rewritten
-    if limit is not None and limit < len(items):
-        places = sorted(random.Random(f"{seed} {task.name}").sample(range(len(items)), limit))
-        items = [items[place] for place in places]
-    return replace(task, items=tuple(items))
 
 
 class _Asking:
