@@ -88,14 +88,18 @@ def test_a_checkpoint_deleted_before_it_was_evaluated_is_named(run):
     assert list(watcher.left_out) == [20]
 
 
-def test_a_report_with_other_settings_is_kept_under_another_name(run):
+@pytest.mark.parametrize("kind", ["", "harness-"])
+def test_a_report_with_other_settings_is_kept_under_another_name(run, kind):
     said: list[str] = []
     for limit in (1, 1, 2, 3):
-        write_report(run, {**report_of(10), "settings": {"limit": limit, "texts": ()}}, said.append)
+        report = {**report_of(10), "settings": {"limit": limit, "texts": ()}}
+        write_report(report_path(run, 10, kind), report, said.append)
     assert len(said) == 2
-    assert "step-00000010.earlier-1.json" in said[0]
+    assert f"{kind}step-00000010.earlier-1.json" in said[0]
     kept = {path.name: read_json(path)["settings"]["limit"] for path in (run / "eval").iterdir()}
-    assert kept == {"step-00000010.json": 3, "step-00000010.earlier-1.json": 1, "step-00000010.earlier-2.json": 2}
+    assert kept == {
+        f"{kind}step-00000010{name}.json": n for name, n in {"": 3, ".earlier-1": 1, ".earlier-2": 2}.items()
+    }
 
 
 def test_a_checkpoint_deleted_while_it_is_read_is_reported_and_skipped(run):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from zero2all.cli.benchmarks import add_data
+from zero2all.cli.benchmarks import add_data, names
 from zero2all.cli.runs import add_run_name
 from zero2all.cli.verb import Subparsers, add_verb, whole, workspace_of
 from zero2all.common.language import translate as t
@@ -22,7 +22,7 @@ def register(inner: Subparsers) -> None:
     )
     add_run_name(parser)
     parser.add_argument(
-        "--tasks", type=_names, required=True, metavar="NAMES", help="names of tasks, separated by commas"
+        "--tasks", type=names, required=True, metavar="NAMES", help="names of tasks, separated by commas"
     )
     parser.add_argument("--include", type=Path, metavar="DIR", help="folder with tasks that lm-eval does not have")
     parser.add_argument("--step", type=whole(0), metavar="N", help="checkpoint to use (default: the newest)")
@@ -38,16 +38,9 @@ def register(inner: Subparsers) -> None:
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write to")
     add_data(parser)
-    parser.add_argument("--tasks", type=_names, default=["all"], metavar="NAMES", help="which ones (default: all)")
+    parser.add_argument("--tasks", type=names, default=("all",), metavar="NAMES", help="which ones (default: all)")
     parser.add_argument("--shots", type=whole(0), metavar="N", help="examples in a prompt (default: as the set says)")
     parser.add_argument("--limit", type=whole(1), metavar="N", help="only the first N items of each")
-
-
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise argparse.ArgumentTypeError("expected at least one name")
-    return names
 
 
 def _harness(arguments: argparse.Namespace) -> None:
@@ -56,17 +49,20 @@ def _harness(arguments: argparse.Namespace) -> None:
     require_lm_eval()
     workspace = workspace_of(arguments)
 
-    from zero2all.common.files import write_json
+    from zero2all.common.progress import say
+    from zero2all.evals.options import report_path, write_report
     from zero2all.infer.engine import Engine
     from zero2all.infer.load import load_model
 
     loaded = load_model(arguments.run, workspace, arguments.step)
     found = run_harness(Engine(loaded), arguments.tasks, arguments.include, arguments.shots, arguments.limit)
-    report = {"run": loaded.name, "step": loaded.step, "tokens": loaded.tokens, **found}
+    settings = {name: getattr(arguments, name) for name in ("tasks", "shots", "limit")}
+    settings["include"] = None if arguments.include is None else str(arguments.include)
+    report = {"run": loaded.name, "step": loaded.step, "tokens": loaded.tokens, "settings": settings, **found}
     print("\n".join(harness_lines(report)))
     if loaded.config is not None and loaded.folder is not None:
-        path = loaded.folder / "eval" / f"harness-step-{loaded.step:08d}.json"
-        write_json(path, report)
+        path = report_path(loaded.folder, loaded.step, "harness-")
+        write_report(path, report, say)
         print(t(f"written to {path}"))
 
 

@@ -58,14 +58,13 @@ def default_file(workspace: Workspace, name: str) -> Path:
     return brought if brought.is_file() else {"probes": OWN_PROBES, "pairs": OWN_PAIRS}[name]
 
 
-def report_path(run: Path, step: int) -> Path:
-    """Where the report of a checkpoint lies."""
-    return run / "eval" / f"step-{step:08d}.json"
+def report_path(run: Path, step: int, kind: str = "") -> Path:
+    """Where the report of a checkpoint lies; `harness-` is the kind of lm-eval's."""
+    return run / "eval" / f"{kind}step-{step:08d}.json"
 
 
-def write_report(run: Path, report: dict[str, Any], say: Callable[[str], None]) -> None:
+def write_report(path: Path, report: dict[str, Any], say: Callable[[str], None]) -> None:
     """Write the report of a checkpoint. An earlier one with other settings is kept beside it under another name."""
-    path = report_path(run, report["step"])
     earlier = _settings_of(path)
     if earlier is not None and earlier != _as_kept(report.get("settings")):
         numbers = itertools.count(1)

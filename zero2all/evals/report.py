@@ -12,7 +12,7 @@ from zero2all.common.language import translate as t
 from zero2all.common.progress import say, terminal_safe
 from zero2all.common.workspace import Workspace
 from zero2all.evals.contamination import read_contamination
-from zero2all.evals.options import EvalOptions, write_report
+from zero2all.evals.options import EvalOptions, report_path, write_report
 from zero2all.evals.pair_file import read_pairs
 from zero2all.evals.pairs import compare_pairs, summarize_pairs
 from zero2all.evals.perplexity import Windows, file_bits_per_byte, held_out_bits_per_byte, validation_bits_per_byte
@@ -36,7 +36,7 @@ def evaluate_run(loaded: LoadedModel, workspace: Workspace, options: EvalOptions
     """Judge a checkpoint; writes the report beside the run, adds its figures to the metrics, and returns it."""
     report = judge_checkpoint(loaded, workspace, options)
     run = workspace.run(loaded.name)
-    write_report(run, report, say)
+    write_report(report_path(run, loaded.step), report, say)
     log_report(run, report)
     return report
 
