@@ -1,10 +1,12 @@
 """A conversation as the prompt of a model, in one of three ways:
 
 - template: the layout the model was trained with, by the tokenizer's message marks or the folder's chat template.
-- frame: for models that have only seen plain text: a written dialogue of questions and answers, which is continued.
+- frame: a written dialogue of questions and answers, which is continued: as the text of the run writes them
+  (`data.question_frames`), or, where that is not known, in a common form with examples.
 - plain: the texts of the messages, one after the other, simply continued.
 
-`auto` takes the template where the model is known to have seen it, else the frame.
+`auto` takes the template where the model is known to have seen it, else the frame of the run's own text; a model of
+which neither is known is a base model, whose messages are continued.
 """
 
 from __future__ import annotations
@@ -90,7 +92,10 @@ def chat_prompt(loaded: LoadedModel, messages: Sequence[Message], frame: str = "
     how = choose(loaded).how if frame == "auto" else frame
     if how == "template":
         return _by_template(loaded, messages)
-    return _as_dialogue(loaded, messages) if how == "frame" else _as_text(messages)
+    if how == "plain":
+        return _as_text(messages)
+    frames = _own_frames(loaded)
+    return _in_own_frame(frames, messages) if frames else _as_dialogue(loaded, messages)
 
 
 def choose(loaded: LoadedModel) -> Choice:
@@ -98,16 +103,19 @@ def choose(loaded: LoadedModel) -> Choice:
     tokenizer = loaded.tokenizer
     if _template_of(loaded) is not None:
         return Choice("template", "the model came with a chat template")
-    if chat_template(tokenizer) is None:
-        return Choice("frame", "the tokenizer has no message tokens and the model has no chat template")
-    learned = _learned_conversations(loaded)
-    if learned is None:
-        return Choice(
-            "frame", "whether the model was trained on conversations is not known; if it was, switch to `template`"
-        )
+    has_marks = chat_template(tokenizer) is not None
+    learned = _learned_conversations(loaded) if has_marks else False
     if learned:
         return Choice("template", "the run was trained on conversations")
-    return Choice("frame", "the run was not trained on conversations")
+    if _own_frames(loaded):
+        return Choice("frame", "the text that this model was trained on asks and answers in this form")
+    if learned is None:
+        return Choice(
+            "plain", "whether the model was trained on conversations is not known; if it was, switch to `template`"
+        )
+    return Choice(
+        "plain", "this is a base model, which continues your text; /frame sets it out as questions and answers"
+    )
 
 
 def _check(messages: Sequence[Message], frame: str) -> None:
@@ -168,6 +176,29 @@ def _has_conversations(packed: Path, read: frozenset[str] | None) -> bool | None
 
 
 # ---- plain text -----------------------------------------------------------------------------------------------
+
+
+def _own_frames(loaded: LoadedModel) -> dict[str, str]:
+    """How the text of the run writes a question and its answer, by language; empty where that is not known."""
+    return (loaded.config.data.question_frames if loaded.config else None) or {}
+
+
+def _in_own_frame(frames: dict[str, str], messages: Sequence[Message]) -> ChatPrompt:
+    """Each question with its answer on a line of its own, as in the text; the end of the line ends the answer."""
+    asked = [message.text for message in messages if message.role == "user"]
+    language = "zh" if asked and _is_chinese(asked[-1]) else "en"
+    before_answer = frames.get(language, next(iter(frames.values()))).removesuffix("{answer}")
+    lines: list[str] = []
+    question = ""
+    for message in messages:
+        if message.role == LEARNED_ROLE:
+            question += message.text
+        if question:
+            lines.append(question)
+        question = before_answer.replace("{question}", message.text) if message.role == "user" else ""
+        if message.role not in ("user", LEARNED_ROLE):
+            lines.append(message.text)
+    return ChatPrompt("\n".join([*lines, question]), ("\n",), (), heal=True, how="frame")
 
 
 def _as_dialogue(loaded: LoadedModel, messages: Sequence[Message]) -> ChatPrompt:
