@@ -79,7 +79,7 @@ def test_base_model_is_asked_in_the_form_in_which_its_own_text_asks(run):
     run = with_frames(run, {"en": "Q: {question} A: {answer}", "zh": "问：{question}答：{answer}"})
     assert choose(run).how == "frame"
     prompt = chat_prompt(run, [*TALK[:-1], Message("user", "And of France?")])
-    assert prompt.prompt == "Be brief.\nQ: The capital of China? A: Beijing.\nQ: And of France? A: "
+    assert prompt.prompt == "Be brief.\nQ: And of France? A: ", "each question by itself, as in the text"
     assert prompt.stop == ("\n",)
     assert prompt.heal
     assert chat_prompt(run, [Message("user", "法国的首都在哪里？")]).prompt == "问：法国的首都在哪里？答："

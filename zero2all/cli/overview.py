@@ -120,7 +120,7 @@ def _runs_in_words(runs: list[Run]) -> list[str]:
         else:
             steps = "?" if run.steps is None else f"{run.steps:,}"
             loss = "?" if run.loss is None else f"{run.loss:.4f}"
-            lines.append(t(f"  run {run.name}: {state}, step {run.step:,} of {steps}, loss {loss}"))
+            lines.append(t(f"  run {run.name}: {state}, step {run.step:,} of {steps}, training loss {loss}"))
     if len(runs) > MANY:
         lines.append(t(f"  and {len(runs) - MANY:,} more (`z2a runs`)"))
     return lines

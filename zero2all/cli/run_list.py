@@ -31,6 +31,9 @@ class Run:
     steps: int | None
     """The step the run ends with."""
     loss: float | None
+    """Of the last training step."""
+    held_out_loss: float | None
+    """Of the last validation, over all held-out tokens."""
     seconds_ago: float | None
     """Since the last row of its metrics."""
     message: str
@@ -42,7 +45,7 @@ def register(verbs: Subparsers) -> None:
     parser = add_verb(
         verbs,
         "runs",
-        "list the runs of a workspace: state, step, loss, size",
+        "list the runs of a workspace: state, step, training and held-out loss, size",
         "z2a runs --work my-workspace",
         _runs,
     )
@@ -59,11 +62,13 @@ def run_folders(runs: Path) -> list[Path]:
 
 def look_at_run(folder: Path) -> Run:
     """How a run stands, from its lock and the head and tail of its metrics."""
-    from zero2all.track.listing import read_status
+    from zero2all.track.listing import last_value, read_status
 
     status, loss = read_status(folder)
+    held_out = last_value(folder, "eval/valid/loss")
     ago = None if status.last_time is None else max(0.0, time.time() - status.last_time)
-    return Run(folder.name, _state(folder, status), status.last_step, status.total_steps, loss, ago, status.message)
+    state, message = _state(folder, status), status.message
+    return Run(folder.name, state, status.last_step, status.total_steps, loss, held_out, ago, message)
 
 
 def _state(folder: Path, status: RunStatus) -> str:
@@ -108,12 +113,12 @@ def _runs(arguments: argparse.Namespace) -> None:
         return
     from zero2all.cli.table import print_table
 
-    rows = [["run", "state", "step", "of", "loss", "size", "last row"]]
+    rows = [["run", "state", "step", "of", "training loss", "held-out loss", "size", "updated"]]
     for run, size in runs:
         counts = ["" if count is None else f"{count:,}" for count in (run.step, run.steps)]
-        loss = "" if run.loss is None else f"{run.loss:.4f}"
+        losses = ["" if loss is None else f"{loss:.4f}" for loss in (run.loss, run.held_out_loss)]
         age = "" if run.seconds_ago is None else human_age(run.seconds_ago)
-        rows.append([run.name, t(run.state), *counts, loss, human_bytes(size), age])
+        rows.append([run.name, t(run.state), *counts, *losses, human_bytes(size), age])
     print_table(rows)
     for run, _ in runs:
         if run.message and run.state in ("failed", "silent"):

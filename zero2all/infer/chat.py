@@ -108,7 +108,9 @@ def choose(loaded: LoadedModel) -> Choice:
     if learned:
         return Choice("template", "the run was trained on conversations")
     if _own_frames(loaded):
-        return Choice("frame", "the text that this model was trained on asks and answers in this form")
+        return Choice(
+            "frame", "the text that this model was trained on asks in this form. It answers each question by itself"
+        )
     if learned is None:
         return Choice(
             "plain", "whether the model was trained on conversations is not known; if it was, switch to `template`"
@@ -184,21 +186,16 @@ def _own_frames(loaded: LoadedModel) -> dict[str, str]:
 
 
 def _in_own_frame(frames: dict[str, str], messages: Sequence[Message]) -> ChatPrompt:
-    """Each question with its answer on a line of its own, as in the text; the end of the line ends the answer."""
-    asked = [message.text for message in messages if message.role == "user"]
-    language = "zh" if asked and _is_chinese(asked[-1]) else "en"
-    before_answer = frames.get(language, next(iter(frames.values()))).removesuffix("{answer}")
-    lines: list[str] = []
-    question = ""
-    for message in messages:
-        if message.role == LEARNED_ROLE:
-            question += message.text
-        if question:
-            lines.append(question)
-        question = before_answer.replace("{question}", message.text) if message.role == "user" else ""
-        if message.role not in ("user", LEARNED_ROLE):
-            lines.append(message.text)
-    return ChatPrompt("\n".join([*lines, question]), ("\n",), (), heal=True, how="frame")
+    """The last question alone, as the text asks it; the end of the line ends the answer.
+
+    Such text has no conversations: with earlier turns before it, or with another language, the quickstart model answers
+    worse.
+    """
+    system = [message.text for message in messages if message.role == "system"]
+    question = next((message.text for message in reversed(messages) if message.role == "user"), "")
+    frame = frames.get("zh" if _is_chinese(question) else "en", next(iter(frames.values())))
+    asked = frame.removesuffix("{answer}").replace("{question}", question)
+    return ChatPrompt("\n".join([*system, asked]), ("\n",), (), heal=True, how="frame")
 
 
 def _as_dialogue(loaded: LoadedModel, messages: Sequence[Message]) -> ChatPrompt:
