@@ -1,7 +1,7 @@
 """Was an item of a benchmark in the training text? Its n-grams (`ngrams.py`) against every training document.
 
     z2a pack --against cmmlu,arc_easy --data eval-data         with the packing of the corpus
-    z2a eval contamination my-workspace ...                    later, for other benchmarks
+    z2a eval contamination cmmlu --data eval-data              later, for other benchmarks
 
 Compared is the question (options and passages are often public text by themselves). An item with fewer units than an
 n-gram has is one gram, its whole question, and marked weak: a short question may well stand in a text by chance.
