@@ -71,16 +71,14 @@ def test_both_readmes_and_the_picture_show_one_run():
         for key in ("bits per byte", "gzip")
     )
     facts = f"{figures['all facts']:.1%}"
-    for name, key, percent in (("README.md", "printed", "{} %"), ("README.zh.md", "printed_zh", "{} %")):
+    for name, key in (("README.md", "printed"), ("README.zh.md", "printed_zh")):
         text = (DOCS.parent / name).read_text(encoding="utf-8")
         lines = record[key]
         assert "\n".join(["```", *lines, "```"]) in text, f"{name} shows another run"
         assert [bits in line and gzip in line for line in lines].count(True) == 1
         assert [facts in line for line in lines].count(True) == 1
         assert f"{figures['held-out loss']:.3f}" in next(line for line in lines if "525" in line)
-        assert percent.format(facts.removesuffix("%")) in text.partition("```\nraw data")[0], (
-            "the promise is of that run"
-        )
+        assert f" {facts.removesuffix('%')} %" in text.partition(lines[0])[0], "the promise is of that run"
 
 
 def test_a_missing_workspace_and_an_unknown_name_are_refused_in_words(tmp_path, capsys):

@@ -21,7 +21,7 @@ from zero2all.infer.sampling import Sampling
 from zero2all.infer.text import generate
 from zero2all.model.config import parameter_counts
 from zero2all.quickstart.journey import GREEDY_SAMPLE_TOKENS, SAMPLE_PROMPTS, SAMPLE_TOKENS, WORLD_SEED
-from zero2all.quickstart.world.probes import probes
+from zero2all.quickstart.world.questions import probes
 from zero2all.tokenizer.show import readable
 
 LANGUAGES = {"en": "English", "zh": "Chinese"}
@@ -145,11 +145,11 @@ def figures(example: Example) -> dict[str, Any]:
     held_out, probes = report["held_out"], report["probes"]
     return {
         "steps": report["step"],
-        "facts": {channel: round(probes["channels"][channel]["accuracy"], 4) for channel in LANGUAGES},
-        "all facts": round(probes["accuracy"], 4),
-        "bits per byte": {channel: round(held_out[channel]["bits_per_byte"], 4) for channel in CHANNELS},
-        "gzip": {channel: round(held_out[channel]["gzip_bits_per_byte"], 4) for channel in CHANNELS},
-        "held-out loss": round(all_rows(held_out)["loss"], 4),
+        "facts": {channel: round(probes["channels"][channel]["accuracy"], 6) for channel in LANGUAGES},
+        "all facts": round(probes["accuracy"], 6),
+        "bits per byte": {channel: round(held_out[channel]["bits_per_byte"], 6) for channel in CHANNELS},
+        "gzip": {channel: round(held_out[channel]["gzip_bits_per_byte"], 6) for channel in CHANNELS},
+        "held-out loss": round(all_rows(held_out)["loss"], 6),
     }
 
 
@@ -227,16 +227,15 @@ def _draw_loss(canvas: Canvas, example: Example, y: float) -> None:
     canvas.text(left, y, "Bits per byte of held-out text", weight="bold")
     canvas.text(left, y + 18, "fewer is better; gzip -9 in brackets", size=SMALL, colour=theme.faint)
     axes = canvas.chart(left + 30, y + 36, WIDTH - MARGIN - left - 30, 130)
-    highest = 0.0
-    for number, (channel, language) in enumerate(CHANNELS.items()):
-        curve = example.metrics.series(f"eval/valid/bpb/{channel}")
+    curves = {channel: example.metrics.series(f"eval/valid/bpb/{channel}") for channel in CHANNELS}
+    highest = max(float(curve.value.max()) for curve in curves.values())
+    for number, (channel, curve) in enumerate(curves.items()):
         axes.plot(curve.step, curve.value, "o-", color=theme.channels[channel], markersize=4)
-        highest = max(highest, float(curve.value.max()))
         canvas.label(
             axes,
             example.steps[-1],
-            highest * (0.92 - 0.13 * number),
-            f"{language} {curve.value[-1]:.2f} ({figures(example)['gzip'][channel]:.2f})",
+            highest * (0.34 + 0.15 * number),
+            f"{CHANNELS[channel]} {curve.value[-1]:.2f} ({figures(example)['gzip'][channel]:.2f})",
             colour=theme.channels[channel],
             ha="right",
             fontweight="bold",

@@ -25,7 +25,7 @@ RECORD = Path(__file__).parent / "quickstart-run.json"
 LEFT_OUT = ("export ", "picture ")
 """Stages that the READMEs leave out."""
 HOME = "/home/me/zero2all"
-STAGE = re.compile(rf"(?P<name>.{{{NAME_COLUMNS}}}) (?P<time>.{{6}})  (?P<result>\S.*)")
+STAGE = re.compile(rf"(?P<name>.{{{NAME_COLUMNS}}}) (?P<time>[ \dhms]{{6}})  (?P<result>\S.*)")
 
 
 def main() -> None:

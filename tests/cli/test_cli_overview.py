@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from zero2all.cli.overview import JOURNEY, next_commands
-from zero2all.cli.run_list import Run
+from zero2all.cli.runs import Run
 from zero2all.common.workspace import open_workspace
 
 

@@ -6,7 +6,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from zero2all.cli.run_list import Run, look_at_run, run_folders
+from zero2all.cli.runs import Run, look_at_run, run_folders
 from zero2all.cli.terminal import print_fitted
 from zero2all.cli.verb import (
     WORK_VARIABLE,

@@ -131,8 +131,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     lines = [t(f"{report['run']} at step {report['step']}")]
     if report["held_out"]:
         lines += ["", t("held-out text           loss   bits/byte   gzip -9     tokens      bytes")]
-        whole = all_rows(report["held_out"])
-        for channel, values in [*report["held_out"].items(), (t("all"), whole)]:
+        for channel, values in [*report["held_out"].items(), (t("all"), all_rows(report["held_out"]))]:
             gzip = f"{values['gzip_bits_per_byte']:.4f}" if "gzip_bits_per_byte" in values else ""
             lines.append(
                 f"  {padded(channel, 18)} {values['loss']:>8.4f} {values['bits_per_byte']:>10.4f} {gzip:>9} "

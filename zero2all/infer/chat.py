@@ -30,6 +30,7 @@ FRAMES = ("auto", "template", "frame", "plain")
 HAN = re.compile(r"[\u3400-\u9fff\U00020000-\U0003ffff]")
 EXAMPLES_SHARE = 4
 """The examples of a frame take at most one part in this many of the model's length."""
+SPOKEN = ("user", LEARNED_ROLE)
 WORD = re.compile(r"[^\W\d_]+")
 
 
@@ -59,8 +60,8 @@ class Dialogue:
 
     opening: str
     """Where no system message says what this is."""
-    examples: tuple[dict[str, str], ...]
-    """What each speaker says."""
+    examples: tuple[tuple[str, str], ...]
+    """Questions and their answers."""
     speakers: dict[str, str]
     colons: tuple[str, ...]
     """What follows a speaker: the first is written, the others are also recognised as the end of an answer."""
@@ -69,18 +70,15 @@ class Dialogue:
 ENGLISH = Dialogue(
     "Questions and answers.",
     (
-        {"user": "What is the capital of France?", "assistant": "The capital of France is Paris."},
-        {"user": "Name three colors.", "assistant": "Red, green and blue."},
+        ("What is the capital of France?", "The capital of France is Paris."),
+        ("Name three colors.", "Red, green and blue."),
     ),
     {"user": "Q", "assistant": "A", "tool": "Tool"},
     (": ", ":"),
 )
 CHINESE = Dialogue(
     "以下是问答。",
-    (
-        {"user": "法国的首都是哪里？", "assistant": "法国的首都是巴黎。"},
-        {"user": "说出三种颜色。", "assistant": "红色、绿色和蓝色。"},
-    ),
+    (("法国的首都是哪里？", "法国的首都是巴黎。"), ("说出三种颜色。", "红色、绿色和蓝色。")),
     {"user": "问", "assistant": "答", "tool": "工具"},
     ("：", ":"),
 )
@@ -186,11 +184,8 @@ def _own_frames(loaded: LoadedModel) -> dict[str, str]:
 
 
 def _in_own_frame(frames: dict[str, str], messages: Sequence[Message]) -> ChatPrompt:
-    """The last question alone, as the text asks it; the end of the line ends the answer.
-
-    Such text has no conversations: with earlier turns before it, or with another language, the quickstart model answers
-    worse.
-    """
+    """The last question alone, as the text asks it: with earlier turns before it, the quickstart model answers worse.
+    The end of the line ends the answer."""
     system = [message.text for message in messages if message.role == "system"]
     question = next((message.text for message in reversed(messages) if message.role == "user"), "")
     frame = frames.get("zh" if _is_chinese(question) else "en", next(iter(frames.values())))
@@ -214,7 +209,7 @@ def _examples(loaded: LoadedModel, words: Dialogue) -> list[str]:
     """As many examples as a short model has room for."""
     lines: list[str] = []
     for example in words.examples:
-        more = [f"{words.speakers[role]}{words.colons[0]}{example[role]}" for role in ("user", LEARNED_ROLE)]
+        more = [f"{words.speakers[role]}{words.colons[0]}{text}" for role, text in zip(SPOKEN, example, strict=True)]
         tokens = len(loaded.tokenizer.encode_text("\n".join([*lines, *more])))
         if tokens * EXAMPLES_SHARE > loaded.model.config.max_seq_len:
             break

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import crc32c_of, human_bytes, read_json, write_json
+from zero2all.common.files import crc32c_of, folder_bytes, human_bytes, read_json, write_json
 from zero2all.common.language import columns, padded
 from zero2all.common.language import translate as t
 from zero2all.common.manifest import fingerprint
@@ -130,6 +130,7 @@ class Journey:
         return last <= min(loss for _, loss in self.curve) and before - last >= STILL_FALLING * before
 
 
+@brief_progress()
 def run_journey(
     config: RunConfig,
     work: Path,
@@ -145,21 +146,7 @@ def run_journey(
     `data` replaces the small world, which has `size`; settings are then chosen for it, except those in `given`.
     `mapping` says which raw fields of the data to use. `accept_changes` continues a run although its settings changed.
     """
-    with brief_progress():
-        return _run_stages(config, work, data, fresh, size or WorldSize(), given, mapping, accept_changes)
-
-
-def _run_stages(
-    config: RunConfig,
-    work: Path,
-    data: Path | None,
-    fresh: bool,
-    size: WorldSize,
-    given: Collection[str],
-    mapping: Mapping[str, str] | None,
-    accept_changes: bool,
-) -> Journey:
-    own = None if data is None else look_at(data, mapping)
+    own, size = None if data is None else look_at(data, mapping), size or WorldSize()
     if fresh:
         clear_workspace(work)
     workspace = open_workspace(work, create=True)
@@ -171,7 +158,7 @@ def _run_stages(
     if own is None:
         with timer.stage("raw data") as done:
             write_raw(workspace.raw, WORLD_SEED, size.bytes_per_language, size.code_bytes)
-            done(f"en.jsonl, zh.json, code.parquet: {_folder_size(workspace.raw)}")
+            done(f"en.jsonl, zh.json, code.parquet: {human_bytes(folder_bytes(workspace.raw))}")
     else:
         # The preset's mixture and frames speak of the small world.
         world = {name: None for name in ("data.mixture", "data.question_frames") if name not in given}
@@ -197,9 +184,10 @@ def _run_stages(
         done(f"{vocabulary['vocab_size']:,} token ids")
     with timer.stage("pack") as done:
         packed = pack_corpus(workspace.corpus, workspace.tokenizer, workspace.packed)
-        done(f"{sum(split['tokens'] for split in packed.values()):,} tokens, {_folder_size(workspace.packed)}")
+        tokens = {key: split["tokens"] for key, split in packed.items()}
+        done(f"{sum(tokens.values()):,} tokens, {human_bytes(folder_bytes(workspace.packed))}")
     if own is not None:
-        tokens = {key.removesuffix("/train"): each["tokens"] for key, each in packed.items() if key.endswith("/train")}
+        tokens = {key.removesuffix("/train"): count for key, count in tokens.items() if key.endswith("/train")}
         config = choices.with_settings(config, choices.run_settings(tokens, config, given))
         sized = choices.with_settings(config, {"model.vocab_size": vocabulary["vocab_size"]})
         _print_lines(choices.settings_in_words(tokens, sized, given))
@@ -221,7 +209,7 @@ def _run_stages(
         journey.shown_probes = _shown_probes(journey)
         channels = journey.evaluation["held_out"]
         bits = ", ".join(f"{channel} {values['bits_per_byte']:.2f}" for channel, values in channels.items())
-        done(f"{bits} bits/byte" if bits else "no held-out text to score")
+        done(f"bits per byte: {bits}" if bits else "no held-out text to score")
     with timer.stage("generate") as done:
         prompts = SAMPLE_PROMPTS if own is None else _own_prompts(workspace, report)
         journey.samples = _samples(loaded, prompts)
@@ -231,7 +219,7 @@ def _run_stages(
         shutil.rmtree(exported, ignore_errors=True)
         export_run(loaded, workspace.tokenizer, exported)
         journey.parameters = parameter_counts(loaded.model.config)["total"]
-        done(f"{journey.parameters / 1e6:.2f} M parameters, {_folder_size(exported)}")
+        done(f"{journey.parameters / 1e6:.2f} M parameters, {human_bytes(folder_bytes(exported))}")
     with timer.stage("picture") as done:
         picture = workspace.run(name) / "curves.png"
         plot_run(workspace.run(name), picture)
@@ -304,9 +292,9 @@ def _held_out_curve(run: Path) -> list[tuple[int, float]]:
 
 
 def _best_step(run: Path, curve: list[tuple[int, float]], last: int) -> int:
-    """The checkpoint with the lowest held-out loss, of equal ones the last; `last` where none was validated."""
+    """The checkpoint with the lowest held-out loss; `last` where none was validated."""
     kept = set(map(step_of, list_checkpoints(run)))
-    return min(((loss, -step) for step, loss in curve if step in kept), default=(0.0, -last))[1] * -1
+    return min(((loss, step) for step, loss in curve if step in kept), default=(0.0, last))[1]
 
 
 def _evaluation(loaded: LoadedModel, workspace: Workspace, probes: Path | None) -> dict[str, Any]:
@@ -359,10 +347,6 @@ def _samples(loaded: LoadedModel, prompts: dict[str, tuple[str, ...]]) -> list[t
                 text = generate(engine, prompt, SAMPLE_TOKENS, Sampling(temperature=0.7, top_p=0.9, seed=index))
             samples.append((channel, prompt, text))
     return samples
-
-
-def _folder_size(folder: Path) -> str:
-    return human_bytes(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
 
 
 class _Timer:
