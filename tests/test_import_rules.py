@@ -54,7 +54,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "infer": ("model", "ops", "parallel", "tokenizer", "train", "config"),
     "evals": (
-        *("corpus.download", "packed", "model", "infer", "parallel", "tokenizer", "train", "track.writer", "config"),
+        *("corpus.download", "packed", "model", "infer", "parallel", "tokenizer", "train", "config"),
+        *("track.reader", "track.writer"),
     ),
     "serve": ("infer", "tokenizer", "track.access", "track.page"),
     "exchange": ("model", "tokenizer", "train", "infer.load", "config"),

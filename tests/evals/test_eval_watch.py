@@ -28,7 +28,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def report_of(step: int) -> dict:
-    return {"run": "r", "step": step, "tokens": 100 * step, "held_out": {"en": {"bits_per_byte": 1 / step}}}
+    return {"run": "r", "step": step, "tokens": 100 * step, "documents": {"en": {"bits_per_byte": 1 / step}}}
 
 
 def watch_once(run: Path, **settings) -> Watcher:
@@ -50,7 +50,7 @@ def test_every_checkpoint_is_evaluated_at_its_step_oldest_first_and_only_once(ru
     assert reports(run) == [10, 20, 30]
     assert watch_once(run).evaluated == []
     assert logged(run) == {10: 1, 20: 1, 30: 1}
-    points = read_run(run).series["eval/held_out/bpb/en"]
+    points = read_run(run).series["eval/documents/bpb/en"]
     assert list(points.step) == [10, 20, 30]
     assert list(points.tokens) == [1000, 2000, 3000]
 
@@ -147,7 +147,7 @@ def test_what_a_watcher_found_after_it_lost_its_claim_is_dropped(run):
 def test_a_report_whose_watcher_was_killed_before_the_metrics_is_added_to_them_once(run):
     write_json(report_path(run, 10), report_of(10))
     (run / "metrics").mkdir()
-    (run / "metrics/eval-1.jsonl").write_text('{"step": 10, "values": {"eval/held_out/b')  # killed within the row
+    (run / "metrics/eval-1.jsonl").write_text('{"step": 10, "values": {"eval/documents/b')  # killed within the row
     assert watch_once(run).evaluated == [20, 30]
     watch_once(run)
     assert logged(run) == {10: 1, 20: 1, 30: 1}

@@ -126,7 +126,7 @@ def test_evaluations_of_several_checkpoints_are_curves_over_their_steps(copied, 
     }
     run = RunReader(copied.run("tiny"))
     for metric, figure in {
-        "eval/held_out/bpb/en": lambda report: report["held_out"]["en"]["bits_per_byte"],
+        "eval/documents/bpb/en": lambda report: report["documents"]["en"]["bits_per_byte"],
         "eval/probes/probability/zh": lambda report: report["probes"]["channels"]["zh"]["probability"],
         "eval/probes/zh/accuracy/capital": lambda report: report["probes"]["channels"]["zh"]["groups"]["capital"][
             "accuracy"

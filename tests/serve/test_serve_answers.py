@@ -115,7 +115,7 @@ def test_a_chat_is_answered_by_the_assistant(client):
 
 def test_the_frame_of_a_chat_can_be_chosen(client):
     plain = chat(client, extra_body={"frame": "plain"})
-    assert plain.usage.prompt_tokens < chat(client).usage.prompt_tokens
+    assert plain.usage.prompt_tokens < chat(client, extra_body={"frame": "frame"}).usage.prompt_tokens
     text = complete(client, "Be brief.\nHello")
     assert plain.choices[0].message.content == text.choices[0].text
 
@@ -252,5 +252,5 @@ def test_the_model_is_listed_with_its_facts(client):
     assert model.id == "tiny"
     assert client.models.retrieve("tiny").model_dump()["z2a"] == {
         **{"parameters": 29_792, "step": 7, "tokens": 1000, "max_len": 4096},
-        **{"chat": "frame", "dtype": "float32", "device": "cpu"},
+        **{"chat": "plain", "dtype": "float32", "device": "cpu"},
     }

@@ -274,7 +274,7 @@ def _calculate(arguments: argparse.Namespace) -> None:
     for flag in needs.split():
         if flag != "MODEL" and getattr(arguments, flag.replace("-", "_")) is None:
             kind, about = FLAGS[flag]
-            problems.append(Problem(f"--{flag}", MISSING, KINDS[kind][2], f"{about[:1].upper()}{about[1:]}."))
+            problems.append(Problem(f"--{flag}", MISSING, f"{t(about)}: {t(KINDS[kind][2])}"))
     if "MODEL" in f"{needs} {may}":
         model = _model(arguments, values, problems, is_needed="MODEL" in needs)
         kept = {"seq_len"} if name in ("flops", "mfu", "time", "cost", "inference") else set()

@@ -47,8 +47,8 @@ exit codes: 0 done, 1 a bug or a lost process, 2 usage or config, 3 bad input,
             13 run in use, 14 run taken over, 15 fails every time,
             16 bad machine, 130 interrupted"""
 MODULES = (
-    *("overview", "quickstart", "corpus", "tokenizer", "pack", "data", "train", "launch", "anneal", "run_list"),
-    *("supervise", "chaos", "inspect", "board", "watch", "plot", "goodput", "track", "evaluate", "generate", "chat"),
+    *("overview", "quickstart", "corpus", "tokenizer", "pack", "data", "train", "launch", "anneal", "runs"),
+    *("chaos", "inspect", "board", "goodput", "track", "evaluate", "generate", "chat"),
     *("serve", "exchange", "perf", "doctor", "completion"),
 )
 """Where the verbs are, in the order of the help."""

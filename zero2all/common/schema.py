@@ -70,7 +70,11 @@ class Problem:
     hint: str = ""
 
     def __str__(self) -> str:
-        text = t(f"{self.field[:LONGEST_SHOWN]}: got {_shown(self.value)}, expected {self.expected}.")
+        name = self.field[:LONGEST_SHOWN]
+        if self.value is MISSING:
+            text = t(f"{name}: got nothing, expected {self.expected}.")
+        else:
+            text = t(f"{name}: got {_shown(self.value)}, expected {self.expected}.")
         return f"{text} {t(self.hint)}" if self.hint else text
 
 

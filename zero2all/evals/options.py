@@ -24,7 +24,7 @@ class EvalOptions:
     """What to score and ask."""
 
     max_bytes: int = 1_000_000
-    """Held-out bytes to score per source, and bytes of each text file."""
+    """Bytes of held-out documents to score per source, and bytes of each text file."""
     stride: int = 0
     """Tokens between the windows of a long text; 0: windows without overlap."""
     probes: Path | None = None
@@ -48,7 +48,7 @@ class EvalOptions:
             "texts": {name: crc32c_of(path) for name, path in text_files(self.texts).items()},
             "tasks": None if self.tasks is None else self.tasks.record(),
             "int8": self.int8,
-            **({} if self.held_out else {"held_out": False}),  # reports made before there was this choice stay valid
+            "held_out": "rows of training" if self.held_out else False,  # reports of earlier versions meant documents
         }
 
 

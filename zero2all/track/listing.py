@@ -145,17 +145,26 @@ def read_status(folder: Path) -> tuple[RunStatus, float | None]:
     steps, times = [row["step"] for row in metric_rows], [float(row["time"]) for row in metric_rows]
     state, message = judge(Evidence(header, end, last_time, modified, median_step_seconds(steps, times), alive))
     status = RunStatus(state, last.get("step"), last_time, last.get("tokens"), total_steps(folder), attempt, message)
-    loss = _last_loss(metric_rows)
+    loss = _last_value(metric_rows)
     for earlier, writer, _ in reversed(files):  # an attempt that has just begun has no loss of its own yet
         if loss is None and writer == latest[1] and earlier != path:
             with suppress(OSError):
-                loss = _last_loss(_ends(earlier)[2])
+                loss = _last_value(_ends(earlier)[2])
     return status, loss
 
 
-def _last_loss(rows: list[dict[str, Any]]) -> float | None:
-    losses = [row["values"]["loss"] for row in rows if "loss" in row.get("values", ())]
-    return read_number(losses[-1]) if losses else None
+def _last_value(rows: list[dict[str, Any]], metric: str = "loss") -> float | None:
+    found = [row["values"][metric] for row in rows if metric in row.get("values", ())]
+    return read_number(found[-1]) if found else None
+
+
+def last_value(folder: Path, metric: str) -> float | None:
+    """The newest value of a metric of training, looked for in the last 2 MB of each attempt."""
+    for path, writer, _ in reversed(metrics_files(folder / METRICS_FOLDER)):
+        with suppress(OSError):
+            if writer == TRAIN_WRITER and (value := _last_value(_ends(path, metric)[2], metric)) is not None:
+                return value
+    return None
 
 
 def latest_attempt(files: list[tuple[Path, str, int]]) -> tuple[Path, str, int] | None:
@@ -180,8 +189,9 @@ def median_step_seconds(steps: Any, times: Any) -> float | None:
     return float(np.median(np.diff(times)[good] / advance[good])) if good.any() else None
 
 
-def _ends(path: Path) -> tuple[dict[str, Any], bool | None, list[dict[str, Any]], float]:
-    """Who writes a file and whether that process runs, the rows at its end, and when it was written."""
+def _ends(path: Path, metric: str = "") -> tuple[dict[str, Any], bool | None, list[dict[str, Any]], float]:
+    """Who writes a file and whether that process runs, the rows at its end, and when it was written. The end is taken
+    long enough for a row of metrics, or for one with this metric."""
     with open(path, "rb", buffering=0) as file:
         first = read_row(os.pread(file.fileno(), HEAD_BYTES, 0).split(b"\n", 1)[0]) or {}
         header = first["data"] if first.get("kind") == SEGMENT_KIND else {}
@@ -194,6 +204,6 @@ def _ends(path: Path) -> tuple[dict[str, Any], bool | None, list[dict[str, Any]]
             if start:
                 del lines[0]  # half a line
             rows = [row for line in lines if line and (row := read_row(line)) is not None]
-            if start == 0 or any("values" in row for row in rows):
+            if start == 0 or any(metric in row["values"] or not metric for row in rows if "values" in row):
                 break
         return header, alive, rows, stat.st_mtime
