@@ -35,6 +35,7 @@ from zero2all.track.page import CONTENT_TYPES, page_routes
 WEB = Path(__file__).parent / "web"
 BOARD_WEB = WEB.parents[1] / "track" / "web"
 SHARED_WITH_BOARD = ("before.js", "dom.js", "format.js", "icon.svg", "style.css")
+Read = Callable[[Any, LoadedModel, int], Call]
 MAX_BODY_BYTES = 4_000_000
 SMALL_BODY_BYTES = 8_000
 NO_STORE = {"Cache-Control": "no-store"}
@@ -103,14 +104,14 @@ class _Api:
     async def chat_completions(self, request: Request) -> ASGIApp:
         return await self._answer(request, chat_call, ChatAnswer)
 
-    async def _answer(self, request: Request, read: Callable[[Any, LoadedModel], Call], form: type[Answer]) -> ASGIApp:
+    async def _answer(self, request: Request, read: Read, form: type[Answer]) -> ASGIApp:
         body = await read_body(request)
         service, loaded = self.model.require_free(), self.model.loaded
         self.bell = self.bell or Bell(asyncio.get_running_loop())
         bell = self.bell
 
         def hand_in() -> _Reply:
-            call = read(parsed(body), loaded)
+            call = read(parsed(body), loaded, service.engine.max_len)
             self.model.require_name(call.model)
             generations = Generations(service, call, bell)
             generations.submit()
