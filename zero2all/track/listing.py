@@ -6,6 +6,7 @@ however long they are.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,8 @@ from zero2all.track.writer import END_KIND, FILE_NAME, MEDIA_FOLDER, METRICS_FOL
 TRAIN_WRITER = "train"
 CONFIG_FILE = "config.yaml"
 HEAD_BYTES = 16 << 10
-TAIL_BYTES = (16 << 10, 2 << 20)  # how much of the end is read: more only when the first holds no metric row
+TAIL_BYTES = (16 << 10, 2 << 20, 64 << 20)  # how much of the end is read: more only when the first holds no metric row
+TAIL_ROWS = 512
 MAX_DEPTH = 4
 MAX_FOLDERS = 50_000  # folders looked into below one root, so that pointing at a whole disk ends
 ANNEAL_FILE = "anneal.json"
@@ -193,7 +195,8 @@ def _ends(path: Path) -> tuple[dict[str, Any], bool | None, list[dict[str, Any]]
             lines = os.pread(file.fileno(), size, start).split(b"\n")
             if start:
                 del lines[0]  # half a line
-            rows = [row for line in lines if line and (row := read_row(line)) is not None]
+            found = (row for line in reversed(lines) if line and (row := read_row(line)) is not None)
+            rows = list(itertools.islice(found, TAIL_ROWS))[::-1]
             if start == 0 or any("values" in row for row in rows):
                 break
         return header, alive, rows, stat.st_mtime
