@@ -11,6 +11,8 @@ from zero2all.cli.verb import Subparsers, add_verb
 
 def register(verbs: Subparsers) -> None:
     """Add the verb."""
+    from zero2all.infer import CHAT_NEW_TOKENS, CHAT_TEMPERATURE
+
     parser = add_verb(
         verbs,
         "chat",
@@ -29,7 +31,7 @@ def register(verbs: Subparsers) -> None:
     )
     parser.add_argument("--system", default="", metavar="TEXT", help="instructions for the model")
     parser.add_argument("--load", type=Path, metavar="FILE", help="continue a conversation that was saved with /save")
-    add_sampling(parser, temperature=0.7, max_new_tokens=512)
+    add_sampling(parser, CHAT_TEMPERATURE, CHAT_NEW_TOKENS)
 
 
 def _chat(arguments: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ however long they are.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,8 @@ from zero2all.track.writer import END_KIND, FILE_NAME, MEDIA_FOLDER, METRICS_FOL
 TRAIN_WRITER = "train"
 CONFIG_FILE = "config.yaml"
 HEAD_BYTES = 16 << 10
-TAIL_BYTES = (16 << 10, 2 << 20)  # how much of the end is read: more only when the first holds no metric row
+TAIL_BYTES = (16 << 10, 2 << 20, 64 << 20)  # how much of the end is read: more only when the first holds no metric row
+TAIL_ROWS = 512
 MAX_DEPTH = 4
 MAX_FOLDERS = 50_000  # folders looked into below one root, so that pointing at a whole disk ends
 ANNEAL_FILE = "anneal.json"
@@ -190,20 +192,23 @@ def median_step_seconds(steps: Any, times: Any) -> float | None:
 
 
 def _ends(path: Path, metric: str = "") -> tuple[dict[str, Any], bool | None, list[dict[str, Any]], float]:
-    """Who writes a file and whether that process runs, the rows at its end, and when it was written. The end is taken
-    long enough for a row of metrics, or for one with this metric."""
+    """Who writes a file and whether that process runs, the rows at its end (with `metric`: those that have it), and when it
+    was written."""
     with open(path, "rb", buffering=0) as file:
         first = read_row(os.pread(file.fileno(), HEAD_BYTES, 0).split(b"\n", 1)[0]) or {}
         header = first["data"] if first.get("kind") == SEGMENT_KIND else {}
         alive = is_writer_alive(header)
         stat = os.fstat(file.fileno())
         rows: list[dict[str, Any]] = []
-        for size in TAIL_BYTES:
+        for size in TAIL_BYTES[:2] if metric else TAIL_BYTES:
             start = max(0, stat.st_size - size)
             lines = os.pread(file.fileno(), size, start).split(b"\n")
             if start:
                 del lines[0]  # half a line
-            rows = [row for line in lines if line and (row := read_row(line)) is not None]
-            if start == 0 or any(metric in row["values"] or not metric for row in rows if "values" in row):
+            found = (row for line in reversed(lines) if line and (row := read_row(line)) is not None)
+            if metric:
+                found = (row for row in found if metric in row.get("values", ()))
+            rows = list(itertools.islice(found, TAIL_ROWS))[::-1]
+            if start == 0 or any("values" in row for row in rows):
                 break
         return header, alive, rows, stat.st_mtime
