@@ -4,7 +4,6 @@ Nothing heavy is imported here: `z2a --help` must answer at once, and a stage mu
 """
 
 import os
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +15,8 @@ def numba_cache(package: Path) -> Path | None:
     it does. In a container that runs as another user neither may be writable, and importing a kernel fails."""
     if "NUMBA_CACHE_DIR" in os.environ or os.access(package, os.W_OK):
         return None
+    import tempfile
+
     home = Path(os.environ.get("HOME") or "/")
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "zero2all" / "numba"
     # numba loads what it finds there as code: a folder for this user alone.

@@ -2,8 +2,10 @@
 
 import io
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -57,3 +59,27 @@ def test_importing_what_is_no_model_leaves_no_workspace(tmp_path, capsys):
     assert main(["import", str(tmp_path / "hf"), "--name", "x", "--work", str(work)]) == 3
     assert "is not a Hugging Face model folder" in capsys.readouterr().err
     assert not work.exists()
+
+
+CTRL_C_AT_AN_IMPORT = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == os.environ["CTRL_C_AT"]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize(
+    "program", [["-m", "zero2all"], [str(Path(sys.executable).with_name("z2a"))]], ids=["-m", "z2a"]
+)
+@pytest.mark.parametrize("module", ["zero2all.cli.main", "zero2all.common.language", "zero2all.cli.corpus"])
+def test_ctrl_c_while_the_program_loads_leaves_no_traceback(tmp_path, program, module):
+    (tmp_path / "sitecustomize.py").write_text(CTRL_C_AT_AN_IMPORT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "CTRL_C_AT": module}
+    finished = subprocess.run([sys.executable, *program, "corpus", "rules", "en"], env=environment, capture_output=True)
+    assert finished.returncode in (-signal.SIGINT, 130)
+    assert (b"Traceback" in finished.stderr, finished.stdout) == (False, b"")

@@ -108,6 +108,16 @@ def check_recovery(run: Path, started: float, waits: float = 0.0) -> None:
     assert step_times(run, 2)[0] - step_times(run, 1)[-1] <= cold + 10 + waits
 
 
+@pytest.mark.parametrize("encoding", ["latin-1", "gbk"])
+def test_a_run_whose_errors_go_to_a_file_in_an_old_encoding_trains(work, config_file, tmp_path, encoding):
+    path = config_file(resilience={"supervise": True})
+    command = [sys.executable, "-m", "zero2all", "train", str(path), "--work", str(work.root)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": encoding}
+    with open(tmp_path / "errors.txt", "w") as errors:
+        done = subprocess.run(command, env=env, stdout=subprocess.DEVNULL, stderr=errors)
+    assert done.returncode == 0, (tmp_path / "errors.txt").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_supervisor_that_is_killed_leaves_nothing_and_the_same_command_goes_on(train, work, stopped):

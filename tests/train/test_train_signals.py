@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from zero2all.common.signals import TOGETHER_SECONDS, StopRequest, stop_requests
 from zero2all.train.checkpoints.find import newest_checkpoint
-from zero2all.train.stop import TOGETHER_SECONDS, StopRequest, stop_requests
 
 LONG = {"train": {"steps": 100_000}, "checkpoint": {"every_steps": 0}, "eval": {"every_steps": 0}}
 SUPERVISED = {"resilience": {"supervise": True}}  # as `z2a train` is by default
@@ -137,3 +139,20 @@ def test_a_run_under_nohup_goes_on_without_its_terminal(start, work, config_file
     trainer.signal(signal.SIGTERM)
     assert trainer.wait() == 10, trainer.text()
     assert "SIGHUP" not in trainer.text()
+
+
+@pytest.mark.parametrize(("sections", "number"), [({}, signal.SIGTERM), (SUPERVISED, signal.SIGINT)])
+def test_signals_after_the_run_was_stopped_and_saved_do_not_change_its_exit_code(work, config_file, sections, number):
+    command = [sys.executable, "-m", "zero2all", "train", config_file(**LONG, **sections), "--work", work.root]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as trainer:
+        while rows_in(work.run("run")) < 4 and trainer.poll() is None:
+            time.sleep(0.01)
+        trainer.send_signal(number)
+        for line in trainer.stderr:
+            if "was stopped and saved" in line:
+                break
+        while trainer.poll() is None:
+            trainer.send_signal(number)
+            time.sleep(0.002)
+        rest = trainer.stderr.read()
+    assert (trainer.returncode, rest) == (10, "")

@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import shlex
+import signal
 import stat
 import sys
 from collections.abc import Sequence
@@ -69,15 +70,23 @@ REFUSED_PATH_ERRNOS = frozenset(
 def main(words: list[str] | None = None) -> int:
     """Run `z2a WORDS…`; returns the exit code."""
     _open_closed_streams()
+    outlive_readers()  # first: it makes new streams where those of a forked rank have become pipes
     show_what_the_encoding_lacks()
-    outlive_readers()
-    code = _run(words)
+    code, message = _run(words)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if words is None else ():
+        signal.signal(number, signal.SIG_IGN)  # this is the end, and another Ctrl-C must not change its exit code
+    if message:
+        with suppress(OSError):  # without a terminal the code still says how it ended
+            print_fitted(f"z2a: {language.translate(message)}", sys.stderr)
     _close_dead_streams()
     return code
 
 
-def _run(words: list[str] | None) -> int:
+def _run(words: list[str] | None) -> tuple[int, str]:
+    """The exit code, and what to say about it."""
     try:
+        if words is None and signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         words = take_language(sys.argv[1:] if words is None else words)
         if language.language() == "zh" and not can_show_chinese():
             os.environ[language.LANGUAGE_VARIABLE] = "en"  # better than escapes (backslash, u, four digits)
@@ -85,23 +94,24 @@ def _run(words: list[str] | None) -> int:
             from zero2all.cli.overview import print_overview
 
             print_overview()
-            return 0
+            return 0, ""
         arguments = parse(words)
         _require_limits()
         fill_in_run(arguments)
         check_outputs(arguments)
         code = arguments.handler(arguments) or 0
         sys.stdout.flush()  # here, where a full disk can still be reported
-        return code
+        return code, ""
     except UserError as error:
-        is_of_all = error.of_all_ranks or error.exit_code in DECIDED_TOGETHER
-        if error.is_said or (is_of_all and os.environ.get("RANK", "0") != "0"):
-            return error.exit_code  # the first process says it for all, or the one that started this
-        return _fail(str(error), error.exit_code)
-    except KeyboardInterrupt:
-        return _fail(
-            language.translate("interrupted. Finished work is kept; run the same command again to continue."),
-            INTERRUPTED,
+        return _fail_for_person(error)
+    except KeyboardInterrupt as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, PreemptedError):  # it was saved before: so the run ended
+            cause = cause.__context__
+        if cause is not None:
+            return _fail_for_person(cause)
+        return INTERRUPTED, language.translate(
+            "interrupted. Finished work is kept; run the same command again to continue."
         )
     except Exception as error:
         return _fail_for_disk_or_path(error)
@@ -279,10 +289,17 @@ def _refuse_unknown_fields(overrides: list[str], sections_only: bool = False) ->
             raise UsageError(problem)
 
 
-def _fail_for_disk_or_path(error: Exception) -> int:
+def _fail_for_person(error: UserError) -> tuple[int, str]:
+    is_of_all = error.of_all_ranks or error.exit_code in DECIDED_TOGETHER
+    if error.is_said or (is_of_all and os.environ.get("RANK", "0") != "0"):
+        return error.exit_code, ""  # the first process says it for all, or the one that started this
+    return error.exit_code, str(error)
+
+
+def _fail_for_disk_or_path(error: Exception) -> tuple[int, str]:
     """End for what the disk, the memory or a limit refused; anything else is a bug of ours and keeps its traceback."""
     if limit := exceeded_limit(error):
-        return _fail(language.translate(f"Stopped: {limit}."), DiskError.exit_code)
+        return DiskError.exit_code, language.translate(f"Stopped: {limit}.")
     if is_disk_full(error):
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         if isinstance(error, OSError) and error.filename:
@@ -292,28 +309,16 @@ def _fail_for_disk_or_path(error: Exception) -> int:
         again = language.translate(
             "Unfinished files were removed. Free some space and run the same command again to continue."
         )
-        return _fail(f"{full} {again}", DiskError.exit_code)
+        return DiskError.exit_code, f"{full} {again}"
     if is_out_of_memory(error):
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        return _fail(
-            language.translate(
-                f"there is not enough memory ({reason[:300]}). Unfinished files were removed. Give the process more "
-                f"memory (check `ulimit -v` and what else runs on the machine or the GPU), or use smaller batches."
-            ),
-            DiskError.exit_code,
+        return DiskError.exit_code, language.translate(
+            f"there is not enough memory ({reason[:300]}). Unfinished files were removed. Give the process more "
+            f"memory (check `ulimit -v` and what else runs on the machine or the GPU), or use smaller batches."
         )
     if isinstance(error, OSError) and error.errno in REFUSED_PATH_ERRNOS and error.filename:
-        return _fail(
-            language.translate(
-                f"{error.filename} cannot be used: {error.strerror}. Check the path (a folder where a folder is "
-                f"expected) and your permissions, then run the command again."
-            ),
-            BadInputError.exit_code,
+        return BadInputError.exit_code, language.translate(
+            f"{error.filename} cannot be used: {error.strerror}. Check the path (a folder where a folder is "
+            f"expected) and your permissions, then run the command again."
         )
     raise error
-
-
-def _fail(message: str, code: int) -> int:
-    with suppress(OSError):  # without a terminal the code still says how it ended
-        print_fitted(f"z2a: {language.translate(message)}", sys.stderr)
-    return code

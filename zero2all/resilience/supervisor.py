@@ -21,7 +21,7 @@ from types import FrameType
 from zero2all.common.errors import MANY_FILES, NEVER_AGAIN, DiskError, PreemptedError, says_out_of_memory
 from zero2all.common.language import message
 from zero2all.common.progress import counted, say
-from zero2all.common.signals import stop_signals_to
+from zero2all.common.signals import signals_to, stop_signals_to
 from zero2all.resilience import member as machines
 from zero2all.resilience.config import ResilienceConfig
 from zero2all.resilience.diagnosis import (
@@ -40,7 +40,6 @@ from zero2all.resilience.notice import Notices
 from zero2all.resilience.page import Failure, same_error, write_page
 from zero2all.resilience.ranks import Environment, Ranks
 from zero2all.resilience.restarts import DISK_FULL, Restarts
-from zero2all.resilience.terminal import job_control
 from zero2all.resilience.warm import Warm, WarmRank
 
 FINAL_CODES = (*NEVER_AGAIN, PreemptedError.exit_code, 128 + signal.SIGINT)
@@ -100,11 +99,13 @@ def supervise(
     """Run the command once per environment, as one group, until it ends well or for good; returns the exit code. With
     other machines, `member` says when an attempt begins and ends."""
     supervisor = _Supervisor(list(command), environments, watch or Watch(), member)
-    try:
-        return supervisor.run() if member is None else supervisor.run_with_others()
-    finally:
-        if supervisor.warm is not None:
-            supervisor.warm.close()
+    window = {signal.SIGWINCH: supervisor.resize, signal.SIGTSTP: supervisor.suspend}
+    with stop_signals_to(supervisor.pass_on), signals_to(window):
+        try:
+            return supervisor.run() if member is None else supervisor.run_with_others()
+        finally:
+            if supervisor.warm is not None:
+                supervisor.warm.close()
 
 
 class _Supervisor:
@@ -134,47 +135,45 @@ class _Supervisor:
 
     def run(self) -> int:
         """All attempts."""
-        with stop_signals_to(self._pass_on), job_control(self._resize, self._suspend):
-            while True:
-                self.attempt += 1
-                code, failure = self._one_attempt()
-                if code == 0:
-                    self.watch.at_good_end()
-                if failure is None or self.asked:
-                    return code
-                ends = self._gives_up(failure)
-                failure.done = ends or message(f"The supervisor restarts the run (attempt {self.attempt + 1}).")
-                self._tell(failure)
-                if ends:
-                    return self.restarts.end_code(code)
-                if self._wait_before_restart():
-                    self._say_stopped()
-                    return _stopped_by(self.asked[0])
+        while True:
+            self.attempt += 1
+            code, failure = self._one_attempt()
+            if code == 0:
+                self.watch.at_good_end()
+            if failure is None or self.asked:
+                return code
+            ends = self._gives_up(failure)
+            failure.done = ends or message(f"The supervisor restarts the run (attempt {self.attempt + 1}).")
+            self._tell(failure)
+            if ends:
+                return self.restarts.end_code(code)
+            if self._wait_before_restart():
+                self._say_stopped()
+                return _stopped_by(self.asked[0])
 
     def run_with_others(self) -> int:
         """All attempts, as the machines of the run agree on them."""
         assert self.member is not None
         code = 0
         try:
-            with stop_signals_to(self._pass_on), job_control(self._resize, self._suspend):
-                while (order := self.member.next_order(lambda: bool(self.asked), self._tell_agreed))["do"] == "start":
-                    self.attempt, self.restarts.best_step = order["attempt"], order["step"]
-                    if self.member.node:
-                        say(
-                            f"z2a: joined {self.member.where} as machine {self.member.node}: attempt {self.attempt} on "
-                            f"{counted(len(order['machines']), 'machine')}. Machine 0 shows the progress."
-                        )
-                    code, failure = self._one_attempt()
-                    self.member.ended(self._report(code, failure))
-                if order.get("text"):
-                    say(f"z2a: {order['text']}")
-                elif self.member.node and order["code"] not in (0, machines.SAVED):
-                    say(f"z2a: the run has ended with code {order['code']}. Machine 0 shows why, if no cause is above.")
-                if order["code"] == 0:
-                    self.watch.at_good_end()
-                if self.asked:
-                    return code or _stopped_by(self.asked[0])
-                return int(order["code"])
+            while (order := self.member.next_order(lambda: bool(self.asked), self._tell_agreed))["do"] == "start":
+                self.attempt, self.restarts.best_step = order["attempt"], order["step"]
+                if self.member.node:
+                    say(
+                        f"z2a: joined {self.member.where} as machine {self.member.node}: attempt {self.attempt} on "
+                        f"{counted(len(order['machines']), 'machine')}. Machine 0 shows the progress."
+                    )
+                code, failure = self._one_attempt()
+                self.member.ended(self._report(code, failure))
+            if order.get("text"):
+                say(f"z2a: {order['text']}")
+            elif self.member.node and order["code"] not in (0, machines.SAVED):
+                say(f"z2a: the run has ended with code {order['code']}. Machine 0 shows why, if no cause is above.")
+            if order["code"] == 0:
+                self.watch.at_good_end()
+            if self.asked:
+                return code or _stopped_by(self.asked[0])
+            return int(order["code"])
         finally:
             self.member.close()
 
@@ -201,16 +200,19 @@ class _Supervisor:
         failure.kind = "lost" if order["is_lost"] else failure.kind
         self._tell(failure)
 
-    def _pass_on(self, number: int, _frame: FrameType | None = None) -> None:
+    def pass_on(self, number: int, _frame: FrameType | None = None) -> None:
+        """A signal to stop: the ranks get it too."""
         self.asked.append(number)
         if self.started is not None:
             self.started.send_signal(number)
 
-    def _resize(self, _number: int, _frame: FrameType | None) -> None:
+    def resize(self, _number: int, _frame: FrameType | None) -> None:
+        """The window has another size."""
         if self.started is not None:
             self.started.resize()
 
-    def _suspend(self, _number: int, _frame: FrameType | None) -> None:
+    def suspend(self, _number: int, _frame: FrameType | None) -> None:
+        """Ctrl-Z."""
         if self.started is not None:
             self.started.suspend()
         else:
@@ -318,7 +320,7 @@ class _Supervisor:
                     say(f"z2a: {reason}. The run ends.")
                 else:
                     say(f"z2a: {reason}. The run saves and ends.")
-                self._pass_on(signal.SIGTERM)
+                self.pass_on(signal.SIGTERM)
             self.ranks.drain(POLL_SECONDS)
         self.ranks.drain(0.0)
         codes = self._codes()

@@ -192,8 +192,8 @@ def median_step_seconds(steps: Any, times: Any) -> float | None:
 
 
 def _ends(path: Path, metric: str = "") -> tuple[dict[str, Any], bool | None, list[dict[str, Any]], float]:
-    """Who writes a file and whether that process runs, the rows at its end (with `metric`: those that have it), and when it
-    was written."""
+    """Who writes a file and whether that process runs, the rows at its end (with `metric`: those that have it), and
+    when it was written."""
     with open(path, "rb", buffering=0) as file:
         first = read_row(os.pread(file.fileno(), HEAD_BYTES, 0).split(b"\n", 1)[0]) or {}
         header = first["data"] if first.get("kind") == SEGMENT_KIND else {}
