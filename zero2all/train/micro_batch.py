@@ -267,17 +267,20 @@ def stage_of(config: RunConfig, mesh: Mesh, passes: int) -> HeldStage | None:
     stages = make_stages(model_costs(config.model, config.data.seq_len), processes * parallel.chunks)
     own = {number: stages[number] for number in range(rank, len(stages), processes)}
     layers = sum(len(stage.blocks) for stage in own.values())
-    kept = most = 0
-    frees = "weights" if parallel.schedule == "zero_bubble" else "backward"
+    waiting, heads, deferred = [0], [0], [0]
     for action in make_orders(parallel.schedule, processes, parallel.chunks, passes)[rank]:
-        blocks = len(own[action.stage].blocks)
-        kept += blocks if action.kind == "forward" else -blocks if action.kind == frees else 0
-        most = max(most, kept)
+        stage = own[action.stage]
+        sign = {"forward": 1, "backward": -1, "weights": 0}[action.kind]
+        waiting.append(waiting[-1] + sign * len(stage.blocks))
+        heads.append(heads[-1] + sign * stage.is_last)
+        deferred.append(deferred[-1] + {"forward": 0, "backward": 1, "weights": -1}[action.kind])
     return HeldStage(
         layers,
         has_embedding=any(stage.is_first for stage in own.values()),
         has_head=any(stage.is_last for stage in own.values()),
-        in_flight=most / layers,
+        in_flight=max(waiting) / layers,
+        heads=max(heads),
+        deferred=max(deferred) if parallel.schedule == "zero_bubble" else 0,
         sends=sum(not stage.is_first for stage in own.values()) + sum(not stage.is_last for stage in own.values()),
     )
 
