@@ -575,10 +575,15 @@ def _swapped(settings: MemorySettings, model: ModelConfig, machine: Machine, dev
     return [_waiting("offload, activations", copies - hidden, 0.0, hidden, 2 * settings.passes * size)]
 
 
+def queueing_seconds(settings: MemorySettings, machine: Machine, layers: int) -> float:
+    """What the host takes to queue a pass."""
+    again = 0.5 if settings.recompute in WHOLE_FORWARD else 0.2 if settings.recompute == "selective" else 0.0
+    return machine.host_op_seconds * HOST_OPS_PER_BLOCK * layers * (1 + again)
+
+
 def _host(settings: MemorySettings, machine: Machine, device: float, layers: int, cuda_graph: bool) -> list[Part]:
     """What queueing takes longer than the device."""
-    again = 0.5 if settings.recompute in WHOLE_FORWARD else 0.2 if settings.recompute == "selective" else 0.0
-    one = machine.host_op_seconds * HOST_OPS_PER_BLOCK * layers * (1 + again)
+    one = queueing_seconds(settings, machine, layers)
     queued = one * (settings.passes if not cuda_graph else 1 if settings.processes > 1 else 0)
     window = device if not cuda_graph else device / settings.passes
     return [_waiting("host", max(0.0, queued - window))]

@@ -22,16 +22,13 @@ from zero2all.limits.machine import Machine
 from zero2all.limits.memory import MemoryEstimate, MemorySettings, estimate_memory
 from zero2all.limits.step import StepTime, pass_costs, predict_step
 from zero2all.model.config import parameter_counts
-from zero2all.ops.config import OpsConfig
-from zero2all.ops.registry import OPERATORS, Choice, Ops, resolve
+from zero2all.ops.registry import Ops, assume_gpu, resolve
 from zero2all.parallel.check import spread_problems
 from zero2all.parallel.config import MeshSizes
-from zero2all.parallel.mesh import Mesh
 from zero2all.perf.batch import BatchShape, own_batch
 from zero2all.perf.kernel_groups import ATTENTION, COMMUNICATION, COPIES, ELEMENTWISE, GEMM, LOSS, OPTIMIZER
-from zero2all.perf.memory import operators_on_a_gpu
 from zero2all.train.cuda_graph import is_worth_it, why_no_cuda_graph
-from zero2all.train.micro_batch import memory_settings
+from zero2all.train.micro_batch import stage_settings
 from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES
 
@@ -48,7 +45,7 @@ class Prediction:
     machine: Machine
     settings: MemorySettings
     step: StepTime
-    memory: MemoryEstimate
+    memory: MemoryEstimate  # of the fullest process
     components: dict[str, float]  # seconds of a step by what the device does, as an anatomy measures them
     correction: float  # measured / predicted to expect, from the ledger
     entries: int  # of the ledger, of this machine
@@ -143,9 +140,9 @@ def predict(
 ) -> Prediction:
     """The prediction of a config; `batch` is that of one process of the batch axes, None: its share of the config's."""
     placed, batch = shaped(config, batch, sizes)
-    settings = memory_settings(placed, ops, Mesh(sizes), batch.samples)
-    if machine.source != "measured":  # else it is this one, whose libraries are known
-        settings = dataclasses.replace(settings, workspace_bytes=machine.overhead.get("workspace", 0.0))
+    # A measured machine is this one, whose libraries are known.
+    workspace = None if machine.source == "measured" else machine.overhead.get("workspace", 0.0)
+    settings, *others = stage_settings(placed, ops, sizes, batch.samples, workspace)
     device = torch.device("cuda" if machine.multiprocessors else "cpu")
     captured = why_no_cuda_graph(placed, device, sizes.processes, ops) is None and placed.train.cuda_graph != "off"
     if captured and placed.train.cuda_graph == "auto":
@@ -167,7 +164,7 @@ def predict(
         machine=machine,
         settings=settings,
         step=step,
-        memory=estimate_memory(config.model, settings),
+        memory=max((estimate_memory(config.model, each) for each in (settings, *others)), key=lambda one: one.total),
         components=components_of(step, config, settings, machine),
         correction=factor,
         entries=len(own),
@@ -236,9 +233,7 @@ def operators_for(config: RunConfig, machine: Machine, seq_len: int) -> Ops:
         kind = "cuda" if machine.multiprocessors else "cpu"
         context = op_context(config, kind, DTYPES[config.train.precision])
         return resolve(config.ops, dataclasses.replace(context, seq_len=seq_len))
-    taken = operators_on_a_gpu(config)
-    choices = tuple(Choice(name, taken[name], taken[name], "assumed: no GPU is here") for name in OPERATORS)
-    return dataclasses.replace(resolve(OpsConfig(), "cpu"), choices=choices)
+    return assume_gpu(config.ops, config.data.document_mask)
 
 
 def check_asked(config: RunConfig, batch: BatchShape | None, machine: Machine | None, gpus: int) -> MeshSizes:

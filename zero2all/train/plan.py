@@ -36,7 +36,7 @@ from zero2all.parallel.mesh import DENSE, GRADIENT_AXES, Mesh, axis_length, coor
 from zero2all.parallel.pipeline import make_stages, model_costs
 from zero2all.parallel.schedule import predicted_bubble
 from zero2all.parallel.world import World, asked_processes
-from zero2all.train.micro_batch import least_samples, memory_settings
+from zero2all.train.micro_batch import least_samples, stage_settings
 from zero2all.train.outer.compress import BITS, format_of, kept_values
 from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES
@@ -109,8 +109,7 @@ def make_plan(config: RunConfig, processes: int, ops: Ops | None = None, samples
         ops = resolve(config.ops, op_context(config, device.type, DTYPES[config.train.precision], sharded))
     if samples is None:
         samples = least_samples(config, World(device=device, mesh=Mesh(sizes)))
-    first_of_stage = [stage * processes // sizes.pipeline for stage in range(sizes.pipeline)]
-    settings = [memory_settings(config, ops, Mesh(sizes, rank), samples) for rank in first_of_stage]
+    settings = stage_settings(config, ops, sizes, samples)
     transfers = [communication_per_step(config.model, each) for each in settings]
     per_machine = processes_per_machine(config.parallel, processes)
     return Plan(
