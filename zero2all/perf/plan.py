@@ -157,7 +157,8 @@ def enumerate_layouts(
     config: RunConfig, gpus: int, most_tensor: int, held: Mapping[str, int | str]
 ) -> tuple[list[Row], dict[str, int]]:
     """The layouts of a step that a run accepts, and how many others break which of its rules."""
-    model, found, rejected = config.model, [], dict[str, int]()
+    model, rejected = config.model, dict[str, int]()
+    found: list[Row] = []
     first_texts: dict[int, str] = {}  # by the number of the rule
     of_gpus = divisors(gpus)
     options: dict[str, list[Any]] = {
@@ -170,7 +171,8 @@ def enumerate_layouts(
         "recompute": ["none", "selective", "full"],
         "schedule": ["1f1b", "gpipe", "interleaved", "zero_bubble"],
         "chunks": [1, 2, 4],
-    } | {name: [value] for name, value in held.items()}
+    }
+    options |= {name: [value] for name, value in held.items()}
     for mesh in _meshes(gpus, options, held):
         sizes = sizes_of(mesh)
         own = rank_rows(config.samples_per_step, *config.parallel.batch_place(0, sizes.replicate * sizes.shard))[2]
@@ -361,7 +363,7 @@ def explain_alternatives(search: Search, best: Candidate) -> Iterator[str]:
     """For each column: the best layout that has another value there, how much slower it is, and which part of the
     step grows most; or that none with that value fits."""
     for name in TRIED:
-        for value in sorted({row[name] for row in search.layouts} - {best.row[name]}):  # type: ignore[type-var]
+        for value in sorted({row[name] for row in search.layouts} - {best.row[name]}):
             words, found = f"{name} {value}", search.best(1, name, value)
             if not found:
                 yield t(f"{words}: no layout with it fits")
