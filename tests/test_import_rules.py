@@ -93,7 +93,7 @@ TRAINER = (
 TRAINER_THIRD_PARTY = {"torch", "numpy", "safetensors", "yaml", "rich", "psutil", "google_crc32c", "orjson"}
 """What a bare GPU image must have for training to start. `tokenizers` is needed only to pack, not to train."""
 
-LIMITS_WITH_NUMPY = {"limits.layouts", "limits.simulate"}
+LIMITS_WITH_NUMPY = {"limits.simulate"}
 """Formulas over very many cases at once."""
 
 KERNELS = "ops.kernels"

@@ -42,7 +42,12 @@ def register(inner: Subparsers) -> None:
     memory = "memory of another GPU, in GiB (2^30 bytes), as torch reports it"
     add_flags(
         parser,
-        ("--gpu NAME", str, None, "a100-40g, a100-80g, h100, h200 or b200 (default: this machine's)"),
+        (
+            "--gpu NAME",
+            str,
+            None,
+            "4090, a100-40g, a100-80g, h100, h200, b200, … (default: this machine's)",
+        ),
         ("--memory-gib N", real(0.0, is_open=True), None, memory),
         ("--ranks N", whole(1), 1, "processes, one per GPU (default 1)"),
     )

@@ -66,7 +66,8 @@ def _plan(arguments: argparse.Namespace) -> None:
 
     config, notes = load_measured_config(arguments.config, arguments.overrides)
     notes += precision_notes(config, arguments.config, arguments.overrides)
-    plan = plan_layouts(config, arguments.gpus, _machine(arguments), max(arguments.top, arguments.measure or 0))
+    wanted = max(arguments.top, arguments.measure or 0)
+    plan = plan_layouts(config, arguments.gpus, _machine(arguments), wanted, arguments.overrides)
     if arguments.measure is not None:
         plan = measure_candidates(plan, arguments.measure, arguments.seconds, arguments.timeout_seconds)
     if arguments.output is not None:
@@ -113,7 +114,15 @@ def _notes(plan: LayoutPlan) -> list[str]:
     from zero2all.perf.plan import compare
 
     best = plan.candidates[0]
-    lines = [t(f"{plan.considered:,} layouts keep the rules, {plan.fitting:,} of them fit.")]
+    lines = [
+        t(
+            f"{plan.considered:,} layouts keep the rules. {plan.tried:,} were predicted in full; the others are slower "
+            f"by what they compute alone."
+        )
+    ]
+    if plan.held:
+        fields = ", ".join(f"--{name} {value}" for name, value in plan.held.items())
+        lines.append(t(f"As you set it, in all of them: {fields}"))
     parts = ", ".join(f"{t(part.name)} {said(part.estimate, 's')}" for part in best.time.parts if part.estimate > 5e-5)
     lines.append(t(f"The best: {parts}"))
     measured = [one for one in plan.candidates if "tokens_per_second" in one.measured]
@@ -127,7 +136,8 @@ def _notes(plan: LayoutPlan) -> list[str]:
     for number, other in enumerate(plan.candidates[1:4], 2):
         lines.append(t(f"  against number {number}: {compare(best, other)}"))
     lines += [t("What another choice would cost:"), *(f"  {line}" for line in plan.alternatives)]
-    lines.append(t("Rejected, by the first rule that a layout breaks:"))
+    lines.append(t("Rejected, by the first rule that a layout breaks, with the numbers of one of them:"))
     for rule, count in sorted(plan.rejected.items(), key=lambda one: -one[1]):
-        lines.append(f"  {count:>8,}  {t(rule)}")
+        if count:
+            lines.append(f"  {count:>8,}  {t(rule)}")
     return lines

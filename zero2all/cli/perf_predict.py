@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from zero2all.perf.calibrate import Calibration
     from zero2all.perf.predict import Prediction
 
-BATCH_HELP = "samples per pass x tokens x passes per step, in each data-parallel process (default: the config's)"
+BATCH_HELP = (
+    "samples per pass x tokens x passes per step, in each data-parallel process (default: its share of the config's)"
+)
 BATCH = ("--batch BxTxA", str, None, BATCH_HELP)
 PROFILE_HELP = "a profile that `z2a perf calibrate` wrote (default: the one of this machine)"
 PROFILE = ("--profile FILE", Path, None, PROFILE_HELP)
@@ -158,12 +160,12 @@ def _register_predict(inner: Subparsers) -> None:
 
 def _predict(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.perf.batch import load_measured_config, own_batch, parse_batch
+    from zero2all.perf.batch import load_measured_config, parse_batch
     from zero2all.perf.models import precision_notes
     from zero2all.perf.verify import prediction_for
 
     config, notes = load_measured_config(arguments.config, arguments.overrides)
-    batch = own_batch(config) if arguments.batch is None else parse_batch(arguments.batch)
+    batch = None if arguments.batch is None else parse_batch(arguments.batch)
     found = prediction_for(config, batch, arguments.cluster, arguments.gpus, arguments.profile, arguments.price)
     if write_json_result(arguments.json, found.as_json()):
         return
@@ -171,7 +173,7 @@ def _predict(arguments: argparse.Namespace) -> None:
     if machine.multiprocessors:
         notes += precision_notes(config, arguments.config, arguments.overrides)
     on = f"{arguments.gpus} x {machine.name} ({machine.source})"
-    title = f"{arguments.config} on {on}, {config.train.precision}, batch {batch}"
+    title = f"{arguments.config} on {on}, {config.train.precision}, batch {found.batch}"
     print_table(_prediction_rows(found), title)
     print_table(_part_rows(found), "seconds of a step by part, of one process")
     print("\n".join([*map(t, notes), *_prediction_notes(found)]))

@@ -51,6 +51,9 @@ def register(verbs: Subparsers) -> None:
         metavar="N",
         help="run one step as rank 0 of N without sending anything, and count memory and traffic",
     )
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="with --plan-only: plan for this GPU, such as 4090, a100-80g or h100"
+    )
     parser.add_argument("--json", action="store_true", help="with --plan-only or --simulate-ranks: print JSON")
     parser.add_argument(
         "--group",
@@ -74,7 +77,7 @@ def register(verbs: Subparsers) -> None:
     parser.usage = (
         "z2a train [-h] CONFIG [--work DIR] [--section.field VALUE …]\n"
         "                 [--print-config] [--print-schedule] [--dry-run]\n"
-        "                 [--plan-only] [--simulate-ranks N] [--json]\n"
+        "                 [--plan-only] [--gpu NAME] [--simulate-ranks N] [--json]\n"
         "                 [--group N] [--fresh] [--accept-changes] [--take-over]\n"
         "                 [--no-supervisor]\n"
         "                 [--nodes N or MIN:MAX] [--node-rank R] [--rendezvous HOST:PORT]\n"
@@ -152,6 +155,13 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.plan_only or arguments.simulate_ranks:
         return _plan(arguments, config)
+    if arguments.gpu is not None:
+        from zero2all.common.errors import UsageError
+
+        raise UsageError(
+            f"--gpu {arguments.gpu} names a GPU to plan for, and goes with --plan-only. A run takes the GPUs of this "
+            f"machine."
+        )
     workspace = workspace_of(arguments)
     if arguments.dry_run:
         from zero2all.train.dry_run import dry_run
@@ -251,6 +261,7 @@ def _plan(arguments: argparse.Namespace, config: RunConfig) -> int:
 
     from zero2all.cli.table import print_table
     from zero2all.common.workspace import Workspace
+    from zero2all.limits.cards import named_card
     from zero2all.train.plan import (
         make_plan,
         plan_notes,
@@ -278,7 +289,7 @@ def _plan(arguments: argparse.Namespace, config: RunConfig) -> int:
             )
             print(t(f"simulated in {simulated.seconds:.1f} s, {simulated.micro_batch_samples} samples per pass"))
         return 0
-    plan = make_plan(config, processes)
+    plan = make_plan(config, processes, card=named_card(arguments.gpu) if arguments.gpu else None)
     if arguments.json:
         print(json.dumps(plan_values(plan), indent=2))
         return 0

@@ -11,6 +11,7 @@ from zero2all.common.files import MANIFEST_NAME
 from zero2all.common.manifest import read_manifest
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
+from zero2all.packed.loader import rank_rows
 from zero2all.perf.models import load_model_config
 
 
@@ -45,11 +46,11 @@ def parse_batch(text: str) -> BatchShape:
     return BatchShape(*map(int, match.groups()))
 
 
-def own_batch(config: RunConfig) -> BatchShape:
-    """The batch of a run of this config."""
-    seq_len = config.data.seq_len
-    samples = 8 if config.train.micro_batch_samples == "auto" else config.train.micro_batch_samples
-    return BatchShape(samples, seq_len, max(1, config.train.tokens_per_step // (samples * seq_len)))
+def own_batch(config: RunConfig, replicas: int = 1) -> BatchShape:
+    """The batch of a run of this config in each of `replicas` processes, which share the samples of a step."""
+    rows = rank_rows(config.samples_per_step, 0, replicas)[2]
+    samples = min(rows, 8 if config.train.micro_batch_samples == "auto" else config.train.micro_batch_samples)
+    return BatchShape(samples, config.data.seq_len, -(-rows // samples))
 
 
 def default_batches(config: RunConfig) -> list[BatchShape]:

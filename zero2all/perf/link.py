@@ -17,7 +17,7 @@ from zero2all.limits.answer import said
 from zero2all.limits.slow_link import LinkCost, link_costs, recommended
 from zero2all.model.config import ModelConfig
 from zero2all.parallel.layout import layout_table
-from zero2all.perf.batch import BatchShape, own_batch, with_vocabulary
+from zero2all.perf.batch import own_batch, with_vocabulary
 from zero2all.perf.models import load_model_config
 from zero2all.perf.verify import prediction_for
 
@@ -61,8 +61,7 @@ def link_report(
     fragments, how = fragment_shapes(config.model), "as given"
     parameters = sum(math.prod(shape) for part in fragments for shape in part)
     if step_seconds is None:
-        whole = own_batch(config)
-        batch = BatchShape(whole.samples, whole.seq_len, max(1, whole.accumulation // groups))
+        batch = own_batch(config, groups)
         without_documents = dataclasses.replace(config.data, document_mask=False)  # as in every prediction
         try:
             found = prediction_for(dataclasses.replace(config, data=without_documents), batch, cluster, profile=profile)
