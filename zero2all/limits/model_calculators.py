@@ -201,10 +201,10 @@ def mfu(
             how = f"of {best}, the best matmul that was published: one figure for H100 and H200, whose chip is the same"
         terms.append(Term(f"MAMFU {headline}", share, "share", how))
     executed = {name: hardware_flops(model, found, recompute, name) for name in ("6N", *CONVENTIONS)}
-    for name, each in executed.items() if recompute != "none" else ():
-        if each is not None:
-            how = f"{each / 1e9:.4g} GFLOP/token: {name}, with what is recomputed"
-            terms.append(Term(f"HFU {recompute}, {name}", tokens_per_second * each / (gpus * peak), "share", how))
+    for name, flops in executed.items() if recompute != "none" else ():
+        if flops is not None:
+            how = f"{flops / 1e9:.4g} GFLOP/token: {name}, with what is recomputed"
+            terms.append(Term(f"HFU {recompute}, {name}", tokens_per_second * flops / (gpus * peak), "share", how))
     notes = [f"Headline: {headline}. Compare only figures of one convention and one peak.", *lacking(model, seq_len)]
     if recompute != "none" and not any(executed.values()):
         notes.append(f"No HFU: what {recompute} recomputation adds depends on the attention, which is not known here.")
