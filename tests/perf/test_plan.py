@@ -55,6 +55,9 @@ def test_the_config_of_the_best_loads_and_can_be_spread(plan: LayoutPlan, tmp_pa
 def test_it_says_why(plan: LayoutPlan):
     assert any(line.startswith("tensor 2: its best layout is ") for line in plan.alternatives)
     assert any(line.startswith("recompute full") for line in plan.alternatives)
+    assert all(" +" in line for line in plan.alternatives if "slower" in line), (
+        "the part that grows, not one that falls"
+    )
     assert "faster" in compare(plan.candidates[0], plan.candidates[-1])
     assert any(rule.startswith("does not fit into") for rule in plan.rejected)
 
@@ -110,6 +113,8 @@ def test_what_the_user_sets_holds_and_is_said(capsys):
     assert shown in capsys.readouterr().out
     rows = rows_of(4, *words)
     assert {(row["tensor"], row["zero"], row["recompute"]) for row in rows} == {(2, 1, "full")}
+    assert main(["perf", "plan", "z2all-100m", "--gpus", "4", "--cluster", "h100", "--parallel.tensor", "3"]) == 2
+    assert "pipeline x context x tensor = 3 must divide 4" in capsys.readouterr().err
     assert {row["zero"] for row in rows_of(1, "--parallel.zero=1")} == {1}
     assert {row["samples"] for row in rows_of(8, "--train.micro_batch_samples", "5")} == {5}
 

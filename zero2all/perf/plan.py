@@ -38,7 +38,7 @@ from zero2all.limits.step import (
 )
 from zero2all.ops.registry import assume_gpu
 from zero2all.packed.loader import rank_rows
-from zero2all.parallel.check import RULES
+from zero2all.parallel.check import RULES, check_spread
 from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.mesh import Mesh
 from zero2all.perf.batch import BatchShape
@@ -110,6 +110,8 @@ def plan_layouts(
         )
     held = held_columns(config, overrides)
     layouts, rejected = enumerate_layouts(config, gpus, machine.gpus_per_node, held)
+    if not layouts and not rejected:  # what the user set makes no mesh of these GPUs, which a run says best
+        check_spread(config, gpus)
     search = Search(config, machine, layouts)
     candidates = search.best(wanted)
     alternatives = tuple(explain_alternatives(search, candidates[0])) if candidates else ()
@@ -369,7 +371,7 @@ def explain_alternatives(search: Search, best: Candidate) -> Iterator[str]:
                 yield t(f"{words}: no layout with it fits")
                 continue
             slower = found[0].time.estimate / best.time.estimate - 1
-            part, seconds = largest_gains(best, found[0])[0]
+            part, seconds = max(largest_gains(best, found[0]), key=lambda one: one[1])
             yield t(f"{words}: its best layout is {slower:.1%} slower ({t(part)} {1e3 * seconds:+.1f} ms)")
 
 
