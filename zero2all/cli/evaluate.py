@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from zero2all.cli import harness
 from zero2all.cli.benchmarks import add_data, files_of, look_for, made_tasks, named_tasks, names
 from zero2all.cli.runs import add_run_name
-from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, real, whole, workspace_of
+from zero2all.cli.verb import Subparsers, add_flags, add_group, add_verb, add_work, real, whole, workspace_of
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
@@ -76,28 +76,14 @@ def _register_watch(inner: Subparsers) -> None:
         _watch,
     )
     add_run_name(parser)
-    parser.add_argument(
-        "--steps", type=_steps, metavar="N,A-B,…", help="only checkpoints of these steps (default: all of them)"
-    )
-    parser.add_argument(
-        "--once", action="store_true", help="stop when every checkpoint is evaluated, even if training continues"
-    )
-    parser.add_argument(
-        "--niceness",
-        type=whole(0, 19),
-        default=10,
-        metavar="N",
-        help="niceness of this process, 0 to 19: higher leaves more of a shared core to training (default 10)",
-    )
-    parser.add_argument(
-        "--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:1 (default: the device that the run trains on)"
-    )
-    parser.add_argument(
-        "--poll-seconds",
-        type=real(0.01),
-        default=5.0,
-        metavar="N",
-        help="how often to look for a new checkpoint (default 5)",
+    niceness = "niceness of this process, 0 to 19: higher leaves more of a shared core to training (default 10)"
+    add_flags(
+        parser,
+        ("--steps N,A-B,…", _steps, None, "only checkpoints of these steps (default: all of them)"),
+        ("--once", bool, False, "stop when every checkpoint is evaluated, even if training continues"),
+        ("--niceness N", whole(0, 19), 10, niceness),
+        ("--device DEVICE", str, None, "auto, cpu, cuda or cuda:1 (default: the device that the run trains on)"),
+        ("--poll-seconds N", real(0.01), 5.0, "how often to look for a new checkpoint (default 5)"),
     )
     _add_questions(parser)
 
@@ -172,29 +158,17 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="also score this text file or folder of text files; may be repeated",
     )
-    parser.add_argument(
-        "--stride",
-        type=whole(0),
-        default=0,
-        metavar="N",
-        help="score long texts in windows that start N tokens apart, so that every token has context "
-        "(default 0: no overlap)",
+    max_bytes = "held-out bytes to score per source, and bytes of each --text file (default 1000000)"
+    held_out = "none: do not score the held-out text and the rows that training scores (default all)"
+    stride = (
+        "score long texts in windows that start N tokens apart, so that every token has context (default 0: no overlap)"
     )
-    parser.add_argument(
-        "--max-bytes",
-        type=whole(1),
-        default=1_000_000,
-        metavar="N",
-        help="held-out bytes to score per source, and bytes of each --text file (default 1000000)",
-    )
-    parser.add_argument(
-        "--held-out",
-        choices=("all", "none"),
-        default="all",
-        help="none: do not score the held-out text and the rows that training scores (default all)",
-    )
-    parser.add_argument(
-        "--int8", action="store_true", help="also score the held-out text with 8-bit weights, to see what they cost"
+    add_flags(
+        parser,
+        ("--stride N", whole(0), 0, stride),
+        ("--max-bytes N", whole(1), 1_000_000, max_bytes),
+        ("--held-out", ("all", "none"), "all", held_out),
+        ("--int8", bool, False, "also score the held-out text with 8-bit weights, to see what they cost"),
     )
     about = (
         "benchmarks to run: cmmlu,piqa,my-questions, each a folder of --data; all: every folder there; "
