@@ -41,11 +41,9 @@ def add_sampling(parser: argparse.ArgumentParser, temperature: float, max_new_to
         ("--top-p X", real(0, 1, is_open=True), 1.0, top_p),
         ("--min-p X", real(0, 1), 0.0, min_p),
         ("--repetition-penalty X", real(0), 1.0, repetition_penalty),
+        ("--stop TEXT", [str], [], "end before this text; may be repeated"),
+        ("--seed N", whole(0), 0, "seed of the sampling (default 0); needs a temperature"),
     )
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
-    )
-    add_flags(parser, ("--seed N", whole(0), 0, "seed of the sampling (default 0); needs a temperature"))
 
 
 def sampling_of(arguments: argparse.Namespace) -> Sampling:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero2all.cli.model import add_model, load
-from zero2all.cli.verb import LAST_PORT, Subparsers, add_flags, add_verb, real, whole
+from zero2all.cli.verb import Subparsers, add_address, add_flags, add_verb, real, whole
 from zero2all.common.errors import BadInputError
 from zero2all.common.language import translate as t
 
@@ -29,21 +29,8 @@ def register(verbs: Subparsers) -> None:
     add_model(serve)
     serve.add_argument("--name", metavar="NAME", help="name of the model for clients (default: the name of the run)")
     _add_engine(serve)
-    host = "address to listen on (default: 127.0.0.1); any other address requires a token, which is printed"
-    add_flags(
-        serve,
-        ("--port N", whole(0, LAST_PORT), None, "port (default: the first free one from 6107)"),
-        ("--host ADDRESS", str, "127.0.0.1", host),
-        ("--token", bool, False, "require a token on 127.0.0.1 too, for shared machines"),
-        ("--token-file FILE", Path, None, "read the token from this file, so that it stays the same"),
-    )
-    serve.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="another host name to accept, such as a proxy's; can be repeated",
-    )
+    token_file = ("--token-file FILE", Path, None, "read the token from this file, so that it stays the same")
+    add_address(serve, "port (default: the first free one from 6107)", token_file)
     grace = "how long running requests may continue after Ctrl-C or SIGTERM (default 30)"
     add_flags(serve, ("--grace SECONDS", real(0), 30.0, grace), ("--open", bool, False, "open the page in the browser"))
 
