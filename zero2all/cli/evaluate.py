@@ -1,4 +1,7 @@
-"""`z2a eval RUN` and the verbs of the same word: `z2a eval run / watch / fetch / contamination`."""
+"""`z2a eval RUN` and the verbs of the same word: `z2a eval run / watch / fetch / contamination`.
+
+`z2a eval harness`: the standard harness (lm-eval) on a run; `z2a eval export-tasks`: our sets as its tasks.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli import harness
 from zero2all.cli.benchmarks import add_data, files_of, look_for, made_tasks, named_tasks, names
 from zero2all.cli.runs import add_run_name
 from zero2all.cli.verb import Subparsers, add_flags, add_group, add_verb, add_work, real, whole, workspace_of
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from zero2all.evals.options import EvalOptions
     from zero2all.evals.tasks.list import TaskQuestions
     from zero2all.evals.watch import Watcher
+
 
 WORD = "eval"
 VERBS = ("run", "watch", "fetch", "contamination", "harness", "export-tasks")
@@ -45,7 +48,7 @@ def register(verbs: Subparsers) -> None:
     _register_watch(inner)
     _register_fetch(inner)
     _register_contamination(inner)
-    harness.register(inner)
+    _register_harness(inner)
 
 
 def _register_run(inner: Subparsers) -> None:
@@ -150,14 +153,6 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
             help=f"{of}: a YAML file or JSON lines (default: raw/{name}.jsonl of the workspace if it "
             "exists, else the built-in ones; none: skip them)",
         )
-    parser.add_argument(
-        "--text",
-        type=_path,
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="also score this text file or folder of text files; may be repeated",
-    )
     max_bytes = "held-out bytes to score per source, and bytes of each --text file (default 1000000)"
     held_out = "none: do not score the held-out text and the rows that training scores (default all)"
     stride = (
@@ -165,6 +160,7 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
     )
     add_flags(
         parser,
+        ("--text PATH", [_path], [], "also score this text file or folder of text files; may be repeated"),
         ("--stride N", whole(0), 0, stride),
         ("--max-bytes N", whole(1), 1_000_000, max_bytes),
         ("--held-out", ("all", "none"), "all", held_out),
@@ -336,3 +332,70 @@ def _fetch(arguments: argparse.Namespace) -> None:
         print(t(f"{name}: {len(task.items):,} items, {len(task.shots):,} examples; licence: {licence}"))
     fetched = ",".join(arguments.names)
     print(t(f"next: z2a eval RUN --tasks {fetched} --data {arguments.data} --work my-workspace"))
+
+
+def _register_harness(inner: Subparsers) -> None:
+    """Add both verbs to `z2a eval`."""
+    parser = add_verb(
+        inner,
+        "harness",
+        "run tasks of lm-eval on one checkpoint, offline (pip install 'zero2all[lmeval]')",
+        "z2a eval harness my-run --work my-workspace --tasks z2a_my_questions_cloze --include lm-tasks",
+        _harness,
+    )
+    add_run_name(parser)
+    parser.add_argument(
+        "--tasks", type=names, required=True, metavar="NAMES", help="names of tasks, separated by commas"
+    )
+    parser.add_argument("--include", type=Path, metavar="DIR", help="folder with tasks that lm-eval does not have")
+    parser.add_argument("--step", type=whole(0), metavar="N", help="checkpoint to use (default: the newest)")
+    parser.add_argument("--shots", type=whole(0), metavar="N", help="examples in a prompt (default: as the task says)")
+    parser.add_argument("--limit", type=whole(1), metavar="N", help="only the first N items of each task")
+
+    parser = add_verb(
+        inner,
+        "export-tasks",
+        "write benchmarks, or a set of your own, as tasks of lm-eval: YAML and JSON lines",
+        "z2a eval export-tasks lm-tasks --data eval-data --tasks cmmlu,my-questions",
+        _export,
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write to")
+    add_data(parser)
+    parser.add_argument("--tasks", type=names, default=("all",), metavar="NAMES", help="which ones (default: all)")
+    parser.add_argument("--shots", type=whole(0), metavar="N", help="examples in a prompt (default: as the set says)")
+    parser.add_argument("--limit", type=whole(1), metavar="N", help="only the first N items of each")
+
+
+def _harness(arguments: argparse.Namespace) -> None:
+    from zero2all.evals.lm_harness import harness_lines, require_lm_eval, run_harness
+
+    require_lm_eval()
+    workspace = workspace_of(arguments)
+
+    from zero2all.common.progress import say
+    from zero2all.evals.options import report_path, write_report
+    from zero2all.infer.engine import Engine
+    from zero2all.infer.load import load_model
+
+    loaded = load_model(arguments.run, workspace, arguments.step)
+    found = run_harness(Engine(loaded), arguments.tasks, arguments.include, arguments.shots, arguments.limit)
+    settings = {name: getattr(arguments, name) for name in ("tasks", "shots", "limit")}
+    settings["include"] = None if arguments.include is None else str(arguments.include)
+    report = {"run": loaded.name, "step": loaded.step, "tokens": loaded.tokens, "settings": settings, **found}
+    print("\n".join(harness_lines(report)))
+    if loaded.config is not None and loaded.folder is not None:
+        path = report_path(loaded.folder, loaded.step, "harness-")
+        write_report(path, report, say)
+        print(t(f"written to {path}"))
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from zero2all.evals.lm_tasks import write_tasks
+    from zero2all.evals.tasks.list import read_tasks
+
+    for each in write_tasks(
+        arguments.folder, read_tasks(arguments.data, arguments.tasks), shots=arguments.shots, limit=arguments.limit
+    ):
+        left_out = t(f", {each.left_out:,} left out (no such form in lm-eval)") if each.left_out else ""
+        print(t(f"{each.name}: {each.items:,} items{left_out}"))
+    print(t(f"run them with: z2a eval harness RUN --include {arguments.folder} --tasks NAME"))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero2all.cli.verb import Subparsers, add_flags, add_verb, add_work, whole, workspace_of
+from zero2all.cli.verb import Subparsers, add_config, add_flags, add_verb, add_work, whole, workspace_of
 from zero2all.common.errors import PeerFailureError
 from zero2all.common.language import translate as t
 
@@ -30,12 +30,7 @@ def register(verbs: Subparsers) -> None:
         _train,
         takes_overrides=True,
     )
-    parser.add_argument(
-        "config",
-        metavar="CONFIG",
-        help="a preset (quickstart, four-phases, z2all-100m, z2all-1b, llm-zero2all-1b, z2all-moe) "
-        "or the path of a YAML file",
-    )
+    add_config(parser)
     add_work(parser)
     plan_only = "show mesh, layout, memory and traffic of the run, computed without running it, and stop"
     simulated = "run one step as rank 0 of N without sending anything, and count memory and traffic"
