@@ -35,6 +35,7 @@ class RoundedAdamW(AdamW):
     ) -> None:
         self.seed = seed
         super().__init__(groups, config, compiled=compiled)
+        self.rounded = partial(type(self).rounded_formula, self.formula)  # one object: a new one is compiled again
 
     def update_one(self, param: ParamState, numbers: tuple[Tensor, ...], inputs: StepInputs) -> None:
         """Update one parameter and its moments."""
@@ -42,11 +43,10 @@ class RoundedAdamW(AdamW):
         if gradient is None or not gradient.numel():
             return
         key = rounding_key(self.seed, param.parameter.name, inputs.count)
-        formula = partial(type(self).rounded_formula, self.formula)
         for rows in row_chunks(param.weight):
             targets = [param.weight[rows], *(param.moment(name)[rows] for name in param.state)]
             rounding = (places_of(param.part, rows), key)
-            self.apply(formula, gradient[rows], targets, (*numbers, *rounding), inputs.scale, inputs.skip)
+            self.apply(self.rounded, gradient[rows], targets, (*numbers, *rounding), inputs.scale, inputs.skip)
 
 
 def places_of(part: Part, rows: slice | EllipsisType) -> Tensor:
