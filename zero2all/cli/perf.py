@@ -1,4 +1,4 @@
-"""`z2a perf`: its verbs, of which `ops`, `ops bench`, `ablate` and `infer` are declared here."""
+"""`z2a perf`: its verbs, of which `ops`, `ops bench`, `ablate`, `infer` and `link` are declared here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import dataclasses
 import json
 from pathlib import Path
 
-from zero2all.cli import limits, perf_bench, perf_link, perf_memory, perf_plan, perf_predict, perf_profile, perf_runs
+from zero2all.cli import limits, perf_bench, perf_memory, perf_plan, perf_predict, perf_profile, perf_runs
+from zero2all.cli.perf_predict import PROFILE
 from zero2all.cli.verb import (
     DEVICES,
     MODEL_HELP,
@@ -43,7 +44,10 @@ def register(verbs: Subparsers) -> None:
     _register_ops(inner)
     _register_ablate(inner)
     _register_infer(inner)
-    for more in (limits, perf_memory, perf_link, perf_predict, perf_plan, perf_profile, perf_bench, perf_runs):
+    limits.register(inner)
+    perf_memory.register(inner)
+    _register_link(inner)
+    for more in (perf_predict, perf_plan, perf_profile, perf_bench, perf_runs):
         more.register(inner)
 
 
@@ -88,7 +92,7 @@ def _ops(arguments: argparse.Namespace) -> None:
         _bench(arguments, words[0] if words else BENCH_CONFIG)
         return
     from zero2all.cli.table import print_table
-    from zero2all.perf.op_list import context_here, describe, list_cells, listed_operators
+    from zero2all.perf.op_bench import context_here, describe, list_cells, listed_operators
 
     config = None
     if words:
@@ -272,3 +276,38 @@ def _sizes(text: str) -> list[int]:
         return [whole(1)(each) for each in text.split(",")]
     except argparse.ArgumentTypeError as error:
         raise UsageError(f"--batch {text}: {error}, such as 1,8,64.") from None
+
+
+def _register_link(inner: Subparsers) -> None:
+    """Add the verb."""
+    parser = add_verb(
+        inner,
+        "link",
+        "train over a slow link: bytes, seconds and loss of every scheme, and which one to take",
+        "z2a perf link z2all-1b --gbit 1 --groups 2 --step-seconds 3.4",
+        _link,
+        takes_overrides=True,
+    )
+    add_config(parser, MODEL_HELP)
+    add_work(parser)
+    above = real(0.0, is_open=True)
+    parser.add_argument("--gbit", type=above, required=True, metavar="N", help="speed of the link in Gbit/s")
+    seconds = "measured seconds that a group computes in a step (default: predicted from the profile of this machine)"
+    groups = ("--groups N", whole(2), 2, "groups it joins (default 2)")
+    cluster = ("--cluster NAME", str, None, "from data sheets: a100-80g, h100, h200, b200")
+    add_flags(parser, groups, ("--step-seconds N", above, None, seconds), cluster, PROFILE)
+    add_json(parser)
+
+
+def _link(arguments: argparse.Namespace) -> int:
+    from zero2all.cli.table import print_table
+    from zero2all.common.workspace import Workspace
+    from zero2all.perf.link import link_notes, link_report, link_rows
+
+    asked = (arguments.gbit, arguments.groups, arguments.step_seconds, arguments.profile, arguments.cluster)
+    report = link_report(arguments.config, arguments.overrides, *asked, Workspace(arguments.work))
+    if not write_json_result(arguments.json, report.as_json()):
+        size = f"{report.parameters:,} parameters, {arguments.groups} groups, {arguments.gbit:g} Gbit/s"
+        print_table(link_rows(report), f"{arguments.config}: {size}")
+        print("\n".join(link_notes(report)))
+    return 0

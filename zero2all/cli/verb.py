@@ -94,14 +94,30 @@ def workspaces_below() -> list[Path]:
 
 
 def add_flags(parser: argparse.ArgumentParser, *flags: tuple[str, Any, Any, str]) -> None:
-    """Flags, each as `--name METAVAR`, its type (bool: a switch) or its choices, its default and its help."""
+    """Flags, each as `--name METAVAR`, its type (bool: a switch; in a list: it may be repeated) or its choices, its
+    default and its help."""
     for name, kind, default, about in flags:
         flag, _, metavar = name.partition(" ")
         if kind is bool:
             parser.add_argument(flag, action="store_true", help=about)
         else:
             reads = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
+            if isinstance(kind, list):
+                reads = {"type": kind[0], "action": "append"}
             parser.add_argument(flag, default=default, metavar=metavar or None, help=about, **reads)
+
+
+def add_address(parser: argparse.ArgumentParser, port: str, *more: tuple[str, Any, Any, str]) -> None:
+    """Where a page is served and who may see it; `port` is the help of --port."""
+    host = "address to listen on (default: 127.0.0.1); any other address requires a token, which is printed"
+    add_flags(
+        parser,
+        ("--port N", whole(0, LAST_PORT), None, port),
+        ("--host ADDRESS", str, "127.0.0.1", host),
+        ("--token", bool, False, "require a token on 127.0.0.1 too, for shared machines"),
+        *more,
+        ("--allow-host NAME", [str], [], "another host name to accept, such as a proxy's; can be repeated"),
+    )
 
 
 def add_config(parser: argparse.ArgumentParser, about: str = CONFIG_HELP, **details: Any) -> None:

@@ -241,7 +241,7 @@ class _Pass(NamedTuple):
     output: GradientEdge | None  # not the values, which only the next stage needs
 
 
-# ---- messages between the stages: outputs go to the next process, gradients to the one before -----------------------
+# ---- messages between the stages: outputs go to the next process, gradients to the one before ---------------------
 
 
 class Link(NamedTuple):
