@@ -411,11 +411,8 @@ def _show(arguments: argparse.Namespace) -> None:
         names = ", ".join(facts["text_reaches_control"])
         print(t(f"            plain `tokenizers` recognises these in text, z2a does not: {names}"))
     for name in ("sample", "longest"):
-        print(f"{name:<11} {'  '.join(f'{number}:{piece}' for number, piece in _with_spaces_shown(facts[name]))}")
-
-
-def _with_spaces_shown(pieces: dict[str, str]) -> list[tuple[str, str]]:
-    return [(number, piece.replace(" ", "␣")) for number, piece in pieces.items()]
+        pieces = (f"{number}:{piece.replace(' ', '␣')}" for number, piece in facts[name].items())
+        print(f"{name:<11} {'  '.join(pieces)}")
 
 
 def _encode(arguments: argparse.Namespace) -> None:

@@ -20,7 +20,7 @@ allowed (a pair counted too high by a sketch, or let through by a filter) is alw
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,6 @@ def learn_bpe(
     exact: bool = True,
     cut: bool = True,
     save_every_seconds: float = 60.0,
-    say: Callable[[str], None] = say,
 ) -> LearnedBpe:
     """Learn `pieces_wanted` pieces (vocabulary size less control tokens) from the text of `parts`.
 
@@ -125,7 +124,7 @@ def learn_bpe(
     clock.lap("pairs")
     guess = int(FIRST_SHARE * first.guess(pieces_wanted - BYTE_COUNT, min_piece_count)) if cut else 0
     del first
-    trainer = _Trainer(run, bigrams, memory, pieces_wanted, min_piece_count, max_piece_bytes, exact, say, clock)
+    trainer = _Trainer(run, bigrams, memory, pieces_wanted, min_piece_count, max_piece_bytes, exact, clock)
     threshold, merged, alphabet = trainer.train(max(guess, min_piece_count) if cut else 0)
     if merged.short_of:
         vocab_size = pieces_wanted + len(forbidden)
@@ -172,7 +171,6 @@ class _Trainer:
     min_piece_count: int
     max_piece_bytes: int | None
     exact: bool
-    say: Callable[[str], None]
     clock: _Clock
     facts: dict[str, Any] = field(default_factory=lambda: {"thresholds_tried": []})
 
@@ -184,7 +182,7 @@ class _Trainer:
             if merged.short_of == 0 or threshold <= self.min_piece_count:
                 return threshold, merged, alphabet
             lower = max(self.min_piece_count, int(NEXT_SHARE * threshold))
-            self.say(
+            say(
                 f"Cutting at pairs of characters seen fewer than {threshold:,} times left {merged.short_of:,} "
                 f"of {self.wanted:,} pieces unfilled. The text is read again with {lower:,}."
             )
@@ -201,7 +199,7 @@ class _Trainer:
         self.run.count("pieces", "bpe pieces", fragments, {"threshold": threshold})
         self.facts["spills"], self.facts["spilled_bytes"] = fragments.spills, fragments.spilled_bytes()
         if fragments.spills:
-            self.say(
+            say(
                 f"Not all fragments fit into memory at once: {human_bytes(fragments.spilled_bytes())} of them "
                 f"went through {self.run.scratch}. The result is still exact."
             )
@@ -220,7 +218,7 @@ class _Trainer:
         drop_below = rarest_that_fit(fragments, ordered, limit)
         words = words_of(fragments, ordered, None, drop_below)
         if words.dropped:
-            self.say(
+            say(
                 f"APPROXIMATE: {words.dropped:,} of {words.unique:,} fragments, those seen fewer than "
                 f"{drop_below:,} times, did not fit into memory and were left out."
             )

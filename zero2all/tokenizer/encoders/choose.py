@@ -52,11 +52,6 @@ class EncoderChoice:
         """For the manifest."""
         return dataclasses.asdict(self)
 
-    @property
-    def fell_back(self) -> bool:
-        """Whether something else was asked for by name."""
-        return self.asked not in ("auto", self.got)
-
 
 class Encoder:
     """An encoder that was chosen. Texts may be anything that Python calls a string."""
