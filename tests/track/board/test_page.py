@@ -118,7 +118,7 @@ def test_the_legend_shows_what_was_logged_and_what_is_smoothed_each_by_its_name(
     page.keyboard.press("Control+a")
     page.locator("select").select_option("median")
     page.get_by_role("slider").first.fill("0")
-    expect(legend).to_have_text(re.compile(r"^Training loss\d\.\d+$"))  # nothing is smoothed: nothing has to be told apart
+    expect(legend).to_have_text(re.compile(r"^Training loss\d\.\d+$"))  # nothing to tell apart
 
 
 def test_the_parts_of_a_step_are_stacked_once_and_their_sum_is_a_line(page, served):
