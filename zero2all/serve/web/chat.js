@@ -203,7 +203,7 @@ export class Chat {
 	drawNotes() {
 		const notes = [];
 		if (!this.conversation.messages.length) {
-			notes.push(h('div', { class: 'blank' }, h('h2', {}, t('empty')), h('p', {}, t(this.model?.z2a?.chat === 'frame' ? 'frame' : 'noHistory'))));
+			notes.push(h('div', { class: 'blank' }, h('h2', {}, t('empty')), h('p', {}, t({ frame: 'frame', plain: 'plain' }[this.model?.z2a?.chat] ?? 'noHistory'))));
 		}
 		if (this.isKept === false) notes.push(h('p', { class: 'notice warn', role: 'alert' }, t('notKept')));
 		this.notes.replaceChildren(...notes);

@@ -52,8 +52,12 @@ const WORDS = {
 	notKept: ['The browser could not keep this conversation; save it as a file.', '浏览器无法保存此对话，请另存为文件。'],
 	empty: ['Ask something', '问点什么'],
 	frame: [
-		'This model has no chat template: it has learned to go on with text. Your messages are set out as a dialogue for it to go on with.',
-		'该模型没有对话模板，只学过续写文本：你的消息会被排成一段对话，由它接着写。',
+		'This is a base model: it continues text. Your message is written as a question, and what it writes next is the answer; earlier messages are not shown to it.',
+		'这是基座模型，只会续写文本：你的消息会写成一个问题，它接着写出回答；前面的消息不会给它看。',
+	],
+	plain: [
+		'This is a base model: it continues your text and was not trained to answer.',
+		'这是基座模型：只会续写你的文本，没有学过回答问题。',
 	],
 
 	text: ['Text', '文本'],
