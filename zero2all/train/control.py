@@ -27,7 +27,7 @@ from zero2all.train.guards.incident import IncidentWriter, make_incident, usual_
 from zero2all.train.guards.policy import Action, Continue, Stop
 from zero2all.train.guards.repeats import repeated_shards
 from zero2all.train.guards.rows import RowFinder
-from zero2all.train.guards.watch import RunGuards
+from zero2all.train.guards.watch import Checkpoints, RunGuards
 from zero2all.train.setup import Prepared
 from zero2all.train.step import StepPlan, StepResult
 
@@ -46,7 +46,6 @@ class Control:
         """Created by all ranks at the same point; only rank 0 has `metrics`. `fence` is checked before every write."""
         self._say = say
         config, world, data = prepared.config, prepared.world, prepared.data
-        self._not_finite: list[int] = []
         self._config, self._world, self._metrics, self._run = config, world, metrics, prepared.run
         self._guards = RunGuards(
             prepared.run, config.guards, config.schedule.warmup_steps, data, config.data.quarantine, fence, world
@@ -90,14 +89,12 @@ class Control:
         return part
 
     def observe(
-        self, result: StepResult, channels: Sequence[str], checkpoints: Callable[[], Sequence[int]]
+        self, result: StepResult, channels: Sequence[str], checkpoints: Checkpoints
     ) -> tuple[Action, Path | None]:
-        """Let the guards judge a step; returns what all processes must do now, and on rank 0 the page that explains it.
-        `checkpoints`, the steps of good ones, is called on rank 0."""
+        """Let the guards judge a step; returns what all processes must do now, and on rank 0 the page that explains
+        it."""
         if self._is_overflow(result):
             return Continue("the loss scale was too large for this step and has been halved"), None
-        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
-            self._not_finite.append(result.step)
         losses = {name: loss for name, loss in zip(channels, result.channel_losses, strict=True) if loss is not None}
         seen = self._guards.observe(
             result.step,
@@ -187,20 +184,16 @@ class Control:
         """For the checkpoint, which keeps that of rank 0; the others have the same and need not collect it."""
         return self._guards.state() if self._world.is_first else None
 
-    def doubt(self) -> str | None:
-        """Why a rollback must not use a state saved now; None when every step since `saved` was finite."""
-        if not self._not_finite:
-            return None
-        steps = ", ".join(map(str, self._not_finite[:5])) + (", …" if len(self._not_finite) > 5 else "")
-        return f"since the last save these steps were not finite: {steps}"
+    def doubt(self, step: int) -> str | None:
+        """Why a rollback must not use the state after `step`; None: as far as can be told it is good."""
+        return self._guards.doubt(step)
 
-    def saved(self) -> None:
-        """A state was saved; `doubt` starts again."""
-        self._not_finite.clear()
+    def at_end(self, step: int, is_marked: bool, checkpoints: Checkpoints) -> Action:
+        """Whether the run may end with `step`; `is_marked`: what it was resumed from was saved in doubt."""
+        return self._guards.at_end(step, is_marked, checkpoints)
 
     def restore(self, state: Mapping[str, Any] | None, step: int) -> list[str]:
         """Continue at `step`, where `state` was saved; later decisions stay. Returns what could not be restored."""
-        self._not_finite.clear()
         return [] if state is None else self._guards.restore(state, step)
 
     def close(self) -> list[str]:

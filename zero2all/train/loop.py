@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from zero2all.common.errors import (
     UsageError,
 )
 from zero2all.common.fault import fault_point
+from zero2all.common.progress import counted
 from zero2all.config.schedule import learning_rate
 from zero2all.config.training import AnnealConfig, model_at
 from zero2all.model.rope import rope_tables
@@ -40,12 +42,13 @@ from zero2all.track.writer import Run
 from zero2all.train.anneal import ANNEAL_STAGE, anneal_in_words, read_anneal, withdraw_request
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.load import Checkpoint, reading_record
+from zero2all.train.checkpoints.manifest import NOT_GOOD
 from zero2all.train.checkpoints.retention import Retention
 from zero2all.train.checkpoints.run_lock import RunLock
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.control import Control
 from zero2all.train.guards.documents import Decode
-from zero2all.train.guards.policy import Rollback, Stop
+from zero2all.train.guards.policy import Action, Rollback, Stop
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.outer.optimizer import round_values
 from zero2all.train.periodic import (
@@ -126,6 +129,8 @@ class TrainingLoop:
         self.folder_watch = FolderWatch(prepared, lock)
         self.stragglers = Stragglers(self.world, self.log)
         self.stage_name = ""
+        self.is_marked = False
+        """Whether the checkpoint that was loaded was saved in doubt."""
         self.pending: tuple[PendingStep, float] | None = None
         """The step that has not been read yet, and the seconds the host waited for its data."""
         self.stop_requested = self.folder_news = False
@@ -142,7 +147,7 @@ class TrainingLoop:
         try:
             self.begin()
             with scheduled_garbage_collection() as self.collect_garbage, self.log.progress_bar(self._last_token()):
-                self._leave_nonfinite_checkpoints()
+                self._leave_damaged_checkpoints()
                 first_step = self.state.step
                 self.adopt()
                 with self.shard_damage.checking(), self.folder_watch.watching(), self.replica_doubt.kept():
@@ -199,6 +204,7 @@ class TrainingLoop:
                     return True
                 beat("data", state.step)
             self.read_results()
+            self._carry_out(self.control.at_end(state.step, self.is_marked, self.store))
         except _RollbackError as needed:
             self.rollback(needed.decision)
             return True
@@ -354,7 +360,11 @@ class TrainingLoop:
         if result.step == 1 and self.prepared.checkpoint is None:  # imported weights are no new model
             self.log.say(*check_first_loss(result.loss, self.config.model))
         self.log.show_progress(result.tokens[1], f"step {result.step} loss {result.loss:.3f}")
-        action, page = self.control.observe(result, self.prepared.data.channels, self.store.good_steps)
+        action, page = self.control.observe(result, self.prepared.data.channels, self.store)
+        self._carry_out(action, page)
+
+    def _carry_out(self, action: Action, page: Path | None = None) -> None:
+        """End the run, or go back, where the guards say so."""
         if isinstance(action, Stop):
             if page is None:
                 raise AnomalyError(action.reason)
@@ -374,12 +384,13 @@ class TrainingLoop:
         self.saver.save(self.stage_name)
 
     def rollback(self, decision: Rollback) -> None:
-        """Go back to an earlier checkpoint, and skip the data that caused it."""
+        """Go back to an earlier checkpoint, and skip the data that caused it. Only once it is read are newer ones
+        moved."""
         left_at = self.state.step
         beat("start", left_at)
         self.pending = None
-        withdrawn = self.store.go_back_to(decision.to_step, decision.reason)
         checkpoint = self.store.at(decision.to_step)
+        withdrawn = self.store.go_back_to(decision.to_step, decision.reason)
         load_checkpoint(self.state, checkpoint)
         self._restore(checkpoint)
         self._set_positions()
@@ -459,8 +470,15 @@ class TrainingLoop:
         prepared, config, state = self.prepared, self.config, self.state
         keep, last_step = config.checkpoint, prepared.last_step
         existing = [step_of(folder) for folder in list_checkpoints(prepared.run)]
+        margin, kept_steps = config.guards.rollback_margin_steps, keep.every_steps * (keep.keep_last - 1)
         disk = partial(check_disk, prepared.run, Retention(keep.keep_last, keep.keep_every_steps), keep.every_steps)
         notes = [self.world.run_on_rank0(lambda: disk(state.step, last_step, checkpoint_bytes, existing))]
+        if keep.every_steps and kept_steps < margin and config.guards.loss_spike == "rollback":
+            notes.append(
+                f"warning: after spikes no checkpoint may be old enough to go back to: {keep.keep_last} are kept, one "
+                f"every {counted(keep.every_steps, 'step')}, and guards.rollback_margin_steps is {margin}. Save more "
+                f"rarely, or raise checkpoint.keep_last"
+            )
         if self.world.device.type == "cuda":
             settings = memory_settings(config, state.model.ops, self.world.mesh, state.micro_batch_samples)
             notes += memory_notes(config.model, settings, torch.cuda.mem_get_info(self.world.device)[1])
@@ -503,27 +521,25 @@ class TrainingLoop:
                 f"passes can no longer be captured as a CUDA graph: {graph.problem}. They run without one from here on."
             )
 
-    def _leave_nonfinite_checkpoints(self) -> None:
-        """Roll back while the checkpoint that was loaded holds values that are not finite."""
+    def _leave_damaged_checkpoints(self) -> None:
+        """Roll back while the checkpoint that was loaded holds values that no training writes."""
         while self.prepared.checkpoint is not None:
             with self.state.tensors() as tensors:
-                bad = self.store.not_finite(tensors)
+                bad = self.store.damaged(tensors)
             if bad is None:
                 return
             step = self.state.step
             older = [one for one in self.world.run_on_rank0(self.store.good_steps) if one < step]
-            if not older:
+            target = next((one for one in reversed(older) if self.store.opens(one)), None)
+            if target is None:
                 raise BadInputError(
-                    f"The checkpoint of step {step} of {self.config.train.name} contains NaN or infinite values, in "
-                    f"{bad}, and there is no older good checkpoint. Start over with --fresh, or restore an earlier "
+                    f"The checkpoint of step {step} of {self.config.train.name} cannot be used: {bad}. There is no "
+                    f"older good checkpoint. Nothing was changed. Start over with --fresh, or restore an earlier "
                     f"checkpoint."
                 )
-            reason = (
-                f"the checkpoint of step {step} contains NaN or infinite values, in {bad}: back to the checkpoint of "
-                f"step {older[-1]}"
-            )
+            reason = f"the checkpoint of step {step} cannot be used: {bad}. Back to the checkpoint of step {target}"
             self.log.say(reason)
-            self.rollback(Rollback(older[-1], None, reason))
+            self.rollback(Rollback(target, None, reason))
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Restore guards and stage. A stage that begins right after the checkpoint has not begun in it."""
@@ -532,6 +548,7 @@ class TrainingLoop:
         for note in notes:
             self.log.warn(note)
         self.stage_name = str(checkpoint.record.get("stage") or "")
+        self.is_marked = NOT_GOOD in checkpoint.manifest
 
     def _set_positions(self) -> None:
         """Rotary positions for the stage of the next step."""

@@ -201,15 +201,15 @@ class CheckpointSaver:
         return is_due(step, self._memory_steps)
 
     def remember(self, stage: str) -> None:
-        """Begin to save the state to memory. A state in doubt is not saved: a restart would forget the doubt."""
-        if self._control.doubt() is not None or self._store.memory is None:
+        """Begin to save the state to memory."""
+        if self._store.memory is None:
             return
         state, started = self._prepared.state, time.monotonic()
         with state.tensors() as tensors:
             snapshot = Snapshot(tensors, self._record(stage))
-            done, bad = self._store.remember(state.step, snapshot, self._prepared.details)
+            done, bad = self._store.remember(state.step, snapshot, self._details())
         state.copied = None if isinstance(done, bool) else done
-        problem = self._store.memory.problem if bad is None else f"{bad} contains NaN or infinite values"
+        problem = bad or self._store.memory.problem
         if problem is not None:
             self._log.warn_from_any_rank(f"a checkpoint in memory was not saved: {problem}")
         stall = "memory/checkpoint_stall" if done else "memory/checkpoint_skipped"
@@ -222,15 +222,14 @@ class CheckpointSaver:
 
     def save(self, stage: str, wait: bool = False) -> SaveTicket:
         """Begin to save the state, or with `wait` finish saving it."""
-        state, details, record = self._prepared.state, self._prepared.details, self._record(stage)
-        doubt = self._control.doubt()
-        if doubt is not None:
-            details[NOT_GOOD] = doubt
+        state, record = self._prepared.state, self._record(stage)
         with state.tensors() as tensors:
-            ticket = self._store.save(state.step, Snapshot(tensors, record), details, wait=wait)
-        if ticket.result is None or ticket.result.folder is not None:
-            self._control.saved()
-        return ticket
+            return self._store.save(state.step, Snapshot(tensors, record), self._details(), wait=wait)
+
+    def _details(self) -> dict[str, Any]:
+        """What the manifest holds in addition to the state: also why it is not good, if there is doubt."""
+        doubt = self._control.doubt(self._prepared.state.step)
+        return self._prepared.details | ({} if doubt is None else {NOT_GOOD: doubt})
 
     def save_now(self, stage: str) -> None:
         """Save and wait; a save that fails ends the run."""

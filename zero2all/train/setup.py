@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.errors import BadInputError, UsageError, for_all_ranks
 from zero2all.common.files import MANIFEST_NAME, read_json
 from zero2all.common.manifest import fingerprint
 from zero2all.common.memory import available_memory
@@ -50,8 +50,10 @@ from zero2all.parallel.tensor import cut_model, local_config
 from zero2all.parallel.world import World
 from zero2all.train.anneal import ANNEAL_STAGE, anneal_in_words, begun_anneal, read_anneal
 from zero2all.train.checkpoints.find import newest_checkpoint
+from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.load import Checkpoint, reading_record
 from zero2all.train.checkpoints.manifest import NOT_GOOD
+from zero2all.train.checkpoints.retention import note_proven
 from zero2all.train.checkpoints.run_lock import Fence, behind
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.cuda_graph import check_cuda_graph, choose_cuda_graph
@@ -217,9 +219,20 @@ def _newest_on_this_branch(run: Path, store: CheckpointStore, world: World) -> t
         with reading_record(checkpoint):
             then = SkipLedger.from_state(_recorded(checkpoint))
         if not ledger.abandons(checkpoint.step, then):
+            note = functools.partial(note_proven, run, at_most=checkpoint.step)
+            world.run_on_rank0(functools.partial(behind, store.fence, note))
             return checkpoint, notes
-        back = [entry.to_step for entry in ledger.entries if entry.to_step is not None and entry not in then.entries]
-        store.go_back_to(min(back), "a rollback went back behind it")
+        back = min(entry.to_step for entry in ledger.entries if entry.to_step is not None and entry not in then.entries)
+        steps = world.run_on_rank0(lambda: [step_of(folder) for folder in list_checkpoints(run)])
+        target = next((step for step in steps if step <= back and store.opens(step)), None)
+        if target is None:
+            raise for_all_ranks(
+                BadInputError(
+                    f"{run.name} was going back to the checkpoint of step {back}, which is damaged or missing, and "
+                    f"there is no older one. Nothing was changed. Restore that checkpoint, or start over with --fresh."
+                )
+            )
+        store.go_back_to(target, "a rollback went back behind it")
 
 
 def _recorded(checkpoint: Checkpoint | None) -> Sequence[Mapping[str, Any]]:

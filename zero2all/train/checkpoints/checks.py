@@ -1,7 +1,8 @@
-"""Checks before a save: is every value finite, and are the copies of a tensor on several ranks equal to the last bit?
+"""Checks before a save: can training have made these values, and are the copies of a tensor on several ranks equal to
+the last bit?
 
 The largest absolute value of a tensor is NaN or infinite when one of its values is: a reduction on the device that
-needs no memory, 24 ms for the 14.6 GB of a z2all-1b (H200, November 2026).
+needs no memory, 24 ms for the 14.6 GB of a z2all-1b (H200, November 2026). Means of squares are not negative either.
 
 Replicas hold the same weights and moments and make the same updates. A bit that flips on one of them goes unnoticed:
 gradients are summed over ranks whose weights differ, and a checkpoint takes boxes from different ranks. So before a
@@ -27,6 +28,8 @@ from zero2all.parallel.parts import Part
 from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.planning import Source, boxes_of
 
+MEANS_OF_SQUARES = tuple(f"optimizer/{name}" for name in ("exp_avg_sq/", "exp_avg_sq_scales/", "row_means/", "column_"))
+"""How the names of such moments begin."""
 WIDTH = 4096
 TABLE_ROWS = 2048
 """64 MB at a time: for column sums a GPU takes memory with the size of the table."""
@@ -43,16 +46,22 @@ class ReplicasDifferError(AnomalyError):
 
 
 @torch.no_grad()
-def first_not_finite(parts: Mapping[str, Part]) -> str | None:
-    """The name of a tensor of which this rank's part holds NaN or an infinity; None when all are finite."""
-    names = [name for name, part in parts.items() if part.values.is_floating_point() and part.values.numel()]
-    if not names:
+def first_damaged(parts: Mapping[str, Part]) -> str | None:
+    """Which tensor of this rank's parts holds NaN, an infinity, or a negative mean of squares; None when none does."""
+    floats = {name: part.values for name, part in parts.items() if part.values.is_floating_point()}
+    checks = {
+        f"{name} contains NaN or infinite values": torch.linalg.vector_norm(values, ord=math.inf).isfinite()
+        for name, values in floats.items()
+        if values.numel()
+    }
+    for name, values in floats.items():
+        if values.numel() and name.startswith(MEANS_OF_SQUARES):
+            checks[f"{name} contains negative values, which means of squares cannot be"] = values.min() >= 0
+    if not checks:
         return None
-    finite = [torch.linalg.vector_norm(parts[name].values, ord=math.inf).isfinite() for name in names]
-    devices = {each.device for each in finite}
-    home = next((device for device in devices if device.type != "cpu"), finite[0].device)
-    verdicts = torch.stack([each.to(home, non_blocking=True) for each in finite]).tolist()
-    return next((name for name, is_finite in zip(names, verdicts, strict=True) if not is_finite), None)
+    home = next((each.device for each in checks.values() if each.device.type != "cpu"), torch.device("cpu"))
+    verdicts = torch.stack([each.to(home, non_blocking=True) for each in checks.values()]).tolist()
+    return next((problem for problem, is_right in zip(checks, verdicts, strict=True) if not is_right), None)
 
 
 @torch.no_grad()

@@ -79,11 +79,7 @@ def find_newest(
         except BadInputError as error:
             damaged.append(str(error))
             if peers.is_first:
-                is_moved = fence is not None and _is_moved(checkpoint_folder(run, step), str(error), fence)
-                if is_moved:
-                    say(f"Moved a damaged checkpoint to checkpoints/damaged: {error}")
-                else:
-                    say(f"Skipped a damaged checkpoint: {error}")
+                move_damaged(checkpoint_folder(run, step), str(error), fence, say)
             continue
         hint = latest_noted(run)
         if peers.is_first and not damaged and hint is not None and hint > step:
@@ -100,13 +96,17 @@ def newest_checkpoint(
     return find_newest(run, Peers(), no_fence if set_aside else None, say, opened)
 
 
-def _is_moved(folder: Path, reason: str, fence: Fence) -> bool:
+def move_damaged(folder: Path, reason: str, fence: Fence | None, say: Say) -> None:
+    """Move a checkpoint to `checkpoints/damaged/`, where there is the `fence` of the run's lock, and say it."""
     try:
-        fence()
-        quarantine(folder, reason)
+        if fence is not None:
+            fence()
+            quarantine(folder, reason)
+            say(f"Moved a damaged checkpoint to checkpoints/damaged: {reason}")
+            return
     except (OSError, LostRunError):  # reading must work on a read-only disk
-        return False
-    return True
+        pass
+    say(f"Skipped a damaged checkpoint: {reason}")
 
 
 def _stop_unless_new(run: Path, peers: Peers, damaged: list[str]) -> None:

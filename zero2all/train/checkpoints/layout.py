@@ -9,6 +9,7 @@
   step-00001500.partial-4711-2/     being written, or left by a killed save: never read
   latest.json                       a hint: the step that was committed last
   pins.json                         steps that retention never deletes
+  proven.json                       up to this step, those saved in doubt are good after all
   claims/step-00001000.json         who is reading that checkpoint now
   damaged/, withdrawn/              set aside, each with its reason in a text file
 """
@@ -23,7 +24,9 @@ from zero2all.common.files import PARTIAL_MARK, write_atomic
 from zero2all.train.checkpoints import exact_json
 
 INDEX_NAME, STATE_NAME = "index.json", "state.json"
-LATEST_NAME, PINS_NAME = "latest.json", "pins.json"
+LATEST_NAME, PINS_NAME, PROVEN_NAME = "latest.json", "pins.json", "proven.json"
+LAST_SAVED_NAME = "last_saved.json"
+"""In the folder of the run: the same as the hint, where it outlives the folder of the checkpoints."""
 DAMAGED, WITHDRAWN = "damaged", "withdrawn"
 
 FOLDER_NAME = re.compile(r"step-([0-9]{8,18})")
@@ -95,16 +98,22 @@ def is_tensor_name(name: object) -> bool:
 def note_latest(run: Path, step: int | None) -> None:
     """Write the step that was committed last. Without the file nothing is known; with it, a run that has no checkpoint
     has lost one. None removes the hint."""
-    path = checkpoints_folder(run) / LATEST_NAME
-    if step is None:
-        path.unlink(missing_ok=True)
-    else:
-        write_atomic(path, exact_json.dump({"step": step}))
+    for path in (run / LAST_SAVED_NAME, checkpoints_folder(run) / LATEST_NAME):
+        if step is None:
+            path.unlink(missing_ok=True)
+        else:
+            write_atomic(path, exact_json.dump({"step": step}))
 
 
 def latest_noted(run: Path) -> int | None:
     """The step of the hint; None when there is none or it cannot be read."""
+    found = noted_step(checkpoints_folder(run) / LATEST_NAME)
+    return noted_step(run / LAST_SAVED_NAME) if found is None else found
+
+
+def noted_step(path: Path) -> int | None:
+    """The step in a small file; None when there is none or it cannot be read."""
     try:
-        return int(exact_json.read(checkpoints_folder(run) / LATEST_NAME)["step"])
+        return int(exact_json.read(path)["step"])
     except (OSError, UserError, TypeError, ValueError, KeyError):
         return None

@@ -1,9 +1,13 @@
 """Which checkpoints are kept, and how the others are moved away or deleted.
 
 The newest `keep_last`, those at multiples of `keep_every_steps`, pinned ones, and those that another process
-is reading (claims.py). Whatever the settings, at least two that are known to be intact are kept, and at least one of
-them is good (`not_good` in a manifest says why one is not): if the rules keep too few, older ones are kept as well. A
-folder is renamed before it is deleted, so that a partly deleted checkpoint never has a valid name.
+is reading (claims.py). Whatever the settings, at least two that are known to be intact are kept, and of those before
+the newest at least one good one: if the rules keep too few, older ones are kept as well. A folder is renamed before it
+is deleted, so that a partly deleted checkpoint never has a valid name.
+
+A state that was saved in doubt (the run was just resumed, or updates were refused: `not_good` in its manifest says why)
+is not good until `margin_steps` later the run saves without doubt; `proven.json` holds that step. A save in doubt
+deletes no good one, and of the others all but the newest `keep_last`.
 """
 
 from __future__ import annotations
@@ -20,10 +24,12 @@ from zero2all.train.checkpoints.claims import claimed_steps
 from zero2all.train.checkpoints.layout import (
     DAMAGED,
     PINS_NAME,
+    PROVEN_NAME,
     WITHDRAWN,
     checkpoints_folder,
     list_checkpoints,
     note_latest,
+    noted_step,
     step_of,
 )
 from zero2all.train.checkpoints.load import read_checkpoint, verified_checkpoint
@@ -39,6 +45,7 @@ class Retention:
 
     keep_last: int = 2  # newest checkpoints that are kept; at least 2
     keep_every_steps: int = 0  # checkpoints at multiples of this are never deleted; 0 turns the rule off
+    margin_steps: int = 0  # a save without doubt proves the checkpoints that are at least so much older
 
     def __post_init__(self) -> None:
         if self.keep_last < LEAST_VERIFIED:
@@ -77,20 +84,39 @@ class Verified:
 
 
 def is_good(folder: Path) -> bool:
-    """Whether a rollback may use a checkpoint: its manifest can be read and has no `not_good`."""
+    """Whether a rollback may use a checkpoint: its manifest can be read, and it was saved without doubt or proven."""
     try:
-        return NOT_GOOD not in read_manifest(folder)
+        manifest = read_manifest(folder)
     except (BadInputError, OSError):
         return False
+    return NOT_GOOD not in manifest or manifest["step"] <= (noted_step(folder.parent / PROVEN_NAME) or 0)
 
 
-def prune(run: Path, retention: Retention, verified: Verified, fence: Fence = no_fence) -> list[int]:
-    """Delete what need not be kept; returns the deleted steps. Only for the holder of the run's lock."""
+def note_proven(run: Path, at_least: int = 0, at_most: int | None = None) -> None:
+    """Note that checkpoints up to the step `at_least` are good; or after `at_most` none is: what comes is yet to be
+    proven. Written only where that changes which of them are good. Only for the holder of the run's lock."""
+    path = checkpoints_folder(run) / PROVEN_NAME
+    noted = noted_step(path) or 0
+    if at_most is not None and noted > at_most:
+        write_atomic(path, exact_json.dump({"step": at_most}))
+    elif any(noted < step_of(folder) <= at_least and not is_good(folder) for folder in list_checkpoints(run)):
+        write_atomic(path, exact_json.dump({"step": at_least}))
+
+
+def prune(
+    run: Path, retention: Retention, verified: Verified, fence: Fence = no_fence, in_doubt: bool = False
+) -> list[int]:
+    """Delete what need not be kept; returns the deleted steps. Only for the holder of the run's lock. `in_doubt`: the
+    newest was saved in doubt."""
     folders = list_checkpoints(run)
     steps = [step_of(folder) for folder in folders]
     pinned = pins(run)
     surplus = [
-        folder for folder in folders if step_of(folder) not in pinned and not retention.keeps(step_of(folder), steps)
+        folder
+        for folder in folders
+        if step_of(folder) not in pinned
+        and not retention.keeps(step_of(folder), steps)
+        and not (in_doubt and is_good(folder))
     ]
     if not surplus:
         return []
@@ -98,10 +124,10 @@ def prune(run: Path, retention: Retention, verified: Verified, fence: Fence = no
     for folder in folders:  # newest first: kept ones count, then the newest of the others
         if whole >= LEAST_VERIFIED and good:
             break
-        serves = whole < LEAST_VERIFIED or is_good(folder)
-        if serves and verified.is_whole(folder):
+        is_proven = folder != folders[0] and is_good(folder)  # of the newest no step has been computed yet
+        if (whole < LEAST_VERIFIED or is_proven) and verified.is_whole(folder):
             whole += 1
-            good += is_good(folder)
+            good += is_proven
             if folder in surplus:
                 surplus.remove(folder)
     if whole < LEAST_VERIFIED:

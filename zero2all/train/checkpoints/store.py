@@ -26,16 +26,25 @@ import torch.distributed as dist
 from zero2all.common.errors import AnomalyError, BadInputError, LostRunError, UserError
 from zero2all.parallel.parts import Part
 from zero2all.train.checkpoints import exact_json
-from zero2all.train.checkpoints.checks import box_digests, compare_replicas, first_not_finite
+from zero2all.train.checkpoints.checks import box_digests, compare_replicas, first_damaged
 from zero2all.train.checkpoints.commit import SaveError, bytes_needed, commit, lack_of_space
-from zero2all.train.checkpoints.find import Say, find_newest, open_at, say_aloud
+from zero2all.train.checkpoints.find import Say, find_newest, move_damaged, open_at, say_aloud
 from zero2all.train.checkpoints.layout import checkpoint_folder, list_checkpoints, note_latest, step_of
 from zero2all.train.checkpoints.load import Checkpoint
-from zero2all.train.checkpoints.manifest import OtherVersionError
+from zero2all.train.checkpoints.manifest import NOT_GOOD, OtherVersionError
 from zero2all.train.checkpoints.memory import MemoryStore
 from zero2all.train.checkpoints.peers import open_peers
 from zero2all.train.checkpoints.planning import SaveLayout, plan_save, signature_of
-from zero2all.train.checkpoints.retention import Retention, Verified, is_good, pin, prune, sweep, withdraw_after
+from zero2all.train.checkpoints.retention import (
+    Retention,
+    Verified,
+    is_good,
+    note_proven,
+    pin,
+    prune,
+    sweep,
+    withdraw_after,
+)
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
 from zero2all.train.checkpoints.snapshot import HostBuffers, PinnedBlock, Snapshot, Staged
 from zero2all.train.checkpoints.writer import SaveResult, SaveTicket, Writer
@@ -134,9 +143,22 @@ class CheckpointStore:
                 self._is_good[step] = is_good(checkpoint_folder(self.run, step))
         return [step for step in steps if self._is_good[step]]
 
-    def not_finite(self, parts: Mapping[str, Part]) -> str | None:
-        """The name of a tensor that is not finite on some rank; None when all are. Called by all ranks."""
-        return next((str(name) for name in self.peers.gather(first_not_finite(parts)) if name is not None), None)
+    def opens(self, step: int) -> bool:
+        """Whether the checkpoint of `step` is whole; a damaged one is set aside. Called by all ranks."""
+        try:
+            self.at(step)
+        except OtherVersionError:
+            raise
+        except BadInputError as error:
+            if self.peers.is_first:
+                move_damaged(checkpoint_folder(self.run, step), str(error), self.fence, self._say)
+            self._is_good.pop(step, None)
+            return False
+        return True
+
+    def damaged(self, parts: Mapping[str, Part]) -> str | None:
+        """What is wrong with a tensor on some rank, in words; None when nothing is. Called by all ranks."""
+        return next((str(problem) for problem in self.peers.gather(first_damaged(parts)) if problem is not None), None)
 
     def go_back_to(self, step: int, reason: str) -> list[int]:
         """Pin the checkpoint of `step`, then move the newer ones to withdrawn/; called by all ranks. In this order: if
@@ -152,6 +174,7 @@ class CheckpointStore:
                 self.fence()
                 if step:
                     pin(self.run, step, "a rollback went back to it")
+                note_proven(self.run, at_most=step)
                 said = {"moved": withdraw_after(self.run, step, reason, self.fence)}
             except (UserError, OSError) as error:
                 said = {"problem": _in_words(error), "is_lost": isinstance(error, LostRunError)}
@@ -216,11 +239,11 @@ class CheckpointStore:
     def remember(
         self, step: int, snapshot: Snapshot, details: Mapping[str, Any]
     ) -> tuple[torch.cuda.Event | bool, str | None]:
-        """Save to memory, if the save before is finished; see `MemoryStore.save`. Returns also what is not finite; then
-        nothing is saved. Called by all ranks; ReplicasDifferError on all of them."""
+        """Save to memory, if the save before is finished; see `MemoryStore.save`. Returns also what is wrong with the
+        state; then nothing is saved. Called by all ranks; ReplicasDifferError on all of them."""
         assert self.memory is not None, "prepared"
         self.check_replicas(snapshot.parts)
-        bad = self.not_finite(snapshot.parts)
+        bad = self.damaged(snapshot.parts)
         return (False, bad) if bad is not None else (self.memory.save(step, snapshot, details), None)
 
     def check_replicas(self, parts: Mapping[str, Part]) -> None:
@@ -261,9 +284,9 @@ class CheckpointStore:
                 return SaveResult(step, None, f"rank {rank}: {each}" if self.peers.size > 1 else str(each))
         assert self._layout is not None, "planned by now"
         compare_replicas(parts, self._layout.copies, self.peers)
-        bad = self.not_finite(parts)
+        bad = self.damaged(parts)
         if bad is not None:
-            return SaveResult(step, None, f"{bad} contains NaN or infinite values", is_refused=True)
+            return SaveResult(step, None, bad, is_refused=True)
         return str(said[0]["attempt"])
 
     def _replan(self, parts: Mapping[str, Part]) -> str | None:
@@ -314,7 +337,11 @@ class CheckpointStore:
                 self.fence()
                 note_latest(self.run, staged.step)
                 if self._retention is not None:
-                    deleted = prune(self.run, self._retention, self._verified, self.fence)
+                    in_doubt = NOT_GOOD in staged.details
+                    if not in_doubt:
+                        self._is_good.clear()
+                        note_proven(self.run, at_least=staged.step - self._retention.margin_steps)
+                    deleted = prune(self.run, self._retention, self._verified, self.fence, in_doubt)
             except (UserError, OSError) as error:
                 notes.append(f"after the commit: {_in_words(error)}")
         return SaveResult(

@@ -35,6 +35,9 @@ LAG_STEPS = 2
 """How many steps before a step its limits end, at least."""
 WARMUP_WIDTH = 2.0
 """How much wider limits are during the warmup; of the gradient norm by its logarithm."""
+RESTORED_FACTOR, RESTORED_STEPS = 2.0, 8
+"""Where a window is too short for limits, the first steps after `restore` may have a loss of this factor times the
+highest one known: a young run that was resumed with damaged weights must not take them for good."""
 SETTLE_STEPS = 32
 """Flagged steps in a row that are a new level."""
 STATE_FORMAT = 1
@@ -102,10 +105,13 @@ class Detector:
         self._last_flagged_step: int | None = None
         self._onset: tuple[int, int] | None = None  # step and first token of the present episode
         self._flagged_in_a_row: list[tuple[float, float]] = []
+        self._restored, self._restored_until = Limits(), -1  # of the first steps after `restore`
 
     def limits(self, step: int) -> Limits:
         """The limits of `step`. Every step up to step - LAG_STEPS must have been observed."""
         known = [limits for observed, limits in self._limits if observed <= step - LAG_STEPS]
+        if not known and step <= self._restored_until:
+            return self._restored
         if not known or step < (self._config.spike_from_step or 0):
             return Limits()
         return known[-1] if step >= self._warmup_steps else _widened(known[-1])
@@ -251,6 +257,10 @@ class Detector:
         self._onset = None if state["onset"] is None else (int(state["onset"][0]), int(state["onset"][1]))
         self._flagged_in_a_row = [(float(loss), float(norm)) for loss, norm in state["flagged_in_a_row"]]
         self.history = [Seen(*seen) for seen in state["history"]]
+        losses = sorted(seen.loss for seen in self.history if seen.loss is not None)
+        if losses:
+            self._restored = Limits(loss=RESTORED_FACTOR * losses[-1], usual_loss=_middle(losses))
+            self._restored_until = self.last_step + RESTORED_STEPS
 
 
 def _verdicts(loss: float, grad_norm: float, limits: Limits) -> list[Kind]:

@@ -58,6 +58,16 @@ class SkipLedger:
         if entry not in self._entries:
             self._entries.append(entry)
 
+    def forget_after(self, step: int) -> bool:
+        """Drop what was decided after `step` and since the last rollback: it was judged with a bad state. Returns
+        whether there was something."""
+        kept = len(self._entries)
+        while kept and self._entries[kept - 1].decided_at_step > step and self._entries[kept - 1].action != "rollback":
+            kept -= 1
+        has_dropped = kept < len(self._entries)
+        del self._entries[kept:]
+        return has_dropped
+
     def skips(self, first: int, end: int) -> bool:
         """Whether a global batch of tokens `first` to `end` is skipped."""
         return any(entry.first < end and first < entry.end for entry in self._entries)

@@ -4,8 +4,9 @@ Earlier decisions are counted in the ledger, which survives rollbacks and crashe
 skips the steps it refused before, and must still decide like a run that was not interrupted. Only steps that were not
 finite are remembered here. They are not recorded as bad data, because an overflow says little about the text.
 
-If none of the first steps after a resume or a rollback is finite, the state itself is bad: the run goes back to an
-older checkpoint, whatever the settings but `stop`, and skips no data.
+A state that was loaded is unproven until a step after it is accepted. If none of the first ones is, the state itself
+may be bad: the run goes back to an older checkpoint, whatever the settings but `stop`, and skips no data. If the data
+was bad, the run comes to it again with a proven state, and decides as one that was not interrupted.
 """
 
 from __future__ import annotations
@@ -40,11 +41,13 @@ class SkipWindow:
 
 @dataclass(frozen=True)
 class Rollback:
-    """Load the checkpoint of `to_step` and skip `skip` from then on; None: only the state is bad, not the data."""
+    """Load the checkpoint of `to_step` and skip `skip` from then on; None: only the state is bad, not the data, and
+    what was decided about the data after the step `bad_since` does not hold."""
 
     to_step: int
     skip: Skipped | None
     reason: str
+    bad_since: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,31 +69,56 @@ class Policy:
     def __init__(self, config: GuardsConfig) -> None:
         self.config = config
         self._not_finite: list[int] = []  # the last steps that were not finite
-        self._unproven: int | None = None  # the step of the checkpoint, while no step after it was finite
+        self._loaded: int | None = None  # the step of the checkpoint that was loaded
+        self._accepted = 0  # steps since then that stood out in nothing that speaks against the state
 
     def resumed(self, step: int) -> None:
-        """The run continues from the checkpoint of `step`, which is unproven until a step is finite."""
-        self._unproven = step
+        """The run continues from the checkpoint of `step`, which is unproven until steps are accepted."""
+        self._loaded, self._accepted = step, 0
+
+    def doubt(self, step: int, ledger: SkipLedger) -> str | None:
+        """Why the state after `step` may be bad: steps before it were refused, or it was loaded and too few steps have
+        proven it. None: as far as can be told it is good."""
+        within, margin = self.config.rollback_within_steps, max(1, self.config.rollback_margin_steps)
+        refused = sorted(one for one in self._refused(ledger) if step - within < one <= step)
+        if refused:
+            steps = ", ".join(map(str, refused[:5])) + (", …" if len(refused) > 5 else "")
+            return f"the updates of these steps were refused: {steps}"
+        if self._loaded is not None and self._accepted < margin:
+            return f"{counted(self._accepted, 'step')} of {margin} have proven the checkpoint of step {self._loaded}"
+        return None
+
+    def at_end(self, step: int, ledger: SkipLedger, is_marked: bool, checkpoints: Sequence[int]) -> Action:
+        """Whether the run may end with `step`: not with a state that was loaded, and of which no step was accepted
+        although there were some to judge it by. `is_marked`: what was loaded was saved in doubt."""
+        if self._loaded is None or self._accepted or step == self._loaded:
+            return Continue()
+        if not is_marked and not any(one > self._loaded for one in self._refused(ledger)):
+            return Continue()
+        return self._leave_unproven(f"step {step} is the last one", checkpoints) or Stop(
+            f"Step {step} is the last one, but no step after the checkpoint of step {self._loaded} was accepted, and "
+            f"there is no older good checkpoint. The run was not finished: restore an older checkpoint, or start over "
+            f"with --fresh."
+        )
 
     def decide(self, step: int, findings: Sequence[Finding], ledger: SkipLedger, checkpoints: Sequence[int]) -> Action:
         """What to do after `step`; `checkpoints` are the steps of good ones. The caller changes the ledger."""
-        if not any(one.kind == "nonfinite" for one in findings):
-            self._unproven = None
+        self._accepted += not any(one.kind in STEP_KINDS and one.kind != "loss_drop" for one in findings)
         harmful = [one for one in findings if one.kind in STEP_KINDS and self._setting(one.kind) != "log"]
         if not harmful:
             return Continue(findings[0].text if findings else "")
         worst = harmful[0]
         if worst.kind == "nonfinite":
             most = max(self.config.max_skips_in_a_row, self.config.rollback_after_spikes)
-            self._not_finite = [*self._not_finite, step][-most:]
+            self._not_finite = [*(one for one in self._not_finite if one != step), step][-most:]
             if self.config.nonfinite == "stop":
                 return Stop(f"{worst.text}. guards.nonfinite is `stop`, so the run ends here. Its state is intact.")
-            action = self._leave_bad_start(worst, checkpoints) or self._leave_not_finite(
-                step, worst, ledger, checkpoints
-            )
-            if action is not None:
-                return action
-        in_a_row = self._refused_in_a_row(step, ledger)
+        action = self._leave_bad_start(step, worst, ledger, checkpoints)
+        if action is None and worst.kind == "nonfinite":
+            action = self._leave_not_finite(step, worst, ledger, checkpoints)
+        if action is not None:
+            return action
+        in_a_row, last_update = self._refused_in_a_row(step, worst.tokens, ledger)
         back = [one for one in harmful if self._setting(one.kind) == "rollback"]
         spikes = [entry for entry in self._open_spikes(step, ledger) if self._setting(entry.kind) == "rollback"]
         if back and len(spikes) + 1 >= self.config.rollback_after_spikes:
@@ -99,7 +127,7 @@ class Policy:
         if in_a_row >= self.config.max_skips_in_a_row:
             return Stop(
                 f"{worst.text}. Updates skipped in a row: {in_a_row} (guards.max_skips_in_a_row), so the run ends "
-                f"here. The weights are those of step {step - in_a_row}."
+                f"here. The weights are those of step {last_update}."
             )
         if worst.kind == "nonfinite":
             return Continue(f"{worst.text}; the update of this step was skipped")
@@ -107,19 +135,26 @@ class Policy:
         skip = Skipped(*chosen.tokens, step, chosen.kind, "refuse", chosen.text)
         return SkipWindow(skip, f"{chosen.text}; the update of this step was skipped")
 
-    def _leave_bad_start(self, finding: Finding, checkpoints: Sequence[int]) -> Action | None:
-        """Back to an older checkpoint when no step since the loaded one was finite."""
-        if self._unproven is None:
+    def _leave_bad_start(
+        self, step: int, finding: Finding, ledger: SkipLedger, checkpoints: Sequence[int]
+    ) -> Action | None:
+        """Back to an older checkpoint when none of the first steps since the loaded one was accepted."""
+        refused = {one for one in self._refused(ledger) if self._loaded is not None and one > self._loaded} | {step}
+        if len(refused) < min(self.config.rollback_after_spikes, self.config.max_skips_in_a_row):
             return None
-        refused = [one for one in self._not_finite if one > self._unproven]
-        older = [one for one in checkpoints if one < self._unproven]
-        if not older or len(refused) < min(self.config.rollback_after_spikes, self.config.max_skips_in_a_row):
+        return self._leave_unproven(finding.text, checkpoints)
+
+    def _leave_unproven(self, why: str, checkpoints: Sequence[int]) -> Rollback | None:
+        """Back to an older checkpoint, if there is one, when no step since the loaded one was accepted."""
+        older = [one for one in checkpoints if self._loaded is not None and one < self._loaded]
+        if self._accepted or not older:
             return None
         return Rollback(
             max(older),
             None,
-            f"{finding.text}; none of the first {len(refused)} steps after the checkpoint of step {self._unproven} was "
-            f"finite: back to the checkpoint of step {max(older)}",
+            f"{why}; no step after the checkpoint of step {self._loaded} was accepted: back to the checkpoint of step "
+            f"{max(older)}",
+            self._loaded,
         )
 
     def _leave_not_finite(
@@ -145,14 +180,21 @@ class Policy:
         since = entries[windows[-1] + 1 :] if windows else entries
         return [one for one in since if step - self.config.rollback_within_steps < one.decided_at_step < step]
 
-    def _refused_in_a_row(self, step: int, ledger: SkipLedger) -> int:
-        """How many steps up to `step`, which is one of them, made no update."""
-        refused = {entry.decided_at_step for entry in ledger.entries if entry.action == "refuse"}
-        refused.update(self._not_finite)
-        count = 1
-        while step - count in refused:
-            count += 1
-        return count
+    def _refused(self, ledger: SkipLedger) -> set[int]:
+        """The steps that were computed and made no update, since the last rollback that skips data."""
+        entries = list(ledger.entries)
+        since = max((at + 1 for at, entry in enumerate(entries) if entry.action == "rollback"), default=0)
+        return {entry.decided_at_step for entry in entries[since:]} | set(self._not_finite)
+
+    def _refused_in_a_row(self, step: int, tokens: tuple[int, int], ledger: SkipLedger) -> tuple[int, int]:
+        """How many steps up to `step`, which is one of them and read `tokens`, were computed without an update, and the
+        step before them. Steps passed over are not counted and do not end the row: nothing changed in them either."""
+        refused, (first, end) = self._refused(ledger), tokens
+        count, back = 1, 1
+        while step - back in refused or ledger.skips(first - back * (end - first), first - (back - 1) * (end - first)):
+            count += step - back in refused
+            back += 1
+        return count, step - back
 
     def _go_back(
         self,

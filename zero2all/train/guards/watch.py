@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from zero2all.train.checkpoints.run_lock import Fence, behind, no_fence
 from zero2all.train.guards.detector import LAG_STEPS, Detector, Limits
 from zero2all.train.guards.findings import Finding
 from zero2all.train.guards.ledger import Quarantine, SkipLedger, keep_damaged
-from zero2all.train.guards.policy import Action, Policy, Rollback, SkipWindow
+from zero2all.train.guards.policy import Action, Continue, Policy, Rollback, SkipWindow
 from zero2all.train.guards.rows import RowFinder
 from zero2all.train.guards.shards import STATE_FORMAT as SHARDS_FORMAT
 from zero2all.train.guards.shards import ShardWatch
@@ -41,6 +42,16 @@ STATE_FORMAT = 1
 ALONE = World()
 JUDGED_ROWS = 64
 """Rows that shards are judged by at a time: for few rows it takes almost as long as for many."""
+
+
+class Checkpoints(Protocol):
+    """What the guards ask the checkpoints of the run, where there is something to decide."""
+
+    def good_steps(self) -> list[int]:
+        """The steps of good ones; called on rank 0."""
+
+    def opens(self, step: int) -> bool:
+        """Whether that of `step` is whole; called on all ranks."""
 
 
 class Observation(NamedTuple):
@@ -149,19 +160,16 @@ class RunGuards:
         grad_norm: float,
         channel_losses: Mapping[str, float],
         tokens: tuple[int, int],
-        checkpoints: Callable[[], Sequence[int]],
+        checkpoints: Checkpoints,
         row_nats: np.ndarray | None = None,
         row_counts: np.ndarray | None = None,
     ) -> Observation:
-        """Judge a step, in order, and record the decision before returning it; `row_nats` are of the global batch.
-        `checkpoints`, the steps of good ones, is called on rank 0 and only where something was found."""
+        """Judge a step, in order, and record the decision before returning it; `row_nats` are of the global batch."""
         findings = self.detector.observe(step, loss, grad_norm, channel_losses, tokens)
-        good = self._world.run_on_rank0(checkpoints) if findings else ()
-        action = self.policy.decide(step, findings, self.ledger, good)
+        good = self._world.run_on_rank0(checkpoints.good_steps) if findings else []
+        decide = partial(self.policy.decide, step, findings, self.ledger)
+        action = self._recorded(decide(good), decide, good, checkpoints)
         if isinstance(action, SkipWindow | Rollback):
-            if action.skip is not None:
-                self.ledger.add(action.skip)
-                self._world.run_on_rank0(lambda: behind(self._fence, lambda: self.ledger.save(self.folder)))
             return Observation(findings, action)  # a resumed run skips this step, so its rows must not count
         if self.finder is not None and row_nats is not None and row_counts is not None:
             if not self.finder.is_one_stretch(self._waiting.tokens, tokens):
@@ -170,6 +178,37 @@ class RunGuards:
             if len(self._waiting) >= JUDGED_ROWS:
                 findings += self._judge_waiting(step, tokens)
         return Observation(findings, action)
+
+    def at_end(self, step: int, is_marked: bool, checkpoints: Checkpoints) -> Action:
+        """What to do at the last step; see `Policy.at_end`."""
+
+        def decide(good: Sequence[int]) -> Action:
+            return self.policy.at_end(step, self.ledger, is_marked, good)
+
+        action = decide(())
+        if isinstance(action, Continue):
+            return action
+        good = self._world.run_on_rank0(checkpoints.good_steps)
+        return self._recorded(decide(good), decide, good, checkpoints)
+
+    def _recorded(
+        self, action: Action, decide: Callable[[Sequence[int]], Action], good: Sequence[int], checkpoints: Checkpoints
+    ) -> Action:
+        """An action whose checkpoint is whole, after it was recorded: one that is damaged is none of the `good`."""
+        while isinstance(action, Rollback) and not checkpoints.opens(action.to_step):
+            good = [step for step in good if step != action.to_step]
+            action = decide(good)
+        skip = action.skip if isinstance(action, SkipWindow | Rollback) else None
+        bad_since = action.bad_since if isinstance(action, Rollback) else None
+        if skip is not None:
+            self.ledger.add(skip)
+        if skip is not None or (bad_since is not None and self.ledger.forget_after(bad_since)):
+            self._world.run_on_rank0(lambda: behind(self._fence, lambda: self.ledger.save(self.folder)))
+        return action
+
+    def doubt(self, step: int) -> str | None:
+        """Why the state after `step` may be bad; see `Policy.doubt`."""
+        return self.policy.doubt(step, self.ledger)
 
     def _judge_waiting(self, step: int, tokens: tuple[int, int]) -> list[Finding]:
         """Judge shards by the rows that wait."""
