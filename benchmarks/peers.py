@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import machine, save_result
+from zero2all.common.errors import is_out_of_memory
 from zero2all.common.files import write_json
 from zero2all.common.progress import say
 from zero2all.config import RunConfig
@@ -40,7 +41,6 @@ from zero2all.parallel.device import pick_device
 from zero2all.perf.batch import BatchShape, load_measured_config, own_batch, parse_batch
 from zero2all.perf.measure import LEARNING_RATE, Iterate, figures, measure, pace_of, random_tokens
 from zero2all.perf.results import environment
-from zero2all.perf.row import is_out_of_memory
 
 OURS, EAGER, COMPILED, LIGER = "ours", "eager", "compiled", "liger"
 PURE, AUTOCAST = "pure bf16", "fp32 + autocast"

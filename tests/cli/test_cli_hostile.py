@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import Z2A
 from zero2all.cli.main import build_parser
 
 # ---- where results are to be put ----
@@ -292,6 +293,31 @@ def test_a_process_with_little_address_space_ends_in_words(limit_bytes, words, j
     assert "Traceback" not in done.stderr
     assert "memory" in done.stderr or "address space" in done.stderr
     assert "ulimit -v" in done.stderr
+
+
+FEW_FILES = """
+import resource
+from importlib import import_module
+import_module("zero2all.cli.main").LEAST_OPEN_FILES = 0  # reached later, in the middle of the work
+resource.setrlimit(resource.RLIMIT_NOFILE, (12, 12))
+"""
+
+
+def test_too_few_open_files_end_a_command_at_once_and_a_run_without_a_traceback(journey, tiny, start):
+    done = subprocess.run(
+        [sys.executable, "-m", "zero2all", "train", "quickstart", *tiny, "--train.name", "files", "--work", journey],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32)),
+    )
+    assert (done.returncode, done.stderr.count("z2a: ")) == (4, 1), done.stderr
+    assert "only 32 files and connections open at a time" in done.stderr
+    assert "`ulimit -n 4096`" in done.stderr
+    words = ["train", "quickstart", *tiny, "--train.name", "files", "--work", journey]
+    run = start(*words, "--resilience.supervise", "false", code=FEW_FILES + Z2A)
+    assert run.wait() == 4, run.text()
+    assert "Traceback" not in run.text()
+    assert "z2a: Stopped: this process may have 12 files and connections open at a time" in run.text()
 
 
 def test_an_empty_path_to_write_is_refused_and_does_not_mean_the_current_folder(journey, z2a):

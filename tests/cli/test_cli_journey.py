@@ -247,7 +247,9 @@ def test_a_shortened_shard_is_named_and_packing_again_mends_it(copy, z2a, tiny):
 # ---- no room --------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_ends_every_stage_with_4_and_leaves_nothing_half_written(copy, raw, z2a, tiny):
+def test_a_limit_of_the_file_size_ends_every_stage_with_4_and_its_name_and_leaves_nothing_half_written(
+    copy, raw, z2a, tiny
+):
     for folder in ("corpus", "tokenizer", "packed", "runs"):
         (copy / folder).rename(copy / f"kept-{folder}")
 
@@ -255,8 +257,9 @@ def test_a_full_disk_ends_every_stage_with_4_and_leaves_nothing_half_written(cop
         with files_up_to(size_bytes):
             ended = z2a(*words, "--work", copy)
         assert ended.code == 4, ended.err
-        assert "free some space" in ended.err.lower()
-        assert "run the same command again" in ended.err.lower()
+        assert f"this process may write files of at most {size_bytes:,} bytes" in ended.err
+        assert "raise the limit (`ulimit -f unlimited`" in ended.err
+        assert "the disk is full (" not in ended.err
         assert "Traceback" not in ended.err
         assert leftovers(copy) == []
 

@@ -17,8 +17,10 @@ import pytest
 import yaml
 
 from tests.track.sshd import Sshd, start_sshd
+from zero2all.common.errors import GAVE_UP_CODE, NEVER_AGAIN, PeerFailureError, PreemptedError, UserError
 from zero2all.parallel.job_files import slurm_seconds
 from zero2all.parallel.ssh import run_on_hosts
+from zero2all.resilience.supervisor import FINAL_CODES
 
 
 def test_the_slurm_file_is_a_shell_script_that_starts_one_task_per_machine_and_leaves_time_to_save(z2a, tmp_path):
@@ -60,7 +62,7 @@ def test_what_the_slurm_file_does_when_a_machine_is_lost_and_at_the_end(z2a, tmp
     for name, lines in (("srun", SRUN), ("scontrol", hosts), ("sleep", '[ "$1" = 5 ] || /bin/sleep 0.02')):
         (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
         (tmp_path / name).chmod(0o755)
-    for code, restarts in ((10, 0), (1, 1), (2, 2), (1, 3), (1, 4), (10, 5), (1, 6)):
+    for code, restarts in ((10, 0), (1, 1), (2, 2), (16, 2), (1, 3), (1, 4), (10, 5), (1, 6)):
         path = f"{tmp_path}:{os.environ['PATH']}"
         variables = {**os.environ, "PATH": path, "CODE": str(code), "FOLDER": str(tmp_path), "SLURM_JOB_ID": "30007"}
         variables["SLURM_RESTART_COUNT"] = str(restarts)
@@ -96,6 +98,27 @@ def test_the_manifest_gives_each_pod_its_number_and_time_to_save(z2a):
     assert container["command"][-6:] == meeting
     assert spec["backoffLimit"] > 0, "a pod that fails must be replaced"
     assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "data"}
+
+
+def all_kinds(kind):
+    return {kind}.union(*map(all_kinds, kind.__subclasses__()))
+
+
+def test_no_code_that_would_come_again_is_tried_again_by_supervisor_slurm_or_kubernetes(z2a):
+    """Every error of ours is final, or one of the two that another attempt cures; nobody keeps a list of his own."""
+    known = {error.exit_code for error in all_kinds(UserError)} | {GAVE_UP_CODE}
+    final = sorted(known - {PeerFailureError.exit_code, PreemptedError.exit_code})
+    assert list(NEVER_AGAIN) == final == [2, 3, 4, 12, 13, 14, 15, 16]
+    assert set(final) < set(FINAL_CODES)
+    slurm = z2a("launch", "slurm", "quickstart", "--nodes", "2").out
+    assert f"            {'|'.join(map(str, [0, 10, *final]))}) return $code ;;" in slurm
+    for nodes, whole in (("2", final), ("1:3", [code for code in final if code != 16])):
+        job = yaml.safe_load(z2a("launch", "kubernetes", "quickstart", "--nodes", nodes).out)
+        spec = job["spec"]["replicatedJobs"][0]["template"]["spec"]
+        rules = {rule["action"]: rule for rule in spec["podFailurePolicy"]["rules"]}
+        assert rules["FailJob"]["onExitCodes"]["values"] == whole
+    assert rules["FailIndex"]["onExitCodes"]["values"] == [16], "the run goes on without a bad machine"
+    assert (spec["maxFailedIndexes"], spec["backoffLimitPerIndex"]) == (2, 1000)
 
 
 def test_one_machine_gets_no_flags_of_several(z2a):

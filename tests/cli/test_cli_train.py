@@ -17,11 +17,11 @@ import pytest
 import yaml
 
 from zero2all.cli import main
+from zero2all.common.lock import STALE_SECONDS
 from zero2all.config import load_config
 from zero2all.track.reader import read_run
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
-from zero2all.train.checkpoints.run_lock import STALE_SECONDS
 
 LONG_SECONDS = 600.0
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from zero2all.common.errors import BadInputError, DiskError, is_disk_full, is_out_of_memory
+from zero2all.common.errors import BadInputError, DiskError, exceeded_limit, is_disk_full, is_out_of_memory
 from zero2all.common.files import (
     crc32c_of,
     human_bytes,
@@ -148,14 +148,14 @@ def test_a_write_that_the_disk_refuses_leaves_the_file_as_it_was(tmp_path):
     script = """
         import resource, sys
         from pathlib import Path
-        from zero2all.common.errors import is_disk_full
+        from zero2all.common.errors import exceeded_limit
         from zero2all.common.files import write_atomic
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
         try:
             write_atomic(Path(sys.argv[1]), bytes(100_000))
         except OSError as error:
-            sys.exit(40 if is_disk_full(error) else 1)
+            sys.exit(40 if "at most 1,000 bytes" in exceeded_limit(error) else 1)
     """
     assert subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(path)]).returncode == 40
     assert path.read_bytes() == b"old"
@@ -290,8 +290,18 @@ def test_want_of_memory_is_recognised_in_the_shapes_libraries_give_it():
         RuntimeError("unable to mmap 128 bytes from file <x>: Cannot allocate memory (12)"),
         RuntimeError("can't start new thread"),
         ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
         wrapped,
     ):
         assert is_out_of_memory(error), error
     for error in (ValueError("out of memory"), RuntimeError("shapes differ"), OSError(errno.ENOENT, "x")):
         assert not is_out_of_memory(error), error
+        assert exceeded_limit(error) is None
+
+
+def test_a_limit_of_the_process_is_recognised_where_a_library_passes_it_on():
+    gloo = RuntimeError("[enforce fail at gloo/transport/tcp/loop.cc:105] fd_ != -1. epoll_create: Too many open files")
+    assert "`ulimit -n 4096`" in exceeded_limit(gloo)
+    assert exceeded_limit(OSError(errno.ENOSPC, "No space left on device")) is None
+    assert not is_disk_full(OSError(errno.EFBIG, "File too large"))

@@ -93,6 +93,17 @@ def test_a_machine_without_memory_fetches_the_newest_step_that_all_have(machines
     assert machines.copied(0)[-1] == 10
 
 
+def test_what_the_run_gave_up_is_fetched_from_nobody(machines):
+    machines.replace(1)
+    slots.forget(machines.run)
+    machines.begin()
+    assert machines.own(1) == []
+    name = slots.run_id(machines.run, create=True)
+    assert name != machines.folders[0].name
+    assert slots.sweep_stale(machines.folders[0].parent, name) == [str(machines.run)]
+    assert not machines.folders[0].exists()
+
+
 def test_a_step_that_one_machine_lacks_is_not_used(machines):
     machines.save(10, machines=(0, 1), copied=False)  # machine 2 was killed before: it has 6 and 8
     deadline = time.monotonic() + 20

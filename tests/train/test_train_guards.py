@@ -554,6 +554,16 @@ def test_with_stop_the_command_ends_with_code_12_and_names_its_page(work, not_fi
     assert step_of(list_checkpoints(run)[0]) == 4
 
 
+def test_a_run_that_stopped_itself_does_not_go_on_from_memory(work, not_finite, tmp_path, capsys):
+    """What is in memory is newer than the disk, and may be a part of what went wrong."""
+    not_finite(6)
+    memory = {"memory_every_steps": 1, "memory_folder": str(tmp_path), "supervise": False}
+    config = settings(**SHORT, resilience=memory, guards={"nonfinite": "stop"})
+    assert command(work, tmp_path, config) == 12
+    assert command(work, tmp_path, config) == 12
+    assert "resumed run at step 4 from step-00000004" in capsys.readouterr().out
+
+
 def test_a_run_that_keeps_failing_ends_with_code_12_and_weights_from_before(work, not_finite, tmp_path, capsys):
     not_finite(*range(6, 12))
     assert command(work, tmp_path, settings(**SHORT, guards={"max_skips_in_a_row": 3})) == 12

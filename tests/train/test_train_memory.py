@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.train.ranks import RankStarter
+from tests.train.ranks import CODE, RankStarter
 from zero2all.common.errors import AnomalyError
 from zero2all.common.workspace import Workspace
 from zero2all.resilience import slots
@@ -47,10 +47,10 @@ def ram(tmp_path) -> Path:
     return folder
 
 
-def settings(config, ram: Path, name: str, every: int = 1, resilience=None, **parallel):
+def settings(config, ram: Path, name: str, every: int = 1, resilience=None, checkpoint=None, **parallel):
     return config(
         train={"name": name, "steps": STEPS, "tokens_per_step": 160},
-        checkpoint={"every_steps": 5},
+        checkpoint=checkpoint or {"every_steps": 5},
         eval={"every_steps": 0, "valid_tokens_per_source": 128},
         resilience={"memory_every_steps": every, "memory_folder": str(ram), **(resilience or {})},
         parallel=parallel,
@@ -94,11 +94,11 @@ def test_a_run_whose_processes_were_all_killed_continues_from_memory_with_the_sa
     assert list(next(ram.iterdir()).iterdir()) == [], "a finished run leaves nothing in memory"
 
 
-def killed_at(ranks, config, ram, name: str = "run", processes: int = 1, **options) -> None:
+def killed_at(ranks, config, ram, name: str = "run", processes: int = 1, code: str = CODE, **options) -> None:
     """Kill a run in step 9; the steps 7 and 8, or 6 and 7, are in memory, 5 on disk."""
     signals = dict.fromkeys(range(processes), (9, signal.SIGKILL, 0.0))
-    saved = checkpoint_folder(ranks.root / "runs" / name, 5)
-    ranks(settings(config, ram, name, **options), processes, signals=signals, awaited=saved).wait()
+    saved = None if "checkpoint" in options else checkpoint_folder(ranks.root / "runs" / name, 5)
+    ranks(settings(config, ram, name, **options), processes, signals=signals, awaited=saved, code=code).wait()
 
 
 def flip(path: Path, place: int) -> None:
@@ -125,6 +125,93 @@ def test_damage_in_memory_means_the_older_buffer_then_the_disk(ranks, lab, confi
     (lab.run("run") / "checkpoints/latest.json").unlink()
     text = ranks.finished(settings(config, ram, "run"), words={0: ["--accept-changes"]}).text()
     assert "resumed run at step 5 from step-00000005" in text
+
+
+LATE_CHECK = f"""
+import json, os, signal, sys, time
+from pathlib import Path
+from zero2all.packed import background
+from zero2all.train import shard_damage
+read, record = background._SlowReading.__call__, Path(json.loads(sys.argv[1])["record"])
+def late(self, number):
+    while not record.exists() or record.read_text().count("\\n") < 7:
+        if self.stopped:
+            return None
+        time.sleep(0.005)
+    return read(self, number)
+background._SlowReading.__call__ = late
+give_up = shard_damage.ShardDamage._give_up
+def killed(self, damage):
+    give_up(self, damage)
+    os.kill(os.getpid(), signal.SIGKILL)
+KILLED = False
+if KILLED:
+    shard_damage.ShardDamage._give_up = killed
+{CODE}
+"""
+"""Shards are checked after seven steps of an attempt."""
+
+
+def spoil(shard: Path) -> bytes:
+    """Change every token of a shard; returns what it was."""
+    whole = shard.read_bytes()
+    shard.write_bytes(bytes(byte ^ 1 if place % 2 == 0 else byte for place, byte in enumerate(whole)))
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("processes", "before", "killed"),
+    [
+        (1, "clean", False),
+        (1, "nothing", True),
+        (1, "damaged", False),
+        pytest.param(2, "clean", False, marks=pytest.mark.slow),
+        pytest.param(1, "nothing", False, marks=pytest.mark.slow),
+    ],
+)
+def test_what_was_trained_on_a_damaged_shard_comes_back_from_nowhere(
+    ranks, lab, config, ram, processes, before, killed
+):
+    """The damage is found after some steps of an attempt, when memory has states that were trained on it. `before`: an
+    attempt that was killed in step 9, before there was damage or before it was found."""
+    whole = ranks.finished(settings(config, ram, "whole", every=0), processes)
+    shard = lab.packed / "en/train/tokens-00000.bin"
+    good = spoil(shard) if before == "damaged" else shard.read_bytes()
+    options = {} if before == "clean" else {"checkpoint": {"every_steps": 0}}
+    if before != "nothing":
+        never = LATE_CHECK.replace("< 7", "< 99")
+        killed_at(ranks, config, ram, processes=processes, code=CODE if before == "clean" else never, **options)
+    if before != "damaged":
+        spoil(shard)
+    late = LATE_CHECK.replace("< 7", "< 3").replace("KILLED = False", f"KILLED = {killed}")
+    chosen = settings(config, ram, "run", **options)
+    stopped = ranks(chosen, processes, code=late)
+    assert stopped.wait() == ([-signal.SIGKILL] if killed else [3, 10][:processes]), stopped.text()
+    assert ("from memory" in stopped.text()) is (before != "nothing")
+    assert "which was not saved" in stopped.text() or killed
+    shard.write_bytes(good)
+    again = ranks.finished(chosen, processes)
+    assert "from memory" not in again.text()
+    assert again.steps()[0].step == (6 if before == "clean" else 1)
+    assert losses(again).items() <= losses(whole).items()
+    assert last_bits(lab.run("run")) == last_bits(lab.run("whole"))
+    assert list(next(ram.iterdir()).iterdir()) == [], "what was given up is swept"
+    assert not (lab.run("run") / "shard_check.json").exists()
+
+
+def test_checkpoints_that_were_all_trained_on_a_damaged_shard_are_taken_only_when_a_person_says_so(
+    ranks, lab, config, ram
+):
+    shard = lab.packed / "en/train/tokens-00000.bin"
+    good = spoil(shard)
+    chosen = settings(config, ram, "run", every=0)
+    assert ranks(chosen, code=LATE_CHECK).wait() == [3]
+    shard.write_bytes(good)
+    again = ranks(chosen)
+    assert again.wait() == [3], again.text()
+    assert "are from after step 0, and may have been trained on damaged data" in " ".join(again.text().split())
+    kept = ranks.finished(chosen, words={0: ["--accept-changes"]})
+    assert "resumed run at step 5 from step-00000005" in kept.text()
 
 
 def test_memory_of_another_run_or_of_one_started_over_is_not_taken(ranks, lab, config, ram):

@@ -31,6 +31,7 @@ from zero2all.common.errors import (
     RunLockedError,
     UsageError,
     UserError,
+    exceeded_limit,
     is_disk_full,
     is_out_of_memory,
 )
@@ -56,6 +57,7 @@ ALONE = ("train",)
 """Verbs for which no other module is imported: a run starts with it in every process."""
 INTERRUPTED = 130
 LEAST_ADDRESS_SPACE_BYTES = 512 << 20
+LEAST_OPEN_FILES = 64
 DECIDED_TOGETHER = tuple(error.exit_code for error in (PreemptedError, AnomalyError, RunLockedError, LostRunError))
 """Ends of a training run that all of its processes come to at once."""
 WHOLE_SECTIONS = ("stages",)  # sections that are lists, so that they are set as a whole: --stages '[{name: …}]'
@@ -94,7 +96,7 @@ def _run(words: list[str] | None) -> tuple[int, str]:
             print_overview()
             return 0, ""
         arguments = parse(words)
-        _require_address_space()
+        _require_limits()
         fill_in_run(arguments)
         check_outputs(arguments)
         code = arguments.handler(arguments) or 0
@@ -159,8 +161,8 @@ def _close_dead_streams() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _require_address_space() -> None:
-    """Below this limit C++ libraries end the process while they are loaded, before anybody could say why."""
+def _require_limits() -> None:
+    """Below these limits libraries end the process while they are loaded, before anybody could say why."""
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -169,6 +171,12 @@ def _require_address_space() -> None:
             f"This process may use only {limit >> 20} MB of address space (`ulimit -v`), but loading "
             f"torch takes more than {LEAST_ADDRESS_SPACE_BYTES >> 20} MB. Raise the limit, or remove it "
             "with `ulimit -v unlimited`."
+        )
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if most != resource.RLIM_INFINITY and most < LEAST_OPEN_FILES:
+        raise DiskError(
+            f"This process may have only {most} files and connections open at a time, but needs {LEAST_OPEN_FILES} or "
+            f"more. Raise the limit with `ulimit -n 4096` (LimitNOFILE of a service)."
         )
 
 
@@ -290,7 +298,9 @@ def _fail_for_person(error: UserError) -> tuple[int, str]:
 
 
 def _fail_for_disk_or_path(error: Exception) -> tuple[int, str]:
-    """End for what the disk or the memory refused; anything else is a bug of ours and keeps its traceback."""
+    """End for what the disk, the memory or a limit refused; anything else is a bug of ours and keeps its traceback."""
+    if limit := exceeded_limit(error):
+        return _fail(language.translate(f"Stopped: {limit}."), DiskError.exit_code)
     if is_disk_full(error):
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         if isinstance(error, OSError) and error.filename:

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from multiprocessing import connection
 from typing import Any, Literal, Protocol, TypeVar
 
+from zero2all.common.cores import usable_cores
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.progress import Bar
 
@@ -98,13 +99,8 @@ def open_engine(config: EngineConfig, preloaded: Sequence[str] = ()) -> Abstract
         raise UsageError(f"The engine cannot be started: {'; '.join(problems)}.")
     if config.kind == "ray":
         return _RayEngine(config)
-    workers = config.workers or available_cores()
+    workers = config.workers or usable_cores()
     return contextlib.nullcontext(_InProcess()) if workers == 1 else contextlib.closing(_Processes(workers, preloaded))
-
-
-def available_cores() -> int:
-    """Cores this process may use, which in a container can be fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # ---- inside a worker ------------------------------------------------------------------------------------------
@@ -331,7 +327,7 @@ class _RayEngine:
     def __enter__(self) -> _RayEngine:
         self._ray = ray = _import_ray()
         if not ray.is_initialized():
-            local = {} if self._config.address else {"num_cpus": self._config.workers or available_cores()}
+            local = {} if self._config.address else {"num_cpus": self._config.workers or usable_cores()}
             try:
                 ray.init(
                     address=self._config.address or "local",

@@ -1,16 +1,21 @@
 """Errors a person can act on, and the exit code each of them ends the command with.
 
 Raise one with a paragraph: what was wrong, what was expected, what to do. The command line prints it without a
-traceback. Anything else is a bug of ours, keeps its traceback and exits with 1, except for a full disk and for memory
-that ran out: `is_disk_full` and `is_out_of_memory` recognise them.
+traceback. Anything else is a bug of ours, keeps its traceback and exits with 1, except for a full disk, memory that ran
+out and a limit of the process: `is_disk_full`, `is_out_of_memory` and `exceeded_limit` recognise them.
 """
 
 import errno
 import re
+from collections.abc import Iterator
 from typing import TypeVar
 
-DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""No space left; quota used up; larger than a file may be here."""
+DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""No space left; quota used up."""
+SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")
+"""numpy says only this, whatever refused the rest."""
+MANY_FILES = "Too many open files"
+"""What the system says, and libraries pass on, where a process may open no more."""
 
 
 class UserError(Exception):
@@ -82,6 +87,21 @@ class UnhealthyError(UserError):
     exit_code = 16
 
 
+GAVE_UP_CODE = 15
+"""Exit code of a command that the supervisor has given up: it fails again and again."""
+
+
+def _kinds(kind: type[UserError]) -> Iterator[type[UserError]]:
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _kinds(each)
+
+
+_RETRIED = {PeerFailureError.exit_code, PreemptedError.exit_code}
+NEVER_AGAIN = tuple(sorted({GAVE_UP_CODE, *(kind.exit_code for kind in _kinds(UserError))} - _RETRIED))
+"""Exit codes that another attempt would end with too: of the supervisor, of job files, in docs/architecture.md."""
+
+
 def for_all_ranks(error: E) -> E:
     """The error, marked as one that all processes of the run raise."""
     error.of_all_ranks = True
@@ -95,9 +115,42 @@ def is_disk_full(error: BaseException) -> bool:
     """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in DISK_FULL_ERRNOS
-    if isinstance(error, OSError) and re.fullmatch(r"\d+ requested and \d+ written", str(error)):
+    if isinstance(error, OSError) and SHORT_WRITE.fullmatch(str(error)):
         return True
     return any(f"(os error {number})" in str(error) for number in DISK_FULL_ERRNOS)
+
+
+def exceeded_limit(error: BaseException) -> str | None:
+    """Which limit of this process was reached, and what to do, without a full stop; None: it is another error."""
+    import resource  # not on Windows
+
+    for seen in _with_causes(error):
+        number = seen.errno if isinstance(seen, OSError) else None
+        text = str(seen) if isinstance(seen, RuntimeError | ImportError | OSError) else ""
+        if number == errno.EMFILE or MANY_FILES in text:
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            return (
+                f"this process may have {most} files and connections open at a time, and needs more: raise the limit "
+                f"(`ulimit -n 4096`, or LimitNOFILE of a service) and run the same command again"
+            )
+        largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        is_short = bool(SHORT_WRITE.fullmatch(text)) and largest != resource.RLIM_INFINITY
+        if number == errno.EFBIG or "(os error 27)" in str(seen) or is_short:
+            if largest == resource.RLIM_INFINITY:
+                return "the file system does not take a file of this size: use a workspace on another one"
+            return (
+                f"this process may write files of at most {largest:,} bytes, and one grew to that: raise the limit "
+                f"(`ulimit -f unlimited`, or LimitFSIZE of a service) and run the same command again"
+            )
+    return None
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, and those that led to it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
 
 
 OUT_OF_MEMORY_WORDS = (
@@ -109,6 +162,7 @@ OUT_OF_MEMORY_WORDS = (
     "cannot allocate memory in static TLS block",
     "can't start new thread",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
 )
 
 
@@ -119,11 +173,10 @@ def says_out_of_memory(text: str) -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out: of the machine, of the GPU, or by `ulimit -v`; also where a library wraps the error."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, MemoryError) or (isinstance(seen, OSError) and seen.errno == errno.ENOMEM):
-            return True
-        if isinstance(seen, RuntimeError | ImportError | OSError) and says_out_of_memory(str(seen)):
-            return True
-        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
-    return False
+    return any(
+        isinstance(seen, MemoryError)
+        or type(seen).__name__ == "OutOfMemoryError"  # of torch, which is not imported here
+        or (isinstance(seen, OSError) and seen.errno == errno.ENOMEM)
+        or (isinstance(seen, RuntimeError | ImportError | OSError) and says_out_of_memory(str(seen)))
+        for seen in _with_causes(error)
+    )

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from zero2all.common import jsonio
-from zero2all.common.errors import DISK_FULL_ERRNOS, BadInputError, DiskError
+from zero2all.common.errors import BadInputError, DiskError, exceeded_limit, is_disk_full
 
 MANIFEST_NAME = "manifest.json"
 PARTIAL_MARK = ".partial-"
@@ -270,7 +270,7 @@ def require_writable(path: Path, flag: str, is_folder: bool = False) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        if error.errno in DISK_FULL_ERRNOS:
+        if is_disk_full(error) or exceeded_limit(error):
             raise
         raise BadInputError(
             f"{flag} {path}: {folder} cannot be written to ({error.strerror}). Choose another path, or change "

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero2all import __version__
-from zero2all.common.errors import BadInputError, UsageError, is_disk_full
+from zero2all.common.errors import BadInputError, UsageError, exceeded_limit, is_disk_full
 from zero2all.common.files import (
     LARGEST_JSON_BYTES,
     LONGEST_NAME,
@@ -106,7 +106,7 @@ def open_workspace(root: Path, create: bool = False) -> Workspace:
     try:
         write_json(stamp, {"layout": LAYOUT, "zero2all": __version__})
     except OSError as error:
-        if is_disk_full(error):
+        if is_disk_full(error) or exceeded_limit(error):
             raise
         raise BadInputError(
             f"Cannot create a workspace in {root} ({error.strerror}: {error.filename}). Choose a folder you "

@@ -17,7 +17,6 @@ still reads their files: one that has changed on disk is built again.
 
 from __future__ import annotations
 
-import errno
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -26,7 +25,7 @@ from typing import Any
 
 from zero2all.common import jsonio
 from zero2all.common.engine import Engine, EngineConfig, Shown, open_engine
-from zero2all.common.errors import DiskError, UsageError
+from zero2all.common.errors import DiskError, UsageError, is_disk_full
 from zero2all.common.files import link_or_copy, read_json, require_free_space, sweep_partials, write_atomic, write_json
 from zero2all.common.lock import folder_lock
 from zero2all.common.manifest import MANIFEST_NAME, FileCheck, checks_of_current, damaged_files, fingerprint
@@ -102,7 +101,7 @@ def build_corpus(
                 build.run(engine)
             return build.write_report()
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if is_disk_full(error):
                 raise DiskError(
                     f"The disk of {corpus_folder} is full. Free some space and run the same command again: "
                     "finished work is kept."

@@ -19,10 +19,11 @@ from typing import Any
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json_object
+from zero2all.common.lock import Lock
 from zero2all.evals.options import report_path, write_report
 from zero2all.evals.report import figures
 from zero2all.track.writer import METRICS_FOLDER, Run, has_finished
-from zero2all.train.checkpoints.claims import Claim, claim_step
+from zero2all.train.checkpoints.claims import claim_step
 from zero2all.train.checkpoints.layout import FOLDER_NAME, checkpoint_folder, list_checkpoints, step_of
 
 WRITER = "eval"
@@ -109,7 +110,7 @@ class Watcher:
                 return False
             return True
 
-    def _evaluate(self, step: int, claim: Claim, metrics: Callable[[], Run]) -> None:
+    def _evaluate(self, step: int, claim: Lock, metrics: Callable[[], Run]) -> None:
         started = time.monotonic()
         report = self.evaluate(step)
         if not claim.is_held():

@@ -47,8 +47,10 @@ def checking_shards(
     on_problem: Callable[[str], None],
     rank: int = 0,
     ranks: int = 1,
+    on_damage: Callable[[str], None] = lambda _damage: None,
 ) -> Iterator[ShardCheck]:
     """Check the files of `splits` while the block runs. `seq_lens` are those whose best-fit indexes are read.
+    `on_damage` is called by the thread that finds a damaged file, before anybody else knows of it.
 
     Data at an address is left out: what is fetched from there whole is checked as it comes.
     """
@@ -58,7 +60,10 @@ def checking_shards(
     processes = None if total <= IN_THREAD_BYTES else ReaderProcesses(reading, on_problem, niceness=19)
     check = ShardCheck()
     thread = threading.Thread(
-        target=_check_all, args=(check, processes or reading, len(files), on_problem), name="z2a-check", daemon=True
+        target=_check_all,
+        args=(check, processes or reading, len(files), on_problem, on_damage),
+        name="z2a-check",
+        daemon=True,
     )
     thread.start()
     try:
@@ -70,11 +75,18 @@ def checking_shards(
         thread.join()
 
 
-def _check_all(check: ShardCheck, read: Callable[[int], Any], files: int, on_problem: Callable[[str], None]) -> None:
+def _check_all(
+    check: ShardCheck,
+    read: Callable[[int], Any],
+    files: int,
+    on_problem: Callable[[str], None],
+    on_damage: Callable[[str], None],
+) -> None:
     try:
         for number in range(files):
             problem = read(number)
             if problem is not None:
+                on_damage(problem)
                 check.damage = problem
                 return
         check.finished = True

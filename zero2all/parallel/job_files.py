@@ -8,11 +8,8 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from zero2all.common.errors import PreemptedError
+from zero2all.common.errors import NEVER_AGAIN, PreemptedError, UnhealthyError
 from zero2all.parallel.nodes import DEFAULT_PORT, SLURM_PORTS
-
-NEVER_AGAIN = (2, 3, 4, 12, 13, 14, 15)
-"""Exit codes that another attempt would end with too: docs/architecture.md."""
 
 MOUNT = "/workspace"
 """Where the pods of Kubernetes have the claim with the workspace."""
@@ -137,6 +134,15 @@ def kubernetes_file(
     gpu_lines = (
         f'                  resources:\n                    limits: {{"nvidia.com/gpu": {gpus}}}\n' if gpus else ""
     )
+    final, per_pod, spare_lines, alone_lines = list(NEVER_AGAIN), "", "", ""
+    if nodes[0] < nodes[1]:  # a machine that the health check has left out fails alone; that needs Kubernetes 1.29
+        final.remove(UnhealthyError.exit_code)
+        per_pod = "PerIndex"
+        spare_lines = f"          maxFailedIndexes: {nodes[1] - nodes[0]} # more, and too few machines are left\n"
+        alone_lines = f"""\
+              - action: FailIndex # a bad machine: the run goes on without it
+                onExitCodes: {{containerName: z2a, operator: In, values: [{UnhealthyError.exit_code}]}}
+"""
     return f"""\
 # Written by `z2a launch kubernetes`. Start it with: kubectl apply -f FILE
 # It needs the JobSet controller, for the names of the pods.
@@ -158,8 +164,8 @@ spec:
           completionMode: Indexed # each pod gets a number, which is its --node-rank
           completions: {nodes[1]}
           parallelism: {nodes[1]}
-          backoffLimit: 1000 # a pod that failed, or whose machine is lost, is started again: it joins the run
-          podFailurePolicy:
+          backoffLimit{per_pod}: 1000 # a pod that failed, or whose machine is lost, is started again: it joins the run
+{spare_lines}          podFailurePolicy:
             rules:
               - action: Ignore # its machine was drained: not counted
                 onPodConditions: [{{type: DisruptionTarget}}]
@@ -167,7 +173,8 @@ spec:
                 onExitCodes:
                   containerName: z2a
                   operator: In
-                  values: {list(NEVER_AGAIN)}
+                  values: {final}
+{alone_lines}\
           template:
             spec:
               restartPolicy: Never # as backoffLimit and podFailurePolicy require

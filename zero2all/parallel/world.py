@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from zero2all.common.errors import PeerFailureError, UserError, for_all_ranks
+from zero2all.common.errors import PeerFailureError, UserError, exceeded_limit, for_all_ranks
 from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.device import bind_near, local_processes, local_rank
 from zero2all.parallel.health import HealthRules, check_health
@@ -116,7 +116,8 @@ def is_failed_collective(error: BaseException) -> bool:
     types for it; gloo raises a bare RuntimeError, so the test is whether torch.distributed raised it."""
     if isinstance(error, dist.DistError):
         return True
-    if type(error) is not RuntimeError:  # torch's other errors, such as OutOfMemoryError, have types of their own
+    # torch's other errors, such as OutOfMemoryError, have types of their own; a limit of this process has none.
+    if type(error) is not RuntimeError or exceeded_limit(error):
         return False
     modules = [str(frame.f_globals.get("__name__", "")) for frame, _ in walk_tb(error.__traceback__)]
     while modules and modules[-1] == "torch._ops":  # the entry to operators in C++, collectives of DTensors among them

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from zero2all.common.errors import DiskError
+from zero2all.common.errors import GAVE_UP_CODE, DiskError
 
-DETERMINISTIC_CODE = 15
-"""Exit code of a command that the supervisor has given up: it fails again and again."""
 LONGEST_WAIT_SECONDS = 60.0
 DISK_FULL = "disk full"
 """The error of a restart for which the disk has no room: space may be freed meanwhile."""
@@ -34,7 +32,7 @@ class Restarts:
             return _note(f"The run was stopped: restarts are switched off ({self._setting} is 0).")
         if again:
             return _note(
-                f"The run was stopped (exit code {DETERMINISTIC_CODE}): the same error at the same step twice, so that "
+                f"The run was stopped (exit code {GAVE_UP_CODE}): the same error at the same step twice, so that "
                 f"another attempt would not help."
             )
         if self._without_progress > self.allowed:
@@ -48,7 +46,7 @@ class Restarts:
         """The exit code of a run that is not tried again; its last attempt ended with `code`."""
         if self._last[1] == DISK_FULL:
             return DiskError.exit_code
-        return DETERMINISTIC_CODE if self.allowed else code
+        return GAVE_UP_CODE if self.allowed else code
 
     def saved_at(self, step: int) -> None:
         """An attempt has saved and was ended on purpose."""

@@ -229,6 +229,12 @@ def run_id(run: Path, create: bool = False) -> str | None:
     return made
 
 
+def forget(run: Path) -> None:
+    """Give up the memory checkpoints of a run on all machines, and the copies of them: without its name nobody finds
+    its folders, which are swept later, and the next start takes another one."""
+    (run / ID_FILE).unlink(missing_ok=True)
+
+
 def make_run_folder(home: Path, name: str, run: Path) -> Path:
     """The folder of one run; `run` tells who it belongs to."""
     folder = home / name
@@ -265,7 +271,8 @@ def require_room(folder: Path, new_bytes: int) -> None:
 
 
 def sweep_stale(home: Path, keep: str) -> list[str]:
-    """Remove the folders of runs that nobody uses and that are a day old or whose run is gone; returns their runs."""
+    """Remove the folders of runs that nobody uses and that are a day old, were given up, or whose run is gone; returns
+    their runs."""
     swept = []
     for folder in home.iterdir():
         if folder.name == keep or not folder.is_dir() or folder.is_symlink():
@@ -273,7 +280,7 @@ def sweep_stale(home: Path, keep: str) -> list[str]:
         with suppress(OSError, ValueError, KeyError, TypeError):
             run = Path(json.loads((folder / OWNER_FILE).read_bytes())["run"])
             age = time.time() - max(path.stat().st_mtime for path in folder.iterdir())
-            if (age > STALE_SECONDS or not run.exists()) and not _is_in_use(folder):
+            if (age > STALE_SECONDS or run_id(run) != folder.name) and not _is_in_use(folder):
                 shutil.rmtree(folder)
                 swept.append(str(run))
     return swept

@@ -18,17 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from zero2all.common.errors import (
-    AnomalyError,
-    BadInputError,
-    DiskError,
-    LostRunError,
-    PreemptedError,
-    RunLockedError,
-    UnhealthyError,
-    UsageError,
-    says_out_of_memory,
-)
+from zero2all.common.errors import MANY_FILES, NEVER_AGAIN, DiskError, PreemptedError, says_out_of_memory
 from zero2all.common.progress import counted, say
 from zero2all.common.signals import stop_signals_to
 from zero2all.resilience import member as machines
@@ -52,14 +42,8 @@ from zero2all.resilience.restarts import DISK_FULL, Restarts
 from zero2all.resilience.terminal import job_control
 from zero2all.resilience.warm import Warm, WarmRank
 
-USER_CODES = tuple(
-    error.exit_code
-    for error in (
-        *(UsageError, BadInputError, DiskError, AnomalyError, RunLockedError, LostRunError, PreemptedError),
-        UnhealthyError,
-    )
-)
-"""Ends that another attempt would not change."""
+FINAL_CODES = (*NEVER_AGAIN, PreemptedError.exit_code, 128 + signal.SIGINT)
+"""Ends after which there is no further attempt."""
 ABSENT = "AbsentGroupsError"
 """Other groups of a slow link did not come, which a person must mend."""
 CURED = "ReplicasDifferError"
@@ -365,7 +349,7 @@ class _Supervisor:
     def _may_restart(self, failed: Sequence[int]) -> bool:
         """Whether another attempt may help: no rank ended with an error that a person must mend."""
         is_cured = any(self._is_cured(place) for place in range(len(self.ranks)))
-        hopeless = (128 + signal.SIGINT,) if is_cured else (*USER_CODES, 128 + signal.SIGINT)
+        hopeless = (128 + signal.SIGINT,) if is_cured else FINAL_CODES
         if self.attempt == 1 and any(self.ranks.slots.error(at)[1].startswith(ABSENT) for at in range(len(self.ranks))):
             return False  # only at first: after a failure, other groups may be restarting too
         return bool(failed) and not self.asked and self.supervises and not any(code in hopeless for code in failed)
@@ -381,7 +365,7 @@ class _Supervisor:
     def _finds_disk_full(self, code: int | None, error: str, has_stepped: bool) -> bool:
         """Whether a rank of a restart ended before its first step for want of disk space: there was enough before."""
         is_restart = self.attempt > 1 and not has_stepped and not self.watch.is_foreign
-        return is_restart and code == DiskError.exit_code and not says_out_of_memory(error)
+        return is_restart and code == DiskError.exit_code and not (says_out_of_memory(error) or MANY_FILES in error)
 
     def _codes(self) -> list[int | None]:
         """Exit codes. One that our own signal killed was still loading and had nothing to save."""

@@ -55,7 +55,6 @@ from zero2all.train.periodic import (
     CheckpointSaver,
     FolderWatch,
     ReplicaDoubt,
-    ShardDamage,
     UpdateRatios,
     Validation,
     check_rerun,
@@ -73,6 +72,7 @@ from zero2all.train.sanity import (
     memory_notes,
 )
 from zero2all.train.setup import Prepared, load_checkpoint
+from zero2all.train.shard_damage import ShardDamage
 from zero2all.train.step import PendingStep, StepPlan, StepResult, train_step, unfinished_part
 from zero2all.train.stop import StopRequest
 from zero2all.train.stragglers import Stragglers
@@ -125,7 +125,7 @@ class TrainingLoop:
         self.replica_doubt = ReplicaDoubt(prepared, store, self.log)
         every_steps = self.config.track.update_ratios_every_steps
         self.update_ratios = UpdateRatios(self.state, self.world, self.log, every_steps)
-        self.shard_damage = ShardDamage(prepared, self.log)
+        self.shard_damage = ShardDamage(prepared, lock, self.log)
         self.folder_watch = FolderWatch(prepared, lock)
         self.stragglers = Stragglers(self.world, self.log)
         self.stage_name = ""
@@ -380,6 +380,7 @@ class TrainingLoop:
 
     def save(self) -> None:
         """Begin to save a checkpoint; it is written in the background."""
+        self.shard_damage.stop_if_found()
         beat("save", self.state.step)
         self.saver.save(self.stage_name)
 

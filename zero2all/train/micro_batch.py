@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.errors import BadInputError, UsageError, is_out_of_memory
 from zero2all.common.files import read_json, write_json
 from zero2all.common.progress import counted
 from zero2all.config import RunConfig, with_new_names
@@ -158,16 +158,6 @@ def _is_enough(try_pass: Callable[[int], None], samples: int, free: Callable[[],
         enough = False
     free()
     return enough
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether it is torch's own out-of-memory error, or that of a library which allocates from the driver."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(
-        word in text for word in ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-    )
 
 
 def model_pass(model: Z2all, config: RunConfig, device: torch.device) -> Callable[[int], None]:

@@ -32,7 +32,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zero2all.common.errors import BadInputError, DiskError, is_disk_full
+from zero2all.common.errors import BadInputError, DiskError, exceeded_limit, is_disk_full
 from zero2all.common.files import human_bytes
 from zero2all.ops.gradient_sink import GradientSink
 from zero2all.parallel.config import ParallelConfig
@@ -73,14 +73,16 @@ def _zeros_in_file(path: Path, count: int, dtype: torch.dtype) -> Tensor:
                 os.posix_fallocate(file.fileno(), 0, size)
         storage = torch.UntypedStorage.from_file(str(path), True, size)
     except (OSError, RuntimeError) as error:  # torch has no type for a file that cannot be mapped
-        if isinstance(error, OSError) and not is_disk_full(error):
+        limit = exceeded_limit(error)
+        if isinstance(error, OSError) and not is_disk_full(error) and not limit:
             raise BadInputError(
                 f"parallel.offload_folder: {path.parent} cannot be used ({error.strerror or error}). Choose an "
                 f"existing folder on a fast disk in which you may write."
             ) from error
         raise DiskError(
             f"parallel.offload = optimizer_disk needs {human_bytes(size)} for {path.stem} in {path.parent}, where "
-            f"{human_bytes(free)} are free ({error}). Free some space, or set parallel.offload_folder to another disk."
+            f"{human_bytes(free)} are free ({limit or error}). Free some space, or set parallel.offload_folder to "
+            f"another disk."
         ) from error
     finally:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What a run does besides its steps: validate, save, log update ratios, check shards, watch its folder.
+"""What a run does besides its steps: validate, save, log update ratios, watch its folder.
 
 One small object each; the loop asks `is_due` and decides the order.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import random
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,12 +19,10 @@ import torch
 from torch import Tensor
 
 from zero2all.common import jsonio
-from zero2all.common.errors import AnomalyError, BadInputError, PreemptedError
+from zero2all.common.errors import AnomalyError
 from zero2all.common.files import write_atomic
 from zero2all.model.config import ParameterKind
-from zero2all.packed.background import ShardCheck, checking_shards
 from zero2all.packed.loader import rank_rows
-from zero2all.parallel.device import local_processes
 from zero2all.parallel.layout import layout_table
 from zero2all.parallel.world import World
 from zero2all.train.anneal import ANNEAL_FILE
@@ -300,52 +297,6 @@ class ReplicaDoubt:
             self._log.warn(f"step {step} was computed again: rank {ranks} had other bits before, so it was wrong then")
         else:
             self._log.warn(f"step {step} was computed again: which of the ranks had been wrong cannot be told")
-
-
-class ShardDamage:
-    """Checks all shards that this run reads, in the background (`zero2all.packed.background`)."""
-
-    def __init__(self, prepared: Prepared, log: RunLog) -> None:
-        self._prepared, self._log = prepared, log
-        self._check = ShardCheck()
-        self._first_step = 0
-
-    @contextmanager
-    def checking(self) -> Iterator[None]:
-        """Check while the block runs."""
-        prepared, world = self._prepared, self._prepared.world
-        if not prepared.config.data.verify_shards or prepared.state.step == prepared.last_step:
-            yield
-            return
-        self._first_step = prepared.state.step
-        splits = [*prepared.data.splits, *prepared.valid]
-        seq_lens = {segment.seq_len for segment in prepared.data.segments if prepared.data.packing == "best_fit"}
-        warn = self._log.warn_from_any_rank
-        with checking_shards(splits, sorted(seq_lens), warn, world.rank, world.size) as self._check:
-            yield
-
-    @property
-    def is_found(self) -> bool:
-        """Whether this process has found a damaged shard."""
-        return self._check.damage is not None
-
-    def stop_if_found(self) -> None:
-        """End the run in all processes if one of them found a damaged shard. The state is not saved, because it may
-        have been trained on the damage."""
-        world, name, step = self._prepared.world, self._prepared.config.train.name, self._prepared.state.step
-        damage = self._check.damage
-        if damage is not None and world.size > local_processes():  # which of the machines has the file?
-            damage = f"Rank {world.rank} on {socket.gethostname()}: {damage}"
-        found = [each for each in world.gather(damage) if each is not None]
-        if not found:
-            return
-        self._log.event("damaged_shard", {"problems": found})
-        text = (
-            f"{found[0]}. Training of `{name}` was stopped at step {step}, which was not saved. Run `z2a pack` to "
-            f"write the file again, then run the same command to continue. The steps since {self._first_step}, where "
-            f"this start began, may have read damaged data: to drop them, first delete the checkpoints after that step."
-        )
-        raise BadInputError(text) if world.is_first else PreemptedError(text)  # one process reports it for all
 
 
 class FolderWatch:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zero2all.common.errors import (
+    AnomalyError,
     BadInputError,
     PeerFailureError,
     PreemptedError,
@@ -30,8 +31,10 @@ from zero2all.parallel.group_link import GroupLink, link_facts, own_group
 from zero2all.parallel.health import HealthRules
 from zero2all.parallel.launch import ATTEMPT
 from zero2all.parallel.world import World, asked_processes, join_world, known_processes
+from zero2all.resilience import slots
 from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, beat
 from zero2all.track.writer import Run, has_finished
+from zero2all.train.checkpoints.checks import ReplicasDifferError
 from zero2all.train.checkpoints.memory import MemoryStore
 from zero2all.train.checkpoints.retention import Retention, discard
 from zero2all.train.checkpoints.run_lock import LOCK_NAME, Fence, RunLock, behind, hold_run
@@ -41,6 +44,7 @@ from zero2all.train.loop import TrainingLoop, TrainSummary
 from zero2all.train.peer_failure import explain_peer_failure
 from zero2all.train.saved_config import save_run_config
 from zero2all.train.setup import Prepared, prepare
+from zero2all.train.shard_damage import leave_damage
 from zero2all.train.stop import StopRequest, stop_requests
 
 SHARED_SECONDS = 35.0
@@ -87,6 +91,8 @@ def train(
         stack.enter_context(explain_peer_failure(config, run, world))
         lock, store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
         began = time.monotonic()
+        for note in () if fresh else leave_damage(store, world, accept_changes):
+            speak(note)
         prepared = prepare(config, workspace, world, store, accept_changes, fresh)
         prepare_seconds = time.monotonic() - began
         if fresh:  # only now, after all checks
@@ -118,6 +124,10 @@ def train(
                 return loop.run()
         except BaseException as error:
             beat("end")  # closing files may take longer than a step may
+            # A run that stops itself saves nothing, and the next start takes nothing newer than the disk has. Replicas
+            # that differ were compared before every save, so that what is in memory is whole.
+            if isinstance(error, AnomalyError) and not isinstance(error, ReplicasDifferError) and lock.is_held():
+                slots.forget(run)
             reason = "preempted" if isinstance(error, PreemptedError) else "failed"
             message = f"{type(error).__name__}: {error}"
             raise

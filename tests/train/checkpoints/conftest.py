@@ -6,11 +6,14 @@ import hashlib
 import json
 import shutil
 import signal
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import google_crc32c
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -131,3 +134,38 @@ def ranks(start: Callable[..., Any], tmp_path: Path) -> Callable[..., list[str]]
         return [process.text() for process in processes]
 
     return run_ranks
+
+
+class Container:
+    """A process in a PID namespace of its own, as in a container with the host's network."""
+
+    def __init__(self, code: str, *arguments: object) -> None:
+        words = [*UNSHARE, sys.executable, "-c", code, *map(str, arguments)]
+        self.outside = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.outside.stdout is not None
+        assert self.outside.stdout.readline() == "held\n"
+
+    def kill(self) -> None:
+        """Returns when it is gone."""
+        for process in psutil.Process(self.outside.pid).children() if self.outside.poll() is None else ():
+            process.kill()
+        self.outside.wait()
+
+
+UNSHARE = ("unshare", "--pid", "--fork", "--mount-proc")
+
+
+@pytest.fixture
+def in_pid_namespace() -> Iterator[Callable[..., Container]]:
+    """Starts code in another PID namespace; it prints `held` when it is ready."""
+    if shutil.which("unshare") is None or subprocess.run([*UNSHARE, "true"], capture_output=True).returncode:
+        pytest.skip("this system does not allow a PID namespace of its own (`unshare --pid` needs root)")
+    started: list[Container] = []
+
+    def start(code: str, *arguments: object) -> Container:
+        started.append(Container(code, *arguments))
+        return started[-1]
+
+    yield start
+    for container in started:
+        container.kill()

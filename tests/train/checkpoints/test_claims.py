@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from zero2all.common.files import read_json, write_json
+from zero2all.common.lock import boot_id, this_process
 from zero2all.train.checkpoints.claims import claim_step, claimed_steps
-from zero2all.train.checkpoints.run_lock import boot_id, this_process
 
 
 @pytest.fixture
@@ -67,27 +67,6 @@ def test_a_claim_from_elsewhere_counts_while_its_heartbeat_is_fresh(run, facts):
         assert claim is not None
 
 
-def test_without_links_on_the_disk_it_works_too(run, monkeypatch):
-    def link(*_):
-        raise PermissionError
-
-    monkeypatch.setattr(os, "link", link)
-    with claim_step(run, 7) as claim, claim_step(run, 7) as second:
-        assert claim is not None
-        assert claim.is_held()
-        assert second is None
-    assert list(claim_path(run).parent.iterdir()) == []
-
-
-def test_what_a_process_left_that_was_killed_while_it_made_a_claim_is_swept(run):
-    leave_claim(run, pid=2**22 + 1)
-    left = claim_path(run).with_name("abc.new")
-    left.touch()
-    os.utime(left, (1.0, 1.0))
-    with claim_step(run, 7):
-        assert [path.name for path in claim_path(run).parent.iterdir()] == [claim_path(run).name]
-
-
 def test_a_claim_that_cannot_be_read_counts_while_it_is_fresh(run):
     claim_path(run).parent.mkdir()
     claim_path(run).touch()
@@ -101,6 +80,28 @@ def test_a_reader_that_lost_its_claim_knows_and_leaves_the_new_one_alone(run):
         assert claim is not None
         assert not claim.is_held()
     assert read_json(claim_path(run))["token"] == "theirs"
+
+
+IN_CONTAINER = """
+import sys, time
+from pathlib import Path
+from zero2all.train.checkpoints.claims import claim_step
+with claim_step(Path(sys.argv[1]), 7):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_reader_in_another_container_of_this_machine_keeps_its_claim_and_its_checkpoint(run, in_pid_namespace):
+    """Host network, so the host's name and boot are the same, and process 1 there is another one here."""
+    in_pid_namespace(IN_CONTAINER, run)
+    holder = read_json(claim_path(run))
+    assert (holder["host"], holder["boot"]) == (socket.gethostname(), boot_id())
+    assert claimed_steps(run) == {7}, "prune leaves the checkpoint alone"
+    with claim_step(run, 7) as claim:
+        assert claim is None
+    os.utime(claim_path(run), (1.0, 1.0))
+    assert claimed_steps(run) == set(), "silent for a minute"
 
 
 def test_the_heartbeat_keeps_a_claim_fresh(run):

@@ -14,6 +14,7 @@ import time
 import psutil
 import pytest
 
+from zero2all.common import lock as lock_module
 from zero2all.common.errors import BadInputError, LostRunError, RunLockedError
 from zero2all.train.checkpoints import run_lock
 from zero2all.train.checkpoints.run_lock import hold_run
@@ -95,6 +96,44 @@ def test_a_living_process_keeps_its_lock_where_the_disk_has_no_locks(tmp_path):
         pass
 
 
+NO_FLOCK = """
+import errno, fcntl
+def refuse(*_):
+    raise OSError(errno.ENOLCK, "No locks available")
+fcntl.flock = refuse
+"""
+
+
+def test_a_writer_in_another_container_of_this_machine_keeps_its_run_where_the_disk_has_no_locks(
+    tmp_path, in_pid_namespace, monkeypatch
+):
+    run = tmp_path / "run"
+    in_pid_namespace(NO_FLOCK + HOLDING, run)
+    with pytest.raises(RunLockedError, match=r"was last alive \d+ s ago"), hold_run(run, take_over=True):
+        pass  # this process has the flock; the other could not take it
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(RunLockedError, match=r"was last alive \d+ s ago"), hold_run(run, take_over=True):
+        pass
+    os.utime(run / "lock", (1, 1))
+    with hold_run(run) as lock:
+        assert "which has ended" in lock.notes[0], "silent for a minute"
+
+
+def test_a_writer_that_was_killed_in_another_container_is_taken_over_at_once_where_the_disk_has_locks(
+    tmp_path, in_pid_namespace
+):
+    container = in_pid_namespace(HOLDING, tmp_path / "run")
+    with pytest.raises(RunLockedError, match="is running"), hold_run(tmp_path / "run"):
+        pass
+    container.kill()
+    with hold_run(tmp_path / "run") as lock:
+        assert "which has ended" in lock.notes[0]
+
+
 def test_a_process_number_that_was_given_to_another_process_does_not_deceive(tmp_path):
     record = own_record(tmp_path)
     write_record(tmp_path / "run", **{**record, "started": record["started"] - 1000})
@@ -174,7 +213,7 @@ def test_asking_reads_the_lock_only_when_it_has_changed(tmp_path, monkeypatch):
     with hold_run(tmp_path / "run") as lock:
         lock.check()
         with monkeypatch.context() as patch:
-            patch.setattr(run_lock, "_holder_in", None)  # nothing to call
+            patch.setattr(lock_module, "_holder_in", None)  # nothing to call
             lock.check()
         os.utime(lock.path, (1, 1))  # a heartbeat
         lock.check()
@@ -188,7 +227,7 @@ def test_a_disk_that_is_away_for_a_moment_takes_nobodys_run(tmp_path, monkeypatc
 
     with hold_run(tmp_path / "run") as lock:
         with monkeypatch.context() as patch:
-            patch.setattr(run_lock, "_holder_in", fail)
+            patch.setattr(lock_module, "_holder_in", fail)
             assert lock.is_held()
         assert lock.is_held()
 
@@ -213,7 +252,7 @@ def test_a_disk_that_cannot_lock_is_said_and_one_that_cannot_rename_is_refused(t
     def refuse(*_):
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
-    monkeypatch.setattr(run_lock.fcntl, "flock", refuse)
+    monkeypatch.setattr("fcntl.flock", refuse)
     with hold_run(tmp_path / "run") as lock:
         (note,) = lock.notes
     assert "cannot lock files (Operation not supported)" in note

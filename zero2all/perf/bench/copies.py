@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from zero2all.common.cores import cpu_numbers
+from zero2all.common.cores import allowed_cpus, cpu_numbers
 from zero2all.perf.bench.samples import Bench, Row, in_turn, is_faster, times_faster
 from zero2all.perf.measure import device_name
 
@@ -70,7 +70,7 @@ def pin_advice(rows: list[Row]) -> list[str]:
 
 def numa_nodes(folder: Path = NODES) -> dict[str, set[int]]:
     """Nodes with the CPUs among theirs that this process may use; nodes without one are left out."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    allowed = allowed_cpus()
     found = {}
     for node in sorted(folder.glob("node[0-9]*")):
         cpus = cpu_numbers((node / "cpulist").read_text().strip()) & allowed
@@ -82,7 +82,7 @@ def numa_nodes(folder: Path = NODES) -> dict[str, set[int]]:
 @contextmanager
 def on_cpus(cpus: set[int]) -> Iterator[None]:
     """Run this thread on these CPUs; memory that it touches first comes from their node."""
-    before = os.sched_getaffinity(0)
+    before = allowed_cpus()
     os.sched_setaffinity(0, cpus)
     try:
         yield

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from zero2all.common.cores import usable_cores
 from zero2all.perf.doctor.finding import Finding, Grade
 
 OFF = ("", "0", "false", "off", "no")
@@ -105,7 +106,7 @@ def _by_rule(values: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _threads(values: Mapping[str, str], cores: int | None) -> Iterator[Finding]:
-    cores = cores or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    cores = cores or usable_cores()
     for name in THREADS:
         value = values.get(name)
         if value is None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator
 
-from zero2all.common.cores import cpu_numbers
+from zero2all.common.cores import allowed_cpus, cpu_numbers
 from zero2all.limits.flops import peak_flops
 from zero2all.perf.doctor.finding import Finding, output_of
 from zero2all.perf.doctor.nvidia_smi import Gpu, Report, Topology, parse_report, parse_topology
@@ -195,7 +194,7 @@ def _far_cards(topology: Topology) -> Iterator[Finding]:
 
 
 def _far_cpus(topology: Topology) -> Iterator[Finding]:
-    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    mine = allowed_cpus()
     known = {gpu: cpus for gpu, cpus in topology.cpus.items() if re.fullmatch(r"[\d,-]+", cpus)}
     far = {gpu: cpus for gpu, cpus in known.items() if mine and not mine & cpu_numbers(cpus)}
     if far:

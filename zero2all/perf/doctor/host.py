@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from zero2all.common.cores import quota_cores, read
+from zero2all.common.cores import allowed_cpus, quota_cores, read
 from zero2all.common.files import human_bytes
 from zero2all.common.language import translate as t
 from zero2all.common.memory import available_memory
@@ -29,7 +29,7 @@ NETWORK_DISKS = ("nfs", "nfs4", "cifs", "lustre", "gpfs", "beegfs", "ceph", "glu
 
 def look_at_cpu() -> Iterator[Finding]:
     """Cores that may be used, what else uses them, and the memory nodes."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = len(allowed_cpus())
     model = re.search(r"^model name\s*:\s*(.+)$", read(PROC / "cpuinfo"), re.MULTILINE)
     quota = quota_cores()
     found = f"{model[1] if model else platform.machine()}: {allowed} of {os.cpu_count()} CPUs may be used"

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from zero2all.common.engine import available_cores
+from zero2all.common.cores import usable_cores
 from zero2all.common.errors import UsageError
 from zero2all.common.files import human_bytes
 from zero2all.common.manifest import fingerprint
@@ -104,7 +104,7 @@ def learn_bpe(
             f"at least one learned piece. Ask for {BYTE_COUNT + 1 + len(forbidden)} token ids or more."
         )
     started = time.monotonic()
-    threads = threads or available_cores()
+    threads = threads or usable_cores()
     return_freed_memory()
     pretokens("warm")  # loads the compiler's run-time, so that its memory is counted as the program's own
     memory = Memory(max_memory, threads)

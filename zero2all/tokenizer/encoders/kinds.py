@@ -7,7 +7,6 @@ removed from the tokenizer.json that it gets, so that it cannot recognise them i
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 
 from zero2all.common import jsonio
+from zero2all.common.cores import usable_cores
 from zero2all.common.errors import UsageError
 from zero2all.common.schema import PositiveInt
 from zero2all.tokenizer.encoders.tables import NotSupported, bpe_tables, pattern_of
@@ -181,7 +181,7 @@ class _Tiktoken:
                 "tiktoken supports only byte-level BPE with a pattern, without normalisation and added tokens"
             )
         ranks = {piece: number for number, piece in tokenizer.text_pieces.items()}
-        self.threads = threads or os.cpu_count() or 1
+        self.threads = threads or usable_cores()
         self.backend = tiktoken.Encoding("zero2all", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
 
     def encode(self, texts: Sequence[str]) -> EncodedBatch:
@@ -207,7 +207,7 @@ class _Numba:
         twice = kernels.fill_ranks(self.tables.lefts, self.tables.rights, self.ranks)
         if twice >= 0:
             raise NotSupported(f"its merge {twice:,} is listed twice")
-        self.threads = threads or os.cpu_count() or 1
+        self.threads = threads or usable_cores()
         self.caches = [np.zeros((CACHE_ROWS, 4), np.uint64) for _ in range(self.threads)]
 
     def encode(self, texts: Sequence[str]) -> EncodedBatch:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from zero2all.common.errors import LostRunError, UserError, is_disk_full
+from zero2all.common.errors import LostRunError, UserError, exceeded_limit, is_disk_full
 from zero2all.common.fault import fault_point
 from zero2all.common.files import MANIFEST_NAME, fsync_folder, human_bytes
 from zero2all.train.checkpoints import exact_json
@@ -201,6 +201,8 @@ def _why(error: Exception) -> str:
     """An exception as a sentence."""
     if isinstance(error, UserError | SaveError):
         return str(error)
+    if limit := exceeded_limit(error):
+        return limit
     if is_disk_full(error):
         return f"the disk is full ({type(error).__name__}: {error})"
     return f"the save failed ({type(error).__name__}: {error})"

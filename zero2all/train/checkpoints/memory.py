@@ -24,6 +24,7 @@ import torch
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.fault import fault_point
+from zero2all.common.lock import boot_id
 from zero2all.parallel.parts import Part
 from zero2all.resilience import slots
 from zero2all.resilience.slots import PAGE, Found, NoMemoryFolderError, Slot
@@ -33,7 +34,6 @@ from zero2all.train.checkpoints.index import Box, Index, TensorEntry, check_fill
 from zero2all.train.checkpoints.load import Checkpoint
 from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.planning import SaveLayout, plan_save, signature_of
-from zero2all.train.checkpoints.run_lock import boot_id
 from zero2all.train.checkpoints.snapshot import HostBuffers, PinnedBlock, Snapshot, page_starts
 from zero2all.train.checkpoints.tensor_file import Header, TensorInfo, byte_count
 
@@ -295,13 +295,13 @@ class MemoryStore:
         self._peers.gather(None)
 
     def close(self, saved_step: int) -> None:
-        """The end of a process. When the disk has all that the memory has, the files are removed. No collectives: the
-        others may be dead."""
+        """The end of a process. When the disk has all that the memory has, or the run has given it up, the files are
+        removed. No collectives: the others may be dead."""
         self.wait()
         self._release()
         if self._is_leader and self._folder is not None:
             kept = (found.step for found in slots.whole_slots(self._folder))
-            if saved_step >= max(kept, default=-1):
+            if saved_step >= max(kept, default=-1) or slots.run_id(self._run) != self._folder.name:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
     def _release(self) -> None:
