@@ -81,7 +81,11 @@ LIVE = ("step", "update", "file", "manifest", "rename", "renamed", "delete")
 """Points at which a run is stopped while something else is damaged."""
 CHECKPOINT_DAMAGE = ("flip", "cut", "delete file", "empty file", "lose folder", "lose manifest")
 HINTS = ("latest.json", "pins.json", "memory.json", "skipped.json", "quarantine.json", "metrics", "claims")
-VALUES = (1e30, -1e30, 1e4, 30.0, float("nan"), float("inf"))
+VALUES = (1e30, 1e4, 1e4, 30.0, 30.0, float("nan"), float("inf"))
+FAMILIES = (
+    *("kill", "stop", "full", "checkpoint", "sealed", "sealed", "sealed", "rotten", "memory", "shard", "lock", "claim"),
+    "hint",
+)
 TENSORS = ("norm", "blocks.0.attention_norm", "blocks.0.feed_forward_norm", "head", "blocks.0.attention.out")
 """Weights that every step reads; a value that no step reads cannot be told from a real one."""
 
@@ -132,9 +136,7 @@ class Pair:
 def draw(number: int, seed: int = SEED) -> Pair:
     """The pair of this number."""
     rng = random.Random(f"{seed}/{number}")
-    family = rng.choice(
-        ("kill", "stop", "full", "checkpoint", "sealed", "rotten", "memory", "shard", "lock", "claim", "hint")
-    )
+    family = rng.choice(FAMILIES)
     moments, faults = {
         "kill": ((*POINTS, "operation", "operation", "operation", "rollback"), ("SIGKILL",)),
         "stop": (("start", "step", "update", "file", "renamed", "validate"), ("SIGTERM", "SIGINT")),
