@@ -192,7 +192,7 @@ def _record_steps(
             file.write(json.dumps(asdict(record)) + "\n")
         if result.step == spoiled:
             with torch.no_grad():
-                next(state.model.parameters()).view(-1)[0] += 1e-3
+                state.model.norm.weight[0] += 1e-3  # in every gradient of this rank, and so in the next steps of all
         if moment is not None and result.step == moment[0]:
             end = time.monotonic() + AWAITED_SECONDS
             while awaited is not None and not awaited.exists() and time.monotonic() < end:

@@ -184,10 +184,13 @@ def set_value(run: Path, step: int, file: str, name: str, value: float) -> None:
     [
         ("model-00000-00000.safetensors", "norm.weight", torch.inf, "contains NaN or infinite values"),
         ("optimizer-00000-00000.safetensors", "exp_avg/norm.weight", torch.nan, "contains NaN or infinite values"),
+        ("optimizer-00000-00000.safetensors", "exp_avg_sq/norm.weight", -1e-9, "contains negative values"),
+        # no window of losses yet, but worse than any step before
+        ("model-00000-00000.safetensors", "norm.weight", 1e4, "no step after the checkpoint of step 8 was accepted"),
         # finite, but nothing that is computed with it is
-        ("model-00000-00000.safetensors", "norm.weight", 1e308, "none of the first 3 steps after the checkpoint"),
+        ("model-00000-00000.safetensors", "norm.weight", 1e308, "no step after the checkpoint of step 8 was accepted"),
     ],
-    ids=["weight", "moment", "overflow"],
+    ids=["weight", "moment", "negative", "young", "overflow"],
 )
 def test_a_run_resumed_with_a_bad_state_falls_back_by_itself_says_so_and_ends_like_the_one_left_alone(
     ranks, lab, config, left_alone, stopped_at_8, file, name, value, said
@@ -214,9 +217,11 @@ def test_one_changed_weight_on_one_rank_ends_the_run_before_it_is_saved_and_name
     launch = ranks(settings, 2, spoiled={1: 6})
     assert launch.wait() == [AnomalyError.exit_code] * 2, launch.text()
     said = launch.trainers[0].text()
-    assert "z2a: The replicas of the two ranks differ" in said
+    assert "z2a: The replicas of ranks 0 and 1 differ, in model/norm.weight: value 0 of model/norm.weight|[0:32] is" in said
     assert "Traceback" not in launch.text()
     assert steps_in(lab.run("replicas")) == [4]
     assert json.loads((lab.run("replicas") / "checkpoints/latest.json").read_text()) == {"step": 4}
-    ranks.finished(settings, 2)  # from step 4, with the same bits everywhere
+    again = ranks.finished(settings, 2)  # from step 4, with the same bits everywhere
+    assert "step 8 was computed again" in again.text()
+    assert "so rank 1 was wrong then" in again.text()
     assert steps_in(lab.run("replicas")) == [12, 16]

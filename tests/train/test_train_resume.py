@@ -219,8 +219,15 @@ def test_changed_settings_stop_the_command_with_code_2(start, work, config_file)
 def test_a_run_whose_checkpoints_are_gone_does_not_start_over_without_asking(start, work, config_file):
     words = train_words(config_file(train={"steps": 3}), work, "gone")
     assert start(*words).wait() == 0
-    shutil.rmtree(work.run("gone") / "checkpoints")
-    before = sorted((work.run("gone") / "metrics").iterdir())
+    run = work.run("gone")
+    shutil.rmtree(run / "checkpoints")
+    before = sorted((run / "metrics").iterdir())
+    (run / "metrics").rename(run / "away")
+    refused = start(*words)
+    assert refused.wait() == 3
+    assert f"step 3 was saved, but {run / 'checkpoints'} no longer contains it" in refused.text()
+    (run / "away").rename(run / "metrics")
+    (run / "last_saved.json").unlink()
     refused = start(*words)
     assert refused.wait() == 3
     assert "the metrics say that step 3 was saved, but" in refused.text()
@@ -228,6 +235,32 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over_without_asking(sta
     assert "another --train.name" in refused.text()
     assert sorted((work.run("gone") / "metrics").iterdir()) == before
     assert start(*words, "--fresh").wait() == 0
+
+
+FOLDER_REMOVED = """
+import shutil, sys
+from pathlib import Path
+from zero2all.cli import main
+from zero2all.train import loop
+
+train_step, run = loop.train_step, Path(sys.argv.pop())
+
+def step(state, *arguments):
+    if state.step == 5:
+        shutil.rmtree(run)
+    return train_step(state, *arguments)
+
+loop.train_step = step
+sys.exit(main())
+"""
+
+
+def test_a_run_whose_folder_is_removed_says_so_and_promises_nothing(start, work, config_file):
+    words = train_words(config_file(), work, "removed")
+    removed = start(*words, work.run("removed"), code=FOLDER_REMOVED)
+    assert removed.wait() == 14, removed.text()
+    assert f"The folder of the run, {work.run('removed')}, is gone, and its checkpoints with it." in removed.text()
+    assert "newest checkpoint" not in removed.text()
 
 
 def test_the_command_itself_killed_and_run_again_equals_the_run_left_alone(

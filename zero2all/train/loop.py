@@ -538,7 +538,7 @@ class TrainingLoop:
                     f"older good checkpoint. Nothing was changed. Start over with --fresh, or restore an earlier "
                     f"checkpoint."
                 )
-            reason = f"the checkpoint of step {step} cannot be used: {bad}. Back to the checkpoint of step {target}"
+            reason = f"the checkpoint of step {step} cannot be used ({bad}): back to the checkpoint of step {target}"
             self.log.say(reason)
             self.rollback(Rollback(target, None, reason))
 

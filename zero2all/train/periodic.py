@@ -42,6 +42,8 @@ from zero2all.train.validate import held_out_losses
 COLLECT_STEPS = 1000
 MOST_SAMPLED_VALUES = 1 << 16
 """Of one parameter, for its update ratio."""
+CLEARLY_FURTHER = 10.0
+"""How many times further than the others a rank's value must be to be called the wrong one."""
 WATCH_SECONDS = 0.5
 
 
@@ -258,7 +260,8 @@ class CheckpointSaver:
 
 class ReplicaDoubt:
     """After replicas have differed at a step, the run goes on from a checkpoint before it. When it reaches that step
-    again, its bits say which rank had been wrong; of two replicas nothing else does."""
+    again, its bits say which rank had been wrong; of two replicas nothing else does. If the flipped weight has changed
+    the steps of all ranks since, none has these bits, and the one that was much further away was wrong."""
 
     def __init__(self, prepared: Prepared, store: CheckpointStore, log: RunLog) -> None:
         self._prepared, self._store, self._log = prepared, store, log
@@ -270,7 +273,8 @@ class ReplicaDoubt:
             said: dict[str, Any] = jsonio.loads(self._path.read_bytes())
         except (OSError, ValueError):
             return {}
-        return said if len(said.get("digests", ())) == self._prepared.world.size else {}
+        is_of_these = len(said.get("digests", ())) == self._prepared.world.size and "values" in said
+        return said if is_of_these else {}
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -280,6 +284,7 @@ class ReplicaDoubt:
         except ReplicasDifferError as error:
             if self._prepared.world.is_first:
                 values = {"step": self._prepared.state.step, "digests": error.digests}
+                values |= {"key": error.key, "at": error.at, "values": [str(each) for each in error.values]}
                 write_atomic(self._path, jsonio.dumps_pretty(values))
             raise
 
@@ -287,14 +292,22 @@ class ReplicaDoubt:
         """Name the rank, where `step` is the one at which the replicas differed."""
         if self._said.get("step") != step:
             return
+        said, self._said = self._said, {}
         with self._prepared.state.tensors() as tensors:
-            wrong = self._store.wrong_replicas(tensors, self._said["digests"])
-        self._said = {}
+            wrong = self._store.wrong_replicas(tensors, said["digests"])
+            right = self._store.value_at(tensors, said["key"], said["at"])
+        away = [abs(float(value) - right) for value in said["values"]]
         if self._prepared.world.is_first:
             self._path.unlink(missing_ok=True)
         if 0 < len(wrong) < self._prepared.world.size:
             ranks = ", ".join(map(str, wrong))
             self._log.warn(f"step {step} was computed again: rank {ranks} had other bits before, so it was wrong then")
+        elif len(away) == self._prepared.world.size and max(away) > CLEARLY_FURTHER * sorted(away)[-2]:
+            rank = away.index(max(away))
+            self._log.warn(
+                f"step {step} was computed again: value {said['at']} of {said['key']} is {right:g}, rank {rank} had "
+                f"{said['values'][rank]}, which is the furthest from it, so rank {rank} was wrong then"
+            )
         else:
             self._log.warn(f"step {step} was computed again: which of the ranks had been wrong cannot be told")
 

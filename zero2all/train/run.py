@@ -14,6 +14,7 @@ from pathlib import Path
 from zero2all.common.errors import (
     AnomalyError,
     BadInputError,
+    LostRunError,
     PeerFailureError,
     PreemptedError,
     UsageError,
@@ -42,7 +43,7 @@ from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.guards.documents import Decode
 from zero2all.train.loop import TrainingLoop, TrainSummary
 from zero2all.train.peer_failure import explain_peer_failure
-from zero2all.train.saved_config import save_run_config
+from zero2all.train.saved_config import CONFIG_FILE, save_run_config
 from zero2all.train.setup import Prepared, prepare
 from zero2all.train.shard_damage import leave_damage
 from zero2all.train.stop import StopRequest, stop_requests
@@ -123,6 +124,8 @@ def train(
                 loop.log.event("prepared", {"seconds": prepare_seconds})
                 return loop.run()
         except BaseException as error:
+            if isinstance(error, LostRunError) and not (run / CONFIG_FILE).exists():
+                error = _gone(run, error)
             beat("end")  # closing files may take longer than a step may
             # A run that stops itself saves nothing, and the next start takes nothing newer than the disk has. Replicas
             # that differ were compared before every save, so that what is in memory is whole.
@@ -130,13 +133,23 @@ def train(
                 slots.forget(run)
             reason = "preempted" if isinstance(error, PreemptedError) else "failed"
             message = f"{type(error).__name__}: {error}"
-            raise
+            raise error
         finally:
             if metrics is not None:
                 metrics.close(config.track.close_timeout_seconds, reason, message)
                 with suppress(OSError):
                     for problem in _tracking_problems(metrics) if lock.is_held() else ():
                         speak(problem)
+
+
+def _gone(run: Path, error: LostRunError) -> LostRunError:
+    """The error of a run whose folder was removed: nobody has taken it over."""
+    found = LostRunError(
+        f"The folder of the run, {run}, is gone, and its checkpoints with it. This process ends. Restore the folder: "
+        f"without it, the same command begins at step 0."
+    )
+    found.of_all_ranks = error.of_all_ranks
+    return found
 
 
 def _health_rules(config: RunConfig) -> HealthRules | None:

@@ -31,6 +31,8 @@ from zero2all.train.checkpoints.planning import Source, boxes_of
 MEANS_OF_SQUARES = tuple(f"optimizer/{name}" for name in ("exp_avg_sq/", "exp_avg_sq_scales/", "row_means/", "column_"))
 """How the names of such moments begin."""
 WIDTH = 4096
+PIECES = 1024
+"""Of a box in which a difference is looked for."""
 TABLE_ROWS = 2048
 """64 MB at a time: for column sums a GPU takes memory with the size of the table."""
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -43,6 +45,12 @@ class ReplicasDifferError(AnomalyError):
 
     digests: Sequence[Mapping[str, int]] = ()
     """Of each rank, by box: what they hold."""
+    key = ""
+    """The first box that differs."""
+    at = 0
+    """The place of a value in it that differs."""
+    values: Sequence[float] = ()
+    """That value on the ranks that hold it."""
 
 
 @torch.no_grad()
@@ -78,11 +86,14 @@ def compare_replicas(parts: Mapping[str, Part], copies: Mapping[str, list[Source
         return
     digests = peers.gather(box_digests(parts, copies))
     odd = _odd_ranks(digests)
-    names = sorted({key.rpartition("|")[0] for keys in odd.values() for key in keys})
+    keys = sorted({key for each in odd.values() for key in each})
+    names = sorted({key.rpartition("|")[0] for key in keys})
     ranks, shown = ", ".join(map(str, sorted(odd))), ", ".join(names[:3] + ["…"] * (len(names) > 3))
+    at, values = _first_difference(_box(parts, copies, keys[0]), peers)
     if peers.size == 2:
         found = (
-            f"The replicas of the two ranks differ, in {shown}. The next start names it: it computes this step again."
+            f"The replicas of ranks 0 and 1 differ, in {shown}: value {at} of {keys[0]} is {values[0]:g} on rank 0 and "
+            f"{values[-1]:g} on rank 1. The next start computes this step again and says which of them was wrong."
         )
     else:
         found = (
@@ -94,8 +105,40 @@ def compare_replicas(parts: Mapping[str, Part], copies: Mapping[str, list[Source
         f"memory or GPU is faulty (look for ECC errors): exclude that machine. Devices of different kinds round "
         f"differently and cannot hold replicas of one run; use parallel.zero 3 for them."
     )
-    error.digests = [{key: each[key] for keys in odd.values() for key in keys if key in each} for each in digests]
+    error.digests = [{key: each[key] for key in keys if key in each} for each in digests]
+    error.key, error.at, error.values = keys[0], at, values
     raise error
+
+
+def value_at(parts: Mapping[str, Part], copies: Mapping[str, list[Source]], key: str, at: int) -> float | None:
+    """The value at a place of a box; None where this rank does not hold it."""
+    box = _box(parts, copies, key)
+    return None if box is None else float(box.reshape(-1)[at])
+
+
+def _box(parts: Mapping[str, Part], copies: Mapping[str, list[Source]], key: str) -> Tensor | None:
+    """The values of a box that other ranks hold too; None where this rank does not."""
+    for name, number in (source for sources in copies.values() for source in sources):
+        place, values = boxes_of(parts[name])[number]
+        if f"{name}|{place}" == key:
+            return values
+    return None
+
+
+def _first_difference(box: Tensor | None, peers: Peers) -> tuple[int, list[float]]:
+    """The place of the first value that differs among the ranks that have this box, and what they have there. A box may
+    be large, so the ranks narrow it down by the bits of its pieces."""
+    flat, at = None if box is None else box.reshape(-1), 0
+    while True:
+        pieces = [] if flat is None else list(flat.split(-(-flat.numel() // PIECES)))
+        said = [each for each in peers.gather([_digest([piece]) for piece in pieces]) if each]
+        first = next(number for number, found in enumerate(zip(*said, strict=True)) if len(set(found)) > 1)
+        if flat is not None:
+            at += first * len(pieces[0])
+            flat = pieces[first]
+        if all(each is None or each == 1 for each in peers.gather(None if flat is None else flat.numel())):
+            found = peers.gather([] if flat is None else [at, str(float(flat[0]))])
+            return next(int(each[0]) for each in found if each), [float(each[1]) for each in found if each]
 
 
 @torch.no_grad()

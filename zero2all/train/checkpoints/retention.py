@@ -23,6 +23,7 @@ from zero2all.train.checkpoints import exact_json
 from zero2all.train.checkpoints.claims import claimed_steps
 from zero2all.train.checkpoints.layout import (
     DAMAGED,
+    LAST_SAVED_NAME,
     PINS_NAME,
     PROVEN_NAME,
     WITHDRAWN,
@@ -199,7 +200,10 @@ def discard(folder: Path) -> None:
 
 def sweep(run: Path) -> list[str]:
     """Remove what killed saves and deletions have left; only for the holder of the run's lock."""
-    leftovers = sorted(checkpoints_folder(run).glob(f"*{PARTIAL_MARK}*"))
+    leftovers = [
+        *sorted(checkpoints_folder(run).glob(f"*{PARTIAL_MARK}*")),
+        *run.glob(f"{LAST_SAVED_NAME}{PARTIAL_MARK}*"),
+    ]
     for leftover in leftovers:
         if leftover.is_dir() and not leftover.is_symlink():
             shutil.rmtree(leftover, ignore_errors=True)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from zero2all.common.errors import AnomalyError, BadInputError, LostRunError, UserError
 from zero2all.parallel.parts import Part
 from zero2all.train.checkpoints import exact_json
-from zero2all.train.checkpoints.checks import box_digests, compare_replicas, first_damaged
+from zero2all.train.checkpoints.checks import box_digests, compare_replicas, first_damaged, value_at
 from zero2all.train.checkpoints.commit import SaveError, bytes_needed, commit, lack_of_space
 from zero2all.train.checkpoints.find import Say, find_newest, move_damaged, open_at, say_aloud
 from zero2all.train.checkpoints.layout import checkpoint_folder, list_checkpoints, note_latest, step_of
@@ -257,6 +257,12 @@ class CheckpointStore:
         now = box_digests(parts, self._layout.copies)
         differs = any(now.get(key) != value for key, value in said[self.peers.rank].items())
         return [rank for rank, wrong in enumerate(self.peers.gather(differs)) if wrong]
+
+    def value_at(self, parts: Mapping[str, Part], key: str, at: int) -> float:
+        """A value that several ranks hold; called by all ranks."""
+        assert self._layout is not None, "prepared"
+        own = value_at(parts, self._layout.copies, key, at)
+        return next(float(each) for each in self.peers.gather(None if own is None else str(own)) if each is not None)
 
     def _agree(self, step: int, parts: Mapping[str, Part], is_patient: bool) -> SaveResult | str:
         """What all ranks do about a save: the name of the attempt to write, or a result at once."""

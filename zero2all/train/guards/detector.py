@@ -35,9 +35,8 @@ LAG_STEPS = 2
 """How many steps before a step its limits end, at least."""
 WARMUP_WIDTH = 2.0
 """How much wider limits are during the warmup; of the gradient norm by its logarithm."""
-RESTORED_FACTOR, RESTORED_STEPS = 2.0, 8
-"""Where a window is too short for limits, the first steps after `restore` may have a loss of this factor times the
-highest one known: a young run that was resumed with damaged weights must not take them for good."""
+LOADED_FACTOR, LOADED_STEPS = 2.0, 8
+"""See `Detector.distrust`."""
 SETTLE_STEPS = 32
 """Flagged steps in a row that are a new level."""
 STATE_FORMAT = 1
@@ -105,16 +104,17 @@ class Detector:
         self._last_flagged_step: int | None = None
         self._onset: tuple[int, int] | None = None  # step and first token of the present episode
         self._flagged_in_a_row: list[tuple[float, float]] = []
-        self._restored, self._restored_until = Limits(), -1  # of the first steps after `restore`
+        self._first_limits, self._loaded_until = Limits(), -1  # see `distrust`
 
     def limits(self, step: int) -> Limits:
         """The limits of `step`. Every step up to step - LAG_STEPS must have been observed."""
         known = [limits for observed, limits in self._limits if observed <= step - LAG_STEPS]
-        if not known and step <= self._restored_until:
-            return self._restored
-        if not known or step < (self._config.spike_from_step or 0):
+        found = known[-1] if known else Limits()
+        if found.usual_loss is None and step <= self._loaded_until:
+            return self._first_limits
+        if step < (self._config.spike_from_step or 0):
             return Limits()
-        return known[-1] if step >= self._warmup_steps else _widened(known[-1])
+        return found if step >= self._warmup_steps else _widened(found)
 
     def observe(
         self, step: int, loss: float, grad_norm: float, channel_losses: Mapping[str, float], tokens: tuple[int, int]
@@ -257,10 +257,14 @@ class Detector:
         self._onset = None if state["onset"] is None else (int(state["onset"][0]), int(state["onset"][1]))
         self._flagged_in_a_row = [(float(loss), float(norm)) for loss, norm in state["flagged_in_a_row"]]
         self.history = [Seen(*seen) for seen in state["history"]]
+
+    def distrust(self) -> None:
+        """The weights of the next steps were loaded: judge these steps also where a window is too short for limits, by
+        the highest loss known. A young run must not take damaged weights for good."""
         losses = sorted(seen.loss for seen in self.history if seen.loss is not None)
         if losses:
-            self._restored = Limits(loss=RESTORED_FACTOR * losses[-1], usual_loss=_middle(losses))
-            self._restored_until = self.last_step + RESTORED_STEPS
+            self._first_limits = Limits(loss=LOADED_FACTOR * losses[-1], usual_loss=_middle(losses))
+            self._loaded_until = self.last_step + LOADED_STEPS
 
 
 def _verdicts(loss: float, grad_norm: float, limits: Limits) -> list[Kind]:

@@ -260,6 +260,7 @@ class RunGuards:
         if state.get("format") != STATE_FORMAT:
             raise ValueError(f"the guards' state has format {state.get('format')}, expected {STATE_FORMAT}")
         self.detector.restore(state["detector"])
+        self.detector.distrust()
         self.policy.restore(state["policy"])
         self.policy.resumed(step)
         then = SkipLedger.from_state(state["ledger"])
