@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from zero2all.common.memory import GROUPS, OWN_GROUPS
+from zero2all.common.memory import GROUPS, OWN_GROUPS, group_folders
 
 
 def read(path: Path) -> str:
@@ -28,18 +28,12 @@ def cpu_numbers(text: str) -> set[int]:
 def quota_cores(groups: Path = GROUPS, own_groups: Path = OWN_GROUPS) -> float | None:
     """How many cores the control groups around this process allow at once; None: no limit."""
     found: list[float] = []
-    for line in read(own_groups).splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        root = groups / "cpu" if controllers else groups
-        own = root / path.lstrip("/")
-        for folder in [own, *own.parents][: len(own.relative_to(root).parts) + 1]:
-            words = read(folder / "cpu.max").split() if not controllers else []
-            if controllers:
-                words = [read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
-            if len(words) == 2 and words[0].isdigit() and words[1].isdigit() and int(words[1]):
-                found.append(int(words[0]) / int(words[1]))
+    for version, folder in group_folders("cpu", groups, own_groups):
+        words = read(folder / "cpu.max").split()
+        if version == "v1":
+            words = [read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+        if len(words) == 2 and words[0].isdigit() and words[1].isdigit() and int(words[1]):
+            found.append(int(words[0]) / int(words[1]))
     return min(found, default=None)
 
 

@@ -22,22 +22,27 @@ def available_memory(groups: Path = GROUPS, own_groups: Path = OWN_GROUPS) -> in
 
 
 def _left_in_groups(groups: Path, own_groups: Path) -> Iterator[int]:
-    """Of this process's group and of those around it: each may have a limit."""
+    for version, folder in group_folders("memory", groups, own_groups):
+        left = _left_in(folder, *FILES[version])
+        if left is not None:
+            yield left
+
+
+def group_folders(controller: str, groups: Path = GROUPS, own_groups: Path = OWN_GROUPS) -> Iterator[tuple[str, Path]]:
+    """This process's control group and those around it, each of which may have a limit; v1 or v2, and the folder."""
     try:
         lines = own_groups.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        version, root = ("v1", groups / "memory") if controllers else ("v2", groups)
+        version, root = ("v1", groups / controller) if controllers else ("v2", groups)
         # Inside a container the path may be the host's, which is not to be seen: its root is then the own group.
         own = root / path.lstrip("/")
         for folder in [own, *own.parents]:
-            left = _left_in(folder, *FILES[version])
-            if left is not None:
-                yield left
+            yield version, folder
             if folder == root:
                 break
 

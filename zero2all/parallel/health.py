@@ -30,6 +30,7 @@ import torch.distributed as dist
 from zero2all.common.errors import PeerFailureError, UnhealthyError, for_all_ranks
 from zero2all.common.fault import fault_point
 from zero2all.common.files import human_bytes
+from zero2all.common.language import message
 from zero2all.common.progress import say
 from zero2all.parallel.device import local_processes
 from zero2all.parallel.meet import LAST_WORD_SECONDS, SLOWER_SECONDS, wait_for_keys
@@ -72,7 +73,7 @@ class Verdict:
         """One line about all of them."""
         times = [1e3 * one["seconds"] for one in self.ranks] or [0.0]
         speeds = [one["speed"] for one in self.pairs if one["speed"]] or [0.0]
-        return _note(
+        return message(
             f"health: {len(self.ranks)} ranks, product {min(times):.3g} to {max(times):.3g} ms, "
             f"pairs {human_bytes(min(speeds))} to {human_bytes(max(speeds))} per second"
         )
@@ -247,11 +248,11 @@ def judge(
     verdict = Verdict(per_unit, ranks=ranks, pairs=pairs)
     answered = {one["rank"] for one in ranks}
     for rank in sorted(set(range(size)) - answered):
-        verdict.broken[rank // per_unit] = _note(
+        verdict.broken[rank // per_unit] = message(
             f"rank {rank} did not finish a matrix product in {PRODUCT_SECONDS:g} s"
         )
     for rank in sorted(silent):
-        verdict.broken[rank // per_unit] = _note(f"rank {rank} stopped answering during the exchange")
+        verdict.broken[rank // per_unit] = message(f"rank {rank} stopped answering during the exchange")
     for device in sorted({one["device"] for one in ranks}):
         alike = [one for one in ranks if one["device"] == device]
         usual, count = Counter(one["bits"] for one in alike).most_common(1)[0]
@@ -259,14 +260,14 @@ def judge(
         for one in alike:
             unit, name = one["rank"] // per_unit, f"rank {one['rank']} on {one['host']}"
             if 2 * count <= len(alike) and len(alike) > 1:
-                verdict.broken[unit] = _note(
+                verdict.broken[unit] = message(
                     f"the product of {name} has other bits than that of others; each may be wrong"
                 )
             elif one["bits"] != usual:
-                verdict.broken[unit] = _note(f"the product of {name} has other bits than those of most")
+                verdict.broken[unit] = message(f"the product of {name} has other bits than those of most")
             elif one["seconds"] > SLOW * usual_seconds:
                 ratio = one["seconds"] / usual_seconds
-                verdict.slow[unit] = _note(f"the product of {name} took {ratio:.1f} times as long as usual")
+                verdict.slow[unit] = message(f"the product of {name} took {ratio:.1f} times as long as usual")
     speeds = sorted(one["speed"] for one in pairs if one["speed"])
     usual_speed = speeds[len(speeds) // 2] if speeds else 0.0
     failed = [one["units"] for one in pairs if one["problem"] and not set(one["units"]) & set(verdict.broken)]
@@ -278,12 +279,12 @@ def judge(
             counts = Counter(unit for pair in left for unit in pair if unit not in good)
             for unit in [unit for unit in sorted(counts) if counts[unit] == max(counts.values())]:
                 problem = next((f" ({one['problem']})" for one in pairs if one["problem"] and unit in one["units"]), "")
-                found[unit] = _note(f"all exchanges with {_name(unit, per_unit, ranks)} {words}{problem}")
+                found[unit] = message(f"all exchanges with {_name(unit, per_unit, ranks)} {words}{problem}")
             left = [pair for pair in left if not set(pair) & set(found)]
     for first, second in failed:
         if not {first, second} & set(verdict.broken):  # only the way between these two
             names = f"{_name(first, per_unit, ranks)} and {_name(second, per_unit, ranks)}"
-            verdict.broken[second] = _note(f"the exchange between {names} failed, though both reach others")
+            verdict.broken[second] = message(f"the exchange between {names} failed, though both reach others")
     verdict.slow = {unit: text for unit, text in verdict.slow.items() if unit not in verdict.broken}
     return verdict
 
@@ -291,8 +292,3 @@ def judge(
 def _name(unit: int, per_unit: int, ranks: Sequence[Mapping[str, Any]]) -> str:
     host = next((one["host"] for one in ranks if one["rank"] // per_unit == unit), "?")
     return f"rank {unit} on {host}" if per_unit == 1 else f"machine {unit} ({host})"
-
-
-def _note(text: str) -> str:
-    """Marks a text that a person reads."""
-    return text

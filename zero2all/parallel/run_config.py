@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from zero2all.common.errors import UsageError
+from zero2all.common.language import message
 from zero2all.common.progress import counted
 from zero2all.model.config import ModelConfig
 from zero2all.parallel.config import ParallelConfig
@@ -65,9 +66,4 @@ def why_not_spread(config: SpreadConfig, processes: int) -> str:
         return str(error)
     rows = min(config.train.tokens_per_step // length for _, length in sequence_lengths(config))
     batch = sizes.replicate * sizes.shard
-    return "" if batch <= rows else _note(f"{batch} batch ranks are more than the {counted(rows, 'row')} of a step.")
-
-
-def _note(text: str) -> str:
-    """Marks a text that a person reads."""
-    return text
+    return "" if batch <= rows else message(f"{batch} batch ranks are more than the {counted(rows, 'row')} of a step.")

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zero2all.common.language import message
 from zero2all.resilience.heartbeat import STACKS_SIGNAL, Beat
 
 STACK_SECONDS = 5.0
@@ -138,24 +139,26 @@ def culprit(ranks: Sequence[RankFacts]) -> tuple[RankFacts, str]:
         return min(own, key=lambda facts: (facts.code is not None and facts.code > 0, facts.failed_at)), ""
     stopped = [facts for facts in ranks if facts.state == "T"]
     if stopped:
-        return stopped[0], _note("It is stopped (SIGSTOP).")
+        return stopped[0], message("It is stopped (SIGSTOP).")
     if behind := _behind(ranks):
         return behind
     devices = sorted((facts.device[0], facts.rank, facts.device[1]) for facts in ranks if facts.device)
     if devices and (len(devices) == 1 or devices[0][0] < devices[1][0]):
         part = devices[0][2]
         return next(facts for facts in ranks if facts.rank == devices[0][1]), (
-            _note(f"Its GPU does not finish a kernel that it has begun, in the part {part} of a step.")
+            message(f"Its GPU does not finish a kernel that it has begun, in the part {part} of a step.")
             if part
-            else _note("Its GPU does not finish a kernel that it has begun, between two steps.")
+            else message("Its GPU does not finish a kernel that it has begun, between two steps.")
         )
     outside = [facts for facts in ranks if facts.stack and not _in_collective(facts.stack)]
     over = [facts for facts in ranks if facts.is_over] or list(ranks)
     if len(outside) == 1 and len(ranks) > 1:
-        return outside[0], _note("The others wait in a collective, and it does not.")
+        return outside[0], message("The others wait in a collective, and it does not.")
     groups = stack_groups(ranks)
     if len(groups) > 1 and len(groups[0][0]) == 1 < len(groups[-1][0]):
-        return next(facts for facts in ranks if facts.rank == groups[0][0][0]), _note("Its stack differs from others'.")
+        return next(facts for facts in ranks if facts.rank == groups[0][0][0]), message(
+            "Its stack differs from others'."
+        )
     return max(over, key=lambda facts: facts.silent_seconds), ""
 
 
@@ -169,7 +172,7 @@ def _behind(ranks: Sequence[RankFacts]) -> tuple[RankFacts, str] | None:
             ended, name = next(values[1:] for values in begun.values() if values[0] == last)
             at = begun[late[0].rank][0]
             number = max(at, min(ended, last - 1)) + 1  # on a GPU the others have queued more behind it
-            return late[0], _note(
+            return late[0], message(
                 f"It has not begun collective {number} ({name}, process group {group}), in which others wait; its last "
                 f"one is {at}."
             )
@@ -185,9 +188,9 @@ def signal_words(code: int) -> str:
     """An exit code in words: 'killed by SIGKILL (exit code 137)'."""
     number = -code if code < 0 else code - 128 if 128 < code < 193 else 0
     if not number:
-        return _note(f"exit code {code}")
+        return message(f"exit code {code}")
     name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
-    return _note(f"killed by {name} (exit code {128 + number})")
+    return message(f"killed by {name} (exit code {128 + number})")
 
 
 class MemoryKills:
@@ -200,7 +203,7 @@ class MemoryKills:
         """Lines of the kernel, and the count of the container, since this object was made."""
         found = _kernel_lines(self._since)
         if (more := _oom_kills() - self._count) > 0:
-            found.insert(0, _note(f"The memory limit of this container was reached: {more} processes were killed."))
+            found.insert(0, message(f"The memory limit of this container was reached: {more} processes were killed."))
         return found
 
 
@@ -236,8 +239,3 @@ def _kernel_lines(since: float) -> list[str]:
         return found[-MOST_KERNEL_LINES:]
     finally:
         os.close(log)
-
-
-def _note(text: str) -> str:
-    """Marks a text that a person reads."""
-    return text

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zero2all.common.errors import PeerFailureError, UnhealthyError, UsageError
+from zero2all.common.language import message
 from zero2all.common.progress import counted, say
 from zero2all.resilience.member import (
     BEAT_SECONDS,
@@ -158,7 +159,7 @@ class Meeting:
             await writer.drain()
             return
         if before := self._seats.get(seat.node):
-            self._lose(before, _note("it has connected again"))
+            self._lose(before, message("it has connected again"))
         self._seats[seat.node] = seat
         seat.send(do="beat")
         try:
@@ -173,20 +174,20 @@ class Meeting:
                     self._stop(SAVED) if seat.node == 0 else self._dismiss([seat])
         finally:
             if self._seats.get(seat.node) is seat:
-                self._lose(seat, _note("its connection was closed"))
+                self._lose(seat, message("its connection was closed"))
 
     def _refusal(self, seat: _Seat, run: str) -> str:
         """Why this machine cannot take part; empty: it can."""
         before = self._seats.get(seat.node)
         if run != self._rules.run:
-            return _note(
+            return message(
                 f"Another run meets at this address: {self._rules.run}, not {run}. Give each run a port of its own "
                 f"(--rendezvous)."
             )
         if not 0 <= seat.node < self._rules.most:
-            return _note(f"--node-rank is {seat.node}, but machine 0 was started with --nodes {self._rules.most}.")
+            return message(f"--node-rank is {seat.node}, but machine 0 was started with --nodes {self._rules.most}.")
         if before and before.token != seat.token and time.monotonic() - before.heard < 3 * BEAT_SECONDS:
-            return _note(
+            return message(
                 f"Machine {seat.node} came twice: from {before.host} (process {before.process}) and from {seat.host} "
                 f"(process {seat.process}). Give each machine its own --node-rank."
             )
@@ -212,7 +213,7 @@ class Meeting:
         self._looked = now
         silence = self._rules.settings.node_silence_seconds
         for seat in [seat for seat in self._seats.values() if now - seat.heard > silence]:
-            self._lose(seat, _note(f"silent for {silence:g} s (resilience.node_silence_seconds)"))
+            self._lose(seat, message(f"silent for {silence:g} s (resilience.node_silence_seconds)"))
         if now - self._beat >= BEAT_SECONDS:
             self._beat = now
             for seat in self._seats.values():
@@ -249,23 +250,25 @@ class Meeting:
         missing = ", ".join(str(node) for node in range(rules.most) if node not in self._seats)
         if self._number and settings.below_minimum == "stop":
             if rules.has_memory and not self._is_last and (chosen := self._choose(1)):
-                self._say_once(_note("z2a: too few machines are left: what memory holds is saved, then the run ends."))
+                self._say_once(
+                    message("z2a: too few machines are left: what memory holds is saved, then the run ends.")
+                )
                 self._is_last = self._is_saving = True
                 self._start(chosen)
                 chosen[0].send(do="save", attempt=self._number)
             else:
-                self._stop(PeerFailureError.exit_code, _note(f"Too few machines are left; missing: {missing}."))
+                self._stop(PeerFailureError.exit_code, message(f"Too few machines are left; missing: {missing}."))
         elif waited > limit:
             self._stop(
                 PeerFailureError.exit_code,
-                _note(
+                message(
                     f"These machines of {rules.most} did not come within {limit:g} s: {missing}. Look for their "
                     f"errors, check that they were started with the same --rendezvous, and start them again."
                 ),
             )
         elif waited > NOTICE_SECONDS:
             self._say_once(
-                _note(
+                message(
                     f"z2a: waiting for machine {missing} of {rules.most}, at most {limit:g} s. At least {rules.least} "
                     f"are needed (--nodes). Were they started, each with its own --node-rank?"
                 )
@@ -352,8 +355,8 @@ class Meeting:
         if report["doubt"] != LOST:  # else nobody knows its step, and the others' were the same
             step, began = report["step"], report["began"]
         ends = self._restarts.reason_to_end(step, began, report["error"])
-        done = ends or _note(f"The supervisors start the run again (attempt {self._number + 1}).")
-        text = _note(f"Machine {seat.name}: {report['text']}")
+        done = ends or message(f"The supervisors start the run again (attempt {self._number + 1}).")
+        text = message(f"Machine {seat.name}: {report['text']}")
         is_lost = report["doubt"] == LOST
         if is_lost and self._is_elastic:
             self._count_flap(seat, now)
@@ -411,8 +414,3 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 def _processes(seats: Iterable[_Seat]) -> int:
     return sum(seat.processes for seat in seats)
-
-
-def _note(text: str) -> str:
-    """Marks a text that a person reads."""
-    return text

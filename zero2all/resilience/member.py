@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from zero2all.common.errors import PeerFailureError, PreemptedError, UsageError
+from zero2all.common.language import message
 from zero2all.common.progress import say
 from zero2all.resilience.config import ResilienceConfig
 
@@ -115,7 +116,7 @@ class Member:
                 if not self._is_connected or now - asked_at > (LEAVE_SECONDS if self.node else GRACE_SECONDS):
                     return {"do": "stop", "code": SAVED}
             if now - begun > limit:
-                text = _note(
+                text = message(
                     f"Machine 0 was not reached at {self.where} within {limit:g} s: {self._problem}. Check that it "
                     f"was started and that no firewall blocks the port, and start this machine again."
                 )
@@ -177,16 +178,16 @@ class Member:
             try:
                 data = connection.recv(1 << 16)
                 if not data:
-                    self._problem = _note("the connection was closed")
+                    self._problem = message("the connection was closed")
                     return
                 heard = time.monotonic()
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
                     self._take(json.loads(line))
             except (ValueError, TypeError, KeyError):
-                self._problem = _note("something answers there, but it is not a z2a machine: the port is wrong")
+                self._problem = message("something answers there, but it is not a z2a machine: the port is wrong")
                 if not self._was_connected:
-                    text = _note(
+                    text = message(
                         f"Something answers at {self.where}, but it is not a z2a machine: the port is wrong. Give "
                         f"all machines the same --rendezvous, with a port that no other program uses."
                     )
@@ -197,12 +198,12 @@ class Member:
                 pass
             now = time.monotonic()
             if not self._is_connected and now - begun > CONNECT_SECONDS:
-                self._problem = _note("it accepts connections, but is silent: it hangs, or the port is wrong")
+                self._problem = message("it accepts connections, but is silent: it hangs, or the port is wrong")
             if now - looked > PAUSED_SECONDS:  # this process was stopped
                 heard = now
             looked = now
             if self.node and now - heard > self._rules.settings.node_silence_seconds:
-                self._problem = _note("no answer")
+                self._problem = message("no answer")
                 return
             if now - beat >= BEAT_SECONDS:
                 beat = now
@@ -219,8 +220,3 @@ class Member:
                 self._ends = order["attempt"]
             elif order["do"] == "save":
                 self._saves = order["attempt"]
-
-
-def _note(text: str) -> str:
-    """Marks a text that a person reads."""
-    return text

@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 
+from zero2all.common.language import message
 from zero2all.resilience.config import ResilienceConfig
 
 LOOK_SECONDS = 0.5
@@ -35,11 +36,11 @@ class Notices:
             return ""
         self._looked = now
         if now >= self._deadline:
-            return _note("the deadline (resilience.deadline) has come")
+            return message("the deadline (resilience.deadline) has come")
         if self._file is not None and self._file.exists():
-            return _note(f"{self._file} announces that this machine will be taken away")
+            return message(f"{self._file} announces that this machine will be taken away")
         if self._answer:
-            return _note(f"{self._url} announces that this machine will be taken away")
+            return message(f"{self._url} announces that this machine will be taken away")
         return ""
 
     def _poll(self) -> None:
@@ -58,8 +59,3 @@ class Notices:
             if text not in NO_NOTICE and NO_EVENTS not in text:
                 self._answer = text
             time.sleep(POLL_URL_SECONDS)
-
-
-def _note(text: str) -> str:
-    """Marks a text that a person reads."""
-    return text

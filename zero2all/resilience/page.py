@@ -17,6 +17,7 @@ from typing import Any
 from zero2all.common import jsonio
 from zero2all.common.errors import says_out_of_memory
 from zero2all.common.files import write_atomic
+from zero2all.common.language import message
 from zero2all.common.language import translate as t
 from zero2all.common.progress import TEXT_MARKS, terminal_safe
 from zero2all.resilience.diagnosis import VICTIM, RankFacts, signal_words, stack_groups
@@ -64,37 +65,39 @@ class Failure:
         first = next(facts for facts in self.ranks if facts.rank == self.rank)
         number = -first.code if first.code is not None and first.code < 0 else 0
         if self.kind == "lost":
-            return [_note("See whether that machine and its network are up. Start the same command there: it joins.")]
+            return [message("See whether that machine and its network are up. Start the same command there: it joins.")]
         if any("memory" in line.lower() for line in self.kernel) and number == signal.SIGKILL:
-            return [_note("Memory of the machine ran out. Give the job more memory, or start fewer data readers.")]
+            return [message("Memory of the machine ran out. Give the job more memory, or start fewer data readers.")]
         if re.search(r"Assertion .* failed|device-side assert", first.failure()):
-            return [_note("A check in a kernel failed: often an index outside its tensor, such as a token id.")]
+            return [message("A check in a kernel failed: often an index outside its tensor, such as a token id.")]
         xids = [int(number) for line in self.kernel for number in XID.findall(line)]
         if xids and set(xids) <= XIDS_OF_PROGRAMS:
-            return [_note("The GPU driver reported an error (Xid) that programs cause, rarely the GPU itself.")]
+            return [message("The GPU driver reported an error (Xid) that programs cause, rarely the GPU itself.")]
         if any("Xid" in line for line in self.kernel):
-            return [_note("The GPU driver reported an error (Xid). If it comes back, take this machine out of use.")]
+            return [message("The GPU driver reported an error (Xid). If it comes back, take this machine out of use.")]
         if number == signal.SIGKILL:
             return [
-                _note("Somebody sent SIGKILL, or the system because memory ran out: see `dmesg` and the scheduler.")
+                message("Somebody sent SIGKILL, or the system because memory ran out: see `dmesg` and the scheduler.")
             ]
         if number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
-            return [_note("Native code crashed. If it comes back at the same step, see the rank's last lines below.")]
+            return [message("Native code crashed. If it comes back at the same step, see the rank's last lines below.")]
         if self.kind == "hang" and first.state == "T":
-            return [_note("It was stopped from outside (SIGSTOP, a debugger, a frozen container): find by whom.")]
+            return [message("It was stopped from outside (SIGSTOP, a debugger, a frozen container): find by whom.")]
         if self.kind == "hang" and first.device is not None:
-            return [_note("Look for errors of the GPU (Xid) in `dmesg`; if it is this one again, take it out of use.")]
+            return [
+                message("Look for errors of the GPU (Xid) in `dmesg`; if it is this one again, take it out of use.")
+            ]
         if self.kind == "hang":
             return [
-                _note("Look at the stack of this rank below: it shows where it waits."),
-                _note(f"If this phase may take so long, raise {self.limit}."),
+                message("Look at the stack of this rank below: it shows where it waits."),
+                message(f"If this phase may take so long, raise {self.limit}."),
             ]
         if says_out_of_memory(first.error):
             return [
-                _note("See which other programs use this GPU or machine (`nvidia-smi`, `top`)."),
-                _note("If it comes back, lower train.micro_batch_samples, or set train.recompute."),
+                message("See which other programs use this GPU or machine (`nvidia-smi`, `top`)."),
+                message("If it comes back, lower train.micro_batch_samples, or set train.recompute."),
             ]
-        return [_note("Look at the error and the last lines of this rank below.")]
+        return [message("Look at the error and the last lines of this rank below.")]
 
 
 def write_page(run: Path, failure: Failure) -> Path:
@@ -142,19 +145,19 @@ def _lines(run: Path, failure: Failure) -> Iterator[str]:
     yield from _stacks(failure)
     yield from _collectives(failure.ranks)
     if failure.kernel:
-        yield from _section(_note("What the system says"), failure.kernel)
+        yield from _section(message("What the system says"), failure.kernel)
     if rows := last_metrics(run):
-        yield from _section(_note("Last metrics"), rows)
+        yield from _section(message("Last metrics"), rows)
     for facts in failure.ranks:
         if facts.output:
-            yield from _section(_note(f"Last lines of rank {facts.rank}"), facts.output)
+            yield from _section(message(f"Last lines of rank {facts.rank}"), facts.output)
 
 
 def _state(letter: str) -> str:
     """What the kernel's letter means."""
     if letter == "T":
-        return _note("stopped")
-    return _note("waits for a device or disk") if letter == "D" else _note("busy" if letter == "R" else "waits")
+        return message("stopped")
+    return message("waits for a device or disk") if letter == "D" else message("busy" if letter == "R" else "waits")
 
 
 def _errors(failure: Failure) -> Iterator[str]:
@@ -172,7 +175,7 @@ def _stacks(failure: Failure) -> Iterator[str]:
     for ranks, stack in stack_groups(failure.ranks):
         names = ", ".join(map(str, ranks))
         odd = ranks == [failure.rank] and len(failure.ranks) > 1
-        title = _note(f"Stack of rank {names}, the odd one" if odd else f"Stack of rank {names}")
+        title = message(f"Stack of rank {names}, the odd one" if odd else f"Stack of rank {names}")
         yield from _section(title, [stack])
 
 
@@ -183,7 +186,7 @@ def _collectives(ranks: Sequence[RankFacts]) -> Iterator[str]:
         for group, (begun, ended, name) in sorted(facts.collectives.items())
     ]
     if rows:
-        yield from _section(_note("Collectives (number of the last one)"), rows)
+        yield from _section(message("Collectives (number of the last one)"), rows)
 
 
 def _section(title: str, lines: Sequence[str]) -> Iterator[str]:
@@ -223,8 +226,3 @@ def _metric_row(line: bytes) -> dict[str, Any] | None:
 def same_error(text: str) -> str:
     """An error without what differs between two times: numbers, addresses, paths."""
     return re.sub(r"0x[0-9a-f]+|\d+|/\S+", "#", text)[:300]
-
-
-def _note(text: str) -> str:
-    """Marks a text that a person reads."""
-    return text

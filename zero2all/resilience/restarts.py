@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zero2all.common.errors import GAVE_UP_CODE, DiskError
+from zero2all.common.language import message
 
 LONGEST_WAIT_SECONDS = 60.0
 DISK_FULL = "disk full"
@@ -29,14 +30,14 @@ class Restarts:
         again = self._last == (step, error) and error not in ("", "hang", DISK_FULL)
         self._last = (step, error)
         if self.allowed == 0:
-            return _note(f"The run was stopped: restarts are switched off ({self._setting} is 0).")
+            return message(f"The run was stopped: restarts are switched off ({self._setting} is 0).")
         if again:
-            return _note(
+            return message(
                 f"The run was stopped (exit code {GAVE_UP_CODE}): the same error at the same step twice, so that "
                 f"another attempt would not help."
             )
         if self._without_progress > self.allowed:
-            return _note(
+            return message(
                 f"The run was stopped (exit code {self.end_code(0)}): {self._without_progress} attempts without "
                 f"progress ({self._setting})."
             )
@@ -58,8 +59,3 @@ class Restarts:
         """How long to wait before the next attempt: longer after every one without progress."""
         count = self._without_progress
         return 0.0 if count <= 1 else min(2.0 ** (count - 1), LONGEST_WAIT_SECONDS)
-
-
-def _note(text: str) -> str:
-    """Marks a text that a person reads."""
-    return text

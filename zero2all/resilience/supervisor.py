@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from zero2all.common.errors import MANY_FILES, NEVER_AGAIN, DiskError, PreemptedError, says_out_of_memory
+from zero2all.common.language import message
 from zero2all.common.progress import counted, say
 from zero2all.common.signals import stop_signals_to
 from zero2all.resilience import member as machines
@@ -142,7 +143,7 @@ class _Supervisor:
             if failure is None or self.asked:
                 return code
             ends = self._gives_up(failure)
-            failure.done = ends or _note(f"The supervisor restarts the run (attempt {self.attempt + 1}).")
+            failure.done = ends or message(f"The supervisor restarts the run (attempt {self.attempt + 1}).")
             self._tell(failure)
             if ends:
                 return self.restarts.end_code(code)
@@ -344,7 +345,7 @@ class _Supervisor:
         said = {rank.name: text for rank, text in zip(self.ranks, errors, strict=True) if text.startswith(VICTIM)}
         others = ", ".join(str(name) for name in list(said)[1:])
         lines = [text.partition(": ")[2] for text in list(said.values())[:1]]
-        return [*lines, _note(f"Rank {others} says the same.")] if others else lines
+        return [*lines, message(f"Rank {others} says the same.")] if others else lines
 
     def _may_restart(self, failed: Sequence[int]) -> bool:
         """Whether another attempt may help: no rank ended with an error that a person must mend."""
@@ -438,7 +439,7 @@ class _Supervisor:
         self._look_closer(facts)
         first, evidence = culprit(facts)
         limit = first.limit_seconds or 0.0
-        text = _note(
+        text = message(
             f"Rank {first.rank} hangs in phase {first.beat.phase} after step {max(first.beat.step, 0)}: silent for "
             f"{first.silent_seconds:.1f} s, allowed {limit:g} s."
         )
@@ -472,7 +473,7 @@ class _Supervisor:
         first, _ = culprit(facts)
         code = first.code if first.code is not None else 1
         error = first.failure()
-        text = _note(
+        text = message(
             f"Rank {first.rank} ended in phase {first.beat.phase} after step {max(first.beat.step, 0)}: "
             f"{signal_words(code)}."
         )
@@ -578,8 +579,3 @@ def _cause(codes: Sequence[int]) -> int:
 
 def _stopped_by(number: int) -> int:
     return 128 + number if number == signal.SIGINT else PreemptedError.exit_code
-
-
-def _note(text: str) -> str:
-    """Marks a text that a person reads."""
-    return text

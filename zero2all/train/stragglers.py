@@ -13,6 +13,7 @@ from collections import deque
 
 import numpy as np
 
+from zero2all.common.language import message
 from zero2all.parallel.world import World
 from zero2all.train.reports import RunLog
 from zero2all.train.step import StepResult
@@ -58,7 +59,7 @@ class Stragglers:
     def _report(self, rank: int, score: float, own: float, usual: float, parts: np.ndarray) -> None:
         host, stage = self._known[rank]
         part = PARTS[int((parts[rank] - np.median(parts[self._stages == stage], axis=0)).argmax())]
-        text = _note(
+        text = message(
             f"rank {rank} on {host} is slow: score {score:.2f} ({usual:.3g} s in a step are usual, it needs {own:.3g} "
             f"s); most of the difference: {part}"
         )
@@ -75,8 +76,3 @@ def scores(totals: np.ndarray, stages: np.ndarray) -> tuple[np.ndarray, np.ndarr
         alike = np.sort(own[stages == stage])
         usual[stages == stage] = alike[(len(alike) - 1) // 2]
     return usual / own, own, usual
-
-
-def _note(text: str) -> str:
-    """Marks a text that a person reads."""
-    return text

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero2all.common.errors import UsageError
+from zero2all.common.language import message
 from zero2all.parallel.network import fast_ports, interface_to, network_variables, said_bits
 from zero2all.perf.doctor.finding import Finding, output_of
 from zero2all.perf.doctor.gpus import grade_topology
@@ -161,15 +162,15 @@ def measure_to(address: str) -> Measured:
                 started = time.perf_counter()
                 connection.sendall(b"x")
                 if connection.recv(1) != b"x":
-                    return Measured(problem=_note("something answers there, but it is not z2a doctor"))
+                    return Measured(problem=message("something answers there, but it is not z2a doctor"))
                 times.append(time.perf_counter() - started)
         return Measured(min(times), _bandwidth(address, 1), _bandwidth(address, STREAMS))
     except ConnectionRefusedError:
-        return Measured(problem=_note("nothing listens on that port"))
+        return Measured(problem=message("nothing listens on that port"))
     except TimeoutError:
-        return Measured(problem=_note("no answer: a firewall drops the packets, or it is not z2a doctor"))
+        return Measured(problem=message("no answer: a firewall drops the packets, or it is not z2a doctor"))
     except (ConnectionError, ValueError):
-        return Measured(problem=_note("something answers there, but it is not z2a doctor"))
+        return Measured(problem=message("something answers there, but it is not z2a doctor"))
     except OSError as error:
         return Measured(problem=error.strerror or str(error))
 
@@ -201,7 +202,7 @@ def measure_pairs(peers: Sequence[str]) -> dict[tuple[str, str], Measured]:
                     connection.settimeout(4 * CONNECT_SECONDS)
                     found[first, second] = Measured(**_read_line(connection))
             except (OSError, ValueError) as error:
-                found[first, second] = Measured(problem=_note(f"{first} did not measure it: {error}"))
+                found[first, second] = Measured(problem=message(f"{first} did not measure it: {error}"))
     return found
 
 
@@ -218,11 +219,6 @@ def pair_findings(found: dict[tuple[str, str], Measured]) -> list[Finding]:
         for (first, second), one in found.items()
         if one.problem
     ]
-
-
-def _note(text: str) -> str:
-    """Marks a text that a person reads."""
-    return text
 
 
 def pair_rows(found: dict[tuple[str, str], Measured]) -> list[list[str]]:
