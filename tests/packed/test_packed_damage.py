@@ -59,6 +59,14 @@ def test_a_missing_or_short_file_of_any_kind_is_named(made, file, damage):
         open_training_data(made.packed, DataConfig(seq_len=8), [Stage("main", 0, None, 8)])
 
 
+@pytest.mark.parametrize("damage", ["delete", "truncate"])
+def test_a_file_that_is_lost_or_cut_after_the_split_was_opened_is_named_where_it_is_first_read(made, damage):
+    split, path = open_split(made.packed, "a", "train"), made.packed / "a/train/tokens-00001.bin"
+    path.unlink() if damage == "delete" else path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(BadInputError, match=r"a/train/tokens-00001.bin (is missing|has \d+ bytes)"):
+        split.read(0, split.tokens)
+
+
 def test_a_file_that_the_manifest_does_not_list_is_named(made):
     edit(made, "a", shards=4)
     with pytest.raises(BadInputError, match=r"a/train/manifest\.json: `files` does not list tokens-00003\.bin"):

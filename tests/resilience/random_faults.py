@@ -20,7 +20,8 @@ The oracle. `undisturbed` is a run of the same config that was left alone, with 
    each rename of a checkpoint (deletion, withdrawal, quarantine) the run itself notes which good ones stay: a good one
    may never go while no other one stays. Between two starts there must be a good one if there was one before.
 3. The exit codes are the documented ones, a signal only where the pair sends it, and nothing prints a traceback.
-4. A run that stops itself (3 or 12) although a good checkpoint is left does so again at every start: that is a failure.
+4. A run must not stop itself (3 or 12) while a good checkpoint is left: a supervisor does not start it again. Once it
+   may where a file rots in the moment between its check and its use; the next start must then go on.
 5. A lock or a claim that a living process holds is respected, in whichever PID namespace it lives.
 """
 
@@ -64,7 +65,7 @@ from zero2all.train.checkpoints.layout import FOLDER_NAME, checkpoint_folder, li
 from zero2all.train.checkpoints.load import verified_checkpoint
 
 SEED = 20261118
-STEPS, EVERY = 32, 4
+STEPS, EVERY = 60, 4
 CODE = "from tests.resilience import random_faults; random_faults.child()"
 MOST_STARTS = 10
 DOCUMENTED = (0, 3, 4, 10, 12, 13, 14)
@@ -156,8 +157,8 @@ def draw(number: int, seed: int = SEED) -> Pair:
         family=family,
         fault=fault,
         moment=moment,
-        step=rng.randrange(13, 27),
-        operation=rng.randrange(1, 240),
+        step=rng.randrange(36, 49),
+        operation=rng.randrange(1, 400),
         target=rng.choice(("newest", "newest", "older", "all")) if family in ("checkpoint", "memory") else "newest",
         tensor=rng.choice(HINTS if family == "hint" else TENSORS),
         value=rng.choice(VALUES),
@@ -566,14 +567,18 @@ def supervise(trial: Trial, pair: Pair, rng: random.Random) -> None:
         if code == BadInputError.exit_code and fault.shard is not None:
             mend_shard(trial, fault.shard, program.text())
             fault.shard, had = None, trial.good()
+        elif code == BadInputError.exit_code and "Correct it." in program.text():
+            (trial.run / "checkpoints/pins.json").unlink()  # a person's own list, which the message asks to correct
         elif code == RunLockedError.exit_code:
             words = release_lock(trial, fault.holder)
             fault.holder = None
         elif code in (BadInputError.exit_code, AnomalyError.exit_code):
             if lost:
                 raise WrongError(lost)
-            judge_stop(trial, pair, code, program.text())
-            return
+            judge_stop(trial, code, fault.may_stop)
+            if not fault.may_stop:
+                return
+            fault.may_stop = False
     raise WrongError(f"it did not end within {MOST_STARTS} starts")
 
 
@@ -592,6 +597,8 @@ class Fault:
     must_refuse: bool = False
     """Whether the next start must be refused."""
     reader: Program | None = None
+    may_stop: bool = False
+    """Whether the run may stop itself once although a good checkpoint is left: a file rots after it was checked."""
 
 
 def _inject(trial: Trial, pair: Pair, rng: random.Random) -> Fault:
@@ -640,7 +647,7 @@ def _now_or_at_point(trial: Trial, pair: Pair, damage: Callable[[Any], None]) ->
     if pair.moment == "between":
         damage(None)
         return Fault()
-    plan = [*at_point(pair, "stop", 3), {"fault": "kill", "point": "step", "step": 29}]
+    plan = [*at_point(pair, "stop", 3), {"fault": "kill", "point": "step", "step": STEPS - 3}]
     program = held(trial, plan, damage)
     check_end(program.text(), program.wait(), may_be_killed=True)
     trial.checkpoint = {"every_steps": pair.every_steps, "keep_last": pair.keep_last}
@@ -662,7 +669,7 @@ def _rotten_target(trial: Trial, pair: Pair, rng: random.Random) -> Fault:
             damage_checkpoint(trial, rng, pair.fault, folder)
 
     if pair.moment == "rollback":
-        return Fault(running=held(trial, [], rot, rollback="stop"), is_sealed=True)
+        return Fault(running=held(trial, [], rot, rollback="stop"), is_sealed=True, may_stop=True)
     rot()
     return Fault(is_sealed=True)
 
@@ -717,12 +724,10 @@ def lost_good(trial: Trial, had: list[int]) -> str:
     return f"there were good checkpoints, {had}, and now there are none" if had and not trial.good() else ""
 
 
-def judge_stop(trial: Trial, pair: Pair, code: int, text: str) -> None:
-    """4 of the oracle."""
-    if pair.family == "hint" and pair.tensor == "pins.json" and "pins.json" in text:
-        return  # a person's own list, which the message asks to correct
-    if trial.good():
-        raise WrongError(f"exit code {code}, again at every start, although {trial.good()} are good")
+def judge_stop(trial: Trial, code: int, may_stop: bool) -> None:
+    """4 of the oracle. `may_stop`: once, the run could not know better."""
+    if trial.good() and not may_stop:
+        raise WrongError(f"exit code {code}, although {trial.good()} are good")
 
 
 def mend_shard(trial: Trial, shard: Shard, text: str) -> None:
@@ -791,7 +796,9 @@ def _locked(trial: Trial, pair: Pair, rng: random.Random) -> Fault:
     lock = trial.run / "lock"
     if pair.fault in ("alive", "other namespace"):
         is_apart = pair.fault == "other namespace" and has_namespaces()
-        plan = [{"fault": "sleep", "point": "step", "step": 28}]
+        if lock.exists():
+            os.utime(lock, (time.time() - 3600,) * 2)  # the process that was killed is long gone
+        plan = [{"fault": "sleep", "point": "step", "step": STEPS - 4}]
         holder = trial.start({"plan": plan, "namespace": is_apart, "without_flock": True})
         holder.wait_until(lambda: holder.poll() is not None or "sleep in rank 0" in holder.text())
         return Fault({"without_flock": True}, holder=holder, must_refuse=True)

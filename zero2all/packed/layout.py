@@ -126,6 +126,7 @@ class ShardFiles:
                 blocks = BlockArray(self._remote, path, facts, self._dtype)
                 return cast(np.ndarray, blocks)  # it is only ever sliced
             return map_array(self._remote.whole(path, facts), self._dtype)
+        self._checked_bytes(path.name)  # again: hours may have passed since the split was opened
         return map_array(path, self._dtype)
 
 
