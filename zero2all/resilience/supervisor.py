@@ -21,7 +21,7 @@ from types import FrameType
 from zero2all.common.errors import MANY_FILES, NEVER_AGAIN, DiskError, PreemptedError, says_out_of_memory
 from zero2all.common.language import message
 from zero2all.common.progress import counted, say
-from zero2all.common.signals import stop_signals_to
+from zero2all.common.signals import signals_to, stop_signals_to
 from zero2all.resilience import member as machines
 from zero2all.resilience.config import ResilienceConfig
 from zero2all.resilience.diagnosis import (
@@ -40,7 +40,6 @@ from zero2all.resilience.notice import Notices
 from zero2all.resilience.page import Failure, same_error, write_page
 from zero2all.resilience.ranks import Environment, Ranks
 from zero2all.resilience.restarts import DISK_FULL, Restarts
-from zero2all.resilience.terminal import job_control
 from zero2all.resilience.warm import Warm, WarmRank
 
 FINAL_CODES = (*NEVER_AGAIN, PreemptedError.exit_code, 128 + signal.SIGINT)
@@ -100,7 +99,8 @@ def supervise(
     """Run the command once per environment, as one group, until it ends well or for good; returns the exit code. With
     other machines, `member` says when an attempt begins and ends."""
     supervisor = _Supervisor(list(command), environments, watch or Watch(), member)
-    with stop_signals_to(supervisor.pass_on), job_control(supervisor.resize, supervisor.suspend):
+    window = {signal.SIGWINCH: supervisor.resize, signal.SIGTSTP: supervisor.suspend}
+    with stop_signals_to(supervisor.pass_on), signals_to(window):
         try:
             return supervisor.run() if member is None else supervisor.run_with_others()
         finally:

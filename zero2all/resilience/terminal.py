@@ -7,15 +7,10 @@ from __future__ import annotations
 
 import fcntl
 import os
-import signal
 import struct
 import termios
 import tty
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from types import FrameType
-
-Handler = Callable[[int, FrameType | None], None]
+from contextlib import ExitStack, suppress
 
 
 def output(stream: int, number: int, stack: ExitStack) -> tuple[int, int]:
@@ -50,20 +45,3 @@ def write_all(target: int, data: bytes) -> None:
             data = data[os.write(target, data) :]
         except OSError:
             return
-
-
-@contextmanager
-def job_control(resize: Handler, suspend: Handler) -> Iterator[None]:
-    """Let these handle a new size of the window, and Ctrl-Z. In another thread than the main one the block runs
-    without."""
-    handlers = {signal.SIGWINCH: resize, signal.SIGTSTP: suspend}
-    try:
-        before = [signal.signal(number, handler) for number, handler in handlers.items()]
-    except ValueError:
-        yield
-        return
-    try:
-        yield
-    finally:
-        for number, old in zip(handlers, before, strict=True):
-            signal.signal(number, old)

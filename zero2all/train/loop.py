@@ -32,6 +32,7 @@ from zero2all.common.errors import (
 )
 from zero2all.common.fault import fault_point
 from zero2all.common.progress import counted
+from zero2all.common.signals import StopRequest
 from zero2all.config.schedule import learning_rate
 from zero2all.config.training import AnnealConfig, model_at
 from zero2all.model.rope import rope_tables
@@ -74,7 +75,6 @@ from zero2all.train.sanity import (
 from zero2all.train.setup import Prepared, load_checkpoint
 from zero2all.train.shard_damage import ShardDamage
 from zero2all.train.step import PendingStep, StepPlan, StepResult, train_step, unfinished_part
-from zero2all.train.stop import StopRequest
 from zero2all.train.stragglers import Stragglers
 
 LEAST_MISSED_ROUNDS = 0.05

@@ -23,7 +23,7 @@ from zero2all.common.errors import (
 from zero2all.common.language import translate as t
 from zero2all.common.manifest import fingerprint
 from zero2all.common.progress import counted
-from zero2all.common.signals import stop_signals_to
+from zero2all.common.signals import StopRequest, stop_requests, stop_signals_to
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig, config_values, flat_values
 from zero2all.parallel.check import check_spread
@@ -46,7 +46,6 @@ from zero2all.train.peer_failure import explain_peer_failure
 from zero2all.train.saved_config import CONFIG_FILE, save_run_config
 from zero2all.train.setup import Prepared, prepare
 from zero2all.train.shard_damage import leave_damage
-from zero2all.train.stop import StopRequest, stop_requests
 
 SHARED_SECONDS = 35.0
 """How long a new file may take to be seen by other machines: NFS believes for 30 s what it knew of a folder."""
