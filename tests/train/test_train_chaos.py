@@ -10,9 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from tests.train.checkpoints.conftest import reseal
+from tests.train.checkpoints.conftest import set_value
 from tests.train.ranks import CODE, Launch, RankStarter
 from zero2all.common.errors import AnomalyError, LostRunError
 from zero2all.common.workspace import Workspace
@@ -170,15 +169,6 @@ def stopped_at_8(ranks, lab, config, tmp_path_factory):
     return kept
 
 
-def set_value(run: Path, step: int, file: str, name: str, value: float) -> None:
-    """Change one value of a checkpoint, and seal it again: nothing tells that it was not written so."""
-    folder = run / f"checkpoints/step-{step:08d}"
-    tensors = load_file(folder / file)
-    tensors[name].view(-1)[0] = value
-    save_file(tensors, folder / file, metadata={"format": "pt"})
-    reseal(folder)
-
-
 @pytest.mark.parametrize(
     ("file", "name", "value", "said"),
     [
@@ -217,7 +207,10 @@ def test_one_changed_weight_on_one_rank_ends_the_run_before_it_is_saved_and_name
     launch = ranks(settings, 2, spoiled={1: 6})
     assert launch.wait() == [AnomalyError.exit_code] * 2, launch.text()
     said = launch.trainers[0].text()
-    assert "z2a: The replicas of ranks 0 and 1 differ, in model/norm.weight: value 0 of model/norm.weight|[0:32] is" in said
+    assert (
+        "z2a: The replicas of ranks 0 and 1 differ, in model/norm.weight: value 0 of model/norm.weight|[0:32] is"
+        in said
+    )
     assert "Traceback" not in launch.text()
     assert steps_in(lab.run("replicas")) == [4]
     assert json.loads((lab.run("replicas") / "checkpoints/latest.json").read_text()) == {"step": 4}

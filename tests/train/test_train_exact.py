@@ -446,6 +446,7 @@ def test_a_run_killed_before_the_checkpoint_after_an_anneal_began_anneals_from_t
     after_step(5, crash)
     for name in ("checkpoints", "metrics"):  # as it was before the first save
         shutil.rmtree(run / name)
+    (run / "last_saved.json").unlink()
     record = (run / "anneal.json").read_bytes()
     with pytest.raises(CrashError):
         train(settings, work, say=quiet)

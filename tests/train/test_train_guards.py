@@ -7,16 +7,19 @@ step is a function of config and data, so a test can write noise into exactly th
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import signal
 
 import numpy as np
 import pytest
 import torch
 
+from tests.train.checkpoints.conftest import set_value
 from tests.train.states import copies
 from zero2all.cli import main
-from zero2all.common.errors import AnomalyError, BadInputError, DiskError
+from zero2all.common.errors import AnomalyError, BadInputError, DiskError, PreemptedError
 from zero2all.common.manifest import read_manifest, write_manifest
 from zero2all.common.workspace import Workspace, open_workspace
 from zero2all.config import config_from_values, config_values, config_yaml
@@ -384,6 +387,100 @@ def test_a_truncated_record_of_skipped_data_is_rebuilt_and_the_run_ends_with_the
     assert SkipLedger.load(run / "incidents").entries == entries
     assert (run / "incidents/skipped.json.damaged").stat().st_size == 100
     assert weights(run) == wanted
+
+
+# ---- a checkpoint that is not what it was ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def stopped_at_194(clean, copy_of):
+    """The clean run, stopped and saved at step 194: checkpoints 180 and 194."""
+    work, real_step = copy_of(clean), loop.train_step
+
+    def step_and_signal(state, *arguments):
+        pending = real_step(state, *arguments)
+        if state.step == 193:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return pending
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", step_and_signal)
+        with pytest.raises(PreemptedError):
+            trained(settings(), work)
+    return work
+
+
+@pytest.mark.parametrize("weight", [1e30, 1e4, 30.0], ids=["not finite", "spikes", "small spikes"])
+def test_a_run_resumed_from_a_damaged_checkpoint_keeps_the_good_one_and_ends_with_the_bits_of_the_clean_run(
+    weight, stopped_at_194, left_alone, copy_of
+):
+    work = copy_of(stopped_at_194, runs=True)
+    run = work.run("run")
+    set_value(run, 194, "model-00000-00000.safetensors", "norm.weight", weight)
+    trained(settings(checkpoint={"every_steps": 15}), work)  # saves at step 195, before anything is proven
+    (rollback,) = events(run, "rollback")
+    assert (rollback.data["to_step"], rollback.data["withdrawn"]) == (180, [195, 194])
+    manifest = read_checkpoint_manifest(run / "checkpoints/withdrawn/step-00000195")
+    assert manifest["not_good"] == "the updates of these steps were refused: 195"
+    assert SkipLedger.load(run / "incidents").entries == (), "the data was not bad"
+    assert weights(run) == weights(left_alone[0])
+
+
+def test_a_run_whose_only_checkpoint_is_damaged_does_not_end_well(stopped_at_194, copy_of):
+    work = copy_of(stopped_at_194, runs=True)
+    run = work.run("run")
+    shutil.rmtree(run / "checkpoints/step-00000180")
+    set_value(run, 194, "model-00000-00000.safetensors", "norm.weight", 1e4)
+    for _ in range(2):  # the second one only passes over the data that the first one has refused
+        with pytest.raises(AnomalyError, match=r"no step after the checkpoint of step 19\d was accepted"):
+            trained(settings(checkpoint={"every_steps": 15}), work)
+    assert max(map(step_of, list_checkpoints(run))) < STEPS
+
+
+def rot_at_step(patch, folder):
+    """Damage a checkpoint on the disk while the first bad step is computed."""
+    real_step = loop.train_step
+
+    def step(state, *arguments):
+        path = folder / "model-00000-00000.safetensors"
+        if state.step == FIRST_BAD - 1 and path.exists():
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+        return real_step(state, *arguments)
+
+    patch.setattr(loop, "train_step", step)
+
+
+@pytest.mark.parametrize(("kept", "gone_back_to"), [(3, [80]), (2, [])])
+def test_a_rollback_whose_target_is_rotten_takes_an_older_one_or_moves_nothing(
+    kept, gone_back_to, poisoned, right_before, tmp_path, monkeypatch
+):
+    work = beside(poisoned, tmp_path / "work")
+    shutil.copytree(right_before.runs, work.runs)
+    run = work.run("run")
+    rot_at_step(monkeypatch, run / "checkpoints/step-00000100")
+    summary = trained(settings(guards=GUARDS, checkpoint={"keep_last": kept}), work)
+    assert summary.step == STEPS
+    assert (run / "checkpoints/damaged/step-00000100.txt").is_file()
+    assert [event.data["to_step"] for event in events(run, "rollback")] == gone_back_to
+    assert (run / "checkpoints/withdrawn/step-00000120").is_dir() == bool(gone_back_to)
+
+
+@pytest.mark.slow
+def test_a_run_killed_before_a_rollback_to_a_checkpoint_that_rots_meanwhile_moves_nothing_and_says_what_to_do(
+    poisoned, right_before, start, tmp_path
+):
+    work, path = beside(poisoned, tmp_path / "work"), tmp_path / "config.yaml"
+    path.write_text(config_yaml(settings(guards=GUARDS)))
+    shutil.copytree(right_before.runs, work.runs)
+    killed = start("train", path, "--work", work.root, "decided", code=KILL)
+    assert killed.wait() == -9, killed.text()
+    set_value(work.run("run"), 100, "model-00000-00000.safetensors", "norm.weight", 1.0, seals=False)
+    again = start("train", path, "--work", work.root)
+    assert again.wait() == 3, again.text()
+    assert "was going back to the checkpoint of step 100, which is damaged or missing" in again.text()
+    assert [step_of(folder) for folder in list_checkpoints(work.run("run"))] == [120]
 
 
 # ---- bad shards -----------------------------------------------------------------------------------------------

@@ -265,7 +265,7 @@ def test_replicas_that_differ_are_found_at_the_next_check(ranks, lab, config, ra
     chosen = settings(config, ram, "run", every=0, resilience={"replica_check_every_steps": 2})
     launch = ranks(chosen, 2, spoiled={1: 7})
     assert launch.wait() == [12, 12], launch.text()
-    assert "The replicas of the two ranks differ" in launch.text()
+    assert "The replicas of ranks 0 and 1 differ" in launch.text()
     assert max(record.step for record in launch.steps()) == 8
     again = ranks.finished(chosen, 2)
     assert "step 8 was computed again: rank 1 had other bits before, so it was wrong then" in again.text()

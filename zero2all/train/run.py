@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -31,21 +32,21 @@ from zero2all.parallel.device import pick_device, set_memory_settings
 from zero2all.parallel.group_link import GroupLink, link_facts, own_group
 from zero2all.parallel.health import HealthRules
 from zero2all.parallel.launch import ATTEMPT
-from zero2all.parallel.world import World, asked_processes, join_world, known_processes
+from zero2all.parallel.world import World, asked_processes, is_failed_collective, join_world, known_processes
 from zero2all.resilience import slots
 from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, beat
 from zero2all.track.writer import Run, has_finished
 from zero2all.train.checkpoints.checks import ReplicasDifferError
 from zero2all.train.checkpoints.memory import MemoryStore
 from zero2all.train.checkpoints.retention import Retention, discard
-from zero2all.train.checkpoints.run_lock import LOCK_NAME, Fence, RunLock, behind, hold_run
+from zero2all.train.checkpoints.run_lock import LOCK_NAME, Fence, RunLock, behind, hold_run, no_fence
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.guards.documents import Decode
 from zero2all.train.loop import TrainingLoop, TrainSummary
-from zero2all.train.peer_failure import explain_peer_failure
 from zero2all.train.saved_config import CONFIG_FILE, save_run_config
 from zero2all.train.setup import Prepared, prepare
 from zero2all.train.shard_damage import leave_damage
+from zero2all.train.state import TrainState
 
 SHARED_SECONDS = 35.0
 """How long a new file may take to be seen by other machines: NFS believes for 30 s what it knew of a folder."""
@@ -88,7 +89,7 @@ def train(
             facts = flat_values(config_values(config))
             world = stack.enter_context(join_world(device, config.parallel, facts, _health_rules(config)))
         speak = (lambda text: say(t(text))) if world.is_first else lambda _text: None
-        stack.enter_context(explain_peer_failure(config, run, world))
+        stack.enter_context(_explain_peer_failure(config, run, world))
         lock, store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
         began = time.monotonic()
         for note in () if fresh else leave_damage(store, world, accept_changes):
@@ -118,7 +119,7 @@ def train(
             metrics = Run(run, queue_rows=config.track.queue_rows, resumed_from=resumed_from, may_write=lock.is_held)
         reason, message = "done", None
         try:
-            with explain_peer_failure(config, run, world, prepared.state, lock.check):
+            with _explain_peer_failure(config, run, world, prepared.state, lock.check):
                 loop = TrainingLoop(prepared, store, lock, metrics, make_decode, speak, stop, started, brief)
                 loop.log.event("prepared", {"seconds": prepare_seconds})
                 return loop.run()
@@ -139,6 +140,46 @@ def train(
                 with suppress(OSError):
                     for problem in _tracking_problems(metrics) if lock.is_held() else ():
                         speak(problem)
+
+
+@contextmanager
+def _explain_peer_failure(
+    config: RunConfig, run: Path, world: World, state: TrainState | None = None, fence: Fence = no_fence
+) -> Iterator[None]:
+    """Turn a failed collective in the block into PeerFailureError; other errors pass unchanged. It fails at once if a
+    connection breaks, after parallel.timeout_seconds where another process does not answer. Nothing can be saved then,
+    because a save needs all processes; existing checkpoints stay valid. The traceback goes into a file of the run,
+    because a collective can also fail for a bug of ours. With NCCL there is usually no Python error: its watchdog kills
+    the process with SIGABRT, which the launcher reports (`parallel.launch`)."""
+    try:
+        yield
+    except Exception as error:
+        if world.size == 1 or not is_failed_collective(error):
+            raise
+        name, seconds = config.train.name, config.parallel.timeout_seconds
+        if state is None:
+            moment = f"Rank {world.rank} of {world.size} of `{name}` failed before the first step."
+        else:
+            moment = f"Rank {world.rank} of {world.size} of `{name}` failed after step {state.step:,}."
+        raise PeerFailureError(
+            f"{moment} Another process has died, or has not answered within parallel.timeout_seconds ({seconds:g} s). "
+            f"If one of them printed an error, that is the cause. What was saved is intact: end the processes that are "
+            f"left, if any, and run the same command again. It continues from the newest checkpoint, or starts over if "
+            f"there is none.\n"
+            f"The error of the collective: {type(error).__name__}: {str(error).partition(chr(10))[0]}\n"
+            f"{_keep_traceback(run, world, fence)}"
+        ) from error
+
+
+def _keep_traceback(run: Path, world: World, fence: Fence) -> str:
+    """Write the current traceback into the run's folder; returns a sentence with its path."""
+    path = run / f"peer_failure-{world.rank}.txt"
+    try:
+        fence()
+        path.write_text(traceback.format_exc(), encoding="utf-8")
+    except (OSError, LostRunError) as problem:
+        return f"The traceback could not be written to {path} ({problem})."
+    return f"The traceback is in {path}."
 
 
 def _gone(run: Path, error: LostRunError) -> LostRunError:

@@ -16,6 +16,7 @@ import google_crc32c
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from zero2all.train.checkpoints import exact_json
@@ -80,6 +81,16 @@ def reseal(folder: Path, **fields: Any) -> Path:
         data = text + f',\n "seal": "{hashlib.sha256(text).hexdigest()}"\n}}\n'.encode()
     (folder / "manifest.json").write_bytes(data)
     return folder
+
+
+def set_value(run: Path, step: int, file: str, name: str, value: float, seals: bool = True) -> None:
+    """Change one value of a checkpoint, and seal it again: nothing tells that it was not written so."""
+    folder = run / f"checkpoints/step-{step:08d}"
+    tensors = load_file(folder / file)
+    tensors[name].view(-1)[0] = value
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+    if seals:
+        reseal(folder)
 
 
 @pytest.fixture(scope="session", name="reseal")

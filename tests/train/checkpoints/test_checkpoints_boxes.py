@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zero2all.common.errors import BadInputError
 from zero2all.parallel.parts import Box, Part
-from zero2all.train.checkpoints import checked_read, exact_json
+from zero2all.train.checkpoints import exact_json, tensor_file
 from zero2all.train.checkpoints import store as store_module
 from zero2all.train.checkpoints.boxes import Place, first_hole, first_overlap
 from zero2all.train.checkpoints.checks import ReplicasDifferError
@@ -155,7 +155,7 @@ def test_what_any_layout_saved_every_other_loads(together, tmp_path, saved, monk
     for name, tensor in {**found.tensors("model/"), **found.tensors("optimizer/")}.items():
         known = TENSORS.get(f"model/{name}", TENSORS.get(f"optimizer/{name}"))
         assert torch.equal(tensor, known), name
-    monkeypatch.setattr(checked_read, "PIECE_BYTES", 16)  # a few rows at a time
+    monkeypatch.setattr(tensor_file, "PIECE_BYTES", 16)  # a few rows at a time
     wide = {name: torch.empty(tensor.shape, dtype=torch.float64) for name, tensor in TENSORS.items()}
     found.load_checked(wide)
     assert all(torch.equal(tensor, TENSORS[name].double()) for name, tensor in wide.items())

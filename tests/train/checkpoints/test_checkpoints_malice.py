@@ -320,9 +320,9 @@ def test_a_name_that_stands_twice_in_the_state_is_refused(folder, reseal):
 
 def test_a_fifo_in_a_run_folder_is_refused_or_passed_over_and_never_waited_for(run):
     checkpoints = run / "checkpoints"
-    (checkpoints / "latest.json").unlink(missing_ok=True)
     (run / "incidents").mkdir(exist_ok=True)
-    for path in (checkpoints / "latest.json", checkpoints / "pins.json", run / "incidents/skipped.json", run / "lock"):
+    hints = [run / "last_saved.json", *(checkpoints / f"{name}.json" for name in ("latest", "pins", "proven"))]
+    for path in (*hints, run / "incidents/skipped.json", run / "lock"):
         path.unlink(missing_ok=True)
         os.mkfifo(path)
     assert latest_noted(run) is None

@@ -9,7 +9,7 @@ import pytest
 from zero2all.common.errors import BadInputError, LostRunError
 from zero2all.train.checkpoints.claims import claim_step
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
-from zero2all.train.checkpoints.retention import Retention, Verified, pin, pins, prune, sweep
+from zero2all.train.checkpoints.retention import Retention, Verified, is_good, note_proven, pin, pins, prune, sweep
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore, write_checkpoint
 
@@ -79,6 +79,40 @@ def test_the_last_good_one_is_left_however_many_came_after_it(saved, tensors_of)
     spoil(saved, 60)
     write_checkpoint(saved, 100, Snapshot.of_tensors(tensors_of(1)), {"not_good": "still"})
     assert prune(saved, Retention(keep_last=2), Verified()) == [60, 80], "a damaged one is none"
+
+
+def save(run, tensors_of, step, doubt=None, margin=8):
+    store = CheckpointStore(run, retention=Retention(keep_last=2, margin_steps=margin))
+    details = {} if doubt is None else {"not_good": doubt}
+    result = store.save(step, Snapshot.of_tensors(tensors_of(step)), details, wait=True).result
+    store.close()
+    return result.deleted_steps
+
+
+def test_a_save_in_doubt_deletes_no_good_one_and_leaves_at_most_keep_last_of_its_kind(saved, tensors_of):
+    prune(saved, Retention(), Verified())
+    assert [save(saved, tensors_of, step, "unproven") for step in (61, 62, 63, 64)] == [[], [], [61], [62]]
+    assert steps_of(saved) == [64, 63, 60, 50]
+
+
+def test_what_was_saved_in_doubt_is_good_once_the_run_saves_without_doubt_so_much_later(saved, tensors_of):
+    save(saved, tensors_of, 61, "unproven")
+    folder = saved / "checkpoints/step-00000061"
+    assert save(saved, tensors_of, 68) == [10, 20, 30, 40, 50]
+    assert not is_good(folder), "7 steps later"
+    assert save(saved, tensors_of, 69) == [60, 61]
+    save(saved, tensors_of, 70, "refused")
+    save(saved, tensors_of, 78)
+    assert is_good(saved / "checkpoints/step-00000070")
+    note_proven(saved, at_most=69)  # the run goes back: what it saves there again is yet to be proven
+    assert not is_good(saved / "checkpoints/step-00000070")
+    assert steps_of(saved) == [78, 70]
+
+
+def test_of_the_newest_no_step_was_computed_so_a_good_one_before_it_stays(saved, tensors_of):
+    save(saved, tensors_of, 61, "unproven")
+    save(saved, tensors_of, 62)
+    assert steps_of(saved) == [62, 61, 60]
 
 
 def test_nothing_is_deleted_once_the_run_is_lost(saved):

@@ -145,11 +145,81 @@ def test_a_run_resumed_from_a_state_of_no_use_goes_further_back_and_leaves_no_da
         decide(policy, ledger, step, [spike(step, "nonfinite", 201)], [100, 150, 200]) for step in (201, 202, 203)
     ]
     assert [type(action) for action in actions] == [Continue, Continue, Rollback]
-    assert (actions[-1].to_step, actions[-1].skip) == (150, None)
+    assert (actions[-1].to_step, actions[-1].skip, actions[-1].bad_since) == (150, None, 200)
     assert ledger.entries == ()
     for step in (204, 205, 206):  # nothing older that is good: the usual rules
         policy.resumed(150)
         assert not isinstance(decide(policy, SkipLedger(), step, [spike(step, "nonfinite")], [150]), Stop)
+
+
+@pytest.mark.parametrize("kind", ["loss_spike", "grad_spike"])
+def test_a_run_resumed_right_before_bad_data_goes_back_proves_its_state_and_decides_as_the_one_left_alone(kind):
+    bad, checkpoints = range(121, 140), [80, 100, 120]
+
+    def run(policy: Policy, step: int, ledger: SkipLedger) -> Rollback:
+        while True:
+            if not ledger.skips((step - 1) * STEP_TOKENS, step * STEP_TOKENS):
+                action = decide(policy, ledger, step, [spike(step, kind)] if step in bad else [], checkpoints)
+                if isinstance(action, Rollback | Stop):
+                    return action
+            step += 1
+
+    settings = GuardsConfig(grad_spike="rollback")
+    whole, cut = SkipLedger(), SkipLedger()
+    alone = run(Policy(settings), 101, whole)
+    resumed = Policy(settings)
+    resumed.resumed(120)
+    first = run(resumed, 121, cut)
+    assert (first.to_step, first.skip, first.bad_since) == (100, None, 120)
+    assert len(cut.entries) == 2
+    assert cut.forget_after(120)
+    resumed.resumed(100)
+    assert run(resumed, 101, cut) == alone
+    assert cut.entries == whole.entries
+
+
+def test_data_left_out_without_a_way_back_does_not_end_the_row_of_refused_updates():
+    """A bad state is not taken to the end of the run by leaving out one window after the other."""
+    policy, ledger, step, actions = Policy(GuardsConfig()), SkipLedger(), 100, []
+    policy.resumed(99)
+    while not actions or isinstance(actions[-1], SkipWindow):
+        if not ledger.skips((step - 1) * STEP_TOKENS, step * STEP_TOKENS):
+            actions.append(decide(policy, ledger, step, [spike(step)], []))
+        step += 1
+    assert len(actions) == 10
+    assert isinstance(actions[-1], Stop)
+    assert "weights are those of step 99" in actions[-1].reason
+
+
+def test_a_run_does_not_end_with_a_state_that_no_step_has_proven():
+    policy, ledger = Policy(GuardsConfig()), SkipLedger()
+    policy.resumed(100)
+    assert policy.at_end(101, ledger, False, []) == Continue(), "nothing speaks against it"
+    decide(policy, ledger, 101, [spike(101)], [])
+    end = policy.at_end(101, ledger, False, [])
+    assert isinstance(end, Stop)
+    assert "no step after the checkpoint of step 100 was accepted" in end.reason
+    assert policy.at_end(101, ledger, False, [50, 90, 100]).to_step == 90
+    again = Policy(GuardsConfig())
+    again.resumed(101)  # saved in doubt, after the refused step
+    assert isinstance(again.at_end(102, ledger, True, []), Stop)
+    assert again.at_end(101, ledger, True, []) == Continue(), "it had ended there before"
+    decide(policy, ledger, 102, [], [])
+    assert policy.at_end(102, ledger, True, []) == Continue()
+
+
+def test_a_state_is_in_doubt_while_it_is_unproven_and_while_updates_were_refused_lately():
+    policy, ledger = Policy(GuardsConfig()), SkipLedger()
+    assert policy.doubt(5, ledger) is None, "a new run"
+    policy.resumed(100)
+    for step in range(101, 108):
+        decide(policy, ledger, step, [], [])
+        assert "of 8 have proven the checkpoint of step 100" in policy.doubt(step, ledger)
+    decide(policy, ledger, 108, [], [])
+    assert policy.doubt(108, ledger) is None
+    decide(policy, ledger, 109, [spike(109)], [])
+    assert policy.doubt(124, ledger) == "the updates of these steps were refused: 109"
+    assert policy.doubt(125, ledger) is None
 
 
 def test_one_finite_step_after_a_resume_is_proof_enough():

@@ -10,7 +10,7 @@ import pytest
 from zero2all.common import jsonio
 from zero2all.common.errors import LostRunError
 from zero2all.config.training import GuardsConfig
-from zero2all.train.guards.policy import Continue, Rollback
+from zero2all.train.guards.policy import Continue, Rollback, SkipWindow
 from zero2all.train.guards.rows import RowFinder
 from zero2all.train.guards.watch import INCIDENTS_FOLDER, RunGuards
 
@@ -194,3 +194,17 @@ def test_off_leaves_the_shards_alone(sharded_work, open_data, tmp_path):
     assert seen.findings == []
     assert guards.state()["shards"] is None
     assert math.isinf(guards.limits(2).loss)
+
+
+def test_a_rollback_takes_the_newest_good_checkpoint_that_can_be_read_and_none_that_cannot(tmp_path):
+    def last_action(folder, disk):
+        guards = RunGuards(folder, CONFIG, 0)
+        for step in range(1, 44):
+            tokens = (step * 100, step * 100 + 100)
+            seen = guards.observe(step, 9.0 if step > 40 else 3.0, 1.0, {}, tokens, disk)
+        assert guards.ledger.entries[-1] == seen.action.skip, "recorded once it is known"
+        return seen.action
+
+    assert last_action(tmp_path / "whole", Disk([10, 20, 30])).to_step == 30
+    assert last_action(tmp_path / "older", Disk([10, 20, 30], rotten=(30, 20))).to_step == 10
+    assert isinstance(last_action(tmp_path / "none", Disk([30], rotten=(30,))), SkipWindow)

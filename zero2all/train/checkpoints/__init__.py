@@ -2,7 +2,7 @@
 
 The training loop uses `store`; tools use `find` and `load`; `run_lock` keeps a second trainer out. The other modules
 have one task each: `layout` names, `exact_json` JSON, `manifest` the sealed list of files, `boxes` what overlaps and
-what is missing, `index` where tensors are, `tensor_file` safetensors, `checked_read` one pass over such a file,
+what is missing, `index` where tensors are, `tensor_file` safetensors,
 `planning` which rank writes and reads what, `snapshot` the copy in host memory, `checks` what is checked before a save,
 `commit` the protocol, `writer` the thread, `retention` what is kept, moved or deleted, `peers` messages between ranks.
 """

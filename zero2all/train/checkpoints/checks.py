@@ -89,7 +89,7 @@ def compare_replicas(parts: Mapping[str, Part], copies: Mapping[str, list[Source
     keys = sorted({key for each in odd.values() for key in each})
     names = sorted({key.rpartition("|")[0] for key in keys})
     ranks, shown = ", ".join(map(str, sorted(odd))), ", ".join(names[:3] + ["…"] * (len(names) > 3))
-    at, values = _first_difference(_box(parts, copies, keys[0]), peers)
+    at, values = _first_difference(dict(_boxes(parts, copies)).get(keys[0]), peers)
     if peers.size == 2:
         found = (
             f"The replicas of ranks 0 and 1 differ, in {shown}: value {at} of {keys[0]} is {values[0]:g} on rank 0 and "
@@ -112,17 +112,14 @@ def compare_replicas(parts: Mapping[str, Part], copies: Mapping[str, list[Source
 
 def value_at(parts: Mapping[str, Part], copies: Mapping[str, list[Source]], key: str, at: int) -> float | None:
     """The value at a place of a box; None where this rank does not hold it."""
-    box = _box(parts, copies, key)
-    return None if box is None else float(box.reshape(-1)[at])
+    return next((float(values.reshape(-1)[at]) for one, values in _boxes(parts, copies) if one == key), None)
 
 
-def _box(parts: Mapping[str, Part], copies: Mapping[str, list[Source]], key: str) -> Tensor | None:
-    """The values of a box that other ranks hold too; None where this rank does not."""
+def _boxes(parts: Mapping[str, Part], copies: Mapping[str, list[Source]]) -> Iterator[tuple[str, Tensor]]:
+    """The boxes that other ranks hold too, by name and place."""
     for name, number in (source for sources in copies.values() for source in sources):
         place, values = boxes_of(parts[name])[number]
-        if f"{name}|{place}" == key:
-            return values
-    return None
+        yield f"{name}|{place}", values
 
 
 def _first_difference(box: Tensor | None, peers: Peers) -> tuple[int, list[float]]:
@@ -144,11 +141,7 @@ def _first_difference(box: Tensor | None, peers: Peers) -> tuple[int, list[float
 @torch.no_grad()
 def box_digests(parts: Mapping[str, Part], copies: Mapping[str, list[Source]]) -> dict[str, int]:
     """A number for the bits of each box that other ranks hold too."""
-    found = {}
-    for name, number in (source for sources in copies.values() for source in sources):
-        place, values = boxes_of(parts[name])[number]
-        found[f"{name}|{place}"] = _digest([values])
-    return found
+    return {key: _digest([values]) for key, values in _boxes(parts, copies)}
 
 
 def _digest(boxes: Sequence[Tensor]) -> int:

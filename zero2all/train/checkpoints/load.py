@@ -26,7 +26,6 @@ from zero2all.common.files import as_written
 from zero2all.common.manifest import is_count
 from zero2all.parallel.parts import Part
 from zero2all.train.checkpoints import exact_json
-from zero2all.train.checkpoints.checked_read import READERS, read_checked
 from zero2all.train.checkpoints.index import Index, boxes_by_file, parse_index
 from zero2all.train.checkpoints.layout import INDEX_NAME, STATE_NAME, split_name, step_of
 from zero2all.train.checkpoints.manifest import read_manifest
@@ -36,9 +35,11 @@ from zero2all.train.checkpoints.tensor_file import (
     DTYPE_NAMES,
     DTYPES,
     READ_BYTES,
+    READERS,
     Header,
     byte_count,
     file_crc32c,
+    read_checked,
     read_header,
     read_rows,
 )
