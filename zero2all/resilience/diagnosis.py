@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zero2all.common.language import message
+from zero2all.common.memory import group_folders
 from zero2all.resilience.heartbeat import STACKS_SIGNAL, Beat
 
 STACK_SECONDS = 5.0
@@ -208,19 +209,13 @@ class MemoryKills:
 
 
 def _oom_kills() -> int:
-    """The count in the memory files of our cgroup (version 2, then 1)."""
-    for name in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", *_own_cgroup()):
+    """The count in the memory files of our control group."""
+    for version, folder in group_folders("memory"):
         with suppress(OSError):
-            if found := re.search(r"^oom_kill (\d+)$", Path(name).read_text(), re.MULTILINE):
+            text = (folder / ("memory.events" if version == "v2" else "memory.oom_control")).read_text()
+            if found := re.search(r"^oom_kill (\d+)$", text, re.MULTILINE):
                 return int(found[1])
     return 0
-
-
-def _own_cgroup() -> list[str]:
-    with suppress(OSError):
-        path = Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2]
-        return [f"/sys/fs/cgroup{path}/memory.events"]
-    return []
 
 
 def _kernel_lines(since: float) -> list[str]:
