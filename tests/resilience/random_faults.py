@@ -15,10 +15,12 @@ The oracle. `undisturbed` is a run of the same config that was left alone, with 
    - the run recorded data that it skips (incidents/skipped.json): then the bits must be those of a run that begins at
      the undisturbed checkpoint of the last rollback and has the same record. So nothing of the damaged state is left;
    - or a value was changed and the checkpoint sealed again, and the guards found nothing at all: no check could tell
-     such a state from a real one. Its held-out loss must still be near that of the undisturbed run. These are counted.
-2. A checkpoint is good when it lies in its place, is whole, and has the bits of the undisturbed run at its step. Before
-   each rename of a checkpoint (deletion, withdrawal, quarantine) the run itself notes which good ones stay: a good one
-   may never go while no other one stays. Between two starts there must be a good one if there was one before.
+     such a state from a real one. Its held-out loss must still be near that of the undisturbed run. These are counted;
+   - or the run ended before the slow check of its packed data did, and said so.
+2. A checkpoint is good when it lies in its place, is whole, and has the bits of the undisturbed run at its step; while
+   a shard is damaged, only those from before count. Before each rename of a checkpoint (deletion, withdrawal,
+   quarantine) the run itself notes which good ones stay: a good one may never go while no other one stays. Between two
+   starts there must be a good one if there was one before. For a state that cannot be told (see 1) this does not hold.
 3. The exit codes are the documented ones, a signal only where the pair sends it, and nothing prints a traceback.
 4. A run must not stop itself (3 or 12) while a good checkpoint is left: a supervisor does not start it again. Once it
    may where a file rots in the moment between its check and its use; the next start must then go on.
@@ -72,6 +74,7 @@ DOCUMENTED = (0, 3, 4, 10, 12, 13, 14)
 NEAR_NATS = 0.5
 GUARDS = {"spike_window_steps": 16, "spike_min_steps": 8, "rollback_margin_steps": 2, "skip_steps_after": 1}
 RUN = "run"
+UNCHECKED = "ends before all of its shards were checked"
 UNTOLD = "the guards found nothing: it cannot be told from a real state"
 
 
@@ -146,7 +149,7 @@ def draw(number: int, seed: int = SEED) -> Pair:
         "sealed": (("between",), ("weight", "weight", "weight", "first moment", "second moment", "negative moment")),
         "rotten": (("between", "rollback"), ("flip", "cut", "lose manifest")),
         "memory": (("between",), ("flip data", "flip head", "cut", "delete", "sealed", "mode")),
-        "shard": (("before", "before", "between", "start"), ("flip", "cut", "delete")),
+        "shard": (("before", "between", "between", "start"), ("flip", "flip", "flip", "cut", "delete")),
         "lock": (("before", "between", "step"), ("stale", "other host", "garbage", "alive", "other namespace", "lost")),
         "claim": (("read",), ("same namespace", "other namespace", "stale", "reader killed")),
         "hint": (("between", "step", "renamed"), ("garbage", "empty", "missing")),
@@ -167,7 +170,7 @@ def draw(number: int, seed: int = SEED) -> Pair:
         keep_last=rng.choice((2, 2, 3)),
         memory_every=rng.choice((1, 2) if family in ("memory", "shard") else (0, 1, 2)),
         again=rng.choice((0, 0, 0, rng.randrange(1, 200))),
-        check_bytes_per_second=rng.choice((32_000_000, 300_000, 100_000, 50_000)),
+        check_bytes_per_second=rng.choice((32_000_000, 100_000, 30_000, 10_000)),
     )
 
 
@@ -228,6 +231,8 @@ class Trial:
         self.run = self.workspace.run(RUN)
         self.checkpoint, self.memory_every = checkpoint, memory_every
         self.check_bytes_per_second = 32_000_000
+        self.good_until = STEPS
+        """Later checkpoints may have been trained on damaged data, whatever their bits."""
         self.programs: list[Program] = []
         self.notes: list[str] = []
 
@@ -258,6 +263,7 @@ class Trial:
             "plan": str(plan) if job.get("plan") else None,
             "run": str(self.run),
             "check_bytes_per_second": self.check_bytes_per_second,
+            "good_until": self.good_until,
             "journal": str(self.folder / "journal.jsonl"),
             "digests": str(self.lab.folder / "digests.json"),
             "words": ["train", str(path), "--work", str(self.workspace.root), *words],
@@ -269,7 +275,8 @@ class Trial:
 
     def good(self) -> list[int]:
         """The steps of good checkpoints, newest first."""
-        return [step_of(folder) for folder in list_checkpoints(self.run) if self.lab.is_good(folder)]
+        good = [step_of(folder) for folder in list_checkpoints(self.run) if self.lab.is_good(folder)]
+        return [step for step in good if step <= self.good_until]
 
     def journal(self) -> list[dict[str, Any]]:
         path = self.folder / "journal.jsonl"
@@ -337,6 +344,8 @@ def _watch_files(job: dict[str, Any]) -> None:
     operations = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "shutil.rmtree"}
 
     def is_good(folder: Path) -> bool:
+        if step_of(folder) > job["good_until"]:
+            return False
         with contextlib.suppress(Exception):
             return verified_checkpoint(folder) is not None and digests(folder) == good.get(step_of(folder))
         return False
@@ -505,6 +514,7 @@ class Shard:
     """A damaged file of the packed data, which can be mended."""
 
     def __init__(self, trial: Trial, rng: random.Random, fault: str) -> None:
+        trial.good_until = max(trial.good(), default=0)
         self.path = trial.workspace.packed / rng.choice(("en", "zh")) / "train" / "tokens-00000.bin"
         self.whole = self.path.read_bytes()
         data = bytearray(self.whole)
@@ -565,8 +575,10 @@ def supervise(trial: Trial, pair: Pair, rng: random.Random) -> None:
             return
         running, words, job, had, fault.must_refuse = None, [], {}, trial.good(), False
         if code == BadInputError.exit_code and fault.shard is not None:
-            mend_shard(trial, fault.shard, program.text())
+            mend_shard(trial, fault.shard)
             fault.shard, had = None, trial.good()
+        elif code == BadInputError.exit_code and pair.family == "shard" and "Start over with --fresh" in program.text():
+            words, had = ["--fresh"], []  # all of its checkpoints may have been trained on the damage
         elif code == BadInputError.exit_code and "Correct it." in program.text():
             (trial.run / "checkpoints/pins.json").unlink()  # a person's own list, which the message asks to correct
         elif code == RunLockedError.exit_code:
@@ -730,14 +742,10 @@ def judge_stop(trial: Trial, code: int, may_stop: bool) -> None:
         raise WrongError(f"exit code {code}, although {trial.good()} are good")
 
 
-def mend_shard(trial: Trial, shard: Shard, text: str) -> None:
-    """What the message asks for: write the file again, and delete the checkpoints that may have read it."""
+def mend_shard(trial: Trial, shard: Shard) -> None:
+    """What the message asks for."""
     shard.mend()
-    said = re.search(r"The steps since (\d+), where", text)
-    for folder in list_checkpoints(trial.run):
-        if said and step_of(folder) > int(said[1]):
-            trial.note(f"mended; deleted {folder.name}, as the message says")
-            shutil.rmtree(folder)
+    trial.good_until = STEPS
 
 
 def judge_end(trial: Trial, is_sealed: bool, lost: str) -> None:
@@ -755,6 +763,9 @@ def judge_end(trial: Trial, is_sealed: bool, lost: str) -> None:
     events = read_run(trial.run).events
     found = [event for event in events if event.kind in ("spike", "drop", "skip", "rollback")]
     loss = held_out(trial.run)
+    if UNCHECKED in trial.programs[-1].text():
+        trial.note("the run said that its shards were not all checked")
+        return
     if is_sealed and not found and loss < trial.lab.held_out + NEAR_NATS:
         trial.note(UNTOLD)
         return

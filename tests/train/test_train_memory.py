@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -197,6 +198,32 @@ def test_what_was_trained_on_a_damaged_shard_comes_back_from_nowhere(
     assert last_bits(lab.run("run")) == last_bits(lab.run("whole"))
     assert list(next(ram.iterdir()).iterdir()) == [], "what was given up is swept"
     assert not (lab.run("run") / "shard_check.json").exists()
+
+
+def test_the_checkpoint_before_a_damaged_shard_was_read_stays_until_the_check_has_ended(ranks, lab, config, ram):
+    ranks.finished(settings(config, ram, "whole", every=0))
+    launch = ranks(settings(config, ram, "run", every=0), signals={0: (6, signal.SIGTERM, 0.0)})
+    assert launch.wait() == [10], launch.text()
+    shard = lab.packed / "en/train/tokens-00000.bin"
+    good = spoil(shard)
+    often = settings(config, ram, "run", every=0, checkpoint={"every_steps": 1})
+    often = replace(often, guards=replace(often.guards, rollback_margin_steps=1))
+    assert ranks(often, code=LATE_CHECK).wait() == [3]
+    assert [step_of(folder) for folder in list_checkpoints(lab.run("run"))] == [13, 12, 7]
+    shard.write_bytes(good)
+    again = ranks.finished(often)
+    assert "back behind step 7" in again.text()
+    assert last_bits(lab.run("run")) == last_bits(lab.run("whole"))
+    assert [step_of(folder) for folder in list_checkpoints(lab.run("run"))] == [STEPS, STEPS - 1]
+
+
+def test_a_run_that_ends_before_its_shards_were_checked_says_so(ranks, lab, config, ram):
+    spoil(lab.packed / "en/train/tokens-00000.bin")
+    late = LATE_CHECK.replace("< 7", "< 99").replace("KILLED = False", "shard_damage.FINISH_SECONDS = KILLED = 0.0")
+    late = late.replace("return None", "raise background.ReadersEndedError")
+    assert (
+        "ends before all of its shards were checked" in ranks.finished(settings(config, ram, "run"), code=late).text()
+    )
 
 
 def test_checkpoints_that_were_all_trained_on_a_damaged_shard_are_taken_only_when_a_person_says_so(

@@ -39,6 +39,10 @@ class ShardCheck:
     finished = False
     """Whether all files of this rank have been read."""
 
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        """Set when there is nothing more to find: finished, or given up."""
+
 
 @contextmanager
 def checking_shards(
@@ -94,6 +98,8 @@ def _check_all(
         on_problem(f"the check of the shards stopped: {error}")
     except ReadersEndedError:  # with the run
         return
+    finally:
+        check.ended.set()
 
 
 def _files_of(splits: Sequence[PackedSplit], seq_lens: Sequence[int]) -> Iterator[FileCheck]:

@@ -125,7 +125,7 @@ class TrainingLoop:
         self.replica_doubt = ReplicaDoubt(prepared, store, self.log)
         every_steps = self.config.track.update_ratios_every_steps
         self.update_ratios = UpdateRatios(self.state, self.world, self.log, every_steps)
-        self.shard_damage = ShardDamage(prepared, lock, self.log)
+        self.shard_damage = ShardDamage(prepared, store, lock, self.log)
         self.folder_watch = FolderWatch(prepared, lock)
         self.stragglers = Stragglers(self.world, self.log)
         self.stage_name = ""

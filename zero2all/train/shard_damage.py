@@ -29,13 +29,15 @@ from zero2all.train.reports import RunLog
 from zero2all.train.setup import Prepared
 
 NOTE_FILE = "shard_check.json"
+FINISH_SECONDS = 10.0
+"""How long a run waits at its end for the check of its shards; of small data nothing is left then."""
 
 
 class ShardDamage:
     """Checks all shards that this run reads, in the background."""
 
-    def __init__(self, prepared: Prepared, lock: RunLock, log: RunLog) -> None:
-        self._prepared, self._lock, self._log = prepared, lock, log
+    def __init__(self, prepared: Prepared, store: CheckpointStore, lock: RunLock, log: RunLog) -> None:
+        self._prepared, self._store, self._lock, self._log = prepared, store, lock, log
         self._check, self._since = ShardCheck(), 0
         self._is_over = True
         """Whether nothing can be found any more: the check has finished in all processes, or there is none."""
@@ -48,11 +50,14 @@ class ShardDamage:
             yield
             return
         self._since, self._is_over = world.run_on_rank0(self._begin), False
+        self._store.unchecked_since = self._since
         splits = [*prepared.data.splits, *prepared.valid]
         seq_lens = {segment.seq_len for segment in prepared.data.segments if prepared.data.packing == "best_fit"}
         warn = self._log.warn_from_any_rank
         with checking_shards(splits, sorted(seq_lens), warn, world.rank, world.size, self._give_up) as self._check:
             yield
+            if prepared.state.step == prepared.last_step:
+                self._check.ended.wait(FINISH_SECONDS)
 
     def _begin(self) -> int:
         """The step since which nothing is known of the shards."""
@@ -87,8 +92,15 @@ class ShardDamage:
         found = [each for each, _ in said if each is not None]
         if not found:
             self._is_over = all(finished for _, finished in said)
-            if self._is_over and world.is_first and self._lock.is_held():
-                (self._prepared.run / NOTE_FILE).unlink(missing_ok=True)
+            if self._is_over:
+                self._store.unchecked_since = None
+                if world.is_first and self._lock.is_held():
+                    (self._prepared.run / NOTE_FILE).unlink(missing_ok=True)
+            elif step == self._prepared.last_step:
+                self._log.warn(
+                    "the run ends before all of its shards were checked. Check the rest with `z2a data verify`: if one "
+                    "is damaged, the weights were trained on it"
+                )
             return
         self._log.event("damaged_shard", {"problems": found})
         text = (

@@ -222,12 +222,16 @@ def test_a_state_is_in_doubt_while_it_is_unproven_and_while_updates_were_refused
     assert policy.doubt(125, ledger) is None
 
 
-def test_one_finite_step_after_a_resume_is_proof_enough():
+@pytest.mark.parametrize(("accepted", "ends"), [(1, Rollback), (8, Continue)])
+def test_a_loaded_state_is_proven_by_as_many_accepted_steps_as_the_margin_has(accepted, ends):
     policy, ledger = Policy(GuardsConfig()), SkipLedger()
     policy.resumed(200)
-    decide(policy, ledger, 201, [], [100])
-    actions = [decide(policy, ledger, step, [spike(step, "nonfinite", 202)], [100]) for step in range(202, 211)]
-    assert {type(action) for action in actions} == {Continue}
+    for step in range(201, 201 + accepted):
+        decide(policy, ledger, step, [], [100])
+    bad = range(201 + accepted, 204 + accepted)
+    actions = [decide(policy, ledger, step, [spike(step, "nonfinite", bad[0])], [100]) for step in bad]
+    assert [type(action) for action in actions] == [Continue, Continue, ends]
+    assert getattr(actions[-1], "skip", None) is None
 
 
 @pytest.mark.parametrize("resume_from", [90, 101, 102, 103])

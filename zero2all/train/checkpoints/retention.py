@@ -105,13 +105,19 @@ def note_proven(run: Path, at_least: int = 0, at_most: int | None = None) -> Non
 
 
 def prune(
-    run: Path, retention: Retention, verified: Verified, fence: Fence = no_fence, in_doubt: bool = False
+    run: Path,
+    retention: Retention,
+    verified: Verified,
+    fence: Fence = no_fence,
+    in_doubt: bool = False,
+    unchecked_since: int | None = None,
 ) -> list[int]:
     """Delete what need not be kept; returns the deleted steps. Only for the holder of the run's lock. `in_doubt`: the
-    newest was saved in doubt."""
+    newest was saved in doubt. `unchecked_since`: later steps may have read damaged data, so the newest up to this one
+    stays."""
     folders = list_checkpoints(run)
     steps = [step_of(folder) for folder in folders]
-    pinned = pins(run)
+    pinned = {*pins(run), *[step for step in steps if unchecked_since is not None and step <= unchecked_since][:1]}
     surplus = [
         folder
         for folder in folders

@@ -85,6 +85,8 @@ class CheckpointStore:
         self._verified = Verified()
         self._is_good: dict[int, bool] = {}
         self._attempts = 0
+        self.unchecked_since: int | None = None
+        """The newest checkpoint up to this step is not deleted, while shards that were read since are unchecked."""
         self.memory: MemoryStore | None = None
         """Checkpoints in memory, where the run has them."""
 
@@ -347,7 +349,8 @@ class CheckpointStore:
                     if not in_doubt:
                         self._is_good.clear()
                         note_proven(self.run, at_least=staged.step - self._retention.margin_steps)
-                    deleted = prune(self.run, self._retention, self._verified, self.fence, in_doubt)
+                    since = self.unchecked_since
+                    deleted = prune(self.run, self._retention, self._verified, self.fence, in_doubt, since)
             except (UserError, OSError) as error:
                 notes.append(f"after the commit: {_in_words(error)}")
         return SaveResult(

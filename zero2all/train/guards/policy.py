@@ -138,24 +138,30 @@ class Policy:
     def _leave_bad_start(
         self, step: int, finding: Finding, ledger: SkipLedger, checkpoints: Sequence[int]
     ) -> Action | None:
-        """Back to an older checkpoint when none of the first steps since the loaded one was accepted."""
+        """Back to an older checkpoint when steps are refused before others have proven the loaded one."""
         refused = {one for one in self._refused(ledger) if self._loaded is not None and one > self._loaded} | {step}
         if len(refused) < min(self.config.rollback_after_spikes, self.config.max_skips_in_a_row):
             return None
         return self._leave_unproven(finding.text, checkpoints)
 
     def _leave_unproven(self, why: str, checkpoints: Sequence[int]) -> Rollback | None:
-        """Back to an older checkpoint, if there is one, when no step since the loaded one was accepted."""
+        """Back to an older checkpoint, if there is one, when too few steps since the loaded one were accepted to prove
+        it: a bad moment of the optimizer shows only after its first update."""
         older = [one for one in checkpoints if self._loaded is not None and one < self._loaded]
-        if self._accepted or not older:
+        if self._accepted >= max(1, self.config.rollback_margin_steps) or not older:
             return None
-        return Rollback(
-            max(older),
-            None,
-            f"{why}; no step after the checkpoint of step {self._loaded} was accepted: back to the checkpoint of step "
-            f"{max(older)}",
-            self._loaded,
-        )
+        back, accepted = max(older), counted(self._accepted, "step")
+        if self._accepted:
+            reason = (
+                f"{why}; only {accepted} after the checkpoint of step {self._loaded} had been accepted: back to the "
+                f"checkpoint of step {back}"
+            )
+        else:
+            reason = (
+                f"{why}; no step after the checkpoint of step {self._loaded} was accepted: back to the checkpoint of "
+                f"step {back}"
+            )
+        return Rollback(back, None, reason, self._loaded)
 
     def _leave_not_finite(
         self, step: int, finding: Finding, ledger: SkipLedger, checkpoints: Sequence[int]
