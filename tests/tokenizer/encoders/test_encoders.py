@@ -18,8 +18,8 @@ from zero2all.common.errors import UsageError
 from zero2all.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from zero2all.tokenizer.encoders import EncodedBatch, EncoderConfig, open_encoder
 from zero2all.tokenizer.encoders import choose as choosing
+from zero2all.tokenizer.encoders.choose import ParityError, check_parity, hard_strings
 from zero2all.tokenizer.encoders.kinds import KINDS, EncoderKind, batch_of
-from zero2all.tokenizer.encoders.parity import ParityError, check_parity, hard_strings
 from zero2all.tokenizer.encoders.tables import NotSupported, bpe_tables, whole_characters
 from zero2all.tokenizer.save import tokenizer_json_of
 
