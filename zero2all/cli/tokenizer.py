@@ -360,11 +360,10 @@ def _extend(arguments: argparse.Namespace) -> None:
 def _eval(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
     from zero2all.common.files import write_atomic, write_json
-    from zero2all.tokenizer.lab.candidates import open_candidates
+    from zero2all.tokenizer.lab.candidates import held_out_text, open_candidates
     from zero2all.tokenizer.lab.measure import evaluate
     from zero2all.tokenizer.lab.page import evaluation_page
     from zero2all.tokenizer.lab.tables import evaluation_tables
-    from zero2all.tokenizer.lab.text import held_out_text
     from zero2all.tokenizer.take import parse_bytes
 
     limit = parse_bytes(arguments.limit)
