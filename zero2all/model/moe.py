@@ -164,7 +164,8 @@ class _MovePairs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:
-        return _moved(drows, *ctx.saved_tensors, ctx.per_token, not ctx.to_pairs), None, None, None, None
+        order, places = ctx.saved_tensors
+        return _moved(drows, order, places, ctx.per_token, not ctx.to_pairs), None, None, None, None
 
 
 def _moved(rows: Tensor, order: Tensor, places: Tensor, per_token: int, to_pairs: bool) -> Tensor:

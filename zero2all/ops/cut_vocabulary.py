@@ -56,7 +56,7 @@ def _losses_and_gradient(
     first = exchange.rank * logits.shape[1]
     columns = min(max(vocab_size - first, 0), logits.shape[1])  # the others are padding
     sums: Callable[..., tuple[Tensor, Tensor, Tensor]] = _sums
-    slopes = _slopes
+    slopes: Callable[..., None] = _slopes
     if by_triton:
         from zero2all.ops.kernels.cross_entropy import row_sums as sums
         from zero2all.ops.kernels.cross_entropy import slopes_in_place as slopes

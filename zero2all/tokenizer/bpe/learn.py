@@ -33,7 +33,7 @@ import ctypes
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,6 +100,7 @@ def learn_bpe(
     exact: bool = True,
     cut: bool = True,
     save_every_seconds: float = 60.0,
+    say: Callable[[str], None] = say,
 ) -> LearnedBpe:
     """Learn `pieces_wanted` pieces (vocabulary size less control tokens) from the text of `parts`.
 
@@ -137,7 +138,7 @@ def learn_bpe(
     clock.lap("pairs")
     guess = int(FIRST_SHARE * first.guess(pieces_wanted - BYTE_COUNT, min_piece_count)) if cut else 0
     del first
-    trainer = _Trainer(run, bigrams, memory, pieces_wanted, min_piece_count, max_piece_bytes, exact, clock)
+    trainer = _Trainer(run, bigrams, memory, pieces_wanted, min_piece_count, max_piece_bytes, exact, say, clock)
     threshold, merged, alphabet = trainer.train(max(guess, min_piece_count) if cut else 0)
     if merged.short_of:
         vocab_size = pieces_wanted + len(forbidden)
@@ -184,6 +185,7 @@ class _Trainer:
     min_piece_count: int
     max_piece_bytes: int | None
     exact: bool
+    say: Callable[[str], None]
     clock: _Clock
     facts: dict[str, Any] = field(default_factory=lambda: {"thresholds_tried": []})
 
@@ -195,7 +197,7 @@ class _Trainer:
             if merged.short_of == 0 or threshold <= self.min_piece_count:
                 return threshold, merged, alphabet
             lower = max(self.min_piece_count, int(NEXT_SHARE * threshold))
-            say(
+            self.say(
                 f"Cutting at pairs of characters seen fewer than {threshold:,} times left {merged.short_of:,} "
                 f"of {self.wanted:,} pieces unfilled. The text is read again with {lower:,}."
             )
@@ -212,7 +214,7 @@ class _Trainer:
         self.run.count("pieces", "bpe pieces", fragments, {"threshold": threshold})
         self.facts["spills"], self.facts["spilled_bytes"] = fragments.spills, fragments.spilled_bytes()
         if fragments.spills:
-            say(
+            self.say(
                 f"Not all fragments fit into memory at once: {human_bytes(fragments.spilled_bytes())} of them "
                 f"went through {self.run.scratch}. The result is still exact."
             )
@@ -231,7 +233,7 @@ class _Trainer:
         drop_below = rarest_that_fit(fragments, ordered, limit)
         words = words_of(fragments, ordered, None, drop_below)
         if words.dropped:
-            say(
+            self.say(
                 f"APPROXIMATE: {words.dropped:,} of {words.unique:,} fragments, those seen fewer than "
                 f"{drop_below:,} times, did not fit into memory and were left out."
             )
