@@ -62,7 +62,7 @@ def test_all_problems_are_named_at_once_each_with_its_rule(z2a):
     assert "--peak-tflops" in ended.err
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H200 NVL", "h1000", "NVIDIA GeForce RTX 4090", "H100 "])
+@pytest.mark.parametrize("name", ["NVIDIA H200 NVL", "h1000", "NVIDIA GeForce RTX 4091", "H100 "])
 def test_an_unknown_gpu_gets_no_guess(name, z2a):
     ended = z2a("perf", "mfu", "tinyllama", "--tokens-per-second", "24000", "--gpu", name)
     assert ended.code == 2

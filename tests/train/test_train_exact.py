@@ -130,7 +130,7 @@ def course(run: Path, *launches: Launch) -> Course:
     assert [first for first, _ in batches] == list(range(0, STEPS * 160, 160))
     series = read_run(run).series
     held_out = {name: curve.value.tolist() for name, curve in series.items() if name.startswith("eval/")}
-    assert len(held_out) == 4, "loss and bits per byte of two channels"
+    assert len(held_out) == 6, "loss and bits per byte of two channels, and of both"
     return Course([step.loss for step in steps], [step.row_nats for step in steps], dict(batches), held_out)
 
 

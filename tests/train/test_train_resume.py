@@ -111,9 +111,10 @@ def test_a_run_killed_at_random_points_equals_the_run_left_alone(start, work, co
     trainer = start(*train_words(path, work, "killed"))
     assert trainer.wait() == 0, trainer.text()
     assert final(run) == wanted
-    assert [path.name for path in sorted((run / "checkpoints").iterdir()) if path.is_dir()] == [
-        f"step-{step:08d}" for step in (STEPS - 3, STEPS)
-    ]
+    kept = [path.name for path in sorted((run / "checkpoints").iterdir()) if path.is_dir()]
+    # A start that is killed before eight steps have proven its state deletes no good checkpoint.
+    assert kept[-2:] == [f"step-{step:08d}" for step in (STEPS - 3, STEPS)]
+    assert len(kept) <= 5, "twice keep_last, and one"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -64,7 +64,7 @@ export class Panel {
 		const title = canTake ? t('takeIt', { name: `“${label(each)}”` }) : isText ? null : t('notText');
 		const content = this.bar(label(each), probability(each));
 		return h('li', { class: isChosen ? 'chosen' : '', title },
-			canTake ? h('button', { 'aria-label': `${title}, ${percent(probability(each))}`, onclick: () => { this.hide(); take(each); } }, content) : content);
+			canTake ? h('button', { title, onclick: () => { this.hide(); take(each); } }, content) : content);
 	}
 
 	bar(name, share) {
