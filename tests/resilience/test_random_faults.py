@@ -40,7 +40,7 @@ def check(lab: Lab, numbers: range | tuple[int, ...]) -> None:
 
 def test_a_pair_follows_from_its_number_and_200_have_every_kind_of_fault_at_several_moments():
     pairs = [draw(number) for number in range(200)]
-    assert pairs == [draw(number) for number in range(200)]
+    assert list(map(repr, pairs)) == [repr(draw(number)) for number in range(200)]  # NaN is not equal to itself
     assert {pair.family for pair in pairs} == set(INJECTED)
     assert len({(pair.family, pair.fault, pair.moment) for pair in pairs}) > 80
     assert {pair.moment for pair in pairs} >= {"before", "between", "rollback", "read", "operation", "delete", "rename"}
