@@ -692,6 +692,7 @@ def _damaged_memory(trial: Trial, pair: Pair, rng: random.Random) -> Fault:
 
 
 def _damaged_shard(trial: Trial, pair: Pair, rng: random.Random) -> Fault:
+    trial.check_bytes_per_second = pair.check_bytes_per_second  # from here on: the check before has ended
     if pair.moment == "start":
         shards: list[Shard] = []
         plan = [{"fault": "stop", "point": "start"}]
@@ -904,7 +905,6 @@ def try_pair(lab: Lab, pair: Pair) -> tuple[Pair, str, str]:
     folder = lab.folder / f"pair-{pair.number}"
     trial = Trial(lab, folder, {"every_steps": EVERY, "keep_last": 2}, pair.memory_every)
     problem = ""
-    trial.check_bytes_per_second = pair.check_bytes_per_second if pair.family == "shard" else 32_000_000
     try:
         supervise(trial, pair, random.Random(f"{SEED}/{pair.number}/details"))
     except WrongError as failure:
