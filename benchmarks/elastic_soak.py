@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.two_machines import ADDRESSES, WIRE, Machines, two_machines, why_not
 from zero2all.track.goodput import run_goodput
-from zero2all.track.reader import read_run
+from zero2all.track.reader import RunReader, read_run
 
 PORT = 29500
 AWAY_SECONDS = (12.0, 25.0)
@@ -246,7 +246,7 @@ def main() -> None:
         results["losses"] = losses
         worst = max(abs(losses[1][name] / losses[0][name] - 1) for name in losses[0])
         results["largest difference of a loss"] = worst
-        goodput = run_goodput(soak.work / "runs" / "soak")
+        goodput = run_goodput(RunReader(soak.work / "runs" / "soak"))
         results["lost_steps"], results["goodput_seconds"] = goodput.lost_steps, goodput.seconds
         print(json.dumps(results, indent=1))
         raise SystemExit(int(bool(wrong) or worst > 0.01))

@@ -44,7 +44,7 @@ import torch
 from benchmarks.machine import save_result
 from zero2all.common.progress import say
 from zero2all.common.workspace import open_workspace
-from zero2all.evals.forms import cloze, pick_shots
+from zero2all.evals.forms import Shots, cloze
 from zero2all.evals.items import CONTINUE, Item, Task
 from zero2all.evals.scorer import Question, score_questions
 from zero2all.infer.engine import Engine
@@ -139,7 +139,8 @@ def with_passages(task: Task, items: int, of_shot: int, of_item: int) -> Task:
 
 def questions_of(tasks: Sequence[Task], engine: Engine) -> list[Question]:
     """One for each item that fits the model."""
-    asked = [cloze(item, pick_shots(task, item, SHOTS)).questions[0] for task in tasks for item in task.items]
+    shots = {task.name: Shots(task, SHOTS) for task in tasks}
+    asked = [cloze(item, shots[task.name].of(item)).questions[0] for task in tasks for item in task.items]
     lengths = engine.tokenizer.encode_batch([q.prompt + max(q.continuations, key=len) for q in asked])
     return [each for each, ids in zip(asked, lengths, strict=True) if len(ids) <= engine.max_len - 16]
 

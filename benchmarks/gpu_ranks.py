@@ -3,6 +3,8 @@
     python benchmarks/gpu_ranks.py --ranks 2,4            4 layers of z2all-100m, 12 steps each: minutes on an H200
     python benchmarks/gpu_ranks.py --ranks 2 --only ZeRO-1
     python benchmarks/gpu_ranks.py --axes --ranks 2,4,8 --result gpu_axes      tensor, pipeline, context, experts
+    python benchmarks/gpu_ranks.py --axes --ranks 2,4 --config z2all-1b --batch 4x2048x8 --only pipeline \
+        --result gpu_pipeline_ranks --model.layers 8      peaks of every rank beside the estimate of its own stage
 
 NCCL refuses two ranks on one card only when they claim the same host, so each process gets a host id of its own and
 they are joined by sockets: a slow link, on which overlap shows. Losses are compared step by step with those of one
@@ -38,6 +40,7 @@ from zero2all.packed.loader import Batch, rank_rows
 from zero2all.parallel.layout import draw
 from zero2all.parallel.mesh import make_mesh
 from zero2all.parallel.world import World, join_world
+from zero2all.perf.batch import parse_batch
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import DTYPES, TrainState
@@ -67,6 +70,8 @@ AXES: dict[str, dict[str, Any]] = {
     "pipeline 2, zero_bubble": {"pipeline": 2, "schedule": "zero_bubble"},
     "pipeline 4": {"pipeline": 4},
     "pipeline 4, interleaved": {"pipeline": 4, "schedule": "interleaved", "chunks": 2},
+    "pipeline 4, zero_bubble": {"pipeline": 4, "schedule": "zero_bubble"},
+    "pipeline 4, gpipe": {"pipeline": 4, "schedule": "gpipe"},
     "context 2, ulysses": {"context": 2, "context_method": "ulysses"},
     "context 2, gather": {"context": 2, "context_method": "gather"},
     "context 4, ulysses": {"context": 4, "context_method": "ulysses"},
@@ -75,7 +80,6 @@ AXES: dict[str, dict[str, Any]] = {
     "expert 4": {"expert": 4, "zero": 1},
     "tensor 2 x pipeline 2 x shard 2": {"tensor": 2, "pipeline": 2, "zero": 1},
 }
-AXES_ROWS, AXES_SEQ_LEN, AXES_MICRO = 8, 512, 2
 LINEARS: tuple[Literal["auto", "fp8"], ...] = ("auto", "fp8")
 
 
@@ -84,13 +88,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="z2all-100m")
     parser.add_argument("--ranks", default="2,4", help="numbers of processes")
-    parser.add_argument("--only", default="", help="one layout, or `overlap`")
+    parser.add_argument("--only", default="", help="layouts whose name has this, or `overlap`")
+    parser.add_argument("--batch", default="2x512x4", help="with --axes: samples of a pass x tokens x passes")
     parser.add_argument("--axes", action="store_true", help="tensor, pipeline, context and experts, in bf16")
     parser.add_argument("--result", default="gpu_ranks")
     parser.add_argument("--rank-of", default="", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments, overrides = parser.parse_known_args()
     if arguments.rank_of:
-        run_rank(arguments)
+        run_rank(arguments, overrides)
         return
     counts = [*([] if arguments.only == "overlap" else [1]), *(int(word) for word in arguments.ranks.split(","))]
     results = {str(count): start_ranks(count) for count in counts}
@@ -119,7 +124,7 @@ def start_ranks(count: int) -> dict[str, Any]:
     return dict(read_json(out))
 
 
-def run_rank(arguments: argparse.Namespace) -> None:
+def run_rank(arguments: argparse.Namespace, overrides: list[str]) -> None:
     """All cases of one number of ranks, in one process of them."""
     config = load_config(arguments.config, [*SMALLER, "--parallel.bucket_mb", "16"])
     found: dict[str, Any] = {}
@@ -135,11 +140,13 @@ def run_rank(arguments: argparse.Namespace) -> None:
             for name, fields in AXES.items() if world.size > 1 else [("one", {}), ("one, experts", {})]:
                 asked = math.prod(fields.get(axis, 1) for axis in ("tensor", "pipeline", "context"))
                 asked *= fields.get("expert", 2 if "zero" in fields else 1)
-                if (asked == world.size or world.size == 1) and arguments.only in ("", name):
+                if (asked == world.size or world.size == 1) and (arguments.only in name or world.size == 1):
                     words = [*SMALLER[:2], "--train.precision", "bfloat16", *(MOE if "expert" in name else [])]
-                    of_axes = load_config(arguments.config, [*words, "--parallel.bucket_mb", "16"])
-                    of_axes = spread(of_axes, "auto", fields, AXES_SEQ_LEN, AXES_ROWS)
-                    note(name, train(of_axes, world, STEPS, AXES_MICRO, AXES_ROWS))
+                    of_axes = load_config(arguments.config, [*words, "--parallel.bucket_mb", "16", *overrides])
+                    batch = parse_batch(arguments.batch)
+                    rows = batch.samples * batch.accumulation
+                    of_axes = spread(of_axes, "auto", fields, batch.seq_len, rows)
+                    note(name, train(of_axes, world, STEPS, batch.samples, rows))
             return
         layouts = {name: fields for name, fields in LAYOUTS.items() if fields.get("shard", 1) < world.size}
         for linear in LINEARS:
@@ -186,25 +193,28 @@ def train(
         mesh = make_mesh(config.parallel.sizes(world.size))
         world = dataclasses.replace(world, mesh=mesh)
     dtype, is_sharded = DTYPES[config.train.precision], config.parallel.zero == 3 and world.size > 1
-    torch.cuda.reset_peak_memory_stats()
     ops = resolve(config.ops, op_context(config, "cuda", dtype, is_sharded))
     state = empty_state(config, world, ops)
     state.micro_batch_samples = micro
     with state.weights.masters_between_steps() as masters:
         draw(masters, state.model.config, 1)
     state.weights.updated()
+    torch.cuda.reset_peak_memory_stats()
     losses, seconds = [], []
     for step in range(steps):
         started = time.perf_counter()
         losses.append(one_step(state, config, world, step, rows))
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
-    estimate = estimate_memory(config.model, memory_settings(config, ops, world.mesh, micro))
+    estimate = estimate_memory(config.model, memory_settings(config, ops, world.mesh, micro)).step_peak
+    peaks, estimates = world.gather(torch.cuda.max_memory_allocated()), world.gather(estimate)
     found: dict[str, Any] = {
         "losses": losses,
         "step_seconds": round(statistics.median(seconds[TIMED_FROM:]), 4),
-        "peak_gb": round(max(world.gather(torch.cuda.max_memory_allocated())) / 1e9, 2),
-        "estimated_gb": round(estimate.total / 1e9, 2),
+        "peak_gb": round(max(peaks) / 1e9, 2),
+        "estimated_gb": round(max(estimates) / 1e9, 2),
+        "peaks": [round(peak / 1e9, 4) for peak in peaks],  # of every rank, and its own estimate
+        "estimates": [round(each / 1e9, 4) for each in estimates],
     }
     if is_traced:
         found["trace"] = traced(state, config, world, rows)

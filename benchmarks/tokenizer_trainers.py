@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from zero2all.tokenizer.bpe.memory import peak_resident
+from zero2all.tokenizer.bpe.learn import peak_resident
 
 DOCUMENT_BYTES = 20_000
 ISOLATED_HAN_PATTERN = (
@@ -33,8 +33,7 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     """Our trainer, with or without the cut."""
     import dataclasses
 
-    from zero2all.tokenizer.bpe.learn import learn_bpe
-    from zero2all.tokenizer.bpe.memory import return_freed_memory
+    from zero2all.tokenizer.bpe.learn import learn_bpe, return_freed_memory
     from zero2all.tokenizer.bpe.scan import pretokens
     from zero2all.tokenizer.parts import file_parts
     from zero2all.tokenizer.save import tokenizer_json_of

@@ -8,8 +8,8 @@ Every picture shows real data: texts and packed rows of the workspace, the run's
 or what a function of the package returns. Each is written twice, docs/images/NAME-light.png and NAME-dark.png, with at
 most 200 KB. A font with Chinese characters must be installed.
 
-The curves of `result` have one point per checkpoint and per evaluation. The run behind the pictures in docs/images had
-`--checkpoint.every_steps 25 --checkpoint.keep_last 30 --eval.every_steps 25`, which `z2a quickstart` takes as well.
+The curves of `result` have one point per checkpoint and per validation. Its run is the one that the READMEs show:
+docs/images/quickstart_run.py.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ CAPTIONS = {
     ),
     "result": Caption(
         "draw_results",
-        "Five minutes on two CPU cores, from raw text to a model that answers in English and Chinese.",
+        "Minutes on two CPU cores, from raw text to a model that knows facts in English and Chinese.",
         "The same prompts continued before and after training, the share of facts it knows and its held-out loss",
     ),
 }

@@ -227,8 +227,11 @@ def test_exported_tokenizer_encodes_and_decodes_as_ours(trained, exported):
     auto = AutoTokenizer.from_pretrained(exported)
     for text in ("中国的首都是北京。", "The capital of France is Paris.", "<|end_of_text|> 🌍\n\t x"):
         ids = trained.tokenizer.encode_text(text)
+        assert auto(text)["input_ids"] == [trained.tokenizer.begin_id, *ids], "as `z2a generate` reads it"
         assert auto(text, add_special_tokens=False)["input_ids"] == ids
+        assert auto.decode(auto(text)["input_ids"], skip_special_tokens=True) == text
         assert auto.decode(ids) == text
+    assert load_tokenizer(exported).fingerprint == trained.tokenizer.fingerprint
     assert (auto.bos_token_id, auto.eos_token_id) == (trained.tokenizer.begin_id, trained.tokenizer.end_id)
 
 
@@ -254,9 +257,9 @@ def test_greedy_text_is_the_same_in_transformers(trained, exported, theirs, prom
         assert chosen == own, "choose a prompt whose last tokens the model would write itself"
 
     auto = AutoTokenizer.from_pretrained(exported)
-    given = torch.tensor([[auto.bos_token_id, *auto(prompt, add_special_tokens=False)["input_ids"]]])
+    given = auto(prompt, return_tensors="pt")
     with torch.no_grad():
-        produced = theirs.generate(given, max_new_tokens=30, do_sample=False)[0, given.shape[1] :]
+        produced = theirs.generate(**given, max_new_tokens=30, do_sample=False)[0, given.input_ids.shape[1] :]
     text = auto.decode(produced, skip_special_tokens=True)
     assert len(text) > 2
     # A character that the last token cut in two is left out by ours and shown as U+FFFD by theirs.
@@ -607,7 +610,9 @@ def test_compatible_export_renders_chats_as_text_with_our_ids(trained, trained_w
     ours = encode_chat(trained.tokenizer, [Message(turn["role"], turn["content"]) for turn in chat])
     assert list(rendered) == ours.ids
     raw = Raw.from_file(str(tmp_path / "hf/tokenizer.json"))
-    assert raw.encode("<|end_of_text|>").ids == [trained.tokenizer.end_id], "and so text can spell control tokens"
+    assert raw.encode("<|end_of_text|>", add_special_tokens=False).ids == [trained.tokenizer.end_id], (
+        "and so text can spell control tokens"
+    )
     assert load_tokenizer(tmp_path / "hf").encode_text("<|end_of_text|>") != [trained.tokenizer.end_id]
     assert load_tokenizer(tmp_path / "hf").control == trained.tokenizer.control
 

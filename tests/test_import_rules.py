@@ -54,9 +54,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "infer": ("model", "ops", "parallel", "tokenizer", "train", "config"),
     "evals": (
-        *("corpus.download", "packed", "model", "infer", "parallel", "tokenizer", "train", "track.writer", "config"),
+        *("corpus.download", "packed", "model", "infer", "parallel", "tokenizer", "train", "config"),
+        *("track.reader", "track.writer"),
     ),
-    "serve": ("infer", "tokenizer", "track.access", "track.page"),
+    "serve": ("infer", "tokenizer", "track.access", "track.http_server", "track.page"),
     "exchange": ("model", "tokenizer", "train", "infer.load", "config"),
     # on top of everything
     "perf": (*STAGES, "ops", "parallel", "limits"),
@@ -92,7 +93,7 @@ TRAINER = (
 TRAINER_THIRD_PARTY = {"torch", "numpy", "safetensors", "yaml", "rich", "psutil", "google_crc32c", "orjson"}
 """What a bare GPU image must have for training to start. `tokenizers` is needed only to pack, not to train."""
 
-LIMITS_WITH_NUMPY = {"limits.layouts", "limits.simulate"}
+LIMITS_WITH_NUMPY = {"limits.simulate"}
 """Formulas over very many cases at once."""
 
 KERNELS = "ops.kernels"
@@ -101,7 +102,7 @@ LAZY_THIRD_PARTY = {
     "common.engine": {"ray"},
     "packed.remote": {"fsspec"},
     "packed.stats": {"matplotlib"},
-    **{f"perf.{name}": {"matplotlib"} for name in ("pictures", "report", "memory", "infer_report", "profile_page")},
+    **{f"perf.{name}": {"matplotlib"} for name in ("pictures", "summary", "memory", "infer", "profile_page")},
     "perf.shapes": {"matplotlib"},
     **{f"ops.{name}": {"liger_kernel"} for name in ("rms_norm", "rope", "swiglu", "cross_entropy")},
     "ops.linear_cross_entropy": {"liger_kernel"},

@@ -25,8 +25,11 @@ ROOMS = sorted(path.name for path in PACKAGE.iterdir() if any(path.glob("*.py"))
 
 NOT_SHOWN = {"AssertionError", "NotImplementedError", "RuntimeError", "TypeError", "IndexError", "KeyError", "OSError"}
 """Errors that mean a bug, or that the system words."""
-SPEAKS = {"say", "print", "t", "translate", "refuse", "warn", "message", "_note", "Finding", "add_flags"}
-WORDS_OF = {"add_verb": (2,), "add_group": (2,), "progress": (0, 2), "advance": (1,), "print_table": (0, 1)}
+SPEAKS = {"say", "print", "t", "translate", "refuse", "warn", "message", "_note", "Finding"}
+WORDS_OF = {
+    **{"add_verb": (2,), "add_group": (2,), "add_address": (1,)},
+    **{"progress": (0, 2), "advance": (1,), "print_table": (0, 1)},
+}
 """Function -> which of its arguments a person reads."""
 SHOWN_KEYWORDS = {"help", "description", "note", "unit", "title"}
 PROSE = re.compile(r"(?<![\w`/.<=-])[A-Za-z][a-z]{2,}(?![\w`/=(]|[.:]\w)")
@@ -34,7 +37,16 @@ PROSE = re.compile(r"(?<![\w`/.<=-])[A-Za-z][a-z]{2,}(?![\w`/=(]|[.:]\w)")
 
 def messages(source: str) -> Iterator[str]:
     """Every text of a file that a person reads, as a template."""
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+
+    def meant(node: ast.expr) -> list[ast.expr]:
+        """The expression, or what its name is assigned."""
+        if not isinstance(node, ast.Name):
+            return [node]
+        return [each.value for each in assigned if getattr(each.targets[0], "id", None) == node.id]
+
+    for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
         name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
@@ -46,6 +58,9 @@ def messages(source: str) -> Iterator[str]:
         else:
             shown = [node.args[index] for index in WORDS_OF.get(name, ()) if index < len(node.args)]
         shown += [keyword.value for keyword in node.keywords if keyword.arg in SHOWN_KEYWORDS]
+        if name in ("add_flags", "add_address"):  # (name, type, default, help) each; help or flag may have a name
+            flags = [each for flag in node.args[1:] for each in meant(flag) if isinstance(each, ast.Tuple)]
+            shown += [about for flag in flags for about in meant(flag.elts[-1])]
         for expression in shown:
             yield from templates(expression)
 

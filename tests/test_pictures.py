@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -56,6 +57,28 @@ def test_no_drawing_module_and_no_picture_in_two_themes_is_without_a_caption():
     assert drawn == {words.drawn_by for words in pictures.CAPTIONS.values()}
     light = {path.stem.removesuffix("-light") for path in (DOCS / "images").glob("*-light.png")}
     assert light == {*pictures.CAPTIONS, "board"}  # board.py takes that one
+
+
+def test_both_readmes_and_the_picture_show_one_run():
+    """docs/images/quickstart_run.py writes the record and the blocks, docs/pictures.py the picture."""
+    record = json.loads((DOCS / "images" / "quickstart-run.json").read_text(encoding="utf-8"))
+    figures = record["figures"]
+    for theme in pictures.THEME_NAMES:
+        with Image.open(pictures.picture_path("result", theme)) as picture:
+            assert json.loads(picture.info["Description"]) == figures
+    bits, gzip = (
+        ", ".join(f"{channel} {figures[key][channel]:.2f}" for channel in ("code", "en", "zh"))
+        for key in ("bits per byte", "gzip")
+    )
+    facts = f"{figures['all facts']:.1%}"
+    for name, key in (("README.md", "printed"), ("README.zh.md", "printed_zh")):
+        text = (DOCS.parent / name).read_text(encoding="utf-8")
+        lines = record[key]
+        assert "\n".join(["```", *lines, "```"]) in text, f"{name} shows another run"
+        assert [bits in line and gzip in line for line in lines].count(True) == 1
+        assert [facts in line for line in lines].count(True) == 1
+        assert f"{figures['held-out loss']:.3f}" in next(line for line in lines if "525" in line)
+        assert f" {facts.removesuffix('%')} %" in text.partition(lines[0])[0], "the promise is of that run"
 
 
 def test_a_missing_workspace_and_an_unknown_name_are_refused_in_words(tmp_path, capsys):

@@ -26,7 +26,14 @@ from zero2all.model.hf import read_hf_folder, write_hf_folder
 from zero2all.tokenizer.chat import chat_template
 from zero2all.tokenizer.extend import check_extends, spelled_by
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
-from zero2all.tokenizer.save import CHAT_TEMPLATE_NAME, CONFIG_NAME, TOKENIZER_FILES, TOKENIZER_NAME, compatible_files
+from zero2all.tokenizer.save import (
+    CHAT_TEMPLATE_NAME,
+    CONFIG_NAME,
+    TOKENIZER_FILES,
+    TOKENIZER_NAME,
+    compatible_files,
+    opening_processor,
+)
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import write_checkpoint
 from zero2all.train.saved_config import save_run_config
@@ -50,8 +57,9 @@ def export_run(
     """
     target = require_new(target)
     with staged_folder(target) as partial:
-        # The files as they are: re-saving through transformers would make control tokens reachable from text.
+        # Not through transformers, whose saving would make control tokens reachable from text.
         _copy_files(tokenizer_folder, partial)
+        _open_documents(partial, loaded.tokenizer)
         if tokenizer_layout == "compatible":
             _make_compatible(partial, loaded.tokenizer)
         write_hf_folder(
@@ -220,6 +228,16 @@ def _copy_files(folder: Path, target: Path) -> None:
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             shutil.copy(folder / name, target / name)
+
+
+def _open_documents(folder: Path, tokenizer: Tokenizer) -> None:
+    """Have `AutoTokenizer` begin a text as training and `z2a generate` do. An imported tokenizer stays as it came."""
+    config = read_json(folder / CONFIG_NAME) if (folder / CONFIG_NAME).is_file() else {}
+    tokenizer_json = read_json(folder / TOKENIZER_NAME)
+    if "control_roles" in config and tokenizer_json.get("post_processor") is None:
+        number = tokenizer.end_id if tokenizer.begin_id is None else tokenizer.begin_id
+        name = next(name for name, each in tokenizer.control.items() if each == number)
+        write_json(folder / TOKENIZER_NAME, {**tokenizer_json, "post_processor": opening_processor(name, number)})
 
 
 def _make_compatible(folder: Path, tokenizer: Tokenizer) -> None:

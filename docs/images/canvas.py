@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import fontManager
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Polygon, Rectangle
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from zero2all.common.errors import UserError
 
@@ -106,6 +107,8 @@ class Canvas:
 
     def __init__(self, theme: Theme, height: float, title: str, subtitle: str = "") -> None:
         self.theme, self.height = theme, height
+        self.note = ""
+        """Kept in the file, as its description."""
         self.figure = Figure(figsize=(WIDTH / POINTS_PER_INCH, height / POINTS_PER_INCH), facecolor=theme.page)
         FigureCanvasAgg(self.figure)
         self.page = self.figure.add_axes((0, 0, 1, 1))
@@ -224,14 +227,17 @@ class Canvas:
         axes.text(x, y, words, color=colour or self.theme.faint, parse_math=False, **style)
 
     def save(self, path: Path) -> None:
-        """Write the picture as a PNG of at most MAX_BYTES; few colours are enough for it."""
+        """Write the picture as a PNG of at most MAX_BYTES, with its note; few colours are enough for it."""
         raw, packed = io.BytesIO(), io.BytesIO()
         dpi = SCALE * POINTS_PER_INCH
         self.figure.savefig(raw, format="png", dpi=dpi, facecolor=self.theme.page, metadata={"Software": None})
         # Maximum coverage keeps colours that are rare, such as those of small text.
         way, dither = Image.Quantize.MAXCOVERAGE, Image.Dither.NONE
         picture = Image.open(raw).convert("RGB").quantize(64, method=way, dither=dither)
-        picture.save(packed, "PNG", optimize=True)
+        note = PngInfo()
+        if self.note:
+            note.add_itxt("Description", self.note)
+        picture.save(packed, "PNG", optimize=True, pnginfo=note)
         if packed.tell() > MAX_BYTES:
             raise ValueError(f"{path.name} has {packed.tell():,} bytes; at most {MAX_BYTES:,} are allowed")
         path.write_bytes(packed.getvalue())

@@ -20,8 +20,7 @@ from zero2all.limits.floors import linear_shapes
 from zero2all.limits.gpus import GPUS
 from zero2all.limits.memory import GIB, MemoryEstimate, MemorySettings, estimate_memory
 from zero2all.limits.roofline import matmul_bytes, matmul_flops, tiling
-from zero2all.ops.registry import footprints
-from zero2all.perf.memory import TAKEN_ON_A_GPU
+from zero2all.ops.registry import TAKEN_ON_A_GPU, footprints
 
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "ops_bench.json"
 GPU = "h200"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
-import zlib
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from canvas import MARGIN, SMALL, WIDTH, Canvas, Theme, font_families
 from example import Example
 from matplotlib.axes import Axes
 
+from zero2all.common.files import read_json
+from zero2all.evals.options import report_path
+from zero2all.evals.perplexity import all_rows
 from zero2all.evals.probes import run_probes, summarize
 from zero2all.infer.boundary import opening_id
 from zero2all.infer.engine import Engine
@@ -18,10 +21,11 @@ from zero2all.infer.sampling import Sampling
 from zero2all.infer.text import generate
 from zero2all.model.config import parameter_counts
 from zero2all.quickstart.journey import GREEDY_SAMPLE_TOKENS, SAMPLE_PROMPTS, SAMPLE_TOKENS, WORLD_SEED
-from zero2all.quickstart.world.probes import probes
+from zero2all.quickstart.world.questions import probes
 from zero2all.tokenizer.show import readable
 
 LANGUAGES = {"en": "English", "zh": "Chinese"}
+CHANNELS = LANGUAGES | {"code": "Python"}
 BEGINNINGS = {"en": "The capital city of", "zh": "要说"}
 """Of the held-out texts whose first tokens are shown."""
 SENTENCE_TOKENS = {"en": 16, "zh": 15}
@@ -120,7 +124,7 @@ def result(example: Example, theme: Theme) -> Canvas:
     canvas = Canvas(
         theme,
         590,
-        f"Before training: noise. After {steps} steps: answers in English and Chinese.",
+        f"Before training: noise. After {steps} steps: facts in English and Chinese.",
         f"{parameter_counts(config.model)['total'] / 1e6:.1f} M parameters, {tokens / 1e6:.1f} M tokens, "
         f"minutes on two CPU cores: the quickstart.",
     )
@@ -130,7 +134,23 @@ def result(example: Example, theme: Theme) -> Canvas:
         y += 66
     _draw_facts(canvas, example, y + 14)
     _draw_loss(canvas, example, y + 14)
+    canvas.note = json.dumps(figures(example), ensure_ascii=False)
     return canvas
+
+
+@cache
+def figures(example: Example) -> dict[str, Any]:
+    """What the quickstart's own report says of its last checkpoint: the figures of the picture and the READMEs."""
+    report = read_json(report_path(example.run, example.steps[-1]))
+    held_out, probes = report["held_out"], report["probes"]
+    return {
+        "steps": report["step"],
+        "facts": {channel: round(probes["channels"][channel]["accuracy"], 6) for channel in LANGUAGES},
+        "all facts": round(probes["accuracy"], 6),
+        "bits per byte": {channel: round(held_out[channel]["bits_per_byte"], 6) for channel in CHANNELS},
+        "gzip": {channel: round(held_out[channel]["gzip_bits_per_byte"], 6) for channel in CHANNELS},
+        "held-out loss": round(all_rows(held_out)["loss"], 6),
+    }
 
 
 @cache
@@ -182,7 +202,7 @@ def _known_facts(example: Example) -> dict[str, list[tuple[int, float]]]:
 def _draw_facts(canvas: Canvas, example: Example, y: float) -> None:
     theme = canvas.theme
     canvas.text(MARGIN, y, "Facts it completes correctly", weight="bold")
-    canvas.text(MARGIN, y + 18, "each phrased in a way it never saw", size=SMALL, colour=theme.faint)
+    canvas.text(MARGIN, y + 18, "each in a phrasing it never saw for that fact", size=SMALL, colour=theme.faint)
     axes = canvas.chart(MARGIN + 42, y + 36, 270, 130)
     for channel, points in _known_facts(example).items():
         steps, shares = zip(*points, strict=True)
@@ -205,30 +225,22 @@ def _draw_facts(canvas: Canvas, example: Example, y: float) -> None:
 def _draw_loss(canvas: Canvas, example: Example, y: float) -> None:
     theme, left = canvas.theme, WIDTH / 2 + 24
     canvas.text(left, y, "Bits per byte of held-out text", weight="bold")
-    packed = " and ".join(f"{_gzip_bits_per_byte(example, channel):.2f}" for channel in LANGUAGES)
-    canvas.text(left, y + 18, f"fewer is better; gzip -9 needs {packed}", size=SMALL, colour=theme.faint)
+    canvas.text(left, y + 18, "fewer is better; gzip -9 in brackets", size=SMALL, colour=theme.faint)
     axes = canvas.chart(left + 30, y + 36, WIDTH - MARGIN - left - 30, 130)
-    highest = 0.0
-    for number, (channel, language) in enumerate(LANGUAGES.items()):
-        curve = example.metrics.series(f"eval/valid/bpb/{channel}")
+    curves = {channel: example.metrics.series(f"eval/valid/bpb/{channel}") for channel in CHANNELS}
+    highest = max(float(curve.value.max()) for curve in curves.values())
+    for number, (channel, curve) in enumerate(curves.items()):
         axes.plot(curve.step, curve.value, "o-", color=theme.channels[channel], markersize=4)
-        highest = max(highest, float(curve.value.max()))
         canvas.label(
             axes,
             example.steps[-1],
-            highest * (0.86 - 0.15 * number),
-            f"{language} {curve.value[-1]:.2f}",
+            highest * (0.34 + 0.15 * number),
+            f"{CHANNELS[channel]} {curve.value[-1]:.2f} ({figures(example)['gzip'][channel]:.2f})",
             colour=theme.channels[channel],
             ha="right",
             fontweight="bold",
         )
     _finish_curves(canvas, axes, example.steps[-1], highest * 1.05)
-
-
-def _gzip_bits_per_byte(example: Example, channel: str) -> float:
-    """What gzip -9 needs for the held-out texts, all in one."""
-    text = "".join(example.texts(channel, "valid")).encode()
-    return 8 * len(zlib.compress(text, 9)) / len(text)
 
 
 def _finish_curves(canvas: Canvas, axes: Axes, last: int, top: float) -> None:

@@ -84,7 +84,7 @@ def test_talking_in_a_terminal(terminal, tmp_path):
     typist, program = terminal
     greeting = typist.seen.decode()
     assert "tiny at step 30: 0.1 M parameters, float32, cpu" in greeting
-    assert "with a written dialogue: the run was not trained on conversations" in greeting
+    assert "with plain continuation: this is a base model, which continues your text" in greeting
 
     typist.type("/plain\n", "plain continuation", "\n> ")
     typist.type("/set temperature 0\n", "temperature 0.0", "\n> ")

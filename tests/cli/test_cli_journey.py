@@ -135,10 +135,19 @@ def test_eval_prints_bits_per_byte_and_probes_and_writes_its_report(copy, z2a):
     assert ended.out.startswith("tiny at step 4\n")
     table = ended.out.split("\n\n")[1]
     assert table.startswith("held-out text")
-    bits = {line.split()[0]: float(line.split()[1]) for line in table.splitlines() if line[:5] in ("  en ", "  zh ")}
+    rows = {line.split()[0]: line.split()[1:] for line in table.splitlines()[1:]}
     assert "capital" in ended.out
     report = json.loads((copy / "runs/tiny/eval/step-00000004.json").read_text())
-    assert report["held_out"]["zh"]["bits_per_byte"] == pytest.approx(bits["zh"], abs=1e-4)
+    assert f"{report['held_out']['zh']['bits_per_byte']:.4f}" == rows["zh"][1]
+    trained = z2a("train", copy / "runs" / "tiny" / "config.yaml", "--work", copy).out
+    shown = {line.split()[0]: line.split()[1] for line in trained.splitlines() if "eval/valid" in line}
+    for channel, name in {"en": "/en", "zh": "/zh", "all": ""}.items():
+        assert rows[channel][:2] == [shown[f"eval/valid/{kind}{name}"] for kind in ("loss", "bpb")]
+    tokens = {channel: float(rows[channel][-2].replace(",", "")) for channel in rows}
+    mean = sum(float(rows[channel][0]) * tokens[channel] for channel in ("en", "zh")) / tokens["all"]
+    assert float(rows["all"][0]) == pytest.approx(mean, abs=1e-4), "the rows of the table average to its last line"
+    listed = json.loads(z2a("runs", "--work", copy, "--json").out)
+    assert f"{listed[0]['held_out_loss']:.4f}" == rows["all"][0]
 
 
 def test_eval_of_an_older_checkpoint(copy, z2a):

@@ -77,9 +77,17 @@ def test_an_unknown_gpu_gets_no_guess(name, z2a):
         (["params", "llama-9"], "llama-3.1-8b"),
         (["params", "gpt-3", "--layers", "3"], "no --layers beside it"),
         (["params", "z2all-1b", "--model.layers", "0"], "model.layers: got 0"),
-        (["params", "llama-2-7b", "--model.layers", "3"], "a published model is taken as it is"),
+        (["params", "gpt-3", "--model.layers", "3"], "a model that our trainer has"),
+        (["params", "lama-3.1-8b"], "Did you mean `llama-3.1-8b`?"),
+        (["failure", "--gpus", "16384", "--failures", "419", "--period", "54"], "--period: got '54 s'"),
+        (["failure", "--gpus", "16384", "--failures", "419", "--period", "54"], "54 days are 54d"),
+        (["failure", "--gpus", "8", "--failures", "3", "--period", "1d", "--interval", "9d"], "--interval: got '9 d'"),
         (["params", "--hidden-size", "64"], "--layers, --heads, --vocab-size, --intermediate-size"),
         (["zero", "--params", "7B"], "--gpus: got nothing"),
+        (["flops", "gpt-3", "--lengths", "1e300,1e300"], "--lengths: got '1e300,1e300'"),
+        (["tokens", "--rows", "1e300", "--mean-length", "9", "--tokens-per-character", "1"], "--rows: got '1e300'"),
+        (["params", "--params", "1B", "--active", "7B"], "at most the parameters (1,000,000,000)"),
+        (["flops", "--params", "1e6", "--hidden-size", "4096", "--vocab-size", "128256"], "--vocab-size: got 128256"),
         (["cost", "gpt-3", "--tokens", "1B", "--mfu", "140%", "--price", "2"], "--mfu: got '140%'"),
         (["failure", "--gpus", "8", "--probability", "nan"], "--probability: got 'nan'"),
         (["checkpoint", "--mtbf", "3 hours"], "--mtbf: got '3 hours'"),
@@ -92,11 +100,78 @@ def test_what_is_missing_or_does_not_fit_is_said(words, said, z2a):
     assert said in ended.err
 
 
-def test_the_selftest_prints_its_table(z2a):
-    ended = z2a("perf", "selftest")
-    assert ended.code == 0
-    assert "Daly" in ended.out
-    assert "agree. The largest difference is" in ended.out
+def terms(z2a, *words):
+    return json.loads(z2a("perf", *words, "--json", "-").out)["terms"]
+
+
+def test_a_checkpoint_has_the_bytes_that_the_trainer_writes(z2a):
+    for words, each in (
+        (["--params", "1B"], 12),
+        (["llama-3.1-8b"], 12),
+        (["z2all-1b"], 12),
+        (["z2all-1b", "--train.precision", "float32"], 12),
+        (["z2all-1b", "--optim.kind", "lion"], 8),
+        (["z2all-1b", "--optim.kind", "adamw_bf16"], 6),
+        (["z2all-1b", "--train.precision", "float64"], 24),
+    ):
+        parameters = 10**9 if words[0] == "--params" else total(z2a, words[0])
+        found = terms(z2a, "checkpoint", *words, "--mtbf", "3h", "--save", "60s")["checkpoint"]
+        assert found["value"] == each * parameters
+        assert found["formula"].startswith(f"{each} P: ")
+
+
+def test_hardware_utilisation_is_said_also_where_only_the_parameters_are_known(z2a):
+    speed = ["--tokens-per-second", "3000", "--gpu", "a100", "--recompute"]
+    found = terms(z2a, "mfu", "--params", "7B", *speed, "full")
+    assert found["HFU full, 6N"]["value"] == pytest.approx(8 / 6 * found["MFU 6N"]["value"])
+    ended = z2a("perf", "mfu", "--params", "7B", *speed, "selective")
+    assert "No HFU" in ended.out
+    shape = ["--layers", "32", "--hidden-size", "4096", "--vocab-size", "32000", "--seq-len", "4096"]
+    known = terms(z2a, "mfu", "llama-2-7b", *speed, "full")["HFU full, causal"]["value"]
+    found = terms(z2a, "mfu", "--params", "6738415616", *shape, *speed, "full")["HFU full, causal"]["value"]
+    assert found == pytest.approx(known, rel=1e-4)  # norms are not told from matrices
+
+
+PREDICTED = ["perf", "predict", "--cluster", "h200", "--batch", "1x2048x1"]
+
+
+def test_the_precision_of_a_prediction_is_said_and_float32_on_a_gpu_is_questioned(z2a, tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text(
+        "model: {vocab_size: 256, hidden_size: 64, intermediate_size: 128, layers: 1, heads: 2, kv_heads: 2}\n"
+    )
+    ended = z2a(*PREDICTED, file)
+    assert "float32" in ended.out.split("peak arithmetic")[0]
+    assert "--train.precision bfloat16" in ended.out
+    for words in (["--train.precision", "bfloat16"], ["--train.precision", "float32"]):  # said by the user: meant
+        assert "is not set" not in z2a(*PREDICTED, file, *words).out
+    assert json.loads(z2a(*PREDICTED, file, "--json", "-").out)["precision"] == "float32"
+    assert "--train.precision bfloat16" in z2a("perf", "memory", file, "--gpu", "h200").out
+
+
+def test_every_verb_that_takes_a_model_knows_the_same_names(z2a, tmp_path):
+    run = tmp_path / "work/runs/mine"
+    (run / "metrics").mkdir(parents=True)
+    tiny = "model: {vocab_size: 256, hidden_size: 64, intermediate_size: 128, layers: 1, heads: 2, kv_heads: 2}\n"
+    (run / "config.yaml").write_text(tiny)
+    verbs = (
+        ["perf", "params"],
+        PREDICTED,
+        ["perf", "memory", "--gpu", "h200", "--ranks", "8", "--parallel.zero", "3"],
+        ["perf", "plan", "--gpus", "8", "--cluster", "h200", "--top", "1"],
+        ["perf", "link", "--cluster", "h200", "--gbit", "10"],
+        ["perf", "shapes", "--check"],
+    )
+    for verb in verbs:
+        for model in ("llama-3.1-8b", run):
+            ended = z2a(*verb, model)
+            assert ended.code == 0, (verb, model, ended.err)
+        ended = z2a(*verb, "llama-3.1-8")
+        assert "Did you mean `llama-3.1-8b`?" in ended.err, (verb, ended.err)
+        assert ended.code == 2
+        if verb[1] != "params":
+            assert "deepseek-v3 has" in z2a(*verb, "deepseek-v3").err
+    assert "bfloat16" in z2a(*PREDICTED, "llama-3.1-8b").out
 
 
 def test_a_calculator_needs_neither_torch_nor_numpy():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from zero2all.cli.overview import JOURNEY, next_commands
-from zero2all.cli.run_list import Run
+from zero2all.cli.runs import Run
 from zero2all.common.workspace import open_workspace
 
 
@@ -28,7 +28,7 @@ def test_a_folder_without_a_workspace_leads_to_the_quickstart(z2a, tmp_path, mon
 def test_a_finished_run_leads_to_eval_chat_and_board_and_they_need_no_name(z2a, journey, monkeypatch):
     monkeypatch.chdir(journey)
     out = z2a().out
-    assert f"Workspace {journey}: corpus, tokenizer, packed.\n  run tiny: finished, step 4 of 4, loss " in out
+    assert f"Workspace {journey}: corpus, tokenizer, packed.\n  run tiny: finished, step 4 of 4, training loss " in out
     assert "Next:\n  z2a eval\n  z2a chat\n  z2a board\n" in out
 
 
@@ -53,7 +53,7 @@ def test_each_missing_stage_is_the_next_command(z2a, copy, monkeypatch):
 
 
 def run(state: str, name: str = "a", seconds_ago: float = 1.0) -> Run:
-    return Run(name, state, 3, 9, 1.0, seconds_ago, "")
+    return Run(name, state, 3, 9, 1.0, None, seconds_ago, "")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_help_of_a_verb_is_its_help(z2a):
 
 def test_runs_lists_state_step_loss_size_and_age(z2a, journey, copy):
     heading, _, row = [line.split() for line in z2a("runs", "--work", journey).out.splitlines() if line.strip()]
-    assert heading == ["run", "state", "step", "of", "loss", "size", "last", "row"]
+    assert heading == ["run", "state", "step", "of", "training", "loss", "held-out", "loss", "size", "updated"]
     assert row[:4] == ["tiny", "finished", "4", "4"]
     (found,) = json.loads(z2a("runs", "--json", "--work", copy).out)
     assert (found["name"], found["state"], found["step"], found["steps"]) == ("tiny", "finished", 4, 4)

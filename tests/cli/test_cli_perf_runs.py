@@ -26,11 +26,26 @@ def test_simulate_writes_only_json_to_standard_output(z2a):
     assert found["plan"]["failures_per_gpu_hour"] == pytest.approx(1.973e-5, rel=1e-3)
 
 
+def test_a_run_without_failures_is_said_to_have_none(z2a):
+    ended = z2a(*SMALL, "--failures-per-gpu-hour", "0")
+    assert "no failures; a checkpoint every" in ended.out
+    assert "inf" not in ended.out
+
+
 def test_simulate_from_tokens_equals_simulate_from_days(z2a):
     tokens = ("--tokens", str(512 * 100.0 * 3 * 86400), "--tokens-per-gpu-second", "100", "--json", "-")
     by_days = json.loads(z2a(*SMALL, "--json", "-").out)
     by_tokens = json.loads(z2a(*SMALL[:4], *SMALL[6:], *tokens).out)
     assert by_tokens["bands"]["days"] == pytest.approx(by_days["bands"]["days"])
+
+
+def test_simulate_reads_tokens_as_every_other_verb_does(z2a):
+    speed = ("--tokens-per-gpu-second", "1.2k", "--json", "-")
+    found = [json.loads(z2a(*SMALL[:4], *SMALL[6:], "--tokens", text, *speed).out) for text in ("1.5T", "1.5e12")]
+    assert found[0] == found[1]
+    ended = z2a(*SMALL[:4], "--tokens", "1.5 x", *speed)
+    assert ended.code == 2
+    assert "got '1.5 x', expected a whole number of at least 1, such as 8, 4096, 1.1e9 or 7.5B" in ended.err
 
 
 def test_slow_links_slow_the_run_by_their_share_of_a_step(z2a):
@@ -44,6 +59,8 @@ def test_slow_links_slow_the_run_by_their_share_of_a_step(z2a):
         (("--tokens", "1e9"), "--tokens with --tokens-per-gpu-second, or --days"),
         (("--shares", "fire=1"), "fire is not a kind"),
         (("--shares", "process"), "expected kinds and shares"),
+        (("--shares", "process=nan"), "must be at least 0 and sum to 1"),
+        (("--days", "1e30"), "expected a number, above 0 and at most 100000"),
         (("--slow-nodes", "1,2"), "expected three numbers"),
         (("--slow-links", "0.1,0.5,3"), "--communication-share says"),
         (("--least-nodes", "70", "--stall-seconds", "99"), "at most 64 nodes; got 70; a save stalls"),
@@ -60,9 +77,40 @@ def test_explain_prints_findings_and_writes_json(z2a, tmp_path):
     file = tmp_path / "run.json"
     ended = z2a("perf", "explain", run, "--json", file)
     assert ended.code == 0, ended.err
-    for expected in ("The run is limited by", "1. evaluation", "evaluate half as often", "steps kept", "MFU"):
+    for expected in ("The run is limited by", "1. evaluation", "evaluate half as often", "validate", "MFU"):
         assert expected in ended.out
     assert json.loads(file.read_text())["findings"][0]["what"] == "evaluation"
+
+
+def test_a_figure_that_is_zero_in_both_runs_has_not_changed(z2a, tmp_path):
+    first, second = (MadeRun(tmp_path / name, metrics={"loss/zh": 0.0}).write(1, 200).folder for name in "ab")
+    third = MadeRun(tmp_path / "c", metrics={"loss/zh": 0.5}).write(1, 200).folder
+    row = next(line for line in z2a("perf", "diff", first, second).out.splitlines() if "loss/zh" in line)
+    assert "+0.00 %" in row
+    row = next(line for line in z2a("perf", "diff", first, third).out.splitlines() if "loss/zh" in line)
+    assert row.split()[-3:] == ["–", "–", "worse"]
+    for other in (second, third):
+        assert "nan" not in z2a("perf", "diff", first, other).out.lower()
+
+
+def test_goodput_and_explain_give_one_account_of_a_run_that_was_stopped(z2a, tmp_path):
+    made = MadeRun(tmp_path / "run").write(1, 40, "preempted")
+    made.now += 1000.0
+    run = made.write(41, 60, resumed_from=40).folder
+    said = [z2a(*verb, run) for verb in (("goodput",), ("perf", "explain"))]
+    assert all("not counted: 1,000.0 s between an end and the next start" in ended.out for ended in said)
+    found = [
+        json.loads(z2a(*words).out) for words in (("goodput", run, "--json"), ("perf", "explain", run, "--json", "-"))
+    ]
+    assert found[0]["seconds"] == found[1]["seconds"]
+    assert found[0]["goodput"] == pytest.approx(60 / 70, rel=0.02)
+
+
+def test_goodput_of_a_folder_without_metrics_of_training_is_refused(z2a, tmp_path):
+    (tmp_path / "run/metrics").mkdir(parents=True)
+    ended = z2a("goodput", tmp_path / "run")
+    assert ended.code == 3, ended.err
+    assert "There are no metrics of training" in ended.err
 
 
 def test_diff_prints_what_differs(z2a, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from zero2all.cli import main
-from zero2all.tokenizer.lab.text import held_out_text
+from zero2all.tokenizer.lab.candidates import held_out_text
 
 
 def test_eval_prints_tables_and_writes_json_and_page(trained_workspace, tmp_path, capsys):

@@ -312,3 +312,8 @@ def test_an_override_that_stands_for_endless_values_is_one_problem():
     apply_overrides(values, ["--a.b", "[" * 5000, "--a.c", "*.txt", "--a.d", "2024-13-45", "--a.e=3"], problems)
     assert [problem.field for problem in problems] == ["a.b"]
     assert values == {"a": {"c": "*.txt", "d": "2024-13-45", "e": 3}}
+
+
+@pytest.mark.parametrize(("name", "meant"), [("z2all-99m", "z2all-100m"), ("z2all-2b", "z2all-1b")])
+def test_a_name_with_another_number_means_the_one_it_equals_but_for_that(name, meant):
+    assert nearest_hint(name, ["quickstart", "z2all-100m", "z2all-1b", "z2all-moe"]) == f"Did you mean `{meant}`?"

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 
+import numpy as np
 import pytest
 
 from zero2all.cli.main import main
@@ -17,11 +18,13 @@ from zero2all.corpus import BuildOptions, Source, build_corpus
 from zero2all.evals import contamination
 from zero2all.evals.contamination import (
     Matcher,
-    dirty_ids,
+    contaminated_ids,
+    contamination_lines,
     find_contamination,
     grams_of_items,
     read_contamination,
     split_accuracy,
+    split_words,
 )
 from zero2all.evals.items import Item, Task
 from zero2all.evals.ngrams import STRETCH_CHARACTERS, run_hashes, stretches, units_of
@@ -54,7 +57,7 @@ def make_item(number, rng):
     """Every third English, Chinese, code; every tenth shorter than an n-gram."""
     kind, is_short = ("en", "zh", "code")[number % 3], number % 10 == 0
     if kind == "en":
-        return Item(f"item-{number}", f"Which {words(rng, 7 if is_short else 20)}?", answer="x")
+        return Item(f"item-{number}", f"Which {words(rng, 4 if is_short else 20)}?", answer="x")
     if kind == "zh":
         return Item(f"item-{number}", f"{han(rng, 12 if is_short else 40)}？", answer="x", language="zh")
     return Item(f"item-{number}", f"def f{number}(x):\n{code(rng, 3 if is_short else 10)}", answer="x", language="code")
@@ -96,20 +99,20 @@ def test_planted_items_are_found_while_packing_and_none_of_the_others(planted, c
     assert main(["pack", "--work", str(workspace.root), "--against", "exam", "--data", str(data)]) == 0
     assert "exam" in capsys.readouterr().out
     report = read_contamination(workspace)
-    found = report["tasks"]["exam"]["dirty_items"]
-    assert found.keys() == expected
-    assert {key: report["tasks"]["exam"][key] for key in ("items", "dirty", "weak")} == {
-        "items": ITEMS,
-        "dirty": PLANTED,
-        "weak": ITEMS // 10,
-    }
+    dirty, weak = (report["tasks"]["exam"][kind] for kind in ("dirty_items", "weak_items"))
+    short = {name for name in expected if int(name.partition("-")[2]) % 10 == 0}
+    assert short
+    assert (dirty.keys(), weak.keys()) == (expected - short, short)  # a short question alone identifies no item
+    counts = {key: report["tasks"]["exam"][key] for key in ("items", "dirty", "weak")}
+    assert counts == {"items": ITEMS, "dirty": PLANTED - len(short), "weak": len(short)}
     documents = {record["gid"]: record["content"] for record in iter_records(workspace.corpus, "web", "train")}
     questions = {item.id: item.question for item in task.items}
-    for name, entry in found.items():
+    for name, entry in (dirty | weak).items():
         number = int(name.partition("-")[2])
         assert as_found(questions[name], number) in documents[entry["gid"]]
         assert (entry["source"], entry["documents"], entry["share"]) == ("web", 1, 1.0)
-        assert entry["weak"] == (number % 10 == 0)
+        assert entry.get("weak", False) == (number % 10 == 0)
+        assert entry["found"] == ["question"]
 
 
 def test_several_processes_and_pieces_find_the_same(planted, monkeypatch):
@@ -125,13 +128,17 @@ def test_a_later_pass_adds_to_the_report_until_the_corpus_is_another_one(planted
     find_contamination(workspace, [Task("other", "en", task.items[:5])])
     report = read_contamination(workspace)
     assert set(report["tasks"]) == {"exam", "other"}
-    assert dirty_ids(report, task) == expected
+    found = contaminated_ids(report, task)
+    assert found["dirty"] | found["weak"] == expected
     changed = dataclasses.replace(task, items=(dataclasses.replace(task.items[0], question="Why?"), *task.items[1:]))
-    assert dirty_ids(report, changed) is None  # other questions under the same ids
+    assert contaminated_ids(report, changed) is None  # other questions under the same ids
     path = workspace.root / "contamination.json"
     path.write_text(json.dumps(report | {"corpus": "of yesterday"}))
     assert read_contamination(workspace) is None
     assert "was made for another corpus" in capsys.readouterr().err
+    path.write_text(json.dumps(report | {"rules": 1}))
+    assert read_contamination(workspace) is None
+    assert "rules of an earlier version" in capsys.readouterr().err
 
 
 def test_no_items_are_refused(planted):
@@ -139,19 +146,104 @@ def test_no_items_are_refused(planted):
         find_contamination(planted[0], [Task("empty", "en", ())])
 
 
-def test_accuracy_is_split_into_clean_and_dirty():
-    split = split_accuracy({"a": True, "b": False, "c": True}, {"a"})
-    assert split["all"] == {"items": 3, "accuracy": 2 / 3}
-    assert split["clean"] == {"items": 2, "accuracy": 0.5}
-    assert split["dirty"] == {"items": 1, "accuracy": 1.0}
-    assert split_accuracy({"a": True}, {"a"})["clean"] == {"items": 0, "accuracy": None}
+def test_accuracy_is_split_into_clean_and_dirty_and_weak_hits_stand_apart():
+    correct = {"a": True, "b": False, "c": True, "d": True}
+    split = split_accuracy(correct, {"dirty": {"a"}, "weak": set()})
+    assert split == {
+        "all": {"items": 4, "accuracy": 0.75},
+        "clean": {"items": 3, "accuracy": 2 / 3},
+        "dirty": {"items": 1, "accuracy": 1.0},
+    }
+    split = split_accuracy(correct, {"dirty": {"a"}, "weak": {"c", "d"}})
+    assert (split["clean"], split["weak"]) == ({"items": 1, "accuracy": 0.0}, {"items": 2, "accuracy": 1.0})
+    assert "weak 100.0% (2)" in split_words(split)
+    assert split_accuracy({"a": True}, {"dirty": {"a"}, "weak": set()})["clean"] == {"items": 0, "accuracy": None}
+
+
+# ---- what identifies an item ----------------------------------------------------------------------------------
+
+STOCK = "Read the following story carefully and then answer the question that is asked about the people in it"
+
+
+def dialogue(rng):
+    return "\n".join(f"{who}：{han(rng, 12)}。" for who in ("男", "女", "男", "女"))
+
+
+def reading_items(rng):
+    """As in C3 (a common question on a dialogue), PIQA (one word, long solutions), a quiz, and questions that begin
+    alike."""
+    items = []
+    for number in range(40):
+        choices = tuple(han(rng, 6) for _ in range(4))
+        items.append(Item(f"c3-{number}", "女的是什么意思？", choices, 0, choices[0], "zh", context=dialogue(rng)))
+        choices = (words(rng, 16), words(rng, 16))
+        items.append(Item(f"piqa-{number}", "shoes", choices, 0, choices[0]))
+        choices = tuple(words(rng, 2) for _ in range(4))
+        items.append(Item(f"quiz-{number}", f"Who lit the {rng.choice(WORDS)}?", choices, 1, choices[1]))
+        items.append(
+            Item(f"stock-{number}", f"{STOCK}. Who don't {words(rng, 14)} at the well-known mill?", answer="x")
+        )
+    return items
+
+
+def as_printed(item, rng):
+    """The item as a page or a data file prints it, with labels or names of fields."""
+    labels = rng.choice((("A. ", "B. ", "C. ", "D. "), ("1) ", "2) ", "3) ", "4) "), ('"', '", "', '", "', '", "')))
+    options = "\n".join(label + choice for label, choice in zip(labels, item.choices, strict=False))
+    return f"{item.context}\nquestion: {item.question}\nchoices: {options}"
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory):
+    """What is found of 160 items in a corpus with a quarter of them, and with their common phrases everywhere."""
+    rng = random.Random(3)
+    items = reading_items(rng)
+    planted = {item.id: item for item in rng.sample(items, 40)}
+    texts = [words(rng, 60) + ". " + han(rng, 40) for _ in range(300)]
+    for place in range(0, 300, 2):
+        texts[place] += f" {STOCK}. I bought shoes. 「女的是什么意思？」 Who lit the {rng.choice(WORDS)}? Nobody knew."
+    for place, item in zip(rng.sample(range(300), 40), planted.values(), strict=True):
+        kind = item.id.partition("-")[0]
+        text = item.context if kind == "c3" else as_printed(item, rng)
+        if kind == "stock":
+            text = text.replace("'", "").replace("-", "")  # words that the edit joins
+        texts[place] += "\n" + text
+    folder = tmp_path_factory.mktemp("reading")
+    raw = folder / "web.jsonl"
+    raw.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    workspace = open_workspace(folder / "work", create=True)
+    build_corpus(workspace.corpus, [Source("web", raw, "en")], BuildOptions(valid_share=0, rules="none"))
+    return find_contamination(workspace, [Task("reading", "zh", tuple(items))])["tasks"]["reading"], planted
+
+
+def test_an_item_is_dirty_where_what_identifies_it_is_found_and_not_where_a_common_phrase_is(read):
+    report, planted = read
+    found = set(report["dirty_items"])
+    assert len(found & set(planted)) / len(planted) == 1.0, "recall"
+    assert len(found & set(planted)) / len(found) == 1.0, "precision"
+    assert report["dirty"] == len(planted)
+
+
+def test_what_was_found_of_an_item_is_named_and_common_phrases_are_weak_hits(read):
+    report, _ = read
+    where = {name: entry["found"] for name, entry in report["dirty_items"].items()}
+    assert all(found == ["passage"] for name, found in where.items() if name.startswith("c3"))
+    assert all("options" in found for name, found in where.items() if name.startswith("piqa"))
+    assert all(found == ["question"] for name, found in where.items() if name.startswith(("quiz", "stock")))
+    weak = report["weak_items"]
+    assert {name.partition("-")[0] for name in weak} == {"c3", "piqa", "quiz"}
+    assert all(entry["weak"] for entry in weak.values())
+    shown = contamination_lines({"tasks": {"reading": report}})
+    assert shown[0].split()[-2:] == ["weak", "hits"]
+    assert shown[1].split() == ["reading", "160", "40", "25.0%", f"{len(weak)}"]
 
 
 @pytest.mark.parametrize(
     ("kind", "one", "other", "same"),
     [
         ("words", "The  Cat, sat!", "the cat\nsat", True),
-        ("words", "the cats at", "the cat sat", False),
+        ("words", "don't well-known", "dont wellknown", True),
+        ("words", "the cat sat", "the cat set", False),
         ("characters", "漢字，ＡＢ", "汉字ab", True),
         ("characters", "汉字", "字汉", False),
         ("tokens", "if x_1:\n\treturn y", "if x_1 : return y", True),
@@ -172,9 +264,10 @@ def test_a_run_does_not_go_on_from_one_document_into_the_next():
     matcher = Matcher(key, {key: hashes}, hashes)
     whole, first, second = " ".join(WORDS), " ".join(WORDS[:8]), " ".join(WORDS[8:])
     assert not list(matcher.find(units_of([first, second], "words")))
-    ((_, found, texts),) = matcher.find(units_of(["nothing", "", whole], "words"))
-    assert len(found) == len(WORDS) - 12
-    assert set(texts.tolist()) == {2}
+    units = units_of(["nothing", "", whole], "words")
+    ((_, found, begins),) = matcher.find(units)
+    assert len(found) > 3
+    assert set(np.searchsorted(units.bounds, begins, side="right").tolist()) == {3}
 
 
 def test_a_long_text_is_taken_in_stretches_that_cut_no_run():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 
@@ -81,12 +82,24 @@ def test_examples_are_of_the_same_subject_the_same_each_time_and_never_the_item_
     shots = tuple(Item(f"s{n}", f"q{n}", ("a", "b"), 0, "a", subject=f"{n % 2}") for n in range(10))
     item = Item("x", "q4", ("a", "b"), 0, "a", subject="0")  # the question of the fifth example
     task = Task("t", "en", (item,), shots)
-    picked = forms.pick_shots(task, item, 4)
-    assert picked == forms.pick_shots(task, item, 4)
+    picked = forms.Shots(task, 4).of(item)
+    assert picked == forms.Shots(task, 4).of(item)
     assert {shot.question for shot in picked} == {"q0", "q2", "q6", "q8"}
-    assert forms.pick_shots(task, item, 4, seed=1) != picked or forms.pick_shots(task, item, 4, seed=2) != picked
+    assert forms.Shots(task, 4, seed=1).of(item) != picked or forms.Shots(task, 4, seed=2).of(item) != picked
     other = dataclasses.replace(item, subject="unknown")
-    assert len(forms.pick_shots(task, other, 20)) == 9
-    assert forms.pick_shots(task, item, 0) == ()
+    assert len(forms.Shots(task, 20).of(other)) == 9
+    assert forms.Shots(task, 0).of(item) == ()
     turned = dataclasses.replace(item, question=" Q4", choices=("b", "c", "a"), gold=2)
-    assert {shot.question for shot in forms.pick_shots(task, turned, 4)} == {"q0", "q2", "q6", "q8"}
+    assert {shot.question for shot in forms.Shots(task, 4).of(turned)} == {"q0", "q2", "q6", "q8"}
+
+
+def test_the_examples_of_an_item_do_not_cost_a_look_at_the_whole_pool():
+    shots = tuple(Item(str(number), f"question {number}", answer="x") for number in range(2000))
+    task = Task("pool", "en", shots[:500], shots)
+    forms._asked.cache_clear()
+    chooser = forms.Shots(task, 5)
+    picked = [chooser.of(item) for item in task.items]
+    assert all(len(found) == 5 and item not in found for item, found in zip(task.items, picked, strict=True))
+    assert forms._asked.cache_info().misses < 500 + 10
+    order = random.Random("0 pool ").sample(shots, len(shots))  # as it was chosen before there was an index
+    assert picked[7] == tuple(shot for shot in order if shot.question != task.items[7].question)[:5]

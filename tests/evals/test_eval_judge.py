@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
+import statistics
 
 import pytest
 
 from zero2all.common.errors import UsageError
 from zero2all.evals.items import CODE, CONTINUE, SENTENCE, Item, Task
-from zero2all.evals.judge import FormResult, _chosen, judge, summary, wilson
+from zero2all.evals.judge import FormResult, ItemResult, _chosen, judge, summary, wilson
 from zero2all.evals.scorer import Question, score_questions
 from zero2all.infer.engine import Engine
 
@@ -199,8 +201,10 @@ def test_wilson_interval_against_known_values():
     assert wilson(10, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
 
 
-def result(task: str, form: str, accuracy: float | None, chance: float = 0.25) -> FormResult:
-    return FormResult(task, "en", form, 0, 10, {}, (), chance, accuracy, None, None, 0, [])
+def result(task: str, form: str, accuracy: float | None, chance: float = 0.25, rights=()) -> FormResult:
+    rights = rights or [number < 100 * (accuracy or 0) for number in range(100)]
+    items = [ItemResult(str(number), right, chance=chance) for number, right in enumerate(rights)]
+    return FormResult(task, "en", form, 0, 10, {}, (), chance, accuracy, None, None, 0, items)
 
 
 def test_the_summary_takes_the_best_form_of_each_task_that_belongs_to_it():
@@ -215,3 +219,30 @@ def test_the_summary_takes_the_best_form_of_each_task_that_belongs_to_it():
     found = summary(results)
     assert found["zh"] == {"score": pytest.approx((0.2 - 0.2) / 2), "forms": {"cmmlu": "cloze", "ceval": "cloze"}}
     assert found["en"] == {"score": pytest.approx(0.5), "forms": {"piqa": "cloze"}}
+
+
+@pytest.mark.parametrize("options", [2, 4])
+def test_a_guesser_gains_nothing_by_the_choice_of_the_form(options):
+    rng = random.Random(0)
+    scores = []
+    for _ in range(150):
+        rights = [[rng.randrange(options) == 0 for _ in range(100)] for _ in range(3)]
+        forms = zip(("cloze", "cloze_pmi", "choice"), rights, strict=True)
+        results = [result("piqa", form, sum(each) / 100, 1 / options, each) for form, each in forms]
+        scores.append(summary(results)["en"]["score"])
+    error = statistics.stdev(scores) / 150**0.5
+    assert abs(statistics.fmean(scores)) < 3 * error < 0.04
+
+
+def test_a_form_that_is_better_is_still_taken_and_few_items_are_enough():
+    found = summary([result("piqa", "cloze", 0.5, 0.5), result("piqa", "choice", 0.9, 0.5)])["en"]
+    assert found == {"score": pytest.approx(0.8), "forms": {"piqa": "choice"}}
+    one = [result("piqa", form, 1.0, 0.5, [True]) for form in ("cloze", "choice")]
+    assert summary(one)["en"] == {"score": 1.0, "forms": {"piqa": "cloze"}}
+
+
+def test_who_writes_no_label_is_not_measured_against_guessing_one(asked_model):
+    (written,) = judge(asked_model(), [ZH], ["generate"], labels="WXYZ")
+    assert (written.accuracy, written.chance, written.centred) == (0.0, 0.0, 0.0)
+    (labelled,) = judge(asked_model(), [ZH], ["generate"], labels="北XYZ")
+    assert labelled.chance == pytest.approx((1 / 2 + 1 / 2 + 1 / 4) / 3)

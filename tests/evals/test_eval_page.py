@@ -24,7 +24,7 @@ def report(step: int) -> dict:
         "step": step,
         "tokens": 100 * step,
         "held_out": {"en": {"bits_per_byte": 3 - rise, "documents": 7}},
-        "validation": {"en": {"bits_per_byte": 3.1 - rise, "loss": 2.0}},
+        "documents": {"en": {"bits_per_byte": 3.1 - rise, "loss": 2.0}},
         "probes": {
             "accuracy": rise,
             "channels": {"zh": {"groups": {"<首都>": {"accuracy": rise, "interval": [rise - 0.1, rise + 0.1]}}}},
@@ -60,7 +60,7 @@ def test_the_page_is_well_formed_escaped_and_has_every_section_once_in_both_lang
     assert parser.open == []
     for words in (
         "Held-out text",
-        "留出文本",
+        "验证集",
         "Contrast pairs",
         "对照句对",
         "Benchmarks",
@@ -79,7 +79,7 @@ def test_every_table_says_what_was_left_out():
     page = evaluation_page("r", REPORTS)
     sections = re.findall(r'<section id="(\w+)">(.*?)</section>', page, re.DOTALL)
     tables = {name: body for name, body in sections if "<table>" in body}
-    assert set(tables) == {"held_out", "validation", "probes", "pairs", "tasks"}
+    assert set(tables) == {"held_out", "documents", "probes", "pairs", "tasks"}
     assert all("left out" in body for body in tables.values())
     assert "3 left out" in tables["probes"]
     assert "3 × longer than the &lt;context&gt;" in tables["probes"]

@@ -11,15 +11,17 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.records import iter_records, training_text
 from zero2all.evals.perplexity import (
     Windows,
+    all_rows,
     file_bits_per_byte,
     held_out_bits_per_byte,
+    held_out_rows,
     score_documents,
-    validation_bits_per_byte,
 )
 from zero2all.evals.report import report_lines
 from zero2all.evals.text_files import read_text, text_files
 from zero2all.infer.engine import Engine
 from zero2all.packed.layout import packed_sources
+from zero2all.track.reader import read_run
 from zero2all.train.validate import held_out_losses, open_valid_splits
 
 
@@ -73,10 +75,11 @@ def test_a_text_with_unknown_tokens_is_called_too_good(trained, monkeypatch):
     (score,) = score_documents(Engine(trained), ["kalomi"], Windows(trained.window))
     assert score.unknown_tokens == ids.count(ids[0])
     values = {**score.summary(), "gzip_bits_per_byte": 1.0}
-    lines = report_lines({"run": "r", "step": 1, "held_out": {"en": values}})
+    lines = report_lines({"run": "r", "step": 1, "held_out": {}, "documents": {"en": values}})
     assert any("are <unk>" in line for line in lines)
     values["unknown_tokens"] = 0
-    assert not any("<unk>" in line for line in report_lines({"run": "r", "step": 1, "held_out": {"en": values}}))
+    report = {"run": "r", "step": 1, "held_out": {}, "documents": {"en": values}}
+    assert not any("<unk>" in line for line in report_lines(report))
 
 
 def test_bits_per_byte_of_a_channel_is_all_bits_over_all_bytes(trained, trained_workspace):
@@ -108,16 +111,37 @@ def test_trained_model_needs_fewer_bits_than_an_untrained_one(trained, trained_w
     assert all(after[channel]["bits_per_byte"] < before[channel]["bits_per_byte"] / 2 for channel in ("zh", "en"))
 
 
-@pytest.mark.parametrize("document_mask", [False, True])
-def test_training_and_evaluation_agree_about_the_rows_that_training_scores(trained, trained_workspace, document_mask):
-    data = dataclasses.replace(trained.config.data, document_mask=document_mask)
-    splits = open_valid_splits(trained_workspace.packed, packed_sources(trained_workspace.packed))
-    ours = held_out_losses(trained.model, splits, data, trained.config.eval)
-    found = validation_bits_per_byte(Engine(trained), splits, data, trained.config.eval)
+def splits_of(workspace):
+    return open_valid_splits(workspace.packed, packed_sources(workspace.packed))
+
+
+def test_held_out_loss_is_the_one_that_training_recorded_at_this_checkpoint(trained, trained_workspace):
+    run = trained_workspace.run(trained.name)
+    found = held_out_rows(trained, splits_of(trained_workspace), run)
+    metrics = read_run(run).series
     assert set(found) == {"zh", "en"}
     for channel, values in found.items():
-        assert values["bits_per_byte"] == pytest.approx(ours[f"eval/valid/bpb/{channel}"], rel=1e-6)
-        assert values["loss"] == pytest.approx(ours[f"eval/valid/loss/{channel}"], rel=1e-6)
+        assert values["loss"] == metrics[f"eval/valid/loss/{channel}"].value[-1]
+        assert values["bits_per_byte"] == metrics[f"eval/valid/bpb/{channel}"].value[-1]
+    together = all_rows(found)
+    assert together["loss"] == pytest.approx(metrics["eval/valid/loss"].value[-1])
+    assert together["bits_per_byte"] == pytest.approx(metrics["eval/valid/bpb"].value[-1])
+    assert together["tokens"] == found["zh"]["tokens"] + found["en"]["tokens"]
+
+
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_a_checkpoint_that_training_did_not_validate_is_scored_the_same_way(
+    trained, trained_workspace, tmp_path, document_mask
+):
+    data = dataclasses.replace(trained.config.data, document_mask=document_mask)
+    loaded = dataclasses.replace(trained, config=dataclasses.replace(trained.config, data=data))
+    splits = splits_of(trained_workspace)
+    expected = held_out_losses(trained.model, splits, data, trained.config.eval)
+    found = held_out_rows(loaded, splits, tmp_path)
+    assert {channel: values["loss"] for channel, values in found.items()} == {
+        channel: expected[f"eval/valid/loss/{channel}"] for channel in ("en", "zh")
+    }
+    assert all_rows(found)["loss"] == pytest.approx(expected["eval/valid/loss"])
 
 
 @pytest.mark.parametrize("tokens", [2, 10, 11, 12, 15, 23, 40])

@@ -87,6 +87,14 @@ def test_a_file_that_is_no_list_of_families_is_refused(tmp_path, text, reason):
         read(tmp_path, text)
 
 
+def test_a_small_file_that_stands_for_billions_of_values_is_refused(tmp_path):
+    doublings = [f"- &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    with pytest.raises(BadInputError, match="more than 100,000 values once aliases are expanded"):
+        read(tmp_path, "\n".join(["- &a0 [x]", *doublings]))
+    with pytest.raises(BadInputError, match="listed twice"):
+        read(tmp_path, FAMILIES + "    loop: {}\n")
+
+
 def test_our_own_probes_are_many_in_both_languages_and_each_has_several_contexts():
     probes = read_probes(OWN_PROBES)
     contexts: dict[str, set[str]] = {}

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from zero2all.evals.judge import wilson
 from zero2all.evals.scores import Curve, Point, curves_of
 from zero2all.evals.signal import CHANCE, LEAST_CHECKPOINTS, NOISE, SIGNAL, TOO_FEW, judge_curve, signals_json
 
@@ -95,20 +96,74 @@ def test_values_that_are_no_numbers_are_left_out_and_counted():
     assert judge_curve(curve([math.nan] * 12)).verdict == TOO_FEW
 
 
-def test_a_change_within_the_confidence_interval_is_said():
-    found = judge_curve(curve(RISING, half_width=0.5))
+def test_a_change_within_the_confidence_interval_is_said_and_one_of_fewer_than_four_items_is_luck():
+    rising = 0.5 + 0.08 * np.arange(12) / 11
+    found = judge_curve(curve(rising, half_width=0.1))
+    assert found.verdict == SIGNAL
     assert found.change_over_interval < 1
     assert "less than its confidence interval" in found.reason
+    few = judge_curve(curve(rising, half_width=0.2))  # of about 24 items two changed
+    assert few.verdict == NOISE
+    assert "could be luck" in few.reason
 
 
-@pytest.mark.parametrize("count", [5, 8, 12])
+ITEMS, DRAWS = 500, 200
+PLACES = np.arange(10)
+PLANTED = {
+    "early plateau": [0.25, 0.80, 0.81, 0.79, 0.80, 0.80, 0.81, 0.79, 0.80, 0.80],
+    "rise at the end": 0.25 + 0.18 * np.maximum(0, PLACES - 6),
+    "jump at the end": np.where(PLACES < 8, 0.25, 0.6),
+    "rise and collapse": np.where(PLACES < 8, np.minimum(0.25 + 0.1 * PLACES, 0.8), 0.25),
+    "rise and fall": 0.25 + 0.55 * np.sin(np.pi * PLACES / 9),
+    "steady rise": 0.3 + 0.4 * PLACES / 9,
+}
+
+
+def verdicts(abilities, items=ITEMS, seed=0):
+    """Of one curve for each row of abilities: each checkpoint answers the items anew."""
+    right = np.random.default_rng(seed).binomial(items, np.clip(abilities, 0, 1))
+    found = []
+    for row in right:
+        points = (Point(step, count / items, wilson(count, items)) for step, count in zip(STEPS, row, strict=False))
+        found.append(judge_curve(Curve("tasks/quiz/accuracy", tuple(points), 0.25)).verdict)
+    return found
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_shape_is_found_in_nine_of_ten_draws(name):
+    assert verdicts(np.tile(PLANTED[name], (DRAWS, 1))).count(SIGNAL) >= 0.9 * DRAWS
+
+
+def test_the_curve_that_rose_once_and_stayed_carries_signal():
+    found = judge_curve(curve(PLANTED["early plateau"], chance=0.25, half_width=0.035))
+    assert found.verdict == SIGNAL
+    assert "rises with the step (0.25 to 0.8)" in found.reason
+
+
+def test_a_curve_that_collapsed_to_chance_carries_signal_and_says_where_it_turned():
+    found = judge_curve(curve(PLANTED["rise and fall"], chance=0.25, half_width=0.04))
+    assert found.verdict == SIGNAL
+    assert found.reason.startswith("rises and falls again (")
+    assert found.reason.endswith("the model gets worse at it")
+
+
+@pytest.mark.parametrize("step", [0.0, 0.01, 0.02, 0.05], ids=lambda step: f"steps of {step}")
+@pytest.mark.parametrize("is_sampled", [True, False], ids=["asked of items", "exact"])
+def test_flat_noise_and_random_walks_carry_no_signal_in_nine_of_ten_draws(step, is_sampled):
+    walks = 0.5 + np.cumsum(np.random.default_rng(1).normal(0, step or 1e-9, (DRAWS, 10)), axis=1)
+    exact = (judge_curve(curve(walk, half_width=0.044)).verdict for walk in walks)
+    found = verdicts(walks) if is_sampled else list(exact)
+    assert found.count(SIGNAL) <= 0.1 * DRAWS
+
+
+@pytest.mark.parametrize("count", [7, 8, 12])
 def test_noise_is_hardly_ever_taken_for_signal(count):
     verdicts = [judge_curve(curve(0.5 + wobble(seed, 0.05, count))).verdict for seed in range(400)]
     assert verdicts.count(SIGNAL) / 400 < 0.05
 
 
 def test_uneven_steps_are_no_noise():
-    points = tuple(Point(step, step / 1000) for step in (10, 20, 40, 500, 600, 1000))
+    points = tuple(Point(step, step / 1000) for step in (10, 20, 40, 500, 600, 900, 1000))
     found = judge_curve(Curve("x", points))
     assert found.verdict == SIGNAL
     assert found.noise < 1e-12

@@ -76,7 +76,7 @@ def test_held_out_text_can_be_left_aside(eval_run):
     assert "held-out text" not in said.out
     (file,) = (run / "eval").glob("step-*.json")
     report = json.loads(file.read_bytes())
-    assert (report["held_out"], report["validation"], len(report["tasks"]["results"])) == ({}, {}, 1)
+    assert (report["held_out"], report["documents"], len(report["tasks"]["results"])) == ({}, {}, 1)
     assert "eval/tasks/bits/cmmlu" in figures(report)
     assert eval_run("--held-out", "none")[0] == 3  # nothing is left to score
 

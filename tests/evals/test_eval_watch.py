@@ -28,7 +28,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def report_of(step: int) -> dict:
-    return {"run": "r", "step": step, "tokens": 100 * step, "held_out": {"en": {"bits_per_byte": 1 / step}}}
+    return {"run": "r", "step": step, "tokens": 100 * step, "documents": {"en": {"bits_per_byte": 1 / step}}}
 
 
 def watch_once(run: Path, **settings) -> Watcher:
@@ -50,7 +50,7 @@ def test_every_checkpoint_is_evaluated_at_its_step_oldest_first_and_only_once(ru
     assert reports(run) == [10, 20, 30]
     assert watch_once(run).evaluated == []
     assert logged(run) == {10: 1, 20: 1, 30: 1}
-    points = read_run(run).series["eval/held_out/bpb/en"]
+    points = read_run(run).series["eval/documents/bpb/en"]
     assert list(points.step) == [10, 20, 30]
     assert list(points.tokens) == [1000, 2000, 3000]
 
@@ -88,14 +88,18 @@ def test_a_checkpoint_deleted_before_it_was_evaluated_is_named(run):
     assert list(watcher.left_out) == [20]
 
 
-def test_a_report_with_other_settings_is_kept_under_another_name(run):
+@pytest.mark.parametrize("kind", ["", "harness-"])
+def test_a_report_with_other_settings_is_kept_under_another_name(run, kind):
     said: list[str] = []
     for limit in (1, 1, 2, 3):
-        write_report(run, {**report_of(10), "settings": {"limit": limit, "texts": ()}}, said.append)
+        report = {**report_of(10), "settings": {"limit": limit, "texts": ()}}
+        write_report(report_path(run, 10, kind), report, said.append)
     assert len(said) == 2
-    assert "step-00000010.earlier-1.json" in said[0]
+    assert f"{kind}step-00000010.earlier-1.json" in said[0]
     kept = {path.name: read_json(path)["settings"]["limit"] for path in (run / "eval").iterdir()}
-    assert kept == {"step-00000010.json": 3, "step-00000010.earlier-1.json": 1, "step-00000010.earlier-2.json": 2}
+    assert kept == {
+        f"{kind}step-00000010{name}.json": n for name, n in {"": 3, ".earlier-1": 1, ".earlier-2": 2}.items()
+    }
 
 
 def test_a_checkpoint_deleted_while_it_is_read_is_reported_and_skipped(run):
@@ -143,7 +147,7 @@ def test_what_a_watcher_found_after_it_lost_its_claim_is_dropped(run):
 def test_a_report_whose_watcher_was_killed_before_the_metrics_is_added_to_them_once(run):
     write_json(report_path(run, 10), report_of(10))
     (run / "metrics").mkdir()
-    (run / "metrics/eval-1.jsonl").write_text('{"step": 10, "values": {"eval/held_out/b')  # killed within the row
+    (run / "metrics/eval-1.jsonl").write_text('{"step": 10, "values": {"eval/documents/b')  # killed within the row
     assert watch_once(run).evaluated == [20, 30]
     watch_once(run)
     assert logged(run) == {10: 1, 20: 1, 30: 1}

@@ -14,13 +14,11 @@ from zero2all.cli.benchmarks import named_tasks
 from zero2all.common.errors import UsageError
 from zero2all.evals.items import BLANK, CONTINUE, SENTENCE, Item, Task, check_item
 from zero2all.evals.rewrites.base import lineage_of, order_of, rewritten
-from zero2all.evals.rewrites.list import REWRITES, chosen_rewrites
-from zero2all.evals.rewrites.measure import measure_rewrites, paired_gap
-from zero2all.evals.rewrites.once import write_once
+from zero2all.evals.rewrites.list import REWRITES, ShotRewrite, chosen_rewrites
+from zero2all.evals.rewrites.measure import Answer, Said, gap_of, gap_spread, measure_rewrites
 from zero2all.evals.rewrites.options import HARDEST
-from zero2all.evals.rewrites.report import rewrite_figures, rewrite_lines
-from zero2all.evals.rewrites.shots import ShotRewrite
-from zero2all.evals.rewrites.surface import chinese_numeral, english_numeral
+from zero2all.evals.rewrites.report import rewrite_figures, rewrite_lines, write_once
+from zero2all.evals.rewrites.wording import chinese_numeral, english_numeral
 from zero2all.evals.tasks.list import read_tasks
 from zero2all.infer.engine import Engine
 from zero2all.quickstart.journey import WORLD_SEED
@@ -269,18 +267,23 @@ def test_examples_can_be_wrong_or_balanced():
 # ---- the comparison -------------------------------------------------------------------------------------------
 
 
+def answer(right):
+    return Answer((Said(0, 0, None, right),), None, None)
+
+
 def test_the_gap_is_paired():
     pairs = [(True, False)] * 30 + [(True, True)] * 50 + [(False, False)] * 20
-    found = paired_gap(pairs)
-    assert (found["original"], found["rewritten"]) == (0.8, 0.5)
+    found = gap_of([answer(one) for one, _ in pairs], [answer(other) for _, other in pairs], True)
+    assert (found["original"], found["rewritten"], found["expected"]) == (0.8, 0.5, pytest.approx(0.8))
     assert found["gap"] == pytest.approx(0.3)
     low, high = found["gap_interval"]
     assert 0.19 < low < 0.3 < high < 0.4
     assert found["p"] < 1e-6
-    even = paired_gap([(True, False), (False, True)] * 10)
+    assert found["all_right"] is None
+    even = gap_of([answer(True), answer(False)] * 10, [answer(False), answer(True)] * 10, True)
     assert even["p"] == 1.0
     assert even["gap_interval"][0] < 0 < even["gap_interval"][1]
-    assert paired_gap([])["gap"] is None
+    assert gap_of([], [], True)["gap"] is None
 
 
 def test_the_interval_holds_the_truth_as_often_as_it_says():
@@ -289,10 +292,90 @@ def test_the_interval_holds_the_truth_as_often_as_it_says():
     inside = 0
     for _ in range(300):
         befores = [rng.random() < 0.6 for _ in range(80)]
-        pairs = [(before, (rng.random() >= 0.5) if before else (rng.random() < 0.2)) for before in befores]
-        low, high = paired_gap(pairs)["gap_interval"]
+        afters = [(rng.random() >= 0.5) if before else (rng.random() < 0.2) for before in befores]
+        low, high = gap_of([*map(answer, befores)], [*map(answer, afters)], True)["gap_interval"]
         inside += low <= truth <= high
     assert 0.91 <= inside / 300 <= 0.99
+
+
+def rotated(rng, items, options, known, liking, golds, remembered=0.0):
+    """Answers to items and to the other rotations of their options. The model knows some, remembers of some only the
+    label, and guesses the others by its own liking."""
+    before, after = [], []
+    for _ in range(items):
+        gold = rng.choices(range(options), golds)[0]
+        is_known, is_remembered = rng.random() < known, rng.random() < remembered
+        said = []
+        for place in ((gold + turn) % options for turn in range(options)):
+            chosen = place if is_known else gold if is_remembered else rng.choices(range(options), liking)[0]
+            said.append(Said(options, place, chosen, chosen == place))
+        before.append(Answer((said[0],), None, None))
+        after.append(Answer(tuple(said[1:]), all(each.correct for each in said), None))
+    return before, after
+
+
+def share_with_a_gap(draws, seed=0, **model):
+    rng = random.Random(seed)
+    return sum(gap_of(*rotated(rng, **model), True)["gap_interval"][0] > 0 for _ in range(draws)) / draws
+
+
+@pytest.mark.parametrize("known", [0.0, 0.4], ids=["at chance", "knows 40 %"])
+@pytest.mark.parametrize(
+    ("liking", "golds"),
+    [
+        ((1, 1, 1, 1), (1, 1, 1, 1)),
+        ((1, 0, 0, 0), (1, 1, 1, 1)),
+        ((1, 0, 0, 0), (7, 1, 1, 1)),
+        ((6, 1, 2, 1), (5, 2, 2, 1)),
+        ((1, 1), (1, 1)),
+        ((1, 0), (1, 1)),
+        ((3, 1), (3, 1)),
+    ],
+    ids=str,
+)
+def test_a_guesser_shows_no_memorisation_whatever_labels_it_likes(known, liking, golds):
+    model = {"items": 100, "options": len(liking), "known": known, "liking": liking, "golds": golds}
+    assert share_with_a_gap(100, **model) <= 0.05
+
+
+def test_a_model_that_remembers_labels_shows_it():
+    model = {"items": 100, "options": 4, "known": 0.2, "liking": (3, 1, 1, 1), "golds": (1, 1, 1, 1)}
+    assert share_with_a_gap(50, remembered=0.4, **model) >= 0.95
+    found = gap_of(*rotated(random.Random(1), remembered=1.0, **(model | {"known": 0.0})), True)
+    assert (found["original"], found["rewritten"], found["gap"], found["all_right"]) == (1.0, 0.0, 1.0, 0.0)
+
+
+def test_who_must_write_what_could_be_guessed_before_is_not_blamed_for_it():
+    rng = random.Random(0)
+    guesses = [Said(4, rng.randrange(4), 0, False) for _ in range(400)]
+    before = [Answer((each._replace(correct=each.gold == 0),), None, None) for each in guesses]
+    found = gap_of(before, [answer(False)] * 400, False)
+    assert found["original"] == pytest.approx(0.25, abs=0.05)
+    assert found["rewritten"] == 0.0
+    assert found["expected"] == pytest.approx(0.0, abs=0.06)
+    assert found["gap_interval"][0] <= 0
+
+
+def test_a_model_that_always_says_a_has_no_gap_under_rotation(bigram, border_tokenizer, logits):
+    """Asked as everything is asked: a label after the colon is A, whatever stands in the options."""
+    colon = border_tokenizer.encode_text("：")[-1]
+    logits[colon, border_tokenizer.encode_text("A")[0]] = 9.0
+    texts = ("北京", "Rome")
+    items = tuple(Item(str(n), f"首都{n}？", texts, n % 2, texts[n % 2], "zh") for n in range(40))
+    task = Task("labels", "zh", items, forms=("choice",))
+    engine = Engine(bigram(logits, max_seq_len=256))
+    (row,) = measure_rewrites(engine, [task], chosen_rewrites(["R2"]), shots=0)["labels"]["rows"]
+    assert (row["original"], row["rewritten"], row["all_right"]) == (0.5, 0.5, 0.0)
+    assert row["gap_interval"][0] <= 0
+    assert row["gap"] < 0.1
+
+
+def test_gaps_are_compared_only_within_the_same_forms():
+    rows = [
+        {"baseline": "choice", "form": form, "gap": gap}
+        for form, gap in (("cloze", -0.7), ("choice", 0.1), ("choice", 0.3), ("generate", None))
+    ]
+    assert gap_spread(rows) == {"choice": (0.1, 0.3)}
 
 
 def test_rewrites_are_asked_of_a_model_and_compared(trained):
@@ -305,7 +388,7 @@ def test_rewrites_are_asked_of_a_model_and_compared(trained):
     found = measure_rewrites(Engine(trained), [task], chains)["capitals"]
     rows = {(row["rewrite"], row["form"]): row for row in found["rows"]}
     assert rows["R2", "choice"]["items"] == 3
-    assert rows["R2", "choice"]["rewritten"] <= rows["R2", "choice"]["original"] + 1e-9
+    assert rows["R2", "choice"]["all_right"] <= rows["R2", "choice"]["original"] + 1e-9
     assert rows["R6", "cloze"]["rewritten"] >= rows["R6", "cloze"]["original"]  # the model's own best wrong option
     assert (
         rows["R10", "cloze"]["gap_interval"][0]
@@ -315,7 +398,7 @@ def test_rewrites_are_asked_of_a_model_and_compared(trained):
     assert rows["R18.one", "cloze"]["skipped"] == {"the rewrite does not fit": 3}
     assert rows["R14.5", "cloze"]["skipped"] == {"too few examples": 3}
     assert rows["R8", "generate"]["items"] == 0
-    assert found["spread"] == pytest.approx(found["highest"] - found["lowest"])
+    assert found["spread"]["cloze"][0] <= rows["R10", "cloze"]["gap"] <= found["spread"]["cloze"][1]
     assert set(found["consistency"]) == {"cloze", "choice"}
     assert all(0 <= share <= 1 for share in found["consistency"].values())
     section = {"tasks": {"capitals": found}}
@@ -368,7 +451,7 @@ def test_a_run_is_asked_rewritten_benchmarks_and_told_what_was_in_its_training_t
     work, data = capitals
     common = ["--work", str(work), "--data", str(data)]
     assert main(["eval", "contamination", "capitals", *common]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["capitals", "3", "2"]
+    assert capsys.readouterr().out.splitlines()[1].split() == ["capitals", "3", "0", "0.0%", "2"]
     words = ["--tasks", "capitals", "--rewrites", "R2,R13+R2,R17", "--forms", "choice", "--max-bytes", "500"]
     assert main(["eval", "tiny", *common, *words]) == 0
     shown = capsys.readouterr().out
@@ -377,7 +460,7 @@ def test_a_run_is_asked_rewritten_benchmarks_and_told_what_was_in_its_training_t
     report = json.loads((work / "runs/tiny/eval/step-00000030.json").read_bytes())
     assert [row["rewrite"] for row in report["rewrites"]["tasks"]["capitals"]["rows"]] == ["R2", "R13+R2"]
     split = report["tasks"]["results"][0]["contamination"]
-    assert [split[name]["items"] for name in ("all", "clean", "dirty")] == [3, 1, 2]
+    assert {name: group["items"] for name, group in split.items()} == {"all": 3, "clean": 1, "dirty": 0, "weak": 2}
     assert (work / "runs/tiny/eval/once/train.jsonl").read_text(encoding="utf-8").count("\n") == 3
 
 

@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from zero2all.common.errors import BadInputError, UsageError
+from zero2all.config import ConfigError, load_config
 from zero2all.infer.chat import chat_prompt, choose
 from zero2all.infer.conversation import Conversation
 from zero2all.tokenizer.chat import Message, encode_chat
@@ -63,10 +64,32 @@ def text_of(loaded, prompt):
 # ---- which way ------------------------------------------------------------------------------------------------
 
 
-def test_run_that_saw_no_conversations_gets_the_frame(run):
+def with_frames(run, frames):
+    data = dataclasses.replace(run.config.data, question_frames=frames)
+    return dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
+
+
+def test_base_model_continues_text_and_says_so(run):
+    assert choose(run).how == "plain"
+    assert "base model, which continues your text" in choose(run).why
+    assert chat_prompt(run, TALK[1:2]).prompt == "The capital of China?"
+
+
+def test_base_model_is_asked_in_the_form_in_which_its_own_text_asks(run):
+    run = with_frames(run, {"en": "Q: {question} A: {answer}", "zh": "问：{question}答：{answer}"})
     assert choose(run).how == "frame"
-    assert "not trained on conversations" in choose(run).why
-    assert chat_prompt(run, TALK).how == "frame"
+    prompt = chat_prompt(run, [*TALK[:-1], Message("user", "And of France?")])
+    assert prompt.prompt == "Be brief.\nQ: And of France? A: ", "each question by itself, as in the text"
+    assert prompt.stop == ("\n",)
+    assert prompt.heal
+    assert chat_prompt(run, [Message("user", "法国的首都在哪里？")]).prompt == "问：法国的首都在哪里？答："
+
+
+def test_frame_without_a_place_for_the_answer_at_its_end_is_refused(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("data:\n  question_frames: {en: 'Q: {question} A: {answer}!', zh: 3}\n")
+    with pytest.raises(ConfigError, match=r"data.question_frames.en: got .*\{answer\} at its end"):
+        load_config(path)
 
 
 def edit_manifest(run, source, **values):
@@ -75,6 +98,7 @@ def edit_manifest(run, source, **values):
 
 
 def test_run_that_was_trained_on_conversations_gets_the_tokenizers_marks(run):
+    run = with_frames(run, {"en": "Q: {question} A: {answer}"})
     edit_manifest(run, "zh", conversations=3)
     prompt = chat_prompt(run, TALK)
     assert prompt.how == "template"
@@ -87,12 +111,12 @@ def test_run_that_was_trained_on_conversations_gets_the_tokenizers_marks(run):
 def test_only_sources_that_the_run_has_read_count(run):
     edit_manifest(run, "zh", conversations=3)
     data = dataclasses.replace(run.config.data, mixture={"en": 1.0, "zh": 0.0})
-    assert choose(dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))).how == "frame"
+    assert choose(dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))).how == "plain"
 
 
-def test_run_whose_data_is_gone_gets_the_frame_and_a_word_about_it(run):
+def test_run_whose_data_is_gone_is_continued_and_a_word_said_about_it(run):
     shutil.rmtree(run.folder.parent.parent / "packed")
-    assert choose(run).how == "frame"
+    assert choose(run).how == "plain"
     assert "switch to `template`" in choose(run).why
     assert chat_prompt(run, TALK, "template").how == "template"
 
@@ -103,8 +127,8 @@ def test_imported_run_has_the_template_of_its_tokenizer(run):
     assert text_of(run, chat_prompt(run, TALK)) == "Q: 中国的首都是？\n \nA:"
 
 
-def test_hugging_face_folder_without_a_template_gets_the_frame(hf_folder):
-    assert choose(hf_folder(None)).how == "frame"
+def test_hugging_face_folder_without_a_template_is_continued(hf_folder):
+    assert choose(hf_folder(None)).how == "plain"
     assert "not known" in choose(hf_folder(None)).why
 
 

@@ -53,7 +53,7 @@ def test_unknown_run_is_answered_with_those_there_are(trained_workspace):
 
 def test_run_without_checkpoint_says_so(copied):
     shutil.rmtree(copied.run("tiny") / "checkpoints")
-    with pytest.raises(BadInputError, match=r"the metrics say that step 30 was saved"):
+    with pytest.raises(BadInputError, match=r"step 30 was saved, but"):
         load_run(copied, "tiny")
 
 
@@ -126,7 +126,7 @@ def test_evaluations_of_several_checkpoints_are_curves_over_their_steps(copied, 
     }
     run = RunReader(copied.run("tiny"))
     for metric, figure in {
-        "eval/held_out/bpb/en": lambda report: report["held_out"]["en"]["bits_per_byte"],
+        "eval/documents/bpb/en": lambda report: report["documents"]["en"]["bits_per_byte"],
         "eval/probes/probability/zh": lambda report: report["probes"]["channels"]["zh"]["probability"],
         "eval/probes/zh/accuracy/capital": lambda report: report["probes"]["channels"]["zh"]["groups"]["capital"][
             "accuracy"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.limits.test_pass_memory import FOOTPRINTS
@@ -10,8 +12,10 @@ from zero2all.limits.cards import CARDS, GIB, Card, named_card
 from zero2all.limits.fit import changes_that_help, process_bytes
 from zero2all.limits.memory import MemorySettings, estimate_memory
 from zero2all.model.config import ModelConfig
+from zero2all.perf.memory import memory_report
 
 MODEL = ModelConfig(vocab_size=64000, hidden_size=4096, intermediate_size=14336, layers=32, heads=32, kv_heads=8)
+DOCS = Path(__file__).parents[2] / "docs"
 SETTINGS = MemorySettings(4096, 4, FOOTPRINTS["own"], passes=2)
 
 
@@ -52,3 +56,22 @@ def test_an_unknown_gpu_gets_no_guess():
         named_card("b300")
     assert named_card("H200") is CARDS["h200"]
     assert named_card("h200").workspace_bytes == 64 * 2**20
+
+
+@pytest.mark.parametrize(("name", "gib"), [("4090", 23.6), ("RTX 3090", 23.6), ("rtx-4080", 15.5), ("5090", 31.3)])
+def test_cards_that_people_have_at_home_are_known(name: str, gib: float):
+    assert named_card(name).memory_bytes == gib * GIB
+
+
+def test_the_figures_of_the_pages_are_those_of_the_tool():
+    """What docs/faq.md and docs/recipes.md say of z2all-100m and of z2all-1b."""
+
+    def needed(source: str, *words: str) -> str:
+        return f"{memory_report(source, list(words), named_card('h200'), 1).process_bytes / GIB:.1f}"
+
+    small = [needed("z2all-100m", "--train.micro_batch_samples", str(samples)) for samples in (8, 16, 32)]
+    faq, *recipes = ((DOCS / name).read_text() for name in ("faq.md", "recipes.md", "recipes.zh.md"))
+    assert f"takes {small[2]} GiB" in faq
+    assert f"{small[0]} GiB" in faq
+    assert f"takes {needed('z2all-1b')} GiB" in faq
+    assert all(" / ".join(small) in page for page in recipes)

@@ -54,7 +54,7 @@ def test_tied_embedding_takes_part_in_the_matmul_of_the_head():
     [
         "cpu",
         "",
-        "NVIDIA GeForce RTX 4090",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
         "NVIDIA H200 NVL",
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
         "NVIDIA B300",

@@ -13,8 +13,7 @@ from zero2all.limits.memory import MemorySettings
 from zero2all.limits.step import predict_step, stage_blocks
 from zero2all.model.config import ModelConfig, MoeConfig
 from zero2all.ops.footprint import Footprint
-from zero2all.ops.registry import footprints
-from zero2all.perf.memory import TAKEN_ON_A_GPU
+from zero2all.ops.registry import TAKEN_ON_A_GPU, footprints
 
 OPERATORS = footprints(TAKEN_ON_A_GPU)
 FLOAT8 = footprints({**TAKEN_ON_A_GPU, "linear": "fp8"})

@@ -83,5 +83,12 @@ class MadeRun:
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         return self
 
+    def incident(self, kind: str, waited_seconds: float = 0.0) -> MadeRun:
+        """What the supervisor writes when it ends an attempt, before it starts the next."""
+        row = self.event(0, "incident", {"kind": kind, "waited_seconds": waited_seconds})
+        with open(self.folder / "metrics" / "supervisor-1.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+        return self
+
     def event(self, step: int, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         return {"step": step, "time": self.now, "kind": kind, "data": data}

@@ -23,11 +23,10 @@ from zero2all.config import load_config
 from zero2all.limits.flops import flops_per_token
 from zero2all.perf.ablate import AblateOptions, Ablation, ablate
 from zero2all.perf.batch import SEED_BATCH, BatchShape
-from zero2all.perf.report import write_report
 from zero2all.perf.results import RESULTS_FILE, Results, row_key
 from zero2all.perf.row import beside_others
 from zero2all.perf.seed_table import seed_rows
-from zero2all.perf.summary import batch_tables, cells, heading, notes
+from zero2all.perf.summary import batch_tables, cells, heading, notes, write_report
 from zero2all.perf.variants import BY_NAME, named_variants
 
 BATCH = BatchShape(1, 16, 1)

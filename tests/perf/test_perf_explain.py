@@ -25,19 +25,65 @@ def test_a_good_run_has_nothing_to_change(tmp_path):
     assert findings(MadeRun(tmp_path / "good").write(1, 200)) == {}
 
 
-def test_the_wall_time_is_cut_into_its_parts(tmp_path):
+def test_the_time_of_a_run_is_cut_into_its_parts(tmp_path):
     made = MadeRun(tmp_path / "run", evaluate_every=50, save_every=20).write(1, 100, "failed")
-    made.now += 30.0
+    made.now += 20.0
+    made.incident("hang", waited_seconds=20.0)
+    made.now += 10.0
     made.write(81, 120, resumed_from=80)
-    record = read_record(made.folder)
-    assert record.wall["steps kept"] == pytest.approx(120, rel=0.02)
-    assert record.wall["steps taken back"] == pytest.approx(20, rel=0.02)
-    assert record.wall["evaluation"] == pytest.approx(9.0, abs=0.01)  # of steps 50 and 100, and of 100 again
-    assert record.wall["checkpoint stalls"] == pytest.approx(3.5)
-    assert record.wall["starting"] == pytest.approx(10.0, abs=0.01)
-    assert record.wall["down between attempts"] == pytest.approx(30.0, abs=0.01)
-    assert record.wall["other pauses"] == pytest.approx(0.0, abs=0.01)
-    assert record.wall_seconds == pytest.approx(made.now - 1_000_000.0)
+    account = read_record(made.folder).account
+    assert account.seconds == pytest.approx(
+        {
+            **{"steps": 120.0, "lost steps": 20.0, "start": 10.0, "load": 0.0, "save": 3.5},
+            # of steps 50 and 100, and of 100 again
+            **{"validate": 9.0, "hang wait": 20.0, "restart": 10.0, "other": 0.0},
+        },
+        rel=0.02,
+        abs=0.01,
+    )
+    assert (account.steps, account.lost_steps, account.interruptions, account.stopped_seconds) == (120, 20, 1, 0.0)
+    assert account.total_seconds == pytest.approx(made.now - 1_000_000.0)
+
+
+def test_time_that_a_person_stopped_the_run_is_not_counted(tmp_path):
+    made = MadeRun(tmp_path / "run").write(1, 100, "preempted")
+    made.now += 1000.0
+    record = read_record(made.write(101, 150, resumed_from=100).folder)
+    account = record.account
+    assert account.seconds["steps"] == pytest.approx(150, rel=0.02)
+    assert (account.total_seconds, account.stopped_seconds) == pytest.approx((160, 1000), rel=0.02)
+    assert (account.starts, account.interruptions) == (2, 0)
+    assert "interruptions" not in findings(made)
+    assert "limited by forward and backward" in explain(record).limit
+
+
+def test_a_save_in_the_background_stalls_where_it_began(tmp_path):
+    """It is reported some steps later, when it is complete."""
+    made = MadeRun(tmp_path / "run", save_every=10, evaluate_every=10).write(1, 40)
+    path = made.folder / "metrics/train-1.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line.get("kind") == "checkpoint" and line["step"] < 40:
+            line["time"] += 2.5
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    account = read_record(made.folder).account
+    assert account.seconds["save"] == pytest.approx(2.0)
+    assert account.seconds["validate"] == pytest.approx(12.0)
+
+
+def test_steps_after_a_rollback_are_counted_and_those_before_it_are_lost(tmp_path):
+    made = MadeRun(tmp_path / "run").write(1, 40)
+    path = made.folder / "metrics/train-1.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line["step"] > 30 and "values" in line:
+            line["step"] -= 20
+    at = next(number for number, line in enumerate(lines) if line["step"] == 30) + 1
+    lines.insert(at, {"step": 30, "time": lines[at - 1]["time"] + 1e-3, "kind": "rollback", "data": {"to_step": 10}})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    account = read_record(made.folder).account
+    assert (account.steps, account.lost_steps) == (20, 20)
+    assert account.seconds["lost steps"] == pytest.approx(20, rel=0.02)
 
 
 def test_rows_of_every_tenth_step_stand_for_all_steps(tmp_path):
@@ -46,7 +92,8 @@ def test_rows_of_every_tenth_step_stand_for_all_steps(tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     kept = [line for line in lines if "values" not in line or line["step"] % 10 == 0]
     path.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    assert read_record(made.folder).wall["steps kept"] == pytest.approx(200, rel=0.02)
+    account = read_record(made.folder).account
+    assert (account.seconds["steps"], account.steps) == (pytest.approx(200, rel=0.02), 200)
 
 
 def test_mfu_comes_from_the_flops_of_the_model_and_needs_a_peak(tmp_path):
@@ -149,7 +196,7 @@ def test_what_is_missing_is_said_and_the_rest_is_used(tmp_path):
     missing = "\n".join(record.missing)
     for words in ("unreadable lines: 1", "config.yaml cannot be used", "no start event", "no memory metrics"):
         assert words in missing
-    assert record.wall["steps kept"] == pytest.approx(50, rel=0.02)
+    assert record.account.seconds["steps"] == pytest.approx(50, rel=0.02)
     assert record.speed is not None
     assert explain(record).findings == []
     json.dumps(as_json(explain(record)))

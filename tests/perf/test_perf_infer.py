@@ -10,8 +10,7 @@ from zero2all.cli.main import main
 from zero2all.common.errors import UsageError
 from zero2all.common.workspace import Workspace
 from zero2all.perf import infer
-from zero2all.perf.infer import InferOptions, cells, measure_inference
-from zero2all.perf.infer_report import write_picture
+from zero2all.perf.infer import InferOptions, cells, measure_inference, write_picture
 
 
 @pytest.fixture(scope="module")

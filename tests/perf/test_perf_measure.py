@@ -22,8 +22,8 @@ from zero2all.ops import cut_vocabulary
 from zero2all.parallel import tensor
 from zero2all.perf.batch import SEED_BATCH, BatchShape, check_batch, default_batches, load_measured_config, parse_batch
 from zero2all.perf.measure import Pace, figures, gpu_summary, measure, pace_of, without_padding
-from zero2all.perf.report import GROUPS
 from zero2all.perf.row import measure_row
+from zero2all.perf.summary import GROUPS
 from zero2all.perf.variants import ANCHOR, BY_NAME, NAIVE, VARIANTS, named_variants, title_of, vary
 
 CPU = torch.device("cpu")

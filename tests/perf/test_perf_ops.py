@@ -13,8 +13,7 @@ from zero2all.common.errors import UsageError
 from zero2all.ops.implementation import Implementation
 from zero2all.ops.registry import OPERATORS
 from zero2all.perf import op_bench
-from zero2all.perf.op_bench import Ceilings, bench_cells, bench_operators, operator_names
-from zero2all.perf.op_list import listed_operators
+from zero2all.perf.op_bench import Ceilings, bench_cells, bench_operators, listed_operators, operator_names
 from zero2all.perf.variants import NAIVE
 
 

@@ -17,6 +17,7 @@ from zero2all.perf import profiles, verify
 from zero2all.perf.batch import BatchShape, load_measured_config
 from zero2all.perf.predict import check_asked, operators_for, predict
 from zero2all.perf.short_run import short_run
+from zero2all.perf.verify import prediction_for
 
 TINY = [
     *("--model.hidden_size", "32", "--model.intermediate_size", "64", "--model.heads", "4", "--model.kv_heads", "2"),
@@ -54,6 +55,16 @@ def test_more_gpus_have_more_tokens_a_second_and_less_memory_with_zero():
     assert one.cost == pytest.approx(one.run_seconds / 3600 * 2.0)
     assert eight.joules == pytest.approx(8 * 700.0 * eight.run_seconds)
     assert 0.3 < one.as_json()["mfu"]["seed"] < 0.8
+
+
+@pytest.mark.parametrize(("gpus", "batch"), [(1, "16x2048x16"), (8, "16x2048x2"), (7, "16x2048x3"), (64, "4x2048x1")])
+def test_the_tokens_of_a_step_are_those_of_the_config_however_many_processes_share_them(gpus, batch, capsys):
+    words = ["perf", "predict", "z2all-1b", "--cluster", "h100", "--gpus", str(gpus), "--json", "-"]
+    assert main([*words, "--parallel.zero", "3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tokens_per_step"], found["steps"], found["batch"]) == (524288, 40000, batch)
+    of_batch = prediction_for(load_measured_config("z2all-1b", [])[0], BatchShape(4, 2048, 1), "h100", 64)
+    assert of_batch.step.tokens == 64 * 4 * 2048  # a batch that is given is that of each process
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

@@ -14,11 +14,15 @@ import pytest
 
 from tests.english import english_left, prose_of_page
 from tests.processes import Z2A, Program, Start, WarmProcess
+from zero2all.cli.main import main
 from zero2all.common.errors import BadInputError, DiskError, UsageError
 from zero2all.common.files import read_json
+from zero2all.common.workspace import Workspace
 from zero2all.config import load_config
 from zero2all.quickstart.choices import given_fields
-from zero2all.quickstart.journey import WorldSize, run_journey
+from zero2all.quickstart.journey import Journey, WorldSize, run_journey
+from zero2all.quickstart.summary import next_commands, outlook, verdicts
+from zero2all.track.reader import read_run
 
 SMALL = [
     *("--tokenizer.vocab_size", "700"),
@@ -69,7 +73,7 @@ def test_it_prints_a_line_for_each_stage_five_for_the_result_and_three_commands(
     results, commands = lines[first : lines.index("", first)], lines[-3:]
     assert len(results) == 5
     assert results[1].startswith("Held-out text, bits per byte: code ")
-    assert results[2].startswith("Facts asked in a phrasing it never saw: ")
+    assert results[2].startswith("Facts asked in a phrasing it never saw for that fact: ")
     places = "summary.md (all tables), corpus/report.html, runs/quickstart/curves.png, hf (the model)"
     assert results[4] == f"In {work}: {places}."
     assert len(lines) <= 25, "short enough to be read"
@@ -100,6 +104,32 @@ def test_all_tables_lie_in_a_file(finished: tuple[Path, str]) -> None:
         assert f"\n| {name} " in text
     assert "P(Paris | The capital of France is)" in text
     assert "P(北京 | 中国的首都是)" in text
+
+
+def test_every_display_of_the_held_out_loss_shows_the_one_that_training_recorded(
+    finished: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    work, output = finished
+    report = work / "runs/quickstart/eval/step-00000040.json"
+    before, recorded = read_json(report), read_run(work / "runs/quickstart").series
+    loss = recorded["eval/valid/loss"].value[-1]
+    assert f"40 steps, held-out loss {loss:.3f}\n" in output
+    summary = (work / "summary.md").read_text()
+    table = {line.split()[1]: line.split()[3::2] for line in summary.partition("## Held-out")[2].splitlines()[2:8]}
+    assert table["**all**"][:2] == [f"{loss:.3f}", f"{recorded['eval/valid/bpb'].value[-1]:.3f}"]
+    for channel in ("code", "en", "zh"):
+        bits = recorded[f"eval/valid/bpb/{channel}"].value[-1]
+        assert f"{channel} {bits:.2f}" in next(line for line in output.splitlines() if line.startswith("Held-out text"))
+        assert table[channel][1] == f"{bits:.3f}"
+        assert before["held_out"][channel]["bits_per_byte"] == bits
+    assert main(["runs", "--work", str(work)]) == 0
+    shown = capsys.readouterr().out
+    assert "training loss  held-out loss" in shown
+    assert f" {loss:.4f} " in shown
+    assert main(["eval", "quickstart", "--work", str(work)]) == 0
+    assert f"  {'all':<18} {loss:>8.4f}" in capsys.readouterr().out
+    assert read_json(report)["held_out"] == before["held_out"], "the same figures, and no report set aside"
+    assert not list(report.parent.glob("*earlier*"))
 
 
 def test_untrained_model_knows_no_fact(finished: tuple[Path, str]) -> None:
@@ -229,8 +259,48 @@ def test_a_single_small_text_is_cut_so_that_some_of_it_is_held_out_and_cleaned_w
     assert report["sources"]["novel-en"]["valid_records"] >= 1
     assert report["options"]["rules"] == "default"
     assert report["options"]["dedup"]["near"] != "off"
-    evaluation = read_json(own[0] / "runs/quickstart/eval/step-00000030.json")
-    assert evaluation["held_out"]["en"]["gzip_bits_per_byte"] > 1
+    (evaluation,) = (own[0] / "runs/quickstart/eval").glob("step-*.json")
+    assert read_json(evaluation)["held_out"]["en"]["gzip_bits_per_byte"] > 1
+
+
+def test_the_best_checkpoint_of_ones_own_text_is_kept_and_the_advice_follows_the_held_out_loss(
+    own: tuple[Path, str],
+) -> None:
+    work, output = own
+    points = read_run(work / "runs/quickstart").series["eval/valid/loss"]
+    assert points.step.tolist() == [6, 12, 18, 24, 30]
+    kept = {path.name for path in (work / "runs/quickstart/checkpoints").glob("step-*")}
+    assert kept == {f"step-{step:08d}" for step in (6, 12, 18, 24, 30)}
+    best = int(points.step[points.value.argmin()])
+    assert (work / f"runs/quickstart/eval/step-{best:08d}.json").is_file()
+    assert best == 30, "after so few steps"
+    (advice,) = [line for line in output.splitlines() if "The held-out loss" in line]
+    assert f"to {points.value[-1]:.3f}: more steps would help" in advice
+    assert "--train.name longer --train.steps 60" in output
+    assert "memorise the text" not in output
+
+
+@pytest.mark.parametrize(
+    ("curve", "best", "said", "has_longer"),
+    [
+        ([(119, 6.5), (238, 6.3), (357, 6.1)], 357, "6.300 at step 238 to 6.100: more steps would help", True),
+        ([(119, 6.176), (238, 6.19), (357, 6.207)], 119, "that of step 119: its held-out loss is 6.176, at the", False),
+        ([(119, 6.5), (238, 6.201), (357, 6.2)], 357, "no longer falls (6.200): more text would help", False),
+    ],
+)
+def test_only_a_held_out_loss_that_still_falls_asks_for_more_steps(
+    curve: list[tuple[int, float]], best: int, said: str, has_longer: bool, tmp_path: Path
+) -> None:
+    config = load_config("quickstart", ["--train.steps", "357"])
+    journey = Journey(Workspace(tmp_path), config, own_data=True, curve=curve, best_step=best)
+    (advice,) = outlook(journey)
+    commands = next_commands(journey)
+    assert said in advice
+    assert ("more steps would help" in advice) == has_longer
+    assert any("--train.steps 714" in command for command in commands) == has_longer
+    assert ("--step 119" in commands[0]) == (best == 119)
+    (verdict,) = verdicts({"en": {"bits_per_byte": 3.0, "gzip_bits_per_byte": 2.0}}, journey.is_falling)[1:]
+    assert ("more steps" in verdict) == has_longer
 
 
 def test_the_same_command_again_chooses_the_same_and_finds_everything_done_and_says_so_in_chinese(

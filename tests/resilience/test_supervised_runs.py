@@ -16,7 +16,7 @@ import pytest
 
 from zero2all.common.fault import FAULTS
 from zero2all.track.goodput import run_goodput
-from zero2all.track.reader import read_run
+from zero2all.track.reader import RunReader, read_run
 from zero2all.train.checkpoints.load import verified_checkpoint
 
 STEPS = 12
@@ -82,7 +82,7 @@ def test_a_rank_that_skips_a_collective_is_named_with_its_number_and_the_run_end
     losses = [read_run(each).series["loss"].value.tolist() for each in (run, work.run("whole"))]
     assert losses[0] == losses[1]
     assert bits(run) == bits(work.run("whole"))
-    found = run_goodput(run)
+    found = run_goodput(RunReader(run))
     assert (found.starts, found.incidents, found.steps, found.lost_steps) == (2, 1, STEPS, 1)
     assert found.seconds["hang wait"] > 2.0
 

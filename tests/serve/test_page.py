@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.browser import watched_page
+from zero2all.infer.engine import EngineSettings
 from zero2all.infer.load import LoadedModel
 
 from .conftest import MAX_LEN, Served, held, serving
@@ -115,7 +116,7 @@ def test_settings_are_sent_and_a_wrong_one_is_said_to_be_wrong(page, served, loc
     body = sent.value.post_data_json
     assert body["messages"] == [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello"}]
     assert body["stop"] == ["one\ntwo", "three"]
-    expected = {"temperature": 1.5, "top_k": 3, "top_p": 0.95, "min_p": 0.2, "max_tokens": 5, "seed": 11}
+    expected = {"temperature": 1.5, "top_k": 3, "top_p": 1, "min_p": 0.2, "max_tokens": 5, "seed": 11}
     assert {name: body[name] for name in expected} == expected
     wait_for_end(page)
     expect(page.locator(".notice.bad")).to_have_count(0)
@@ -232,6 +233,30 @@ def test_characters_of_several_tokens_are_shown_whole(page, served):
         }"""
     )
     assert seen == [[["北", 0, 2], ["京", 1, 1]], "中国", None]
+
+
+def test_a_long_chat_goes_on_without_its_oldest_turns_and_a_paste_that_is_too_long_is_told_so(page, loaded, locale):
+    with serving(loaded, settings=EngineSettings(max_batch=8, max_len=256)) as served:
+        open_page(page, served, "chat")
+        for number in range(8):
+            say(page, f"Message {number}: " + "The capital of France is Paris. " * 4)
+            wait_for_end(page)
+        expect(page.locator(".notice.bad")).to_have_count(0)
+        left_out = words(locale, "no longer fit into the context and are left out: ", "上下文已放不下最早的 ")
+        expect(page.locator(".message.assistant").last).to_contain_text(re.compile(left_out + r"\d+"))
+        say(page, "x" * 1000)
+        wait_for_end(page)
+        notice = page.locator(".notice.bad")
+        expect(notice).to_contain_text(words(locale, "Shorten the message", "请缩短消息"))
+        expect(notice).to_contain_text("256")
+        expect(notice.locator("button")).to_have_attribute("data-tool", "edit")
+        page.click(".lang")
+        expect(notice).to_contain_text(words(locale, "请缩短消息", "Shorten the message"))
+        assert locale.startswith("en") or not re.search("[一-鿿]", notice.locator("p").inner_text())
+        say(page, "Short")
+        wait_for_end(page)
+        expect(page.locator(".message.assistant .body").last).not_to_be_empty()
+        expect(page.locator(".message.assistant").last.locator(".notice")).to_have_count(0)
 
 
 @pytest.mark.parametrize("locale", ["zh-CN"])

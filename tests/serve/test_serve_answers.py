@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from zero2all.cli.main import build_parser
 from zero2all.infer.engine import Engine
 from zero2all.infer.job import Choice
 from zero2all.infer.load import LoadedModel
@@ -19,6 +20,10 @@ from zero2all.serve.wire import Call
 
 PROMPT = "The capital of France"
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 24}
+CHAT_SAMPLING = {
+    **{"temperature": 0.7, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0},
+    "max_tokens": 512,
+}
 HELLO: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 
 
@@ -115,7 +120,7 @@ def test_a_chat_is_answered_by_the_assistant(client):
 
 def test_the_frame_of_a_chat_can_be_chosen(client):
     plain = chat(client, extra_body={"frame": "plain"})
-    assert plain.usage.prompt_tokens < chat(client).usage.prompt_tokens
+    assert plain.usage.prompt_tokens < chat(client, extra_body={"frame": "frame"}).usage.prompt_tokens
     text = complete(client, "Be brief.\nHello")
     assert plain.choices[0].message.content == text.choices[0].text
 
@@ -126,6 +131,22 @@ def test_an_answer_that_was_begun_is_continued(client):
         messages=begun, extra_body={"continue_final_message": True, "frame": "plain"}, **GREEDY
     )
     assert answer.choices[0].message.content == complete(client, "HelloThe capital").choices[0].text
+
+
+def test_turns_that_do_not_fit_are_left_out_and_counted_where_asked_and_refused_otherwise(client):
+    long = [{"role": role, "content": "x" * 1500} for role in ("user", "assistant")] * 3
+    messages = [HELLO[0], *long, HELLO[-1]]
+    with pytest.raises(openai.BadRequestError, match="Shorten the prompt"):
+        client.chat.completions.create(messages=messages, **GREEDY)
+    answer = client.chat.completions.create(messages=messages, extra_body={"truncation": "auto"}, **GREEDY)
+    kept = client.chat.completions.create(messages=[HELLO[0], *long[4:], HELLO[-1]], **GREEDY)
+    assert answer.model_dump()["dropped_messages"] == 4
+    assert answer.choices[0].message.content == kept.choices[0].message.content
+    assert answer.usage.prompt_tokens == kept.usage.prompt_tokens
+    too_long = [{"role": "user", "content": "x" * 5000}]
+    with pytest.raises(openai.BadRequestError, match="Shorten the message") as refusal:
+        client.chat.completions.create(messages=too_long, extra_body={"truncation": "auto"}, **GREEDY)
+    assert refusal.value.code == "context_length_exceeded"
 
 
 # ---- streams ----
@@ -252,5 +273,11 @@ def test_the_model_is_listed_with_its_facts(client):
     assert model.id == "tiny"
     assert client.models.retrieve("tiny").model_dump()["z2a"] == {
         **{"parameters": 29_792, "step": 7, "tokens": 1000, "max_len": 4096},
-        **{"chat": "frame", "dtype": "float32", "device": "cpu"},
+        **{"chat": "plain", "dtype": "float32", "device": "cpu"},
+        "sampling": CHAT_SAMPLING,
     }
+
+
+def test_the_page_begins_with_the_sampling_of_the_terminal():
+    typed = vars(build_parser().parse_args(["chat"]))
+    assert {name: typed[name.replace("max_tokens", "max_new_tokens")] for name in CHAT_SAMPLING} == CHAT_SAMPLING

@@ -13,9 +13,10 @@ import pytest
 
 from zero2all.common.errors import BadInputError
 from zero2all.infer.engine import EngineSettings
-from zero2all.serve import app
 from zero2all.serve.model import ServedModel
 from zero2all.serve.server import ModelServer, ServeOptions
+from zero2all.track import http_server
+from zero2all.track.http_server import Limits
 
 from .conftest import Served, held, serving
 from .test_serve_refusals import COMPLETIONS, ask
@@ -61,11 +62,22 @@ def test_a_client_that_leaves_before_its_body_is_complete_is_no_error_of_ours(se
 
 
 def test_a_body_that_does_not_come_is_408_and_one_that_is_too_large_is_413_before_it_comes(served, monkeypatch):
-    monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(http_server, "BODY_SECONDS", 0.2)
     for size, status in ((100, b"408"), (100_000_000, b"413")):
         with socket.create_connection(("127.0.0.1", served.port), timeout=300) as connection:
             connection.sendall(f"{HEAD}Content-Length: {size}\r\n\r\n".encode())
             assert connection.recv(100).split()[1] == status
+
+
+def test_a_stream_that_nobody_reads_is_cancelled(loaded):
+    many = {**LONG, "stream": True, "n": 8, "logprobs": 20}
+    raw = json.dumps(many).encode()
+    options = ServeOptions(port=0, grace_seconds=0, limits=Limits(stalled_seconds=0.5))
+    with serving(loaded, options) as served, socket.create_connection(("127.0.0.1", served.port)) as connection:
+        connection.sendall(f"{HEAD}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+        served.wait_until(lambda: served.model.stats()["running"] > 0)
+        served.wait_until(lambda: served.model.stats()["running"] == 0)
+        assert 0 < served.model.stats()["generated_tokens"] < many["n"] * many["max_tokens"]
 
 
 def test_too_many_waiting_are_429_and_the_first_come_is_the_first_served(loaded):

@@ -57,7 +57,7 @@ USER = {"role": "user", "content": "Hello"}
         ({"temperature": True}, "temperature", "a number from 0 to 2"),
         ({"temperature": 2.1}, "temperature", "a number from 0 to 2"),
         ({"top_p": 0}, "top_p", "above 0"),
-        ({"seed": 1 << 70}, "seed", "a whole number"),
+        ({"seed": 1 << 70}, "seed", "a whole number from -9223372036854775807 to 9223372036854775807"),
         ({"logprobs": 21}, "logprobs", "from 0 to 20"),
         ({"n": 0}, "n", "from 1 to 128"),
         ({"n": 100, "prompt": ["a", "b"]}, "n", "more than 128"),

@@ -50,6 +50,6 @@ def test_any_body_of_a_chat_is_read_or_refused(loaded: LoadedModel, body):
 
 def read_or_refused(read: Any, body: Any, loaded: LoadedModel) -> None:
     with contextlib.suppress(RefusedError, UserError):
-        call = read(body, loaded)
+        call = read(body, loaded, 100)
         assert call.requests
         assert all(isinstance(request, TextRequest) for request in call.requests)

@@ -6,7 +6,7 @@ import pytest
 
 from zero2all.common.errors import BadInputError
 from zero2all.tokenizer import TokenizerConfig, train_tokenizer
-from zero2all.tokenizer import memory_estimate as memory
+from zero2all.tokenizer import train as memory
 from zero2all.tokenizer.parts import parts_from_texts
 
 

@@ -10,14 +10,14 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from zero2all.common.errors import UsageError
-from zero2all.track.access import Door, Gate, listen
+from zero2all.track.access import Gate, listen
 
 
-def behind_a_gate(token: str | None = None, door: Door = Door()) -> TestClient:  # noqa: B008 (it is frozen)
+def behind_a_gate(token: str | None = None) -> TestClient:
     async def answer(_):
         return PlainTextResponse("inside")
 
-    gate = Middleware(Gate, host="127.0.0.1", token=token, allowed_hosts=["proxy.example"], door=door)
+    gate = Middleware(Gate, host="127.0.0.1", token=token, allowed_hosts=["proxy.example"])
     routes = [Route(path, answer, methods=["GET", "POST"]) for path in ("/", "/health")]
     return TestClient(Starlette(routes=routes, middleware=[gate]), base_url="http://127.0.0.1:6107")
 
@@ -44,13 +44,19 @@ def test_a_browser_that_calls_its_request_our_own_is_believed_without_an_origin(
 
 
 def test_a_wrong_token_is_told_from_none_and_open_paths_need_none():
-    client = behind_a_gate("right", Door(open_paths=frozenset({"/health"})))
+    client = behind_a_gate("right")
     assert "token is wrong" not in client.get("/").text
     for wrong in (client.get("/?token=left"), client.get("/", headers={"Authorization": "Bearer left"})):
         assert wrong.status_code == 401
         assert "token is wrong" in wrong.text
     assert client.get("/health").text == "inside"
     assert client.get("/health", headers={"Origin": "http://evil.example"}).status_code == 403
+
+
+def test_health_is_answered_under_any_name_and_the_rest_is_not():
+    headers = {"Host": "z2a-serve.default.svc.cluster.local:6107"}
+    assert behind_a_gate("right").get("/health", headers=headers).text == "inside"
+    assert behind_a_gate("right").get("/", headers=headers).status_code == 421
 
 
 def test_an_address_that_this_machine_does_not_have_is_named_as_the_mistake():

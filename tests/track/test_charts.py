@@ -38,7 +38,22 @@ def test_bits_per_byte_and_loss_never_share_an_axis():
     assert labels(charts["eval/valid/bpb"]) == {
         channel: f"eval/valid/bpb/{channel}" for channel in ("code", "en", "zh")
     }
-    assert charts["eval/valid/loss"]["unit"] == "nats"
+
+
+def test_the_first_chart_has_the_loss_of_training_and_of_held_out_text():
+    groups = arrange(["eval/valid/loss/zh", "eval/valid/loss/en", "loss", "loss/en", "lr", "memory/gib", "eval/a/bpb"])
+    assert [group["key"] for group in groups] == ["loss", "channels", "eval", "optim", "memory"]
+    (chart,) = groups[0]["charts"]
+    lines = [(line["name"], line["label"], line["held_out"]) for line in chart["metrics"]]
+    held_out = [(f"eval/valid/loss/{channel}", channel, True) for channel in ("en", "zh")]
+    assert lines == [("loss", "loss", False), *held_out]
+
+
+def test_the_two_ways_to_measure_held_out_text_are_told_apart_and_stand_before_other_scores():
+    names = [f"eval/{kind}/bpb/{channel}" for kind in ("valid", "held_out") for channel in ("en", "zh")]
+    (group,) = arrange([*names, "eval/by_position/en/loss/0000", "eval/probes/accuracy/en"])
+    titles = [chart["title"] for chart in group["charts"]]
+    assert titles[:2] == ["eval/valid/bpb (z2a train)", "eval/held_out/bpb (z2a eval)"]
 
 
 def test_probes_are_charts_of_their_own_by_channel_and_by_family():

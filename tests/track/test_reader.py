@@ -69,6 +69,18 @@ def test_attempt_ten_is_later_than_attempt_nine(tmp_path):
     assert read_run(tmp_path).series["loss"].value.tolist() == [1100.0, 1101.0]
 
 
+def test_the_throughput_of_an_ended_run_is_that_of_all_its_time_but_the_pauses(tmp_path):
+    (tmp_path / "metrics").mkdir()
+    row = '{"step":%d,"time":%f,"tokens":%d,"values":{"tokens_per_second":%f}}\n'
+    for attempt, steps in ((1, range(1, 51)), (2, range(51, 101))):
+        begin = attempt * 86_400.0
+        rows = [row % (step, begin + step / 4, 100 * step, 126.0 if step == 100 else 395.0) for step in steps]
+        (tmp_path / f"metrics/train-{attempt}.jsonl").write_text("".join(rows))
+    reader = RunReader(tmp_path)
+    assert reader.status.state != "running"
+    assert reader.tokens_per_second == pytest.approx(400.0)
+
+
 def test_an_attempt_that_wrote_no_rows_takes_nothing_back(tmp_path):
     write(tmp_path, range(3), 0.0)
     with Run(tmp_path) as run:

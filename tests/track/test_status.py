@@ -191,6 +191,15 @@ def test_the_last_loss_is_found_behind_a_long_text(tmp_path):
     assert (listing.last_loss, listing.status.last_step, listing.status.state) == (1.5, 3, "finished")
 
 
+def test_the_last_step_and_loss_are_found_before_two_damaged_lines_of_megabytes(tmp_path):
+    (tmp_path / "run/metrics").mkdir(parents=True)
+    row = '{"step":%d,"time":5.0,"tokens":1,"values":{"loss":2.5}}\n'
+    damage = ("x" * 3_000_000 + "\n") * 2
+    (tmp_path / "run/metrics/train-1.jsonl").write_text("".join(row % step for step in range(1, 1001)) + damage)
+    (listing,) = find_runs([tmp_path])
+    assert (listing.status.last_step, listing.last_loss) == (1000, 2.5)
+
+
 @pytest.mark.parametrize("damage", [b"", b"\xff\xfe\x00", b'{"step":', b"x" * 200_000, b"\n" * 50_000])
 def test_a_damaged_run_does_not_keep_the_others_out_of_the_list(tmp_path, damage):
     (tmp_path / "bad/metrics").mkdir(parents=True)

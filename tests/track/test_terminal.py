@@ -32,7 +32,7 @@ def write_run(folder: Path, steps: int = 300) -> None:
             values = {"loss": loss + 4 * (step == 250), "loss/en": loss - 1, "loss/中文": loss, "bpb/en": loss / 3}
             values |= {"eval/valid/bpb/en": 1.25, "eval/valid/loss/en": 2.5} if step % 100 == 99 else {}
             values |= {"tokens_per_second": 18_400.0, "mfu/model": 0.412, "memory/peak": 7.1e10, "lr": 3e-4}
-            run.log(values, step=step, tokens=step * 1000)
+            run.log(values, step=step, tokens=step * 1000, at=1e9 + step / 18.4)
         run.event("spike", step=250, data={"metric": "loss", "value": 7.0})
     (folder / "config.yaml").write_text("train:\n  name: x\n  steps: 600\n")
 

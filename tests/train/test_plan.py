@@ -8,7 +8,7 @@ import pytest
 
 from zero2all.cli.main import main
 from zero2all.config import load_config
-from zero2all.limits.memory import MemoryEstimate
+from zero2all.limits.memory import GIB, MemoryEstimate
 from zero2all.train.plan import make_plan, plan_notes, plan_tables, plan_values
 from zero2all.train.simulate import simulate_ranks
 
@@ -59,13 +59,17 @@ def test_a_plan_says_what_groups_send_and_how_many_rows_each_has():
     assert int(rows[0][-3]) == 2 * int(rows[1][1])
 
 
-def test_a_plan_says_when_it_counts_the_operators_of_a_cpu_for_a_run_on_a_gpu(monkeypatch):
-    def notes(*words):
-        return " ".join(plan_notes(plan_of(1, *words)))
-
-    assert "no GPU" not in notes(), "the run itself is for a CPU"
+def test_a_run_that_is_meant_for_gpus_is_planned_for_one_where_there_is_none(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert "this machine has no GPU" in notes("--parallel.device", "auto", "--train.precision", "bfloat16")
+    alone = make_plan(load_config("z2all-1b", []), 1)
+    assert alone.memory[0].total / GIB == pytest.approx(53.713, abs=0.01)  # `z2a perf memory --gpu h100`
+    assert "a process takes 56.0 GiB of the GPU" in " ".join(plan_notes(alone))
+    assert plan_of(1).device == "cpu", "the run itself is for a CPU"
+    for gpu, said in (("h100", "56.0 GiB of the 79.1 GiB of h100"), ("rtx 4090", "and 4090 has 23.6 GiB")):
+        assert main(["train", "z2all-1b", "--plan-only", "--gpu", gpu]) == 0
+        assert said in " ".join(capsys.readouterr().out.split())
+    assert main(["train", "z2all-1b", "--gpu", "h100"]) == 2
+    assert "--gpu h100 names a GPU to plan for" in capsys.readouterr().err
 
 
 def test_more_of_an_axis_needs_less_memory():

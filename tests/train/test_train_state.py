@@ -9,7 +9,9 @@ import torch
 
 from tests.train.states import copies
 from zero2all.config.training import OptimConfig
-from zero2all.model.config import ModelConfig
+from zero2all.limits.state_memory import checkpoint_bytes
+from zero2all.limits.states import CHECKPOINT_BYTES
+from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.optimizer import eager_adamw
@@ -19,7 +21,7 @@ from zero2all.parallel.buckets import ALIGNMENT
 from zero2all.parallel.layout import init_weights, layout_table
 from zero2all.train.optimizers.adamw import AdamW
 from zero2all.train.optimizers.flat_adamw import FlatAdamW
-from zero2all.train.state import new_state
+from zero2all.train.state import DTYPES, new_state
 from zero2all.train.weights import squared_norm
 
 KINDS = ["adamw", "muon", "lion", "adafactor", "sgd", "adamw_8bit", "adamw_bf16"]
@@ -280,3 +282,14 @@ def test_a_state_whose_tensors_were_filled_from_another_goes_on_bit_for_bit(kind
 def test_float16_keeps_its_scale_with_the_state_and_the_others_have_none():
     names = set(copies(make_state(dtype=torch.float16))) - set(copies(make_state(dtype=torch.bfloat16)))
     assert names == {"optimizer/loss_scale/scale", "optimizer/loss_scale/good_steps"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_checkpoint_is_as_large_as_the_calculators_say(kind, precision):
+    options = {"adafactor": {"adafactor_beta1": 0.9}, "adamw_bf16": {"bf16_rounding": "kahan"}}.get(kind, {})
+    state = make_state(kind, DTYPES[precision], **options)
+    held = sum(values.numel() * values.element_size() for values in copies(state).values())
+    said = checkpoint_bytes(state.model.config, kind, precision, bool(options), bool(options))
+    assert held == pytest.approx(said, abs=64)  # the number of the step
+    assert kind != "adamw" or said == CHECKPOINT_BYTES * parameter_counts(state.model.config)["total"]

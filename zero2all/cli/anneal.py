@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from zero2all.cli.runs import add_run_name
-from zero2all.cli.verb import Subparsers, add_verb, real, whole, workspace_of
+from zero2all.cli.verb import Subparsers, add_flags, add_verb, real, whole, workspace_of
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
@@ -27,25 +27,14 @@ def register(verbs: Subparsers) -> None:
         _anneal,
     )
     add_run_name(parser)
-    parser.add_argument(
-        "--steps",
-        type=whole(1),
-        default=None,
-        metavar="N",
-        help="steps over which the rate falls; the run ends after them (default: a fifth of the steps so far)",
-    )
+    fall = "steps over which the rate falls; the run ends after them (default: a fifth of the steps so far)"
+    add_flags(parser, ("--steps N", whole(1), None, fall))
     parser.add_argument("--shape", choices=SHAPES, default="1-sqrt", help="shape of the decay (default 1-sqrt)")
-    parser.add_argument(
-        "--to-share",
-        type=real(0, 1),
-        default=0.0,
-        metavar="S",
-        help="final rate as a share of the current rate (default 0)",
-    )
-    parser.add_argument(
-        "--mixture",
-        metavar="WEIGHTS",
-        help="weights of the sources from there on, as in data.mixture: '{en: 1, zh: 2}' (default: as before)",
+    mixture = "weights of the sources from there on, as in data.mixture: '{en: 1, zh: 2}' (default: as before)"
+    add_flags(
+        parser,
+        ("--to-share S", real(0, 1), 0.0, "final rate as a share of the current rate (default 0)"),
+        ("--mixture WEIGHTS", str, None, mixture),
     )
 
 

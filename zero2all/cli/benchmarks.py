@@ -31,14 +31,14 @@ def add_data(parser: argparse.ArgumentParser) -> None:
 
 def files_of(wanted: Sequence[str]) -> tuple[str, ...]:
     """The names of tasks that are read from files."""
-    from zero2all.quickstart.world.quiz import QUIZ_NAME
+    from zero2all.quickstart.world.questions import QUIZ_NAME
 
     return tuple(name for name in wanted if name != QUIZ_NAME)
 
 
 def made_tasks(wanted: Sequence[str]) -> tuple[Task, ...]:
     """The tasks that need no files: the quiz of the quickstart's small world."""
-    from zero2all.quickstart.world.quiz import QUIZ_NAME, quiz_tasks
+    from zero2all.quickstart.world.questions import QUIZ_NAME, quiz_tasks
 
     if QUIZ_NAME not in wanted:
         return ()

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 from pathlib import Path
 
-from zero2all.cli.verb import LAST_PORT, Subparsers, add_verb, default_work, whole
+from zero2all.cli.verb import Subparsers, add_address, add_flags, add_verb, default_work
 from zero2all.common.errors import BadInputError
 from zero2all.common.language import translate as t
 
@@ -27,30 +27,11 @@ def register(verbs: Subparsers) -> None:
         metavar="PATH",
         help="folders that contain runs, at any depth, or ssh://[user@]host/path (default: Z2A_WORK, or here)",
     )
-    board.add_argument(
-        "--port",
-        type=whole(0, LAST_PORT),
-        default=None,
-        metavar="N",
-        help="port (default: the first free one from 6106)",
-    )
-    board.add_argument(
-        "--host",
-        default="127.0.0.1",
-        metavar="ADDRESS",
-        help="address to listen on (default: 127.0.0.1); any other address requires a token, which is printed",
-    )
-    board.add_argument("--token", action="store_true", help="require a token on 127.0.0.1 too, for shared machines")
-    board.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="another host name to accept, such as a proxy's; can be repeated",
-    )
-    board.add_argument("--open", action="store_true", help="open the page in the browser")
-    board.add_argument(
-        "--fetch-charts", action="store_true", help="fetch the chart library of the page with npm, once, and stop"
+    add_address(board, "port (default: the first free one from 6106)")
+    add_flags(
+        board,
+        ("--open", bool, False, "open the page in the browser"),
+        ("--fetch-charts", bool, False, "fetch the chart library of the page with npm, once, and stop"),
     )
 
 

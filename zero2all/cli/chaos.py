@@ -93,6 +93,7 @@ def _soak(arguments: argparse.Namespace) -> int:
     from zero2all.parallel.launch import count_gpus, local_processes
     from zero2all.resilience.chaos import RECOVERY_SECONDS, PlannedFault, happened, install_plan, soak_plan
     from zero2all.track.goodput import run_goodput
+    from zero2all.track.reader import RunReader
     from zero2all.train.checkpoints.find import newest_checkpoint
 
     config, workspace = load_config(arguments.config, arguments.overrides), workspace_of(arguments)
@@ -120,7 +121,7 @@ def _soak(arguments: argparse.Namespace) -> int:
     if code not in (0, PreemptedError.exit_code) or newest is None:
         print(t(f"The run did not survive: exit code {code}. Its output is in {log}."))
         return 1
-    print_goodput(run_goodput(soaked))
+    print_goodput(run_goodput(RunReader(soaked)))
     # On a GPU a request to stop is read one step late, except where a save is due.
     save = ("--checkpoint.every_steps", str(newest.step), "--resilience.memory_every_steps", "0", "--no-supervisor")
     code, path = trained(alone, [PlannedFault("terminate", 0, step=newest.step)], *save)

@@ -11,6 +11,8 @@ from zero2all.cli.verb import Subparsers, add_verb
 
 def register(verbs: Subparsers) -> None:
     """Add the verb."""
+    from zero2all.infer import CHAT_NEW_TOKENS, CHAT_TEMPERATURE
+
     parser = add_verb(
         verbs,
         "chat",
@@ -23,13 +25,13 @@ def register(verbs: Subparsers) -> None:
         "--frame",
         choices=("auto", "template", "frame", "plain"),
         default="auto",
-        help="layout of the conversation: template, as the model was trained; frame, a written "
-        "dialogue, for models that saw only plain text; plain, your text continued as it is "
-        "(default auto: template if the model was trained with it, else frame)",
+        help="layout of the conversation: template, as the model was trained; frame, questions and answers as its "
+        "text writes them, or else in a common form; plain, your text continued as it is (default auto: template if "
+        "the model was trained with it, frame if the form of its text is known, else plain)",
     )
     parser.add_argument("--system", default="", metavar="TEXT", help="instructions for the model")
     parser.add_argument("--load", type=Path, metavar="FILE", help="continue a conversation that was saved with /save")
-    add_sampling(parser, temperature=0.7, max_new_tokens=512)
+    add_sampling(parser, CHAT_TEMPERATURE, CHAT_NEW_TOKENS)
 
 
 def _chat(arguments: argparse.Namespace) -> int:

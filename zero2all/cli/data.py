@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, whole, workspace_of
+from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, count, whole, workspace_of
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _register_stats(inner: Subparsers) -> None:
     add_work(stats)
     _add_config(stats)
     stats.add_argument(
-        "--tokens", type=whole(1), metavar="N", help="tokens that the run reads (default: as in the config)"
+        "--tokens", type=count, metavar="N", help="tokens that the run reads (default: as in the config)"
     )
     add_output(stats, "--json", help="also write the figures as JSON")
     add_output(stats, "--png", help="also draw the figures")

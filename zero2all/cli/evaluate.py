@@ -1,4 +1,7 @@
-"""`z2a eval RUN` and the verbs of the same word: `z2a eval run / watch / fetch / contamination`."""
+"""`z2a eval RUN` and the verbs of the same word: `z2a eval run / watch / fetch / contamination`.
+
+`z2a eval harness`: the standard harness (lm-eval) on a run; `z2a eval export-tasks`: our sets as its tasks.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli import harness
 from zero2all.cli.benchmarks import add_data, files_of, look_for, made_tasks, named_tasks, names
 from zero2all.cli.runs import add_run_name
-from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, real, whole, workspace_of
+from zero2all.cli.verb import Subparsers, add_flags, add_group, add_verb, add_work, real, whole, workspace_of
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from zero2all.evals.options import EvalOptions
     from zero2all.evals.tasks.list import TaskQuestions
     from zero2all.evals.watch import Watcher
+
 
 WORD = "eval"
 VERBS = ("run", "watch", "fetch", "contamination", "harness", "export-tasks")
@@ -45,7 +48,7 @@ def register(verbs: Subparsers) -> None:
     _register_watch(inner)
     _register_fetch(inner)
     _register_contamination(inner)
-    harness.register(inner)
+    _register_harness(inner)
 
 
 def _register_run(inner: Subparsers) -> None:
@@ -76,28 +79,14 @@ def _register_watch(inner: Subparsers) -> None:
         _watch,
     )
     add_run_name(parser)
-    parser.add_argument(
-        "--steps", type=_steps, metavar="N,A-B,…", help="only checkpoints of these steps (default: all of them)"
-    )
-    parser.add_argument(
-        "--once", action="store_true", help="stop when every checkpoint is evaluated, even if training continues"
-    )
-    parser.add_argument(
-        "--niceness",
-        type=whole(0, 19),
-        default=10,
-        metavar="N",
-        help="niceness of this process, 0 to 19: higher leaves more of a shared core to training (default 10)",
-    )
-    parser.add_argument(
-        "--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:1 (default: the device that the run trains on)"
-    )
-    parser.add_argument(
-        "--poll-seconds",
-        type=real(0.01),
-        default=5.0,
-        metavar="N",
-        help="how often to look for a new checkpoint (default 5)",
+    niceness = "niceness of this process, 0 to 19: higher leaves more of a shared core to training (default 10)"
+    add_flags(
+        parser,
+        ("--steps N,A-B,…", _steps, None, "only checkpoints of these steps (default: all of them)"),
+        ("--once", bool, False, "stop when every checkpoint is evaluated, even if training continues"),
+        ("--niceness N", whole(0, 19), 10, niceness),
+        ("--device DEVICE", str, None, "auto, cpu, cuda or cuda:1 (default: the device that the run trains on)"),
+        ("--poll-seconds N", real(0.01), 5.0, "how often to look for a new checkpoint (default 5)"),
     )
     _add_questions(parser)
 
@@ -164,37 +153,18 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
             help=f"{of}: a YAML file or JSON lines (default: raw/{name}.jsonl of the workspace if it "
             "exists, else the built-in ones; none: skip them)",
         )
-    parser.add_argument(
-        "--text",
-        type=_path,
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="also score this text file or folder of text files; may be repeated",
+    max_bytes = "held-out bytes to score per source, and bytes of each --text file (default 1000000)"
+    held_out = "none: do not score the held-out text and the rows that training scores (default all)"
+    stride = (
+        "score long texts in windows that start N tokens apart, so that every token has context (default 0: no overlap)"
     )
-    parser.add_argument(
-        "--stride",
-        type=whole(0),
-        default=0,
-        metavar="N",
-        help="score long texts in windows that start N tokens apart, so that every token has context "
-        "(default 0: no overlap)",
-    )
-    parser.add_argument(
-        "--max-bytes",
-        type=whole(1),
-        default=1_000_000,
-        metavar="N",
-        help="held-out bytes to score per source, and bytes of each --text file (default 1000000)",
-    )
-    parser.add_argument(
-        "--held-out",
-        choices=("all", "none"),
-        default="all",
-        help="none: do not score the held-out text and the rows that training scores (default all)",
-    )
-    parser.add_argument(
-        "--int8", action="store_true", help="also score the held-out text with 8-bit weights, to see what they cost"
+    add_flags(
+        parser,
+        ("--text PATH", [_path], [], "also score this text file or folder of text files; may be repeated"),
+        ("--stride N", whole(0), 0, stride),
+        ("--max-bytes N", whole(1), 1_000_000, max_bytes),
+        ("--held-out", ("all", "none"), "all", held_out),
+        ("--int8", bool, False, "also score the held-out text with 8-bit weights, to see what they cost"),
     )
     about = (
         "benchmarks to run: cmmlu,piqa,my-questions, each a folder of --data; all: every folder there; "
@@ -362,3 +332,70 @@ def _fetch(arguments: argparse.Namespace) -> None:
         print(t(f"{name}: {len(task.items):,} items, {len(task.shots):,} examples; licence: {licence}"))
     fetched = ",".join(arguments.names)
     print(t(f"next: z2a eval RUN --tasks {fetched} --data {arguments.data} --work my-workspace"))
+
+
+def _register_harness(inner: Subparsers) -> None:
+    """Add both verbs to `z2a eval`."""
+    parser = add_verb(
+        inner,
+        "harness",
+        "run tasks of lm-eval on one checkpoint, offline (pip install 'zero2all[lmeval]')",
+        "z2a eval harness my-run --work my-workspace --tasks z2a_my_questions_cloze --include lm-tasks",
+        _harness,
+    )
+    add_run_name(parser)
+    parser.add_argument(
+        "--tasks", type=names, required=True, metavar="NAMES", help="names of tasks, separated by commas"
+    )
+    parser.add_argument("--include", type=Path, metavar="DIR", help="folder with tasks that lm-eval does not have")
+    parser.add_argument("--step", type=whole(0), metavar="N", help="checkpoint to use (default: the newest)")
+    parser.add_argument("--shots", type=whole(0), metavar="N", help="examples in a prompt (default: as the task says)")
+    parser.add_argument("--limit", type=whole(1), metavar="N", help="only the first N items of each task")
+
+    parser = add_verb(
+        inner,
+        "export-tasks",
+        "write benchmarks, or a set of your own, as tasks of lm-eval: YAML and JSON lines",
+        "z2a eval export-tasks lm-tasks --data eval-data --tasks cmmlu,my-questions",
+        _export,
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write to")
+    add_data(parser)
+    parser.add_argument("--tasks", type=names, default=("all",), metavar="NAMES", help="which ones (default: all)")
+    parser.add_argument("--shots", type=whole(0), metavar="N", help="examples in a prompt (default: as the set says)")
+    parser.add_argument("--limit", type=whole(1), metavar="N", help="only the first N items of each")
+
+
+def _harness(arguments: argparse.Namespace) -> None:
+    from zero2all.evals.lm_harness import harness_lines, require_lm_eval, run_harness
+
+    require_lm_eval()
+    workspace = workspace_of(arguments)
+
+    from zero2all.common.progress import say
+    from zero2all.evals.options import report_path, write_report
+    from zero2all.infer.engine import Engine
+    from zero2all.infer.load import load_model
+
+    loaded = load_model(arguments.run, workspace, arguments.step)
+    found = run_harness(Engine(loaded), arguments.tasks, arguments.include, arguments.shots, arguments.limit)
+    settings = {name: getattr(arguments, name) for name in ("tasks", "shots", "limit")}
+    settings["include"] = None if arguments.include is None else str(arguments.include)
+    report = {"run": loaded.name, "step": loaded.step, "tokens": loaded.tokens, "settings": settings, **found}
+    print("\n".join(harness_lines(report)))
+    if loaded.config is not None and loaded.folder is not None:
+        path = report_path(loaded.folder, loaded.step, "harness-")
+        write_report(path, report, say)
+        print(t(f"written to {path}"))
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from zero2all.evals.lm_tasks import write_tasks
+    from zero2all.evals.tasks.list import read_tasks
+
+    for each in write_tasks(
+        arguments.folder, read_tasks(arguments.data, arguments.tasks), shots=arguments.shots, limit=arguments.limit
+    ):
+        left_out = t(f", {each.left_out:,} left out (no such form in lm-eval)") if each.left_out else ""
+        print(t(f"{each.name}: {each.items:,} items{left_out}"))
+    print(t(f"run them with: z2a eval harness RUN --include {arguments.folder} --tasks NAME"))

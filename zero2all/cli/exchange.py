@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from zero2all.cli.runs import add_run_name
-from zero2all.cli.verb import Subparsers, add_output, add_verb, add_work, whole, workspace_of
+from zero2all.cli.verb import Subparsers, add_flags, add_output, add_verb, add_work, whole, workspace_of
 from zero2all.common.language import translate as t
 
 
@@ -21,14 +21,11 @@ def register(verbs: Subparsers) -> None:
     )
     add_run_name(export)
     add_output(export, "--to", is_folder=True, required=True, help="folder to write, new or empty")
-    export.add_argument(
-        "--step", type=whole(0), default=None, metavar="N", help="checkpoint to use (default: the newest)"
-    )
-    export.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default=None,
-        help="dtype of the weights (default: that of an imported model, else float32)",
+    dtype = "dtype of the weights (default: that of an imported model, else float32)"
+    add_flags(
+        export,
+        ("--step N", whole(0), None, "checkpoint to use (default: the newest)"),
+        ("--dtype", ("float32", "bfloat16", "float16"), None, dtype),
     )
 
     export.add_argument(
@@ -50,14 +47,10 @@ def register(verbs: Subparsers) -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the Hugging Face folder, on this machine")
     add_work(parser)
     parser.add_argument("--name", required=True, help="name of the new run")
-    parser.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="DIR",
-        help="use this extension of its tokenizer (made with z2a tokenizer extend)",
-    )
-    parser.add_argument(
-        "--resize-embeddings", action="store_true", help="give the model an embedding row for every token id"
+    add_flags(
+        parser,
+        ("--tokenizer DIR", Path, None, "use this extension of its tokenizer (made with z2a tokenizer extend)"),
+        ("--resize-embeddings", bool, False, "give the model an embedding row for every token id"),
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.model import add_model, add_sampling, load, sampling_of
-from zero2all.cli.verb import Subparsers, add_output, add_verb, whole
+from zero2all.cli.verb import Subparsers, add_flags, add_output, add_verb, whole
 from zero2all.common.errors import BadInputError, UsageError, UserError, for_all_ranks
 from zero2all.common.language import translate as t
 
@@ -41,25 +41,16 @@ def register(verbs: Subparsers) -> None:
         ".jsonl); - reads standard input",
     )
     add_output(parser, "--out", help="write the texts to this file as JSON lines; an interrupted command continues it")
-    parser.add_argument(
-        "--n",
-        type=whole(1, MOST_SAMPLES),
-        default=1,
-        metavar="N",
-        help=f"texts for each prompt (default 1, at most {MOST_SAMPLES:,}); needs a temperature",
-    )
+    texts = f"texts for each prompt (default 1, at most {MOST_SAMPLES:,}); needs a temperature"
+    add_flags(parser, ("--n N", whole(1, MOST_SAMPLES), 1, texts))
     add_sampling(parser, temperature=0.0, max_new_tokens=100)
-    parser.add_argument(
-        "--logprobs",
-        type=whole(0, 20),
-        metavar="N",
-        help="print JSON with the log probability of each token and of the N most likely ones at its "
-        "place (at most 20)",
+    logprobs = (
+        "print JSON with the log probability of each token and of the N most likely ones at its place (at most 20)"
     )
-    parser.add_argument(
-        "--no-heal",
-        action="store_true",
-        help="use the tokens of the prompt as they are, even if it ends inside a token",
+    add_flags(
+        parser,
+        ("--logprobs N", whole(0, 20), None, logprobs),
+        ("--no-heal", bool, False, "use the tokens of the prompt as they are, even if it ends inside a token"),
     )
 
 

@@ -31,10 +31,14 @@ def register(verbs: Subparsers) -> None:
 
 
 def _goodput(arguments: argparse.Namespace) -> None:
+    from zero2all.common.errors import BadInputError
     from zero2all.track.goodput import run_goodput
+    from zero2all.track.reader import RunReader
 
     with open_run(arguments.run, arguments) as run:
-        found = run_goodput(run.folder)
+        found = run_goodput(RunReader(run.folder))
+        if not found.starts:
+            raise BadInputError(f"There are no metrics of training in {run.folder}, so there is no time to add up.")
     if arguments.json:
         from zero2all.common.jsonio import dumps_pretty
 
@@ -62,6 +66,11 @@ def print_goodput(found: Goodput) -> None:
             share = seconds / found.total_seconds
             print(f"  {padded(t(cause), 12)} {seconds:>12,.1f} s {share:>7.1%} {_bar(share)}")
     print(t(f"of the steps, {found.data_wait_seconds:,.1f} s waited for data"))
+    print_stopped(found)
+
+
+def print_stopped(found: Goodput) -> None:
+    """Time that is not part of the account, where there is any."""
     if found.stopped_seconds:
         print(t(f"not counted: {found.stopped_seconds:,.1f} s between an end and the next start"))
 

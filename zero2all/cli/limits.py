@@ -10,7 +10,18 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.verb import Subparsers, add_json, add_verb, write_json_result
+from zero2all.cli.verb import (
+    AMOUNT,
+    COUNT,
+    MODEL_HELP,
+    Subparsers,
+    add_json,
+    add_verb,
+    amount,
+    count,
+    scaled,
+    write_json_result,
+)
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
@@ -20,39 +31,17 @@ if TYPE_CHECKING:
     from zero2all.limits.answer import Answer
     from zero2all.limits.parameters import Counted
 
-SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def _number(text: str, scales: dict[str, float]) -> float:
-    found = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([A-Za-z]*)", text.replace(",", ""))
-    value = float(found[1]) * scales[found[2]] if found and found[2] in scales else float("nan")
-    if not 0 <= value < float("inf"):
-        raise ValueError(text)
-    return value
-
-
-def _count(text: str) -> int:
-    value = round(_number(text, SCALES), 6)
-    if not value.is_integer() or value < 1:
-        raise ValueError(text)
-    return int(value)
-
-
-def _positive(text: str) -> float:
-    if (value := _number(text, SCALES)) <= 0:
-        raise ValueError(text)
-    return value
-
-
 def _seconds(text: str) -> float:
-    if (value := _number(text, SECONDS)) <= 0:
+    if (value := scaled(text, SECONDS)) <= 0:
         raise ValueError(text)
     return value
 
 
 def _share(text: str) -> float:
-    value = _number(text.removesuffix("%"), {"": 0.01 if text.endswith("%") else 1.0})
+    value = scaled(text.removesuffix("%"), {"": 0.01 if text.endswith("%") else 1.0})
     if not 0 < value <= 1:
         raise ValueError(text)
     return value
@@ -65,7 +54,7 @@ def _stage(text: str) -> int:
 
 
 def _numbers(text: str) -> list[float]:
-    return [_positive(part) for part in text.split(",")]
+    return [amount(part) for part in text.split(",")]
 
 
 def _gpu(text: str) -> Any:
@@ -91,9 +80,9 @@ def _one_of(where: str, names: str) -> Callable[[str], str]:
 
 
 KINDS: dict[str, tuple[Callable[[str], Any], str, str]] = {
-    "count": (_count, "N", "a whole number of at least 1, such as 8, 4096, 1.1e9 or 7.5B"),
-    "number": (_positive, "X", "a number above 0, such as 312, 2e12 or 1.5T"),
-    "seconds": (_seconds, "TIME", "a time above 0, such as 60, 90s, 10m, 3h or 5d"),
+    "count": (count, "N", COUNT),
+    "number": (amount, "X", AMOUNT),
+    "seconds": (_seconds, "TIME", "a time above 0, such as 60 (seconds), 90s, 10m, 3h or 5d"),
     "share": (_share, "SHARE", "a share above 0 and at most 1, such as 0.4 or 40%"),
     "stage": (_stage, "0-3", "0, 1, 2 or 3"),
     "numbers": (_numbers, "N,…", "numbers above 0 with commas between, such as 1000,3000,4192"),
@@ -258,22 +247,13 @@ def register(inner: Subparsers) -> None:
         parser = add_verb(inner, name, summary, EXAMPLES[name], _calculate, takes_overrides=takes_model)
         parser.set_defaults(calculator=name)
         if takes_model:
-            parser.add_argument(
-                "model",
-                nargs="?",
-                metavar="MODEL",
-                help="a preset, a YAML file, or a published model: llama-3.1-8b, mixtral-8x7b, deepseek-v3, gpt-3, …",
-            )
+            parser.add_argument("model", nargs="?", metavar="MODEL", help=f"{MODEL_HELP} (also deepseek-v3, gpt-3)")
             parser.add_argument("--tied", action="store_true", help="the head is the embedding")
             parser.add_argument("--gpt", action="store_true", help="GPT: biases, learned positions, tied head")
         for flag in _flags(name):
             kind, about = FLAGS[flag]
             parser.add_argument(f"--{flag}", default=None, metavar=KINDS[kind][1], help=about)
         add_json(parser)
-    selftest = add_verb(
-        inner, "selftest", "recompute every worked example of the formulas", "z2a perf selftest", _selftest
-    )
-    add_json(selftest)
 
 
 def _flags(verb: str) -> list[str]:
@@ -294,7 +274,7 @@ def _calculate(arguments: argparse.Namespace) -> None:
     for flag in needs.split():
         if flag != "MODEL" and getattr(arguments, flag.replace("-", "_")) is None:
             kind, about = FLAGS[flag]
-            problems.append(Problem(f"--{flag}", MISSING, KINDS[kind][2], f"{about[:1].upper()}{about[1:]}."))
+            problems.append(Problem(f"--{flag}", MISSING, f"{t(about)}: {t(KINDS[kind][2])}"))
     if "MODEL" in f"{needs} {may}":
         model = _model(arguments, values, problems, is_needed="MODEL" in needs)
         kept = {"seq_len"} if name in ("flops", "mfu", "time", "cost", "inference") else set()
@@ -322,7 +302,7 @@ def _read(arguments: argparse.Namespace, flags: list[str], problems: list[Proble
             values[name] = read(text)
         except LookupError as error:
             problems.append(Problem(f"--{flag}", text, str(error.args[0])))
-        except ValueError:
+        except (ValueError, argparse.ArgumentTypeError):
             problems.append(Problem(f"--{flag}", text, rule))
     return values
 
@@ -363,6 +343,12 @@ def _model(
         )
         return None
     if "params" in values:
+        tables = 2 * get("vocab_size", 0) * get("hidden_size", 0)
+        if get("active", 0) > values["params"]:
+            problems.append(Problem("--active", get("active"), f"at most the parameters ({values['params']:,})"))
+        if tables >= values["params"]:
+            rule = f"tables smaller than the model: 2 x {get('hidden_size')} wide, and {values['params']:,} parameters"
+            problems.append(Problem("--vocab-size", get("vocab_size"), rule))
         return counted_by_total(
             values["params"], get("active"), get("layers"), get("hidden_size"), get("vocab_size"), seq_len
         )
@@ -408,30 +394,34 @@ def _configured(arguments: argparse.Namespace, problems: list[Problem]) -> Count
     from dataclasses import replace
 
     from zero2all.common.errors import UsageError
-    from zero2all.common.schema import Problem
-    from zero2all.config import ConfigError, load_config
-    from zero2all.limits.parameters import KNOWN_MODELS, counted
+    from zero2all.config import ConfigError
+    from zero2all.limits.parameters import counted
+    from zero2all.limits.state_memory import checkpoint_bytes
+    from zero2all.perf.models import load_model_config
 
     try:
-        config = load_config(arguments.model, arguments.overrides)
+        config, _ = load_model_config(arguments.model, arguments.overrides)
     except ConfigError as error:
         problems.extend(error.problems)
         return None
-    except UsageError:
-        if arguments.model in KNOWN_MODELS:
-            rule = "a preset or a YAML file, for fields to be changed; a published model is taken as it is"
-        else:
-            names = ", ".join(KNOWN_MODELS)
-            rule = (
-                f"one of {names}; a preset (quickstart, four-phases, z2all-100m, z2all-1b, llm-zero2all-1b, z2all-moe)"
-                "; or a YAML file"
-            )
-        problems.append(Problem("MODEL", arguments.model, rule))
-        return None
+    except UsageError as error:
+        if problems:  # else it stands alone
+            problems.append(Problem("MODEL", arguments.model, "the name of a model that is known, or a YAML file"))
+            return None
+        raise error
     model = replace(config.model, vocab_size=config.model.vocab_size or config.tokenizer.vocab_size)
-    step = config.train.tokens_per_step
+    step, optim = config.train.tokens_per_step, config.optim
     found = counted(model, str(arguments.model), config.data.seq_len)
-    return replace(found, step_tokens=step, run_tokens=step * config.train.steps)
+    saved = checkpoint_bytes(
+        model, optim.kind, config.train.precision, optim.adafactor_beta1 > 0, optim.bf16_rounding == "kahan"
+    )
+    return replace(
+        found,
+        step_tokens=step,
+        run_tokens=step * config.train.steps,
+        checkpoint_bytes=saved,
+        optimizer=optim.kind,
+    )
 
 
 def show(answer: Answer, json_path: Path | None) -> None:
@@ -443,11 +433,3 @@ def show(answer: Answer, json_path: Path | None) -> None:
     print_table(answer.rows(), answer.title)
     for line in (answer.convention, *answer.notes):
         print(t(line))
-
-
-def _selftest(arguments: argparse.Namespace) -> int:
-    from zero2all.limits.selftest import selftest
-
-    found, failed = selftest()
-    show(found, arguments.json)
-    return 1 if failed else 0

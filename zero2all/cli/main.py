@@ -48,8 +48,8 @@ exit codes: 0 done, 1 a bug or a lost process, 2 usage or config, 3 bad input,
             13 run in use, 14 run taken over, 15 fails every time,
             16 bad machine, 130 interrupted"""
 MODULES = (
-    *("overview", "quickstart", "corpus", "tokenizer", "pack", "data", "train", "launch", "anneal", "run_list"),
-    *("supervise", "chaos", "inspect", "board", "watch", "plot", "goodput", "track", "evaluate", "generate", "chat"),
+    *("overview", "quickstart", "corpus", "tokenizer", "pack", "data", "train", "launch", "anneal", "runs"),
+    *("chaos", "inspect", "board", "goodput", "track", "evaluate", "generate", "chat"),
     *("serve", "exchange", "perf", "doctor", "completion"),
 )
 """Where the verbs are, in the order of the help."""
@@ -110,9 +110,8 @@ def _run(words: list[str] | None) -> tuple[int, str]:
             cause = cause.__context__
         if cause is not None:
             return _fail_for_person(cause)
-        return _fail(
-            language.translate("interrupted. Finished work is kept; run the same command again to continue."),
-            INTERRUPTED,
+        return INTERRUPTED, language.translate(
+            "interrupted. Finished work is kept; run the same command again to continue."
         )
     except Exception as error:
         return _fail_for_disk_or_path(error)
@@ -293,14 +292,14 @@ def _refuse_unknown_fields(overrides: list[str], sections_only: bool = False) ->
 def _fail_for_person(error: UserError) -> tuple[int, str]:
     is_of_all = error.of_all_ranks or error.exit_code in DECIDED_TOGETHER
     if error.is_said or (is_of_all and os.environ.get("RANK", "0") != "0"):
-        return _fail("", error.exit_code)  # the first process says it for all, or the one that started this
-    return _fail(str(error), error.exit_code)
+        return error.exit_code, ""  # the first process says it for all, or the one that started this
+    return error.exit_code, str(error)
 
 
 def _fail_for_disk_or_path(error: Exception) -> tuple[int, str]:
     """End for what the disk, the memory or a limit refused; anything else is a bug of ours and keeps its traceback."""
     if limit := exceeded_limit(error):
-        return _fail(language.translate(f"Stopped: {limit}."), DiskError.exit_code)
+        return DiskError.exit_code, language.translate(f"Stopped: {limit}.")
     if is_disk_full(error):
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         if isinstance(error, OSError) and error.filename:
@@ -310,26 +309,16 @@ def _fail_for_disk_or_path(error: Exception) -> tuple[int, str]:
         again = language.translate(
             "Unfinished files were removed. Free some space and run the same command again to continue."
         )
-        return _fail(f"{full} {again}", DiskError.exit_code)
+        return DiskError.exit_code, f"{full} {again}"
     if is_out_of_memory(error):
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        return _fail(
-            language.translate(
-                f"there is not enough memory ({reason[:300]}). Unfinished files were removed. Give the process more "
-                f"memory (check `ulimit -v` and what else runs on the machine or the GPU), or use smaller batches."
-            ),
-            DiskError.exit_code,
+        return DiskError.exit_code, language.translate(
+            f"there is not enough memory ({reason[:300]}). Unfinished files were removed. Give the process more "
+            f"memory (check `ulimit -v` and what else runs on the machine or the GPU), or use smaller batches."
         )
     if isinstance(error, OSError) and error.errno in REFUSED_PATH_ERRNOS and error.filename:
-        return _fail(
-            language.translate(
-                f"{error.filename} cannot be used: {error.strerror}. Check the path (a folder where a folder is "
-                f"expected) and your permissions, then run the command again."
-            ),
-            BadInputError.exit_code,
+        return BadInputError.exit_code, language.translate(
+            f"{error.filename} cannot be used: {error.strerror}. Check the path (a folder where a folder is "
+            f"expected) and your permissions, then run the command again."
         )
     raise error
-
-
-def _fail(message: str, code: int) -> tuple[int, str]:
-    return code, message

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from zero2all.cli.runs import add_optional_run
-from zero2all.cli.verb import real, whole
+from zero2all.cli.verb import add_flags, count, real, whole
 
 if TYPE_CHECKING:
     from zero2all.infer.load import LoadedModel
@@ -17,73 +17,32 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     """The model, and how it is loaded."""
     about = "name or folder of a run, or a Hugging Face folder (default: the one run of the workspace)"
     add_optional_run(parser, "model", metavar="RUN|FOLDER", help=about)
-    parser.add_argument("--step", type=whole(0), metavar="N", help="checkpoint to use (default: the newest)")
-    parser.add_argument(
-        "--device", metavar="NAME", help="auto, cpu, cuda or cuda:1 (default auto: a GPU where there is one)"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="precision of weights and computation (default: bfloat16 on a GPU, float32 on the CPU)",
-    )
-    parser.add_argument(
-        "--int8", action="store_true", help="keep the weights of linear layers in 8 bits: less memory, slightly worse"
+    dtype = "precision of weights and computation (default: bfloat16 on a GPU, float32 on the CPU)"
+    add_flags(
+        parser,
+        ("--step N", whole(0), None, "checkpoint to use (default: the newest)"),
+        ("--device NAME", str, None, "auto, cpu, cuda or cuda:1 (default auto: a GPU where there is one)"),
+        ("--dtype", ("float32", "bfloat16", "float16"), None, dtype),
+        ("--int8", bool, False, "keep the weights of linear layers in 8 bits: less memory, slightly worse"),
     )
 
 
 def add_sampling(parser: argparse.ArgumentParser, temperature: float, max_new_tokens: int) -> None:
     """How tokens are chosen, and when a text ends."""
-    parser.add_argument(
-        "--max-new-tokens",
-        type=whole(1),
-        default=max_new_tokens,
-        metavar="N",
-        help=f"most tokens to generate (default {max_new_tokens})",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=real(0),
-        default=temperature,
-        metavar="X",
-        help=f"0 always takes the most likely token, 1 samples from the model's distribution (default {temperature:g})",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=whole(0),
-        default=0,
-        metavar="N",
-        help="sample only from the N most likely tokens (default 0: all)",
-    )
-    parser.add_argument(
-        "--top-p",
-        type=real(0, 1, is_open=True),
-        default=1.0,
-        metavar="X",
-        help="sample only from the most likely tokens that together have this probability (default 1: all)",
-    )
-    parser.add_argument(
-        "--min-p",
-        type=real(0, 1),
-        default=0.0,
-        metavar="X",
-        help="sample only from tokens at least X times as likely as the most likely one (default 0: all)",
-    )
-    parser.add_argument(
-        "--repetition-penalty",
-        type=real(0),
-        default=1.0,
-        metavar="X",
-        help="above 1: tokens that already occurred become less likely (default 1)",
-    )
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
-    )
-    parser.add_argument(
-        "--seed",
-        type=whole(0),
-        default=0,
-        metavar="N",
-        help="seed of the sampling (default 0); needs a temperature",
+    top_p = "sample only from the most likely tokens that together have this probability (default 1: all)"
+    min_p = "sample only from tokens at least X times as likely as the most likely one (default 0: all)"
+    repetition_penalty = "above 1: tokens that already occurred become less likely (default 1)"
+    about = f"0 always takes the most likely token, 1 samples from the model's distribution (default {temperature:g})"
+    add_flags(
+        parser,
+        ("--max-new-tokens N", count, max_new_tokens, f"most tokens to generate (default {max_new_tokens})"),
+        ("--temperature X", real(0), temperature, about),
+        ("--top-k N", whole(0), 0, "sample only from the N most likely tokens (default 0: all)"),
+        ("--top-p X", real(0, 1, is_open=True), 1.0, top_p),
+        ("--min-p X", real(0, 1), 0.0, min_p),
+        ("--repetition-penalty X", real(0), 1.0, repetition_penalty),
+        ("--stop TEXT", [str], [], "end before this text; may be repeated"),
+        ("--seed N", whole(0), 0, "seed of the sampling (default 0); needs a temperature"),
     )
 
 

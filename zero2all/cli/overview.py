@@ -6,7 +6,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from zero2all.cli.run_list import Run, look_at_run, run_folders
+from zero2all.cli.runs import Run, look_at_run, run_folders
 from zero2all.cli.terminal import print_fitted
 from zero2all.cli.verb import (
     WORK_VARIABLE,
@@ -120,7 +120,7 @@ def _runs_in_words(runs: list[Run]) -> list[str]:
         else:
             steps = "?" if run.steps is None else f"{run.steps:,}"
             loss = "?" if run.loss is None else f"{run.loss:.4f}"
-            lines.append(t(f"  run {run.name}: {state}, step {run.step:,} of {steps}, loss {loss}"))
+            lines.append(t(f"  run {run.name}: {state}, step {run.step:,} of {steps}, training loss {loss}"))
     if len(runs) > MANY:
         lines.append(t(f"  and {len(runs) - MANY:,} more (`z2a runs`)"))
     return lines

@@ -1,4 +1,4 @@
-"""`z2a perf`: its verbs, of which `ops`, `ops bench`, `ablate` and `infer` are declared here."""
+"""`z2a perf`: its verbs, of which `ops`, `ops bench`, `ablate`, `infer` and `link` are declared here."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import dataclasses
 import json
 from pathlib import Path
 
-from zero2all.cli import limits, perf_bench, perf_link, perf_memory, perf_plan, perf_predict, perf_profile, perf_runs
+from zero2all.cli import limits, perf_bench, perf_memory, perf_plan, perf_predict, perf_profile, perf_runs
+from zero2all.cli.perf_predict import PROFILE
 from zero2all.cli.verb import (
-    CONFIG_HELP,
     DEVICES,
+    MODEL_HELP,
     Subparsers,
     add_config,
     add_flags,
@@ -19,6 +20,7 @@ from zero2all.cli.verb import (
     add_output,
     add_verb,
     add_work,
+    count,
     real,
     whole,
     write_json_result,
@@ -42,7 +44,10 @@ def register(verbs: Subparsers) -> None:
     _register_ops(inner)
     _register_ablate(inner)
     _register_infer(inner)
-    for more in (limits, perf_memory, perf_link, perf_predict, perf_plan, perf_profile, perf_bench, perf_runs):
+    limits.register(inner)
+    perf_memory.register(inner)
+    _register_link(inner)
+    for more in (perf_predict, perf_plan, perf_profile, perf_bench, perf_runs):
         more.register(inner)
 
 
@@ -59,11 +64,11 @@ def _register_ops(inner: Subparsers) -> None:
         "words",
         nargs="*",
         metavar="[bench] [CONFIG]",
-        help=f"bench: measure; CONFIG: {CONFIG_HELP} (default: list for this device, bench z2all-1b)",
+        help=f"bench: measure; CONFIG: {MODEL_HELP} (default: list for this device, bench z2all-1b)",
     )
     add_flags(
         parser,
-        ("--rows N", whole(1), None, "bench: tokens (default: a micro-batch; few on a CPU)"),
+        ("--rows N", count, None, "bench: tokens (default: a micro-batch; few on a CPU)"),
         ("--only OP", str, None, "bench: one operator: rms_norm, linear/qkv, …"),
         ("--seconds N", real(0.0), 0.2, "bench: minimum seconds per figure (default 0.2)"),
     )
@@ -87,7 +92,7 @@ def _ops(arguments: argparse.Namespace) -> None:
         _bench(arguments, words[0] if words else BENCH_CONFIG)
         return
     from zero2all.cli.table import print_table
-    from zero2all.perf.op_list import context_here, describe, list_cells, listed_operators
+    from zero2all.perf.op_bench import context_here, describe, list_cells, listed_operators
 
     config = None
     if words:
@@ -132,7 +137,7 @@ def _register_ablate(inner: Subparsers) -> None:
         _ablate,
         takes_overrides=True,
     )
-    add_config(parser, nargs="?")
+    add_config(parser, MODEL_HELP, nargs="?")
     batch = "samples per pass x tokens x passes per iteration (default: 2x2048x16 and the config's own)"
     compile_jobs = "compile N rows beside each other, measure them in turn; the GPU must hold N (default 1)"
     report = "measure nothing; show the results in --output, also those of another machine"
@@ -171,11 +176,10 @@ def _ablate(arguments: argparse.Namespace) -> int:
         print_table([["row", "what it is", "changes"], *listed])
         return 0
     if arguments.config is None:
-        raise UsageError(f"`z2a perf ablate` needs CONFIG: {CONFIG_HELP}. Only --list does without.")
+        raise UsageError(f"`z2a perf ablate` needs CONFIG: {MODEL_HELP}. Only --list does without.")
     from zero2all.perf.ablate import AblateOptions, ablate
     from zero2all.perf.batch import parse_batch
-    from zero2all.perf.report import write_report
-    from zero2all.perf.summary import batch_tables, cells, device_of, heading, notes
+    from zero2all.perf.summary import batch_tables, cells, device_of, heading, notes, write_report
 
     stem = Path(arguments.config).stem
     output = arguments.output or Path(f"ablation-{stem}")
@@ -219,7 +223,7 @@ def _register_infer(inner: Subparsers) -> None:
         takes_overrides=True,
     )
     parser.add_argument(
-        "model", metavar="MODEL", help=f"a run, a Hugging Face folder, or, for random weights, {CONFIG_HELP}"
+        "model", metavar="MODEL", help=f"a run, a Hugging Face folder, or, for random weights, {MODEL_HELP}"
     )
     dtypes, dtype = (
         ("float32", "bfloat16", "float16"),
@@ -228,8 +232,8 @@ def _register_infer(inner: Subparsers) -> None:
     add_flags(
         parser,
         ("--batch N,…", str, None, "sequences at once (default: 1,8,64,256 on a GPU, 1,8 on a CPU)"),
-        ("--prompt N", whole(1), 128, "tokens of a prompt (default 128)"),
-        ("--new N", whole(1), None, "tokens of an answer (default: 256 on a GPU, 32 on a CPU)"),
+        ("--prompt N", count, 128, "tokens of a prompt (default 128)"),
+        ("--new N", count, None, "tokens of an answer (default: 256 on a GPU, 32 on a CPU)"),
         ("--device", DEVICES, DEVICES[0], "device (default: auto)"),
         ("--dtype", dtypes, None, dtype),
     )
@@ -241,8 +245,7 @@ def _register_infer(inner: Subparsers) -> None:
 def _infer(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
     from zero2all.common.workspace import Workspace
-    from zero2all.perf.infer import InferOptions, cells, measure_inference
-    from zero2all.perf.infer_report import write_picture, write_results
+    from zero2all.perf.infer import InferOptions, cells, measure_inference, write_picture, write_results
 
     output = arguments.output or Path(f"inference-{Path(arguments.model).stem}")
     found = measure_inference(
@@ -273,3 +276,38 @@ def _sizes(text: str) -> list[int]:
         return [whole(1)(each) for each in text.split(",")]
     except argparse.ArgumentTypeError as error:
         raise UsageError(f"--batch {text}: {error}, such as 1,8,64.") from None
+
+
+def _register_link(inner: Subparsers) -> None:
+    """Add the verb."""
+    parser = add_verb(
+        inner,
+        "link",
+        "train over a slow link: bytes, seconds and loss of every scheme, and which one to take",
+        "z2a perf link z2all-1b --gbit 1 --groups 2 --step-seconds 3.4",
+        _link,
+        takes_overrides=True,
+    )
+    add_config(parser, MODEL_HELP)
+    add_work(parser)
+    above = real(0.0, is_open=True)
+    parser.add_argument("--gbit", type=above, required=True, metavar="N", help="speed of the link in Gbit/s")
+    seconds = "measured seconds that a group computes in a step (default: predicted from the profile of this machine)"
+    groups = ("--groups N", whole(2), 2, "groups it joins (default 2)")
+    cluster = ("--cluster NAME", str, None, "from data sheets: a100-80g, h100, h200, b200")
+    add_flags(parser, groups, ("--step-seconds N", above, None, seconds), cluster, PROFILE)
+    add_json(parser)
+
+
+def _link(arguments: argparse.Namespace) -> int:
+    from zero2all.cli.table import print_table
+    from zero2all.common.workspace import Workspace
+    from zero2all.perf.link import link_notes, link_report, link_rows
+
+    asked = (arguments.gbit, arguments.groups, arguments.step_seconds, arguments.profile, arguments.cluster)
+    report = link_report(arguments.config, arguments.overrides, *asked, Workspace(arguments.work))
+    if not write_json_result(arguments.json, report.as_json()):
+        size = f"{report.parameters:,} parameters, {arguments.groups} groups, {arguments.gbit:g} Gbit/s"
+        print_table(link_rows(report), f"{arguments.config}: {size}")
+        print("\n".join(link_notes(report)))
+    return 0

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from zero2all.cli.verb import (
+    MODEL_HELP,
     Subparsers,
     add_config,
     add_flags,
@@ -37,11 +38,16 @@ def register(inner: Subparsers) -> None:
         _memory,
         takes_overrides=True,
     )
-    add_config(parser)
+    add_config(parser, MODEL_HELP)
     memory = "memory of another GPU, in GiB (2^30 bytes), as torch reports it"
     add_flags(
         parser,
-        ("--gpu NAME", str, None, "a100-40g, a100-80g, h100, h200 or b200 (default: this machine's)"),
+        (
+            "--gpu NAME",
+            str,
+            None,
+            "4090, a100-40g, a100-80g, h100, h200, b200, … (default: this machine's)",
+        ),
         ("--memory-gib N", real(0.0, is_open=True), None, memory),
         ("--ranks N", whole(1), 1, "processes, one per GPU (default 1)"),
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from zero2all.cli.perf_predict import PROFILE
 from zero2all.cli.verb import (
+    MODEL_HELP,
     Subparsers,
     add_config,
     add_flags,
@@ -40,7 +41,7 @@ def register(inner: Subparsers) -> None:
         _plan,
         takes_overrides=True,
     )
-    add_config(parser)
+    add_config(parser, MODEL_HELP)
     parser.add_argument("--gpus", type=whole(1), required=True, metavar="N", help="number of GPUs")
     network = "network of each GPU between nodes, in Gbit/s per direction (default: the cluster's)"
     add_flags(
@@ -60,23 +61,26 @@ def register(inner: Subparsers) -> None:
 def _plan(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
     from zero2all.perf.batch import load_measured_config
+    from zero2all.perf.models import load_model_config, precision_notes
     from zero2all.perf.plan import config_of, measure_candidates, plan_cells, plan_json, plan_layouts
 
-    config, _ = load_measured_config(arguments.config, arguments.overrides)
-    plan = plan_layouts(config, arguments.gpus, _machine(arguments), max(arguments.top, arguments.measure or 0))
+    config, notes = load_measured_config(arguments.config, arguments.overrides)
+    notes += precision_notes(config, arguments.config, arguments.overrides)
+    wanted = max(arguments.top, arguments.measure or 0)
+    plan = plan_layouts(config, arguments.gpus, _machine(arguments), wanted, arguments.overrides)
     if arguments.measure is not None:
         plan = measure_candidates(plan, arguments.measure, arguments.seconds, arguments.timeout_seconds)
     if arguments.output is not None:
         from zero2all.common.files import write_atomic
-        from zero2all.config import config_yaml, load_config
+        from zero2all.config import config_yaml
 
-        whole_config = load_config(arguments.config, arguments.overrides)
+        whole_config, _ = load_model_config(arguments.config, arguments.overrides)
         text = config_yaml(config_of(whole_config, plan.candidates[0].row))
         write_atomic(arguments.output, text.encode())
     if write_json_result(arguments.json, plan_json(plan)):
         return
     print_table(plan_cells(plan.candidates[: arguments.top]), _title(plan))
-    print("\n".join(_notes(plan)))
+    print("\n".join([*map(t, notes), *_notes(plan)]))
     if arguments.output is not None:
         nodes = -(-arguments.gpus // plan.machine.gpus_per_node)
         start = f"z2a train {arguments.output}"
@@ -110,7 +114,15 @@ def _notes(plan: LayoutPlan) -> list[str]:
     from zero2all.perf.plan import compare
 
     best = plan.candidates[0]
-    lines = [t(f"{plan.considered:,} layouts keep the rules, {plan.fitting:,} of them fit.")]
+    lines = [
+        t(
+            f"{plan.considered:,} layouts keep the rules. {plan.tried:,} were predicted in full; the others are slower "
+            f"by what they compute alone."
+        )
+    ]
+    if plan.held:
+        fields = ", ".join(f"--{name} {value}" for name, value in plan.held.items())
+        lines.append(t(f"As you set it, in all of them: {fields}"))
     parts = ", ".join(f"{t(part.name)} {said(part.estimate, 's')}" for part in best.time.parts if part.estimate > 5e-5)
     lines.append(t(f"The best: {parts}"))
     measured = [one for one in plan.candidates if "tokens_per_second" in one.measured]
@@ -124,7 +136,8 @@ def _notes(plan: LayoutPlan) -> list[str]:
     for number, other in enumerate(plan.candidates[1:4], 2):
         lines.append(t(f"  against number {number}: {compare(best, other)}"))
     lines += [t("What another choice would cost:"), *(f"  {line}" for line in plan.alternatives)]
-    lines.append(t("Rejected, by the first rule that a layout breaks:"))
+    lines.append(t("Rejected, by the first rule that a layout breaks, with the numbers of one of them:"))
     for rule, count in sorted(plan.rejected.items(), key=lambda one: -one[1]):
-        lines.append(f"  {count:>8,}  {t(rule)}")
+        if count:
+            lines.append(f"  {count:>8,}  {t(rule)}")
     return lines

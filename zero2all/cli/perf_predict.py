@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero2all.cli.verb import (
-    CONFIG_HELP,
+    MODEL_HELP,
     Subparsers,
     add_config,
     add_flags,
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from zero2all.perf.calibrate import Calibration
     from zero2all.perf.predict import Prediction
 
-BATCH_HELP = "samples per pass x tokens x passes per step, in each data-parallel process (default: the config's)"
+BATCH_HELP = (
+    "samples per pass x tokens x passes per step, in each data-parallel process (default: its share of the config's)"
+)
 BATCH = ("--batch BxTxA", str, None, BATCH_HELP)
 PROFILE_HELP = "a profile that `z2a perf calibrate` wrote (default: the one of this machine)"
 PROFILE = ("--profile FILE", Path, None, PROFILE_HELP)
@@ -63,7 +65,7 @@ def _register_calibrate(inner: Subparsers) -> None:
         "configs",
         nargs="*",
         metavar="CONFIG",
-        help=f"models whose own shapes are measured: {CONFIG_HELP} (default: z2all-1b, on a CPU quickstart)",
+        help=f"models whose own shapes are measured: {MODEL_HELP} (default: z2all-1b, on a CPU quickstart)",
     )
     seconds = "begin no figure after this (default 180); the same command continues"
     again = ("--again", bool, False, "measure everything again")
@@ -144,7 +146,7 @@ def _register_predict(inner: Subparsers) -> None:
         _predict,
         takes_overrides=True,
     )
-    add_config(parser)
+    add_config(parser, MODEL_HELP)
     add_flags(
         parser,
         BATCH,
@@ -158,19 +160,23 @@ def _register_predict(inner: Subparsers) -> None:
 
 def _predict(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.perf.batch import load_measured_config, own_batch, parse_batch
+    from zero2all.perf.batch import load_measured_config, parse_batch
+    from zero2all.perf.models import precision_notes
     from zero2all.perf.verify import prediction_for
 
     config, notes = load_measured_config(arguments.config, arguments.overrides)
-    batch = own_batch(config) if arguments.batch is None else parse_batch(arguments.batch)
+    batch = None if arguments.batch is None else parse_batch(arguments.batch)
     found = prediction_for(config, batch, arguments.cluster, arguments.gpus, arguments.profile, arguments.price)
     if write_json_result(arguments.json, found.as_json()):
         return
     machine = found.machine
-    title = f"{arguments.config} on {arguments.gpus} x {machine.name} ({machine.source}), batch {batch}"
+    if machine.multiprocessors:
+        notes += precision_notes(config, arguments.config, arguments.overrides)
+    on = f"{arguments.gpus} x {machine.name} ({machine.source})"
+    title = f"{arguments.config} on {on}, {config.train.precision}, batch {found.batch}"
     print_table(_prediction_rows(found), title)
     print_table(_part_rows(found), "seconds of a step by part, of one process")
-    print("\n".join([*notes, *_prediction_notes(found)]))
+    print("\n".join([*map(t, notes), *_prediction_notes(found)]))
 
 
 def _prediction_rows(found: Prediction) -> list[list[str]]:
@@ -246,7 +252,7 @@ def _register_verify(inner: Subparsers) -> None:
         _verify,
         takes_overrides=True,
     )
-    add_config(parser)
+    add_config(parser, MODEL_HELP)
     seconds = ("--seconds N", real(0.0), 6.0, "measure about this long (default 6)")
     timeout = ("--timeout N", real(1.0), 300.0, "stop the run after this (default 300 s)")
     add_flags(parser, BATCH, seconds, timeout, ("--no-components", bool, False, "do not profile a step"), PROFILE)

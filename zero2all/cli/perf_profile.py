@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.cli.verb import (
-    CONFIG_HELP,
+    MODEL_HELP,
     Subparsers,
     add_config,
     add_flags,
@@ -46,7 +46,7 @@ def _register_shapes(inner: Subparsers) -> None:
     measure = "time the products of each width here: on the GPU, or the CPU without one"
     add_flags(
         parser,
-        ("--check CONFIG", str, None, CONFIG_HELP),
+        ("--check CONFIG", str, None, MODEL_HELP),
         ("--gpu", GPUS, "h200", gpu),
         ("--measure", bool, False, measure),
         ("--seconds N", real(0.0), 60.0, "start no width after this many (default 60)"),
@@ -157,7 +157,7 @@ def _register_profile(inner: Subparsers) -> None:
         _profile,
         takes_overrides=True,
     )
-    add_config(parser)
+    add_config(parser, MODEL_HELP)
     batch = (
         "samples per pass x tokens x passes per iteration (default: the config's with at most 4 passes; on a CPU "
         "a small one)"

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import TYPE_CHECKING, Any
 
+from zero2all.cli.goodput import print_stopped
 from zero2all.cli.runs import add_run, open_run
-from zero2all.cli.verb import Subparsers, add_flags, add_json, add_verb, add_work, real, whole, write_json_result
+from zero2all.cli.verb import (
+    Subparsers,
+    add_flags,
+    add_json,
+    add_verb,
+    add_work,
+    amount,
+    count,
+    real,
+    whole,
+    write_json_result,
+)
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
@@ -41,9 +54,9 @@ def _register_simulate(inner: Subparsers) -> None:
     add_flags(
         parser,
         ("--gpus-per-node N", whole(1), 8, "GPUs of a node (default 8)"),
-        ("--tokens N", positive, None, "tokens to train on, with --tokens-per-gpu-second"),
-        ("--tokens-per-gpu-second N", positive, None, "speed of a GPU while nothing disturbs"),
-        ("--days N", positive, None, "days of undisturbed training, instead of --tokens"),
+        ("--tokens N", count, None, "tokens to train on, with --tokens-per-gpu-second"),
+        ("--tokens-per-gpu-second N", amount, None, "speed of a GPU while nothing disturbs"),
+        ("--days N", real(0.0, 1e5, is_open=True), None, "days of undisturbed training, instead of --tokens"),
         ("--failures-per-gpu-hour X", real(0.0), None, rate_help),
         ("--shares KIND=X,…", str, None, shares_help),
     )
@@ -174,10 +187,11 @@ def _print_simulation(outcome: Outcome, tokens: float | None) -> None:
 
     plan = outcome.plan
     mean = plan.mean_seconds_between_failures
+    failing = t(f"a failure every {mean / 3600:.3g} h") if math.isfinite(mean) else t("no failures")
     print(
         t(
             f"{plan.nodes} nodes x {plan.gpus_per_node} GPUs, {plan.spare_nodes} spare; {plan.work_seconds / DAY:.4g} "
-            f"days undisturbed; a failure every {mean / 3600:.3g} h; a checkpoint every {plan.interval:,.0f} s"
+            f"days undisturbed; {failing}; a checkpoint every {plan.interval:,.0f} s"
         )
     )
     rows = [["", "10 %", "50 %", "90 %"]]
@@ -244,17 +258,21 @@ def _explain(arguments: argparse.Namespace) -> None:
             print()
             for title, rows in _explain_tables(explanation):
                 print_table(rows, title)
+            print_stopped(explanation.record.account)
 
 
 def _explain_tables(explanation: Explanation) -> list[tuple[str, list[list[str]]]]:
     record = explanation.record
     tables = []
-    if total := record.wall_seconds:
-        rows = [["wall time", "seconds", "%"]]
+    account = record.account
+    if total := account.total_seconds:
+        rows = [["time of the run", "seconds", "%"]]
         rows += [
-            [t(name), f"{spent:,.2f}", f"{100 * spent / total:.1f}"] for name, spent in record.wall.items() if spent
+            [t(cause), f"{spent:,.2f}", f"{100 * spent / total:.1f}"]
+            for cause, spent in account.seconds.items()
+            if spent
         ]
-        tables.append(("from the first start to the last row", rows))
+        tables.append(("from its first start to its last row, as `z2a goodput` counts it", rows))
     if step := sum(record.parts.values()):
         rows = [["part of a step", "ms", "%"]]
         parts = sorted(record.parts.items(), key=lambda part: -part[1])
@@ -324,9 +342,12 @@ def _print_diff(diff: RunDiff) -> None:
             print(t(f"{title}: no difference is recorded"))
     rows = [["figure", *names, "change", "noise", "verdict"]]
     for each in diff.figures:
-        noise = "–" if each.error != each.error else f"± {100 * each.error / max(abs(each.first), 1e-30):.2g} %"
+        noise = each.error / abs(each.first) if each.first else math.nan
         figures = (f"{value:,.5g}" for value in (each.first, each.second))
-        rows.append([t(each.name), *figures, f"{100 * each.change:+.2f} %", noise, t(each.verdict)])
+        change = "–" if math.isnan(each.change) else f"{100 * each.change:+.2f} %"
+        rows.append(
+            [t(each.name), *figures, change, "–" if math.isnan(noise) else f"± {100 * noise:.2g} %", t(each.verdict)]
+        )
     print_table(rows, "the second run beside the first (noise: one standard error of the difference)")
     if diff.loss_tokens is not None:
         low, high = diff.loss_tokens

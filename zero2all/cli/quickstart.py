@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from zero2all.cli.verb import WORK_VARIABLE, Subparsers, add_verb, default_work
+from zero2all.cli.verb import WORK_VARIABLE, Subparsers, add_flags, add_verb, default_work
 from zero2all.common.errors import UsageError
 
 
@@ -19,19 +19,15 @@ def register(verbs: Subparsers) -> None:
         _quickstart,
         takes_overrides=True,
     )
-    parser.add_argument(
-        "--work",
-        type=Path,
-        default=default_work(),
-        metavar="DIR",
-        help=f"workspace (default: {WORK_VARIABLE}, or quickstart, or quickstart-own with --data)",
+    where = f"workspace (default: {WORK_VARIABLE}, or quickstart, or quickstart-own with --data)"
+    add_flags(
+        parser,
+        ("--work DIR", Path, default_work(), where),
+        ("--data PATH", Path, None, "use your own file or folder of text"),
+        ("--map FIELD=RAW,…", str, None, "raw fields of your data to use: content=body,title=name"),
+        ("--fresh", bool, False, "delete an earlier quickstart in this workspace"),
+        ("--accept-changes", bool, False, "continue training even if settings changed"),
     )
-    parser.add_argument("--data", type=Path, default=None, metavar="PATH", help="use your own file or folder of text")
-    parser.add_argument(
-        "--map", default=None, metavar="FIELD=RAW,…", help="raw fields of your data to use: content=body,title=name"
-    )
-    parser.add_argument("--fresh", action="store_true", help="delete an earlier quickstart in this workspace")
-    parser.add_argument("--accept-changes", action="store_true", help="continue training even if settings changed")
     flags = "[-h] [--work DIR] [--data PATH] [--map FIELD=RAW,…] [--fresh] [--accept-changes] [--section.field VALUE …]"
     parser.usage = f"z2a quickstart {flags}"
 

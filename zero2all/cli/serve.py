@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero2all.cli.model import add_model, load
-from zero2all.cli.verb import LAST_PORT, Subparsers, add_verb, real, whole
+from zero2all.cli.verb import Subparsers, add_address, add_flags, add_verb, real, whole
 from zero2all.common.errors import BadInputError
 from zero2all.common.language import translate as t
 
@@ -29,62 +29,19 @@ def register(verbs: Subparsers) -> None:
     add_model(serve)
     serve.add_argument("--name", metavar="NAME", help="name of the model for clients (default: the name of the run)")
     _add_engine(serve)
-    serve.add_argument(
-        "--port",
-        type=whole(0, LAST_PORT),
-        default=None,
-        metavar="N",
-        help="port (default: the first free one from 6107)",
-    )
-    serve.add_argument(
-        "--host",
-        default="127.0.0.1",
-        metavar="ADDRESS",
-        help="address to listen on (default: 127.0.0.1); any other address requires a token, which is printed",
-    )
-    serve.add_argument("--token", action="store_true", help="require a token on 127.0.0.1 too, for shared machines")
-    serve.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="read the token from this file, so that it stays the same"
-    )
-    serve.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="another host name to accept, such as a proxy's; can be repeated",
-    )
-    serve.add_argument(
-        "--grace",
-        type=real(0),
-        default=30.0,
-        metavar="SECONDS",
-        help="how long running requests may continue after Ctrl-C or SIGTERM (default 30)",
-    )
-    serve.add_argument("--open", action="store_true", help="open the page in the browser")
+    token_file = ("--token-file FILE", Path, None, "read the token from this file, so that it stays the same")
+    add_address(serve, "port (default: the first free one from 6107)", token_file)
+    grace = "how long running requests may continue after Ctrl-C or SIGTERM (default 30)"
+    add_flags(serve, ("--grace SECONDS", real(0), 30.0, grace), ("--open", bool, False, "open the page in the browser"))
 
 
 def _add_engine(serve: argparse.ArgumentParser) -> None:
-    serve.add_argument(
-        "--max-len",
-        type=whole(2),
-        metavar="N",
-        help="tokens of prompt and answer together (default: the model's)",
-    )
-    serve.add_argument(
-        "--max-batch", type=whole(1), metavar="N", help="answers generated at once (default: 32 on a CPU, 256 on a GPU)"
-    )
-    serve.add_argument(
-        "--max-waiting",
-        type=whole(1),
-        default=256,
-        metavar="N",
-        help="requests that may wait; further ones are refused with 429 (default 256)",
-    )
-    serve.add_argument(
-        "--cache-gb",
-        type=real(0),
-        metavar="X",
-        help="memory for keys and values in GB (default: depends on the free memory)",
+    add_flags(
+        serve,
+        ("--max-len N", whole(2), None, "tokens of prompt and answer together (default: the model's)"),
+        ("--max-batch N", whole(1), None, "answers generated at once (default: 32 on a CPU, 256 on a GPU)"),
+        ("--max-waiting N", whole(1), 256, "requests that may wait; further ones are refused with 429 (default 256)"),
+        ("--cache-gb X", real(0), None, "memory for keys and values in GB (default: depends on the free memory)"),
     )
 
 

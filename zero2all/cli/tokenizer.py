@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.cli.terminal import has_colour
-from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, whole, workspace_of
+from zero2all.cli.verb import Subparsers, add_flags, add_group, add_output, add_verb, add_work, whole, workspace_of
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
 
@@ -43,37 +43,28 @@ def _register_train(inner: Subparsers) -> None:
         takes_overrides=True,
     )
     add_work(train)
-    train.add_argument("--vocab-size", type=whole(), metavar="N", help="number of token ids (default 64000)")
-    train.add_argument(
-        "--kind",
-        choices=("bpe", "hf-bbpe", "sentencepiece"),
-        help="bpe (default): the built-in exact trainer; the others use libraries",
-    )
-    train.add_argument(
-        "--take",
-        metavar="SOURCE=SHARE,…",
-        help="share of each source to train on: news=20/44,wiki=2GB; or one for all: 2GB (default: everything)",
+    kind = "bpe (default): the built-in exact trainer; the others use libraries"
+    take = "share of each source to train on: news=20/44,wiki=2GB; or one for all: 2GB (default: everything)"
+    add_flags(
+        train,
+        ("--vocab-size N", whole(), None, "number of token ids (default 64000)"),
+        ("--kind", ("bpe", "hf-bbpe", "sentencepiece"), None, kind),
+        ("--take SOURCE=SHARE,…", str, None, take),
     )
     train.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="train on these text files, not the corpus")
-    train.add_argument(
-        "--normalise",
-        choices=("none", "nfc", "nfkc"),
-        help="Unicode normalisation of all text (default none: nothing is lost)",
+    normalise = "Unicode normalisation of all text (default none: nothing is lost)"
+    add_flags(
+        train,
+        ("--normalise", ("none", "nfc", "nfkc"), None, normalise),
+        ("--pattern NAME|REGEX", str, None, "hf-bbpe: qwen2 (default), isolated-han, or your own"),
+        ("--min-piece-count N", whole(), None, "learn only pieces seen this often (default 2)"),
+        ("--max-piece-bytes N", whole(), None, "longest piece in bytes (default: any)"),
+        ("--max-memory SIZE", str, None, "memory limit, such as 4GB"),
+        ("--threads N", whole(), None, "threads (default: one per core)"),
+        ("--approximate", bool, False, "bpe: allow an approximate result if memory does not suffice"),
+        ("--ignore-memory", bool, False, "hf-bbpe, sentencepiece: start even if memory will not suffice"),
+        ("--config CONFIG", str, None, "use the tokenizer section of this preset or YAML file"),
     )
-    train.add_argument("--pattern", metavar="NAME|REGEX", help="hf-bbpe: qwen2 (default), isolated-han, or your own")
-    train.add_argument(
-        "--min-piece-count", type=whole(), metavar="N", help="learn only pieces seen this often (default 2)"
-    )
-    train.add_argument("--max-piece-bytes", type=whole(), metavar="N", help="longest piece in bytes (default: any)")
-    train.add_argument("--max-memory", metavar="SIZE", help="memory limit, such as 4GB")
-    train.add_argument("--threads", type=whole(), metavar="N", help="threads (default: one per core)")
-    train.add_argument(
-        "--approximate", action="store_true", help="bpe: allow an approximate result if memory does not suffice"
-    )
-    train.add_argument(
-        "--ignore-memory", action="store_true", help="hf-bbpe, sentencepiece: start even if memory will not suffice"
-    )
-    train.add_argument("--config", metavar="CONFIG", help="use the tokenizer section of this preset or YAML file")
 
 
 def _register_import(inner: Subparsers) -> None:
@@ -201,9 +192,7 @@ def _register_looking(inner: Subparsers) -> None:
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
     add_work(parser)
-    parser.add_argument(
-        "--tokenizer", type=Path, metavar="DIR|FILE", help="any tokenizer (default: that of the workspace)"
-    )
+    add_flags(parser, ("--tokenizer DIR|FILE", Path, None, "any tokenizer (default: that of the workspace)"))
 
 
 def _folder(arguments: argparse.Namespace) -> Path:
@@ -371,11 +360,10 @@ def _extend(arguments: argparse.Namespace) -> None:
 def _eval(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
     from zero2all.common.files import write_atomic, write_json
-    from zero2all.tokenizer.lab.candidates import open_candidates
+    from zero2all.tokenizer.lab.candidates import held_out_text, open_candidates
     from zero2all.tokenizer.lab.measure import evaluate
     from zero2all.tokenizer.lab.page import evaluation_page
     from zero2all.tokenizer.lab.tables import evaluation_tables
-    from zero2all.tokenizer.lab.text import held_out_text
     from zero2all.tokenizer.take import parse_bytes
 
     limit = parse_bytes(arguments.limit)
@@ -422,11 +410,8 @@ def _show(arguments: argparse.Namespace) -> None:
         names = ", ".join(facts["text_reaches_control"])
         print(t(f"            plain `tokenizers` recognises these in text, z2a does not: {names}"))
     for name in ("sample", "longest"):
-        print(f"{name:<11} {'  '.join(f'{number}:{piece}' for number, piece in _with_spaces_shown(facts[name]))}")
-
-
-def _with_spaces_shown(pieces: dict[str, str]) -> list[tuple[str, str]]:
-    return [(number, piece.replace(" ", "␣")) for number, piece in pieces.items()]
+        pieces = (f"{number}:{piece.replace(' ', '␣')}" for number, piece in facts[name].items())
+        print(f"{name:<11} {'  '.join(pieces)}")
 
 
 def _encode(arguments: argparse.Namespace) -> None:

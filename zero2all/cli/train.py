@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero2all.cli.verb import Subparsers, add_verb, add_work, whole, workspace_of
+from zero2all.cli.verb import Subparsers, add_config, add_flags, add_verb, add_work, whole, workspace_of
 from zero2all.common.errors import PeerFailureError
 from zero2all.common.language import translate as t
 
@@ -30,51 +30,31 @@ def register(verbs: Subparsers) -> None:
         _train,
         takes_overrides=True,
     )
-    parser.add_argument(
-        "config",
-        metavar="CONFIG",
-        help="a preset (quickstart, four-phases, z2all-100m, z2all-1b, llm-zero2all-1b, z2all-moe) "
-        "or the path of a YAML file",
-    )
+    add_config(parser)
     add_work(parser)
-    parser.add_argument("--print-config", action="store_true", help="show the resolved config and stop")
-    parser.add_argument("--print-schedule", action="store_true", help="show the learning rate over the steps and stop")
-    parser.add_argument("--dry-run", action="store_true", help="check everything and overfit one batch; write nothing")
-    parser.add_argument(
-        "--plan-only",
-        action="store_true",
-        help="show mesh, layout, memory and traffic of the run, computed without running it, and stop",
-    )
-    parser.add_argument(
-        "--simulate-ranks",
-        type=whole(1),
-        metavar="N",
-        help="run one step as rank 0 of N without sending anything, and count memory and traffic",
-    )
-    parser.add_argument("--json", action="store_true", help="with --plan-only or --simulate-ranks: print JSON")
-    parser.add_argument(
-        "--group",
-        type=whole(0),
-        metavar="N",
-        help="the number of this group, with parallel.slow_link (also in the environment: ZERO2ALL_GROUP)",
-    )
-    parser.add_argument("--fresh", action="store_true", help="delete an earlier run of this name and start over")
-    parser.add_argument("--accept-changes", action="store_true", help="continue a run even if its settings changed")
-    parser.add_argument(
-        "--take-over",
-        action="store_true",
-        help="take over the run from a process on another host that you know is dead",
-    )
-    parser.add_argument(
-        "--no-supervisor",
-        action="store_true",
-        help="start the processes without watching them: a failure ends the run",
+    plan_only = "show mesh, layout, memory and traffic of the run, computed without running it, and stop"
+    simulated = "run one step as rank 0 of N without sending anything, and count memory and traffic"
+    group = "the number of this group, with parallel.slow_link (also in the environment: ZERO2ALL_GROUP)"
+    add_flags(
+        parser,
+        ("--print-config", bool, False, "show the resolved config and stop"),
+        ("--print-schedule", bool, False, "show the learning rate over the steps and stop"),
+        ("--dry-run", bool, False, "check everything and overfit one batch; write nothing"),
+        ("--plan-only", bool, False, plan_only),
+        ("--simulate-ranks N", whole(1), None, simulated),
+        ("--gpu NAME", str, None, "with --plan-only: plan for this GPU, such as 4090, a100-80g or h100"),
+        ("--json", bool, False, "with --plan-only or --simulate-ranks: print JSON"),
+        ("--group N", whole(0), None, group),
+        ("--fresh", bool, False, "delete an earlier run of this name and start over"),
+        ("--accept-changes", bool, False, "continue a run even if its settings changed"),
+        ("--take-over", bool, False, "take over the run from a process on another host that you know is dead"),
+        ("--no-supervisor", bool, False, "start the processes without watching them: a failure ends the run"),
     )
     add_node_flags(parser)
     parser.usage = (
         "z2a train [-h] CONFIG [--work DIR] [--section.field VALUE …]\n"
         "                 [--print-config] [--print-schedule] [--dry-run]\n"
-        "                 [--plan-only] [--simulate-ranks N] [--json]\n"
+        "                 [--plan-only] [--gpu NAME] [--simulate-ranks N] [--json]\n"
         "                 [--group N] [--fresh] [--accept-changes] [--take-over]\n"
         "                 [--no-supervisor]\n"
         "                 [--nodes N or MIN:MAX] [--node-rank R] [--rendezvous HOST:PORT]\n"
@@ -84,23 +64,15 @@ def register(verbs: Subparsers) -> None:
 
 def add_node_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of a run over several machines."""
-    parser.add_argument(
-        "--nodes",
-        type=node_counts,
-        metavar="N or MIN:MAX",
-        help="machines of the run; each runs this command. MIN:MAX: it goes on while at least MIN are there",
-    )
-    parser.add_argument(
-        "--node-rank", type=whole(0), metavar="R", help="which of them this one is, from 0 (default: Slurm's number)"
-    )
-    parser.add_argument("--rendezvous", metavar="HOST:PORT", help="machine 0 as the others reach it")
-    parser.add_argument(
-        "--rendezvous-bind",
-        metavar="HOST:PORT",
-        help="where machine 0 listens, if that is not --rendezvous: in a container whose port is forwarded",
-    )
-    parser.add_argument(
-        "--interface", metavar="NAME", help="network interface for the data (default: the one towards machine 0)"
+    machines = "machines of the run; each runs this command. MIN:MAX: it goes on while at least MIN are there"
+    rendezvous_bind = "where machine 0 listens, if that is not --rendezvous: in a container whose port is forwarded"
+    add_flags(
+        parser,
+        ("--nodes N or MIN:MAX", node_counts, None, machines),
+        ("--node-rank R", whole(0), None, "which of them this one is, from 0 (default: Slurm's number)"),
+        ("--rendezvous HOST:PORT", str, None, "machine 0 as the others reach it"),
+        ("--rendezvous-bind HOST:PORT", str, None, rendezvous_bind),
+        ("--interface NAME", str, None, "network interface for the data (default: the one towards machine 0)"),
     )
 
 
@@ -152,6 +124,13 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.plan_only or arguments.simulate_ranks:
         return _plan(arguments, config)
+    if arguments.gpu is not None:
+        from zero2all.common.errors import UsageError
+
+        raise UsageError(
+            f"--gpu {arguments.gpu} names a GPU to plan for, and goes with --plan-only. A run takes the GPUs of this "
+            f"machine."
+        )
     workspace = workspace_of(arguments)
     if arguments.dry_run:
         from zero2all.train.dry_run import dry_run
@@ -251,6 +230,7 @@ def _plan(arguments: argparse.Namespace, config: RunConfig) -> int:
 
     from zero2all.cli.table import print_table
     from zero2all.common.workspace import Workspace
+    from zero2all.limits.cards import named_card
     from zero2all.train.plan import (
         make_plan,
         plan_notes,
@@ -278,7 +258,7 @@ def _plan(arguments: argparse.Namespace, config: RunConfig) -> int:
             )
             print(t(f"simulated in {simulated.seconds:.1f} s, {simulated.micro_batch_samples} samples per pass"))
         return 0
-    plan = make_plan(config, processes)
+    plan = make_plan(config, processes, card=named_card(arguments.gpu) if arguments.gpu else None)
     if arguments.json:
         print(json.dumps(plan_values(plan), indent=2))
         return 0

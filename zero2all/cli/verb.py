@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ DEVICES = ("auto", "cpu", "cuda")
 CONFIG_HELP = (
     "a preset (quickstart, four-phases, z2all-100m, z2all-1b, llm-zero2all-1b, z2all-moe) or the path of a YAML file"
 )
+MODEL_HELP = "a preset, a YAML file, a run's folder, or a published model: llama-3.1-8b, mixtral-8x7b, …"
 OVERRIDES_HELP = """\
 Any config field can be set here and overrides the file:
   --optim.lr_max 3e-4 --data.mixture '{en: 2, zh: 1}'
@@ -92,14 +94,30 @@ def workspaces_below() -> list[Path]:
 
 
 def add_flags(parser: argparse.ArgumentParser, *flags: tuple[str, Any, Any, str]) -> None:
-    """Flags, each as `--name METAVAR`, its type (bool: a switch) or its choices, its default and its help."""
+    """Flags, each as `--name METAVAR`, its type (bool: a switch; in a list: it may be repeated) or its choices, its
+    default and its help."""
     for name, kind, default, about in flags:
         flag, _, metavar = name.partition(" ")
         if kind is bool:
             parser.add_argument(flag, action="store_true", help=about)
         else:
             reads = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
+            if isinstance(kind, list):
+                reads = {"type": kind[0], "action": "append"}
             parser.add_argument(flag, default=default, metavar=metavar or None, help=about, **reads)
+
+
+def add_address(parser: argparse.ArgumentParser, port: str, *more: tuple[str, Any, Any, str]) -> None:
+    """Where a page is served and who may see it; `port` is the help of --port."""
+    host = "address to listen on (default: 127.0.0.1); any other address requires a token, which is printed"
+    add_flags(
+        parser,
+        ("--port N", whole(0, LAST_PORT), None, port),
+        ("--host ADDRESS", str, "127.0.0.1", host),
+        ("--token", bool, False, "require a token on 127.0.0.1 too, for shared machines"),
+        *more,
+        ("--allow-host NAME", [str], [], "another host name to accept, such as a proxy's; can be repeated"),
+    )
 
 
 def add_config(parser: argparse.ArgumentParser, about: str = CONFIG_HELP, **details: Any) -> None:
@@ -169,6 +187,39 @@ def workspace_of(arguments: argparse.Namespace, create: bool = False) -> Workspa
                 f"{WORK_VARIABLE}."
             )
     return open_workspace(work, create=create)
+
+
+SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+SMALLEST, LARGEST = 1e-30, 1e30
+"""Products of a few such numbers are still numbers."""
+COUNT = "a whole number of at least 1, such as 8, 4096, 1.1e9 or 7.5B"
+AMOUNT = "a number above 0 and at most 1e30, such as 312, 2e12 or 1.5T"
+
+
+def scaled(text: str, scales: Mapping[str, float]) -> float:
+    """A number from 0 on with a unit behind it, as `scales` has them; ValueError for anything else."""
+    found = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([A-Za-z]*)", re.sub("[,_]", "", text))
+    value = float(found[1]) * scales[found[2]] if found and found[2] in scales else float("nan")
+    if value != 0 and not SMALLEST <= value <= LARGEST:
+        raise ValueError(text)
+    return value
+
+
+def amount(text: str) -> float:
+    """A type for add_argument: tokens/s, FLOPs and the like, also as 1.5T."""
+    with suppress(ValueError):
+        if (value := scaled(text.upper(), SCALES)) > 0:
+            return value
+    raise argparse.ArgumentTypeError(f"got {text[:100]!r}, expected {AMOUNT}")
+
+
+def count(text: str) -> int:
+    """A type for add_argument: tokens, parameters and other things that are many, also as 7.5B."""
+    with suppress(ValueError):
+        value = round(scaled(text.upper(), SCALES), 6)
+        if value.is_integer() and 1 <= value <= LARGEST_WHOLE:
+            return int(value)
+    raise argparse.ArgumentTypeError(f"got {text[:100]!r}, expected {COUNT}")
 
 
 def whole(minimum: int = -LARGEST_WHOLE, maximum: int = LARGEST_WHOLE) -> Callable[[str], int]:

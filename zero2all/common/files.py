@@ -291,6 +291,11 @@ def require_free_space(folder: Path, needed_bytes: int, purpose: str) -> None:
         )
 
 
+def folder_bytes(folder: Path) -> int:
+    """What the files in a folder take together."""
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
+
+
 def human_bytes(count: float) -> str:
     """1536 -> '1.5 KB'; powers of 1000, as disks are sold."""
     for unit in ("B", "KB", "MB", "GB", "TB"):

@@ -70,7 +70,11 @@ class Problem:
     hint: str = ""
 
     def __str__(self) -> str:
-        text = t(f"{self.field[:LONGEST_SHOWN]}: got {_shown(self.value)}, expected {self.expected}.")
+        name = self.field[:LONGEST_SHOWN]
+        if self.value is MISSING:
+            text = t(f"{name}: got nothing, expected {self.expected}.")
+        else:
+            text = t(f"{name}: got {_shown(self.value)}, expected {self.expected}.")
         return f"{text} {t(self.hint)}" if self.hint else text
 
 
@@ -133,7 +137,9 @@ def build(section: type, values: Any, place: str, problems: list[Problem]) -> An
 def nearest_hint(name: str, candidates: Iterable[str]) -> str:
     """'Did you mean X?', or the list of what there is."""
     names = list(candidates)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    # Names that differ in a number alone are meant, however many digits differ: z2all-99m is z2all-100m.
+    alike = [each for each in names if re.sub(r"\d+", "0", each) == re.sub(r"\d+", "0", name)]
+    close = difflib.get_close_matches(name, alike or names, n=1, cutoff=0.0 if alike else 0.5)
     return f"Did you mean `{close[0]}`?" if close else f"Available: {', '.join(names)}."
 
 

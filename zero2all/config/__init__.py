@@ -10,9 +10,10 @@ the run and compared on resume.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,21 +115,25 @@ class ConfigError(UsageError):
             super().__init__(f"The config {origin} has {problem_count}; nothing was started.\n" + lines)
 
 
-def load_config(source: str | Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read a preset name or YAML path, apply `--section.field value` overrides, check everything."""
+Shapes = Mapping[str, dict[str, Any]]
+
+
+def load_config(source: str | Path, overrides: list[str] | None = None, shapes: Shapes | None = None) -> RunConfig:
+    """Read a preset name, a YAML path or a run's folder, apply `--section.field value` overrides, check everything.
+    `shapes` are the values of further names."""
     try:
-        return _load_config(source, overrides)
+        return _load_config(source, overrides, shapes or {})
     except ConfigError as error:
         given = {word.removeprefix("--").partition("=")[0] for word in overrides or []}
-        if all(_is_below(problem.field, given) for problem in error.problems) or _is_sound(source, given):
+        if all(_is_below(problem.field, given) for problem in error.problems) or _is_sound(source, given, shapes or {}):
             raise ConfigError(None, error.problems, error.config) from None
         raise
 
 
-def _is_sound(source: str | Path, given: Collection[str]) -> bool:
+def _is_sound(source: str | Path, given: Collection[str], shapes: Shapes) -> bool:
     """Whether the file alone has no problem, so that what is wrong was `given` on the command line."""
     try:
-        _load_config(source, None)
+        _load_config(source, None, shapes)
     except UsageError:
         return False
     return bool(given)
@@ -138,9 +143,12 @@ def _is_below(field: str, names: Collection[str]) -> bool:
     return any(field == name or field.startswith(f"{name}.") for name in names)
 
 
-def _load_config(source: str | Path, overrides: list[str] | None) -> RunConfig:
-    path = find_config(str(source))
-    values = read_config_values(path)
+def _load_config(source: str | Path, overrides: list[str] | None, shapes: Shapes) -> RunConfig:
+    if str(source) in shapes and not Path(source).exists():
+        path, values = Path(source), copy.deepcopy(shapes[str(source)])
+    else:
+        path = find_config(str(source), shapes)
+        values = read_config_values(path)
     if _is_kept_by_run(path):
         values = with_new_names(values)
     usual = _usual_warmup(values, path, overrides or [])
@@ -185,11 +193,13 @@ def config_from_values(values: dict[str, Any], origin: str, problems: list[Probl
     return config
 
 
-def find_config(source: str) -> Path:
-    """The file behind a path or a preset name such as `quickstart`."""
+def find_config(source: str, more_names: Collection[str] = ()) -> Path:
+    """The file behind a path, a run's folder or a preset name such as `quickstart`; `more_names` are suggested too."""
     path = Path(source)
     if path.is_file():
         return path
+    if (path / "config.yaml").is_file():
+        return path / "config.yaml"
     presets = preset_files()
     name = path.stem if path.suffix in (".yaml", ".yml") else path.name
     if name in presets and path.parent in (Path(), Path("configs")):
@@ -198,8 +208,8 @@ def find_config(source: str) -> Path:
         raise UsageError(
             f"The config {source} is a pipe or a device. Save it as a file and give the path of that file."
         )
-    hint = nearest_hint(name, presets)
-    names = ", ".join(presets)
+    hint = nearest_hint(name, [*presets, *more_names])
+    names = ", ".join([*presets, *more_names])
     if hint.startswith("Did"):
         raise UsageError(
             f"There is no config file or preset `{source}`. {hint} Give one of the presets ({names}) or the path of a "

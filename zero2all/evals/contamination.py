@@ -1,10 +1,12 @@
 """Was an item of a benchmark in the training text? Its n-grams (`ngrams.py`) against every training document.
 
     z2a pack --against cmmlu,arc_easy --data eval-data         with the packing of the corpus
-    z2a eval contamination my-workspace ...                    later, for other benchmarks
+    z2a eval contamination cmmlu --data eval-data              later, for other benchmarks
 
-Compared is the question (options and passages are often public text by themselves). An item with fewer units than an
-n-gram has is one gram, its whole question, and marked weak: a short question may well stand in a text by chance.
+Compared is what identifies an item: its question, its passage, and options that are long enough. Each is *found* if at
+least a fifth of its n-grams are in the text; n-grams that stand in several questions or passages identify none of them.
+A question shorter than an n-gram (女的是什么意思？) says little: it counts if its options, or its answer, follow it.
+Without them it is a *weak* hit, listed apart and in no share.
 `contamination.json` lists the dirty items, each with a document (its gid) it was found in; evaluations then show
 accuracy over all, clean and dirty items.
 
@@ -14,6 +16,7 @@ Memory: 8 bytes a gram, 12 for what was found of it, and a filter of at most 64 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +50,11 @@ from zero2all.packed.layout import NO_GID
 from zero2all.packed.pieces import PIECE_BYTES, Document, cut_part, document_batches
 
 REPORT_NAME = "contamination.json"
-GRAMS_FOLDER, ANCHORS_FOLDER = "grams", "anchors"
+RULES = 2
+"""Raised when other items count as found: a report of earlier rules is not used."""
+GRAMS_FOLDER, ANCHORS_FOLDER, FOLLOWING_NAME = "grams", "anchors", "following.json"
+ROOM_UNITS = 24
+"""After a short question, beside twice its length, for each of the texts that must follow: labels, names of fields."""
 FILTER_BITS = range(16, 27)
 """The filter has 2^n entries: at least 16 for every gram, where memory allows."""
 SMALL_BYTES = 8_000_000
@@ -60,6 +67,33 @@ class GramKey(NamedTuple):
 
     kind: Kind
     length: int
+    """WHOLE: not a gram, but a short question that its options follow."""
+
+
+WHOLE = 0
+LEAST_SHARE = 0.2
+"""Of the n-grams of a text, to count as found."""
+
+
+class Part(NamedTuple):
+    """What an item is looked for by."""
+
+    name: str
+    """question, passage, options or answer."""
+    key: GramKey
+    places: np.ndarray
+    """Of its grams in `ItemGrams.hashes`."""
+    is_weak: bool = False
+    """It may well stand in a text by chance."""
+
+
+class Following(NamedTuple):
+    """The texts that make a short question the item that it is, wherever they follow it."""
+
+    item: int
+    """Its place among those of this kind."""
+    runs: tuple[tuple[int, int], ...]
+    """Length and hash of each text."""
 
 
 @dataclass(frozen=True)
@@ -70,39 +104,76 @@ class ItemGrams:
     """Sorted, each once."""
     anchors: dict[GramKey, np.ndarray]
     """The runs that grams begin with, by the key that `anchor_of` gives; what a filter is made of."""
-    of_item: list[tuple[GramKey, np.ndarray]]
-    """Of each item: positions of its grams in `hashes`."""
+    of_item: list[list[Part]]
+    following: dict[GramKey, dict[int, list[Following]]]
+    """By the key and the hash of a short question."""
 
     @property
     def count(self) -> int:
         """How many different grams there are."""
-        return sum(map(len, self.hashes.values()))
-
-
-def is_weak(item_grams: tuple[GramKey, np.ndarray]) -> bool:
-    """Whether the only gram of an item is its whole, short question."""
-    key, _ = item_grams
-    return key.length < RUN_LENGTHS[key.kind]
+        return sum(len(found) for key, found in self.hashes.items() if key.length != WHOLE)
 
 
 def grams_of_items(items: Sequence[Item]) -> ItemGrams:
     """Hash all items. One without any letter or digit has no grams and is never found."""
-    of_item: list[tuple[GramKey, np.ndarray]] = []
+    parts: list[list[Part]] = []
     anchors: dict[GramKey, list[np.ndarray]] = {}
-    by_key: dict[GramKey, list[np.ndarray]] = {}
+    texts: dict[GramKey, dict[int, np.ndarray]] = {}  # each different text once, by its hash
+    following: dict[GramKey, dict[int, list[Following]]] = {}
+    wholes: Counter[Kind] = Counter()
     for item in items:
-        kind = kind_for(item.question, item.language)
-        units = units_of([item.question], kind)
-        key = GramKey(kind, min(RUN_LENGTHS[kind], len(units.hashes)))
-        found = np.unique(run_hashes(units, key.length)) if key.length else np.zeros(0, np.uint64)
-        of_item.append((key, found))
-        if key.length:
-            by_key.setdefault(key, []).append(found)
+        question, options, rest = item.question, item.choices or (item.answer,), "options" if item.choices else "answer"
+        if not question.strip():  # a pair of sentences
+            question, options = options[0], options[1:]
+        mine = []
+        for name, text in [("question", question), ("passage", item.context), *((rest, each) for each in options)]:
+            kind = kind_for(text, item.language)
+            units = units_of([text], kind)
+            key = GramKey(kind, min(RUN_LENGTHS[kind], len(units.hashes)))
+            is_short = key.length < RUN_LENGTHS[kind]
+            if not key.length or (is_short and name != "question"):
+                continue
+            found = np.unique(run_hashes(units, key.length))
+            mine.append(Part(name, key, found, is_short))
+            texts.setdefault(key, {})[_hash(units)] = found
             anchor = anchor_of(key)
             anchors.setdefault(anchor, []).append(found if anchor == key else run_hashes(units, anchor.length)[:1])
-    hashes = {key: np.unique(np.concatenate(found)) for key, found in sorted(by_key.items())}
-    places = [(key, np.searchsorted(hashes[key], found) if key.length else found) for key, found in of_item]
-    return ItemGrams(hashes, {key: np.unique(np.concatenate(found)) for key, found in anchors.items()}, places)
+            if is_short and (runs := _runs_after(units, options, kind)):
+                whole = Following(wholes[kind], runs)
+                following.setdefault(key, {}).setdefault(_hash(units), []).append(whole)
+                mine.append(Part(name, GramKey(kind, WHOLE), np.array([whole.item])))
+                wholes[kind] += 1
+        parts.append(mine)
+    hashes = {GramKey(kind, WHOLE): np.arange(count) for kind, count in wholes.items()}
+    common = {}
+    for key, of_texts in sorted(texts.items()):
+        hashes[key], counts = np.unique(np.concatenate(list(of_texts.values())), return_counts=True)
+        common[key] = counts > 1
+    of_item = [[_placed(part, hashes, common) for part in mine] for mine in parts]
+    return ItemGrams(
+        hashes, {key: np.unique(np.concatenate(found)) for key, found in anchors.items()}, of_item, following
+    )
+
+
+def _placed(part: Part, hashes: Mapping[GramKey, np.ndarray], common: Mapping[GramKey, np.ndarray]) -> Part:
+    """The part with the places of its grams; without those that are in several texts, or weak where none is left."""
+    if part.key.length == WHOLE or part.is_weak:
+        return part._replace(places=np.searchsorted(hashes[part.key], part.places))
+    places = np.searchsorted(hashes[part.key], part.places)
+    own = places[~common[part.key][places]]
+    return part._replace(places=own) if len(own) else part._replace(places=places, is_weak=True)
+
+
+def _hash(units: Units) -> int:
+    """Of a whole text."""
+    return int(run_hashes_at(units, np.zeros(1, np.intp), len(units.hashes))[0])
+
+
+def _runs_after(units: Units, options: Sequence[str], kind: Kind) -> tuple[tuple[int, int], ...]:
+    """Length and hash of each option after a question; none where both together are too short to identify an item."""
+    found = [each for each in (units_of([option], kind) for option in options) if len(each.hashes)]
+    total = len(units.hashes) + sum(len(each.hashes) for each in found)
+    return tuple((len(each.hashes), _hash(each)) for each in found) if 2 * total >= RUN_LENGTHS[kind] else ()
 
 
 def anchor_of(key: GramKey) -> GramKey:
@@ -152,24 +223,49 @@ class Matcher:
         self._filter[anchors >> self._shift] = True
 
     def find(self, units: Units) -> Iterator[tuple[GramKey, np.ndarray, np.ndarray]]:
-        """For each length: the grams that were found, and the texts they were found in."""
+        """For each length: the grams that were found, and the units they begin with."""
         passed = np.flatnonzero(self._filter.take(run_hashes(units, self.anchor.length) >> self._shift))
+        passed = passed if units.starts is None else units.starts[passed]
         for key, hashes in self.hashes.items():
             places = runs_within(units, passed, key.length)
             runs = run_hashes_at(units, places, key.length)
             at = np.minimum(np.searchsorted(hashes, runs), len(hashes) - 1)
             is_equal = hashes[at] == runs
             if is_equal.any():
-                yield key, at[is_equal], np.searchsorted(units.bounds, places[is_equal], side="right") - 1
+                yield key, at[is_equal], places[is_equal]
 
 
-_kept_matchers: dict[Path, list[Matcher]] = {}
+def _text_of(units: Units, places: np.ndarray) -> np.ndarray:
+    """The number of the text that each unit is in."""
+    return np.searchsorted(units.bounds, places, side="right") - 1
+
+
+def _followed(
+    units: Units, key: GramKey, hashes: np.ndarray, places: np.ndarray, following: Mapping[int, Sequence[Following]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of the short questions that begin at some units: the items whose other texts all follow soon, and those units."""
+    found = []
+    for short, place in zip(hashes.tolist(), places.tolist(), strict=True):
+        begin = place + key.length
+        end_of_text = int(units.bounds[_text_of(units, np.array([place]))[0] + 1])
+        for whole in following.get(short, ()):
+            room = sum(2 * length + ROOM_UNITS for length, _ in whole.runs)
+            end = min(begin + room, end_of_text)
+            if all(
+                (run_hashes_at(units, np.arange(begin, max(begin, end - length + 1)), length) == run).any()
+                for length, run in whole.runs
+            ):
+                found.append((whole.item, place))
+    return (np.array([item for item, _ in found], np.int64), np.array([place for _, place in found], np.int64))
+
+
+_kept_matchers: dict[Path, tuple[list[Matcher], dict[GramKey, dict[int, list[Following]]]]] = {}
 """Of this process: making the filters takes longer than a small piece."""
 
 
 def scan_piece(task: ScanTask) -> dict[GramKey, Found]:
     """Look for all grams in some documents."""
-    matchers = _matchers(task.grams)
+    matchers, following = _matchers(task.grams)
     hits: dict[GramKey, list[tuple[np.ndarray, np.ndarray]]] = {}
     for batch in document_batches(task.part, task.start, task.end, task.source, task.template):
         for all_texts, all_gids in _groups(batch):
@@ -180,9 +276,14 @@ def scan_piece(task: ScanTask) -> dict[GramKey, Found]:
                     texts, gids = [all_texts[place] for place in places], all_gids[places]
                 units = units_of(texts, kind)
                 for matcher in (matcher for matcher in matchers if matcher.anchor.kind == kind):
-                    for key, grams, found_in in matcher.find(units):
-                        hits.setdefault(key, []).append((grams, gids[found_in]))
-    return {key: _counted(found) for key, found in hits.items()}
+                    for key, grams, begins in matcher.find(units):
+                        hits.setdefault(key, []).append((grams, gids[_text_of(units, begins)]))
+                        if key in following:
+                            hashes = matcher.hashes[key][grams]
+                            wholes, begins = _followed(units, key, hashes, begins, following[key])
+                            whole_key = GramKey(kind, WHOLE)
+                            hits.setdefault(whole_key, []).append((wholes, gids[_text_of(units, begins)]))
+    return {key: _counted(found) for key, found in hits.items() if any(len(grams) for grams, _ in found)}
 
 
 def _groups(batch: Sequence[Document]) -> Iterator[tuple[list[str], np.ndarray]]:
@@ -210,21 +311,27 @@ def _counted(found: list[tuple[np.ndarray, np.ndarray]]) -> Found:
     return Found(grams.astype(np.int64), counts, pairs[1, is_new][starts])
 
 
-def _matchers(folder: Path) -> list[Matcher]:
+def _matchers(folder: Path) -> tuple[list[Matcher], dict[GramKey, dict[int, list[Following]]]]:
     if folder not in _kept_matchers:
         _kept_matchers.clear()
         hashes, anchors = _load_grams(folder / GRAMS_FOLDER), _load_grams(folder / ANCHORS_FOLDER)
-        _kept_matchers[folder] = [
+        matchers = [
             Matcher(anchor, {key: found for key, found in hashes.items() if anchor_of(key) == anchor}, beginnings)
             for anchor, beginnings in anchors.items()
         ]
+        following: dict[GramKey, dict[int, list[Following]]] = {}
+        for kind, length, short, item, runs in read_json(folder / FOLLOWING_NAME):
+            whole = Following(item, tuple((length, run) for length, run in runs))
+            following.setdefault(GramKey(kind, length), {}).setdefault(short, []).append(whole)
+        _kept_matchers[folder] = matchers, following
     return _kept_matchers[folder]
 
 
 def _save_grams(folder: Path, hashes: Mapping[GramKey, np.ndarray]) -> None:
     folder.mkdir()
     for key, values in hashes.items():
-        np.save(folder / f"{key.kind}-{key.length}.npy", values)
+        if key.length != WHOLE:
+            np.save(folder / f"{key.kind}-{key.length}.npy", values)
 
 
 def _load_grams(folder: Path) -> dict[GramKey, np.ndarray]:
@@ -254,6 +361,13 @@ def find_contamination(
     with TemporaryDirectory(prefix=".grams-", dir=workspace.root) as folder:
         _save_grams(Path(folder) / GRAMS_FOLDER, grams.hashes)
         _save_grams(Path(folder) / ANCHORS_FOLDER, grams.anchors)
+        rows = [
+            [*key, short, *whole]
+            for key, of_key in grams.following.items()
+            for short, wholes in of_key.items()
+            for whole in wholes
+        ]
+        write_json(Path(folder) / FOLLOWING_NAME, rows)
         parts = {
             workspace.corpus / name / part: (name, text_template(manifest), int(file["bytes"]))
             for name, manifest in sources.items()
@@ -263,6 +377,7 @@ def find_contamination(
         found, total = _scan(parts, Path(folder), grams, engine or EngineConfig())
         _kept_matchers.clear()
     report: dict[str, Any] = {
+        "rules": RULES,
         "corpus": _corpus_fingerprint(sources),
         "bytes": total,
         "seconds": round(time.monotonic() - started, 3),
@@ -310,38 +425,41 @@ def _of_tasks(
     position = 0
     for task in tasks:
         dirty: dict[str, dict[str, Any]] = {}
-        weak = 0
+        weak: dict[str, dict[str, Any]] = {}
         for item in task.items:
-            key, places = mine = grams.of_item[position]
+            hits = [(part, *_hit(part, found)) for part in grams.of_item[position]]
             position += 1
-            weak += is_weak(mine)
-            if not len(places):
-                continue
-            documents, first = found[key]
-            hit = documents[places] > 0
-            if hit.any():
-                gid = int(first[places][hit].min())
-                dirty[item.id] = {
+            strong = [hit for hit in hits if hit[1] >= LEAST_SHARE and not hit[0].is_weak]
+            if counted := strong or [hit for hit in hits if hit[1] and hit[0].is_weak]:
+                gid = min(gid for *_, gid in counted)
+                (dirty if strong else weak)[item.id] = {
                     "gid": None if gid == NO_GID else gid,
                     "source": names.get(gid >> 40),
-                    "documents": int(documents[places].max()),
-                    "share": round(float(hit.mean()), 4),
-                    "weak": is_weak(mine),
+                    "documents": max(documents for *_, documents, _ in counted),
+                    "found": sorted({part.name for part, *_ in counted}),
+                    "share": round(max(share for _, share, *_ in counted), 4),
+                    **({} if strong else {"weak": True}),
                 }
         result[task.name] = {
             "items": len(task.items),
             "dirty": len(dirty),
-            "weak": weak,
-            "weak_dirty": sum(entry["weak"] for entry in dirty.values()),
+            "weak": len(weak),
             "fingerprint": task_fingerprint(task),
             "dirty_items": dirty,
+            "weak_items": weak,
         }
     return result
 
 
+def _hit(part: Part, found: Mapping[GramKey, tuple[np.ndarray, np.ndarray]]) -> tuple[float, int, int]:
+    """Of a part: the share of its grams that were found, the most documents that hold one of them, the least gid."""
+    documents, first = (each[part.places] for each in found[part.key])
+    return float((documents > 0).mean()), int(documents.max()), int(first.min())
+
+
 def task_fingerprint(task: Task) -> str:
-    """Names the questions of a task: other questions under the same ids are noticed."""
-    return fingerprint([[item.id, item.question] for item in task.items])
+    """Names the items of a task: others under the same ids are noticed."""
+    return fingerprint([[item.id, item.question, item.context, item.choices, item.answer] for item in task.items])
 
 
 def _corpus_fingerprint(sources: Mapping[str, Mapping[str, Any]]) -> str:
@@ -360,35 +478,40 @@ def read_contamination(workspace: Workspace) -> dict[str, Any] | None:
             f"Search again: z2a pack --against"
         )
         return None
+    if report.get("rules") != RULES:
+        say(
+            f"{path} was made with the rules of an earlier version, so it is not used. Search again: z2a pack --against"
+        )
+        return None
     return report
 
 
 # ---- what it means for a result -------------------------------------------------------------------------------
 
 
-def dirty_ids(report: Mapping[str, Any] | None, task: Task) -> set[str] | None:
-    """The ids of a task's dirty items; None where it was never looked for, or has other questions now."""
+def contaminated_ids(report: Mapping[str, Any] | None, task: Task) -> dict[str, set[str]] | None:
+    """The ids of a task's `dirty` items, and of its `weak` hits; None where it was never looked for, or has other items
+    now."""
     found = None if report is None else report["tasks"].get(task.name)
     if found is None or found["fingerprint"] != task_fingerprint(task):
         return None
-    return set(found["dirty_items"])
+    return {"dirty": set(found["dirty_items"]), "weak": set(found["weak_items"])}
 
 
-def split_accuracy(correct: Mapping[str, bool], dirty: set[str]) -> dict[str, Any]:
-    """Accuracy over all, clean and dirty items, by whether each item was answered right."""
-    groups = {
-        "all": list(correct.values()),
-        "clean": [right for name, right in correct.items() if name not in dirty],
-        "dirty": [right for name, right in correct.items() if name in dirty],
-    }
+def split_accuracy(correct: Mapping[str, bool], found: Mapping[str, set[str]]) -> dict[str, Any]:
+    """Accuracy over all, clean and dirty items, and over weak hits if there are any, by whether each item was answered
+    right."""
+    hit = set().union(*found.values())
+    groups = {"all": set(correct), "clean": set(correct) - hit, **{name: set(correct) & found[name] for name in found}}
     return {
-        name: {"items": len(group), "accuracy": sum(group) / len(group) if group else None}
+        name: {"items": len(group), "accuracy": sum(correct[item] for item in group) / len(group) if group else None}
         for name, group in groups.items()
+        if group or name != "weak"
     }
 
 
 def split_words(split: Mapping[str, Any]) -> str:
-    """The three accuracies in a line."""
+    """The accuracies in a line."""
     parts = []
     for name, group in split.items():
         share = "" if group["accuracy"] is None else f" {group['accuracy']:.1%}"
@@ -398,8 +521,8 @@ def split_words(split: Mapping[str, Any]) -> str:
 
 def contamination_lines(report: Mapping[str, Any]) -> list[str]:
     """The report for a terminal."""
-    lines = [t("contamination                      items     dirty   share   of them weak")]
+    lines = [t("contamination                      items     dirty   share   weak hits")]
     for name, found in report["tasks"].items():
         share = found["dirty"] / found["items"] if found["items"] else 0.0
-        lines.append(f"  {name:<28} {found['items']:>9,} {found['dirty']:>9,} {share:>7.1%} {found['weak_dirty']:>9,}")
+        lines.append(f"  {name:<28} {found['items']:>9,} {found['dirty']:>9,} {share:>7.1%} {found['weak']:>11,}")
     return lines

@@ -16,6 +16,8 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
 
 from zero2all.evals.items import BLANK, CODE, CONTINUE, LABELS, QUESTION, SENTENCE, Item, Task
 from zero2all.evals.scorer import Question
@@ -154,21 +156,36 @@ def normalised(answer: str) -> str:
 # ---- few-shot -----------------------------------------------------------------------------------------------
 
 
-def pick_shots(task: Task, item: Item, count: int, seed: int = 0) -> tuple[Item, ...]:
-    """Examples for an item: of its own subject where there are any, never the item itself, the same for all items of
-    a subject and seed (so that they share the computation)."""
-    if not count:
-        return ()
-    pool = [shot for shot in task.shots if shot.subject == item.subject] or list(task.shots)
-    order = random.Random(f"{seed} {task.name} {item.subject}").sample(pool, len(pool))
-    return tuple(shot for shot in order if not _is_same_question(shot, item))[:count]
+class Shots:
+    """Examples for the items of a task: of an item's own subject where there are any, never the item itself, the same
+    for all items of a subject and seed (so that they share the computation)."""
+
+    def __init__(self, task: Task, count: int, seed: int = 0) -> None:
+        self.task, self.count, self.seed = task, count, seed
+        self._by_subject: dict[str, list[Item]] = {}
+        for shot in task.shots:
+            self._by_subject.setdefault(shot.subject, []).append(shot)
+        self._orders: dict[str, list[Item]] = {}
+
+    def of(self, item: Item) -> tuple[Item, ...]:
+        """The examples of one item."""
+        if not self.count:
+            return ()
+        if item.subject not in self._orders:
+            pool = self._by_subject.get(item.subject) or list(self.task.shots)
+            rng = random.Random(f"{self.seed} {self.task.name} {item.subject}")
+            self._orders[item.subject] = rng.sample(pool, len(pool))
+        asked = _asked(item.context, item.question, item.choices)
+        others = (
+            shot for shot in self._orders[item.subject] if _asked(shot.context, shot.question, shot.choices) != asked
+        )
+        return tuple(islice(others, self.count))
 
 
-def _is_same_question(one: Item, other: Item) -> bool:
-    """Whether two items ask the same, whatever the case, the spaces and the order of the options."""
-    if one.question or other.question:
-        return _letters(one.context + one.question) == _letters(other.context + other.question)
-    return {_letters(text) for text in one.choices} == {_letters(text) for text in other.choices}
+@lru_cache(maxsize=1024)
+def _asked(context: str, question: str, choices: tuple[str, ...]) -> tuple[str, frozenset[str]]:
+    """What an item asks, whatever the case, the spaces and the order of the options."""
+    return _letters(context + question), frozenset(() if question else map(_letters, choices))
 
 
 def _letters(text: str) -> str:

@@ -72,12 +72,6 @@ class Task:
     """Each item left out, in words: where it stands and what is wrong with it."""
     default_shots: int = 5
 
-    @property
-    def chance(self) -> float:
-        """Accuracy of guessing: the mean of 1 / choices; 0 where the answer is open."""
-        shares = [1 / len(item.choices) if item.choices else 0.0 for item in self.items]
-        return sum(shares) / len(shares) if shares else 0.0
-
 
 MISSING_COLUMN = "missing column"
 GOLD_OUTSIDE = "gold outside the options"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -35,6 +35,8 @@ SUMMED = {
 }
 """The tasks of the two summary numbers."""
 
+HALVINGS = 10
+"""Of the items, to choose a form on one half and score it on the other."""
 TOO_LONG = "longer than the context"
 EMPTY_CONTINUATION = "empty continuation"
 NO_CHOICES = "a question without choices"
@@ -62,6 +64,8 @@ class ItemResult:
     """What the choices were compared by."""
     note: str = ""
     """How a program failed."""
+    chance: float = 0.0
+    """Of a guess: one of the options; 0 where the answer is open, and where options were to be written and none was."""
 
 
 @dataclass(frozen=True)
@@ -136,14 +140,45 @@ def summary(results: Sequence[FormResult]) -> dict[str, dict[str, Any]]:
     zhoblimp; of these, the ones that were asked. Compare only numbers over the same tasks."""
     found: dict[str, dict[str, Any]] = {}
     for language, names in SUMMED.items():
-        best: dict[str, tuple[float, str]] = {}
+        by_task: dict[str, list[FormResult]] = {}
         for each in results:
             if each.task in names and each.centred is not None:
-                best[each.task] = max(best.get(each.task, (-math.inf, "")), (each.centred, each.form))
-        if best:
-            forms = {task: form for task, (_, form) in best.items()}
+                by_task.setdefault(each.task, []).append(each)
+        if by_task:
+            best = {task: _in_best_form(forms) for task, forms in by_task.items()}
+            forms = {task: "/".join(chosen) for task, (_, chosen) in best.items()}
             found[language] = {"score": fmean(centred for centred, _ in best.values()), "forms": forms}
     return found
+
+
+def _in_best_form(forms: Sequence[FormResult]) -> tuple[float, list[str]]:
+    """The centred accuracy in the best form, and the forms that were best. The form is chosen on one half of the items
+    and scored on the other, both ways round, in the mean over several halvings: the best of three guesses would be
+    above chance on the items that it was chosen on."""
+    if len(forms) == 1:
+        return forms[0].centred or 0.0, [forms[0].form]
+    names = sorted({each.id for form in forms for each in form.per_item if each.correct is not None})
+    rng = random.Random(f"halves of {forms[0].task}")
+    chosen: Counter[str] = Counter()
+    scores = []
+    for _ in range(HALVINGS):
+        first = set(rng.sample(names, len(names) // 2))
+        for half in (first, set(names) - first):
+            best = max(forms, key=lambda form: _centred_of(form, set(names) - half))
+            scores.append((_centred_of(best, half), len(half)))
+            chosen[best.form] += 1
+    counted = [(score, weight) for score, weight in scores if score > -math.inf]
+    total = sum(weight for _, weight in counted)
+    return sum(score * weight for score, weight in counted) / total, [form for form, _ in chosen.most_common()]
+
+
+def _centred_of(result: FormResult, names: Collection[str]) -> float:
+    """The centred accuracy over some items; the least possible where none of them was judged."""
+    mine = [each for each in result.per_item if each.correct is not None and each.id in names]
+    if not mine:
+        return -math.inf
+    chance = fmean(each.chance for each in mine)
+    return (fmean(bool(each.correct) for each in mine) - chance) / (1 - chance)
 
 
 def wilson(right: int, total: int) -> tuple[float, float]:
@@ -154,6 +189,13 @@ def wilson(right: int, total: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
+def limited(task: str, items: Sequence[Item], limit: int | None, seed: int) -> list[Item]:
+    """At most so many items of a task, the same ones for the same seed."""
+    if limit is None or limit >= len(items):
+        return list(items)
+    return [items[place] for place in sorted(random.Random(f"{seed} {task}").sample(range(len(items)), limit))]
+
+
 class _Asking:
     """One task, asked of one model."""
 
@@ -162,11 +204,9 @@ class _Asking:
     ) -> None:
         self.engine, self.task, self.labels, self.run_code = engine, task, labels, run_code
         self.count = min(task.default_shots if shots is None else shots, len(task.shots))
-        items = list(task.items)
-        if limit is not None and limit < len(items):
-            places = sorted(random.Random(f"{seed} {task.name}").sample(range(len(items)), limit))
-            items = [items[place] for place in places]
-        self.items = [(item, ways.pick_shots(task, item, self.count, seed)) for item in items]
+        items = limited(task.name, task.items, limit, seed)
+        shots_of = ways.Shots(task, self.count, seed).of
+        self.items = [(item, shots_of(item)) for item in items]
         self.golds: FormResult | None = None  # of the cloze form, which scores the right answers too
 
     def ask(self, form: str) -> list[FormResult]:
@@ -296,16 +336,16 @@ class _Asking:
     def _read(self, writing: Writing, text: str) -> ItemResult:
         item = writing.item
         if item.shape != CODE:
-            return ItemResult(item.id, ways.is_right(item, text, self.labels), written=text)
+            has_label = item.choices and ways.extract_label(text, self.labels[: len(item.choices)]) is not None
+            chance = 1 / len(item.choices) if has_label else 0.0
+            return ItemResult(item.id, ways.is_right(item, text, self.labels), written=text, chance=chance)
         program = f"{item.question}{text}\n\n{item.extra['test']}\n\ncheck({item.extra['entry_point']})\n"
         outcome = run_program(program, Limits())
         return ItemResult(item.id, outcome == "passed", written=text, note=outcome)
 
     def _result(self, form: str, judged: list[ItemResult], left_out: _LeftOut) -> FormResult:
-        by_id = {item.id: item for item, _ in self.items}
         decided = [each for each in judged if each.correct is not None]
         right = sum(bool(each.correct) for each in decided)
-        chances = [1 / len(by_id[each.id].choices) if by_id[each.id].choices else 0.0 for each in decided]
         measured = [each for each in judged if each.bits is not None]
         size = sum(each.bytes for each in measured)
         return FormResult(
@@ -316,7 +356,7 @@ class _Asking:
             len(judged),
             dict(Counter(self.task.skipped) + left_out.counts),
             tuple(left_out.problems),
-            fmean(chances) if chances else 0.0,
+            fmean(each.chance for each in decided) if decided else 0.0,
             right / len(decided) if decided else None,
             wilson(right, len(decided)) if decided else None,
             sum(each.bits or 0.0 for each in measured) / size if size else None,
@@ -368,4 +408,5 @@ def _chosen(item: Item, scores: Sequence[float], bits: float | None, size: int, 
     chosen. So a model without a preference, or with scores that are no numbers, is never right by the order."""
     comparable = [-math.inf if math.isnan(score) else score for score in scores]
     best = max(range(len(scores)), key=lambda number: (comparable[number], number != item.gold))
-    return ItemResult(item.id, best == item.gold, best, "", bits, size, spans, tuple(scores))
+    chance = 1 / len(scores)
+    return ItemResult(item.id, best == item.gold, best, "", bits, size, spans, tuple(scores), chance=chance)

@@ -73,7 +73,8 @@ def _write(folder: Path, task: Task, form: str, shots: int | None, limit: int | 
     items = task.items[:limit]
     kept = [item for item in items if _fits(item, form)]
     if kept:
-        rows = [{"id": item.id, **_row(item, form, forms.pick_shots(task, item, count))} for item in kept]
+        shots_of = forms.Shots(task, count).of
+        rows = [{"id": item.id, **_row(item, form, shots_of(item))} for item in kept]
         lines = folder / f"{name}.jsonl"
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         write_atomic(lines, text.encode())

@@ -2,11 +2,12 @@
 
 A text becomes units, and every run of n units a hash:
 
-    words        runs of letters and digits, in lower case                                  13 (English and the rest)
+    words        letters and digits, in lower case; a run begins where a word does          60 (English and the rest)
     characters   letters and digits, each by itself; punctuation and white space left out   24 (Chinese)
     tokens       names and numbers, and every other sign by itself; case kept               50 (code)
 
-Width (Ａ and A) and simplified or traditional Han make no difference, except in code. The hash of a run is a polynomial
+60 letters are about 13 words; what stands between them (don't, dont; well-known, well known) makes no difference.
+Width (Ａ and A) and simplified or traditional Han make none either, except in code. The hash of a run is a polynomial
 over its units modulo 2^64: with prefix sums, all runs of one length take two subtractions and a multiplication.
 """
 
@@ -22,7 +23,7 @@ import numpy as np
 from zero2all.common.files import package_text
 
 Kind = Literal["words", "characters", "tokens"]
-RUN_LENGTHS: dict[Kind, int] = {"words": 13, "characters": 24, "tokens": 50}
+RUN_LENGTHS: dict[Kind, int] = {"words": 60, "characters": 24, "tokens": 50}
 STRETCH_CHARACTERS = 1 << 17
 """Texts are taken in groups, and longer ones in stretches, of about this many characters: the arrays stay in the
 processor's cache, and memory is bounded."""
@@ -54,6 +55,8 @@ class Units(NamedTuple):
     """(texts + 1,) int64: the first unit of each text, and the end."""
     sums: np.ndarray
     """(units + 1,) uint64: prefix sums of the polynomial over all units."""
+    starts: np.ndarray | None = None
+    """The units that a run may begin with; None: all of them."""
 
 
 def units_of(texts: Sequence[str], kind: Kind) -> Units:
@@ -62,13 +65,13 @@ def units_of(texts: Sequence[str], kind: Kind) -> Units:
     points = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), "<u4")
     starts = np.cumsum([0, *(len(text) + 1 for text in texts)])
     values = _character_hashes(kind == "tokens").take(points.astype(np.intp), mode="clip")
-    if kind == "characters":
+    if kind == "tokens":
+        hashes, places = _runs_of_letters(values)
+    else:
         places = np.flatnonzero(values)
         hashes = values[places]
-    else:
-        hashes, places = _runs_of_letters(values)
-    bounds = np.searchsorted(places, starts)
-    return Units(hashes, bounds, _prefix_sums(hashes))
+    of_words = np.flatnonzero(np.diff(places, prepend=-2) > 1) if kind == "words" else None
+    return Units(hashes, np.searchsorted(places, starts), _prefix_sums(hashes), of_words)
 
 
 def _runs_of_letters(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -83,8 +86,10 @@ def _runs_of_letters(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def run_hashes(units: Units, length: int) -> np.ndarray:
-    """The hash of the run of `length` units from each unit on, also of runs that go on into the next text."""
+    """The hash of the run of `length` units from each start on, also of runs that go on into the next text."""
     count = max(0, len(units.hashes) - length + 1)
+    if units.starts is not None:
+        return run_hashes_at(units, units.starts[: np.searchsorted(units.starts, count)], length)
     return (units.sums[length:] - units.sums[:count]) * _powers(count)[1][:count]
 
 

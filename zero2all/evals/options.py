@@ -24,7 +24,7 @@ class EvalOptions:
     """What to score and ask."""
 
     max_bytes: int = 1_000_000
-    """Held-out bytes to score per source, and bytes of each text file."""
+    """Bytes of held-out documents to score per source, and bytes of each text file."""
     stride: int = 0
     """Tokens between the windows of a long text; 0: windows without overlap."""
     probes: Path | None = None
@@ -48,7 +48,7 @@ class EvalOptions:
             "texts": {name: crc32c_of(path) for name, path in text_files(self.texts).items()},
             "tasks": None if self.tasks is None else self.tasks.record(),
             "int8": self.int8,
-            **({} if self.held_out else {"held_out": False}),  # reports made before there was this choice stay valid
+            "held_out": "rows of training" if self.held_out else False,  # reports of earlier versions meant documents
         }
 
 
@@ -58,14 +58,13 @@ def default_file(workspace: Workspace, name: str) -> Path:
     return brought if brought.is_file() else {"probes": OWN_PROBES, "pairs": OWN_PAIRS}[name]
 
 
-def report_path(run: Path, step: int) -> Path:
-    """Where the report of a checkpoint lies."""
-    return run / "eval" / f"step-{step:08d}.json"
+def report_path(run: Path, step: int, kind: str = "") -> Path:
+    """Where the report of a checkpoint lies; `harness-` is the kind of lm-eval's."""
+    return run / "eval" / f"{kind}step-{step:08d}.json"
 
 
-def write_report(run: Path, report: dict[str, Any], say: Callable[[str], None]) -> None:
+def write_report(path: Path, report: dict[str, Any], say: Callable[[str], None]) -> None:
     """Write the report of a checkpoint. An earlier one with other settings is kept beside it under another name."""
-    path = report_path(run, report["step"])
     earlier = _settings_of(path)
     if earlier is not None and earlier != _as_kept(report.get("settings")):
         numbers = itertools.count(1)

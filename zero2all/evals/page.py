@@ -28,8 +28,8 @@ MOST_LINES = 8
 """More lines in a picture cannot be told apart: they go to the next one."""
 
 SECTION_WORDS = {
-    "held_out": ("Held-out text", "留出文本"),
-    "validation": ("Rows that training scores", "训练时的验证样本"),
+    "held_out": ("Held-out text", "验证集"),
+    "documents": ("Held-out documents, each scored whole", "验证集文档（逐篇完整计算）"),
     "texts": ("Text files", "文本文件"),
     "probes": ("Probes", "探针题"),
     "pairs": ("Contrast pairs", "对照句对"),

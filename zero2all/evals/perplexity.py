@@ -1,34 +1,33 @@
 """Bits per byte on held-out text: comparable over tokenizers, channels and models.
 
+`held_out_rows`: the held-out loss of a checkpoint, on the rows that training itself validates on. Every display of it
+takes it from here or from the metrics of the run, which are the same figures.
+
 `held_out_bits_per_byte` by channel, `file_bits_per_byte` by file: every document is scored whole from its beginning, in
 windows of data.seq_len tokens; bits are summed over all tokens including the end of the document, bytes are those of
 its UTF-8 text. Windows do not overlap, or, with a stride, each begins `stride` tokens after the last and only what is
 new in it is scored. The baseline is what gzip -9 needs for the same text.
-
-`validation_bits_per_byte`: the rows that training itself scores, so the figures are those of its own metrics.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from zero2all.common.errors import UsageError
 from zero2all.common.progress import progress
 from zero2all.common.records import corpus_sources, iter_records, text_template, training_text
-from zero2all.config.training import EvalConfig
 from zero2all.evals.text_files import read_text
 from zero2all.infer.boundary import opening_id
 from zero2all.infer.engine import Engine
-from zero2all.packed.config import DataConfig
+from zero2all.infer.load import LoadedModel
 from zero2all.packed.layout import PackedSplit
-from zero2all.train.validate import valid_batches
+from zero2all.track.reader import RunReader
+from zero2all.train.validate import held_out_losses, scored_sizes
 
 DOCUMENTS_AT_ONCE = 32
 
@@ -208,34 +207,36 @@ def score_documents(engine: Engine, texts: list[str], windows: Windows, are_whol
     return found
 
 
-def validation_bits_per_byte(
-    engine: Engine, splits: list[PackedSplit], data: DataConfig, config: EvalConfig
-) -> dict[str, dict[str, float]]:
-    """Per channel, `loss` (nats per token) and `bits_per_byte` of the rows that training scores after some steps."""
-    totals: dict[str, np.ndarray] = {}
-    for batch in valid_batches(splits, data.seq_len, config):
-        tokens, weights, documents = batch.read(data)
-        numbers, length = range(len(tokens)), data.seq_len
-        pieces = [(row, first, end) for row in numbers for first, end in _document_spans(documents, row, length)]
-        # The last token of a document predicts the first of the next, as it does in training.
-        scores = engine.score([tokens[row, first : end + 1].tolist() for row, first, end in pieces], [1] * len(pieces))
-        nats = -sum(
-            float(np.dot(weights[row, first:end], found.logprobs))
-            for (row, first, end), found in zip(pieces, scores, strict=True)
-        )
-        counted = float(weights.sum(dtype=np.float64))
-        found = np.array([nats, counted, counted * batch.split.bytes_per_token])
-        totals[batch.split.channel] = totals.get(batch.split.channel, 0) + found
+def held_out_rows(loaded: LoadedModel, splits: list[PackedSplit], run: Path) -> dict[str, dict[str, float]]:
+    """Per channel, `loss` (nats per token), `bits_per_byte`, `tokens` and `bytes` of the rows that training validates
+    on: what it measured at this checkpoint, or else the same computation now."""
+    assert loaded.config is not None, "only a run has rows that it validates on"
+    data, config = loaded.config.data, loaded.config.eval
+    sizes = scored_sizes(splits, data, config)
+    metrics = RunReader(run)
+    values: dict[str, float] = {}
+    for name in (f"eval/valid/{kind}/{channel}" for channel in sizes for kind in ("loss", "bpb")):
+        points = metrics.series(name)
+        here = points.value[points.step == loaded.step]
+        values[name] = float(here[-1]) if len(here) else math.nan
+    if not all(map(math.isfinite, values.values())):
+        values = held_out_losses(loaded.model, splits, data, config)
     return {
-        channel: {"loss": nats / tokens, "bits_per_byte": nats / math.log(2) / size}
-        for channel, (nats, tokens, size) in sorted(totals.items())
-        if tokens
+        channel: {
+            "loss": values[f"eval/valid/loss/{channel}"],
+            "bits_per_byte": values[f"eval/valid/bpb/{channel}"],
+            "tokens": tokens,
+            "bytes": size,
+        }
+        for channel, (tokens, size) in sorted(sizes.items())
     }
 
 
-def _document_spans(documents: np.ndarray | None, row: int, length: int) -> list[tuple[int, int]]:
-    """The inputs of a row, as (first, end) of each document; all of it where documents are not masked."""
-    if documents is None:
-        return [(0, length)]
-    begins = [0, *(np.flatnonzero(np.diff(documents[row, :length])) + 1).tolist()]
-    return list(zip(begins, [*begins[1:], length], strict=True))
+def all_rows(held_out: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """The same of all channels together: the mean over tokens, and over bytes; nothing where there is none."""
+    tokens, size = (sum(values[name] for values in held_out.values()) for name in ("tokens", "bytes"))
+    if not tokens:
+        return {}
+    loss = sum(values["loss"] * values["tokens"] for values in held_out.values()) / tokens
+    bits = sum(values["bits_per_byte"] * values["bytes"] for values in held_out.values()) / size
+    return {"loss": loss, "bits_per_byte": bits, "tokens": tokens, "bytes": size}

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import yaml
-
-from zero2all.common import jsonio
+from zero2all.common import jsonio, yamlio
 from zero2all.common.errors import BadInputError
+from zero2all.common.files import read_regular
 from zero2all.common.schema import Problem, UnknownName, build, nearest_hint
 
 REPORTED_APART = ("arithmetic", "label prior")
@@ -108,22 +107,19 @@ def read_probes(path: Path) -> list[Probe]:
 def read_question_file(path: Path, kind: str) -> bytes:
     """The bytes of a file of probes or pairs, of which there must be some."""
     try:
-        with open(path, "rb") as file:
-            data = file.read(LARGEST_FILE_BYTES + 1)
+        data = read_regular(path, LARGEST_FILE_BYTES)
     except OSError as error:
         raise BadInputError(f"The {kind} file {path} cannot be read: {error.strerror}.") from error
     if not data.strip():
         raise BadInputError(f"The {kind} file {path} is empty. Expected one JSON object a line, or YAML (*.yaml).")
-    if len(data) > LARGEST_FILE_BYTES:
-        raise BadInputError(f"The {kind} file {path} has more than {LARGEST_FILE_BYTES:,} bytes. Use a smaller file.")
     return data
 
 
 def load_yaml(data: bytes, path: Path) -> list[Any]:
     """The list that a YAML file is."""
     try:
-        value = yaml.load(data, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # both are safe
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        value = yamlio.loads(data.decode("utf-8-sig"), path)
+    except ValueError as error:
         raise BadInputError(f"{path} is not YAML: {error}") from error
     if not isinstance(value, list) or not value:
         raise BadInputError(f"{path} should be a list, each member with `language` and what belongs to it (see docs).")

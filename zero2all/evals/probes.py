@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
+
 from zero2all.common.progress import Bar, progress
-from zero2all.evals.interval import mean_interval
 from zero2all.evals.probe_file import Probe
 from zero2all.evals.scorer import Question, Scored, score_questions
 from zero2all.infer.engine import Engine
@@ -24,6 +25,7 @@ from zero2all.infer.text import TextJob, TextRequest
 
 IMPOSSIBLE = -1e4
 """The least log probability that is reported: JSON has no infinity."""
+RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
@@ -189,3 +191,12 @@ def _is_right(probe: Probe, written: str) -> bool:
             if probe.may_go_on or not goes_on or not expected[-1].isalnum():
                 return True
     return False
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of a mean: the middle of the means of samples drawn with replacement, the same each time. (That
+    of a share of right answers is `judge.wilson`.)"""
+    found = np.asarray(values, dtype=np.float64)
+    drawn = np.random.default_rng(0).integers(0, len(found), (RESAMPLES, len(found)))
+    low, high = np.quantile(found[drawn].mean(axis=1), (0.025, 0.975))
+    return float(low), float(high)

@@ -12,10 +12,10 @@ from zero2all.common.language import translate as t
 from zero2all.common.progress import say, terminal_safe
 from zero2all.common.workspace import Workspace
 from zero2all.evals.contamination import read_contamination
-from zero2all.evals.options import EvalOptions, write_report
+from zero2all.evals.options import EvalOptions, report_path, write_report
 from zero2all.evals.pair_file import read_pairs
 from zero2all.evals.pairs import compare_pairs, summarize_pairs
-from zero2all.evals.perplexity import Windows, file_bits_per_byte, held_out_bits_per_byte, validation_bits_per_byte
+from zero2all.evals.perplexity import Windows, all_rows, file_bits_per_byte, held_out_bits_per_byte, held_out_rows
 from zero2all.evals.probe_file import read_probes
 from zero2all.evals.probes import run_probes, summarize
 from zero2all.evals.rewrites.report import rewrite_figures, rewrite_lines, rewrite_section
@@ -36,7 +36,7 @@ def evaluate_run(loaded: LoadedModel, workspace: Workspace, options: EvalOptions
     """Judge a checkpoint; writes the report beside the run, adds its figures to the metrics, and returns it."""
     report = judge_checkpoint(loaded, workspace, options)
     run = workspace.run(loaded.name)
-    write_report(run, report, say)
+    write_report(report_path(run, loaded.step), report, say)
     log_report(run, report)
     return report
 
@@ -51,15 +51,18 @@ def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOpt
     tasks, unread = ([], {}) if options.tasks is None else options.tasks.read()
     windows = Windows(loaded.window, options.stride)
     engine = Engine(loaded)
-    report["held_out"], report["validation"] = {}, {}
+    report["held_out"], report["documents"] = {}, {}
     if options.held_out:
-        report["held_out"] = held_out_bits_per_byte(engine, windows, workspace.corpus, options.max_bytes)
-        report["validation"] = _validation(engine, loaded, workspace)
+        report["documents"] = held_out_bits_per_byte(engine, windows, workspace.corpus, options.max_bytes)
+        report["held_out"] = _held_out(loaded, workspace)
+        for channel, values in report["held_out"].items():
+            if channel in report["documents"]:
+                values["gzip_bits_per_byte"] = report["documents"][channel]["gzip_bits_per_byte"]
     if options.held_out and options.int8:
         narrow = Engine(loaded, EngineSettings(int8=True))
         found = held_out_bits_per_byte(narrow, windows, workspace.corpus, options.max_bytes)
         for channel, values in found.items():
-            report["held_out"][channel]["int8_bits_per_byte"] = values["bits_per_byte"]
+            report["documents"][channel]["int8_bits_per_byte"] = values["bits_per_byte"]
     if options.texts:
         report["texts"], report["texts_skipped"] = file_bits_per_byte(
             engine, windows, text_files(options.texts), options.max_bytes
@@ -83,17 +86,16 @@ def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOpt
     return report
 
 
-def _validation(engine: Engine, loaded: LoadedModel, workspace: Workspace) -> dict[str, dict[str, float]]:
-    """What training's own validation says of this checkpoint; nothing where its data are gone."""
+def _held_out(loaded: LoadedModel, workspace: Workspace) -> dict[str, dict[str, float]]:
+    """The held-out loss of this checkpoint by channel; nothing where its packed data are gone."""
     if loaded.config is None:
         return {}
-    data = loaded.config.data
     try:
-        packed = packed_root(workspace.packed, data)
+        packed = packed_root(workspace.packed, loaded.config.data)
         splits = open_valid_splits(packed, packed_sources(packed))
     except BadInputError:
         return {}
-    return validation_bits_per_byte(engine, splits, data, loaded.config.eval)
+    return held_out_rows(loaded, splits, workspace.run(loaded.name))
 
 
 def log_report(run: Path, report: dict[str, Any]) -> None:
@@ -105,8 +107,8 @@ def log_report(run: Path, report: dict[str, Any]) -> None:
 def figures(report: dict[str, Any]) -> dict[str, float]:
     """The figures of a report by the names of their metrics."""
     values: dict[str, float] = {}
-    for channel, found in report.get("held_out", {}).items():
-        values[f"eval/held_out/bpb/{channel}"] = found["bits_per_byte"]
+    for channel, found in report.get("documents", {}).items():
+        values[f"eval/documents/bpb/{channel}"] = found["bits_per_byte"]
         for bucket in found.get("by_position", ()):
             values[f"eval/by_position/{channel}/loss/{bucket['from']:04d}"] = bucket["loss"]
     for name, found in report.get("texts", {}).items():
@@ -128,8 +130,16 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     """The report for a terminal."""
     lines = [t(f"{report['run']} at step {report['step']}")]
     if report["held_out"]:
-        lines += ["", t("held-out text        bits/byte   gzip -9   documents      bytes")]
-    for channel, values in report["held_out"].items():
+        lines += ["", t("held-out text           loss   bits/byte   gzip -9     tokens      bytes")]
+        for channel, values in [*report["held_out"].items(), (t("all"), all_rows(report["held_out"]))]:
+            gzip = f"{values['gzip_bits_per_byte']:.4f}" if "gzip_bits_per_byte" in values else ""
+            lines.append(
+                f"  {padded(channel, 18)} {values['loss']:>8.4f} {values['bits_per_byte']:>10.4f} {gzip:>9} "
+                f"{values['tokens']:>10,.0f} {values['bytes']:>10,.0f}"
+            )
+    if report["documents"]:
+        lines += ["", t("each document whole  bits/byte   gzip -9   documents      bytes")]
+    for channel, values in report["documents"].items():
         lines.append(
             f"  {channel:<18} {values['bits_per_byte']:>9.4f} {values['gzip_bits_per_byte']:>9.4f} "
             f"{values['documents']:>11,} {values['bytes']:>10,}"
@@ -138,11 +148,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         if "int8_bits_per_byte" in values:
             cost = values["int8_bits_per_byte"] - values["bits_per_byte"]
             lines.append(t(f"    with 8-bit weights {values['int8_bits_per_byte']:>7.4f}  ({cost:+.5f})"))
-    if report.get("validation"):
-        lines += ["", t("rows that training scores     bits/byte   loss")]
-        for channel, values in report["validation"].items():
-            lines.append(f"  {channel:<27} {values['bits_per_byte']:>9.4f} {values['loss']:>7.4f}")
-    lines += _position_lines(report["held_out"])
+    lines += _position_lines(report["documents"])
     lines += _text_lines(report) + _probe_lines(report) + _pair_lines(report)
     for section, of_section in (("tasks", task_lines), ("rewrites", rewrite_lines)):
         lines += of_section(report[section]) if section in report else []
@@ -157,20 +163,20 @@ def _unknown_lines(values: dict[str, Any]) -> list[str]:
     return [t(f"    too good: {share} of its tokens are <unk>, so part of the text was not predicted")]
 
 
-def _position_lines(held_out: dict[str, Any]) -> list[str]:
+def _position_lines(documents: dict[str, Any]) -> list[str]:
     """Loss by the number of tokens before: it falls further down for a model that uses its context."""
     losses: dict[int, dict[str, float]] = {}
     ends: dict[int, int] = {}
-    for channel, values in held_out.items():
+    for channel, values in documents.items():
         for bucket in values["by_position"]:
             losses.setdefault(bucket["from"], {})[channel] = bucket["loss"]
             ends[bucket["from"]] = max(bucket["to"], ends.get(bucket["from"], 0))
     if not losses:
         return []
-    lines = ["", t("loss by tokens before ") + "".join(f"{channel[:10]:>11}" for channel in held_out)]
+    lines = ["", t("loss by tokens before ") + "".join(f"{channel[:10]:>11}" for channel in documents)]
     for first, found in sorted(losses.items()):
         name = f"{first:,}" if first == ends[first] else f"{first:,} {t('to')} {ends[first]:,}"
-        cells = (f"{found[channel]:>11.4f}" if channel in found else " " * 11 for channel in held_out)
+        cells = (f"{found[channel]:>11.4f}" if channel in found else " " * 11 for channel in documents)
         lines.append(f"  {padded(name, 20)}" + "".join(cells))
     return lines
 

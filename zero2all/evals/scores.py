@@ -18,7 +18,7 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json_object
 from zero2all.train.checkpoints.layout import FOLDER_NAME
 
-SECTIONS = ("held_out", "validation", "texts", "probes", "pairs", "tasks", "rewrites")
+SECTIONS = ("held_out", "documents", "texts", "probes", "pairs", "tasks", "rewrites")
 SECTION_CHANCE = {"pairs": 0.5}
 """Accuracy of guessing, where the report itself does not say."""
 TRANSPARENT = ("channels", "groups", "kinds", "results", "tasks", "rows")

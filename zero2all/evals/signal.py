@@ -1,17 +1,17 @@
 """Which curve to believe: whether a score over the checkpoints of a run says anything about training.
 
-For each score:
+A score carries signal if its curve has a shape: a trend, a step, a rise and a plateau, a rise and a fall. Any curve has
+something like one, a random walk above all, whose neighbours are close because each value begins where the last one
+was. So the best-fitting shape is compared with what the same search finds in curves without one:
 
-- *Spearman*: how well the order of the values is the order of the steps (1: rises all the way, -1: falls, 0: neither),
-  and how likely chance alone would give such an order (p, by shuffling).
-- *Signal to noise*: the change from the first third of the checkpoints to the last third, divided by the noise. Noise
-  is how far a value lies from the line between its neighbours: a smooth curve of any shape has little.
-- *Change over interval*: the same change, divided by half of the score's own 95 % confidence interval. Below 1, other
-  questions of the same kind could have given another picture.
-- *Above chance*: the last third, less what guessing gives.
+- *Shapes*: lines with up to two bends, up to two steps, a step and a slope, a parabola, any monotone curve.
+- *Without shape*: a random walk seen through noise. Flat noise and a pure walk are the two ends of this family.
+- *Statistic*: how much likelier the values are as a shape with independent noise than as a walk with noise. It has no
+  unit, so that curves simulated once serve for all scores. *p* is the share of them, at the worst mixture of walk and
+  noise, that look at least as much like a shape.
 
-The rules follow those by which tasks for small models were chosen elsewhere (Spearman at least 0.5, better than chance,
-signal above noise), with a test of chance, because a run has few checkpoints.
+An accuracy has the error of its items as well. The same items are asked at every checkpoint, so that a change is as
+sure as the items that changed: fewer than four of them could be luck (McNemar).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -30,14 +31,18 @@ from zero2all.common.progress import terminal_safe
 from zero2all.evals.scores import Curve
 
 SIGNAL, NOISE, CHANCE, TOO_FEW = "carries signal", "noise", "at chance", "too few checkpoints"
-LEAST_CHECKPOINTS = 5
-"""Four are in order by luck once in 12 times."""
-LEAST_SPEARMAN = 0.5
+LEAST_CHECKPOINTS = 7
+"""Of random walks over six checkpoints, one in 16 only rises or only falls."""
+MOST_POINTS = 24
+"""Longer curves are averaged to so many points first."""
 LARGEST_P = 0.05
-LEAST_SIGNAL_TO_NOISE = 2.0
 MOST_SIGNAL_TO_NOISE = 1000.0
 """A curve without any noise is shown with this."""
-SHUFFLES = 2000
+SIMULATED = 1000
+"""Curves without a shape, for each mixture of walk and noise."""
+SIMULATED_WALKS = (0.0, 0.3, 1.0, 3.0, np.inf)
+"""Step of the random walk, in units of the noise."""
+FITTED_WALKS = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.5, 4.0, 8.0, 1e3)
 MOST_LINES = 20
 NOISES_OF_CHANCE = 3.0
 """Without an interval, so many standard errors from chance are not above it."""
@@ -113,21 +118,21 @@ def judge_curve(curve: Curve) -> Signal:
         )
     steps = np.array([point.step for point in points], dtype=np.float64)
     values = np.array([point.value for point in points], dtype=np.float64)
-    half_width = _half_width(curve)
-    spearman, p = _spearman(values)
     third = max(2, len(values) // 3)
     first, last = float(values[:third].mean()), float(values[-third:].mean())
-    change, noise = last - first, _noise(steps, values)
+    is_flat = float(np.ptp(values)) <= 1e-12 * float(np.abs(values).max())
+    shape, noise, p = (values, 0.0, 1.0) if is_flat else _best_shape(steps, values)
+    half_width = _half_width(curve)
+    move = float(np.ptp(shape))
     figures = _Figures(
-        spearman=spearman,
         p=p,
-        first=first,
-        last=last,
-        noise=noise,
-        signal_to_noise=min(abs(change) / noise if noise else MOST_SIGNAL_TO_NOISE, MOST_SIGNAL_TO_NOISE),
+        shape=shape,
+        steps=steps,
+        signal_to_noise=min(move / noise if noise else MOST_SIGNAL_TO_NOISE, MOST_SIGNAL_TO_NOISE),
         half_width=half_width,
         error=half_width if half_width is not None else NOISES_OF_CHANCE * noise / third**0.5,
-        is_flat=float(np.ptp(values)) <= 1e-12 * float(np.abs(values).max()),
+        mean=float(values.mean()),
+        is_flat=is_flat,
     )
     verdict, reason, reason_zh = _verdict(curve, figures)
     return Signal(
@@ -137,66 +142,96 @@ def judge_curve(curve: Curve) -> Signal:
         verdict,
         reason,
         reason_zh,
-        spearman=spearman,
+        spearman=_spearman(values),
         p=p,
-        change=change,
+        change=last - first,
         noise=noise,
-        signal_to_noise=0.0 if figures.is_flat else figures.signal_to_noise,
-        change_over_interval=abs(change) / half_width if half_width else None,
+        signal_to_noise=0.0 if is_flat else figures.signal_to_noise,
+        change_over_interval=move / half_width if half_width else None,
         above_chance=None if curve.chance is None else last - curve.chance,
     )
 
 
 @dataclass(frozen=True)
 class _Figures:
-    spearman: float
     p: float
-    first: float
-    last: float
-    noise: float
+    shape: np.ndarray
+    """The best-fitting shape at each of the steps."""
+    steps: np.ndarray
     signal_to_noise: float
     half_width: float | None
     error: float
     """How far from chance a value may lie and still be no better."""
+    mean: float
     is_flat: bool
 
 
 def _verdict(curve: Curve, found: _Figures) -> tuple[str, str, str]:
     """The verdict, and the reason in English and in Chinese."""
-    chance = curve.chance
-    if chance is not None and abs(found.last - chance) <= found.error and abs(found.first - chance) <= found.error:
+    chance, shape, move = curve.chance, found.shape, float(np.ptp(found.shape))
+    has_shape = found.p <= LARGEST_P
+    if chance is not None and np.abs((shape if has_shape else found.mean) - chance).max() <= found.error:
         return (
             CHANCE,
-            f"{found.last:.4g} at the end, and guessing gives {chance:.4g}: within ±{found.error:.2g}",
-            f"末段为 {found.last:.4g}，随机猜测为 {chance:.4g}：相差在 ±{found.error:.2g} 以内",
+            f"{found.mean:.4g} in the mean, and guessing gives {chance:.4g}: within ±{found.error:.2g}",
+            f"平均为 {found.mean:.4g}，随机猜测为 {chance:.4g}：相差在 ±{found.error:.2g} 以内",
         )
     if found.is_flat:
         return NOISE, "the value is the same at every checkpoint", "每个检查点的值都相同，无法区分"
-    if abs(found.spearman) < LEAST_SPEARMAN or found.p > LARGEST_P:
+    if not has_shape:
         return (
             NOISE,
-            f"no trend: Spearman with the step is {found.spearman:+.2f}; chance gives that in {found.p:.0%} of cases",
-            f"没有次序：与步数的 Spearman 为 {found.spearman:+.2f}，偶然达到的概率为 {found.p:.0%}",
+            f"no shape: {found.p:.0%} of random walks with noise look as orderly",
+            f"没有规律：{found.p:.0%} 的带噪声随机游走看起来同样有序",
         )
-    if found.signal_to_noise < LEAST_SIGNAL_TO_NOISE:
+    least = _least_change(curve, found)
+    if move < least:
         return (
             NOISE,
-            f"the trend is {found.signal_to_noise:.1f} times the noise around it; {LEAST_SIGNAL_TO_NOISE:g} are needed",
-            f"趋势只有噪声的 {found.signal_to_noise:.1f} 倍，至少要 {LEAST_SIGNAL_TO_NOISE:g} 倍",
+            f"it moves by {move:.2g}; with so few items {least:.2g} could be luck",
+            f"变化只有 {move:.2g}；题目太少，{least:.2g} 以内都可能是偶然",
         )
-    is_better = (found.last > found.first) == curve.kind.is_better_high
-    words = "rises" if found.last > found.first else "falls"
-    words_zh = "上升" if found.last > found.first else "下降"
-    reason = (
-        f"{words} with the step ({found.first:.4g} to {found.last:.4g}), {found.signal_to_noise:.3g} times the noise"
-    )
-    reason_zh = f"随步数{words_zh}（{found.first:.4g} 到 {found.last:.4g}），是噪声的 {found.signal_to_noise:.3g} 倍"
-    if not is_better:
-        reason, reason_zh = f"{reason}: the model gets worse at it", f"{reason_zh}：模型在变差"
-    if found.half_width and abs(found.last - found.first) < found.half_width:
+    reason, reason_zh = _course(curve, found)
+    if found.half_width and move < found.half_width:
         reason += f"; less than its confidence interval of ±{found.half_width:.2g}: other questions may say otherwise"
         reason_zh += f"；但小于置信区间 ±{found.half_width:.2g}：换一批题目结论可能不同"
     return SIGNAL, reason, reason_zh
+
+
+def _least_change(curve: Curve, found: _Figures) -> float:
+    """The least change of an accuracy that its items can show: Z95^2, about four, of them in one direction. Half of an
+    interval is Z95 * sqrt(mean * (1 - mean) / items)."""
+    spread = found.mean * (1 - found.mean)
+    if not curve.kind.has_chance or found.half_width is None or spread <= 0:
+        return 0.0
+    return found.half_width**2 / spread
+
+
+def _course(curve: Curve, found: _Figures) -> tuple[str, str]:
+    """How the shape goes, in English and in Chinese: up, down, or one after the other."""
+    shape = found.shape
+    first, last = float(shape[0]), float(shape[-1])
+    low, high = int(shape.argmin()), int(shape.argmax())
+    turn = max((low, high), key=lambda place: min(abs(shape[place] - first), abs(shape[place] - last)))
+    middle, step = float(shape[turn]), int(found.steps[turn])
+    back = min(abs(middle - first), abs(middle - last)) / float(np.ptp(shape))
+    is_up, is_better_high = last > first, curve.kind.is_better_high
+    times = f"{found.signal_to_noise:.3g} times the noise"
+    times_zh = f"是噪声的 {found.signal_to_noise:.3g} 倍"
+    if back < 0.25:
+        words, words_zh = ("rises", "上升") if is_up else ("falls", "下降")
+        reason = f"{words} with the step ({first:.4g} to {last:.4g}), {times}"
+        reason_zh = f"随步数{words_zh}（{first:.4g} 到 {last:.4g}），{times_zh}"
+        is_worse = is_up != is_better_high
+    else:
+        is_peak = middle > last
+        words, words_zh = ("rises and falls again", "先升后降") if is_peak else ("falls and rises again", "先降后升")
+        reason = f"{words} ({first:.4g}, {middle:.4g} at step {step:,}, {last:.4g}), {times}"
+        reason_zh = f"{words_zh}（{first:.4g}，第 {step:,} 步 {middle:.4g}，{last:.4g}），{times_zh}"
+        is_worse = is_peak == is_better_high
+    if is_worse:
+        reason, reason_zh = f"{reason}: the model gets worse at it", f"{reason_zh}：模型在变差"
+    return reason, reason_zh
 
 
 def _half_width(curve: Curve) -> float | None:
@@ -205,40 +240,131 @@ def _half_width(curve: Curve) -> float | None:
     return float(np.mean(widths)) if widths else None
 
 
-def _spearman(values: np.ndarray) -> tuple[float, float]:
-    """The correlation of the ranks of the values with their order, and how often shuffled values reach it."""
-    ranks = _ranks(values)
-    spread = ranks - ranks.mean()
-    norm = float(np.sqrt((spread**2).sum()))
-    if norm == 0.0:
-        return 0.0, 1.0
-    order = _unit_order(len(values))
-    found = float(order @ spread / norm)
-    shuffled = spread[_shuffles(len(values))] @ order / norm
-    as_much = int((np.abs(shuffled) >= abs(found) - 1e-9).sum())
-    return round(found, 12), (1 + as_much) / (1 + SHUFFLES)
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks from 0; equal values share the mean of theirs."""
+def _spearman(values: np.ndarray) -> float:
+    """The correlation of the ranks of the values with their order; equal values share the mean of their ranks."""
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return np.asarray((last - (counts + 1) / 2)[places], dtype=np.float64)
+    ranks = (np.cumsum(counts) - (counts + 1) / 2)[places]
+    order = np.arange(len(values)) - (len(values) - 1) / 2
+    norm = float(np.sqrt((order**2).sum() * ((ranks - ranks.mean()) ** 2).sum()))
+    return round(float(order @ ranks) / norm, 12) if norm else 0.0
 
 
-def _unit_order(count: int) -> np.ndarray:
-    order = np.arange(count) - (count - 1) / 2
-    return np.asarray(order / np.sqrt((order**2).sum()))
+# ---- shapes, and curves without one ---------------------------------------------------------------------------
+
+
+def _best_shape(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, float, float]:
+    """The shape that fits a curve best, how far the values lie from it, and p."""
+    groups = np.array_split(np.arange(len(values)), min(len(values), MOST_POINTS))
+    x = np.array([steps[group].mean() for group in groups])
+    y = np.array([values[group].mean() for group in groups])
+    search = _search_for(tuple(((x - x[0]) / (x[-1] - x[0])).tolist()))
+    p, family = search.p(y)
+    shape, parameters = search.fitted(y, family)
+    fitted = np.interp(steps, x, shape)  # from averaged points back to the checkpoints
+    off = values - fitted
+    return fitted, float(np.sqrt((off @ off) / max(1, len(values) - parameters))), p
+
+
+class _Search:
+    """Looks for shapes in curves over some steps, and knows what it finds where there is none."""
+
+    def __init__(self, x: np.ndarray) -> None:
+        self.bases = _bases(x)
+        parameters = np.array([*(basis.shape[2] for basis in self.bases), 1])  # the last: any monotone curve
+        self.rarer = 2.0 ** (parameters - 1)
+        """The more freely a family bends, the rarer its fit must be to count as much."""
+        rng = np.random.default_rng(0)  # the same every time, so that a verdict is
+        without = []
+        for walk in SIMULATED_WALKS:
+            noise, steps = rng.normal(size=(2, SIMULATED, len(x)))
+            walked = np.cumsum(steps, axis=1)
+            without.append(self.statistics(walked if np.isinf(walk) else noise + walk * walked))
+        self.without = np.sort(np.stack(without), axis=2)  # (walks, families, curves)
+        self.least = np.sort([self._family_p(found).min(axis=0) for found in without], axis=1)
+
+    def p(self, values: np.ndarray) -> tuple[float, int]:
+        """How likely a curve without a shape is to look as much like one, and the family of shapes that fits best."""
+        by_family = self._family_p(self.statistics(values[None]))[:, 0]
+        reached = [np.searchsorted(each, by_family.min() + 1e-12, side="right") for each in self.least]
+        return float((1 + max(reached)) / (1 + SIMULATED)), int(by_family.argmin())
+
+    def _family_p(self, found: np.ndarray) -> np.ndarray:
+        """For each family: p of its own statistic, times what its freedom costs. (families, curves)"""
+        p = np.zeros(found.shape)
+        for without in self.without:
+            for family, (own, each) in enumerate(zip(found, without, strict=True)):
+                beyond = SIMULATED - np.searchsorted(each, own - 1e-9)
+                p[family] = np.maximum(p[family], (1 + beyond) / (1 + SIMULATED))
+        return p * self.rarer[:, None]
+
+    def statistics(self, values: np.ndarray) -> np.ndarray:
+        """For each family and curve: log of the variance as a walk over that around the best shape."""
+        values = values - values.mean(axis=1, keepdims=True)
+        total = (values**2).sum(axis=1)
+        left = [total - (np.matmul(values, basis) ** 2).sum(axis=2).max(axis=0) for basis in self.bases]
+        left += [np.minimum(*(((values - _monotone(values, sign)) ** 2).sum(axis=1) for sign in (1, -1)))]
+        return _walk_variance(values) - np.log(np.maximum(np.stack(left), 1e-12 * total))
+
+    def fitted(self, values: np.ndarray, family: int) -> tuple[np.ndarray, int]:
+        """The best shape of a family, and how many parameters it has."""
+        mean, centred = values.mean(), values - values.mean()
+        if family == len(self.bases):
+            both = [_monotone(centred[None], sign)[0] for sign in (1, -1)]
+            best = min(both, key=lambda shape: ((centred - shape) ** 2).sum())
+            return mean + best, len(np.unique(best))
+        explained = (np.matmul(centred, self.bases[family]) ** 2).sum(axis=1)
+        basis = self.bases[family][int(explained.argmax())]
+        return mean + basis @ (basis.T @ centred), basis.shape[1] + 1
 
 
 @cache
-def _shuffles(count: int) -> np.ndarray:
-    """The same every time, so that a verdict is."""
-    return np.argsort(np.random.default_rng(0).random((SHUFFLES, count)), axis=1)
+def _search_for(x: tuple[float, ...]) -> _Search:
+    return _Search(np.array(x))
 
 
-def _noise(steps: np.ndarray, values: np.ndarray) -> float:
-    """The standard deviation of a value around the line between its neighbours, corrected for their own noise."""
-    share = (steps[1:-1] - steps[:-2]) / (steps[2:] - steps[:-2])
-    off = values[1:-1] - (1 - share) * values[:-2] - share * values[2:]
-    return float(np.sqrt(np.mean(off**2 / (1 + (1 - share) ** 2 + share**2))))
+def _bases(x: np.ndarray) -> list[np.ndarray]:
+    """The families of shapes. Of each: orthonormal bases, without the constant. (members, points, parameters)"""
+    places = range(1, len(x))
+    step = {place: (np.arange(len(x)) >= place).astype(float) for place in places}
+    bend = {place: np.maximum(0.0, x - x[place]) for place in places[:-1]}
+    families = [
+        [[x]],
+        [[x, (x - x.mean()) ** 2]],
+        [[x, np.maximum(0.0, x - place)] for place in (*x[1:-1], *((x[1:] + x[:-1]) / 2)[1:-1])],
+        [[x, bend[one], bend[two]] for one, two in combinations(bend, 2)],
+        [[step[place]] for place in places],
+        [[step[one], step[two]] for one, two in combinations(places, 2)],
+        [[x - bend[one] if one < two else bend[one], step[two]] for one in bend for two in places]
+        + [[x, step[place]] for place in places[1:-1]],
+    ]
+    return [np.stack([_orthonormal(shape) for shape in shapes]) for shapes in families]
+
+
+def _orthonormal(shape: Sequence[np.ndarray]) -> np.ndarray:
+    columns = np.stack(shape, axis=1)
+    return np.asarray(np.linalg.qr(columns - columns.mean(axis=0))[0])
+
+
+def _monotone(values: np.ndarray, sign: int) -> np.ndarray:
+    """The nearest curves that only rise (sign 1) or only fall (-1). (curves, points)"""
+    values = sign * values
+    count = values.shape[1]
+    sums = np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
+    nearest = np.full(values.shape, -np.inf)
+    for start in range(count):
+        means = (sums[:, start + 1 :] - sums[:, [start]]) / np.arange(1, count - start + 1)
+        least = np.minimum.accumulate(means[:, ::-1], axis=1)[:, ::-1]
+        nearest[:, start:] = np.maximum(nearest[:, start:], least)
+    return sign * nearest
+
+
+def _walk_variance(values: np.ndarray) -> np.ndarray:
+    """Log of the variance of curves as random walks with noise, at the likeliest mixture of the two. The differences
+    of neighbours are uncorrelated in a basis of sines, whatever the mixture."""
+    count = values.shape[1]
+    waves = np.arange(1, count)
+    of_noise = 2 - 2 * np.cos(np.pi * waves / count)
+    sines = np.sqrt(2 / count) * np.sin(np.pi * np.outer(waves, waves) / count)
+    power = (np.diff(values, axis=1) @ sines) ** 2
+    mixtures = [of_noise + walk**2 for walk in FITTED_WALKS]
+    return np.asarray(np.min([np.log((power / each).sum(axis=1)) + np.log(each).mean() for each in mixtures], axis=0))

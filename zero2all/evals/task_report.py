@@ -7,7 +7,7 @@ from typing import Any
 
 from zero2all.common.language import columns, padded
 from zero2all.common.language import translate as t
-from zero2all.evals.contamination import dirty_ids, split_accuracy, split_words
+from zero2all.evals.contamination import contaminated_ids, split_accuracy, split_words
 from zero2all.evals.items import Task
 from zero2all.evals.judge import FormResult, judge, summary
 from zero2all.evals.tasks.list import TaskQuestions
@@ -24,17 +24,17 @@ def task_section(
     results = judge(engine, tasks, questions.forms, questions.shots, questions.limit, run_code=questions.run_code)
     problems = [line for task in tasks for line in (f"{task.name} {problem}" for problem in task.problems)]
     problems += dict.fromkeys(line for result in results for line in result.problems)  # those of cloze come twice
-    dirty = {task.name: dirty_ids(contamination, task) for task in tasks}
-    values = [_as_values(result, dirty[result.task]) for result in results]
+    found = {task.name: contaminated_ids(contamination, task) for task in tasks}
+    values = [_as_values(result, found[result.task]) for result in results]
     return {"results": values, "summary": summary(results), "problems": problems}
 
 
-def _as_values(result: FormResult, dirty: set[str] | None) -> dict[str, Any]:
+def _as_values(result: FormResult, found: dict[str, set[str]] | None) -> dict[str, Any]:
     values = asdict(result)
     del values["problems"]
     correct = {each.id: each.correct for each in result.per_item if each.correct is not None}
-    if dirty is not None and correct:
-        values["contamination"] = split_accuracy(correct, dirty)
+    if found is not None and correct:
+        values["contamination"] = split_accuracy(correct, found)
     return {**values, "centred": result.centred, "centred_interval": result.centred_interval}
 
 
@@ -81,9 +81,7 @@ def task_lines(section: dict[str, Any]) -> list[str]:
         forms = ", ".join(f"{task} ({form})" for task, form in found["forms"].items())
         lines.append(t(f"  {names[language]}: {found['score']:.1%} above chance, the mean of {forms}"))
     if section["summary"]:
-        lines.append(
-            t("  Each task is in the form that suits it best on these same items, so the mean is a little too high.")
-        )
+        lines.append(t("  The form of a task is chosen on one half of its items and scored on the other."))
     problems = section["problems"]
     if problems:
         lines += [t("  left out:"), *(f"    {line}" for line in problems[:PROBLEMS_SHOWN])]

@@ -115,7 +115,7 @@ class Watcher:
         report = self.evaluate(step)
         if not claim.is_held():
             raise LostClaimError
-        write_report(self.run, report, self.say)
+        write_report(report_path(self.run, report["step"]), report, self.say)
         _log(metrics(), report)
         self.evaluated.append(step)
         self.on_report(report)

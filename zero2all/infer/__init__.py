@@ -20,3 +20,7 @@ batch       many prompts as one batch
 results     their results on disk, over kills and several processes
 conversation, talk   a conversation as it grows, and the terminal it is held in
 """
+
+CHAT_TEMPERATURE = 0.7
+CHAT_NEW_TOKENS = 512
+"""What `z2a chat` and the page of `z2a serve` begin with; all else is as in `sampling.Sampling`."""

@@ -1,10 +1,12 @@
 """A conversation as the prompt of a model, in one of three ways:
 
 - template: the layout the model was trained with, by the tokenizer's message marks or the folder's chat template.
-- frame: for models that have only seen plain text: a written dialogue of questions and answers, which is continued.
+- frame: a written dialogue of questions and answers, which is continued: as the text of the run writes them
+  (`data.question_frames`), or, where that is not known, in a common form with examples.
 - plain: the texts of the messages, one after the other, simply continued.
 
-`auto` takes the template where the model is known to have seen it, else the frame.
+`auto` takes the template where the model is known to have seen it, else the frame of the run's own text; a model of
+which neither is known is a base model, whose messages are continued.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ FRAMES = ("auto", "template", "frame", "plain")
 HAN = re.compile(r"[\u3400-\u9fff\U00020000-\U0003ffff]")
 EXAMPLES_SHARE = 4
 """The examples of a frame take at most one part in this many of the model's length."""
+SPOKEN = ("user", LEARNED_ROLE)
 WORD = re.compile(r"[^\W\d_]+")
 
 
@@ -57,8 +60,8 @@ class Dialogue:
 
     opening: str
     """Where no system message says what this is."""
-    examples: tuple[dict[str, str], ...]
-    """What each speaker says."""
+    examples: tuple[tuple[str, str], ...]
+    """Questions and their answers."""
     speakers: dict[str, str]
     colons: tuple[str, ...]
     """What follows a speaker: the first is written, the others are also recognised as the end of an answer."""
@@ -67,18 +70,15 @@ class Dialogue:
 ENGLISH = Dialogue(
     "Questions and answers.",
     (
-        {"user": "What is the capital of France?", "assistant": "The capital of France is Paris."},
-        {"user": "Name three colors.", "assistant": "Red, green and blue."},
+        ("What is the capital of France?", "The capital of France is Paris."),
+        ("Name three colors.", "Red, green and blue."),
     ),
     {"user": "Q", "assistant": "A", "tool": "Tool"},
     (": ", ":"),
 )
 CHINESE = Dialogue(
     "以下是问答。",
-    (
-        {"user": "法国的首都是哪里？", "assistant": "法国的首都是巴黎。"},
-        {"user": "说出三种颜色。", "assistant": "红色、绿色和蓝色。"},
-    ),
+    (("法国的首都是哪里？", "法国的首都是巴黎。"), ("说出三种颜色。", "红色、绿色和蓝色。")),
     {"user": "问", "assistant": "答", "tool": "工具"},
     ("：", ":"),
 )
@@ -90,7 +90,10 @@ def chat_prompt(loaded: LoadedModel, messages: Sequence[Message], frame: str = "
     how = choose(loaded).how if frame == "auto" else frame
     if how == "template":
         return _by_template(loaded, messages)
-    return _as_dialogue(loaded, messages) if how == "frame" else _as_text(messages)
+    if how == "plain":
+        return _as_text(messages)
+    frames = _own_frames(loaded)
+    return _in_own_frame(frames, messages) if frames else _as_dialogue(loaded, messages)
 
 
 def choose(loaded: LoadedModel) -> Choice:
@@ -98,16 +101,21 @@ def choose(loaded: LoadedModel) -> Choice:
     tokenizer = loaded.tokenizer
     if _template_of(loaded) is not None:
         return Choice("template", "the model came with a chat template")
-    if chat_template(tokenizer) is None:
-        return Choice("frame", "the tokenizer has no message tokens and the model has no chat template")
-    learned = _learned_conversations(loaded)
-    if learned is None:
-        return Choice(
-            "frame", "whether the model was trained on conversations is not known; if it was, switch to `template`"
-        )
+    has_marks = chat_template(tokenizer) is not None
+    learned = _learned_conversations(loaded) if has_marks else False
     if learned:
         return Choice("template", "the run was trained on conversations")
-    return Choice("frame", "the run was not trained on conversations")
+    if _own_frames(loaded):
+        return Choice(
+            "frame", "the text that this model was trained on asks in this form. It answers each question by itself"
+        )
+    if learned is None:
+        return Choice(
+            "plain", "whether the model was trained on conversations is not known; if it was, switch to `template`"
+        )
+    return Choice(
+        "plain", "this is a base model, which continues your text; /frame sets it out as questions and answers"
+    )
 
 
 def _check(messages: Sequence[Message], frame: str) -> None:
@@ -170,6 +178,21 @@ def _has_conversations(packed: Path, read: frozenset[str] | None) -> bool | None
 # ---- plain text -----------------------------------------------------------------------------------------------
 
 
+def _own_frames(loaded: LoadedModel) -> dict[str, str]:
+    """How the text of the run writes a question and its answer, by language; empty where that is not known."""
+    return (loaded.config.data.question_frames if loaded.config else None) or {}
+
+
+def _in_own_frame(frames: dict[str, str], messages: Sequence[Message]) -> ChatPrompt:
+    """The last question alone, as the text asks it: with earlier turns before it, the quickstart model answers worse.
+    The end of the line ends the answer."""
+    system = [message.text for message in messages if message.role == "system"]
+    question = next((message.text for message in reversed(messages) if message.role == "user"), "")
+    frame = frames.get("zh" if _is_chinese(question) else "en", next(iter(frames.values())))
+    asked = frame.removesuffix("{answer}").replace("{question}", question)
+    return ChatPrompt("\n".join([*system, asked]), ("\n",), (), heal=True, how="frame")
+
+
 def _as_dialogue(loaded: LoadedModel, messages: Sequence[Message]) -> ChatPrompt:
     asked = [message.text for message in messages if message.role == "user"]
     words = CHINESE if asked and _is_chinese(asked[-1]) else ENGLISH
@@ -186,7 +209,7 @@ def _examples(loaded: LoadedModel, words: Dialogue) -> list[str]:
     """As many examples as a short model has room for."""
     lines: list[str] = []
     for example in words.examples:
-        more = [f"{words.speakers[role]}{words.colons[0]}{example[role]}" for role in ("user", LEARNED_ROLE)]
+        more = [f"{words.speakers[role]}{words.colons[0]}{text}" for role, text in zip(SPOKEN, example, strict=True)]
         tokens = len(loaded.tokenizer.encode_text("\n".join([*lines, *more])))
         if tokens * EXAMPLES_SHARE > loaded.model.config.max_seq_len:
             break

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json, require_writable, write_json
 from zero2all.infer.chat import ChatPrompt, chat_prompt
+from zero2all.infer.engine import PromptTooLongError
 from zero2all.infer.load import LoadedModel
 from zero2all.tokenizer.chat import LEARNED_ROLE, ROLES, Message
 
@@ -56,7 +57,7 @@ class Conversation:
         """The prompt for the next answer, without the oldest turns where the model has no room for them."""
         fitted = self.newest(max_new_tokens)
         if fitted.tokens >= self.max_len:
-            raise UsageError(
+            raise PromptTooLongError(
                 f"The message and the system message have {fitted.tokens:,} tokens. The context has room for "
                 f"{self.max_len:,}, including the answer. Shorten the message."
             )

@@ -19,11 +19,6 @@ def cost(device_seconds: float, price_per_hour: float, goodput: float = 1.0) -> 
     return device_seconds / 3600 * price_per_hour / goodput
 
 
-def implied_utilisation(parameters: float, tokens: float, device_hours: float, peak: float) -> float:
-    """6 N D / (hours x peak): the MFU that published GPU-hours imply, with their stops."""
-    return 6 * parameters * tokens / (device_hours * 3600 * peak)
-
-
 def data_ranks(gpus: int, tensor: int = 1, pipeline: int = 1, context: int = 1) -> float:
     """Replicas of the model."""
     return gpus / (tensor * pipeline * context)

@@ -7,6 +7,7 @@ on every card, so half a gibibyte stands for all.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from zero2all.common.errors import UsageError
@@ -49,10 +50,11 @@ CARDS = {name: Card(name, gpu.torch_gib * GIB, gpu.generation) for name, gpu in 
 
 
 def named_card(name: str) -> Card:
-    """The card of this name; an unknown one gets no guess."""
-    if name.lower() not in CARDS:
+    """The card of this name, `rtx 4090` and `4090` alike; an unknown one gets no guess."""
+    short = re.sub(r"^(nvidia )?(geforce )?rtx[ -]?", "", name.lower())
+    if short not in CARDS:
         raise UsageError(
             f"The memory of a GPU named {name} is not known. Known are {', '.join(CARDS)}. For another one, give its "
             f"memory with --memory-gib."
         )
-    return CARDS[name.lower()]
+    return CARDS[short]

@@ -28,16 +28,6 @@ def tensor_volume(tokens: float, hidden: float, ranks: int) -> float:
     return 8 * tokens * hidden * (ranks - 1) / ranks
 
 
-def ulysses_volume(tokens: float, hidden: float, ranks: int) -> float:
-    """Of a layer forward; `tokens` of the whole group."""
-    return 4 * tokens * hidden / ranks
-
-
-def megatron_sequence_volume(tokens: float, hidden: float) -> float:
-    """Of a layer forward, with Megatron's sequence parallelism in place of Ulysses."""
-    return 4 * tokens * hidden
-
-
 def ring_attention_volume(tokens: float, kv_size: float, ranks: int) -> float:
     """Of a layer forward; twice as much backward; `tokens` of the whole group."""
     return 2 * tokens * kv_size * (ranks - 1) / ranks
@@ -63,18 +53,6 @@ def tree_seconds(size: float, ranks: int, link_bytes: float, latency: float = 0.
     return 2 * math.log2(ranks) * latency + 2 * size / link_bytes
 
 
-def hierarchical_seconds(size: float, nodes: int, per_node: int, inner: float, outer: float) -> tuple[float, float]:
-    """All-reduce over nodes: at least the slower of its two parts, at most both one after the other."""
-    inside = bus_seconds("all-reduce", size, per_node, inner)
-    between = bus_seconds("all-reduce", size / per_node, nodes, outer)
-    return max(inside, between), inside + between
-
-
 def least_tokens_for_zero3(flops: float, link_bytes: float) -> float:
     """Tokens per GPU and micro-step above which computing takes longer than gathering (JAX scaling book): C/W."""
     return flops / link_bytes
-
-
-def most_tensor_ranks(intermediate: float, flops: float, link_bytes: float) -> float:
-    """Tensor ranks below which computing takes longer than communication: f W/C."""
-    return intermediate * link_bytes / flops

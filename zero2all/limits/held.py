@@ -22,6 +22,10 @@ class HeldStage:
     has_head: bool = True
     in_flight: float = 1.0
     """Micro-batches whose activations it keeps at the peak, counted in those of all its blocks."""
+    heads: int = 1
+    """Micro-batches of the last stage whose loss is computed and whose backward pass has not begun, at the peak."""
+    deferred: int = 0
+    """With zero_bubble: micro-batches after whose backward pass the gradients of matrices are still to be computed."""
     sends: int = 0
     """Tensors of hidden states that it sends in one pass: forward to the next stage, and gradients back."""
 

@@ -245,7 +245,7 @@ class Machine:
         measured = self.collectives.get(f"{kind}/{ranks}/{found.name}")
         if measured is not None:
             return measured.seconds(size)
-        return float(link_seconds(kind, size, ranks, found.bytes_per_second, found.latency)) + self.launch_seconds
+        return link_seconds(kind, size, ranks, found.bytes_per_second, found.latency) + self.launch_seconds
 
     def link(self, name: str) -> Link:
         """By its name."""
@@ -296,11 +296,8 @@ def tiled_seconds(m: float, n: float, k: float, rate: float, multiprocessors: in
     return best
 
 
-def link_seconds(
-    kind: str, size: Any, ranks: Any, rate: Any, latency: Any, log2: Any = math.log2, least: Any = min
-) -> Any:
-    """Of a collective: in a ring; an all-reduce of a small tensor in a double tree. Columns of numpy take its `log2`
-    and `minimum`."""
+def link_seconds(kind: str, size: float, ranks: int, rate: float, latency: float) -> float:
+    """Of a collective: in a ring; an all-reduce of a small tensor in a double tree."""
     if kind == "send":
         return latency + size / rate
     part = (ranks - 1) / ranks * size / rate
@@ -308,7 +305,7 @@ def link_seconds(
         return latency + part
     rounds = 2 if kind == "all-reduce" else 1
     ring = rounds * ((ranks - 1) * latency + part)
-    return least(ring, 2 * log2(ranks) * latency + 2 * size / rate) if kind == "all-reduce" else ring
+    return min(ring, 2 * math.log2(ranks) * latency + 2 * size / rate) if kind == "all-reduce" else ring
 
 
 def _nearby_ratio(measured: tuple[_Measured, ...], sizes: tuple[float, ...]) -> float:

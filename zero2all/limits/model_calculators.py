@@ -11,7 +11,7 @@ from zero2all.common.schema import MISSING, Problem
 from zero2all.limits.answer import Answer, ImpossibleError, Term
 from zero2all.limits.budget import INFERENCE_BYTES, cache_bytes
 from zero2all.limits.floors import decoding_bytes
-from zero2all.limits.flops import conventions, flops_by_group, packed_length
+from zero2all.limits.flops import CONVENTIONS, conventions, flops_by_group, packed_length
 from zero2all.limits.gpus import GPUS, Gpu
 from zero2all.limits.parameters import Counted
 from zero2all.limits.roofline import least_seconds, matmul_bytes, matmul_flops, tiling
@@ -67,15 +67,18 @@ def lacking(model: Counted, seq_len: float | None) -> list[str]:
     return [] if model.matmul else ["Without --vocab-size the embedding cannot be told from what multiplies."]
 
 
-def hardware_flops(model: Counted, found: dict[str, float], recompute: str) -> float | None:
-    """FLOPs per token with those of a second forward pass, convention `causal`; None where too little is known."""
+def hardware_flops(model: Counted, found: dict[str, float], recompute: str, name: str = "causal") -> float | None:
+    """FLOPs per token with those of a second forward pass, by the convention `name`; None where too little is known. Of
+    a model whose attention is not known, 8 N with full recomputation (Narayanan eq. 4)."""
+    if name == "6N":
+        return 8.0 * model.active if "causal" not in found and recompute == "full" else None
     if "causal" not in found or recompute == "none":
-        return found.get("causal")
-    attention = (found["palm"] - found["causal"]) / 3
+        return found.get(name) if recompute == "none" else None
+    attention = (found["palm"] - found["causal"]) / (3 if name == "causal" else 1.5)
     head = model.parts.get("head", model.parts.get("embedding"))
     if recompute == "selective":
-        return found["causal"] + attention
-    return None if head is None else found["causal"] + attention + 2.0 * ((model.matmul or 0) - head)
+        return found[name] + attention
+    return None if head is None else found[name] + attention + 2.0 * ((model.matmul or 0) - head)
 
 
 def params(model: Counted) -> Answer:
@@ -197,11 +200,14 @@ def mfu(
         if gpu.name in ("h100", "h200"):
             how = f"of {best}, the best matmul that was published: one figure for H100 and H200, whose chip is the same"
         terms.append(Term(f"MAMFU {headline}", share, "share", how))
-    executed = hardware_flops(model, found, recompute)
-    if executed is not None and recompute != "none":
-        how = f"{executed / 1e9:.4g} GFLOP/token: causal, with what is recomputed"
-        terms.append(Term(f"HFU {recompute}", tokens_per_second * executed / (gpus * peak), "share", how))
+    executed = {name: hardware_flops(model, found, recompute, name) for name in ("6N", *CONVENTIONS)}
+    for name, flops in executed.items() if recompute != "none" else ():
+        if flops is not None:
+            how = f"{flops / 1e9:.4g} GFLOP/token: {name}, with what is recomputed"
+            terms.append(Term(f"HFU {recompute}, {name}", tokens_per_second * flops / (gpus * peak), "share", how))
     notes = [f"Headline: {headline}. Compare only figures of one convention and one peak.", *lacking(model, seq_len)]
+    if recompute != "none" and not any(executed.values()):
+        notes.append(f"No HFU: what {recompute} recomputation adds depends on the attention, which is not known here.")
     least = min(found.values())
     if tokens_per_second * least > gpus * peak:
         most = f"at most {gpus * peak / least:,.0f} tokens/s: the peak of {gpus} GPUs"

@@ -36,6 +36,8 @@ class Counted:
     config: ModelConfig | None = None  # where it is of our kind
     step_tokens: int | None = None  # of a run's config
     run_tokens: int | None = None
+    checkpoint_bytes: float | None = None
+    optimizer: str = "adamw"
 
     @property
     def total(self) -> int:
@@ -131,9 +133,11 @@ def counted_by_total(
 ) -> Counted:
     """Of a model of which only the number of parameters is known, and perhaps some of its widths. Its embedding counts
     as not tied, and its heads as wide as the model."""
-    matmul = (active or params) - vocab * hidden if vocab and hidden else None
+    table = vocab * hidden if vocab and hidden else 0
+    parts = {"embedding": table, "blocks": params - 2 * table, "head": table} if table else {"all": params}
+    matmul = (active or params) - table if table else None
     width = layers * hidden if layers and hidden else None
-    return Counted("plain numbers", {"all": params}, active or params, matmul, layers, hidden, width, seq_len=seq_len)
+    return Counted("plain numbers", parts, active or params, matmul, layers, hidden, width, seq_len=seq_len)
 
 
 def llama(

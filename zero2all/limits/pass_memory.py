@@ -11,6 +11,10 @@ two inputs, and has all the others again while its backward pass runs. Of a grou
 keeps its inputs, and all of them have the others again when the backward pass of the last begins. Of swapped blocks the
 device has two (`zero2all.model.swap`).
 
+A process of a pipeline has more: what waiting micro-batches have saved, of which the head keeps the gradient of its
+whole matrix; hidden states that are received ahead of time, and those that the device has not sent yet, because the
+host runs ahead of it; and with zero_bubble inputs and output gradients of matrices until their products are computed.
+
 Everything is a straight line over the tokens of a micro-batch, but for the chunk of logits. So `pass_memory` is
 computed once for a model and its settings, and `PassMemory.phases` for each number of tokens, which is much faster.
 """
@@ -20,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zero2all.limits.flops import recomputed_blocks
+from zero2all.limits.flops import WHOLE_FORWARD, recomputed_blocks
 from zero2all.limits.memory_settings import MemorySettings
 from zero2all.model.config import RESIDENT_BLOCKS, ModelConfig
 from zero2all.ops.footprint import Moment, Sizes
@@ -34,6 +38,13 @@ FORWARD, LOSS, LAST_BLOCK, RECOMPUTED_BLOCK, FIRST_BLOCK = (
 )
 IDS_AND_LOSSES = 8 + 8 + 4 + 4 + 4
 """Per token of a micro-batch: its id, its target, its weight in the loss twice, its loss."""
+RECEIVED_AHEAD = 2
+"""Hidden states of a pipeline that are awaited at once (`zero2all.parallel.pipeline`)."""
+QUEUED_KERNELS, KERNELS_PER_BLOCK = 1024, 50
+"""The host may queue so many kernels ahead of the device; forward and backward of a block have about so many. What is
+sent stays in memory until the device gets there."""
+TIME_TO_GET_AHEAD = 2 / 3
+"""Of the passes of a step: the host gets ahead little by little. Chosen beside benchmarks/results/gpu_pipeline.json."""
 
 
 class PhaseLines(NamedTuple):
@@ -92,9 +103,8 @@ def pass_memory(model: ModelConfig, settings: MemorySettings) -> PassMemory:
     blocks = _Blocks(model, settings)
     head = settings.operators["linear_cross_entropy"]
     ends = _Ends(model, settings, blocks.sizes)
-    saved, in_flight = blocks.saved_up_to(model.layers), settings.stage.in_flight if settings.stage else 1.0
-    others = (in_flight - 1.0) * saved  # of micro-batches that wait for their backward pass
-    last = model.layers - 1
+    saved, last = blocks.saved_up_to(model.layers), model.layers - 1
+    others, kept = _waiting(blocks, ends, settings, saved)
     lines = [PhaseLines(FORWARD, others + saved, blocks.forward(last))]
     lines.append(PhaseLines(LOSS, others + saved + ends.saved, ends.forward()))
     for name, number in ((LAST_BLOCK, last), (RECOMPUTED_BLOCK, blocks.last_whole_group), (FIRST_BLOCK, 0)):
@@ -103,9 +113,32 @@ def pass_memory(model: ModelConfig, settings: MemorySettings) -> PassMemory:
             # The head and the last norm have freed what they saved when the last block begins.
             moments += ends.backward() if number == last else ()
             moments += ends.embedding(blocks.saved(0)) if number == 0 else ()
-            lines.append(PhaseLines(name, others + blocks.saved_up_to(number + 1), moments))
+            moments += blocks.deferring(number)
+            done = blocks.deferred(number + 1)
+            lines.append(PhaseLines(name, others + done + blocks.saved_up_to(number + 1), moments))
+    if kept:
+        lines = [
+            PhaseLines(name, saved, tuple(one._replace(fixed=one.fixed + kept) for one in moments))
+            for name, saved, moments in lines
+        ]
     swapped = sum(map(blocks.whole, range(last + 1))) - saved if settings.recompute == "swap" else 0.0
     return PassMemory(saved + ends.saved, tuple(lines), head.chunk_rows, swapped, _inputs(model, settings))
+
+
+def _waiting(blocks: _Blocks, ends: _Ends, settings: MemorySettings, saved: float) -> tuple[float, float]:
+    """Of a pipeline: what is there beside the micro-batch that is computed, per token and fixed."""
+    stage = settings.stage
+    if stage is None:
+        return 0.0, 0.0
+    ahead = min(settings.passes * TIME_TO_GET_AHEAD, QUEUED_KERNELS / (KERNELS_PER_BLOCK * stage.layers))
+    messages = (RECEIVED_AHEAD + stage.sends * ahead) * blocks.residual
+    # What a stage is given has its branch added already: a first block that keeps only its inputs has one, not two.
+    stages = (stage.sends + stage.has_embedding + stage.has_head) // 2
+    given = stages * blocks.branch if settings.recompute in WHOLE_FORWARD else 0.0
+    per_token, fixed = ends.kept()
+    heads = max(0, stage.heads - 1)
+    per_token = heads * per_token + max(0, stage.deferred - 1) * blocks.deferred(0)
+    return (stage.in_flight - 1.0) * (saved - given) + messages + per_token, heads * fixed
 
 
 def saved_bytes_per_token(model: ModelConfig, settings: MemorySettings) -> float:
@@ -143,7 +176,8 @@ class _Blocks:
         }
         narrow = self.width if sizes.residual_bytes != self.width else 0
         self.gradients = (sizes.residual_bytes + narrow) * self.hidden / share  # of residual and branch
-        self.inputs = (sizes.residual_bytes + self.width) * self.hidden / share
+        self.residual, self.branch = sizes.residual_bytes * self.hidden / share, self.width * self.hidden / share
+        self.inputs = self.residual + self.branch
         self.recomputed = {
             with_experts: self.inputs + sum(self._kept(with_experts))
             if settings.recompute == "selective"
@@ -226,6 +260,22 @@ class _Blocks:
             return (Moment(self.inputs),)
         besides = 2 * (self.width * self.hidden / self.settings.tensor + self._residual())
         return tuple(Moment(besides + moment.per_token) for moment in self._feed_forward_again(number))
+
+    def deferred(self, first: int) -> float:
+        """With zero_bubble: inputs and output gradients of the matrices of all blocks from `first` on, which wait for
+        their products. Experts: as much as they save, twice."""
+        if self.settings.stage is None or not self.settings.stage.deferred:
+            return 0.0
+        sizes = self.sizes
+        attention = self.hidden + sizes.query_size + sizes.query_size + 2 * sizes.kv_size + self.hidden
+        dense = self.width * (attention + 2 * self.hidden + 3 * sizes.intermediate_size)
+        experts = self.width * attention + 2 * self.feed_forward[True]
+        return sum(experts if self.has_experts(number) else dense for number in range(first, self.model.layers))
+
+    def deferring(self, number: int) -> tuple[Moment, ...]:
+        """The end of the backward pass of a block whose products wait: it has freed all else."""
+        own = self.deferred(number) - self.deferred(number + 1)
+        return (Moment(own + self.gradients - self.saved(number)),) if own else ()
 
     def _residual(self) -> float:
         (norm,) = self.settings.operators["rms_norm"].forward(self.sizes)
@@ -311,6 +361,12 @@ class _Ends:
         of_head = tuple(moment._replace(per_token=moment.per_token + kept) for moment in head.backward(self.sizes))
         (norm,) = self.settings.operators["rms_norm"].backward(self.sizes)
         return (*of_head, Moment(self.saved + self.hidden_state + norm.per_token / self.settings.tensor))
+
+    def kept(self) -> tuple[float, float]:
+        """Between loss and backward pass, per token and fixed: what the last norm saved, and the gradients that the
+        head has computed, or its logits."""
+        moments = self.backward()[:-1]
+        return (moments[0].per_token - self.hidden_state, moments[0].fixed) if moments else (0.0, 0.0)
 
     def embedding(self, freed: float) -> tuple[Moment, ...]:
         """The gradient of the table, where it is a tensor of its own; the first block has `freed` what it saved."""

@@ -21,11 +21,6 @@ def matmul_bytes(m: float, n: float, k: float, value_bytes: float = 2) -> float:
     return value_bytes * (m * k + k * n + m * n)
 
 
-def dot_product_intensity(n: float, value_bytes: float = 2) -> float:
-    """FLOP per byte of a dot product of n values: n products and n - 1 sums."""
-    return (2 * n - 1) / (value_bytes * (2 * n + 1))
-
-
 def least_seconds(flops: float, moved: float, rate: float, bandwidth: float, launch: float = 0.0) -> float:
     """The time that no implementation can beat."""
     return max(flops / rate, moved / bandwidth, launch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zero2all.common.schema import MISSING, Problem
 from zero2all.limits import collectives
-from zero2all.limits.answer import Answer, ImpossibleError, Term
+from zero2all.limits.answer import Answer, ImpossibleError, Term, said
 from zero2all.limits.bubble import bubbles
 from zero2all.limits.budget import cost as cost_of
 from zero2all.limits.budget import data_ranks, tokens_of_text, training_seconds
@@ -20,12 +20,11 @@ from zero2all.limits.failures import (
 from zero2all.limits.gpus import Gpu
 from zero2all.limits.model_calculators import HOW, known_peak, lacking, variants
 from zero2all.limits.parameters import Counted
+from zero2all.limits.states import CHECKPOINT_BYTES
 
 CONVENTIONS = ("6N", "8N", "seed", "palm", "causal")
 HOUR = 3600.0
 LEAST_GOODPUT = 0.02
-CHECKPOINT_BYTES = 14.0
-"""Per parameter: bfloat16 weights, float32 masters and both moments of AdamW."""
 
 
 def batch(
@@ -310,7 +309,7 @@ def cost(
 def failure(
     gpus: int,
     probability: float | None = None,
-    interval: float = HOUR,
+    interval: float | None = None,
     failures: float | None = None,
     period: float | None = None,
 ) -> Answer:
@@ -320,10 +319,15 @@ def failure(
         raise ImpossibleError([Problem("--probability", MISSING, rule)])
     if probability is None and failures is not None and period is not None:
         mtbf = period / failures
-        probability = interval / (mtbf * gpus)
+        probability = (interval or HOUR) / (mtbf * gpus)
+        if probability > 1 and interval is not None:
+            rule = f"shorter than {said(mtbf * gpus, 's')}, in which every GPU fails once"
+            raise ImpossibleError([Problem("--interval", said(interval, "s"), rule)])
         if probability > 1:
-            rule = f"shorter than {mtbf * gpus:g} s, in which every GPU fails once"
-            raise ImpossibleError([Problem("--interval", interval, rule)])
+            rule = f"longer than {said(failures * HOUR / gpus, 's')}, or every GPU fails more than once an hour"
+            hint = f"A time without a unit is in seconds: {period:g} days are {period:g}d."
+            raise ImpossibleError([Problem("--period", said(period, "s"), rule, hint)])
+    interval = HOUR if interval is None else interval
     chance = probability or 0.0
     mtbf, in_a_day = fleet_mtbf(interval, chance, gpus), any_failure(any_failure(chance, 86400 / interval), gpus)
     terms = [
@@ -347,8 +351,9 @@ def checkpoint(
     """How often to save, and the goodput."""
     terms = []
     if model is not None:
-        size = CHECKPOINT_BYTES * model.total
-        terms.append(Term("checkpoint", size, "bytes", "14 P: bfloat16 weights, float32 masters, two moments"))
+        size = CHECKPOINT_BYTES * model.total if model.checkpoint_bytes is None else model.checkpoint_bytes
+        how = f"{size / model.total:.4g} P: masters and the state of {model.optimizer}"
+        terms.append(Term("checkpoint", size, "bytes", how))
         if save is None and write_gbs:
             save = size / (write_gbs * 1e9)
     if save is None:

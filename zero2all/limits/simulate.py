@@ -359,7 +359,7 @@ def check_plan(plan: Plan) -> None:
     whole = sum(plan.shares.values())
     if unknown := sorted(set(plan.shares) - set(KINDS)):
         wrong.append(f"shares of failures: {', '.join(unknown)} is not a kind; the kinds are {', '.join(KINDS)}")
-    elif abs(whole - 1.0) > 1e-6 or min(plan.shares.values()) < 0:
+    elif not abs(whole - 1.0) <= 1e-6 or min(plan.shares.values()) < 0:  # NaN is no share either
         wrong.append(f"shares of failures must be at least 0 and sum to 1; they sum to {whole:g}")
     if plan.least_nodes is not None and not 1 <= plan.least_nodes <= plan.nodes:
         wrong.append(f"an elastic run needs at least 1 and at most {plan.nodes} nodes; got {plan.least_nodes}")

@@ -75,12 +75,27 @@ def _weights(model: ModelConfig, settings: MemorySettings) -> MemoryPart:
 def _master_bytes(settings: MemorySettings) -> int:
     """Of the master of one parameter, beside its weight; 0 where the weight is the master."""
     width, is_kept_elsewhere = WIDTHS[settings.precision], settings.offload in ("optimizer", "optimizer_disk")
-    wide = width if settings.optimizer == "adamw_bf16" else max(4, width)
+    wide = _saved_width(settings.optimizer, settings.precision)
     if settings.is_fsdp:
         return 0 if settings.optimizer == "adamw_bf16" else wide
     if settings.has_split_masters:
         return wide - width
     return wide if wide > width or is_kept_elsewhere else 0
+
+
+def _saved_width(optimizer: str, precision: str) -> int:
+    """Bytes of one parameter as it is updated and saved: a master of at least 32 bits, but for adamw_bf16."""
+    return WIDTHS[precision] if optimizer == "adamw_bf16" else max(4, WIDTHS[precision])
+
+
+def checkpoint_bytes(
+    model: ModelConfig, optimizer: str, precision: str, adafactor_momentum: bool = False, kahan: bool = False
+) -> float:
+    """Bytes of a checkpoint of a run, on all its processes: masters and the optimizer's state."""
+    widen = 2 if precision == "float64" else 1
+    kahan = kahan and precision == "bfloat16"  # wider weights need no compensation
+    moments = widen * optimizer_bytes(model, optimizer, adafactor_momentum, kahan)
+    return _saved_width(optimizer, precision) * parameter_counts(model)["total"] + moments
 
 
 def _masters(model: ModelConfig, settings: MemorySettings) -> MemoryPart:

@@ -37,6 +37,11 @@ RECIPES = {
 """With float32 masters (4 in `optimizer`), except for `adamw-fp32`, whose weights are them, and `adamw-bf16`."""
 
 
+CHECKPOINT_BYTES = RECIPES["adamw"].optimizer
+"""Of a parameter in a checkpoint of a run with AdamW: float32 master and two moments. The bfloat16 weights are the
+masters rounded, so they are not saved. Of other optimizers: `zero2all.limits.state_memory.checkpoint_bytes`."""
+
+
 def zero_bytes(parameters: float, ranks: int, recipe: StateBytes = RECIPES["adamw"]) -> dict[int, float]:
     """Bytes that each of `ranks` holds, by stage."""
     w, g, o = recipe.weights, recipe.gradients, recipe.optimizer

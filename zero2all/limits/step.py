@@ -396,10 +396,14 @@ def predict_step(
     schedule: str = "1f1b",
     chunks: int = 1,
     cuda_graph: bool = False,
+    tokens: int | None = None,
+    costs: PassCosts | None = None,
 ) -> StepTime:
     """The time of a step; `settings.passes` micro-batches in each process. `settings.stage` is not used: the slowest
-    stage is found here. `cuda_graph`: passes that do not communicate are captured (`zero2all.train.cuda_graph`)."""
-    costs = pass_costs(model, settings, machine)
+    stage is found here. `cuda_graph`: passes that do not communicate are captured (`zero2all.train.cuda_graph`).
+    `tokens` of the step, where some are padding; None: those of all micro-batches. `costs`: `pass_costs` of these
+    settings, if they are known already."""
+    costs = costs or pass_costs(model, settings, machine)
     costs = costs.at_clock(_clock_factor(model, settings, machine, costs))
     slowest = slowest_stage(model, settings, costs, schedule, chunks)
     passes, layers = settings.passes, slowest.layers
@@ -426,7 +430,8 @@ def predict_step(
     parts += _swapped(held, model, machine, device)
     parts += _update(model, held, machine, doubt)
     parts += _host(settings, machine, device, layers, cuda_graph)
-    tokens = settings.micro_batch_samples * settings.seq_len * passes * settings.replicate * settings.shard
+    if tokens is None:
+        tokens = settings.micro_batch_samples * settings.seq_len * passes * settings.replicate * settings.shard
     flops = {name: value * tokens for name, value in flops_per_token(model, settings.seq_len).items()}
     dtype = settings.precision if settings.precision in machine.peak_flops else "float32"
     return StepTime(
@@ -570,10 +575,15 @@ def _swapped(settings: MemorySettings, model: ModelConfig, machine: Machine, dev
     return [_waiting("offload, activations", copies - hidden, 0.0, hidden, 2 * settings.passes * size)]
 
 
+def queueing_seconds(settings: MemorySettings, machine: Machine, layers: int) -> float:
+    """What the host takes to queue a pass."""
+    again = 0.5 if settings.recompute in WHOLE_FORWARD else 0.2 if settings.recompute == "selective" else 0.0
+    return machine.host_op_seconds * HOST_OPS_PER_BLOCK * layers * (1 + again)
+
+
 def _host(settings: MemorySettings, machine: Machine, device: float, layers: int, cuda_graph: bool) -> list[Part]:
     """What queueing takes longer than the device."""
-    again = 0.5 if settings.recompute in WHOLE_FORWARD else 0.2 if settings.recompute == "selective" else 0.0
-    one = machine.host_op_seconds * HOST_OPS_PER_BLOCK * layers * (1 + again)
+    one = queueing_seconds(settings, machine, layers)
     queued = one * (settings.passes if not cuda_graph else 1 if settings.processes > 1 else 0)
     window = device if not cuda_graph else device / settings.passes
     return [_waiting("host", max(0.0, queued - window))]

@@ -137,7 +137,7 @@ class MixtureOfExperts(nn.Module):
         numbers = torch.arange(max(len(order), len(router.load)), device=order.device)
         places = torch.empty_like(order).scatter_(0, order, numbers[: len(order)])
         ends = torch.searchsorted(by_expert, numbers[: len(router.load)].to(torch.int32), right=True)
-        pairs: Tensor = _ToPairs.apply(x, order, places, router.per_token)
+        pairs: Tensor = _MovePairs.apply(x, order, places, router.per_token, True)
         sorted_gates = gates.view(-1)[order]
         compute: Compute = self.experts
         y = (
@@ -145,45 +145,31 @@ class MixtureOfExperts(nn.Module):
             if self.spread is None
             else self.spread(pairs, sorted_gates, ends, compute)
         )
-        added: Tensor = _FromPairs.apply(y, order, places, router.per_token)
+        added: Tensor = _MovePairs.apply(y, order, places, router.per_token, False)
         if torch.is_grad_enabled():
             added = _CountLoad.apply(added, chosen, router.load)
         return added.to(x.dtype)
 
 
-class _ToPairs(torch.autograd.Function):
-    """Tokens (N, C) -> (N k, C), one row for each (token, expert) pair, in `order`. `places` is its inverse: with it
-    the gradient of a token is a sum over its k rows, without atomic additions."""
+class _MovePairs(torch.autograd.Function):
+    """`to_pairs`: tokens (N, C) -> (N k, C), one row for each (token, expert) pair, in `order`. Else the way back: rows
+    of pairs (N k, C) -> the sum for each token (N, C). Each is the backward pass of the other. `places` is the inverse
+    of `order`: with it the gradient of a token is a sum over its k rows, without atomic additions."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor, per_token: int) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor, per_token: int, to_pairs: bool) -> Tensor:
         ctx.save_for_backward(order, places)
-        ctx.per_token = per_token
-        return _spread(x, order, per_token)
+        ctx.per_token, ctx.to_pairs = per_token, to_pairs
+        return _moved(rows, order, places, per_token, to_pairs)
 
     @staticmethod
-    def backward(ctx: Any, dpairs: Tensor) -> tuple[Tensor | None, ...]:
-        _, places = ctx.saved_tensors
-        return sum_rows(dpairs, places, ctx.per_token), None, None, None
+    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:
+        order, places = ctx.saved_tensors
+        return _moved(drows, order, places, ctx.per_token, not ctx.to_pairs), None, None, None, None
 
 
-class _FromPairs(torch.autograd.Function):
-    """The way back: rows of pairs (N k, C) -> the sum for each token (N, C)."""
-
-    @staticmethod
-    def forward(ctx: Any, pairs: Tensor, order: Tensor, places: Tensor, per_token: int) -> Tensor:
-        ctx.save_for_backward(order, places)
-        ctx.per_token = per_token
-        return sum_rows(pairs, places, per_token)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        order, _ = ctx.saved_tensors
-        return _spread(dy, order, ctx.per_token), None, None, None
-
-
-def _spread(x: Tensor, order: Tensor, per_token: int) -> Tensor:
-    return x.index_select(0, order // per_token)
+def _moved(rows: Tensor, order: Tensor, places: Tensor, per_token: int, to_pairs: bool) -> Tensor:
+    return rows.index_select(0, order // per_token) if to_pairs else sum_rows(rows, places, per_token)
 
 
 class _CountLoad(torch.autograd.Function):

@@ -55,11 +55,8 @@ def _copy(sizes: Sizes) -> float:
 
 def _after_loss(sizes: Sizes) -> tuple[Moment, ...]:
     """The gradient of the logits makes that of the hidden states and that of the head."""
-    return (Moment(_logits(sizes) + sizes.value_bytes * sizes.hidden_size, _head_gradient(sizes)),)
-
-
-def _head_gradient(sizes: Sizes) -> float:
-    return float(sizes.value_bytes * sizes.vocab_rows * sizes.hidden_size)
+    of_head = float(sizes.value_bytes * sizes.vocab_rows * sizes.hidden_size)
+    return (Moment(_logits(sizes) + sizes.value_bytes * sizes.hidden_size, of_head),)
 
 
 def _forward_in_place(sizes: Sizes) -> tuple[Moment, ...]:

@@ -55,7 +55,12 @@ def _losses_and_gradient(
     """As `zero2all.ops.linear_cross_entropy.torch_kernel`, of the logits (N, rows of one process)."""
     first = exchange.rank * logits.shape[1]
     columns = min(max(vocab_size - first, 0), logits.shape[1])  # the others are padding
-    own = (_sums_by_triton if by_triton else _sums)(logits, targets, first, columns)
+    sums: Callable[..., tuple[Tensor, Tensor, Tensor]] = _sums
+    slopes: Callable[..., None] = _slopes
+    if by_triton:
+        from zero2all.ops.kernels.cross_entropy import row_sums as sums
+        from zero2all.ops.kernels.cross_entropy import slopes_in_place as slopes
+    own = RowSums(*sums(logits, targets, first, columns))
     largest = exchange.largest(own.largest.clone())
     total, at_target = exchange.sum(torch.stack((own.exponentials * (own.largest - largest).exp(), own.at_target)))
     logsum = largest + total.log()
@@ -64,7 +69,7 @@ def _losses_and_gradient(
     penalties = torch.where(counted, z * logsum.square(), 0.0) if z else None
     if gradient:
         here = torch.where(counted, weights, 0.0).to(logsum.dtype)
-        (_slopes_by_triton if by_triton else _slopes)(logits, targets, here, logsum, first, columns, z)
+        slopes(logits, targets, here, logsum, first, columns, z)
     return losses, penalties
 
 
@@ -96,17 +101,3 @@ def _column(targets: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
     """The column of each target (N, 1), any where it is not here; and whether it is here (N,)."""
     column = targets - first
     return column.clamp(0, columns - 1).unsqueeze(1), (column >= 0) & (column < columns)
-
-
-def _sums_by_triton(logits: Tensor, targets: Tensor, first: int, columns: int) -> RowSums:
-    from zero2all.ops.kernels.cross_entropy import row_sums
-
-    return RowSums(*row_sums(logits, targets, first, columns))
-
-
-def _slopes_by_triton(
-    logits: Tensor, targets: Tensor, weights: Tensor, logsum: Tensor, first: int, columns: int, z: float
-) -> None:
-    from zero2all.ops.kernels.cross_entropy import slopes_in_place
-
-    slopes_in_place(logits, targets, weights, logsum, first, columns, z)

@@ -72,20 +72,17 @@ def triton_adamw(groups: list[Flat], updates: Tensor, scale: Tensor, skip: Tenso
 def _torch_adamw(loop: str, groups: list[Flat], updates: Tensor, scale: Tensor, skip: Tensor, constants: AdamW) -> None:
     """One of torch's three loops."""
     options: dict[str, Any] = {}
+    # The fused kernel divides by grad_scale, and reads it in float32: not enough for a float64 model.
+    scales_itself = loop == "fused" and groups[0].masters.dtype == torch.float32
     if loop == "fused":
-        # The kernel divides by grad_scale, and reads it in float32: not enough for a float64 model.
-        options = {"grad_scale": (1.0 / scale).float(), "found_inf": skip.float()}
-        if groups[0].masters.dtype != torch.float32:
-            options["grad_scale"] = None
-            for group in groups:
-                group.gradients.mul_(scale.to(group.gradients.dtype))
+        options = {"grad_scale": (1.0 / scale).float() if scales_itself else None, "found_inf": skip.float()}
     elif skip:  # the host waits for the device here
         return
-    else:
-        for group in groups:
-            group.gradients.mul_(scale.to(group.gradients.dtype))
     for group in groups:
-        masters, gradients, firsts, seconds = ([flat[at] for at in group.slices] for flat in _buffers(group))
+        if not scales_itself:
+            group.gradients.mul_(scale.to(group.gradients.dtype))
+        buffers = (group.masters, group.gradients, group.firsts, group.seconds)
+        masters, gradients, firsts, seconds = ([flat[at] for at in group.slices] for flat in buffers)
         # torch takes a count per parameter, and advances each.
         counts = list(updates.float().repeat(len(masters)).unbind())
         adamw(
@@ -96,10 +93,6 @@ def _torch_adamw(loop: str, groups: list[Flat], updates: Tensor, scale: Tensor, 
         if group.weights is not group.masters:
             group.weights.copy_(group.masters)
     updates.add_(~skip)
-
-
-def _buffers(group: Flat) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return group.masters, group.gradients, group.firsts, group.seconds
 
 
 fused_adamw = partial(_torch_adamw, "fused")

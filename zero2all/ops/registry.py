@@ -59,6 +59,18 @@ OPERATORS: dict[str, tuple[Implementation[Any], ...]] = {
 }
 OUTSIDE_COMPILATION = ("linear_cross_entropy", "cross_entropy", "optimizer")
 """Operators after the trunk, which torch.compile never sees."""
+TAKEN_ON_A_GPU = {
+    "attention": "sdpa_cudnn",
+    "rope": "triton",
+    "rms_norm": "triton",
+    "swiglu": "triton",
+    "linear": "fp32_wgrad",
+    "embedding": "triton",
+    "linear_cross_entropy": "triton",
+    "cross_entropy": "triton",
+    "optimizer": "triton",
+}
+"""What `auto` takes on a GPU with Triton, without FlashAttention 4 and QuACK; `varlen` is attention with documents."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +162,17 @@ def resolve(config: OpsConfig, where: str | OpContext) -> Ops:
         compile=config.compile,
         choices=tuple(choices[operator] for operator in OPERATORS),
     )
+
+
+def assume_gpu(config: OpsConfig, documents: bool) -> Ops:
+    """The operators of a GPU with Triton that need not be here, to count with: they cannot be called."""
+    taken = TAKEN_ON_A_GPU | ({"attention": "varlen"} if documents else {})
+    asked = {name: getattr(config, name) for name in OPERATORS}
+    choices = tuple(
+        Choice(name, asked[name], taken[name] if asked[name] == "auto" else asked[name], "assumed: no GPU is here")
+        for name in OPERATORS
+    )
+    return dataclasses.replace(resolve(OpsConfig(), "cpu"), compile=config.compile, choices=choices)
 
 
 def with_deferrable_products(ops: Ops) -> Ops:

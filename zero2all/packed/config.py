@@ -49,16 +49,27 @@ class DataConfig:
     cache_bytes: PositiveInt = 50_000_000_000
     """Most bytes of remote token shards that the cache holds; the least recently used are removed first."""
 
+    question_frames: dict[str, str] | None = None
+    """How the text itself writes a question and its answer, by language: {en: 'Q: {question} A: {answer}'}. In this
+    form `z2a chat` asks a model that was not trained on conversations. None: not known; chat continues your text."""
+
     def problems(self, place: str) -> list[Problem]:
-        """A mixture must leave something to read."""
-        return mixture_problems(self.mixture, f"{place}.mixture")
+        """A mixture must leave something to read; a frame must end with the answer."""
+        expected = "a text such as 'Q: {question} A: {answer}', with {question} in it and {answer} at its end"
+        wrong = {
+            name: frame
+            for name, frame in (self.question_frames or {}).items()
+            if isinstance(frame, str) and not ("{question}" in frame and frame.endswith("{answer}"))
+        }
+        found = [Problem(f"{place}.question_frames.{name}", frame, expected) for name, frame in wrong.items()]
+        return found + mixture_problems(self.mixture, f"{place}.mixture")
 
 
 FREE_ON_RESUME = (
-    "quarantine",
+    *("quarantine", "question_frames"),
     *("prefetch_steps", "readers", "reader_kind", "verify_shards", "packed", "cache", "cache_bytes"),
 )
-"""Fields that say how samples are fetched and not which."""
+"""Fields that do not say which samples are read."""
 
 
 def mixture_problems(mixture: dict[str, float] | None, place: str) -> list[Problem]:

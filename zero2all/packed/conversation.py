@@ -12,32 +12,20 @@ another's name. Counted in the loss is what the assistant writes: its text and t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from zero2all.common.errors import BadInputError
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.tokenizer.chat import LEARNED_ROLE, ROLES, Message, mark_id
 from zero2all.tokenizer.load import Tokenizer
 
-ROLES = ("system", "user", "assistant", "tool")
-LEARNED_ROLE = "assistant"
 OTHER_ROLE_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant", "function": "tool"}
 FORMS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 """Field of `others` -> what a message calls its role and its text."""
-MARKS = {"message_start": ("<|message_start|>", "<|im_start|>"), "message_end": ("<|message_end|>", "<|im_end|>")}
-"""What the marks are called, by us and elsewhere."""
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One message."""
-
-    role: str
-    text: str
-
-
-def turns_of(record: Mapping[str, Any], where: str) -> list[Turn] | None:
+def turns_of(record: Mapping[str, Any], where: str) -> list[Message] | None:
     """The messages of a record; None when it is plain text. `where` names the record if its messages are damaged."""
     others = record.get("others") or {}
     for field, (role_key, text_key) in FORMS.items():
@@ -48,7 +36,7 @@ def turns_of(record: Mapping[str, Any], where: str) -> list[Turn] | None:
     return None
 
 
-def _turn(message: Any, role_key: str, text_key: str, where: str) -> Turn:
+def _turn(message: Any, role_key: str, text_key: str, where: str) -> Message:
     role = message.get(role_key) if isinstance(message, dict) else None
     text = message.get(text_key) if isinstance(message, dict) else None
     role = OTHER_ROLE_NAMES.get(str(role), role)
@@ -60,7 +48,7 @@ def _turn(message: Any, role_key: str, text_key: str, where: str) -> Turn:
         raise BadInputError(
             f"{where}: `{text_key}` is {type(text).__name__}, expected text. Correct it and build the corpus again."
         )
-    return Turn(str(role), text)
+    return Message(str(role), text)
 
 
 class ConversationLayout:
@@ -69,11 +57,13 @@ class ConversationLayout:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
         self._end = tokenizer.end_id
-        self._message_end = tokenizer.encode_control(_mark(tokenizer, "message_end"))
-        start = tokenizer.encode_control(_mark(tokenizer, "message_start"))
+        try:
+            start, self._message_end = (mark_id(tokenizer, part) for part in ("message_start", "message_end"))
+        except UsageError as error:
+            raise BadInputError(f"The corpus has conversations. {error}") from error
         self._heads = {role: [start, *tokenizer.encode_text(f"{role}\n")] for role in ROLES}
 
-    def lay_out(self, turns: list[Turn], texts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    def lay_out(self, turns: list[Message], texts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """The ids of a conversation whose texts are encoded, and 1 for each that counts in the loss."""
         ids: list[Any] = [self._begin]
         counts: list[Any] = [np.zeros(len(self._begin), np.uint8)]
@@ -85,14 +75,3 @@ class ConversationLayout:
         ids.append([self._end])
         counts.append(np.zeros(1, np.uint8))
         return np.concatenate([np.asarray(part, np.uint32) for part in ids]), np.concatenate(counts)
-
-
-def _mark(tokenizer: Tokenizer, part: str) -> str:
-    named = getattr(tokenizer, "control_roles", {}).get(part)
-    for name in [named] if named else MARKS[part]:
-        if name in tokenizer.control:
-            return str(name)
-    raise BadInputError(
-        f"The corpus has conversations, but this tokenizer has no control token for {part} (looked for "
-        f"{', '.join(MARKS[part])}). Train a tokenizer that has one with `z2a tokenizer train`."
-    )

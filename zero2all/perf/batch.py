@@ -10,7 +10,9 @@ from zero2all.common.errors import UsageError
 from zero2all.common.files import MANIFEST_NAME
 from zero2all.common.manifest import read_manifest
 from zero2all.common.workspace import Workspace
-from zero2all.config import RunConfig, load_config
+from zero2all.config import RunConfig
+from zero2all.packed.loader import rank_rows
+from zero2all.perf.models import load_model_config
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,11 @@ def parse_batch(text: str) -> BatchShape:
     return BatchShape(*map(int, match.groups()))
 
 
-def own_batch(config: RunConfig) -> BatchShape:
-    """The batch of a run of this config."""
-    seq_len = config.data.seq_len
-    samples = 8 if config.train.micro_batch_samples == "auto" else config.train.micro_batch_samples
-    return BatchShape(samples, seq_len, max(1, config.train.tokens_per_step // (samples * seq_len)))
+def own_batch(config: RunConfig, replicas: int = 1) -> BatchShape:
+    """The batch of a run of this config in each of `replicas` processes, which share the samples of a step."""
+    rows = rank_rows(config.samples_per_step, 0, replicas)[2]
+    samples = min(rows, 8 if config.train.micro_batch_samples == "auto" else config.train.micro_batch_samples)
+    return BatchShape(samples, config.data.seq_len, -(-rows // samples))
 
 
 def default_batches(config: RunConfig) -> list[BatchShape]:
@@ -70,7 +72,9 @@ def check_batch(batch: BatchShape, config: RunConfig) -> None:
 
 def load_measured_config(source: str, overrides: list[str]) -> tuple[RunConfig, list[str]]:
     """The config and what was assumed: random tokens need a size of the vocabulary, and have no documents to mask."""
-    config, notes = with_vocabulary(load_config(source, overrides))
+    loaded, assumed = load_model_config(source, overrides)
+    config, notes = with_vocabulary(loaded)
+    notes = [*assumed, *notes]
     if config.data.document_mask:
         notes.append("data.document_mask is ignored: random tokens have no documents")
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, document_mask=False))

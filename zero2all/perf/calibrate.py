@@ -45,7 +45,7 @@ from zero2all.perf.calibration.figures import (
 )
 from zero2all.perf.calibration.stopwatch import HEATER_BYTES, HEATER_SIDE, Stopwatch
 from zero2all.perf.measure import device_name, watched_gpu
-from zero2all.perf.op_list import context_here
+from zero2all.perf.op_bench import context_here
 from zero2all.perf.profiles import profile_key, profile_path
 
 Figures = dict[str, dict[str, Any]]

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from zero2all.limits.failures import daly_interval, goodput
-from zero2all.perf.run_record import COMPUTE_PARTS, RunRecord, figure_of, number_of
+from zero2all.perf.run_record import COMPUTE_PARTS, RunRecord, figure_of
+from zero2all.track.goodput import number_of
 
 GIB = 2**30
 CONVENTION = "palm"
@@ -39,7 +40,7 @@ class Finding:
     evidence: str
     change: str
     worth: str  # with its basis
-    share: float = 0.0  # of the wall time; 0 where it costs no time
+    share: float = 0.0  # of the run's time; 0 where it costs no time
     is_urgent: bool = False
 
 
@@ -65,11 +66,11 @@ def explain(record: RunRecord) -> Explanation:
 
 def limit_of(record: RunRecord) -> str:
     """The one thing that limits the run most, with its figures."""
-    parts, wall = record.parts, record.wall_seconds
-    if not parts or not wall:
+    parts, account = record.parts, record.account
+    if not parts or not account.total_seconds:
         return "The record does not tell: it has no times of steps."
     step = sum(parts.values())
-    inside = record.wall["steps kept"] / wall
+    inside = account.goodput
     compute = sum(parts.get(name, 0.0) for name in COMPUTE_PARTS) / step
     groups = {
         "what happens outside of steps that count (starts, evaluation, checkpoints, lost steps)": 1.0 - inside,
@@ -81,7 +82,7 @@ def limit_of(record: RunRecord) -> str:
     }
     name, share = max(groups.items(), key=lambda group: group[1])
     others = sorted(((other, its) for other, its in groups.items() if other != name), key=lambda group: -group[1])
-    text = f"The run is limited by {name}: {share:.1%} of the wall time. Next: {others[0][0]}, {others[0][1]:.1%}."
+    text = f"The run is limited by {name}: {share:.1%} of its time. Next: {others[0][0]}, {others[0][1]:.1%}."
     if (mfu := record.mfu(CONVENTION)) is not None:
         text += f" Its steady steps reach {mfu:.1%} MFU ({CONVENTION} convention, data-sheet peak)."
     return text
@@ -93,7 +94,7 @@ def limit_of(record: RunRecord) -> str:
 def _waiting(record: RunRecord) -> Iterator[Finding]:
     """Parts of a step in which nothing is computed."""
     step = sum(record.parts.values())
-    inside = record.wall["steps kept"] / record.wall_seconds if record.wall_seconds else 0.0
+    inside = record.account.goodput
     data = record.config.data if record.config is not None else None
     advice = {
         "data_wait": (
@@ -118,25 +119,25 @@ def _waiting(record: RunRecord) -> Iterator[Finding]:
 
 
 def _pauses(record: RunRecord) -> Iterator[Finding]:
-    wall, total = record.wall, record.wall_seconds
+    spent, total = record.account.seconds, record.account.total_seconds
     if not total:
         return
-    for name, least, change in (
-        ("evaluation", 0.05, "evaluate half as often"),
-        ("checkpoint stalls", 0.01, "save half as often"),
+    for cause, name, least, change in (
+        ("validate", "evaluation", 0.05, "evaluate half as often"),
+        ("save", "checkpoint stalls", 0.01, "save half as often"),
     ):
-        share = wall[name] / total
+        share = spent[cause] / total
         if share >= least:
-            evidence = f"{wall[name]:.3g} s of {total:.4g} s"
-            if name == "checkpoint stalls":
-                evidence = f"{wall[name]:.3g} s of {total:.4g} s, {len(record.events('checkpoint'))} saves"
-            yield Finding(name, evidence, change, f"{share / 2:.1%} of the wall time (half of it)", share)
-    share = wall["starting"] / total
+            evidence = f"{spent[cause]:.3g} s of {total:.4g} s"
+            if cause == "save":
+                evidence = f"{spent[cause]:.3g} s of {total:.4g} s, {len(record.events('checkpoint'))} saves"
+            yield Finding(name, evidence, change, f"{share / 2:.1%} of the run's time (half of it)", share)
+    starting = spent["start"] + spent["load"]
+    share = starting / total
     if share >= 0.05:
-        starts = len(record.events("segment"))
-        evidence = f"{wall['starting']:.3g} s in {starts} starts, of {total:.4g} s"
+        evidence = f"{starting:.3g} s in {record.account.starts} starts, of {total:.4g} s"
         longer = "start less often; in a longer run this share shrinks by itself"
-        yield Finding("starting", evidence, longer, f"at most {share:.1%} of the wall time", share)
+        yield Finding("starting", evidence, longer, f"at most {share:.1%} of the run's time", share)
     failed = record.events("checkpoint_failed")
     if failed:
         problem = str(failed[-1].data.get("problem"))
@@ -148,16 +149,17 @@ def _pauses(record: RunRecord) -> Iterator[Finding]:
 
 def _interruptions(record: RunRecord) -> Iterator[Finding]:
     """Restarts and rollbacks: what they cost, and whether the checkpoint interval suits them."""
-    total = record.wall_seconds
-    restarts, rollbacks = len(record.events("segment")[1:]), record.events("rollback")
-    lost = record.wall["steps taken back"]
+    account = record.account
+    total, restarts, rollbacks = account.total_seconds, account.interruptions, record.events("rollback")
+    lost = account.seconds["lost steps"]
     if total and (restarts or rollbacks):
-        down = record.wall["down between attempts"]
+        down = account.seconds["hang wait"] + account.seconds["restart"]
         evidence = (
-            f"{restarts} restarts and {len(rollbacks)} rollbacks: {lost:.3g} s of steps taken back, {down:.3g} s down "
+            f"{restarts} restarts and {len(rollbacks)} rollbacks: {lost:.3g} s of lost steps, {down:.3g} s down "
             f"between attempts, of {total:.4g} s"
         )
-        change, worth = "find their causes (events of the run)", f"at most {(lost + down) / total:.1%} of the wall time"
+        share = (lost + down) / total
+        change, worth = "find their causes (events of the run)", f"at most {share:.1%} of the run's time"
         mean = (total - down) / (restarts + len(rollbacks))
         interval, stall = _saves(record)
         if restarts + len(rollbacks) >= LEAST_INTERRUPTIONS and interval and stall:
@@ -168,7 +170,7 @@ def _interruptions(record: RunRecord) -> Iterator[Finding]:
                 worth = (
                     f"{gain:.1%} of the time (Daly: a save stalls {stall:.3g} s, {mean:.3g} s between interruptions)"
                 )
-        yield Finding("interruptions", evidence, change, worth, (lost + down) / total)
+        yield Finding("interruptions", evidence, change, worth, share)
     skipped = record.events("skip")
     spikes = record.reader.spikes("loss")
     if skipped or spikes:
@@ -325,7 +327,8 @@ def as_json(explanation: Explanation) -> dict[str, Any]:
     return {
         "run": record.name,
         "limit": explanation.limit,
-        "wall_seconds": record.wall,
+        "seconds": record.account.seconds,
+        "stopped_seconds": record.account.stopped_seconds,
         "step_seconds": record.parts,
         "tokens_per_second": None if speed is None else {"median": speed.value, "standard_error": speed.error},
         "mfu": {name: record.mfu(name) for name in record.flops or () if record.mfu(name) is not None},

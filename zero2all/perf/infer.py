@@ -5,7 +5,8 @@ while all sequences write, so without the prompts, which the time to the first t
 
 A decoding pass reads all weights and all keys and values once (`limits.floors.decoding_bytes`). Those bytes, over what
 a copy moves per second on this device, are the time it cannot do without; divided by the time it took, that is the
-share of the bandwidth.
+share of the bandwidth. The picture has tokens/s on the left and that share on the right, both over the size of the
+batch.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from zero2all.common.errors import UsageError
+from zero2all.common.files import write_json
 from zero2all.common.language import translate as t
-from zero2all.common.progress import Bar, progress, say
+from zero2all.common.progress import Bar, human_count, progress, say
 from zero2all.common.workspace import Workspace, is_folder_name
 from zero2all.config import RunConfig, find_config, preset_files
 from zero2all.infer.engine import Engine, EngineSettings
@@ -37,7 +39,13 @@ from zero2all.parallel.device import pick_device
 from zero2all.perf.batch import load_measured_config
 from zero2all.perf.measure import device_name, peak_bytes, wait_for
 from zero2all.perf.op_bench import measured_ceilings
+from zero2all.perf.pictures import write_png
 from zero2all.tokenizer.load import Tokenizer
+from zero2all.track.plot import COLORS, FAINT_INK, INK
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SEED = 1
 WARM_UP_TOKENS = 4
@@ -296,3 +304,51 @@ def _cells(row: InferRow) -> list[str]:
         f"{row.whole_tokens_per_second:,.0f}",
         f"{row.peak_bytes / 2**30:.2f} GiB",
     ]
+
+
+def write_results(found: Inference, folder: Path) -> Path:
+    """Write the JSON file."""
+    write_json(folder / "inference.json", as_json(found))
+    return folder / "inference.json"
+
+
+def write_picture(found: Inference, folder: Path) -> str:
+    """Write the picture; returns its path, or why there is none."""
+    rows = [row for row in found.rows if row.problem is None]
+    if not rows:
+        return "no picture: nothing was measured"
+
+    def draw(figure: Figure) -> None:
+        from matplotlib.ticker import FuncFormatter, NullFormatter
+
+        speed, share = figure.subplots(1, 2)
+        _draw_curves(speed, rows, "tokens/s, all sequences", lambda row: row.tokens_per_second, "{:,.0f}")
+        _draw_curves(share, rows, "share of the memory bandwidth, %", lambda row: row.bandwidth_percent, "{:.0f} %")
+        speed.set_yscale("log")
+        speed.yaxis.set_major_formatter(FuncFormatter(lambda value, _: human_count(value)))
+        speed.yaxis.set_minor_formatter(NullFormatter())
+        share.set_ylim(0, max(100.0, 1.15 * max(row.bandwidth_percent for row in rows)))
+
+    title = f"{found.model} on {found.device}: prompts of {found.prompt_tokens}, {found.new_tokens} new tokens"
+    return write_png(folder / "inference.png", (11.0, 4.2), draw, title)
+
+
+def _draw_curves(axis: Axes, rows: list[InferRow], title: str, value: Any, form: str) -> None:
+    kinds = list(dict.fromkeys(row.weights for row in rows))
+    for color, kind in zip(COLORS, kinds, strict=False):
+        own = [row for row in rows if row.weights == kind]
+        batches, values = [row.batch for row in own], [value(row) for row in own]
+        axis.plot(batches, values, "o-", color=color, linewidth=2, label=kind)
+        for batch, height in zip(batches, values, strict=True):
+            axis.annotate(
+                form.format(height), (batch, height), xytext=(0, 7), textcoords="offset points", ha="center",
+                fontsize=8, color=INK,
+            )  # fmt: skip
+    axis.set_xscale("log", base=2)
+    batches = sorted({row.batch for row in rows})
+    axis.set_xticks(batches, [str(batch) for batch in batches])
+    axis.margins(x=0.08, y=0.15)
+    axis.set_title(title, color=INK)
+    axis.set_xlabel("batch (sequences)", color=FAINT_INK)
+    if len(kinds) > 1:
+        axis.legend(loc="best")

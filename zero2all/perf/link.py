@@ -13,12 +13,12 @@ from typing import Any
 from zero2all.common.errors import BadInputError
 from zero2all.common.language import translate as t
 from zero2all.common.workspace import Workspace
-from zero2all.config import load_config
 from zero2all.limits.answer import said
 from zero2all.limits.slow_link import LinkCost, link_costs, recommended
 from zero2all.model.config import ModelConfig
 from zero2all.parallel.layout import layout_table
-from zero2all.perf.batch import BatchShape, own_batch, with_vocabulary
+from zero2all.perf.batch import own_batch, with_vocabulary
+from zero2all.perf.models import load_model_config
 from zero2all.perf.verify import prediction_for
 
 FRAGMENT_LAYERS = 3
@@ -55,12 +55,13 @@ def link_report(
 ) -> LinkReport:
     """`step_seconds` is what a group computes in a step; None: predicted for the cluster or from the profile, with the
     tokens of a step divided by the groups. Without model.vocab_size the vocabulary is that of the workspace."""
-    config, notes = with_vocabulary(load_config(source, overrides), workspace)
+    loaded, assumed = load_model_config(source, overrides)
+    config, notes = with_vocabulary(loaded, workspace)
+    notes = [*assumed, *notes]
     fragments, how = fragment_shapes(config.model), "as given"
     parameters = sum(math.prod(shape) for part in fragments for shape in part)
     if step_seconds is None:
-        whole = own_batch(config)
-        batch = BatchShape(whole.samples, whole.seq_len, max(1, whole.accumulation // groups))
+        batch = own_batch(config, groups)
         without_documents = dataclasses.replace(config.data, document_mask=False)  # as in every prediction
         try:
             found = prediction_for(dataclasses.replace(config, data=without_documents), batch, cluster, profile=profile)

@@ -14,36 +14,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zero2all.common.language import translate as t
-from zero2all.config import RunConfig, load_config
+from zero2all.config import RunConfig
 from zero2all.limits.cards import GIB, NCCL_BYTES, Card
 from zero2all.limits.fit import Change, changes_that_help, process_bytes
 from zero2all.limits.memory import STATE_PARTS, MemoryEstimate, MemorySettings, binary_size, estimate_memory
-from zero2all.ops.registry import footprints, resolve
+from zero2all.ops.registry import TAKEN_ON_A_GPU, Ops, assume_gpu, resolve
 from zero2all.packed.loader import rank_rows
 from zero2all.parallel.check import check_spread
-from zero2all.parallel.mesh import Mesh
 from zero2all.perf.batch import with_vocabulary
+from zero2all.perf.models import load_model_config, precision_notes
 from zero2all.perf.pictures import write_png
 from zero2all.track.plot import ALARM, COLORS, INK
-from zero2all.train.micro_batch import memory_settings, pass_sizes
+from zero2all.train.micro_batch import pass_sizes, stage_settings
 from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-TAKEN_ON_A_GPU = {
-    "attention": "sdpa_cudnn",
-    "rope": "triton",
-    "rms_norm": "triton",
-    "swiglu": "triton",
-    "linear": "fp32_wgrad",
-    "embedding": "triton",
-    "linear_cross_entropy": "triton",
-    "cross_entropy": "triton",
-    "optimizer": "triton",
-}
-"""What `auto` takes on a GPU with Triton; with document_mask attention is varlen."""
 
 
 @dataclass(frozen=True)
@@ -83,24 +70,25 @@ class MemoryReport:
 
 def memory_report(source: str, overrides: list[str], card: Card | None, ranks: int) -> MemoryReport:
     """The report on a config; `card` None: this machine's GPU, which must be there."""
-    config, notes = with_vocabulary(load_config(source, overrides))
+    loaded, assumed = load_model_config(source, overrides)
+    config, notes = with_vocabulary(loaded)
+    notes = [*assumed, *precision_notes(config, source, overrides), *notes]
     sizes = check_spread(config, ranks)
     is_here = card is None
     card = card or card_here()
-    operators, said = _operators(config, is_here)
+    ops, said = _operators(config, is_here)
     if said:
         notes.append(said)
     if config.ops.compile != "none":
         notes.append("ops.compile decides what is saved, mostly less than this")
-    first_of_stage = [Mesh(sizes, stage * ranks // sizes.pipeline) for stage in range(sizes.pipeline)]
 
     def of_stages(samples: int) -> tuple[MemoryEstimate, MemorySettings]:
         """Of the stage that needs most."""
-        found = [_settings(config, operators, card, mesh, samples) for mesh in first_of_stage]
+        found = stage_settings(config, ops, sizes, samples, card.workspace_bytes)
         return max(((estimate_memory(config.model, each), each) for each in found), key=lambda pair: pair[0].total)
 
     asked = config.train.micro_batch_samples
-    rows = rank_rows(config.samples_per_step, 0, first_of_stage[0].batch.size)[2]
+    rows = rank_rows(config.samples_per_step, *config.parallel.batch_place(0, sizes.replicate * sizes.shard))[2]
     if asked == "auto":
         candidates = pass_sizes(rows)
         fitting = [number for number in candidates if _fits(*of_stages(number), card)]
@@ -110,7 +98,7 @@ def memory_report(source: str, overrides: list[str], card: Card | None, ranks: i
         samples = min(int(asked), rows)
     estimate, settings = of_stages(samples)
     changes = changes_that_help(config.model, settings, card)
-    return MemoryReport(config, ranks, card, operators, settings, estimate, notes, changes)
+    return MemoryReport(config, ranks, card, ops.taken, settings, estimate, notes, changes)
 
 
 def _fits(estimate: MemoryEstimate, settings: MemorySettings, card: Card) -> bool:
@@ -123,28 +111,15 @@ def card_here() -> Card:
     return Card(properties.name, float(properties.total_memory), properties.major)
 
 
-def _operators(config: RunConfig, is_here: bool) -> tuple[dict[str, str], str]:
+def _operators(config: RunConfig, is_here: bool) -> tuple[Ops, str]:
     """The implementation of every operator, and what was assumed."""
-    dtype = DTYPES[config.train.precision]
     if is_here:
-        return resolve(config.ops, op_context(config, "cuda", dtype, config.parallel.zero == 3)).taken, ""
+        return resolve(
+            config.ops, op_context(config, "cuda", DTYPES[config.train.precision], config.parallel.zero == 3)
+        ), ""
     has_auto = any(getattr(config.ops, name) == "auto" for name in TAKEN_ON_A_GPU)
     said = "operators that are auto: those of a GPU with Triton, without FlashAttention 4 and QuACK"
-    return operators_on_a_gpu(config), said if has_auto else ""
-
-
-def operators_on_a_gpu(config: RunConfig) -> dict[str, str]:
-    """The implementations of a config on a GPU with Triton that need not be here."""
-    taken = TAKEN_ON_A_GPU | ({"attention": "varlen"} if config.data.document_mask else {})
-    asked = {name: getattr(config.ops, name) for name in taken}
-    return taken | {name: value for name, value in asked.items() if value != "auto"}
-
-
-def _settings(config: RunConfig, operators: dict[str, str], card: Card, mesh: Mesh, samples: int) -> MemorySettings:
-    lenient = dataclasses.replace(config.ops, strict=False)
-    here = resolve(lenient, op_context(config, "cpu", DTYPES[config.train.precision]))
-    settings = memory_settings(config, here, mesh, samples)
-    return dataclasses.replace(settings, operators=footprints(operators), workspace_bytes=card.workspace_bytes)
+    return assume_gpu(config.ops, config.data.document_mask), said if has_auto else ""
 
 
 def parts_table(report: MemoryReport) -> list[list[str]]:

@@ -22,16 +22,13 @@ from zero2all.limits.machine import Machine
 from zero2all.limits.memory import MemoryEstimate, MemorySettings, estimate_memory
 from zero2all.limits.step import StepTime, pass_costs, predict_step
 from zero2all.model.config import parameter_counts
-from zero2all.ops.config import OpsConfig
-from zero2all.ops.registry import OPERATORS, Choice, Ops, resolve
+from zero2all.ops.registry import Ops, assume_gpu, resolve
 from zero2all.parallel.check import spread_problems
 from zero2all.parallel.config import MeshSizes
-from zero2all.parallel.mesh import Mesh
-from zero2all.perf.batch import BatchShape
+from zero2all.perf.batch import BatchShape, own_batch
 from zero2all.perf.kernel_groups import ATTENTION, COMMUNICATION, COPIES, ELEMENTWISE, GEMM, LOSS, OPTIMIZER
-from zero2all.perf.memory import operators_on_a_gpu
 from zero2all.train.cuda_graph import is_worth_it, why_no_cuda_graph
-from zero2all.train.micro_batch import memory_settings
+from zero2all.train.micro_batch import stage_settings
 from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES
 
@@ -48,14 +45,14 @@ class Prediction:
     machine: Machine
     settings: MemorySettings
     step: StepTime
-    memory: MemoryEstimate
+    memory: MemoryEstimate  # of the fullest process
     components: dict[str, float]  # seconds of a step by what the device does, as an anatomy measures them
     correction: float  # measured / predicted to expect, from the ledger
     entries: int  # of the ledger, of this machine
     interval: tuple[float, float]  # seconds of a step, 90 %
     features: dict[str, float]
     parameters: int
-    budget_tokens: int  # of the whole run
+    budget_tokens: int  # of the whole run; of one group of several
     price_per_hour: float | None
 
     @property
@@ -114,6 +111,7 @@ class Prediction:
             "machine": self.machine.name,
             "source": self.machine.source,
             "batch": str(self.batch),
+            "precision": self.settings.precision,
             "processes": self.settings.processes,
             "seconds": {"lower": self.step.lower, "estimate": self.step.estimate, "upper": self.step.upper},
             "tokens_per_step": self.step.tokens,
@@ -134,25 +132,26 @@ def mfu(prediction: Prediction) -> dict[str, float]:
 
 def predict(
     config: RunConfig,
-    batch: BatchShape,
+    batch: BatchShape | None,
     machine: Machine,
     ops: Ops,
     sizes: MeshSizes,
     entries: Sequence[Entry] = (),
     price_per_hour: float | None = None,
 ) -> Prediction:
-    """The prediction of a config; `batch` is that of one process of the batch axes."""
-    placed = shaped(config, batch, sizes)
-    settings = memory_settings(placed, ops, Mesh(sizes), batch.samples)
-    if machine.source != "measured":  # else it is this one, whose libraries are known
-        settings = dataclasses.replace(settings, workspace_bytes=machine.overhead.get("workspace", 0.0))
+    """The prediction of a config; `batch` is that of one process of the batch axes, None: its share of the config's."""
+    placed, batch = shaped(config, batch, sizes)
+    # A measured machine is this one, whose libraries are known.
+    workspace = None if machine.source == "measured" else machine.overhead.get("workspace", 0.0)
+    settings, *others = stage_settings(placed, ops, sizes, batch.samples, workspace)
     device = torch.device("cuda" if machine.multiprocessors else "cpu")
     captured = why_no_cuda_graph(placed, device, sizes.processes, ops) is None and placed.train.cuda_graph != "off"
     if captured and placed.train.cuda_graph == "auto":
         captured = is_worth_it(placed, device_of(machine.name), settings.tokens, ops)
     captured = captured and (sizes.processes == 1 or batch.accumulation > 1)
     parallel = config.parallel
-    step = predict_step(config.model, settings, machine, parallel.schedule, parallel.chunks, captured)
+    tokens = placed.train.tokens_per_step // parallel.groups
+    step = predict_step(config.model, settings, machine, parallel.schedule, parallel.chunks, captured, tokens)
     counts = parameter_counts(config.model)
     features = features_of(settings.tokens, counts["active"], settings.passes, _flags(placed, ops))
     own = of_machine(entries, machine.key) if machine.key else []
@@ -166,14 +165,14 @@ def predict(
         machine=machine,
         settings=settings,
         step=step,
-        memory=estimate_memory(config.model, settings),
+        memory=max((estimate_memory(config.model, each) for each in (settings, *others)), key=lambda one: one.total),
         components=components_of(step, config, settings, machine),
         correction=factor,
         entries=len(own),
         interval=interval,
         features=features,
         parameters=counts["total"],
-        budget_tokens=config.train.steps * config.train.tokens_per_step,
+        budget_tokens=config.train.steps * config.train.tokens_per_step // parallel.groups,
         price_per_hour=price_per_hour if price_per_hour is not None else machine.price_per_hour,
     )
 
@@ -188,11 +187,15 @@ def _flags(config: RunConfig, ops: Ops) -> dict[str, bool]:
     }
 
 
-def shaped(config: RunConfig, batch: BatchShape, sizes: MeshSizes) -> RunConfig:
-    """The config with this batch in each process of the batch axes: one step is `batch` in all of them."""
-    tokens = batch.tokens * sizes.replicate * sizes.shard
+def shaped(config: RunConfig, batch: BatchShape | None, sizes: MeshSizes) -> tuple[RunConfig, BatchShape]:
+    """The config with this batch in each process of the batch axes: one step is `batch` in all of them. None: they
+    share the tokens of the config's step."""
+    replicas = sizes.replicate * sizes.shard * config.parallel.groups
+    tokens = config.train.tokens_per_step if batch is None else batch.tokens * replicas
+    batch = batch or own_batch(config, replicas)
     train = dataclasses.replace(config.train, tokens_per_step=tokens, micro_batch_samples=batch.samples)
-    return dataclasses.replace(config, train=train, data=dataclasses.replace(config.data, seq_len=batch.seq_len))
+    data = dataclasses.replace(config.data, seq_len=batch.seq_len)
+    return dataclasses.replace(config, train=train, data=data), batch
 
 
 def components_of(step: StepTime, config: RunConfig, settings: MemorySettings, machine: Machine) -> dict[str, float]:
@@ -231,14 +234,14 @@ def operators_for(config: RunConfig, machine: Machine, seq_len: int) -> Ops:
         kind = "cuda" if machine.multiprocessors else "cpu"
         context = op_context(config, kind, DTYPES[config.train.precision])
         return resolve(config.ops, dataclasses.replace(context, seq_len=seq_len))
-    taken = operators_on_a_gpu(config)
-    choices = tuple(Choice(name, taken[name], taken[name], "assumed: no GPU is here") for name in OPERATORS)
-    return dataclasses.replace(resolve(OpsConfig(), "cpu"), choices=choices)
+    return assume_gpu(config.ops, config.data.document_mask)
 
 
-def check_asked(config: RunConfig, batch: BatchShape, machine: Machine | None, gpus: int) -> MeshSizes:
+def check_asked(config: RunConfig, batch: BatchShape | None, machine: Machine | None, gpus: int) -> MeshSizes:
     """The layout of the processes; UsageError with everything that is wrong at once."""
     problems: list[str] = []
+    sizes = config.parallel.asked_sizes(gpus)
+    placed, batch = shaped(config, batch, sizes)
     if batch.seq_len > config.model.max_seq_len:
         problems.append(
             f"sequences of {batch.seq_len} tokens are longer than model.max_seq_len ({config.model.max_seq_len})"
@@ -247,9 +250,8 @@ def check_asked(config: RunConfig, batch: BatchShape, machine: Machine | None, g
         problems.append(f"a batch of {batch.tokens} tokens is not a batch")
     if machine is not None and gpus > machine.most_ranks:
         problems.append(f"{machine.name} joins at most {machine.most_ranks} processes, and --gpus is {gpus}")
-    sizes = config.parallel.asked_sizes(gpus)
     problems += config.parallel.size_problems(sizes, gpus)
-    problems += spread_problems(shaped(config, batch, sizes), sizes)
+    problems += spread_problems(placed, sizes)
     if problems:
         lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
         raise UsageError(f"This cannot be predicted; problems: {len(problems)}.\n{lines}")

@@ -40,7 +40,9 @@ class Compared:
 
     @property
     def change(self) -> float:
-        """Of the second run, relative to the first."""
+        """Of the second run, relative to the first; NaN beside a first of 0."""
+        if self.first == self.second:
+            return 0.0
         return (self.second - self.first) / abs(self.first) if self.first else math.nan
 
     @property

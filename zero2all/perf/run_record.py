@@ -1,8 +1,8 @@
 """What the record of a run says about its time, speed and memory: `z2a perf explain` and `z2a perf diff` stand on it.
 
 Everything comes from the run's folder (metrics, events, config). What is not there is named in `missing`, and the rest
-is used. Seconds of steps that were not logged are those of the next row. The first rows of every attempt, in which
-caches fill and kernels compile, count for the wall time but not for the speed.
+is used. Where the time went is the account of `z2a goodput`. The first rows of every attempt, in which caches fill and
+kernels compile, count for the time but not for the speed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,14 @@ from numpy.typing import NDArray
 from zero2all.common.errors import BadInputError, UserError
 from zero2all.config import RunConfig, config_from_values, with_new_names
 from zero2all.limits.flops import flops_per_token, peak_flops
+from zero2all.track.goodput import Goodput, number_of, run_goodput
 from zero2all.track.reader import Event, RunReader, Series
-from zero2all.track.series import concatenate
 
 Floats = NDArray[np.float64]
 
 WARM_UP_ROWS = 3
-CLOCK_SECONDS = 0.05
-"""How much the clocks of rows and of steps may differ."""
 BLOCKS = 10
 COMPUTE_PARTS = ("forward", "loss", "backward")
-WALL_PARTS = (
-    *("steps kept", "steps taken back", "evaluation", "checkpoint stalls", "starting", "down between attempts"),
-    "other pauses",
-)
-"""Where the wall time of a run went; they sum to it."""
 
 
 @dataclass(frozen=True)
@@ -150,67 +142,10 @@ class RunRecord:
                 continue
         return padding / slots if slots else None
 
-    # ---- wall time ----
-
     @cached_property
-    def wall(self) -> dict[str, float]:
-        """Seconds from the first start to the last sign of life, by WALL_PARTS."""
-        parts = dict.fromkeys(WALL_PARTS, 0.0)
-        kept, ghosts = self.step_seconds, self.reader.ghosts("time/step")
-        parts["steps kept"] = float((_weights(kept.step) * _finite(kept.value)).sum())
-        by_time = ghosts.take(np.argsort(ghosts.time, kind="stable"))
-        parts["steps taken back"] = float((_weights(by_time.step) * _finite(by_time.value)).sum())
-        parts["checkpoint stalls"] = sum(
-            number_of(event.data.get("stall_seconds")) for event in self.events("checkpoint", "checkpoint_failed")
-        )
-        rows = concatenate([kept, ghosts])
-        rows = rows.take(np.argsort(rows.time, kind="stable"))
-        spans = self._attempts(rows)
-        parts["evaluation"] = self._evaluation_seconds(rows, spans[-1][2]) if len(rows) else 0.0
-        for begin, first_step, _ in spans:
-            parts["starting"] += max(0.0, first_step - begin)
-        for (_, _, end), (begin, _, _) in pairwise(spans):
-            parts["down between attempts"] += max(0.0, begin - end)
-        total = spans[-1][2] - spans[0][0] if spans else 0.0
-        parts["other pauses"] = max(0.0, total - sum(parts.values()))
-        return parts
-
-    @property
-    def wall_seconds(self) -> float:
-        """All of `wall`."""
-        return sum(self.wall.values())
-
-    def _attempts(self, rows: Series) -> list[tuple[float, float, float]]:
-        """Of each start of training: when its process began, when its first step began, when it last wrote."""
-        segments = self.events("segment")
-        begins = [number_of(event.data.get("process_start")) or event.time for event in segments]
-        if not segments and len(rows):
-            begins = [float(rows.time[0] - rows.value[0])]  # metrics of an older format, or without their first line
-        borders = [*(event.time for event in segments[1:]), np.inf]
-        spans = []
-        for number, begin in enumerate(begins):
-            low = -np.inf if number == 0 else borders[number - 1]
-            inside = (rows.time >= low) & (rows.time < borders[number])
-            own = rows.take(inside)
-            said = [e.time for e in self.reader.events() if e.writer == "train" and low <= e.time < borders[number]]
-            end = max([*said, *own.time[-1:].tolist(), begin])
-            spans.append((begin, float(own.time[0] - own.value[0]) if len(own) else end, end))
-        return spans
-
-    def _evaluation_seconds(self, rows: Series, end: float) -> float:
-        """From the end of a step to the validation that was written before the next step began, or the run's end."""
-        names = [name for name in self.reader.metrics() if name.startswith("eval/")]
-        if not names:
-            return 0.0
-        points = [each for name in names for each in (self.reader.series(name), self.reader.ghosts(name))]
-        written = np.unique(concatenate(points).time)
-        before = np.searchsorted(rows.time, written, side="right") - 1
-        begins = np.append(rows.time[1:] - rows.value[1:], end) + CLOCK_SECONDS
-        total = 0.0
-        for place in np.unique(before[before >= 0]):
-            inside = written[(before == place) & (written <= begins[place])]
-            total += float(inside.max(initial=rows.time[place]) - rows.time[place])
-        return total
+    def account(self) -> Goodput:
+        """Where the time of the run went."""
+        return run_goodput(self.reader)
 
 
 def read_record(folder: Path, card_gib: float | None = None) -> RunRecord:
@@ -246,7 +181,7 @@ def _gaps(record: RunRecord, has_start: bool) -> list[str]:
     gaps = {
         "no config.yaml: FLOPs, batch and recompute are unknown": record.config is None and not record.values,
         "no start event: device, processes and versions are unknown": not has_start,
-        "no time/step: seconds of steps and the wall time's parts are unknown": "time/step" not in metrics,
+        "no time/step: seconds of steps and where the time went are unknown": "time/step" not in metrics,
         "no parts of a step (time/forward, …): an older version wrote this run": not record.parts,
         "the peak of this device is not known: no MFU": has_start and record.peak is None,
         "stages of other lengths: FLOPs are those of data.seq_len": len(record.events("stage")) > 1,
@@ -266,20 +201,3 @@ def figure_of(values: Floats) -> Figure:
     if len(blocks) < 3 or min(blocks) <= 0:
         return Figure(middle, math.nan)
     return Figure(middle, middle * float(np.std(np.log(blocks), ddof=1)) / math.sqrt(len(blocks)))
-
-
-def number_of(value: Any) -> float:
-    """A number of an event; 0 where there is none."""
-    return float(value) if isinstance(value, int | float) and np.isfinite(value) else 0.0
-
-
-def _finite(values: Floats) -> Floats:
-    return np.where(np.isfinite(values), values, 0.0)
-
-
-def _weights(steps: NDArray[np.int64]) -> Floats:
-    """How many steps each row stands for: those since the row before, at most the usual distance."""
-    if len(steps) < 2:
-        return np.ones(len(steps))
-    usual = max(1, int(np.median(np.diff(steps))))
-    return np.clip(np.diff(steps, prepend=max(0, steps[0] - usual)), 1, usual).astype(np.float64)

@@ -40,7 +40,7 @@ class Verified:
 
 def prediction_for(
     config: RunConfig,
-    batch: BatchShape,
+    batch: BatchShape | None,
     cluster: str | None = None,
     gpus: int = 1,
     profile: Path | None = None,
@@ -49,12 +49,12 @@ def prediction_for(
     runs_here: bool = False,
 ) -> Prediction:
     """The prediction for a cluster by name, for the profile in a file, or for this machine. What `runs_here` needs a
-    profile of this machine."""
+    profile of this machine. `batch`: of each process of the batch axes; None: its share of the config's."""
     set_cpu_threads(config.parallel.cpu_threads, None)
     device = pick_device(config.parallel.device)
     machine = named_machine(cluster, profile, device, runs_here)
     sizes = check_asked(config, batch, machine, gpus)
-    ops = operators_for(config, machine, batch.seq_len)
+    ops = operators_for(config, machine, batch.seq_len if batch else config.data.seq_len)
     if machine.key and machine.key == profile_key(device):
         machine = machine_for(machine, profile or profile_path(machine.key), ops.taken, device)
     return predict(config, batch, machine, ops, sizes, read_entries(ledger or ledger_path()), price)

@@ -122,12 +122,10 @@ def run_settings(tokens: Mapping[str, int], config: RunConfig, given: Collection
         steps = config.train.steps
     else:
         steps = chosen["train.steps"] = max(1, round(min(scale.epochs * total, budget) / step_tokens))
-    for name, value in {
-        "schedule.warmup_steps": min(20, -(-steps // 10)),
-        "eval.every_steps": -(-steps // 5),
-        "checkpoint.every_steps": max(25, -(-steps // 7)),
-    }.items():
-        choose({name: value})
+    choose({"schedule.warmup_steps": min(20, -(-steps // 10))})
+    # Every state that is validated is kept, so that the best of them is there at the end.
+    every = -(-steps // 5)
+    choose({"eval.every_steps": every, "checkpoint.every_steps": every, "checkpoint.keep_every_steps": every})
     length = chosen.get("data.seq_len", config.data.seq_len)
     if "data.mixture" not in given:
         too_small = any(count <= length for count in tokens.values())
@@ -189,7 +187,7 @@ def settings_in_words(tokens: Mapping[str, int], config: RunConfig, given: Colle
     elif epochs < next(scale.epochs for scale in SCALES if total < scale.below_tokens) - 0.1:
         step_line = f"{steps}: as often as fits into minutes on a CPU (--train.steps sets more)"
     else:
-        step_line = f"{steps}: after that it would memorise the text"
+        step_line = f"{steps}: the usual number for so little text"
     per_step = run.tokens_per_step // data.seq_len
     lines = [f"samples of {data.seq_len} tokens, {per_step} per step, {total:,} tokens in all", model_line, step_line]
     left = {name: count for name, count in tokens.items() if name not in used}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import crc32c_of, human_bytes, read_json, write_json
+from zero2all.common.files import crc32c_of, folder_bytes, human_bytes, read_json, write_json
 from zero2all.common.language import columns, padded
 from zero2all.common.language import translate as t
 from zero2all.common.manifest import fingerprint
@@ -45,11 +45,13 @@ from zero2all.quickstart.raw import CHINESE_NAME, CODE_NAME, ENGLISH_NAME, PAIRS
 from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.tokenizer.text import TooFewPiecesError
 from zero2all.track.plot import plot_run
+from zero2all.track.reader import RunReader
+from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.run import train
 
 WORLD_SEED = 1
-HELD_OUT_BYTES = 60_000
-"""Held-out bytes scored per source at the end: enough for two digits, a few seconds of work."""
+STILL_FALLING = 0.002
+"""A held-out loss that fell by this share from one validation to the next, or by more, has not reached its lowest."""
 WORLD_OPTIONS = BuildOptions(
     valid_share=0.02,
     # The small world is short sentences, many of them alike, and needs no cleaning.
@@ -112,12 +114,23 @@ class Journey:
     """(channel, prompt, continuation)."""
     parameters: int = 0
     own_data: bool = False
-    epochs: float = 0.0
-    """How often your own text was read."""
+    curve: list[tuple[int, float]] = field(default_factory=list)
+    """(step, held-out loss), in the order of steps."""
+    best_step: int = 0
+    """The checkpoint with the lowest held-out loss: the one that is judged, written with and exported."""
     losses: list[str] = field(default_factory=list)
     """The rules that dropped much of it, in words."""
 
+    @property
+    def is_falling(self) -> bool:
+        """Whether the held-out loss still fell at the end, so that more steps would help."""
+        if len(self.curve) < 2:
+            return bool(self.curve)
+        (_, before), (_, last) = self.curve[-2:]
+        return last <= min(loss for _, loss in self.curve) and before - last >= STILL_FALLING * before
 
+
+@brief_progress()
 def run_journey(
     config: RunConfig,
     work: Path,
@@ -133,21 +146,7 @@ def run_journey(
     `data` replaces the small world, which has `size`; settings are then chosen for it, except those in `given`.
     `mapping` says which raw fields of the data to use. `accept_changes` continues a run although its settings changed.
     """
-    with brief_progress():
-        return _run_stages(config, work, data, fresh, size or WorldSize(), given, mapping, accept_changes)
-
-
-def _run_stages(
-    config: RunConfig,
-    work: Path,
-    data: Path | None,
-    fresh: bool,
-    size: WorldSize,
-    given: Collection[str],
-    mapping: Mapping[str, str] | None,
-    accept_changes: bool,
-) -> Journey:
-    own = None if data is None else look_at(data, mapping)
+    own, size = None if data is None else look_at(data, mapping), size or WorldSize()
     if fresh:
         clear_workspace(work)
     workspace = open_workspace(work, create=True)
@@ -159,10 +158,11 @@ def _run_stages(
     if own is None:
         with timer.stage("raw data") as done:
             write_raw(workspace.raw, WORLD_SEED, size.bytes_per_language, size.code_bytes)
-            done(f"en.jsonl, zh.json, code.parquet: {_folder_size(workspace.raw)}")
+            done(f"en.jsonl, zh.json, code.parquet: {human_bytes(folder_bytes(workspace.raw))}")
     else:
-        # The preset's mixture speaks of the small world's channels.
-        config = config if "data.mixture" in given else choices.with_settings(config, {"data.mixture": None})
+        # The preset's mixture and frames speak of the small world.
+        world = {name: None for name in ("data.mixture", "data.question_frames") if name not in given}
+        config = choices.with_settings(config, world)
         duration = choices.forecast(own.size_bytes, config, given)
         print(t(f"{own.in_words()}. This takes about {duration} on two idle CPU cores."), flush=True)
     with timer.stage("corpus") as done:
@@ -184,13 +184,13 @@ def _run_stages(
         done(f"{vocabulary['vocab_size']:,} token ids")
     with timer.stage("pack") as done:
         packed = pack_corpus(workspace.corpus, workspace.tokenizer, workspace.packed)
-        done(f"{sum(split['tokens'] for split in packed.values()):,} tokens, {_folder_size(workspace.packed)}")
+        tokens = {key: split["tokens"] for key, split in packed.items()}
+        done(f"{sum(tokens.values()):,} tokens, {human_bytes(folder_bytes(workspace.packed))}")
     if own is not None:
-        tokens = {key.removesuffix("/train"): each["tokens"] for key, each in packed.items() if key.endswith("/train")}
+        tokens = {key.removesuffix("/train"): count for key, count in tokens.items() if key.endswith("/train")}
         config = choices.with_settings(config, choices.run_settings(tokens, config, given))
         sized = choices.with_settings(config, {"model.vocab_size": vocabulary["vocab_size"]})
         _print_lines(choices.settings_in_words(tokens, sized, given))
-        journey.epochs = choices.epochs_of(tokens, config)
     journey.config = config
     probes = None if own is not None else workspace.raw / PROBES_NAME
     if probes is not None:
@@ -199,16 +199,17 @@ def _run_stages(
             done(f"{journey.before['accuracy']:.1%} right")
     with timer.stage("train") as done:
         summary = train(config, workspace, accept_changes=accept_changes, say=say, brief=True)
-        held_out = [value for key, value in summary.held_out.items() if key.startswith("eval/valid/loss/")]
-        loss = f"held-out loss {sum(held_out) / len(held_out):.3f}" if held_out else "no held-out text"
+        journey.curve = _held_out_curve(workspace.run(name))
+        journey.best_step = _best_step(workspace.run(name), journey.curve, summary.step)
+        loss = f"held-out loss {journey.curve[-1][1]:.3f}" if journey.curve else "no held-out text"
         done(f"{summary.tokens:,} tokens in {counted(summary.step, 'step')}, {loss}")
     with timer.stage("evaluate") as done:
-        loaded = load_run(workspace, name)
+        loaded = load_run(workspace, name, journey.best_step)
         journey.evaluation = _evaluation(loaded, workspace, probes)
         journey.shown_probes = _shown_probes(journey)
         channels = journey.evaluation["held_out"]
         bits = ", ".join(f"{channel} {values['bits_per_byte']:.2f}" for channel, values in channels.items())
-        done(f"{bits} bits/byte" if bits else "no held-out text to score")
+        done(f"bits per byte: {bits}" if bits else "no held-out text to score")
     with timer.stage("generate") as done:
         prompts = SAMPLE_PROMPTS if own is None else _own_prompts(workspace, report)
         journey.samples = _samples(loaded, prompts)
@@ -218,7 +219,7 @@ def _run_stages(
         shutil.rmtree(exported, ignore_errors=True)
         export_run(loaded, workspace.tokenizer, exported)
         journey.parameters = parameter_counts(loaded.model.config)["total"]
-        done(f"{journey.parameters / 1e6:.2f} M parameters, {_folder_size(exported)}")
+        done(f"{journey.parameters / 1e6:.2f} M parameters, {human_bytes(folder_bytes(exported))}")
     with timer.stage("picture") as done:
         picture = workspace.run(name) / "curves.png"
         plot_run(workspace.run(name), picture)
@@ -285,9 +286,20 @@ def _untrained_probes(workspace: Workspace, config: RunConfig, probes: Path) -> 
     return summary
 
 
+def _held_out_curve(run: Path) -> list[tuple[int, float]]:
+    points = RunReader(run).series("eval/valid/loss")
+    return list(zip(points.step.tolist(), points.value.tolist(), strict=True))
+
+
+def _best_step(run: Path, curve: list[tuple[int, float]], last: int) -> int:
+    """The checkpoint with the lowest held-out loss; `last` where none was validated."""
+    kept = set(map(step_of, list_checkpoints(run)))
+    return min(((loss, step) for step, loss in curve if step in kept), default=(0.0, last))[1]
+
+
 def _evaluation(loaded: LoadedModel, workspace: Workspace, probes: Path | None) -> dict[str, Any]:
     pairs = None if probes is None else workspace.raw / PAIRS_NAME
-    options = EvalOptions(max_bytes=HELD_OUT_BYTES, probes=probes, pairs=pairs)
+    options = EvalOptions(probes=probes, pairs=pairs)
     kept = kept_report(workspace.run(loaded.name), loaded.step, options)
     return kept or evaluate_run(loaded, workspace, options)
 
@@ -335,10 +347,6 @@ def _samples(loaded: LoadedModel, prompts: dict[str, tuple[str, ...]]) -> list[t
                 text = generate(engine, prompt, SAMPLE_TOKENS, Sampling(temperature=0.7, top_p=0.9, seed=index))
             samples.append((channel, prompt, text))
     return samples
-
-
-def _folder_size(folder: Path) -> str:
-    return human_bytes(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
 
 
 class _Timer:

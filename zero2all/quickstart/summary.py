@@ -15,10 +15,8 @@ from zero2all.common.files import write_atomic
 from zero2all.common.language import columns, language, padded
 from zero2all.common.language import translate as t
 from zero2all.common.progress import TEXT_MARKS, human_seconds, terminal_safe
+from zero2all.evals.perplexity import all_rows
 from zero2all.quickstart.journey import SUMMARY_NAME, Journey
-
-FEW_EPOCHS = 3
-"""Reading the text more often than this helps less than more text."""
 
 
 def print_summary(journey: Journey) -> None:
@@ -28,7 +26,10 @@ def print_summary(journey: Journey) -> None:
     for line in _results(journey):
         print(line)
     print()
-    print(t("Next, paste any of these lines: continue a text, look at the curves, train for longer."))
+    if journey.is_falling:
+        print(t("Next, paste any of these lines: continue a text, look at the curves, train for longer."))
+    else:
+        print(t("Next, paste any of these lines: continue a text, look at the curves."))
     for command in next_commands(journey):
         print(f"  {command}")
 
@@ -38,16 +39,19 @@ def _results(journey: Journey) -> list[str]:
     steps, size = journey.config.train.steps, journey.parameters / 1e6
     seconds = human_seconds(sum(stage.seconds for stage in journey.stages))
     lines = [t(f"Done in {seconds}: a model of {size:.2f} M parameters, trained for {steps:,} steps.")]
+    lines += [t(line) for line in outlook(journey)]
     held_out = journey.evaluation["held_out"]
     if journey.own_data:
-        lines += [t(line) for line in verdicts(held_out, journey.epochs)]
+        lines += [t(line) for line in verdicts(held_out, journey.is_falling)]
     else:
         bits = _by_channel(held_out, "bits_per_byte")
         gzip = _by_channel(held_out, "gzip_bits_per_byte")
         lines.append(t(f"Held-out text, bits per byte: {bits}. gzip -9 needs {gzip}."))
     if journey.before is not None:
         before, after = journey.before["accuracy"], journey.evaluation["probes"]["accuracy"]
-        lines.append(t(f"Facts asked in a phrasing it never saw: {after:.1%} right; before training {before:.1%}."))
+        lines.append(
+            t(f"Facts asked in a phrasing it never saw for that fact: {after:.1%} right; before training {before:.1%}.")
+        )
     if journey.samples:
         prompt, text = _shown_sample(journey)
         lines.append(f"{t('Sample:')} {_one_line(prompt + text)}")
@@ -72,7 +76,27 @@ def _one_line(text: str) -> str:
     return terminal_safe(" ".join(text.split()))
 
 
-def verdicts(held_out: Mapping[str, Mapping[str, float]], epochs: float) -> list[str]:
+def outlook(journey: Journey) -> list[str]:
+    """What the held-out loss over the steps says: which checkpoint is the best, and what would help."""
+    losses, best, last = dict(journey.curve), journey.best_step, journey.config.train.steps
+    if best in losses and best < last:
+        return [
+            f"The best checkpoint is that of step {best:,}: its held-out loss is {losses[best]:.3f}, at the end it was "
+            f"{journey.curve[-1][1]:.3f}. What follows is of that checkpoint. More steps would only memorise the text; "
+            f"more text would help."
+        ]
+    if not journey.own_data or len(losses) < 2:
+        return []
+    before, (_, now) = journey.curve[-2], journey.curve[-1]
+    if journey.is_falling:
+        return [
+            f"The held-out loss still fell at the end, from {before[1]:.3f} at step {before[0]:,} to {now:.3f}: more "
+            f"steps would help (--train.steps)."
+        ]
+    return [f"The held-out loss no longer falls ({now:.3f}): more text would help, more steps hardly."]
+
+
+def verdicts(held_out: Mapping[str, Mapping[str, float]], is_falling: bool) -> list[str]:
     """What the bits per byte of your own text mean: the model beside gzip, on text that neither has seen."""
     if not held_out:
         return [
@@ -89,7 +113,7 @@ def verdicts(held_out: Mapping[str, Mapping[str, float]], epochs: float) -> list
             lines.append(
                 f"  {channel}: {ours:.2f}, {less:.0%} less than gzip -9 ({theirs:.2f}). It learned from your text."
             )
-        elif epochs < FEW_EPOCHS:
+        elif is_falling:
             lines.append(
                 f"  {channel}: {ours:.2f}, more than gzip -9 ({theirs:.2f}). It needs more steps (--train.steps)."
             )
@@ -99,17 +123,20 @@ def verdicts(held_out: Mapping[str, Mapping[str, float]], epochs: float) -> list
 
 
 def next_commands(journey: Journey) -> list[str]:
-    """Three commands that work when they are pasted into a fresh shell, in any folder."""
+    """Commands that work when they are pasted into a fresh shell, in any folder."""
     name, work = journey.config.train.name, journey.workspace.root.absolute()
     z2a, in_work = z2a_command(), f"--work {shlex.quote(str(work))}"
     prompt = shlex.quote(_one_line(_shown_sample(journey)[0]) if journey.samples else "Hello")
-    config = shlex.quote(str(work / "runs" / name / "config.yaml"))
-    longer = f"--train.name longer --train.steps {2 * journey.config.train.steps}"
-    return [
-        f"{z2a} generate {shlex.quote(name)} {in_work} --prompt {prompt} --temperature 0.7",
+    step = f" --step {journey.best_step}" if journey.best_step < journey.config.train.steps else ""
+    commands = [
+        f"{z2a} generate {shlex.quote(name)} {in_work}{step} --prompt {prompt} --temperature 0.7",
         f"{z2a} board {shlex.quote(str(work))}",
-        f"{z2a} train {config} {in_work} {longer}",
     ]
+    if journey.is_falling:
+        config = shlex.quote(str(work / "runs" / name / "config.yaml"))
+        longer = f"--train.name longer --train.steps {2 * journey.config.train.steps}"
+        commands.append(f"{z2a} train {config} {in_work} {longer}")
+    return commands
 
 
 def z2a_command() -> str:
@@ -163,12 +190,13 @@ def _stage_table(journey: Journey) -> str:
 
 
 def _channel_table(journey: Journey) -> str:
-    """Loss per channel on held-out text."""
-    rows = [[t("channel"), t("loss (nats/token)"), t("bits per byte"), t("documents"), t("bytes")]]
-    for channel, values in journey.evaluation["held_out"].items():
-        loss = values["bits_per_byte"] * math.log(2) * values["bytes"] / values["tokens"]
-        counts = [f"{values['documents']:,}", f"{values['bytes']:,}"]
-        rows.append([channel, f"{loss:.3f}", f"{values['bits_per_byte']:.3f}", *counts])
+    """The held-out loss per channel, and of all tokens."""
+    rows = [[t("channel"), t("loss (nats/token)"), t("bits per byte"), "gzip -9", t("tokens"), t("bytes")]]
+    held_out = journey.evaluation["held_out"]
+    for channel, values in [*held_out.items(), (f"**{t('all')}**", all_rows(held_out))]:
+        gzip = f"{values['gzip_bits_per_byte']:.3f}" if "gzip_bits_per_byte" in values else ""
+        bits, counts = f"{values['bits_per_byte']:.3f}", [f"{values[name]:,.0f}" for name in ("tokens", "bytes")]
+        rows.append([channel, f"{values['loss']:.3f}", bits, gzip, *counts])
     return _table(rows)
 
 

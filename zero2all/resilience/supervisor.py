@@ -21,7 +21,7 @@ from types import FrameType
 from zero2all.common.errors import MANY_FILES, NEVER_AGAIN, DiskError, PreemptedError, says_out_of_memory
 from zero2all.common.language import message
 from zero2all.common.progress import counted, say
-from zero2all.common.signals import signals_to, stop_signals_to
+from zero2all.common.signals import Handler, signals_to, stop_signals_to
 from zero2all.resilience import member as machines
 from zero2all.resilience.config import ResilienceConfig
 from zero2all.resilience.diagnosis import (
@@ -99,7 +99,7 @@ def supervise(
     """Run the command once per environment, as one group, until it ends well or for good; returns the exit code. With
     other machines, `member` says when an attempt begins and ends."""
     supervisor = _Supervisor(list(command), environments, watch or Watch(), member)
-    window = {signal.SIGWINCH: supervisor.resize, signal.SIGTSTP: supervisor.suspend}
+    window: dict[int, Handler] = {signal.SIGWINCH: supervisor.resize, signal.SIGTSTP: supervisor.suspend}
     with stop_signals_to(supervisor.pass_on), signals_to(window):
         try:
             return supervisor.run() if member is None else supervisor.run_with_others()

@@ -76,7 +76,8 @@ class Answer:
             return b""
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {**head, "dropped_messages": self.call.dropped_messages} if self.call.dropped_messages else head
 
     def _with_echo(self, index: int, piece: Piece) -> Piece:
         if not self.call.echoes or index in self._begun:

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -29,16 +29,15 @@ from zero2all.serve.generations import Bell, Generations, by_choice
 from zero2all.serve.model import READY, ServedModel, ending
 from zero2all.serve.wire import Call, chat_call, completion_call
 from zero2all.track.access import Door, Gate
+from zero2all.track.http_server import body_of
 from zero2all.track.page import CONTENT_TYPES, page_routes
 
 WEB = Path(__file__).parent / "web"
 BOARD_WEB = WEB.parents[1] / "track" / "web"
 SHARED_WITH_BOARD = ("before.js", "dom.js", "format.js", "icon.svg", "style.css")
+Read = Callable[[Any, LoadedModel, int], Call]
 MAX_BODY_BYTES = 4_000_000
 SMALL_BODY_BYTES = 8_000
-BODY_SECONDS = 60.0
-OPEN_PATHS = frozenset({"/health"})
-"""For those who watch over servers, and have no token."""
 NO_STORE = {"Cache-Control": "no-store"}
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -65,7 +64,7 @@ def make_app(
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
         *page_routes(files, [name for name in files if name.endswith(".js") and name != "/web/before.js"]),
     ]
-    door = Door("server", "z2a serve", lambda _, status, message: _refusal(RefusedError(status, message)), OPEN_PATHS)
+    door = Door("server", "z2a serve", lambda _, status, message: _refusal(RefusedError(status, message)))
     gate = Middleware(Gate, host=host, token=token, allowed_hosts=list(allowed_hosts), door=door)
     handlers: Mapping[Any, Any] = {RefusedError: _refused, HTTPException: _no_route, Exception: _failed}
     return Starlette(routes=routes, middleware=[gate], exception_handlers=handlers, lifespan=lifespan)
@@ -105,14 +104,14 @@ class _Api:
     async def chat_completions(self, request: Request) -> ASGIApp:
         return await self._answer(request, chat_call, ChatAnswer)
 
-    async def _answer(self, request: Request, read: Callable[[Any, LoadedModel], Call], form: type[Answer]) -> ASGIApp:
+    async def _answer(self, request: Request, read: Read, form: type[Answer]) -> ASGIApp:
         body = await read_body(request)
         service, loaded = self.model.require_free(), self.model.loaded
         self.bell = self.bell or Bell(asyncio.get_running_loop())
         bell = self.bell
 
         def hand_in() -> _Reply:
-            call = read(parsed(body), loaded)
+            call = read(parsed(body), loaded, service.engine.max_len)
             self.model.require_name(call.model)
             generations = Generations(service, call, bell)
             generations.submit()
@@ -176,30 +175,12 @@ class _Reply:
 
 async def read_body(request: Request) -> bytes:
     """The body, which has to be JSON. What its headers rule out is refused before it is read."""
-    announced = request.headers.get("content-length", "")
-    if announced.isascii() and announced.isdigit() and int(announced[:20]) > MAX_BODY_BYTES:
-        raise _too_large(f"{int(announced[:20]):,}")
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise RefusedError(
             415, f"The body is `{kind[:100]}`; send JSON, with the header Content-Type: application/json."
         )
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for piece in request.stream():
-                body += piece
-                if len(body) > MAX_BODY_BYTES:  # it came in chunks, without its length
-                    raise _too_large(f"more than {MAX_BODY_BYTES:,}")
-    except ClientDisconnect:
-        raise RefusedError(400, "The client closed the connection before its body was complete.") from None
-    except TimeoutError:
-        raise RefusedError(408, f"The body did not arrive within {BODY_SECONDS:.0f} seconds.") from None
-    return bytes(body)
-
-
-def _too_large(size: str) -> RefusedError:
-    return RefusedError(413, f"The body has {size} bytes; at most {MAX_BODY_BYTES:,} are taken. Send less at a time.")
+    return await body_of(request, MAX_BODY_BYTES, RefusedError)
 
 
 def parsed(body: bytes) -> Any:

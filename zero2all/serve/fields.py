@@ -36,7 +36,8 @@ def whole(minimum: int, maximum: int = LARGEST_INT) -> Reader:
 
     def read(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-            bounds = f"at least {minimum}" if maximum == LARGEST_INT else f"from {minimum} to {maximum}"
+            is_open = maximum == LARGEST_INT and not (type(value) is int and value > maximum)
+            bounds = f"at least {minimum}" if is_open else f"from {minimum} to {maximum}"
             raise ValueError(f"a whole number {bounds}")
         return value
 

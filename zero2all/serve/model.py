@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
 
+from zero2all.infer import CHAT_NEW_TOKENS, CHAT_TEMPERATURE
 from zero2all.infer.chat import choose
 from zero2all.infer.engine import EngineSettings
 from zero2all.infer.load import LoadedModel
+from zero2all.infer.sampling import Sampling
 from zero2all.infer.service import Service
 from zero2all.serve.errors import RefusedError
 
@@ -120,6 +123,8 @@ class ServedModel:
 
 def _facts(loaded: LoadedModel) -> dict[str, Any]:
     weight = loaded.model.embedding.weight
+    sampling = dataclasses.asdict(Sampling(CHAT_TEMPERATURE)) | {"max_tokens": CHAT_NEW_TOKENS}
+    del sampling["seed"]  # the page takes another one for each answer
     return {
         "parameters": loaded.parameters,
         "step": loaded.step,
@@ -127,6 +132,7 @@ def _facts(loaded: LoadedModel) -> dict[str, Any]:
         "chat": choose(loaded).how,
         "dtype": str(weight.dtype).removeprefix("torch."),
         "device": str(weight.device),
+        "sampling": sampling,
     }
 
 

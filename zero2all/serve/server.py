@@ -13,10 +13,9 @@ import os
 import secrets
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 
-import uvicorn
 from starlette.applications import Starlette
 
 from zero2all.common.progress import say
@@ -24,6 +23,7 @@ from zero2all.common.signals import stop_signals_to
 from zero2all.serve.app import make_app
 from zero2all.serve.model import ServedModel
 from zero2all.track.access import address, is_loopback, listen
+from zero2all.track.http_server import BoundedServer, Limits
 
 DEFAULT_PORT = 6107
 INTERRUPTED = 130
@@ -41,6 +41,7 @@ class ServeOptions:
     token: str | None = None  # None: a random one, where one is needed
     allowed_hosts: Sequence[str] = ()
     grace_seconds: float = 30.0
+    limits: Limits = field(default_factory=Limits)
 
 
 class ModelServer:
@@ -55,15 +56,7 @@ class ModelServer:
         self.socket = listen(options.host, options.port, DEFAULT_PORT)
         self.url = address(options.host, self.socket)
         app = make_app(model, options.host, self.token, options.allowed_hosts, self._life)
-        self._server = _Uvicorn(
-            uvicorn.Config(
-                app,
-                log_level="warning",
-                access_log=False,
-                ws="none",
-                timeout_graceful_shutdown=SECONDS_TO_SEND_THE_REST,
-            )
-        )
+        self._server = _Server(app, options.limits, SECONDS_TO_SEND_THE_REST)
         self._is_ending = self._was_signalled = False
         self._problem: Exception | None = None
 
@@ -124,7 +117,7 @@ class ModelServer:
         return f"Finishing {counted}, up to {self.options.grace_seconds:g} s; Ctrl-C again ends at once."
 
 
-class _Uvicorn(uvicorn.Server):
+class _Server(BoundedServer):
     """Signals are ours: uvicorn would cut off what runs, and raise them again at its end."""
 
     @contextlib.contextmanager

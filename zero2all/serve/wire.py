@@ -1,7 +1,8 @@
 """Request bodies -> what is asked of the engine.
 
 OpenAI's fields and defaults. Others beside them: top_k, min_p and repetition_penalty; in chats also `frame`, how the
-messages become a prompt (infer/chat.py), and `continue_final_message`: the last message is the beginning of the answer.
+messages become a prompt (infer/chat.py), `continue_final_message`: the last message is the beginning of the answer, and
+`truncation`: `auto` leaves out the oldest turns where the model has no room for them, as `z2a chat` does.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero2all.infer.chat import FRAMES, chat_prompt
+from zero2all.infer.conversation import Conversation
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.sampling import Sampling
 from zero2all.infer.text import TextRequest
@@ -39,6 +41,8 @@ class Call:
     """With the usage at the end: what was used so far, in every chunk."""
     echoes: tuple[str, ...] = ()
     """For each choice, what stands before what was written."""
+    dropped_messages: int = 0
+    """The oldest messages, which the model had no room for."""
 
 
 def read_messages(value: Any) -> list[Message]:
@@ -56,10 +60,11 @@ CHAT_FIELDS = {
     "top_logprobs": whole(0, MAX_TOP_LOGPROBS),
     "frame": one_of(*FRAMES),
     "continue_final_message": flag,
+    "truncation": one_of("auto", "disabled"),
 }
 
 
-def completion_call(body: Any, loaded: LoadedModel) -> Call:
+def completion_call(body: Any, loaded: LoadedModel, _max_len: int) -> Call:
     """What a body of /v1/completions asks for."""
     fields = read_fields(body, COMPLETION_FIELDS, "prompt")
     if fields.get("echo") and "logprobs" in fields:
@@ -75,8 +80,8 @@ def completion_call(body: Any, loaded: LoadedModel) -> Call:
     return _call(fields, base, echoes)
 
 
-def chat_call(body: Any, loaded: LoadedModel) -> Call:
-    """What a body of /v1/chat/completions asks for."""
+def chat_call(body: Any, loaded: LoadedModel, max_len: int) -> Call:
+    """What a body of /v1/chat/completions asks for; prompt and answer have room for `max_len` tokens."""
     fields = read_fields(body, CHAT_FIELDS, "messages")
     limits = {name: fields[name] for name in ("max_tokens", "max_completion_tokens") if name in fields}
     if len(limits) == 2:
@@ -85,20 +90,28 @@ def chat_call(body: Any, loaded: LoadedModel) -> Call:
         raise RefusedError(400, "top_logprobs needs logprobs: true beside it.", "top_logprobs")
     messages: list[Message] = fields["messages"]
     begun = _taken_beginning(messages) if fields.get("continue_final_message") else ""
-    prompt = chat_prompt(loaded, messages, fields.get("frame", "auto"))
+    begun_ids, limit = loaded.tokenizer.encode_text(begun), next(iter(limits.values()), None)
+    frame, dropped = fields.get("frame", "auto"), 0
+    if fields.get("truncation") == "auto":
+        told = "\n".join(each.text for each in messages if each.role == "system")
+        said = [each for each in messages if each.role != "system"]
+        fitted = Conversation(loaded, max_len - len(begun_ids), frame, told, said).fitted(limit or max_len)
+        prompt, dropped = fitted.prompt, fitted.dropped
+    else:
+        prompt = chat_prompt(loaded, messages, frame)
     given = prompt.prompt
-    given = given + begun if isinstance(given, str) else [*given, *loaded.tokenizer.encode_text(begun)]
+    given = given + begun if isinstance(given, str) else [*given, *begun_ids]
     stop = tuple(dict.fromkeys((*fields.get("stop", ()), *prompt.stop)))
     logprobs = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
     request = TextRequest(
         given,
-        next(iter(limits.values()), None),
+        limit,
         stop=stop,
         heal=prompt.heal,
         logprobs=logprobs,
         end_ids=prompt.end_ids,
     )
-    return _call(fields, [request], [])
+    return dataclasses.replace(_call(fields, [request], []), dropped_messages=dropped)
 
 
 def _taken_beginning(messages: list[Message]) -> str:

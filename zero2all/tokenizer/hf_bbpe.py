@@ -1,7 +1,7 @@
 """Byte-level BPE by the trainer of the `tokenizers` library: the common way, kept for comparison.
 
 It holds every distinct pretoken in memory. English needs little; Chinese, which has no spaces, needs about 80 bytes of
-memory per byte of text (4.2 GB for 50 MB), which `memory_estimate.py` checks before anything starts. The number of
+memory per byte of text (4.2 GB for 50 MB), which `train.py` checks before anything starts. The number of
 threads does not change the result.
 """
 

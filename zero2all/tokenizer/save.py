@@ -40,9 +40,12 @@ def tokenizer_fingerprint(
     """The name of a tokenizer: two with the same fingerprint give the same ids for every text.
 
     Packed shards and checkpoints record it, so that tokens of one vocabulary are never read with another. The parts of
-    tokenizer.json that our loader overrides do not count, nor does the order of keys.
+    tokenizer.json that our loader overrides do not count, nor what an export adds, nor does the order of keys.
     """
     relevant = {key: value for key, value in tokenizer_json.items() if key not in ("version", "truncation", "padding")}
+    opening = begin or end
+    if relevant.get("post_processor") == opening_processor(opening, control.get(opening, -1)):
+        relevant["post_processor"] = None
     special = {"control": control, "begin": begin, "end": end, "pad": pad}
     return fingerprint({"tokenizer": relevant, "special": special})
 
@@ -149,6 +152,20 @@ def _hugging_face_config(specials: SpecialsConfig) -> dict[str, Any]:
         "clean_up_tokenization_spaces": False,
         "model_max_length": NO_LENGTH_LIMIT,
         "control_roles": specials.roles(),
+    }
+
+
+def opening_processor(name: str, number: int) -> dict[str, Any]:
+    """The `post_processor` that puts the token which opens a document before a text, for exports.
+
+    In our own folder there is none: whoever packs or scores with `tokenizers` gets the text's ids alone.
+    """
+    opening, text = {"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [opening, text],
+        "pair": [opening, text, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {name: {"id": name, "ids": [number], "tokens": [name]}},
     }
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -31,6 +32,7 @@ from zero2all.track import facts
 from zero2all.track.access import Gate
 from zero2all.track.csv_export import csv_lines
 from zero2all.track.curves import Curve, Query, curve, pack_curves, read_query
+from zero2all.track.http_server import body_of
 from zero2all.track.library import RunLibrary, UnknownRunError
 from zero2all.track.listing import media_file
 from zero2all.track.page import CONTENT_TYPES, page_routes
@@ -80,6 +82,7 @@ def make_app(
         Route("/api/csv", _route(api.csv)),
         Route("/api/media", _route(api.media)),
         Route("/api/stream", api.stream),
+        Route("/health", _health),
         *page_routes(page_files(), [f"/{module}" for module in MODULES]),
     ]
     gate = Middleware(Gate, host=host, token=token, allowed_hosts=list(allowed_hosts))
@@ -242,6 +245,11 @@ def _look(library: RunLibrary, ids: Sequence[str]) -> tuple[dict[str, Any], list
     return found, [root.facts() for root in library.roots]
 
 
+async def _health(_: Request) -> Response:
+    """For those who watch over servers."""
+    return _json({"status": "ready"})
+
+
 def _asked(request: Request, name: str) -> str:
     value = request.query_params.get(name)
     if value is None:
@@ -257,12 +265,10 @@ def _json(value: Any, status_code: int = 200) -> Response:
 def _route(answer: Callable[[Request, bytes], Response]) -> Callable[[Request], Any]:
     async def respond(request: Request) -> Response:
         try:
-            body = b""
-            async for piece in request.stream():
-                body += piece
-                if len(body) > MAX_BODY_BYTES:
-                    return _json({"error": "The request is too large."}, 413)
+            body = await body_of(request, MAX_BODY_BYTES, HTTPException)
             return await run_in_threadpool(answer, request, body)
+        except HTTPException as error:
+            return _json({"error": error.detail}, error.status_code)
         except UnknownRunError as error:
             return _json({"error": f"There is no run {error}. It was moved or deleted."}, 404)
         except BadInputError as error:

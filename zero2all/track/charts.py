@@ -1,7 +1,8 @@
 """Which charts the board draws of a run: metric names in, groups of charts out.
 
 Names are paths (`loss/zh`, `time/forward`). The metrics below one first word share a chart; scores share one when they
-are of the same quantity. Unknown families, and those of mixed units (gpu/, host/), have a chart for each metric.
+are of the same quantity. Unknown families, and those of mixed units (gpu/, host/), have a chart for each metric. The
+loss on held-out text stands beside that of training, in the first chart.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 GROUPS: tuple[tuple[str, str], ...] = (
-    ("loss", r"(loss|perplexity|bpb)$"),
+    ("loss", r"(loss|perplexity|bpb)$|eval/valid/loss/"),
     ("channels", r"(loss|bpb)/"),
+    ("eval", r"(eval|valid|probe)(/|$)"),
     ("optim", r"(lr|grad_norm|param_norm|update_norm|update_ratio|loss_scale)(/|$)"),
     ("speed", r"(tokens_per_second|mfu|hfu|time|step_seconds|flops)(/|$|_)"),
     ("memory", r"memory(/|$|_)"),
     ("mixture", r"(mixture|tokens)/"),
-    ("eval", r"(eval|valid|probe)(/|$)"),
     ("gpu", r"gpu(/|$)"),
     ("host", r"(host|cpu|disk|network)(/|$)"),
 )
@@ -30,7 +31,10 @@ TOTALS = frozenset({"time/step"})  # the sum of the family it belongs to: a line
 NEVER_SMOOTHED = frozenset({"eval", "memory", "mixture"})
 """Scores, sums and plans are drawn as they are: smoothing would only bend them."""
 LINES_PER_CHART = 24
-FIRST = ("loss", "bpb", "lr", "grad_norm", "tokens_per_second", "mfu", "time")
+FIRST = ("loss", "bpb", "lr", "grad_norm", "tokens_per_second", "mfu", "time", "eval/valid/bpb", "eval/held_out/bpb")
+HELD_OUT_LOSS = "eval/valid/loss/"
+MEASURED_BY = {"eval/valid/bpb": "z2a train", "eval/held_out/bpb": "z2a eval"}
+"""Training scores samples of held-out text, the evaluation whole documents: two numbers, told apart by their titles."""
 QUANTITY = re.compile(
     r"(loss|bpb|perplexity|ppl|acc|accuracy|probability|share_among_foils|logprob|nats|f1|exact_match)(_|$)"
 )
@@ -57,6 +61,7 @@ class Line:
     name: str
     label: str
     total: bool = False  # the sum of the others
+    held_out: bool = False  # few points, each worth seeing, and never smoothed
 
 
 @dataclass(frozen=True)
@@ -106,14 +111,16 @@ def _rank(group: str) -> int:
 
 def _charts(group: str, names: list[str]) -> list[Chart]:
     together: dict[str, list[Line]] = {}
-    for name in sorted(names, key=lambda name: name in TOTALS):
+    for name in sorted(names, key=lambda name: (name in TOTALS, name.startswith(HELD_OUT_LOSS))):
         chart, label = _place(group, name)
         is_total = name in TOTALS
-        together.setdefault(chart, []).append(Line(name, f"Σ {label}" if is_total else label, is_total))
+        is_held_out = name.startswith(HELD_OUT_LOSS)
+        together.setdefault(chart, []).append(Line(name, f"Σ {label}" if is_total else label, is_total, is_held_out))
     charts = []
     for key, lines in together.items():
         if len(lines) == 1:
-            charts.append(_chart(group, lines[0].name, [Line(lines[0].name, lines[0].name)]))
+            name = lines[0].name
+            charts.append(_chart(group, name, [Line(name, name, held_out=lines[0].held_out)]))
             continue
         starts = range(0, len(lines), LINES_PER_CHART)
         charts += [_chart(group, key, lines[start : start + LINES_PER_CHART], start) for start in starts]
@@ -130,6 +137,8 @@ def _place(group: str, name: str) -> tuple[str, str]:
         if at + 1 < len(parts):  # eval/valid/bpb/en is the line `en` of eval/valid/bpb
             return "/".join(parts[: at + 1]), "/".join(parts[at + 1 :])
         return parts[at], "/".join(parts[1:at]) or name  # eval/wiki/bpb is the line `wiki` of bpb
+    if name.startswith(HELD_OUT_LOSS):
+        return "loss", name.removeprefix(HELD_OUT_LOSS)
     if len(parts) == 1 or group in APART or _rank(group) >= len(GROUPS):
         return name, name
     return f"{parts[0]}/*", "/".join(parts[1:])
@@ -138,9 +147,10 @@ def _place(group: str, name: str) -> tuple[str, str]:
 def _chart(group: str, key: str, lines: list[Line], start: int = 0) -> Chart:
     title = key.removesuffix("/*")
     more = f" ({start + 1}–{start + len(lines)})" if start else ""
+    by = next((f" ({verb})" for name, verb in MEASURED_BY.items() if key.startswith(name)), "")
     return Chart(
         key=f"{key}+{start}" if start else key,
-        title=title + more,
+        title=title + more + by,
         unit=unit_of(lines[0].name),
         metrics=lines,
         stacked=len(lines) > 1 and title in STACKED,
@@ -150,5 +160,4 @@ def _chart(group: str, key: str, lines: list[Line], start: int = 0) -> Chart:
 
 
 def _place_in_group(key: str) -> int:
-    title = key.removesuffix("/*")
-    return FIRST.index(title) if title in FIRST else len(FIRST)
+    return next((place for place, name in enumerate(FIRST) if f"{key}/".startswith(f"{name}/")), len(FIRST))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ HIDDEN_KINDS = (*RICH_KINDS, "start", "prepared", "finish")
 NOTES = ("text", "reason", "problem", "message", "name", "stage", "folder", "notes")
 """Where the one line about an event comes from: the first of these that it has."""
 MAX_FIELDS = 1_000
+TURNING = re.compile(r"[\u202a-\u202e\u2066-\u2069]")
+"""Characters that turn the order of the text after them; written as `\\u202e`, so that a value looks like itself."""
 MAX_INCIDENT_BYTES = 4_000_000
 
 
@@ -152,7 +155,7 @@ def _shown(value: Any) -> str:
         return "–"
     if isinstance(value, bool):
         return "true" if value else "false"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.6g}" if isinstance(value, float) else TURNING.sub(lambda mark: ascii(mark[0])[1:-1], str(value))
 
 
 def channel_names(metrics: Sequence[str]) -> list[str]:

@@ -154,7 +154,7 @@ def _headline(reader: RunReader, status: RunStatus, columns: int, now: float) ->
     if status.attempt is not None and status.attempt > 1:
         line.append("  " + t(f"attempt {status.attempt}"), style="dim")
     if status.last_time is not None and status.state != "finished":
-        line.append("  " + t(f"last row {human_seconds(now - status.last_time)} ago"), style="dim")
+        line.append("  " + t(f"updated {human_seconds(now - status.last_time)} ago"), style="dim")
     return line
 
 
@@ -298,7 +298,7 @@ def _channels(reader: RunReader, metrics: list[str]) -> list[_Channel]:
 def _vitals(reader: RunReader, metrics: list[str], status: RunStatus) -> list[Text]:
     figures: list[tuple[str, str]] = []
     if "tokens_per_second" in metrics:
-        figures.append((t("tokens/s"), human_count(_mean_of_last(reader.series("tokens_per_second")))))
+        figures.append((t("tokens/s"), human_count(reader.tokens_per_second or 0)))
     for metric in (metric for metric in metrics if metric.split("/")[0] == "mfu"):
         figures += [(f"MFU {metric[4:]}", f"{_last(reader.series(metric)):.1%}")]
     for metric in (metric for metric in metrics if metric.startswith("memory/")):
@@ -386,12 +386,6 @@ def change_of(series: Series) -> float | None:
 
 def _last(series: Series) -> float:
     return float(series.value[-1]) if len(series) else math.nan
-
-
-def _mean_of_last(series: Series) -> float:
-    values = series.value[-20:]
-    values = values[np.isfinite(values)]
-    return float(values.mean()) if len(values) else math.nan
 
 
 def _memory(metric: str, value: float) -> str:

@@ -1,25 +1,30 @@
-"""Where the time of a run went: steps that survive, and everything else by its cause.
+"""The account of a run's time: steps that survive, and everything else by its cause.
 
-Everything is read from the metrics files: one of training per start of the run, and those of the supervisor, whose
-incidents say how long a hang was waited for. Goodput is the time of the surviving steps over the time the run was up.
-Steps that a later start or a rollback repeated are lost. The time between an end that nobody restarted and the next
-start is not counted: nothing ran then.
+`z2a goodput`, `z2a perf explain` and `z2a perf diff` all read this one. It comes from the run's metrics: the rows and
+events of training, one file per start of the run, and the incidents of the supervisor, which say how long a hang was
+waited for. Goodput is the time of the surviving steps over the time the run was up. Steps that a later start or a
+rollback repeated are lost. The time between an end that nobody restarted and the next start is not counted: a person
+had stopped the run, and nothing ran then.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
-from zero2all.common.errors import BadInputError
-from zero2all.common.files import LARGEST_JSON_BYTES
-from zero2all.track.listing import TRAIN_WRITER, metrics_files
-from zero2all.track.rows import read_number, read_row
-from zero2all.track.writer import METRICS_FOLDER
+import numpy as np
+from numpy.typing import NDArray
+
+from zero2all.track.listing import TRAIN_WRITER
+from zero2all.track.reader import Event, RunReader, Series
+from zero2all.track.series import concatenate
+from zero2all.track.writer import END_KIND, SEGMENT_KIND
 
 SUPERVISOR = "supervisor"
 CAUSES = ("steps", "lost steps", "start", "load", "save", "validate", "hang wait", "restart", "other")
+CLEAN_ENDS = ("done", "preempted")
+"""Ends that were meant: the last step, or a signal, after which the run was saved."""
 START_SECONDS = 2.0
 """How exactly the system knows when a process began."""
 RESTART_SECONDS = 600.0
@@ -31,10 +36,9 @@ class Goodput:
     """Seconds of a run by cause."""
 
     seconds: dict[str, float]
-    total_seconds: float
-    goodput: float
-    """The share of surviving steps."""
     starts: int
+    interruptions: int
+    """Starts after an end that nobody meant."""
     incidents: int
     steps: int
     """Surviving."""
@@ -44,116 +48,143 @@ class Goodput:
     stopped_seconds: float
     """Between an end and the next start by a person; not part of the total."""
 
+    @property
+    def total_seconds(self) -> float:
+        """Time in which the run was up, or was being brought up again."""
+        return sum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float:
+        """The share of surviving steps."""
+        return self.seconds["steps"] / self.total_seconds if self.total_seconds else 0.0
+
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
-        return asdict(self)
+        return {**asdict(self), "total_seconds": self.total_seconds, "goodput": self.goodput}
 
 
 @dataclass
 class _Start:
-    """One metrics file of training."""
+    """One start of training."""
 
-    begun: float
+    begun: float  # its process
+    wrote: float  # its first line
     resumed_from: int
-    prepared: float = 0.0
-    steps: list[tuple[int, float, float, float]] = field(default_factory=list)
-    """(step, when it ended, its seconds, of which waiting for data); with `track.log_every_steps` some are missing."""
-    saves: list[tuple[float, float]] = field(default_factory=list)
-    validations: set[int] = field(default_factory=set)
-    rollbacks: list[tuple[float, int]] = field(default_factory=list)
-    first_row: float = 0.0
-    last_row: float = 0.0
+    rows: Series
+    is_lost: NDArray[np.bool_]
+    waited: NDArray[np.float64]  # for data, of each row
+    validated: NDArray[np.float64]  # when validations were written
+    events: list[Event]
+
+    @property
+    def last(self) -> float:
+        """Its last sign of life."""
+        said = [event.time for event in self.events[-1:]]
+        return max([self.wrote, *self.rows.time[-1:].tolist(), *self.validated[-1:].tolist(), *said])
 
 
-def run_goodput(run: Path) -> Goodput:
-    """Add up the time of a run. BadInputError where it has no metrics."""
-    files = metrics_files(run / METRICS_FOLDER)
-    starts = [start for path, writer, _ in files if writer == TRAIN_WRITER and (start := _read_start(path))]
-    if not starts:
-        raise BadInputError(f"There are no metrics of training in {run}, so there is no time to add up.")
-    starts.sort(key=lambda start: start.begun)
-    incidents = sorted(
-        (
-            row
-            for path, writer, _ in files
-            if writer == SUPERVISOR
-            for row in _rows(path)
-            if row.get("kind") == "incident"
-        ),
-        key=lambda row: float(row["time"]),
-    )
-    seconds = dict.fromkeys(CAUSES, 0.0)
-    data_wait = stopped = 0.0
-    steps = lost_steps = 0
-    for place, start in enumerate(starts):
-        following = starts[place + 1] if place + 1 < len(starts) else None
-        kept = min([each.resumed_from for each in starts[place + 1 :]], default=1 << 62)
-        seconds["load"] += start.prepared
-        seconds["start"] += max(0.0, start.first_row - start.begun - start.prepared)
-        before, before_step = start.first_row, start.resumed_from
-        for step, ended, took, waited in start.steps:
-            went_back = [to for when, to in start.rollbacks if when >= ended]
-            count = max(1, step - before_step)
-            spent = min(max(0.0, ended - before), took * count)
-            is_lost = step > min([kept, *went_back])
-            seconds["lost steps" if is_lost else "steps"] += spent
-            lost_steps, steps = lost_steps + count * is_lost, steps + count * (not is_lost)
-            data_wait += 0.0 if is_lost else min(spent, waited * count)
-            _add_pause(seconds, start, before, ended, max(0.0, ended - before - spent), before_step)
-            before, before_step = max(before, ended), step
-        _add_pause(seconds, start, before, start.last_row, max(0.0, start.last_row - before), before_step)
-        if following is not None:
-            stopped += _add_gap(seconds, start.last_row, following.begun, incidents)
-    total = sum(seconds.values())
-    share = seconds["steps"] / total if total else 0.0
-    return Goodput(seconds, total, share, len(starts), len(incidents), steps, lost_steps, data_wait, stopped)
+def run_goodput(reader: RunReader) -> Goodput:
+    """Add up the time of a run; of one without metrics of training nothing."""
+    events = sorted(reader.events(), key=lambda event: event.time)
+    incidents = [event for event in events if event.writer == SUPERVISOR and event.kind == "incident"]
+    validated = _times_of_validations(reader)
+    starts = _starts(reader, [event for event in events if event.writer == TRAIN_WRITER], validated)
+    found = Goodput(dict.fromkeys(CAUSES, 0.0), len(starts), 0, len(incidents), 0, 0, 0.0, 0.0)
+    for start in starts:
+        _add_start(found, start)
+    for start, following in pairwise(starts):
+        found.stopped_seconds += _add_gap(found.seconds, start.last, following.begun, incidents)
+        ends = [event.data.get("reason") for event in start.events if event.kind == END_KIND]
+        found.interruptions += not ends or ends[-1] not in CLEAN_ENDS
+    return found
 
 
-def _add_pause(seconds: dict[str, float], start: _Start, begin: float, end: float, pause: float, step: int) -> None:
-    """Time between two steps: saves say how long they stopped the loop; the rest is a validation, if there was one."""
-    saving = min(pause, sum(stall for when, stall in start.saves if begin <= when <= end))
-    seconds["save"] += saving
-    seconds["validate" if step in start.validations else "other"] += pause - saving
+def number_of(value: Any) -> float:
+    """A number of an event; 0 where there is none."""
+    return float(value) if isinstance(value, int | float) and np.isfinite(value) else 0.0
 
 
-def _add_gap(seconds: dict[str, float], end: float, begin: float, incidents: list[dict[str, Any]]) -> float:
+def _starts(reader: RunReader, events: list[Event], validated: NDArray[np.float64]) -> list[_Start]:
+    """The starts of training by the clock, each with its rows and events."""
+    kept, lost, waits = reader.series("time/step"), reader.ghosts("time/step"), reader.series("time/data_wait")
+    rows = concatenate([kept, lost])
+    order = np.argsort(rows.time, kind="stable")
+    rows, is_lost = rows.take(order), order >= len(kept)
+    waited = np.where(np.isin(rows.step, waits.step) & ~is_lost, 1.0, 0.0)
+    if len(waits):
+        waited *= _finite(waits.value[np.searchsorted(waits.step, rows.step).clip(max=len(waits) - 1)])
+    headers = [event for event in events if event.kind == SEGMENT_KIND]
+    if not headers and len(rows):  # metrics of an older format, or without their first line
+        begun = float(rows.time[0] - rows.value[0])
+        headers = [Event(0, begun, SEGMENT_KIND, {"resumed_from": int(rows.step[0]) - 1}, TRAIN_WRITER, 1)]
+    borders = [-np.inf, *(event.time for event in headers[1:]), np.inf]
+    found = []
+    for header, (low, high) in zip(headers, pairwise(borders), strict=False):
+        begun = number_of(header.data.get("process_start")) or header.time
+        resumed_from = int(number_of(header.data.get("resumed_from")))
+        here = slice(*np.searchsorted(rows.time, [low, high]))
+        parts = (rows.take(here), is_lost[here], waited[here])
+        seen = validated[slice(*np.searchsorted(validated, [low, high]))]
+        told = [event for event in events if low <= event.time < high]
+        found.append(_Start(min(begun, header.time), header.time, resumed_from, *parts, seen, told))
+    return found
+
+
+def _times_of_validations(reader: RunReader) -> NDArray[np.float64]:
+    names = [name for name in reader.metrics() if name.startswith("eval/")]
+    return np.unique(concatenate([reader.written(name, TRAIN_WRITER) for name in names]).time)
+
+
+def _add_start(found: Goodput, start: _Start) -> None:
+    """The time of one start until its last sign of life. A row may stand for several steps."""
+    seconds, rows = found.seconds, start.rows
+    prepared = sum(number_of(event.data.get("seconds")) for event in start.events if event.kind == "prepared")
+    seconds["load"] += prepared
+    seconds["start"] += max(0.0, start.wrote - start.begun - prepared)
+    counts = np.diff(rows.step, prepend=start.resumed_from)
+    usual = int(np.median(counts[counts > 0])) if (counts > 0).any() else 1
+    counts = np.where(counts > 0, counts, usual)  # behind a rollback
+    borders = np.maximum.accumulate(np.concatenate([[start.wrote], rows.time, [start.last]]))
+    spans = np.diff(borders)  # before each row and after the last one
+    spent = np.minimum(spans[:-1], _finite(rows.value) * counts)
+    seconds["steps"] += float(spent[~start.is_lost].sum())
+    seconds["lost steps"] += float(spent[start.is_lost].sum())
+    found.steps += int(counts[~start.is_lost].sum())
+    found.lost_steps += int(counts[start.is_lost].sum())
+    found.data_wait_seconds += float(np.minimum(spent, start.waited * counts).sum())
+    # What is left of a span is a pause: saves say how long they stopped the loop, the rest is a validation, if there
+    # was one, which is written before the next step begins.
+    pauses = spans - np.append(spent, 0.0)
+    saving = np.minimum(pauses, _stalls(start, len(pauses)))
+    has_validation = np.diff(np.searchsorted(start.validated, borders, side="right")) > 0
+    seconds["save"] += float(saving.sum())
+    seconds["validate"] += float((pauses - saving)[has_validation].sum())
+    seconds["other"] += float((pauses - saving)[~has_validation].sum())
+
+
+def _stalls(start: _Start, pauses: int) -> NDArray[np.float64]:
+    """Seconds that saves stopped the loop in each pause: the one behind the step that was saved, which may be some
+    steps before the save was complete and reported."""
+    found = np.zeros(pauses)
+    for event in start.events:
+        if event.kind in ("checkpoint", "checkpoint_failed"):
+            before = start.rows.step[: np.searchsorted(start.rows.time, event.time)]
+            own = np.flatnonzero(before <= event.step)
+            found[own[-1] + 1 if len(own) else 0] += number_of(event.data.get("stall_seconds"))
+    return found
+
+
+def _add_gap(seconds: dict[str, float], end: float, begin: float, incidents: list[Event]) -> float:
     """Time between two starts: the wait for a hang, the restart; returns what was neither."""
     gap = max(0.0, begin - end)
-    here = [row for row in incidents if end <= float(row["time"]) <= begin + START_SECONDS]
-    if not here or begin - float(here[-1]["time"]) > RESTART_SECONDS:
+    here = [event for event in incidents if end <= event.time <= begin + START_SECONDS]
+    if not here or begin - here[-1].time > RESTART_SECONDS:
         return gap
-    hung = sum(float(row["data"].get("waited_seconds") or 0.0) for row in here if row["data"].get("kind") == "hang")
+    hung = sum(number_of(event.data.get("waited_seconds")) for event in here if event.data.get("kind") == "hang")
     seconds["hang wait"] += min(gap, hung)
     seconds["restart"] += gap - min(gap, hung)
     return 0.0
 
 
-def _read_start(path: Path) -> _Start | None:
-    start: _Start | None = None
-    for row in _rows(path):
-        data, values, when = row.get("data", {}), row.get("values", {}), float(row["time"])
-        kind = row.get("kind")
-        if kind == "segment":
-            begun = data.get("process_start")
-            start = _Start(min(when, float(begun)) if begun else when, int(data.get("resumed_from") or 0))
-            start.first_row = when
-        if start is None:
-            continue
-        start.last_row = max(start.last_row, when)
-        if kind == "prepared":
-            start.prepared = float(data.get("seconds") or 0.0)
-        elif kind in ("checkpoint", "checkpoint_failed"):
-            start.saves.append((when, float(data.get("stall_seconds") or 0.0)))
-        elif kind == "rollback":
-            start.rollbacks.append((when, int(data["to_step"])))
-        elif "time/step" in values:
-            figures = (read_number(values["time/step"]) or 0.0, read_number(values.get("time/data_wait", 0.0)) or 0.0)
-            start.steps.append((int(row["step"]), when, *figures))
-        elif any(name.startswith("eval/") for name in values):
-            start.validations.add(int(row["step"]))
-    return start
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    with open(path, "rb") as file:
-        return [row for line in file if len(line) < LARGEST_JSON_BYTES and (row := read_row(line)) is not None]
+def _finite(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.where(np.isfinite(values), values, 0.0)

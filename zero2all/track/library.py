@@ -88,7 +88,7 @@ class OpenRun:
                 "events": len(self.reader.events()),
                 "metrics": len(self.reader.metrics()),
                 "loss": self._newest("loss"),
-                "speed": self._newest("tokens_per_second"),
+                "speed": self.reader.tokens_per_second,
             },
         )
         return counts

@@ -6,6 +6,7 @@ however long they are.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,8 @@ from zero2all.track.writer import END_KIND, FILE_NAME, MEDIA_FOLDER, METRICS_FOL
 TRAIN_WRITER = "train"
 CONFIG_FILE = "config.yaml"
 HEAD_BYTES = 16 << 10
-TAIL_BYTES = (16 << 10, 2 << 20)  # how much of the end is read: more only when the first holds no metric row
+TAIL_BYTES = (16 << 10, 2 << 20, 64 << 20)  # how much of the end is read: more only when the first holds no metric row
+TAIL_ROWS = 512
 MAX_DEPTH = 4
 MAX_FOLDERS = 50_000  # folders looked into below one root, so that pointing at a whole disk ends
 ANNEAL_FILE = "anneal.json"
@@ -145,17 +147,26 @@ def read_status(folder: Path) -> tuple[RunStatus, float | None]:
     steps, times = [row["step"] for row in metric_rows], [float(row["time"]) for row in metric_rows]
     state, message = judge(Evidence(header, end, last_time, modified, median_step_seconds(steps, times), alive))
     status = RunStatus(state, last.get("step"), last_time, last.get("tokens"), total_steps(folder), attempt, message)
-    loss = _last_loss(metric_rows)
+    loss = _last_value(metric_rows)
     for earlier, writer, _ in reversed(files):  # an attempt that has just begun has no loss of its own yet
         if loss is None and writer == latest[1] and earlier != path:
             with suppress(OSError):
-                loss = _last_loss(_ends(earlier)[2])
+                loss = _last_value(_ends(earlier)[2])
     return status, loss
 
 
-def _last_loss(rows: list[dict[str, Any]]) -> float | None:
-    losses = [row["values"]["loss"] for row in rows if "loss" in row.get("values", ())]
-    return read_number(losses[-1]) if losses else None
+def _last_value(rows: list[dict[str, Any]], metric: str = "loss") -> float | None:
+    found = [row["values"][metric] for row in rows if metric in row.get("values", ())]
+    return read_number(found[-1]) if found else None
+
+
+def last_value(folder: Path, metric: str) -> float | None:
+    """The newest value of a metric of training, looked for in the last 2 MB of each attempt."""
+    for path, writer, _ in reversed(metrics_files(folder / METRICS_FOLDER)):
+        with suppress(OSError):
+            if writer == TRAIN_WRITER and (value := _last_value(_ends(path, metric)[2], metric)) is not None:
+                return value
+    return None
 
 
 def latest_attempt(files: list[tuple[Path, str, int]]) -> tuple[Path, str, int] | None:
@@ -180,20 +191,24 @@ def median_step_seconds(steps: Any, times: Any) -> float | None:
     return float(np.median(np.diff(times)[good] / advance[good])) if good.any() else None
 
 
-def _ends(path: Path) -> tuple[dict[str, Any], bool | None, list[dict[str, Any]], float]:
-    """Who writes a file and whether that process runs, the rows at its end, and when it was written."""
+def _ends(path: Path, metric: str = "") -> tuple[dict[str, Any], bool | None, list[dict[str, Any]], float]:
+    """Who writes a file and whether that process runs, the rows at its end (with `metric`: those that have it), and
+    when it was written."""
     with open(path, "rb", buffering=0) as file:
         first = read_row(os.pread(file.fileno(), HEAD_BYTES, 0).split(b"\n", 1)[0]) or {}
         header = first["data"] if first.get("kind") == SEGMENT_KIND else {}
         alive = is_writer_alive(header)
         stat = os.fstat(file.fileno())
         rows: list[dict[str, Any]] = []
-        for size in TAIL_BYTES:
+        for size in TAIL_BYTES[:2] if metric else TAIL_BYTES:
             start = max(0, stat.st_size - size)
             lines = os.pread(file.fileno(), size, start).split(b"\n")
             if start:
                 del lines[0]  # half a line
-            rows = [row for line in lines if line and (row := read_row(line)) is not None]
+            found = (row for line in reversed(lines) if line and (row := read_row(line)) is not None)
+            if metric:
+                found = (row for row in found if metric in row.get("values", ()))
+            rows = list(itertools.islice(found, TAIL_ROWS))[::-1]
             if start == 0 or any("values" in row for row in rows):
                 break
         return header, alive, rows, stat.st_mtime

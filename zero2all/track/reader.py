@@ -35,6 +35,7 @@ __all__ = [
 ]  # fmt: skip
 
 Axis = Literal["step", "tokens", "time", "flops"]
+ROWS_OF_PACE = 20
 FLOPS_METRIC = "flops"  # cumulative model FLOPs: what the `flops` axis is made of
 MAX_SMOOTH_CURVES = 16
 ROLLBACK_KIND = "rollback"  # the process itself went back to a checkpoint: data {to_step, …}
@@ -86,6 +87,12 @@ class RunReader:
     def ghosts(self, metric: str) -> Series:
         """What later attempts took back, in order of steps; a step may be there more than once."""
         return self._join(metric)[1]
+
+    def written(self, metric: str, writer: str) -> Series:
+        """Every point of a metric that one writer wrote, also those taken back, file by file."""
+        with self._lock:
+            own = [file for file in self._in_order() if file.writer == writer]
+            return concatenate([file.columns.points(metric) or NO_POINTS for file in own])
 
     def buckets(
         self,
@@ -140,6 +147,19 @@ class RunReader:
         with self._lock:
             wrote = [each for each in self._in_order() if each.writer == TRAIN_WRITER and len(each.columns)]
             return [int(each.columns.step.view[0]) for each in wrote[1:]]
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Over the last rows of a run that runs, else over all of it; the time between two attempts does not count."""
+        points = self.series("tokens_per_second")
+        if self.status.state == "running":
+            points = points.take(slice(-ROWS_OF_PACE, None))
+        counts = ~np.isin(points.step[1:], self.resumed_at_steps)
+        tokens, seconds = (np.diff(column)[counts].sum() for column in (points.tokens, points.time))
+        if tokens > 0 and seconds > 0:
+            return float(tokens / seconds)
+        values = points.value[np.isfinite(points.value)]  # one row, or rows of a program that counts no tokens
+        return float(values.mean()) if len(values) else None
 
     @property
     def skipped_lines(self) -> int:

@@ -11,18 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import uvicorn
 from starlette.applications import Starlette
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.track.access import address, is_loopback, listen
 from zero2all.track.api import make_app
 from zero2all.track.chart_library import MISSING, has_charts
+from zero2all.track.http_server import BoundedServer, Limits
 from zero2all.track.library import Root, RunLibrary
 from zero2all.track.sidecar import user_cache
 from zero2all.track.ssh import SCHEME, is_address
 
 DEFAULT_PORT = 6106
+SECONDS_TO_SEND_THE_REST = 1
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class BoardOptions:
     host: str = "127.0.0.1"
     port: int | None = None  # None: the first free one from DEFAULT_PORT on. 0: any.
     needs_token: bool = False  # ask for a token on loopback too: for machines that others also work on
-    allowed_hosts: Sequence[str] = field(default_factory=list)
+    allowed_hosts: Sequence[str] = ()
+    limits: Limits = field(default_factory=Limits)
 
 
 class Board:
@@ -47,8 +49,7 @@ class Board:
         )
         self.socket = listen(options.host, options.port, DEFAULT_PORT)
         self.url = address(options.host, self.socket) + (f"?token={self.token}" if self.token else "")
-        settings = uvicorn.Config(self.app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
-        self.server = uvicorn.Server(settings)
+        self.server = BoundedServer(self.app, options.limits, SECONDS_TO_SEND_THE_REST)
 
     def serve(self) -> None:
         """Answer until `stop` or Ctrl-C."""

@@ -7,9 +7,9 @@ and the record of skipped data, so a run that was killed at any moment ends with
 On a GPU the host is one step ahead of what it knows: while the device computes a step, the step before is read, judged
 and logged. Only a pause (validation, a save, the end) waits for the device.
 
-Between two steps processes exchange nothing. All of them judge the same figures; what only one knows (a signal, a
-damaged shard, a request in the run's folder) is a flag in the figures of the next step, and only where one is set do
-they talk.
+Between two steps processes exchange something only where it is due: update ratios, a comparison of replicas, a
+validation, a save, a round of a slow link. All of them judge the same figures; what only one knows (a signal, a damaged
+shard, a request in the run's folder) is a flag in the figures of the next step, and only then do they talk about it.
 """
 
 from __future__ import annotations

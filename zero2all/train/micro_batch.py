@@ -35,11 +35,12 @@ from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import Ops
 from zero2all.packed.loader import rank_rows
 from zero2all.parallel.buckets import plan_buffers
+from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.context import method_of
 from zero2all.parallel.layout import layout_table
 from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.pipeline import make_stages, model_costs
-from zero2all.parallel.schedule import make_orders
+from zero2all.parallel.schedule import make_order
 from zero2all.parallel.world import World
 from zero2all.train.checkpoints.run_lock import Fence, behind, no_fence
 from zero2all.train.optimizers.factory import cut_of
@@ -203,8 +204,11 @@ def _find_on_device(
         torch.cuda.set_rng_state(before, device)
 
 
-def memory_settings(config: RunConfig, ops: Ops, mesh: Mesh, samples: int) -> MemorySettings:
-    """The inputs of the memory estimate for a run on `mesh` with micro-batches of `samples` samples."""
+def memory_settings(
+    config: RunConfig, ops: Ops, mesh: Mesh, samples: int, workspace_bytes: float | None = None
+) -> MemorySettings:
+    """The inputs of the memory estimate for a run on `mesh` with micro-batches of `samples` samples. `workspace_bytes`
+    of cuBLAS on a GPU that is not here; None: on this machine."""
     rows = rank_rows(config.samples_per_step, *config.parallel.batch_place(0, mesh.batch.size))[2]
     settings = MemorySettings(
         seq_len=config.data.seq_len,
@@ -233,7 +237,7 @@ def memory_settings(config: RunConfig, ops: Ops, mesh: Mesh, samples: int) -> Me
         offload=config.parallel.offload,
         one_step_late=config.parallel.offload_one_step_late,
         bucket_bytes=config.parallel.bucket_mb * 1e6,
-        workspace_bytes=workspace_here(),
+        workspace_bytes=workspace_here() if workspace_bytes is None else workspace_bytes,
     )
     cuts_model = settings.tensor * settings.pipeline * settings.expert > 1
     if settings.zero not in (1, 2) or settings.shard == 1 or cuts_model:
@@ -242,6 +246,14 @@ def memory_settings(config: RunConfig, ops: Ops, mesh: Mesh, samples: int) -> Me
     return dataclasses.replace(
         settings, owned=owned_values(config.model, settings.optimizer, settings.shard, bucket_values)
     )
+
+
+def stage_settings(
+    config: RunConfig, ops: Ops, sizes: MeshSizes, samples: int, workspace_bytes: float | None = None
+) -> list[MemorySettings]:
+    """`memory_settings` of a process of each stage of the pipeline."""
+    first_of_stage = [Mesh(sizes, stage * sizes.processes // sizes.pipeline) for stage in range(sizes.pipeline)]
+    return [memory_settings(config, ops, mesh, samples, workspace_bytes) for mesh in first_of_stage]
 
 
 def workspace_here() -> float:
@@ -253,21 +265,31 @@ def stage_of(config: RunConfig, mesh: Mesh, passes: int) -> HeldStage | None:
     """What a process of a pipeline has of the model, and how much of it is under way at most; None: no pipeline."""
     if mesh.pipeline.size == 1:
         return None
-    parallel, rank, processes = config.parallel, mesh.pipeline.rank, mesh.pipeline.size
-    stages = make_stages(model_costs(config.model, config.data.seq_len), processes * parallel.chunks)
+    order = (config.parallel.schedule, mesh.pipeline.rank, mesh.pipeline.size, config.parallel.chunks, passes)
+    return _held_stage(config.model, config.data.seq_len, *order)
+
+
+@functools.lru_cache(maxsize=4096)  # a search of layouts asks for the same ones again and again
+def _held_stage(
+    model: ModelConfig, seq_len: int, schedule: str, rank: int, processes: int, chunks: int, passes: int
+) -> HeldStage:
+    stages = make_stages(model_costs(model, seq_len), processes * chunks)
     own = {number: stages[number] for number in range(rank, len(stages), processes)}
     layers = sum(len(stage.blocks) for stage in own.values())
-    kept = most = 0
-    frees = "weights" if parallel.schedule == "zero_bubble" else "backward"
-    for action in make_orders(parallel.schedule, processes, parallel.chunks, passes)[rank]:
-        blocks = len(own[action.stage].blocks)
-        kept += blocks if action.kind == "forward" else -blocks if action.kind == frees else 0
-        most = max(most, kept)
+    waiting, heads, deferred = [0], [0], [0]
+    for action in make_order(schedule, rank, processes, chunks, passes):
+        stage = own[action.stage]
+        sign = {"forward": 1, "backward": -1, "weights": 0}[action.kind]
+        waiting.append(waiting[-1] + sign * len(stage.blocks))
+        heads.append(heads[-1] + sign * stage.is_last)
+        deferred.append(deferred[-1] + {"forward": 0, "backward": 1, "weights": -1}[action.kind])
     return HeldStage(
         layers,
         has_embedding=any(stage.is_first for stage in own.values()),
         has_head=any(stage.is_last for stage in own.values()),
-        in_flight=most / layers,
+        in_flight=max(waiting) / layers,
+        heads=max(heads),
+        deferred=max(deferred) if schedule == "zero_bubble" else 0,
         sends=sum(not stage.is_first for stage in own.values()) + sum(not stage.is_last for stage in own.values()),
     )
 

@@ -3,7 +3,7 @@
 The device keeps the low-precision weights and the float32 gradients. An update goes over the buckets piece by piece:
 
     device -> host   the gradients of a piece, times the clipping factor; then those of the bucket are set to zero
-    host             AdamW on all cores (`zero2all.train.optimizers.host_adamw`)
+    host             AdamW on all cores (`zero2all.train.optimizers.flat_adamw`)
     host -> device   the new low-precision weights
 
 Both copies have a stream of their own and go through a few pinned pieces; everything else on the host is pageable. A

@@ -23,11 +23,13 @@ from zero2all.common.manifest import read_manifest
 from zero2all.common.progress import counted
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
+from zero2all.limits.cards import HOPPER, Card
 from zero2all.limits.communication import AxisTraffic, Transfer, by_axis, bytes_sent, communication_per_step
-from zero2all.limits.memory import GIB, MemoryEstimate, estimate_memory
+from zero2all.limits.fit import process_bytes
+from zero2all.limits.memory import GIB, MemoryEstimate, binary_size, estimate_memory
 from zero2all.limits.slow_link import bytes_per_step
 from zero2all.model.config import parameter_counts
-from zero2all.ops.registry import Ops, resolve
+from zero2all.ops.registry import Ops, assume_gpu, resolve
 from zero2all.parallel.check import arithmetic, check_spread, idle_settings
 from zero2all.parallel.config import MeshSizes, ParallelConfig
 from zero2all.parallel.device import pick_device
@@ -36,7 +38,7 @@ from zero2all.parallel.mesh import DENSE, GRADIENT_AXES, Mesh, axis_length, coor
 from zero2all.parallel.pipeline import make_stages, model_costs
 from zero2all.parallel.schedule import predicted_bubble
 from zero2all.parallel.world import World, asked_processes
-from zero2all.train.micro_batch import least_samples, memory_settings
+from zero2all.train.micro_batch import least_samples, stage_settings
 from zero2all.train.outer.compress import BITS, format_of, kept_values
 from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES
@@ -93,6 +95,8 @@ class Plan:
     transfers: list[Transfer]  # of the process that sends most
     bubble: float | None  # share of a step that stages wait for each other, predicted; None: no pipeline
     device: str  # whose operators the memory is estimated for
+    card: Card | None  # the GPU that was named
+    needed: float  # bytes that the fullest process takes of a GPU
 
     @property
     def traffic(self) -> list[AxisTraffic]:
@@ -100,17 +104,29 @@ class Plan:
         return by_axis(self.transfers)
 
 
-def make_plan(config: RunConfig, processes: int, ops: Ops | None = None, samples: int | None = None) -> Plan:
-    """The plan for a config whose vocabulary is known; UsageError where it cannot be spread so."""
+def make_plan(
+    config: RunConfig,
+    processes: int,
+    ops: Ops | None = None,
+    samples: int | None = None,
+    card: Card | None = None,
+) -> Plan:
+    """The plan for a config whose vocabulary is known; UsageError where it cannot be spread so. `card`: the GPU to plan
+    for. None: that of this machine; where it has none, a run that is meant for GPUs is planned for one of them."""
     sizes = check_spread(config, processes, machine_problems(config.parallel, processes))
-    device = pick_device("cpu" if config.parallel.device == "cpu" else "auto")  # a plan needs no GPU
+    device = pick_device("cpu" if config.parallel.device == "cpu" else "auto")
+    meant_for_gpu = config.parallel.device != "cpu" and config.train.precision in ("bfloat16", "float16")
+    is_assumed = card is not None or (device.type == "cpu" and meant_for_gpu and ops is None)
+    if is_assumed:
+        device, ops = torch.device("cuda"), assume_gpu(config.ops, config.data.document_mask)
     if ops is None:
         sharded = config.parallel.zero == 3 and sizes.shard > 1
         ops = resolve(config.ops, op_context(config, device.type, DTYPES[config.train.precision], sharded))
     if samples is None:
         samples = least_samples(config, World(device=device, mesh=Mesh(sizes)))
-    first_of_stage = [stage * processes // sizes.pipeline for stage in range(sizes.pipeline)]
-    settings = [memory_settings(config, ops, Mesh(sizes, rank), samples) for rank in first_of_stage]
+    named = card or Card("a GPU", 0.0, HOPPER)
+    settings = stage_settings(config, ops, sizes, samples, named.workspace_bytes if is_assumed else None)
+    memory = [estimate_memory(config.model, each) for each in settings]
     transfers = [communication_per_step(config.model, each) for each in settings]
     per_machine = processes_per_machine(config.parallel, processes)
     return Plan(
@@ -120,10 +136,12 @@ def make_plan(config: RunConfig, processes: int, ops: Ops | None = None, samples
         samples,
         plan_axes(sizes, per_machine),
         plan_layout(config, sizes),
-        [estimate_memory(config.model, each) for each in settings],
+        memory,
         max(transfers, key=bytes_sent),
         predict_bubble(config, sizes, settings[0].passes),
-        device.type,
+        named.name if is_assumed else device.type,
+        card,
+        max(process_bytes(*pair, named) for pair in zip(memory, settings, strict=True)),
     )
 
 
@@ -308,13 +326,20 @@ def _transfer_rows(plan: Plan) -> Rows:
 
 
 def _device_notes(plan: Plan) -> list[str]:
-    """Plans made without a GPU for a run that is meant for one."""
-    meant_for_gpu = plan.config.parallel.device != "cpu" and plan.config.train.precision in ("bfloat16", "float16")
-    if plan.device == "cuda" or not meant_for_gpu:
+    """Plans for a GPU that is not here."""
+    if plan.device in ("cpu", "cuda"):
         return []
+    needed = binary_size(plan.needed)
+    notes = ["memory: the operators are those of a GPU with Triton, without FlashAttention 4 and QuACK"]
+    if plan.card is None:
+        said = f"memory: a process takes {needed} of the GPU, with context, NCCL and gaps (--gpu names one)"
+        return [*notes, said]
+    name, there = plan.card.name, binary_size(plan.card.memory_bytes)
+    if plan.needed <= plan.card.memory_bytes:
+        return [*notes, f"memory: it fits: a process takes {needed} of the {there} of {name}"]
     return [
-        "memory: this machine has no GPU, so the table counts the operators of a CPU, which save more activations. Run "
-        "the same command on a machine with a GPU to plan for one."
+        *notes,
+        f"memory: it does not fit: a process takes {needed}, and {name} has {there}; `z2a perf memory` says what helps",
     ]
 
 
@@ -361,6 +386,8 @@ def plan_values(plan: Plan) -> dict[str, Any]:
         "processes": plan.sizes.processes,
         "processes_per_machine": plan.per_machine,
         "micro_batch_samples": plan.samples,
+        "operators_of": plan.device,
+        "process_bytes": plan.needed,
         "axes": [dataclasses.asdict(axis) for axis in plan.axes],
         "layout": [dataclasses.asdict(one) for one in plan.layout],
         "memory": [

@@ -67,7 +67,8 @@ def check_last_loss(losses: Mapping[str, float], config: RunConfig) -> list[str]
         return []
     return [
         f"note: the held-out loss is still above {HIGH_LAST_LOSS:g} at the planned end: {', '.join(high)}. Such a "
-        f"model knows little of the world yet: train it longer, or on more or better text, or make it larger."
+        f"model knows little of the world yet. If this loss was still falling, train it longer; if not, it needs more "
+        f"or better text, or a larger model."
     ]
 
 

@@ -41,11 +41,11 @@ from zero2all.packed.remote import packed_root
 from zero2all.packed.stages import Stage, stages_from_records
 from zero2all.parallel.check import check_spread, idle_settings
 from zero2all.parallel.context import spread_attention
-from zero2all.parallel.data import shard_model
 from zero2all.parallel.device import environment, local_processes, set_cpu_threads
 from zero2all.parallel.expert import spread_experts
 from zero2all.parallel.layout import draw
 from zero2all.parallel.pipeline import Pipeline, keep_stages, make_stages, model_costs
+from zero2all.parallel.shards import shard_model
 from zero2all.parallel.tensor import cut_model, local_config
 from zero2all.parallel.world import World
 from zero2all.train.anneal import ANNEAL_STAGE, anneal_in_words, begun_anneal, read_anneal

@@ -28,8 +28,7 @@ from zero2all.train.cuda_graph import CudaGraphPasses
 from zero2all.train.offload import host_zeros
 from zero2all.train.optimizers.base import Optimizer
 from zero2all.train.optimizers.factory import build_optimizer, cut_of
-from zero2all.train.optimizers.flat_adamw import FlatAdamW
-from zero2all.train.optimizers.host_adamw import HostAdamW
+from zero2all.train.optimizers.flat_adamw import FlatAdamW, HostAdamW
 from zero2all.train.outer.optimizer import OuterOptimizer
 from zero2all.train.streamed import StreamedWeights, check_streaming
 from zero2all.train.weights import FlatWeights, ShardedWeights, Weights

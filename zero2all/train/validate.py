@@ -56,7 +56,8 @@ def held_out_losses(
     parallel: ParallelConfig | None = None,
     pipeline: Pipeline | None = None,
 ) -> dict[str, float]:
-    """`eval/valid/loss/<channel>` in nats per token and `eval/valid/bpb/<channel>` in bits per byte.
+    """`eval/valid/loss/<channel>` in nats per token and `eval/valid/bpb/<channel>` in bits per byte; without a channel
+    those of all tokens and bytes together. This is the held-out loss that every display shows.
 
     Samples are windows of data.seq_len whatever the packing and the stage, so that values can be compared over a run.
     The work is split over the processes, also within sequences, as `parallel` says; all make the same number of passes,
@@ -82,8 +83,21 @@ def held_out_losses(
         sums.zero_()
     nats, tokens, text_bytes = world.mesh.world.sum(sums).tolist()
     known = [at for at in range(len(channels)) if tokens[at]]
-    values = {f"eval/valid/loss/{channels[at]}": nats[at] / tokens[at] for at in known}
-    return values | {f"eval/valid/bpb/{channels[at]}": nats[at] / math.log(2) / text_bytes[at] for at in known}
+    named = {f"/{channels[at]}": (nats[at], tokens[at], text_bytes[at]) for at in known}
+    if known:
+        named = {"": (sum(nats), sum(tokens), sum(text_bytes))} | named
+    values = {f"eval/valid/loss{name}": cost / count for name, (cost, count, _) in named.items()}
+    return values | {f"eval/valid/bpb{name}": cost / math.log(2) / size for name, (cost, _, size) in named.items()}
+
+
+def scored_sizes(splits: list[PackedSplit], data: DataConfig, config: EvalConfig) -> dict[str, tuple[float, float]]:
+    """Per channel, how many tokens `held_out_losses` scores, and of how many bytes."""
+    found: dict[str, tuple[float, float]] = {}
+    for batch in valid_batches(splits, data.seq_len, config):
+        counted = float(batch.read(data)[1].sum(dtype=np.float64))
+        tokens, size = found.get(batch.split.channel, (0.0, 0.0))
+        found[batch.split.channel] = (tokens + counted, size + counted * batch.split.bytes_per_token)
+    return {channel: sizes for channel, sizes in found.items() if sizes[0]}
 
 
 def valid_batches(splits: list[PackedSplit], seq_len: int, config: EvalConfig) -> list[ValidBatch]:

@@ -253,7 +253,6 @@ def test_each_benchmark_is_read_in_each_form_its_files_have(tmp_path, name, file
     assert (task.skipped, task.name, item.language) == ({}, name, READERS[name].language)
     if item.choices:
         assert item.choices[item.gold] == answer
-        assert task.chance == pytest.approx(1 / len(item.choices))
     assert not {shot.id for shot in task.shots} & {each.id for each in task.items}
 
 
@@ -355,6 +354,23 @@ def test_a_set_of_your_own(tmp_path):
     assert mine.skipped == reasons
     assert (table.items[0].choices, table.items[0].gold, table.language) == (("red", "blue"), 1, "en")
     assert len(table.shots) == 1
+
+
+def test_an_own_question_may_have_several_answers_unless_it_has_choices(tmp_path):
+    rows = [
+        {"question": "2 + 2 =", "answer": ["4", "four"]},
+        {"question": "Which?", "choices": ["a", "b"], "answer": ["a", "b"]},
+        {"question": "None?", "answer": []},
+        {"question": "Half?", "choices": ["a", "b"], "answer": 0.5},
+    ]
+    put(tmp_path, "mine", {"all.jsonl": lines(*rows)})
+    (mine,) = read_tasks(tmp_path, ["mine"])
+    assert [(item.answer, item.extra["aliases"]) for item in mine.items] == [("4", ["four"])]
+    assert [problem.partition(": ")[2] for problem in mine.problems] == [
+        "it has 2 answers and choices; a question with choices has one answer",
+        "it has no right answer",
+        "the right answer is 0.5; the options are a, b",
+    ]
 
 
 @pytest.mark.parametrize(

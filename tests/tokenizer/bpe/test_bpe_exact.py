@@ -13,8 +13,7 @@ from benchmarks.bpe_reference import ReferenceEncoder, reference_train
 from tests.tokenizer.bpe.bpe_texts import TextList, chinese_like, in_parts
 from zero2all.tokenizer.bpe import learn as learn_module
 from zero2all.tokenizer.bpe import merging
-from zero2all.tokenizer.bpe.learn import learn_bpe
-from zero2all.tokenizer.bpe.memory import Memory
+from zero2all.tokenizer.bpe.learn import Memory, learn_bpe
 from zero2all.tokenizer.parts import parts_from_texts
 
 TEXTS = chinese_like(seed=3, clauses=9000)

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from benchmarks.bpe_reference import ReferenceEncoder
 from tests.tokenizer.bpe.bpe_texts import TextList, chinese_like, in_parts
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.tokenizer.bpe.memory import Memory
+from zero2all.tokenizer.bpe.learn import Memory
 
 TEXTS = chinese_like(seed=5, clauses=1000)
 

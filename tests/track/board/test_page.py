@@ -118,7 +118,7 @@ def test_the_legend_shows_what_was_logged_and_what_is_smoothed_each_by_its_name(
     page.keyboard.press("Control+a")
     page.locator("select").select_option("median")
     page.get_by_role("slider").first.fill("0")
-    expect(legend).to_have_text(re.compile(r"^loss\d\.\d+$"))  # nothing is smoothed: nothing has to be told apart
+    expect(legend).to_have_text(re.compile(r"^Training loss\d\.\d+$"))  # nothing is smoothed
 
 
 def test_the_parts_of_a_step_are_stacked_once_and_their_sum_is_a_line(page, served):
@@ -140,6 +140,37 @@ def test_every_chart_says_in_words_what_it_shows(page, served, locale):
     assert page.locator(f"{LOSS} canvas").get_attribute("role") == "img"
     low, high = words(locale, "lowest", "最低"), words(locale, "highest", "最高")
     assert re.search(rf"^loss (nats per token|nat/词元).*4\.9\d+.*400.*{low} [12]\.\d+.*{high} 7\.\d+", label), label
+
+
+def test_held_out_loss_stands_beside_training_loss_and_evaluation_before_the_rest(page, served, live_root, locale):
+    with Run(live_root / "judged") as run:
+        for step in range(1, 30):
+            run.log({"loss": 5.0 / step, "loss/en": 5.0 / step, "lr": 0.1}, step=step, tokens=100 * step)
+        run.log({"eval/valid/loss/en": 0.5, "eval/valid/bpb/en": 0.3, "memory/gib": 1.0}, step=29, tokens=2900)
+    (live_root / "judged/config.yaml").write_text('train:\n  name: "cat\u202egpj.exe"\n', "utf-8")
+    open_page(page, served, "runs=1/judged")
+    training, held_out = words(locale, "Training loss", "训练损失"), words(locale, "held-out en", "验证集 en")
+    expect(page.locator(f"{LOSS} .legend .name")).to_have_text([training, held_out])
+    order = ("loss", "channels", "eval", "optim", "memory")
+    boxes = [page.locator(f'[data-group="{group}"]').bounding_box() for group in order]
+    places = [(box["y"], box["x"]) for box in boxes]
+    assert places == sorted(places)
+    expect(page.locator(".facts")).to_contain_text(words(locale, "Last update", "最近更新"))
+    assert "\u202e" not in page.content()
+    expect(page.locator('[data-group="config"]')).to_contain_text(r"cat\u202egpj.exe")
+    shutil.rmtree(live_root / "judged")
+
+
+@pytest.mark.parametrize(("locale", "width"), [("en-US", 1280), ("zh-CN", 1280), ("en-US", 1000), ("en-US", 390)])
+def test_no_button_of_the_bar_is_cut_off_with_three_runs(page, served, locale, width):
+    page.set_viewport_size({"width": width, "height": 800})
+    open_page(page, served, "runs=0/base,0/other,0/torn&zoom=10~200")
+    page.wait_for_selector(".reset")
+    cut = """() => [...document.querySelectorAll('#bar button')].filter((each) => each.offsetWidth).filter((button) => {
+        const {left, right, top, bottom} = button.getBoundingClientRect();
+        return [left + 2, right - 2].some((x) => !button.contains(document.elementFromPoint(x, (top + bottom) / 2)));
+    }).map((button) => button.textContent || button.title)"""
+    assert page.evaluate(cut) == []
 
 
 def test_channels_have_the_colours_of_z2a_plot(page, served):

@@ -16,7 +16,7 @@ from zero2all.config.training import OptimConfig
 from zero2all.parallel.parts import Part
 from zero2all.train.optimizers.base import Master
 from zero2all.train.optimizers.factory import build_optimizer, cut_of
-from zero2all.train.optimizers.matrix_owners import balanced_owners, orthogonalising_cost
+from zero2all.train.optimizers.muon import balanced_owners, orthogonalising_cost
 
 RANKS, STEPS, SKIPPED, RELOADED = 3, 4, 1, 2
 CONFIGS = {

@@ -182,7 +182,7 @@ class _Search:
         else:
             for leftover in self.steps.glob(f"*{PARTIAL_MARK}*"):
                 leftover.unlink()
-        self._save(LENGTHS_NAME, self.lengths)
+        write_npy(self.steps / LENGTHS_NAME, self.lengths)
         return None
 
     def _chunks(self, bytes_per_document: int) -> list[Chunk]:
@@ -233,9 +233,9 @@ class _Search:
     def _find_near(self) -> None:
         from zero2all.corpus.dedup.graph_kernels import PARTS
 
-        self._save(LOST_NAME.format(round_number=0), self.drop)
+        write_npy(self.steps / LOST_NAME.format(round_number=0), self.drop)
         if self.config.near == "held_out":
-            self._save(APART_NAME, self._apart())
+            write_npy(self.steps / APART_NAME, self._apart())
         chunks = self._chunks(VALUES + 2 * 8 * self.config.bands)
         self._run_tasks(split_bands, chunks)
         found = self._run_tasks(pair_buckets, self._part_tasks("bands", len(chunks), PARTS, 8 * 3))
@@ -245,7 +245,7 @@ class _Search:
         for round_number in range(1, MAX_ROUNDS):
             if not large or self.config.near == "held_out":
                 break
-            self._save(LOST_NAME.format(round_number=round_number), self.drop)
+            write_npy(self.steps / LOST_NAME.format(round_number=round_number), self.drop)
             tasks = [
                 LargeTask(number, round_number, file, self.steps, self.memory_bytes)
                 for number, file in enumerate(large)
@@ -352,6 +352,3 @@ class _Search:
         for position, result in self.engine.run(function, tasks):
             results[position] = result
         return results
-
-    def _save(self, name: str, values: np.ndarray) -> None:
-        write_npy(self.steps / name, values)

@@ -1,8 +1,8 @@
 """What a rewrite is, and the lineage of a rewritten item.
 
-A rewrite makes one or more items of an item, or none where it does not fit. An item with several rewritten ones is
-right only where all of them are (all rotations of the options, say). Rewrites can be put one after the other; each
-item then names all of them, the seed and the item it began as in `extra["lineage"]`.
+A rewrite makes one or more items of an item (all rotations of the options, say), or none where it does not fit.
+Rewrites can be put one after the other; each item then names all of them, the seed and the item it began as in
+`extra["lineage"]`.
 """
 
 from __future__ import annotations

@@ -1,24 +1,31 @@
 """How much accuracy a model loses when the same items are asked otherwise: the memorisation gap.
 
-For every task and rewrite, over the items that fit it: accuracy of the original and of the rewritten items, their
-difference with a paired 95 % interval, and McNemar's p. Over all rewrites of a task: the spread of accuracies, and how
-many items get the same answer whatever way they are asked.
+For every task and rewrite, over the items that fit it: accuracy of the original and of the rewritten items, and their
+difference with a paired 95 % interval. Two things would look like a gap and are none:
+
+- Several questions made of one item (all rotations of the options, all wordings) are rarely *all* right, even of a
+  model that knows half of them each time. So the accuracy is that of one question, the mean over them; how many items
+  are right in all is given beside it.
+- A guesser may do better on the originals than on the rewritten items: with more options, with none at all (a short
+  answer), or because most right options stand where the model likes to answer. So the accuracy of the original is
+  carried over first: what a model would get that knows the same items and guesses the others, with its own liking for
+  some labels. The gap is what is missing from this *expected* accuracy.
 """
 
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from zero2all.evals.items import CODE, Item, Task
-from zero2all.evals.judge import Z95, FormResult, judge
+from zero2all.evals.judge import Z95, FormResult, judge, limited
 from zero2all.evals.rewrites.base import Rewrite, order_of, origin_of, rewritten
-from zero2all.evals.rewrites.list import Chain
+from zero2all.evals.rewrites.list import Chain, ShotRewrite
 from zero2all.evals.rewrites.options import HARDEST
-from zero2all.evals.rewrites.shots import ShotRewrite
 from zero2all.infer.engine import Engine
 
 DOES_NOT_FIT = "the rewrite does not fit"
@@ -28,13 +35,31 @@ COMPARED = ("cloze", "choice")
 """Forms that are compared where a rewrite names none; `generate` for open answers."""
 
 
+class Said(NamedTuple):
+    """The answer to one question."""
+
+    options: int
+    """How many there were; 0: an open answer."""
+    gold: int
+    chosen: int | None
+    correct: bool
+
+
 @dataclass(frozen=True)
 class Answer:
     """What a model said to an item, or to all items that were made of it."""
 
-    correct: bool
+    said: tuple[Said, ...]
+    """Of each question that is not the original itself."""
+    all_right: bool | None
+    """Also of the original, where it is one of the rotations; None: only one question was asked."""
     chosen: int | None
     """Which option of the original; VARIES: not the same one each time; None: none of them."""
+
+    @property
+    def right(self) -> float:
+        """Share of the questions that are right."""
+        return fmean(each.correct for each in self.said)
 
 
 def measure_rewrites(
@@ -46,22 +71,16 @@ def measure_rewrites(
     seed: int = 0,
     forms: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Ask all tasks as they are and rewritten; by task: rows, spread and consistency. `forms`: those in which the
-    original items may be asked (None: all)."""
+    """Ask all tasks as they are and rewritten; by task: rows, spread of the gaps, consistency. `forms`: those in which
+    the original items may be asked (None: all)."""
     report: dict[str, Any] = {}
     for task in tasks:
-        asking = _Asking(engine, _limited(task, limit, seed), shots, seed, forms)
+        items = [item for item in task.items if item.shape != CODE]  # programs are not rewritten
+        task = replace(task, items=tuple(limited(task.name, items, limit, seed)))
+        asking = _Asking(engine, task, shots, seed, forms)
         rows = [row for name, chain in chains.items() for row in asking.rows(name, chain)]
-        report[task.name] = {"rows": rows, **asking.spread(rows), "consistency": asking.consistency()}
+        report[task.name] = {"rows": rows, "spread": gap_spread(rows), "consistency": asking.consistency()}
     return report
-
-
-def _limited(task: Task, limit: int | None, seed: int) -> Task:
-    items = [item for item in task.items if item.shape != CODE]  # programs are not rewritten
-    if limit is not None and limit < len(items):
-        places = sorted(random.Random(f"{seed} {task.name}").sample(range(len(items)), limit))
-        items = [items[place] for place in places]
-    return replace(task, items=tuple(items))
 
 
 class _Asking:
@@ -71,7 +90,7 @@ class _Asking:
         self.engine, self.task, self.seed, self.asked_forms = engine, task, seed, forms
         self.shots = task.default_shots if shots is None else shots
         self._originals: dict[str, dict[str, Answer]] = {}
-        self._said: dict[str, dict[str, list[int]]] = {}
+        self._chosen: dict[str, dict[str, list[int]]] = {}
         """By form of the original, of each item: the options chosen, whatever way it was asked."""
 
     def rows(self, name: str, chain: Chain) -> list[dict[str, Any]]:
@@ -104,7 +123,8 @@ class _Asking:
         flat = tuple(each for variants in made.values() for each in variants)
         task = replace(self.task, items=flat, shots=tuple(shots), forms=(form,), skipped={}, problems=())
         results = judge(self.engine, [task], [form], self.shots, seed=self.seed) if flat else []
-        after = _gathered(results[0], flat) if results else {}
+        again = {each.id for item in items for each in made[item.id] if baseline == form and _is_same(each, item)}
+        after = _gathered(results[0], flat, again) if results else {}
         skipped = dict(results[0].skipped) if results else {}
         unfit = sum(not variants for variants in made.values())
         if unfit:
@@ -143,7 +163,7 @@ class _Asking:
         return items
 
     def _note(self, baseline: str, answers: Mapping[str, Answer]) -> None:
-        of_form = self._said.setdefault(baseline, {})
+        of_form = self._chosen.setdefault(baseline, {})
         for name, answer in answers.items():
             if answer.chosen is not None:
                 of_form.setdefault(name, []).append(answer.chosen)
@@ -159,25 +179,18 @@ class _Asking:
     ) -> dict[str, Any]:
         self._note(baseline, after)
         both = [item for item in before if item in after]
-        pairs = [(before[item].correct, after[item].correct) for item in both]
         chosen = [(before[item].chosen, after[item].chosen) for item in both]
         comparable = [(one, other) for one, other in chosen if one is not None and other is not None]
         same = sum(one == other for one, other in comparable) / len(comparable) if comparable else None
-        row = {"rewrite": name, "baseline": baseline, "form": form, "items": len(pairs), "skipped": dict(skipped)}
-        return {**row, **paired_gap(pairs), "same_answer": same}
-
-    def spread(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Lowest and highest accuracy over the rewrites, and their distance."""
-        found = [row["rewritten"] for row in rows if row["rewritten"] is not None]
-        if not found:
-            return {"lowest": None, "highest": None, "spread": None}
-        return {"lowest": min(found), "highest": max(found), "spread": max(found) - min(found)}
+        row = {"rewrite": name, "baseline": baseline, "form": form, "items": len(both), "skipped": dict(skipped)}
+        found = gap_of([before[item] for item in both], [after[item] for item in both], baseline == form)
+        return {**row, **found, "same_answer": same}
 
     def consistency(self) -> dict[str, float]:
         """By form of the original: share of the items that get the same answer as it stands and under all rewrites
         whose answer is one of the original options."""
         shares = {}
-        for form, of_form in self._said.items():
+        for form, of_form in self._chosen.items():
             several = [said for said in of_form.values() if len(said) > 1]
             same = sum(len(set(said)) == 1 and VARIES not in said for said in several)
             if several:
@@ -185,20 +198,32 @@ class _Asking:
         return shares
 
 
-def _gathered(result: FormResult, items: Sequence[Item]) -> dict[str, Answer]:
-    """What was said to each original: right only where all items made of it were asked and are right."""
+def _is_same(one: Item, other: Item) -> bool:
+    """Whether two items are asked alike: the first rotation of the options is the original."""
+    return all(getattr(one, name) == getattr(other, name) for name in ("question", "choices", "context", "shape"))
+
+
+def _gathered(result: FormResult, items: Sequence[Item], again: Collection[str] = ()) -> dict[str, Answer]:
+    """What was said to each original for which all items made of it were asked. `again`: ids of those that are the
+    original itself."""
     found = {each.id: each for each in result.per_item}
     by_origin: dict[str, list[Item]] = {}
     for item in items:
         by_origin.setdefault(origin_of(item), []).append(item)
     answers = {}
     for origin, variants in by_origin.items():
-        said = [found[item.id] for item in variants if item.id in found]
-        if len(said) < len(variants) or any(each.correct is None for each in said):
+        asked = [(item, found[item.id]) for item in variants if item.id in found]
+        if len(asked) < len(variants) or any(each.correct is None for _, each in asked):
             continue
-        options = {_option(item, each.chosen) for item, each in zip(variants, said, strict=True)}
+        options = {_option(item, each.chosen) for item, each in asked}
         chosen = None if None in options else options.pop() if len(options) == 1 else VARIES
-        answers[origin] = Answer(all(bool(each.correct) for each in said), chosen)
+        said = tuple(
+            Said(len(item.choices), item.gold or 0, each.chosen, bool(each.correct))
+            for item, each in asked
+            if item.id not in again or len(asked) == 1
+        )
+        all_right = all(each.correct for _, each in asked) if len(asked) > 1 else None
+        answers[origin] = Answer(said, all_right, chosen)
     return answers
 
 
@@ -210,22 +235,68 @@ def _option(item: Item, chosen: int | None) -> int | None:
     return order[chosen]
 
 
-def paired_gap(pairs: Sequence[tuple[bool, bool]]) -> dict[str, Any]:
-    """(original right, rewritten right) of each item -> both accuracies, the gap with its 95 % interval (Bonett and
-    Price: a normal interval with one more item on either side, good for few items too), and McNemar's exact p."""
-    total = len(pairs)
-    if not total:
-        return {"original": None, "rewritten": None, "gap": None, "gap_interval": None, "p": None}
-    lost = sum(before and not after for before, after in pairs)
-    won = sum(after and not before for before, after in pairs)
-    middle = (lost - won) / (total + 2)
-    half = Z95 * math.sqrt(((lost + won + 2) / (total + 2) - middle**2) / (total + 2))
-    changed = lost + won
-    tail = sum(math.comb(changed, number) for number in range(min(lost, won) + 1))
-    return {
-        "original": sum(before for before, _ in pairs) / total,
-        "rewritten": sum(after for _, after in pairs) / total,
-        "gap": (lost - won) / total,
-        "gap_interval": (max(-1.0, middle - half), min(1.0, middle + half)),
-        "p": min(1.0, 2 * tail / 2**changed),
-    }
+# ---- the gap --------------------------------------------------------------------------------------------------
+
+
+def gap_of(before: Sequence[Answer], after: Sequence[Answer], is_same_form: bool) -> dict[str, Any]:
+    """The answers to some originals and to what was made of them -> both accuracies, what a guesser would get of each,
+    the expected accuracy, and the gap with its interval and p.
+
+    Of originals right with accuracy a, where a guesser has g, the share (1 - a) / (1 - g) is not known; guessed in the
+    rewritten items, where a guesser has h, these give an accuracy of 1 - (1 - h) (1 - a) / (1 - g). Never more than
+    a: where fewer options are left (R6), they may be those that mislead this model."""
+    names = ("original", "guess", "rewritten", "rewritten_guess", "expected", "all_right", "gap", "gap_interval", "p")
+    if not before:
+        return dict.fromkeys(names)
+    said = [[each for answer in answers for each in answer.said] for answers in (before, after)]
+    seen = [said[0] + said[1]] * 2 if is_same_form else said
+    guess, later = (_guesser(answers, each) for answers, each in zip((before, after), seen, strict=True))
+    scale = max(1.0, (1 - later) / max(1 - guess, 1 / (len(before) + 1)))
+    original, rewritten = ([answer.right for answer in answers] for answers in (before, after))
+    gaps = [1 - scale * (1 - one) - other for one, other in zip(original, rewritten, strict=True)]
+    all_right = [answer.all_right for answer in after if answer.all_right is not None]
+    gap, interval, p = _mean_gap(gaps)
+    expected = 1 - scale * (1 - fmean(original))
+    of_all = fmean(all_right) if all_right else None
+    values = (fmean(original), guess, fmean(rewritten), later, expected, of_all, gap, interval, p)
+    return dict(zip(names, values, strict=True))
+
+
+def _guesser(answers: Sequence[Answer], seen: Sequence[Said]) -> float:
+    """The accuracy of a guesser who likes each place among the options as the model does. The liking shows where the
+    model is wrong: how often it chose a place of those times when that place was wrong."""
+    likings: dict[int, list[float]] = {}
+    for options in {each.options for each in seen if each.options}:
+        mine = [each for each in seen if each.options == options]
+        wrong = Counter(each.chosen for each in mine if not each.correct)
+        chances = [sum(each.gold != place for each in mine) for place in range(options)]
+        usual = wrong.total() / max(1, sum(chances))
+        rates = [(wrong[place] + usual) / (chances[place] + 1) for place in range(options)]
+        likings[options] = [rate / sum(rates) if usual else 1 / options for rate in rates]
+    return fmean(
+        fmean(likings[each.options][each.gold] if each.options else 0.0 for each in answer.said) for answer in answers
+    )
+
+
+def _mean_gap(gaps: Sequence[float]) -> tuple[float, tuple[float, float], float]:
+    """The mean, its 95 % interval and two-sided p: a normal interval with one more item on either side, good for few
+    items too (Bonett and Price, for gaps of -1, 0 and 1)."""
+    total = len(gaps) + 2
+    middle = math.fsum(gaps) / total
+    error = math.sqrt(((math.fsum(gap**2 for gap in gaps) + 2) / total - middle**2) / total)
+    interval = (max(-1.0, middle - Z95 * error), min(1.0, middle + Z95 * error))
+    return fmean(gaps), interval, math.erfc(abs(middle) / error / math.sqrt(2))
+
+
+def gap_spread(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+    """The least and the largest gap of the rows that are asked in the same forms; others cannot be compared."""
+    gaps: dict[str, list[float]] = {}
+    for row in rows:
+        if row["gap"] is not None:
+            gaps.setdefault(forms_words(row), []).append(row["gap"])
+    return {forms: (min(found), max(found)) for forms, found in gaps.items() if len(found) > 1}
+
+
+def forms_words(row: Mapping[str, Any]) -> str:
+    """The form of the original and, if it is another, that of the rewritten items."""
+    return row["form"] if row["form"] == row["baseline"] else f"{row['baseline']} → {row['form']}"

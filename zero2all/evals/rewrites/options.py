@@ -128,7 +128,7 @@ def _two_options(item: Item, rng: random.Random) -> Item | None:
 OPTIONS = (
     *(_relabel(name) for name in LABEL_SETS),
     Rewrite("R1.bullets", "options with a dash each; the text is the answer", of_choices(_bullets), "choice", "cloze"),
-    Rewrite("R2", "options in every rotation; right only if all are", of_choices(_rotations), "choice", "choice"),
+    Rewrite("R2", "options in every rotation", of_choices(_rotations), "choice", "choice"),
     Rewrite("R3", "the right option becomes `none of the others`", of_choices(_gold_is_none), "choice", "choice"),
     Rewrite("R4", "a wrong option becomes `none of the others`", of_choices(_distractor_is_none), "choice", "choice"),
     Rewrite("R5", "one of several right options; or: which is wrong?", of_choices(_which_is_wrong), "choice", "choice"),

@@ -1,14 +1,17 @@
-"""R7 to R10, R13, R15 and three more: the question in another shape, with more around it, or in other words."""
+"""R7 to R11, R13, R15 and three more: the question in another shape, with more around it, in other words or letters."""
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 from zero2all.evals.items import BLANK, CONTINUE, QUESTION, SENTENCE, Item
+from zero2all.evals.ngrams import simplified_of
 from zero2all.evals.rewrites.base import Rewrite, of_choices, with_options
-from zero2all.evals.rewrites.options import language_of
+from zero2all.evals.rewrites.options import labelled, language_of
 
 IRRELEVANT = {
     "en": ("Tom is wearing a red coat today.", "It rained a little in the morning.", "The shop closes at six."),
@@ -99,5 +102,109 @@ WORDING = (
     Rewrite("R15", "question in the other language, same options", of_choices(_other_language)),
     Rewrite("R16", "all `question + answer X` in the context", of_choices(_all_statements), "cloze", "cloze"),
     Rewrite("R18.one", "another wording of the question", _paraphrase),
-    Rewrite("R18.all", "all other wordings; right only if all are", _paraphrases),
+    Rewrite("R18.all", "all other wordings", _paraphrases),
+)
+
+
+FULL_WIDTH = {code: code + 0xFEE0 for code in range(0x21, 0x7F)}
+HALF_WIDTH = {full: half for half, full in FULL_WIDTH.items()}
+DIGITS = "零一二三四五六七八九"
+SMALL = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+)
+SMALL_WORDS = (*SMALL.split(), "eighteen", "nineteen")
+TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+
+
+def _everywhere(item: Item, table: dict[int, int] | dict[int, str]) -> Item:
+    choices = tuple(choice.translate(table) for choice in item.choices)
+    return replace(
+        item,
+        question=item.question.translate(table),
+        context=item.context.translate(table),
+        choices=choices,
+        answer=item.answer.translate(table),
+    )
+
+
+def _changed(before: Item, after: Item) -> Sequence[Item]:
+    """The rewritten item, if anything is otherwise."""
+    same = (before.question, before.context, before.choices) == (after.question, after.context, after.choices)
+    return () if same else (after,)
+
+
+def _width(item: Item, _: random.Random) -> Sequence[Item]:
+    """Letters, digits and signs in the other width: full in Chinese texts, where they stand beside Han."""
+    if item.language != "zh":
+        return ()
+    full = _everywhere(item, FULL_WIDTH)
+    return _changed(item, full) or _changed(item, _everywhere(item, HALF_WIDTH))
+
+
+def _traditional(item: Item, _: random.Random) -> Sequence[Item]:
+    return _changed(item, _everywhere(item, traditional_table())) if item.language == "zh" else ()
+
+
+@cache
+def traditional_table() -> dict[int, str]:
+    """Simplified Han character -> its traditional form, where there is one only."""
+    forms: dict[str, list[str]] = {}
+    for traditional, simplified in simplified_of().items():
+        forms.setdefault(simplified, []).append(traditional)
+    return {ord(simplified): found[0] for simplified, found in forms.items() if len(found) == 1}
+
+
+def chinese_numeral(number: int) -> str:
+    """0 to 99 in Chinese: 12 is 十二."""
+    tens, ones = divmod(number, 10)
+    if not tens:
+        return DIGITS[ones]
+    return (DIGITS[tens] if tens > 1 else "") + "十" + (DIGITS[ones] if ones else "")
+
+
+def english_numeral(number: int) -> str:
+    """0 to 99 in English: 42 is forty-two."""
+    if number < len(SMALL_WORDS):
+        return SMALL_WORDS[number]
+    tens, ones = divmod(number, 10)
+    return TENS[tens - 2] + (f"-{SMALL_WORDS[ones]}" if ones else "")
+
+
+def _numerals(item: Item, _: random.Random) -> Sequence[Item]:
+    """Whole numbers below 100 in the question, in words."""
+    if item.shape not in (QUESTION, CONTINUE):
+        return ()
+    spell = chinese_numeral if item.language == "zh" else english_numeral
+    alone = r"(?<![\d.,A-Za-z])(?:0|[1-9]\d?)(?![\d.,%A-Za-z]*[\dA-Za-z%])"
+    asked = re.sub(alone, lambda found: spell(int(found.group())), item.question)
+    return _changed(item, replace(item, question=asked))
+
+
+INSTRUCTIONS = {
+    "en": ("Q: {}\nA:", "Here is a question. {}\nThe right answer is:", "{}\nReply:"),
+    "zh": ("问：{}\n答：", "请回答下面的问题。{}\n正确答案是：", "{}\n回答："),
+}
+
+
+def _instruction(item: Item, _: random.Random) -> Sequence[Item]:
+    """Other words around the question."""
+    if item.shape != QUESTION:
+        return ()
+    passage = f"{item.context}\n" if item.context else ""
+    templates = INSTRUCTIONS[language_of(item)]
+    return [
+        replace(item, question=passage + each.format(item.question), context="", shape=CONTINUE) for each in templates
+    ]
+
+
+def _options_first(item: Item, _: random.Random) -> Item | None:
+    return labelled(item, "ABCDEFGHIJ", options_first=True)
+
+
+SURFACE = (
+    Rewrite("R11.width", "letters and digits in the other width", _width),
+    Rewrite("R11.traditional", "traditional Han", _traditional),
+    Rewrite("R11.numerals", "numbers in words", _numerals),
+    Rewrite("R11.wording", "other words around it", of_choices(_instruction), "cloze", "cloze"),
+    Rewrite("R11.options_first", "options before the question", of_choices(_options_first), "choice", "cloze"),
 )

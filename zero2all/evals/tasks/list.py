@@ -17,11 +17,8 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.files import crc32c_of
 from zero2all.common.schema import nearest_hint
 from zero2all.evals.items import Task, check_forms
-from zero2all.evals.tasks.everyday import EVERYDAY
-from zero2all.evals.tasks.exams import EXAMS
 from zero2all.evals.tasks.own import own_reader
-from zero2all.evals.tasks.reading import READING
-from zero2all.evals.tasks.solving import SOLVING
+from zero2all.evals.tasks.public import EVERYDAY, EXAMS, READING, SOLVING
 
 READERS = {reader.name: reader for reader in (*EXAMS, *EVERYDAY, *READING, *SOLVING)}
 SHARED_FOLDERS = {"arc_easy": "arc", "arc_challenge": "arc"}

@@ -3,7 +3,8 @@
     {"question": "首都是？", "choices": ["北京", "上海"], "answer": "北京"}
     {"question": "2 + 2 =", "answer": "4"}
 
-`answer` is the text of the right choice, its letter, or (in JSON) its number from 0. A CSV has the choices in columns
+`answer` is the text of the right choice, its letter, or (in JSON) its number from 0; without choices, a text or a list
+of texts that are all right. A CSV has the choices in columns
 A, B, C, … or in one column, separated by |. May be given as well: id, context, subject, language (en, zh), and shape:
 `continue` for a text that goes on with the right choice, without the words Question and Answer around it (The capital
 of France is → Paris). Files with train or dev in their name give the examples of few-shot prompts.
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from zero2all.evals.items import CONTINUE, LABELS, NOT_READABLE, QUESTION, Item, ItemError
+from zero2all.evals.items import CONTINUE, LABELS, NO_ANSWER, NOT_READABLE, QUESTION, Item, ItemError
 from zero2all.evals.tasks.files import DataFile, cell, text
 from zero2all.evals.tasks.reader import Reader, gold_of, with_choices
 
@@ -33,16 +34,22 @@ def _own(row: Any, _: DataFile) -> Iterator[Item]:
     if more["shape"] not in (QUESTION, CONTINUE):
         raise ItemError(NOT_READABLE, f"the shape is {more['shape']!r}, not {QUESTION} or {CONTINUE}")
     name = str(row.get("id") or "")
+    answers = [str(each).strip() for each in answer] if isinstance(answer, list) else [str(answer).strip()]
     if not choices:
-        yield Item(name, question, answer=str(answer).strip(), **more)
+        if not answers:
+            raise ItemError(NO_ANSWER, "it has no right answer")
+        yield Item(name, question, answer=answers[0], **more, extra={"aliases": answers[1:]} if answers[1:] else {})
         return
+    if isinstance(answer, list):
+        reason = f"it has {len(answers)} answers and choices; a question with choices has one answer"
+        raise ItemError(NOT_READABLE, reason)
     labels = LABELS[: len(choices)]
     if isinstance(answer, int):
         gold = answer
-    elif answer.strip() in choices:
-        gold = choices.index(answer.strip())
+    elif answers[0] in choices:
+        gold = choices.index(answers[0])
     else:  # a letter, or a text that is no option: then the texts are listed
-        gold = gold_of(answer.strip(), list(labels) if len(answer.strip()) == 1 else choices)
+        gold = gold_of(answers[0], list(labels) if len(answers[0]) == 1 else choices)
     yield replace(with_choices(question, choices, gold, **more), id=name)
 
 

@@ -15,6 +15,7 @@ from zero2all.common.cores import allowed_cpus, quota_cores, read
 from zero2all.common.files import human_bytes
 from zero2all.common.language import translate as t
 from zero2all.common.memory import available_memory
+from zero2all.limits.states import CHECKPOINT_BYTES
 from zero2all.parallel.network import fast_ports
 from zero2all.perf.doctor.finding import Finding, Grade
 
@@ -132,7 +133,10 @@ def look_at_disk(folder: Path) -> Iterator[Finding]:
     space = os.statvfs(there)
     free = space.f_bavail * space.f_frsize
     found = f"{there}: {human_bytes(free)} free ({kind or 'kind of disk unknown'})"
-    why = "A checkpoint takes 12 bytes per parameter, and three are kept; packed text 2 to 4 bytes per token."
+    why = (
+        f"A checkpoint takes {CHECKPOINT_BYTES:g} bytes per parameter with AdamW, and three are kept; packed text 2 to "
+        f"4 bytes per token."
+    )
     grade: Grade = "error" if free < TOO_LITTLE_DISK else "warning" if free < LITTLE_DISK else "ok"
     advice = "" if grade == "ok" else "Free space, or choose another workspace with --work."
     yield Finding("disk", grade, found, "" if grade == "ok" else why, advice)
@@ -187,7 +191,7 @@ def _disk_speed(folder: Path, free: int) -> Finding:
     speed = written / write_seconds
     found = f"written with fsync {speed / 1e6:,.0f} MB/s, read {read_speed / 1e6:,.0f} MB/s ({written >> 20} MiB)"
     if speed < SLOW_DISK:
-        why = "A checkpoint of 1 B parameters has 12 GB: two minutes at 100 MB/s."
+        why = f"A checkpoint of 1 B parameters has {CHECKPOINT_BYTES:g} GB with AdamW: two minutes at 100 MB/s."
         return Finding("disk", "warning", found, why, "Use a faster disk for the workspace, or save less often.")
     return Finding("disk", "ok", found)
 

@@ -8,15 +8,13 @@ text never uses for it. Asking in those wordings shows whether the model learned
     stories     a story grammar, and questions about the story just told
     language    the two languages, whose words are in en.json and zh.json
     generator   documents in the right proportions
-    probes      the questions to ask a trained model
-    pairs       true and false sentences for it to tell apart
+    questions   what to ask a trained model: probes, contrast pairs, benchmark tasks
 
 Everything follows from `seed`: the same documents, probes and pairs in every process and Python version.
 """
 
 from zero2all.quickstart.world.generator import Document, documents
 from zero2all.quickstart.world.language import LANGUAGES
-from zero2all.quickstart.world.pairs import pairs
-from zero2all.quickstart.world.probes import probes
+from zero2all.quickstart.world.questions import pairs, probes
 
 __all__ = ["LANGUAGES", "Document", "documents", "pairs", "probes"]

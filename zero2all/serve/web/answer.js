@@ -1,8 +1,10 @@
 // One answer while it is written: the request, what has come of it, and how fast.
 
 import { ServerError, stream } from './api.js';
+import { whole } from './format.js';
 import { state } from './state.js';
 import { Clusters, readTokens } from './tokens.js';
+import { t } from './words.js';
 
 const ALTERNATIVES = 8;
 const LARGEST_SEED = 2 ** 31 - 1;
@@ -16,7 +18,8 @@ export class Answer {
 		this.text = '';
 		this.clusters = null; // where probabilities were asked for
 		this.state = 'waiting'; // writing, then stop, length, stopped or failed
-		this.error = '';
+		this.failure = null; // {key, values} of the words for what went wrong
+		this.dropped = 0; // messages that the model had no room for
 		this.usage = null;
 		this.asked = performance.now();
 		this.controller = new AbortController();
@@ -27,11 +30,21 @@ export class Answer {
 		return !['waiting', 'writing'].includes(this.state);
 	}
 
+	// In the language that the page has now.
+	get error() {
+		return this.failure && t(this.failure.key, this.failure.values);
+	}
+
+	get isTooLong() {
+		return /TooLong$/.test(this.failure?.key);
+	}
+
 	// `content` is {messages} or {prompt}.
 	body(model, content) {
 		const { temperature, top_k, top_p, min_p, repetition_penalty, max_tokens, stop } = state.settings;
-		const body = { model, ...content, temperature, top_k, top_p, min_p, repetition_penalty, max_tokens, seed: this.seed };
+		const body = { model: model.id, ...content, temperature, top_k, top_p, min_p, repetition_penalty, max_tokens, seed: this.seed };
 		Object.assign(body, { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } });
+		if (content.messages) body.truncation = 'auto';
 		if (stops(stop).length) body.stop = stops(stop);
 		if (state.probabilities) Object.assign(body, content.messages ? { logprobs: true, top_logprobs: ALTERNATIVES } : { logprobs: ALTERNATIVES });
 		return body;
@@ -49,15 +62,20 @@ export class Answer {
 			if (!this.isOver) this.state = 'stop';
 		} catch (error) {
 			this.state = error.name === 'AbortError' ? 'stopped' : 'failed';
-			this.error = error.name === 'AbortError' ? '' : error.message;
-			if (!(error instanceof ServerError) && error.name !== 'AbortError') console.error(error);
+			if (error.key === 'tooLong') this.failure = { key: content.messages ? 'messageTooLong' : 'textTooLong', values: { max: whole(model.z2a.max_len) } };
+			else if (error instanceof ServerError) this.failure = error;
+			else if (this.state === 'failed') {
+				this.failure = { key: 'pageFailed', values: { message: error.message } };
+				console.error(error);
+			}
 		}
 		this.clusters?.close();
 		onChange();
 	}
 
-	take({ choices, usage }) {
+	take({ choices, usage, dropped_messages: dropped = 0 }) {
 		if (usage) this.usage = usage;
+		this.dropped = dropped;
 		const [choice] = choices ?? [];
 		if (!choice) return;
 		const text = choice.delta?.content ?? choice.text ?? '';

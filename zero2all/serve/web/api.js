@@ -5,11 +5,12 @@ import { t } from './words.js';
 const [UNREACHABLE, CUT] = [0, 1]; // instead of a status
 const KNOWN = { [UNREACHABLE]: 'unreachable', [CUT]: 'cut', 401: 'needsToken', 413: 'tooLarge', 429: 'busy', loading: 'loadingModel', draining: 'ending', context_length_exceeded: 'tooLong' };
 
-// An error to show: in the words of the page where its kind is known, then in the server's.
+// An error to show: in the words of the page where its kind is known, else with the server's.
 export class ServerError extends Error {
 	constructor(status, { message = '', code = '' } = {}) {
-		super([t(KNOWN[code] ?? KNOWN[status] ?? (status < 500 ? 'refused' : 'broken')), message].filter(Boolean).join(' '));
-		this.status = status;
+		const key = KNOWN[code] ?? KNOWN[status] ?? (status < 500 ? 'refused' : 'broken');
+		super(t(key, { message }));
+		Object.assign(this, { status, key, values: { message } });
 	}
 }
 

@@ -120,6 +120,12 @@ export class Chat {
 		this.draw();
 	}
 
+	beginEdit(place) {
+		this.editing = { place, text: this.conversation.messages[place].content };
+		this.draw();
+		byId('editing').focus();
+	}
+
 	edit(place, text) {
 		this.stop();
 		const { messages } = this.conversation;
@@ -133,7 +139,9 @@ export class Chat {
 		const { conversation } = this;
 		this.editing = null;
 		const { system } = state.settings;
-		const said = conversation.messages.filter(({ content }) => content).map(({ role, content }) => ({ role, content }));
+		// A message that got no answer is not sent again, as in the terminal.
+		const isUnanswered = (next) => next?.role === 'assistant' && !next.content;
+		const said = conversation.messages.filter(({ content }, place, all) => content && !isUnanswered(all[place + 1])).map(({ role, content }) => ({ role, content }));
 		const messages = [...(system.trim() ? [{ role: 'system', content: system }] : []), ...said];
 		const content = { messages };
 		if (begun?.text) {
@@ -148,8 +156,9 @@ export class Chat {
 		this.draw();
 		this.onHistory();
 		this.toEnd();
-		await answer.write(this.model.id, content, () => {
+		await answer.write(this.model, content, () => {
 			message.content = (begun?.text ?? '') + answer.text;
+			message.dropped = answer.dropped;
 			message.finish = answer.isOver ? answer.state : undefined;
 			this.drawSoon();
 		});
@@ -194,7 +203,7 @@ export class Chat {
 	drawNotes() {
 		const notes = [];
 		if (!this.conversation.messages.length) {
-			notes.push(h('div', { class: 'blank' }, h('h2', {}, t('empty')), h('p', {}, t(this.model?.z2a?.chat === 'frame' ? 'frame' : 'noHistory'))));
+			notes.push(h('div', { class: 'blank' }, h('h2', {}, t('empty')), h('p', {}, t({ frame: 'frame', plain: 'plain' }[this.model?.z2a?.chat] ?? 'noHistory'))));
 		}
 		if (this.isKept === false) notes.push(h('p', { class: 'notice warn', role: 'alert' }, t('notKept')));
 		this.notes.replaceChildren(...notes);
@@ -223,14 +232,16 @@ export class Chat {
 		const isUser = message.role === 'user';
 		message.body = h('div', { class: 'body' });
 		message.spans = null;
-		const tools = [tool('copy', () => copy(message.content)), isUser && tool('edit', () => { this.editing = { place, text: message.content }; this.draw(); byId('editing').focus(); })];
+		const tools = [tool('copy', () => copy(message.content)), isUser && tool('edit', () => this.beginEdit(place))];
 		const item = h('article', { class: `message ${message.role}`, 'aria-busy': message.answer && !message.answer.isOver ? 'true' : null },
 			h('header', {}, h('b', {}, isUser ? t('you') : (this.model?.id ?? '…')), h('span', { class: 'message-tools' }, tools)));
 		if (place === this.editing?.place) item.append(this.editor());
 		else {
 			item.append(message.body);
 			this.drawBody(message);
-			if (message.answer?.error) item.append(failure(message.answer.error, () => this.regenerate()));
+			if (message.dropped) item.append(h('p', { class: 'hint' }, t('dropped', { count: message.dropped })));
+			const { error, isTooLong } = message.answer ?? {};
+			if (error) item.append(failure(error, isTooLong ? tool('edit', () => this.beginEdit(place - 1)) : tool('tryAgain', () => this.regenerate())));
 		}
 		return item;
 	}

@@ -111,7 +111,7 @@ export class Continue {
 		this.marks = [...this.marks, mark];
 		this.area.readOnly = true; // it grows at its end
 		this.draw();
-		await answer.write(this.model.id, { prompt }, () => {
+		await answer.write(this.model, { prompt }, () => {
 			const written = answer.text.replace(/\r\n?/g, '\n'); // as a text area has it
 			this.text = prompt + written;
 			mark.length = written.length;
@@ -160,8 +160,8 @@ export class Continue {
 		this.area.ariaLabel = t('text');
 		this.area.placeholder = t('textHint');
 		this.drawBehind();
-		const error = this.answer?.error;
-		this.notes.replaceChildren(...(error ? [failure(error, () => this.goOn())] : []));
+		const { error, isTooLong } = this.answer ?? {};
+		this.notes.replaceChildren(...(error ? [failure(error, !isTooLong && tool('tryAgain', () => this.goOn()))] : []));
 		this.drawTools();
 		showReadout(this.line, this.answer, this.model);
 	}

@@ -8,7 +8,7 @@ import { count, whole } from './format.js';
 import { drawHistory } from './history.js';
 import { Panel } from './panel.js';
 import { drawSettings, markDefaults } from './settings.js';
-import { change, onChange, readState, state } from './state.js';
+import { change, onChange, readState, state, takeUsual } from './state.js';
 import { legend } from './tokentext.js';
 import { language, t } from './words.js';
 
@@ -42,6 +42,8 @@ async function look() {
 		if (!model || problem) { // after a pause it may be another one
 			const { data } = await get('v1/models');
 			model = chat.model = text.model = data[0];
+			takeUsual(model.z2a?.sampling);
+			drawSettings();
 			document.title = `${model.id} · ${t('title')}`;
 			drawBar();
 			drawView();

@@ -1,7 +1,7 @@
 // Taking text away: to the clipboard, or as a file.
 
 import { announce, h } from './dom.js';
-import { state } from './state.js';
+import { allSettings } from './state.js';
 import { t } from './words.js';
 
 export async function copy(text) {
@@ -39,7 +39,7 @@ const tokensOf = ({ clusters }) => clusters?.all.flatMap(({ tokens }) => tokens)
 // `messages` of a chat; the last of them may know its tokens.
 export function saveJson(model, messages) {
 	const plain = messages.map(({ role, content, seed, finish, answer }) => ({ role, content, seed, finish_reason: finish, logprobs: answer && tokensOf(answer) }));
-	saveFile(`chat-${stamp()}.json`, 'application/json', JSON.stringify({ model, settings: state.settings, messages: plain }, null, '\t'));
+	saveFile(`chat-${stamp()}.json`, 'application/json', JSON.stringify({ model, settings: allSettings(), messages: plain }, null, '\t'));
 }
 
 export function saveMarkdown(model, messages) {
@@ -51,5 +51,5 @@ export const saveText = (text) => saveFile(`text-${stamp()}.md`, 'text/markdown'
 
 export function saveTextJson(model, text, marks) {
 	const written = marks.map(({ start, length, answer }) => ({ start, length, seed: answer?.seed, logprobs: answer && tokensOf(answer) }));
-	saveFile(`text-${stamp()}.json`, 'application/json', JSON.stringify({ model, settings: state.settings, text, written }, null, '\t'));
+	saveFile(`text-${stamp()}.json`, 'application/json', JSON.stringify({ model, settings: allSettings(), text, written }, null, '\t'));
 }

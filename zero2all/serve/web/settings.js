@@ -6,13 +6,14 @@ import { tool } from './tools.js';
 import { t } from './words.js';
 
 // A number that is not allowed is not used, and said to be wrong; '' is allowed where it is the default.
-function numberInput(name, { usual, min, max, step }) {
+function numberInput(name, { min, max, step }) {
+	const mayBeEmpty = name === 'seed';
 	const wrong = h('p', { class: 'wrong', id: `wrong-${name}`, role: 'alert', hidden: true }, t('between', { min, max }));
 	const input = h('input', {
-		type: 'number', id: `set-${name}`, min, max, step: step === 1 ? 1 : 'any', value: state.settings[name], placeholder: usual === '' ? t('seedNew') : '',
+		type: 'number', id: `set-${name}`, min, max, step: step === 1 ? 1 : 'any', value: state.settings[name] ?? '', placeholder: mayBeEmpty ? t('seedNew') : '',
 		autocomplete: 'off', 'aria-describedby': `why-${name} wrong-${name}`,
 		oninput: () => {
-			const isRight = input.value === '' ? usual === '' && !input.validity.badInput : input.validity.valid;
+			const isRight = input.value === '' ? mayBeEmpty && !input.validity.badInput : input.validity.valid;
 			wrong.hidden = isRight;
 			input.setAttribute('aria-invalid', String(!isRight));
 			if (isRight) changeSetting(name, input.value === '' ? '' : Number(input.value));

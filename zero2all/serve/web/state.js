@@ -1,20 +1,22 @@
 // What the person chose, kept in the browser. Theme and language may stand in the address instead, as on the board.
 
 export const SAMPLING = {
-	temperature: { usual: 0.7, min: 0, max: 2, step: 0.1 },
-	top_k: { usual: 50, min: 0, max: 100000, step: 1 },
-	top_p: { usual: 0.95, min: 0.01, max: 1, step: 0.01 },
-	min_p: { usual: 0, min: 0, max: 1, step: 0.01 },
-	repetition_penalty: { usual: 1, min: 0.1, max: 2, step: 0.05 },
-	max_tokens: { usual: 256, min: 1, max: 1000000, step: 1 },
-	seed: { usual: '', min: 0, max: 2147483647, step: 1 }, // '': another one for each answer
+	temperature: { min: 0, max: 2, step: 0.1 },
+	top_k: { min: 0, max: 100000, step: 1 },
+	top_p: { min: 0.01, max: 1, step: 0.01 },
+	min_p: { min: 0, max: 1, step: 0.01 },
+	repetition_penalty: { min: 0.1, max: 2, step: 0.05 },
+	max_tokens: { min: 1, max: 1000000, step: 1 },
+	seed: { min: 0, max: 2147483647, step: 1 },
 };
-const USUAL = { ...Object.fromEntries(Object.entries(SAMPLING).map(([name, { usual }]) => [name, usual])), stop: '', system: '' };
+// Seed '': another one for each answer. The rest is what the server says, which is what the terminal takes.
+const USUAL = { seed: '', stop: '', system: '' };
+const settings = (...changed) => Object.assign(Object.create(USUAL), ...changed); // what was not changed is read from USUAL
 const DEFAULTS = {
 	mode: '', // chat or continue; '': what suits the model
 	probabilities: false,
 	conversation: '', // id of the one that is open
-	settings: USUAL,
+	settings: settings(),
 	theme: '',
 	lang: '',
 };
@@ -43,7 +45,7 @@ export function write(key, value) {
 
 export function readState() {
 	const kept = read(KEPT) ?? {};
-	Object.assign(state, kept, { settings: { ...USUAL, ...kept.settings } });
+	Object.assign(state, kept, { settings: settings(kept.settings) });
 	const given = new URLSearchParams(location.hash.slice(1));
 	for (const name of ['lang', 'theme', 'mode']) if (given.get(name)) state[name] = given.get(name);
 }
@@ -55,7 +57,9 @@ export function change(values) {
 	for (const listener of listeners) listener(new Set(Object.keys(values)));
 }
 
-export const changeSetting = (name, value) => change({ settings: { ...state.settings, [name]: value } });
-export const usualSettings = () => change({ settings: { ...USUAL } });
-export const isUsual = () => JSON.stringify(state.settings) === JSON.stringify(USUAL);
+export const changeSetting = (name, value) => change({ settings: settings(state.settings, { [name]: value }) });
+export const usualSettings = () => change({ settings: settings() });
+export const isUsual = () => Object.entries(state.settings).every(([name, value]) => value === USUAL[name]);
+export const allSettings = () => ({ ...USUAL, ...state.settings });
+export const takeUsual = (values) => Object.assign(USUAL, values);
 export const onChange = (listener) => listeners.push(listener);

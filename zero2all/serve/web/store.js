@@ -15,7 +15,7 @@ export const remove = (id) => localStorage.removeItem(PREFIX + id);
 export const create = () => ({ id: `${Date.now()}-${Math.random().toString(36).slice(2, 8)}`, time: Date.now(), messages: [], draft: '' });
 
 // What is kept of a message: not its tokens, which are many times as large as its text.
-const plain = ({ role, content, seed, finish }) => ({ role, content, seed, finish });
+const plain = ({ role, content, seed, finish, dropped }) => ({ role, content, seed, finish, dropped });
 
 // Whether it could be kept; the oldest make room.
 export function keep(conversation) {

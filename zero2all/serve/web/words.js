@@ -52,8 +52,12 @@ const WORDS = {
 	notKept: ['The browser could not keep this conversation; save it as a file.', '浏览器无法保存此对话，请另存为文件。'],
 	empty: ['Ask something', '问点什么'],
 	frame: [
-		'This model has no chat template: it has learned to go on with text. Your messages are set out as a dialogue for it to go on with.',
-		'该模型没有对话模板，只学过续写文本：你的消息会被排成一段对话，由它接着写。',
+		'This is a base model: it continues text. Your message is written as a question, and what it writes next is the answer; earlier messages are not shown to it.',
+		'这是基座模型，只会续写文本：你的消息会写成一个问题，它接着写出回答；前面的消息不会给它看。',
+	],
+	plain: [
+		'This is a base model: it continues your text and was not trained to answer.',
+		'这是基座模型：只会续写你的文本，没有学过回答问题。',
 	],
 
 	text: ['Text', '文本'],
@@ -111,12 +115,21 @@ const WORDS = {
 
 	unreachable: ['The server cannot be reached. Is it still running?', '无法连接服务器，它还在运行吗？'],
 	cut: ['The connection broke before the end; what had arrived is kept.', '连接中途断开，已收到的内容已保留。'],
-	broken: ['The server failed:', '服务器出错：'],
-	refused: ['The server refused:', '服务器拒绝了请求：'],
+	broken: ['The server failed. It says: {message}', '服务器出错。服务器原文：{message}'],
+	refused: ['The server refused this. It says: {message}', '服务器拒绝了该请求。服务器原文：{message}'],
+	pageFailed: ['The page failed. Reload it; what you wrote is kept. ({message})', '页面出错，请刷新；已写的内容不会丢失。（{message}）'],
 	needsToken: ['The server needs its token: open the whole address that z2a serve printed.', '需要访问令牌：请打开 z2a serve 打印的完整地址。'],
 	loadingModel: ['The model is being loaded.', '模型正在加载。'],
-	tooLong: ['The text is longer than the model can read.', '文本超出了模型的上下文长度。'],
-	tooLarge: ['This is too much text for the server.', '文本过长，服务器无法接收。'],
+	messageTooLong: [
+		'The message is too long: the model reads at most {max} tokens, including the system message and the answer. Shorten the message, or send it in parts.',
+		'消息过长：模型最多读取 {max} 个词元，其中包括系统提示和回答。请缩短消息，或分几次发送。',
+	],
+	textTooLong: [
+		'The text is longer than the model can read: at most {max} tokens, including what it writes. Delete a part of it, such as its beginning.',
+		'文本超出了模型的上下文长度：最多 {max} 个词元，其中包括续写的部分。请删去一部分，例如开头。',
+	],
+	dropped: ['The oldest messages no longer fit into the context and are left out: {count}.', '上下文已放不下最早的 {count} 条消息，不再读取。'],
+	tooLarge: ['This is more text than the server takes at once. Shorten it.', '文本过长，服务器一次无法接收。请缩短。'],
 	busy: ['The server is busy; try again in a moment.', '服务器繁忙，请稍后重试。'],
 	ending: ['The server is ending.', '服务器正在关闭。'],
 };

@@ -13,9 +13,8 @@ without any cut (`learn` says when, and checks it).
     blocks      documents to arrays of code points; repairs and removed strings are counted here
     bigrams     pass 1: how often each pair of neighbouring characters occurs
     fragments   pass 2: the distinct fragments between cuts and their counts, in bounded memory
-    first_pass  what pass 1 counts, and the first guess at T
     counting    runs a pass over all parts with threads, and resumes it
     words       the fragments as one flat array of symbols
     merging     the merge loop
-    learn       all of it in order
+    learn       all of it in order, with the first guess at T and the memory each stage may take
 """

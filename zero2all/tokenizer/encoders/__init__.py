@@ -11,8 +11,7 @@ No encoder may return a control id: that is checked on every batch.
     kinds       the encoders (fastokens, numba, gigatoken, tiktoken, tokenizers), their options, and what they return
     tables      a vocabulary as arrays, for our own encoder (numba)
     kernels     our own encoder, compiled
-    parity      the comparison with the reference
-    choose      which encoder, with the reason
+    choose      which encoder, with the reason, and the comparison with the reference
 """
 
 from zero2all.tokenizer.encoders.choose import Encoder, open_encoder

@@ -16,8 +16,7 @@ import numpy as np
 from zero2all.common.errors import BadInputError
 from zero2all.common.progress import progress
 from zero2all.tokenizer.encoders import EncodedBatch
-from zero2all.tokenizer.lab.candidates import Candidate
-from zero2all.tokenizer.lab.text import CODE, FIXED_TEXTS, INDENTATION, NUMBERS, EvalText
+from zero2all.tokenizer.lab.candidates import CODE, FIXED_TEXTS, INDENTATION, NUMBERS, Candidate, EvalText
 from zero2all.tokenizer.text import is_utf8
 
 BATCH_DOCUMENTS = 128

@@ -3,6 +3,7 @@
 
 import { css, h, span } from './dom.js';
 import { axisValue, number } from './format.js';
+import { link } from './server.js';
 import { change, state } from './state.js';
 import { kindName, t } from './words.js';
 
@@ -58,12 +59,12 @@ export class Chart {
 	}
 
 	queries(isTail) {
-		const common = { axis: state.x, smooth: this.spec.raw ? 'none' : state.smooth, base: this.isDiff ? state.base : undefined };
+		const common = { axis: state.x, base: this.isDiff ? state.base : undefined };
 		const [low, high] = state.zoom ?? [];
 		const buckets = Math.min(MAX_BUCKETS, Math.round(this.width * Math.min(devicePixelRatio, 1.5)));
 		const asked = [];
 		for (const line of this.drawn()) {
-			const query = { ...common, run: line.run, metric: line.metric, low, high, count: buckets };
+			const query = { ...common, smooth: this.spec.raw || line.dots ? 'none' : state.smooth, run: line.run, metric: line.metric, low, high, count: buckets };
 			if (isTail && line.curve) asked.push({ line, query: { ...query, after: line.curve.end, count: 200 } });
 			else {
 				asked.push({ line, query });
@@ -177,14 +178,13 @@ export class Chart {
 			});
 		} else {
 			const alpha = lines.length <= 3 ? 0.2 : lines.length <= 8 ? 0.1 : 0;
-			const dots = this.spec.dots ? { show: true, size: 5 } : { size: 5 };
 			for (const line of lines) {
 				const first = series.length;
 				const edge = { stroke: alpha ? withAlpha(line.color, alpha) : undefined, width: 0.5, points: HIDDEN };
 				series.push(edge, edge);
 				if (alpha) bands.push({ series: [first, first + 1], fill: withAlpha(line.color, alpha) });
 				const isSmoothed = Boolean(line.curve.smooth);
-				series.push({ stroke: withAlpha(line.color, isSmoothed ? 0.35 : 1), width: isSmoothed ? 1 : 1.5, points: isSmoothed && !this.spec.dots ? { show: false } : dots });
+				series.push({ stroke: withAlpha(line.color, isSmoothed ? 0.35 : 1), width: isSmoothed ? 1 : 1.5, points: isSmoothed ? HIDDEN : { size: 5, ...(line.dots && { show: true }) } });
 				if (isSmoothed) series.push({ stroke: line.color, width: 1.75, points: HIDDEN });
 			}
 			for (const line of lines) {
@@ -388,11 +388,65 @@ export class Chart {
 		if (this.plot) this.plot.setSize({ width: this.width, height: this.box.clientHeight || 220 });
 	}
 
+	// ---- taking it away ----
+
+	// The plot with a title above and a legend below, on the colour of the page.
+	png() {
+		const { title, unit } = this.spec;
+		const source = this.plot.ctx.canvas;
+		const ratio = uPlot.pxRatio;
+		const [head, foot, edge] = [34 * ratio, 26 * ratio, 12 * ratio];
+		const canvas = h('canvas', { width: source.width + 2 * edge, height: source.height + head + foot });
+		const context = canvas.getContext('2d');
+		const font = css('--font');
+		context.fillStyle = css('--panel');
+		context.fillRect(0, 0, canvas.width, canvas.height);
+		context.textBaseline = 'middle';
+		context.fillStyle = css('--ink');
+		context.font = `600 ${14 * ratio}px ${font}`;
+		context.fillText(`${title}${unit && ` (${t(unit)})`}${this.isDiff ? ` (${t('diff')})` : ''}`, edge, head / 2);
+		context.drawImage(source, edge, head);
+		context.font = `${11 * ratio}px ${font}`;
+		let x = edge;
+		for (const line of this.drawn()) {
+			const width = context.measureText(line.label).width;
+			if (x + width > canvas.width - edge) break;
+			const y = head + source.height + foot / 2;
+			context.fillStyle = line.color;
+			context.fillRect(x, y - 4 * ratio, 8 * ratio, 8 * ratio);
+			context.fillStyle = css('--ink-2');
+			context.fillText(line.label, x + 12 * ratio, y);
+			x += width + 28 * ratio;
+		}
+		canvas.toBlob((blob) => {
+			const url = URL.createObjectURL(blob);
+			save(url, `${fileName(title)}.png`);
+			setTimeout(() => URL.revokeObjectURL(url), 10000);
+		});
+	}
+
+	// Every point, not what was drawn; one file per run.
+	csv() {
+		for (const id of new Set(this.lines.map((line) => line.run))) {
+			const metrics = this.lines.filter(({ run }) => run === id).map(({ metric }) => ['metric', metric]);
+			save(`${link('csv', { id })}&${new URLSearchParams(metrics)}`, `${fileName(`${id} ${this.spec.title}`)}.csv`);
+		}
+	}
+
 	destroy() {
 		this.plot?.destroy();
 		for (const line of this.lines) domain.ends.delete(`${this.spec.key} ${line.run} ${line.metric}`);
 	}
 }
+
+function save(url, name) {
+	const anchor = h('a', { href: url, download: name });
+	document.body.append(anchor);
+	anchor.click();
+	anchor.remove();
+}
+
+const fileName = (title) => title.replace(/[^\p{L}\p{N}._-]+/gu, '-').replace(/^-+|-+$/g, '').slice(0, 80) || 'chart';
 
 const isMove = (type) => /^mouse(move|leave)$/.test(type);
 const numbers = (column) => Array.from(column, (value) => (Number.isNaN(value) ? null : value));

@@ -25,5 +25,5 @@ export async function configTable(infos) {
 	draw();
 	const find = h('input', { type: 'search', placeholder: t('configFind'), 'aria-label': t('configFind'), oninput: later((event) => { search = event.target.value.toLowerCase(); draw(); }, 100) });
 	return h('div', { class: 'config' }, h('div', { class: 'row' }, find, toggle),
-		scroll(t('config'), h('table', { class: 'grid' }, infos.length > 1 ? h('thead', {}, h('tr', {}, h('td'), infos.map((info) => h('th', {}, info.name)))) : null, body)));
+		scroll(t('config'), h('table', { class: 'grid' }, infos.length > 1 && h('thead', {}, h('tr', {}, h('td'), infos.map((info) => h('th', {}, info.name)))), body)));
 }

@@ -31,8 +31,8 @@ export function eventList(ids, nameOf, open) {
 			span('num', whole(mark.step)),
 			span('kind', kindName(mark.kind)),
 			span('about', mark.kind === 'spike' ? `${mark.metric} ${number(mark.value)}` : (mark.note ?? '')),
-			ids.length > 1 ? span('of', nameOf(mark.run)) : null)));
-	return h('div', {}, h('ol', { class: 'events' }, rows), left ? h('p', { class: 'hint' }, t('eventsLeft', { count: LISTED })) : null);
+			ids.length > 1 && span('of', nameOf(mark.run)))));
+	return h('div', {}, h('ol', { class: 'events' }, rows), left > 0 && h('p', { class: 'hint' }, t('eventsLeft', { count: LISTED })));
 }
 
 // ---- the drawer ----

@@ -3,8 +3,6 @@
 import { Chart, color, domain } from './chart.js';
 import { button, css, h, later, span } from './dom.js';
 import { marksOf } from './events.js';
-import { pngOf, saveCsv } from './export.js';
-import { arrange } from './groups.js';
 import { curves } from './server.js';
 import { change, state } from './state.js';
 import { t } from './words.js';
@@ -14,6 +12,7 @@ const GROUPS = 30; // groups shown at first
 const FIRST_BATCH = 1; // charts in the first request, so that something is seen at once
 const BATCH = 10;
 
+const more = (count, onclick) => h('button', { class: 'plain more', onclick }, t('more', { count }));
 const viewNow = () => JSON.stringify([state.x, state.smooth, state.zoom, state.diff, state.base]);
 
 export class Grid {
@@ -41,11 +40,10 @@ export class Grid {
 		const sections = groups.slice(0, this.groups).map((group) => this.section(group, runs, kept));
 		const rest = groups.length - this.groups;
 		if (rest > 0) {
-			const grow = () => {
+			sections.push(more(Math.min(rest, GROUPS), () => {
 				this.groups += GROUPS;
 				this.render();
-			};
-			sections.push(h('button', { class: 'plain more', onclick: grow }, t('more', { count: Math.min(rest, GROUPS) })));
+			}));
 		}
 		for (const [key, card] of this.cards) {
 			if (kept.has(key)) continue;
@@ -74,10 +72,11 @@ export class Grid {
 		}, span('arrow'), title, span('many', String(group.charts.length)));
 		const cards = isShut ? [] : group.charts.slice(0, shown).map((spec) => this.card(spec, runs, group.key, kept));
 		const rest = group.charts.length - shown;
-		const more = !isShut && rest > 0
-			? h('button', { class: 'plain more', onclick: () => { this.pages.set(group.key, shown + 4 * PAGE); this.render(); } }, t('more', { count: Math.min(rest, 4 * PAGE) }))
-			: null;
-		return h('section', { class: `group ${group.key === 'loss' ? 'first' : cards.length === 1 ? 'lone' : ''}`, data: { group: group.key } }, h('h2', {}, fold), h('div', { class: 'cards' }, cards), more);
+		const grow = () => {
+			this.pages.set(group.key, shown + 4 * PAGE);
+			this.render();
+		};
+		return h('section', { class: `group ${['loss', 'channels'].includes(group.key) ? 'first' : cards.length === 1 ? 'lone' : ''}`, data: { group: group.key } }, h('h2', {}, fold), h('div', { class: 'cards' }, cards), !isShut && rest > 0 && more(Math.min(rest, 4 * PAGE), grow));
 	}
 
 	keyOf = (chart, runs) => `${runs.join(' ')} ${chart}`;
@@ -100,8 +99,8 @@ export class Grid {
 				span('unit', t(spec.unit)),
 				span('at'),
 				h('span', { class: 'tools' },
-					button('image', t('png'), () => pngOf(card.chart, spec), { data: { tool: 'png' } }),
-					button('table', t('csv'), () => saveCsv(card.chart), { data: { tool: 'csv' } }),
+					button('image', t('png'), () => card.chart?.plot && card.chart.png(), { data: { tool: 'png' } }),
+					button('table', t('csv'), () => card.chart?.csv(), { data: { tool: 'csv' } }),
 					button('expand', t('enlarge'), () => change({ wide: state.wide === spec.key ? '' : spec.key }), { data: { tool: 'wide' } }))));
 		card.element.card = card;
 		this.cards.set(key, card);
@@ -111,17 +110,17 @@ export class Grid {
 
 	lines({ spec, runs }) {
 		const isCompared = runs.length > 1;
-		return spec.metrics.flatMap(({ name, label, total }, place) =>
+		return spec.metrics.flatMap(({ name, label, total, held_out: isHeldOut }, place) =>
 			runs.filter((id) => this.infoOf(id).names.includes(name)).map((id) => {
-				const line = { run: id, metric: name, label: isCompared ? this.infoOf(id).name : label, place, total, curve: null, ghost: null };
+				const line = { run: id, metric: name, label: isCompared ? this.infoOf(id).name : isHeldOut ? t('heldOut', { name: label }) : name === 'loss' ? t('trainLoss') : label, channel: label, place, total, dots: spec.dots || isHeldOut, curve: null, ghost: null };
 				return Object.assign(line, { color: this.colorOf(line, runs), hasGhosts: this.infoOf(id).attempt > 1 && !spec.stacked });
 			}));
 	}
 
 	// A channel has the same colour in every chart, and in the pictures of `z2a plot`.
-	colorOf({ run, label, place, total }, runs) {
+	colorOf({ run, channel: name, place, total }, runs) {
 		if (total) return css('--ink');
-		const channel = this.infoOf(run).channels.indexOf(label);
+		const channel = this.infoOf(run).channels.indexOf(name);
 		return color(runs.length > 1 ? state.runs.indexOf(run) : channel < 0 ? place : 1 + (channel % 9));
 	}
 
@@ -220,4 +219,23 @@ export class Grid {
 			this.all((card) => card.chart?.plot && !cards.includes(card) && card.chart.draw(false));
 		}
 	}
+}
+
+// Which charts are shown: those of one run as the server arranged them, or of several runs, each metric by itself.
+
+// [{key, known, charts: [{key, title, unit, metrics: [{name, label, total}], stacked, dots, raw}]}]
+function arrange(infos, search) {
+	const wanted = search.trim().toLowerCase().split(/\s+/).filter(Boolean);
+	const isWanted = ({ name }) => wanted.every((word) => name.toLowerCase().includes(word));
+	const groups = new Map();
+	for (const group of infos.flatMap((info) => info.groups).sort((a, b) => a.rank - b.rank)) {
+		const charts = groups.get(group.key)?.charts ?? new Map();
+		for (const chart of group.charts) {
+			const metrics = chart.metrics.filter(isWanted);
+			if (infos.length === 1 && metrics.length > 1) charts.set(chart.key, { ...chart, metrics });
+			else for (const { name, held_out } of metrics) charts.set(name, { ...chart, key: name, title: name, metrics: [{ name, label: name, held_out }], stacked: false });
+		}
+		if (charts.size) groups.set(group.key, { ...group, charts });
+	}
+	return [...groups.values()].map((group) => ({ ...group, charts: [...group.charts.values()] }));
 }

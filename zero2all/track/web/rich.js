@@ -1,7 +1,7 @@
 // What a run wrote beside numbers: generated text, pictures, histograms, each over the steps of the run.
 
 import { color } from './chart.js';
-import { css, h, span } from './dom.js';
+import { h, span } from './dom.js';
 import { number, whole } from './format.js';
 import { get, link } from './server.js';
 import { t } from './words.js';
@@ -61,7 +61,7 @@ function heatMap(body, values) {
 	const context = canvas.getContext('2d');
 	const y = (value) => canvas.height * (1 - (value - low) / (high - low || 1));
 	const width = canvas.width / good.length;
-	context.fillStyle = color(0) || css('--accent');
+	context.fillStyle = color(0);
 	good.forEach(({ edges, counts }, place) => {
 		const densities = counts.map((many, bin) => many / Math.max(edges[bin + 1] - edges[bin], 1e-12));
 		const most = Math.max(...densities, 1e-12);

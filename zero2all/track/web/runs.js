@@ -9,11 +9,7 @@ import { t } from './words.js';
 
 export class RunList {
 	constructor() {
-		this.rows = new Map();
-		this.roots = [];
-		this.total = 0;
-		this.search = '';
-		this.version = 0;
+		Object.assign(this, { rows: new Map(), roots: [], total: 0, search: '', version: 0 });
 	}
 
 	async load() {
@@ -86,9 +82,7 @@ export class RunList {
 			h('button', { class: 'only', title: fullName(row), onclick: only, data: { focus: `only ${row.id}` } },
 				span('line', span('name', row.name), span('where', row.place), span('when', age(row.time))),
 				span('meta', statePill(row.state), span('num', step), span('num', row.loss === null ? '' : number(row.loss)))),
-			isOn && state.runs.length > 1
-				? button('flag', t('makeBaseline'), () => change({ base: state.base === row.id ? '' : row.id, diff: state.base !== row.id }), { 'aria-pressed': String(state.base === row.id), data: { tool: 'base' } })
-				: null);
+			isOn && state.runs.length > 1 && button('flag', t('makeBaseline'), () => change({ base: state.base === row.id ? '' : row.id, diff: state.base !== row.id }), { 'aria-pressed': String(state.base === row.id), data: { tool: 'base' } }));
 	}
 }
 

@@ -11,8 +11,8 @@ async function ask(path, options) {
 }
 
 const query = (values) => new URLSearchParams(Object.entries(values).filter(([, value]) => value !== undefined && value !== ''));
-export const get = async (path, values = {}) => (await ask(`api/${path}?${query(values)}`)).json();
-export const link = (path, values) => `api/${path}?${values instanceof URLSearchParams ? values : query(values)}`;
+export const link = (path, values) => `api/${path}?${query(values)}`;
+export const get = async (path, values) => (await ask(link(path, values))).json();
 
 const KINDS = { f32: Float32Array, f64: Float64Array };
 
@@ -38,16 +38,12 @@ export async function curves(queries) {
 // message brings the present versions, so nothing is missed.
 export class Live {
 	constructor(onMessage, onLine) {
-		this.onMessage = onMessage;
-		this.onLine = onLine;
-		this.runs = [];
-		this.list = 0;
+		Object.assign(this, { onMessage, onLine, runs: [], list: 0 });
 		document.addEventListener('visibilitychange', () => this.open());
 	}
 
 	follow(runs, list) {
-		this.runs = runs;
-		this.list = list;
+		Object.assign(this, { runs, list });
 		this.open();
 	}
 

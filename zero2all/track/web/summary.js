@@ -2,7 +2,7 @@
 
 import { color } from './chart.js';
 import { h, scroll, span } from './dom.js';
-import { age, axisValue, count, duration, number, whole } from './format.js';
+import { age, count, duration, number, whole } from './format.js';
 import { statePill } from './runs.js';
 import { state } from './state.js';
 import { t } from './words.js';
@@ -23,34 +23,35 @@ function leftOut(info) {
 	return Object.entries(info.problems ?? {}).map(([problem, times]) => `${problem} (${whole(times)})`).slice(0, 2).join(', ');
 }
 
+const ago = (time) => (time ? t('ago', { count: parseInt(time), unit: t(time.at(-1)) }) : t('now'));
 const share = (info) => (info.total ? Math.min(1, (info.step ?? 0) / info.total) : null);
 
 function single(info) {
 	const done = share(info);
 	const facts = [
 		[t('step'), whole(info.step), info.total ? t('of', { total: whole(info.total) }) : ''],
-		[t('loss'), number(info.loss), t('nats')],
+		[t('trainLoss'), number(info.loss), t('nats')],
 		[t('tokens'), count(info.tokens), ''],
-		[t('speed'), count(info.speed), t('tokensPerSecond')],
+		[t('speed'), count(info.speed), `${t('tokensPerSecond')}${info.state === 'running' ? '' : ` (${t('pointMean')})`}`],
 		[t('time'), info.time ? duration(info.time - info.start) : '–', info.left === null ? '' : t('eta', { time: duration(info.left) })],
-		[t('updated'), !info.time ? '–' : age(info.time) ? t('ago', { time: age(info.time) }) : t('now'), info.attempt > 1 ? t('attempt', { number: info.attempt }) : (info.host ?? '')],
+		[t('updated'), info.time ? ago(age(info.time)) : '–', info.attempt > 1 ? t('attempt', { number: info.attempt }) : (info.host ?? '')],
 	];
 	return h('div', { class: 'run-head' },
 		h('div', { class: 'title' }, h('h1', {}, info.name), statePill(info.gone ? 'gone' : info.state)),
-		h('dl', { class: 'facts' }, facts.map(([name, big, small]) => h('div', {}, h('dt', {}, name), h('dd', {}, big, small ? h('small', {}, small) : null)))),
-		done === null ? null : h('div', { class: 'progress', role: 'progressbar', 'aria-label': t('progress'), 'aria-valuenow': Math.round(100 * done) }, h('i', { vars: { width: `${100 * done}%` } })));
+		h('dl', { class: 'facts' }, facts.map(([name, big, small]) => h('div', {}, h('dt', {}, name), h('dd', {}, big, small !== '' && h('small', {}, small))))),
+		done !== null && h('div', { class: 'progress', role: 'progressbar', 'aria-label': t('progress'), 'aria-valuenow': Math.round(100 * done) }, h('i', { vars: { width: `${100 * done}%` } })));
 }
 
 function table(infos) {
-	const head = [t('runs'), t('step'), t('tokens'), t('loss'), t('speed'), t('time')];
+	const head = [t('runs'), t('step'), t('tokens'), t('trainLoss'), t('speed'), t('time')];
 	return [h('h1', {}, t('compared', { count: infos.length })), scroll(t('runs'), h('table', { class: 'grid compare' },
 		h('thead', {}, h('tr', {}, h('td'), head.map((name) => h('th', {}, name)))),
 		h('tbody', {}, infos.map((info) => h('tr', {},
 			h('td', {}, h('i', { class: 'chip', vars: { background: color(state.runs.indexOf(info.id)) } })),
-			h('td', {}, info.name, ' ', statePill(info.gone ? 'gone' : info.state), state.base === info.id ? span('base', t('baseline')) : null),
+			h('td', {}, info.name, ' ', statePill(info.gone ? 'gone' : info.state), state.base === info.id && span('base', t('baseline'))),
 			h('td', { class: 'num' }, whole(info.step)),
 			h('td', { class: 'num' }, count(info.tokens)),
 			h('td', { class: 'num' }, number(info.loss)),
 			h('td', { class: 'num' }, count(info.speed)),
-			h('td', { class: 'num' }, info.time ? axisValue('time', info.time - info.start) : '–'))))))];
+			h('td', { class: 'num' }, info.time ? duration(info.time - info.start) : '–'))))))];
 }

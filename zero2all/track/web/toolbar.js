@@ -42,7 +42,7 @@ export function drawToolbar(showHelp) {
 		h('button', { class: 'toggle', 'aria-pressed': String(state[name]), title, data: { toggle: name }, onclick: () => change({ [name]: !state[name] }) }, label);
 	const bar = byId('bar');
 	bar.replaceChildren(
-		button('menu', t('menu'), () => document.body.classList.toggle('runs-open'), { id: 'menu' }),
+		button('menu', t('runs'), () => document.body.classList.toggle('runs-open'), { id: 'menu' }),
 		h('a', { class: 'brand', href: '#', 'aria-label': `z2a ${t('title')}` }, h('img', { src: 'icon.svg', alt: '', width: 20, height: 20 }), h('span', {}, t('title'))),
 		search,
 		h('div', { class: 'controls' },
@@ -51,8 +51,8 @@ export function drawToolbar(showHelp) {
 			toggle('ylog', t('logY')),
 			toggle('xlog', t('logX')),
 			toggle('robust', t('robust')),
-			state.runs.length > 1 ? toggle('diff', t('diff'), t('diffLong')) : null,
-			state.zoom ? h('button', { class: 'plain reset', onclick: () => change({ zoom: null }) }, t('resetZoom')) : null),
+			state.runs.length > 1 && toggle('diff', t('diff'), t('diffLong')),
+			state.zoom && h('button', { class: 'plain reset', onclick: () => change({ zoom: null }) }, t('resetZoom'))),
 		h('div', { class: 'corner' },
 			h('button', { class: 'icon lang', lang: language() === 'zh' ? 'en' : 'zh', onclick: () => change({ lang: language() === 'zh' ? 'en' : 'zh' }) }, t('language')),
 			button(isDark() ? 'sun' : 'moon', t('theme'), switchTheme, { data: { tool: 'theme' } }),

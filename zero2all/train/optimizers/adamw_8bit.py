@@ -16,15 +16,13 @@ Vectors (norms, biases) keep float32 moments. The arithmetic of a step is float3
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from zero2all.parallel.parts import Part
 from zero2all.train.optimizers.adamw import AdamW
-from zero2all.train.optimizers.base import Formula, ParamState, StepInputs, replace, scaled
+from zero2all.train.optimizers.base import Formula, ParamState, StepInputs
 from zero2all.train.optimizers.rounding import RoundedAdamW, fraction, random_bits
 
 BLOCK = 256
@@ -64,34 +62,16 @@ class AdamW8bit(RoundedAdamW):
         update = AdamW.update_one if "exp_avg" in param.state else RoundedAdamW.update_one
         update(self, param, numbers, inputs)
 
-    def rounded_step(self) -> Callable[..., None]:
-        """See `coded_step`."""
-        return coded_step
-
-
-def coded_step(
-    formula: Formula,
-    gradient: Tensor,
-    weight: Tensor,
-    state: list[Tensor],
-    numbers: tuple[Tensor, ...],
-    index: Tensor,
-    key: Tensor,
-    scale: Tensor | None,
-    skip: Tensor | None,
-) -> None:
-    """Decode, update by AdamW's formula, encode and store."""
-    mean_codes, mean_scales, square_codes, square_scales = state
-    mean = decode(mean_codes, mean_scales, MEAN_CODES, MEAN_POWER)
-    square = decode(square_codes, square_scales, SQUARE_CODES, SQUARE_POWER)
-    new_weight, mean, square = formula(scaled(gradient, scale), weight, mean, square, *numbers)
-    new_mean_codes, new_mean_scales = encode(mean, MEAN_CODES, MEAN_POWER, fraction(random_bits(index, key, 0)))
-    new_codes, new_square_scales = encode(square, SQUARE_CODES, SQUARE_POWER, fraction(random_bits(index, key, 1)))
-    replace(weight, new_weight, skip)
-    replace(mean_codes, new_mean_codes, skip)
-    replace(mean_scales, new_mean_scales, skip)
-    replace(square_codes, torch.where(square > 0, new_codes.clamp(min=1), new_codes), skip)
-    replace(square_scales, new_square_scales, skip)
+    @staticmethod
+    def rounded_formula(adamw: Formula, gradient: Tensor, weight: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        """Decode, update by AdamW's formula and encode."""
+        mean_codes, mean_scales, square_codes, square_scales, *numbers, index, key = others
+        mean = decode(mean_codes, mean_scales, MEAN_CODES, MEAN_POWER)
+        square = decode(square_codes, square_scales, SQUARE_CODES, SQUARE_POWER)
+        weight, mean, square = adamw(gradient, weight, mean, square, *numbers)
+        of_mean = encode(mean, MEAN_CODES, MEAN_POWER, fraction(random_bits(index, key, 0)))
+        codes, scales = encode(square, SQUARE_CODES, SQUARE_POWER, fraction(random_bits(index, key, 1)))
+        return weight, *of_mean, torch.where(square > 0, codes.clamp(min=1), codes), scales
 
 
 def encode(values: Tensor, codes: int, power: int, chances: Tensor) -> tuple[Tensor, Tensor]:

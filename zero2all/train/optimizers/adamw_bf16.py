@@ -13,13 +13,11 @@ bytes a parameter   weight 2 + gradient 2 + mean 2 + mean square 2 = 8        wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from zero2all.parallel.parts import Part
-from zero2all.train.optimizers.base import Formula, ParamState, replace, scaled
+from zero2all.train.optimizers.base import Formula, ParamState
 from zero2all.train.optimizers.rounding import RoundedAdamW, random_bits, to_bfloat16
 
 
@@ -32,35 +30,19 @@ class AdamWBf16(RoundedAdamW):
         names += ["rest"] if self.config.bf16_rounding == "kahan" and param.weight.dtype == torch.bfloat16 else []
         return {name: param.part.like(torch.zeros_like(param.weight, dtype=torch.bfloat16)) for name in names}
 
-    def rounded_step(self) -> Callable[..., None]:
-        """See `bf16_step`."""
-        return bf16_step
-
-
-def bf16_step(
-    formula: Formula,
-    gradient: Tensor,
-    weight: Tensor,
-    state: list[Tensor],
-    numbers: tuple[Tensor, ...],
-    index: Tensor,
-    key: Tensor,
-    scale: Tensor | None,
-    skip: Tensor | None,
-) -> None:
-    """Widen, update by AdamW's formula, round and store."""
-    mean, square, *kept = state
-    rest = kept[0] if kept else None
-    exact = weight.float() if rest is None else weight.float() + rest.float()
-    exact, new_mean, new_square = formula(scaled(gradient, scale), exact, mean.float(), square.float(), *numbers)
-    bits = random_bits(index, key, 0)
-    replace(mean, to_bfloat16(new_mean, bits), skip)
-    replace(square, to_bfloat16(new_square, bits >> 16), skip)
-    if weight.dtype != torch.bfloat16:
-        replace(weight, exact, skip)
-    elif rest is None:
-        replace(weight, to_bfloat16(exact, random_bits(index, key, 1)), skip)
-    else:
+    @staticmethod
+    def rounded_formula(
+        adamw: Formula, gradient: Tensor, weight: Tensor, mean: Tensor, square: Tensor, *others: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Widen, update by AdamW's formula and round."""
+        *rest, lr, kept, correction1, correction2, index, key = others  # `rest` is empty without kahan
+        exact = weight.float() + rest[0].float() if rest else weight.float()
+        exact, mean, square = adamw(gradient, exact, mean.float(), square.float(), lr, kept, correction1, correction2)
+        bits = random_bits(index, key, 0)
+        moments = to_bfloat16(mean, bits), to_bfloat16(square, bits >> 16)
+        if weight.dtype != torch.bfloat16:
+            return exact, *moments
+        if not rest:
+            return to_bfloat16(exact, random_bits(index, key, 1)), *moments
         nearest = exact.to(torch.bfloat16)
-        replace(weight, nearest, skip)
-        replace(rest, (exact - nearest.float()).to(torch.bfloat16), skip)
+        return nearest, *moments, (exact - nearest.float()).to(torch.bfloat16)

@@ -9,9 +9,9 @@ every device and for every cut of a parameter.
 from __future__ import annotations
 
 import hashlib
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from types import EllipsisType
 
 import torch
@@ -20,23 +20,22 @@ from torch import Tensor
 from zero2all.config.training import OptimConfig
 from zero2all.parallel.parts import Part
 from zero2all.train.optimizers.adamw import AdamW
-from zero2all.train.optimizers.base import ParameterGroup, ParamState, StepInputs, row_chunks
+from zero2all.train.optimizers.base import Formula, ParameterGroup, ParamState, StepInputs, row_chunks
 
 
 class RoundedAdamW(AdamW):
     """AdamW whose state, or weights, are stored in few bits and rounded stochastically."""
+
+    rounded_formula: Formula
+    """(AdamW's formula, scaled gradient, weight, *moments, *numbers, place of each value in the whole, key): widen,
+    update by the formula and round -> new weight and moments."""
 
     def __init__(
         self, groups: Sequence[ParameterGroup], config: OptimConfig, seed: int, compiled: bool = False
     ) -> None:
         self.seed = seed
         super().__init__(groups, config, compiled=compiled)
-        self.apply_rounded = torch.compile(self.rounded_step(), dynamic=True) if compiled else self.rounded_step()
-
-    @abstractmethod
-    def rounded_step(self) -> Callable[..., None]:
-        """(AdamW's formula, gradient, weight, moments, numbers, place of each value in the whole, key, scale, skip):
-        widen, update by the formula, round and store."""
+        self.rounded = partial(type(self).rounded_formula, self.formula)  # one object: a new one is compiled again
 
     def update_one(self, param: ParamState, numbers: tuple[Tensor, ...], inputs: StepInputs) -> None:
         """Update one parameter and its moments."""
@@ -45,17 +44,9 @@ class RoundedAdamW(AdamW):
             return
         key = rounding_key(self.seed, param.parameter.name, inputs.count)
         for rows in row_chunks(param.weight):
-            self.apply_rounded(
-                self.formula,
-                gradient[rows],
-                param.weight[rows],
-                [param.moment(name)[rows] for name in param.state],
-                numbers,
-                places_of(param.part, rows),
-                key,
-                inputs.scale,
-                inputs.skip,
-            )
+            targets = [param.weight[rows], *(param.moment(name)[rows] for name in param.state)]
+            rounding = (places_of(param.part, rows), key)
+            self.apply(self.rounded, gradient[rows], targets, (*numbers, *rounding), inputs.scale, inputs.skip)
 
 
 def places_of(part: Part, rows: slice | EllipsisType) -> Tensor:

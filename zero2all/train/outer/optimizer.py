@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,7 +39,6 @@ from zero2all.parallel.reduce import all_gather
 from zero2all.resilience.heartbeat import waiting_for_groups
 from zero2all.train.outer.compress import decode, encode, format_of, keeps_error, payload_bytes
 from zero2all.train.outer.fragments import Due, make_clock, names_by_fragment
-from zero2all.train.outer.link import Link
 from zero2all.train.weights import Weights
 
 ERROR_DECAY = 0.95
@@ -432,3 +431,42 @@ def round_values(
         "slow_link/received_bytes": link.received_bytes,
         "slow_link/outer_grad_norm": squared_norm**0.5,
     }
+
+
+class Link(Protocol):
+    """What is needed here of a link between groups (`zero2all.parallel.group_link`). One per process: rank r of a
+    group talks to rank r of every other group."""
+
+    group: int
+    groups: int
+    history: str
+    """Which rounds were made, as a hash; kept in checkpoints, so that a group knows whether it is in step."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of payloads so far."""
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of payloads so far."""
+
+    def offer(self, number: int, fragment: int, payload: bytes | memoryview, /) -> None:
+        """Hand over the payload of this group; returns at once."""
+
+    def collect(self, number: int, fragment: int, /) -> dict[int, bytes]:
+        """Wait for the payloads, by group; the same set of groups in every group."""
+
+    def behind(self) -> int | None:
+        """A round that this group must adopt, because the others went on without it; None: in step."""
+
+    def adopt(self) -> tuple[int, bytes]:
+        """Round and outer state of a group that is in step."""
+
+    def serve_state(self, number: int, state: Callable[[], bytes], /) -> None:
+        """After every update: called for the outer state, if a group that comes back waits for it."""
+
+    def serve_last(self, label: int, state: Callable[[], bytes], /) -> bool:
+        """The same when training is complete; True: call it again, for a group that has not got it yet."""
+
+    def close(self) -> None:
+        """End all connections."""

@@ -1,4 +1,5 @@
-"""FLOPs and memory as papers and other programs count them, to reproduce their tables. Ours stand in `flops`, `memory`.
+"""FLOPs, memory and times as papers and other programs count them, to reproduce their tables. Ours stand in
+`zero2all.limits`.
 
 Notation: B sequences of s tokens, L layers of width h, a heads, V ids, t tensor ranks, b sequences of a micro-batch.
 
@@ -8,6 +9,8 @@ Korthikanti et al. 2022 model FLOPs; hardware FLOPs with selective recomputation
 """
 
 from __future__ import annotations
+
+from zero2all.limits.collectives import bus_seconds
 
 
 def narayanan_hardware_flops(batch: float, s: float, layers: float, h: float, vocab: float) -> float:
@@ -63,3 +66,40 @@ def deepspeed_states(parameters: float, ranks: float, largest_layer: float = 0) 
     """Bytes of a rank as DeepSpeed's code counts them."""
     share = 18 * parameters / ranks
     return {"zero 2": 2 * parameters + share, "zero 3": 4 * largest_layer + share}
+
+
+def implied_utilisation(parameters: float, tokens: float, device_hours: float, peak: float) -> float:
+    """6 N D / (hours x peak): the MFU that published GPU-hours imply, with their stops."""
+    return 6 * parameters * tokens / (device_hours * 3600 * peak)
+
+
+def dot_product_intensity(n: float, value_bytes: float = 2) -> float:
+    """FLOP per byte of a dot product of n values: n products and n - 1 sums."""
+    return (2 * n - 1) / (value_bytes * (2 * n + 1))
+
+
+def ulysses_volume(tokens: float, hidden: float, ranks: int) -> float:
+    """Of a layer forward; `tokens` of the whole group."""
+    return 4 * tokens * hidden / ranks
+
+
+def megatron_sequence_volume(tokens: float, hidden: float) -> float:
+    """Of a layer forward, with Megatron's sequence parallelism in place of Ulysses."""
+    return 4 * tokens * hidden
+
+
+def most_tensor_ranks(intermediate: float, flops: float, link_bytes: float) -> float:
+    """Tensor ranks below which computing takes longer than communication: f W/C."""
+    return intermediate * link_bytes / flops
+
+
+def tensor_core_peak(clock_hz: float, units: int, fma_per_clock: int) -> float:
+    """Peak FLOP/s = clock x SMs x 4 tensor cores x fused multiply-adds per clock of each x 2."""
+    return clock_hz * units * 4 * fma_per_clock * 2
+
+
+def hierarchical_seconds(size: float, nodes: int, per_node: int, inner: float, outer: float) -> tuple[float, float]:
+    """All-reduce over nodes: at least the slower of its two parts, at most both one after the other."""
+    inside = bus_seconds("all-reduce", size, per_node, inner)
+    between = bus_seconds("all-reduce", size / per_node, nodes, outer)
+    return max(inside, between), inside + between

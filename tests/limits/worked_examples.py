@@ -1,4 +1,4 @@
-"""`z2a perf selftest`: published worked examples, recomputed with the formulas of this room.
+"""Published worked examples, recomputed with the formulas of `zero2all.limits`.
 
 Each case is a subject, what was published (as it was written), and what we compute. It passes within 1 %, or where ours
 rounds to the digits that were published (0.12 GB stands for anything from 0.115 to 0.125).
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zero2all.limits import budget, chinchilla, collectives, failures, published, roofline, states
-from zero2all.limits.answer import Answer, Term
+from tests.limits import published
+from zero2all.limits import budget, chinchilla, collectives, failures, roofline, states
 from zero2all.limits.bubble import bubbles
 from zero2all.limits.flops import conventions, packed_length
-from zero2all.limits.gpus import GPUS, tensor_core_peak
+from zero2all.limits.gpus import GPUS
 from zero2all.limits.model_calculators import variants
 from zero2all.limits.parameters import KNOWN_MODELS, Counted, Latent, counted_gpt, llama
 
@@ -95,8 +95,8 @@ def _utilisation(flops_of_iteration: float, seconds: float, gpus: int, peak: flo
 
 def utilisation() -> Found:
     """Section: MFU and its conventions."""
-    yield Case("peak of an H100, TF", "989.4", tensor_core_peak(1.83e9, 132, 512) / 1e12)
-    yield Case("peak of an A100, TF", "311.9", tensor_core_peak(1.41e9, 108, 256) / 1e12)
+    yield Case("peak of an H100, TF", "989.4", published.tensor_core_peak(1.83e9, 132, 512) / 1e12)
+    yield Case("peak of an A100, TF", "311.9", published.tensor_core_peak(1.41e9, 108, 256) / 1e12)
     palm = Counted("PaLM", {"all": 540_350_000_000}, 540_350_000_000, attention_width=118 * 48 * 256)
     speeds = [100 * 238.3e3 * each / (6144 * 275e12) for each in variants(palm, 2048).values()]
     yield from several("PaLM 540B, MFU %,", ("no attention", "with"), "45.7 46.2", speeds)
@@ -150,12 +150,14 @@ def training_time() -> Found:
     yield Case("TinyLlama 300B, GPU-h", "3472", 300e9 / 24e3 / HOUR)
     llamas = [(6.738, 1, 82432), (13.016, 1, 135168), (32.5, 1.4, 530432), (65.2, 1.4, 1022362)]
     llamas += [(6.738, 2, 184320), (13.016, 2, 368640), (68.977, 2, 1720320)]
-    found = [100 * budget.implied_utilisation(p * 1e9, d * 1e12, hours, 312e12) for p, d, hours in llamas]
+    found = [100 * published.implied_utilisation(p * 1e9, d * 1e12, hours, 312e12) for p, d, hours in llamas]
     names = ("7B", "13B", "33B", "65B", "2-7B", "2-13B", "2-70B")
     yield from several("LLaMA implied MFU %,", names, "43.7 51.4 45.8 47.7 39.1 37.7 42.8", found)
     large = KNOWN_MODELS["llama-3.1-405b"].total
     yield Case("Llama-3.1-405B, 6 N D", "3.80e25", 6 * large * 15.6e12)
-    yield Case("its implied MFU %", "34.6", 100 * budget.implied_utilisation(large, 15.6e12, 30.84e6, H100.peak_flops))
+    yield Case(
+        "its implied MFU %", "34.6", 100 * published.implied_utilisation(large, 15.6e12, 30.84e6, H100.peak_flops)
+    )
     yield Case("JAX scaling book, d", "44.3", budget.training_seconds(6.3e24, 8960, 4.59e14 * 0.4) / DAY)
 
 
@@ -238,8 +240,8 @@ def communication() -> Found:
     volume = 2 * collectives.tensor_volume(8192, 8192, 8)
     yield from several("TP 8,", ("MB a layer", "ms"), "939.5 2.61", [volume / 1e6, volume / 360e9 * 1e3])
     found = [
-        collectives.ulysses_volume(131072, 8192, 8) / 1e6,
-        collectives.megatron_sequence_volume(131072, 8192) / 1e6,
+        published.ulysses_volume(131072, 8192, 8) / 1e6,
+        published.megatron_sequence_volume(131072, 8192) / 1e6,
     ]
     yield from several("M elements,", ("Ulysses 8", "Megatron"), "537 4295", found)
     yield Case("CP 4, MB forward", "100.7", 2 * collectives.ring_attention_volume(32768, 1024, 4) / 1e6)
@@ -253,7 +255,7 @@ def communication() -> Found:
         tree = collectives.tree_seconds(size, 32, 50e9, 10e-6)
         yield from several(f"all-reduce {name},", ("ring", "tree"), expected, [ring * scale, tree * scale])
     size = 4 * GIB
-    low, high = collectives.hierarchical_seconds(size, 4, 8, 740.64e9, 50e9)
+    low, high = published.hierarchical_seconds(size, 4, 8, 740.64e9, 50e9)
     found = [collectives.bus_seconds("all-reduce", size, 32, rate) * 1e3 for rate in (377.34e9, 400e9)]
     found += [collectives.bus_seconds("all-reduce", size, 8, 740.64e9) * 1e3, low * 1e3, high * 1e3]
     names = ("32 GPUs", "flat ring", "one node", "hierarchical, least", "hierarchical, most")
@@ -261,7 +263,7 @@ def communication() -> Found:
     yield Case("rate of a NIC, GB/s", "36.5", 377.34 * (4 - 1) / (32 - 1))
     found = [collectives.least_tokens_for_zero3(H100.peak_flops, rate) for rate in (450e9, 50e9)]
     yield from several("tokens for FSDP, H100, GB/s", (450, 50), "2198 19780", found)
-    yield Case("most TP ranks, f 28672", "13", collectives.most_tensor_ranks(28672, H100.peak_flops, 450e9))
+    yield Case("most TP ranks, f 28672", "13", published.most_tensor_ranks(28672, H100.peak_flops, 450e9))
 
 
 def rooflines() -> Found:
@@ -281,7 +283,7 @@ def rooflines() -> Found:
     of_thousand = [cut.tiles, cut.wave_efficiency, cut.tile_efficiency]
     yield from several("1000 x 1000,", ("tiles", "wave", "tile"), "32 0.242 0.954", of_thousand)
     yield Case("AdamW of 8B on an H200, ms", "55.1", 28 * KNOWN_MODELS["llama-3.1-8b"].total / (0.85 * 4.8e12) * 1e3)
-    yield Case("dot product, FLOP/B", "0.5", roofline.dot_product_intensity(4096))
+    yield Case("dot product, FLOP/B", "0.5", published.dot_product_intensity(4096))
     yield Case("TPU v5e, least tokens", "240", GPUS["tpu-v5e"].ridge)
 
 
@@ -372,19 +374,3 @@ SECTIONS = (
 def cases() -> list[Case]:
     """All of them."""
     return [case for section in SECTIONS for case in section()]
-
-
-def selftest() -> tuple[Answer, list[Case]]:
-    """Every case with its error, and those that fail."""
-    found = cases()
-    failed = [case for case in found if not case.passes]
-    terms = [
-        Term(case.subject, case.found, "", f"{case.expected} {case.error:+.2%}{'' if case.passes else ' FAILED'}")
-        for case in found
-    ]
-    worst = max(abs(case.error) for case in found)
-    notes = [f"{len(found) - len(failed)} of {len(found)} agree. The largest difference is {worst:.2%}."]
-    convention = (
-        "value: by our formulas; how: what was published, and the difference. Within 1 %, or in all digits given."
-    )
-    return Answer("Worked examples", convention, terms, notes), failed

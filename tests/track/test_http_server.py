@@ -1,0 +1,239 @@
+"""A server whose clients stop halfway, come in crowds, or never read: it stays reachable, and says little."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import re
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from zero2all.track import http_server
+from zero2all.track.http_server import BoundedServer, Limits, body_of
+
+HALF_HEAD = b"GET /health HTTP/1.1\r\nHost: localh"
+LATE = b"GET /late HTTP/1.1\r\nHost: localhost\r\n\r\n"
+HALF_BODY = b"POST /body HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nhalf"
+WAIT = 60  # for a hang
+
+
+class Small:
+    """A small application behind the server, in a thread."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.goes_on, self.streams_ended = threading.Event(), 0
+        paths: dict[str, Any] = {
+            "/health": self.health,
+            "/body": self.body,
+            "/late": self.late,
+            "/endless": self.endless,
+        }
+        app = Starlette(routes=[Route(path, answer, methods=["GET", "POST"]) for path, answer in paths.items()])
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.server = BoundedServer(app, limits, 1)
+        self.thread = threading.Thread(target=self.server.run, args=([self.socket],), daemon=True)
+        self.thread.start()
+
+    async def health(self, _: Request) -> Response:
+        return PlainTextResponse("ready")
+
+    async def body(self, request: Request) -> Response:
+        return PlainTextResponse(await body_of(request, 1000, HTTPException))
+
+    def late(self, _: Request) -> Response:
+        self.goes_on.wait(WAIT)
+        return PlainTextResponse("late")
+
+    async def endless(self, _: Request) -> Response:
+        async def pieces() -> Any:
+            try:
+                while True:
+                    yield b"x" * 100_000
+                    await asyncio.sleep(0)
+            finally:
+                self.streams_ended += 1
+
+        return StreamingResponse(pieces())
+
+    def connect(self, sent: bytes, source: str = "127.0.0.1") -> socket.socket:
+        connection = socket.create_connection(self.socket.getsockname(), WAIT, (source, 0))
+        connection.sendall(sent)
+        return connection
+
+    def hold(self, *sent: bytes) -> list[socket.socket]:
+        """Connections that the server has, with what was sent."""
+        wait_until(lambda: not self.server.bounds.connections)
+        held = [self.connect(each) for each in sent]
+        at_work = sum(each != HALF_HEAD for each in sent)
+        wait_until(
+            lambda: len(self.server.bounds.tasks) == at_work and len(self.server.bounds.connections) == len(sent)
+        )
+        return held
+
+    def ask(self, path: str = "/health", source: str = "127.0.0.1") -> int:
+        with self.connect(
+            f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode(), source
+        ) as it:
+            return int(it.recv(1000).split()[1])
+
+
+@pytest.fixture
+def small() -> Iterator[Callable[..., Small]]:
+    started: list[Small] = []
+
+    def start(**limits: Any) -> Small:
+        started.append(Small(Limits(**limits)))
+        assert started[-1].ask() == 200
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.goes_on.set()
+        each.server.should_exit = True
+        each.thread.join(WAIT)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the other side has ended it by now."""
+    if not select.select([connection], [], [], 0)[0]:
+        return False
+    with contextlib.suppress(ConnectionResetError):
+        return connection.recv(1) == b""
+    return True
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def test_half_a_head_ends_however_slowly_it_grows_and_a_long_answer_does_not(small, capfd):
+    server = small(head_seconds=0.3)
+    answer, still, dripping = server.hold(LATE, HALF_HEAD, HALF_HEAD)
+
+    def drip() -> bool:
+        with contextlib.suppress(OSError):
+            dripping.sendall(b"x")
+        return is_closed(dripping)
+
+    wait_until(drip)
+    wait_until(lambda: is_closed(still))
+    assert not is_closed(answer)
+    server.goes_on.set()
+    assert answer.recv(1000).startswith(b"HTTP/1.1 200")
+    wait_until(lambda: is_closed(answer))  # it was kept for another request, and none came
+    assert re.fullmatch(r"z2a: ended \d connections? whose client stopped halfway: .*\n", capfd.readouterr().err)
+
+
+def test_one_too_many_closes_the_connection_that_waits_longest_for_its_client(small):
+    server = small(connections=4)
+    answer, body, head = server.hold(LATE, HALF_BODY, HALF_HEAD)
+    assert server.ask() == 200
+    assert [is_closed(each) for each in (answer, body, head)] == [False, True, False]
+    assert server.ask() == 200
+    assert not is_closed(answer)
+
+
+def test_an_address_with_its_share_of_connections_does_not_shut_out_another(small):
+    server = small(connections=8)
+    held = server.hold(*[LATE] * 6)
+    assert server.ask() == 503
+    assert server.ask(source="127.0.0.2") == 200
+    assert not any(is_closed(each) for each in held)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_client_that_never_reads_is_let_go_and_one_that_reads_slowly_is_not(small, reads):
+    server = small(stalled_seconds=1.0)
+    client = server.connect(b"GET /endless HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    if reads:
+        until = time.monotonic() + 3
+        while time.monotonic() < until:
+            assert client.recv(300_000)
+            time.sleep(0.05)
+        assert server.streams_ended == 0
+        client.close()
+    wait_until(lambda: server.streams_ended == 1)
+
+
+def test_bodies_have_a_limit_of_size_and_time(small, monkeypatch):
+    monkeypatch.setattr(http_server, "BODY_SECONDS", 0.2)
+    server = small()
+    chunks = b"POST /body HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n3e9\r\n" + b"x" * 1001
+    for sent, status in ((HALF_BODY, b"408"), (HALF_BODY.replace(b"100", b"1001"), b"413"), (chunks, b"413")):
+        with server.connect(sent) as connection:
+            assert connection.recv(100).split()[1] == status
+
+
+def test_a_board_with_few_file_descriptors_answers_while_many_half_heads_are_open(tmp_path):
+    log = tmp_path / "log"
+    command = f"ulimit -n 128; exec {sys.executable} -m zero2all board {tmp_path} --port 0"
+    with log.open("w") as out:
+        board = subprocess.Popen(["bash", "-c", command], stdout=out, stderr=out, cwd=Path(__file__).parents[2])
+    try:
+        wait_until(lambda: "Ctrl-C" in log.read_text())
+        port = int(re.findall(r":(\d+)/", log.read_text())[0])
+        held = []
+        for _ in range(300):
+            held.append(socket.create_connection(("127.0.0.1", port)))
+            with contextlib.suppress(ConnectionError):
+                held[-1].sendall(HALF_HEAD)
+        for _ in range(3):
+            client = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+            client.request("GET", "/health")
+            assert client.getresponse().status == 200
+        wait_until(lambda: "closed or refused" in log.read_text())
+        for each in held:
+            each.close()
+    finally:
+        board.terminate()
+        board.wait(WAIT)
+    assert len(log.read_text().splitlines()) == 2
+
+
+NO_DESCRIPTORS = """
+import os, resource, socket, threading, time
+from starlette.applications import Starlette
+from zero2all.track.http_server import BoundedServer, Limits
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+listening = socket.create_server(("127.0.0.1", 0))
+server = BoundedServer(Starlette(), Limits(), 1)
+threading.Thread(target=server.run, args=([listening],)).start()
+while not server.started: time.sleep(0.01)
+taken, client = [], socket.socket()
+try:
+    while True: taken.append(os.open("/dev/null", os.O_RDONLY))
+except OSError: pass
+client.connect(listening.getsockname())
+time.sleep(3.5)  # asyncio tries again each second
+for each in taken: os.close(each)
+client.sendall(b"GET / HTTP/1.1\\r\\nHost: a\\r\\n\\r\\n")
+print(client.recv(12).decode())
+server.should_exit = True
+"""
+
+
+def test_what_cannot_be_accepted_is_said_once_and_accepted_later():
+    root = Path(__file__).parents[2]
+    ended = subprocess.run(
+        [sys.executable, "-c", NO_DESCRIPTORS], capture_output=True, text=True, timeout=WAIT, cwd=root
+    )
+    assert ended.stdout == "HTTP/1.1 404\n"
+    assert re.fullmatch(r"z2a: could not accept \d+ connections?: .*`ulimit -n`\.\n", ended.stderr)
