@@ -217,6 +217,27 @@ def test_the_checkpoint_before_a_damaged_shard_was_read_stays_until_the_check_ha
     assert [step_of(folder) for folder in list_checkpoints(lab.run("run"))] == [STEPS, STEPS - 1]
 
 
+def test_damage_that_is_found_by_reading_it_is_left_as_that_which_the_check_finds(ranks, lab, config, ram):
+    """The run trains on a damaged shard; after three steps there are ids in it that no token has."""
+    chosen = settings(config, ram, "run", checkpoint={"every_steps": 0})
+    ranks.finished(replace(chosen, train=replace(chosen.train, name="whole")))
+    shard = lab.packed / "en/train/tokens-00000.bin"
+    good = spoil(shard)
+    worse = f"""
+        if record.exists() and record.read_text().count("\\n") >= 3:
+            with open({str(shard)!r}, "r+b") as file:
+                file.write(b"\\xff" * {len(good)})
+        time.sleep(0.005)"""
+    stopped = ranks(chosen, code=LATE_CHECK.replace("< 7", "< 99").replace("\n        time.sleep(0.005)", worse))
+    assert stopped.wait() == [3], stopped.text()
+    assert "A file was damaged or changed after packing" in stopped.text()
+    assert len(stopped.steps()) >= 3
+    shard.write_bytes(good)
+    again = ranks.finished(chosen)
+    assert "from memory" not in again.text()
+    assert last_bits(lab.run("run")) == last_bits(lab.run("whole"))
+
+
 def test_a_run_that_ends_before_its_shards_were_checked_says_so(ranks, lab, config, ram):
     spoil(lab.packed / "en/train/tokens-00000.bin")
     late = LATE_CHECK.replace("< 7", "< 99").replace("KILLED = False", "shard_damage.FINISH_SECONDS = KILLED = 0.0")

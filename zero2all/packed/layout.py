@@ -70,6 +70,10 @@ def map_array(path: Path, dtype: np.dtype | str) -> np.ndarray:
     return np.frombuffer(mapped, dtype)
 
 
+class DamagedShardError(BadInputError):
+    """A packed file is not as it was written."""
+
+
 class ShardFiles:
     """One kind of file of a split, each mapped when it is first asked for."""
 
@@ -112,8 +116,8 @@ class ShardFiles:
             size = None
         if size != expected:
             if size is None:
-                raise BadInputError(f"The packed file {self._folder / name} is missing. {PACK_AGAIN}")
-            raise BadInputError(
+                raise DamagedShardError(f"The packed file {self._folder / name} is missing. {PACK_AGAIN}")
+            raise DamagedShardError(
                 f"The packed file {self._folder / name} has {size} bytes, expected {expected}. {PACK_AGAIN}"
             )
         return expected

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from zero2all.common.errors import BadInputError
 from zero2all.common.progress import say
+from zero2all.packed.layout import DamagedShardError
 from zero2all.packed.mixture import TrainingData
 from zero2all.packed.readers import ReaderProcesses
 from zero2all.packed.samples import Borders, Documents
@@ -139,7 +139,7 @@ def _check_ids(data: TrainingData, tokens: np.ndarray, sources: np.ndarray, indi
     if tokens.size and int(tokens.max()) >= vocab_size:
         row, column = (int(place) for place in np.argwhere(tokens >= vocab_size)[0])
         split = data.splits[int(sources[row])]
-        raise BadInputError(
+        raise DamagedShardError(
             f"{split.folder}: token {column} of sample {int(indices[row]):,} has the id "
             f"{int(tokens[row, column])}, but the data was packed with {vocab_size:,} ids. A file was damaged "
             "or changed after packing. `z2a data verify` names it, `z2a pack` rewrites it."

@@ -45,7 +45,7 @@ from zero2all.train.guards.documents import Decode
 from zero2all.train.loop import TrainingLoop, TrainSummary
 from zero2all.train.saved_config import CONFIG_FILE, save_run_config
 from zero2all.train.setup import Prepared, prepare
-from zero2all.train.shard_damage import leave_damage
+from zero2all.train.shard_damage import leave_damage, noting_damage
 from zero2all.train.state import TrainState
 
 SHARED_SECONDS = 35.0
@@ -94,6 +94,7 @@ def train(
         began = time.monotonic()
         for note in () if fresh else leave_damage(store, world, accept_changes):
             speak(note)
+        stack.enter_context(noting_damage(store))
         prepared = prepare(config, workspace, world, store, accept_changes, fresh)
         prepare_seconds = time.monotonic() - began
         if fresh:  # only now, after all checks

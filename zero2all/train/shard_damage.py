@@ -18,12 +18,13 @@ from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, LostRunError, PreemptedError
 from zero2all.common.files import write_json
 from zero2all.packed.background import ShardCheck, checking_shards
+from zero2all.packed.layout import DamagedShardError
 from zero2all.parallel.device import local_processes
 from zero2all.parallel.world import World
 from zero2all.resilience import slots
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.retention import withdraw_after
-from zero2all.train.checkpoints.run_lock import RunLock
+from zero2all.train.checkpoints.run_lock import Fence, RunLock
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.reports import RunLog
 from zero2all.train.setup import Prepared
@@ -69,10 +70,7 @@ class ShardDamage:
 
     def _give_up(self, damage: str) -> None:
         """Let no later start take what is in memory, or the later checkpoints; called by the thread that found it."""
-        with suppress(LostRunError, OSError):
-            self._lock.check()
-            slots.forget(self._prepared.run)
-            write_json(self._prepared.run / NOTE_FILE, {"since": self._since, "damage": damage})
+        _note_damage(self._prepared.run, self._lock.check, self._since, damage)
 
     @property
     def is_found(self) -> bool:
@@ -134,6 +132,24 @@ def leave_damage(store: CheckpointStore, world: World, keep: bool) -> list[str]:
         return [f"back behind step {since}: later steps may have read damaged data ({damage})"] if moved else []
 
     return world.run_on_rank0(withdraw)
+
+
+@contextmanager
+def noting_damage(store: CheckpointStore) -> Iterator[None]:
+    """Note a damaged shard that is found by reading it, before the check has come to it; around a whole run."""
+    try:
+        yield
+    except DamagedShardError as error:
+        if "since" in (note := _read(store.run)):
+            _note_damage(store.run, store.fence, note["since"], str(error))
+        raise
+
+
+def _note_damage(run: Path, fence: Fence, since: int, damage: str) -> None:
+    with suppress(LostRunError, OSError):
+        fence()
+        slots.forget(run)
+        write_json(run / NOTE_FILE, {"since": since, "damage": damage})
 
 
 def _read(run: Path) -> dict[str, Any]:
