@@ -41,19 +41,21 @@ def test_bits_per_byte_and_loss_never_share_an_axis():
 
 
 def test_the_first_chart_has_the_loss_of_training_and_of_held_out_text():
-    groups = arrange(["eval/valid/loss/zh", "eval/valid/loss/en", "loss", "loss/en", "lr", "memory/gib", "eval/a/bpb"])
+    held_out = ["eval/valid/loss", "eval/valid/loss/en", "eval/valid/loss/zh"]
+    groups = arrange([*reversed(held_out), "loss", "loss/en", "lr", "memory/gib", "eval/a/bpb"])
     assert [group["key"] for group in groups] == ["loss", "channels", "eval", "optim", "memory"]
     (chart,) = groups[0]["charts"]
     lines = [(line["name"], line["label"], line["held_out"]) for line in chart["metrics"]]
-    held_out = [(f"eval/valid/loss/{channel}", channel, True) for channel in ("en", "zh")]
-    assert lines == [("loss", "loss", False), *held_out]
+    labelled = zip(held_out, ("loss", "en", "zh"), strict=True)
+    assert lines == [("loss", "loss", False), *((name, label, True) for name, label in labelled)]
 
 
 def test_the_two_ways_to_measure_held_out_text_are_told_apart_and_stand_before_other_scores():
-    names = [f"eval/{kind}/bpb/{channel}" for kind in ("valid", "held_out") for channel in ("en", "zh")]
-    (group,) = arrange([*names, "eval/by_position/en/loss/0000", "eval/probes/accuracy/en"])
+    names = [f"eval/{kind}/bpb/{channel}" for kind in ("valid", "documents") for channel in ("en", "zh")]
+    (group,) = arrange([*names, "eval/valid/bpb", "eval/by_position/en/loss/0000", "eval/probes/accuracy/en"])
     titles = [chart["title"] for chart in group["charts"]]
-    assert titles[:2] == ["eval/valid/bpb (z2a train)", "eval/held_out/bpb (z2a eval)"]
+    assert titles[:2] == ["eval/valid/bpb (z2a train)", "eval/documents/bpb (z2a eval)"]
+    assert [line["label"] for line in group["charts"][0]["metrics"]] == ["all", "en", "zh"]
 
 
 def test_probes_are_charts_of_their_own_by_channel_and_by_family():

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 GROUPS: tuple[tuple[str, str], ...] = (
-    ("loss", r"(loss|perplexity|bpb)$|eval/valid/loss/"),
+    ("loss", r"(loss|perplexity|bpb)$|eval/valid/loss(/|$)"),
     ("channels", r"(loss|bpb)/"),
     ("eval", r"(eval|valid|probe)(/|$)"),
     ("optim", r"(lr|grad_norm|param_norm|update_norm|update_ratio|loss_scale)(/|$)"),
@@ -31,10 +31,11 @@ TOTALS = frozenset({"time/step"})  # the sum of the family it belongs to: a line
 NEVER_SMOOTHED = frozenset({"eval", "memory", "mixture"})
 """Scores, sums and plans are drawn as they are: smoothing would only bend them."""
 LINES_PER_CHART = 24
-FIRST = ("loss", "bpb", "lr", "grad_norm", "tokens_per_second", "mfu", "time", "eval/valid/bpb", "eval/held_out/bpb")
-HELD_OUT_LOSS = "eval/valid/loss/"
-MEASURED_BY = {"eval/valid/bpb": "z2a train", "eval/held_out/bpb": "z2a eval"}
-"""Training scores samples of held-out text, the evaluation whole documents: two numbers, told apart by their titles."""
+FIRST = ("loss", "bpb", "lr", "grad_norm", "tokens_per_second", "mfu", "time", "eval/valid/bpb", "eval/documents/bpb")
+HELD_OUT_LOSS = "eval/valid/loss"
+"""Of all held-out text; with a channel behind it, of that channel."""
+MEASURED_BY = {"eval/valid/bpb": "z2a train", "eval/documents/bpb": "z2a eval"}
+"""Training scores rows of held-out text, the evaluation whole documents: two numbers, told apart by their titles."""
 QUANTITY = re.compile(
     r"(loss|bpb|perplexity|ppl|acc|accuracy|probability|share_among_foils|logprob|nats|f1|exact_match)(_|$)"
 )
@@ -130,6 +131,8 @@ def _charts(group: str, names: list[str]) -> list[Chart]:
 def _place(group: str, name: str) -> tuple[str, str]:
     """The chart a metric belongs to, and the label of its line there."""
     parts = name.split("/")
+    if name in MEASURED_BY:
+        return name, "all"
     if group == "eval":
         at = max((place for place, part in enumerate(parts) if QUANTITY.match(part)), default=None)
         if at is None:
@@ -138,7 +141,7 @@ def _place(group: str, name: str) -> tuple[str, str]:
             return "/".join(parts[: at + 1]), "/".join(parts[at + 1 :])
         return parts[at], "/".join(parts[1:at]) or name  # eval/wiki/bpb is the line `wiki` of bpb
     if name.startswith(HELD_OUT_LOSS):
-        return "loss", name.removeprefix(HELD_OUT_LOSS)
+        return "loss", parts[-1]
     if len(parts) == 1 or group in APART or _rank(group) >= len(GROUPS):
         return name, name
     return f"{parts[0]}/*", "/".join(parts[1:])
