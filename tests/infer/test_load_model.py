@@ -164,6 +164,8 @@ def test_what_is_neither_a_run_nor_a_folder_is_answered_with_the_runs_there_are(
         load_model(str(tmp_path / "nowhere"), trained_workspace)
     with pytest.raises(BadInputError, match="neither the folder of a run"):
         load_model(str(tmp_path), trained_workspace)
+    with pytest.raises(BadInputError, match=r"is a workspace\. Name a run in it.*--work"):
+        load_model(str(trained_workspace.root), Workspace(tmp_path))
     with pytest.raises(BadInputError, match=r"There is no folder .*/tiny\..* its workspace with --work"):
         load_model("tiny", Workspace(tmp_path))
 

@@ -123,6 +123,8 @@ def load_model(
         raise BadInputError(
             f"{error.filename} disappeared while {folder} was being read. Restore it, or download the folder again."
         ) from error
+    if (folder / STAMP_NAME).is_file():
+        raise BadInputError(f"{folder} is a workspace. Name a run in it, and the workspace with --work {folder}.")
     if folder.is_dir():
         raise BadInputError(
             f"{folder} is neither the folder of a run (it has no {CONFIG_FILE}) nor a Hugging Face folder (it has no "
