@@ -1,0 +1,230 @@
+"""Connections that prove that they belong to a run."""
+
+import random
+import resource
+import socket
+import struct
+import threading
+import time
+import tracemalloc
+from contextlib import suppress
+
+import pytest
+
+from zero2all.common import connections
+from zero2all.common.connections import Connection, Door, NotOfThisRunError, dial, join, listen
+
+SECRET = b"a secret of sixteen bytes or more"
+SEED = 20261118
+
+
+class Echo:
+    """A door that keeps hellos and sends every message back."""
+
+    def __init__(self):
+        listener = listen("127.0.0.1")
+        self.address = listener.getsockname()[:2]
+        self.hellos: list[dict] = []
+        self.door = Door(listener, SECRET, self.take, "echo")
+
+    def take(self, connection: Connection) -> None:
+        with connection:
+            self.hellos.append(connection.hello)
+            if connection.hello.get("fail"):
+                raise RecursionError("of one connection")
+            while True:
+                connection.send(connection.receive())
+
+    def answers(self) -> bool:
+        with dial(self.address, SECRET, {"who": "friend"}) as connection:
+            connection.send({"value": [1, "二", None]})
+            return connection.receive(5) == {"value": [1, "二", None]}
+
+
+@pytest.fixture
+def echo():
+    echo = Echo()
+    yield echo
+    echo.door.close()
+
+
+def raw(address: tuple[str, int]) -> socket.socket:
+    return socket.create_connection(address, 5)
+
+
+def test_who_knows_the_secret_is_taken_and_both_sides_know_it(echo):
+    assert echo.answers()
+    assert echo.hellos == [{"who": "friend"}]
+
+
+def test_who_does_not_is_refused_and_the_log_names_the_address_once(echo, capfd):
+    for _ in range(3):
+        with pytest.raises(NotOfThisRunError, match="another secret"):
+            dial(echo.address, b"another secret of some length", {})
+    assert echo.answers()
+    time.sleep(0.1)
+    assert capfd.readouterr().err.count("a connection from 127.0.0.1 was refused") == 1
+    assert len(echo.hellos) == 1
+
+
+def test_a_listener_that_does_not_know_the_secret_is_refused_by_the_dialer():
+    with listen("127.0.0.1") as listener:
+
+        def pretend() -> None:
+            connected, _ = listener.accept()
+            connected.sendall(connections.MAGIC + bytes(32))
+            said = connected.recv(64)
+            connected.sendall(said[32:])  # the dialer's own proof, sent back
+            time.sleep(0.2)
+            connected.close()
+
+        threading.Thread(target=pretend, daemon=True).start()
+        with pytest.raises(NotOfThisRunError):
+            dial(listener.getsockname()[:2], SECRET, {"private": True})
+
+
+def test_a_proof_that_was_overheard_is_worth_nothing_later(echo):
+    heard = b""
+    with raw(echo.address) as outer, listen("127.0.0.1") as middle:
+
+        def dial_through() -> None:
+            with suppress(ConnectionError):
+                dial(middle.getsockname()[:2], SECRET, {})
+
+        threading.Thread(target=dial_through, daemon=True).start()
+        inner, _ = middle.accept()
+        inner.sendall(outer.recv(1 << 10))
+        heard = inner.recv(1 << 10)
+        inner.close()
+    with raw(echo.address) as replay:
+        replay.recv(1 << 10)
+        replay.sendall(heard)
+        assert replay.recv(1 << 10) == bytes(32)
+    assert echo.hellos == []
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"x" * 64, b"\x00" * 64, b"\xff" * (1 << 16), b"z2a 1\n" + b"\x00" * 90],
+    ids=["http", "zeros", "flood", "own magic"],
+)
+def test_what_is_no_proof_ends_that_connection_only(echo, sent):
+    with raw(echo.address) as stranger:
+        stranger.sendall(sent)
+        with suppress(ConnectionError):  # a reset, where bytes were left unread
+            while stranger.recv(1 << 10):
+                pass
+    assert echo.answers()
+    assert len(echo.hellos) == 1
+
+
+def after_proof(echo) -> socket.socket:
+    """A connection that has proved itself and said hello; what it sends now is its own."""
+    return dial(echo.address, SECRET, {}).socket
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 990 + b"]" * 990,
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        b"[1]",
+        b"\xff\xfe",
+        b"",
+        b"1" * 5000,
+        b'{"a":',
+    ],
+    ids=["lists", "objects", "list", "bytes", "empty", "digits", "half"],
+)
+def test_a_bad_message_ends_that_connection_only(echo, body):
+    connected = after_proof(echo)
+    connected.sendall(struct.pack("!I", len(body)) + body)
+    connected.settimeout(5)
+    assert connected.recv(1) == b""
+    assert echo.answers()
+
+
+def test_a_length_that_is_announced_takes_no_memory(echo):
+    tracemalloc.start()
+    held = [after_proof(echo) for _ in range(20)]
+    for connected in held:
+        connected.sendall(b"\xff\xff\xff\xff")
+        connected.settimeout(5)
+        assert connected.recv(1) == b""
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8 << 20
+    assert echo.answers()
+
+
+def test_an_error_of_the_one_who_takes_it_ends_that_connection_only(echo, capfd):
+    with dial(echo.address, SECRET, {"fail": True}) as connection, pytest.raises(ConnectionError):
+        connection.receive(5)
+    assert echo.answers()
+    assert "of one connection" in capfd.readouterr().err
+
+
+def test_idle_connections_keep_nobody_out_and_their_number_is_bounded(echo):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
+    before = threading.active_count()
+    try:
+        idle = [raw(echo.address) for _ in range(1500)]
+        assert echo.answers()
+        assert threading.active_count() - before <= connections.MOST_UNPROVED_OF_ADDRESS + 4
+        for each in idle:
+            each.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_slow_proof_is_given_up(echo, monkeypatch):
+    monkeypatch.setattr(connections, "PROOF_SECONDS", 0.3)
+    with raw(echo.address) as slow:
+        slow.recv(1 << 10)
+        began = time.monotonic()
+        with suppress(ConnectionError):
+            while time.monotonic() < began + 5:
+                slow.sendall(b"x")
+                time.sleep(0.05)
+        assert time.monotonic() - began < 2
+
+
+def test_a_message_that_comes_in_pieces_outlives_the_time_limit_of_one_call():
+    ours, theirs = socket.socketpair()
+    connection = Connection(ours, "here")
+    text = b'{"a": 1}'
+    theirs.sendall(struct.pack("!I", len(text))[:2])
+    with pytest.raises(TimeoutError):
+        connection.receive(0.05)
+    theirs.sendall(struct.pack("!I", len(text))[2:] + text[:3])
+    with pytest.raises(TimeoutError):
+        connection.receive(0.05)
+    theirs.sendall(text[3:] + b"raw bytes")
+    assert connection.receive(5) == {"a": 1}
+    assert ours.recv(100) == b"raw bytes"
+
+
+def test_joined_sockets_pass_on_all_bytes_both_ways_and_end_together():
+    (left, one), (other, right) = socket.socketpair(), socket.socketpair()
+    threading.Thread(target=join, args=(one, other), daemon=True).start()
+    data = random.Random(SEED).randbytes(1 << 20)
+    threading.Thread(target=left.sendall, args=(data,), daemon=True).start()
+    found = b""
+    while len(found) < len(data):
+        found += right.recv(1 << 16)
+    assert found == data
+    right.sendall(b"back")
+    assert left.recv(10) == b"back"
+    right.close()
+    left.settimeout(5)
+    assert left.recv(10) == b""
+
+
+def test_a_port_is_taken_from_a_range_and_a_full_one_is_an_error():
+    with listen("127.0.0.1") as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            listen("127.0.0.1", (port,))
+        with listen("127.0.0.1", (port, 0)) as free:
+            assert free.getsockname()[1] != port
