@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.server
 import socket
 import threading
-from contextlib import suppress
 
 import pytest
 
@@ -22,6 +21,8 @@ from zero2all.perf.doctor.network import (
     split_address,
 )
 
+SECRET = b"a secret of sixteen bytes or more"
+
 
 @pytest.fixture(scope="module")
 def peers():
@@ -30,7 +31,9 @@ def peers():
     for _ in range(2):
         port = free_port()
         ready = threading.Event()
-        threading.Thread(target=listen, args=(port, ready.set), daemon=True).start()
+        threading.Thread(
+            target=listen, args=("127.0.0.1", port, SECRET, lambda _address, ready=ready: ready.set()), daemon=True
+        ).start()
         assert ready.wait(300)
         found.append(f"127.0.0.1:{port}")
     return found
@@ -44,7 +47,7 @@ def test_an_nvidia_smi_without_a_matrix_of_links_is_a_note(monkeypatch):
 
 def test_every_pair_is_measured(peers, monkeypatch):
     monkeypatch.setattr(network, "SECONDS", 0.1)
-    found = measure_pairs(peers)
+    found = measure_pairs(peers, SECRET)
     assert list(found) == [("here", peers[0]), ("here", peers[1]), (peers[0], peers[1])]
     for one in found.values():
         assert one.problem == ""
@@ -58,10 +61,12 @@ def test_a_stranger_on_the_port_is_dropped_and_a_lost_peer_is_named(peers, monke
     host, port = split_address(peers[0])
     with socket.create_connection((host, port), timeout=300) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        with suppress(ConnectionResetError):  # what it sent was not read to the end
-            assert stranger.recv(100) == b""
+        stranger.shutdown(socket.SHUT_WR)
+        assert len(stranger.recv(100)) == 38  # the question for the proof, and nothing else
+        assert stranger.recv(100) == b""
+    assert measure_to(peers[0], b"a secret that was guessed").problem == "the other side has another secret"
     nobody = f"127.0.0.1:{free_port()}"
-    found = measure_pairs([peers[0], nobody])
+    found = measure_pairs([peers[0], nobody], SECRET)
     assert found["here", peers[0]].problem == ""
     assert found["here", nobody].problem == found[peers[0], nobody].problem == "nothing listens on that port"
     said = [(finding.grade, finding.found) for finding in pair_findings(found)]
@@ -72,9 +77,10 @@ def test_a_stranger_on_the_port_is_dropped_and_a_lost_peer_is_named(peers, monke
 def test_another_program_on_the_port_of_a_peer_or_of_a_listener_is_named():
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        assert "it is not z2a doctor" in measure_to(f"127.0.0.1:{server.server_port}").problem
-        with pytest.raises(UsageError, match=rf"--listen {server.server_port}: this machine cannot listen there"):
-            listen(server.server_port, lambda: None)
+        found = measure_to(f"127.0.0.1:{server.server_port}", SECRET).problem
+        assert "it is not z2a doctor" in found
+        with pytest.raises(UsageError, match=rf":{server.server_port}: this machine cannot listen there"):
+            listen("127.0.0.1", server.server_port, SECRET, lambda _address: None)
         server.shutdown()
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,8 @@ from zero2all.resilience import copies as module
 from zero2all.resilience import slots
 from zero2all.resilience.copies import PEER_FOLDER, Copies, whole_saves
 from zero2all.resilience.slots import PAGE, Slot
+
+SECRET = b"a secret of sixteen bytes or more"
 
 
 class Machines:
@@ -25,7 +30,7 @@ class Machines:
 
     def machine(self, number: int) -> Copies:
         (self.root / str(number)).mkdir(exist_ok=True)
-        return Copies(self.run, self.root / str(number), "127.0.0.1")
+        return Copies(self.run, self.root / str(number), "127.0.0.1", SECRET)
 
     def begin(self) -> None:
         """An attempt, on all machines at the same time."""
@@ -137,12 +142,18 @@ def test_a_half_sent_copy_replaces_no_whole_one_and_a_stranger_gets_no_answer(ma
         with module._call(ring, 2, "put", (10, "of 10")) as connection:
             module._send(connection, found[:1])  # of another step, and the second rank is missing
         with module._call(ring, 2, "put", (8, "of 8")) as connection:
-            connection.sendall(module._line(rank=2, size=4 * PAGE) + found[0].path.read_bytes()[: 2 * PAGE])
+            connection.send({"rank": 2, "size": 4 * PAGE})
+            connection.socket.sendall(found[0].path.read_bytes()[: 2 * PAGE])
     time.sleep(0.3)
     assert machines.copied(1)[-1] == 8
     monkeypatch.setattr(module, "TOKEN_SECONDS", 0.1)
-    stranger = module._Ring("guessed", 1, 2, ring.machines)
+    of_another_attempt = dataclasses.replace(ring, token="guessed")
+    assert module._ask(of_another_attempt, 2) == (set(), set())
+    stranger = dataclasses.replace(ring, secret=b"guessed, and long enough")
     assert module._ask(stranger, 2) == (set(), set())
+    with socket.create_connection(ring.machines[2][2], 5) as flood, suppress(ConnectionError):
+        for _ in range(400):  # no newline, no end
+            flood.sendall(bytes(1 << 20))
     assert module._ask(ring, 2)[1] >= {(8, "of 8")}
 
 

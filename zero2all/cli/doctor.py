@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.verb import (
@@ -24,6 +25,7 @@ from zero2all.cli.verb import (
 from zero2all.common.errors import BadInputError, UnhealthyError, UsageError
 from zero2all.common.language import padded
 from zero2all.common.language import translate as t
+from zero2all.common.secret import VARIABLE, given_secret
 
 if TYPE_CHECKING:
     from zero2all.perf.doctor.finding import Finding
@@ -48,14 +50,15 @@ def register(verbs: Subparsers) -> None:
     )
     add_work(parser)
     network = "only the network: interface, NVLink, InfiniBand, the variables of NCCL and gloo, speed to the peers"
-    listen = "with --network: answer the measurements of others until Ctrl-C (anyone who reaches the port can measure)"
+    listen = "with --network: answer the measurements of others who know the secret, until Ctrl-C"
     ranks = "only the health check: a matrix product in each of N processes, and an exchange between all neighbours"
     add_flags(
         parser,
         ("--seconds N", real(1.0), 30.0, "wait for torch at most this long (default 30)"),
         ("--brief", bool, False, "show only what is not ok"),
         ("--network", bool, False, network),
-        ("--listen PORT", whole(1, LAST_PORT), None, listen),
+        ("--listen [HOST:]PORT", str, None, listen),
+        ("--secret-file FILE", Path, None, "with --peer and --listen: the secret of the listeners (else Z2A_SECRET)"),
         ("--ranks N", whole(2), None, ranks),
     )
     peer = "with --network: measure to another machine, which runs `--listen PORT`; repeat it for every machine"
@@ -69,18 +72,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if (arguments.peer or arguments.listen) and not arguments.network:
         raise UsageError("--peer and --listen belong to --network. Add --network.")
     if arguments.listen:
-        from zero2all.perf.doctor.network import listen
-
-        ready = partial(print, t(f"listening on port {arguments.listen}; Ctrl-C ends it"), flush=True)
-        with suppress(KeyboardInterrupt):
-            listen(arguments.listen, ready)
-        return 0
+        return _listen(arguments)
     pairs: dict[tuple[str, str], Measured] = {}
     if arguments.network:
         from zero2all.perf.doctor.network import look_at_ways, measure_pairs, pair_findings, pair_rows
 
         findings = list(look_at_ways(arguments.peer))
-        pairs = measure_pairs(arguments.peer)
+        if arguments.peer:
+            pairs = measure_pairs(arguments.peer, _secret(arguments.secret_file))
         findings += pair_findings(pairs)
     else:
         from zero2all.perf.doctor.checkup import check_machine
@@ -103,6 +102,34 @@ def _doctor(arguments: argparse.Namespace) -> int:
             )
         )
     return BadInputError.exit_code if counts["error"] else 0
+
+
+def _listen(arguments: argparse.Namespace) -> int:
+    from zero2all.perf.doctor.network import listen
+
+    host, _, port = arguments.listen.rpartition(":")
+    if not port.isascii() or not port.isdigit() or not 0 < int(port) <= LAST_PORT:
+        raise UsageError(f"--listen {arguments.listen} is not a port. Expected PORT or HOST:PORT, such as 29700.")
+    secret = given_secret(arguments.secret_file)
+    own = secrets.token_urlsafe(16)
+
+    def ready(address: str) -> None:
+        print(t(f"listening on {address}; Ctrl-C ends it"), flush=True)
+        if secret is None:
+            print(t("On the other machines, listeners too, first run:"), "export", f"{VARIABLE}={own}", flush=True)
+
+    with suppress(KeyboardInterrupt):
+        listen(host.strip("[]"), int(port), secret or own.encode(), ready)
+    return 0
+
+
+def _secret(path: Path | None) -> bytes:
+    if (secret := given_secret(path)) is None:
+        raise UsageError(
+            f"--peer needs the secret of the listeners. `z2a doctor --network --listen PORT` prints the line "
+            f"`export {VARIABLE}=…` to run here first, or give both sides the same --secret-file."
+        )
+    return secret
 
 
 def _check_ranks(arguments: argparse.Namespace) -> int:

@@ -105,7 +105,7 @@ def read_message(text: bytes) -> Message:
 
 def read_some(connected: socket.socket, most_bytes: int) -> bytes:
     """At least one byte; ConnectionError at the end."""
-    if not (piece := connected.recv(min(most_bytes, 1 << 16))):
+    if not (piece := connected.recv(min(most_bytes, 1 << 20))):
         raise ConnectionError("the other side has closed the connection")
     return piece
 
@@ -204,10 +204,17 @@ class Door:
                 connection = self._prove(connected)
             finally:
                 self._forget(connected, host)
-            self._take(connection)
         except Exception as error:
             connected.close()
-            self._say_refused(host, error)
+            self._say(host, f"z2a: {self._name}: a connection from {host} was refused: {_reason(error)}.")
+            return
+        try:
+            self._take(connection)
+        except ConnectionError:  # the other side has ended it
+            connection.close()
+        except Exception as error:
+            connection.close()
+            self._say(host, f"z2a: {self._name}: a connection from {host} was ended: {_reason(error)}.")
 
     def _prove(self, connected: socket.socket) -> Connection:
         deadline = time.monotonic() + PROOF_SECONDS
@@ -230,7 +237,7 @@ class Door:
         with self._lock, suppress(ValueError):  # it was given up for a new one
             self._unproved.remove((host, connected))
 
-    def _say_refused(self, host: str, error: Exception) -> None:
+    def _say(self, host: str, text: str) -> None:
         """Once a minute for each address, so that nobody fills the log."""
         if self._listener.fileno() < 0:
             return
@@ -242,7 +249,7 @@ class Door:
                 del self._said[next(iter(self._said))]
             self._said.pop(host, None)
             self._said[host] = now
-        say(f"z2a: {self._name}: a connection from {host} was refused: {str(error) or type(error).__name__}.")
+        say(text)
 
 
 def join(one: socket.socket, other: socket.socket) -> None:
@@ -261,6 +268,10 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
             target.sendall(piece)
     for end in (source, target):
         _shut(end)
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 def _shut(connected: socket.socket) -> None:

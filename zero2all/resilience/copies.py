@@ -9,23 +9,22 @@ the memory of the next one, is the save to continue from; a machine without it f
 their own, and still decide themselves which step all of them can load.
 
 The copies have a port of their own, at the address of the data connections (gloo, NCCL): through the meeting's port,
-those of all machines would cross the network of machine 0, in the thread that judges which machine is silent. Only who
-knows the token of the attempt is answered, and no file is used before its checksums were compared.
+those of all machines would cross the network of machine 0. Only who knows the secret of the run is answered
+(`common.connections`), and no file is used before its checksums were compared.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from zero2all.common.connections import Connection, Door, dial, listen, read_some
 from zero2all.common.errors import BadInputError
 from zero2all.common.progress import say
 from zero2all.resilience import slots
@@ -34,11 +33,9 @@ from zero2all.resilience.slots import PAGE, Found, NoMemoryFolderError
 
 PEER_FOLDER = "peer"
 LOOK_SECONDS = 0.2
-CONNECT_SECONDS = 5.0
 SILENT_SECONDS = 30.0
 TOKEN_SECONDS = 10.0
 """How long a question waits until this machine has heard of the attempt, too."""
-BLOCK_BYTES = 1 << 20
 PROBLEMS = (OSError, ValueError, KeyError, TypeError, BadInputError, NoMemoryFolderError)
 """What can be wrong with a connection, an answer, a file, or the memory here."""
 
@@ -55,6 +52,7 @@ class _Ring:
     """The machines of an attempt, seen from the one at `place`; the one at `next` keeps its copies."""
 
     token: str
+    secret: bytes
     place: int
     next: int
     machines: list[_Machine]
@@ -67,18 +65,19 @@ class _Ring:
 class Copies:
     """Sends the memory checkpoints of a run on this machine to the next one, and keeps those of the one before."""
 
-    def __init__(self, run: Path, base: Path | None, host: str) -> None:
-        """`base` is the RAM file system (None: the usual one), `host` the address of this machine for data."""
-        self._run, self._base = run, base
-        self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+    def __init__(self, run: Path, base: Path | None, host: str, secret: bytes, ports: Iterable[int] = (0,)) -> None:
+        """`base` is the RAM file system (None: the usual one), `host` the address of this machine for data, `ports`
+        those that may be used there."""
+        self._run, self._base, self._secret = run, base, secret
+        listener = listen(host, ports)
+        self.address: tuple[str, int] = listener.getsockname()[:2]
         self._receiving = threading.Lock()  # two saves at once would take the same buffer
         self._ring: _Ring | None = None
         self._sends_in: _Ring | None = None
         self._is_behind = False
         """Whether the last copy was not finished, which is said once."""
-        for work in (self._accept, self._send_new):
-            threading.Thread(target=work, name="z2a-copies", daemon=True).start()
+        Door(listener, secret, self._answer, "copies of checkpoints")
+        threading.Thread(target=self._send_new, name="z2a-copies", daemon=True).start()
 
     def begin(self, order: Order) -> None:
         """Before the ranks of an attempt start: fetch the save that this machine lacks. Then send new ones."""
@@ -91,7 +90,7 @@ class Copies:
             machines.append((node, list(range(first, first + processes)), tuple(address)))
             first += processes
         self._sends_in = None
-        self._ring = ring = _Ring(order["token"], place, (place + 1) % len(machines), machines)
+        self._ring = ring = _Ring(order["token"], self._secret, place, (place + 1) % len(machines), machines)
         with suppress(*PROBLEMS):
             for path in (self._folder() / PEER_FOLDER).glob("[ab]-*"):
                 if int(path.name[2:]) not in ring.ranks(-1):  # of an attempt with other machines
@@ -119,7 +118,7 @@ class Copies:
                 folder = self._folder()
                 slots.make_run_folder(folder.parent, folder.name, self._run)
                 with _call(ring, ring.next, "get", save) as connection:
-                    _receive(connection.makefile("rb"), folder, ring.ranks(0), save)
+                    _receive(connection, folder, ring.ranks(0), save)
             except PROBLEMS as error:
                 say(f"z2a: the copy of step {save[0]} in the memory of machine {node} cannot be used: {error}")
             else:
@@ -128,16 +127,10 @@ class Copies:
 
     # ---- what the machine before asks ----
 
-    def _accept(self) -> None:
-        while True:
-            connection, _ = self._listener.accept()
-            threading.Thread(target=self._answer, args=(connection,), name="z2a-copies", daemon=True).start()
-
-    def _answer(self, connection: socket.socket) -> None:
+    def _answer(self, connection: Connection) -> None:
         with connection, suppress(*PROBLEMS):  # the other side sees that there is no answer
-            connection.settimeout(SILENT_SECONDS)
-            reader = connection.makefile("rb")
-            asked = _read_line(reader)
+            connection.socket.settimeout(SILENT_SECONDS)
+            asked = connection.hello
             deadline = time.monotonic() + TOKEN_SECONDS
             while (ring := self._ring) is None or ring.token != asked["token"]:
                 if time.monotonic() > deadline:
@@ -148,14 +141,14 @@ class Copies:
             save = (int(asked["save"][0]), str(asked["save"][1]))
             if asked["do"] == "list":
                 own, others = whole_saves(folder, ring.ranks(0)), whole_saves(held, ring.ranks(-1))
-                connection.sendall(_line(own=list(own), held=list(others)))
+                connection.send({"own": list(own), "held": list(others)})
             elif asked["do"] == "get":
                 _send(connection, whole_saves(held, ring.ranks(-1))[save])
             elif asked["do"] == "put":
                 slots.own_folder(held)
                 with self._receiving:
-                    _receive(reader, held, ring.ranks(-1), save)
-                connection.sendall(_line(done=True))
+                    _receive(connection, held, ring.ranks(-1), save)
+                connection.send({"done": True})
 
     # ---- sending ----
 
@@ -175,7 +168,7 @@ class Copies:
         try:
             with _call(ring, ring.next, "put", save) as connection:
                 _send(connection, group)
-                _read_line(connection.makefile("rb"))
+                connection.receive(SILENT_SECONDS)
             self._is_behind = False
         except PROBLEMS as error:
             if not self._is_behind:
@@ -201,59 +194,50 @@ def _heads(folder: Path) -> list[bytes]:
     return found
 
 
-# ---- on the wire: a line of JSON, then per file of a save a line and its bytes ----
+# ---- on the wire: the question is the hello; then per file of a save a message and its bytes ----
 
 
-def _line(**values: Any) -> bytes:
-    return json.dumps(values).encode() + b"\n"
-
-
-def _read_line(reader: IO[bytes]) -> dict[str, Any]:
-    if not (line := reader.readline()):
-        raise BadInputError("the other side has closed the connection")
-    return dict(json.loads(line))
-
-
-def _call(ring: _Ring, place: int, do: str, save: Save = (-1, "")) -> socket.socket:
-    connection = socket.create_connection(ring.machines[place][2], CONNECT_SECONDS)
-    connection.settimeout(SILENT_SECONDS)
-    connection.sendall(_line(token=ring.token, do=do, save=save))
+def _call(ring: _Ring, place: int, do: str, save: Save = (-1, "")) -> Connection:
+    connection = dial(ring.machines[place][2], ring.secret, {"token": ring.token, "do": do, "save": save})
+    connection.socket.settimeout(SILENT_SECONDS)
     return connection
 
 
 def _ask(ring: _Ring, place: int) -> tuple[set[Save], set[Save]]:
     """The saves that a machine has itself, and those of the one before that it keeps."""
     with suppress(*PROBLEMS), _call(ring, place, "list") as connection:
-        said = _read_line(connection.makefile("rb"))
+        said = connection.receive(SILENT_SECONDS)
         return {(step, name) for step, name in said["own"]}, {(step, name) for step, name in said["held"]}
     return set(), set()
 
 
-def _send(connection: socket.socket, group: Iterable[Found]) -> None:
+def _send(connection: Connection, group: Iterable[Found]) -> None:
     for found in group:
         with open(found.path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            connection.sendall(_line(rank=found.about["rank"], size=size))
-            if connection.sendfile(file, 0, size) != size:  # it is being written again
+            connection.send({"rank": found.about["rank"], "size": size})
+            if connection.socket.sendfile(file, 0, size) != size:  # it is being written again
                 raise BadInputError(f"{found.path}: it has another size than its header says")
 
 
-def _receive(reader: IO[bytes], folder: Path, ranks: list[int], save: Save) -> None:
+def _receive(connection: Connection, folder: Path, ranks: list[int], save: Save) -> None:
     """Take the files of a save, each into the buffer that has no part of the newest whole one. BadInputError when one
     is not what it should be; then it counts as unfinished."""
     kept = max(whole_saves(folder, ranks), default=None)
     for _ in ranks:
-        said = _read_line(reader)
+        said = connection.receive(SILENT_SECONDS)
         rank, left = ranks[ranks.index(said["rank"])], int(said["size"]) - PAGE
         path = min(slots.slot_paths(folder, rank), key=lambda one: ((held := _save_in(one)) == kept, held))
         path.unlink(missing_ok=True)
         slots.require_room(folder, left + PAGE)
-        head = reader.read(PAGE)
+        connection.socket.settimeout(SILENT_SECONDS)
+        head = b""
+        while len(head) < PAGE:
+            head += read_some(connection.socket, PAGE - len(head))
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
             file.seek(PAGE)
-            while left > 0 and (block := reader.read(min(left, BLOCK_BYTES))):
-                file.write(block)
-                left -= len(block)
+            while left > 0:
+                left -= file.write(read_some(connection.socket, left))
             file.seek(0)
             file.write(head)  # last: until now it is not valid
         try:

@@ -1,22 +1,24 @@
 """`z2a doctor --network`: the way to other machines, what NCCL and gloo should be told, and how fast every pair is.
 
 Each machine runs `z2a doctor --network --listen PORT`. One more command with all of them as peers asks each in turn to
-measure the way to every later one. A request is one line of JSON; a listener does only three things: echo single bytes,
-count what it is sent, and measure the way to another listener for about a second.
+measure the way to every later one. The request is the hello of a connection (`common.connections`), so only who knows
+the secret of the listener is answered. A listener does only three things: echo single bytes, count what it is sent, and
+measure the way to another listener for about a second.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
+from zero2all.common.connections import Connection, Door, NotOfThisRunError, dial
+from zero2all.common.connections import listen as open_port
 from zero2all.common.errors import UsageError
 from zero2all.common.language import message
 from zero2all.parallel.network import fast_ports, interface_to, network_variables, said_bits
@@ -30,7 +32,6 @@ SECONDS = 0.6
 CONNECT_SECONDS = 5.0
 BLOCK = 1 << 17
 ROUNDS = 20
-LINE_BYTES = 1024
 
 
 def look_at_ways(peers: Sequence[str] = ()) -> Iterator[Finding]:
@@ -81,59 +82,38 @@ def split_address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def listen(port: int, ready: Callable[[], None]) -> None:
-    """Answer others until the process is stopped; `ready` is called once it can."""
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+def listen(host: str, port: int, secret: bytes, ready: Callable[[str], None]) -> None:
+    """Answer others until the process is stopped; `ready` gets the address once it can. `host` empty: that of the
+    interface that is used."""
+    if not host:
+        interface = interface_to(None)
+        host = interface.address if interface else "127.0.0.1"
     try:
-        server = socket.create_server(("", port), family=family, dualstack_ipv6=family == socket.AF_INET6)
+        listener = open_port(host, (port,))
     except OSError as error:
         raise UsageError(
-            f"--listen {port}: this machine cannot listen there: {os.strerror(error.errno or 0)}. Choose another "
-            f"port, or end the program that uses it."
+            f"--listen {host}:{port}: this machine cannot listen there: {os.strerror(error.errno or 0)}. Choose "
+            f"another address or port, or end the program that uses it."
         ) from error
-    with server:
-        ready()
-        while True:
-            connection, _ = server.accept()
-            threading.Thread(target=_answer, args=(connection,), daemon=True).start()
+    Door(listener, secret, lambda connection: _answer(connection, secret), "doctor")
+    ready(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    threading.Event().wait()
 
 
-def _answer(connection: socket.socket) -> None:
-    with connection:
-        try:
-            connection.settimeout(CONNECT_SECONDS)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            asked = _read_line(connection)
-            if asked.get("do") == "echo":
-                while byte := connection.recv(1):
-                    connection.sendall(byte)
-            elif asked.get("do") == "count":
-                count, buffer = 0, bytearray(BLOCK)
-                while got := connection.recv_into(buffer):
-                    count += got
-                _write_line(connection, {"bytes": count})
-            elif asked.get("do") == "measure":
-                _write_line(connection, measure_to(str(asked.get("to"))).__dict__)
-        except (OSError, ValueError, UsageError):  # not one of ours, or it went away
-            return
-
-
-def _write_line(connection: socket.socket, value: dict[str, Any]) -> None:
-    connection.sendall(json.dumps(value).encode() + b"\n")
-
-
-def _read_line(connection: socket.socket) -> dict[str, Any]:
-    """One short JSON object, read byte by byte: what follows it belongs to the measurement."""
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = connection.recv(1)
-        if not byte or len(line) > LINE_BYTES:
-            raise ValueError("no request")
-        line += byte
-    value = json.loads(line)
-    if not isinstance(value, dict):
-        raise ValueError("no request")
-    return value
+def _answer(connection: Connection, secret: bytes) -> None:
+    with connection, suppress(OSError, UsageError):  # it went away
+        asked, connected = connection.hello, connection.socket
+        connected.settimeout(CONNECT_SECONDS)
+        if asked.get("do") == "echo":
+            while byte := connected.recv(1):
+                connected.sendall(byte)
+        elif asked.get("do") == "count":
+            count, buffer = 0, bytearray(BLOCK)
+            while got := connected.recv_into(buffer):
+                count += got
+            connection.send({"bytes": count})
+        elif asked.get("do") == "measure":
+            connection.send(measure_to(str(asked.get("to")), secret).__dict__)
 
 
 @dataclass(frozen=True)
@@ -146,25 +126,21 @@ class Measured:
     problem: str = ""
 
 
-def _open(address: str, request: dict[str, Any], seconds: float = CONNECT_SECONDS) -> socket.socket:
-    connection = socket.create_connection(split_address(address), timeout=seconds)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    _write_line(connection, request)
-    return connection
-
-
-def measure_to(address: str) -> Measured:
+def measure_to(address: str, secret: bytes) -> Measured:
     """Latency, and bandwidth with one connection and with several, from here to a listener."""
     try:
-        with _open(address, {"do": "echo"}) as connection:
+        with dial(split_address(address), secret, {"do": "echo"}) as connection:
+            connection.socket.settimeout(CONNECT_SECONDS)
             times = []
             for _ in range(ROUNDS):
                 started = time.perf_counter()
-                connection.sendall(b"x")
-                if connection.recv(1) != b"x":
+                connection.socket.sendall(b"x")
+                if connection.socket.recv(1) != b"x":
                     return Measured(problem=message("something answers there, but it is not z2a doctor"))
                 times.append(time.perf_counter() - started)
-        return Measured(min(times), _bandwidth(address, 1), _bandwidth(address, STREAMS))
+        return Measured(min(times), _bandwidth(address, secret, 1), _bandwidth(address, secret, STREAMS))
+    except NotOfThisRunError as error:
+        return Measured(problem=str(error))
     except ConnectionRefusedError:
         return Measured(problem=message("nothing listens on that port"))
     except TimeoutError:
@@ -175,33 +151,32 @@ def measure_to(address: str) -> Measured:
         return Measured(problem=error.strerror or str(error))
 
 
-def _bandwidth(address: str, streams: int) -> float:
+def _bandwidth(address: str, secret: bytes, streams: int) -> float:
     """Bits per second that arrived, over all connections at once."""
     started = time.perf_counter()
 
     def send(_: int) -> int:
-        with _open(address, {"do": "count"}) as connection:
+        with dial(split_address(address), secret, {"do": "count"}) as connection:
             block = bytes(BLOCK)
             while time.perf_counter() - started < SECONDS:
-                connection.sendall(block)
-            connection.shutdown(socket.SHUT_WR)
-            return int(_read_line(connection)["bytes"])
+                connection.socket.sendall(block)
+            connection.socket.shutdown(socket.SHUT_WR)
+            return int(connection.receive(CONNECT_SECONDS)["bytes"])
 
     with ThreadPoolExecutor(streams) as pool:
         arrived = sum(pool.map(send, range(streams)))
     return 8 * arrived / (time.perf_counter() - started)
 
 
-def measure_pairs(peers: Sequence[str]) -> dict[tuple[str, str], Measured]:
+def measure_pairs(peers: Sequence[str], secret: bytes) -> dict[tuple[str, str], Measured]:
     """From here to every peer, and between every two peers, one after the other so that they share no link."""
-    found = {("here", peer): measure_to(peer) for peer in peers}
+    found = {("here", peer): measure_to(peer, secret) for peer in peers}
     for number, first in enumerate(peers):
         for second in peers[number + 1 :]:
             try:
-                with _open(first, {"do": "measure", "to": second}) as connection:
-                    connection.settimeout(4 * CONNECT_SECONDS)
-                    found[first, second] = Measured(**_read_line(connection))
-            except (OSError, ValueError) as error:
+                with dial(split_address(first), secret, {"do": "measure", "to": second}) as connection:
+                    found[first, second] = Measured(**connection.receive(4 * CONNECT_SECONDS))
+            except (OSError, ValueError, TypeError) as error:
                 found[first, second] = Measured(problem=message(f"{first} did not measure it: {error}"))
     return found
 
