@@ -1,5 +1,6 @@
 """Connections that prove that they belong to a run."""
 
+import json
 import random
 import resource
 import socket
@@ -11,11 +12,11 @@ from contextlib import suppress
 
 import pytest
 
+from tests.hostile import COUNTS, SEED, hostile_bytes, hostile_value
 from zero2all.common import connections
 from zero2all.common.connections import Connection, Door, NotOfThisRunError, dial, join, listen
 
 SECRET = b"a secret of sixteen bytes or more"
-SEED = 20261118
 
 
 class Echo:
@@ -228,3 +229,62 @@ def test_a_port_is_taken_from_a_range_and_a_full_one_is_an_error():
             listen("127.0.0.1", (port,))
         with listen("127.0.0.1", (port, 0)) as free:
             assert free.getsockname()[1] != port
+
+
+class TestHostileBytes:
+    """10^5 cases in `make chaos`, some of them in `make test`."""
+
+    @pytest.mark.parametrize("count", COUNTS)
+    def test_only_a_true_proof_and_a_json_object_pass_the_door(self, count, monkeypatch):
+        door = Door.__new__(Door)
+        door._secret = SECRET
+        monkeypatch.setattr(connections.secrets, "token_bytes", lambda length: bytes(length))
+        monkeypatch.setattr(connections, "_name", lambda _connected: "here")
+        rng = random.Random(SEED)
+        nonces = bytes(64)
+        good = nonces[32:] + connections._proof(SECRET, b"dialer", nonces)
+        passed = 0
+        for _ in range(count):
+            hello = json.dumps(hostile_value(rng, {"run": "a", "node": 1, "list": [1, {"a": 2}]})).encode()
+            text = good + struct.pack("!I", len(hello)) + hello
+            sent = hostile_bytes(rng, text) if rng.random() < 0.8 else text
+            theirs, ours = _pair()
+            with theirs, ours:
+                ours.sendall(sent)
+                ours.shutdown(socket.SHUT_WR)
+                with suppress(OSError, ValueError):
+                    assert isinstance(door._prove(theirs).hello, dict)
+                    assert sent.startswith(good)
+                    passed += 1
+        assert 0 < passed < count
+
+    @pytest.mark.parametrize("count", COUNTS)
+    def test_a_reader_of_messages_ends_with_a_message_or_one_of_two_errors(self, count):
+        rng = random.Random(SEED)
+        good = b"".join(struct.pack("!I", len(text)) + text for text in (b'{"do": "beat"}', b'{"a": [1, {"b": null}]}'))
+        tracemalloc.start()
+        found = 0
+        for _ in range(count):
+            ours, theirs = socket.socketpair()
+            with theirs, Connection(ours, "here") as connection:
+                theirs.sendall(hostile_bytes(rng, good))
+                theirs.shutdown(socket.SHUT_WR)
+                with suppress(ConnectionError, ValueError):
+                    while True:
+                        assert isinstance(connection.receive(5), dict)
+                        found += 1
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert found > count // 10
+        assert peak < 16 << 20
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    """A socket pair that takes the options of TCP, which `_prove` sets."""
+    theirs, ours = socket.socketpair()
+    return _Plain(fileno=theirs.detach()), ours
+
+
+class _Plain(socket.socket):
+    def setsockopt(self, *_options):
+        pass

@@ -5,9 +5,11 @@ from __future__ import annotations
 import http.server
 import socket
 import threading
+from functools import partial
 
 import pytest
 
+from tests.hostile import COUNTS, conversations, play
 from tests.ports import free_port
 from zero2all.common.errors import UsageError
 from zero2all.perf.doctor import network
@@ -97,3 +99,17 @@ def test_the_interface_and_the_variables_that_follow(monkeypatch):
 def test_an_address_that_is_none_is_refused(text):
     with pytest.raises(UsageError, match="Expected HOST:PORT"):
         split_address(text)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_listener_answers_any_request_or_ends_it(count, monkeypatch):
+    monkeypatch.setattr(network, "CONNECT_SECONDS", 0.01)  # nobody reads while it answers
+    monkeypatch.setattr(network, "dial", _nobody)
+    good = [[{"do": "echo"}], [{"do": "count"}], [{"do": "measure", "to": "127.0.0.1:9"}]]
+    take = partial(network._answer, secret=SECRET)
+    answers = {play(take, *said) for said in conversations(count, good)}
+    assert len(answers) > 1
+
+
+def _nobody(*_arguments):
+    raise ConnectionRefusedError

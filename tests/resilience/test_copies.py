@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.hostile import COUNTS, conversations, play
 from zero2all.common.fault import flip_byte
 from zero2all.resilience import copies as module
 from zero2all.resilience import slots
@@ -163,3 +164,17 @@ def test_what_a_rollback_gave_up_does_not_come_back_from_the_copies(machines):
             path.unlink()
     machines.begin()
     assert [machines.own(node) for node in range(3)] == [[], [], []]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_hostile_questions_of_one_who_knows_the_secret_change_nothing(machines, monkeypatch, count):
+    monkeypatch.setattr(module, "TOKEN_SECONDS", 0.0)
+    token = machines.all[2]._ring.token
+    asked = [{"token": token, "do": do, "save": [8, "of 8"]} for do in ("list", "get", "put")]
+    good = [[each] for each in asked] + [[asked[2], {"rank": 2, "size": 4 * PAGE}, {"rank": 3, "size": 4 * PAGE}]]
+    before = set(machines.folders[2].rglob("*"))
+    for said in conversations(count, good):
+        play(machines.all[2]._answer, *said)
+    assert machines.copied(1)[-1:] == [8]
+    assert machines.own(2) == [6, 8]
+    assert set(machines.folders[2].rglob("*")) <= before

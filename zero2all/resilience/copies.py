@@ -36,7 +36,7 @@ LOOK_SECONDS = 0.2
 SILENT_SECONDS = 30.0
 TOKEN_SECONDS = 10.0
 """How long a question waits until this machine has heard of the attempt, too."""
-PROBLEMS = (OSError, ValueError, KeyError, TypeError, BadInputError, NoMemoryFolderError)
+PROBLEMS = (OSError, ValueError, LookupError, TypeError, OverflowError, BadInputError, NoMemoryFolderError)
 """What can be wrong with a connection, an answer, a file, or the memory here."""
 
 Save = tuple[int, str]
