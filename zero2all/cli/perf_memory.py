@@ -109,5 +109,5 @@ def _print(report: MemoryReport) -> None:
     print(t(verdict(report)))
     if not report.fits and not any(change.fits for change in report.changes):
         print(t("None of these changes is enough, nor any two of them: use more GPUs, or a smaller model."))
-    if report.changes:
+    if report.changes and not report.fits:
         print_table(changes_table(report), "what would need less memory, computed by the same estimate")

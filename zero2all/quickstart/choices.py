@@ -181,7 +181,7 @@ def settings_in_words(tokens: Mapping[str, int], config: RunConfig, given: Colle
     if model.hidden_size >= SCALES[-1].hidden_size:
         model_line = f"{size}: as large as fits into minutes on a CPU"
     else:
-        model_line = f"{size}: a larger one would memorise so little text"
+        model_line = f"{size}: with so little text, a larger one would only learn it by heart"
     if "train.steps" in given:
         step_line = f"{steps}, as you asked"
     elif epochs < next(scale.epochs for scale in SCALES if total < scale.below_tokens) - 0.1:
@@ -205,4 +205,4 @@ def forecast(raw_bytes: int, config: RunConfig, given: Collection[str]) -> str:
     per_step = SECONDS_PER_STEP + likely.train.tokens_per_step * parameters * SECONDS_PER_TOKEN_AND_PARAMETER
     seconds = SECONDS_BESIDE_TRAINING + raw_bytes / CORPUS_BYTES_PER_SECOND + steps * per_step
     minutes = max(1, round(seconds / 60))
-    return "a minute" if minutes == 1 else f"{minutes:,} minutes"
+    return "one or two minutes" if minutes == 1 else f"{minutes:,} minutes"

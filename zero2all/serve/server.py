@@ -112,7 +112,7 @@ class ModelServer:
         stats = self.model.stats()
         left = stats["running"] + stats["waiting"]
         if not left:
-            return "Ending: no request is left."
+            return "No request is running: the server ends."
         counted = "1 request" if left == 1 else f"{left} requests"
         return f"Finishing {counted}, up to {self.options.grace_seconds:g} s; Ctrl-C again ends at once."
 
