@@ -15,9 +15,17 @@ def test_prints_parts_phases_and_whether_it_fits(capsys, tmp_path):
     picture = tmp_path / "memory.png"
     assert main([*ONE_BILLION, "--gpu", "h200", "--picture", str(picture)]) == 0
     said = capsys.readouterr().out
-    for words in ("optimizer step", "checkpoint", "peak allocated", "53.71", "It fits", "--train.recompute full"):
+    for words in ("optimizer step", "checkpoint", "peak allocated", "53.71", "It fits"):
         assert words in said
+    assert "what would need less memory" not in said
     assert picture.read_bytes().startswith(b"\x89PNG") or "no picture" in said
+
+
+def test_where_it_does_not_fit_the_changes_that_help_are_listed(capsys):
+    assert main([*ONE_BILLION, "--memory-gib", "40"]) == 0
+    said = capsys.readouterr().out
+    for words in ("what would need less memory", "--train.recompute full"):
+        assert words in said
 
 
 def test_json_has_the_same_figures_in_bytes(capsys):
