@@ -4,7 +4,7 @@
 
 The program runs in a Python of its own (`sandbox_child.py` says what is refused there, and by whom), with an empty
 environment, in an empty temporary folder, in a session of its own that is killed when its time is up. What comes back
-is one of OUTCOMES, whatever the program does: it sees no text that could carry a file's content.
+is one of OUTCOMES, whatever the program does: no text that it made, which could hold what it read.
 
 What it can still do: use one core for some seconds, and lie about having passed. Its tests run in the same process as
 itself, as HumanEval has it, so it can replace what they compare, or find the secret that marks our own verdict: no
@@ -17,12 +17,10 @@ from __future__ import annotations
 import builtins
 import os
 import secrets
-import select
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,54 +70,33 @@ def _run(program: str, limits: Limits, without: Collection[str]) -> tuple[str, s
         "secret": secret,
         "cpu_seconds": limits.cpu_seconds,
         "memory_bytes": limits.memory_bytes,
+        "file_bytes": MOST_VERDICT_BYTES,
         "without": list(without),
     }
-    with tempfile.TemporaryDirectory(prefix="sandbox-") as folder:
+    is_late = False
+    with tempfile.TemporaryDirectory(prefix="sandbox-") as folder, tempfile.TemporaryFile() as verdict:
         child = subprocess.Popen(
             [sys.executable, "-I", "-S", "-B", str(CHILD)],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=verdict,  # a file that can only grow to some bytes: a pipe could be flooded
             stderr=subprocess.DEVNULL,
             cwd=folder,
             env={},
             start_new_session=True,
         )
         try:
-            assert child.stdin is not None, "it was opened as a pipe"
-            child.stdin.write(jsonio.dumps_line(given))
-            child.stdin.close()
-            said, is_late = _read(child, limits.seconds)
+            child.communicate(jsonio.dumps_line(given), limits.seconds)
+        except subprocess.TimeoutExpired:
+            is_late = True
         finally:
-            _end(child)
+            if child.returncode is None:
+                os.killpg(child.pid, signal.SIGKILL)  # with all it started: the session has its number
+                child.wait()
+        verdict.seek(0)
+        said = verdict.read(MOST_VERDICT_BYTES)
     outcome, *protected = said.decode("utf-8", "replace").removeprefix(secret).split("|")
     if said.startswith(secret.encode()) and outcome in OUTCOMES and len(protected) == 2:
         return outcome, protected[0], protected[1]
     if is_late or child.returncode in (-signal.SIGXCPU, -signal.SIGKILL):  # the kernel's words for processor time
         return "out of time", "unknown", "unknown"
     return "ended early", "unknown", "unknown"
-
-
-def _read(child: subprocess.Popen[bytes], seconds: float) -> tuple[bytes, bool]:
-    """What it says before it ends, at most some bytes; and whether its time ran out."""
-    assert child.stdout is not None, "it was opened as a pipe"
-    said, deadline = b"", time.monotonic() + seconds
-    while len(said) < MOST_VERDICT_BYTES:
-        left = deadline - time.monotonic()
-        if left <= 0 or not select.select([child.stdout], [], [], left)[0]:
-            return said, True
-        block = os.read(child.stdout.fileno(), MOST_VERDICT_BYTES)
-        if not block:
-            return said, False
-        said += block
-    return said, False
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kill it and all it started, if it still lives."""
-    try:
-        child.wait(0.2)
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)  # the session's number is that of its first process
-        child.wait()
-    if child.stdout is not None:
-        child.stdout.close()

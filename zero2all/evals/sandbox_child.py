@@ -191,12 +191,12 @@ def refuse_by_hook(paths: list[Path]) -> None:
     sys.addaudithook(hook)
 
 
-def limit_resources(seconds: int, memory_bytes: int) -> None:
+def limit_resources(seconds: int, memory_bytes: int, file_bytes: int) -> None:
     """Processor time, memory, files and processes."""
     limits = {
         resource.RLIMIT_CPU: (seconds, seconds + 1),
         resource.RLIMIT_AS: (memory_bytes, memory_bytes),
-        resource.RLIMIT_FSIZE: (0, 0),
+        resource.RLIMIT_FSIZE: (file_bytes, file_bytes),  # the verdict
         resource.RLIMIT_NOFILE: (32, 32),
         resource.RLIMIT_CORE: (0, 0),
         resource.RLIMIT_NPROC: (0, 0),  # means nothing to root, whom the filter stops
@@ -234,7 +234,7 @@ def protect(given: dict[str, Any]) -> tuple[str, str]:
         files = "landlock"
     elif {"namespace", "seccomp"} <= left and allow_by_namespace(paths):  # seccomp: else it could leave that root again
         files = "namespace"
-    limit_resources(given["cpu_seconds"], given["memory_bytes"])
+    limit_resources(given["cpu_seconds"], given["memory_bytes"], given["file_bytes"])
     if "seccomp" in left and filter_system_calls():
         calls = "seccomp"
     if "audit hook" in (files, calls):
