@@ -388,7 +388,7 @@ def run_python(script: str) -> str:
 def test_limits_every_section_of_the_config_and_the_check_of_an_evaluation_load_without_torch():
     modules = [name for name in MODULES if inside(short(name), "limits") or is_section(short(name))]
     modules = [name for name in modules if short(name) not in LIMITS_WITH_NUMPY]
-    modules += [f"{PACKAGE}.config", f"{PACKAGE}.evals.inputs"]
+    modules += [f"{PACKAGE}.config", f"{PACKAGE}.evals.options"]
     run_python(f"""
         import importlib, sys
         sys.modules["torch"] = sys.modules["numpy"] = None  # from here on, importing them is an ImportError

@@ -26,6 +26,46 @@ def test_a_folder_that_can_be_written_is_chosen(tmp_path: Path, monkeypatch: pyt
     assert numba_cache(NOWHERE) is None
 
 
+def plant_link(place: Path, other: Path) -> None:
+    other.mkdir(mode=0o700)
+    place.symlink_to(other)
+
+
+def plant_open(place: Path, _other: Path) -> None:
+    place.mkdir()
+    place.chmod(0o777)
+
+
+def plant_foreign(place: Path, _other: Path) -> None:
+    place.mkdir(mode=0o700)
+    os.chown(place, 12345, 12345)
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder to another user")
+PLANTED = [plant_link, plant_open, pytest.param(plant_foreign, marks=needs_root)]
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_compiled_code_is_never_taken_from_a_folder_that_others_could_fill(tmp_path, plant):
+    temporary, other = tmp_path / "tmp", tmp_path / "other"
+    temporary.mkdir()
+    plant(temporary / f"zero2all-numba-{os.getuid()}", other)
+    program = (
+        "import zero2all, pathlib; found = zero2all.numba_cache(pathlib.Path('/proc/nowhere'));"
+        "print(found, found.stat().st_mode & 0o777, found.is_dir())"
+    )
+    environment = {**os.environ, "HOME": "/proc", "TMPDIR": str(temporary)}
+    for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
+        environment.pop(name, None)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    path, *facts = done.stdout.split()
+    assert Path(path).parent == temporary
+    assert Path(path).name != f"zero2all-numba-{os.getuid()}"
+    assert facts == [str(0o700), "True"]
+    assert not Path(path).exists()  # it was for that process
+    assert not other.exists() or not list(other.iterdir())
+
+
 def test_a_kernel_is_cached_there(tmp_path: Path) -> None:
     program = (
         "import os, zero2all, pathlib; chosen = zero2all.numba_cache(pathlib.Path('/proc/nowhere'));"

@@ -15,18 +15,23 @@ def numba_cache(package: Path) -> Path | None:
     it does. In a container that runs as another user neither may be writable, and importing a kernel fails."""
     if "NUMBA_CACHE_DIR" in os.environ or os.access(package, os.W_OK):
         return None
+    import atexit
+    import shutil
     import tempfile
 
     home = Path(os.environ.get("HOME") or "/")
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "zero2all" / "numba"
-    # numba loads what it finds there as code: a folder for this user alone.
-    own = Path(tempfile.gettempdir()) / f"zero2all-numba-{os.getuid()}"
-    for folder in (user_cache, own):
+    # numba loads what it finds there as code: a folder for this user alone, as `common.files.private_folder` checks it.
+    for folder in (user_cache, Path(tempfile.gettempdir()) / f"zero2all-numba-{os.getuid()}"):
         with suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+            facts = folder.lstat()
+            is_own = facts.st_uid == os.getuid() and not facts.st_mode & 0o077  # a link has mode 0777
+            if is_own and os.access(folder, os.W_OK):
                 return folder
-    return Path(tempfile.mkdtemp(prefix="zero2all-numba-"))
+    made = Path(tempfile.mkdtemp(prefix="zero2all-numba-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return made
 
 
 # Here, because numba reads the variable when it is imported, and every worker process imports this first.

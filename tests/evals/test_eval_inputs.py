@@ -8,8 +8,7 @@ from zero2all.cli import main
 from zero2all.common.errors import BadInputError
 from zero2all.common.workspace import Workspace
 from zero2all.corpus import BuildOptions, Source, build_corpus
-from zero2all.evals.inputs import check_inputs
-from zero2all.evals.options import EvalOptions
+from zero2all.evals.options import EvalOptions, check_inputs
 
 
 @pytest.fixture

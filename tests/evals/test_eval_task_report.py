@@ -9,6 +9,7 @@ import pytest
 
 from zero2all.cli import main
 from zero2all.evals.report import figures
+from zero2all.evals.sandbox import protection
 from zero2all.evals.task_report import task_lines
 from zero2all.evals.tasks.list import TaskQuestions
 
@@ -90,6 +91,27 @@ def test_the_columns_stand_below_their_headings_however_long_a_name_is():
     _, heading, *rows = task_lines({"results": [result, short], "summary": {}, "problems": []})
     assert [row.index("cloze") for row in rows] == [heading.index("form"), heading.index("form") - 2]
     assert len(rows[0]) == len(heading)
+
+
+def test_programs_that_ran_without_isolation_are_said_once():
+    empty = {"results": [], "summary": {}, "problems": []}
+    kernel, hook = {"files": "landlock", "calls": "seccomp"}, "audit hook"
+    for found, count in (({}, 0), (kernel, 0), ({**kernel, "files": hook}, 1), ({"files": hook, "calls": hook}, 1)):
+        said = "\n".join(task_lines({**empty, "protection": found} if found else empty))
+        assert said.count("NOT isolated") == count
+
+
+def test_the_report_says_what_kept_the_programs_in(eval_run, data):
+    (data / "humaneval").mkdir()
+    item = {"task_id": "1", "prompt": "def f():\n", "canonical_solution": "    return 1\n", "entry_point": "f"}
+    (data / "humaneval/test.jsonl").write_text(json.dumps({**item, "test": "def check(f):\n    assert f() == 1\n"}))
+    found = []
+    for flags in ([], ["--run-code"]):
+        code, said, run = eval_run("--tasks", "humaneval", "--forms", "generate", "--held-out", "none", *flags)
+        assert code == 0, said.err
+        newest = max((run / "eval").glob("step-*.json"), key=lambda path: path.stat().st_mtime_ns)
+        found.append(json.loads(newest.read_bytes())["tasks"].get("protection"))
+    assert found == [None, protection()]
 
 
 def test_a_benchmark_with_a_bad_file_is_named_at_the_end_and_the_others_are_asked(eval_run, data):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -23,7 +25,7 @@ from zero2all.config import ConfigError, config_from_values
 from zero2all.parallel import group_link, group_mind
 from zero2all.parallel.config import SlowLinkConfig
 from zero2all.parallel.group_link import GroupLink, link_facts
-from zero2all.parallel.group_wire import Inbox
+from zero2all.parallel.group_wire import Inbox, inner_folder
 
 WORKER = Path(__file__).with_name("group_worker.py")
 RANKS = 2
@@ -490,11 +492,43 @@ def test_the_payloads_of_the_test_differ():
     )
 
 
-def test_a_group_that_is_started_twice_leaves_the_sockets_of_the_first_alone(tmp_path):
-    first = Inbox(tmp_path, 1, lambda _greeting, connection: connection.close())
+@pytest.fixture
+def short_temporary(monkeypatch):
+    """An empty folder for temporary files whose name is short enough for sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr("tempfile.tempdir", folder)
+        yield Path(folder)
+
+
+def test_a_group_that_is_started_twice_leaves_the_sockets_of_the_first_alone(short_temporary):
+    folder = inner_folder("run", 0, 1)
+    first = Inbox(folder, 1, lambda _greeting, connection: connection.close())
     with pytest.raises(UsageError, match="already running on this machine: another process has its rank 1"):
-        Inbox(tmp_path, 1, lambda _greeting, connection: connection.close())
+        Inbox(folder, 1, lambda _greeting, connection: connection.close())
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as one:
-        one.connect(str(tmp_path / "1.sock"))
+        one.connect(str(folder / "1.sock"))
+    other = Inbox(folder, 0, lambda _greeting, connection: connection.close())
     first.close()
-    Inbox(tmp_path, 1, lambda _greeting, connection: connection.close()).close()
+    first.close()
+    assert sorted(path.name for path in folder.iterdir()) == ["0.lock", "0.sock"]
+    Inbox(folder, 1, lambda _greeting, connection: connection.close()).close()
+    other.close()
+    assert list(short_temporary.iterdir()) == []  # the last one removes the folder
+
+
+@pytest.mark.parametrize("planted", ["a link", "mode 0777", "another owner"])
+def test_the_sockets_lie_in_a_folder_of_this_user_alone(planted, short_temporary):
+    folder = inner_folder("run", 0, 1)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert inner_folder("run", 0, 1) == folder
+    if planted == "a link":
+        folder.rename(short_temporary / "elsewhere")
+        folder.symlink_to(short_temporary / "elsewhere")
+    elif planted == "mode 0777":
+        folder.chmod(0o777)
+    elif os.geteuid() == 0:
+        os.chown(folder, 12345, 12345)
+    else:
+        pytest.skip("only root gives a folder to another user")
+    with pytest.raises(UsageError, match="not a folder of this user alone"):
+        inner_folder("run", 0, 1)

@@ -137,6 +137,11 @@ def test_a_folder_of_another_user_or_open_to_others_is_refused(tmp_path):
     home.chmod(0o755)
     with pytest.raises(slots.NoMemoryFolderError, match="not a folder of this user alone"):
         MemoryCheckpoint(tmp_path / "run", tmp_path)
+    if os.geteuid() == 0:  # only root can give a folder to another user
+        home.chmod(0o700)
+        os.chown(home, 12345, 12345)
+        with pytest.raises(slots.NoMemoryFolderError, match="not a folder of this user alone"):
+            MemoryCheckpoint(tmp_path / "run", tmp_path)
     home.rmdir()
     home.symlink_to("/tmp")
     with pytest.raises(slots.NoMemoryFolderError, match="not a folder of this user alone"):

@@ -207,8 +207,7 @@ def _checked_options(
     arguments: argparse.Namespace, workspace: Workspace, step: int | None, is_coming: bool = False
 ) -> EvalOptions:
     """What the command line asks for. Refuses what cannot be asked, before torch and the weights are loaded."""
-    from zero2all.evals.inputs import check_inputs
-    from zero2all.evals.options import EvalOptions
+    from zero2all.evals.options import EvalOptions, check_inputs
 
     options = EvalOptions(
         max_bytes=arguments.max_bytes,

@@ -14,7 +14,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -124,6 +124,16 @@ def read_regular(path: Path, largest_bytes: int) -> bytes:
         if facts.st_size > largest_bytes:
             raise OSError(errno.EOVERFLOW, f"it has {facts.st_size:,} bytes; the limit is {largest_bytes:,}", str(path))
         return file.read(largest_bytes)
+
+
+def private_folder(folder: Path) -> None:
+    """Make a folder for this user alone (mode 0700), or check that an existing one is: in /tmp and the like others may
+    have put something else there. OSError when it is a link, is open to others, or cannot be made."""
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    facts = folder.lstat()
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
+        raise PermissionError(errno.EPERM, "it is not a folder of this user alone (mode 0700)", str(folder))
 
 
 @contextmanager

@@ -8,13 +8,18 @@ from typing import Any
 from zero2all.common.language import columns, padded
 from zero2all.common.language import translate as t
 from zero2all.evals.contamination import contaminated_ids, split_accuracy, split_words
-from zero2all.evals.items import Task
+from zero2all.evals.items import CODE, Task
 from zero2all.evals.judge import FormResult, judge, summary
+from zero2all.evals.sandbox import is_isolated, protection
 from zero2all.evals.tasks.list import TaskQuestions
 from zero2all.infer.engine import Engine
 
 PROBLEMS_SHOWN = 3
 LEAST_NAME_COLUMNS = 16
+NOT_ISOLATED = (
+    "  The programs were NOT isolated: this kernel lacks Landlock and mount namespaces, or seccomp. Checks in Python "
+    "held them, which stop accidents, not attacks. Run such code in a virtual machine."
+)
 
 
 def task_section(
@@ -26,7 +31,10 @@ def task_section(
     problems += dict.fromkeys(line for result in results for line in result.problems)  # those of cloze come twice
     found = {task.name: contaminated_ids(contamination, task) for task in tasks}
     values = [_as_values(result, found[result.task]) for result in results]
-    return {"results": values, "summary": summary(results), "problems": problems}
+    section = {"results": values, "summary": summary(results), "problems": problems}
+    if questions.run_code and any(item.shape == CODE for task in tasks for item in task.items):
+        section["protection"] = protection()
+    return section
 
 
 def _as_values(result: FormResult, found: dict[str, set[str]] | None) -> dict[str, Any]:
@@ -82,6 +90,8 @@ def task_lines(section: dict[str, Any]) -> list[str]:
         lines.append(t(f"  {names[language]}: {found['score']:.1%} above chance, the mean of {forms}"))
     if section["summary"]:
         lines.append(t("  The form of a task is chosen on one half of its items and scored on the other."))
+    if not is_isolated(section.get("protection", {})):
+        lines.append(t(NOT_ISOLATED))
     problems = section["problems"]
     if problems:
         lines += [t("  left out:"), *(f"    {line}" for line in problems[:PROBLEMS_SHOWN])]

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import google_crc32c
 
 from zero2all.common.errors import UsageError
+from zero2all.common.files import private_folder
 
 Key = tuple[int, int]
 """Round and fragment."""
@@ -393,9 +394,11 @@ def inner_folder(run: str, group: int, port: int) -> Path:
     name = "z2a-" + hashlib.sha256(f"{os.getuid()} {run} {group} {port}".encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir())
     folder = (folder if len(str(folder)) < 60 else Path("/tmp")) / name  # a Unix socket's path has at most 107 bytes
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise UsageError(f"{folder} belongs to another user, but this run keeps its sockets there. Remove it.")
+    try:
+        private_folder(folder)
+    except OSError as error:
+        reason = error.strerror
+        raise UsageError(f"{folder} cannot hold the sockets of this run ({reason}). Remove it.") from error
     return folder
 
 
@@ -431,6 +434,7 @@ class Inbox:
                 f"in {folder}). Stop it first, or give this one its own number, with --group or ZERO2ALL_GROUP."
             ) from error
         path = folder / f"{rank}.sock"
+        self._files = (path, folder / f"{rank}.lock")
         path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))
@@ -453,9 +457,13 @@ class Inbox:
         take(greeting, connection)
 
     def close(self) -> None:
-        """Take no more."""
+        """Take no more. The last one of this machine removes the folder."""
         _stop(self._listener)
         if self._alive >= 0:
+            for path in self._files:
+                path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.parent.rmdir()
             os.close(self._alive)
             self._alive = -1
 

@@ -33,7 +33,7 @@ from zero2all.common.checksum import crc32c, extended, joined
 from zero2all.common.cores import usable_cores
 from zero2all.common.errors import BadInputError
 from zero2all.common.fault import KINDS, Fault, flip_byte
-from zero2all.common.files import human_bytes, write_atomic
+from zero2all.common.files import human_bytes, private_folder, write_atomic
 from zero2all.common.memory import available_memory
 
 RAM_FOLDER = Path("/dev/shm")
@@ -204,15 +204,11 @@ def ram_home(base: Path | None) -> Path:
 
 
 def own_folder(folder: Path) -> None:
-    """Make a folder for this user alone, or check that an existing one is."""
+    """A `private_folder`; NoMemoryFolderError says why not."""
     try:
-        with suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-        facts = folder.lstat()
+        private_folder(folder)
     except OSError as error:
-        raise NoMemoryFolderError(f"{folder} cannot be used ({error})") from error
-    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
-        raise NoMemoryFolderError(f"{folder} is not a folder of this user alone (mode 0700)")
+        raise NoMemoryFolderError(f"{folder} cannot be used ({error.strerror})") from error
 
 
 def run_id(run: Path, create: bool = False) -> str | None:
