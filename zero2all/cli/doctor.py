@@ -25,7 +25,6 @@ from zero2all.cli.verb import (
 from zero2all.common.errors import BadInputError, UnhealthyError, UsageError
 from zero2all.common.language import padded
 from zero2all.common.language import translate as t
-from zero2all.common.secret import VARIABLE, given_secret
 
 if TYPE_CHECKING:
     from zero2all.perf.doctor.finding import Finding
@@ -105,6 +104,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _listen(arguments: argparse.Namespace) -> int:
+    from zero2all.common.secret import VARIABLE, given_secret
     from zero2all.perf.doctor.network import listen
 
     host, _, port = arguments.listen.rpartition(":")
@@ -124,6 +124,8 @@ def _listen(arguments: argparse.Namespace) -> int:
 
 
 def _secret(path: Path | None) -> bytes:
+    from zero2all.common.secret import VARIABLE, given_secret
+
     if (secret := given_secret(path)) is None:
         raise UsageError(
             f"--peer needs the secret of the listeners. `z2a doctor --network --listen PORT` prints the line "
