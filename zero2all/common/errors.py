@@ -7,8 +7,8 @@ out and a limit of the process: `is_disk_full`, `is_out_of_memory` and `exceeded
 
 import errno
 import re
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 """No space left; quota used up."""
@@ -106,6 +106,31 @@ def for_all_ranks(error: E) -> E:
     """The error, marked as one that all processes of the run raise."""
     error.of_all_ranks = True
     return error
+
+
+_KINDS = {kind.__name__: kind for kind in _kinds(UserError)}
+"""Those above: no process imports a class because another one names it."""
+
+
+def error_values(error: Exception) -> dict[str, Any]:
+    """An error as plain values, for other processes."""
+    found: dict[str, Any] = {"kind": type(error).__name__, "text": str(error)}
+    if isinstance(error, OSError):
+        path = None if error.filename is None else str(error.filename)
+        return found | {"kind": "OSError", "errno": error.errno, "strerror": str(error.strerror), "path": path}
+    known = (kind.__name__ for kind in type(error).__mro__ if _KINDS.get(kind.__name__) is kind)
+    return found | {"kind": next(known, found["kind"])}
+
+
+def error_from(values: Mapping[str, Any]) -> Exception:
+    """The error behind `error_values`: of the nearest class above, or an OSError. Of any other, a RuntimeError that
+    says what it was, also to `is_out_of_memory` and its like."""
+    kind, text = str(values["kind"]), str(values["text"])
+    if kind in _KINDS:
+        return _KINDS[kind](text)
+    if kind != "OSError":
+        return RuntimeError(f"{kind}: {text}")
+    return OSError(text) if values["errno"] is None else OSError(values["errno"], values["strerror"], values["path"])
 
 
 def is_disk_full(error: BaseException) -> bool:

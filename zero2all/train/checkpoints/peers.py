@@ -1,8 +1,7 @@
-"""What ranks tell each other about a save: small JSON values, gathered on all ranks.
+"""What ranks tell each other about a save: small JSON values (`common.ranks`), gathered on all ranks.
 
-torch's object collectives use pickle, and a pickle from a socket is code; these are bytes of JSON. They have their own
-gloo groups, because a collective on the training group from another thread could be matched with the gradients of
-another rank: one group for the caller's thread, one for the writing thread.
+They have their own gloo groups, because a collective on the training group from another thread could be matched with
+the gradients of another rank: one group for the caller's thread, one for the writing thread.
 """
 
 from __future__ import annotations
@@ -10,10 +9,9 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from zero2all.train.checkpoints import exact_json
+from zero2all.common import ranks
 
 
 class Peers:
@@ -31,20 +29,7 @@ class Peers:
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, on all ranks. Raises when a peer has died or does not answer in time."""
-        if self._group is None:
-            return [value]
-        own = torch.frombuffer(bytearray(exact_json.dump(value, None)), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([own.numel()]), group=self._group)
-        longest = max(int(length) for length in lengths)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: own.numel()] = own
-        texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(texts, padded, group=self._group)
-        return [
-            exact_json.parse(text[: int(length)].numpy().tobytes(), f"what rank {rank} said")
-            for rank, (text, length) in enumerate(zip(texts, lengths, strict=True))
-        ]
+        return ranks.gather(value, self._group)
 
 
 def open_peers(group: dist.ProcessGroup | None, timeout_seconds: float) -> Peers:
