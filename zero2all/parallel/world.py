@@ -13,12 +13,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from traceback import walk_tb
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from zero2all.common import ranks
 from zero2all.common.errors import (
     PeerFailureError,
     UserError,
@@ -27,6 +26,7 @@ from zero2all.common.errors import (
     exceeded_limit,
     for_all_ranks,
 )
+from zero2all.common.peers import Peers
 from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.device import bind_near, local_processes, local_rank
 from zero2all.parallel.health import HealthRules, check_health
@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class World:
+class World(Peers):
     """The processes of a run, seen from one of them."""
 
     rank: int = 0
@@ -47,39 +47,9 @@ class World:
     device: torch.device = CPU
     mesh: Mesh = field(default_factory=Mesh)
     control: dist.ProcessGroup | None = None
-    """For small values between hosts, as JSON (`common.ranks`), so that this never waits for a device."""
+    """For small values between hosts, as JSON, so that this never waits for a device."""
     notes: tuple[str, ...] = ()
     """What was set and measured when the processes met."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is rank 0, which prints, logs and writes for the run."""
-        return self.rank == 0
-
-    def broadcast(self, value: T) -> T:
-        """The value of rank 0, on all ranks."""
-        said: T = ranks.broadcast(value, self.control)
-        return said
-
-    def gather(self, value: T) -> list[T]:
-        """The values of all ranks, on all ranks."""
-        return ranks.gather(value, self.control)
-
-    def run_on_rank0(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 and return its result on all ranks; what it raises there is raised on all ranks."""
-        result: T | None = None
-        problem: Exception | None = None
-        if self.is_first:
-            try:
-                result = work()
-            except Exception as error:
-                problem = error
-        said: Any = self.broadcast([result, None if problem is None else error_values(problem)])
-        if said[1] is not None:
-            problem = problem or error_from(said[1])
-            raise for_all_ranks(problem) if isinstance(problem, UserError) else problem
-        answer: T = said[0]
-        return answer
 
     def run_together(self, work: Callable[[], T]) -> T:
         """Run `work`, which does not communicate, on all ranks and return its result. If it ends with a UserError on

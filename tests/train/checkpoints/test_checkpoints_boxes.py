@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zero2all.common.errors import BadInputError
+from zero2all.common.peers import Peers
 from zero2all.parallel.parts import Box, Part
 from zero2all.train.checkpoints import exact_json, tensor_file
 from zero2all.train.checkpoints import store as store_module
@@ -23,7 +24,6 @@ from zero2all.train.checkpoints.boxes import Place, first_hole, first_overlap
 from zero2all.train.checkpoints.checks import ReplicasDifferError
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints
-from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
 

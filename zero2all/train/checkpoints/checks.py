@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from zero2all.common.errors import AnomalyError
+from zero2all.common.peers import Peers
 from zero2all.parallel.parts import Part
-from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.planning import Source, boxes_of
 
 MEANS_OF_SQUARES = tuple(f"optimizer/{name}" for name in ("exp_avg_sq/", "exp_avg_sq_scales/", "row_means/", "column_"))

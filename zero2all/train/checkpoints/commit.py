@@ -20,6 +20,7 @@ from typing import Any
 from zero2all.common.errors import LostRunError, UserError, exceeded_limit, is_disk_full
 from zero2all.common.fault import fault_point
 from zero2all.common.files import MANIFEST_NAME, fsync_folder, human_bytes
+from zero2all.common.peers import Peers
 from zero2all.train.checkpoints import exact_json
 from zero2all.train.checkpoints.index import index_json
 from zero2all.train.checkpoints.layout import (
@@ -30,7 +31,6 @@ from zero2all.train.checkpoints.layout import (
     partial_folder,
 )
 from zero2all.train.checkpoints.manifest import manifest_bytes
-from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.planning import SaveLayout
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
 from zero2all.train.checkpoints.snapshot import Staged

@@ -24,12 +24,12 @@ from torch import Tensor
 from zero2all.common.errors import BadInputError, for_all_ranks
 from zero2all.common.files import as_written
 from zero2all.common.manifest import is_count
+from zero2all.common.peers import Peers
 from zero2all.parallel.parts import Part
 from zero2all.train.checkpoints import exact_json
 from zero2all.train.checkpoints.index import Index, boxes_by_file, parse_index
 from zero2all.train.checkpoints.layout import INDEX_NAME, STATE_NAME, split_name, step_of
 from zero2all.train.checkpoints.manifest import read_manifest
-from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.planning import Read, plan_reads
 from zero2all.train.checkpoints.tensor_file import (
     DTYPE_NAMES,

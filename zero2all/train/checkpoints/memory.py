@@ -25,6 +25,7 @@ import torch
 from zero2all.common.errors import BadInputError
 from zero2all.common.fault import fault_point
 from zero2all.common.lock import boot_id
+from zero2all.common.peers import Peers
 from zero2all.parallel.parts import Part
 from zero2all.resilience import slots
 from zero2all.resilience.slots import PAGE, Found, NoMemoryFolderError, Slot
@@ -32,7 +33,6 @@ from zero2all.train.checkpoints import exact_json
 from zero2all.train.checkpoints.boxes import Place
 from zero2all.train.checkpoints.index import Box, Index, TensorEntry, check_filling
 from zero2all.train.checkpoints.load import Checkpoint
-from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.planning import SaveLayout, plan_save, signature_of
 from zero2all.train.checkpoints.snapshot import HostBuffers, PinnedBlock, Snapshot, page_starts
 from zero2all.train.checkpoints.tensor_file import Header, TensorInfo, byte_count

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from zero2all.common.errors import AnomalyError, BadInputError, LostRunError, UserError
+from zero2all.common.peers import open_peers
 from zero2all.parallel.parts import Part
 from zero2all.train.checkpoints import exact_json
 from zero2all.train.checkpoints.checks import box_digests, compare_replicas, first_damaged, value_at
@@ -33,7 +34,6 @@ from zero2all.train.checkpoints.layout import checkpoint_folder, list_checkpoint
 from zero2all.train.checkpoints.load import Checkpoint
 from zero2all.train.checkpoints.manifest import NOT_GOOD, OtherVersionError
 from zero2all.train.checkpoints.memory import MemoryStore
-from zero2all.train.checkpoints.peers import open_peers
 from zero2all.train.checkpoints.planning import SaveLayout, plan_save, signature_of
 from zero2all.train.checkpoints.retention import (
     Retention,

@@ -20,13 +20,13 @@ from zero2all.common.errors import (
     is_disk_full,
     is_out_of_memory,
 )
-from zero2all.common.ranks import LARGEST_BYTES, broadcast, gather
+from zero2all.common.peers import LARGEST_BYTES, Peers
 from zero2all.packed.layout import DamagedShardError
 
 START = """
 import json, pickle, sys
 import torch, torch.distributed as dist
-from zero2all.common import ranks
+from zero2all.common import peers
 from zero2all.common.errors import DiskError, UserError
 from zero2all.parallel.world import World
 rank, store = int(sys.argv[1]), sys.argv[2]
@@ -108,13 +108,14 @@ def test_a_rank_that_announces_too_much_is_named_before_anything_is_allocated(th
         def announce(length):  # as an outsider in the place of rank 1
             lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(3)]
             dist.all_gather(lengths, torch.tensor([length]))
-            return None
 
-        tried = (1 << 40, -1, ranks.LARGEST_BYTES + 1)
+        tried = (1 << 40, -1, peers.LARGEST_BYTES + 1)
         found = [said_by(lambda: announce(each) if rank == 1 else world.gather("small")) for each in tried]
-        found.append(said_by(lambda: world.gather("x" * ranks.LARGEST_BYTES if rank == 1 else "")))
-        def too_long(_value=None):
+        found.append(said_by(lambda: world.gather("x" * peers.LARGEST_BYTES if rank == 1 else "")))
+
+        def too_long():
             dist.broadcast(torch.tensor([1 << 40]), 0)
+
         found.append(said_by(lambda: too_long() if rank == 0 else world.broadcast(None)))
         found.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
     """)
@@ -137,7 +138,7 @@ def test_a_pickle_from_another_rank_is_refused_and_its_code_does_not_run(three, 
                 return os.mkdir, ({str(tmp_path / "trap")!r},)
 
         if rank == 1:
-            ranks._bytes = lambda _value: bytearray(pickle.dumps(Malice()))
+            peers._bytes = lambda _value: bytearray(pickle.dumps(Malice()))
         found = said_by(lambda: world.gather(1))
     """)
     assert all(text.startswith("BadInputError True: What rank 1 sent cannot be read as JSON") for text in found)
@@ -145,11 +146,11 @@ def test_a_pickle_from_another_rank_is_refused_and_its_code_does_not_run(three, 
 
 
 def test_a_process_alone_sees_its_values_as_the_others_would():
-    assert gather((1, (2,)), None) == [[1, [2]]]
-    assert broadcast({"a": (1,)}, None) == {"a": [1]}
+    assert Peers().gather((1, (2,))) == [[1, [2]]]
+    assert Peers().broadcast({"a": (1,)}) == {"a": [1]}
     for value in ({1: 2}, [{"a": {None: 1}}], {1, 2}, b"bytes", DiskError("x")):
         with pytest.raises(TypeError):
-            gather(value, None)
+            Peers().gather(value)
 
 
 @pytest.mark.parametrize(
