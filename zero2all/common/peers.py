@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, UserError, error_from, error_values, for_all_ranks
 
 T = TypeVar("T")
@@ -108,8 +109,7 @@ def _checked(length: int, rank: int) -> int:
 
 
 def _bytes(value: Any) -> bytearray:
-    _refuse_other_keys(value)
-    return bytearray(json.dumps(value).encode())
+    return bytearray(json.dumps(jsonio.plain(value, float)).encode())
 
 
 def _value(text: torch.Tensor, rank: int) -> Any:
@@ -118,12 +118,3 @@ def _value(text: torch.Tensor, rank: int) -> Any:
     except (ValueError, RecursionError) as error:
         problem = BadInputError(f"What rank {rank} sent cannot be read as JSON ({error}).")
         raise for_all_ranks(problem) from error
-
-
-def _refuse_other_keys(value: Any) -> None:
-    """json would turn a number that is a key into a text."""
-    if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
-        raise TypeError(f"JSON keys are strings, not {next(key for key in value if not isinstance(key, str))!r}")
-    if isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            _refuse_other_keys(each)

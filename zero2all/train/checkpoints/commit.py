@@ -17,11 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from zero2all.common import jsonio
 from zero2all.common.errors import LostRunError, UserError, exceeded_limit, is_disk_full
 from zero2all.common.fault import fault_point
 from zero2all.common.files import MANIFEST_NAME, fsync_folder, human_bytes
 from zero2all.common.peers import Peers
-from zero2all.train.checkpoints import exact_json
 from zero2all.train.checkpoints.index import index_json
 from zero2all.train.checkpoints.layout import (
     INDEX_NAME,
@@ -152,7 +152,9 @@ def _finish(
         for name, facts in files.items():
             if not (partial / name).is_file() or (partial / name).stat().st_size != facts["bytes"]:
                 return f"{name} of another rank is not in {partial}; the run must be on a disk that all ranks share"
-        files[INDEX_NAME] = write_durably(partial / INDEX_NAME, exact_json.dump(index_json(staged.layout.index), None))
+        files[INDEX_NAME] = write_durably(
+            partial / INDEX_NAME, jsonio.dumps_exact(index_json(staged.layout.index), None)
+        )
         files[STATE_NAME] = write_durably(partial / STATE_NAME, staged.record)
         manifest = manifest_bytes(staged.step, world_size, files, staged.details)
         fault_point("manifest", staged.step)

@@ -16,10 +16,10 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
 from zero2all.common.fault import fault_point
 from zero2all.common.files import PARTIAL_MARK, fsync_folder, write_atomic
-from zero2all.train.checkpoints import exact_json
 from zero2all.train.checkpoints.claims import claimed_steps
 from zero2all.train.checkpoints.layout import (
     DAMAGED,
@@ -31,6 +31,7 @@ from zero2all.train.checkpoints.layout import (
     list_checkpoints,
     note_latest,
     noted_step,
+    read_exact,
     step_of,
 )
 from zero2all.train.checkpoints.load import read_checkpoint, verified_checkpoint
@@ -99,9 +100,9 @@ def note_proven(run: Path, at_least: int = 0, at_most: int | None = None) -> Non
     path = checkpoints_folder(run) / PROVEN_NAME
     noted = noted_step(path) or 0
     if at_most is not None and noted > at_most:
-        write_atomic(path, exact_json.dump({"step": at_most}))
+        write_atomic(path, jsonio.dumps_exact({"step": at_most}))
     elif any(noted < step_of(folder) <= at_least and not is_good(folder) for folder in list_checkpoints(run)):
-        write_atomic(path, exact_json.dump({"step": at_least}))
+        write_atomic(path, jsonio.dumps_exact({"step": at_least}))
 
 
 def prune(
@@ -154,7 +155,7 @@ def pins(run: Path) -> dict[int, str]:
     """Pinned steps and why; BadInputError when the file cannot be understood (then nothing may be deleted)."""
     path = checkpoints_folder(run) / PINS_NAME
     try:
-        found = exact_json.read(path)
+        found = read_exact(path)
     except FileNotFoundError:
         return {}
     if not isinstance(found, dict) or not all(key.isdigit() and isinstance(why, str) for key, why in found.items()):
@@ -165,7 +166,7 @@ def pins(run: Path) -> dict[int, str]:
 def pin(run: Path, step: int, reason: str) -> None:
     """Keep a step's checkpoint from being deleted."""
     pinned = sorted({**pins(run), step: reason}.items())
-    write_atomic(checkpoints_folder(run) / PINS_NAME, exact_json.dump({str(at): why for at, why in pinned}))
+    write_atomic(checkpoints_folder(run) / PINS_NAME, jsonio.dumps_exact({str(at): why for at, why in pinned}))
 
 
 def quarantine(folder: Path, reason: str) -> Path:

@@ -23,10 +23,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from zero2all.common import jsonio
 from zero2all.common.errors import AnomalyError, BadInputError, LostRunError, UserError
 from zero2all.common.peers import open_peers
 from zero2all.parallel.parts import Part
-from zero2all.train.checkpoints import exact_json
 from zero2all.train.checkpoints.checks import box_digests, compare_replicas, first_damaged, value_at
 from zero2all.train.checkpoints.commit import SaveError, bytes_needed, commit, lack_of_space
 from zero2all.train.checkpoints.find import Say, find_newest, move_damaged, open_at, say_aloud
@@ -317,8 +317,8 @@ class CheckpointStore:
         release = block.lock.release if block is not None else lambda: None
         try:
             try:
-                record = exact_json.dump(dict(snapshot.record))
-                kept_details = exact_json.parse(exact_json.dump(dict(details)), "the details")  # a deep copy
+                record = jsonio.dumps_exact(dict(snapshot.record))
+                kept_details = jsonio.loads_exact(jsonio.dumps_exact(dict(details)), "the details")  # a deep copy
                 self._buffers.copy(snapshot.parts)
             except Exception as error:
                 problem = _in_words(error)
