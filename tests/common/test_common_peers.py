@@ -180,6 +180,6 @@ def test_a_full_disk_and_memory_that_ran_out_are_known_in_the_other_processes():
 
 def test_no_class_is_imported_because_another_process_names_it():
     sys.modules.pop("antigravity", None)
-    found = error_from({"kind": "antigravity.Error", "text": "x"})
+    found = error_from(["antigravity.Error", "x"])
     assert type(found) is RuntimeError
     assert "antigravity" not in sys.modules

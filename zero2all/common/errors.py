@@ -7,7 +7,7 @@ out and a limit of the process: `is_disk_full`, `is_out_of_memory` and `exceeded
 
 import errno
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -108,29 +108,23 @@ def for_all_ranks(error: E) -> E:
     return error
 
 
-_KINDS = {kind.__name__: kind for kind in _kinds(UserError)}
+_KINDS = {kind.__name__: kind for kind in (*_kinds(UserError), OSError)}
 """Those above: no process imports a class because another one names it."""
 
 
-def error_values(error: Exception) -> dict[str, Any]:
-    """An error as plain values, for other processes."""
-    found: dict[str, Any] = {"kind": type(error).__name__, "text": str(error)}
-    if isinstance(error, OSError):
-        path = None if error.filename is None else str(error.filename)
-        return found | {"kind": "OSError", "errno": error.errno, "strerror": str(error.strerror), "path": path}
-    known = (kind.__name__ for kind in type(error).__mro__ if _KINDS.get(kind.__name__) is kind)
-    return found | {"kind": next(known, found["kind"])}
+def error_values(error: Exception) -> list[Any]:
+    """An error as plain values, for other processes: the nearest class above, or its own, and what it says."""
+    name = next((kind.__name__ for kind in type(error).__mro__ if kind in _KINDS.values()), type(error).__name__)
+    if isinstance(error, OSError) and error.errno is not None:
+        return [name, error.errno, error.strerror, None if error.filename is None else str(error.filename)]
+    return [name, str(error)]
 
 
-def error_from(values: Mapping[str, Any]) -> Exception:
-    """The error behind `error_values`: of the nearest class above, or an OSError. Of any other, a RuntimeError that
-    says what it was, also to `is_out_of_memory` and its like."""
-    kind, text = str(values["kind"]), str(values["text"])
-    if kind in _KINDS:
-        return _KINDS[kind](text)
-    if kind != "OSError":
-        return RuntimeError(f"{kind}: {text}")
-    return OSError(text) if values["errno"] is None else OSError(values["errno"], values["strerror"], values["path"])
+def error_from(values: Sequence[Any]) -> Exception:
+    """The error behind `error_values`. Of a class that is not above, a RuntimeError that says what it was, also to
+    `is_out_of_memory` and its like."""
+    name, *said = values
+    return _KINDS[name](*said) if name in _KINDS else RuntimeError(f"{name}: {said[0]}")
 
 
 def is_disk_full(error: BaseException) -> bool:

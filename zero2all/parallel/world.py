@@ -18,14 +18,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from zero2all.common.errors import (
-    PeerFailureError,
-    UserError,
-    error_from,
-    error_values,
-    exceeded_limit,
-    for_all_ranks,
-)
+from zero2all.common.errors import PeerFailureError, UserError, error_from, error_values, exceeded_limit, for_all_ranks
 from zero2all.common.peers import Peers
 from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.device import bind_near, local_processes, local_rank

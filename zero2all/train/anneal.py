@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json_object, write_json
@@ -41,11 +40,6 @@ def read_anneal(run: Path, step: int, check: Callable[[AnnealConfig], object] = 
         check(record)
         write_json(run / ANNEAL_FILE, asdict(record))
     return record
-
-
-def anneal_values(anneal: AnnealConfig | None) -> dict[str, Any] | None:
-    """As plain values, for other ranks."""
-    return None if anneal is None else asdict(anneal)
 
 
 def anneal_in_words(anneal: AnnealConfig) -> str:

@@ -40,7 +40,7 @@ from zero2all.packed.loader import Batch, Loader, LoaderOptions, read_batch
 from zero2all.packed.transfer import batches_on
 from zero2all.resilience.heartbeat import beat, warm_up, watch_device
 from zero2all.track.writer import Run
-from zero2all.train.anneal import ANNEAL_STAGE, anneal_in_words, anneal_values, read_anneal, withdraw_request
+from zero2all.train.anneal import ANNEAL_STAGE, anneal_in_words, read_anneal, withdraw_request
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.load import Checkpoint, reading_record
 from zero2all.train.checkpoints.manifest import NOT_GOOD
@@ -566,7 +566,8 @@ class TrainingLoop:
         if self.prepared.anneal is not None:  # a run anneals once
             return None, None
         try:
-            return anneal_values(read_anneal(self.prepared.run, self.state.step, self.prepared.data_with)), None
+            found = read_anneal(self.prepared.run, self.state.step, self.prepared.data_with)
+            return None if found is None else dataclasses.asdict(found), None
         except UsageError as error:
             withdraw_request(self.prepared.run)
             return None, str(error)

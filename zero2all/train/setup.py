@@ -48,7 +48,7 @@ from zero2all.parallel.pipeline import Pipeline, keep_stages, make_stages, model
 from zero2all.parallel.shards import shard_model
 from zero2all.parallel.tensor import cut_model, local_config
 from zero2all.parallel.world import World
-from zero2all.train.anneal import ANNEAL_STAGE, anneal_in_words, anneal_values, begun_anneal, read_anneal
+from zero2all.train.anneal import ANNEAL_STAGE, anneal_in_words, begun_anneal, read_anneal
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.load import Checkpoint, reading_record
@@ -147,7 +147,8 @@ def prepare(
     if not fresh:
         step = checkpoint.step if checkpoint else 0
         check = functools.partial(check_anneal, asked, workspace, checkpoint)
-        said = world.run_on_rank0(lambda: behind(store.fence, lambda: anneal_values(read_anneal(run, step, check))))
+        read = functools.partial(behind, store.fence, lambda: read_anneal(run, step, check))
+        said = world.run_on_rank0(lambda: None if (found := read()) is None else dataclasses.asdict(found))
         anneal = None if said is None else AnnealConfig(**said)
     last_step = steps_with_anneal(asked.train.steps, anneal)
     together = world.run_together

@@ -128,9 +128,7 @@ def read_limited(path: Path) -> bytes:
         raise BadInputError(f"{path} is not a regular file.")  # a fifo would never end
     size = path.stat().st_size
     if size > LARGEST_JSON:
-        raise BadInputError(
-            f"{path} has {size} bytes; no JSON file of a checkpoint has more than {LARGEST_JSON}."
-        )
+        raise BadInputError(f"{path} has {size} bytes; no JSON file of a checkpoint has more than {LARGEST_JSON}.")
     return path.read_bytes()
 
 
