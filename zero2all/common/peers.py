@@ -59,8 +59,7 @@ class Peers:
         announced = torch.tensor([text.numel()])
         dist.broadcast(announced, group=self.control, group_src=0)
         length = _checked(int(announced), 0)
-        if not self.is_first:
-            text = torch.empty(length, dtype=torch.uint8)
+        text = text if self.is_first else torch.empty(length, dtype=torch.uint8)
         dist.broadcast(text, group=self.control, group_src=0)
         return _value(text, 0)
 

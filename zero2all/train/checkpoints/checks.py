@@ -134,7 +134,7 @@ def _first_difference(box: Tensor | None, peers: Peers) -> tuple[int, list[float
             at += first * len(pieces[0])
             flat = pieces[first]
         if all(each is None or each == 1 for each in peers.gather(None if flat is None else flat.numel())):
-            found = peers.gather([] if flat is None else [at, str(float(flat[0]))])
+            found = peers.gather([] if flat is None else [at, float(flat[0])])
             return next(int(each[0]) for each in found if each), [float(each[1]) for each in found if each]
 
 

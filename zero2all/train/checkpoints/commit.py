@@ -249,9 +249,10 @@ class SaveTicket:
         self.result: SaveResult | None = None
         """How it ended; None while it is being written."""
 
-    def wait(self, timeout_seconds: float | None = None) -> SaveResult | None:
-        """Wait for the result; None after the timeout."""
-        self._done.wait(timeout_seconds)
+    def wait(self) -> SaveResult:
+        """Wait for the result."""
+        self._done.wait()
+        assert self.result is not None, "it is set before"
         return self.result
 
     def finish(self, result: SaveResult) -> None:
@@ -262,7 +263,6 @@ class SaveTicket:
     def folder(self) -> Path:
         """Wait for the committed folder. DiskError when the save failed, AnomalyError when the state is not finite."""
         result = self.wait()
-        assert result is not None, "waiting without a timeout ends with a result"
         if result.is_refused:
             raise AnomalyError(
                 f"The checkpoint of step {self.step} was not saved: {result.problem}. Run the same command again to "

@@ -266,7 +266,7 @@ class CheckpointStore:
         """A value that several ranks hold; called by all ranks."""
         assert self._layout is not None, "prepared"
         own = value_at(parts, self._layout.copies, key, at)
-        return next(float(each) for each in self.peers.gather(None if own is None else str(own)) if each is not None)
+        return next(float(each) for each in self.peers.gather(own) if each is not None)
 
     def _agree(self, step: int, parts: Mapping[str, Part], is_patient: bool) -> SaveResult | str:
         """What all ranks do about a save: the name of the attempt to write, or a result at once."""
