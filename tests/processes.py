@@ -24,10 +24,11 @@ LONG_SECONDS = 600.0
 class WarmProcess:
     """The other side of warm_process.py."""
 
-    def __init__(self) -> None:
+    def __init__(self, **environment: str) -> None:
         script = Path(__file__).with_name("warm_process.py")
+        environment = {**os.environ, **environment}
         self.process = subprocess.Popen(
-            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         self.is_ready = False
 

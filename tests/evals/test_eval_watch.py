@@ -15,8 +15,8 @@ from zero2all.common.lock import this_process
 from zero2all.evals.options import report_path, write_report
 from zero2all.evals.watch import Watcher, logged_rows
 from zero2all.track.reader import read_run
-from zero2all.train.checkpoints.claims import claim_step
 from zero2all.train.checkpoints.layout import checkpoint_folder, list_checkpoints
+from zero2all.train.checkpoints.retention import claim_step
 
 
 @pytest.fixture

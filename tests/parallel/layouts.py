@@ -177,15 +177,13 @@ def whole_tensors(state: TrainState, world: World) -> dict[str, torch.Tensor]:
     with state.tensors() as tensors:
         own = {}
         for name, part in tensors.items():
-            own[name] = (part.shape, [(at, box.clone().numpy()) for at, box in part.boxes()])
-    gathered: list[Any] = [own] * world.size
-    if world.size > 1:
-        dist.gather_object(own, None if world.rank else gathered, group=world.control)
+            boxes = [(at, box.clone().numpy()) for at, box in part.boxes()]
+            own[name] = (part.shape, [(at, box.shape, box.dtype.str, box.tobytes().hex()) for at, box in boxes])
     found: dict[str, torch.Tensor] = {}
-    for parts in [] if world.rank else gathered:
-        for name, (shape, boxes) in parts.items():
-            for at, array in boxes:
-                box = torch.from_numpy(array)
+    for parts in world.gather(own):
+        for name, (shape, boxes) in parts.items() if world.is_first else ():
+            for at, cut, kind, values in boxes:
+                box = torch.from_numpy(np.frombuffer(bytearray.fromhex(values), kind).reshape(cut))
                 whole = found.setdefault(name, torch.full(shape, torch.nan, dtype=box.dtype))
                 whole[tuple(slice(o, o + n) for o, n in zip(at, box.shape, strict=True))] = box
     return found

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero2all.common.errors import BadInputError, DiskError
+from zero2all.common.errors import BadInputError, DiskError, error_values
 from zero2all.parallel.mesh import wait_for
 from zero2all.parallel.world import World, is_failed_collective
 
@@ -76,10 +76,11 @@ class ThreeRanks(World):
         object.__setattr__(self, "errors", errors)
 
     def gather(self, value):
-        if value == socket.gethostname():
-            return ["one", "two", "three"]
-        assert str(value) == str(self.errors[1])
-        return list(self.errors)
+        said = [None if each is None else error_values(each) for each in self.errors]
+        assert value == (None if said[1] is None else [said[1], socket.gethostname()])
+        return [
+            None if each is None else [each, host] for each, host in zip(said, ("one", "two", "three"), strict=True)
+        ]
 
 
 def test_an_error_of_one_rank_is_raised_by_all_and_names_it():

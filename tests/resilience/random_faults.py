@@ -846,7 +846,7 @@ run, ready, done = map(Path, sys.argv[1:4])
 step, is_apart = int(sys.argv[4]), sys.argv[5] == "True"
 if is_apart:
     _enter_namespace()
-from zero2all.train.checkpoints.claims import claim_step
+from zero2all.train.checkpoints.retention import claim_step
 with claim_step(run, step, heartbeat_seconds=0.2) as claim:
     assert claim is not None
     ready.write_text("")

@@ -111,6 +111,38 @@ def test_a_kill_during_the_copy_leaves_a_whole_state(tmp_path, warm, kills):
         last = found[0]
 
 
+TOGETHER = f"""
+import sys
+import torch, torch.distributed as dist
+{inspect.getsource(state_of)}
+from zero2all.resilience.library import MemoryCheckpoint
+rank = int(sys.argv[3])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[4], 2), rank=rank, world_size=2)
+memory = MemoryCheckpoint(sys.argv[1], sys.argv[2])
+for step in (1, 2):
+    assert memory.save(step, state_of(step))
+    memory.wait()
+newest = max(memory._steps(), key=memory._steps().get)
+if rank == 1:
+    newest.write_bytes(b"")  # so that this rank has step 1 only
+print("loaded step", memory.load()[0])
+"""
+
+
+def test_two_ranks_load_the_newest_step_that_both_have(tmp_path, warm):
+    from tests.processes import Program
+
+    (tmp_path / "ram").mkdir()
+    words = [str(tmp_path / "run"), str(tmp_path / "ram")]
+    programs = [
+        Program(warm, TOGETHER, [*words, str(rank), str(tmp_path / "store")], tmp_path / f"{rank}.txt")
+        for rank in range(2)
+    ]
+    for program in programs:
+        assert program.wait() == 0, program.text()
+        assert "loaded step 1" in program.text()
+
+
 def test_a_buffer_that_is_not_mapped_is_written_in_threads_and_checked_like_any_other(tmp_path, monkeypatch):
     monkeypatch.setattr("zero2all.common.checksum.PIECE_BYTES", 3 * slots.PAGE)
     monkeypatch.setattr(slots, "READ_BYTES", slots.PAGE)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.processes import WarmProcess
 from tests.train.ranks import CODE, RankStarter
 from tests.train.test_train_guards import repeat_shard
 from zero2all.common.workspace import Workspace
@@ -133,6 +136,23 @@ def test_all_ranks_leave_out_the_rows_of_a_shard_in_quarantine(ranks, config):
     for one, other in zip(alone, together, strict=True):
         assert other.row_nats == pytest.approx(one.row_nats, rel=1e-9, abs=0)
         assert other.loss == pytest.approx(one.loss, rel=1e-9, abs=0)
+
+
+def test_four_ranks_train_save_and_resume_where_no_process_can_read_a_pickle(lab, config, tmp_path):
+    hook = Path(__file__).with_name("no_pickle")  # its sitecustomize is imported before torch
+    warm = WarmProcess(PYTHONPATH=os.pathsep.join([str(hook), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    starter = RankStarter(warm, lab.root, tmp_path)
+    code = f"import pickle; assert pickle.loads.__module__ == 'sitecustomize'; {CODE}"
+    asked = [settings(config, "no pickle", quarantine="auto", reader_kind=kind) for kind in ("thread", "process")]
+    try:
+        stopped = starter(asked[0], 4, signals={2: (3, signal.SIGTERM, 0.0)}, code=code)
+        assert stopped.wait() == [10] * 4, stopped.text()
+        resumed = starter.finished(asked[1], 4, code=code)
+    finally:
+        starter.stop()
+        warm.process.communicate()
+    assert [step.step for step in stopped.steps() + resumed.steps()] == list(range(1, STEPS + 1))
+    assert "a pickle is read by" not in stopped.text() + resumed.text()
 
 
 @pytest.mark.slow

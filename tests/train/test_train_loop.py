@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from zero2all.common import jsonio
 from zero2all.common.errors import AnomalyError, BadInputError, RunLockedError, UsageError
 from zero2all.common.files import crc32c_of
 from zero2all.config import load_config
@@ -20,7 +21,6 @@ from zero2all.packed.layout import open_split
 from zero2all.parallel.world import World
 from zero2all.track.reader import find_runs, read_run
 from zero2all.train import step as step_module
-from zero2all.train.checkpoints import exact_json
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints
 from zero2all.train.checkpoints.manifest import OWN_FIELDS, manifest_bytes
@@ -506,9 +506,9 @@ def test_a_source_with_too_little_held_out_text_is_left_out_and_named(work, conf
 
 def sealed_anew(folder, state=None, **details):
     """Another state or other details in a checkpoint, with checksums and a seal that are right."""
-    document = {**exact_json.parse((folder / "state.json").read_bytes(), "state"), **(state or {})}
-    manifest = {**exact_json.parse((folder / "manifest.json").read_bytes(), "manifest"), **details}
-    data = exact_json.dump(document)
+    document = {**jsonio.loads_exact((folder / "state.json").read_bytes(), "state"), **(state or {})}
+    manifest = {**jsonio.loads_exact((folder / "manifest.json").read_bytes(), "manifest"), **details}
+    data = jsonio.dumps_exact(document)
     (folder / "state.json").write_bytes(data)
     files = {**manifest["files"], "state.json": {"bytes": len(data), "crc32c": crc32c_of(folder / "state.json")}}
     kept = {name: value for name, value in manifest.items() if name not in OWN_FIELDS}

@@ -15,11 +15,11 @@ import torch
 
 from tests.train.ranks import CODE, RankStarter
 from zero2all.common.errors import AnomalyError
+from zero2all.common.peers import Peers
 from zero2all.common.workspace import Workspace
 from zero2all.resilience import slots
 from zero2all.train.checkpoints.layout import checkpoint_folder, list_checkpoints, step_of
 from zero2all.train.checkpoints.memory import MemoryStore, _index, _is_whole
-from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.periodic import check_rerun
 

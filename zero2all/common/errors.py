@@ -7,8 +7,8 @@ out and a limit of the process: `is_disk_full`, `is_out_of_memory` and `exceeded
 
 import errno
 import re
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 """No space left; quota used up."""
@@ -106,6 +106,25 @@ def for_all_ranks(error: E) -> E:
     """The error, marked as one that all processes of the run raise."""
     error.of_all_ranks = True
     return error
+
+
+_KINDS = {kind.__name__: kind for kind in (*_kinds(UserError), OSError)}
+"""Those above: no process imports a class because another one names it."""
+
+
+def error_values(error: Exception) -> list[Any]:
+    """An error as plain values, for other processes: the nearest class above, or its own, and what it says."""
+    name = next((kind.__name__ for kind in type(error).__mro__ if kind in _KINDS.values()), type(error).__name__)
+    if isinstance(error, OSError) and error.errno is not None:
+        return [name, error.errno, error.strerror, None if error.filename is None else str(error.filename)]
+    return [name, str(error)]
+
+
+def error_from(values: Sequence[Any]) -> Exception:
+    """The error behind `error_values`. Of a class that is not above, a RuntimeError that says what it was, also to
+    `is_out_of_memory` and its like."""
+    name, *said = values
+    return _KINDS[name](*said) if name in _KINDS else RuntimeError(f"{name}: {said[0]}")
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from zero2all.common.errors import BadInputError
 
 try:
     import orjson
@@ -66,9 +69,9 @@ def loads_strict(data: bytes) -> Any:
     try:
         value = json.loads(
             data.decode("utf-8-sig"),  # editors on Windows write a byte order mark
-            object_pairs_hook=object_of_once,
+            object_pairs_hook=_object_of_once,
             parse_constant=_refuse,
-            parse_float=finite_float,
+            parse_float=_finite_float,
             parse_int=_short_int,
         )
     except RecursionError:
@@ -82,7 +85,22 @@ def loads_strict(data: bytes) -> Any:
     return value
 
 
-def object_of_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def dumps_exact(value: Any, indent: int | None = 1) -> bytes:
+    """JSON for checkpoints, which `loads_exact` reads back: integers of any length, and a number that JSON cannot hold
+    as the text that `float()` reads ("nan", "inf"). TypeError for values that JSON cannot hold."""
+    text = json.dumps(plain(value, str), ensure_ascii=False, allow_nan=False, indent=indent)
+    return text.encode() + b"\n"
+
+
+def loads_exact(data: bytes, what: str) -> Any:
+    """The value of such a text; BadInputError for anything else, a pickle for example."""
+    try:
+        return json.loads(data, parse_constant=_refuse, parse_float=_finite_float, object_pairs_hook=_object_of_once)
+    except (ValueError, RecursionError) as error:
+        raise BadInputError(f"{what} cannot be read as JSON ({error}).") from error
+
+
+def _object_of_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """For `object_pairs_hook`: the object, or ValueError where a name stands twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -92,7 +110,7 @@ def object_of_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def finite_float(text: str) -> float:
+def _finite_float(text: str) -> float:
     """For `parse_float`: the number, or ValueError where it is too large for one (1e999)."""
     number = float(text)
     if not math.isfinite(number):
@@ -124,17 +142,21 @@ def _dumps(value: Any, **style: Any) -> bytes:
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, **style)
     except ValueError:  # a NaN or an infinity somewhere: rare enough to look for it only now
-        text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, **style)
+        text = json.dumps(plain(value, lambda _: None, any_key=True), ensure_ascii=False, allow_nan=False, **style)
     return text.encode() + b"\n"
 
 
-def _finite(value: Any) -> Any:
-    """The same value with null for every number that JSON cannot hold."""
+def plain(value: Any, non_finite: Callable[[float], Any], any_key: bool = False) -> Any:
+    """The same value with `non_finite(number)` for every number that JSON cannot hold. TypeError for a key that is no
+    text, which json would make one, unless `any_key`."""
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return value if math.isfinite(value) else non_finite(value)
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+        strange = [key for key in value if not isinstance(key, str)]
+        if strange and not any_key:
+            raise TypeError(f"JSON keys are strings, not {strange[0]!r}")
+        return {key: plain(item, non_finite, any_key) for key, item in value.items()}
+    return [plain(item, non_finite, any_key) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _refuse(word: str) -> Any:

@@ -1,7 +1,7 @@
 """Evaluates the checkpoints of a run as they are committed, in a process of its own beside training.
 
 A checkpoint is done when its report lies in `runs/<name>/eval/`, which is written atomically. Whoever works on one
-holds the claim on it (`train/checkpoints/claims.py`), so that several watchers share the work and retention does not
+holds the claim on it (`train/checkpoints/retention.py`), so that several watchers share the work and retention does not
 delete what is being read. A watcher that was killed leaves a stale claim and no report: the next one does that
 checkpoint again. It may also have been killed between the report and the metrics: the next one compares the two and
 adds what is missing, so that every report is in the metrics exactly once.
@@ -23,8 +23,8 @@ from zero2all.common.lock import Lock
 from zero2all.evals.options import report_path, write_report
 from zero2all.evals.report import figures
 from zero2all.track.writer import METRICS_FOLDER, Run, has_finished
-from zero2all.train.checkpoints.claims import claim_step
 from zero2all.train.checkpoints.layout import FOLDER_NAME, checkpoint_folder, list_checkpoints, step_of
+from zero2all.train.checkpoints.retention import claim_step
 
 WRITER = "eval"
 POLL_SECONDS = 5.0

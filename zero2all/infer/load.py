@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.peers import Peers
 from zero2all.common.workspace import STAMP_NAME, Workspace, is_folder_name, open_workspace
 from zero2all.config import RunConfig
 from zero2all.config.training import model_at
@@ -34,7 +35,6 @@ from zero2all.tokenizer.load import Tokenizer, load_tokenizer
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import INDEX_NAME, STATE_NAME, checkpoint_folder, require_checkpoint
 from zero2all.train.checkpoints.load import Checkpoint, check_bytes, read_checkpoint, verified_checkpoint
-from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.saved_config import CONFIG_FILE, load_run_config, with_vocabulary
 
 READY_OPS = OpsConfig(

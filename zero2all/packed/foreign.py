@@ -276,13 +276,13 @@ def _open_foreign(asked: Import, tokenizer: Tokenizer) -> tuple[ForeignTokens, d
     rows = array.shape[0] if array.ndim == 2 else None
     flat = array.reshape(-1)
     mask_path, documents_path = (path.with_suffix(suffix) for suffix in (".mask.npy", ".documents.npy"))
-    mask = np.load(mask_path, mmap_mode="r") if mask_path.is_file() else None
+    mask = np.load(mask_path, mmap_mode="r", allow_pickle=False) if mask_path.is_file() else None
     if mask is not None and len(mask) != len(flat):
         raise BadInputError(f"{mask_path} has {len(mask):,} entries, expected one for each of {len(flat):,} tokens.")
     if rows is not None:
         lengths = np.full(rows, array.shape[1], np.int64)
     elif documents_path.is_file():
-        lengths = _lengths_of_starts(np.load(documents_path), len(flat), documents_path)
+        lengths = _lengths_of_starts(np.load(documents_path, allow_pickle=False), len(flat), documents_path)
     else:
         lengths = _lengths_by_end(flat, tokenizer.end_id)
     return ForeignTokens(path, flat, lengths, mask, tokenizer), _facts(path)

@@ -13,12 +13,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from traceback import walk_tb
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from zero2all.common.errors import PeerFailureError, UserError, exceeded_limit, for_all_ranks
+from zero2all.common.errors import PeerFailureError, UserError, error_from, error_values, exceeded_limit, for_all_ranks
+from zero2all.common.peers import Peers
 from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.device import bind_near, local_processes, local_rank
 from zero2all.parallel.health import HealthRules, check_health
@@ -31,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class World:
+class World(Peers):
     """The processes of a run, seen from one of them."""
 
     rank: int = 0
@@ -39,64 +40,29 @@ class World:
     device: torch.device = CPU
     mesh: Mesh = field(default_factory=Mesh)
     control: dist.ProcessGroup | None = None
-    """For small objects between hosts, so that this never waits for a device."""
+    """For small values between hosts, as JSON, so that this never waits for a device."""
     notes: tuple[str, ...] = ()
     """What was set and measured when the processes met."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is rank 0, which prints, logs and writes for the run."""
-        return self.rank == 0
-
-    def broadcast(self, value: T) -> T:
-        """The value of rank 0, on all ranks."""
-        if self.control is None:
-            return value
-        said: list[Any] = [value]
-        dist.broadcast_object_list(said, src=0, group=self.control)
-        answer: T = said[0]
-        return answer
-
-    def run_on_rank0(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 and return its result on all ranks; what it raises there is raised on all ranks."""
-        if self.control is None:
-            return work()
-        outcome: tuple[T | None, Exception | None] = (None, None)
-        if self.is_first:
-            try:
-                outcome = (work(), None)
-            except Exception as error:
-                outcome = (None, error)
-        value, problem = self.broadcast(outcome)
-        if problem is not None:
-            raise for_all_ranks(problem) if isinstance(problem, UserError) else problem
-        return cast(T, value)
-
-    def gather(self, value: T) -> list[T]:
-        """The values of all ranks, on all ranks."""
-        if self.control is None:
-            return [value]
-        said: list[Any] = [None] * self.size
-        dist.all_gather_object(said, value, group=self.control)
-        return said
 
     def run_together(self, work: Callable[[], T]) -> T:
         """Run `work`, which does not communicate, on all ranks and return its result. If it ends with a UserError on
         some of them, all raise that of the first of these: none waits for one that has ended."""
-        outcome: tuple[list[T], UserError | None] = ([], None)
+        result: list[T] = []
+        problem: UserError | None = None
         try:
-            outcome = ([work()], None)
+            result.append(work())
         except UserError as error:
-            outcome = ([], error)
-        problems = self.gather(outcome[1])
-        ranks = [rank for rank, problem in enumerate(problems) if problem is not None]
-        if not ranks:
-            return outcome[0][0]
-        first = problems[ranks[0]]
-        assert first is not None, "ranks are those with a problem"
-        if len(ranks) < self.size:  # else it is everyone's
-            first = type(first)(f"Rank {ranks[0]} on {self.gather(socket.gethostname())[ranks[0]]}: {first}")
-        if self.rank == ranks[0] and self.rank >= local_processes():
+            problem = error
+        said = self.gather(None if problem is None else [error_values(problem), socket.gethostname()])
+        failed = [(rank, *each) for rank, each in enumerate(said) if each is not None]
+        if not failed:
+            return result[0]
+        rank, values, host = failed[0]
+        first = problem if problem is not None and rank == self.rank else error_from(values)
+        assert isinstance(first, UserError), "others end their process"
+        if len(failed) < self.size:  # else it is everyone's
+            first.args = (f"Rank {rank} on {host}: {first}",)
+        if self.rank == rank and rank >= local_processes():
             raise first  # it is said on that machine too: the others have their own terminal
         raise for_all_ranks(first)
 

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero2all.common.errors import BadInputError
+from zero2all.common.peers import Peers
 from zero2all.resilience.slots import (
     PAGE,
     Slot,
@@ -54,11 +55,12 @@ class MemoryCheckpoint:
         /dev/shm)."""
         self._run, self._base = Path(run), None if folder is None else Path(folder)
         self._rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+        self._peers = Peers(dist.new_group(backend="gloo") if dist.is_initialized() else None)
         is_local_first = int(os.environ.get("LOCAL_RANK", str(self._rank))) == 0
         if self._rank == 0:
             self._run.mkdir(parents=True, exist_ok=True)
             run_id(self._run, create=True)
-        _gather(None)
+        self._peers.gather(None)
         name = run_id(self._run)
         if name is None:
             raise BadInputError(f"{self._run} is not on a disk that all ranks share.")
@@ -67,7 +69,7 @@ class MemoryCheckpoint:
             if is_local_first is is_first:
                 self._folder = make_run_folder(home, name, self._run) if is_first else home / name
                 self._lock = lock_folder(self._folder, is_first)
-            _gather(None)
+            self._peers.gather(None)
         if is_local_first:
             sweep_stale(home, name)
         self._slots: dict[Path, Slot] = {}
@@ -76,10 +78,10 @@ class MemoryCheckpoint:
     def save(self, step: int, state: Any) -> bool:
         """Copy a state to memory; False when the save before is not finished yet, and nothing was done."""
         is_busy = self._thread is not None and self._thread.is_alive()
-        said = _gather((is_busy, self._steps()))
+        said = self._peers.gather([is_busy, list(self._steps().values())])
         if any(busy for busy, _ in said):
             return False
-        common = max(set.intersection(*(set(steps.values()) for _, steps in said)), default=-1)
+        common = max(set.intersection(*(set(steps) for _, steps in said)), default=-1)
         path = next(path for path in slot_paths(self._folder, self._rank) if self._steps().get(path, -2) != common)
         tensors: list[Tensor] = []
         tree = _flatten(state, tensors, "state")
@@ -104,7 +106,7 @@ class MemoryCheckpoint:
         for path in slot_paths(self._folder, self._rank):
             with suppress(BadInputError):
                 own[read_slot(path, with_data=True).step] = path
-        step = max(set.intersection(*map(set, _gather(list(own)))), default=None)
+        step = max(set.intersection(*map(set, self._peers.gather(list(own)))), default=None)
         if step is None:
             return None
         found = read_slot(own[step])
@@ -133,7 +135,7 @@ class MemoryCheckpoint:
     def remove(self) -> None:
         """Training has ended: remove the files."""
         self.close()
-        _gather(None)
+        self._peers.gather(None)
         remove(self._run, self._base)
 
     def _steps(self) -> dict[Path, int]:
@@ -153,14 +155,6 @@ class MemoryCheckpoint:
             slot = Slot(path, size)
         self._slots[path] = slot
         return slot
-
-
-def _gather(value: Any) -> list[Any]:
-    if not dist.is_initialized():
-        return [value]
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, value)
-    return said
 
 
 def _view(data: Tensor, place: int, dtype: torch.dtype, shape: Any) -> Tensor:

@@ -3,17 +3,24 @@
 Nothing survives the supervisor: each rank stops (and saves) when its pipe closes, and a small guard process, which
 waits for the same, kills after GUARD_SECONDS what is still there: ranks that are stopped or hang. Linux's parent-death
 signal would leave no time for a save.
+
+What a rank prints goes through pipes; the first one gets a terminal of its own for its bar, as large as the real one,
+so that the command looks like one program in the foreground.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import selectors
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import time
+import tty
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -22,7 +29,6 @@ from typing import IO
 
 from zero2all.common.progress import HIDE_CURSOR, SHOW_CURSOR
 from zero2all.resilience.heartbeat import HEARTBEAT, Slots, heartbeat_file
-from zero2all.resilience.terminal import copy_size, is_one_terminal, output, write_all
 from zero2all.resilience.warm import WarmRank
 
 GUARD_SECONDS = 4.0
@@ -87,7 +93,7 @@ class Ranks(list[Rank]):
         ends, held = os.pipe()
         self._stack.callback(os.close, held)
         stacks = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        outputs = [output(stream, number, self._stack) for stream in streams]
+        outputs = [_output(stream, number, self._stack) for stream in streams]
         descriptors = (self._file, number, ends, stacks.fileno())
         variables = {
             "TORCH_FR_BUFFER_SIZE": "2000",  # torch's flight recorder, for the page of a hang
@@ -97,7 +103,7 @@ class Ranks(list[Rank]):
         }
         kept = [*inherited, self._file, ends, stacks.fileno()]
         prints = {stream: write for stream, (_, write) in zip(streams, outputs, strict=True)}
-        if tuple(streams) == (2,) and number == 0 and is_one_terminal():
+        if tuple(streams) == (2,) and number == 0 and _is_one_terminal():
             prints[1] = prints[2]  # or what it prints on both could come in another order
         process = start_warm(command, variables, {**{each: each for each in kept}, **prints}) or subprocess.Popen(
             command,
@@ -150,7 +156,7 @@ class Ranks(list[Rank]):
     def resize(self) -> None:
         """The window has another size: tell the rank that draws the bar."""
         for read, (_, target) in self._targets.items():
-            copy_size(target, read)
+            _copy_size(target, read)
 
     def suspend(self) -> None:
         """Ctrl-Z: the ranks are not in the terminal's process group, so they are stopped and continued from here."""
@@ -163,7 +169,7 @@ class Ranks(list[Rank]):
     def _write_cursor(self, code: bytes) -> None:
         """Show or hide the cursor, where a rank has hidden it for its bar."""
         if self._hides_on is not None:
-            write_all(self._hides_on, code)
+            _write_all(self._hides_on, code)
 
     def drain(self, seconds: float) -> None:
         """Pass on what the ranks print, and keep the last lines."""
@@ -178,7 +184,7 @@ class Ranks(list[Rank]):
                     self._selector.unregister(key.fd)
                     continue
                 rank.heard = time.monotonic()
-                write_all(target, data)
+                _write_all(target, data)
                 hidden, shown = data.rfind(HIDE_CURSOR), data.rfind(SHOW_CURSOR)
                 if hidden != shown:
                     self._hides_on = target if hidden > shown else None
@@ -196,3 +202,40 @@ class Ranks(list[Rank]):
             rank.process.wait()
         self._write_cursor(SHOW_CURSOR)  # a rank that was killed could not
         self._hides_on = None
+
+
+# ---- where they print ----
+
+
+def _output(stream: int, number: int, stack: ExitStack) -> tuple[int, int]:
+    """Where rank `number` prints: a pipe, or for the first rank of a command in a terminal another terminal, so that it
+    still draws its bar. The reading end is closed with the stack."""
+    if number == 0 and os.isatty(stream):
+        read, write = os.openpty()
+        tty.setraw(write)
+        _copy_size(stream, write)
+    else:
+        read, write = os.pipe()
+    stack.callback(os.close, read)
+    return read, write
+
+
+def _is_one_terminal() -> bool:
+    """Whether standard output and errors are the same terminal."""
+    return os.isatty(1) and os.isatty(2) and os.ttyname(1) == os.ttyname(2)
+
+
+def _copy_size(source: int, target: int) -> None:
+    """Give a terminal the size of another; nothing where one of them is none."""
+    with suppress(OSError):
+        size = fcntl.ioctl(source, termios.TIOCGWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
+        fcntl.ioctl(target, termios.TIOCSWINSZ, size)
+
+
+def _write_all(target: int, data: bytes) -> None:
+    """Write until all is written, or nobody reads it any more."""
+    while data:
+        try:
+            data = data[os.write(target, data) :]
+        except OSError:
+            return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from zero2all.train.guards.documents import Decode
 from zero2all.train.guards.findings import Finding
 from zero2all.train.guards.incident import IncidentWriter, make_incident, usual_channels
 from zero2all.train.guards.policy import Action, Continue, Stop
-from zero2all.train.guards.repeats import repeated_shards
+from zero2all.train.guards.repeats import Repeat, repeated_shards
 from zero2all.train.guards.rows import RowFinder
 from zero2all.train.guards.watch import Checkpoints, RunGuards
 from zero2all.train.setup import Prepared
@@ -60,8 +61,8 @@ class Control:
         """Compare the shards with each other before the first step, and report those that repeat another."""
         if self._config.data.quarantine == "off":
             return
-        repeats = self._world.run_on_rank0(lambda: repeated_shards(data.splits))
-        findings = [repeat.finding(step, (0, 0)) for repeat in repeats]
+        repeats = self._world.run_on_rank0(lambda: [asdict(repeat) for repeat in repeated_shards(data.splits)])
+        findings = [Repeat(**repeat).finding(step, (0, 0)) for repeat in repeats]
         self._guards.note_shards(findings, step)
         self._report(findings, Continue("noted before the first step"), None)
 

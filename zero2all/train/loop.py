@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -405,18 +405,19 @@ class TrainingLoop:
         """What rank 0 found in the run's folder. A request of `z2a anneal` gives the run a new end; then returns True.
         A lost lock is LostRunError, on every rank."""
         self.folder_news = self.folder_watch.found = False
-        anneal, problem = self.world.run_on_rank0(self._read_anneal)
+        values, problem = self.world.run_on_rank0(self._read_anneal)
         if problem is not None:
             self.log.warn(problem, "\nTraining continues with its schedule.")
-        if anneal is None:
+        if values is None:
             return False
+        anneal = AnnealConfig(**values)
         self.prepared.data = self.prepared.data_with(anneal)
         self.prepared.anneal = anneal
         self.control.data_changed(self.prepared.data)
         if self.state.outer is not None:
             self.state.outer.end_at(self.prepared.last_step)
         self.log.set_total(self._last_token())
-        self.log.event("anneal", asdict(anneal))
+        self.log.event("anneal", values)
         self.log.say(anneal_in_words(anneal))
         return True
 
@@ -559,13 +560,14 @@ class TrainingLoop:
             cos, sin = rope_tables(model, model.max_seq_len, self.world.device)
             state.model.cos, state.model.sin = cos.to(state.model.cos.dtype), sin.to(state.model.sin.dtype)
 
-    def _read_anneal(self) -> tuple[AnnealConfig | None, str | None]:
+    def _read_anneal(self) -> tuple[dict[str, Any] | None, str | None]:
         """The anneal that was requested, or why it cannot be done."""
         self.lock.check()
         if self.prepared.anneal is not None:  # a run anneals once
             return None, None
         try:
-            return read_anneal(self.prepared.run, self.state.step, self.prepared.data_with), None
+            found = read_anneal(self.prepared.run, self.state.step, self.prepared.data_with)
+            return None if found is None else dataclasses.asdict(found), None
         except UsageError as error:
             withdraw_request(self.prepared.run)
             return None, str(error)

@@ -27,11 +27,11 @@ from zero2all.parallel.layout import layout_table
 from zero2all.parallel.world import World
 from zero2all.train.anneal import ANNEAL_FILE
 from zero2all.train.checkpoints.checks import ReplicasDifferError
+from zero2all.train.checkpoints.commit import SaveResult, SaveTicket
 from zero2all.train.checkpoints.manifest import NOT_GOOD
 from zero2all.train.checkpoints.run_lock import RunLock
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
-from zero2all.train.checkpoints.writer import SaveResult, SaveTicket
 from zero2all.train.control import Control
 from zero2all.train.reports import RunLog
 from zero2all.train.setup import Prepared

@@ -147,7 +147,9 @@ def prepare(
     if not fresh:
         step = checkpoint.step if checkpoint else 0
         check = functools.partial(check_anneal, asked, workspace, checkpoint)
-        anneal = world.run_on_rank0(lambda: behind(store.fence, lambda: read_anneal(run, step, check)))
+        read = functools.partial(behind, store.fence, lambda: read_anneal(run, step, check))
+        said = world.run_on_rank0(lambda: None if (found := read()) is None else dataclasses.asdict(found))
+        anneal = None if said is None else AnnealConfig(**said)
     last_step = steps_with_anneal(asked.train.steps, anneal)
     together = world.run_together
     data, end = together(lambda: _open_data(asked, workspace, checkpoint, last_step, anneal))

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from zero2all.train.checkpoints import exact_json
+from zero2all.common import jsonio
 from zero2all.train.checkpoints.manifest import OWN_FIELDS, manifest_bytes
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import write_checkpoint
@@ -75,9 +75,9 @@ def reseal(folder: Path, **fields: Any) -> Path:
     details = {name: value for name, value in old.items() if name not in OWN_FIELDS}
     data = manifest_bytes(old["step"], old["world_size"], files, details)
     if fields:
-        body = exact_json.dump({**json.loads(data), **fields})
+        body = jsonio.dumps_exact({**json.loads(data), **fields})
         content = {name: value for name, value in json.loads(body).items() if name != "seal"}
-        text = exact_json.dump(content).removesuffix(b"\n}\n")
+        text = jsonio.dumps_exact(content).removesuffix(b"\n}\n")
         data = text + f',\n "seal": "{hashlib.sha256(text).hexdigest()}"\n}}\n'.encode()
     (folder / "manifest.json").write_bytes(data)
     return folder

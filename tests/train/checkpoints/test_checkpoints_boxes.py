@@ -15,15 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
+from zero2all.common.peers import Peers
 from zero2all.parallel.parts import Box, Part
-from zero2all.train.checkpoints import exact_json, tensor_file
 from zero2all.train.checkpoints import store as store_module
-from zero2all.train.checkpoints.boxes import Place, first_hole, first_overlap
+from zero2all.train.checkpoints import tensor_file
 from zero2all.train.checkpoints.checks import ReplicasDifferError
 from zero2all.train.checkpoints.find import newest_checkpoint
+from zero2all.train.checkpoints.index import Place, first_hole, first_overlap
 from zero2all.train.checkpoints.layout import list_checkpoints
-from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
 
@@ -45,7 +46,7 @@ class ThreadPeers(Peers):
         self.rank, self.size, self._meeting = rank, len(meeting.values), meeting
 
     def gather(self, value: Any) -> list[Any]:
-        self._meeting.values[self.rank] = exact_json.parse(exact_json.dump(value), "what a thread said")
+        self._meeting.values[self.rank] = jsonio.loads_exact(jsonio.dumps_exact(value), "what a thread said")
         self._meeting.barrier.wait()
         said = list(self._meeting.values)
         self._meeting.barrier.wait()

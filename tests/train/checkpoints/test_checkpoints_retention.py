@@ -7,9 +7,18 @@ from pathlib import Path
 import pytest
 
 from zero2all.common.errors import BadInputError, LostRunError
-from zero2all.train.checkpoints.claims import claim_step
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
-from zero2all.train.checkpoints.retention import Retention, Verified, is_good, note_proven, pin, pins, prune, sweep
+from zero2all.train.checkpoints.retention import (
+    Retention,
+    Verified,
+    claim_step,
+    is_good,
+    note_proven,
+    pin,
+    pins,
+    prune,
+    sweep,
+)
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore, write_checkpoint
 

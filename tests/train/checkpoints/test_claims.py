@@ -10,7 +10,7 @@ import pytest
 
 from zero2all.common.files import read_json, write_json
 from zero2all.common.lock import boot_id, this_process
-from zero2all.train.checkpoints.claims import claim_step, claimed_steps
+from zero2all.train.checkpoints.retention import claim_step, claimed_steps
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_reader_that_lost_its_claim_knows_and_leaves_the_new_one_alone(run):
 IN_CONTAINER = """
 import sys, time
 from pathlib import Path
-from zero2all.train.checkpoints.claims import claim_step
+from zero2all.train.checkpoints.retention import claim_step
 with claim_step(Path(sys.argv[1]), 7):
     print("held", flush=True)
     sys.stdin.read()

@@ -1,8 +1,8 @@
 """Checkpoints that are either complete or absent, written in the background, readable under any layout.
 
 The training loop uses `store`; tools use `find` and `load`; `run_lock` keeps a second trainer out. The other modules
-have one task each: `layout` names, `exact_json` JSON, `manifest` the sealed list of files, `boxes` what overlaps and
-what is missing, `index` where tensors are, `tensor_file` safetensors,
-`planning` which rank writes and reads what, `snapshot` the copy in host memory, `checks` what is checked before a save,
-`commit` the protocol, `writer` the thread, `retention` what is kept, moved or deleted, `peers` messages between ranks.
+have one task each: `layout` names, `manifest` the sealed list of files, `index` where tensors are, what overlaps and
+what is missing, `tensor_file` safetensors, `planning` which rank writes and reads what, `snapshot` the copy in host
+memory, `checks` what is checked before a save, `commit` the protocol and its thread, `retention` what is kept, claimed,
+moved or deleted. `common.peers` has the messages between ranks.
 """

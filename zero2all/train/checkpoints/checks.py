@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from zero2all.common.errors import AnomalyError
+from zero2all.common.peers import Peers
 from zero2all.parallel.parts import Part
-from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.planning import Source, boxes_of
 
 MEANS_OF_SQUARES = tuple(f"optimizer/{name}" for name in ("exp_avg_sq/", "exp_avg_sq_scales/", "row_means/", "column_"))
@@ -134,7 +134,7 @@ def _first_difference(box: Tensor | None, peers: Peers) -> tuple[int, list[float
             at += first * len(pieces[0])
             flat = pieces[first]
         if all(each is None or each == 1 for each in peers.gather(None if flat is None else flat.numel())):
-            found = peers.gather([] if flat is None else [at, str(float(flat[0]))])
+            found = peers.gather([] if flat is None else [at, float(flat[0])])
             return next(int(each[0]) for each in found if each), [float(each[1]) for each in found if each]
 
 

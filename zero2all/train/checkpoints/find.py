@@ -15,6 +15,7 @@ from pathlib import Path
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, LostRunError, for_all_ranks
 from zero2all.common.language import translate as t
+from zero2all.common.peers import Peers
 from zero2all.track.writer import METRICS_FOLDER
 from zero2all.train.checkpoints.layout import (
     checkpoint_folder,
@@ -25,7 +26,6 @@ from zero2all.train.checkpoints.layout import (
 )
 from zero2all.train.checkpoints.load import Checkpoint, OtherModelError, check_bytes, read_checkpoint
 from zero2all.train.checkpoints.manifest import OtherVersionError
-from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.retention import has_quarantined, quarantine
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
 

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, UserError
 from zero2all.common.files import PARTIAL_MARK, write_atomic
-from zero2all.train.checkpoints import exact_json
 
 INDEX_NAME, STATE_NAME = "index.json", "state.json"
 LATEST_NAME, PINS_NAME, PROVEN_NAME = "latest.json", "pins.json", "proven.json"
@@ -32,6 +33,8 @@ DAMAGED, WITHDRAWN = "damaged", "withdrawn"
 FOLDER_NAME = re.compile(r"step-([0-9]{8,18})")
 TENSOR_FILE_NAME = re.compile(r"[a-z][a-z0-9_]{0,40}-[0-9]{5,8}-[0-9]{5,8}\.safetensors")
 GROUP_NAME = re.compile(r"[a-z][a-z0-9_]{0,40}")
+LARGEST_JSON = 256 << 20
+"""Bytes. No JSON file of a checkpoint is larger: an index of a million boxes is about 150 MB."""
 
 
 def checkpoints_folder(run: Path) -> Path:
@@ -102,7 +105,7 @@ def note_latest(run: Path, step: int | None) -> None:
         if step is None:
             path.unlink(missing_ok=True)
         else:
-            write_atomic(path, exact_json.dump({"step": step}))
+            write_atomic(path, jsonio.dumps_exact({"step": step}))
 
 
 def latest_noted(run: Path) -> int | None:
@@ -114,6 +117,21 @@ def latest_noted(run: Path) -> int | None:
 def noted_step(path: Path) -> int | None:
     """The step in a small file; None when there is none or it cannot be read."""
     try:
-        return int(exact_json.read(path)["step"])
+        return int(read_exact(path)["step"])
     except (OSError, UserError, TypeError, ValueError, KeyError):
         return None
+
+
+def read_limited(path: Path) -> bytes:
+    """The bytes of a JSON file, after a check of its size."""
+    if path.exists() and not path.is_file():
+        raise BadInputError(f"{path} is not a regular file.")  # a fifo would never end
+    size = path.stat().st_size
+    if size > LARGEST_JSON:
+        raise BadInputError(f"{path} has {size} bytes; no JSON file of a checkpoint has more than {LARGEST_JSON}.")
+    return path.read_bytes()
+
+
+def read_exact(path: Path) -> Any:
+    """The value of a JSON file."""
+    return jsonio.loads_exact(read_limited(path), str(path))

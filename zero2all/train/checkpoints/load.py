@@ -24,12 +24,11 @@ from torch import Tensor
 from zero2all.common.errors import BadInputError, for_all_ranks
 from zero2all.common.files import as_written
 from zero2all.common.manifest import is_count
+from zero2all.common.peers import Peers
 from zero2all.parallel.parts import Part
-from zero2all.train.checkpoints import exact_json
 from zero2all.train.checkpoints.index import Index, boxes_by_file, parse_index
-from zero2all.train.checkpoints.layout import INDEX_NAME, STATE_NAME, split_name, step_of
+from zero2all.train.checkpoints.layout import INDEX_NAME, STATE_NAME, read_exact, split_name, step_of
 from zero2all.train.checkpoints.manifest import read_manifest
-from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.planning import Read, plan_reads
 from zero2all.train.checkpoints.tensor_file import (
     DTYPE_NAMES,
@@ -212,8 +211,8 @@ def _read_checkpoint(folder: Path) -> Checkpoint:
         raise BadInputError(f"{folder} contains step {manifest['step']}: it was renamed after it was written")
     for name, facts in manifest["files"].items():
         _check_file(folder / name, facts["bytes"])
-    index = parse_index(exact_json.read(folder / INDEX_NAME), str(folder / INDEX_NAME))
-    record = exact_json.read(folder / STATE_NAME)
+    index = parse_index(read_exact(folder / INDEX_NAME), str(folder / INDEX_NAME))
+    record = read_exact(folder / STATE_NAME)
     _check_state(folder / STATE_NAME, record, manifest["step"])
     return Checkpoint(folder, manifest, index, _check_headers(folder, manifest, index), record)
 

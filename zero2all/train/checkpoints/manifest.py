@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from zero2all import __version__
+from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import MANIFEST_NAME
 from zero2all.common.manifest import fingerprint, is_count
-from zero2all.train.checkpoints import exact_json
-from zero2all.train.checkpoints.layout import INDEX_NAME, STATE_NAME, TENSOR_FILE_NAME
+from zero2all.train.checkpoints.layout import INDEX_NAME, STATE_NAME, TENSOR_FILE_NAME, read_limited
 
 FORMAT = 4
 """Raise it when the layout changes. Format 1 held whole tensors, written by one process; in format 2 the rows of all
@@ -41,7 +41,7 @@ def manifest_bytes(step: int, world_size: int, files: dict[str, dict[str, Any]],
     if taken:
         raise ValueError(f"details of a checkpoint may not be called {', '.join(taken)}")
     own = {"kind": "checkpoint", "format": FORMAT, "zero2all": __version__, "step": step, "world_size": world_size}
-    text = exact_json.dump({**own, **details, "files": dict(sorted(files.items()))})
+    text = jsonio.dumps_exact({**own, **details, "files": dict(sorted(files.items()))})
     body = text.removesuffix(b"\n}\n")
     return body + f',\n "seal": "{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
 
@@ -51,12 +51,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST_NAME
     if path.is_symlink() or not path.is_file():
         raise BadInputError(f"{path} is missing" if not path.exists() else f"{path} is not a regular file")
-    data = exact_json.read_limited(path)
+    data = read_limited(path)
     body, seal = data[:-SEAL_BYTES], SEAL.fullmatch(data[-SEAL_BYTES:])
     if seal is None or hashlib.sha256(body).hexdigest().encode() != seal[1]:
         _stop_at_format_1(path, data)
         raise BadInputError(f"{path} has changed since it was written (its checksum differs)")
-    manifest = exact_json.parse(data, str(path))
+    manifest = jsonio.loads_exact(data, str(path))
     if not isinstance(manifest, dict) or manifest.get("kind") != "checkpoint":
         raise BadInputError(f"{path} does not describe a checkpoint")
     if manifest.get("format") != FORMAT:
@@ -86,7 +86,7 @@ def _check_form(path: Path, manifest: dict[str, Any]) -> None:
 def _stop_at_format_1(path: Path, data: bytes) -> None:
     """Format 1 had another seal; an intact one must not be taken for damaged."""
     try:
-        manifest = exact_json.parse(data, str(path))
+        manifest = jsonio.loads_exact(data, str(path))
     except BadInputError:
         return
     if isinstance(manifest, dict) and manifest.get("kind") == "checkpoint":

@@ -22,17 +22,16 @@ from typing import Any
 
 import torch
 
+from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
 from zero2all.common.fault import fault_point
 from zero2all.common.lock import boot_id
+from zero2all.common.peers import Peers
 from zero2all.parallel.parts import Part
 from zero2all.resilience import slots
 from zero2all.resilience.slots import PAGE, Found, NoMemoryFolderError, Slot
-from zero2all.train.checkpoints import exact_json
-from zero2all.train.checkpoints.boxes import Place
-from zero2all.train.checkpoints.index import Box, Index, TensorEntry, check_filling
+from zero2all.train.checkpoints.index import Box, Index, Place, TensorEntry, check_filling
 from zero2all.train.checkpoints.load import Checkpoint
-from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.planning import SaveLayout, plan_save, signature_of
 from zero2all.train.checkpoints.snapshot import HostBuffers, PinnedBlock, Snapshot, page_starts
 from zero2all.train.checkpoints.tensor_file import Header, TensorInfo, byte_count
@@ -210,7 +209,7 @@ class MemoryStore:
         """What `save` returns, and the thread that finishes the save, which has begun; None: there is nothing to do."""
         assert self._layout is not None, "prepared"
         can_save = not is_busy and self._layout.signature == signature_of(snapshot.parts)
-        record = exact_json.dump(dict(snapshot.record)).decode() if self._peers.is_first else None
+        record = jsonio.dumps_exact(dict(snapshot.record)).decode() if self._peers.is_first else None
         said = self._peers.gather([can_save, self._steps, record, secrets.token_hex(8)])
         common = max(set.intersection(*(set(each[1]) for each in said)), default=-1)
         can_all = all(each[0] for each in said)
@@ -232,7 +231,7 @@ class MemoryStore:
             "boxes": self._boxes(),
             "elsewhere": [[name, one.dtype, one.shape] for name, one in self._layout.index.items() if not one.boxes],
             "record": said[0][2],
-            "details": exact_json.dump(dict(details)).decode(),
+            "details": jsonio.dumps_exact(dict(details)).decode(),
         }
         copied = self._buffers[at].begin_copy(snapshot.parts)
         job = threading.Thread(target=self._finish, args=(at, step, about, copied), name="memory-save", daemon=True)
@@ -343,6 +342,6 @@ def _is_whole(group: list[Found]) -> bool:
 
 def _checkpoint(group: list[Found], peers: Peers) -> Checkpoint:
     folder, about = group[0].path.parent, group[0].about
-    details, record = (exact_json.parse(about[part].encode(), str(folder)) for part in ("details", "record"))
+    details, record = (jsonio.loads_exact(about[part].encode(), str(folder)) for part in ("details", "record"))
     index, headers = _index(group)
     return Checkpoint(folder, {**details, "step": group[0].step, "files": {}}, index, headers, record, peers, True)

@@ -18,11 +18,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zero2all.common.peers import Peers
 from zero2all.parallel.parts import Part
-from zero2all.train.checkpoints.boxes import Place, Sizes, first_hole, first_overlap, intersection
-from zero2all.train.checkpoints.index import Box, Index, TensorEntry, box_key, index_json, parse_index
+from zero2all.train.checkpoints.index import (
+    Box,
+    Index,
+    Place,
+    Sizes,
+    TensorEntry,
+    box_key,
+    first_hole,
+    first_overlap,
+    index_json,
+    intersection,
+    parse_index,
+)
 from zero2all.train.checkpoints.layout import is_tensor_name, split_name, tensor_file_name
-from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.tensor_file import DTYPE_NAMES, DTYPES, TensorInfo, byte_count, header_bytes, lay_out
 
 

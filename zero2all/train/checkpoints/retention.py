@@ -1,36 +1,46 @@
 """Which checkpoints are kept, and how the others are moved away or deleted.
 
 The newest `keep_last`, those at multiples of `keep_every_steps`, pinned ones, and those that another process
-is reading (claims.py). Whatever the settings, at least two that are known to be intact are kept, and of those before
+is reading (below). Whatever the settings, at least two that are known to be intact are kept, and of those before
 the newest at least one good one: if the rules keep too few, older ones are kept as well. A folder is renamed before it
 is deleted, so that a partly deleted checkpoint never has a valid name.
 
 A state that was saved in doubt (the run was just resumed, or updates were refused: `not_good` in its manifest says why)
 is not good until `margin_steps` later the run saves without doubt; `proven.json` holds that step. A save in doubt
 deletes no good one, and of the others all but the newest `keep_last`.
+
+A claim, `<run>/checkpoints/claims/step-00001000.json`, is a lock (`common.lock`) that a process holds while it judges
+that checkpoint, so that readers on several machines share the work. The claim of a dead reader holds nothing: retention
+ignores it, and the next reader takes it over. A reader that was suspended and lost its claim finds out from `is_held`
+before it writes.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
 from zero2all.common.fault import fault_point
 from zero2all.common.files import PARTIAL_MARK, fsync_folder, write_atomic
-from zero2all.train.checkpoints import exact_json
-from zero2all.train.checkpoints.claims import claimed_steps
+from zero2all.common.lock import HEARTBEAT_SECONDS, STALE_SECONDS, Holder, Lock, TakenError, hold, is_dead, read_holder
 from zero2all.train.checkpoints.layout import (
     DAMAGED,
+    FOLDER_NAME,
     LAST_SAVED_NAME,
     PINS_NAME,
     PROVEN_NAME,
     WITHDRAWN,
+    checkpoint_folder,
     checkpoints_folder,
     list_checkpoints,
     note_latest,
     noted_step,
+    read_exact,
     step_of,
 )
 from zero2all.train.checkpoints.load import read_checkpoint, verified_checkpoint
@@ -38,6 +48,7 @@ from zero2all.train.checkpoints.manifest import NOT_GOOD, read_manifest
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
 
 LEAST_VERIFIED = 2
+CLAIMS_FOLDER = "claims"
 
 
 @dataclass(frozen=True)
@@ -99,9 +110,9 @@ def note_proven(run: Path, at_least: int = 0, at_most: int | None = None) -> Non
     path = checkpoints_folder(run) / PROVEN_NAME
     noted = noted_step(path) or 0
     if at_most is not None and noted > at_most:
-        write_atomic(path, exact_json.dump({"step": at_most}))
+        write_atomic(path, jsonio.dumps_exact({"step": at_most}))
     elif any(noted < step_of(folder) <= at_least and not is_good(folder) for folder in list_checkpoints(run)):
-        write_atomic(path, exact_json.dump({"step": at_least}))
+        write_atomic(path, jsonio.dumps_exact({"step": at_least}))
 
 
 def prune(
@@ -154,7 +165,7 @@ def pins(run: Path) -> dict[int, str]:
     """Pinned steps and why; BadInputError when the file cannot be understood (then nothing may be deleted)."""
     path = checkpoints_folder(run) / PINS_NAME
     try:
-        found = exact_json.read(path)
+        found = read_exact(path)
     except FileNotFoundError:
         return {}
     if not isinstance(found, dict) or not all(key.isdigit() and isinstance(why, str) for key, why in found.items()):
@@ -165,7 +176,7 @@ def pins(run: Path) -> dict[int, str]:
 def pin(run: Path, step: int, reason: str) -> None:
     """Keep a step's checkpoint from being deleted."""
     pinned = sorted({**pins(run), step: reason}.items())
-    write_atomic(checkpoints_folder(run) / PINS_NAME, exact_json.dump({str(at): why for at, why in pinned}))
+    write_atomic(checkpoints_folder(run) / PINS_NAME, jsonio.dumps_exact({str(at): why for at, why in pinned}))
 
 
 def quarantine(folder: Path, reason: str) -> Path:
@@ -229,3 +240,38 @@ def _move(folder: Path, place: Path, reason: str) -> Path:
     fsync_folder(folder.parent)
     write_atomic(target.with_name(f"{target.name}.txt"), f"{reason}\n".encode())
     return target
+
+
+# ---- claims ----
+
+
+@contextmanager
+def claim_step(
+    run: Path, step: int, stale_seconds: float = STALE_SECONDS, heartbeat_seconds: float = HEARTBEAT_SECONDS
+) -> Iterator[Lock | None]:
+    """Hold the claim on the checkpoint of a step; None when another process holds it."""
+    path = checkpoints_folder(run) / CLAIMS_FOLDER / f"{checkpoint_folder(run, step).name}.json"
+    path.parent.mkdir(exist_ok=True)
+
+    def judge(holder: Holder, has_flock: bool) -> None:
+        if not is_dead(path, holder, has_flock, stale_seconds):
+            raise TakenError(holder)
+
+    with ExitStack() as stack:
+        try:
+            claim: Lock | None = stack.enter_context(hold(path, judge, heartbeat_seconds))
+        except TakenError:
+            claim = None
+        yield claim
+
+
+def claimed_steps(run: Path, stale_seconds: float = STALE_SECONDS) -> set[int]:
+    """The steps whose checkpoints are being read."""
+    found = set()
+    for path in (checkpoints_folder(run) / CLAIMS_FOLDER).glob("*.json"):
+        try:
+            if FOLDER_NAME.fullmatch(path.stem) and not is_dead(path, read_holder(path), stale_seconds=stale_seconds):
+                found.add(step_of(path.with_suffix("")))
+        except FileNotFoundError:  # released in between
+            continue
+    return found

@@ -23,17 +23,25 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from zero2all.common.errors import AnomalyError, BadInputError, LostRunError, UserError
+from zero2all.common import jsonio
+from zero2all.common.errors import AnomalyError, BadInputError, UserError
+from zero2all.common.peers import open_peers
 from zero2all.parallel.parts import Part
-from zero2all.train.checkpoints import exact_json
 from zero2all.train.checkpoints.checks import box_digests, compare_replicas, first_damaged, value_at
-from zero2all.train.checkpoints.commit import SaveError, bytes_needed, commit, lack_of_space
+from zero2all.train.checkpoints.commit import (
+    SaveError,
+    SaveResult,
+    SaveTicket,
+    Writer,
+    bytes_needed,
+    commit,
+    lack_of_space,
+)
 from zero2all.train.checkpoints.find import Say, find_newest, move_damaged, open_at, say_aloud
 from zero2all.train.checkpoints.layout import checkpoint_folder, list_checkpoints, note_latest, step_of
 from zero2all.train.checkpoints.load import Checkpoint
 from zero2all.train.checkpoints.manifest import NOT_GOOD, OtherVersionError
 from zero2all.train.checkpoints.memory import MemoryStore
-from zero2all.train.checkpoints.peers import open_peers
 from zero2all.train.checkpoints.planning import SaveLayout, plan_save, signature_of
 from zero2all.train.checkpoints.retention import (
     Retention,
@@ -47,7 +55,6 @@ from zero2all.train.checkpoints.retention import (
 )
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
 from zero2all.train.checkpoints.snapshot import HostBuffers, PinnedBlock, Snapshot, Staged
-from zero2all.train.checkpoints.writer import SaveResult, SaveTicket, Writer
 
 LARGEST_FILE_BYTES = 4 << 30
 PEER_TIMEOUT_SECONDS = 1800.0
@@ -170,20 +177,15 @@ class CheckpointStore:
         if self.memory is not None:
             self.memory.forget_after(step)
         self._is_good.clear()
-        said: dict[str, Any] = {}
-        if self.peers.is_first:
-            try:
-                self.fence()
-                if step:
-                    pin(self.run, step, "a rollback went back to it")
-                note_proven(self.run, at_most=step)
-                said = {"moved": withdraw_after(self.run, step, reason, self.fence)}
-            except (UserError, OSError) as error:
-                said = {"problem": _in_words(error), "is_lost": isinstance(error, LostRunError)}
-        said = self.peers.gather(said)[0]
-        if "problem" in said:
-            raise (LostRunError if said["is_lost"] else BadInputError)(said["problem"])
-        return [int(each) for each in said["moved"]]
+
+        def move() -> list[int]:
+            self.fence()
+            if step:
+                pin(self.run, step, "a rollback went back to it")
+            note_proven(self.run, at_most=step)
+            return withdraw_after(self.run, step, reason, self.fence)
+
+        return self.peers.run_on_rank0(move)
 
     def save(self, step: int, snapshot: Snapshot, details: Mapping[str, Any], wait: bool = False) -> SaveTicket:
         """Save a snapshot; returns when its parts may change again, or, with `wait`, when it is committed.
@@ -264,7 +266,7 @@ class CheckpointStore:
         """A value that several ranks hold; called by all ranks."""
         assert self._layout is not None, "prepared"
         own = value_at(parts, self._layout.copies, key, at)
-        return next(float(each) for each in self.peers.gather(None if own is None else str(own)) if each is not None)
+        return next(float(each) for each in self.peers.gather(own) if each is not None)
 
     def _agree(self, step: int, parts: Mapping[str, Part], is_patient: bool) -> SaveResult | str:
         """What all ranks do about a save: the name of the attempt to write, or a result at once."""
@@ -317,8 +319,8 @@ class CheckpointStore:
         release = block.lock.release if block is not None else lambda: None
         try:
             try:
-                record = exact_json.dump(dict(snapshot.record))
-                kept_details = exact_json.parse(exact_json.dump(dict(details)), "the details")  # a deep copy
+                record = jsonio.dumps_exact(dict(snapshot.record))
+                kept_details = jsonio.loads_exact(jsonio.dumps_exact(dict(details)), "the details")  # a deep copy
                 self._buffers.copy(snapshot.parts)
             except Exception as error:
                 problem = _in_words(error)

@@ -34,7 +34,7 @@ class Repeat:
     of_source: str
     of_shard: int
     share: float  # of the series of document lengths that both have, estimated
-    documents: tuple[tuple[int, int], ...]
+    documents: Sequence[Sequence[int]]
     """Some documents that were compared and are equal: number in its split here, and there."""
 
     def finding(self, step: int, tokens: tuple[int, int]) -> Finding:

@@ -122,7 +122,7 @@ class RunGuards:
         self.folder, self._fence, self._world = run / INCIDENTS_FOLDER, fence, world
         self.detector = Detector(config, warmup_steps)
         self.policy = Policy(config)
-        self.ledger = world.run_on_rank0(lambda: SkipLedger.load(self.folder))
+        self.ledger = SkipLedger.from_state(world.run_on_rank0(lambda: SkipLedger.load(self.folder).state()))
         self.quarantine = Quarantine(quarantine)
         self._is_quarantine_damaged = False
         self.shards: ShardWatch | None = None
