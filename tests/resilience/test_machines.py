@@ -72,6 +72,7 @@ LOOP = """
 """
 MACHINE = """
     import sys
+    from zero2all.common.secret import run_secret
     from zero2all.parallel.launch import run_processes
     from zero2all.parallel.nodes import Nodes
     from zero2all.resilience.config import ResilienceConfig
@@ -86,7 +87,8 @@ MACHINE = """
     meeting.NEWCOMER_SECONDS, meeting.START_SECONDS = 0.5, job["start"]
     meeting.FLAPS, meeting.FLAP_SECONDS = 2, 8.0
     meeting.NOTICE_SECONDS = member.NOTICE_SECONDS = 1.0
-    rules = member.Rules("run", job["least"], job["most"], lambda world: world != 3, settings, job["join"], True)
+    rules = member.Rules("run", job["least"], job["most"], lambda world: world != 3, settings, job["join"], True,
+                         run_secret(None, folder / "run"))
     nodes = Nodes(job["most"], job["node"], "127.0.0.1", job["port"], "127.0.0.1", job["port"], job["least"])
     words = [sys.executable, str(folder / "loop.py"), str(folder)]
     sys.exit(run_processes(1, words, Watch(settings, folder / "run", True), nodes, False, rules))

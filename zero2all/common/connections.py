@@ -50,6 +50,10 @@ class NotOfThisRunError(ConnectionError):
     """The other side has another secret, or is no z2a process at all."""
 
 
+class OtherSecretError(NotOfThisRunError):
+    """The other side is a z2a process with another secret."""
+
+
 class Connection:
     """A connected socket whose other side belongs to the run; `hello` is what the dialer said first."""
 
@@ -146,11 +150,14 @@ def dial(address: tuple[str, int], secret: bytes, hello: Message, seconds: float
         nonces = start[len(MAGIC) :] + secrets.token_bytes(NONCE_BYTES)
         connected.sendall(nonces[NONCE_BYTES:] + _proof(secret, b"dialer", nonces))
         if not hmac.compare_digest(_read(connected, PROOF_BYTES, deadline), _proof(secret, b"listener", nonces)):
-            raise NotOfThisRunError("the other side has another secret")
+            raise OtherSecretError("the other side has another secret")
         connection = Connection(connected, _name(connected))
         connection.send(hello)
         connected.settimeout(None)
         return connection
+    except TimeoutError:
+        connected.close()
+        raise TimeoutError("it accepts connections, but is silent: it hangs, or the port is wrong") from None
     except BaseException:
         connected.close()
         raise

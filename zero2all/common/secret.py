@@ -17,6 +17,10 @@ from zero2all.common.errors import UsageError
 VARIABLE = "Z2A_SECRET"
 MAKE_ONE = "z2a launch secret z2a.secret"
 """The command that makes one for machines that share no folder."""
+ONE_FOR_ALL = (
+    f"Machines that share no folder need one secret: make it with `{MAKE_ONE}` on one of them, copy the file to the "
+    f"others, and start all with --secret-file z2a.secret."
+)
 LEAST_BYTES, MOST_BYTES = 16, 4096
 WRITE_SECONDS = 5.0
 
