@@ -50,10 +50,15 @@ def shared_secret(path: Path) -> bytes:
     return _read(path)
 
 
+def new_secret() -> str:
+    """One of 256 random bits."""
+    return secrets.token_urlsafe(32)
+
+
 def make_secret(path: Path) -> None:
     """A new secret in a new file; FileExistsError where there is one, or a link."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
-        file.write(secrets.token_urlsafe(32) + "\n")
+        file.write(new_secret() + "\n")
         file.flush()
         os.fsync(file.fileno())
 

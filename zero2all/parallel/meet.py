@@ -36,6 +36,7 @@ import torch.distributed as dist
 from zero2all import __version__
 from zero2all.common.connections import listen
 from zero2all.common.errors import PeerFailureError, UsageError
+from zero2all.common.language import message
 from zero2all.common.language import translate as t
 from zero2all.common.progress import say
 from zero2all.parallel.device import local_processes, local_rank
@@ -271,14 +272,13 @@ def _judge_doors(store: dist.Store, doors: Mapping[int, Any]) -> dict[str, Any]:
         return {}
     # In the first attempt a person must mend it; in a later one, the network may be back soon.
     kind = UsageError if os.environ.get(ATTEMPT_NUMBER, "1") == "1" else PeerFailureError
-    return _problem(
-        kind(
-            f"The machines of this run meet, but cannot connect to each other for data: {ways}. "
-            f"gloo and NCCL need addresses that lead from machine to machine, on any port: choose the network with "
-            f"--interface, open the firewall between the machines, or give the containers the network of their host. "
-            f"Where only single ports are forwarded, train one group per machine, with parallel.slow_link."
-        )
+    text = message(
+        f"The machines of this run meet, but cannot connect to each other for data: {ways}. gloo and NCCL need "
+        f"addresses that lead from machine to machine, on any port: choose the network with --interface, open the "
+        f"firewall between the machines, or give the containers the network of their host. Where only single ports are "
+        f"forwarded, train one group per machine, with parallel.slow_link."
     )
+    return _problem(kind(text))
 
 
 def differences(first: Facts, other: Facts) -> str:
