@@ -138,22 +138,12 @@ def kubernetes_file(
         meeting += ["--rendezvous-bind", f"[$(POD_IP)]:{DEFAULT_PORT}"]
         secret_object = f"""\
 # Who knows this secret can join the run: keep the file to yourself.
-apiVersion: v1
-kind: Secret
-metadata:
-  name: {name}
-stringData:
-  secret: {new_secret()}
+{{apiVersion: v1, kind: Secret, metadata: {{name: {name}}}, stringData: {{secret: {new_secret()}}}}}
 ---
 """
         secret_lines = f"""\
-                    - name: POD_IP
-                      valueFrom:
-                        fieldRef:
-                          fieldPath: status.podIP
-                    - name: {VARIABLE}
-                      valueFrom:
-                        secretKeyRef: {{name: {name}, key: secret}}
+                    - {{name: POD_IP, valueFrom: {{fieldRef: {{fieldPath: status.podIP}}}}}}
+                    - {{name: {VARIABLE}, valueFrom: {{secretKeyRef: {{name: {name}, key: secret}}}}}}
 """
     words = "\n".join(f"                  - {json.dumps(word)}" for word in (*command, *meeting))
     gpu_lines = (

@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 import socket
 import threading
 import time
@@ -151,9 +150,17 @@ def meet(store: dist.Store, rank: int, size: int, facts: Facts, seconds: float) 
     what, who came twice, or who did not come."""
     facts = json.loads(json.dumps(facts, default=str))
     with ExitStack() as stack:
-        own: dict[str, Any] = {"token": secrets.token_hex(8), "host": socket.gethostname(), "facts": facts}
+        own: dict[str, Any] = {"host": socket.gethostname(), "facts": facts}
         own["process"] = f"{own['host']} (process {os.getpid()})"
         own["folder"] = str(Path(__file__).parents[1])
+        if store.add(f"came/{rank}", 1) > 1:  # this one ends; the others too, unless their run has begun
+            twice = (
+                f"Rank {rank} came twice: from {json.loads(store.get(f'rank/{rank}'))['process']} and from "
+                f"{own['process']}. Give each machine its own --node-rank, or each process its own RANK, and the same "
+                f"number of processes to all machines."
+            )
+            store.set("twice", twice)
+            raise UsageError(message(twice))
         if size > local_processes() and local_rank() == 0 and (address := data_address(meeting_host())):
             door = stack.enter_context(listen(address))
             own["door"] = [address, door.getsockname()[1]]
@@ -175,9 +182,8 @@ def _verdict(
         verdict = judge()
         store.set(key, json.dumps(verdict))
         if verdict.get("problem"):
-            came = [f"rank/{other}" for other in range(1, size) if store.check([f"rank/{other}"])]
-            tokens = [json.loads(store.get(name))["token"] for name in came] + verdict.get("also", [])
-            wait_for_keys(store, [f"seen/{key}/{token}" for token in tokens], LAST_WORD_SECONDS)
+            came = [other for other in range(1, size) if store.check([f"rank/{other}"])]
+            wait_for_keys(store, [f"seen/{key}/{other}" for other in came], LAST_WORD_SECONDS)
     else:
         verdict = _learn_verdict(store, rank, key, seconds, own)
     if problem := verdict.get("problem"):
@@ -186,7 +192,7 @@ def _verdict(
 
 
 def _judge(store: dist.Store, size: int, own: Facts, seconds: float) -> dict[str, Any]:
-    """Rank 0: what is wrong with the others; if nothing, the token of each, and the doors of the machines."""
+    """Rank 0: what is wrong with the others; if nothing, the doors of the machines."""
     deadline, notice = time.monotonic() + seconds, time.monotonic() + NOTICE_SECONDS
     came: dict[int, dict[str, Any]] = {0: dict(own)}
     lines: list[str] = []
@@ -197,14 +203,8 @@ def _judge(store: dist.Store, size: int, own: Facts, seconds: float) -> dict[str
                 if found := differences(own["facts"], came[other]["facts"]):
                     lines.append(f"  rank {other} on {came[other]['host']}, code in {came[other]['folder']}: {found}")
                     deadline = min(deadline, time.monotonic() + STRAGGLER_SECONDS)
-        again = json.loads(store.get("rank/0"))
-        if again["token"] != own["token"]:
-            return _came_twice(0, own["process"], again["process"])
-        if store.check(["joined"]):  # by the other process that is rank 0
-            return dict(json.loads(store.get("joined")))
         if store.check(["twice"]):
-            *said, token = json.loads(store.get("twice"))
-            return {**_came_twice(*said), "also": [token]}
+            return _problem(UsageError(store.get("twice").decode()))
         if not lines and time.monotonic() > notice:
             notice = float("inf")
             say(
@@ -234,8 +234,7 @@ def _judge(store: dist.Store, size: int, own: Facts, seconds: float) -> dict[str
                 f"parallel.join_seconds."
             )
         )
-    tokens = [came[other]["token"] for other in range(size)]
-    return {"tokens": tokens, "doors": {other: came[other]["door"] for other in came if "door" in came[other]}}
+    return {"doors": {other: came[other]["door"] for other in came if "door" in came[other]}}
 
 
 def _missing(came: Mapping[int, Any], size: int) -> str:
@@ -244,15 +243,6 @@ def _missing(came: Mapping[int, Any], size: int) -> str:
 
 def _problem(error: UsageError | PeerFailureError) -> dict[str, Any]:
     return {"problem": [type(error).__name__, str(error)]}
-
-
-def _came_twice(rank: int, host: str, other: str) -> dict[str, Any]:
-    return _problem(
-        UsageError(
-            f"Rank {rank} came twice: from {host} and from {other}. Nothing was started. Give each machine its own "
-            f"--node-rank, or each process its own RANK, and the same number of processes to all machines."
-        )
-    )
 
 
 def _first_blocked(doors: Mapping[int, list[Any]]) -> str:
@@ -291,14 +281,10 @@ def differences(first: Facts, other: Facts) -> str:
 
 
 def _learn_verdict(store: dist.Store, rank: int, key: str, seconds: float, own: Facts) -> dict[str, Any]:
-    """The others: what rank 0 found. One that rank 0 does not know of (another WORLD_SIZE), or that comes when the run
-    has begun, sees that by itself."""
+    """The others: what rank 0 found. One that rank 0 does not know of (another WORLD_SIZE) sees that by itself."""
     try:
         deadline = time.monotonic() + seconds + SLOWER_SECONDS
         while wait_for_keys(store, [key], 0.5):
-            again = json.loads(store.get(f"rank/{rank}"))
-            if again["token"] != own["token"]:  # somebody who came later; this one is alive and says so
-                store.set("twice", json.dumps([rank, own["process"], again["process"], own["token"]]))
             if time.monotonic() > deadline:
                 return _problem(
                     PeerFailureError(
@@ -308,7 +294,7 @@ def _learn_verdict(store: dist.Store, rank: int, key: str, seconds: float, own: 
                 )
         verdict: dict[str, Any] = json.loads(store.get(key))
         found = differences(json.loads(store.get("rank/0"))["facts"], own["facts"])
-        store.set(f"seen/{key}/{own['token']}", "")  # from now on rank 0, which holds the store, may be gone
+        store.set(f"seen/{key}/{rank}", "")  # from now on rank 0, which holds the store, may be gone
     except dist.DistError as error:
         return _problem(
             PeerFailureError(
@@ -318,13 +304,6 @@ def _learn_verdict(store: dist.Store, rank: int, key: str, seconds: float, own: 
         )
     if "problem" not in verdict and found:
         return _problem(UsageError(f"Rank {rank} differs from rank 0: {found}. Nothing was started."))
-    if own["token"] not in verdict.get("tokens", [own["token"]]):
-        return _problem(
-            UsageError(
-                f"Rank {rank} came twice: the run has begun with another process of that rank. This one, on "
-                f"{own['host']}, ends. Give each machine its own --node-rank, or each process its own RANK."
-            )
-        )
     return verdict
 
 
