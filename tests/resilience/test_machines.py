@@ -91,7 +91,7 @@ MACHINE = """
     meeting.FLAPS, meeting.FLAP_SECONDS = 2, 8.0
     meeting.NOTICE_SECONDS = member.NOTICE_SECONDS = 1.0
     rules = member.Rules("run", job["least"], job["most"], lambda world: world != 3, settings, job["join"], True,
-                         run_secret(None, folder / "run"))
+                         run_secret(folder / "run"))
     nodes = Nodes(job["most"], job["node"], "127.0.0.1", job["port"], "127.0.0.1", job["port"], job["least"])
     words = [sys.executable, str(folder / "loop.py"), str(folder)]
     sys.exit(run_processes(1, words, Watch(settings, folder / "run", True), nodes, False, rules))

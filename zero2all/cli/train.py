@@ -140,6 +140,10 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
 
         dry_run(config, workspace, _decoder(workspace))
         return 0
+    if arguments.secret_file is not None:
+        from zero2all.common.secret import VARIABLE, given_secret
+
+        os.environb[VARIABLE.encode()] = given_secret(arguments.secret_file) or b""
     is_worker = "LOCAL_RANK" in os.environ  # started by torchrun or by us
     if not is_worker:
         from zero2all.parallel.launch import local_processes, make_rules, run_processes
@@ -157,7 +161,7 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
         if supervised or processes > 1 or nodes.count > 1:
             watch = _watch(config, workspace) if supervised else None
             run = workspace.run(config.train.name)
-            rules = make_rules(config, config.resilience, nodes, processes, supervised, run, arguments.secret_file)
+            rules = make_rules(config, config.resilience, nodes, processes, supervised, run)
             return run_processes(processes, arguments.command_line, watch, nodes, rules=rules)
     from zero2all.resilience.heartbeat import attach, failed
 

@@ -25,9 +25,9 @@ LEAST_BYTES, MOST_BYTES = 16, 4096
 WRITE_SECONDS = 5.0
 
 
-def run_secret(given: Path | None, run: Path) -> bytes:
+def run_secret(run: Path) -> bytes:
     """Of the run with this folder: what the user gave, else a file beside it: `--fresh` removes what is in it."""
-    return given_secret(given) or shared_secret(run.with_name(f"{run.name}.secret"))
+    return given_secret(None) or shared_secret(run.with_name(f"{run.name}.secret"))
 
 
 def given_secret(path: Path | None) -> bytes | None:

@@ -86,7 +86,6 @@ def make_rules(
     processes: int,
     supervised: bool,
     run: Path,
-    secret_file: Path | None = None,
 ) -> Rules | None:
     """With which machines a run goes on; None: there is one. UsageError where it fits on none of their numbers."""
     if not supervised and nodes.least < nodes.count:
@@ -112,8 +111,9 @@ def make_rules(
         fits=lambda world: not why_not_spread(config, world),
         settings=settings,
         join_seconds=config.parallel.join_seconds,
+        ports=config.parallel.free_ports,
         has_memory=settings.memory_every_steps != 0,
-        secret=run_secret(secret_file, run),
+        secret=run_secret(run),
     )
 
 
@@ -136,7 +136,7 @@ def run_processes(
             from zero2all.resilience.copies import Copies  # numpy and checksums take a tenth of a second
 
             base = Path(rules.settings.memory_folder) if rules.settings.memory_folder else None
-            copies = Copies(watch.run, base, data_address(nodes.host) or LOOPBACK, rules.secret)
+            copies = Copies(watch.run, base, data_address(nodes.host) or LOOPBACK, rules.secret, rules.ports)
         member = _join(nodes, processes, rules, copies.address if copies else None)
         far_store = _lead_to_store((nodes.host, nodes.port), rules.secret) if nodes.rank else None
 

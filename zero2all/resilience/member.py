@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -62,6 +62,8 @@ class Rules:
     """Whether there may be checkpoints in memory."""
     secret: bytes = field(repr=False)
     """Of the run (`common.secret`)."""
+    ports: Sequence[int] = (0,)
+    """That may be listened on besides the meeting's; 0: any."""
 
 
 class Member:
