@@ -10,6 +10,7 @@ import pytest
 
 from tests.ports import free_port
 from zero2all.common.errors import UsageError
+from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.launch import run_processes
 from zero2all.parallel.nodes import Nodes, find_nodes, first_host, outer_address, read_counts, use_interface
 from zero2all.resilience.config import ResilienceConfig
@@ -68,6 +69,15 @@ def test_a_second_machine_0_on_this_host_is_suspected():
     nodes = Nodes(2, 0, "127.0.0.1", port, "127.0.0.1", port)
     with nodes.listen(), pytest.raises(UsageError, match=rf"Port {port} is in use: is another machine 0 of this run"):
         nodes.listen()
+
+
+def test_a_range_of_ports_for_firewalls():
+    assert list(ParallelConfig(ports="30000-30002").free_ports) == [30000, 30001, 30002]
+    assert list(ParallelConfig().free_ports) == [0]
+    assert ParallelConfig(ports="30000-30000").problems("parallel") == []
+    for wrong in ("30000", "2-1", "0-9", "1-70000", "a-b"):
+        (problem,) = ParallelConfig(ports=wrong).problems("parallel")
+        assert (problem.field, problem.value) == ("parallel.ports", wrong)
 
 
 def test_a_number_of_machines_or_the_least_and_the_most():

@@ -19,6 +19,7 @@ import re
 import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -185,7 +186,10 @@ def _lead_to_store(meeting: tuple[str, int], secret: bytes) -> socket.socket:
 
     def accept() -> None:
         while True:
-            threading.Thread(target=pass_on, args=(listener.accept()[0],), daemon=True).start()
+            try:
+                threading.Thread(target=pass_on, args=(listener.accept()[0],), daemon=True).start()
+            except (OSError, RuntimeError):  # no more descriptors or threads
+                time.sleep(0.05)
 
     def pass_on(near: socket.socket) -> None:
         with near:

@@ -1,5 +1,8 @@
 """The ranks of one attempt as processes of this machine: start them, signal them, pass on what they print, end them.
 
+What a rank prints goes through pipes; the first one gets a terminal of its own for its bar, as large as the real one:
+the command looks like one program in the foreground.
+
 Nothing survives the supervisor: each rank stops (and saves) when its pipe closes, and a small guard process, which
 waits for the same, kills after GUARD_SECONDS what is still there: ranks that are stopped or hang. Linux's parent-death
 signal would leave no time for a save.
@@ -7,13 +10,17 @@ signal would leave no time for a save.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import selectors
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import time
+import tty
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -22,7 +29,6 @@ from typing import IO
 
 from zero2all.common.progress import HIDE_CURSOR, SHOW_CURSOR
 from zero2all.resilience.heartbeat import HEARTBEAT, Slots, heartbeat_file
-from zero2all.resilience.terminal import copy_size, is_one_terminal, output, write_all
 from zero2all.resilience.warm import WarmRank
 
 GUARD_SECONDS = 4.0
@@ -196,3 +202,37 @@ class Ranks(list[Rank]):
             rank.process.wait()
         self._write_cursor(SHOW_CURSOR)  # a rank that was killed could not
         self._hides_on = None
+
+
+def output(stream: int, number: int, stack: ExitStack) -> tuple[int, int]:
+    """Where rank `number` prints: a pipe, or for the first rank of a command in a terminal another terminal, so that it
+    still draws its bar. The reading end is closed with the stack."""
+    if number == 0 and os.isatty(stream):
+        read, write = os.openpty()
+        tty.setraw(write)
+        copy_size(stream, write)
+    else:
+        read, write = os.pipe()
+    stack.callback(os.close, read)
+    return read, write
+
+
+def is_one_terminal() -> bool:
+    """Whether standard output and errors are the same terminal."""
+    return os.isatty(1) and os.isatty(2) and os.ttyname(1) == os.ttyname(2)
+
+
+def copy_size(source: int, target: int) -> None:
+    """Give a terminal the size of another; nothing where one of them is none."""
+    with suppress(OSError):
+        size = fcntl.ioctl(source, termios.TIOCGWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
+        fcntl.ioctl(target, termios.TIOCSWINSZ, size)
+
+
+def write_all(target: int, data: bytes) -> None:
+    """Write until all is written, or nobody reads it any more."""
+    while data:
+        try:
+            data = data[os.write(target, data) :]
+        except OSError:
+            return
