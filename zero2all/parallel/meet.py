@@ -79,8 +79,9 @@ def open_store(rank: int, seconds: float) -> dist.Store:
     is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     listener = os.environ.pop(STORE_SOCKET, None)  # not for processes that this one starts
     if is_master and listener is None:  # torch itself would listen on all addresses
+        host = own_address(host) or host
         try:
-            listener = str(listen(own_address(host) or host, (port,)).detach())
+            listener = str(listen(host, (port,)).detach())
         except OSError as error:
             raise PeerFailureError(
                 f"Rank 0 cannot wait for the others at {host}:{port} (MASTER_ADDR, MASTER_PORT): "

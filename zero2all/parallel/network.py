@@ -105,7 +105,7 @@ def set_network_variables(master: str, values: MutableMapping[str, str] = os.env
             f"{', '.join(interfaces())}. Set it to one of these, or unset it."
         )
     host = meeting_host(values) if RENDEZVOUS in values else master
-    found = network_variables(interface_to(host), fast_ports(), values)
+    found = network_variables(interface_to(host) or interface_to(), fast_ports(), values)
     values.update({one.name: one.value for one in found})
     return found
 

@@ -190,7 +190,7 @@ def data_address(host: str) -> str | None:
     """The address of this machine that gloo's connections use: that of its interface, else the one towards `host`."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if not name:
-        return own_address(host)
+        return own_address(host) or outer_address()  # a name may not be known yet
     import psutil
 
     places = psutil.net_if_addrs().get(name, ())
