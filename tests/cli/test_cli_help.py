@@ -47,7 +47,7 @@ def test_the_verbs_of_the_issue_are_all_there():
         *(f"tokenizer {verb}" for verb in ("train", "import", "extend", "eval", "show", "encode", "decode")),
         "pack",
         *(f"data {verb}" for verb in ("show", "stats", "verify", "export", "import")),
-        *("train", "launch slurm", "launch kubernetes", "launch ssh", "supervise"),
+        *("train", "launch slurm", "launch kubernetes", "launch ssh", "launch secret", "supervise"),
         *("anneal", "runs", "chaos run", "chaos soak", "inspect", "board", "goodput", "watch", "plot"),
         *("track import", "track export"),
         *(f"eval {verb}" for verb in EVAL_VERBS),

@@ -78,7 +78,7 @@ def test_what_the_slurm_file_does_when_a_machine_is_lost_and_at_the_end(z2a, tmp
 def test_the_manifest_gives_each_pod_its_number_and_time_to_save(z2a):
     ended = z2a("launch", "kubernetes", "quickstart", "--nodes", "3", "--gpus-per-node", "4", "--claim", "data")
     assert ended.code == 0, ended.err
-    job = yaml.safe_load(ended.out)
+    secret, job = yaml.safe_load_all(ended.out)
     assert (job["kind"], job["metadata"]["name"]) == ("JobSet", "z2a-quickstart")
     spec = job["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (3, 3, "Indexed")
@@ -94,8 +94,13 @@ def test_the_manifest_gives_each_pod_its_number_and_time_to_save(z2a):
         "$(NODE_RANK)",
         "--rendezvous",
         "z2a-quickstart-node-0-0.z2a-quickstart:29500",
+        "--rendezvous-bind",
+        "[$(POD_IP)]:29500",
     ]
-    assert container["command"][-6:] == meeting
+    assert container["command"][-8:] == meeting
+    given = {one["name"]: one["valueFrom"] for one in container["env"]}
+    assert given["Z2A_SECRET"] == {"secretKeyRef": {"name": secret["metadata"]["name"], "key": "secret"}}
+    assert (secret["kind"], len(secret["stringData"]["secret"])) == ("Secret", 43)
     assert spec["backoffLimit"] > 0, "a pod that fails must be replaced"
     assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "data"}
 
@@ -113,7 +118,7 @@ def test_no_code_that_would_come_again_is_tried_again_by_supervisor_slurm_or_kub
     slurm = z2a("launch", "slurm", "quickstart", "--nodes", "2").out
     assert f"            {'|'.join(map(str, [0, 10, *final]))}) return $code ;;" in slurm
     for nodes, whole in (("2", final), ("1:3", [code for code in final if code != 16])):
-        job = yaml.safe_load(z2a("launch", "kubernetes", "quickstart", "--nodes", nodes).out)
+        _, job = yaml.safe_load_all(z2a("launch", "kubernetes", "quickstart", "--nodes", nodes).out)
         spec = job["spec"]["replicatedJobs"][0]["template"]["spec"]
         rules = {rule["action"]: rule for rule in spec["podFailurePolicy"]["rules"]}
         assert rules["FailJob"]["onExitCodes"]["values"] == whole
@@ -126,6 +131,7 @@ def test_one_machine_gets_no_flags_of_several(z2a):
         text = z2a("launch", kind, "quickstart", "--nodes", "1").out
         assert "zero2all" in text
         assert "--rendezvous" not in text
+        assert "Secret" not in text
         assert "--node-rank" not in text.replace("which is its --node-rank", "")
 
 
@@ -152,6 +158,17 @@ def test_a_job_that_could_not_run_is_refused(z2a, words, said):
     assert said in ended.err
 
 
+def test_a_secret_is_made_once_and_a_manifest_with_one_is_for_its_user_only(z2a, tmp_path):
+    path, job = tmp_path / "z2a.secret", tmp_path / "job.yaml"
+    assert f"--secret-file {path}" in z2a("launch", "secret", str(path)).out
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert len(path.read_text().strip()) == 43
+    again = z2a("launch", "secret", str(path))
+    assert (again.code, f"{path} cannot be made: File exists" in again.err) == (2, True)
+    z2a("launch", "kubernetes", "quickstart", "--nodes", "2", "--write", str(job))
+    assert job.stat().st_mode & 0o777 == 0o600
+
+
 def test_partition_account_and_a_file_name_with_a_blank(z2a, tmp_path):
     path = tmp_path / "a job.sh"
     words = ["--nodes", "2", "--partition", "gpu", "--account", "lab", "--write", str(path)]
@@ -174,9 +191,31 @@ def sshd(tmp_path_factory):
         yield server
 
 
+SECRET = "a secret of sixteen bytes or more"
+
+
 def on_two(sshd: Sshd, folder: Path, *scripts: str) -> int:
     hosts = dict(zip((sshd.alias, f"root@{sshd.alias}"), (["sh", "-c", script] for script in scripts), strict=True))
-    return run_on_hosts(hosts, str(folder), [*sshd.command, "-T", "-o", "BatchMode=yes"])
+    return run_on_hosts(hosts, str(folder), [*sshd.command, "-T", "-o", "BatchMode=yes"], SECRET)
+
+
+def test_a_host_gets_the_secret_but_no_command_line_shows_it(sshd, tmp_path):
+    waits = 'echo "$Z2A_SECRET" > got; until [ -e seen ]; do sleep 0.05; done; exit 0'
+    shown = []
+
+    def look():
+        while not (tmp_path / "got").exists():
+            time.sleep(0.02)
+        shown.extend(" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+        (tmp_path / "seen").touch()
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    assert on_two(sshd, tmp_path, waits, "exit 0") == 0
+    thread.join(30)
+    assert (tmp_path / "got").read_text() == f"{SECRET}\n"
+    assert any("until [ -e seen ]" in line for line in shown)
+    assert not any(SECRET in line for line in shown)
 
 
 def test_hosts_print_with_their_name_and_the_first_failure_is_the_end_of_all(sshd, tmp_path, capfd):

@@ -48,6 +48,18 @@ def test_print_schedule_shows_where_the_rate_turns_and_starts_nothing(z2a):
     assert f"lr {load_config('quickstart', []).optim.lr_max:.3e}" in lines[1]
 
 
+def test_a_secret_that_cannot_be_used_is_refused_before_anything_starts(copy, tiny, z2a, tmp_path, monkeypatch):
+    words = ("train", "quickstart", *tiny, "--work", copy, "--nodes", "2", "--node-rank", "1", "--rendezvous", "a:1")
+    ended = z2a(*words, "--secret-file", tmp_path / "none")
+    assert ended.code == 2
+    assert "cannot be read from" in ended.err
+    assert "z2a launch secret z2a.secret" in ended.err
+    monkeypatch.setenv("Z2A_SECRET", "short")
+    ended = z2a(*words)
+    assert ended.code == 2
+    assert "Z2A_SECRET holds 5 bytes. A secret has 16 to 4096." in ended.err
+
+
 def test_a_dry_run_shows_the_data_learns_a_batch_and_leaves_no_trace(copy, tiny, z2a):
     changes = ("--train.name", "dry", "--optim.lr_max", "0.01")
     ended = z2a("train", "quickstart", *tiny, *changes, "--dry-run", "--work", copy)

@@ -1,6 +1,8 @@
 """Connections that prove that they belong to a run."""
 
+import http.server
 import json
+import os
 import random
 import resource
 import socket
@@ -14,7 +16,7 @@ import pytest
 
 from tests.hostile import COUNTS, SEED, hostile_bytes, hostile_value
 from zero2all.common import connections
-from zero2all.common.connections import Connection, Door, NotOfThisRunError, dial, join, listen
+from zero2all.common.connections import Connection, Door, NotOfThisRunError, dial, is_of_this_user, join, listen
 
 SECRET = b"a secret of sixteen bytes or more"
 
@@ -74,14 +76,37 @@ def test_a_listener_that_does_not_know_the_secret_is_refused_by_the_dialer():
         def pretend() -> None:
             connected, _ = listener.accept()
             connected.sendall(connections.MAGIC + bytes(32))
-            said = connected.recv(64)
-            connected.sendall(said[32:])  # the dialer's own proof, sent back
+            said = connected.recv(70, socket.MSG_WAITALL)
+            connected.sendall(said[38:])  # the dialer's own proof, sent back
             time.sleep(0.2)
             connected.close()
 
         threading.Thread(target=pretend, daemon=True).start()
         with pytest.raises(NotOfThisRunError):
             dial(listener.getsockname()[:2], SECRET, {"private": True})
+
+
+def test_a_web_server_is_known_at_once():
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(NotOfThisRunError, match="not a z2a process: the port is wrong"):
+            dial(server.server_address[:2], SECRET, {})
+        server.shutdown()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user needs root")
+@pytest.mark.parametrize("address", ["127.0.0.1", "::ffff:127.0.0.1"])
+def test_a_connection_of_another_user_is_told_from_an_own_one(address):
+    with listen("127.0.0.1") as listener:
+        for user in (0, 65534):
+            os.seteuid(user)
+            try:
+                far = socket.create_connection((address, listener.getsockname()[1]), 5)
+            finally:
+                os.seteuid(0)
+            near, _ = listener.accept()
+            with near, far:
+                assert is_of_this_user(near) is (user == 0)
 
 
 def test_a_proof_that_was_overheard_is_worth_nothing_later(echo):
@@ -95,7 +120,7 @@ def test_a_proof_that_was_overheard_is_worth_nothing_later(echo):
         threading.Thread(target=dial_through, daemon=True).start()
         inner, _ = middle.accept()
         inner.sendall(outer.recv(1 << 10))
-        heard = inner.recv(1 << 10)
+        heard = inner.recv(70, socket.MSG_WAITALL)
         inner.close()
     with raw(echo.address) as replay:
         replay.recv(1 << 10)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 
 from tests.ports import free_port
 from zero2all.common.errors import UsageError
+from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.launch import run_processes
-from zero2all.parallel.nodes import Nodes, find_nodes, first_host, read_counts, use_interface
+from zero2all.parallel.nodes import Nodes, find_nodes, first_host, outer_address, read_counts, use_interface
+from zero2all.resilience.config import ResilienceConfig
+from zero2all.resilience.member import Rules
 
 STEP = {"SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "70123"}
 
@@ -17,7 +22,7 @@ STEP = {"SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_STEP_NUM_NODES": "2", "SLURM
 def test_flags_win_over_slurm_and_slurm_fills_in_what_they_leave_open():
     assert find_nodes(environment=STEP) == Nodes(2, 1, "gpu03", 20123, "", 20123, 2)
     assert find_nodes((1, 2), 0, "head:5000", "10.0.0.2:6000", STEP) == Nodes(2, 0, "head", 5000, "10.0.0.2", 6000, 1)
-    assert find_nodes((3, 3), 2, "[fd00::1]:5000", None, {}) == Nodes(3, 2, "fd00::1", 5000, "::", 5000, 3)
+    assert find_nodes((3, 3), 2, "[fd00::1]:5000", None, {}) == Nodes(3, 2, "fd00::1", 5000, "", 5000, 3)
     assert find_nodes(environment={}) == Nodes()
     assert find_nodes(environment={**STEP, "SLURM_STEP_NUM_NODES": "1"}) == Nodes()
 
@@ -35,17 +40,28 @@ def test_all_problems_of_the_flags_are_named_at_once():
         find_nodes(environment={**STEP, "SLURM_STEP_NUM_TASKS": "16"})
 
 
-def test_doubts_about_the_address_of_machine_0_are_said(capfd):
-    find_nodes((2, 2), 0, "127.0.0.1:5000", environment={})
+def test_machine_0_listens_where_the_others_look_for_it_and_nowhere_else(capfd):
+    for host in ("127.0.0.1", "::1"):
+        assert find_nodes((2, 2), 0, f"[{host}]:5000", environment={}).bind_host == host
+    assert find_nodes((2, 2), 0, "192.0.2.1:5000", "0.0.0.0:6000", environment={}).bind_host == "0.0.0.0"
     find_nodes((2, 2), 1, "192.0.2.1:5000", environment={})
-    find_nodes((2, 2), 0, "192.0.2.1:5000", "0.0.0.0:6000", environment={})
     assert capfd.readouterr().err == ""
-    find_nodes((2, 2), 0, "192.0.2.1", environment={})
-    said = capfd.readouterr().err
-    assert "--rendezvous has no port: 29500 is used." in said
-    assert "192.0.2.1 of --rendezvous is no address of this machine" in said
-    find_nodes((2, 2), 0, "no-such-host.invalid:5000", environment={})
-    assert "does not know the name no-such-host.invalid" in capfd.readouterr().err
+    find_nodes((2, 2), 0, "127.0.0.1", environment={})
+    assert "--rendezvous has no port: 29500 is used." in capfd.readouterr().err
+
+
+def test_a_name_that_is_not_known_yet_does_not_end_machine_0(capfd):
+    """In Kubernetes the name of a pod is known a few seconds after the pod has started."""
+    nodes = find_nodes((2, 2), 0, "no-such-host.invalid:5000", environment={})
+    assert nodes.bind_host == outer_address()
+    assert "does not know the name no-such-host.invalid of --rendezvous. It listens on" in capfd.readouterr().err
+
+
+def test_an_address_of_another_machine_is_refused_with_the_flag_to_add():
+    with pytest.raises(
+        UsageError, match=rf"192.0.2.1 of --rendezvous is no address .*--rendezvous-bind {outer_address()}:5000"
+    ):
+        find_nodes((2, 2), 0, "192.0.2.1:5000", environment={})
 
 
 def test_a_second_machine_0_on_this_host_is_suspected():
@@ -53,6 +69,15 @@ def test_a_second_machine_0_on_this_host_is_suspected():
     nodes = Nodes(2, 0, "127.0.0.1", port, "127.0.0.1", port)
     with nodes.listen(), pytest.raises(UsageError, match=rf"Port {port} is in use: is another machine 0 of this run"):
         nodes.listen()
+
+
+def test_a_range_of_ports_for_firewalls():
+    assert list(ParallelConfig(ports="30000-30002").free_ports) == [30000, 30001, 30002]
+    assert list(ParallelConfig().free_ports) == [0]
+    assert ParallelConfig(ports="30000-30000").problems("parallel") == []
+    for wrong in ("30000", "2-1", "0-9", "1-70000", "a-b"):
+        (problem,) = ParallelConfig(ports=wrong).problems("parallel")
+        assert (problem.field, problem.value) == ("parallel.ports", wrong)
 
 
 def test_a_number_of_machines_or_the_least_and_the_most():
@@ -75,20 +100,37 @@ def test_an_interface_that_does_not_exist_is_refused_with_those_that_do():
         use_interface("ib9")
 
 
-def test_each_machine_starts_its_own_ranks_and_the_first_connects_to_where_it_listens(tmp_path, monkeypatch):
-    script = tmp_path / "python"
-    script.write_text(
-        f'#!/bin/sh\necho "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $MASTER_ADDR:$MASTER_PORT" '
-        f"> {tmp_path}/rank-$RANK\n"
-    )
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
+def rules(processes: int) -> Rules:
+    settings = ResilienceConfig(restarts=0)
+    secret = b"a secret of sixteen bytes or more"
+    return Rules("run", 2, 2, lambda world: world == 2 * processes, settings, 60.0, has_memory=False, secret=secret)
+
+
+def test_each_machine_starts_its_own_ranks_and_all_find_the_store_on_their_own_loopback(tmp_path, monkeypatch):
+    """Rank 0 answers each that connects; the last rank connects over its machine's way to the store."""
+    code = """
+import os, pathlib, socket, sys
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "ZERO2ALL_RENDEZVOUS")
+said = " ".join(os.environ[name] for name in names)
+if "ZERO2ALL_STORE_SOCKET" in os.environ:
+    listener = socket.socket(fileno=int(os.environ["ZERO2ALL_STORE_SOCKET"]))
+    said += " " + listener.getsockname()[0]
+    for _ in range(3): listener.accept()[0].sendall(b"hello")
+else:
+    said += " " + socket.create_connection(("127.0.0.1", int(os.environ["MASTER_PORT"]))).recv(5).decode()
+pathlib.Path(sys.argv[1], "rank-" + os.environ["RANK"]).write_text(said)
+"""
     port = free_port()
-    for rank in (0, 1):
-        assert run_processes(2, [], nodes=Nodes(2, rank, "outside.example", 700, "127.0.0.1", port)) == 0
-    assert [(tmp_path / f"rank-{rank}").read_text().strip() for rank in range(4)] == [
-        f"0/4 0/2 127.0.0.1:{port}",
-        f"1/4 1/2 127.0.0.1:{port}",
-        "2/4 0/2 outside.example:700",
-        "3/4 1/2 outside.example:700",
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    nodes = [Nodes(2, rank, "localhost", port, "127.0.0.1", port) for rank in (0, 1)]
+    with ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr("zero2all.resilience.supervisor.stop_signals_to", lambda _: nullcontext())
+        monkeypatch.setattr("zero2all.resilience.supervisor.signals_to", lambda _: nullcontext())
+        ended = [pool.submit(run_processes, 2, words, None, one, False, rules(2)) for one in nodes]
+        assert [one.result(60) for one in ended] == [0, 0]
+    assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(4)] == [
+        f"0 4 0 2 127.0.0.1 localhost:{port} 127.0.0.1",
+        f"1 4 1 2 127.0.0.1 localhost:{port} hello",
+        f"2 4 0 2 127.0.0.1 localhost:{port} hello",
+        f"3 4 1 2 127.0.0.1 localhost:{port} hello",
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -12,8 +13,10 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.ports import free_port
@@ -72,6 +75,7 @@ LOOP = """
 """
 MACHINE = """
     import sys
+    from zero2all.common.secret import run_secret
     from zero2all.parallel.launch import run_processes
     from zero2all.parallel.nodes import Nodes
     from zero2all.resilience.config import ResilienceConfig
@@ -86,7 +90,8 @@ MACHINE = """
     meeting.NEWCOMER_SECONDS, meeting.START_SECONDS = 0.5, job["start"]
     meeting.FLAPS, meeting.FLAP_SECONDS = 2, 8.0
     meeting.NOTICE_SECONDS = member.NOTICE_SECONDS = 1.0
-    rules = member.Rules("run", job["least"], job["most"], lambda world: world != 3, settings, job["join"], True)
+    rules = member.Rules("run", job["least"], job["most"], lambda world: world != 3, settings, job["join"], True,
+                         run_secret(folder / "run"))
     nodes = Nodes(job["most"], job["node"], "127.0.0.1", job["port"], "127.0.0.1", job["port"], job["least"])
     words = [sys.executable, str(folder / "loop.py"), str(folder)]
     sys.exit(run_processes(1, words, Watch(settings, folder / "run", True), nodes, False, rules))
@@ -103,10 +108,11 @@ class Machines:
         self.port = free_port()
         self.faults: list[dict] = []
 
-    def start(self, node: int, least: int = 1, most: int = 2, join: float = 60, start=60, **settings):
+    def start(self, node: int, least: int = 1, most: int = 2, join: float = 60, start=60, secret="", **settings):
         plan = self.folder / "plan.json"
         plan.write_text(json.dumps([{"point": "step", **fault} for fault in self.faults]))
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), FAULTS: str(plan), "Z2A_LANG": "en"}
+        env |= {"Z2A_SECRET": secret} if secret else {}
         job = {"folder": str(self.folder), "port": self.port, "node": node, "least": least, "most": most, "join": join}
         job |= {"settings": settings, "start": start}
         words = [sys.executable, str(self.folder / "machine.py"), json.dumps(job)]
@@ -173,6 +179,34 @@ def test_a_rank_that_fails_ends_the_attempt_on_both_machines_and_one_page_names_
     (page,) = machines.pages()
     assert page.startswith(f"Machine 1 ({socket.gethostname()}): Rank 1 ended in phase step after step 19: killed by")
     assert page in first.said()
+
+
+def test_strangers_and_5000_idle_connections_do_not_harm_a_run_and_its_secret_is_not_shown(machines):
+    machines.faults = [{"fault": "kill", "rank": 1, "step": 20}]
+    first, stranger = machines.start(0, least=2), machines.start(1, least=2, secret="not the secret of this run")
+    assert codes(stranger) == [2]
+    assert f"Machine 0 at 127.0.0.1:{machines.port} has another secret than this machine." in stranger.said()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
+    try:
+        with ExitStack() as stack:
+            for _ in range(min(hard, 8192) - 3000):
+                stack.enter_context(socket.create_connection(("127.0.0.1", machines.port)))
+            second = machines.start(1, least=2)
+            wait_until(lambda: machines.step() > 25, machines)
+            secret = (machines.folder / "run.secret").read_text().strip()
+            for process in (first, second, *psutil.Process(first.pid).children(recursive=True)):
+                found = psutil.Process(process.pid)
+                assert found.num_fds() < 400
+                assert secret not in " ".join(found.cmdline())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert machines.ended_well(first, second)
+    assert machines.attempts() == [["0/2", "1/2"], ["0/2", "1/2"]]
+    assert 0 < first.said().count("z2a: meeting: a connection from 127.0.0.1 was refused") < 5
+    said = [path.read_text() for path in machines.folder.rglob("*") if path.is_file() and path.suffix != ".secret"]
+    assert len(said) > 5
+    assert not any(secret in text for text in said)
 
 
 def test_a_machine_that_is_lost_is_left_out_and_taken_in_again_when_it_comes_back(machines):

@@ -6,20 +6,25 @@ import http.server
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from zero2all.common.connections import dial, listen
 from zero2all.common.errors import UsageError
 from zero2all.resilience import member
 from zero2all.resilience.config import ResilienceConfig
-from zero2all.resilience.meeting import GREETING, Meeting
+from zero2all.resilience.meeting import Meeting
 from zero2all.resilience.member import Member, Rules
 
+SECRET = b"a secret of sixteen bytes or more"
 
-def machine(port: int, join_seconds: float) -> Member:
-    rules = Rules("run", 2, 2, lambda _world: True, ResilienceConfig(), join_seconds, has_memory=False)
-    return Member(("127.0.0.1", port), 1, 1, rules)
+
+def rules(join_seconds: float = 60.0, secret: bytes = SECRET) -> Rules:
+    return Rules("run", 2, 2, lambda _world: True, ResilienceConfig(), join_seconds, has_memory=False, secret=secret)
+
+
+def machine(port: int, join_seconds: float, secret: bytes = SECRET) -> Member:
+    return Member(("127.0.0.1", port), 1, 1, rules(join_seconds, secret))
 
 
 def next_order(one: Member) -> member.Order:
@@ -45,21 +50,77 @@ def test_a_port_that_accepts_and_stays_silent_is_said_to_be_silent(monkeypatch: 
     assert "it accepts connections, but is silent: it hangs, or the port is wrong" in order["text"]
 
 
-def test_the_greeting_of_a_rank_reaches_the_store_in_one_piece():
-    """torch's store refuses one that comes in two, and the rank would try again after up to a minute."""
-    rules = Rules("run", 2, 2, lambda _world: True, ResilienceConfig(), 60.0, has_memory=False)
-    with socket.create_server(("127.0.0.1", 0)) as store, socket.create_server(("127.0.0.1", 0)) as door:
+def test_one_with_another_secret_is_told_so_at_once_and_the_run_begins_without_it(capfd):
+    with listen("127.0.0.1") as door:
         address = door.getsockname()
-        meeting = Meeting(door.dup(), store.dup, rules)
-        machines = [Member(address, 0, 1, rules, meeting.close), Member(address, 1, 1, rules)]
-        for order in [one.next_order(lambda: False, lambda _order: None) for one in machines]:
-            assert order["do"] == "start"
-        with socket.create_connection(address) as rank, ThreadPoolExecutor(1) as threads:
-            rank.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            found = threads.submit(lambda: store.accept()[0].recv(100))
-            for piece in (GREETING[:1], GREETING[1:]):
-                rank.sendall(piece)
-                time.sleep(0.2)
-            assert found.result(10) == GREETING
+        meeting = Meeting(door, rules())
+        begun = time.monotonic()
+        order = next_order(machine(address[1], 600.0, b"another secret of some length"))
+        assert time.monotonic() - begun < 10
+        machines = [Member(address, 0, 1, rules(), meeting.close), Member(address, 1, 1, rules())]
+        for one in machines:
+            assert one.next_order(lambda: False, lambda _order: None)["do"] == "start"
+        for one in reversed(machines):
+            one.close()
+    assert order["code"] == UsageError.exit_code
+    assert f"Machine 0 at 127.0.0.1:{address[1]} has another secret than this machine." in order["text"]
+    assert "`z2a launch secret z2a.secret`" in order["text"]
+    said = capfd.readouterr().err
+    assert said.count("z2a: meeting: a connection from 127.0.0.1 was refused") == 1
+    assert SECRET.decode() not in said + order["text"]
+
+
+HELLO = {"run": "run", "node": 1, "host": "far", "processes": 1, "token": "t", "process": 1}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"node": "1"}, {"node": True}, {"processes": 0}, {"processes": 1 << 40}, {"copies": [1, 2]}, {"host": None}],
+    ids=str,
+)
+def test_a_hello_with_wrong_values_ends_that_connection_only(wrong):
+    with listen("127.0.0.1") as door:
+        meeting = Meeting(door, rules())
+        with dial(door.getsockname(), SECRET, {**HELLO, **wrong}) as odd, pytest.raises(ConnectionError):
+            odd.receive(10)
+        with dial(door.getsockname(), SECRET, HELLO) as honest:
+            assert honest.receive(10) == {"do": "beat"}
+        meeting.close()
+
+
+def test_a_report_with_wrong_values_ends_that_connection_and_the_attempt():
+    with listen("127.0.0.1") as door:
+        meeting = Meeting(door, rules())
+        first = Member(door.getsockname(), 0, 1, rules(), meeting.close)
+        with dial(door.getsockname(), SECRET, HELLO) as second:
+            assert first.next_order(lambda: False, lambda _order: None)["do"] == "start"
+            second.send({"attempt": 1, "leaves": True, "code": 0})  # no step
+            deadline = time.monotonic() + 30
+            while first.wish(has_stepped=False) != "end":
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        first.close()
+
+
+def test_a_rank_reaches_the_store_of_the_attempt_behind_the_proof_only():
+    with listen("127.0.0.1") as door:
+        address = door.getsockname()
+        meeting = Meeting(door, rules())
+        machines = [Member(address, 0, 1, rules(), meeting.close), Member(address, 1, 1, rules())]
+        orders = [one.next_order(lambda: False, lambda _order: None) for one in machines]
+        with socket.socket(fileno=orders[0]["store"]) as store:
+            assert store.getsockname()[0] == "127.0.0.1"
+            store.settimeout(0.5)
+            with socket.create_connection(address) as stranger:
+                stranger.sendall(b"\x00\xce\xf7\x85\x3c" + bytes(100))  # as a client of torch's store greets
+                with pytest.raises(TimeoutError):
+                    store.accept()
+            with dial(address, SECRET, {"service": "store"}) as rank:
+                near, _ = store.accept()
+                rank.socket.sendall(b"question")
+                assert near.recv(100) == b"question"
+                near.sendall(b"answer")
+                assert rank.socket.recv(100) == b"answer"
+                near.close()
         for one in reversed(machines):
             one.close()

@@ -81,25 +81,88 @@ def test_two_machines_meet_over_their_cable_and_train(start: Start, machines: Ma
     assert "run: step 8" in programs[0].text()
 
 
-@pytest.mark.slow
-def test_the_command_on_each_machine_with_a_forwarded_port(machines: Machines, work: Workspace, config_file: Any):
+Pair = Callable[..., subprocess.Popen]
+
+
+@pytest.fixture
+def pair(machines: Machines, work: Workspace, config_file: Any) -> Iterator[Pair]:
+    """Start `z2a train` on one machine of two."""
+    started: list[subprocess.Popen] = []
+
+    def begin(machine: int, *words: str, **environment: str) -> subprocess.Popen:
+        train = ["-m", "zero2all", "train", str(config_file()), "--work", str(work.root), "--nodes", "2", *words]
+        variables = {**os.environ, "Z2A_LANG": "en", **environment}
+        command = machines.command(machine, sys.executable, *train)
+        started.append(subprocess.Popen(command, env=variables, stdout=-1, stderr=subprocess.STDOUT, text=True))
+        return started[-1]
+
+    yield begin
+    for program in started:
+        program.kill()
+        program.communicate()
+
+
+def said_by(*programs: subprocess.Popen) -> list[str]:
+    return [program.communicate(timeout=180)[0] for program in programs]
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("supervise", ["true", "false"])
+def test_a_forwarded_port_and_a_bind_to_loopback_need_no_interface(machines: Machines, pair: Pair, supervise: str):
     """The container case: machine 0 listens where the other cannot see it, behind a port that is forwarded."""
-    machines.forward(0, 7000, "127.0.0.1:7001")
-    meeting = ["--nodes", "2", "--rendezvous", f"{ADDRESSES[0]}:7000", "--rendezvous-bind", "127.0.0.1:7001"]
-    words = ["-m", "zero2all", "train", str(config_file()), "--work", str(work.root), *meeting, "--interface", WIRE]
-    words += ["--parallel.processes", "2"]
-    programs = [
-        subprocess.Popen(
-            machines.command(rank, sys.executable, *words, "--node-rank", str(rank)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    said = [program.communicate(timeout=120)[0] for program in programs]
+    machines.forward(0, 30846, "127.0.0.1:9527")
+    words = ["--rendezvous", f"{ADDRESSES[0]}:30846", "--rendezvous-bind", "localhost:9527"]
+    words += ["--parallel.processes", "2", "--resilience.supervise", supervise]
+    programs = [pair(rank, *words, "--node-rank", str(rank)) for rank in (0, 1)]
+    said = said_by(*programs)
     assert [program.returncode for program in programs] == [0, 0], "\n".join(said)
     assert "run: step 8" in said[0]
+
+
+@pytest.mark.chaos
+def test_where_data_cannot_flow_cause_and_remedy_stand_in_both_terminals(machines: Machines, pair: Pair):
+    machines.forward(0, 30846, "127.0.0.1:9527")
+    words = ["--rendezvous", f"{ADDRESSES[0]}:30846", "--rendezvous-bind", "localhost:9527", "--interface", "lo"]
+    programs = [pair(rank, *words, "--resilience.supervise", "true", "--node-rank", str(rank)) for rank in (0, 1)]
+    said = said_by(*programs)
+    assert [program.returncode for program in programs] == [2, 2], "\n".join(said)
+    for text in said:
+        assert "from rank 1 to rank 0 at 127.0.0.1: refused: that address is another machine" in text
+        assert "choose the network with --interface" in text
+        assert "not there yet" not in text
+
+
+@pytest.mark.chaos
+def test_a_stranger_at_the_rendezvous_is_refused_and_the_real_machine_joins_after(machines: Machines, pair: Pair):
+    words = ["--rendezvous", f"{ADDRESSES[0]}:{PORT}", "--resilience.supervise", "true"]
+    first = pair(0, *words, "--node-rank", "0")
+    stranger = pair(1, *words, "--node-rank", "1", Z2A_SECRET="not the secret of this run")
+    (text,) = said_by(stranger)
+    assert stranger.returncode == 2
+    assert "has another secret than this machine" in text
+    real = pair(1, *words, "--node-rank", "1")
+    said = said_by(first, real)
+    assert [first.returncode, real.returncode] == [0, 0], "\n".join(said)
+    assert said[0].count(f"z2a: meeting: a connection from {ADDRESSES[1]} was refused") == 1
+
+
+@pytest.mark.chaos
+def test_machines_meet_over_ipv6_and_a_name_that_means_loopback_on_machine_0(machines: Machines, pair: Pair):
+    """Debian writes the own name of a machine as 127.0.1.1 into /etc/hosts."""
+    for machine, space in enumerate(machines.spaces):
+        place = ["address", "add", f"fd00:213::{machine + 1}/64", "dev", WIRE, "nodad"]
+        subprocess.run(["ip", "-n", space, *place], check=True)
+        folder = Path(f"/etc/netns/{space}")
+        folder.mkdir(parents=True)
+        machines.stack.callback(shutil.rmtree, folder)
+        address = ADDRESSES[0] if machine else "127.0.1.1"
+        (folder / "hosts").write_text(f"127.0.0.1 localhost\n{address} head\n")
+    for rendezvous in ("[fd00:213::1]:29700", "head:29701"):
+        words = ["--rendezvous", rendezvous, "--fresh"]
+        programs = [pair(rank, *words, "--node-rank", str(rank)) for rank in (0, 1)]
+        said = said_by(*programs)
+        assert [program.returncode for program in programs] == [0, 0], "\n".join(said)
+    assert f"head means loopback on this machine, which no other one reaches: it listens on {ADDRESSES[0]}" in said[0]
 
 
 @pytest.mark.slow
@@ -154,28 +217,12 @@ def test_a_rank_that_does_not_come_is_named(start: Start):
     named([start(0)], "waiting for rank 1 of 2, until parallel.join_seconds")
 
 
-@pytest.mark.slow
-def test_two_machines_with_the_number_0_are_named(machines: Machines, work: Workspace, config_file: Any):
-    words = [
-        "-m",
-        "zero2all",
-        "train",
-        str(config_file()),
-        "--work",
-        str(work.root),
-        "--nodes",
-        "2",
-        "--node-rank",
-        "0",
-    ]
-    words += ["--rendezvous", f"{ADDRESSES[0]}:{PORT}", "--interface", WIRE]
-    programs = [
-        subprocess.Popen(machines.command(each, sys.executable, *words), stderr=subprocess.PIPE, text=True)
-        for each in (0, 1)
-    ]
-    said = [program.communicate(timeout=300)[1] for program in programs]
-    assert [program.returncode for program in programs] == [2, 2], "\n".join(said)
-    assert all("Rank 0 came twice: from " in text for text in said), said
+def test_a_second_machine_with_the_number_0_is_refused_at_once(pair: Pair):
+    second = pair(1, "--node-rank", "0", "--rendezvous", f"{ADDRESSES[0]}:{PORT}")
+    (text,) = said_by(second)
+    assert second.returncode == 2
+    assert f"{ADDRESSES[0]} of --rendezvous is no address of this machine, which has --node-rank 0" in text
+    assert f"--rendezvous-bind {ADDRESSES[1]}:{PORT}" in text
 
 
 @pytest.mark.slow

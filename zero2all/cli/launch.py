@@ -64,6 +64,14 @@ def register(verbs: Subparsers) -> None:
     )
     ssh.add_argument("--folder", metavar="DIR", help="folder to start in on every host (default: this one)")
     ssh.add_argument("--python", metavar="FILE", help="Python with zero2all on every host (default: this one)")
+    secret = add_verb(
+        group,
+        "secret",
+        "make the secret of a run whose machines share no folder",
+        "z2a launch secret z2a.secret",
+        _secret,
+    )
+    secret.add_argument("file", type=Path, metavar="FILE", help="a new file; copy it to every machine")
     _register_supervise(verbs)
 
 
@@ -143,17 +151,30 @@ def _kubernetes(arguments: argparse.Namespace) -> None:
     _write(arguments.write, text, "kubectl apply -f")
 
 
+def _secret(arguments: argparse.Namespace) -> None:
+    from zero2all.common.secret import make_secret
+
+    try:
+        make_secret(arguments.file)
+    except OSError as error:
+        raise UsageError(f"{arguments.file} cannot be made: {error.strerror or error}. Give a new file.") from error
+    print(t(f"wrote {arguments.file}. Copy it to every machine, and start all with: --secret-file {arguments.file}"))
+
+
 def _write(path: Path | None, text: str, submit: str) -> None:
     if path is None:
         print(text, end="")
         return
-    from zero2all.common.files import write_atomic
+    from zero2all.common.files import atomic_file
 
-    write_atomic(path, text.encode())
+    with atomic_file(path) as file:
+        os.fchmod(file.fileno(), 0o600)  # a manifest holds the secret of the run
+        file.write(text.encode())
     print(t(f"wrote {path}. Start it with: {submit} {shlex.quote(str(path))}"))
 
 
 def _ssh(arguments: argparse.Namespace) -> int:
+    from zero2all.common.secret import given_secret, new_secret
     from zero2all.parallel.nodes import DEFAULT_PORT, read_address
     from zero2all.parallel.ssh import run_on_hosts
     from zero2all.track.ssh import COMMAND_VARIABLE, OPTIONS
@@ -174,7 +195,8 @@ def _ssh(arguments: argparse.Namespace) -> int:
         for rank, host in enumerate(hosts)
     }
     ssh = [*(shlex.split(os.environ.get(COMMAND_VARIABLE, "")) or ["ssh"]), *OPTIONS]
-    return run_on_hosts(commands, arguments.folder or str(Path.cwd()), ssh)
+    secret = (given_secret(None) or new_secret().encode()).decode(errors="surrogateescape")
+    return run_on_hosts(commands, arguments.folder or str(Path.cwd()), ssh, secret)
 
 
 def _register_supervise(verbs: Subparsers) -> None:

@@ -58,7 +58,8 @@ def register(verbs: Subparsers) -> None:
         "                 [--group N] [--fresh] [--accept-changes] [--take-over]\n"
         "                 [--no-supervisor]\n"
         "                 [--nodes N or MIN:MAX] [--node-rank R] [--rendezvous HOST:PORT]\n"
-        "                 [--rendezvous-bind HOST:PORT] [--interface NAME]"
+        "                 [--rendezvous-bind HOST:PORT] [--interface NAME]\n"
+        "                 [--secret-file FILE]"
     )
 
 
@@ -66,6 +67,7 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of a run over several machines."""
     machines = "machines of the run; each runs this command. MIN:MAX: it goes on while at least MIN are there"
     rendezvous_bind = "where machine 0 listens, if that is not --rendezvous: in a container whose port is forwarded"
+    secret_file = "who knows the secret in it may take part (default: Z2A_SECRET, else a file beside the run)"
     add_flags(
         parser,
         ("--nodes N or MIN:MAX", node_counts, None, machines),
@@ -73,6 +75,7 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
         ("--rendezvous HOST:PORT", str, None, "machine 0 as the others reach it"),
         ("--rendezvous-bind HOST:PORT", str, None, rendezvous_bind),
         ("--interface NAME", str, None, "network interface for the data (default: the one towards machine 0)"),
+        ("--secret-file FILE", Path, None, secret_file),
     )
 
 
@@ -137,6 +140,10 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
 
         dry_run(config, workspace, _decoder(workspace))
         return 0
+    if arguments.secret_file is not None:
+        from zero2all.common.secret import VARIABLE, given_secret
+
+        os.environb[VARIABLE.encode()] = given_secret(arguments.secret_file) or b""
     is_worker = "LOCAL_RANK" in os.environ  # started by torchrun or by us
     if not is_worker:
         from zero2all.parallel.launch import local_processes, make_rules, run_processes
@@ -153,7 +160,8 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
             say("z2a: resilience.peers has no effect: copies need several machines, each with its supervisor.")
         if supervised or processes > 1 or nodes.count > 1:
             watch = _watch(config, workspace) if supervised else None
-            rules = make_rules(config, config.resilience, nodes, processes, supervised)
+            run = workspace.run(config.train.name)
+            rules = make_rules(config, config.resilience, nodes, processes, supervised, run)
             return run_processes(processes, arguments.command_line, watch, nodes, rules=rules)
     from zero2all.resilience.heartbeat import attach, failed
 

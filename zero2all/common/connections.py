@@ -2,7 +2,7 @@
 reads anything else from it.
 
     listener                                            dialer
-    "z2a 1\\n", 32 random bytes                 ->
+    "z2a 1\\n", 32 random bytes                 ->  <-    "z2a 1\\n"
                                                 <-      32 random bytes, HMAC-SHA256(secret, "dialer" + both)
     HMAC-SHA256(secret, "listener" + both)      ->
                                                 <-      hello: a JSON object
@@ -19,13 +19,16 @@ from __future__ import annotations
 import errno
 import hmac
 import json
+import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from zero2all.common.progress import say
@@ -45,6 +48,10 @@ Message = dict[str, Any]
 
 class NotOfThisRunError(ConnectionError):
     """The other side has another secret, or is no z2a process at all."""
+
+
+class OtherSecretError(NotOfThisRunError):
+    """The other side is a z2a process with another secret."""
 
 
 class Connection:
@@ -136,17 +143,21 @@ def dial(address: tuple[str, int], secret: bytes, hello: Message, seconds: float
     connected = socket.create_connection(address, seconds)
     try:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.sendall(MAGIC)  # a web server that waits for a request answers this line, and is known at once
         start = _read(connected, len(MAGIC) + NONCE_BYTES, deadline)
         if not start.startswith(MAGIC):
             raise NotOfThisRunError("something answers there, but it is not a z2a process: the port is wrong")
         nonces = start[len(MAGIC) :] + secrets.token_bytes(NONCE_BYTES)
         connected.sendall(nonces[NONCE_BYTES:] + _proof(secret, b"dialer", nonces))
         if not hmac.compare_digest(_read(connected, PROOF_BYTES, deadline), _proof(secret, b"listener", nonces)):
-            raise NotOfThisRunError("the other side has another secret")
+            raise OtherSecretError("the other side has another secret")
         connection = Connection(connected, _name(connected))
         connection.send(hello)
         connected.settimeout(None)
         return connection
+    except TimeoutError:
+        connected.close()
+        raise TimeoutError("it accepts connections, but is silent: it hangs, or the port is wrong") from None
     except BaseException:
         connected.close()
         raise
@@ -222,6 +233,8 @@ class Door:
         connected.settimeout(PROOF_SECONDS)
         nonce = secrets.token_bytes(NONCE_BYTES)
         connected.sendall(MAGIC + nonce)
+        if _read(connected, len(MAGIC), deadline) != MAGIC:
+            raise NotOfThisRunError("it is not a z2a process")
         said = _read(connected, NONCE_BYTES + PROOF_BYTES, deadline)
         nonces = nonce + said[:NONCE_BYTES]
         if not hmac.compare_digest(said[NONCE_BYTES:], _proof(self._secret, b"dialer", nonces)):
@@ -252,8 +265,26 @@ class Door:
         say(text)
 
 
+def is_of_this_user(near: socket.socket) -> bool:
+    """Whether the other end of an IPv4 connection on this machine is a process of the same user; true where the system
+    does not say. Other users reach loopback, too."""
+    rows: list[list[str]] = []
+    for name in ("tcp", "tcp6"):  # a socket for IPv6 can connect to an address of IPv4
+        with suppress(OSError):
+            rows += [line.split() for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    ends = [
+        f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
+        for host, port in (near.getpeername(), near.getsockname())
+    ]
+    own = str(os.geteuid())
+    return not rows or any(row[1].endswith(ends[0]) and row[2].endswith(ends[1]) and row[7] == own for row in rows)
+
+
 def join(one: socket.socket, other: socket.socket) -> None:
     """Pass on the bytes of each to the other, until one of them ends."""
+    with suppress(OSError):  # no TCP
+        for end in (one, other):
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     back = threading.Thread(target=_copy, args=(other, one), daemon=True)
     back.start()
     _copy(one, other)

@@ -17,8 +17,17 @@ from zero2all.common.errors import UsageError
 VARIABLE = "Z2A_SECRET"
 MAKE_ONE = "z2a launch secret z2a.secret"
 """The command that makes one for machines that share no folder."""
+ONE_FOR_ALL = (
+    f"Machines that share no folder need one secret: make it with `{MAKE_ONE}` on one of them, copy the file to the "
+    f"others, and start all with --secret-file z2a.secret."
+)
 LEAST_BYTES, MOST_BYTES = 16, 4096
 WRITE_SECONDS = 5.0
+
+
+def run_secret(run: Path) -> bytes:
+    """Of the run with this folder: what the user gave, else a file beside it: `--fresh` removes what is in it."""
+    return given_secret(None) or shared_secret(run.with_name(f"{run.name}.secret"))
 
 
 def given_secret(path: Path | None) -> bytes | None:
@@ -41,10 +50,15 @@ def shared_secret(path: Path) -> bytes:
     return _read(path)
 
 
+def new_secret() -> str:
+    """One of 256 random bits."""
+    return secrets.token_urlsafe(32)
+
+
 def make_secret(path: Path) -> None:
     """A new secret in a new file; FileExistsError where there is one, or a link."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
-        file.write(secrets.token_urlsafe(32) + "\n")
+        file.write(new_secret() + "\n")
         file.flush()
         os.fsync(file.fileno())
 

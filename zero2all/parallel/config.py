@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Annotated, Literal
 
@@ -158,6 +160,9 @@ class ParallelConfig:
     join_seconds: PositiveFloat = 300.0
     """How long the processes wait for each other at the start before the run fails. After 10 s they already say who is
     missing and why, so a mistake is seen at once, and a machine that is slow to start is still waited for."""
+    ports: str = ""
+    """Ports that other machines reach, for what listens besides --rendezvous (resilience.peers), such as 30000-30100;
+    empty: any. gloo and NCCL take theirs from the system's range."""
     timeout_seconds: PositiveFloat = 1800.0
     """How long a process waits for the others in a collective before it gives up."""
     cpu_threads: PositiveInt | None = None
@@ -171,6 +176,12 @@ class ParallelConfig:
         return (self.slow_link.group or 0) * ranks + rank, self.groups * ranks
 
     @property
+    def free_ports(self) -> Sequence[int]:
+        """`ports`, as numbers; 0 is any."""
+        first, _, last = self.ports.partition("-")
+        return range(int(first), int(last) + 1) if self.ports else (0,)
+
+    @property
     def groups(self) -> int:
         """Groups joined by a slow link; 1: there is none."""
         return max(1, len(self.slow_link.groups))
@@ -178,6 +189,9 @@ class ParallelConfig:
     def problems(self, place: str) -> list[Problem]:
         """Fields that are valid alone but do not fit together."""
         found = self.slow_link.problems(f"{place}.slow_link")
+        ends = re.fullmatch(r"(\d{1,5})-(\d{1,5})", self.ports, re.ASCII)
+        if self.ports and not (ends and 0 < int(ends[1]) <= int(ends[2]) < 1 << 16):
+            found.append(Problem(f"{place}.ports", self.ports, "FIRST-LAST, such as 30000-30100, or empty"))
         if self.zero == 0 and self.shard not in (1, "auto"):
             found.append(Problem(f"{place}.shard", self.shard, f"1 or auto, because {place}.zero is 0"))
         if self.offload != "none" and self.zero == 3:

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Sequence
 
 from zero2all.common.errors import NEVER_AGAIN, PreemptedError, UnhealthyError
+from zero2all.common.secret import VARIABLE, new_secret
 from zero2all.parallel.nodes import DEFAULT_PORT, SLURM_PORTS
 
 MOUNT = "/workspace"
@@ -62,6 +63,7 @@ def slurm_file(
 #SBATCH --output={name}-%j.log
 
 cd {shlex.quote(folder)} || exit 3
+# Only who knows the secret of the run can join it. It is in a file beside the run, which all machines share.
 machines=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
 # Two jobs that share a machine get different ports.
 port=$(({SLURM_PORTS.start} + SLURM_JOB_ID % {len(SLURM_PORTS)}))
@@ -127,9 +129,22 @@ def node_words(nodes: tuple[int, int]) -> str:
 def kubernetes_file(
     name: str, command: Sequence[str], image: str, claim: str, nodes: tuple[int, int], gpus: int, save_seconds: int
 ) -> str:
-    """A JobSet (jobset.sigs.k8s.io, 0.6 or newer) with one pod per machine."""
-    meeting = ["--nodes", node_words(nodes), "--node-rank", "$(NODE_RANK)"] if nodes[1] > 1 else []
-    meeting += ["--rendezvous", f"{name}-node-0-0.{name}:{DEFAULT_PORT}"] if nodes[1] > 1 else []
+    """A JobSet (jobset.sigs.k8s.io, 0.6 or newer) with one pod per machine, and a new secret for them."""
+    meeting, secret_object, secret_lines = [], "", ""
+    if nodes[1] > 1:
+        # The name of a pod that was replaced leads to the old one for a while: machine 0 need not ask for its own.
+        meeting = ["--nodes", node_words(nodes), "--node-rank", "$(NODE_RANK)"]
+        meeting += ["--rendezvous", f"{name}-node-0-0.{name}:{DEFAULT_PORT}"]
+        meeting += ["--rendezvous-bind", f"[$(POD_IP)]:{DEFAULT_PORT}"]
+        secret_object = f"""\
+# Who knows this secret can join the run: keep the file to yourself.
+{{apiVersion: v1, kind: Secret, metadata: {{name: {name}}}, stringData: {{secret: {new_secret()}}}}}
+---
+"""
+        secret_lines = f"""\
+                    - {{name: POD_IP, valueFrom: {{fieldRef: {{fieldPath: status.podIP}}}}}}
+                    - {{name: {VARIABLE}, valueFrom: {{secretKeyRef: {{name: {name}, key: secret}}}}}}
+"""
     words = "\n".join(f"                  - {json.dumps(word)}" for word in (*command, *meeting))
     gpu_lines = (
         f'                  resources:\n                    limits: {{"nvidia.com/gpu": {gpus}}}\n' if gpus else ""
@@ -146,7 +161,7 @@ def kubernetes_file(
     return f"""\
 # Written by `z2a launch kubernetes`. Start it with: kubectl apply -f FILE
 # It needs the JobSet controller, for the names of the pods.
-apiVersion: jobset.x-k8s.io/v1alpha2
+{secret_object}apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
   name: {name}
@@ -190,6 +205,7 @@ spec:
                       valueFrom:
                         fieldRef:
                           fieldPath: metadata.annotations['batch.kubernetes.io/job-completion-index']
+{secret_lines}\
                   ports:
                     - containerPort: {DEFAULT_PORT} # machine 0 waits here; gloo and NCCL use more ports
 {gpu_lines}                  volumeMounts:

@@ -5,6 +5,10 @@ processes 30 seconds after SIGTERM. Here a signal is forwarded once, a save may 
 command ends with the exit code of the process that failed first. `zero2all.resilience.supervisor` starts, watches and
 restarts; this file says what each process gets: ranks, addresses, the socket of the store, which is new in every
 attempt.
+
+torch's store knows no secret, so it listens on loopback only. Ranks on other machines find it on their own loopback,
+too: what connects there is passed on to the meeting (`resilience.meeting`), which asks for the secret, and from there
+to the store.
 """
 
 from __future__ import annotations
@@ -14,16 +18,21 @@ import os
 import re
 import socket
 import sys
+import threading
+import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
+from zero2all.common.connections import dial, is_of_this_user, join, listen
 from zero2all.common.errors import UsageError
+from zero2all.common.secret import run_secret
 from zero2all.parallel.config import ParallelConfig
-from zero2all.parallel.nodes import Nodes, data_address
+from zero2all.parallel.nodes import RENDEZVOUS, Nodes, data_address
 from zero2all.parallel.run_config import SpreadConfig, why_not_spread
 from zero2all.resilience.config import ResilienceConfig
-from zero2all.resilience.member import Member, Rules
+from zero2all.resilience.member import LOOPBACK, Member, Rules
 from zero2all.resilience.supervisor import Environment, Watch, supervise
 
 STORE_SOCKET = "ZERO2ALL_STORE_SOCKET"
@@ -72,17 +81,23 @@ def command_started() -> float:
 
 
 def make_rules(
-    config: SpreadConfig, settings: ResilienceConfig, nodes: Nodes, processes: int, supervised: bool
+    config: SpreadConfig,
+    settings: ResilienceConfig,
+    nodes: Nodes,
+    processes: int,
+    supervised: bool,
+    run: Path,
 ) -> Rules | None:
-    """With which machines a run goes on; None: there is one, or a failure ends it. UsageError where it fits on none of
-    their numbers."""
+    """With which machines a run goes on; None: there is one. UsageError where it fits on none of their numbers."""
     if not supervised and nodes.least < nodes.count:
         raise UsageError(
             f"--nodes {nodes.least}:{nodes.count} needs the supervisor. Set resilience.supervise to true and leave "
             f"--no-supervisor out, or give one number of machines."
         )
-    if not supervised or nodes.count == 1:
+    if nodes.count == 1:
         return None
+    if not supervised:  # a failure ends the run, on all machines
+        settings = replace(settings, restarts=0, peers=0)
     counts = [count for count in range(nodes.least, nodes.count + 1) if count % settings.node_multiple == 0]
     if all(why_not_spread(config, count * processes) for count in counts):
         why = why_not_spread(config, nodes.count * processes)
@@ -97,7 +112,9 @@ def make_rules(
         fits=lambda world: not why_not_spread(config, world),
         settings=settings,
         join_seconds=config.parallel.join_seconds,
+        ports=config.parallel.free_ports,
         has_memory=settings.memory_every_steps != 0,
+        secret=run_secret(run),
     )
 
 
@@ -109,41 +126,42 @@ def run_processes(
     module: bool = True,
     rules: Rules | None = None,
 ) -> int:
-    """Run `z2a WORDS…`, or any command where it is no `module`, in `processes` processes that form one group, with
-    those of the other machines if there are any; returns the exit code of the command. With `rules` the machines meet
-    before each attempt; without, a failure ends the run on all of them."""
+    """Run `z2a WORDS…`, or any command where it is no `module`, in `processes` processes that form one group; returns
+    the exit code of the command. With `rules` there are other machines, which meet before each attempt."""
     # A module in the current folder that is named as one of ours must not be imported, as with `z2a` itself.
     safe = [] if {"", str(Path.cwd())} & set(sys.path) else ["-P"]
     command = [sys.executable, *safe, "-m", "zero2all", *words] if module else list(words)
-    member, copies = None, None
+    member = copies = far_store = None
     if rules is not None:
         if rules.settings.peers and watch is not None and watch.run is not None:
             from zero2all.resilience.copies import Copies  # numpy and checksums take a tenth of a second
 
-            base = rules.settings.memory_folder
-            copies = Copies(watch.run, Path(base) if base else None, data_address(nodes.host) or "127.0.0.1")
+            base = Path(rules.settings.memory_folder) if rules.settings.memory_folder else None
+            copies = Copies(watch.run, base, data_address(nodes.host) or LOOPBACK, rules.secret, rules.ports)
         member = _join(nodes, processes, rules, copies.address if copies else None)
+        far_store = _lead_to_store((nodes.host, nodes.port), rules.secret) if nodes.rank else None
 
     def environments(stack: ExitStack) -> list[Environment]:
-        first, world, listener = nodes.rank * processes, processes * nodes.count, None
-        shared = {COMMAND_STARTED: str(command_started())}
+        first, world, store = 0, processes, far_store
+        shared = {COMMAND_STARTED: str(command_started()), "LOCAL_WORLD_SIZE": str(processes)}
         if member is not None:
             if copies is not None:
                 copies.begin(member.order)
             first, world, shared[ATTEMPT] = member.order["first"], member.order["world"], member.order["token"]
-        if nodes.rank == 0:  # rank 0 inherits it, so that no other program takes the port
-            listener = nodes.listen() if member is None else socket.socket(fileno=member.order["store"])
-            stack.callback(listener.close)
-        found: list[Environment] = []
-        shared |= nodes.variables(world, processes, listener)
+            shared[RENDEZVOUS] = f"{nodes.host}:{nodes.port}"
+        if store is None:  # rank 0 inherits it, so that no other program takes the port
+            store = listen(LOOPBACK) if member is None else socket.socket(fileno=member.order["store"])
+            stack.callback(store.close)
+        shared |= {"WORLD_SIZE": str(world), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.getsockname()[1])}
         # When a process dies, torch's warnings about it, with stacks of C++, would hide the cause.
         shared["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+        found: list[Environment] = []
         for rank in range(processes):
             own = {**shared, "RANK": str(first + rank), "LOCAL_RANK": str(rank)}
             inherited = []
-            if rank == 0 and listener is not None:
-                own[STORE_SOCKET] = str(listener.fileno())
-                inherited.append(listener.fileno())
+            if rank == 0 and store is not far_store:
+                own[STORE_SOCKET] = str(store.fileno())
+                inherited.append(store.fileno())
             found.append((own, inherited))
         return found
 
@@ -154,9 +172,30 @@ def _join(nodes: Nodes, processes: int, rules: Rules, copies: tuple[str, int] | 
     """Take part in the meeting of the machines; the first one holds it."""
     if nodes.rank > 0:
         return Member((nodes.host, nodes.port), nodes.rank, processes, rules, copies=copies)
-    from zero2all.resilience.meeting import Meeting  # asyncio takes a tenth of a second
+    from zero2all.resilience.meeting import Meeting
 
     listener = nodes.listen()
-    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(nodes.bind_host, nodes.bind_host)
+    host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(nodes.bind_host, nodes.bind_host)
     address = (host, listener.getsockname()[1])
-    return Member(address, 0, processes, rules, Meeting(listener, lambda: nodes.listen(0), rules).close, copies)
+    return Member(address, 0, processes, rules, Meeting(listener, rules).close, copies)
+
+
+def _lead_to_store(meeting: tuple[str, int], secret: bytes) -> socket.socket:
+    """A listening socket on loopback, for the ranks of this machine: who connects reaches the store of the attempt."""
+    listener = listen(LOOPBACK)
+
+    def accept() -> None:
+        while True:
+            try:
+                threading.Thread(target=pass_on, args=(listener.accept()[0],), daemon=True).start()
+            except (OSError, RuntimeError):  # no more descriptors or threads
+                time.sleep(0.05)
+
+    def pass_on(near: socket.socket) -> None:
+        with near:
+            if is_of_this_user(near):
+                with suppress(OSError):  # the meeting is over; the rank sees that
+                    join(near, dial(meeting, secret, {"service": "store"}).socket)
+
+    threading.Thread(target=accept, name="z2a-store", daemon=True).start()
+    return listener

@@ -10,8 +10,8 @@ After `NOTICE_SECONDS` of waiting it is said for whom and why, but the run goes 
 machine may come minutes later, while a person at the terminal wants to see the mistake at once.
 
 With several machines, the first process of each then connects to those of all others, at the addresses that gloo and
-NCCL will use. Behind a firewall, or in containers of which only the store's port is forwarded, these would otherwise
-try for `parallel.timeout_seconds`.
+NCCL will use, and like them at a port that the system chooses. Behind a firewall, or in containers of which only one
+port is forwarded, these would otherwise try for `parallel.timeout_seconds`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 import socket
 import threading
 import time
@@ -34,12 +33,15 @@ from typing import Any
 import torch.distributed as dist
 
 from zero2all import __version__
+from zero2all.common.connections import listen
 from zero2all.common.errors import PeerFailureError, UsageError
+from zero2all.common.language import message
 from zero2all.common.language import translate as t
 from zero2all.common.progress import say
 from zero2all.parallel.device import local_processes, local_rank
 from zero2all.parallel.launch import ATTEMPT, STORE_SOCKET
-from zero2all.parallel.nodes import RENDEZVOUS, data_address
+from zero2all.parallel.nodes import RENDEZVOUS, data_address, meeting_host, own_address
+from zero2all.resilience.heartbeat import ATTEMPT_NUMBER
 
 Facts = Mapping[str, Any]
 """What must be equal in all processes, by its name; JSON values."""
@@ -74,14 +76,31 @@ def facts_of(settings: Facts, processes: int) -> dict[str, Any]:
 def open_store(rank: int, seconds: float) -> dist.Store:
     """The store at MASTER_ADDR:MASTER_PORT, which rank 0 holds, or torchrun's agent; does not wait for the others."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     listener = os.environ.pop(STORE_SOCKET, None)  # not for processes that this one starts
-    opening = _opening(
-        host,
-        port,
-        is_master=rank == 0 and not of_agent,
-        master_listen_fd=None if listener is None else int(listener),
-    )
+    if is_master and listener is None:  # torch itself would listen on all addresses
+        host = own_address(host) or host
+        try:
+            listener = str(listen(host, (port,)).detach())
+        except OSError as error:
+            raise PeerFailureError(
+                f"Rank 0 cannot wait for the others at {host}:{port} (MASTER_ADDR, MASTER_PORT): "
+                f"{error.strerror or error}. Rank 0 was started twice, another program uses the port, or the address "
+                f"is another machine's. Choose others, the same for all ranks."
+            ) from error
+    opening: Future[dist.Store] = Future()
+
+    def work() -> None:
+        """In a thread: where a port accepts and stays silent, torch waits for ever, and at the end of its own time it
+        prints stacks of C++. So that time is long, and the caller has its own."""
+        options: dict[str, Any] = {"timeout": timedelta(days=1), "wait_for_workers": False, "multi_tenant": True}
+        options["master_listen_fd"] = None if listener is None else int(listener)
+        try:
+            opening.set_result(dist.TCPStore(host, port, is_master=is_master, **options))
+        except Exception as error:
+            opening.set_exception(error)
+
+    threading.Thread(target=work, name="z2a-store", daemon=True).start()
     notice = min(NOTICE_SECONDS, seconds)
     try:
         try:
@@ -94,57 +113,31 @@ def open_store(rank: int, seconds: float) -> dist.Store:
             f"{_not_reached(rank, host, port)} It tried for parallel.join_seconds ({seconds:g} s). Check that rank 0 "
             f"was started, that the address and port are the same everywhere, and that no firewall blocks the port."
         ) from None
-    except dist.DistError as error:
-        if "EADDRINUSE" in str(error):
-            raise PeerFailureError(
-                f"Port {port} (MASTER_PORT) is used by another program, so rank 0 cannot wait there for the others. "
-                f"Rank 0 was started twice, or choose another MASTER_PORT, the same for all ranks."
-            ) from error
-        raise
     store.set_timeout(timedelta(seconds=seconds))
-    return _prefixed(store)
-
-
-def _opening(host: str, port: int, **more: Any) -> Future[dist.Store]:
-    """A store that is being opened, in a thread: where a port accepts and stays silent, torch waits for ever, and at
-    the end of its own time it prints stacks of C++. So that time is long, and the caller has its own."""
-    future: Future[dist.Store] = Future()
-
-    def work() -> None:
-        try:
-            options = {"timeout": timedelta(days=1), "wait_for_workers": False, "multi_tenant": True, **more}
-            future.set_result(dist.TCPStore(host, port, **options))
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="z2a-store", daemon=True).start()
-    return future
-
-
-def _prefixed(store: dist.Store) -> dist.Store:
     attempt = os.environ.get(ATTEMPT) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"z2a/{attempt}", store)
 
 
 def _not_reached(rank: int, host: str, port: int) -> str:
     """Why rank 0 cannot be reached, as far as one attempt shows it."""
-    why = why_not_reached(host, port)
-    if not why and ATTEMPT in os.environ:  # the supervisors have met there
-        why = "rank 0 is still starting"
+    if ATTEMPT in os.environ:  # the machines have met
+        return f"Rank {rank} has not reached rank 0 at {os.environ[RENDEZVOUS]}: rank 0 is still starting."
     why = (
-        why
+        why_not_reached(host, port)
         or "something answers there, but it is not the store of a run: rank 0 is still starting, or the port is wrong"
     )
     return f"Rank {rank} has not reached rank 0 at {host}:{port}: {why}."
 
 
 def why_not_reached(host: str, port: int, who: str = "rank 0") -> str:
-    """Why no connection can be made; empty: one can."""
+    """Why no connection can be made; empty: one can. `who` may not be there yet; empty: it is."""
     try:
         socket.create_connection((host, port), CONNECT_SECONDS).close()
     except socket.gaierror:
         return "this machine does not know that name"
     except ConnectionRefusedError:
+        if not who:  # it listens, somewhere
+            return "refused: that address is another machine, seen from here, or a firewall refuses"
         return f"nothing listens on that port: {who} is not there yet, or the port is wrong"
     except TimeoutError:
         return "no answer: a firewall drops the packets, or the address is wrong"
@@ -158,12 +151,19 @@ def meet(store: dist.Store, rank: int, size: int, facts: Facts, seconds: float) 
     what, who came twice, or who did not come."""
     facts = json.loads(json.dumps(facts, default=str))
     with ExitStack() as stack:
-        own: dict[str, Any] = {"token": secrets.token_hex(8), "host": socket.gethostname(), "facts": facts}
+        own: dict[str, Any] = {"host": socket.gethostname(), "facts": facts}
         own["process"] = f"{own['host']} (process {os.getpid()})"
         own["folder"] = str(Path(__file__).parents[1])
-        if size > local_processes() and local_rank() == 0 and (address := data_address(os.environ["MASTER_ADDR"])):
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            door = stack.enter_context(socket.create_server((address, 0), family=family, backlog=size))
+        if store.add(f"came/{rank}", 1) > 1:  # this one ends; the others too, unless their run has begun
+            twice = (
+                f"Rank {rank} came twice: from {json.loads(store.get(f'rank/{rank}'))['process']} and from "
+                f"{own['process']}. Give each machine its own --node-rank, or each process its own RANK, and the same "
+                f"number of processes to all machines."
+            )
+            store.set("twice", twice)
+            raise UsageError(message(twice))
+        if size > local_processes() and local_rank() == 0 and (address := data_address(meeting_host())):
+            door = stack.enter_context(listen(address))
             own["door"] = [address, door.getsockname()[1]]
         store.set(f"rank/{rank}", json.dumps(own))
         verdict = _verdict(store, rank, size, "joined", seconds, lambda: _judge(store, size, own, seconds), own)
@@ -183,9 +183,8 @@ def _verdict(
         verdict = judge()
         store.set(key, json.dumps(verdict))
         if verdict.get("problem"):
-            came = [f"rank/{other}" for other in range(1, size) if store.check([f"rank/{other}"])]
-            tokens = [json.loads(store.get(name))["token"] for name in came] + verdict.get("also", [])
-            wait_for_keys(store, [f"seen/{key}/{token}" for token in tokens], LAST_WORD_SECONDS)
+            came = [other for other in range(1, size) if store.check([f"rank/{other}"])]
+            wait_for_keys(store, [f"seen/{key}/{other}" for other in came], LAST_WORD_SECONDS)
     else:
         verdict = _learn_verdict(store, rank, key, seconds, own)
     if problem := verdict.get("problem"):
@@ -194,12 +193,10 @@ def _verdict(
 
 
 def _judge(store: dist.Store, size: int, own: Facts, seconds: float) -> dict[str, Any]:
-    """Rank 0: what is wrong with the others; if nothing, the token of each, and the doors of the machines."""
-    begun = time.monotonic()
-    deadline, notice = begun + seconds, begun + NOTICE_SECONDS
+    """Rank 0: what is wrong with the others; if nothing, the doors of the machines."""
+    deadline, notice = time.monotonic() + seconds, time.monotonic() + NOTICE_SECONDS
     came: dict[int, dict[str, Any]] = {0: dict(own)}
     lines: list[str] = []
-    reached: Future[dist.Store] | None = None
     while len(came) < size and time.monotonic() < deadline:
         for other in range(1, size):
             if other not in came and store.check([f"rank/{other}"]):
@@ -207,25 +204,14 @@ def _judge(store: dist.Store, size: int, own: Facts, seconds: float) -> dict[str
                 if found := differences(own["facts"], came[other]["facts"]):
                     lines.append(f"  rank {other} on {came[other]['host']}, code in {came[other]['folder']}: {found}")
                     deadline = min(deadline, time.monotonic() + STRAGGLER_SECONDS)
-        again = json.loads(store.get("rank/0"))
-        if again["token"] != own["token"]:
-            return _came_twice(0, own["process"], again["process"])
-        if store.check(["joined"]):  # by the other process that is rank 0
-            return dict(json.loads(store.get("joined")))
         if store.check(["twice"]):
-            *said, token = json.loads(store.get("twice"))
-            return {**_came_twice(*said), "also": [token]}
+            return _problem(UsageError(store.get("twice").decode()))
         if not lines and time.monotonic() > notice:
-            reached = reached or _at_rendezvous()
-            if reached and (twin := _other_rank0(own, reached)):
-                return twin
-            if notice == begun + NOTICE_SECONDS:
-                say(
-                    f"z2a: waiting for rank {_missing(came, size)} of {size}, until parallel.join_seconds "
-                    f"({seconds:g} s) are over. Were they started, with the same address and port, each machine with "
-                    f"its own number?"
-                )
-            notice = time.monotonic() + NOTICE_SECONDS
+            notice = float("inf")
+            say(
+                f"z2a: waiting for rank {_missing(came, size)} of {size}, until parallel.join_seconds ({seconds:g} s) "
+                f"are over. Were they started, with the same address and port, each machine with its own number?"
+            )
         time.sleep(0.02)
     if lines:
         return _problem(
@@ -249,29 +235,7 @@ def _judge(store: dist.Store, size: int, own: Facts, seconds: float) -> dict[str
                 f"parallel.join_seconds."
             )
         )
-    tokens = [came[other]["token"] for other in range(size)]
-    return {"tokens": tokens, "doors": {other: came[other]["door"] for other in came if "door" in came[other]}}
-
-
-def _at_rendezvous() -> Future[dist.Store] | None:
-    """The store that the others reach, if something answers there. Supervisors have met before, at one machine 0."""
-    host, _, port = os.environ.get(RENDEZVOUS, "").rpartition(":")
-    if not host or ATTEMPT in os.environ or why_not_reached(host, int(port)):
-        return None
-    return _opening(host, int(port), multi_tenant=False)
-
-
-def _other_rank0(own: Facts, reached: Future[dist.Store]) -> dict[str, Any] | None:
-    """Rank 0 holds a store, but another rank 0 holds the one that the others reach: two machines have number 0."""
-    try:
-        store = _prefixed(reached.result(0))
-        if not store.check(["rank/0"]) or (other := json.loads(store.get("rank/0")))["token"] == own["token"]:
-            return None
-        store.set(f"seen/joined/{own['token']}", "")
-        store.set("twice", json.dumps([0, other["process"], own["process"], own["token"]]))
-    except (dist.DistError, TimeoutError):
-        return None  # a port that is forwarded, and nothing behind it yet; or a slow machine: looked at again
-    return _came_twice(0, other["process"], own["process"])
+    return {"doors": {other: came[other]["door"] for other in came if "door" in came[other]}}
 
 
 def _missing(came: Mapping[int, Any], size: int) -> str:
@@ -282,19 +246,10 @@ def _problem(error: UsageError | PeerFailureError) -> dict[str, Any]:
     return {"problem": [type(error).__name__, str(error)]}
 
 
-def _came_twice(rank: int, host: str, other: str) -> dict[str, Any]:
-    return _problem(
-        UsageError(
-            f"Rank {rank} came twice: from {host} and from {other}. Nothing was started. Give each machine its own "
-            f"--node-rank, or each process its own RANK, and the same number of processes to all machines."
-        )
-    )
-
-
 def _first_blocked(doors: Mapping[int, list[Any]]) -> str:
     """The first of the other machines that cannot be reached from here, and why; empty: all can."""
     for other, (address, port) in doors.items():
-        if why := why_not_reached(address, port):
+        if why := why_not_reached(address, port, ""):
             return f"rank {other} at {address}: {why}"
     return ""
 
@@ -303,23 +258,18 @@ def _judge_doors(store: dist.Store, doors: Mapping[int, Any]) -> dict[str, Any]:
     """Rank 0: which machines do not reach each other."""
     wait_for_keys(store, [f"blocked/{rank}" for rank in doors], CONNECT_SECONDS + STRAGGLER_SECONDS)
     said = {rank: store.get(f"blocked/{rank}").decode() for rank in doors if store.check([f"blocked/{rank}"])}
-    lines = [f"  {t(f'from rank {rank} to {blocked}')}" for rank, blocked in said.items() if blocked]
-    if not lines:
+    ways = "; ".join([t(f"from rank {rank} to {blocked}") for rank, blocked in said.items() if blocked][:MOST_NAMED])
+    if not ways:
         return {}
-    return _problem(
-        PeerFailureError(
-            "\n".join(
-                [
-                    "The machines of this run meet, but cannot connect to each other for data. Nothing was started.",
-                    *lines[:MOST_NAMED],
-                    "gloo and NCCL need addresses that lead from machine to machine, on any port: choose the network "
-                    "with --interface, open the firewall between the machines, or give the containers the network of "
-                    "their host. Where only single ports are forwarded, train one group per machine, with "
-                    "parallel.slow_link.",
-                ]
-            )
-        )
+    # In the first attempt a person must mend it; in a later one, the network may be back soon.
+    kind = UsageError if os.environ.get(ATTEMPT_NUMBER, "1") == "1" else PeerFailureError
+    text = message(
+        f"The machines of this run meet, but cannot connect to each other for data: {ways}. gloo and NCCL need "
+        f"addresses that lead from machine to machine, on any port: choose the network with --interface, open the "
+        f"firewall between the machines, or give the containers the network of their host. Where only single ports are "
+        f"forwarded, train one group per machine, with parallel.slow_link."
     )
+    return _problem(kind(text))
 
 
 def differences(first: Facts, other: Facts) -> str:
@@ -332,14 +282,10 @@ def differences(first: Facts, other: Facts) -> str:
 
 
 def _learn_verdict(store: dist.Store, rank: int, key: str, seconds: float, own: Facts) -> dict[str, Any]:
-    """The others: what rank 0 found. One that rank 0 does not know of (another WORLD_SIZE), or that comes when the run
-    has begun, sees that by itself."""
+    """The others: what rank 0 found. One that rank 0 does not know of (another WORLD_SIZE) sees that by itself."""
     try:
         deadline = time.monotonic() + seconds + SLOWER_SECONDS
         while wait_for_keys(store, [key], 0.5):
-            again = json.loads(store.get(f"rank/{rank}"))
-            if again["token"] != own["token"]:  # somebody who came later; this one is alive and says so
-                store.set("twice", json.dumps([rank, own["process"], again["process"], own["token"]]))
             if time.monotonic() > deadline:
                 return _problem(
                     PeerFailureError(
@@ -349,7 +295,7 @@ def _learn_verdict(store: dist.Store, rank: int, key: str, seconds: float, own: 
                 )
         verdict: dict[str, Any] = json.loads(store.get(key))
         found = differences(json.loads(store.get("rank/0"))["facts"], own["facts"])
-        store.set(f"seen/{key}/{own['token']}", "")  # from now on rank 0, which holds the store, may be gone
+        store.set(f"seen/{key}/{rank}", "")  # from now on rank 0, which holds the store, may be gone
     except dist.DistError as error:
         return _problem(
             PeerFailureError(
@@ -359,13 +305,6 @@ def _learn_verdict(store: dist.Store, rank: int, key: str, seconds: float, own: 
         )
     if "problem" not in verdict and found:
         return _problem(UsageError(f"Rank {rank} differs from rank 0: {found}. Nothing was started."))
-    if own["token"] not in verdict.get("tokens", [own["token"]]):
-        return _problem(
-            UsageError(
-                f"Rank {rank} came twice: the run has begun with another process of that rank. This one, on "
-                f"{own['host']}, ends. Give each machine its own --node-rank, or each process its own RANK."
-            )
-        )
     return verdict
 
 

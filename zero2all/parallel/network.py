@@ -8,7 +8,6 @@ A variable that the user set is never changed.
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +17,9 @@ import psutil
 
 from zero2all.common.cores import read
 from zero2all.common.errors import UsageError
+from zero2all.parallel.nodes import RENDEZVOUS, meeting_host, outer_address, own_address
 
 SYS = Path("/sys")
-PUBLIC = "192.0.2.1"
-"""An address that belongs to nobody: the way to it is the default route. Nothing is sent."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +34,10 @@ class Chosen:
 
 def interface_to(host: str | None = None) -> Chosen | None:
     """The interface that traffic to `host` (default: anywhere else) leaves through; None: there is no way to it."""
-    target = host or PUBLIC
-    try:
-        family, _, _, _, place = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)  # a datagram socket: this asks the routing table only
-            address = str(probe.getsockname()[0])
-    except OSError:
-        return None
+    address = own_address(host) if host else outer_address()
     why = f"the route to {host} leaves through it" if host else "the default route leaves through it"
     for name, places in psutil.net_if_addrs().items():
-        if any(place.address.partition("%")[0] == address for place in places):
+        if address and any(place.address.partition("%")[0] == address for place in places):
             return Chosen(name, address, why, int(psutil.net_if_stats()[name].speed))
     return None
 
@@ -113,7 +104,8 @@ def set_network_variables(master: str, values: MutableMapping[str, str] = os.env
             f"GLOO_SOCKET_IFNAME names {', '.join(unknown)}, but this machine has only the interfaces "
             f"{', '.join(interfaces())}. Set it to one of these, or unset it."
         )
-    found = network_variables(interface_to(master), fast_ports(), values)
+    host = meeting_host(values) if RENDEZVOUS in values else master
+    found = network_variables(interface_to(host) or interface_to(), fast_ports(), values)
     values.update({one.name: one.value for one in found})
     return found
 

@@ -4,20 +4,23 @@ Each machine runs the same command. What the flags do not say is taken from Slur
 command with one task per machine. Machine r of n, with p processes on each, gets the ranks r*p to r*p + p - 1; under
 supervisors, which meet (`resilience.meeting`), the machines that are there share the ranks in each attempt.
 
-The address where the others find rank 0 (`--rendezvous`) and the one where it listens (`--rendezvous-bind`) are two
-settings: in a container the first belongs to the host, which forwards the port, and cannot be bound inside.
+The address where the others find machine 0 (`--rendezvous`) and the one where it listens (`--rendezvous-bind`) are two
+settings: in a container the first belongs to the host, which forwards the port, and cannot be bound inside. Without the
+second, machine 0 listens at the first, and at no other address of its own. If it does not have that address, it does
+not guess where a translated one arrives: it may as well be another machine that was given the number 0 by mistake.
 """
 
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import re
 import socket
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
+from zero2all.common.connections import listen, split_address
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 from zero2all.common.progress import say
@@ -25,11 +28,10 @@ from zero2all.common.progress import say
 DEFAULT_PORT = 29500
 SLURM_PORTS = range(20_000, 30_000)
 """Below the ports that Linux gives to outgoing connections."""
-BACKLOG = 4096
-"""Connections of ranks that wait to be accepted."""
-ANY_ADDRESS = ("", "0.0.0.0", "::")
+PUBLIC = ("192.0.2.1", "2001:db8::1")
+"""Addresses that belong to nobody: the way to them is the default route. Nothing is sent."""
 RENDEZVOUS = "ZERO2ALL_RENDEZVOUS"
-"""Variable of the processes: where the others find rank 0, which rank 0 itself may reach by another address."""
+"""Variable of the processes: where the machines meet. The store is reached over loopback."""
 
 
 @dataclass(frozen=True)
@@ -45,40 +47,22 @@ class Nodes:
     least: int = 1
     """With how many of `count` the run goes on (`--nodes MIN:MAX`); equal where a run has a fixed number."""
 
-    def listen(self, port: int | None = None) -> socket.socket:
-        """On the first machine: the socket where it, or rank 0, waits for the others."""
-        family = socket.AF_INET6 if ":" in self.bind_host else socket.AF_INET
-        address = (self.bind_host, self.bind_port if port is None else port)
+    def listen(self) -> socket.socket:
+        """On the first machine: the socket where it waits for the others."""
         try:
-            return socket.create_server(address, family=family, backlog=BACKLOG)
+            return listen(self.bind_host, (self.bind_port,))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise UsageError(
-                    f"Port {address[1]} is in use: is another machine 0 of this run running here? Give each machine "
-                    f"its own --node-rank. If another program has the port, choose another one with --rendezvous, the "
-                    f"same on all machines, or with --rendezvous-bind."
+                    f"Port {self.bind_port} is in use: is another machine 0 of this run running here? Give each "
+                    f"machine its own --node-rank. If another program has the port, choose another one with "
+                    f"--rendezvous, the same on all machines, or with --rendezvous-bind."
                 ) from error
             raise UsageError(
-                f"This machine cannot listen on {self.bind_host or 'any address'}, port {self.bind_port}: "
-                f"{error.strerror or error}. Give an address of this machine and a free port with --rendezvous-bind; "
-                f"--rendezvous is what the other machines connect to."
+                f"This machine cannot listen on {self.bind_host}, port {self.bind_port}: {error.strerror or error}. "
+                f"Give an address of this machine and a free port with --rendezvous-bind; --rendezvous is what the "
+                f"other machines connect to."
             ) from error
-
-    def variables(self, world: int, processes: int, listener: socket.socket | None) -> dict[str, str]:
-        """The environment variables that are equal in all processes of this machine. Those of the first machine connect
-        to where rank 0 listens: from inside a container the advertised address often does not lead back."""
-        host, port = self.host, self.port
-        if listener is not None:
-            any_address = self.bind_host in ANY_ADDRESS
-            host = (own_address(self.host) or "127.0.0.1") if any_address else self.bind_host
-            port = listener.getsockname()[1]
-        return {
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(processes),
-            "MASTER_ADDR": host,
-            "MASTER_PORT": str(port),
-            RENDEZVOUS: f"{self.host}:{self.port}",
-        }
 
 
 def find_nodes(
@@ -114,31 +98,37 @@ def find_nodes(
     assert rank is not None, "checked above"
     assert rendezvous is not None, "checked above"
     host, port = read_address(rendezvous, "--rendezvous")
-    if is_own_flag:
-        _say_doubts(rendezvous, host, has_bind=bind is not None, is_first=rank == 0)
-    bind_host, bind_port = read_address(bind, "--rendezvous-bind") if bind else ("::" if ":" in host else "", port)
-    return Nodes(count, rank, host, port, bind_host, bind_port, least)
-
-
-def _say_doubts(rendezvous: str, host: str, has_bind: bool, is_first: bool) -> None:
-    """What may be wrong with --rendezvous; where ports are forwarded it may be right."""
-    if not re.search(r":\d+$", rendezvous):
+    if is_own_flag and not re.search(r":\d+$", rendezvous):
         say(f"z2a: --rendezvous has no port: {DEFAULT_PORT} is used.")
-    if has_bind or not is_first:
-        return
+    if bind is not None:
+        return Nodes(count, rank, host, port, *read_address(bind, "--rendezvous-bind"), least)
+    return Nodes(count, rank, host, port, "" if rank else _door_address(host, port), port, least)
+
+
+def _door_address(host: str, port: int) -> str:
+    """Where machine 0 listens: at the address of this machine that --rendezvous names."""
+    address = own_address(host)
     try:
-        places = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+        known = {str(place[0]) for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     except OSError:
-        say(f"z2a: warning: this machine does not know the name {host} of --rendezvous. Do the others know it?")
-        return
-    for family, kind, _, _, place in places:
-        with suppress(OSError), socket.socket(family, kind) as probe:
-            probe.bind(place)  # only an address of this machine can be bound
-            return
-    say(
-        f"z2a: warning: {host} of --rendezvous is no address of this machine, which is machine 0. That is right only "
-        f"where its port is forwarded to here: give --rendezvous-bind then."
-    )
+        known, address = set(), outer_address()
+    if address in known:
+        return address
+    if known and not all(map(_is_loopback, known)):
+        here = outer_address() or "ADDRESS"
+        bind = f"[{here}]:{port}" if ":" in here else f"{here}:{port}"
+        raise UsageError(
+            f"{host} of --rendezvous is no address of this machine, which has --node-rank 0. If that is another "
+            f"machine's, give this one its own number. If the address or the port is forwarded to this machine, say "
+            f"where it listens: --rendezvous-bind {bind}"
+        )
+    if address is None:
+        raise UsageError(f"This machine has no network over which others reach {host} of --rendezvous.")
+    if known:
+        say(f"z2a: {host} means loopback on this machine, which no other one reaches: it listens on {address} instead.")
+    else:
+        say(f"z2a: warning: this machine does not know the name {host} of --rendezvous. It listens on {address}.")
+    return address
 
 
 def read_counts(text: str) -> tuple[int, int]:
@@ -200,15 +190,39 @@ def data_address(host: str) -> str | None:
     """The address of this machine that gloo's connections use: that of its interface, else the one towards `host`."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if not name:
-        return own_address(host)
+        return own_address(host) or outer_address()  # a name may not be known yet
     import psutil
 
-    addresses = [one.address for one in psutil.net_if_addrs().get(name, ()) if one.family == socket.AF_INET]
-    return addresses[0] if addresses else None
+    places = psutil.net_if_addrs().get(name, ())
+    families = (socket.AF_INET, socket.AF_INET6)
+    return next((one.address for family in families for one in places if one.family == family), None)
+
+
+def meeting_host(values: Mapping[str, str] = os.environ) -> str:
+    """For a rank: the host at which the machines of its run meet."""
+    return split_address(values[RENDEZVOUS])[0] if RENDEZVOUS in values else values["MASTER_ADDR"]
 
 
 def own_address(host: str) -> str | None:
-    """The address of this machine that packets to `host` leave from; None where no route leads there."""
+    """The address of this machine that packets to `host` leave from; None where no route leads there. The own name of a
+    machine often means loopback in its /etc/hosts (127.0.1.1 on Debian), and another address everywhere else."""
+    address = _source(host)
+    if address is None or not _is_loopback(address) or host == "localhost" or _is_loopback(host):
+        return address
+    return outer_address() or address
+
+
+def outer_address() -> str | None:
+    """The address of the default route, else any that is not loopback."""
+    import psutil
+
+    families = (socket.AF_INET, socket.AF_INET6)
+    places = [one for places in psutil.net_if_addrs().values() for one in places if one.family in families]
+    others = [one.address for one in places if not _is_loopback(one.address) and "%" not in one.address]
+    return next((found for found in (*map(_source, PUBLIC), *others) if found), None)
+
+
+def _source(host: str) -> str | None:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -216,3 +230,10 @@ def own_address(host: str) -> str | None:
             return str(probe.getsockname()[0])
     except OSError:
         return None
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False

@@ -1,8 +1,9 @@
 """Starts a run on a list of hosts over ssh: one command on each, their output here, one exit code.
 
 ssh without a terminal forwards no signals, so the far side runs a few lines of shell that read the names of signals
-from their input and pass them on. When this program ends, however it ends, that input closes, and the far command gets
-SIGTERM: it saves and ends.
+from their input and pass them on. Before them comes the secret of the run, because every user of a host sees the words
+of its commands. When this program ends, however it ends, that input closes, and the far command gets SIGTERM: it saves
+and ends.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import IO
 
 from zero2all.common.errors import PreemptedError, UsageError
 from zero2all.common.progress import say
+from zero2all.common.secret import VARIABLE
 from zero2all.common.signals import stop_signals_to
 
 CANNOT_CONNECT = 255
@@ -27,14 +29,14 @@ GRACE_SECONDS = 60.0
 """How long the others have to save and end when one host has failed, before they are told to stop at once."""
 POLL_SECONDS = 0.1
 FAR_PROGRAM = """\
-exec 3<&0; cd {folder} || exit 3; {command} </dev/null 3<&- & pid=$!;
+IFS= read -r {variable}; export {variable}; exec 3<&0; cd {folder} || exit 3; {command} </dev/null 3<&- & pid=$!;
 (while read -r name <&3; do kill -s "$name" $pid; done; kill -s TERM $pid) 2>/dev/null & reader=$!; exec 3<&-;
 wait $pid; code=$?; kill $reader 2>/dev/null; exit $code"""
 
 
-def run_on_hosts(commands: Mapping[str, Sequence[str]], folder: str, ssh: Sequence[str]) -> int:
-    """Run one command on each host, in `folder`; returns the exit code of the first that failed, or 0. `ssh`: the words
-    that come before the host."""
+def run_on_hosts(commands: Mapping[str, Sequence[str]], folder: str, ssh: Sequence[str], secret: str) -> int:
+    """Run one command on each host, in `folder`, with the secret in its environment; returns the exit code of the first
+    that failed, or 0. `ssh`: the words that come before the host."""
     started: dict[str, subprocess.Popen[str]] = {}
     readers: list[threading.Thread] = []
 
@@ -50,7 +52,8 @@ def run_on_hosts(commands: Mapping[str, Sequence[str]], folder: str, ssh: Sequen
 
     with stop_signals_to(pass_on):
         for host, command in commands.items():
-            program = FAR_PROGRAM.format(folder=shlex.quote(folder), command=shlex.join(command)).replace("\n", " ")
+            values = {"folder": shlex.quote(folder), "command": shlex.join(command), "variable": VARIABLE}
+            program = FAR_PROGRAM.format(**values).replace("\n", " ")
             words = [*ssh, "--", host, f"exec sh -c {shlex.quote(program)}"]
             pipe = subprocess.PIPE
             try:
@@ -68,6 +71,9 @@ def run_on_hosts(commands: Mapping[str, Sequence[str]], folder: str, ssh: Sequen
                 raise UsageError(
                     f"{words[0]} cannot be started: {error.strerror}. Install the OpenSSH client."
                 ) from error
+            assert process.stdin is not None
+            with suppress(OSError):  # it has ended, and says why
+                os.write(process.stdin.fileno(), f"{secret}\n".encode())
             started[host] = process
             assert process.stdout is not None
             readers.append(threading.Thread(target=_show, args=(host, process.stdout), daemon=True))

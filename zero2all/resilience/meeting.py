@@ -5,8 +5,9 @@ a member (`resilience.member`) and says once a second that it is alive. A machin
 or that falls silent ends the attempt on all machines; the next one begins with those that are there. A machine that
 comes later waits; the run saves, and the next attempt has it.
 
-There is one port, because containers forward few: ranks connect to it too, and their bytes are passed on to the store
-that rank 0 holds, a new one in every attempt.
+There is one port, because containers forward few, and all who connect to it prove the secret of the run first
+(`common.connections`). The store that rank 0 holds, a new one in every attempt, asks for no proof: it listens on
+loopback only, and the connections of ranks on other machines come through this port (`parallel.launch`).
 
 Only this meeting starts attempts, and rank 0, which alone commits checkpoints, is always on its machine. So when the
 network breaks, the side without it ends its ranks and waits: two sides never train at the same time.
@@ -14,23 +15,23 @@ network breaks, the side without it ends its ranks and waits: two sides never tr
 
 from __future__ import annotations
 
-import asyncio
-import json
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from zero2all.common.connections import Connection, Door, Message, join, listen
 from zero2all.common.errors import PeerFailureError, UnhealthyError, UsageError
 from zero2all.common.language import message
 from zero2all.common.progress import counted, say
 from zero2all.resilience.member import (
     BEAT_SECONDS,
     GRACE_SECONDS,
+    LOOPBACK,
     LOST,
     NOTICE_SECONDS,
     PAUSED_SECONDS,
@@ -41,8 +42,8 @@ from zero2all.resilience.member import (
 from zero2all.resilience.restarts import Restarts
 
 LOOK_SECONDS = 0.1
-GREETING = b"\x00\xce\xf7\x85\x3c"
-"""What a client of torch's store sends first. The store refuses one whose greeting arrives in two pieces."""
+MOST_PROCESSES = 1 << 12
+"""Of one machine."""
 START_SECONDS = 30.0
 """How long the first attempt waits for more machines once there are enough."""
 SETTLE_SECONDS = 3.0
@@ -53,6 +54,10 @@ FLAPS, FLAP_SECONDS, LONGEST_FLAP_SECONDS = 3, 60.0, 3600.0
 """After how many losses in a row a machine is left out, and for how long: twice as long each time."""
 
 
+HELLO = {"run": str, "node": int, "host": str, "processes": int, "token": str, "process": int}
+REPORT, FAILURE = {"code": int, "step": int, "began": int, "leaves": bool}, {"text": str, "error": str, "doubt": int}
+
+
 @dataclass(eq=False)
 class _Seat:
     """A machine that is connected."""
@@ -61,11 +66,11 @@ class _Seat:
     host: str
     processes: int
     token: str
-    writer: asyncio.StreamWriter
-    process: Any = None
+    process: int
     """The number of its supervisor: two on one host have the same name."""
-    copies: Any = None
+    copies: list[Any] | None
     """Where it takes copies of memory checkpoints."""
+    connection: Connection
     heard: float = field(default_factory=time.monotonic)
     since: float = field(default_factory=time.monotonic)
     report: Report | None = None
@@ -76,17 +81,21 @@ class _Seat:
         return f"{self.node} ({self.host})"
 
     def send(self, **message: Any) -> None:
-        if not self.writer.is_closing():
-            self.writer.write(json.dumps(message).encode() + b"\n")
+        try:
+            self.connection.send(message)
+        except OSError:  # it is gone, or has read nothing for long
+            self.connection.close()
 
 
 class Meeting:
-    """Held by machine 0. `open_store` makes the socket on which the next rank 0 waits for the other ranks."""
+    """Held by machine 0, at a listening socket."""
 
-    def __init__(self, listener: socket.socket, open_store: Callable[[], socket.socket], rules: Rules) -> None:
-        self._listener, self._open_store, self._rules = listener, open_store, rules
+    def __init__(self, listener: socket.socket, rules: Rules) -> None:
+        self._rules = rules
         self._is_elastic = rules.least < rules.most
         self._restarts = Restarts(rules.settings.restarts)
+        self._lock = threading.RLock()
+        """Of all that follows: each connection has its thread."""
         self._seats: dict[int, _Seat] = {}
         self._members: list[_Seat] = []
         """Those in the attempt that runs; none: there is none."""
@@ -99,11 +108,13 @@ class Meeting:
         """When the attempt that runs had done its first step."""
         self._flaps: dict[int, tuple[int, float]] = {}
         """By machine: how often in a row it was lost soon after it had come, and until when it is left out."""
-        self._not_before = self._looked = self._beat = 0.0
+        self._not_before = self._beat = 0.0
+        self._looked = time.monotonic()
         self._deadline = float("inf")
         """When ranks that are left of a failed attempt are ended."""
         self._said = ""
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._hold()), name="z2a-meeting", daemon=True)
+        self._door = Door(listener, rules.secret, self._take, "meeting")
+        self._thread = threading.Thread(target=self._hold, name="z2a-meeting", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -111,70 +122,61 @@ class Meeting:
         self._is_over = True
         self._thread.join(2 * BEAT_SECONDS)
 
+    def _hold(self) -> None:
+        while not self._is_over:
+            with self._lock:
+                self._look(time.monotonic())
+            time.sleep(LOOK_SECONDS)
+        self._door.close()
+        time.sleep(LOOK_SECONDS)  # what the system still holds is sent after the end of this process too
+
     # ---- connections ----
 
-    async def _hold(self) -> None:
-        server = await asyncio.start_server(self._accept, sock=self._listener)
-        self._looked = time.monotonic()
-        while not self._is_over:
-            self._look(time.monotonic())
-            await asyncio.sleep(LOOK_SECONDS)
-        server.close()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._drain(), BEAT_SECONDS)
+    def _take(self, connection: Connection) -> None:
+        """One that has proved the secret, in a thread of its own."""
+        with connection:
+            if connection.hello.get("service") != "store":
+                self._listen(connection)
+            elif (store := self._store) is not None:
+                join(connection.socket, socket.create_connection(store))
 
-    async def _drain(self) -> None:
-        for seat in self._seats.values():
-            with suppress(OSError):
-                await seat.writer.drain()
-        await asyncio.sleep(LOOK_SECONDS)  # what the system still holds is sent after the end of this process too
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A connection that broke, one that is not ours, the end of the meeting.
-        with suppress(OSError, ValueError, KeyError, TypeError, EOFError, asyncio.CancelledError):
-            first = await reader.readexactly(1)
-            if first == b"{":
-                await self._listen(json.loads(first + await reader.readline()), reader, writer)
-            elif self._store is not None:
-                if first == GREETING[:1]:
-                    first += await reader.readexactly(len(GREETING) - 1)
-                await self._pass_on(first, reader, writer, self._store)
-        with suppress(OSError):
-            writer.close()
-
-    async def _pass_on(
-        self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, store: tuple[str, int]
-    ) -> None:
-        """Between a rank of another machine and the store."""
-        far_reader, far_writer = await asyncio.open_connection(*store)
-        far_writer.write(first)
-        await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
-
-    async def _listen(self, hello: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _listen(self, connection: Connection) -> None:
         """One machine, until its connection ends."""
-        seat = _Seat(int(hello["node"]), str(hello["host"]), int(hello["processes"]), str(hello["token"]), writer)
-        seat.copies, seat.process = hello["copies"], hello["process"]
-        if problem := self._refusal(seat, str(hello["run"])):
-            seat.send(do="stop", code=UsageError.exit_code, text=problem)
-            await writer.drain()
-            return
-        if before := self._seats.get(seat.node):
-            self._lose(before, message("it has connected again"))
-        self._seats[seat.node] = seat
-        seat.send(do="beat")
+        hello = _checked(connection.hello, HELLO)
+        place = hello.get("copies")
+        if not 0 < hello["processes"] <= MOST_PROCESSES or (place and [type(part) for part in place] != [str, int]):
+            raise ValueError("a hello with wrong values")
+        who = hello["node"], hello["host"], hello["processes"], hello["token"], hello["process"]
+        seat = _Seat(*who, place, connection)
+        with self._lock:
+            if problem := self._refusal(seat, hello["run"]):
+                seat.send(do="stop", code=UsageError.exit_code, text=problem)
+                return
+            if before := self._seats.get(seat.node):
+                self._lose(before, message("it has connected again"))
+            self._seats[seat.node] = seat
+            seat.send(do="beat")
         try:
-            while line := await reader.readline():
-                seat.heard = time.monotonic()
-                said = json.loads(line)
-                if said.get("trains") == self._number and self._trains_since is None:
-                    self._trains_since = seat.heard
-                if "leaves" in said and said["attempt"] == self._number and seat in self._members:
-                    seat.report = said
-                elif said.get("leaves"):  # while it waited
-                    self._stop(SAVED) if seat.node == 0 else self._dismiss([seat])
+            while True:
+                with suppress(TimeoutError):  # so that a send waits no longer than this either
+                    said = connection.receive(BEAT_SECONDS)
+                    with self._lock:
+                        self._hear(seat, said)
+        except OSError:
+            pass  # said below
         finally:
-            if self._seats.get(seat.node) is seat:
-                self._lose(seat, message("its connection was closed"))
+            with self._lock:
+                if self._seats.get(seat.node) is seat:
+                    self._lose(seat, message("its connection was closed"))
+
+    def _hear(self, seat: _Seat, said: Message) -> None:
+        seat.heard = time.monotonic()
+        if said.get("trains") == self._number and self._trains_since is None:
+            self._trains_since = seat.heard
+        if "leaves" in said and said.get("attempt") == self._number and seat in self._members:
+            seat.report = _checked(said, {**REPORT, **FAILURE} if "text" in said else REPORT)
+        elif said.get("leaves"):  # while it waited
+            self._stop(SAVED) if seat.node == 0 else self._dismiss([seat])
 
     def _refusal(self, seat: _Seat, run: str) -> str:
         """Why this machine cannot take part; empty: it can."""
@@ -195,7 +197,7 @@ class Meeting:
 
     def _lose(self, seat: _Seat, why: str) -> None:
         del self._seats[seat.node]
-        seat.writer.close()
+        seat.connection.close()
         if self._is_over:
             return
         if seat in self._members and seat.report is None:
@@ -275,9 +277,8 @@ class Meeting:
             )
 
     def _start(self, chosen: list[_Seat]) -> None:
-        listener = self._open_store()
-        host, port = listener.getsockname()[:2]
-        self._store = ({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
+        listener = listen(LOOPBACK)
+        self._store = listener.getsockname()
         self._number += 1
         self._members, self._waits_since, self._deadline = chosen, None, float("inf")
         self._trains_since = None
@@ -403,13 +404,10 @@ class Meeting:
             say(text)
 
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with suppress(OSError):
-        while block := await reader.read(1 << 16):
-            writer.write(block)
-            await writer.drain()
-    with suppress(OSError):
-        writer.close()
+def _checked(said: Message, kinds: Mapping[str, type]) -> Message:
+    if wrong := [name for name, kind in kinds.items() if type(said.get(name)) is not kind]:
+        raise ValueError(f"a message without {', '.join(wrong)}")
+    return said
 
 
 def _processes(seats: Iterable[_Seat]) -> int:

@@ -6,22 +6,24 @@ may have gone on without it. The thread then connects again and again, because m
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from zero2all.common.connections import Connection, NotOfThisRunError, OtherSecretError, dial
 from zero2all.common.errors import PeerFailureError, PreemptedError, UsageError
 from zero2all.common.language import message
 from zero2all.common.progress import say
+from zero2all.common.secret import ONE_FOR_ALL
 from zero2all.resilience.config import ResilienceConfig
 
+LOOPBACK = "127.0.0.1"
 BEAT_SECONDS = 1.0
 NOTICE_SECONDS = 10.0
 """After so long it is said which machines are missing."""
@@ -58,6 +60,10 @@ class Rules:
     join_seconds: float
     has_memory: bool
     """Whether there may be checkpoints in memory."""
+    secret: bytes = field(repr=False)
+    """Of the run (`common.secret`)."""
+    ports: Sequence[int] = (0,)
+    """That may be listened on besides the meeting's; 0: any."""
 
 
 class Member:
@@ -79,8 +85,8 @@ class Member:
         hello = {"run": rules.run, "node": node, "host": socket.gethostname(), "processes": processes}
         hello["process"] = os.getpid()
         self._hello = {**hello, "token": secrets.token_hex(8), "copies": copies}
-        self._connection: socket.socket | None = None
-        self._lock, self._sends = threading.Lock(), threading.Lock()
+        self._connection: Connection | None = None
+        self._lock = threading.Lock()
         self._next: Order | None = None
         self._ends = self._saves = self._trains = 0
         """The attempts that are to end, to save, and in which the ranks here have done a step."""
@@ -150,19 +156,23 @@ class Member:
     # ---- the connection ----
 
     def _send(self, message: dict[str, Any]) -> None:
-        with self._sends, suppress(OSError):  # of a connection that is lost, which the thread sees too
-            if self._connection is not None:
-                self._connection.sendall(json.dumps(message).encode() + b"\n")
+        if (connection := self._connection) is not None:
+            with suppress(OSError):  # it is lost, which the thread sees too
+                connection.send(message)
 
     def _run(self) -> None:
         while not self._is_closed:
             try:
-                with socket.create_connection(self._address, CONNECT_SECONDS) as self._connection:
-                    self._connection.settimeout(BEAT_SECONDS / 2)
-                    self._send(self._hello)
+                with dial(self._address, self._rules.secret, self._hello, CONNECT_SECONDS) as self._connection:
                     self._listen(self._connection)
+            except NotOfThisRunError as error:
+                self._problem = str(error)
+                if not self._was_connected:
+                    self._refuse(isinstance(error, OtherSecretError))
             except OSError as error:
                 self._problem = error.strerror or str(error)
+            except (ValueError, TypeError, KeyError):
+                self._problem = message("it sends what this version of zero2all does not understand")
             with self._lock:
                 self._connection, self._is_connected = None, False
                 self._ends = self.order.get("attempt", 0)
@@ -171,34 +181,25 @@ class Member:
                 self._next = None
             time.sleep(10 * POLL_SECONDS)
 
-    def _listen(self, connection: socket.socket) -> None:
-        heard = beat = looked = begun = time.monotonic()
-        rest = b""
+    def _refuse(self, is_other_secret: bool) -> None:
+        """What a person must mend is said at once."""
+        if is_other_secret:
+            text = message(f"Machine 0 at {self.where} has another secret than this machine. {ONE_FOR_ALL}")
+        else:
+            text = message(
+                f"Something answers at {self.where}, but it is not a z2a machine: the port is wrong. Give all "
+                f"machines the same --rendezvous, with a port that no other program uses."
+            )
+        with self._lock:
+            self._next = {"do": "stop", "code": UsageError.exit_code, "text": text}
+
+    def _listen(self, connection: Connection) -> None:
+        heard = beat = looked = time.monotonic()
         while not self._is_closed:
-            try:
-                data = connection.recv(1 << 16)
-                if not data:
-                    self._problem = message("the connection was closed")
-                    return
+            with suppress(TimeoutError):
+                self._take(connection.receive(BEAT_SECONDS / 2))
                 heard = time.monotonic()
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    self._take(json.loads(line))
-            except (ValueError, TypeError, KeyError):
-                self._problem = message("something answers there, but it is not a z2a machine: the port is wrong")
-                if not self._was_connected:
-                    text = message(
-                        f"Something answers at {self.where}, but it is not a z2a machine: the port is wrong. Give "
-                        f"all machines the same --rendezvous, with a port that no other program uses."
-                    )
-                    with self._lock:
-                        self._next = {"do": "stop", "code": UsageError.exit_code, "text": text}
-                return
-            except TimeoutError:
-                pass
             now = time.monotonic()
-            if not self._is_connected and now - begun > CONNECT_SECONDS:
-                self._problem = message("it accepts connections, but is silent: it hangs, or the port is wrong")
             if now - looked > PAUSED_SECONDS:  # this process was stopped
                 heard = now
             looked = now

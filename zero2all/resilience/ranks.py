@@ -1,5 +1,8 @@
 """The ranks of one attempt as processes of this machine: start them, signal them, pass on what they print, end them.
 
+What a rank prints goes through pipes; the first one gets a terminal of its own for its bar, as large as the real one:
+the command looks like one program in the foreground.
+
 Nothing survives the supervisor: each rank stops (and saves) when its pipe closes, and a small guard process, which
 waits for the same, kills after GUARD_SECONDS what is still there: ranks that are stopped or hang. Linux's parent-death
 signal would leave no time for a save.
