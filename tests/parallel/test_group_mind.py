@@ -13,16 +13,18 @@ from zero2all.parallel import group_link, group_mind
 from zero2all.parallel.config import SlowLinkConfig
 from zero2all.parallel.group_link import GroupLink
 from zero2all.parallel.group_mind import Mind
+from zero2all.parallel.group_wire import Expected
 
 WAIT_SECONDS = 1.0
 STALL_SECONDS = 90.0
 WORLD = None
+EXPECTED = Expected([], 32, lambda _, data: "it is bad" if data.startswith(b"bad") else "")
 
 
 class Channel:
     """As `group_wire.Channel`: messages in order, payloads in any order and again after a lost connection."""
 
-    def __init__(self, on_message, on_payload, on_change, _silent_seconds=None):
+    def __init__(self, _name, on_message, on_change, on_payload=None, _expected=None, **_):
         self.on_message, self.on_payload, self.on_change = on_message, on_payload, on_change
         self.life = self.peer = None
         self.connection = self.busy_until = 0
@@ -80,7 +82,7 @@ class Life:
         self.number, self.state, history = saved
         self.group, self.is_alive, self.rows, self.saved, self.has_look = group, True, [], saved, False
         config = SlowLinkConfig(WORLD.addresses, group, wait_seconds=WAIT_SECONDS)
-        self.link = GroupLink(config, "test", 0, 1, {}, 1.0, history)
+        self.link = GroupLink(config, "test", 0, 1, {}, 1.0, b"", EXPECTED, history)
         self.mind = self.link._mind
         self.mind.life = self
         for channel in (*self.link.data.values(), *self.mind.control.values()):
@@ -237,7 +239,7 @@ def worlds(monkeypatch):
     monkeypatch.setattr(GroupLink, "_join", lambda *_: None)
     for module in (group_link, group_mind):
         monkeypatch.setattr(module, "Channel", Channel)
-    for name in ("Door", "Inbox", "keep_dialled", "inner_folder"):
+    for name in ("Door", "Inbox", "keep_dialled", "inner_folder", "listen_for_groups"):
         monkeypatch.setattr(group_link, name, lambda *_: None)
     monkeypatch.setattr(group_mind, "time", SimpleNamespace(monotonic=lambda: WORLD.now))
 
