@@ -29,7 +29,7 @@ class Channel:
         self.life = self.peer = None
         self.connection = self.busy_until = 0
         self.heard_at, self.sent_bytes = 0.0, 0
-        self.unacknowledged, self.arrived = {}, set()
+        self.unacknowledged = {}
 
     @property
     def is_up(self):
@@ -51,13 +51,8 @@ class Channel:
 
     def take(self, item, payload):
         self.heard_at = WORLD.now
-        if item not in self.arrived:
-            self.arrived.add(item)
-            self.on_payload(item, payload)
+        self.on_payload(item, payload)
         self._bring(WORLD.now + WORLD.delay(), lambda peer: peer.unacknowledged.pop(item, None))
-
-    def expect(self, item):
-        self.arrived.discard(item)
 
     def forget(self, before_round):
         self.unacknowledged = {item: each for item, each in self.unacknowledged.items() if item.key[0] >= before_round}
@@ -239,7 +234,7 @@ def worlds(monkeypatch):
     monkeypatch.setattr(GroupLink, "_join", lambda *_: None)
     for module in (group_link, group_mind):
         monkeypatch.setattr(module, "Channel", Channel)
-    for name in ("Door", "Inbox", "keep_dialled", "inner_folder", "listen_for_groups"):
+    for name in ("Door", "Inbox", "keep_connected", "inner_folder", "listen_for_groups"):
         monkeypatch.setattr(group_link, name, lambda *_: None)
     monkeypatch.setattr(group_mind, "time", SimpleNamespace(monotonic=lambda: WORLD.now))
 

@@ -17,6 +17,7 @@ import random
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -37,9 +38,11 @@ from zero2all.parallel.group_wire import (
     RefusalError,
     TwiceError,
     checked,
+    dial_neighbour,
+    dial_process,
     hand_over,
     inner_folder,
-    keep_dialled,
+    keep_connected,
     listen_for_groups,
     read_greeting,
 )
@@ -112,7 +115,7 @@ class GroupLink(Link):
         self._per_machine = -(-ranks // len(machines[0]))
         self._run, self._expected = run, expected
         self._life = f"{random.SystemRandom().getrandbits(64):x}"
-        self._refused: tuple[float, float] | None = None  # the first and the last time, because of another process
+        self._refused_at: float | None = None  # when it was refused first, because of another process
         self._twice: set[str] = set()  # processes that were refused here
         self._payloads: dict[Key, dict[Member, bytes]] = {}
         self._asked: set[Item] = set()  # payloads of one group that another one was asked for
@@ -125,7 +128,9 @@ class GroupLink(Link):
         self._behind: dict[str, Any] | None = None
         self._started: dict[str, Any] | None = None
         self.history = history
-        self.data = {group: self._channel(group) for group in range(self.groups) if group != self.group}
+        for group in (each for each in range(self.groups) if each != self.group):
+            hear, take = partial(self._hear, group), partial(self._take_payload, group)
+            self.data[group] = Channel(f"group {group}", hear, lambda _up: None, take, expected)
         self._mind = Mind(self, history) if rank == 0 else None
         own = machines[self.group][rank // self._per_machine]
         self._folder = inner_folder(run, self.group, split_address(own)[1])
@@ -140,8 +145,8 @@ class GroupLink(Link):
             address = machines[group][rank // self._per_machine]
             for stream in range(CONTROL if self._mind else 0, config.streams):
                 channel = self._mind.control[group] if self._mind and stream == CONTROL else self.data[group]
-                greeting = self._greeting(group, rank, stream)
-                keep_dialled(channel, address, secret, greeting, partial(self._refuse, group))
+                connect = partial(dial_process, address, secret, self._greeting(group, rank, stream))
+                keep_connected(channel, stream, connect, partial(self._refuse, group))
         try:
             self._join(join_seconds, machines[self.group][0])
         except BaseException:
@@ -236,11 +241,8 @@ class GroupLink(Link):
         deadline = time.monotonic() + LAST_WORD_SECONDS
         if self._mind:
             self._mind.leave()
-        for channel in [
-            *self.data.values(),
-            *self.inner.values(),
-            *(self._mind.control.values() if self._mind else ()),
-        ]:
+        control = self._mind.control if self._mind else {}
+        for channel in (*self.data.values(), *self.inner.values(), *control.values()):
             channel.close(max(0.0, deadline - time.monotonic()))
         with self.changed:
             self.closed = True
@@ -254,37 +256,25 @@ class GroupLink(Link):
     def _greeting(self, group: int, to_rank: int, stream: int) -> Greeting:
         return Greeting(self._run, self._life, self.group, self.rank, group, to_rank, stream)
 
-    def _channel(self, group: int) -> Channel:
-        hear, take = partial(self._hear, group), partial(self._take_payload, group)
-        return Channel(f"group {group}", hear, lambda _up: self._wake(), take, self._expected)
-
-    def _wake(self) -> None:
-        with self.changed:
-            self.changed.notify_all()
-
     def _admit(self, connection: Connection) -> None:
         """In the process that listens for its machine: hand a connection to the process that it is for."""
         if connection.hello == LOOKS:
             connection.close()
             return
         greeting = read_greeting(connection.hello)
-        if (greeting.run, greeting.to) != (self._run, self.group):
+        if not self._is_possible(greeting):
             here = f"Group {self.group} of the run {self._run!r} listens there"
             connection.send({"refused": f"{here}, not group {greeting.to} of {greeting.run!r}."})
-            connection.close()
-            return
-        if not self._is_possible(greeting):
-            raise ValueError("a greeting that no process of a group sends")
-        try:
+            raise ValueError("a greeting that is not for a process on this machine")
+        with suppress(OSError):  # that process is not there yet
             hand_over(self._folder, connection.socket, greeting)
-        except OSError:  # that process is not there yet
-            connection.close()
 
     def _is_possible(self, greeting: Greeting) -> bool:
         """Whether a process on another machine greets a process on this one like this."""
         first = self.rank // self._per_machine * self._per_machine
         here = range(first, min(first + self._per_machine, self.ranks))
-        if greeting.to_rank not in here or greeting.rank not in range(self.ranks):
+        is_here = (greeting.run, greeting.to) == (self._run, self.group) and greeting.to_rank in here
+        if not is_here or greeting.rank not in range(self.ranks):
             return False
         if greeting.stream == INNER:
             return greeting.group == self.group and greeting.to_rank == 0 and greeting.rank not in here
@@ -327,32 +317,36 @@ class GroupLink(Link):
         return {"twice": [channel.peer, address]}
 
     def _refuse(self, group: int, error: RefusalError) -> None:
+        """A process that has died without a word keeps its place for some seconds."""
         with self.changed:
             if isinstance(error, TwiceError):
-                self._refuse_twice(group, *error.args)
-            elif self._started is None and self._mind:
+                other, own = error.args
+                self._refused_at = self._refused_at or time.monotonic()
+                if time.monotonic() > self._refused_at + TWICE_SECONDS:
+                    self.problem = self.problem or UsageError(
+                        f"Group {self.group} came twice: group {group} sees it at {other}, and this one at {own}. Stop "
+                        f"one of them, or give this one its own number, with --group or {GROUP_VARIABLE}."
+                    )
+            elif self._started is None and (self._mind or group == self.group):
                 self.problem = UsageError(f"Group {group} of parallel.slow_link.groups: {error} Nothing was started.")
             self.changed.notify_all()
-
-    def _refuse_twice(self, group: int, other: str, own: str) -> None:
-        """With the lock. A process that has died without a word keeps its place for some seconds."""
-        now = time.monotonic()
-        first, last = self._refused or (now, now)
-        self._refused = (first, now) if now < last + ALIVE_SECONDS else (now, now)
-        if now > self._refused[0] + TWICE_SECONDS and self.problem is None:
-            self.problem = UsageError(
-                f"Group {self.group} came twice: group {group} sees it at {other}, and this one at {own}. Stop one of "
-                f"them, or give this one its own number, with --group or {GROUP_VARIABLE}."
-            )
 
     def _join(self, seconds: float, first_machine: str) -> None:
         """Until rank 0 has said that all may start."""
         if self._mind:
             self._mind.start(seconds)
         else:
-            self._meet_rank0(time.monotonic() + seconds, first_machine)
+            greeting, deadline = self._greeting(self.group, 0, INNER), time.monotonic() + seconds
+            connect = partial(dial_process, first_machine, self.secret, greeting)
+            if self.rank < self._per_machine:  # rank 0 is on this machine
+                connect = partial(dial_neighbour, self._folder, greeting)
+            keep_connected(self.inner[0], INNER, connect, partial(self._refuse, self.group))
             with self.changed:  # as long as it takes to get a state; if rank 0 ends, that is a problem
                 while not (self._started or self.problem or self.is_stopped()):
+                    if time.monotonic() > deadline and not self.inner[0].is_up:
+                        self.problem = PeerFailureError(
+                            f"Rank {self.rank} of group {self.group} did not find rank 0 of its group."
+                        )
                     self.changed.wait(0.2)
         if self._started is None and self.is_stopped():
             raise PreemptedError("Stopped while it waited for the other groups. Run the same command to continue.")
@@ -363,27 +357,6 @@ class GroupLink(Link):
     def _begin(self) -> None:
         assert self._started is not None, "rank 0 says either"
         self.history, self._behind, self._era = (self._started[name] for name in ("history", "state", "era"))
-
-    def _meet_rank0(self, deadline: float, first_machine: str) -> None:
-        greeting = self._greeting(self.group, 0, INNER)
-        if self.rank >= self._per_machine:  # rank 0 is on another machine
-            keep_dialled(self.inner[0], first_machine, self.secret, greeting, partial(self._refuse, self.group))
-            return
-        while True:
-            ours, theirs = socket.socketpair()
-            try:
-                hand_over(self._folder, theirs, greeting)
-            except OSError:
-                ours.close()
-                theirs.close()
-                if time.monotonic() > deadline:
-                    raise PeerFailureError(
-                        f"Rank {self.rank} of group {self.group} did not find rank 0 of its group on this machine."
-                    ) from None
-                time.sleep(0.02)
-                continue
-            self.inner[0].attach(INNER, ours)
-            return
 
     def _inner_up(self, other: int, up: bool) -> None:
         with self.changed:
@@ -426,7 +399,6 @@ class GroupLink(Link):
                 for group, era in message["set"]:
                     if (group, era) not in self._payloads.get(key, {}):
                         self._asked.add(Item(PAYLOAD, key, group, era))
-                        self.data[message["source"]].expect(Item(PAYLOAD, key, group, era))
                         self.data[message["source"]].post({"do": "fetch", "key": key, "group": group, "era": era})
             elif message["do"] == "serve":
                 self._to_serve.extend(message["serve"])

@@ -2,7 +2,7 @@
 
 A *channel* leads to one other process. It has one or several TCP streams; a payload is cut into chunks, and each stream
 takes the next chunk when it is free. A chunk counts as delivered only when the other side has acknowledged the whole
-payload: what a broken stream had sent is sent again, and what arrives twice is dropped.
+payload: what a broken stream had sent is sent again, and a payload may arrive twice.
 
 A machine has one listening port. The process that listens reads nothing from a connection that has not proved that it
 knows the secret of the run (`common.connections`); then a greeting says which process of the machine is meant, and the
@@ -127,12 +127,9 @@ class Expected:
 
     def check_size(self, item: Item, total: int) -> None:
         """ValueError for a payload that is not as long as it must be."""
-        if item.kind == STATE:
-            least, most = self.state_bytes, self.state_bytes + HEAD_BYTES
-        else:
-            known = item.kind == PAYLOAD and item.key[1] < len(self.payload_bytes)
-            least = most = self.payload_bytes[item.key[1]] if known else -1
-        if not least <= total <= most:
+        sizes = {STATE: {0: self.state_bytes}, PAYLOAD: dict(enumerate(self.payload_bytes))}.get(item.kind, {})
+        least = sizes.get(item.key[1], -1)
+        if not least <= total <= least + (HEAD_BYTES if item.kind == STATE else 0):
             raise ValueError(
                 f"a payload of {total} bytes for round {item.key[0]}, fragment {item.key[1]}, which has {least}"
             )
@@ -146,7 +143,7 @@ class Channel:
         name: str,
         on_message: Callable[[dict[str, Any]], None],
         on_change: Callable[[bool], None],
-        on_payload: Callable[[Item, bytes], None] | None = None,
+        on_payload: Callable[[Item, bytes], None] = lambda _item, _payload: None,
         expected: Expected | None = None,
         silent_seconds: float | None = None,
     ) -> None:
@@ -169,7 +166,6 @@ class Channel:
         self._unacknowledged: dict[Item, memoryview] = {}
         self._sent: dict[int, list[tuple[Item, int]]] = {}  # by stream
         self._arriving: dict[Item, dict[int, bytes]] = {}  # chunks by their offset
-        self._arrived: set[Item] = set()
         self._said_at = -SAY_AGAIN_SECONDS
 
     @property
@@ -192,18 +188,12 @@ class Channel:
             self._chunks.extend((item, offset) for offset in range(0, max(1, len(payload)), CHUNK_BYTES))
             self.changed.notify_all()
 
-    def expect(self, item: Item) -> None:
-        """Take this payload again, although it arrived before: it was not kept."""
-        with self.changed:
-            self._arrived.discard(item)
-
     def forget(self, before_round: int) -> None:
         """Drop payloads of rounds before this one, on their way out or in."""
         with self.changed:
             for held in (self._unacknowledged, self._arriving):
                 for item in [item for item in held if item.kind == PAYLOAD and item.key[0] < before_round]:
                     del held[item]
-            self._arrived = {item for item in self._arrived if item.kind == STATE or item.key[0] >= before_round}
 
     def attach(self, stream: int, connection: socket.socket, life: str = "", peer: str = "") -> None:
         """Use a connected socket as this stream, in place of an earlier one. `life`: which process dialled it, `peer`:
@@ -344,22 +334,18 @@ class Channel:
             self.changed.notify_all()
 
     def _take_chunk(self, item: Item, offset: int, total: int, body: bytes) -> None:
-        whole: bytes | None = None
         with self.changed:
             self.heard_at = time.monotonic()
             self.received_bytes += len(body)
-            if item not in self._arrived:
-                if item not in self._arriving and len(self._arriving) >= MOST_UNFINISHED:
-                    del self._arriving[next(iter(self._arriving))]
-                chunks = self._arriving.setdefault(item, {})
-                chunks[offset] = body
-                if len(chunks) < -(-max(1, total) // CHUNK_BYTES):
-                    return
-                whole = b"".join(chunks[each] for each in sorted(chunks))
-                del self._arriving[item]
-                self._arrived.add(item)
-        if whole is not None and self._on_payload is not None:
-            self._on_payload(item, whole)
+            if item not in self._arriving and len(self._arriving) >= MOST_UNFINISHED:
+                del self._arriving[next(iter(self._arriving))]
+            chunks = self._arriving.setdefault(item, {})
+            chunks[offset] = body
+            if len(chunks) < -(-max(1, total) // CHUNK_BYTES):
+                return
+            whole = b"".join(chunks[each] for each in sorted(chunks))
+            del self._arriving[item]
+        self._on_payload(item, whole)
         self.post({"do": "have_all", "item": item})
 
 
@@ -386,7 +372,7 @@ def _set_options(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
 
 
-def _dial(address: str, secret: bytes, greeting: Greeting) -> tuple[socket.socket, str]:
+def dial_process(address: str, secret: bytes, greeting: Greeting) -> tuple[socket.socket, str]:
     """A connection to the process that the greeting names, and its address."""
     try:
         connection = dial(split_address(address), secret, greeting._asdict(), ANSWER_SECONDS)
@@ -406,8 +392,11 @@ def _dial(address: str, secret: bytes, greeting: Greeting) -> tuple[socket.socke
     return connection.socket, connection.address
 
 
-def keep_dialled(
-    channel: Channel, address: str, secret: bytes, greeting: Greeting, on_refusal: Callable[[RefusalError], None]
+def keep_connected(
+    channel: Channel,
+    stream: int,
+    connect: Callable[[], tuple[socket.socket, str]],
+    on_refusal: Callable[[RefusalError], None],
 ) -> None:
     """In a thread: connect this stream, and again whenever it is lost, until the channel is closed."""
 
@@ -416,18 +405,16 @@ def keep_dialled(
         while not channel.closed:
             began = time.monotonic()
             try:
-                connection, peer = _dial(address, secret, greeting)
-            except (OSError, ValueError, TypeError, RefusalError) as error:
-                if isinstance(error, RefusalError):
-                    on_refusal(error)
-            else:
-                channel.attach(greeting.stream, connection, peer=peer)
+                connection, peer = connect()
+                channel.attach(stream, connection, peer=peer)
                 with channel.changed:
-                    channel.changed.wait_for(lambda: channel.closed or greeting.stream not in channel.streams)
-                if time.monotonic() > began + 1.0:
-                    pause = FIRST_PAUSE_SECONDS
+                    channel.changed.wait_for(lambda: channel.closed or stream not in channel.streams)
+            except RefusalError as error:
+                on_refusal(error)
+            except (OSError, ValueError, TypeError):
+                pass  # nobody is there yet, or not one of ours
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS) if time.monotonic() < began + 1.0 else FIRST_PAUSE_SECONDS
             time.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     threading.Thread(target=work, daemon=True, name="group-link-dial").start()
 
@@ -445,11 +432,21 @@ def inner_folder(run: str, group: int, port: int) -> Path:
 
 def hand_over(folder: Path, connection: socket.socket, greeting: Greeting) -> None:
     """Give a connection to another process of this machine; OSError if it does not listen yet."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as inner:
+    with connection, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as inner:
         inner.settimeout(ANSWER_SECONDS)
         inner.connect(str(folder / f"{greeting.to_rank}.sock"))
         socket.send_fds(inner, [json.dumps(greeting._asdict()).encode()], [connection.fileno()])
-    connection.close()
+
+
+def dial_neighbour(folder: Path, greeting: Greeting) -> tuple[socket.socket, str]:
+    """A connection to another process of this machine."""
+    ours, theirs = socket.socketpair()
+    try:
+        hand_over(folder, theirs, greeting)
+    except OSError:
+        ours.close()
+        raise
+    return ours, "this machine"
 
 
 class Inbox:

@@ -26,7 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from zero2all.common.errors import AnomalyError
 from zero2all.common.progress import counted
 from zero2all.ops.host_memory import REGION_BYTES, PinnedMemory
 from zero2all.parallel.config import SlowLinkConfig
+from zero2all.parallel.group_link import GroupLink
 from zero2all.parallel.group_wire import Expected
 from zero2all.parallel.mesh import Axis
 from zero2all.parallel.parts import Part
@@ -119,7 +120,7 @@ class OuterOptimizer:
         weights: Weights,
         layers: int,
         last_step: int | None = None,
-        link: Link | None = None,
+        link: GroupLink | None = None,
     ) -> None:
         """`layers`: blocks of the whole model. The outer weights are the model's, which may be loaded over later."""
         self._config, self._model, self._weights, self.link = config, model, weights, link
@@ -469,7 +470,7 @@ def _by_name(tensors: Mapping[str, Part]) -> dict[str, Part]:
 
 
 def round_values(
-    reports: Sequence[RoundReport], squared_norm: Any, outer: OuterOptimizer, link: Link
+    reports: Sequence[RoundReport], squared_norm: Any, outer: OuterOptimizer, link: GroupLink
 ) -> dict[str, Any]:
     """The metrics of what was synchronised after a step; `squared_norm`: over all processes of the group."""
     return {
@@ -481,42 +482,3 @@ def round_values(
         "slow_link/received_bytes": link.received_bytes,
         "slow_link/outer_grad_norm": squared_norm**0.5,
     }
-
-
-class Link(Protocol):
-    """What is needed here of a link between groups (`zero2all.parallel.group_link`). One per process: rank r of a
-    group talks to rank r of every other group."""
-
-    group: int
-    groups: int
-    history: str
-    """Which rounds were made, as a hash; kept in checkpoints, so that a group knows whether it is in step."""
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of payloads so far."""
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes of payloads so far."""
-
-    def offer(self, number: int, fragment: int, payload: bytes | memoryview, /) -> None:
-        """Hand over the payload of this group; returns at once."""
-
-    def collect(self, number: int, fragment: int, /) -> dict[int, bytes]:
-        """Wait for the payloads, by group; the same set of groups in every group."""
-
-    def behind(self) -> int | None:
-        """A round that this group must adopt, because the others went on without it; None: in step."""
-
-    def adopt(self) -> tuple[int, bytes]:
-        """Round and outer state of a group that is in step."""
-
-    def serve_state(self, number: int, state: Callable[[], bytes], /) -> None:
-        """After every update: called for the outer state, if a group that comes back waits for it."""
-
-    def serve_last(self, label: int, state: Callable[[], bytes], /) -> bool:
-        """The same when training is complete; True: call it again, for a group that has not got it yet."""
-
-    def close(self) -> None:
-        """End all connections."""
