@@ -78,11 +78,11 @@ def dump(_signal, frame) -> None:
 def main() -> None:
     signal.signal(signal.SIGUSR1, dump)
     settings, path = json.loads(sys.argv[1]), Path(sys.argv[2])
-    rank = settings.pop("rank")
+    rank, ranks = settings.pop("rank"), settings.pop("ranks", 2)
     options = {name: settings.pop(name) for name in ("rounds", "step_seconds")}
     with path.open("a", buffering=1) as file:
         say = lambda row: file.write(json.dumps({"time": time.time(), **row}) + "\n")  # noqa: E731
-        link = GroupLink(SlowLinkConfig(**settings), "test", rank, 2, FACTS, 60.0, SECRET, expected())
+        link = GroupLink(SlowLinkConfig(**settings), "test", rank, ranks, FACTS, 60.0, SECRET, expected())
         say({"started": True})
         do_rounds(link, say, **options)
         say({"finished": True})

@@ -18,7 +18,7 @@ from zero2all.parallel.group_wire import Expected
 WAIT_SECONDS = 1.0
 STALL_SECONDS = 90.0
 WORLD = None
-EXPECTED = Expected([], 32, lambda _, data: "it is bad" if data.startswith(b"bad") else "")
+EXPECTED = Expected([10], 32, lambda _, data: "it is bad" if data.startswith(b"bad") else "")
 
 
 class Channel:
@@ -51,7 +51,7 @@ class Channel:
 
     def take(self, item, payload):
         self.heard_at = WORLD.now
-        self.on_payload(item, payload)
+        self.on_payload(item, payload, "")
         self._bring(WORLD.now + WORLD.delay(), lambda peer: peer.unacknowledged.pop(item, None))
 
     def forget(self, before_round):
@@ -96,10 +96,12 @@ class Life:
                 self.rows = []
             yield WORLD.chance.choice([0.02, 0.02, 0.02, 0.3]) if WORLD.chance.random() > 0.01 else 4.0
             key = (self.number, 0)
-            link.offer(*key, f"{self.group} {self.number}".encode())
+            word = "bad" if WORLD.chance.random() < 0.03 else f"  {self.group}"
+            link.offer(*key, f"{word} {self.number:6}".encode())
             yield lambda: key in link.outcomes  # noqa: B023
             found = link.collect(*key)
             if link.behind() is None:
+                assert not any(each.startswith(b"bad") for each in found.values()), "a payload that cannot be used"
                 self.state = hashlib.sha256(self.state + b"".join(found[each] for each in sorted(found))).digest()
                 self.number += 1
                 link.serve_state(self.number, lambda: self.state)

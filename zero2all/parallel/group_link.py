@@ -163,7 +163,7 @@ class GroupLink(Link):
         with self.changed:
             self._payloads.setdefault(key, {})[own] = kept
             is_late = key <= self._decided
-        fault = self._expected.fault(fragment, kept)
+        fault = self._expected.size_fault(Item(PAYLOAD, key, *own), len(kept)) or self._expected.fault(fragment, kept)
         for channel in self.data.values():
             channel.forget(round - ROUNDS_KEPT)
             if not is_late:
@@ -427,11 +427,11 @@ class GroupLink(Link):
         elif payload is None:
             self._tell_rank0(message)
 
-    def _take_payload(self, sender: int, item: Item, payload: bytes) -> None:
+    def _take_payload(self, sender: int, item: Item, payload: bytes, fault: str) -> None:
         if item.kind == STATE:
-            self._take_state(sender, payload)
+            self._take_state(sender, item, payload, fault)
             return
-        fault = self._expected.fault(item.key[1], payload)
+        fault = fault or self._expected.fault(item.key[1], payload)
         with self.changed:
             is_asked = item.group == sender or item in self._asked
             if not is_asked or self.is_far(item.key) or (item.key <= self._decided and item.key not in self.outcomes):
@@ -455,21 +455,18 @@ class GroupLink(Link):
         (self._faulty.add if fault else self._faulty.discard)(item.group)
         self._tell_rank0({"do": "bad" if fault else "have", "key": item.key, "group": item.group, "era": item.era})
 
-    def _take_state(self, sender: int, payload: bytes) -> None:
-        head_bytes = len(payload) - 4 - self._expected.state_bytes
-        if int.from_bytes(payload[:4], "big") != head_bytes:
-            raise ValueError(f"a state of {len(payload)} bytes")
-        head = checked(read_message(payload[4 : 4 + head_bytes]), HEAD)
-        state = payload[4 + head_bytes :]
-        with self.changed:
-            if fault := self._expected.fault(None, state):
-                self.problem = PeerFailureError(
-                    f"Group {sender} ({self.data[sender].peer}) gave its outer state to this group, which cannot use "
-                    f"it: {fault}. Look for the cause there, and start both again from an earlier checkpoint."
-                )
-                self.changed.notify_all()
-                return
-            self._states[head["id"]] = state
-            while len(self._states) > MOST_STATES:
-                del self._states[next(iter(self._states))]
+    def _take_state(self, sender: int, item: Item, payload: bytes, fault: str) -> None:
+        at = max(0, len(payload) - self._expected.state_bytes)
+        if not (fault := fault or self._expected.fault(None, payload[at:])):
+            head = checked(read_message(payload[4:at]), HEAD)
+            with self.changed:
+                self._states[head["id"]] = payload[at:]
+                while len(self._states) > MOST_STATES:
+                    del self._states[next(iter(self._states))]
+        else:
+            why = (
+                f"Group {sender} ({self.data[sender].peer}) gave its outer state to this group, which cannot use it: "
+                f"{fault}. Look for the cause there, and start both again from an earlier checkpoint."
+            )
+            head = {"id": item.key[0], "problem": why}
         self._tell_rank0({"do": "state", "head": head})

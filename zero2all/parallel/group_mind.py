@@ -165,6 +165,9 @@ class Mind:
                 holders.add(rank)
             elif message["do"] == "bad":
                 self.bad.setdefault(_key(message), set()).add((message["group"], message["era"]))
+            elif message["do"] == "state" and "problem" in message["head"]:
+                if self.want and self.want["id"] == message["head"]["id"]:
+                    self.link.problem = PeerFailureError(message["head"]["problem"])
             elif message["do"] == "state":
                 self.states.setdefault(message["head"]["id"], {})[rank] = message["head"]
             elif (

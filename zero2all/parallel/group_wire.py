@@ -8,7 +8,7 @@ A machine has one listening port. The process that listens reads nothing from a 
 knows the secret of the run (`common.connections`); then a greeting says which process of the machine is meant, and the
 socket is handed to that one (`SCM_RIGHTS` over a Unix socket). Nothing is unpickled: messages are JSON, every frame has
 a crc32c, a payload has the size that the receiver knows beforehand (`Expected`), and memory is taken only for what has
-come. What is no frame of this link ends the connection, and the log names where it came from.
+come. Bytes that are no frame of this link end the connection, and the log names where they came from.
 """
 
 from __future__ import annotations
@@ -125,14 +125,14 @@ class Expected:
     fault: Callable[[int | None, bytes], str]
     """What is wrong with the values of a payload, by its fragment (None: of a state); empty: nothing."""
 
-    def check_size(self, item: Item, total: int) -> None:
-        """ValueError for a payload that is not as long as it must be."""
-        sizes = {STATE: {0: self.state_bytes}, PAYLOAD: dict(enumerate(self.payload_bytes))}.get(item.kind, {})
-        least = sizes.get(item.key[1], -1)
-        if not least <= total <= least + (HEAD_BYTES if item.kind == STATE else 0):
-            raise ValueError(
-                f"a payload of {total} bytes for round {item.key[0]}, fragment {item.key[1]}, which has {least}"
-            )
+    def size_fault(self, item: Item, total: int) -> str:
+        """What is wrong with the size of a payload or state."""
+        sizes = {PAYLOAD: self.payload_bytes, STATE: [self.state_bytes]}.get(item.kind, [])
+        if item.key[1] >= len(sizes):
+            raise ValueError("a payload that no group has")
+        least = sizes[item.key[1]]
+        is_right = least <= total <= least + (HEAD_BYTES if item.kind == STATE else 0)
+        return "" if is_right else f"it has {total} bytes instead of {least}"
 
 
 class Channel:
@@ -143,13 +143,13 @@ class Channel:
         name: str,
         on_message: Callable[[dict[str, Any]], None],
         on_change: Callable[[bool], None],
-        on_payload: Callable[[Item, bytes], None] = lambda _item, _payload: None,
+        on_payload: Callable[[Item, bytes, str], None] = lambda _item, _payload, _fault: None,
         expected: Expected | None = None,
         silent_seconds: float | None = None,
     ) -> None:
         """`name`: whose process it leads to. `on_change`: the first stream is there, or the last is lost; called, as
-        the others, in a thread of this channel. `expected`: None if it carries messages alone. `silent_seconds`: a
-        stream on which nothing comes for so long is lost."""
+        the others, in a thread of this channel. `on_payload` gets it, or nothing and why it was refused. `expected`:
+        None if it carries messages alone. `silent_seconds`: a stream on which nothing comes for so long is lost."""
         self.name, self._on_message, self._on_payload, self._on_change = name, on_message, on_payload, on_change
         self._expected, self._silent_seconds = expected, silent_seconds
         self.changed = threading.Condition()
@@ -300,16 +300,11 @@ class Channel:
         while True:
             _receive(connection, memoryview(head))
             mark, kind, number, fragment, group, era, offset, total, length = HEADER.unpack_from(head)
-            item, limit = Item(kind, (number, fragment), group, era), MESSAGE_BYTES
-            if mark != MARK or (kind != MESSAGE and self._expected is None):
+            is_chunk = (
+                offset % CHUNK_BYTES == 0 and length == min(CHUNK_BYTES, total - offset) and (length or not offset)
+            )
+            if mark != MARK or (length > MESSAGE_BYTES if kind == MESSAGE else not is_chunk):
                 raise ValueError("bytes that are no frame of this link")
-            if kind != MESSAGE and self._expected is not None:
-                self._expected.check_size(item, total)
-                limit = min(CHUNK_BYTES, total - offset)
-                if offset % CHUNK_BYTES or offset > max(0, total - 1) or length != limit:
-                    raise ValueError("a chunk that does not fit its payload")
-            if length > limit:
-                raise ValueError(f"a message of {length} bytes; at most {limit} are read")
             if length > len(space):
                 space = bytearray(length)
             _receive(connection, memoryview(space)[:length])
@@ -319,7 +314,7 @@ class Channel:
             if kind == MESSAGE:
                 self._take_message(read_message(body))
             else:
-                self._take_chunk(item, offset, total, body)
+                self._take_chunk(Item(kind, (number, fragment), group, era), offset, total, body)
 
     def _take_message(self, message: dict[str, Any]) -> None:
         self.spoke_at = time.monotonic()
@@ -334,18 +329,23 @@ class Channel:
             self.changed.notify_all()
 
     def _take_chunk(self, item: Item, offset: int, total: int, body: bytes) -> None:
+        """Keep a chunk, hand over the payload when it is whole. Nothing is kept of one that has not the right size."""
+        if self._expected is None:
+            raise ValueError("a payload on a connection that carries none")
         with self.changed:
             self.heard_at = time.monotonic()
             self.received_bytes += len(body)
-            if item not in self._arriving and len(self._arriving) >= MOST_UNFINISHED:
-                del self._arriving[next(iter(self._arriving))]
-            chunks = self._arriving.setdefault(item, {})
-            chunks[offset] = body
-            if len(chunks) < -(-max(1, total) // CHUNK_BYTES):
-                return
-            whole = b"".join(chunks[each] for each in sorted(chunks))
-            del self._arriving[item]
-        self._on_payload(item, whole)
+            whole, fault = b"", self._expected.size_fault(item, total)
+            if not fault:
+                if item not in self._arriving and len(self._arriving) >= MOST_UNFINISHED:
+                    del self._arriving[next(iter(self._arriving))]
+                chunks = self._arriving.setdefault(item, {})
+                chunks[offset] = body
+                if len(chunks) < -(-max(1, total) // CHUNK_BYTES):
+                    return
+                whole = b"".join(chunks[each] for each in sorted(chunks))
+                del self._arriving[item]
+        self._on_payload(item, whole, fault)
         self.post({"do": "have_all", "item": item})
 
 
