@@ -414,7 +414,8 @@ def test_hostile_connections_from_another_machine_change_nothing(tmp_path):
     if problem := why_not():
         pytest.skip(problem)
     with two_machines() as machines:
-        groups = [f"{address}:29600" for address in ADDRESSES]
+        port = free_ports(1)[0]
+        groups = [f"{address}:{port}" for address in ADDRESSES]
         running, logs = {}, {}
 
         def start(group):
