@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import cast
+
+from zero2all.parallel.group_link import GroupLink
 
 
 class Hub:
@@ -17,7 +20,7 @@ class Hub:
         self.sets: dict[tuple[int, int], list[int]] = {}
         self.states: dict[int, tuple[int, bytes]] = {}
         self.behind: set[int] = set()
-        self.links = [MemoryLink(self, group, groups) for group in range(groups)]
+        self.links = [cast(GroupLink, MemoryLink(self, group, groups)) for group in range(groups)]
 
     def lose(self, group: int) -> None:
         """The group no longer takes part."""
@@ -40,14 +43,14 @@ class MemoryLink:
         self.history = ""
 
     def offer(self, number: int, fragment: int, payload: bytes | memoryview, /) -> None:
-        """See `Link`."""
+        """See `GroupLink`."""
         with self._hub.changed:
             self._hub.offers.setdefault((number, fragment), {})[self.group] = bytes(payload)
             self.sent_bytes += len(payload) * (self.groups - 1)
             self._hub.changed.notify_all()
 
     def collect(self, number: int, fragment: int, /) -> dict[int, bytes]:
-        """See `Link`."""
+        """See `GroupLink`."""
         hub, key = self._hub, (number, fragment)
         with hub.changed:
             hub.changed.wait_for(lambda: key in hub.sets or hub.live <= set(hub.offers[key]))
@@ -59,13 +62,13 @@ class MemoryLink:
         return found
 
     def behind(self) -> int | None:
-        """See `Link`."""
+        """See `GroupLink`."""
         if self.group not in self._hub.behind:
             return None
         return max((number for number, _ in self._hub.states.values()), default=None)
 
     def adopt(self) -> tuple[int, bytes]:
-        """See `Link`."""
+        """See `GroupLink`."""
         with self._hub.changed:
             found = self._hub.states[min(self._hub.live)]
             self._hub.states.clear()
@@ -74,7 +77,7 @@ class MemoryLink:
         return found
 
     def serve_state(self, number: int, state: Callable[[], bytes], /) -> None:
-        """See `Link`."""
+        """See `GroupLink`."""
         if self._hub.behind:
             self._hub.states[self.group] = (number, state())
 
@@ -83,5 +86,5 @@ class MemoryLink:
         return False
 
     def close(self) -> None:
-        """See `Link`."""
+        """See `GroupLink`."""
         self._hub.lose(self.group)

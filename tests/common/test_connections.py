@@ -267,7 +267,7 @@ class TestHostileBytes:
         monkeypatch.setattr(connections, "_name", lambda _connected: "here")
         rng = random.Random(SEED)
         nonces = bytes(64)
-        good = nonces[32:] + connections._proof(SECRET, b"dialer", nonces)
+        good = connections.MAGIC + nonces[32:] + connections._proof(SECRET, b"dialer", nonces)
         passed = 0
         for _ in range(count):
             hello = json.dumps(hostile_value(rng, {"run": "a", "node": 1, "list": [1, {"a": 2}]})).encode()

@@ -17,11 +17,19 @@ from pathlib import Path
 
 from zero2all.parallel.config import SlowLinkConfig
 from zero2all.parallel.group_link import GroupLink
+from zero2all.parallel.group_wire import Expected
 
 FACTS = {"train.seed": 1, "ranks": 2}
+SECRET = b"the secret of the groups of a test"
+PAYLOAD_BYTES, STATE_BYTES = 3000, 32
 
 
-def payload_of(group: int, rank: int, number: int, length: int = 3000) -> bytes:
+def expected(payload_bytes: int = PAYLOAD_BYTES) -> Expected:
+    """Two fragments; a payload or state that begins with four times 0xFF cannot be used."""
+    return Expected([payload_bytes] * 2, STATE_BYTES, lambda _, data: "it is bad" if data[:4] == b"\xff" * 4 else "")
+
+
+def payload_of(group: int, rank: int, number: int, length: int = PAYLOAD_BYTES) -> bytes:
     return hashlib.shake_128(f"{group} {rank} {number}".encode()).digest(length)
 
 
@@ -59,9 +67,10 @@ def dump(_signal, frame) -> None:
     if mind := link._mind:
         has = str({key: {str(member): [*ranks] for member, ranks in has.items()} for key, has in mind.has.items()})
         known |= {"heard": mind.heard, "has": has, "states": mind.states, "members": mind.members}
-        known |= {"own": mind._status(), "alike": [*mind._alike], "served": [*mind.served], "eras": mind.eras}
+        known |= {"own": mind._status(), "alike": [*mind._alike], "served": [*mind.served]}
         known |= {"control": [group for group, channel in mind.control.items() if channel.is_up]}
-    known |= {"connected": link.connected, "inner": {rank: each.is_up for rank, each in link.inner.items()}}
+    known |= {"connected": [group for group, each in link.data.items() if each.is_up]}
+    known |= {"inner": {rank: each.is_up for rank, each in link.inner.items()}}
     where = "".join(traceback.format_stack(frame)[-3:])
     print(f"group {link.group} rank {link.rank}: {json.dumps(known)}\n{where}", file=sys.stderr, flush=True)
 
@@ -69,11 +78,11 @@ def dump(_signal, frame) -> None:
 def main() -> None:
     signal.signal(signal.SIGUSR1, dump)
     settings, path = json.loads(sys.argv[1]), Path(sys.argv[2])
-    rank = settings.pop("rank")
+    rank, ranks = settings.pop("rank"), settings.pop("ranks", 2)
     options = {name: settings.pop(name) for name in ("rounds", "step_seconds")}
     with path.open("a", buffering=1) as file:
         say = lambda row: file.write(json.dumps({"time": time.time(), **row}) + "\n")  # noqa: E731
-        link = GroupLink(SlowLinkConfig(**settings), "test", rank, 2, FACTS, 60.0)
+        link = GroupLink(SlowLinkConfig(**settings), "test", rank, ranks, FACTS, 60.0, SECRET, expected())
         say({"started": True})
         do_rounds(link, say, **options)
         say({"finished": True})

@@ -13,21 +13,23 @@ from zero2all.parallel import group_link, group_mind
 from zero2all.parallel.config import SlowLinkConfig
 from zero2all.parallel.group_link import GroupLink
 from zero2all.parallel.group_mind import Mind
+from zero2all.parallel.group_wire import Expected
 
 WAIT_SECONDS = 1.0
 STALL_SECONDS = 90.0
 WORLD = None
+EXPECTED = Expected([10], 32, lambda _, data: "it is bad" if data.startswith(b"bad") else "")
 
 
 class Channel:
     """As `group_wire.Channel`: messages in order, payloads in any order and again after a lost connection."""
 
-    def __init__(self, on_message, on_payload, on_change, _silent_seconds=None):
+    def __init__(self, _name, on_message, on_change, on_payload=None, _expected=None, **_):
         self.on_message, self.on_payload, self.on_change = on_message, on_payload, on_change
         self.life = self.peer = None
         self.connection = self.busy_until = 0
         self.heard_at, self.sent_bytes = 0.0, 0
-        self.unacknowledged, self.arrived = {}, set()
+        self.unacknowledged = {}
 
     @property
     def is_up(self):
@@ -49,13 +51,8 @@ class Channel:
 
     def take(self, item, payload):
         self.heard_at = WORLD.now
-        if item not in self.arrived:
-            self.arrived.add(item)
-            self.on_payload(item, payload)
+        self.on_payload(item, payload, "")
         self._bring(WORLD.now + WORLD.delay(), lambda peer: peer.unacknowledged.pop(item, None))
-
-    def expect(self, item):
-        self.arrived.discard(item)
 
     def forget(self, before_round):
         self.unacknowledged = {item: each for item, each in self.unacknowledged.items() if item.key[0] >= before_round}
@@ -80,7 +77,7 @@ class Life:
         self.number, self.state, history = saved
         self.group, self.is_alive, self.rows, self.saved, self.has_look = group, True, [], saved, False
         config = SlowLinkConfig(WORLD.addresses, group, wait_seconds=WAIT_SECONDS)
-        self.link = GroupLink(config, "test", 0, 1, {}, 1.0, history)
+        self.link = GroupLink(config, "test", 0, 1, {}, 1.0, b"", EXPECTED, history)
         self.mind = self.link._mind
         self.mind.life = self
         for channel in (*self.link.data.values(), *self.mind.control.values()):
@@ -99,10 +96,12 @@ class Life:
                 self.rows = []
             yield WORLD.chance.choice([0.02, 0.02, 0.02, 0.3]) if WORLD.chance.random() > 0.01 else 4.0
             key = (self.number, 0)
-            link.offer(*key, f"{self.group} {self.number}".encode())
+            word = "bad" if WORLD.chance.random() < 0.03 else f"  {self.group}"
+            link.offer(*key, f"{word} {self.number:6}".encode())
             yield lambda: key in link.outcomes  # noqa: B023
             found = link.collect(*key)
             if link.behind() is None:
+                assert not any(each.startswith(b"bad") for each in found.values()), "a payload that cannot be used"
                 self.state = hashlib.sha256(self.state + b"".join(found[each] for each in sorted(found))).digest()
                 self.number += 1
                 link.serve_state(self.number, lambda: self.state)
@@ -237,7 +236,7 @@ def worlds(monkeypatch):
     monkeypatch.setattr(GroupLink, "_join", lambda *_: None)
     for module in (group_link, group_mind):
         monkeypatch.setattr(module, "Channel", Channel)
-    for name in ("Door", "Inbox", "keep_dialled", "inner_folder"):
+    for name in ("Door", "Inbox", "keep_connected", "inner_folder", "listen_for_groups"):
         monkeypatch.setattr(group_link, name, lambda *_: None)
     monkeypatch.setattr(group_mind, "time", SimpleNamespace(monotonic=lambda: WORLD.now))
 

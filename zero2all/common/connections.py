@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.progress import say
+from zero2all.common.secret import SHARE_ONE
 
 MAGIC = b"z2a 1\n"
 NONCE_BYTES = PROOF_BYTES = 32
@@ -123,6 +124,12 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def address_of(connected: socket.socket) -> str:
+    """Of the other side, as it is seen here."""
+    host, port = connected.getpeername()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def listen(host: str, ports: Iterable[int] = (0,)) -> socket.socket:
     """A listening socket at this address of the machine, on the first of `ports` that is free (0: any)."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -150,8 +157,8 @@ def dial(address: tuple[str, int], secret: bytes, hello: Message, seconds: float
         nonces = start[len(MAGIC) :] + secrets.token_bytes(NONCE_BYTES)
         connected.sendall(nonces[NONCE_BYTES:] + _proof(secret, b"dialer", nonces))
         if not hmac.compare_digest(_read(connected, PROOF_BYTES, deadline), _proof(secret, b"listener", nonces)):
-            raise OtherSecretError("the other side has another secret")
-        connection = Connection(connected, _name(connected))
+            raise OtherSecretError(f"the other side has another secret; {SHARE_ONE}")
+        connection = Connection(connected, address_of(connected))
         connection.send(hello)
         connected.settimeout(None)
         return connection
@@ -239,9 +246,9 @@ class Door:
         nonces = nonce + said[:NONCE_BYTES]
         if not hmac.compare_digest(said[NONCE_BYTES:], _proof(self._secret, b"dialer", nonces)):
             connected.sendall(bytes(PROOF_BYTES))  # so that an honest dialer can say what is wrong
-            raise NotOfThisRunError("it does not know the secret of this run")
+            raise NotOfThisRunError(f"it does not know the secret of this run; {SHARE_ONE}")
         connected.sendall(_proof(self._secret, b"listener", nonces))
-        connection = Connection(connected, _name(connected))
+        connection = Connection(connected, address_of(connected))
         connection.hello = connection.receive(max(0.001, deadline - time.monotonic()), HELLO_BYTES)
         connected.settimeout(None)
         return connection
@@ -323,8 +330,3 @@ def _read(connected: socket.socket, count: int, deadline: float) -> bytes:
 
 def _proof(secret: bytes, role: bytes, nonces: bytes) -> bytes:
     return hmac.digest(secret, MAGIC + role + nonces, "sha256")
-
-
-def _name(connected: socket.socket) -> str:
-    host, port = connected.getpeername()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -17,9 +17,9 @@ from zero2all.common.errors import UsageError
 VARIABLE = "Z2A_SECRET"
 MAKE_ONE = "z2a launch secret z2a.secret"
 """The command that makes one for machines that share no folder."""
-ONE_FOR_ALL = (
-    f"Machines that share no folder need one secret: make it with `{MAKE_ONE}` on one of them, copy the file to the "
-    f"others, and start all with --secret-file z2a.secret."
+SHARE_ONE = (
+    f"machines that share no folder need one secret: `{MAKE_ONE}` on one of them, copy it to the others, and "
+    f"--secret-file z2a.secret on all"
 )
 LEAST_BYTES, MOST_BYTES = 16, 4096
 WRITE_SECONDS = 5.0

@@ -41,7 +41,7 @@ class SlowLinkConfig:
     """Number of this group, its place in `groups`. null: from `z2a train --group N` or ZERO2ALL_GROUP."""
     bind: str | None = None
     """Address host:port on which this machine listens, if it is another one than the others reach (a container with a
-    forwarded port). null: all interfaces, the port in `groups`."""
+    forwarded port). null: its address in `groups`, no other one."""
     streams: PositiveInt = 4
     """TCP connections between two processes; a long link is not filled by one."""
     wait_seconds: PositiveFloat = 60.0
@@ -93,7 +93,7 @@ class SlowLinkConfig:
         if self.group is not None and self.groups and self.group >= len(self.groups):
             found.append(Problem(f"{place}.group", self.group, f"a number from 0 to {len(self.groups) - 1}"))
         if self.bind is not None and not _is_address(self.bind):
-            found.append(Problem(f"{place}.bind", self.bind, "host:port of this machine, such as 0.0.0.0:29600"))
+            found.append(Problem(f"{place}.bind", self.bind, "host:port of this machine, such as 10.0.0.5:29600"))
         if self.has_momentum and self.momentum == 0:
             expected = (
                 f"above 0 (0.9 is usual), because {place}.scheme is {self.scheme}; without momentum use local_sgd"

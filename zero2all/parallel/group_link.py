@@ -15,31 +15,36 @@ import json
 import os
 import random
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from zero2all.common.connections import Connection, Door, address_of, read_message, split_address
 from zero2all.common.errors import AbsentGroupsError, PeerFailureError, PreemptedError, UsageError, for_all_ranks
 from zero2all.common.progress import say
 from zero2all.parallel.config import SlowLinkConfig
-from zero2all.parallel.group_mind import ROUNDS_KEPT, Mind, no_payload
+from zero2all.parallel.group_mind import HEAD, LOOKS, ROUNDS_KEPT, Link, Mind
 from zero2all.parallel.group_wire import (
     PAYLOAD,
     STATE,
     Channel,
-    Door,
+    Expected,
+    Greeting,
     Inbox,
     Item,
     Key,
     RefusalError,
     TwiceError,
+    checked,
+    dial_neighbour,
+    dial_process,
     hand_over,
     inner_folder,
-    keep_dialled,
-    split_address,
+    keep_connected,
+    listen_for_groups,
+    read_greeting,
 )
 
 GROUP_VARIABLE = "ZERO2ALL_GROUP"
@@ -59,6 +64,8 @@ ALIVE_SECONDS = 5.0
 """A group that has said nothing for so long may be replaced by another process; a status comes every second."""
 TWICE_SECONDS = 8.0
 """How long a process may be refused because another one has its place: longer than a dead one counts as alive."""
+MOST_KEYS, MOST_ERAS, MOST_STATES = 64, 4, 4
+"""Payloads that are kept at a time: of so many keys, for each of so many lives of a group; and states."""
 Member = tuple[int, int]
 """Group and era."""
 
@@ -82,7 +89,7 @@ def link_facts(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in OF_THIS_MACHINE}
 
 
-class GroupLink:
+class GroupLink(Link):
     """The link of one rank. All groups offer and collect the same keys, in ascending order."""
 
     def __init__(
@@ -93,54 +100,55 @@ class GroupLink:
         ranks: int,
         facts: Mapping[str, Any],
         join_seconds: float,
+        secret: bytes,
+        expected: Expected,
         history: str = "",
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Join the other groups: all ranks of a group call this. `facts` must be equal in all groups (`link_facts`).
-        `history`: what `self.history` was when the state was saved from which this group continues.
-        `is_stopped`: whether a signal has come, which ends the waiting (PreemptedError)."""
-        self.group, self.groups = own_group(config), len(config.groups)
-        self.config, self.rank, self.ranks, self.is_stopped = config, rank, ranks, is_stopped
+        """Join the other groups: all ranks of a group call this. `facts` must be equal in all groups (`link_facts`),
+        and `secret`: who does not know it is not heard. `expected`: of the payloads of this rank. `history`: what
+        `self.history` was when the state was saved from which this group continues. `is_stopped`: whether a signal has
+        come, which ends the waiting (PreemptedError)."""
+        super().__init__(config, own_group(config), ranks, json.loads(json.dumps(facts, default=str)), secret)
+        self.rank, self.is_stopped = rank, is_stopped
         machines = [entry.split(",") for entry in config.groups]
         self._per_machine = -(-ranks // len(machines[0]))
-        self._run, self.facts, self.closed = run, json.loads(json.dumps(facts, default=str)), False
+        self._run, self._expected = run, expected
         self._life = f"{random.SystemRandom().getrandbits(64):x}"
-        self._refused: tuple[float, float] | None = None  # the first and the last time, because of another process
+        self._refused_at: float | None = None  # when it was refused first, because of another process
         self._twice: set[str] = set()  # processes that were refused here
-        self.changed = threading.Condition()
         self._payloads: dict[Key, dict[Member, bytes]] = {}
-        self.outcomes: dict[Key, dict[str, Any]] = {}
+        self._asked: set[Item] = set()  # payloads of one group that another one was asked for
+        self._faulty: set[int] = set()  # groups whose last payload could not be used
         self._decided: Key = (-1, -1)  # the last key of this rank
         self._era = 0
         self._to_serve: list[dict[str, Any]] = []
         self._is_last = False
         self._states: dict[int, bytes] = {}
         self._behind: dict[str, Any] | None = None
-        self.problem: UsageError | PeerFailureError | None = None
         self._started: dict[str, Any] | None = None
         self.history = history
-        self.data = {group: self._channel(group) for group in range(self.groups) if group != self.group}
-        self.inner: dict[int, Channel] = {}
+        for group in (each for each in range(self.groups) if each != self.group):
+            hear, take = partial(self._hear, group), partial(self._take_payload, group)
+            self.data[group] = Channel(f"group {group}", hear, lambda _up: None, take, expected)
         self._mind = Mind(self, history) if rank == 0 else None
         own = machines[self.group][rank // self._per_machine]
-        folder = inner_folder(run, self.group, split_address(own)[1])
-        door = config.bind or f"0.0.0.0:{split_address(own)[1]}"
-        self._door = Door(door, run, self.group, folder) if rank % self._per_machine == 0 else None
+        self._folder = inner_folder(run, self.group, split_address(own)[1])
         for other in range(1, ranks) if rank == 0 else ([0] if rank else []):
-            self.inner[other] = Channel(partial(self._hear_inner, other), no_payload, partial(self._inner_up, other))
-        self._inbox = Inbox(folder, rank, self._take_connection, self._holder)
+            name = f"rank {other} of this group"
+            self.inner[other] = Channel(name, partial(self._hear_inner, other), partial(self._inner_up, other))
+        self._door: Door | None = None
+        if rank % self._per_machine == 0:
+            self._door = Door(listen_for_groups(config, self.group, own), secret, self._admit, f"group {self.group}")
+        self._inbox = Inbox(self._folder, rank, self._take_connection)
         for group in range(self.group):  # the higher-numbered group dials
             address = machines[group][rank // self._per_machine]
-            for stream in range(config.streams):
-                keep_dialled(
-                    self.data[group], stream, address, self._greeting(group, rank), partial(self._refuse, group)
-                )
-            if self._mind:
-                keep_dialled(
-                    self._mind.control[group], CONTROL, address, self._greeting(group, 0), partial(self._refuse, group)
-                )
+            for stream in range(CONTROL if self._mind else 0, config.streams):
+                channel = self._mind.control[group] if self._mind and stream == CONTROL else self.data[group]
+                connect = partial(dial_process, address, secret, self._greeting(group, rank, stream))
+                keep_connected(channel, stream, connect, partial(self._refuse, group))
         try:
-            self._join(join_seconds, machines[self.group][0], folder)
+            self._join(join_seconds, machines[self.group][0])
         except BaseException:
             self.close()
             raise
@@ -155,11 +163,12 @@ class GroupLink:
         with self.changed:
             self._payloads.setdefault(key, {})[own] = kept
             is_late = key <= self._decided
+        fault = self._expected.size_fault(Item(PAYLOAD, key, *own), len(kept)) or self._expected.fault(fragment, kept)
         for channel in self.data.values():
             channel.forget(round - ROUNDS_KEPT)
             if not is_late:
                 channel.send(Item(PAYLOAD, key, *own), kept)
-        self._tell_rank0({"do": "have", "key": key, "group": self.group, "era": self._era})
+        self._report(Item(PAYLOAD, key, *own), fault)
         self._come_to(key)
 
     def collect(self, round: int, fragment: int) -> dict[int, bytes]:  # noqa: A002
@@ -218,11 +227,6 @@ class GroupLink:
         return goes_on
 
     @property
-    def connected(self) -> list[int]:
-        """The other groups to which this rank has a connection."""
-        return [group for group, channel in self.data.items() if channel.is_up]
-
-    @property
     def sent_bytes(self) -> int:
         """Bytes of payloads sent, again sent ones included."""
         return sum(channel.sent_bytes for channel in self.data.values())
@@ -232,22 +236,13 @@ class GroupLink:
         """Bytes of payloads received."""
         return sum(channel.received_bytes for channel in self.data.values())
 
-    @property
-    def framing_bytes(self) -> tuple[int, int]:
-        """Bytes beside payloads, sent and received: headers, messages."""
-        channels = [*self.data.values(), *(self._mind.control.values() if self._mind else ())]
-        return sum(each.sent_framing for each in channels), sum(each.received_framing for each in channels)
-
     def close(self) -> None:
         """Leave; payloads on their way to connected groups are still sent, for a few seconds."""
         deadline = time.monotonic() + LAST_WORD_SECONDS
         if self._mind:
             self._mind.leave()
-        for channel in [
-            *self.data.values(),
-            *self.inner.values(),
-            *(self._mind.control.values() if self._mind else ()),
-        ]:
+        control = self._mind.control if self._mind else {}
+        for channel in (*self.data.values(), *self.inner.values(), *control.values()):
             channel.close(max(0.0, deadline - time.monotonic()))
         with self.changed:
             self.closed = True
@@ -258,69 +253,100 @@ class GroupLink:
 
     # ---- joining
 
-    def _greeting(self, group: int, to_rank: int) -> dict[str, Any]:
-        place = {"run": self._run, "group": self.group, "rank": self.rank, "life": self._life}
-        return {**place, "to": group, "to_rank": to_rank}
+    def _greeting(self, group: int, to_rank: int, stream: int) -> Greeting:
+        return Greeting(self._run, self._life, self.group, self.rank, group, to_rank, stream)
 
-    def _channel(self, group: int) -> Channel:
-        return Channel(partial(self._hear, group), self._take_payload, lambda _up: self._wake())
+    def _admit(self, connection: Connection) -> None:
+        """In the process that listens for its machine: hand a connection to the process that it is for."""
+        if connection.hello == LOOKS:
+            connection.close()
+            return
+        greeting = read_greeting(connection.hello)
+        if not self._is_possible(greeting):
+            here = f"Group {self.group} of the run {self._run!r} listens there"
+            connection.send({"refused": f"{here}, not group {greeting.to} of {greeting.run!r}."})
+            raise ValueError("a greeting that is not for a process on this machine")
+        with suppress(OSError):  # that process is not there yet
+            hand_over(self._folder, connection.socket, greeting)
 
-    def _wake(self) -> None:
-        with self.changed:
-            self.changed.notify_all()
+    def _is_possible(self, greeting: Greeting) -> bool:
+        """Whether a process on another machine greets a process on this one like this."""
+        first = self.rank // self._per_machine * self._per_machine
+        here = range(first, min(first + self._per_machine, self.ranks))
+        is_here = (greeting.run, greeting.to) == (self._run, self.group) and greeting.to_rank in here
+        if not is_here or greeting.rank not in range(self.ranks):
+            return False
+        if greeting.stream == INNER:
+            return greeting.group == self.group and greeting.to_rank == 0 and greeting.rank not in here
+        streams = range(CONTROL if greeting.to_rank == 0 else 0, self.config.streams)
+        is_pair = greeting.rank == greeting.to_rank and greeting.stream in streams
+        return is_pair and greeting.group in range(self.group + 1, self.groups)
 
-    def _take_connection(self, greeting: dict[str, Any], connection: socket.socket) -> None:
-        """A connection that somebody dialled."""
-        group, stream = greeting["group"], greeting["stream"]
-        if stream == INNER:
-            self.inner[greeting["rank"]].attach(0, connection)
-        elif stream == CONTROL and self._mind:
-            self._mind.control[group].attach(0, connection, greeting["life"])
-        else:
-            self.data[group].attach(stream, connection)
+    def _take_connection(self, greeting: Greeting, connected: socket.socket) -> None:
+        """A connection that somebody dialled, and that has proved itself, or one of this machine."""
+        is_inner, is_near = greeting.stream == INNER, connected.family == socket.AF_UNIX
+        channel = self.inner[greeting.rank] if is_inner else self.data[greeting.group]
+        if self._mind and greeting.stream == CONTROL:
+            channel = self._mind.control[greeting.group]
+        address = "this machine" if is_near else address_of(connected)
+        if refusal := self._refusal(greeting, channel, address):
+            Connection(connected, address).send(refusal)
+            connected.close()
+            return
+        if not is_near:
+            Connection(connected, address).send({})
+        if self._mind and greeting.stream == CONTROL and channel.life not in ("", greeting.life):
+            self._mind.lose(greeting.group)
+        channel.attach(greeting.stream, connected, greeting.life, address)
 
-    def _holder(self, greeting: dict[str, Any], address: str) -> str | None:
-        """Where the process is that has the place of this one; None: nobody, or nobody who lives. Rank 0 looks: the
-        other ranks of a group end with theirs."""
-        group = greeting["group"]
-        if self._mind is None or greeting["stream"] == INNER or group not in self._mind.control:
-            return None
-        channel = self._mind.control[group]
+    def _refusal(self, greeting: Greeting, channel: Channel, address: str) -> dict[str, Any] | None:
+        """The answer, if another process has the place of this one, and lives. Rank 0 knows whether it does, and tells
+        the other ranks when it does not (`Mind.lose`): by itself none of them gives a place to another process."""
+        if self._mind is None or greeting.stream == INNER:
+            return {"later": True} if channel.is_up and channel.life != greeting.life else None
+        channel = self._mind.control[greeting.group]
         is_alive = channel.is_up and time.monotonic() < channel.spoke_at + ALIVE_SECONDS
-        if not is_alive or channel.life == greeting["life"]:
+        if not is_alive or channel.life == greeting.life:
             return None
-        if greeting["life"] not in self._twice:
-            self._twice.add(greeting["life"])
-            say(f"z2a: group {group} came twice: from {channel.peer} and from {address}. The second one is refused.")
-        return channel.peer
+        if greeting.life not in self._twice and len(self._twice) < MOST_KEYS:
+            self._twice.add(greeting.life)
+            say(
+                f"z2a: group {greeting.group} came twice: from {channel.peer} and from {address}. The second one is "
+                f"refused."
+            )
+        return {"twice": [channel.peer, address]}
 
     def _refuse(self, group: int, error: RefusalError) -> None:
+        """A process that has died without a word keeps its place for some seconds."""
         with self.changed:
             if isinstance(error, TwiceError):
-                self._refuse_twice(group, *error.args)
-            elif self._started is None and self._mind:
+                other, own = error.args
+                self._refused_at = self._refused_at or time.monotonic()
+                if time.monotonic() > self._refused_at + TWICE_SECONDS:
+                    self.problem = self.problem or UsageError(
+                        f"Group {self.group} came twice: group {group} sees it at {other}, and this one at {own}. Stop "
+                        f"one of them, or give this one its own number, with --group or {GROUP_VARIABLE}."
+                    )
+            elif self._started is None and (self._mind or group == self.group):
                 self.problem = UsageError(f"Group {group} of parallel.slow_link.groups: {error} Nothing was started.")
             self.changed.notify_all()
 
-    def _refuse_twice(self, group: int, other: str, own: str) -> None:
-        """With the lock. A process that has died without a word keeps its place for some seconds."""
-        now = time.monotonic()
-        first, last = self._refused or (now, now)
-        self._refused = (first, now) if now < last + ALIVE_SECONDS else (now, now)
-        if now > self._refused[0] + TWICE_SECONDS and self.problem is None:
-            self.problem = UsageError(
-                f"Group {self.group} came twice: group {group} sees it at {other}, and this one at {own}. Stop one of "
-                f"them, or give this one its own number, with --group or {GROUP_VARIABLE}."
-            )
-
-    def _join(self, seconds: float, first_machine: str, folder: Path) -> None:
+    def _join(self, seconds: float, first_machine: str) -> None:
         """Until rank 0 has said that all may start."""
         if self._mind:
             self._mind.start(seconds)
         else:
-            self._meet_rank0(time.monotonic() + seconds, first_machine, folder)
+            greeting, deadline = self._greeting(self.group, 0, INNER), time.monotonic() + seconds
+            connect = partial(dial_process, first_machine, self.secret, greeting)
+            if self.rank < self._per_machine:  # rank 0 is on this machine
+                connect = partial(dial_neighbour, self._folder, greeting)
+            keep_connected(self.inner[0], INNER, connect, partial(self._refuse, self.group))
             with self.changed:  # as long as it takes to get a state; if rank 0 ends, that is a problem
                 while not (self._started or self.problem or self.is_stopped()):
+                    if time.monotonic() > deadline and not self.inner[0].is_up:
+                        self.problem = PeerFailureError(
+                            f"Rank {self.rank} of group {self.group} did not find rank 0 of its group."
+                        )
                     self.changed.wait(0.2)
         if self._started is None and self.is_stopped():
             raise PreemptedError("Stopped while it waited for the other groups. Run the same command to continue.")
@@ -331,27 +357,6 @@ class GroupLink:
     def _begin(self) -> None:
         assert self._started is not None, "rank 0 says either"
         self.history, self._behind, self._era = (self._started[name] for name in ("history", "state", "era"))
-
-    def _meet_rank0(self, deadline: float, first_machine: str, folder: Path) -> None:
-        greeting = {**self._greeting(self.group, 0), "stream": INNER}
-        if self.rank >= self._per_machine:  # rank 0 is on another machine
-            keep_dialled(self.inner[0], INNER, first_machine, greeting, partial(self._refuse, self.group))
-            return
-        while True:
-            ours, theirs = socket.socketpair()
-            try:
-                hand_over(folder, 0, theirs, greeting)
-            except OSError:
-                ours.close()
-                theirs.close()
-                if time.monotonic() > deadline:
-                    raise PeerFailureError(
-                        f"Rank {self.rank} of group {self.group} did not find rank 0 of its group on this machine."
-                    ) from None
-                time.sleep(0.02)
-                continue
-            self.inner[0].attach(0, ours)
-            return
 
     def _inner_up(self, other: int, up: bool) -> None:
         with self.changed:
@@ -393,28 +398,22 @@ class GroupLink:
                 key = (message["key"][0], message["key"][1])
                 for group, era in message["set"]:
                     if (group, era) not in self._payloads.get(key, {}):
-                        self.data[message["source"]].expect(Item(PAYLOAD, key, group, era))
+                        self._asked.add(Item(PAYLOAD, key, group, era))
                         self.data[message["source"]].post({"do": "fetch", "key": key, "group": group, "era": era})
             elif message["do"] == "serve":
                 self._to_serve.extend(message["serve"])
                 self._is_last = message["is_last"]
+            elif message["do"] == "lose":
+                self.data[message["group"]].disconnect()
             else:
                 self.outcomes[message["key"][0], message["key"][1]] = message
                 # The payloads of the last key are kept for a group that lacks some of them.
                 for key in [key for key in self._payloads if key <= self._decided and key not in self.outcomes]:
                     del self._payloads[key]
+                self._asked = {item for item in self._asked if item.key in self._payloads or item.key > self._decided}
             if message["do"] != "need":
                 self._decided = (message["last"][0], message["last"][1])
             self.changed.notify_all()
-
-    def is_far(self, key: Key) -> bool:
-        """Training has so many rounds to collect before this key that it will adopt a state first."""
-        return bool(self.outcomes) and not self.will_adopt and key[0] > min(self.outcomes)[0] + ROUNDS_KEPT
-
-    @property
-    def will_adopt(self) -> bool:
-        """Training will collect a state to adopt."""
-        return any(outcome["state"] for outcome in self.outcomes.values())
 
     def _hear(self, group: int, message: dict[str, Any]) -> None:
         """A message of this rank in another group."""
@@ -428,16 +427,46 @@ class GroupLink:
         elif payload is None:
             self._tell_rank0(message)
 
-    def _take_payload(self, item: Item, payload: bytes) -> None:
+    def _take_payload(self, sender: int, item: Item, payload: bytes, fault: str) -> None:
         if item.kind == STATE:
-            length = int.from_bytes(payload[:4], "big")
-            head = json.loads(payload[4 : 4 + length])
-            with self.changed:
-                self._states[head["id"]] = payload[4 + length :]
-            self._tell_rank0({"do": "state", "head": head})
+            self._take_state(sender, item, payload, fault)
             return
+        fault = fault or self._expected.fault(item.key[1], payload)
         with self.changed:
-            if self.is_far(item.key) or (item.key <= self._decided and item.key not in self.outcomes):
+            is_asked = item.group == sender or item in self._asked
+            if not is_asked or self.is_far(item.key) or (item.key <= self._decided and item.key not in self.outcomes):
                 return
-            self._payloads.setdefault(item.key, {}).setdefault((item.group, item.era), payload)
-        self._tell_rank0({"do": "have", "key": item.key, "group": item.group, "era": item.era})
+            held = self._payloads.setdefault(item.key, {})
+            if not fault and len(held) < MOST_ERAS * self.groups:
+                held.setdefault((item.group, item.era), payload)
+            if len(self._payloads) > MOST_KEYS:
+                del self._payloads[max(self._payloads)]
+        self._report(item, fault)
+
+    def _report(self, item: Item, fault: str) -> None:
+        """Tell rank 0 that a payload is here, or that it cannot be used. All ranks of all groups look at the same bytes
+        in the same way, so a group whose payload has a fault is left out of that round everywhere."""
+        if fault and item.group not in self._faulty:
+            where = "this group" if item.group == self.group else f"group {item.group} ({self.data[item.group].peer})"
+            say(
+                f"z2a: the payload of {where} for round {item.key[0]}, fragment {item.key[1]}, is not used: {fault}. "
+                f"The others go on without it."
+            )
+        (self._faulty.add if fault else self._faulty.discard)(item.group)
+        self._tell_rank0({"do": "bad" if fault else "have", "key": item.key, "group": item.group, "era": item.era})
+
+    def _take_state(self, sender: int, item: Item, payload: bytes, fault: str) -> None:
+        at = max(0, len(payload) - self._expected.state_bytes)
+        if not (fault := fault or self._expected.fault(None, payload[at:])):
+            head = checked(read_message(payload[4:at]), HEAD)
+            with self.changed:
+                self._states[head["id"]] = payload[at:]
+                while len(self._states) > MOST_STATES:
+                    del self._states[next(iter(self._states))]
+        else:
+            why = (
+                f"Group {sender} ({self.data[sender].peer}) gave its outer state to this group, which cannot use it: "
+                f"{fault}. Look for the cause there, and start both again from an earlier checkpoint."
+            )
+            head = {"id": item.key[0], "problem": why}
+        self._tell_rank0({"do": "state", "head": head})

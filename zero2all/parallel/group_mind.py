@@ -39,12 +39,13 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
+from zero2all.common.connections import NotOfThisRunError, dial, split_address
 from zero2all.common.errors import AbsentGroupsError, PeerFailureError, UsageError
 from zero2all.common.progress import say
 from zero2all.parallel.config import SlowLinkConfig
-from zero2all.parallel.group_wire import SILENT_SECONDS, Channel, Item, Key, split_address
+from zero2all.parallel.group_wire import SILENT_SECONDS, Channel, Key, checked
 
 Status = dict[str, Any]
 Members = list[list[int]]
@@ -56,36 +57,44 @@ LOOK_SECONDS, NOTICE_SECONDS, AGAIN_SECONDS = 1.0, 10.0, 60.0
 """While a group waits for another: pause between two looks why it does not come, and when that is said."""
 
 
-def no_payload(_item: Item, _payload: bytes) -> None:
-    """Channels for messages alone."""
-    raise OSError("this connection carries no payloads")
+LOOKS = {"looks": True}
+"""The hello of a process that only wants to know who listens."""
 
 
-class Link(Protocol):
-    """The link of rank 0, as far as it is used here (`group_link.GroupLink`)."""
+KEY = (int, int)
+MEMBERS = [KEY]
+RECORD = {"key": KEY, "before": str, "set": MEMBERS, "members": MEMBERS}
+STATUS = {"chain": str, "weight": int, "last": KEY, "recent": [RECORD], "era": int, "members": MEMBERS}
+STATUS |= {"running": bool, "lost": bool, "connected": MEMBERS, "next?": KEY, "reach": KEY}
+STATUS |= {"want?": {"server": int, "era": int, "id": int}, "proposal?": RECORD, "accepted?": RECORD}
+HEAD = {"to": int, "id": int, "label": int, "history": (str, int, KEY), "recent": [RECORD], "members": MEMBERS}
+"""Of a state that one group gives to another."""
 
-    group: int
-    groups: int
-    ranks: int
-    config: SlowLinkConfig
-    facts: Any
-    closed: bool
-    changed: threading.Condition
-    problem: UsageError | PeerFailureError | None
-    outcomes: dict[Key, dict[str, Any]]
-    inner: dict[int, Channel]
-    data: dict[int, Channel]
-    is_stopped: Callable[[], bool]
+
+class Link:
+    """What a rank and, in rank 0, its `Mind` both know (`group_link.GroupLink`)."""
+
+    def __init__(self, config: SlowLinkConfig, group: int, ranks: int, facts: Any, secret: bytes) -> None:
+        self.config, self.group, self.ranks, self.facts, self.secret = config, group, ranks, facts, secret
+        self.groups, self.closed, self.changed = len(config.groups), False, threading.Condition()
+        self.problem: UsageError | PeerFailureError | None = None
+        self.outcomes: dict[Key, dict[str, Any]] = {}  # decided, and not yet collected
+        self.inner: dict[int, Channel] = {}  # to ranks of this group
+        self.data: dict[int, Channel] = {}  # to this rank in other groups
+        self.is_stopped: Callable[[], bool] = lambda: False
 
     def obey(self, message: dict[str, Any]) -> None:
         """Take a message of rank 0."""
+        raise NotImplementedError
 
     def is_far(self, key: Key) -> bool:
-        """Training is too far behind this key."""
+        """Training has so many rounds to collect before this key that it will adopt a state first."""
+        return bool(self.outcomes) and not self.will_adopt and key[0] > min(self.outcomes)[0] + ROUNDS_KEPT
 
     @property
     def will_adopt(self) -> bool:
         """Training will collect a state to adopt."""
+        return any(outcome["state"] for outcome in self.outcomes.values())
 
 
 class Mind:
@@ -106,6 +115,7 @@ class Mind:
         self.since: dict[Key, float] = {}
         self.reach: Key = (-1, -1)
         self.has: dict[Key, dict[tuple[int, int], set[int]]] = {}  # which ranks of this group have a payload
+        self.bad: dict[Key, set[tuple[int, int]]] = {}  # payloads that cannot be used
         self.proposal: Status | None = None
         self.accepted: Status | None = None
         self.want: Status | None = None
@@ -119,7 +129,12 @@ class Mind:
         self._asked_at = self._lacks_since = self._sent_at = 0.0
         self._sent: Status = {}
         self.control = {
-            group: Channel(partial(self._hear, group), no_payload, partial(self._on_change, group), SILENT_SECONDS)
+            group: Channel(
+                f"group {group}",
+                partial(self._hear, group),
+                partial(self._on_change, group),
+                silent_seconds=SILENT_SECONDS,
+            )
             for group in range(link.groups)
             if group != link.group
         }
@@ -148,6 +163,11 @@ class Mind:
             if message["do"] == "have":
                 holders = self.has.setdefault(_key(message), {}).setdefault((message["group"], message["era"]), set())
                 holders.add(rank)
+            elif message["do"] == "bad":
+                self.bad.setdefault(_key(message), set()).add((message["group"], message["era"]))
+            elif message["do"] == "state" and "problem" in message["head"]:
+                if self.want and self.want["id"] == message["head"]["id"]:
+                    self.link.problem = PeerFailureError(message["head"]["problem"])
             elif message["do"] == "state":
                 self.states.setdefault(message["head"]["id"], {})[rank] = message["head"]
             elif (
@@ -176,7 +196,7 @@ class Mind:
                 self._alike.discard(group)
                 self.lost_at[group] = -math.inf  # nobody waits for it
             elif message["do"] == "status" and group in self._alike:
-                self.heard[group] = message
+                self.heard[group] = checked(message, STATUS)
             self.changed.notify_all()
 
     def _on_change(self, group: int, is_up: bool) -> None:
@@ -190,6 +210,11 @@ class Mind:
                     self.lost_at[group] = time.monotonic()
                 self._alike.discard(group)
             self.changed.notify_all()
+
+    def lose(self, group: int) -> None:
+        """Another process has come for this group: all ranks end their connections to the one before."""
+        with self.changed:
+            self._tell_ranks({"do": "lose", "group": group})
 
     def leave(self) -> None:
         """Training has ended: the others need not wait."""
@@ -258,8 +283,13 @@ class Mind:
         own, address = self.link.group, self.link.config.groups[group].partition(",")[0]
         if group in self.heard:
             return _note(f"Group {group} at {address} is here, but has not met all other groups.")
-        if why := why_not_reached(*split_address(address), f"group {group}"):
-            return _note(f"Group {group} cannot be reached at {address}: {why}.")
+        try:
+            dial(split_address(address), self.link.secret, LOOKS, LOOK_SECONDS).close()
+        except NotOfThisRunError as error:
+            return _note(f"Group {group} cannot be reached at {address}: {error}.")
+        except OSError:
+            if why := why_not_reached(*split_address(address), f"group {group}"):
+                return _note(f"Group {group} cannot be reached at {address}: {why}.")
         if group < own:
             return _note(f"At {address} something answers, but not as group {group} does: the port is wrong.")
         here = self.link.config.groups[own]
@@ -377,7 +407,7 @@ class Mind:
 
     def _continue_from(self, head: Status) -> None:
         """This group's history is now that of the state it adopts."""
-        self.chain, self.weight, self.last = json.loads(head["history"])
+        self.chain, self.weight, self.last = head["history"]
         self.recent, self.members, self.reach = head["recent"], head["members"], (self.last[0], self.last[1])
         self.mine, self.proposal, self.accepted, self.want, self.is_lost = [], None, None, None, False
         self.era = random.getrandbits(31)
@@ -428,7 +458,7 @@ class Mind:
             if group == self.link.group:
                 is_alive = era == self.era
             elif status is None:
-                lost_at = self.lost_at[group]
+                lost_at = self.lost_at.get(group, -math.inf)
                 is_alive = lost_at > -math.inf and now < max(lost_at, last_loss) + wait
             else:
                 is_alive = status["era"] == era and not status["want"]
@@ -469,6 +499,7 @@ class Mind:
         awaited = set(eras) - {group for group, _ in here}
         if (own, self.era) not in self.has.get(key, {}):
             awaited.discard(own)  # it adopted a state, and offers nothing
+        awaited -= {group for group, era in eras.items() if (group, era) in self.bad.get(key, ())}
         if any(now < max(self.since[key], self._payload_came(group, key)) + wait for group in awaited):
             return None
         members = [[own, self.era]]
@@ -496,6 +527,7 @@ class Mind:
         self.recent = [each for each in [*self.recent, record] if each["key"][0] >= key[0] - ROUNDS_KEPT]
         self.mine = [each for each in self.mine if each > key]
         self.has = {each: ranks for each, ranks in self.has.items() if each > key}
+        self.bad = {each: members for each, members in self.bad.items() if each > key}
         self.since = {each: moment for each, moment in self.since.items() if each > key}
         self.proposal, self.accepted, self._asked_at, self._lacks_since = None, None, 0.0, 0.0
         outcome = {"do": "outcome", "key": key, "set": members, "state": None, "era": self.era}
@@ -508,7 +540,7 @@ class Mind:
             want = status["want"]
             if want and want["server"] == self.link.group and want["id"] not in self.served:
                 self.served.add(want["id"])
-                head = {"to": group, "id": want["id"], "history": self.history}
+                head = {"to": group, "id": want["id"], "history": [self.chain, self.weight, self.last]}
                 found.append({**head, "recent": self.recent, "members": self.members})
         return found
 

@@ -2,12 +2,13 @@
 
 A *channel* leads to one other process. It has one or several TCP streams; a payload is cut into chunks, and each stream
 takes the next chunk when it is free. A chunk counts as delivered only when the other side has acknowledged the whole
-payload: what a broken stream had sent is sent again, and what arrives twice is dropped.
+payload: what a broken stream had sent is sent again, and a payload may arrive twice.
 
-A machine has one listening port. The process that listens (the *door*) reads a short greeting that says which process
-of the machine is meant, and hands the socket to it (`SCM_RIGHTS` over a Unix socket). Whatever does not greet like this
-(a port scanner, a browser) is dropped. Nothing is ever unpickled: messages are JSON, every frame has a length limit and
-a crc32c.
+A machine has one listening port. The process that listens reads nothing from a connection that has not proved that it
+knows the secret of the run (`common.connections`); then a greeting says which process of the machine is meant, and the
+socket is handed to that one (`SCM_RIGHTS` over a Unix socket). Nothing is unpickled: messages are JSON, every frame has
+a crc32c, a payload has the size that the receiver knows beforehand (`Expected`), and memory is taken only for what has
+come. Bytes that are no frame of this link end the connection, and the log names where they came from.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import ipaddress
 import json
 import os
 import random
@@ -24,34 +26,38 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import google_crc32c
 
+from zero2all.common.connections import NotOfThisRunError, dial, listen, read_message, split_address
 from zero2all.common.errors import UsageError
 from zero2all.common.files import private_folder
+from zero2all.common.progress import say
+from zero2all.parallel.config import SlowLinkConfig
+from zero2all.parallel.network import interface_to
 
 Key = tuple[int, int]
 """Round and fragment."""
-Greeting = dict[str, Any]
-
-MAGIC = b"z2a link 1\n"
 MESSAGE, PAYLOAD, STATE = range(3)
 HEADER = struct.Struct("!4sBIIHIQQI")  # mark, kind, number, fragment, group, era, offset, total, length; then a crc32c
 MARK = b"z2af"
 CHUNK_BYTES = 1 << 20
 MESSAGE_BYTES = 1 << 22
-PAYLOAD_BYTES = 1 << 37
+HEAD_BYTES = 1 << 20
+"""Of a state, at most."""
 GREETING_BYTES = 4096
-GREETING_SECONDS = 5.0
+ANSWER_SECONDS = 10.0
 SILENT_SECONDS = 20.0
 """A control channel on which nothing came for so long is lost; something is sent every second."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 0.5
-WAITING_ROOM = 64
-"""Connections that may be greeting at once; more than that are dropped."""
+MOST_UNFINISHED = 64
+"""Payloads of a channel of which a part has come. A group sends one at a time, and again what was lost."""
+SAY_AGAIN_SECONDS = 60.0
 
 
 class RefusalError(Exception):
@@ -60,6 +66,45 @@ class RefusalError(Exception):
 
 class TwiceError(RefusalError):
     """Another process with the number of this group is connected there, and alive. Its address, and this one's."""
+
+
+class Greeting(NamedTuple):
+    """Which process dials, and which one it means."""
+
+    run: str
+    life: str  # differs between two processes with the same number
+    group: int
+    rank: int
+    to: int  # group
+    to_rank: int
+    stream: int
+
+
+def read_greeting(message: dict[str, Any]) -> Greeting:
+    """The greeting in a message; ValueError for anything else."""
+    shape = {name: str if name in ("run", "life") else int for name in Greeting._fields}
+    return Greeting(**{name: checked(message, shape)[name] for name in shape})
+
+
+def checked(message: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
+    """The message, if it has this shape; else ValueError."""
+    if not _fits(message, shape):
+        raise ValueError("a message that no process of a group sends")
+    return message
+
+
+def _fits(value: Any, shape: Any) -> bool:
+    """Shapes: {name: shape}, where "name?" may be null; [shape] for any number; (shape, shape); else a type."""
+    if isinstance(shape, dict):
+        found = value if isinstance(value, dict) else {}
+        return all(
+            _fits(found.get(name.rstrip("?")), each) or (name.endswith("?") and found.get(name[:-1]) is None)
+            for name, each in shape.items()
+        )
+    if isinstance(shape, list | tuple):
+        many = shape if isinstance(shape, tuple) else shape * len(value) if isinstance(value, list | tuple) else ()
+        return isinstance(value, list | tuple) and len(value) == len(many) and all(map(_fits, value, many))
+    return type(value) is shape and (shape is not int or abs(value) < 1 << 32)
 
 
 class Item(NamedTuple):
@@ -71,20 +116,43 @@ class Item(NamedTuple):
     era: int
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What a rank knows of payloads before they come: all groups make them alike."""
+
+    payload_bytes: Sequence[int]
+    """By fragment."""
+    state_bytes: int
+    fault: Callable[[int | None, bytes], str]
+    """What is wrong with the values of a payload, by its fragment (None: of a state); empty: nothing."""
+
+    def size_fault(self, item: Item, total: int) -> str:
+        """What is wrong with the size of a payload or state."""
+        sizes = {PAYLOAD: self.payload_bytes, STATE: [self.state_bytes]}.get(item.kind, [])
+        if item.key[1] >= len(sizes):
+            raise ValueError("a payload that no group has")
+        least = sizes[item.key[1]]
+        is_right = least <= total <= least + (HEAD_BYTES if item.kind == STATE else 0)
+        return "" if is_right else f"it has {total} bytes instead of {least}"
+
+
 class Channel:
     """Messages and payloads to and from one other process."""
 
     def __init__(
         self,
+        name: str,
         on_message: Callable[[dict[str, Any]], None],
-        on_payload: Callable[[Item, bytes], None],
         on_change: Callable[[bool], None],
+        on_payload: Callable[[Item, bytes, str], None] = lambda _item, _payload, _fault: None,
+        expected: Expected | None = None,
         silent_seconds: float | None = None,
     ) -> None:
-        """`on_change`: the first stream is there, or the last is lost; called, as the others, in a thread of this
-        channel. `silent_seconds`: a stream on which nothing comes for so long is lost."""
-        self._on_message, self._on_payload, self._on_change = on_message, on_payload, on_change
-        self._silent_seconds = silent_seconds
+        """`name`: whose process it leads to. `on_change`: the first stream is there, or the last is lost; called, as
+        the others, in a thread of this channel. `on_payload` gets it, or nothing and why it was refused. `expected`:
+        None if it carries messages alone. `silent_seconds`: a stream on which nothing comes for so long is lost."""
+        self.name, self._on_message, self._on_payload, self._on_change = name, on_message, on_payload, on_change
+        self._expected, self._silent_seconds = expected, silent_seconds
         self.changed = threading.Condition()
         self._telling, self._told_up = threading.Lock(), False
         self.streams: dict[int, socket.socket] = {}
@@ -92,14 +160,14 @@ class Channel:
         self.heard_at = 0.0  # when the last chunk of a payload came
         self.spoke_at = 0.0  # when the last message came
         self.life, self.peer = "", ""  # the process that is connected, and its address
-        self.sent_bytes = self.received_bytes = self.sent_framing = self.received_framing = 0
+        self.sent_bytes = self.received_bytes = 0  # of payloads, again sent ones included
         self._messages: deque[bytes] = deque()
         self._sending: set[int] = set()
         self._chunks: deque[tuple[Item, int]] = deque()
         self._unacknowledged: dict[Item, memoryview] = {}
         self._sent: dict[int, list[tuple[Item, int]]] = {}  # by stream
-        self._arriving: dict[Item, tuple[bytearray, set[int]]] = {}
-        self._arrived: set[Item] = set()
+        self._arriving: dict[Item, dict[int, bytes]] = {}  # chunks by their offset
+        self._said_at = -SAY_AGAIN_SECONDS
 
     @property
     def is_up(self) -> bool:
@@ -121,22 +189,17 @@ class Channel:
             self._chunks.extend((item, offset) for offset in range(0, max(1, len(payload)), CHUNK_BYTES))
             self.changed.notify_all()
 
-    def expect(self, item: Item) -> None:
-        """Take this payload again, although it arrived before: it was not kept."""
-        with self.changed:
-            self._arrived.discard(item)
-
     def forget(self, before_round: int) -> None:
         """Drop payloads of rounds before this one, on their way out or in."""
         with self.changed:
             for held in (self._unacknowledged, self._arriving):
                 for item in [item for item in held if item.kind == PAYLOAD and item.key[0] < before_round]:
                     del held[item]
-            self._arrived = {item for item in self._arrived if item.kind == STATE or item.key[0] >= before_round}
 
-    def attach(self, stream: int, connection: socket.socket, life: str = "") -> None:
-        """Use a connected socket as this stream, in place of an earlier one. `life`: which process dialled it."""
-        self.life, self.peer, self.spoke_at = life, address_of(connection), time.monotonic()
+    def attach(self, stream: int, connection: socket.socket, life: str = "", peer: str = "") -> None:
+        """Use a connected socket as this stream, in place of an earlier one. `life`: which process dialled it, `peer`:
+        from where."""
+        self.life, self.peer, self.spoke_at = life, peer, time.monotonic()
         connection.settimeout(self._silent_seconds)
         _set_options(connection)
         with self.changed:
@@ -154,6 +217,13 @@ class Channel:
         for work in (self._send_all, self._receive_all):
             threading.Thread(target=self._run, args=(work, stream, connection), daemon=True, name="group-link").start()
 
+    def disconnect(self) -> None:
+        """End all streams; the other process, if it lives, dials again."""
+        with self.changed:
+            for stream, connection in list(self.streams.items()):
+                self._detach(stream, connection)
+        self._tell_change()
+
     def close(self, seconds: float = 0.0) -> None:
         """End the channel; wait at most so long until everything is acknowledged."""
         with self.changed:
@@ -161,14 +231,18 @@ class Channel:
                 lambda: not self.streams or not (self._unacknowledged or self._messages or self._sending), seconds
             )
             self.closed = True
-            for stream, connection in list(self.streams.items()):
-                self._detach(stream, connection)
             self.changed.notify_all()
+        self.disconnect()
 
     def _run(self, work: Callable[[int, socket.socket], None], stream: int, connection: socket.socket) -> None:
         try:
-            with suppress(OSError, ValueError):  # a lost connection, or bytes that are no frame
-                work(stream, connection)
+            work(stream, connection)
+        except OSError:
+            pass  # a lost connection
+        except Exception as error:  # bytes that no process of a group sends
+            if time.monotonic() > self._said_at + SAY_AGAIN_SECONDS:
+                self._said_at = time.monotonic()
+                say(f"z2a: {self.name}: the connection with {self.peer} was ended: {error or type(error).__name__}.")
         finally:
             with self.changed:
                 if self.streams.get(stream) is connection:
@@ -216,7 +290,6 @@ class Channel:
                     fields = (item.kind, *item.key, item.group, item.era, offset, len(payload))
                     self._sent[stream].append((item, offset))
                     self.sent_bytes += len(body)
-                self.sent_framing += HEADER.size + 4 + (len(body) if fields[0] == MESSAGE else 0)
                 self._sending.add(stream)
             head = HEADER.pack(MARK, *fields, len(body))
             connection.sendall(head + _crc(head, bytes(body)).to_bytes(4, "big"))
@@ -228,21 +301,19 @@ class Channel:
         while True:
             _receive(connection, memoryview(head))
             mark, kind, number, fragment, group, era, offset, total, length = HEADER.unpack_from(head)
-            limit = MESSAGE_BYTES if kind == MESSAGE else min(CHUNK_BYTES, total - offset)
-            if mark != MARK or kind > STATE or total > PAYLOAD_BYTES or length > limit:
-                raise OSError("not a frame of this link")
+            is_chunk = (
+                offset % CHUNK_BYTES == 0 and length == min(CHUNK_BYTES, total - offset) and (length or not offset)
+            )
+            if mark != MARK or (length > MESSAGE_BYTES if kind == MESSAGE else not is_chunk):
+                raise ValueError("bytes that are no frame of this link")
             if length > len(space):
                 space = bytearray(length)
             _receive(connection, memoryview(space)[:length])
             body = bytes(memoryview(space)[:length])
             if _crc(bytes(head[: HEADER.size]), body) != int.from_bytes(head[HEADER.size :], "big"):
-                raise OSError("a damaged frame")
+                raise ValueError("a damaged frame")
             if kind == MESSAGE:
-                self.received_framing += len(head) + length
-                message = json.loads(body)
-                if not isinstance(message, dict):
-                    raise OSError("not a message of this link")
-                self._take_message(message)
+                self._take_message(read_message(body))
             else:
                 self._take_chunk(Item(kind, (number, fragment), group, era), offset, total, body)
 
@@ -259,25 +330,23 @@ class Channel:
             self.changed.notify_all()
 
     def _take_chunk(self, item: Item, offset: int, total: int, body: bytes) -> None:
-        whole: bytearray | None = None
+        """Keep a chunk, hand over the payload when it is whole. Nothing is kept of one that has not the right size."""
+        if self._expected is None:
+            raise ValueError("a payload on a connection that carries none")
         with self.changed:
             self.heard_at = time.monotonic()
             self.received_bytes += len(body)
-            self.received_framing += HEADER.size + 4
-            if item not in self._arrived:
-                if item not in self._arriving:
-                    self._arriving[item] = (bytearray(total), set())
-                buffer, offsets = self._arriving[item]
-                if len(buffer) != total or offset % CHUNK_BYTES or len(body) != min(CHUNK_BYTES, total - offset):
-                    raise OSError("a chunk that does not fit its payload")
-                buffer[offset : offset + len(body)] = body
-                offsets.add(offset)
-                if len(offsets) < -(-max(1, total) // CHUNK_BYTES):
+            whole, fault = b"", self._expected.size_fault(item, total)
+            if not fault:
+                if item not in self._arriving and len(self._arriving) >= MOST_UNFINISHED:
+                    del self._arriving[next(iter(self._arriving))]
+                chunks = self._arriving.setdefault(item, {})
+                chunks[offset] = body
+                if len(chunks) < -(-max(1, total) // CHUNK_BYTES):
                     return
-                whole = self._arriving.pop(item)[0]
-                self._arrived.add(item)
-        if whole is not None:
-            self._on_payload(item, bytes(whole))
+                whole = b"".join(chunks[each] for each in sorted(chunks))
+                del self._arriving[item]
+        self._on_payload(item, whole, fault)
         self.post({"do": "have_all", "item": item})
 
 
@@ -304,87 +373,49 @@ def _set_options(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
 
 
-def address_of(connection: socket.socket) -> str:
-    """Of the other side, as it is seen here."""
-    with suppress(OSError, IndexError, TypeError):
-        return "{}:{}".format(*connection.getpeername()[:2])
-    return "?"
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
-def _dial(address: str, greeting: Greeting) -> socket.socket:
-    """A connection to the process that the greeting names."""
-    connection = socket.create_connection(split_address(address), timeout=GREETING_SECONDS)
+def dial_process(address: str, secret: bytes, greeting: Greeting) -> tuple[socket.socket, str]:
+    """A connection to the process that the greeting names, and its address."""
     try:
-        _write_short(connection, greeting)
-        answer = _read_short(connection, time.monotonic() + 2 * GREETING_SECONDS)
+        connection = dial(split_address(address), secret, greeting._asdict(), ANSWER_SECONDS)
+    except NotOfThisRunError as error:
+        raise RefusalError(f"{error}.") from error
+    try:
+        answer = connection.receive(ANSWER_SECONDS, GREETING_BYTES)
         if answer.get("twice"):
             raise TwiceError(*map(str, answer["twice"]))
         if answer.get("refused"):
             raise RefusalError(str(answer["refused"]))
+        if answer.get("later"):
+            raise ConnectionError("it has not noticed yet that an earlier process has ended")
     except BaseException:
         connection.close()
         raise
-    return connection
+    return connection.socket, connection.address
 
 
-def _write_short(connection: socket.socket, message: Greeting) -> None:
-    text = json.dumps(message).encode()
-    connection.sendall(MAGIC + len(text).to_bytes(2, "big") + text)
-
-
-def _read_short(connection: socket.socket, deadline: float) -> Greeting:
-    """A greeting or its answer; OSError for anything else, and when it does not come in time."""
-    head = _receive_until(connection, len(MAGIC), deadline)
-    if head != MAGIC:
-        raise OSError("not a greeting of this link")
-    length = int.from_bytes(_receive_until(connection, 2, deadline), "big")
-    if length > GREETING_BYTES:
-        raise OSError("not a greeting of this link")
-    text = _receive_until(connection, length, deadline)
-    answer = json.loads(text)
-    if not isinstance(answer, dict):
-        raise OSError("not a greeting of this link")
-    return answer
-
-
-def _receive_until(connection: socket.socket, count: int, deadline: float) -> bytes:
-    found = b""
-    while len(found) < count:
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
-        piece = connection.recv(count - len(found))
-        if not piece or time.monotonic() > deadline:
-            raise OSError("no whole greeting")
-        found += piece
-    return found
-
-
-def keep_dialled(
-    channel: Channel, stream: int, address: str, greeting: Greeting, on_refusal: Callable[[RefusalError], None]
+def keep_connected(
+    channel: Channel,
+    stream: int,
+    connect: Callable[[], tuple[socket.socket, str]],
+    on_refusal: Callable[[RefusalError], None],
 ) -> None:
     """In a thread: connect this stream, and again whenever it is lost, until the channel is closed."""
 
     def work() -> None:
         pause = FIRST_PAUSE_SECONDS
         while not channel.closed:
+            began = time.monotonic()
             try:
-                connection = _dial(address, {**greeting, "stream": stream})
-            except (OSError, ValueError, RefusalError) as error:
-                if isinstance(error, RefusalError):
-                    on_refusal(error)
-                time.sleep(pause * random.uniform(0.5, 1.0))
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-                continue
-            channel.attach(stream, connection)
-            with channel.changed:
-                channel.changed.wait_for(lambda: channel.closed or stream not in channel.streams)
-            pause = FIRST_PAUSE_SECONDS
-            time.sleep(pause)
+                connection, peer = connect()
+                channel.attach(stream, connection, peer=peer)
+                with channel.changed:
+                    channel.changed.wait_for(lambda: channel.closed or stream not in channel.streams)
+            except RefusalError as error:
+                on_refusal(error)
+            except (OSError, ValueError, TypeError):
+                pass  # nobody is there yet, or not one of ours
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS) if time.monotonic() < began + 1.0 else FIRST_PAUSE_SECONDS
+            time.sleep(pause * random.uniform(0.5, 1.0))
 
     threading.Thread(target=work, daemon=True, name="group-link-dial").start()
 
@@ -402,28 +433,31 @@ def inner_folder(run: str, group: int, port: int) -> Path:
     return folder
 
 
-def hand_over(folder: Path, rank: int, connection: socket.socket, greeting: Greeting) -> None:
+def hand_over(folder: Path, connection: socket.socket, greeting: Greeting) -> None:
     """Give a connection to another process of this machine; OSError if it does not listen yet."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as inner:
-        inner.settimeout(GREETING_SECONDS)
-        inner.connect(str(folder / f"{rank}.sock"))
-        socket.send_fds(inner, [json.dumps(greeting).encode()], [connection.fileno()])
-    connection.close()
+    with connection, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as inner:
+        inner.settimeout(ANSWER_SECONDS)
+        inner.connect(str(folder / f"{greeting.to_rank}.sock"))
+        socket.send_fds(inner, [json.dumps(greeting._asdict()).encode()], [connection.fileno()])
+
+
+def dial_neighbour(folder: Path, greeting: Greeting) -> tuple[socket.socket, str]:
+    """A connection to another process of this machine."""
+    ours, theirs = socket.socketpair()
+    try:
+        hand_over(folder, theirs, greeting)
+    except OSError:
+        ours.close()
+        raise
+    return ours, "this machine"
 
 
 class Inbox:
     """Takes the connections that are handed to this process."""
 
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        take: Callable[[Greeting, socket.socket], None],
-        holder: Callable[[Greeting, str], str | None] = lambda _greeting, _address: None,
-    ) -> None:
-        """`take` gets greeting and connection, in a thread of the inbox. `holder`: the address of another process that
-        has the place of the one at this address, and lives; then the connection is refused."""
-        self._holder = holder
+    def __init__(self, folder: Path, rank: int, take: Callable[[Greeting, socket.socket], None]) -> None:
+        """`take` gets greeting and connection, in a thread of the inbox."""
+        self._take = take
         self._alive = os.open(folder / f"{rank}.lock", os.O_CREAT | os.O_WRONLY, 0o600)
         try:
             fcntl.flock(self._alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -439,26 +473,27 @@ class Inbox:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))
         self._listener.listen(64)
-        _accept_all(self._listener, lambda inner: self._take_one(inner, take))
+        threading.Thread(target=self._accept, daemon=True, name="group-link-accept").start()
 
-    def _take_one(self, inner: socket.socket, take: Callable[[Greeting, socket.socket], None]) -> None:
-        with inner:
-            inner.settimeout(GREETING_SECONDS)
-            text, descriptors, _, _ = socket.recv_fds(inner, GREETING_BYTES, 1)
-        connection = socket.socket(fileno=descriptors[0])
-        greeting = json.loads(text)
-        if connection.family != socket.AF_UNIX:
-            address = address_of(connection)
-            if held_by := self._holder(greeting, address):
-                _write_short(connection, {"twice": [held_by, address]})
-                connection.close()
-                return
-            _write_short(connection, {"refused": None})
-        take(greeting, connection)
+    def _accept(self) -> None:
+        while self._listener.fileno() >= 0:
+            connection = None
+            try:
+                with self._listener.accept()[0] as inner:
+                    inner.settimeout(ANSWER_SECONDS)
+                    text, descriptors, _, _ = socket.recv_fds(inner, GREETING_BYTES, 1)
+                connection = socket.socket(fileno=descriptors[0])
+                self._take(read_greeting(read_message(text)), connection)
+            except Exception:  # it ends this connection, and no other
+                if connection is not None:
+                    connection.close()
+                time.sleep(0.01)  # out of descriptors, for example
 
     def close(self) -> None:
         """Take no more. The last one of this machine removes the folder."""
-        _stop(self._listener)
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
         if self._alive >= 0:
             for path in self._files:
                 path.unlink(missing_ok=True)
@@ -468,77 +503,42 @@ class Inbox:
             self._alive = -1
 
 
-class Door:
-    """The listening port of a machine."""
-
-    def __init__(self, address: str, run: str, group: int, folder: Path) -> None:
-        self._run, self._group, self._folder = run, group, folder
-        host, port = split_address(address)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._listener = socket.create_server((host, port), family=family, backlog=64)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise UsageError(
-                    f"Port {port} is in use, so group {group} cannot wait there for the others. Is group {group} "
-                    f"already running on this machine? Then give this one its own number, with --group or "
-                    f"ZERO2ALL_GROUP. If not, choose another port in parallel.slow_link.groups, or in "
-                    f"parallel.slow_link.bind."
-                ) from error
+def listen_for_groups(config: SlowLinkConfig, group: int, own: str) -> socket.socket:
+    """The port of this machine: at parallel.slow_link.bind, else at `own`, its address in parallel.slow_link.groups."""
+    host, port = split_address(config.bind or own)
+    address = host if config.bind else _address_here(host)
+    if address is None:
+        other = split_address(next(each for each in config.groups if own not in each.split(",")).split(",")[0])[0]
+        here = interface_to(other)
+        raise UsageError(
+            f"parallel.slow_link.groups: the others reach group {group} at {own}, which is not an address of this "
+            f"machine. If that port is forwarded to it, say where it listens, with one of its own addresses: "
+            f"--parallel.slow_link.bind {here.address if here else '10.0.0.5'}:{port}"
+        )
+    try:
+        return listen(address, [port])
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
             raise UsageError(
-                f"parallel.slow_link.bind: this machine cannot listen on {address} ({error.strerror or error}). Give "
-                f"the address of one of its interfaces, or 0.0.0.0 for all of them."
+                f"Port {port} is in use, so group {group} cannot wait there for the others. Is group {group} "
+                f"already running on this machine? Then give this one its own number, with --group or "
+                f"ZERO2ALL_GROUP. If not, choose another port in parallel.slow_link.groups, or in "
+                f"parallel.slow_link.bind."
             ) from error
-        self._room = threading.Semaphore(WAITING_ROOM)
-        _accept_all(self._listener, self._greet_aside)
-
-    def _greet_aside(self, connection: socket.socket) -> None:
-        """A slow greeting does not hold up the next connection."""
-        if self._room.acquire(blocking=False):
-            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
-        else:
-            connection.close()
-
-    def _greet(self, connection: socket.socket) -> None:
-        try:
-            greeting = _read_short(connection, time.monotonic() + GREETING_SECONDS)
-            if (greeting["run"], greeting["to"]) == (self._run, self._group):
-                hand_over(self._folder, int(greeting["to_rank"]), connection, greeting)
-            else:
-                here = f"Group {self._group} of the run {self._run!r} listens there"
-                _write_short(connection, {"refused": f"{here}, not group {greeting['to']} of {greeting['run']!r}."})
-                connection.close()
-        except (OSError, ValueError, KeyError, TypeError):
-            connection.close()  # it dials again, or was never one of ours
-        finally:
-            self._room.release()
-
-    def close(self) -> None:
-        """Listen no more."""
-        _stop(self._listener)
+        raise UsageError(
+            f"parallel.slow_link.bind: this machine cannot listen on {host}:{port} ({error.strerror or error}). Give "
+            f"the address of one of its interfaces, or 0.0.0.0 for all of them."
+        ) from error
 
 
-def _accept_all(listener: socket.socket, take: Callable[[socket.socket], None]) -> None:
-    """In a thread: give every connection to `take`, until the listener is closed."""
-
-    def work() -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                if listener.fileno() < 0:
-                    return
-                time.sleep(0.05)  # out of descriptors, for example
-                continue
-            try:
-                take(connection)
-            except (OSError, ValueError, IndexError, KeyError, TypeError):
-                connection.close()
-
-    threading.Thread(target=work, daemon=True, name="group-link-accept").start()
-
-
-def _stop(listener: socket.socket) -> None:
+def _address_here(host: str) -> str | None:
+    """The address of this machine that a name stands for; None: there is none. Its own name often stands for the
+    loopback, where nobody else could reach it."""
     with suppress(OSError):
-        listener.shutdown(socket.SHUT_RDWR)
-    listener.close()
+        for family, _, _, _, place in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
+                probe.bind(place)
+                address = str(place[0])
+                if host in (address, "localhost") or not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+                    return address
+    return None

@@ -20,7 +20,7 @@ from zero2all.common.connections import Connection, NotOfThisRunError, OtherSecr
 from zero2all.common.errors import PeerFailureError, PreemptedError, UsageError
 from zero2all.common.language import message
 from zero2all.common.progress import say
-from zero2all.common.secret import ONE_FOR_ALL
+from zero2all.common.secret import SHARE_ONE
 from zero2all.resilience.config import ResilienceConfig
 
 LOOPBACK = "127.0.0.1"
@@ -184,7 +184,7 @@ class Member:
     def _refuse(self, is_other_secret: bool) -> None:
         """What a person must mend is said at once."""
         if is_other_secret:
-            text = message(f"Machine 0 at {self.where} has another secret than this machine. {ONE_FOR_ALL}")
+            text = message(f"Machine 0 at {self.where} has another secret than this machine; {SHARE_ONE}.")
         else:
             text = message(
                 f"Something answers at {self.where}, but it is not a z2a machine: the port is wrong. Give all "

@@ -336,8 +336,6 @@ class TrainingLoop:
         self.read_results()
         left_at = state.step
         state.step, state.tokens = outer.adopt()
-        own = str(self.config.parallel.slow_link.group)
-        outer.missed[own] = outer.missed.get(own, 0.0) + max(0, state.step - left_at)
         self._set_positions()
         self.reports.pause_ended()
         self.log.event("slow_link", {"adopted": True, "from_step": left_at, "to_step": state.step})

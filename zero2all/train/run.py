@@ -24,6 +24,7 @@ from zero2all.common.errors import (
 from zero2all.common.language import translate as t
 from zero2all.common.manifest import fingerprint
 from zero2all.common.progress import counted
+from zero2all.common.secret import given_secret, shared_secret
 from zero2all.common.signals import StopRequest, stop_requests, stop_signals_to
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig, config_values, flat_values
@@ -43,6 +44,7 @@ from zero2all.train.checkpoints.run_lock import LOCK_NAME, Fence, RunLock, behin
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.guards.documents import Decode
 from zero2all.train.loop import TrainingLoop, TrainSummary
+from zero2all.train.outer.optimizer import OuterOptimizer
 from zero2all.train.saved_config import CONFIG_FILE, save_run_config
 from zero2all.train.setup import Prepared, prepare
 from zero2all.train.shard_damage import leave_damage, noting_damage
@@ -105,7 +107,7 @@ def train(
             speak(note)
         if prepared.state.outer is not None:
             try:
-                prepared.state.outer.link = _open_link(prepared, stop)
+                prepared.state.outer.link = _open_link(prepared, prepared.state.outer, stop)
             except PeerFailureError as error:
                 if prepared.state.step < prepared.last_step:
                     raise
@@ -211,16 +213,22 @@ def _with_group(config: RunConfig) -> RunConfig:
     return replace(config, parallel=replace(config.parallel, slow_link=slow_link))
 
 
-def _open_link(prepared: Prepared, stop: StopRequest) -> GroupLink:
+def _open_link(prepared: Prepared, outer: OuterOptimizer, stop: StopRequest) -> GroupLink:
     """Meet the other groups; UsageError where one does not come, or has another config or other data."""
     config, world, checkpoint = prepared.config, prepared.world, prepared.checkpoint
     facts = {**link_facts(flat_values(config_values(config))), "data": prepared.data.fingerprint}
     record = {} if checkpoint is None else checkpoint.record.get("outer") or {}
-    slow_link, name = config.parallel.slow_link, config.train.name
-    seconds = config.parallel.join_seconds
-    history = str(record.get("history", ""))
     return GroupLink(
-        slow_link, name, world.rank, world.size, facts, seconds, history, is_stopped=lambda: stop.requested
+        config.parallel.slow_link,
+        config.train.name,
+        world.rank,
+        world.size,
+        facts,
+        config.parallel.join_seconds,
+        given_secret(None) or shared_secret(prepared.run.with_name(f"{prepared.run.name}.secret")),
+        outer.expected(),
+        history=str(record.get("history", "")),
+        is_stopped=lambda: stop.requested,
     )
 
 

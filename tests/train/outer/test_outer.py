@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import threading
 import time
 from itertools import pairwise
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from benchmarks.memory_link import Hub
+from tests.ports import free_port
+from zero2all.common.errors import AnomalyError
 from zero2all.config.training import OptimConfig
 from zero2all.limits.slow_link import bytes_per_step
 from zero2all.model.config import ModelConfig
@@ -18,10 +21,11 @@ from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
 from zero2all.parallel.config import SlowLinkConfig
+from zero2all.parallel.group_link import GroupLink
 from zero2all.parallel.layout import init_weights
 from zero2all.parallel.mesh import Axis
 from zero2all.resilience import heartbeat
-from zero2all.train.outer.compress import decode, encode, payload_bytes
+from zero2all.train.outer.compress import decode, encode, is_sound, payload_bytes
 from zero2all.train.outer.fragments import Clock, names_by_fragment
 from zero2all.train.outer.optimizer import OuterOptimizer
 from zero2all.train.state import new_state
@@ -222,13 +226,80 @@ def test_a_lost_group_adopts_the_state_of_the_others():
     states[0].outer.loaded(states[0].outer.record())
     assert states[0].outer.missed == {"1": 12.0}
     assert states[1].outer.is_behind
+    states[1].outer.missed = {"0": 28.0}  # as after a partition, in which it went on alone: those weights are gone
     assert states[1].outer.adopt() == (16, 1600)
+    assert states[1].outer.missed == {"1": 12.0}
     assert not states[1].outer.is_behind
     assert_equal(bits(states[0], "outer/"), bits(states[1], "outer/"))
     assert_equal(bits(states[0], "model/"), bits(states[1], "model/"))
     states[1].step, states[1].tokens = 16, 1600
     train_all(states, 4)
     assert_equal(bits(states[0], "outer"), {**bits(states[0], "outer"), **bits(states[1], "outer/")})
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_is_not_finite_is_left_out_by_every_group_and_harms_none(scheme):
+    """Over the real link: group 1 trains into NaN once, in a fragment or in all of it."""
+    groups = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    states = [make_state() for _ in groups]
+    reports, bad_step = [[], []], 9 if scheme == "streaming" else 8
+
+    def work(group):
+        config = SlowLinkConfig(groups=groups, group=group, wait_seconds=300.0, **SCHEMES[scheme])
+        state = states[group]
+        state.outer = OuterOptimizer(config, state.model_tensors, state.weights, SHAPE["layers"])
+        link = GroupLink(config, "run", 0, 1, {}, 60.0, b"the secret of this test", state.outer.expected())
+        state.outer.link = link
+        for step in range(1, 19):
+            train(state)
+            if group == 1 and step == bad_step:
+                with state.tensors() as tensors:
+                    tensors["model/norm.weight"].values.fill_(torch.nan)
+            state.outer.start(state.step, state.tokens)
+            reports[group] += [report.groups for report in state.outer.finish(state.step)]
+            if group == 1:  # what guards would do
+                with state.tensors() as tensors:
+                    tensors["model/norm.weight"].values.nan_to_num_(1.0)
+        state.outer.settle()
+        link.close()
+
+    threads = [threading.Thread(target=work, args=(group,), daemon=True) for group in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert reports[0] == reports[1]
+    assert (0,) in reports[0]
+    assert reports[0][-1] == (0, 1)
+    for name, values in {**bits(states[0], "outer"), **bits(states[1], "outer")}.items():
+        assert values.isfinite().all(), name
+    assert_equal(bits(states[0], "outer/"), bits(states[1], "outer/"))
+
+
+@pytest.mark.parametrize("form", ["float32", "bf16", "int8", "int4", "sparse"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -1e30])
+def test_a_payload_with_one_value_that_is_not_finite_or_too_large_is_not_sound(form, value):
+    values = torch.randn(5000, generator=torch.Generator().manual_seed(1))
+    assert is_sound(encode(values, form, 0.02), 5000, form)
+    assert is_sound(encode(values[:0], form, 0.02), 0, form)
+    values[4999] = value
+    assert not is_sound(encode(values, form, 0.02), 5000, form)
+
+
+def test_an_outer_state_that_is_not_finite_is_neither_sent_nor_taken():
+    state = connect(make_state(), Hub(2).links[0], SCHEMES["diloco"])
+    known, whole = state.outer.expected(), state.outer._state()
+    assert len(whole) == known.state_bytes
+    assert known.fault(None, whole) == ""
+    places = [("<q", 0, -1), ("<q", 8, -1), ("<d", 16, torch.nan), ("<d", 24, torch.inf), ("<d", 24, -1.0)]
+    for kind, at, value in (*places, ("<f", 32, torch.nan), ("<f", len(whole) - 4, -torch.inf)):
+        spoilt = bytearray(whole)
+        struct.pack_into(kind, spoilt, at, value)
+        assert "not finite" in known.fault(None, bytes(spoilt))
+    with state.tensors() as tensors:
+        tensors["outer_momentum/norm.weight"].values[3] = torch.nan
+    with pytest.raises(AnomalyError, match="not finite"):
+        state.outer._state()
 
 
 def test_the_outer_weights_are_in_the_model_only_for_a_while():

@@ -22,6 +22,8 @@ from zero2all.limits.slow_link import BLOCK_VALUES, CHUNK_VALUES, part_bytes, sp
 from zero2all.parallel.config import SlowLinkConfig
 
 BITS = {"float32": 32, "bf16": 16, "int8": 8, "int4": 4}
+LARGEST_BITS = 0x5D5E0B6B
+"""Of the float32 1e18: no value that training gives comes near it, and sums of smaller ones are finite."""
 SMALL, LARGE = 0.75, 1.5
 """What the two sizes of a sparse value stand for, in units of the mean size."""
 
@@ -71,6 +73,17 @@ def decode(
     else:
         whole = _pairs(device).index_select(0, _read(body, torch.uint8).to(device).int()).view(-1)[:count]
     return _rows(whole, BLOCK_VALUES).mul_(scales.unsqueeze(1)).view(-1)[:count]
+
+
+def is_sound(payload: bytes | memoryview, count: int, form: str) -> bool:
+    """Whether the `count` values of a payload are finite and none is larger than 1e18. Their bits are compared, as
+    integers, so that every group finds the same on every device."""
+    if form == "bf16":
+        bits, most = np.frombuffer(payload, "<u2") & 0x7FFF, LARGEST_BITS >> 16
+    else:
+        floats = {"float32": count, "sparse": -(-count // CHUNK_VALUES)}.get(form, -(-count // BLOCK_VALUES))
+        bits, most = np.frombuffer(payload[: 4 * floats], "<u4") & 0x7FFFFFFF, LARGEST_BITS
+    return not bits.size or int(bits.max()) <= most
 
 
 def _pairs(device: torch.device | None) -> Tensor:

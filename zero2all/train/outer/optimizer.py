@@ -18,6 +18,7 @@ the same kind of device.
 
 from __future__ import annotations
 
+import math
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,19 +26,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from zero2all.common.errors import AnomalyError
 from zero2all.common.progress import counted
 from zero2all.ops.host_memory import REGION_BYTES, PinnedMemory
 from zero2all.parallel.config import SlowLinkConfig
+from zero2all.parallel.group_link import GroupLink
+from zero2all.parallel.group_wire import Expected
 from zero2all.parallel.mesh import Axis
 from zero2all.parallel.parts import Part
 from zero2all.parallel.reduce import all_gather
 from zero2all.resilience.heartbeat import waiting_for_groups
-from zero2all.train.outer.compress import decode, encode, format_of, keeps_error, payload_bytes
+from zero2all.train.outer.compress import decode, encode, format_of, is_sound, keeps_error, payload_bytes
 from zero2all.train.outer.fragments import Due, make_clock, names_by_fragment
 from zero2all.train.weights import Weights
 
@@ -116,7 +120,7 @@ class OuterOptimizer:
         weights: Weights,
         layers: int,
         last_step: int | None = None,
-        link: Link | None = None,
+        link: GroupLink | None = None,
     ) -> None:
         """`layers`: blocks of the whole model. The outer weights are the model's, which may be loaded over later."""
         self._config, self._model, self._weights, self.link = config, model, weights, link
@@ -127,6 +131,7 @@ class OuterOptimizer:
         self.missed: dict[str, float] = {}  # by group: steps of which nothing came into the outer weights
         self.stalled_seconds = 0.0  # how long training waited in the last `finish`
         self._place = (0, 0)  # step and tokens of the last update
+        self._state_head = struct.Struct(f"<qq{len(config.groups)}d")  # step, tokens, missed
         self._thread = ThreadPoolExecutor(1, "z2a-outer")
         self._stream: torch.cuda.Stream | None = None  # of that thread
         spreads = {one.name: one.spread for one in weights.table}
@@ -185,9 +190,6 @@ class OuterOptimizer:
         began = time.perf_counter()
         reports = self._awaited(due)
         self.stalled_seconds = time.perf_counter() - began
-        for report in reports:
-            for group in set(range(len(self._config.groups))) - set(report.groups):
-                self.missed[str(group)] = self.missed.get(str(group), 0.0) + report.steps
         for flight in due:
             self._write(self._names[flight.due.fragment], self._config.alpha if flight.due.mixes else 0.0)
             self._flights.remove(flight)
@@ -273,8 +275,8 @@ class OuterOptimizer:
         self.settle()
         self._flights = []
         _, data = self.link.adopt()
-        step, tokens = struct.unpack_from("<qq", data)
-        at = 16
+        step, tokens, *missed = self._state_head.unpack_from(data)
+        at = self._state_head.size
         for held in self._held.values():
             for values in (held.values, held.momentum):
                 if values is not None and values.numel():
@@ -283,13 +285,46 @@ class OuterOptimizer:
             if held.error is not None:
                 held.error.zero_()
         self._place = (step, tokens)
+        self.missed = {str(group): steps for group, steps in enumerate(missed) if steps}  # of the weights it has now
         self._write(list(self._held), 0.0)
         return step, tokens
 
     def _state(self) -> bytes:
-        """Step, tokens, outer weights and momentum."""
-        parts = [each for held in self._held.values() for each in (held.values, held.momentum) if each is not None]
-        return struct.pack("<qq", *self._place) + b"".join(values.numpy().tobytes() for values in parts)
+        """Step, tokens, what is missing, outer weights and momentum."""
+        missed = [self.missed.get(str(group), 0.0) for group in range(len(self._config.groups))]
+        found = self._state_head.pack(*self._place, *missed) + b"".join(
+            values.numpy().tobytes() for values in self._state_values()
+        )
+        if fault := self._fault(None, found):
+            raise AnomalyError(
+                f"A group asked for the outer weights and momentum of this one, but they cannot be used: {fault}. "
+                f"They were not sent. Continue all groups from an earlier checkpoint, with a smaller learning rate."
+            )
+        return found
+
+    def _state_values(self) -> list[Tensor]:
+        return [each for held in self._held.values() for each in (held.values, held.momentum) if each is not None]
+
+    def expected(self) -> Expected:
+        """What the link knows of payloads and states before they come."""
+        sizes = [max((place.stop for *_, place in self._places(names)), default=0) for names in self._names]
+        state_bytes = self._state_head.size + sum(values.nbytes for values in self._state_values())
+        return Expected(sizes, state_bytes, self._fault)
+
+    def _fault(self, fragment: int | None, data: bytes) -> str:
+        """What is wrong with the payload of a fragment, or with a state; empty: nothing."""
+        whole, is_right = memoryview(data), True
+        if fragment is not None:
+            form = self._form
+            parts = [(piece.stop - piece.start, whole[at]) for _, piece, at in self._places(self._names[fragment])]
+        else:
+            head, form = self._state_head.unpack_from(data), "float32"
+            is_right = all(math.isfinite(value) and value >= 0 for value in head)
+            values = whole[self._state_head.size :]
+            parts = [(len(part) // 4, part) for part in _cut(values, 4 * PIECE_VALUES)]
+        if is_right and all(is_sound(part, count, form) for count, part in parts):
+            return ""
+        return "it holds values that are not finite, or larger than 1e18"
 
     # ---- between the model and the host ----
 
@@ -339,12 +374,15 @@ class OuterOptimizer:
         started = time.perf_counter()
         found = link.collect(due.number, due.fragment)
         waited = time.perf_counter() - started
+        own = payload if link.group not in found and not self._fault(due.fragment, payload) else None
         with self._beside_training(copied):
-            square = self._update(list(snapshot), payload, {group: found[group] for group in sorted(found)}, link.group)
+            square = self._update(list(snapshot), own, {group: found[group] for group in sorted(found)}, link.group)
         self._place = place
         steps = min(self.clock.every, place[0] - self._sent_at.get(due.fragment, 0)) / self.clock.fragments
         steps = steps if link.behind() is None else 0.0
         self._sent_at[due.fragment] = place[0]
+        for group in set(range(len(self._config.groups))) - set(found):
+            self.missed[str(group)] = self.missed.get(str(group), 0.0) + steps
         link.serve_state(due.number, self._state)
         number = max(0, due.number - 1) // (2 * self.clock.fragments)
         return RoundReport(number, tuple(sorted(found)), waited, square, steps)
@@ -378,21 +416,30 @@ class OuterOptimizer:
     def _decode(self, payload: bytes | memoryview, count: int) -> Tensor:
         return decode(payload, count, self._form, self._config.top_k_share, self._device)
 
-    def _update(self, names: Sequence[str], own: bytes, found: Mapping[int, bytes], group: int) -> float:
-        """One step of the outer optimizer; the square of the outer gradient's norm."""
-        square, at = 0.0, 0
+    def _places(self, names: Sequence[str]) -> Iterator[tuple[_Held, slice, slice]]:
+        """The pieces of these parameters, and where each is in the payload."""
+        at = 0
         for held in (self._held[name] for name in names):
             for piece in _pieces(held):
-                count = piece.stop - piece.start
-                here = slice(at, at + payload_bytes(count, self._form, self._config.top_k_share))
-                at = here.stop
-                if group not in found and held.error is not None:  # too late for this round: it counts in the next
-                    held.error[piece] = self._decode(own[here], count).add_(held.error[piece].to(self._device))
-                if found:
-                    payloads = (self._decode(memoryview(payload)[here], count) for payload in found.values())
-                    mean = reduce(Tensor.add_, payloads).div_(len(found))
-                    square += float(torch.linalg.vector_norm(mean)) ** 2
-                    self._step(held, piece, mean)
+                size = payload_bytes(piece.stop - piece.start, self._form, self._config.top_k_share)
+                yield held, piece, slice(at, at + size)
+                at += size
+
+    def _update(self, names: Sequence[str], own: bytes | None, found: Mapping[int, bytes], group: int) -> float:
+        """One step of the outer optimizer; the square of the outer gradient's norm. `own`: what this group has sent
+        too late for this round, and counts in the next; None: nothing that could be used."""
+        square = 0.0
+        for held, piece, at in self._places(names):
+            count = piece.stop - piece.start
+            if held.error is not None and own is not None:
+                held.error[piece] = self._decode(own[at], count).add_(held.error[piece].to(self._device))
+            elif held.error is not None and group not in found:
+                held.error[piece] = 0.0
+            if found:
+                payloads = (self._decode(memoryview(payload)[at], count) for payload in found.values())
+                mean = reduce(Tensor.add_, payloads).div_(len(found))
+                square += float(torch.linalg.vector_norm(mean)) ** 2
+                self._step(held, piece, mean)
         return square
 
     def _step(self, held: _Held, piece: slice, mean: Tensor) -> None:
@@ -414,12 +461,16 @@ def _pieces(held: _Held) -> list[slice]:
     return [slice(first, min(first + PIECE_VALUES, count)) for first in range(0, count, PIECE_VALUES)]
 
 
+def _cut(data: memoryview, length: int) -> list[memoryview]:
+    return [data[first : first + length] for first in range(0, len(data), length)]
+
+
 def _by_name(tensors: Mapping[str, Part]) -> dict[str, Part]:
     return {name.removeprefix(PREFIX): part for name, part in tensors.items()}
 
 
 def round_values(
-    reports: Sequence[RoundReport], squared_norm: Any, outer: OuterOptimizer, link: Link
+    reports: Sequence[RoundReport], squared_norm: Any, outer: OuterOptimizer, link: GroupLink
 ) -> dict[str, Any]:
     """The metrics of what was synchronised after a step; `squared_norm`: over all processes of the group."""
     return {
@@ -431,42 +482,3 @@ def round_values(
         "slow_link/received_bytes": link.received_bytes,
         "slow_link/outer_grad_norm": squared_norm**0.5,
     }
-
-
-class Link(Protocol):
-    """What is needed here of a link between groups (`zero2all.parallel.group_link`). One per process: rank r of a
-    group talks to rank r of every other group."""
-
-    group: int
-    groups: int
-    history: str
-    """Which rounds were made, as a hash; kept in checkpoints, so that a group knows whether it is in step."""
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of payloads so far."""
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes of payloads so far."""
-
-    def offer(self, number: int, fragment: int, payload: bytes | memoryview, /) -> None:
-        """Hand over the payload of this group; returns at once."""
-
-    def collect(self, number: int, fragment: int, /) -> dict[int, bytes]:
-        """Wait for the payloads, by group; the same set of groups in every group."""
-
-    def behind(self) -> int | None:
-        """A round that this group must adopt, because the others went on without it; None: in step."""
-
-    def adopt(self) -> tuple[int, bytes]:
-        """Round and outer state of a group that is in step."""
-
-    def serve_state(self, number: int, state: Callable[[], bytes], /) -> None:
-        """After every update: called for the outer state, if a group that comes back waits for it."""
-
-    def serve_last(self, label: int, state: Callable[[], bytes], /) -> bool:
-        """The same when training is complete; True: call it again, for a group that has not got it yet."""
-
-    def close(self) -> None:
-        """End all connections."""

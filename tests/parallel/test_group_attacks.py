@@ -1,0 +1,478 @@
+"""Whoever does not belong to the groups of a slow link, or sends what none of them sends, harms nobody."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from contextlib import suppress
+
+import pytest
+
+from benchmarks.two_machines import ADDRESSES, two_machines, why_not
+from tests.parallel.group_worker import PAYLOAD_BYTES, SECRET, STATE_BYTES, do_rounds, expected, payload_of
+from tests.parallel.test_group_link import WORKER, Threads, free_ports, settings_of, wait_until
+from tests.parallel.test_group_mind import worlds  # noqa: F401, a fixture
+from zero2all.common import connections
+from zero2all.common.connections import NotOfThisRunError, dial, split_address
+from zero2all.common.errors import PeerFailureError, UsageError
+from zero2all.parallel.config import SlowLinkConfig
+from zero2all.parallel.group_link import CONTROL, INNER, GroupLink
+from zero2all.parallel.group_mind import HEAD
+from zero2all.parallel.group_wire import (
+    CHUNK_BYTES,
+    HEADER,
+    MARK,
+    MESSAGE,
+    PAYLOAD,
+    STATE,
+    Channel,
+    Greeting,
+    _crc,
+    checked,
+    read_greeting,
+)
+
+SEED = 20261118
+FEW_CASES, ALL_CASES = 2_000, 100_000
+
+
+class Pair:
+    """Two groups of two ranks that do rounds until they are told to end."""
+
+    def __init__(self):
+        self.settings, self.logs, self.is_over = settings_of(2), {}, threading.Event()
+        self.address = split_address(self.settings[0].groups[0])
+        self.threads = Threads(self.settings, self.work)
+        wait_until(lambda: all(len(self.logs.get((group, 0), [])) > 1 for group in range(2)))
+
+    def work(self, link):
+        log = self.logs.setdefault((link.group, link.rank), [])
+        slow = {number: lambda: time.sleep(0.01) for number in range(1000)} | {20: lambda: self.is_over.wait(60)}
+        return do_rounds(link, log.append, 22, slow=slow)
+
+    def ends_unharmed(self):
+        self.is_over.set()
+        found = self.threads.ends()
+        assert isinstance(found[0, 0], bytes), found
+        for rank in range(2):
+            assert found[0, rank] == found[1, rank]
+            assert all(row["set"] == [0, 1] for row in self.logs[0, rank])
+
+
+def greeting_of(**fields):
+    usual = Greeting("test", "a stranger's", 1, 0, 0, 0, 0)._asdict()
+    return {**usual, **fields}
+
+
+def answer_to(address, hello):
+    with dial(address, SECRET, hello) as connection:
+        return connection.receive(10)
+
+
+def proved(address):
+    """A connection that has proved itself and has not said hello."""
+    connected = socket.create_connection(address, 10)
+    start = connected.recv(1 << 10)
+    nonces = start[len(connections.MAGIC) :] + bytes(32)
+    connected.sendall(bytes(32) + connections._proof(SECRET, b"dialer", nonces))
+    assert len(connected.recv(32)) == 32
+    return connected
+
+
+def test_who_does_not_know_the_secret_learns_nothing_and_the_log_names_the_address(capfd):
+    pair = Pair()
+    heard = b""
+    for text in (json.dumps(greeting_of()).encode(), b"z2a link 1\n" + bytes(200), b"[" * 5000, bytes(64)):
+        with socket.create_connection(pair.address, 10) as stranger, suppress(ConnectionError):
+            stranger.sendall(text.ljust(64, b" "))
+            while piece := stranger.recv(1 << 10):
+                heard += piece
+    assert b"test" not in heard  # the name of the run
+    assert b"seed" not in heard  # a setting
+    with pytest.raises(NotOfThisRunError, match="z2a launch secret"):
+        dial(pair.address, b"another secret of some length", greeting_of())
+    pair.ends_unharmed()
+    assert capfd.readouterr().err.count("group 0: a connection from 127.0.0.1 was refused") == 1
+
+
+def test_an_outsider_cannot_be_a_group_that_is_away():
+    settings, logs, is_over = settings_of(2, wait_seconds=0.5), {}, threading.Event()
+
+    def work(link):
+        rounds = 3 if link.group else 14
+        slow = {12: lambda: is_over.wait(60)}
+        return do_rounds(link, logs.setdefault(link.group, []).append, rounds, slow=slow)
+
+    threads = Threads(settings, work, ranks=1)
+    wait_until(lambda: any(row["set"] == [0] for row in logs.get(0, [])))  # group 1 has left
+    elsewhere = f"127.0.0.1:{free_ports(1)[0]}"
+    outsider = SlowLinkConfig([settings[0].groups[0], elsewhere], 1)
+    found = Threads([outsider], lambda link: link.behind(), ranks=1, secret=b"another secret of some length").ends()
+    is_over.set()
+    assert isinstance(found[1, 0], UsageError)
+    assert "the other side has another secret" in str(found[1, 0])
+    assert "--secret-file" in str(found[1, 0])
+    assert isinstance(threads.ends()[0, 0], bytes)
+    assert logs[0][-1]["set"] == [0]
+
+
+def test_a_greeting_that_is_nested_deep_ends_that_connection_only():
+    pair = Pair()
+    for text in (b'{"life":' + b"[" * 990 + b"]" * 990 + b"}", b"[" * 8000):
+        stranger = proved(pair.address)
+        stranger.sendall(len(text).to_bytes(4, "big") + text)
+        with suppress(ConnectionError):
+            assert stranger.recv(1) == b""
+    assert answer_to(pair.address, greeting_of(to=1))["refused"]  # the port still answers
+    pair.ends_unharmed()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stream": INNER, "group": 0, "rank": 1},  # as a rank of the own group, which is on this machine
+        {"stream": INNER, "group": 0, "rank": 0},
+        {"stream": 4},
+        {"stream": -3},
+        {"stream": CONTROL, "rank": 1, "to_rank": 1},
+        {"rank": 1},
+        {"rank": 2, "to_rank": 2},
+        {"group": 0},
+        {"group": 2},
+        {"run": "other"},
+        {"to": 1},
+    ],
+    ids=str,
+)
+def test_a_greeting_that_no_process_of_the_groups_sends_is_refused(fields, lasting_pair):
+    answer = answer_to(lasting_pair.address, greeting_of(**fields))
+    assert answer["refused"].startswith("Group 0 of the run 'test' listens there")
+
+
+@pytest.fixture(scope="module")
+def lasting_pair():
+    pair = Pair()
+    yield pair
+    pair.ends_unharmed()
+
+
+def test_no_stream_of_a_living_process_is_taken_over(lasting_pair):
+    for stream in (CONTROL, 0, 3):
+        assert answer_to(lasting_pair.address, greeting_of(stream=stream))["twice"]
+    assert answer_to(lasting_pair.address, greeting_of(rank=1, to_rank=1)) == {"later": True}
+    for hello in ({}, {**greeting_of(), "rank": "0"}, {**greeting_of(), "rank": True}, {**greeting_of(), "to": 2**70}):
+        with dial(lasting_pair.address, SECRET, hello) as connection, pytest.raises(ConnectionError):
+            connection.receive(10)
+
+
+def frame(kind, key, offset, total, body, group=1, era=0, length=None):
+    head = HEADER.pack(MARK, kind, *key, group, era, offset, total, len(body) if length is None else length)
+    return head + _crc(head, body).to_bytes(4, "big") + body
+
+
+def test_a_size_that_is_announced_takes_no_memory_and_its_sender_is_named(capfd):
+    """By one who knows the secret, as the data stream of a group that is away."""
+    settings = settings_of(2, wait_seconds=0.5)
+    is_over = threading.Event()
+    threads = Threads(settings[:1], lambda _link: is_over.wait(60), ranks=1, join_seconds=5.0)
+    address = split_address(settings[0].groups[0])
+    wait_until(lambda: reaches(address))
+    tracemalloc.start()
+    for kind, total in ((PAYLOAD, 8 << 30), (STATE, 8 << 30), (PAYLOAD, 1 << 36), (STATE, STATE_BYTES + (1 << 21))):
+        with dial(address, SECRET, greeting_of()) as connection:
+            assert connection.receive(10) == {}
+            with suppress(ConnectionError):
+                for offset in range(0, 8 * CHUNK_BYTES, CHUNK_BYTES):
+                    connection.socket.sendall(frame(kind, (9999, 0), offset, total, bytes(CHUNK_BYTES)))
+                connection.socket.recv(1)  # it is told that nothing more of it is wanted
+                connection.socket.sendall(frame(kind, (9999, 9), 0, total, bytes(CHUNK_BYTES)))
+                while connection.socket.recv(1 << 12):
+                    pass
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 << 20
+    said = capfd.readouterr().err
+    assert said.count("z2a: group 1: the connection with 127.0.0.1:") == 1  # ended for the last frame, once a minute
+    assert said.count("z2a: the payload of group 1 (127.0.0.1:") == 1
+    assert f"for round 9999, fragment 0, is not used: it has {8 << 30} bytes instead of {PAYLOAD_BYTES}." in said
+    is_over.set()
+    assert isinstance(threads.ends(60)[0, 0], PeerFailureError)  # nobody came as group 1
+
+
+def reaches(address):
+    with suppress(OSError):
+        socket.create_connection(address, 1).close()
+        return True
+    return False
+
+
+def test_a_payload_that_cannot_be_used_is_left_out_by_all_ranks_of_all_groups_at_once(capfd):
+    """Only rank 1 of group 1 sends it. Nobody waits for another one: wait_seconds is longer than the test may take."""
+    bad, sets = b"\xff" * PAYLOAD_BYTES, {}
+
+    def work(link):
+        for number in range(5):
+            is_bad = (link.group, link.rank) == (1, 1) and number == 2
+            link.offer(number, 0, bad if is_bad else payload_of(link.group, link.rank, number))
+            sets.setdefault((link.group, link.rank), []).append(sorted(link.collect(number, 0)))
+        return "done"
+
+    found = Threads(settings_of(3, wait_seconds=300.0), work).ends(120)
+    assert set(found.values()) == {"done"}
+    assert {str(each) for each in sets.values()} == {str([[0, 1, 2], [0, 1, 2], [0, 2], [0, 1, 2], [0, 1, 2]])}
+    said = capfd.readouterr().err
+    assert said.count("z2a: the payload of group 1 (127.0.0.1:") == 2  # in the other two groups
+    assert "z2a: the payload of this group for round 2, fragment 0, is not used: it is bad." in said
+
+
+def test_a_payload_of_the_wrong_size_is_refused_and_its_sender_named(capfd):
+    def work(link):
+        length = PAYLOAD_BYTES + link.group
+        sets = []
+        for number in range(3):
+            link.offer(number, 0, payload_of(link.group, 0, number, length))
+            sets.append(sorted(link.collect(number, 0)))
+        return sets
+
+    settings = settings_of(2, wait_seconds=300.0)
+    assert Threads(settings, work, ranks=1).ends(60) == {(group, 0): [[0]] * 3 for group in range(2)}
+    said = capfd.readouterr().err
+    why = f"for round 0, fragment 0, is not used: it has {PAYLOAD_BYTES + 1} bytes instead of {PAYLOAD_BYTES}."
+    assert said.count(why) == 2
+    assert said.count("z2a: the payload of group 1 (127.0.0.1:") == 1
+
+
+def test_a_state_that_cannot_be_used_is_not_adopted_and_its_sender_is_named():
+    settings, histories = settings_of(2), {}
+
+    def train(link):
+        do_rounds(link, [].append, 6 - 3 * link.group)  # group 1 ends, group 0 goes on alone
+        histories[link.group] = link.history
+
+    Threads(settings, train, ranks=1).ends(90)
+
+    def again(link):
+        while link.group == 0 and link.serve_last(6, lambda: b"\xff" * STATE_BYTES):
+            pass
+
+    found = Threads(settings, again, ranks=1, histories=histories, join_seconds=20.0).ends(60)
+    assert isinstance(found[1, 0], PeerFailureError)
+    assert "Group 0 (127.0.0.1:" in str(found[1, 0])
+    assert "it is bad" in str(found[1, 0])
+
+
+def test_a_group_listens_at_its_own_address_only_and_says_what_to_add_where_it_has_none():
+    port = free_ports(1)[0]
+    link = SlowLinkConfig([f"127.0.0.3:{port}", f"127.0.0.1:{free_ports(1)[0]}"], 0)
+    is_stopped = threading.Event()
+    waiting = threading.Thread(target=lambda: suppressed(link, is_stopped.is_set), daemon=True)
+    waiting.start()
+    wait_until(lambda: reaches(("127.0.0.3", port)))
+    assert not reaches(("127.0.0.1", port))
+    is_stopped.set()
+    waiting.join(30)
+    elsewhere = SlowLinkConfig(["192.0.2.7:29600", "127.0.0.1:29601"], 0)
+    with pytest.raises(UsageError, match=r"192\.0\.2\.7:29600, which is not .*slow_link\.bind 127\.0\.0\.1:29600$"):
+        suppressed(elsewhere, lambda: True)
+
+
+def suppressed(config, is_stopped):
+    from zero2all.common.errors import PreemptedError
+
+    with suppress(PreemptedError):
+        GroupLink(config, "test", 0, 1, {}, 30.0, SECRET, expected(), is_stopped=is_stopped)
+
+
+# ---- a fuzzer of everything that is read from a connection
+
+
+def random_value(chance, depth=0):
+    kinds = ["int", "float", "text", "none", "bool", "list", "dict"][: 5 if depth > 3 else 7]
+    kind = chance.choice(kinds)
+    if kind == "list":
+        return [random_value(chance, depth + 1) for _ in range(chance.randrange(4))]
+    if kind == "dict":
+        return {random_text(chance): random_value(chance, depth + 1) for _ in range(chance.randrange(4))}
+    plain = {"int": chance.choice([0, 1, -1, 2**31, 2**70]), "float": chance.choice([0.5, float("nan"), 1e400])}
+    return {**plain, "text": random_text(chance), "none": None, "bool": True}[kind]
+
+
+def random_text(chance):
+    return chance.choice(["do", "key", "item", "era", "status", "have_all", "", "\udc80", "x" * 300])
+
+
+def random_frames(chance):
+    """Frames of which some field is wrong, with the right checksum or not, cut or not."""
+    key = (chance.choice([0, 1, 2**32 - 1]), chance.choice([0, 1, 2, 2**32 - 1]))
+    kind = chance.choice([MESSAGE, PAYLOAD, STATE, 3, 255])
+    if kind == MESSAGE:
+        body = chance.choice(
+            [
+                json.dumps(random_value(chance)).encode(),
+                b"[" * chance.randrange(3000),
+                chance.randbytes(20),
+                b'{"do":"have_all","item":' + json.dumps(random_value(chance)).encode() + b"}",
+            ]
+        )
+        total, offset = chance.choice([(0, 0), (5, 7)])
+    else:
+        total = chance.choice([0, 1, PAYLOAD_BYTES, STATE_BYTES, STATE_BYTES + 10, CHUNK_BYTES + 5, 2**33, 2**64 - 1])
+        offset = chance.choice([0, 0, 0, 1, CHUNK_BYTES, 2**63])
+        body = chance.randbytes(min(total, chance.choice([total, total, 0, 7]), 4000))
+    length = chance.choice([None, None, None, 0, 2**32 - 1])
+    whole = frame(kind, key, offset, total, body, chance.randrange(4), chance.choice([0, 2**32 - 1]), length)
+    if chance.random() < 0.2:
+        at = chance.randrange(len(whole))
+        whole = whole[:at] + bytes([whole[at] ^ 1 << chance.randrange(8)]) + whole[at + 1 :]
+    return whole[: chance.randrange(len(whole))] if chance.random() < 0.1 else whole
+
+
+CASES = pytest.mark.parametrize("cases", [FEW_CASES, pytest.param(ALL_CASES, marks=pytest.mark.chaos)])
+
+
+@CASES
+def test_no_frames_make_another_error_than_those_that_end_a_connection(cases):
+    chance, came = random.Random(SEED), []
+    tracemalloc.start()
+    channel = Channel("fuzz", lambda _: None, lambda _: None, lambda *each: came.append(each), expected())
+    for _ in range(cases):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.sendall(b"".join(random_frames(chance) for _ in range(chance.randrange(1, 4))))
+            theirs.close()
+            with pytest.raises((OSError, ValueError, KeyError, TypeError, IndexError)):
+                channel._receive_all(0, ours)
+        channel._messages.clear()
+        for item, data, fault in came:
+            right = range(STATE_BYTES, STATE_BYTES + (1 << 20) + 1) if item.kind == STATE else [PAYLOAD_BYTES]
+            assert len(data) == 0 if fault else len(data) in right
+        came.clear()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 32 << 20
+    assert len(channel._arriving) <= 64
+
+
+@CASES
+def test_no_greeting_status_or_state_that_passes_the_check_stops_who_reads_it(cases, worlds):  # noqa: F811
+    chance, mind = random.Random(SEED), worlds(SEED, 3).lives[0].mind
+    mind._alike, mind.is_running = {1, 2}, True
+    member = [1, 5]
+    record = {"key": [1, 0], "before": mind.chain, "set": [member], "members": [[0, mind.era], member]}
+    status = {
+        **{"chain": "a", "weight": 1, "last": [0, 0], "recent": [record], "era": 5, "members": [member]},
+        **{"running": True, "lost": False, "connected": [member], "next": None, "reach": [0, 0], "want": None},
+        **{"proposal": record, "accepted": {**record, "by": 1}, "do": "status"},
+    }
+    head = {"to": 1, "id": 7, "label": 3, "history": ["a", 1, [0, 0]], "recent": [record], "members": [member]}
+
+    def hear(message):
+        mind._hear(chance.choice([1, 2]), message)
+        mind._look()
+        json.dumps(mind._status())
+
+    def adopt(message):
+        mind._continue_from(checked(message, HEAD))
+        mind._look()
+
+    for good, read in ((greeting_of(), read_greeting), (status, hear), (head, adopt)):
+        read(json.loads(json.dumps(good)))
+        for _ in range(cases // 3):
+            bad = json.loads(json.dumps(good))
+            spoil(chance, bad)
+            if "do" not in good or bad["do"] == "status":
+                with suppress(ValueError):
+                    read(bad)
+            mind.mine = [chance.choice([(1, 0), (2, 1)])] if chance.random() < 0.5 else []
+            mind.since = dict.fromkeys(mind.mine, 0.0)
+            mind.link.outcomes.clear()
+
+
+def spoil(chance, value):
+    """Put something else somewhere."""
+    at = chance.choice(list(value) if isinstance(value, dict) else range(len(value))) if value else None
+    if at is not None and isinstance(value[at], dict | list) and value[at] and chance.random() < 0.6:
+        spoil(chance, value[at])
+    elif at is not None:
+        value[at] = random_value(chance)
+
+
+# ---- two machines
+
+
+@pytest.mark.chaos
+def test_hostile_connections_from_another_machine_change_nothing(tmp_path):
+    """Group 1 is killed, and its machine sends whatever it can without the secret; then group 1 comes back."""
+    if problem := why_not():
+        pytest.skip(problem)
+    with two_machines() as machines:
+        port = free_ports(1)[0]
+        groups = [f"{address}:{port}" for address in ADDRESSES]
+        running, logs = {}, {}
+
+        def start(group):
+            logs[group] = tmp_path / f"{group}-{len(logs)}-{time.monotonic_ns()}.jsonl"
+            fields = {"groups": groups, "group": group, "wait_seconds": 1.0, "rank": 0, "ranks": 1}
+            words = json.dumps({**fields, "rounds": 100_000, "step_seconds": 0.02})
+            command = machines.command(group, sys.executable, str(WORKER), words, str(logs[group]))
+            with (tmp_path / f"errors-{group}.txt").open("a") as errors:
+                running[group] = subprocess.Popen(command, stderr=errors)
+
+        def sets(group):
+            lines = logs[group].read_text().splitlines() if logs[group].exists() else []
+            return [row["set"] for row in map(json.loads, lines) if "set" in row]
+
+        try:
+            start(0)
+            start(1)
+            wait_until(lambda: len(sets(0)) > 5)
+            running[1].send_signal(signal.SIGKILL)
+            running[1].wait()
+            wait_until(lambda: sets(0)[-1] == [0])
+            attack = machines.command(1, sys.executable, __file__, groups[0])
+            done = subprocess.run(attack, timeout=120, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+            assert json.loads(done.stdout) == {"refused": True, "told": False}
+            assert sets(0)[-1] == [0]
+            start(1)
+            wait_until(lambda: [0, 1] in sets(1))
+            wait_until(lambda: sets(0)[-1] == [0, 1])
+        finally:
+            for process in running.values():
+                process.kill()
+                process.wait()
+        said = (tmp_path / "errors-0.txt").read_text()
+        assert "Traceback" not in said
+        assert 1 <= said.count(f"a connection from {ADDRESSES[1]} was refused") <= 3  # once a minute
+
+
+def attack(address: str) -> None:
+    """From another machine, without the secret: idle, hostile and wrong connections."""
+    place, heard, is_refused = split_address(address), b"", False
+    idle = [socket.create_connection(place, 10) for _ in range(300)]
+    for number in range(200):
+        with socket.create_connection(place, 10) as stranger, suppress(OSError):
+            stranger.settimeout(2)
+            stranger.sendall(random.Random(number).randbytes(5000) if number % 2 else b"[" * 20_000)
+            while piece := stranger.recv(1 << 12):
+                heard += piece
+    with suppress(NotOfThisRunError):
+        dial(place, b"another secret of some length", greeting_of(stream=CONTROL))
+        is_refused = None
+    is_refused = is_refused is False
+    for each in idle:
+        each.close()
+    print(json.dumps({"refused": is_refused, "told": b"test" in heard or b"seed" in heard}))
+
+
+if __name__ == "__main__":
+    attack(sys.argv[1])
+    os._exit(0)
