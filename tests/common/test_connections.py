@@ -264,7 +264,7 @@ class TestHostileBytes:
         door = Door.__new__(Door)
         door._secret = SECRET
         monkeypatch.setattr(connections.secrets, "token_bytes", lambda length: bytes(length))
-        monkeypatch.setattr(connections, "_name", lambda _connected: "here")
+        monkeypatch.setattr(connections, "address_of", lambda _connected: "here")
         rng = random.Random(SEED)
         nonces = bytes(64)
         good = connections.MAGIC + nonces[32:] + connections._proof(SECRET, b"dialer", nonces)
