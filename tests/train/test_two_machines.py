@@ -147,6 +147,32 @@ def test_a_stranger_at_the_rendezvous_is_refused_and_the_real_machine_joins_afte
 
 
 @pytest.mark.chaos
+def test_slurm_and_torchrun_start_the_machines_of_a_run(
+    machines: Machines, pair: Pair, work: Workspace, config_file: Any
+):
+    step = {"SLURM_STEP_NODELIST": ",".join(ADDRESSES), "SLURM_STEP_NUM_NODES": "2", "SLURM_JOB_ID": "70123"}
+    programs = [pair(machine, **step, SLURM_NODEID=str(machine)) for machine in (0, 1)]
+    said = said_by(*programs)
+    assert [program.returncode for program in programs] == [0, 0], "\n".join(said)
+    meeting = ["--nnodes", "2", "--master-addr", ADDRESSES[0], "--master-port", str(PORT)]
+    words = ["-m", "zero2all", "train", str(config_file()), "--work", str(work.root), "--fresh"]
+    programs = [
+        subprocess.Popen(
+            machines.command(
+                machine, sys.executable, "-m", "torch.distributed.run", *meeting, "--node-rank", str(machine), *words
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for machine in (0, 1)
+    ]
+    said = said_by(*programs)
+    assert [program.returncode for program in programs] == [0, 0], "\n".join(said)
+    assert "run: step 8" in said[0]
+
+
+@pytest.mark.chaos
 def test_machines_meet_over_ipv6_and_a_name_that_means_loopback_on_machine_0(machines: Machines, pair: Pair):
     """Debian writes the own name of a machine as 127.0.1.1 into /etc/hosts."""
     for machine, space in enumerate(machines.spaces):

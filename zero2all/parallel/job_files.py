@@ -138,7 +138,7 @@ def kubernetes_file(
         meeting += ["--rendezvous-bind", f"[$(POD_IP)]:{DEFAULT_PORT}"]
         secret_object = f"""\
 # Who knows this secret can join the run: keep the file to yourself.
-{{apiVersion: v1, kind: Secret, metadata: {{name: {name}}}, stringData: {{secret: {new_secret()}}}}}
+{{apiVersion: v1, kind: Secret, metadata: {{name: {name}}}, stringData: {{secret: {json.dumps(new_secret())}}}}}
 ---
 """
         secret_lines = f"""\

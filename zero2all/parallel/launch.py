@@ -81,12 +81,7 @@ def command_started() -> float:
 
 
 def make_rules(
-    config: SpreadConfig,
-    settings: ResilienceConfig,
-    nodes: Nodes,
-    processes: int,
-    supervised: bool,
-    run: Path,
+    config: SpreadConfig, settings: ResilienceConfig, nodes: Nodes, processes: int, supervised: bool, run: Path
 ) -> Rules | None:
     """With which machines a run goes on; None: there is one. UsageError where it fits on none of their numbers."""
     if not supervised and nodes.least < nodes.count:

@@ -283,26 +283,18 @@ def differences(first: Facts, other: Facts) -> str:
 
 def _learn_verdict(store: dist.Store, rank: int, key: str, seconds: float, own: Facts) -> dict[str, Any]:
     """The others: what rank 0 found. One that rank 0 does not know of (another WORLD_SIZE) sees that by itself."""
-    try:
-        deadline = time.monotonic() + seconds + SLOWER_SECONDS
-        while wait_for_keys(store, [key], 0.5):
-            if time.monotonic() > deadline:
-                return _problem(
-                    PeerFailureError(
-                        f"Rank {rank} heard nothing from rank 0 within parallel.join_seconds ({seconds:g} s): rank 0 "
-                        f"was not started, or hangs. Look for its error, and start all processes again."
-                    )
+    deadline = time.monotonic() + seconds + SLOWER_SECONDS
+    while wait_for_keys(store, [key], 0.5):
+        if time.monotonic() > deadline:
+            return _problem(
+                PeerFailureError(
+                    f"Rank {rank} heard nothing from rank 0 within parallel.join_seconds ({seconds:g} s): rank 0 was "
+                    f"not started, or hangs. Look for its error, and start all processes again."
                 )
-        verdict: dict[str, Any] = json.loads(store.get(key))
-        found = differences(json.loads(store.get("rank/0"))["facts"], own["facts"])
-        store.set(f"seen/{key}/{rank}", "")  # from now on rank 0, which holds the store, may be gone
-    except dist.DistError as error:
-        return _problem(
-            PeerFailureError(
-                f"Rank {rank} lost the connection to rank 0 before the first step. If rank 0 printed an error, that is "
-                f"the cause. The error of the store: {str(error).splitlines()[0]}"
             )
-        )
+    verdict: dict[str, Any] = json.loads(store.get(key))
+    found = differences(json.loads(store.get("rank/0"))["facts"], own["facts"])
+    store.set(f"seen/{key}/{rank}", "")  # from now on rank 0, which holds the store, may be gone
     if "problem" not in verdict and found:
         return _problem(UsageError(f"Rank {rank} differs from rank 0: {found}. Nothing was started."))
     return verdict

@@ -138,7 +138,8 @@ class Meeting:
             if connection.hello.get("service") != "store":
                 self._listen(connection)
             elif (store := self._store) is not None:
-                join(connection.socket, socket.create_connection(store))
+                with suppress(OSError):  # rank 0 has ended
+                    join(connection.socket, socket.create_connection(store))
 
     def _listen(self, connection: Connection) -> None:
         """One machine, until its connection ends."""
