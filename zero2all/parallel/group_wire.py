@@ -384,8 +384,6 @@ def dial_process(address: str, secret: bytes, greeting: Greeting) -> tuple[socke
             raise TwiceError(*map(str, answer["twice"]))
         if answer.get("refused"):
             raise RefusalError(str(answer["refused"]))
-        if answer.get("later"):
-            raise ConnectionError("it has not noticed yet that an earlier process has ended")
     except BaseException:
         connection.close()
         raise
