@@ -47,6 +47,7 @@ slow: $(DEV)
 
 chaos: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu and not soak" tests/resilience $$($(BIN)/python -m tests.resilience.rows)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "chaos and not gpu and not soak" tests/common tests/parallel
 
 soak: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -s -m soak
