@@ -179,6 +179,27 @@ def test_no_stream_of_a_living_process_is_taken_over(lasting_pair):
             connection.receive(10)
 
 
+def test_ranks_on_two_machines_of_a_group_meet_and_nobody_takes_the_place_of_one():
+    """Each rank has a port of its own here, as on a machine of its own."""
+    groups = [",".join(f"127.0.0.1:{port}" for port in free_ports(2)) for _ in range(2)]
+    address = split_address(groups[0].split(",")[0])
+    logs, is_over = {}, threading.Event()
+
+    def work(link):
+        log = logs.setdefault((link.group, link.rank), [])
+        return do_rounds(link, log.append, 8, slow={4: lambda: is_over.wait(60)})
+
+    threads = Threads([SlowLinkConfig(groups, group, wait_seconds=60.0) for group in range(2)], work)
+    wait_until(lambda: len(logs.get((0, 0), [])) > 2)
+    with dial(address, SECRET, greeting_of(stream=INNER, group=0, rank=1)) as twin, pytest.raises(ConnectionError):
+        twin.receive(10)
+    assert answer_to(address, greeting_of(rank=1, to_rank=1))["refused"]  # that rank is on the other machine
+    is_over.set()
+    found = threads.ends(60)
+    assert [found[0, rank] == found[1, rank] for rank in range(2)] == [True, True]
+    assert all(row["set"] == [0, 1] for row in logs[0, 1])
+
+
 def frame(kind, key, offset, total, body, group=1, era=0, length=None):
     head = HEADER.pack(MARK, kind, *key, group, era, offset, total, len(body) if length is None else length)
     return head + _crc(head, body).to_bytes(4, "big") + body
