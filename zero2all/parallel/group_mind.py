@@ -21,6 +21,11 @@ living member can propose after c, and each of them has accepted D, so it propos
 member of c, so it does not propose, and p need not wait for it (5). So all living groups decide D, whomever p reached.
 With two groups it is the same: p decides alone only if the other one is dead.
 
+A payload of the wrong size, or with values that are not finite, is as one that never came. A rank says `have` only of
+what it can use, and only what all ranks of a group have is proposed (1) or accepted (2): so a set names nothing that
+one who decides it cannot use. All ranks look at the same bits in the same way; where a group sends different bits to
+two others, the one that cannot use its own gets those of the proposer. `bad` only ends the wait of (1).
+
 The condition cannot be dropped: with two groups "dead" and "cut off" look alike, and both have to go on. After a
 partition chains differ. So they may when all members die at once and those who only follow go on. Then the group whose
 chain counts fewer contributions adopts the state of the other (equal: that with the higher number), so that neither a
