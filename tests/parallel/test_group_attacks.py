@@ -90,7 +90,9 @@ def proved(address):
 def test_who_does_not_know_the_secret_learns_nothing_and_the_log_names_the_address(capfd):
     pair = Pair()
     heard = b""
-    for text in (json.dumps(greeting_of()).encode(), b"z2a link 1\n" + bytes(200), b"[" * 5000, bytes(64)):
+    silent = socket.create_connection(pair.address)
+    strays = (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", json.dumps(greeting_of()).encode(), b"[" * 5000, bytes(64))
+    for text in strays:
         with socket.create_connection(pair.address, 10) as stranger, suppress(ConnectionError):
             stranger.sendall(text.ljust(64, b" "))
             while piece := stranger.recv(1 << 10):
@@ -100,6 +102,7 @@ def test_who_does_not_know_the_secret_learns_nothing_and_the_log_names_the_addre
     with pytest.raises(NotOfThisRunError, match="z2a launch secret"):
         dial(pair.address, b"another secret of some length", greeting_of())
     pair.ends_unharmed()
+    silent.close()
     assert capfd.readouterr().err.count("group 0: a connection from 127.0.0.1 was refused") == 1
 
 
