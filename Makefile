@@ -47,7 +47,7 @@ slow: $(DEV)
 
 chaos: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu and not soak" tests/resilience $$($(BIN)/python -m tests.resilience.rows)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "chaos and not gpu" --ignore tests/resilience tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "chaos and not gpu and not soak" --ignore tests/resilience tests
 
 soak: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -s -m soak

@@ -90,7 +90,9 @@ def proved(address):
 def test_who_does_not_know_the_secret_learns_nothing_and_the_log_names_the_address(capfd):
     pair = Pair()
     heard = b""
-    for text in (json.dumps(greeting_of()).encode(), b"z2a link 1\n" + bytes(200), b"[" * 5000, bytes(64)):
+    silent = socket.create_connection(pair.address)
+    strays = (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", json.dumps(greeting_of()).encode(), b"[" * 5000, bytes(64))
+    for text in strays:
         with socket.create_connection(pair.address, 10) as stranger, suppress(ConnectionError):
             stranger.sendall(text.ljust(64, b" "))
             while piece := stranger.recv(1 << 10):
@@ -100,6 +102,7 @@ def test_who_does_not_know_the_secret_learns_nothing_and_the_log_names_the_addre
     with pytest.raises(NotOfThisRunError, match="z2a launch secret"):
         dial(pair.address, b"another secret of some length", greeting_of())
     pair.ends_unharmed()
+    silent.close()
     assert capfd.readouterr().err.count("group 0: a connection from 127.0.0.1 was refused") == 1
 
 
@@ -167,10 +170,37 @@ def lasting_pair():
 def test_no_stream_of_a_living_process_is_taken_over(lasting_pair):
     for stream in (CONTROL, 0, 3):
         assert answer_to(lasting_pair.address, greeting_of(stream=stream))["twice"]
-    assert answer_to(lasting_pair.address, greeting_of(rank=1, to_rank=1)) == {"later": True}
-    for hello in ({}, {**greeting_of(), "rank": "0"}, {**greeting_of(), "rank": True}, {**greeting_of(), "to": 2**70}):
+    at_rank_1 = greeting_of(rank=1, to_rank=1)  # there it is closed without an answer, as what is no greeting
+    for hello in (
+        at_rank_1,
+        {},
+        {**greeting_of(), "rank": "0"},
+        {**greeting_of(), "rank": True},
+        {**greeting_of(), "to": 2**70},
+    ):
         with dial(lasting_pair.address, SECRET, hello) as connection, pytest.raises(ConnectionError):
             connection.receive(10)
+
+
+def test_ranks_on_two_machines_of_a_group_meet_and_nobody_takes_the_place_of_one():
+    """Each rank has a port of its own here, as on a machine of its own."""
+    groups = [",".join(f"127.0.0.1:{port}" for port in free_ports(2)) for _ in range(2)]
+    address = split_address(groups[0].split(",")[0])
+    logs, is_over = {}, threading.Event()
+
+    def work(link):
+        log = logs.setdefault((link.group, link.rank), [])
+        return do_rounds(link, log.append, 8, slow={4: lambda: is_over.wait(60)})
+
+    threads = Threads([SlowLinkConfig(groups, group, wait_seconds=60.0) for group in range(2)], work)
+    wait_until(lambda: len(logs.get((0, 0), [])) > 2)
+    with dial(address, SECRET, greeting_of(stream=INNER, group=0, rank=1)) as twin, pytest.raises(ConnectionError):
+        twin.receive(10)
+    assert answer_to(address, greeting_of(rank=1, to_rank=1))["refused"]  # that rank is on the other machine
+    is_over.set()
+    found = threads.ends(60)
+    assert [found[0, rank] == found[1, rank] for rank in range(2)] == [True, True]
+    assert all(row["set"] == [0, 1] for row in logs[0, 1])
 
 
 def frame(kind, key, offset, total, body, group=1, era=0, length=None):

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -271,30 +270,6 @@ def test_a_finished_group_gives_its_state_to_one_that_is_behind():
     # Group 0 leaves while group 1 waits for its state: nobody waits for ever.
     found = Threads(settings, lambda _link: None, join_seconds=2.0, histories=histories).ends(30)
     assert "If they have finished the run, start them again, too" in str(found[1, 1])
-
-
-def test_stray_connections_are_dropped_and_disturb_nothing():
-    settings, logs = settings_of(2), {}
-    port = int(settings[0].groups[0].rpartition(":")[2])
-    are_dropped = threading.Event()
-    threads = Threads(settings, rounds_of(logs, None, 10, slow={5: are_dropped.wait}))
-    wait_until(lambda: len(logs.get((0, 0), [])) > 2)
-    frame = b'{"run":"test","group":1,"rank":0,"to":0,"to_rank":0,"stream":7}'
-    whole = b"z2a link 1\n" + len(frame).to_bytes(2, "big") + frame
-    silent = socket.create_connection(("127.0.0.1", port))  # says half of a greeting, and no more
-    silent.sendall(whole[:20])
-    for text in (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", random.randbytes(500), whole + random.randbytes(500)):
-        with socket.create_connection(("127.0.0.1", port)) as stray:
-            stray.settimeout(60)
-            with suppress(ConnectionError):
-                stray.sendall(text)
-                while stray.recv(1000):
-                    pass
-    silent.close()
-    are_dropped.set()
-    found = threads.ends()
-    assert found[0, 0] == found[1, 0]
-    assert all(row["set"] == [0, 1] for row in logs[0, 0])
 
 
 def test_groups_that_differ_or_do_not_come_are_named():

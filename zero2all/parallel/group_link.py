@@ -262,25 +262,23 @@ class GroupLink(Link):
             connection.close()
             return
         greeting = read_greeting(connection.hello)
-        if not self._is_possible(greeting):
+        place = (greeting.group, greeting.rank, greeting.to_rank, greeting.stream)
+        if (greeting.run, greeting.to) != (self._run, self.group) or place not in self._greetings_here():
             here = f"Group {self.group} of the run {self._run!r} listens there"
             connection.send({"refused": f"{here}, not group {greeting.to} of {greeting.run!r}."})
             raise ValueError("a greeting that is not for a process on this machine")
         with suppress(OSError):  # that process is not there yet
             hand_over(self._folder, connection.socket, greeting)
 
-    def _is_possible(self, greeting: Greeting) -> bool:
-        """Whether a process on another machine greets a process on this one like this."""
+    def _greetings_here(self) -> set[tuple[int, int, int, int]]:
+        """Group, rank, rank here and stream of all connections that come to this machine from others."""
         first = self.rank // self._per_machine * self._per_machine
         here = range(first, min(first + self._per_machine, self.ranks))
-        is_here = (greeting.run, greeting.to) == (self._run, self.group) and greeting.to_rank in here
-        if not is_here or greeting.rank not in range(self.ranks):
-            return False
-        if greeting.stream == INNER:
-            return greeting.group == self.group and greeting.to_rank == 0 and greeting.rank not in here
-        streams = range(CONTROL if greeting.to_rank == 0 else 0, self.config.streams)
-        is_pair = greeting.rank == greeting.to_rank and greeting.stream in streams
-        return is_pair and greeting.group in range(self.group + 1, self.groups)
+        streams = {(rank, stream) for rank in here for stream in range(0 if rank else CONTROL, self.config.streams)}
+        found = {
+            (group, rank, rank, stream) for group in range(self.group + 1, self.groups) for rank, stream in streams
+        }
+        return found | {(self.group, rank, 0, INNER) for rank in range(self.ranks) if 0 in here and rank not in here}
 
     def _take_connection(self, greeting: Greeting, connected: socket.socket) -> None:
         """A connection that somebody dialled, and that has proved itself, or one of this machine."""
@@ -303,7 +301,9 @@ class GroupLink(Link):
         """The answer, if another process has the place of this one, and lives. Rank 0 knows whether it does, and tells
         the other ranks when it does not (`Mind.lose`): by itself none of them gives a place to another process."""
         if self._mind is None or greeting.stream == INNER:
-            return {"later": True} if channel.is_up and channel.life != greeting.life else None
+            if channel.is_up and channel.life != greeting.life:
+                raise ConnectionError("its place is not free yet")  # without an answer: it dials again
+            return None
         channel = self._mind.control[greeting.group]
         is_alive = channel.is_up and time.monotonic() < channel.spoke_at + ALIVE_SECONDS
         if not is_alive or channel.life == greeting.life:

@@ -21,6 +21,11 @@ living member can propose after c, and each of them has accepted D, so it propos
 member of c, so it does not propose, and p need not wait for it (5). So all living groups decide D, whomever p reached.
 With two groups it is the same: p decides alone only if the other one is dead.
 
+A payload of the wrong size, or with values that are not finite, is as one that never came. A rank says `have` only of
+what it can use, and only what all ranks of a group have is proposed (1) or accepted (2): so a set names nothing that
+one who decides it cannot use. All ranks look at the same bits in the same way; where a group sends different bits to
+two others, the one that cannot use its own gets those of the proposer. `bad` only ends the wait of (1).
+
 The condition cannot be dropped: with two groups "dead" and "cut off" look alike, and both have to go on. After a
 partition chains differ. So they may when all members die at once and those who only follow go on. Then the group whose
 chain counts fewer contributions adopts the state of the other (equal: that with the higher number), so that neither a
@@ -43,6 +48,7 @@ from typing import Any
 
 from zero2all.common.connections import NotOfThisRunError, dial, split_address
 from zero2all.common.errors import AbsentGroupsError, PeerFailureError, UsageError
+from zero2all.common.language import message
 from zero2all.common.progress import say
 from zero2all.parallel.config import SlowLinkConfig
 from zero2all.parallel.group_wire import SILENT_SECONDS, Channel, Key, checked
@@ -282,19 +288,21 @@ class Mind:
 
         own, address = self.link.group, self.link.config.groups[group].partition(",")[0]
         if group in self.heard:
-            return _note(f"Group {group} at {address} is here, but has not met all other groups.")
+            return message(f"Group {group} at {address} is here, but has not met all other groups.")
         try:
             dial(split_address(address), self.link.secret, LOOKS, LOOK_SECONDS).close()
+            why = ""
         except NotOfThisRunError as error:
-            return _note(f"Group {group} cannot be reached at {address}: {error}.")
+            why = str(error)
         except OSError:
-            if why := why_not_reached(*split_address(address), f"group {group}"):
-                return _note(f"Group {group} cannot be reached at {address}: {why}.")
+            why = why_not_reached(*split_address(address), f"group {group}")
+        if why:
+            return message(f"Group {group} cannot be reached at {address}: {why}.")
         if group < own:
-            return _note(f"At {address} something answers, but not as group {group} does: the port is wrong.")
+            return message(f"At {address} something answers, but not as group {group} does: the port is wrong.")
         here = self.link.config.groups[own]
         why = f"a firewall blocks the way to {here}, it has another address for group {own}, or the port is wrong"
-        return _note(f"Group {group} at {address} can be reached, but has not connected to group {own}: {why}.")
+        return message(f"Group {group} at {address} can be reached, but has not connected to group {own}: {why}.")
 
     def _is_ready(self) -> bool:
         return all(channel.is_up for channel in self.link.inner.values()) and not self._missing()
@@ -564,11 +572,6 @@ class Mind:
 def _leads(group: int, status: Status) -> bool:
     """Whether a group takes itself for a member."""
     return [group, status["era"]] in status["members"]
-
-
-def _note(text: str) -> str:
-    """Marks a text that a person reads."""
-    return text
 
 
 def _key(message: Status) -> Key:

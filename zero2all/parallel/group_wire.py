@@ -381,12 +381,10 @@ def dial_process(address: str, secret: bytes, greeting: Greeting) -> tuple[socke
         raise RefusalError(f"{error}.") from error
     try:
         answer = connection.receive(ANSWER_SECONDS, GREETING_BYTES)
-        if answer.get("twice"):
-            raise TwiceError(*map(str, answer["twice"]))
+        if twice := answer.get("twice"):
+            raise TwiceError(str(twice[0]), str(twice[1]))
         if answer.get("refused"):
             raise RefusalError(str(answer["refused"]))
-        if answer.get("later"):
-            raise ConnectionError("it has not noticed yet that an earlier process has ended")
     except BaseException:
         connection.close()
         raise
@@ -412,7 +410,7 @@ def keep_connected(
                     channel.changed.wait_for(lambda: channel.closed or stream not in channel.streams)
             except RefusalError as error:
                 on_refusal(error)
-            except (OSError, ValueError, TypeError):
+            except (OSError, ValueError, TypeError, LookupError):
                 pass  # nobody is there yet, or not one of ours
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS) if time.monotonic() < began + 1.0 else FIRST_PAUSE_SECONDS
             time.sleep(pause * random.uniform(0.5, 1.0))

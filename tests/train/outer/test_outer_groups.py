@@ -30,6 +30,15 @@ def group_config(groups: list[str], group: int, steps: int = 14, **fields: float
     return small_config(parallel={"device": "cpu", "cpu_threads": 1, "slow_link": link}, train={"name": "run", **train})
 
 
+def copy_work(source: Path, target: Path) -> None:
+    """A workspace of its own, with the secret that the groups share."""
+    shutil.copytree(source, target)
+    secret = target / "runs" / "run.secret"
+    secret.parent.mkdir(exist_ok=True)
+    secret.touch(0o600)
+    secret.write_text("the secret of these two groups")
+
+
 def start_both(starters: list[RankStarter], signals=None, processes=1) -> list[Launch]:
     groups = free_ports()
     return [starter(group_config(groups, group), processes, signals=signals) for group, starter in enumerate(starters)]
@@ -48,7 +57,7 @@ def test_groups_stopped_with_a_fragment_in_flight_go_on_to_the_same_bits(
         starters[name] = []
         for group in range(2):
             root, folder = tmp_path / f"{name}-{group}" / "work", tmp_path / f"{name}-{group}"
-            shutil.copytree(shared_work.root, root)
+            copy_work(shared_work.root, root)
             starters[name].append(RankStarter(warm, root, folder))
     try:
         launches = start_both(starters["whole"])
@@ -102,7 +111,7 @@ def test_a_group_killed_in_a_round_comes_back_and_all_resume_to_the_same_bits(
     sets are {0, 1}, added in the order of the groups, and the rows follow from the tokens."""
     places = [tmp_path / f"killed-{group}" for group in range(2)]
     for place in places:
-        shutil.copytree(shared_work.root, place / "work")
+        copy_work(shared_work.root, place / "work")
     starters = [RankStarter(warm, place / "work", place) for place in places]
     groups, stop_at = free_ports(), {0: (44, signal.SIGTERM, 0.0)}
 

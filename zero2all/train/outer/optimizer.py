@@ -320,8 +320,8 @@ class OuterOptimizer:
         else:
             head, form = self._state_head.unpack_from(data), "float32"
             is_right = all(math.isfinite(value) and value >= 0 for value in head)
-            values = whole[self._state_head.size :]
-            parts = [(len(part) // 4, part) for part in _cut(values, 4 * PIECE_VALUES)]
+            starts = range(self._state_head.size, len(whole), 4 * PIECE_VALUES)
+            parts = [(PIECE_VALUES, whole[start : start + 4 * PIECE_VALUES]) for start in starts]
         if is_right and all(is_sound(part, count, form) for count, part in parts):
             return ""
         return "it holds values that are not finite, or larger than 1e18"
@@ -459,10 +459,6 @@ def _pieces(held: _Held) -> list[slice]:
     """The values of a part, a few at a time, so that working on them takes little memory of the device."""
     count = held.values.numel()
     return [slice(first, min(first + PIECE_VALUES, count)) for first in range(0, count, PIECE_VALUES)]
-
-
-def _cut(data: memoryview, length: int) -> list[memoryview]:
-    return [data[first : first + length] for first in range(0, len(data), length)]
 
 
 def _by_name(tensors: Mapping[str, Part]) -> dict[str, Part]:
