@@ -82,7 +82,7 @@ def proved(address):
     connected = socket.create_connection(address, 10)
     start = connected.recv(1 << 10)
     nonces = start[len(connections.MAGIC) :] + bytes(32)
-    connected.sendall(bytes(32) + connections._proof(SECRET, b"dialer", nonces))
+    connected.sendall(connections.MAGIC + bytes(32) + connections._proof(SECRET, b"dialer", nonces))
     assert len(connected.recv(32)) == 32
     return connected
 

@@ -185,7 +185,7 @@ def test_strangers_and_5000_idle_connections_do_not_harm_a_run_and_its_secret_is
     machines.faults = [{"fault": "kill", "rank": 1, "step": 20}]
     first, stranger = machines.start(0, least=2), machines.start(1, least=2, secret="not the secret of this run")
     assert codes(stranger) == [2]
-    assert f"Machine 0 at 127.0.0.1:{machines.port} has another secret than this machine." in stranger.said()
+    assert f"Machine 0 at 127.0.0.1:{machines.port} has another secret than this machine" in stranger.said()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
     try:

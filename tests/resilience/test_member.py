@@ -63,7 +63,7 @@ def test_one_with_another_secret_is_told_so_at_once_and_the_run_begins_without_i
         for one in reversed(machines):
             one.close()
     assert order["code"] == UsageError.exit_code
-    assert f"Machine 0 at 127.0.0.1:{address[1]} has another secret than this machine." in order["text"]
+    assert f"Machine 0 at 127.0.0.1:{address[1]} has another secret than this machine" in order["text"]
     assert "`z2a launch secret z2a.secret`" in order["text"]
     said = capfd.readouterr().err
     assert said.count("z2a: meeting: a connection from 127.0.0.1 was refused") == 1
