@@ -24,7 +24,7 @@ from zero2all.common.errors import (
 from zero2all.common.language import translate as t
 from zero2all.common.manifest import fingerprint
 from zero2all.common.progress import counted
-from zero2all.common.secret import given_secret, shared_secret
+from zero2all.common.secret import run_secret
 from zero2all.common.signals import StopRequest, stop_requests, stop_signals_to
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig, config_values, flat_values
@@ -225,7 +225,7 @@ def _open_link(prepared: Prepared, outer: OuterOptimizer, stop: StopRequest) -> 
         world.size,
         facts,
         config.parallel.join_seconds,
-        given_secret(None) or shared_secret(prepared.run.with_name(f"{prepared.run.name}.secret")),
+        run_secret(prepared.run),
         outer.expected(),
         history=str(record.get("history", "")),
         is_stopped=lambda: stop.requested,
