@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from zero2all.common.errors import UsageError, UserError
 from zero2all.common.files import MANIFEST_NAME, read_json_object
+from zero2all.common.language import message
 from zero2all.infer.template import ChatTemplate, folder_template
 from zero2all.tokenizer.chat import LEARNED_ROLE, ROLES, Message, chat_template, encode_chat, mark_id
 
@@ -31,6 +32,7 @@ HAN = re.compile(r"[\u3400-\u9fff\U00020000-\U0003ffff]")
 EXAMPLES_SHARE = 4
 """The examples of a frame take at most one part in this many of the model's length."""
 SPOKEN = ("user", LEARNED_ROLE)
+OWN_FRAME_NOTE = message("It answers each question by itself, and in the wording of its text: ask as its text asks.")
 WORD = re.compile(r"[^\W\d_]+")
 
 
@@ -52,6 +54,8 @@ class Choice:
 
     how: str
     why: str
+    note: str = ""
+    """What to expect of its answers."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +110,7 @@ def choose(loaded: LoadedModel) -> Choice:
     if learned:
         return Choice("template", "the run was trained on conversations")
     if _own_frames(loaded):
-        return Choice(
-            "frame", "the text that this model was trained on asks in this form. It answers each question by itself"
-        )
+        return Choice("frame", "the text that this model was trained on asks in this form", OWN_FRAME_NOTE)
     if learned is None:
         return Choice(
             "plain", "whether the model was trained on conversations is not known; if it was, switch to `template`"

@@ -291,6 +291,8 @@ class Talk:
         if self.conversation.frame == "auto":
             choice = choose(loaded)
             self._note(f"The conversation is formatted with {_in_words(choice.how)}: {choice.why}.")
+            if choice.note:
+                self._note(choice.note)
         self._note("Type /help for the commands.")
 
     def _path(self, name: str, example: str) -> Path | None:
