@@ -184,7 +184,7 @@ def _state(folder: Path, status: RunStatus) -> str:
         return "finished" if is_whole else "stopped"
     if status.state == "stalled":
         return "silent" if _is_locked(folder) else "stopped"
-    return {"running": "running", "crashed": "failed"}.get(status.state, "new")
+    return {"crashed": "failed", "unknown": "new"}.get(status.state, status.state)
 
 
 def _is_locked(folder: Path) -> bool:

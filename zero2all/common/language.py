@@ -100,7 +100,7 @@ class _Template:
             return None
         if any(SENTENCE_END.search(value) for value in found.groups()):
             return None
-        if self.is_weak and any(re.search(r"\s", value) and not _tables().find(value) for value in found.groups()):
+        if self.is_weak and any(re.search(r"\s", value) and not _tables().knows(value) for value in found.groups()):
             return None
         values = zip(found.groups(), self.literals, strict=False)  # one literal more: behind the last hole
         return self.chinese.format(*(_value(value, before) for value, before in values))
@@ -120,6 +120,10 @@ class _Tables:
         if " " not in text:  # a name, a figure, a path
             return None
         return next((filled for template in self.templates if (filled := template.fill(text)) is not None), None)
+
+    def knows(self, text: str) -> bool:
+        """Whether the text is a sentence of its own, and not only the end of one."""
+        return text in self.exact or any(each.fill(text) for each in self.templates if not each.is_weak)
 
 
 def in_chinese(text: str) -> str:

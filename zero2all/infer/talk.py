@@ -307,10 +307,11 @@ class Talk:
 
     def _note(self, text: str) -> None:
         """A line of ours, dim in the terminal and on stderr beside a pipe."""
-        text = translate(terminal_safe(text, keep="\n"))
+        text = terminal_safe(text, keep="\n")
         if not self._is_terminal:
-            say(text)
+            say(text)  # which translates it
         else:
+            text = translate(text)
             print(f"\x1b[2m{text}\x1b[0m" if self._is_dim else text, flush=True)
 
 

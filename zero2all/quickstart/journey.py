@@ -40,7 +40,7 @@ from zero2all.infer.text import generate
 from zero2all.model.config import parameter_counts
 from zero2all.packed.writer import pack_corpus
 from zero2all.quickstart import choices
-from zero2all.quickstart.own_text import OwnText, corpus_in_words, look_at, refuse_other_text
+from zero2all.quickstart.own_text import OwnText, corpus_in_words, look_at, refuse_other_text, too_little_in_words
 from zero2all.quickstart.raw import CHINESE_NAME, CODE_NAME, ENGLISH_NAME, PAIRS_NAME, PROBES_NAME, write_raw
 from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.tokenizer.text import TooFewPiecesError
@@ -190,13 +190,16 @@ def run_journey(
         tokens = {key.removesuffix("/train"): count for key, count in tokens.items() if key.endswith("/train")}
         config = choices.with_settings(config, choices.run_settings(tokens, config, given))
         sized = choices.with_settings(config, {"model.vocab_size": vocabulary["vocab_size"]})
-        _print_lines(choices.settings_in_words(tokens, sized, given))
+        _print_lines(choices.settings_in_words(tokens, sized, given) + too_little_in_words(totals["bytes_kept"]))
     journey.config = config
     probes = None if own is not None else workspace.raw / PROBES_NAME
     if probes is not None:
         with timer.stage("probes, untrained") as done:
             journey.before = _untrained_probes(workspace, config, probes)
             done(f"{journey.before['accuracy']:.1%} right")
+    reached = max(map(step_of, list_checkpoints(workspace.run(name))), default=0)
+    if 0 < reached < config.train.steps:
+        _print_lines([f"training continues from step {reached:,} of {config.train.steps:,}"])
     with timer.stage("train") as done:
         summary = train(config, workspace, accept_changes=accept_changes, say=say, brief=True)
         journey.curve = _held_out_curve(workspace.run(name))

@@ -23,6 +23,7 @@ NAMED_FILES = 4
 """Files named for each reason why they were left out; the others are counted."""
 LEAST_BYTES = 1000
 """Less than this cannot be 20 KB of text, even compressed."""
+WANTED_BYTES = 20_000
 KINDS = "text, code, JSON, CSV or parquet files, plain, compressed or in archives"
 
 
@@ -68,6 +69,16 @@ def refuse_too_little(own: OwnText) -> None:
             f"quickstart needs 20 KB of text or more. Give more text, or leave out --data: then the quickstart makes "
             f"its own."
         )
+
+
+def too_little_in_words(text_bytes: int) -> list[str]:
+    """What to expect of less text than the quickstart is made for."""
+    if text_bytes >= WANTED_BYTES:
+        return []
+    return [
+        f"{human_bytes(text_bytes)} of text is too little: the model will write garbage. Give at least 20 KB, better "
+        f"1 MB or more."
+    ]
 
 
 def refuse_other_text(workspace: Workspace, name: str, sources: Sequence[Source]) -> None:

@@ -3,7 +3,8 @@
 - *finished*: the writer said so (`end` event, reason `done` or `exit`).
 - *crashed*: it said that it failed; or it said nothing, and its process is gone from this machine.
 - *running*: it wrote a row not long ago.
-- *stalled*: it has been silent for longer than a minute and than ten median steps; or it was preempted.
+- *stopped*: it was asked to stop, and saved its state; the same command continues it.
+- *stalled*: it has been silent for longer than a minute and than ten median steps.
 - *unknown*: there is nothing to judge by.
 """
 
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-State = Literal["running", "stalled", "finished", "crashed", "unknown"]
+State = Literal["running", "stopped", "stalled", "finished", "crashed", "unknown"]
 
 SILENCE_SECONDS = 60.0
 SILENCE_STEPS = 10
@@ -75,7 +76,7 @@ def _ended(end: dict[str, Any]) -> tuple[State, str]:
     if reason == "exit":
         return "finished", message or "The program ended without closing the run."
     if reason == "preempted":
-        return "stalled", message or "Stopped on request. Start the same command again to continue."
+        return "stopped", message or "Stopped on request. Start the same command again to continue."
     return "crashed", message or f"The run ended: {reason}."
 
 
