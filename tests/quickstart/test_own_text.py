@@ -54,7 +54,7 @@ def test_a_few_words_are_refused_before_anything_is_written(tmp_path: Path, caps
 def test_a_folder_of_empty_and_hidden_files_says_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
     (tmp_path / ".b.txt").write_text("hidden")
-    with pytest.raises(BadInputError, match=r"only files that are not read \(1 empty, 1 hidden\)"):
+    with pytest.raises(BadInputError, match=r"only files that are not read \(1 hidden, 1 empty file\)"):
         look_at(tmp_path)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import crc32c_of, folder_bytes, human_bytes, read_json, write_json
-from zero2all.common.language import columns, padded
+from zero2all.common.language import columns, language, padded
 from zero2all.common.language import translate as t
 from zero2all.common.manifest import fingerprint
 from zero2all.common.progress import brief_progress, counted, human_seconds, say
@@ -44,7 +44,7 @@ from zero2all.quickstart.own_text import OwnText, corpus_in_words, look_at, refu
 from zero2all.quickstart.raw import CHINESE_NAME, CODE_NAME, ENGLISH_NAME, PAIRS_NAME, PROBES_NAME, write_raw
 from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.tokenizer.text import TooFewPiecesError
-from zero2all.track.plot import plot_run
+from zero2all.track.plot import cjk_fonts, plot_run
 from zero2all.track.reader import RunReader
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.run import train
@@ -226,7 +226,9 @@ def run_journey(
     with timer.stage("picture") as done:
         picture = workspace.run(name) / "curves.png"
         plot_run(workspace.run(name), picture)
-        done(human_bytes(picture.stat().st_size))
+        is_english = language() == "zh" and not cjk_fonts()
+        said = human_bytes(picture.stat().st_size)
+        done(f"{said}, in English: no Chinese font is installed" if is_english else said)
     return journey
 
 

@@ -48,9 +48,10 @@ def look_at(data: Path, mapping: Mapping[str, str] | None = None) -> OwnText:
     size = sum(file.size_bytes for file in listing.files)
     if not size:
         counts = {reason: len(names) for reason, names in listing.skipped.items()}
-        counts |= {"empty": len(listing.files)} if listing.files else {}
-        if counts:
-            why = f"--data {data} contains only files that are not read ({counts_in_words(counts)})."
+        empty = t(counted(len(listing.files), "empty file")) if listing.files else ""
+        if counts or empty:
+            words = ", ".join(filter(None, (counts_in_words(counts), empty)))
+            why = f"--data {data} contains only files that are not read ({words})."
         else:
             why = f"--data {data} contains no files."
         raise BadInputError(

@@ -340,12 +340,14 @@ def _is_quiet(event: Event) -> bool:
 def _summary(event: Event) -> str:
     if event.kind == FINISH_KIND and {"tokens", "seconds"} <= event.data.keys():
         return t(f"{event.data['tokens']:,} tokens in {human_seconds(event.data['seconds'])}")
+    if event.kind == END_KIND and event.data.get("message"):
+        return _clean(t(str(event.data["message"]).removeprefix("PreemptedError: ")))
     parts = []
     for key, value in event.data.items():
         if isinstance(value, float):
-            parts.append(f"{key} {value:.4g}")
+            parts.append(f"{t(key)} {value:.4g}")
         elif isinstance(value, str | int | bool):
-            parts.append(f"{key} {value}")
+            parts.append(t(key) if value is True else f"{t(key)} {value}")
         elif isinstance(value, list) and value and isinstance(value[0], str):
             words = "; ".join(t(str(item)) for item in value)
             parts.append(words if key == "notes" else f"{key} {words}")
