@@ -55,12 +55,12 @@ def add_optional_run(parser: argparse.ArgumentParser, name: str, **details: Any)
 
 def fill_in_run(arguments: argparse.Namespace) -> None:
     """Name the one run of the workspace where the command line names none; refuse a workspace in its place."""
-    from zero2all.common.workspace import refuse_workspace
+    from zero2all.common.workspace import is_folder_name, refuse_workspace
 
     argument = getattr(arguments, "run_argument", None)
     given = getattr(arguments, argument) if argument else None
     for name in [given] if isinstance(given, str) else given or ():
-        if not (arguments.work / "runs" / name).is_dir():
+        if not (is_folder_name(name) and (arguments.work / "runs" / name).is_dir()):
             refuse_workspace(name)
     if argument is None or given:
         return

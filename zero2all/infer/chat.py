@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from zero2all.common.errors import UsageError, UserError
 from zero2all.common.files import MANIFEST_NAME, read_json_object
-from zero2all.common.language import message
 from zero2all.infer.template import ChatTemplate, folder_template
 from zero2all.tokenizer.chat import LEARNED_ROLE, ROLES, Message, chat_template, encode_chat, mark_id
 
@@ -32,7 +31,7 @@ HAN = re.compile(r"[\u3400-\u9fff\U00020000-\U0003ffff]")
 EXAMPLES_SHARE = 4
 """The examples of a frame take at most one part in this many of the model's length."""
 SPOKEN = ("user", LEARNED_ROLE)
-OWN_FRAME_NOTE = message("It answers each question by itself, and in the wording of its text: ask as its text asks.")
+OWN_FRAME_NOTE = "It answers each question by itself, and in the wording of its text: ask as its text asks."
 WORD = re.compile(r"[^\W\d_]+")
 
 

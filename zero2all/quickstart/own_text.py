@@ -74,12 +74,9 @@ def refuse_too_little(own: OwnText) -> None:
 
 def too_little_in_words(text_bytes: int) -> list[str]:
     """What to expect of less text than the quickstart is made for."""
-    if text_bytes >= WANTED_BYTES:
-        return []
-    return [
-        f"{human_bytes(text_bytes)} of text is too little: the model will write garbage. Give at least 20 KB, better "
-        f"1 MB or more."
-    ]
+    small = human_bytes(text_bytes)
+    said = f"{small} of text is too little: the model will write garbage. Give at least 20 KB, better 1 MB or more."
+    return [said] if text_bytes < WANTED_BYTES else []
 
 
 def refuse_other_text(workspace: Workspace, name: str, sources: Sequence[Source]) -> None:

@@ -43,7 +43,7 @@ SIDE_COLUMNS = 46
 LABEL_COLUMNS = 9
 CHANGE_ROWS = 100
 
-COLORS = {"running": "green", "finished": "blue", "stopped": "yellow", "stalled": "yellow", "crashed": "red", "unknown": "white"}
+COLORS = {"running": "green", "finished": "blue", "stopped": "yellow", "stalled": "yellow", "crashed": "red"}
 LAYER_STYLES = {-1: "", 0: "blue", 1: "bold cyan"}  # nothing drawn, values as logged, smoothed
 REDRAW_SECONDS = 1.0
 LOOK_SECONDS = 0.5
