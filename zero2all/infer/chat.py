@@ -31,7 +31,6 @@ HAN = re.compile(r"[\u3400-\u9fff\U00020000-\U0003ffff]")
 EXAMPLES_SHARE = 4
 """The examples of a frame take at most one part in this many of the model's length."""
 SPOKEN = ("user", LEARNED_ROLE)
-OWN_FRAME_NOTE = "It answers each question by itself, and in the wording of its text: ask as its text asks."
 WORD = re.compile(r"[^\W\d_]+")
 
 
@@ -53,8 +52,6 @@ class Choice:
 
     how: str
     why: str
-    note: str = ""
-    """What to expect of its answers."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ def choose(loaded: LoadedModel) -> Choice:
     if learned:
         return Choice("template", "the run was trained on conversations")
     if _own_frames(loaded):
-        return Choice("frame", "the text that this model was trained on asks in this form", OWN_FRAME_NOTE)
+        return Choice("frame", "the text that this model was trained on asks in this form")
     if learned is None:
         return Choice(
             "plain", "whether the model was trained on conversations is not known; if it was, switch to `template`"

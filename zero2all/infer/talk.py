@@ -27,6 +27,7 @@ PROMPT, MORE_PROMPT = "> ", "… "
 BLOCK_MARK = '"""'
 ReadLine = Callable[[str], str | None]
 
+OWN_FRAME_NOTE = "It answers each question by itself, and in the wording of its text: ask as its text asks."
 HELP = {
     "/help": "show this list",
     "/undo": "remove your last message and its answer",
@@ -291,8 +292,8 @@ class Talk:
         if self.conversation.frame == "auto":
             choice = choose(loaded)
             self._note(f"The conversation is formatted with {_in_words(choice.how)}: {choice.why}.")
-            if choice.note:
-                self._note(choice.note)
+            if choice.how == "frame":
+                self._note(OWN_FRAME_NOTE)
         self._note("Type /help for the commands.")
 
     def _path(self, name: str, example: str) -> Path | None:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from zero2all.common.progress import human_seconds
+
 State = Literal["running", "stopped", "stalled", "finished", "crashed", "unknown"]
 
 SILENCE_SECONDS = 60.0
@@ -65,7 +67,7 @@ def judge(evidence: Evidence, now: float | None = None) -> tuple[State, str]:
     if evidence.alive is None and evidence.last_time is not None:  # a fresh copy of old files is not a running run
         silence = max(silence, now - evidence.last_time - CLOCK_DIFFERENCE_SECONDS)
     if silence > max(SILENCE_SECONDS, SILENCE_STEPS * (evidence.median_step_seconds or 0.0)):
-        return "stalled", f"No new row for {_duration(silence)}."
+        return "stalled", f"No new row for {human_seconds(silence)}."
     return "running", ""
 
 
@@ -121,10 +123,3 @@ def pid_namespace() -> str | None:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         return None
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
