@@ -171,13 +171,13 @@ def test_all_problems_are_reported_together_with_field_value_expectation_and_nea
         tmp_path,
     )
     assert found == [
-        "schedul: got {'warmup_steps': 1}, expected the name of a section. Did you mean `schedule`?",
-        "modle: got {'heads': 3}, expected the name of a section. Did you mean `model`?",
+        "There is no section `schedul`. Did you mean `schedule`?",
+        "There is no section `modle`. Did you mean `model`?",
         "data.seed: got True, expected a whole number.",
         "ops.attention: got 'sdpaa', expected one of 'auto', 'math', 'sdpa', 'sdpa_flash', "
         "'sdpa_cudnn', 'flex', 'varlen', 'fa3', 'fa4'. Did you mean `sdpa`?",
         "parallel.device: got 'gpu', expected one of 'auto', 'cpu', 'cuda'. Did you mean `cpu`?",
-        "optim.lr_maxx: got 0.1, expected a field of `optim`. Did you mean `lr_max`?",
+        "`optim` has no field `lr_maxx`. Did you mean `lr_max`?",
         "optim.beta1: got 2, expected a number at least 0 and below 1.",
         "train.steps: got 'many', expected a whole number at least 1.",
     ]
@@ -224,11 +224,9 @@ def test_a_field_or_choice_by_its_old_name_is_answered_with_the_new_one(tmp_path
     assert problems_of(OLD_NAMES) == [
         "ops.linear: got 'into32', expected one of 'auto', 'plain', 'fp32_wgrad', 'fp8'. "
         "It is now called `fp32_wgrad`.",
-        "parallel.data: got 'shard', expected a field of `parallel`. "
-        "It is now `parallel.zero`: 0 replaces replicate, 3 replaces shard.",
-        "schedule.lr_min_share: got 0.2, expected a field of `schedule`. It is now called `min_lr_ratio`.",
-        "stages[0].schedule.lr_min_share: got 0.0, expected a field of `stages[0].schedule`. "
-        "It is now called `min_lr_ratio`.",
+        "`parallel` has no field `data`. It is now `parallel.zero`: 0 replaces replicate, 3 replaces shard.",
+        "`schedule` has no field `lr_min_share`. It is now called `min_lr_ratio`.",
+        "`stages[0].schedule` has no field `lr_min_share`. It is now called `min_lr_ratio`.",
     ]
     with pytest.raises(ConfigError, match="It is now called `min_lr_ratio`"):
         load_config(write(tmp_path, ""), ["--schedule.lr_min_share", "0.2"])
@@ -247,7 +245,7 @@ def test_the_config_that_a_run_of_an_earlier_version_kept_is_understood(tmp_path
 def test_nothing_is_concluded_from_a_section_that_has_problems_of_its_own():
     # heads 12 does not divide the default hidden_size of 2048, but the person meant to set that as well.
     found = problems_of({"model": {"hiden_size": 768, "heads": 12, "kv_heads": 4}})
-    assert found == ["model.hiden_size: got 768, expected a field of `model`. Did you mean `hidden_size`?"]
+    assert found == ["`model` has no field `hiden_size`. Did you mean `hidden_size`?"]
     found = problems_of({"modle": {"max_seq_len": 4096}, "data": {"seq_len": 4096}})
     assert len(found) == 1
 
@@ -308,7 +306,7 @@ def test_stages_must_follow_one_another_and_leave_something_to_read():
             ["--train.steps.more", "1"],
             "train.steps.more: got '1', expected a field of a section; `steps` is not a section.",
         ),
-        (["--optm.lr_max", "1"], "optm: got {'lr_max': 1}, expected the name of a section. Did you mean `optim`?"),
+        (["--optm.lr_max", "1"], "There is no section `optm`. Did you mean `optim`?"),
         (["--train.steps", "[1"], "train.steps: got '[1', expected a whole number at least 1."),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else None,

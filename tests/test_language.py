@@ -187,6 +187,10 @@ def small_table(monkeypatch, tmp_path):
         "left: {} of {}": "{1} 中还剩 {0}",
         "interrupted.": "已中断。",
         "{} runs": "{} 次运行",
+        "{} is here": "{} 在此",
+        "time of {}": "用时：{}",
+        "matrix products": "矩阵乘法",
+        "tokens, {}": "词元，{}",
     }
     (tmp_path / "room").mkdir()
     (tmp_path / "room" / language.TABLE_NAME).write_text(json.dumps(words), encoding="utf-8")
@@ -212,6 +216,9 @@ def small_table(monkeypatch, tmp_path):
         ("Use `z2a runs` instead.", "请改用 `z2a runs`。"),
         ("interrupted.\nUse a\nb has no field c.", "已中断。\nUse a\nb 中没有字段 c。"),
         ("list all the runs", "list all the runs"),
+        ("time of matrix products", "用时：矩阵乘法"),
+        ("time of x is here", "time of x is here"),
+        ("Use tokens, help, undo instead.", "请改用 tokens, help, undo。"),
     ],
 )
 def test_sentences_are_found_alone_joined_and_after_a_name(small_table, english, chinese):

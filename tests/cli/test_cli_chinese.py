@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
 from collections.abc import Iterator
@@ -104,6 +105,31 @@ def test_errors(words, z2a, tmp_path, monkeypatch):
     assert ended.code in (2, 3)
     assert english_left(ended.err) == []
     assert any("\u4e00" <= char <= "\u9fff" for char in ended.err)
+
+
+CALCULATED = {
+    "perf predict z2all-1b --cluster h100 --gpus 16 --parallel.zero 1": ("被掩盖", "16 x h100 (数据手册)", "下界"),
+    "perf flops z2all-1b --gpu h200": ("用时：矩阵乘法", "用时：交叉熵", "受算力限制"),
+    "perf roofline --gpu h100 --m 8192 --n 14336 --k 4096": ("3,584 个", "28 个", "受算力限制"),
+    "perf comm llama-3.1-8b --gpus 8 --zero 3 --link-gbs 361": ("数据并行（zero 3）",),
+    "train z2all-1b --plan-only --parallel.tensor 2": ("GPU 的算子", "损失"),
+    "perf time --help": ("层数", "模型宽度"),
+}
+
+
+@pytest.mark.parametrize("words", CALCULATED)
+def test_what_is_calculated(words, z2a, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ended = z2a(*words.split())
+    assert ended.code == 0
+    formulas = r"[a-z]+( x [a-z]+)+|2 m n k"
+    assert english_left(re.sub(formulas, "", ended.out)) == []
+    assert [word for word in CALCULATED[words] if word not in ended.out] == []
+
+
+def test_names_in_a_list_are_not_translated(z2a, copy, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"/foo\n")))
+    assert "reset, tokens, template, frame" in z2a("chat", "tiny", "--work", copy).err
 
 
 @pytest.mark.parametrize("words", ["runs extra", "generate --temperature hot"])

@@ -13,6 +13,7 @@ import pytest
 from zero2all.cli.overview import JOURNEY, next_commands
 from zero2all.cli.runs import Run
 from zero2all.common.workspace import open_workspace
+from zero2all.track.listing import read_status
 
 
 def test_a_folder_without_a_workspace_leads_to_the_quickstart(z2a, tmp_path, monkeypatch):
@@ -122,6 +123,7 @@ def test_a_run_says_whether_it_was_stopped_or_killed_or_has_not_begun(z2a, copy)
     shutil.copytree(runs / "tiny/checkpoints", runs / "new/checkpoints")
     states = {run["name"]: run["state"] for run in json.loads(z2a("runs", "--json", "--work", copy).out)}
     assert states == {"tiny": "finished", "stopped": "stopped", "failed": "failed", "killed": "failed", "new": "new"}
+    assert read_status(runs / "stopped")[0].state == "stopped", "as the board has it"
     out = z2a("runs", "--work", copy).out
     assert "failed: The loss is not finite." in out
     assert "killed: Process 4194303 has ended without closing the run." in out
@@ -157,6 +159,19 @@ def test_the_one_run_of_a_workspace_needs_no_name(words, z2a, copy, tmp_path, mo
 @pytest.mark.parametrize("words", ["inspect --work W tiny 1", "inspect tiny --work W 1", "watch --work W tiny --once"])
 def test_the_run_may_stand_before_and_behind_flags(words, z2a, journey):
     assert z2a(*words.replace("W", str(journey)).split()).code == 0
+
+
+@pytest.mark.parametrize("verb", ["eval W", "watch W", "export W --to x", "chat W", "perf explain W", "train W"])
+def test_a_workspace_in_the_place_of_a_run_is_named_as_one(verb, z2a, journey):
+    ended = z2a(*verb.replace("W", str(journey)).split())
+    assert ended.code == 3
+    assert f"{journey} is a workspace. Name a" in ended.err
+    assert f"--work {journey}." in ended.err
+
+
+def test_chat_without_its_workspace_names_those_there_are(z2a, journey, monkeypatch):
+    monkeypatch.chdir(journey.parent)
+    assert "it holds some: work. Add --work work" in z2a("chat", "nosuch").err
 
 
 def test_among_several_runs_one_has_to_be_named(z2a, copy):

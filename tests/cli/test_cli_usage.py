@@ -214,7 +214,7 @@ def test_a_config_with_problems_ends_with_2_and_starts_nothing(z2a, tmp_path):
 def test_quickstart_takes_overrides_and_refuses_them_before_it_makes_anything(z2a, tmp_path):
     ended = z2a("quickstart", "--work", tmp_path / "q", "--train.stepps", "3")
     assert ended.code == 2
-    assert "train.stepps: got 3, expected a field of `train`. Did you mean `steps`?" in ended.err
+    assert "`train` has no field `stepps`. Did you mean `steps`?" in ended.err
     assert not (tmp_path / "q").exists()
 
 

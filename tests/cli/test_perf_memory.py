@@ -42,6 +42,7 @@ def test_json_has_the_same_figures_in_bytes(capsys):
     ("flags", "said"),
     [
         (["--gpu", "gtx-9000"], "Known are a100"),
+        (["--gpu", "gtx-9000"], "`z2a perf memory --memory-gib N` computes for any other"),
         (["--gpu", "h200", "--memory-gib", "80"], "Give one of them"),
         (["--gpu", "h200", "--ranks", "3", "--parallel.tensor", "2"], "parallel"),
     ],

@@ -6,10 +6,13 @@ import shutil
 
 import pytest
 
+from tests.english import english_left
 from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.language import translate
 from zero2all.config import ConfigError, load_config
 from zero2all.infer.chat import chat_prompt, choose
 from zero2all.infer.conversation import Conversation
+from zero2all.infer.talk import OWN_FRAME_NOTE
 from zero2all.tokenizer.chat import Message, encode_chat
 from zero2all.tokenizer.load import load_tokenizer
 from zero2all.tokenizer.save import compatible_files
@@ -83,6 +86,13 @@ def test_base_model_is_asked_in_the_form_in_which_its_own_text_asks(run):
     assert prompt.stop == ("\n",)
     assert prompt.heal
     assert chat_prompt(run, [Message("user", "法国的首都在哪里？")]).prompt == "问：法国的首都在哪里？答："
+
+
+def test_what_is_said_about_its_own_form_is_whole_in_chinese(run, monkeypatch):
+    monkeypatch.setenv("Z2A_LANG", "zh")
+    choice = choose(with_frames(run, {"en": "Q: {question} A: {answer}"}))
+    said = [f"The conversation is formatted with a written dialogue: {choice.why}.", OWN_FRAME_NOTE]
+    assert [english_left(translate(line)) for line in said] == [[], []]
 
 
 def test_frame_without_a_place_for_the_answer_at_its_end_is_refused(tmp_path):

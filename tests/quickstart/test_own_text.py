@@ -15,7 +15,7 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.workspace import open_workspace
 from zero2all.corpus import BuildOptions, build_corpus
 from zero2all.corpus.report import striking_drops
-from zero2all.quickstart.own_text import corpus_in_words, look_at
+from zero2all.quickstart.own_text import corpus_in_words, look_at, too_little_in_words
 from zero2all.quickstart.summary import verdicts
 
 ENGLISH = re.findall(r"\w+", "the of and to in a is that it was for on are with as I his they be at one have this from")
@@ -54,7 +54,7 @@ def test_a_few_words_are_refused_before_anything_is_written(tmp_path: Path, caps
 def test_a_folder_of_empty_and_hidden_files_says_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
     (tmp_path / ".b.txt").write_text("hidden")
-    with pytest.raises(BadInputError, match=r"only files that are not read \(1 empty, 1 hidden\)"):
+    with pytest.raises(BadInputError, match=r"only files that are not read \(1 hidden, 1 empty file\)"):
         look_at(tmp_path)
 
 
@@ -105,6 +105,13 @@ def test_a_rule_that_drops_much_is_named_with_a_command_that_works_here(tmp_path
     rule = loss.split(": ")[1].split()[0]
     assert loss.endswith(f"z2a corpus show --work {workspace.root} a-en --dropped {rule}")
     assert main(loss.split("z2a ")[1].split()) == 0
+
+
+def test_text_that_is_too_little_is_named_so_and_how_much_is_wanted() -> None:
+    (line,) = too_little_in_words(7_600)
+    assert line.startswith("7.6 KB of text is too little")
+    assert "at least 20 KB" in line
+    assert too_little_in_words(20_000) == []
 
 
 def test_a_second_training_of_the_tokenizer_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

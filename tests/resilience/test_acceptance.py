@@ -70,7 +70,7 @@ def test_all_problems_of_a_plan_are_named_at_once(tmp_path):
         "fault 3.point: got 'step', expected one of file, manifest, rename.",
         "fault 4.interface: got 'none0', expected a network interface of this machine.",
         "fault 5: got 'kill', expected step, point or after: when it happens.",
-        "fault 6.stepp: got 3, expected a field of `fault 6`. Did you mean `step`?",
+        "`fault 6` has no field `stepp`. Did you mean `step`?",
     ]
     assert [line.strip() for line in lines[1:]] == expected
 

@@ -37,7 +37,7 @@ def test_the_writers_own_word_counts_most():
     assert judged(silent=9e6, end={"reason": "done"}) == "finished"
     assert judged(silent=0, end={"reason": "exit"}) == "finished"
     assert judged(silent=0, end={"reason": "failed", "message": "out of memory"}) == "crashed"
-    assert judged(silent=0, end={"reason": "preempted"}) == "stalled"
+    assert judged(silent=0, end={"reason": "preempted"}) == "stopped"
     assert judge(Evidence({}, {"reason": "failed", "message": "out of memory"}, None, NOW))[1] == "out of memory"
 
 

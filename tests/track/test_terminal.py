@@ -32,6 +32,7 @@ def write_run(folder: Path, steps: int = 300) -> None:
             values = {"loss": loss + 4 * (step == 250), "loss/en": loss - 1, "loss/中文": loss, "bpb/en": loss / 3}
             values |= {"eval/valid/bpb/en": 1.25, "eval/valid/loss/en": 2.5} if step % 100 == 99 else {}
             values |= {"tokens_per_second": 18_400.0, "mfu/model": 0.412, "memory/peak": 7.1e10, "lr": 3e-4}
+            values["memory/checkpoint_stall"] = 0.07  # seconds
             run.log(values, step=step, tokens=step * 1000, at=1e9 + step / 18.4)
         run.event("spike", step=250, data={"metric": "loss", "value": 7.0})
     (folder / "config.yaml").write_text("train:\n  name: x\n  steps: 600\n")
@@ -52,6 +53,7 @@ def test_a_frame_says_how_the_run_stands(tmp_path):
     assert re.search(r"tokens/s +18\.4k", said)
     assert re.search(r"MFU model +41\.2%", said)
     assert re.search(r"memory peak +71\.0GB", said)
+    assert "stall" not in said
     assert "250 spike metric loss" in said
     assert "gpu-box: live" in said
 

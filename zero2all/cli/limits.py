@@ -97,8 +97,8 @@ KINDS: dict[str, tuple[Callable[[str], Any], str, str]] = {
 FLAGS: dict[str, tuple[str, str]] = {
     "params": ("count", "parameters, where that is all you know"),
     "active": ("count", "parameters that a token uses, with --params (default: all)"),
-    "layers": ("count", "blocks"),
-    "hidden-size": ("count", "width"),
+    "layers": ("count", "number of blocks"),
+    "hidden-size": ("count", "width of the model (hidden size)"),
     "intermediate-size": ("count", "width inside the SwiGLU"),
     "heads": ("count", "query heads"),
     "kv-heads": ("count", "key/value heads (default: as many as --heads)"),

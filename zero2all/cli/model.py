@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero2all.cli.runs import add_optional_run
-from zero2all.cli.verb import add_flags, count, real, whole
+from zero2all.cli.verb import add_flags, count, real, whole, workspace_of, workspaces_below
 
 if TYPE_CHECKING:
     from zero2all.infer.load import LoadedModel
@@ -62,7 +63,10 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling:
 
 def load(arguments: argparse.Namespace) -> LoadedModel:
     """The model that the arguments name."""
-    from zero2all.common.workspace import Workspace
+    from zero2all.common.workspace import Workspace, is_folder_name
     from zero2all.infer.load import load_model
 
+    is_name = is_folder_name(arguments.model) and not Path(arguments.model).exists()
+    if is_name and (arguments.work != Path() or workspaces_below()):
+        workspace_of(arguments)  # says which workspaces there are
     return load_model(arguments.model, Workspace(arguments.work), arguments.step, arguments.device, arguments.dtype)

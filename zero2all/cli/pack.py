@@ -93,6 +93,6 @@ def _by_encoder(manifests: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
         choice = manifest["encoder"]
         parity = choice["parity"]
         texts = parity["documents"] + parity["hard_strings"] if parity else 0
-        checked = f"; equal to the reference on {texts:,} texts" if parity else ""
-        found.setdefault(f"{choice['got']} ({choice['reason']}{checked})", []).append(name)
+        reasons = [*choice["reason"].split("; "), *([f"equal to the reference on {texts:,} texts"] if parity else [])]
+        found.setdefault(f"{choice['got']} ({'; '.join(map(t, reasons))})", []).append(name)
     return found

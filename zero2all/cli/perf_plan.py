@@ -104,7 +104,7 @@ def _machine(arguments: argparse.Namespace) -> Machine:
 def _title(plan: LayoutPlan) -> str:
     machine, precision = plan.machine, plan.config.train.precision
     return t(
-        f"{plan.gpus} x {machine.name} ({machine.source}), {precision}: predicted seconds of a step and tokens/s of "
+        f"{plan.gpus} x {machine.name} ({t(machine.source)}), {precision}: predicted seconds of a step and tokens/s of "
         f"all GPUs; MFU causal; GiB allocated by the fullest process"
     )
 

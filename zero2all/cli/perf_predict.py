@@ -172,7 +172,7 @@ def _predict(arguments: argparse.Namespace) -> None:
     machine = found.machine
     if machine.multiprocessors:
         notes += precision_notes(config, arguments.config, arguments.overrides)
-    on = f"{arguments.gpus} x {machine.name} ({machine.source})"
+    on = f"{arguments.gpus} x {machine.name} ({t(machine.source)})"
     title = f"{arguments.config} on {on}, {config.train.precision}, batch {found.batch}"
     print_table(_prediction_rows(found), title)
     print_table(_part_rows(found), "seconds of a step by part, of one process")
@@ -214,7 +214,7 @@ def _prediction_rows(found: Prediction) -> list[list[str]]:
 
 
 def _part_rows(found: Prediction) -> list[list[str]]:
-    rows = [["part", "lower", "estimate", "upper", "hidden", "share", "TFLOP", "GB"]]
+    rows = [["part", "lower", "estimate", "upper", "hidden time", "share", "TFLOP", "GB"]]
     for part in found.step.parts:
         figures = [f"{value:.4f}" for value in (part.lower, part.estimate, part.upper, part.hidden)]
         share = f"{100 * part.estimate / found.step.estimate:.1f} %"

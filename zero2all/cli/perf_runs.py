@@ -254,7 +254,7 @@ def _explain(arguments: argparse.Namespace) -> None:
             for number, finding in enumerate(explanation.findings, 1):
                 share = f" ({100 * finding.share:.1f} %)" if finding.share else ""
                 print(f"\n{number}. {t(finding.what)}{share}: {t(finding.evidence)}")
-                print(f"   {t('change')}: {t(finding.change)}\n   {t('worth')}: {t(finding.worth)}")
+                print(f"   {t('advice:')} {t(finding.change)}\n   {t('expected gain:')} {t(finding.worth)}")
             print()
             for title, rows in _explain_tables(explanation):
                 print_table(rows, title)

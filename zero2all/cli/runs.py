@@ -54,9 +54,15 @@ def add_optional_run(parser: argparse.ArgumentParser, name: str, **details: Any)
 
 
 def fill_in_run(arguments: argparse.Namespace) -> None:
-    """Name the one run of the workspace where the command line names none."""
+    """Name the one run of the workspace where the command line names none; refuse a workspace in its place."""
+    from zero2all.common.workspace import is_folder_name, refuse_workspace
+
     argument = getattr(arguments, "run_argument", None)
-    if argument is None or getattr(arguments, argument):
+    given = getattr(arguments, argument) if argument else None
+    for name in [given] if isinstance(given, str) else given or ():
+        if not (is_folder_name(name) and (arguments.work / "runs" / name).is_dir()):
+            refuse_workspace(name)
+    if argument is None or given:
         return
     workspace = workspace_of(arguments)
     names = [folder.name for folder in run_folders(workspace.runs)]
@@ -178,7 +184,7 @@ def _state(folder: Path, status: RunStatus) -> str:
         return "finished" if is_whole else "stopped"
     if status.state == "stalled":
         return "silent" if _is_locked(folder) else "stopped"
-    return {"running": "running", "crashed": "failed"}.get(status.state, "new")
+    return {"crashed": "failed", "unknown": "new"}.get(status.state, status.state)
 
 
 def _is_locked(folder: Path) -> bool:

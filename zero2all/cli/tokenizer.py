@@ -202,6 +202,7 @@ def _folder(arguments: argparse.Namespace) -> Path:
 
 
 def _train(arguments: argparse.Namespace) -> None:
+    from zero2all.common.files import human_bytes
     from zero2all.tokenizer.parts import require_text_files
     from zero2all.tokenizer.stage import train_on_corpus, train_on_files
     from zero2all.tokenizer.train import CONSEQUENCES
@@ -220,7 +221,7 @@ def _train(arguments: argparse.Namespace) -> None:
     print(
         t(
             f"{workspace.tokenizer}: {manifest['tokenizer_kind']}, {manifest['vocab_size']:,} token ids from "
-            f"{manifest['text']['bytes'] / 1e6:,.1f} MB of text, fingerprint {manifest['fingerprint']}"
+            f"{human_bytes(manifest['text']['bytes'])} of text, fingerprint {manifest['fingerprint']}"
         )
     )
 

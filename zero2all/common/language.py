@@ -27,9 +27,11 @@ TABLE_NAME = "zh.json"
 LIST_BELOW = re.compile(r"\n\s*(\{\d*\}\s*)+$")
 """Holes on the last lines of a message: a list, whose lines are looked up one by one."""
 FEW_LETTERS = 12
-"""A template with fewer, such as `{} runs`, takes one word in a hole: many a sentence ends so."""
+"""A template with fewer, such as `{} runs`, takes no phrase that is not known: many a sentence ends so."""
 PACKAGE = Path(__file__).parent.parent
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
+NAMES = re.compile(r"[^\s,]+(, [^\s,]+)+")
+"""A list of single words: names, which stay as they are."""
 CUT = re.compile(r"(?<=[.:;!?])\s+")
 """Where a text may be cut to look up its parts."""
 
@@ -80,11 +82,15 @@ class _Template:
         return sum(map(len, self.literals))
 
     @cached_property
+    def is_weak(self) -> bool:
+        """Whether it has so few letters that its holes take one word each, or a text that has an entry itself."""
+        literal = "".join(self.literals)
+        return sum(map(str.isalpha, literal)) < FEW_LETTERS and not any(mark in literal for mark in ",:.;(")
+
+    @cached_property
     def pattern(self) -> re.Pattern[str]:
         """Compiled when it is first needed, which most never are."""
-        literal = "".join(self.literals)
-        is_weak = sum(map(str.isalpha, literal)) < FEW_LETTERS and not any(mark in literal for mark in ",:.;(")
-        return re.compile((r"(\S+)" if is_weak else "(.*?)").join(map(re.escape, self.literals)), re.DOTALL)
+        return re.compile(("(.+?)" if self.is_weak else "(.*?)").join(map(re.escape, self.literals)), re.DOTALL)
 
     def fill(self, text: str) -> str | None:
         """The Chinese, if the text is this sentence; a hole holds no end of a sentence, or it would swallow others."""
@@ -93,6 +99,8 @@ class _Template:
         if not all(literal in text for literal in self.literals) or (found := self.pattern.fullmatch(text)) is None:
             return None
         if any(SENTENCE_END.search(value) for value in found.groups()):
+            return None
+        if self.is_weak and any(re.search(r"\s", value) and not _tables().knows(value) for value in found.groups()):
             return None
         values = zip(found.groups(), self.literals, strict=False)  # one literal more: behind the last hole
         return self.chinese.format(*(_value(value, before) for value, before in values))
@@ -112,6 +120,10 @@ class _Tables:
         if " " not in text:  # a name, a figure, a path
             return None
         return next((filled for template in self.templates if (filled := template.fill(text)) is not None), None)
+
+    def knows(self, text: str) -> bool:
+        """Whether the text is a sentence of its own, and not only the end of one."""
+        return text in self.exact or any(each.fill(text) for each in self.templates if not each.is_weak)
 
 
 def in_chinese(text: str) -> str:
@@ -146,8 +158,10 @@ def _by_lines(lines: list[str]) -> str:
 
 
 def _value(value: str, before: str) -> str:
-    """What stands in a hole: a sentence is translated; a name, a figure and a command (`in backticks`) are not."""
-    return value if " " not in value or before.endswith("`") else in_chinese(value)
+    """What stands in a hole: a sentence is translated; names, a figure and a command (`in backticks`) are not."""
+    if " " not in value or before.endswith("`") or (NAMES.fullmatch(value) and value not in _tables().exact):
+        return value
+    return in_chinese(value)
 
 
 @cache

@@ -75,7 +75,11 @@ class Problem:
             text = t(f"{name}: got nothing, expected {self.expected}.")
         else:
             text = t(f"{name}: got {_shown(self.value)}, expected {self.expected}.")
-        return f"{text} {t(self.hint)}" if self.hint else text
+        return self._with_hint(text)
+
+    def _with_hint(self, text: str) -> str:
+        between = "" if text.endswith("。") else " "  # no space between Chinese sentences
+        return f"{text}{between}{t(self.hint)}" if self.hint else text
 
 
 LONGEST_SHOWN = 200  # characters of a name or value that are printed
@@ -92,6 +96,10 @@ def _shown(value: Any) -> str:
 @dataclass(frozen=True)
 class UnknownName(Problem):
     """A name that the section does not have."""
+
+    def __str__(self) -> str:
+        place, _, name = self.field[:LONGEST_SHOWN].rpartition(".")
+        return self._with_hint(t(f"`{place}` has no field `{name}`.") if place else t(f"There is no section `{name}`."))
 
 
 PLAIN_ITEMS = re.compile(r"[\w.:/,-]{1,100}")

@@ -81,10 +81,11 @@ def stop_requests() -> Iterator[StopRequest]:
 
 def end_before_the_start(number: int, _frame: FrameType | None) -> None:
     """End a run that is still loading its libraries; an exception might be caught in the middle of an import."""
-    # In a rank the signal may come from the supervisor, which has said why: a deadline, a notice.
-    asked = "stopped" if "LOCAL_RANK" in os.environ else f"got {signal.Signals(number).name}"
-    text = f"z2a: {asked} before the run had started. Nothing was changed. Run the same command to start it.\n"
+    name = signal.Signals(number).name
+    text = t(f"z2a: got {name} before the run had started. Nothing was changed. Run the same command to start it.")
+    if "LOCAL_RANK" in os.environ:  # the signal may come from the supervisor, which has said why: a deadline, a notice
+        text = t("z2a: stopped before the run had started. Nothing was changed. Run the same command to start it.")
     if os.environ.get("RANK", "0") == "0":  # of several processes one speaks
         with suppress(OSError):
-            os.write(sys.stderr.fileno(), text.encode())
+            os.write(sys.stderr.fileno(), f"{text}\n".encode())
     os._exit(PreemptedError.exit_code)

@@ -21,6 +21,7 @@ from zero2all.common.files import (
     require_writable,
     write_json,
 )
+from zero2all.common.language import message
 from zero2all.common.schema import nearest_hint
 
 LAYOUT = 1
@@ -81,6 +82,12 @@ class Workspace:
         known = sorted(path.name for path in self.runs.glob("*") if path.is_dir())
         hint = nearest_hint(name, known) if known else "It has no runs yet: train one with `z2a train`."
         raise BadInputError(f"The workspace {self.root.absolute()} has no run `{name}`. {hint}")
+
+
+def refuse_workspace(name: str | Path, wanted: str = message("a run in it")) -> None:
+    """Stop where a workspace is given in the place of what is `wanted`."""
+    if (Path(name) / STAMP_NAME).is_file():
+        raise BadInputError(f"{name} is a workspace. Name {wanted}, and the workspace with --work {name}.")
 
 
 def open_workspace(root: Path, create: bool = False) -> Workspace:

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import UsageError
+from zero2all.common.language import message
 from zero2all.common.progress import counted
 from zero2all.common.schema import Problem, UnknownName, apply_overrides, build, field_docs, nearest_hint
+from zero2all.common.workspace import refuse_workspace
 from zero2all.common.yamlio import read_yaml
 from zero2all.config.schedule import schedule_problems
 from zero2all.config.training import (
@@ -208,6 +210,7 @@ def find_config(source: str, more_names: Collection[str] = ()) -> Path:
         raise UsageError(
             f"The config {source} is a pipe or a device. Save it as a file and give the path of that file."
         )
+    refuse_workspace(path, message("a preset or a config file"))
     hint = nearest_hint(name, [*presets, *more_names])
     names = ", ".join([*presets, *more_names])
     if hint.startswith("Did"):

@@ -51,7 +51,7 @@ class Compared:
 
 def compare_pairs(engine: Engine, pairs: list[Pair]) -> Compared:
     """Score both sentences of every pair, all in one batch."""
-    with progress("pairs", total=len(pairs), unit="step") as bar:
+    with progress("pairs", total=len(pairs), unit="pair") as bar:
         found = score_questions(engine, [Question("", (pair.right, pair.wrong)) for pair in pairs], bar)
     results, skipped = [], {}
     for pair, scored in zip(pairs, found, strict=True):

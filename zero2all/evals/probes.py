@@ -55,7 +55,7 @@ class Asked:
 
 def run_probes(engine: Engine, probes: list[Probe]) -> Asked:
     """Ask them all: every answer of every probe is scored in one batch, then all are written in another."""
-    with progress("probes", total=2 * len(probes), unit="step") as bar:
+    with progress("probes", total=2 * len(probes), unit="question") as bar:
         questions = [Question(probe.prompt, (*probe.right, *probe.wrong)) for probe in probes]
         found = list(zip(probes, score_questions(engine, questions, bar), strict=True))
         skipped = {probe.id: scored for probe, scored in found if isinstance(scored, str)}

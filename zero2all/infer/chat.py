@@ -106,9 +106,7 @@ def choose(loaded: LoadedModel) -> Choice:
     if learned:
         return Choice("template", "the run was trained on conversations")
     if _own_frames(loaded):
-        return Choice(
-            "frame", "the text that this model was trained on asks in this form. It answers each question by itself"
-        )
+        return Choice("frame", "the text that this model was trained on asks in this form")
     if learned is None:
         return Choice(
             "plain", "whether the model was trained on conversations is not known; if it was, switch to `template`"

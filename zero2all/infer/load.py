@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.peers import Peers
-from zero2all.common.workspace import STAMP_NAME, Workspace, is_folder_name, open_workspace
+from zero2all.common.workspace import STAMP_NAME, Workspace, is_folder_name, open_workspace, refuse_workspace
 from zero2all.config import RunConfig
 from zero2all.config.training import model_at
 from zero2all.model.config import ModelConfig, parameter_counts
@@ -123,8 +123,7 @@ def load_model(
         raise BadInputError(
             f"{error.filename} disappeared while {folder} was being read. Restore it, or download the folder again."
         ) from error
-    if (folder / STAMP_NAME).is_file():
-        raise BadInputError(f"{folder} is a workspace. Name a run in it, and the workspace with --work {folder}.")
+    refuse_workspace(folder)
     if folder.is_dir():
         raise BadInputError(
             f"{folder} is neither the folder of a run (it has no {CONFIG_FILE}) nor a Hugging Face folder (it has no "

@@ -27,6 +27,7 @@ PROMPT, MORE_PROMPT = "> ", "… "
 BLOCK_MARK = '"""'
 ReadLine = Callable[[str], str | None]
 
+OWN_FRAME_NOTE = "It answers each question by itself, and in the wording of its text: ask as its text asks."
 HELP = {
     "/help": "show this list",
     "/undo": "remove your last message and its answer",
@@ -291,6 +292,8 @@ class Talk:
         if self.conversation.frame == "auto":
             choice = choose(loaded)
             self._note(f"The conversation is formatted with {_in_words(choice.how)}: {choice.why}.")
+            if choice.how == "frame":
+                self._note(OWN_FRAME_NOTE)
         self._note("Type /help for the commands.")
 
     def _path(self, name: str, example: str) -> Path | None:
@@ -305,10 +308,11 @@ class Talk:
 
     def _note(self, text: str) -> None:
         """A line of ours, dim in the terminal and on stderr beside a pipe."""
-        text = translate(terminal_safe(text, keep="\n"))
+        text = terminal_safe(text, keep="\n")
         if not self._is_terminal:
-            say(text)
+            say(text)  # which translates it
         else:
+            text = translate(text)
             print(f"\x1b[2m{text}\x1b[0m" if self._is_dim else text, flush=True)
 
 

@@ -54,7 +54,7 @@ def named_card(name: str) -> Card:
     short = re.sub(r"^(nvidia )?(geforce )?rtx[ -]?", "", name.lower())
     if short not in CARDS:
         raise UsageError(
-            f"The memory of a GPU named {name} is not known. Known are {', '.join(CARDS)}. For another one, give its "
-            f"memory with --memory-gib."
+            f"The memory of a GPU named {name} is not known. Known are {', '.join(CARDS)}. `z2a perf "
+            f"memory --memory-gib N` computes for any other."
         )
     return CARDS[short]

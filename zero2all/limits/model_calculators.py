@@ -159,7 +159,7 @@ def _groups(model: Counted, tokens: int, seq_len: int, gpu: Gpu | None, peak_tfl
 
 
 def _limit(moved: float, gpu: Gpu) -> str:
-    return f"{moved / 1e9:,.4g} GB at {gpu.bandwidth / 1e12:g} TB/s" if moved else "arithmetic"
+    return f"{moved / 1e9:,.4g} GB at {gpu.bandwidth / 1e12:g} TB/s" if moved else "bound by arithmetic"
 
 
 def mfu(
@@ -319,20 +319,20 @@ def roofline(
     if m and n and k:
         work, moved = matmul_flops(m, n, k), matmul_bytes(m, n, k, value_bytes)
         rate = gpu.matmul_flops if gpu and gpu.matmul_flops and not peak_tflops else peak
-        limit = "arithmetic" if work / moved > peak / bandwidth else "memory"
+        bound = "bound by arithmetic" if work / moved > peak / bandwidth else "bound by memory"
         is_slower = work / rate > moved / bandwidth
         speed = f"at {rate / 1e12:g} TFLOP/s" if is_slower else f"at {bandwidth / 1e12:g} TB/s"
         terms += [
             Term("FLOPs", work, "FLOP", "2 m n k"),
             Term("bytes", moved, "bytes", f"{value_bytes:g} (m k + k n + m n)"),
-            Term("intensity", work / moved, "FLOP/byte", f"FLOPs / bytes: limited by {limit}"),
+            Term("intensity", work / moved, "FLOP/byte", f"FLOPs / bytes: {bound}"),
             Term("least time", least_seconds(work, moved, rate, bandwidth), "s", speed),
         ]
         if gpu and gpu.units:
             cut = tiling(m, n, gpu.units, int(tile[0]), int(tile[1]))
             terms += [
-                Term("tiles", cut.tiles, "tiles", f"of {tile[0]:g} x {tile[1]:g}"),
-                Term("waves", cut.waves, "waves", f"tiles / {gpu.units} SMs, rounded up"),
+                Term("number of tiles", cut.tiles, "tiles", f"of {tile[0]:g} x {tile[1]:g}"),
+                Term("number of waves", cut.waves, "waves", f"tiles / {gpu.units} SMs, rounded up"),
                 Term("wave efficiency", cut.wave_efficiency, "share", "tiles / (waves x SMs)"),
                 Term("tile efficiency", cut.tile_efficiency, "share", "m n / (tiles x tile)"),
             ]

@@ -73,7 +73,7 @@ def limit_of(record: RunRecord) -> str:
     inside = account.goodput
     compute = sum(parts.get(name, 0.0) for name in COMPUTE_PARTS) / step
     groups = {
-        "what happens outside of steps that count (starts, evaluation, checkpoints, lost steps)": 1.0 - inside,
+        "what is not steps that count (starts / evaluation / checkpoints / lost steps)": 1.0 - inside,
         "waiting for data": inside * parts.get("data_wait", 0.0) / step,
         "communication (reduce and bubble)": inside * (parts.get("reduce", 0.0) + parts.get("bubble", 0.0)) / step,
         "the optimizer": inside * parts.get("optimizer", 0.0) / step,

@@ -456,7 +456,7 @@ def plan_json(plan: LayoutPlan) -> dict[str, Any]:
 def plan_cells(candidates: Sequence[Candidate]) -> list[list[str]]:
     """A table of layouts."""
     heading = ["", "tp", "pp", "cp", "ep", "zero", "shard x replicate", "samples x passes", "recompute", "schedule"]
-    heading += ["step s", "90 %", "tokens/s", "MFU", "GiB"]
+    heading += ["s per step", "90 %", "tokens/s", "MFU", "GiB"]
     with_measured = any(one.measured for one in candidates)
     rows = [heading + (["measured tokens/s"] if with_measured else [])]
     for number, one in enumerate(candidates, 1):

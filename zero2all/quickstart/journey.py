@@ -18,7 +18,7 @@ from typing import Any
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import crc32c_of, folder_bytes, human_bytes, read_json, write_json
-from zero2all.common.language import columns, padded
+from zero2all.common.language import columns, language, padded
 from zero2all.common.language import translate as t
 from zero2all.common.manifest import fingerprint
 from zero2all.common.progress import brief_progress, counted, human_seconds, say
@@ -40,11 +40,11 @@ from zero2all.infer.text import generate
 from zero2all.model.config import parameter_counts
 from zero2all.packed.writer import pack_corpus
 from zero2all.quickstart import choices
-from zero2all.quickstart.own_text import OwnText, corpus_in_words, look_at, refuse_other_text
+from zero2all.quickstart.own_text import OwnText, corpus_in_words, look_at, refuse_other_text, too_little_in_words
 from zero2all.quickstart.raw import CHINESE_NAME, CODE_NAME, ENGLISH_NAME, PAIRS_NAME, PROBES_NAME, write_raw
 from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.tokenizer.text import TooFewPiecesError
-from zero2all.track.plot import plot_run
+from zero2all.track.plot import cjk_fonts, plot_run
 from zero2all.track.reader import RunReader
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.run import train
@@ -190,13 +190,16 @@ def run_journey(
         tokens = {key.removesuffix("/train"): count for key, count in tokens.items() if key.endswith("/train")}
         config = choices.with_settings(config, choices.run_settings(tokens, config, given))
         sized = choices.with_settings(config, {"model.vocab_size": vocabulary["vocab_size"]})
-        _print_lines(choices.settings_in_words(tokens, sized, given))
+        _print_lines(choices.settings_in_words(tokens, sized, given) + too_little_in_words(totals["bytes_kept"]))
     journey.config = config
     probes = None if own is not None else workspace.raw / PROBES_NAME
     if probes is not None:
         with timer.stage("probes, untrained") as done:
             journey.before = _untrained_probes(workspace, config, probes)
             done(f"{journey.before['accuracy']:.1%} right")
+    reached = max(map(step_of, list_checkpoints(workspace.run(name))), default=0)
+    if 0 < reached < config.train.steps:
+        _print_lines([f"training continues from step {reached:,} of {config.train.steps:,}"])
     with timer.stage("train") as done:
         summary = train(config, workspace, accept_changes=accept_changes, say=say, brief=True)
         journey.curve = _held_out_curve(workspace.run(name))
@@ -223,7 +226,9 @@ def run_journey(
     with timer.stage("picture") as done:
         picture = workspace.run(name) / "curves.png"
         plot_run(workspace.run(name), picture)
-        done(human_bytes(picture.stat().st_size))
+        is_english = language() == "zh" and not cjk_fonts()
+        said = human_bytes(picture.stat().st_size)
+        done(f"{said}, in English: no Chinese font is installed" if is_english else said)
     return journey
 
 

@@ -23,6 +23,7 @@ NAMED_FILES = 4
 """Files named for each reason why they were left out; the others are counted."""
 LEAST_BYTES = 1000
 """Less than this cannot be 20 KB of text, even compressed."""
+WANTED_BYTES = 20_000
 KINDS = "text, code, JSON, CSV or parquet files, plain, compressed or in archives"
 
 
@@ -47,9 +48,10 @@ def look_at(data: Path, mapping: Mapping[str, str] | None = None) -> OwnText:
     size = sum(file.size_bytes for file in listing.files)
     if not size:
         counts = {reason: len(names) for reason, names in listing.skipped.items()}
-        counts |= {"empty": len(listing.files)} if listing.files else {}
-        if counts:
-            why = f"--data {data} contains only files that are not read ({counts_in_words(counts)})."
+        empty = t(counted(len(listing.files), "empty file")) if listing.files else ""
+        if counts or empty:
+            words = ", ".join(filter(None, (counts_in_words(counts), empty)))
+            why = f"--data {data} contains only files that are not read ({words})."
         else:
             why = f"--data {data} contains no files."
         raise BadInputError(
@@ -68,6 +70,13 @@ def refuse_too_little(own: OwnText) -> None:
             f"quickstart needs 20 KB of text or more. Give more text, or leave out --data: then the quickstart makes "
             f"its own."
         )
+
+
+def too_little_in_words(text_bytes: int) -> list[str]:
+    """What to expect of less text than the quickstart is made for."""
+    small = human_bytes(text_bytes)
+    said = f"{small} of text is too little: the model will write garbage. Give at least 20 KB, better 1 MB or more."
+    return [said] if text_bytes < WANTED_BYTES else []
 
 
 def refuse_other_text(workspace: Workspace, name: str, sources: Sequence[Source]) -> None:

@@ -43,7 +43,7 @@ UNITS: tuple[tuple[str, str], ...] = (
     ("nats", r"(^|/)loss(/|$)"),
     ("bits", r"(^|/)bpb(/|$)"),
     ("tokensPerSecond", r"^tokens_per_second$"),
-    ("seconds", r"^time(/|$)|_seconds$"),
+    ("seconds", r"^time(/|$)|_seconds$|^memory/checkpoint_"),
     ("GiB", r"gib$"),
     ("share", r"^(mfu|hfu|mixture)(/|$)|(^|/)(acc\w*|probability|share\w*|fraction)(/|$)"),
     ("bytes", r"^memory/"),

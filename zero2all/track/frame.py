@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import select
 import sys
 import time
@@ -42,7 +43,7 @@ SIDE_COLUMNS = 46
 LABEL_COLUMNS = 9
 CHANGE_ROWS = 100
 
-COLORS = {"running": "green", "finished": "blue", "stalled": "yellow", "crashed": "red", "unknown": "white"}
+COLORS = {"running": "green", "finished": "blue", "stopped": "yellow", "stalled": "yellow", "crashed": "red"}
 LAYER_STYLES = {-1: "", 0: "blue", 1: "bold cyan"}  # nothing drawn, values as logged, smoothed
 REDRAW_SECONDS = 1.0
 LOOK_SECONDS = 0.5
@@ -301,7 +302,8 @@ def _vitals(reader: RunReader, metrics: list[str], status: RunStatus) -> list[Te
         figures.append((t("tokens/s"), human_count(reader.tokens_per_second or 0)))
     for metric in (metric for metric in metrics if metric.split("/")[0] == "mfu"):
         figures += [(f"MFU {metric[4:]}", f"{_last(reader.series(metric)):.1%}")]
-    for metric in (metric for metric in metrics if metric.startswith("memory/")):
+    # Not memory/checkpoint_stall: how long a checkpoint in memory stops a step.
+    for metric in (metric for metric in metrics if re.match("memory/(?!checkpoint_)", metric)):
         figures += [(t(f"memory {metric[7:]}"), _memory(metric, _last(reader.series(metric))))]
     if status.last_tokens:
         figures.append((t("tokens"), human_count(status.last_tokens)))
@@ -338,12 +340,14 @@ def _is_quiet(event: Event) -> bool:
 def _summary(event: Event) -> str:
     if event.kind == FINISH_KIND and {"tokens", "seconds"} <= event.data.keys():
         return t(f"{event.data['tokens']:,} tokens in {human_seconds(event.data['seconds'])}")
+    if event.kind == END_KIND and event.data.get("message"):
+        return _clean(t(str(event.data["message"]).removeprefix("PreemptedError: ")))
     parts = []
     for key, value in event.data.items():
         if isinstance(value, float):
-            parts.append(f"{key} {value:.4g}")
+            parts.append(f"{t(key)} {value:.4g}")
         elif isinstance(value, str | int | bool):
-            parts.append(f"{key} {value}")
+            parts.append(t(key) if value is True else f"{t(key)} {value}")
         elif isinstance(value, list) and value and isinstance(value[0], str):
             words = "; ".join(t(str(item)) for item in value)
             parts.append(words if key == "notes" else f"{key} {words}")

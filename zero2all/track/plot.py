@@ -260,7 +260,7 @@ def _render(runs: list[RunReader], panels: list[_Panel], options: PlotOptions, s
 
     style: Any = {
         **STYLE,
-        "font.family": ["DejaVu Sans", *_cjk_fonts()],
+        "font.family": ["DejaVu Sans", *cjk_fonts()],
         "svg.hashsalt": "zero2all",
         "pdf.fonttype": 42,
     }
@@ -442,7 +442,7 @@ def png_bytes(figure: Figure, dpi_choices: Sequence[int] = DPI_CHOICES) -> bytes
     return data
 
 
-def _cjk_fonts() -> list[str]:
+def cjk_fonts() -> list[str]:
     """The fonts for Chinese that this machine has."""
     from matplotlib.font_manager import fontManager
 
@@ -452,7 +452,7 @@ def _cjk_fonts() -> list[str]:
 
 def _t(text: str) -> str:
     """The text in the person's language, if this machine has a font for it."""
-    return translate(text) if _cjk_fonts() else text
+    return translate(text) if cjk_fonts() else text
 
 
 def _shortened(text: str, length: int) -> str:
@@ -462,4 +462,4 @@ def _shortened(text: str, length: int) -> str:
 def _printable(text: str) -> str:
     """Names from a run may hold any character; without a font for them they are escaped instead of boxes."""
     text = terminal_safe(text, "?")
-    return text if _cjk_fonts() else text.encode("latin-1", "backslashreplace").decode("latin-1")
+    return text if cjk_fonts() else text.encode("latin-1", "backslashreplace").decode("latin-1")

@@ -3,7 +3,8 @@
 - *finished*: the writer said so (`end` event, reason `done` or `exit`).
 - *crashed*: it said that it failed; or it said nothing, and its process is gone from this machine.
 - *running*: it wrote a row not long ago.
-- *stalled*: it has been silent for longer than a minute and than ten median steps; or it was preempted.
+- *stopped*: it was asked to stop, and saved its state; the same command continues it.
+- *stalled*: it has been silent for longer than a minute and than ten median steps.
 - *unknown*: there is nothing to judge by.
 """
 
@@ -15,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-State = Literal["running", "stalled", "finished", "crashed", "unknown"]
+from zero2all.common.progress import human_seconds
+
+State = Literal["running", "stopped", "stalled", "finished", "crashed", "unknown"]
 
 SILENCE_SECONDS = 60.0
 SILENCE_STEPS = 10
@@ -64,7 +67,7 @@ def judge(evidence: Evidence, now: float | None = None) -> tuple[State, str]:
     if evidence.alive is None and evidence.last_time is not None:  # a fresh copy of old files is not a running run
         silence = max(silence, now - evidence.last_time - CLOCK_DIFFERENCE_SECONDS)
     if silence > max(SILENCE_SECONDS, SILENCE_STEPS * (evidence.median_step_seconds or 0.0)):
-        return "stalled", f"No new row for {_duration(silence)}."
+        return "stalled", f"No new row for {human_seconds(silence)}."
     return "running", ""
 
 
@@ -75,7 +78,7 @@ def _ended(end: dict[str, Any]) -> tuple[State, str]:
     if reason == "exit":
         return "finished", message or "The program ended without closing the run."
     if reason == "preempted":
-        return "stalled", message or "Stopped on request. Start the same command again to continue."
+        return "stopped", message or "Stopped on request. Start the same command again to continue."
     return "crashed", message or f"The run ended: {reason}."
 
 
@@ -120,10 +123,3 @@ def pid_namespace() -> str | None:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         return None
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"

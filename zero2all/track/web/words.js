@@ -12,6 +12,7 @@ const WORDS = {
 	keyIn: ['Zoom in and out', '放大或缩小'],
 	keyEvents: ['Next and previous event', '前后事件'],
 	running: ['running', '进行中'],
+	stopped: ['stopped', '已停止'],
 	stalled: ['stalled', '无响应'],
 	finished: ['finished', '已完成'],
 	crashed: ['crashed', '已崩溃'],
