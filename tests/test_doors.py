@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -54,10 +55,8 @@ def watched(programs: list[subprocess.Popen]) -> set[str]:
     """All addresses at which they waited until they ended; each must have ended well."""
     found: set[str] = set()
     while any(program.poll() is None for program in programs):
-        try:
+        with suppress(OSError, psutil.Error):  # a process has just ended
             found |= set(sockets_of([program for program in programs if program.poll() is None]))
-        except (OSError, psutil.Error):  # a process has just ended
-            pass
         time.sleep(0.1)
     texts = [program.communicate()[0] for program in programs]
     assert [program.returncode for program in programs] == [0] * len(programs), "\n".join(texts)
