@@ -124,10 +124,9 @@ def test_mistakes_in_rules_stand_in_the_same_list_under_the_names_they_were_give
     with pytest.raises(UsageError) as caught:
         load_settings([f"a={tmp_path}"], words)
     message = str(caught.value)
-    assert "clean.digitz: got {'on': False}" in message
-    assert "Did you mean `digits`?" in message
+    assert "`clean` has no field `digitz`. Did you mean `digits`?" in message
     assert " dedup.near: got 'of'" in message
-    assert "options.shard_size: got 3" in message
+    assert "`options` has no field `shard_size`" in message
 
 
 def test_a_rule_that_drops_much_is_pointed_at(tmp_path, write_lines):

@@ -55,14 +55,15 @@ def add_optional_run(parser: argparse.ArgumentParser, name: str, **details: Any)
 
 def fill_in_run(arguments: argparse.Namespace) -> None:
     """Name the one run of the workspace where the command line names none; refuse a workspace in its place."""
+    if (argument := getattr(arguments, "run_argument", None)) is None:
+        return
     from zero2all.common.workspace import is_folder_name, refuse_workspace
 
-    argument = getattr(arguments, "run_argument", None)
-    given = getattr(arguments, argument) if argument else None
+    given = getattr(arguments, argument)
     for name in [given] if isinstance(given, str) else given or ():
         if not (is_folder_name(name) and (arguments.work / "runs" / name).is_dir()):
             refuse_workspace(name)
-    if argument is None or given:
+    if given:
         return
     workspace = workspace_of(arguments)
     names = [folder.name for folder in run_folders(workspace.runs)]

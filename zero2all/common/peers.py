@@ -39,9 +39,9 @@ class Peers:
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, on all ranks."""
+        if self.control is None:  # the same round trip, so that one process alone shows a value that is not JSON
+            return [_value(_bytes(value), 0)]
         own = torch.frombuffer(_bytes(value), dtype=torch.uint8)
-        if self.control is None:
-            return [_value(own, 0)]
         announced = torch.zeros(self.size, dtype=torch.int64)
         dist.all_gather(list(announced.split(1)), torch.tensor([own.numel()]), group=self.control)
         lengths = [_checked(length, rank) for rank, length in enumerate(announced.tolist())]
@@ -49,7 +49,8 @@ class Peers:
         padded[: own.numel()] = own
         texts = torch.empty(self.size, max(lengths), dtype=torch.uint8)
         dist.all_gather(list(texts), padded, group=self.control)
-        return [_value(text[:length], rank) for rank, (text, length) in enumerate(zip(texts, lengths, strict=True))]
+        rows = zip(texts.numpy(), lengths, strict=True)
+        return [_value(row[:length].tobytes(), rank) for rank, (row, length) in enumerate(rows)]
 
     def broadcast(self, value: Any) -> Any:
         """The value of rank 0, on all ranks."""
@@ -61,7 +62,7 @@ class Peers:
         length = _checked(int(announced), 0)
         text = text if self.is_first else torch.empty(length, dtype=torch.uint8)
         dist.broadcast(text, group=self.control, group_src=0)
-        return _value(text, 0)
+        return _value(text.numpy().tobytes(), 0)
 
     def run_on_rank0(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and return its result on all ranks; what it raises there is raised on all ranks."""
@@ -111,9 +112,9 @@ def _bytes(value: Any) -> bytearray:
     return bytearray(json.dumps(jsonio.plain(value, float)).encode())
 
 
-def _value(text: torch.Tensor, rank: int) -> Any:
+def _value(text: bytes | bytearray, rank: int) -> Any:
     try:
-        return json.loads(text.numpy().tobytes())
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         problem = BadInputError(f"What rank {rank} sent cannot be read as JSON ({error}).")
         raise for_all_ranks(problem) from error
