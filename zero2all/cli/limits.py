@@ -89,7 +89,7 @@ KINDS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "gpu": (_gpu, "NAME", ""),
     "recipe": (_one_of("zero2all.limits.states", "RECIPES"), "NAME", ""),
     "recompute": (_one_of("zero2all.limits.model_calculators", "RECOMPUTED"), "KIND", ""),
-    "law": (_one_of("zero2all.limits.chinchilla", "LAWS"), "NAME", ""),
+    "law": (_one_of("zero2all.limits.run_calculators", "LAWS"), "NAME", ""),
     "convention": (_one_of("zero2all.limits.run_calculators", "CONVENTIONS"), "NAME", ""),
 }
 """Kind of a flag -> how it is read, what stands for it in the help, and the rule."""

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from zero2all.common.schema import MISSING, Problem
 from zero2all.limits.answer import Answer, ImpossibleError, Term
-from zero2all.limits.budget import INFERENCE_BYTES, cache_bytes
 from zero2all.limits.floors import decoding_bytes
 from zero2all.limits.flops import CONVENTIONS, conventions, flops_by_group, packed_length
 from zero2all.limits.gpus import GPUS, Gpu
@@ -28,6 +27,8 @@ CONVENTION = (
     "Training FLOPs of one token, forward and backward; 1 multiply-add (MAC) = 2 FLOPs, backward = 2 x forward. "
     "Recomputation is not counted (MFU); what is counted with it is called hardware (HFU)."
 )
+INFERENCE_BYTES = {"float32 and bfloat16 copy": 6, "float32": 4, "bfloat16": 2, "int8": 1, "int4": 0.5}
+"""Per parameter."""
 VERBS = ("params", "flops", "mfu", "zero", "inference", "roofline")
 USUAL_STEP = 256
 """Sequences of a step, where no config says how many."""
@@ -263,7 +264,7 @@ def inference(
     terms.append(Term("prompts", 2.0 * model.active * seq_len * sequences, "FLOP", "2 N D, D tokens of all prompts"))
     cache = 0.0
     if model.cache_values is not None:
-        one = cache_bytes(model.cache_values, 1, 1, cache_value_bytes)
+        one = model.cache_values * cache_value_bytes
         cache = one * seq_len * sequences
         how = "layers x 2 x kv_heads x head width x bytes (MLA: kv rank + rope width)"
         terms += [
