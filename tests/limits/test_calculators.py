@@ -10,13 +10,23 @@ from tests.limits import published
 from zero2all.limits import run_calculators
 from zero2all.limits.answer import ImpossibleError, said
 from zero2all.limits.failures import any_failure, daly_interval, goodput, young_interval
+from zero2all.limits.floors import tiling
 from zero2all.limits.flops import conventions, packed_length
 from zero2all.limits.gpus import DEVICE_NAMES, GPUS
-from zero2all.limits.model_calculators import flops, hardware_flops, inference, mfu, params, roofline, variants, zero
+from zero2all.limits.model_calculators import (
+    RECIPES,
+    flops,
+    hardware_flops,
+    inference,
+    mfu,
+    params,
+    roofline,
+    variants,
+    zero,
+    zero_bytes,
+)
 from zero2all.limits.parameters import KNOWN_MODELS, Unpadded, counted, counted_by_total, counted_gpt
-from zero2all.limits.roofline import tiling
 from zero2all.limits.run_calculators import LAWS, batch, bubble, bubbles, checkpoint, comm, cost, failure, time
-from zero2all.limits.states import RECIPES, zero_bytes
 from zero2all.model.config import MoeConfig, parameter_counts
 
 

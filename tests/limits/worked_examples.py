@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tests.limits import published
-from zero2all.limits import failures, roofline, run_calculators, states
+from zero2all.limits import failures, floors, run_calculators
 from zero2all.limits.flops import conventions, packed_length
 from zero2all.limits.gpus import GPUS
-from zero2all.limits.model_calculators import variants
+from zero2all.limits.model_calculators import RECIPES, variants, zero_bytes
 from zero2all.limits.parameters import KNOWN_MODELS, Counted, Latent, counted_by_total, counted_gpt, llama
 from zero2all.limits.run_calculators import LAWS, batch, bubbles, cost, rule_of_thumb, time
 
@@ -173,10 +173,10 @@ def model_states() -> Found:
         (128e9, 64, "2048 536 284 32"),
         (1e12, 1024, "16000 4011.7 2013.7 15.6"),
     ):
-        found = [each / GB for each in states.zero_bytes(size, ranks).values()]
+        found = [each / GB for each in zero_bytes(size, ranks).values()]
         yield from several(f"{size / GB:g}B on {ranks}, GB, zero", range(4), expected, found)
     eight = KNOWN_MODELS["llama-3.1-8b"].total
-    found = [states.zero_bytes(eight, ranks)[3] / GIB for ranks in (8, 128)]
+    found = [zero_bytes(eight, ranks)[3] / GIB for ranks in (8, 128)]
     yield from several("llama-3.1-8b, GiB, zero 3 on", (8, 128), "14.96 0.93", found)
     deepspeed = published.deepspeed_states(2851e6, 8, 32e6)
     yield from several(
@@ -186,7 +186,7 @@ def model_states() -> Found:
     yield Case("Megatron 175B, GiB", "45.5625", published.megatron_states(12288, 96, 8, 8) / GIB)
     yield Case("GPT-3 in float32, GB", "700", 4 * 175e9 / GB)
     yield Case("128 replicas of it, TB", "89.6", 128 * 4 * 175e9 / 1e12)
-    recipe = states.RECIPES["adamw"]
+    recipe = RECIPES["adamw"]
     found = [70 * each for each in (recipe.weights, recipe.gradients, recipe.optimizer)]
     yield from several("LLaMA-2-70B, GB,", ("weights", "gradients", "states"), "140 140 840", found)
 
@@ -274,16 +274,16 @@ def rooflines() -> Found:
     """Section: roofline, tiles, waves."""
     gpus = ("a100", "h100", "h200", "b200")
     yield from several("ridge of", gpus, "153 295 206 281", [GPUS[name].ridge for name in gpus])
-    work, moved = roofline.matmul_flops(8192, 14336, 4096), roofline.matmul_bytes(8192, 14336, 4096)
-    seconds = roofline.least_seconds(work, moved, 794.5e12, 3.35e12)
+    work, moved = floors.matmul_flops(8192, 14336, 4096), floors.matmul_bytes(8192, 14336, 4096)
+    seconds = floors.least_seconds(work, moved, 794.5e12, 3.35e12)
     yield from several("matmul 8192 x 4096 x 14336,", ("FLOP/B", "ms"), "2293.8 1.211", [work / moved, seconds * 1e3])
-    cut = roofline.tiling(8192, 14336, 132)
+    cut = floors.tiling(8192, 14336, 132)
     yield from several(
         "its", ("tiles", "waves", "wave efficiency"), "3584 28 0.970", [cut.tiles, cut.waves, cut.wave_efficiency]
     )
-    found = [roofline.tiling(8192, 14336, units).waves for units in (148, 152)]
+    found = [floors.tiling(8192, 14336, units).waves for units in (148, 152)]
     yield from several("waves on SMs", (148, 152), "25 24", found)
-    cut = roofline.tiling(1000, 1000, 132)
+    cut = floors.tiling(1000, 1000, 132)
     of_thousand = [cut.tiles, cut.wave_efficiency, cut.tile_efficiency]
     yield from several("1000 x 1000,", ("tiles", "wave", "tile"), "32 0.242 0.954", of_thousand)
     yield Case("AdamW of 8B on an H200, ms", "55.1", 28 * KNOWN_MODELS["llama-3.1-8b"].total / (0.85 * 4.8e12) * 1e3)

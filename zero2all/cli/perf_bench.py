@@ -94,7 +94,7 @@ def _measured(arguments: argparse.Namespace, device: torch.device) -> Bench:
         return (bench_pin if arguments.bench == "pin" else bench_numa)(device, seconds)
     if arguments.bench == "dataloader":
         from zero2all.cli.data import config_of
-        from zero2all.perf.bench.data import bench_dataloader
+        from zero2all.perf.bench.copies import bench_dataloader
         from zero2all.train.setup import open_run_data
 
         workspace = workspace_of(arguments)

@@ -20,9 +20,8 @@ from zero2all.limits.failures import (
     young_interval,
 )
 from zero2all.limits.gpus import Gpu
-from zero2all.limits.model_calculators import HOW, known_peak, lacking, variants
+from zero2all.limits.model_calculators import CHECKPOINT_BYTES, HOW, known_peak, lacking, variants
 from zero2all.limits.parameters import Counted
-from zero2all.limits.states import CHECKPOINT_BYTES
 
 CONVENTIONS = ("6N", "8N", "seed", "palm", "causal")
 HOUR = 3600.0
