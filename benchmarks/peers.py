@@ -38,9 +38,9 @@ from zero2all.common.files import write_json
 from zero2all.common.progress import say
 from zero2all.config import RunConfig
 from zero2all.parallel.device import pick_device
+from zero2all.perf.ablate import environment
 from zero2all.perf.batch import BatchShape, load_measured_config, own_batch, parse_batch
 from zero2all.perf.measure import LEARNING_RATE, Iterate, figures, measure, pace_of, random_tokens
-from zero2all.perf.results import environment
 
 OURS, EAGER, COMPILED, LIGER = "ours", "eager", "compiled", "liger"
 PURE, AUTOCAST = "pure bf16", "fp32 + autocast"

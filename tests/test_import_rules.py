@@ -102,7 +102,7 @@ LAZY_THIRD_PARTY = {
     "common.engine": {"ray"},
     "packed.remote": {"fsspec"},
     "packed.stats": {"matplotlib"},
-    **{f"perf.{name}": {"matplotlib"} for name in ("pictures", "summary", "memory", "infer", "profile_page")},
+    **{f"perf.{name}": {"matplotlib"} for name in ("pictures", "summary", "memory", "infer", "profile")},
     "perf.shapes": {"matplotlib"},
     **{f"ops.{name}": {"liger_kernel"} for name in ("rms_norm", "rope", "swiglu", "cross_entropy")},
     "ops.linear_cross_entropy": {"liger_kernel"},

@@ -20,7 +20,7 @@ from zero2all.limits.memory import GIB, MemoryEstimate, MemorySettings, estimate
 from zero2all.model.config import parameter_counts
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import OPERATORS, footprints, resolve
-from zero2all.perf.op_cases import make_case
+from zero2all.perf.op_bench import make_case
 
 LARGE_MODEL = "z2all-1b"
 TOKENS = 256

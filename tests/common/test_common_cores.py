@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zero2all.common import cores
 from zero2all.common.engine import EngineConfig, open_engine
-from zero2all.perf.doctor.environment import look_at_environment
+from zero2all.perf.doctor.software import look_at_environment
 
 PACKAGE = Path(__file__).parents[2] / "zero2all"
 

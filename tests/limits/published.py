@@ -10,7 +10,7 @@ Korthikanti et al. 2022 model FLOPs; hardware FLOPs with selective recomputation
 
 from __future__ import annotations
 
-from zero2all.limits.collectives import bus_seconds
+from zero2all.limits.run_calculators import bus_seconds
 
 
 def narayanan_hardware_flops(batch: float, s: float, layers: float, h: float, vocab: float) -> float:

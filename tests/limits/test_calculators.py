@@ -7,18 +7,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.limits import published
-from zero2all.limits import collectives
+from zero2all.limits import run_calculators
 from zero2all.limits.answer import ImpossibleError, said
-from zero2all.limits.bubble import bubbles
-from zero2all.limits.chinchilla import LAWS
 from zero2all.limits.failures import any_failure, daly_interval, goodput, young_interval
+from zero2all.limits.floors import tiling
 from zero2all.limits.flops import conventions, packed_length
 from zero2all.limits.gpus import DEVICE_NAMES, GPUS
-from zero2all.limits.model_calculators import flops, hardware_flops, inference, mfu, params, roofline, variants, zero
+from zero2all.limits.model_calculators import (
+    RECIPES,
+    flops,
+    hardware_flops,
+    inference,
+    mfu,
+    params,
+    roofline,
+    variants,
+    zero,
+    zero_bytes,
+)
 from zero2all.limits.parameters import KNOWN_MODELS, Unpadded, counted, counted_by_total, counted_gpt
-from zero2all.limits.roofline import tiling
-from zero2all.limits.run_calculators import batch, bubble, checkpoint, comm, cost, failure, time
-from zero2all.limits.states import RECIPES, zero_bytes
+from zero2all.limits.run_calculators import LAWS, batch, bubble, bubbles, checkpoint, comm, cost, failure, time
 from zero2all.model.config import MoeConfig, parameter_counts
 
 
@@ -142,14 +150,14 @@ def test_more_devices_fail_more_often_and_never_surely(chance, devices):
 def test_collectives_are_bounded_from_below_and_above_and_grow_with_size(ranks, size, nodes, per_node):
     low, high = published.hierarchical_seconds(size, nodes, per_node, 450e9, 50e9)
     assert low <= high <= 2 * low
-    for kind in collectives.RING_SHARE:
-        seconds = collectives.ring_seconds(kind, size, ranks, 50e9, 1e-5)
+    for kind in run_calculators.RING_SHARE:
+        seconds = run_calculators.ring_seconds(kind, size, ranks, 50e9, 1e-5)
         assert (
-            collectives.bus_seconds(kind, size, ranks, 50e9)
+            run_calculators.bus_seconds(kind, size, ranks, 50e9)
             < seconds
-            < collectives.ring_seconds(kind, 2 * size, ranks, 50e9, 1e-5)
+            < run_calculators.ring_seconds(kind, 2 * size, ranks, 50e9, 1e-5)
         )
-    volumes = [collectives.data_volume(size, ranks, stage) for stage in range(4)]
+    volumes = [run_calculators.data_volume(size, ranks, stage) for stage in range(4)]
     assert volumes[0] == volumes[1] == volumes[2] == pytest.approx(volumes[3] * 2 / 3)
 
 

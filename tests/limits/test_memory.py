@@ -21,8 +21,8 @@ from zero2all.limits.memory import (
     MemorySettings,
     estimate_memory,
     optimizer_bytes,
-    saved_bytes_per_token,
 )
+from zero2all.limits.pass_memory import pass_memory
 from zero2all.model.config import ModelConfig, MoeConfig, parameter_counts
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
@@ -33,6 +33,12 @@ from zero2all.parallel.layout import init_weights, layout_table
 from zero2all.parallel.mesh import Mesh
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.state import new_state
+
+
+def saved_bytes_per_token(model, settings):
+    """What all blocks, the last norm and the head's input have saved at the end of the forward pass."""
+    sizes = settings.sizes(model)
+    return pass_memory(model, settings).saved_per_token + sizes.value_bytes * sizes.hidden_size
 
 
 def preset(name: str, vocab_size: int) -> ModelConfig:

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tests.limits import published
-from zero2all.limits import budget, chinchilla, collectives, failures, roofline, states
-from zero2all.limits.bubble import bubbles
+from zero2all.limits import failures, floors, run_calculators
 from zero2all.limits.flops import conventions, packed_length
 from zero2all.limits.gpus import GPUS
-from zero2all.limits.model_calculators import variants
-from zero2all.limits.parameters import KNOWN_MODELS, Counted, Latent, counted_gpt, llama
+from zero2all.limits.model_calculators import RECIPES, variants, zero_bytes
+from zero2all.limits.parameters import KNOWN_MODELS, Counted, Latent, counted_by_total, counted_gpt, llama
+from zero2all.limits.run_calculators import LAWS, batch, bubbles, cost, rule_of_thumb, time
 
 TOLERANCE = 0.01
 GB, GIB, HOUR, DAY = 1e9, 2.0**30, 3600.0, 86400.0
@@ -132,18 +132,20 @@ def utilisation() -> Found:
 def training_time() -> Found:
     """Section: training time and cost."""
     gpt3 = KNOWN_MODELS["gpt-3"]
-    work = 6 * 174.6e9 * 300e9
-    seconds = budget.training_seconds(8 / 6 * work, 1024, 140e12)
-    yield Case("GPT-3, 6 N D", "3.143e23", work)
-    yield Case("GPT-3, 1024 A100 at 140 TF, d", "33.8", seconds / DAY)
-    yield Case("GPT-3, GPU-h", "831429", 1024 * seconds / HOUR)
-    yield Case("GPT-3, M USD at 2 an hour, goodput 0.9", "1.848", budget.cost(1024 * seconds, 2, 0.9) / 1e6)
-    yield Case("1T, d", "83.9", budget.training_seconds(8 * 1008e9 * 450e9, 3072, 163e12) / DAY)
-    rates = [(384, 153e12), (768, 149e12), (1536, 141e12)]
-    found = [budget.training_seconds(8 * gpt3.total * 300e9, gpus, rate) / DAY for gpus, rate in rates]
+    rounded, tokens = counted_by_total(174_600_000_000), 300_000_000_000
+    yield Case("GPT-3, 6 N D", "3.143e23", time(rounded, tokens, tflops=1, convention="6N")["FLOPs"])
+    found = time(rounded, tokens, 1024, tflops=140, convention="8N")
+    yield Case("GPT-3, 1024 A100 at 140 TF, d", "33.8", found["time"] / DAY)
+    yield Case("GPT-3, GPU-h", "831429", found["GPU-hours"])
+    paid = cost(rounded, 2, tokens, 1024, 0.9, tflops=140, convention="8N")
+    yield Case("GPT-3, M USD at 2 an hour, goodput 0.9", "1.848", paid["cost"] / 1e6)
+    found = time(counted_by_total(1008 * 10**9), 450 * 10**9, 3072, tflops=163, convention="8N")
+    yield Case("1T, d", "83.9", found["time"] / DAY)
+    rates = [(384, 153), (768, 149), (1536, 141)]
+    found = [time(gpt3, tokens, gpus, tflops=rate, convention="8N")["time"] / DAY for gpus, rate in rates]
     yield from several("175B, eq. 4, d, GPUs", [gpus for gpus, _ in rates], "82.6 42.4 22.4", found)
     work = published.narayanan_hardware_flops(300e9 / 2048, 2048, 96, 12288, 51200)
-    found = [budget.training_seconds(work, gpus, rate) / DAY for gpus, rate in rates]
+    found = [work / (gpus * rate * 1e12) / DAY for gpus, rate in rates]
     yield from several("175B, eq. 3, d, GPUs", [gpus for gpus, _ in rates], "84.7 43.5 23.0", found)
     yield Case("TinyLlama 3T on 16, d", "90.4", 3e12 / (16 * 24e3) / DAY)
     yield Case("TinyLlama 22B on 8, h", "31.8", 22e9 / (8 * 24e3) / HOUR)
@@ -158,7 +160,8 @@ def training_time() -> Found:
     yield Case(
         "its implied MFU %", "34.6", 100 * published.implied_utilisation(large, 15.6e12, 30.84e6, H100.peak_flops)
     )
-    yield Case("JAX scaling book, d", "44.3", budget.training_seconds(6.3e24, 8960, 4.59e14 * 0.4) / DAY)
+    found = time(counted_by_total(70 * 10**9), 15 * 10**12, 8960, GPUS["tpu-v5p"], mfu=0.4, convention="6N")
+    yield Case("JAX scaling book, d", "44.3", found["time"] / DAY)
 
 
 def model_states() -> Found:
@@ -170,10 +173,10 @@ def model_states() -> Found:
         (128e9, 64, "2048 536 284 32"),
         (1e12, 1024, "16000 4011.7 2013.7 15.6"),
     ):
-        found = [each / GB for each in states.zero_bytes(size, ranks).values()]
+        found = [each / GB for each in zero_bytes(size, ranks).values()]
         yield from several(f"{size / GB:g}B on {ranks}, GB, zero", range(4), expected, found)
     eight = KNOWN_MODELS["llama-3.1-8b"].total
-    found = [states.zero_bytes(eight, ranks)[3] / GIB for ranks in (8, 128)]
+    found = [zero_bytes(eight, ranks)[3] / GIB for ranks in (8, 128)]
     yield from several("llama-3.1-8b, GiB, zero 3 on", (8, 128), "14.96 0.93", found)
     deepspeed = published.deepspeed_states(2851e6, 8, 32e6)
     yield from several(
@@ -183,7 +186,7 @@ def model_states() -> Found:
     yield Case("Megatron 175B, GiB", "45.5625", published.megatron_states(12288, 96, 8, 8) / GIB)
     yield Case("GPT-3 in float32, GB", "700", 4 * 175e9 / GB)
     yield Case("128 replicas of it, TB", "89.6", 128 * 4 * 175e9 / 1e12)
-    recipe = states.RECIPES["adamw"]
+    recipe = RECIPES["adamw"]
     found = [70 * each for each in (recipe.weights, recipe.gradients, recipe.optimizer)]
     yield from several("LLaMA-2-70B, GB,", ("weights", "gradients", "states"), "140 140 840", found)
 
@@ -221,7 +224,8 @@ def activations() -> Found:
 
 def batches_and_bubbles() -> Found:
     """Sections: batch arithmetic, pipeline bubbles."""
-    found = [4 * budget.data_ranks(8), 4 * budget.data_ranks(8, 2, 2), 4 * 4 * budget.data_ranks(8)]
+    answers = batch(8, 4), batch(8, 4, tensor=2, pipeline=2), batch(8, 4, accumulation=4)
+    found = [answer["global batch"] for answer in answers]
     yield from several("8 GPUs, micro-batch 4,", ("plain", "t = p = 2", "accumulation 4"), "32 8 128", found)
     for p, m, expected in ((4, 8, "37.5 27.3"), (8, 32, "21.9 17.9"), (16, 16, "93.75 48.4")):
         found_1f1b = bubbles(p, m)["1f1b"]
@@ -235,33 +239,33 @@ def batches_and_bubbles() -> Found:
 
 def communication() -> Found:
     """Sections: volumes and times of collectives."""
-    volume = 2 * collectives.data_volume(KNOWN_MODELS["llama-3.1-8b"].total, 8, 3)
+    volume = 2 * run_calculators.data_volume(KNOWN_MODELS["llama-3.1-8b"].total, 8, 3)
     yield from several("FSDP 8B, n 8,", ("GB", "s"), "42.2 0.117", [volume / GB, volume / 361e9])
-    volume = 2 * collectives.tensor_volume(8192, 8192, 8)
+    volume = 2 * run_calculators.tensor_volume(8192, 8192, 8)
     yield from several("TP 8,", ("MB a layer", "ms"), "939.5 2.61", [volume / 1e6, volume / 360e9 * 1e3])
     found = [
         published.ulysses_volume(131072, 8192, 8) / 1e6,
         published.megatron_sequence_volume(131072, 8192) / 1e6,
     ]
     yield from several("M elements,", ("Ulysses 8", "Megatron"), "537 4295", found)
-    yield Case("CP 4, MB forward", "100.7", 2 * collectives.ring_attention_volume(32768, 1024, 4) / 1e6)
-    yield Case("EP 8, GB forward", "1.644", 2 * collectives.expert_volume(8192, 7168, 8, 8) / GB)
+    yield Case("CP 4, MB forward", "100.7", 2 * run_calculators.ring_attention_volume(32768, 1024, 4) / 1e6)
+    yield Case("EP 8, GB forward", "1.644", 2 * run_calculators.expert_volume(8192, 7168, 8, 8) / GB)
     for name, size, scale, expected in (
         ("1 MB", 1e6, 1e6, "658.8 140.0"),
         ("64 MB", 64e6, 1e3, "3.10 2.66"),
         ("1 GB", 1e9, 1e3, "39.4 40.1"),
     ):
-        ring = collectives.ring_seconds("all-reduce", size, 32, 50e9, 10e-6)
-        tree = collectives.tree_seconds(size, 32, 50e9, 10e-6)
+        ring = run_calculators.ring_seconds("all-reduce", size, 32, 50e9, 10e-6)
+        tree = run_calculators.tree_seconds(size, 32, 50e9, 10e-6)
         yield from several(f"all-reduce {name},", ("ring", "tree"), expected, [ring * scale, tree * scale])
     size = 4 * GIB
     low, high = published.hierarchical_seconds(size, 4, 8, 740.64e9, 50e9)
-    found = [collectives.bus_seconds("all-reduce", size, 32, rate) * 1e3 for rate in (377.34e9, 400e9)]
-    found += [collectives.bus_seconds("all-reduce", size, 8, 740.64e9) * 1e3, low * 1e3, high * 1e3]
+    found = [run_calculators.bus_seconds("all-reduce", size, 32, rate) * 1e3 for rate in (377.34e9, 400e9)]
+    found += [run_calculators.bus_seconds("all-reduce", size, 8, 740.64e9) * 1e3, low * 1e3, high * 1e3]
     names = ("32 GPUs", "flat ring", "one node", "hierarchical, least", "hierarchical, most")
     yield from several("4 GiB on B200, ms,", names, "22.05 20.8 10.15 16.1 26.25", found)
     yield Case("rate of a NIC, GB/s", "36.5", 377.34 * (4 - 1) / (32 - 1))
-    found = [collectives.least_tokens_for_zero3(H100.peak_flops, rate) for rate in (450e9, 50e9)]
+    found = [run_calculators.least_tokens_for_zero3(H100.peak_flops, rate) for rate in (450e9, 50e9)]
     yield from several("tokens for FSDP, H100, GB/s", (450, 50), "2198 19780", found)
     yield Case("most TP ranks, f 28672", "13", published.most_tensor_ranks(28672, H100.peak_flops, 450e9))
 
@@ -270,16 +274,16 @@ def rooflines() -> Found:
     """Section: roofline, tiles, waves."""
     gpus = ("a100", "h100", "h200", "b200")
     yield from several("ridge of", gpus, "153 295 206 281", [GPUS[name].ridge for name in gpus])
-    work, moved = roofline.matmul_flops(8192, 14336, 4096), roofline.matmul_bytes(8192, 14336, 4096)
-    seconds = roofline.least_seconds(work, moved, 794.5e12, 3.35e12)
+    work, moved = floors.matmul_flops(8192, 14336, 4096), floors.matmul_bytes(8192, 14336, 4096)
+    seconds = floors.least_seconds(work, moved, 794.5e12, 3.35e12)
     yield from several("matmul 8192 x 4096 x 14336,", ("FLOP/B", "ms"), "2293.8 1.211", [work / moved, seconds * 1e3])
-    cut = roofline.tiling(8192, 14336, 132)
+    cut = floors.tiling(8192, 14336, 132)
     yield from several(
         "its", ("tiles", "waves", "wave efficiency"), "3584 28 0.970", [cut.tiles, cut.waves, cut.wave_efficiency]
     )
-    found = [roofline.tiling(8192, 14336, units).waves for units in (148, 152)]
+    found = [floors.tiling(8192, 14336, units).waves for units in (148, 152)]
     yield from several("waves on SMs", (148, 152), "25 24", found)
-    cut = roofline.tiling(1000, 1000, 132)
+    cut = floors.tiling(1000, 1000, 132)
     of_thousand = [cut.tiles, cut.wave_efficiency, cut.tile_efficiency]
     yield from several("1000 x 1000,", ("tiles", "wave", "tile"), "32 0.242 0.954", of_thousand)
     yield Case("AdamW of 8B on an H200, ms", "55.1", 28 * KNOWN_MODELS["llama-3.1-8b"].total / (0.85 * 4.8e12) * 1e3)
@@ -313,14 +317,14 @@ def failure() -> Found:
 def scaling_laws() -> Found:
     """Section: Chinchilla."""
     for name, expected in (("paper-rounded", "32.2 2.98"), ("paper", "40.3 2.38"), ("refit", "72.2 1.33")):
-        best = chinchilla.LAWS[name].best_parameters(5.76e23)
+        best = LAWS[name].best_parameters(5.76e23)
         yield from several(
             f"5.76e23 FLOPs, {name},", ("B", "T tokens"), expected, [best / GB, 5.76e23 / 6 / best / 1e12]
         )
-    refit = chinchilla.LAWS["refit"]
+    refit = LAWS["refit"]
     best = refit.best_parameters(5.76e23)
     yield Case("loss of the refit", "1.974", refit.loss(best, 5.76e23 / 6 / best))
-    yield Case("D = 20 N, B", "69.3", chinchilla.rule_of_thumb(5.76e23) / GB)
+    yield Case("D = 20 N, B", "69.3", rule_of_thumb(5.76e23) / GB)
     best = refit.best_parameters(1.21e20)
     yield from several("1.21e20 FLOPs,", ("B", "B tokens"), "0.941 21.4", [best / GB, 1.21e20 / 6 / best / GB])
 

@@ -57,13 +57,11 @@ def test_windows_know_the_document_and_the_mask_of_each_token_across_shards(made
         assert weights[index].tolist() == wanted.tolist()
 
 
-def test_cu_seqlens_cut_the_inputs_of_all_rows_where_documents_begin(made):
+def test_positions_begin_again_where_documents_do(made):
     _, _, documents = read_all(ConcatSamples(open_split(made.packed, "plain", "train"), SEQ_LEN))
-    borders = documents.cu_seqlens()
+    starts = np.flatnonzero(documents.positions[:, :-1] == 0)  # over the inputs of all rows laid end to end
     flat = documents.ids[:, :-1] + np.arange(len(documents.ids))[:, None] * (SEQ_LEN + 1)
-    changes = np.flatnonzero(np.diff(flat.ravel()) != 0) + 1
-    assert borders.dtype == np.int32
-    assert borders.tolist() == [0, *changes.tolist(), flat.size]
+    assert starts.tolist() == [0, *(np.flatnonzero(np.diff(flat.ravel()) != 0) + 1).tolist()]
 
 
 # ---- best fit ----

@@ -15,7 +15,7 @@ from tests.train.states import copies
 from zero2all.common.errors import BadInputError, DiskError, UsageError
 from zero2all.config import config_from_values
 from zero2all.config.training import OptimConfig
-from zero2all.limits import state_memory
+from zero2all.limits import memory
 from zero2all.parallel.check import spread_problems
 from zero2all.parallel.config import MeshSizes, ParallelConfig
 from zero2all.parallel.world import World
@@ -143,7 +143,7 @@ def test_host_memory_is_as_the_formula_says(monkeypatch, dtype, late, bytes_a_va
 
 
 def test_the_estimate_of_memory_knows_the_sizes_of_pieces_and_slots():
-    known = (state_memory.PIECE_VALUES, state_memory.STAGED_PIECES, state_memory.STREAMED_BLOCKS)
+    known = (memory.PIECE_VALUES, memory.STAGED_PIECES, memory.STREAMED_BLOCKS)
     assert known == (streamed.PIECE_VALUES, offload.SLOTS, streamed.BLOCK_SLOTS)
 
 

@@ -21,9 +21,8 @@ from zero2all.cli.main import main
 from zero2all.common.errors import UsageError
 from zero2all.config import load_config
 from zero2all.limits.flops import flops_per_token
-from zero2all.perf.ablate import AblateOptions, Ablation, ablate
+from zero2all.perf.ablate import RESULTS_FILE, AblateOptions, Ablation, Results, ablate, row_key
 from zero2all.perf.batch import SEED_BATCH, BatchShape
-from zero2all.perf.results import RESULTS_FILE, Results, row_key
 from zero2all.perf.row import beside_others
 from zero2all.perf.seed_table import seed_rows
 from zero2all.perf.summary import batch_tables, cells, heading, notes, write_report

@@ -11,8 +11,7 @@ from zero2all.cli.main import main
 from zero2all.perf.batch import BatchShape
 from zero2all.perf.bench import copies, samples
 from zero2all.perf.bench.allreduce import allreduce_advice, bench_allreduce
-from zero2all.perf.bench.copies import numa_advice, numa_nodes, pin_advice
-from zero2all.perf.bench.data import loader_advice
+from zero2all.perf.bench.copies import loader_advice, numa_advice, numa_nodes, pin_advice
 from zero2all.perf.bench.samples import WITHIN_NOISE, Row, in_turn, is_faster
 from zero2all.perf.bench.training import (
     bench_compile,

@@ -15,9 +15,8 @@ from zero2all.limits.machine import Curve, named_cluster, read_machine, write_ma
 from zero2all.perf import calibrate as module
 from zero2all.perf import profiles
 from zero2all.perf.batch import BatchShape, load_measured_config
-from zero2all.perf.calibrate import FigureStore, calibrate, curve, machine_for
-from zero2all.perf.calibration import anchor, stopwatch
-from zero2all.perf.calibration.anchor import clock_factor
+from zero2all.perf.calibrate import FigureStore, calibrate, clock_factor, curve, machine_for
+from zero2all.perf.calibration import stopwatch
 from zero2all.perf.calibration.figures import Setting, float8_product
 from zero2all.perf.calibration.stopwatch import Stopwatch, heats_to_hide, timed
 from zero2all.perf.predict import operators_for, predict
@@ -167,7 +166,7 @@ def test_the_power_of_products_and_attention_follows_from_steps_at_the_power_lim
             {"seconds": rest + clock * (matmul + attention), "predicted": rest + sum(parts.values()), **parts}
         )
     heater = 1 / (1.1 * factor**3)
-    assert anchor.power_draws(anchors, heater, factor) == pytest.approx(draw)
+    assert module.power_draws(anchors, heater, factor) == pytest.approx(draw)
     assert machine.clock_factor(1.0, 0.0, 1.0) > machine.clock_factor(0.5, 0.5, 1.0) > machine.clock_factor(0.5, 0.0, 1)
 
 
@@ -180,14 +179,14 @@ def test_what_an_offloaded_step_takes_once_is_not_extrapolated():
 def test_an_anchor_is_a_real_step_beside_its_prediction(config, threads, monkeypatch):
     machine = dataclasses.replace(named_cluster("h200"), multiprocessors=0)
     for name, value in {"SECONDS": 0.01, "WARM_UP_SECONDS": 0.0, "LAYERS": 2, "PASSES": 2}.items():
-        monkeypatch.setattr(anchor, name, value)
-    monkeypatch.setattr(anchor, "BELIEVABLE", (-1e9, 1e9))
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(module, "BELIEVABLE", (-1e9, 1e9))
     setting = Setting(config, operators_for(config, machine, BATCH.seq_len), BATCH, CPU)
-    figure = anchor.anchor_figure(setting, lambda: machine)
+    figure = module.anchor_figure(setting, lambda: machine)
     value = figure.measure(Stopwatch(CPU))
     assert value["seconds"] > 0
     assert 0 < value["matmul"] + value["attention"] < value["predicted"]
-    monkeypatch.setattr(anchor, "BELIEVABLE", (1e9, 1e9))
+    monkeypatch.setattr(module, "BELIEVABLE", (1e9, 1e9))
     with pytest.raises(BadInputError, match="more than a clock explains"):
         figure.measure(Stopwatch(CPU))
 

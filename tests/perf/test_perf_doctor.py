@@ -12,11 +12,10 @@ import pytest
 
 from zero2all.common.cores import cpu_numbers, quota_cores
 from zero2all.perf.doctor import finding, host
-from zero2all.perf.doctor.environment import look_at_environment
 from zero2all.perf.doctor.finding import worst
 from zero2all.perf.doctor.gpus import grade_topology, look_at_gpus, look_at_links
 from zero2all.perf.doctor.nvidia_smi import parse_report, parse_topology
-from zero2all.perf.doctor.software import look_at_kernels, look_at_versions
+from zero2all.perf.doctor.software import look_at_environment, look_at_kernels, look_at_versions
 
 ROOT = Path(__file__).parents[2]
 

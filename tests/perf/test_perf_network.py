@@ -42,7 +42,7 @@ def peers():
 
 
 def test_an_nvidia_smi_without_a_matrix_of_links_is_a_note(monkeypatch):
-    monkeypatch.setattr(network, "output_of", lambda _command: ("No devices were found", ""))
+    monkeypatch.setattr("zero2all.perf.doctor.gpus.output_of", lambda _command: ("No devices were found", ""))
     (found,) = network._links()
     assert (found.grade, "it has no matrix of links" in found.found) == ("note", True)
 

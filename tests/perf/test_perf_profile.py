@@ -12,8 +12,7 @@ from torch import nn
 from zero2all.perf.batch import BatchShape
 from zero2all.perf.block_memory import block_memory
 from zero2all.perf.kernel_groups import GROUPS
-from zero2all.perf.profile import Profile, default_batch, profile_config
-from zero2all.perf.profile_page import as_json, tables_of, write_profile
+from zero2all.perf.profile import Profile, as_json, default_batch, profile_config, tables_of, write_profile
 from zero2all.perf.shapes import measure_shape, shape_of
 
 CPU = torch.device("cpu")

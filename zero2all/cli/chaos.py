@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero2all.cli import train
-from zero2all.cli.goodput import print_goodput
 from zero2all.cli.parser import Parser
+from zero2all.cli.track import print_goodput
 from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, whole, workspace_of
 from zero2all.common.language import translate as t
 

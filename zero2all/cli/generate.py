@@ -1,4 +1,4 @@
-"""`z2a generate`: texts that a model writes, one in the terminal or thousands into a file."""
+"""`z2a generate`, `chat` and `serve`: what a model writes, in the terminal, into a file, or for others to ask."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.model import add_model, add_sampling, load, sampling_of
-from zero2all.cli.verb import Subparsers, add_flags, add_output, add_verb, whole
+from zero2all.cli.verb import Subparsers, add_address, add_flags, add_output, add_verb, real, whole
 from zero2all.common.errors import BadInputError, UsageError, UserError, for_all_ranks
 from zero2all.common.language import translate as t
 
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from zero2all.infer.load import LoadedModel
     from zero2all.infer.prompts import Prompt
     from zero2all.infer.service import Service
+    from zero2all.serve.server import ModelServer
 
 MOST_SAMPLES = 10_000
+SHORTEST_TOKEN = 16
 """Texts for one prompt; `infer.prompts` has the same bound for files."""
 EXAMPLE = (
     'z2a generate my-run --work my-workspace --prompt "中国的首都是"\n'
@@ -28,7 +30,13 @@ EXAMPLE = (
 
 
 def register(verbs: Subparsers) -> None:
-    """Add the verb."""
+    """Add the verbs."""
+    _register_generate(verbs)
+    _register_chat(verbs)
+    _register_serve(verbs)
+
+
+def _register_generate(verbs: Subparsers) -> None:
     parser = add_verb(verbs, "generate", "continue texts with a model", EXAMPLE, _generate)
     add_model(parser)
     given = parser.add_mutually_exclusive_group(required=True)
@@ -221,3 +229,125 @@ def _exit_code(refused: int, total: int) -> int:
     if refused:
         say(f"z2a: {counted(refused, 'text')} of {total:,} could not be generated; their results contain the reason")
     return BadInputError.exit_code if refused else 0
+
+
+def _register_chat(verbs: Subparsers) -> None:
+    from zero2all.infer import CHAT_NEW_TOKENS, CHAT_TEMPERATURE
+
+    parser = add_verb(
+        verbs,
+        "chat",
+        "talk to a model in the terminal",
+        "z2a chat my-run --work my-workspace\n  z2a chat path/to/huggingface/folder --system 'Answer briefly.'",
+        _chat,
+    )
+    add_model(parser)
+    parser.add_argument(
+        "--frame",
+        choices=("auto", "template", "frame", "plain"),
+        default="auto",
+        help="layout of the conversation: template, as the model was trained; frame, questions and answers as its "
+        "text writes them, or else in a common form; plain, your text continued as it is (default auto: template if "
+        "the model was trained with it, frame if the form of its text is known, else plain)",
+    )
+    parser.add_argument("--system", default="", metavar="TEXT", help="instructions for the model")
+    parser.add_argument("--load", type=Path, metavar="FILE", help="continue a conversation that was saved with /save")
+    add_sampling(parser, CHAT_TEMPERATURE, CHAT_NEW_TOKENS)
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    sampling = sampling_of(arguments)
+    loaded = load(arguments)
+
+    from zero2all.infer.conversation import Conversation
+    from zero2all.infer.engine import EngineSettings
+    from zero2all.infer.service import Service
+    from zero2all.infer.talk import Talk
+    from zero2all.tokenizer.text import well_formed
+
+    service = Service(loaded, EngineSettings(max_batch=1, int8=arguments.int8, owns_model=True))
+    try:
+        conversation = Conversation(loaded, service.engine.max_len, arguments.frame, well_formed(arguments.system))
+        if arguments.load is not None:
+            conversation.load(arguments.load)
+        stops = tuple(map(well_formed, arguments.stop))
+        return Talk(service, conversation, sampling, arguments.max_new_tokens, stops).run()
+    finally:
+        service.close()
+
+
+def _register_serve(verbs: Subparsers) -> None:
+    serve = add_verb(
+        verbs,
+        "serve",
+        "serve a model: an OpenAI-compatible API, and a page to talk to it",
+        "z2a serve my-run --work my-workspace --open\n  z2a serve path/to/huggingface-folder --port 8000",
+        _serve,
+    )
+    add_model(serve)
+    serve.add_argument("--name", metavar="NAME", help="name of the model for clients (default: the name of the run)")
+    _add_engine(serve)
+    token_file = ("--token-file FILE", Path, None, "read the token from this file, so that it stays the same")
+    add_address(serve, "port (default: the first free one from 6107)", token_file)
+    grace = "how long running requests may continue after Ctrl-C or SIGTERM (default 30)"
+    add_flags(serve, ("--grace SECONDS", real(0), 30.0, grace), ("--open", bool, False, "open the page in the browser"))
+
+
+def _add_engine(serve: argparse.ArgumentParser) -> None:
+    add_flags(
+        serve,
+        ("--max-len N", whole(2), None, "tokens of prompt and answer together (default: the model's)"),
+        ("--max-batch N", whole(1), None, "answers generated at once (default: 32 on a CPU, 256 on a GPU)"),
+        ("--max-waiting N", whole(1), 256, "requests that may wait; further ones are refused with 429 (default 256)"),
+        ("--cache-gb X", real(0), None, "memory for keys and values in GB (default: depends on the free memory)"),
+    )
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    token = _token_in(arguments.token_file) if arguments.token_file else None
+
+    from zero2all.infer.engine import EngineSettings
+    from zero2all.serve.model import ServedModel
+    from zero2all.serve.server import ModelServer, ServeOptions
+
+    cache_bytes = None if arguments.cache_gb is None else int(arguments.cache_gb * 1e9)
+    settings = EngineSettings(arguments.max_batch, cache_bytes, arguments.max_len, int8=arguments.int8, owns_model=True)
+    model = ServedModel(lambda: load(arguments), settings, arguments.name, arguments.max_waiting)
+    options = ServeOptions(
+        arguments.host, arguments.port, arguments.token, token, arguments.allow_host, arguments.grace
+    )
+    server = ModelServer(model, options, lambda: _say_ready(server, arguments))
+    print(t(f"Loading {arguments.model} …"), flush=True)
+    server.serve()
+
+
+def _say_ready(server: ModelServer, arguments: argparse.Namespace) -> None:
+    facts = server.model.facts()
+    z2a = facts["z2a"]
+    print(t(f"{facts['id']}: {z2a['parameters'] / 1e6:,.1f} M parameters, {z2a['dtype']}, {z2a['device']}"))
+    if (arguments.max_len or 0) > z2a["max_len"]:
+        print(
+            t(f"--max-len {arguments.max_len} is reduced to {z2a['max_len']}, the model's maximum (model.max_seq_len)")
+        )
+    key = f", api_key={server.token}" if server.token else t(", any api_key")
+    print(t(f"The page is at {server.page}   (Ctrl-C ends it)"))
+    print(t(f"OpenAI clients: base_url={server.url}v1{key}, model={facts['id']}"), flush=True)
+    if arguments.open:
+        import webbrowser
+
+        webbrowser.open(server.page)
+
+
+def _token_in(path: Path) -> str:
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInputError(
+            f"The token in {path} cannot be read ({error}). Give a file with one line of text."
+        ) from None
+    if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
+        raise BadInputError(
+            f"The token in {path} must have at least {SHORTEST_TOKEN} printable ASCII characters "
+            f"without spaces, on one line. `openssl rand -hex 24 > {path}` makes a good one."
+        )
+    return token

@@ -87,9 +87,9 @@ KINDS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "stage": (_stage, "0-3", "0, 1, 2 or 3"),
     "numbers": (_numbers, "N,…", "numbers above 0 with commas between, such as 1000,3000,4192"),
     "gpu": (_gpu, "NAME", ""),
-    "recipe": (_one_of("zero2all.limits.states", "RECIPES"), "NAME", ""),
+    "recipe": (_one_of("zero2all.limits.model_calculators", "RECIPES"), "NAME", ""),
     "recompute": (_one_of("zero2all.limits.model_calculators", "RECOMPUTED"), "KIND", ""),
-    "law": (_one_of("zero2all.limits.chinchilla", "LAWS"), "NAME", ""),
+    "law": (_one_of("zero2all.limits.run_calculators", "LAWS"), "NAME", ""),
     "convention": (_one_of("zero2all.limits.run_calculators", "CONVENTIONS"), "NAME", ""),
 }
 """Kind of a flag -> how it is read, what stands for it in the help, and the rule."""
@@ -395,8 +395,8 @@ def _configured(arguments: argparse.Namespace, problems: list[Problem]) -> Count
 
     from zero2all.common.errors import UsageError
     from zero2all.config import ConfigError
+    from zero2all.limits.memory import checkpoint_bytes
     from zero2all.limits.parameters import counted
-    from zero2all.limits.state_memory import checkpoint_bytes
     from zero2all.perf.models import load_model_config
 
     try:

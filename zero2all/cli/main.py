@@ -49,8 +49,7 @@ exit codes: 0 done, 1 a bug or a lost process, 2 usage or config, 3 bad input,
             16 bad machine, 130 interrupted"""
 MODULES = (
     *("overview", "quickstart", "corpus", "tokenizer", "pack", "data", "train", "launch", "anneal", "runs"),
-    *("chaos", "inspect", "board", "goodput", "track", "evaluate", "generate", "chat"),
-    *("serve", "exchange", "perf", "doctor", "completion"),
+    *("chaos", "inspect", "track", "evaluate", "generate", "exchange", "perf", "doctor", "completion"),
 )
 """Where the verbs are, in the order of the help."""
 ALONE = ("train",)

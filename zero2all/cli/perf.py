@@ -7,7 +7,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from zero2all.cli import limits, perf_bench, perf_memory, perf_plan, perf_predict, perf_profile, perf_runs
+from zero2all.cli import limits, perf_bench, perf_plan, perf_predict, perf_runs
 from zero2all.cli.perf_predict import PROFILE
 from zero2all.cli.verb import (
     DEVICES,
@@ -45,9 +45,9 @@ def register(verbs: Subparsers) -> None:
     _register_ablate(inner)
     _register_infer(inner)
     limits.register(inner)
-    perf_memory.register(inner)
+    perf_plan.register_memory(inner)
     _register_link(inner)
-    for more in (perf_predict, perf_plan, perf_profile, perf_bench, perf_runs):
+    for more in (perf_predict, perf_plan, perf_bench, perf_runs):
         more.register(inner)
 
 

@@ -6,8 +6,8 @@ import argparse
 import math
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.goodput import print_stopped
 from zero2all.cli.runs import add_run, open_run
+from zero2all.cli.track import print_stopped
 from zero2all.cli.verb import (
     Subparsers,
     add_flags,

@@ -1,25 +1,45 @@
-"""`z2a watch` and `plot`: runs in the terminal and as pictures; `z2a track import` and `export`: other trackers."""
+"""`z2a board`, `goodput`, `watch` and `plot`: runs in the browser, their time, in the terminal and as pictures; `z2a
+track import` and `export`: other trackers."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from zero2all.cli.runs import OpenRun, add_run, open_run
-from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, real, whole, workspace_of
-from zero2all.common.errors import UsageError
+from zero2all.cli.verb import (
+    Subparsers,
+    add_address,
+    add_flags,
+    add_group,
+    add_output,
+    add_verb,
+    add_work,
+    default_work,
+    real,
+    whole,
+    workspace_of,
+)
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.language import padded
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
+    from zero2all.track.goodput import Goodput
     from zero2all.track.smoothing import Smoothing
 
 FORMATS = ("png", "svg", "pdf")
 KINDS = ("tensorboard", "wandb", "csv")
+BAR_COLUMNS = 40
+BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
 def register(verbs: Subparsers) -> None:
     """Add the verbs."""
+    _register_board(verbs)
+    _register_goodput(verbs)
     _register_pictures(verbs)
     track = add_group(
         verbs,
@@ -232,3 +252,120 @@ def _smoothing(text: str) -> Smoothing | Literal["auto"] | None:
         return "auto" if text == "auto" else parse_smoothing(text)
     except ValueError as error:
         raise UsageError(f"--smoothing {error}. The default is auto.") from None
+
+
+def _register_board(verbs: Subparsers) -> None:
+    board = add_verb(
+        verbs,
+        "board",
+        "watch runs in the browser, here or on other machines",
+        "z2a board my-workspace\n  z2a board runs ssh://me@gpu-box/home/me/work/runs",
+        _board,
+    )
+    board.add_argument(
+        "places",
+        nargs="*",
+        default=[str(default_work() or ".")],
+        metavar="PATH",
+        help="folders that contain runs, at any depth, or ssh://[user@]host/path (default: Z2A_WORK, or here)",
+    )
+    add_address(board, "port (default: the first free one from 6106)")
+    add_flags(
+        board,
+        ("--open", bool, False, "open the page in the browser"),
+        ("--fetch-charts", bool, False, "fetch the chart library of the page with npm, once, and stop"),
+    )
+
+
+def _board(arguments: argparse.Namespace) -> None:
+    if arguments.fetch_charts:
+        from zero2all.track.chart_library import CHART_LIBRARY, fetch_charts
+
+        print(t(f"fetched {CHART_LIBRARY}") if fetch_charts() else t("The chart library is there already."))
+        return
+    _require_folders(arguments.places)
+    from zero2all.track.server import Board, BoardOptions
+
+    options = BoardOptions(arguments.host, arguments.port, arguments.token, arguments.allow_host)
+    board = Board(arguments.places, options)
+    for note in board.notes():
+        print(t(note))
+    print(t(f"The board is at {board.url}   (Ctrl-C ends it)"), flush=True)
+    if arguments.open:
+        import webbrowser
+
+        webbrowser.open(board.url)
+    with contextlib.suppress(KeyboardInterrupt):  # the usual way to end it
+        board.serve()
+
+
+def _require_folders(places: list[str]) -> None:
+    """A typing mistake would give an empty board."""
+    missing = [place for place in places if "://" not in place and not Path(place).expanduser().exists()]
+    if missing:
+        raise BadInputError(
+            f"There is no folder {', '.join(missing)}. Give folders that contain runs, such as a workspace, or make "
+            f"them first."
+        )
+
+
+def _register_goodput(verbs: Subparsers) -> None:
+    parser = add_verb(
+        verbs,
+        "goodput",
+        "where the time of a run went: useful steps, and the rest by cause",
+        "z2a goodput my-run --work my-workspace",
+        _goodput,
+    )
+    add_run(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _goodput(arguments: argparse.Namespace) -> None:
+    from zero2all.common.errors import BadInputError
+    from zero2all.track.goodput import run_goodput
+    from zero2all.track.reader import RunReader
+
+    with open_run(arguments.run, arguments) as run:
+        found = run_goodput(RunReader(run.folder))
+        if not found.starts:
+            raise BadInputError(f"There are no metrics of training in {run.folder}, so there is no time to add up.")
+    if arguments.json:
+        from zero2all.common.jsonio import dumps_pretty
+
+        print(dumps_pretty(found.as_json()).decode(), end="")
+        return
+    print_goodput(found)
+
+
+def print_goodput(found: Goodput) -> None:
+    """The shares by cause, with bars."""
+    print(
+        t(
+            f"goodput {found.goodput:.1%}: {found.seconds['steps']:,.1f} s of surviving steps in "
+            f"{found.total_seconds:,.1f} s"
+        )
+    )
+    print(
+        t(
+            f"starts {found.starts}, failures with a page {found.incidents}, steps {found.steps:,}, "
+            f"lost and repeated {found.lost_steps:,}"
+        )
+    )
+    for cause, seconds in found.seconds.items():
+        if seconds > 0:
+            share = seconds / found.total_seconds
+            print(f"  {padded(t(cause), 12)} {seconds:>12,.1f} s {share:>7.1%} {_bar(share)}")
+    print(t(f"of the steps, {found.data_wait_seconds:,.1f} s waited for data"))
+    print_stopped(found)
+
+
+def print_stopped(found: Goodput) -> None:
+    """Time that is not part of the account, where there is any."""
+    if found.stopped_seconds:
+        print(t(f"not counted: {found.stopped_seconds:,.1f} s between an end and the next start"))
+
+
+def _bar(share: float) -> str:
+    eighths = round(share * BAR_COLUMNS * 8)
+    return "█" * (eighths // 8) + BLOCKS[eighths % 8].strip()

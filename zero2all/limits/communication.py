@@ -52,9 +52,9 @@ from typing import Literal
 
 from zero2all.limits.flops import recomputed_blocks, stopped_blocks
 from zero2all.limits.held import copied_values, expert_values
-from zero2all.limits.memory import WIDTHS, MemorySettings
+from zero2all.limits.memory import compressed_shapes
+from zero2all.limits.memory_settings import WIDTHS, MemorySettings
 from zero2all.limits.slow_link import payload_bytes
-from zero2all.limits.state_memory import compressed_shapes
 from zero2all.model.config import ModelConfig, parameter_counts
 
 LOSS = ("replicate", "shard", "context")

@@ -6,16 +6,14 @@ Each returns an `Answer`; `zero2all.cli.limits` reads the arguments.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from zero2all.common.schema import MISSING, Problem
 from zero2all.limits.answer import Answer, ImpossibleError, Term
-from zero2all.limits.budget import INFERENCE_BYTES, cache_bytes
-from zero2all.limits.floors import decoding_bytes
+from zero2all.limits.floors import decoding_bytes, least_seconds, matmul_bytes, matmul_flops, tiling
 from zero2all.limits.flops import CONVENTIONS, conventions, flops_by_group, packed_length
 from zero2all.limits.gpus import GPUS, Gpu
 from zero2all.limits.parameters import Counted
-from zero2all.limits.roofline import least_seconds, matmul_bytes, matmul_flops, tiling
-from zero2all.limits.states import RECIPES, zero_bytes
 
 HOW = {
     "6N": "6 x active parameters, no attention",
@@ -28,6 +26,8 @@ CONVENTION = (
     "Training FLOPs of one token, forward and backward; 1 multiply-add (MAC) = 2 FLOPs, backward = 2 x forward. "
     "Recomputation is not counted (MFU); what is counted with it is called hardware (HFU)."
 )
+INFERENCE_BYTES = {"float32 and bfloat16 copy": 6, "float32": 4, "bfloat16": 2, "int8": 1, "int4": 0.5}
+"""Per parameter."""
 VERBS = ("params", "flops", "mfu", "zero", "inference", "roofline")
 USUAL_STEP = 256
 """Sequences of a step, where no config says how many."""
@@ -223,6 +223,47 @@ def mfu(
     return Answer(f"Utilisation of {model.name}", CONVENTION, terms, notes)
 
 
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter. AdamW in bfloat16: 2 for the weight, 2 for the gradient, 12 for the float32 master and two
+    moments."""
+
+    weights: float
+    gradients: float
+    optimizer: float  # with masters
+
+    @property
+    def total(self) -> float:
+        """Of all three."""
+        return self.weights + self.gradients + self.optimizer
+
+
+RECIPES = {
+    "adamw": StateBytes(2, 2, 12),
+    "adamw-fp32-gradients": StateBytes(2, 4, 12),
+    "adamw-fp32": StateBytes(4, 4, 8),
+    "adamw-bf16": StateBytes(2, 2, 4),
+    "adamw-8bit": StateBytes(2, 2, 6),
+    "lion": StateBytes(2, 2, 8),
+    "sgd-momentum": StateBytes(2, 2, 8),
+    "sgd": StateBytes(2, 2, 4),
+}
+"""With float32 masters (4 in `optimizer`), except for `adamw-fp32`, whose weights are them, and `adamw-bf16`."""
+
+
+CHECKPOINT_BYTES = RECIPES["adamw"].optimizer
+"""Of a parameter in a checkpoint of a run with AdamW: float32 master and two moments. The bfloat16 weights are the
+masters rounded, so they are not saved. Of other optimizers: `zero2all.limits.memory.checkpoint_bytes`."""
+
+
+def zero_bytes(parameters: float, ranks: int, recipe: StateBytes = RECIPES["adamw"]) -> dict[int, float]:
+    """Bytes that each of `ranks` holds, by stage: ZeRO cuts over n ranks, stage 1 the optimizer's, stage 2 also the
+    gradients, stage 3 also the weights. What our own trainer holds: `zero2all.limits.memory`."""
+    w, g, o = recipe.weights, recipe.gradients, recipe.optimizer
+    per_parameter = (w + g + o, w + g + o / ranks, w + (g + o) / ranks, (w + g + o) / ranks)
+    return {stage: parameters * each for stage, each in enumerate(per_parameter)}
+
+
 def zero(model: Counted, gpus: int, recipe: str = "adamw") -> Answer:
     """What each rank holds of weights, gradients and optimizer states, by ZeRO stage."""
     states = RECIPES[recipe]
@@ -263,7 +304,7 @@ def inference(
     terms.append(Term("prompts", 2.0 * model.active * seq_len * sequences, "FLOP", "2 N D, D tokens of all prompts"))
     cache = 0.0
     if model.cache_values is not None:
-        one = cache_bytes(model.cache_values, 1, 1, cache_value_bytes)
+        one = model.cache_values * cache_value_bytes
         cache = one * seq_len * sequences
         how = "layers x 2 x kv_heads x head width x bytes (MLA: kv rank + rope width)"
         terms += [

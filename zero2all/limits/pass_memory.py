@@ -141,12 +141,6 @@ def _waiting(blocks: _Blocks, ends: _Ends, settings: MemorySettings, saved: floa
     return (stage.in_flight - 1.0) * (saved - given) + messages + per_token, heads * fixed
 
 
-def saved_bytes_per_token(model: ModelConfig, settings: MemorySettings) -> float:
-    """What all blocks, the last norm and the head's input have saved at the end of the forward pass."""
-    sizes = settings.sizes(model)
-    return pass_memory(model, settings).saved_per_token + sizes.value_bytes * sizes.hidden_size
-
-
 def _inputs(model: ModelConfig, settings: MemorySettings) -> Moment:
     """Ids and weights of the tokens, the weights of all tokens of the step, and the tables of positions; with a
     document mask every token has positions of its own."""

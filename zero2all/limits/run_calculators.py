@@ -1,14 +1,16 @@
-"""Calculators of a run: batch, communication, bubble, scaling law, time, cost, failures, checkpoints, tokens."""
+"""Calculators of a run: batch, communication, bubble, scaling law, time, cost, failures, checkpoints, tokens.
+
+The formulas that more than an answer needs stand above their calculator; those of failures in
+`zero2all.limits.failures`.
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 from zero2all.common.schema import MISSING, Problem
-from zero2all.limits import collectives
 from zero2all.limits.answer import Answer, ImpossibleError, Term, said
-from zero2all.limits.bubble import bubbles
-from zero2all.limits.budget import cost as cost_of
-from zero2all.limits.budget import data_ranks, tokens_of_text, training_seconds
-from zero2all.limits.chinchilla import LAWS, TOKENS_PER_PARAMETER, rule_of_thumb
 from zero2all.limits.failures import (
     any_failure,
     daly_interval,
@@ -18,9 +20,8 @@ from zero2all.limits.failures import (
     young_interval,
 )
 from zero2all.limits.gpus import Gpu
-from zero2all.limits.model_calculators import HOW, known_peak, lacking, variants
+from zero2all.limits.model_calculators import CHECKPOINT_BYTES, HOW, known_peak, lacking, variants
 from zero2all.limits.parameters import Counted
-from zero2all.limits.states import CHECKPOINT_BYTES
 
 CONVENTIONS = ("6N", "8N", "seed", "palm", "causal")
 HOUR = 3600.0
@@ -41,7 +42,7 @@ def batch(
     if gpus % cut:
         rule = f"a multiple of tensor x pipeline x context = {tensor} x {pipeline} x {context} = {cut}"
         raise ImpossibleError([Problem("--gpus", gpus, rule)])
-    replicas = int(data_ranks(gpus, tensor, pipeline, context))
+    replicas = gpus // cut
     sequences = micro_batch * replicas * accumulation
     terms = [
         Term("data-parallel replicas", replicas, "replicas", "GPUs / (tensor x pipeline x context)"),
@@ -53,6 +54,58 @@ def batch(
             Term("tokens per GPU and micro-step", micro_batch * seq_len / cut, "tokens", "a replica's, over its GPUs"),
         ]
     return Answer("Batch", "A micro-batch is what one replica passes at once; a step ends with the optimizer.", terms)
+
+
+# Volumes are elements that one rank sends, by the textbook; what our own trainer sends is in
+# `zero2all.limits.communication`. Times: a ring sends 2 (n - 1)/n of an all-reduce and (n - 1)/n of the others over its
+# links ("bus bandwidth", as in nccl-tests); a latency per hop. A double tree has fewer hops, and sends all of it twice.
+
+RING_SHARE = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0}
+
+
+def ring_factor(kind: str, ranks: int) -> float:
+    """What a rank sends of a collective, as a share of the whole tensor."""
+    return RING_SHARE[kind] * (ranks - 1) / ranks
+
+
+def data_volume(parameters: float, ranks: int, zero: int) -> float:
+    """Of a step (zero 0, 1), or of each micro-step for what zero 2 and 3 send there."""
+    return (3 if zero == 3 else 2) * (ranks - 1) / ranks * parameters
+
+
+def tensor_volume(tokens: float, hidden: float, ranks: int) -> float:
+    """Of a layer, forward and backward: four all-reduces, or four all-gathers and four reduce-scatters."""
+    return 8 * tokens * hidden * (ranks - 1) / ranks
+
+
+def ring_attention_volume(tokens: float, kv_size: float, ranks: int) -> float:
+    """Of a layer forward; twice as much backward; `tokens` of the whole group."""
+    return 2 * tokens * kv_size * (ranks - 1) / ranks
+
+
+def expert_volume(tokens: float, hidden: float, experts_per_token: float, ranks: int) -> float:
+    """Of a layer forward, there and back; as much backward; `tokens` of the rank."""
+    return 2 * tokens * experts_per_token * hidden * (ranks - 1) / ranks
+
+
+def bus_seconds(kind: str, size: float, ranks: int, bus_bytes: float) -> float:
+    """From a measured bus bandwidth."""
+    return size * ring_factor(kind, ranks) / bus_bytes
+
+
+def ring_seconds(kind: str, size: float, ranks: int, link_bytes: float, latency: float = 0.0) -> float:
+    """In a ring, with a latency for each of its hops."""
+    return RING_SHARE[kind] * (ranks - 1) * latency + bus_seconds(kind, size, ranks, link_bytes)
+
+
+def tree_seconds(size: float, ranks: int, link_bytes: float, latency: float = 0.0) -> float:
+    """All-reduce in a double tree."""
+    return 2 * math.log2(ranks) * latency + 2 * size / link_bytes
+
+
+def least_tokens_for_zero3(flops: float, link_bytes: float) -> float:
+    """Tokens per GPU and micro-step above which computing takes longer than gathering (JAX scaling book): C/W."""
+    return flops / link_bytes
 
 
 def comm(
@@ -102,10 +155,10 @@ def comm(
         mixed = (model.expert_layers or model.layers) / pipeline
         own, kv_size = micro_tokens / context, model.kv_size or 0
         volumes |= {
-            "tensor": steps * layers * collectives.tensor_volume(own, hidden, tensor),
+            "tensor": steps * layers * tensor_volume(own, hidden, tensor),
             "pipeline": steps * 2.0 * own * hidden / tensor if pipeline > 1 else 0.0,
-            "context (ring)": 3 * steps * layers * collectives.ring_attention_volume(micro_tokens, kv_size, context),
-            "expert": steps * mixed * 2 * collectives.expert_volume(own / tensor, hidden, chosen or 0, expert),
+            "context (ring)": 3 * steps * layers * ring_attention_volume(micro_tokens, kv_size, context),
+            "expert": steps * mixed * 2 * expert_volume(own / tensor, hidden, chosen or 0, expert),
         }
     how = {
         f"data (zero {zero})": "zero 0-2: 2 (n-1)/n P, zero 3: 3; each micro-step zero 2 reduces, zero 3 does all",
@@ -131,12 +184,12 @@ def comm(
             how_long = f"the same, of the gradients without those of experts, {ranks} ranks"
         bounds = "one after the other; a step takes at least the longer of this and computing, at most both"
         terms.append(Term("time of all", total / rate, "s", bounds))
-        ring = collectives.ring_seconds("all-reduce", size, ranks, rate, latency_us * 1e-6)
+        ring = ring_seconds("all-reduce", size, ranks, rate, latency_us * 1e-6)
         terms.append(Term("one all-reduce, ring", ring, "s", how_long))
-        tree = collectives.tree_seconds(size, ranks, rate, latency_us * 1e-6)
+        tree = tree_seconds(size, ranks, rate, latency_us * 1e-6)
         terms.append(Term("one all-reduce, double tree", tree, "s", "2 log2(n) latency + 2 bytes / rate"))
         if gpu:
-            least = collectives.least_tokens_for_zero3(gpu.peak_flops, rate)
+            least = least_tokens_for_zero3(gpu.peak_flops, rate)
             terms.append(Term("least tokens for zero 3", least, "tokens", "per GPU and micro-step, peak / rate"))
     convention = (
         f"Bytes that one rank sends in a step of {micro_steps} micro-steps, {value_bytes:g} per element. It receives "
@@ -153,13 +206,59 @@ def comm(
 
 def _data_volume(held: float, shards: int, replicas: int, zero: int, micro_steps: int) -> float:
     """Of a step. Zero 2 reduces in every micro-step and gathers once; zero 3 does all of it in every one."""
-    once = collectives.data_volume(held, shards, zero)
+    once = data_volume(held, shards, zero)
     if zero == 2:
         once = once / 2 * (micro_steps + 1)
     elif zero == 3:
         once *= micro_steps
     between = 2 * (replicas - 1) / replicas * held / (shards if zero else 1)
     return once + between
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """Of one schedule."""
+
+    idle: float  # time
+    ideal: float  # time of m micro-batches without a bubble
+    in_flight: float  # micro-batches whose activations the fullest stage keeps
+
+    @property
+    def over_ideal(self) -> float:
+        """Overhead beside the ideal time."""
+        return self.idle / self.ideal
+
+    @property
+    def of_total(self) -> float:
+        """Share of the whole step."""
+        return self.idle / (self.idle + self.ideal)
+
+
+def bubbles(
+    p: int, m: int, v: int = 1, forward: float = 1.0, input_gradient: float = 1.0, weight_gradient: float = 1.0
+) -> dict[str, Bubble]:
+    """Idle time at the start and the end of every step, of p stages, m micro-batches, v blocks per stage. In the times
+    of one micro-batch in a stage, forward F, input gradient B, weight gradient W: 1F1B and GPipe (p-1)(F+B+W),
+    interleaved 1/v of it; zero bubble (Qi et al. 2023) H1 (p-1)(F+B-W), H2 (p-1)(F+B-2W), V about 0; DualPipe
+    (DeepSeek-V3) (p/2-1)(FB+Bfull-3W), where FB is a forward and a backward pass that overlap, F+B+W at most.
+
+    Every schedule; `interleaved` only for v > 1, DualPipe only for an even p; zb-h2, zb-v and DualPipe only for
+    enough micro-batches."""
+    F, B, W = forward, input_gradient, weight_gradient
+    ideal = m * (F + B + W)
+    found = {
+        "gpipe": Bubble((p - 1) * (F + B + W), ideal, m),
+        "1f1b": Bubble((p - 1) * (F + B + W), ideal, min(p, m)),
+        "zb-h1": Bubble(max(0.0, (p - 1) * (F + B - W)), ideal, min(p, m)),
+    }
+    if m >= 2 * p - 1:  # with fewer, a stage has nothing to do while it waits for its first gradient
+        found["zb-h2"] = Bubble(max(0.0, (p - 1) * (F + B - 2 * W)), ideal, 2 * p - 1)
+        found["zb-v"] = Bubble(0.0, ideal, p)
+    if v > 1:
+        found["interleaved"] = Bubble((p - 1) * (F + B + W) / v, ideal, min(p * (1 + (p - 1) / (p * v)), m))
+    if p % 2 == 0 and m >= 2 * p:
+        found["dualpipe"] = Bubble(max(0.0, (p / 2 - 1) * ((F + B + W) + (B + W) - 3 * W)), ideal, min(p + 1, m))
+    return found
 
 
 def bubble(
@@ -193,6 +292,47 @@ def bubble(
         f"{weight_gradient:g}. Overhead over the ideal time is not the share of the step."
     )
     return Answer(f"Bubble of {pipeline} stages, {micro_batches} micro-batches", convention, terms)
+
+
+@dataclass(frozen=True)
+class ScalingLaw:
+    """The loss that parameters N and tokens D give: L = E + A/N^alpha + B/D^beta (Hoffmann et al. 2022). With C = 6 N D
+    the best N is G (C/6)^(beta/(alpha+beta)), where G = (alpha A / (beta B))^(1/(alpha+beta))."""
+
+    E: float
+    A: float
+    B: float
+    alpha: float
+    beta: float
+
+    def loss(self, parameters: float, tokens: float) -> float:
+        """In nats per token, of the paper's text and tokenizer."""
+        return self.E + self.A / parameters**self.alpha + self.B / tokens**self.beta
+
+    def best_parameters(self, flops: float) -> float:
+        """That give the least loss for 6 N D FLOPs."""
+        scale = (self.alpha * self.A / (self.beta * self.B)) ** (1 / (self.alpha + self.beta))
+        return float(scale * (flops / 6) ** (self.beta / (self.alpha + self.beta)))
+
+    def flops_for(self, parameters: float) -> float:
+        """The FLOPs for which so many parameters are best."""
+        scale = (self.alpha * self.A / (self.beta * self.B)) ** (1 / (self.alpha + self.beta))
+        return float(6 * (parameters / scale) ** ((self.alpha + self.beta) / self.beta))
+
+
+LAWS = {
+    "refit": ScalingLaw(1.8172, 482.01, 2085.43, 0.3478, 0.3658),
+    "paper": ScalingLaw(1.6934, 406.4, 410.7, 0.3392, 0.2849),
+    "paper-rounded": ScalingLaw(1.69, 406.4, 410.7, 0.34, 0.28),
+}
+"""The refit (Besiroglu et al. 2024) is the one to use; the rounded constants of the paper contradict it."""
+TOKENS_PER_PARAMETER = 20.0
+"""The rule of thumb."""
+
+
+def rule_of_thumb(flops: float) -> float:
+    """Parameters for D = 20 N."""
+    return float((flops / (6 * TOKENS_PER_PARAMETER)) ** 0.5)
 
 
 def chinchilla(
@@ -268,7 +408,7 @@ def time(
         if tflops is not None and peak is not None and tflops * 1e12 > peak:
             raise ImpossibleError([Problem("--tflops", tflops, f"at most the peak of a GPU, {peak / 1e12:g}")])
         rate = tflops * 1e12 if tflops is not None else (mfu or 0) * (peak or 0)
-        seconds, speed = training_seconds(work, gpus, rate), f"FLOPs / ({gpus} x {rate / 1e12:.4g} TFLOP/s)"
+        seconds, speed = work / (gpus * rate), f"FLOPs / ({gpus} x {rate / 1e12:.4g} TFLOP/s)"
     terms = [
         Term("tokens", tokens, "tokens"),
         Term("FLOPs per token", found[name], "FLOP/token", f"{name}: {how}"),
@@ -296,7 +436,7 @@ def cost(
 ) -> Answer:
     """What a run costs."""
     found = time(model, tokens, gpus, goodput=goodput, **speed)  # type: ignore[arg-type]
-    money = cost_of(gpus * found["productive time"], price, goodput)
+    money = found["GPU-hours"] * price
     terms = [
         *found.terms,
         Term("cost", money, "USD", f"GPU-hours x {price:g} per hour"),
@@ -389,7 +529,7 @@ def tokens(
     rows: float, mean_length: float, tokens_per_character: float, epochs: float = 1.0, params: int | None = None
 ) -> Answer:
     """Tokens of a text before it is tokenised."""
-    found = tokens_of_text(rows, mean_length, tokens_per_character, epochs)
+    found = epochs * rows * mean_length * tokens_per_character
     terms = [
         Term("characters", rows * mean_length, "characters", "rows x mean length"),
         Term("tokens of one epoch", found / epochs, "tokens", "characters x tokens per character"),

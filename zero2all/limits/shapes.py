@@ -2,7 +2,7 @@
 
 The six rules are those of Anthony et al. 2024 (The Case for Co-Designing Model Architectures with Hardware). All but
 the fifth follow from how a matrix product runs: its result is cut into tiles, which the multiprocessors compute in
-waves (`zero2all.limits.roofline`), and values are read 128 bytes at a time. A wave of few tiles takes as long as a full
+waves (`zero2all.limits.floors`), and values are read 128 bytes at a time. A wave of few tiles takes as long as a full
 one, so time over a size is a staircase.
 
 A SwiGLU of width 8/3 h has as many parameters as the older feed-forward of width 4 h with two matrices. Nothing depends
@@ -19,9 +19,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from zero2all.limits.floors import linear_shapes
+from zero2all.limits.floors import linear_shapes, tiling
 from zero2all.limits.machine import Kind, Machine
-from zero2all.limits.roofline import tiling
 from zero2all.model.config import ModelConfig
 
 TILE = (128, 256)

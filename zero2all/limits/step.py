@@ -31,7 +31,7 @@ from zero2all.limits.floors import linear_shapes, operator_work, optimizer_work
 from zero2all.limits.flops import WHOLE_FORWARD, flops_per_token, recomputed_blocks, stopped_blocks
 from zero2all.limits.held import HeldStage, expert_values
 from zero2all.limits.machine import Kind, Link, Machine
-from zero2all.limits.memory import WIDTHS, MemorySettings
+from zero2all.limits.memory_settings import WIDTHS, MemorySettings
 from zero2all.limits.pass_memory import pass_memory
 from zero2all.model.config import ModelConfig, parameter_counts
 

@@ -35,12 +35,6 @@ class Documents:
     row_starts: np.ndarray
     """(B + 1,): where in `numbers` each row begins, and the total at the end."""
 
-    def cu_seqlens(self) -> np.ndarray:
-        """Boundaries of the documents over the inputs of all rows laid end to end (B x T tokens), as int32 from 0."""
-        rows, length = self.ids.shape[0], self.ids.shape[1] - 1
-        starts = np.flatnonzero(self.positions[:, :length] == 0)  # flat over (B, T): one number per document
-        return np.append(starts, rows * length).astype(np.int32)
-
 
 @dataclass
 class Borders:

@@ -76,25 +76,22 @@ class InferOptions:
 class Timing:
     """Of one batch."""
 
-    first_token_seconds: float
+    first_token_seconds: float = 0.0
     """From the request to the first token, on average."""
-    tokens_per_second: float
+    tokens_per_second: float = 0.0
     """Of all sequences together, while all of them write."""
-    whole_tokens_per_second: float
+    whole_tokens_per_second: float = 0.0
     """The same over the whole time, prompts included."""
 
 
-@dataclass(frozen=True)
-class InferRow:
-    """One size of the batch; times as in `Timing`."""
+@dataclass(frozen=True, kw_only=True)
+class InferRow(Timing):
+    """One size of the batch."""
 
     weights: str
     """What the matrices are stored in."""
     batch: int
     problem: str | None = None
-    first_token_seconds: float = 0.0
-    tokens_per_second: float = 0.0
-    whole_tokens_per_second: float = 0.0
     pass_bytes: float = 0.0
     """What a pass must read."""
     bandwidth_percent: float = 0.0
@@ -170,7 +167,7 @@ def _row(loaded: LoadedModel, batch: int, int8: bool, so_far: Inference, bar: Ba
         write_tokens(engine, batch, prompt, WARM_UP_TOKENS, seed=SEED, bar=bar)
         timing = write_tokens(engine, batch, prompt, new, seed=SEED + 1, bar=bar)
     except (torch.OutOfMemoryError, UsageError) as error:
-        return InferRow(name, batch, problem=str(error).splitlines()[0]), ""
+        return InferRow(weights=name, batch=batch, problem=str(error).splitlines()[0]), ""
     must_read = decoding_bytes(config, batch, prompt + new / 2, 1 if int8 else dtype.itemsize, dtype.itemsize)
     row = InferRow(
         weights=name,
@@ -178,9 +175,7 @@ def _row(loaded: LoadedModel, batch: int, int8: bool, so_far: Inference, bar: Ba
         pass_bytes=must_read,
         bandwidth_percent=100 * must_read / so_far.copy_bytes_per_second * timing.tokens_per_second / batch,
         peak_bytes=peak_bytes(device),
-        first_token_seconds=timing.first_token_seconds,
-        tokens_per_second=timing.tokens_per_second,
-        whole_tokens_per_second=timing.whole_tokens_per_second,
+        **vars(timing),
     )
     return row, f"plain passes: {engine.slow_because}" if engine.slow_because else "kernels in CUDA graphs"
 

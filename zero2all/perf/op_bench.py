@@ -22,6 +22,8 @@ from zero2all.common.progress import say
 from zero2all.common.schema import nearest_hint
 from zero2all.config import RunConfig
 from zero2all.limits.floors import Work, linear_shapes, operator_work, optimizer_work
+from zero2all.model.config import ModelConfig
+from zero2all.model.rope import rope_tables
 from zero2all.ops import linear_cross_entropy
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.gradient_sink import GradientSink, take_from_autograd
@@ -32,7 +34,6 @@ from zero2all.ops.split_master import join, split
 from zero2all.parallel.device import pick_device
 from zero2all.perf.batch import own_batch
 from zero2all.perf.measure import device_name, wait_for
-from zero2all.perf.op_cases import Case, Function, make_case
 from zero2all.perf.variants import NAIVE
 from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES
@@ -438,3 +439,75 @@ def list_cells(entries: list[dict[str, Any]]) -> list[list[str]]:
         rows.append([shown, entry["implementation"], taken, here, *flags])
         before = entry["operator"]
     return [["operator", "implementation", "chosen by", "here", "compile-safe", "deterministic"], *rows]
+
+
+Function = Callable[..., Any]
+
+
+# ---- how each operator is called; legend as in `zero2all.limits.floors` ----------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operator on inputs of one size."""
+
+    inputs: list[Tensor]  # Tensors with gradients
+    call: Callable[[Function, list[Tensor]], tuple[Tensor, ...]]  # (implementation, inputs) -> outputs
+    gathers_into_main: bool = False  # the last input is a weight whose gradient is summed in float32
+
+
+def make_case(name: str, config: ModelConfig, B: int, T: int, device: torch.device) -> Case:  # noqa: N803
+    """The case of an operator (`linear/…` names a matrix) on B samples of T tokens, in float32."""
+    C, D, Hq, Hk = config.hidden_size, config.head_size, config.heads, config.kv_heads
+    operator, _, part = name.partition("/")
+
+    def normal(*shape: int, std: float = 1.0) -> Tensor:
+        return torch.randn(*shape, device=device) * std
+
+    def targets() -> Tensor:
+        return torch.randint(0, config.vocab_ids, (B * T,), device=device)
+
+    match operator:
+        case "rms_norm":
+            inputs = [normal(B, T, C), normal(B, T, C), 1.0 + normal(C, std=0.1)]
+            return Case(inputs, lambda function, given: tuple(function(*given, config.rms_norm_eps)))
+        case "rope":
+            cos, sin = rope_tables(config, T, device)
+
+            def rope(function: Function, given: list[Tensor]) -> tuple[Tensor, ...]:
+                wide = torch.promote_types(given[0].dtype, torch.float32)
+                return tuple(function(given[0], cos.to(wide), sin.to(wide), Hq, Hk))
+
+            return Case([normal(B, T, Hq + 2 * Hk, D)], rope)
+        case "swiglu":
+            return Case([normal(B, T, 2 * config.intermediate_size)], lambda function, given: (function(*given),))
+        case "attention":
+
+            def attention(function: Function, given: list[Tensor]) -> tuple[Tensor, ...]:
+                # (B, H, T, D) views of (B, T, H, D), the layout of the projection
+                return (function(*(each.transpose(1, 2) for each in given), 0.0, None),)
+
+            return Case([normal(B, T, heads, D) for heads in (Hq, Hk, Hk)], attention)
+        case "linear":
+            rows, columns = linear_shapes(config)[part]
+            inputs = [normal(B, T, columns), normal(rows, columns, std=config.init_std)]
+            return Case(inputs, lambda function, given: (function(given[0], given[1], None),), gathers_into_main=True)
+        case "embedding":
+            # Zipf-distributed, as `zero2all.limits.floors.distinct_ids` assumes: in text, a few ids are much of it.
+            ids = ((config.vocab_ids + 1.0) ** torch.rand((B, T), dtype=torch.float64, device=device)).long() - 1
+            tokens = ids.clamp(max=config.vocab_ids - 1)
+            inputs = [normal(config.vocab_rows, C, std=config.init_std)]
+            return Case(inputs, lambda function, given: (function(tokens, given[0]),), gathers_into_main=True)
+        case "cross_entropy":
+            wanted = targets()
+            return Case([normal(B * T, config.vocab_rows)], lambda function, given: (function(given[0], wanted),))
+        case "linear_cross_entropy":
+            wanted, shares = targets(), torch.full((B * T,), 1.0 / (B * T), device=device)
+
+            def loss(function: Function, given: list[Tensor]) -> tuple[Tensor, ...]:
+                wide = torch.promote_types(given[0].dtype, torch.float32)
+                return (function(*given, wanted, shares.to(wide), config.vocab_ids, 0.0)[0],)
+
+            inputs = [normal(B * T, C), normal(config.vocab_rows, C, std=config.init_std)]
+            return Case(inputs, loss, gathers_into_main=True)
+    raise ValueError(f"there is no case for the operator {name!r}")

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 from zero2all.common.files import write_atomic, write_json
 from zero2all.common.language import translate as t
 from zero2all.limits.flops import CONVENTIONS
-from zero2all.perf.ablate import Ablation
+from zero2all.perf.ablate import PACKAGES, Ablation, Line, anchors, row_key
 from zero2all.perf.batch import SEED_BATCH, BatchShape
 from zero2all.perf.pictures import write_png
-from zero2all.perf.results import PACKAGES, Line, anchors, row_key
 from zero2all.perf.seed_table import DEVICE, SeedRow, seed_rows
 from zero2all.perf.variants import ANCHOR, VARIANTS, Variant, title_of
 from zero2all.track.plot import COLORS, FAINT_INK, INK

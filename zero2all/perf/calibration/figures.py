@@ -38,8 +38,7 @@ from zero2all.ops.optimizer import AdamW
 from zero2all.ops.registry import Ops
 from zero2all.perf.batch import BatchShape
 from zero2all.perf.calibration.stopwatch import Stopwatch, Timed
-from zero2all.perf.op_bench import forward_and_both, gather_into_main, random_flat
-from zero2all.perf.op_cases import Case, Function, make_case
+from zero2all.perf.op_bench import Case, Function, forward_and_both, gather_into_main, make_case, random_flat
 from zero2all.train.state import DTYPES
 
 Measure = Callable[[Stopwatch], dict[str, Any]]

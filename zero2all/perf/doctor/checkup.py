@@ -8,10 +8,9 @@ from pathlib import Path
 
 from zero2all.common.progress import progress
 from zero2all.perf.doctor import host
-from zero2all.perf.doctor.environment import look_at_environment
 from zero2all.perf.doctor.finding import Finding
 from zero2all.perf.doctor.gpus import look_at_gpus, look_at_links
-from zero2all.perf.doctor.software import TorchFacts, look_at_kernels, look_at_versions
+from zero2all.perf.doctor.software import TorchFacts, look_at_environment, look_at_kernels, look_at_versions
 
 SECONDS = 30.0
 

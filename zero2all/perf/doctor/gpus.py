@@ -148,15 +148,19 @@ def look_at_links(report: Report | None) -> list[Finding]:
     """How the GPUs reach each other, the network cards and this process's CPUs."""
     if report is None or not report.gpus:
         return []
+    topology = read_topology()
+    return [topology] if isinstance(topology, Finding) else list(grade_topology(topology))
+
+
+def read_topology() -> Topology | Finding:
+    """What nvidia-smi says of the links, or why it says nothing."""
     text, problem = output_of(["nvidia-smi", "topo", "-m"])
     if text is None:
-        return [Finding("links", "note", f"not looked at: nvidia-smi topo -m: {problem}")]
+        return Finding("links", "note", f"not looked at: nvidia-smi topo -m: {problem}")
     try:
-        return list(grade_topology(parse_topology(text)))
+        return parse_topology(text)
     except ValueError as error:
-        return [
-            Finding("links", "note", f"not looked at: the output of nvidia-smi topo -m was not understood ({error})")
-        ]
+        return Finding("links", "note", f"not looked at: the output of nvidia-smi topo -m was not understood ({error})")
 
 
 def grade_topology(topology: Topology) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from zero2all.common.cores import allowed_cpus, quota_cores, read
 from zero2all.common.files import human_bytes
 from zero2all.common.language import translate as t
 from zero2all.common.memory import available_memory
-from zero2all.limits.states import CHECKPOINT_BYTES
+from zero2all.limits.model_calculators import CHECKPOINT_BYTES
 from zero2all.parallel.network import fast_ports
 from zero2all.perf.doctor.finding import Finding, Grade
 

@@ -22,10 +22,9 @@ from zero2all.common.connections import listen as open_port
 from zero2all.common.errors import UsageError
 from zero2all.common.language import message
 from zero2all.parallel.network import fast_ports, interface_to, network_variables, said_bits
-from zero2all.perf.doctor.finding import Finding, output_of
-from zero2all.perf.doctor.gpus import grade_topology
+from zero2all.perf.doctor.finding import Finding
+from zero2all.perf.doctor.gpus import grade_topology, read_topology
 from zero2all.perf.doctor.host import look_at_network
-from zero2all.perf.doctor.nvidia_smi import parse_topology
 
 STREAMS = 4
 SECONDS = 0.6
@@ -55,14 +54,9 @@ def look_at_ways(peers: Sequence[str] = ()) -> Iterator[Finding]:
 
 
 def _links() -> Iterator[Finding]:
-    text, problem = output_of(["nvidia-smi", "topo", "-m"])
-    if text is None:
-        yield Finding("links", "note", f"links between GPUs were not looked at: {problem}")
-        return
-    try:
-        topology = parse_topology(text)
-    except ValueError as error:
-        yield Finding("links", "note", f"not looked at: the output of nvidia-smi topo -m was not understood ({error})")
+    topology = read_topology()
+    if isinstance(topology, Finding):
+        yield topology
         return
     yield from grade_topology(topology)
     if any(not link.startswith("NV") for link in topology.between_gpus().values()):
