@@ -109,6 +109,21 @@ def test_a_connection_of_another_user_is_told_from_an_own_one(address):
                 assert is_of_this_user(near) is (user == 0)
 
 
+def test_one_that_has_closed_its_end_is_not_taken_for_root():
+    with listen("127.0.0.1") as listener:
+        raw(listener.getsockname()).close()
+        near, _ = listener.accept()
+        with near:
+            time.sleep(0.05)
+            assert not is_of_this_user(near)
+
+
+def test_many_addresses_do_not_fill_the_log(echo, capfd):
+    for number in range(100):
+        echo.door._say(f"10.0.0.{number}", f"refused {number}")
+    assert len(capfd.readouterr().err.splitlines()) == connections.MOST_SAID
+
+
 def test_a_proof_that_was_overheard_is_worth_nothing_later(echo):
     heard = b""
     with raw(echo.address) as outer, listen("127.0.0.1") as middle:

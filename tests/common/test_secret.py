@@ -39,6 +39,14 @@ def test_a_file_that_others_may_read_is_refused_with_the_remedy(tmp_path):
         given_secret(tmp_path / "file")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_file_that_another_user_has_planted_is_refused(tmp_path):
+    make_secret(tmp_path / "file")
+    os.chown(tmp_path / "file", 65534, 65534)
+    with pytest.raises(UsageError, match="belongs to another user"):
+        given_secret(tmp_path / "file")
+
+
 @pytest.mark.parametrize("text", ["", "short", "x" * 5000], ids=["empty", "short", "long"])
 def test_what_is_no_secret_is_refused_with_the_command_that_makes_one(tmp_path, monkeypatch, text):
     monkeypatch.setenv(VARIABLE, text)

@@ -478,7 +478,7 @@ def short_temporary(monkeypatch):
 
 
 def test_a_group_that_is_started_twice_leaves_the_sockets_of_the_first_alone(short_temporary):
-    folder = inner_folder("run", 0, 1)
+    folder = inner_folder("run", 0, 1, SECRET)
     first = Inbox(folder, 1, lambda _greeting, connection: connection.close())
     with pytest.raises(UsageError, match="already running on this machine: another process has its rank 1"):
         Inbox(folder, 1, lambda _greeting, connection: connection.close())
@@ -495,9 +495,9 @@ def test_a_group_that_is_started_twice_leaves_the_sockets_of_the_first_alone(sho
 
 @pytest.mark.parametrize("planted", ["a link", "mode 0777", "another owner"])
 def test_the_sockets_lie_in_a_folder_of_this_user_alone(planted, short_temporary):
-    folder = inner_folder("run", 0, 1)
+    folder = inner_folder("run", 0, 1, SECRET)
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert inner_folder("run", 0, 1) == folder
+    assert inner_folder("run", 0, 1, SECRET) == folder
     if planted == "a link":
         folder.rename(short_temporary / "elsewhere")
         folder.symlink_to(short_temporary / "elsewhere")
@@ -508,4 +508,4 @@ def test_the_sockets_lie_in_a_folder_of_this_user_alone(planted, short_temporary
     else:
         pytest.skip("only root gives a folder to another user")
     with pytest.raises(UsageError, match="not a folder of this user alone"):
-        inner_folder("run", 0, 1)
+        inner_folder("run", 0, 1, SECRET)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import socket
 import threading
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -65,7 +66,8 @@ def test_a_stranger_on_the_port_is_dropped_and_a_lost_peer_is_named(peers, monke
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         stranger.shutdown(socket.SHUT_WR)
         assert len(stranger.recv(100)) == 38  # the question for the proof, and nothing else
-        assert stranger.recv(100) == b""
+        with suppress(ConnectionResetError):  # what it sent was not read to the end
+            assert stranger.recv(100) == b""
     assert "the other side has another secret" in measure_to(peers[0], b"a secret that was guessed").problem
     nobody = f"127.0.0.1:{free_port()}"
     found = measure_pairs([peers[0], nobody], SECRET)
@@ -80,7 +82,7 @@ def test_another_program_on_the_port_of_a_peer_or_of_a_listener_is_named():
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         found = measure_to(f"127.0.0.1:{server.server_port}", SECRET).problem
-        assert "it is not z2a doctor" in found
+        assert "it is not a z2a process: the port is wrong" in found
         with pytest.raises(UsageError, match=rf":{server.server_port}: this machine cannot listen there"):
             listen("127.0.0.1", server.server_port, SECRET, lambda _address: None)
         server.shutdown()

@@ -41,7 +41,8 @@ PROOF_SECONDS = 5.0
 HELLO_BYTES = 1 << 14
 MESSAGE_BYTES = 1 << 22
 MOST_UNPROVED, MOST_UNPROVED_OF_ADDRESS = 256, 64
-SAY_AGAIN_SECONDS, ADDRESSES_REMEMBERED = 60.0, 1024
+SAY_AGAIN_SECONDS, MOST_SAID = 60.0, 20
+"""An address is named once a minute, and in all so many addresses."""
 BACKLOG = 1024
 
 Message = dict[str, Any]
@@ -258,16 +259,14 @@ class Door:
             self._unproved.remove((host, connected))
 
     def _say(self, host: str, text: str) -> None:
-        """Once a minute for each address, so that nobody fills the log."""
+        """Once a minute for each address, and of few addresses, so that nobody fills the log."""
         if self._listener.fileno() < 0:
             return
         now = time.monotonic()
         with self._lock:
-            if now < self._said.get(host, -SAY_AGAIN_SECONDS) + SAY_AGAIN_SECONDS:
+            self._said = {each: when for each, when in self._said.items() if now < when + SAY_AGAIN_SECONDS}
+            if host in self._said or len(self._said) >= MOST_SAID:
                 return
-            if len(self._said) >= ADDRESSES_REMEMBERED:
-                del self._said[next(iter(self._said))]
-            self._said.pop(host, None)
             self._said[host] = now
         say(text)
 
@@ -284,7 +283,9 @@ def is_of_this_user(near: socket.socket) -> bool:
         for host, port in (near.getpeername(), near.getsockname())
     ]
     own = str(os.geteuid())
-    return not rows or any(row[1].endswith(ends[0]) and row[2].endswith(ends[1]) and row[7] == own for row in rows)
+    return not rows or any(
+        row[1].endswith(ends[0]) and row[2].endswith(ends[1]) and row[7] == own and row[9] != "0" for row in rows
+    )  # one that was closed has no inode, and counts as root's
 
 
 def join(one: socket.socket, other: socket.socket) -> None:

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zero2all.common.errors import BadInputError
-
 try:
     import orjson
 except ImportError:
@@ -97,6 +95,8 @@ def loads_exact(data: bytes, what: str) -> Any:
     try:
         return json.loads(data, parse_constant=_refuse, parse_float=_finite_float, object_pairs_hook=_object_of_once)
     except (ValueError, RecursionError) as error:
+        from zero2all.common.errors import BadInputError  # the writer of metrics loads little
+
         raise BadInputError(f"{what} cannot be read as JSON ({error}).") from error
 
 

@@ -66,14 +66,16 @@ def make_secret(path: Path) -> None:
 def _read(path: Path) -> bytes:
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            mode = os.fstat(file.fileno()).st_mode
+            found = os.fstat(file.fileno())
             text = file.read(MOST_BYTES + 1)
     except OSError as error:
         raise UsageError(
             f"The secret of the run cannot be read from {path}: {error.strerror or error}. Make one with "
             f"`{MAKE_ONE}`, copy it to every machine, and give it with --secret-file."
         ) from error
-    if mode & 0o077:
+    if found.st_uid not in (os.geteuid(), 0):
+        raise UsageError(f"{path} holds the secret of a run, but belongs to another user. Make your own: `{MAKE_ONE}`.")
+    if found.st_mode & 0o077:
         raise UsageError(f"{path} holds the secret of a run, but other users may read it. Run: chmod 600 {path}")
     return _checked(text, str(path))
 

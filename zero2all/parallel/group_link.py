@@ -133,7 +133,7 @@ class GroupLink(Link):
             self.data[group] = Channel(f"group {group}", hear, lambda _up: None, take, expected)
         self._mind = Mind(self, history) if rank == 0 else None
         own = machines[self.group][rank // self._per_machine]
-        self._folder = inner_folder(run, self.group, split_address(own)[1])
+        self._folder = inner_folder(run, self.group, split_address(own)[1], secret)
         for other in range(1, ranks) if rank == 0 else ([0] if rank else []):
             name = f"rank {other} of this group"
             self.inner[other] = Channel(name, partial(self._hear_inner, other), partial(self._inner_up, other))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
+import hmac
 import ipaddress
 import json
 import os
@@ -418,9 +418,10 @@ def keep_connected(
     threading.Thread(target=work, daemon=True, name="group-link-dial").start()
 
 
-def inner_folder(run: str, group: int, port: int) -> Path:
-    """Folder of the Unix sockets by which the processes of a machine hand connections to each other."""
-    name = "z2a-" + hashlib.sha256(f"{os.getuid()} {run} {group} {port}".encode()).hexdigest()[:16]
+def inner_folder(run: str, group: int, port: int, secret: bytes) -> Path:
+    """Folder of the Unix sockets by which the processes of a machine hand connections to each other. Nobody else knows
+    its name beforehand, so nobody can make it first."""
+    name = "z2a-" + hmac.digest(secret, f"{os.getuid()} {run} {group} {port}".encode(), "sha256").hex()[:16]
     folder = Path(tempfile.gettempdir())
     folder = (folder if len(str(folder)) < 60 else Path("/tmp")) / name  # a Unix socket's path has at most 107 bytes
     try:

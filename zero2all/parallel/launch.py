@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import resource
 import socket
 import sys
 import threading
@@ -127,6 +128,9 @@ def run_processes(
     safe = [] if {"", str(Path.cwd())} & set(sys.path) else ["-P"]
     command = [sys.executable, *safe, "-m", "zero2all", *words] if module else list(words)
     member = copies = far_store = None
+    if nodes.count > 1:  # who reaches the ports of gloo can use up the descriptors of a rank: it gets all it may have
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if rules is not None:
         if rules.settings.peers and watch is not None and watch.run is not None:
             from zero2all.resilience.copies import Copies  # numpy and checksums take a tenth of a second

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from zero2all.common.progress import human_seconds
-
 State = Literal["running", "stopped", "stalled", "finished", "crashed", "unknown"]
 
 SILENCE_SECONDS = 60.0
@@ -67,6 +65,8 @@ def judge(evidence: Evidence, now: float | None = None) -> tuple[State, str]:
     if evidence.alive is None and evidence.last_time is not None:  # a fresh copy of old files is not a running run
         silence = max(silence, now - evidence.last_time - CLOCK_DIFFERENCE_SECONDS)
     if silence > max(SILENCE_SECONDS, SILENCE_STEPS * (evidence.median_step_seconds or 0.0)):
+        from zero2all.common.progress import human_seconds  # the writer of metrics loads little
+
         return "stalled", f"No new row for {human_seconds(silence)}."
     return "running", ""
 
