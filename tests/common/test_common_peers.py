@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import math
+import random
 import sys
 import textwrap
 
 import pytest
 
+from tests.hostile import COUNTS, SEED, hostile_bytes
 from tests.processes import Program
+from zero2all.common import peers
 from zero2all.common.errors import (
+    BadInputError,
     DiskError,
     LostRunError,
     UserError,
@@ -183,3 +187,17 @@ def test_no_class_is_imported_because_another_process_names_it():
     found = error_from(["antigravity.Error", "x"])
     assert type(found) is RuntimeError
     assert "antigravity" not in sys.modules
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_hostile_bytes_are_a_value_or_an_error_that_names_the_rank(count):
+    rng = random.Random(SEED)
+    good = bytes(peers._bytes({"steps": [1, 2.5, float("nan")], "text": "二", "none": None}))
+    refused = []
+    for _ in range(count):
+        try:
+            peers._value(hostile_bytes(rng, good), 3)
+        except BadInputError as error:
+            refused.append(str(error))
+    assert 0 < len(refused) < count
+    assert all("rank 3" in text for text in refused)

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.hostile import COUNTS, conversations, play
 from zero2all.common.connections import dial, listen
 from zero2all.common.errors import UsageError
 from zero2all.resilience import member
@@ -124,3 +125,24 @@ def test_a_rank_reaches_the_store_of_the_attempt_behind_the_proof_only():
                 near.close()
         for one in reversed(machines):
             one.close()
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_hostile_messages_of_one_who_knows_the_secret_end_that_connection_only(count, capfd):
+    hello = {"run": "run", "node": 1, "host": "far", "processes": 1, "token": "a", "process": 7, "copies": ["far", 5]}
+    report = {"attempt": 0, "code": 1, "step": 3, "began": 0, "leaves": False}
+    failure = {**report, "text": "killed", "error": "", "doubt": 0}
+    good = [[hello, {"trains": 0}, report], [hello, failure, {"trains": 1}], [{"service": "store"}]]
+    with listen("127.0.0.1") as door:
+        meeting = Meeting(door, rules())
+        refused = 0
+        for said in conversations(count, good):
+            try:
+                play(meeting._take, *said)
+            except (ValueError, ConnectionError):
+                refused += 1
+        assert 0 < refused < count
+        assert meeting._seats == {}
+        assert meeting._thread.is_alive() or meeting._is_over
+        meeting.close()
+    capfd.readouterr()  # a line for each machine that has gone

@@ -145,7 +145,8 @@ class Meeting:
         """One machine, until its connection ends."""
         hello = _checked(connection.hello, HELLO)
         place = hello.get("copies")
-        if not 0 < hello["processes"] <= MOST_PROCESSES or (place and [type(part) for part in place] != [str, int]):
+        shape = [type(part) for part in place] if isinstance(place, list) else place
+        if not 0 < hello["processes"] <= MOST_PROCESSES or shape not in (None, [str, int]):
             raise ValueError("a hello with wrong values")
         who = hello["node"], hello["host"], hello["processes"], hello["token"], hello["process"]
         seat = _Seat(*who, place, connection)
