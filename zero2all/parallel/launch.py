@@ -42,6 +42,7 @@ ATTEMPT = "ZERO2ALL_ATTEMPT"
 """The id of an attempt that several machines agreed on: of the keys in its store, and in the lock of the run."""
 COMMAND_STARTED = "ZERO2ALL_COMMAND_STARTED"
 ALONE = Nodes()
+MOST_DESCRIPTORS = 1 << 16
 
 
 def local_processes(config: ParallelConfig) -> int:
@@ -128,9 +129,9 @@ def run_processes(
     safe = [] if {"", str(Path.cwd())} & set(sys.path) else ["-P"]
     command = [sys.executable, *safe, "-m", "zero2all", *words] if module else list(words)
     member = copies = far_store = None
-    if nodes.count > 1:  # who reaches the ports of gloo can use up the descriptors of a rank: it gets all it may have
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if nodes.count > 1:  # who reaches the ports of gloo can use up the descriptors of a rank: it gets many
+        now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, min(most, MOST_DESCRIPTORS)), most))
     if rules is not None:
         if rules.settings.peers and watch is not None and watch.run is not None:
             from zero2all.resilience.copies import Copies  # numpy and checksums take a tenth of a second
