@@ -468,7 +468,8 @@ def test_hostile_connections_from_another_machine_change_nothing(tmp_path):
             running[1].wait()
             wait_until(lambda: sets(0)[-1] == [0])
             attack = machines.command(1, sys.executable, __file__, groups[0])
-            done = subprocess.run(attack, timeout=120, capture_output=True, text=True, check=False)
+            paths = {**os.environ, "PYTHONPATH": str(WORKER.parents[2])}
+            done = subprocess.run(attack, timeout=120, capture_output=True, text=True, check=False, env=paths)
             assert done.returncode == 0, done.stderr
             assert json.loads(done.stdout) == {"refused": True, "told": False}
             assert sets(0)[-1] == [0]
