@@ -40,7 +40,8 @@ Buckets whose owners have ranges of different length (8-bit AdamW, Muon, Adafact
 range: the same whole, of which every process hands over all to each broadcast too.
 
 Not counted: padding (pass `buffers` to count it), validation, saving, and what an optimizer exchanges by itself
-(with zero 3, Muon gathers its matrices and Adafactor adds up rows and columns).
+(with zero 3 Adafactor adds up rows and columns; with zero 3 or tensor ranks Muon sends each matrix to its owner and
+back).
 """
 
 from __future__ import annotations

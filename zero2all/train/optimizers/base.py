@@ -89,6 +89,12 @@ class ParameterGroup:
     weight_decay: float
     lr_multiplier: float = 1.0
     lr: float = 0.0  # rate of the next step, the multiplier in it
+    decay_share: float = 1.0  # of the weight decay in the next step
+
+    @property
+    def decay(self) -> float:
+        """The weight decay of the next step."""
+        return self.weight_decay * self.decay_share
 
 
 def decay_of(kind: ParameterKind, config: OptimConfig) -> float:
@@ -113,6 +119,8 @@ class Optimizer(ABC):
     """Whether a step also writes low-precision copies of the weights."""
     clears_gradients = False
     """Whether it also sets the gradients to zero."""
+    momentum: float | None = None
+    """Of the next step, where the optimizer has one that follows a schedule; None: that of the config."""
 
     def __init__(self, groups: Sequence[ParameterGroup]) -> None:
         self.param_groups = list(groups)
@@ -140,10 +148,12 @@ class Optimizer(ABC):
         self.update(StepInputs(count, scale, skip))
         replace(self.updates, count, skip)
 
-    def set_learning_rate(self, rate: float) -> None:
-        """The rate of the next steps; groups with a multiplier take their share of it."""
+    def set_learning_rate(self, rate: float, decay_share: float = 1.0, momentum: float | None = None) -> None:
+        """The rate of the next steps, of which groups with a multiplier take their share, the share of the weight decay
+        and the momentum."""
+        self.momentum = momentum
         for group in self.param_groups:
-            group.lr = rate * group.lr_multiplier
+            group.lr, group.decay_share = rate * group.lr_multiplier, decay_share
 
     def state_tensors(self) -> dict[str, Part]:
         """Everything of this process that a checkpoint must hold, by name."""
@@ -168,7 +178,7 @@ class ElementwiseOptimizer(Optimizer):
 
     def numbers(self, group: ParameterGroup, count: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG002
         """What the formula needs beside tensors, as scalars: the rate, what the decay leaves, corrections."""
-        return scalar(group.lr), scalar(1 - group.lr * group.weight_decay)
+        return scalar(group.lr), scalar(1 - group.lr * group.decay)
 
     def initial_state(self, param: ParamState) -> dict[str, Part]:
         """Zeros, in float32 or better."""

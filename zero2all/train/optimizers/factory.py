@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from zero2all.common.errors import UsageError
 from zero2all.config.training import OptimConfig
 from zero2all.model.config import PARAMETER_KINDS, ParameterKind
+from zero2all.ops.implementation import compiler_problem, has_triton
 from zero2all.parallel.buckets import Cut
 from zero2all.parallel.layout import LogicalParameter
 from zero2all.train.optimizers.adafactor import Adafactor
@@ -26,7 +29,8 @@ Implementation = Literal["auto", "eager", "fused", "compiled"]
 
 def cut_of(optimizer_kind: str, parameter: LogicalParameter) -> Cut:
     """How a parameter may be cut for `optim.kind` so that no update needs another process. The Part of an owner, and
-    the empty Parts of the others, have no group. (With a group, Muon and Adafactor also take matrices cut by rows.)"""
+    the empty Parts of the others, have no group. (With a group, Muon and Adafactor also take matrices cut by rows; Muon
+    also boxes of them, which tensor parallelism cuts.)"""
     is_matrix = len(parameter.shape) > 1
     if optimizer_kind in ("adafactor", "muon") and parameter.kind == "expert":
         return "rows"  # a row is a whole expert
@@ -43,10 +47,16 @@ def build_optimizer(
     table: Mapping[str, LogicalParameter],
     implementation: Implementation = "auto",
     seed: int = 0,
+    holders: dist.ProcessGroup | None = None,
 ) -> Optimizer:
     """The optimizer of `config`, its rate at `lr_max`; `table` has the logical parameters by name. `auto` takes torch's
-    fused kernel for AdamW on float32 and the eager formulas for the others. `seed` keys stochastic rounding."""
-    optimizer = _build(parameter_groups(masters, config, table), config, implementation, seed)
+    fused kernel for AdamW on float32, compiled and Triton kernels for Muon on a GPU, and the eager formulas for the
+    others. `seed` keys stochastic rounding. `holders`: the processes that together hold a matrix that is cut."""
+    groups = parameter_groups(masters, config, table)
+    if config.kind == "muon":
+        optimizer: Optimizer = _muon(groups, config, implementation, holders)
+    else:
+        optimizer = _build(groups, config, implementation, seed)
     optimizer.set_learning_rate(config.lr_max)
     return optimizer
 
@@ -68,7 +78,7 @@ def parameter_groups(
 def _build(groups: list[ParameterGroup], config: OptimConfig, implementation: Implementation, seed: int) -> Optimizer:
     _check_precision(groups, config)
     compiled = implementation == "compiled"
-    if implementation == "fused" and config.kind not in ("adamw", "muon"):
+    if implementation == "fused" and config.kind != "adamw":
         raise UsageError(f"There is no fused kernel for optim.kind = {config.kind}. Use auto, eager or compiled.")
     fused = implementation == "fused" or (implementation == "auto" and _all_float32(groups))
     if config.kind == "adamw":
@@ -81,11 +91,30 @@ def _build(groups: list[ParameterGroup], config: OptimConfig, implementation: Im
         return Lion(groups, config, compiled)
     if config.kind == "sgd":
         return SGD(groups, config, compiled)
-    if config.kind == "adafactor":
-        return Adafactor(groups, config)
+    return Adafactor(groups, config)
+
+
+def _muon(
+    groups: list[ParameterGroup],
+    config: OptimConfig,
+    implementation: Implementation,
+    holders: dist.ProcessGroup | None,
+) -> Muon:
+    """Muon for matrices, AdamW for the others; the embedding may have a beta2 of its own."""
+    _check_precision(groups, config)
+    fused = implementation == "fused" or (implementation == "auto" and _all_float32(groups))
+    apart = () if config.embedding_beta2 is None else ("embedding",)
     matrices = [group for group in groups if group.kind in MUON_KINDS]
-    others = [group for group in groups if group.kind not in MUON_KINDS]
-    return Muon(matrices, AdamW(others, config, fused, compiled), config)
+    others = [group for group in groups if group.kind not in (*MUON_KINDS, *apart)]
+    embedding = [group for group in groups if group.kind in apart]
+    rest = [
+        AdamW(members, each, fused, implementation == "compiled")
+        for members, each in ((others, config), (embedding, replace(config, beta2=config.embedding_beta2 or 0.0)))
+        if members
+    ]
+    on_gpu = any(param.weight.is_cuda for group in matrices for param in group.params)
+    best = implementation == "auto" and on_gpu and has_triton() and compiler_problem() is None
+    return Muon(matrices, rest, config, holders, best or implementation == "compiled", symmetric=best)
 
 
 def _all_float32(groups: list[ParameterGroup]) -> bool:
