@@ -94,7 +94,8 @@ class OptimConfig:
     """The optimizer and gradient clipping. docs/optimizers.md has the formulas and what each kind costs."""
 
     kind: Literal["adamw", "muon", "lion", "adafactor", "sgd", "adamw_8bit", "adamw_bf16"] = "adamw"
-    """muon: matrices by Muon (lr_max about 0.02), the rest by AdamW; adamw_8bit: moments in 8 bits; adamw_bf16: everything in bfloat16."""
+    """muon: matrices by Muon (its lr_max is about 0.02), the rest by AdamW; adamw_8bit: moments in 8 bits; adamw_bf16:
+    everything in bfloat16."""
     lr_max: PositiveFloat = 3e-4
     """Learning rate at the top of the schedule."""
     lr_multipliers: dict[str, NaturalFloat] = field(default_factory=dict)

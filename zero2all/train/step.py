@@ -408,7 +408,7 @@ def _judge_and_update(
     if state.loss_scale is not None:
         scale = scale / state.loss_scale.scale
         state.loss_scale.after(overflowed, refused)
-    update(state, plan.lr, scale, refused, plan.decay_share, plan.momentum)
+    update(state, plan, scale, refused)
     if state.weights.powersgd is not None:
         state.weights.powersgd.forget_errors(refused)
     _balance(state, figures, refused)
@@ -435,17 +435,10 @@ def _balance(state: TrainState, figures: Tensor, refused: Tensor) -> None:
             router.balance(loads[router.number], refused)
 
 
-def update(
-    state: TrainState,
-    lr: float,
-    scale: Tensor,
-    refused: Tensor,
-    decay_share: float = 1.0,
-    momentum: float | None = None,
-) -> None:
+def update(state: TrainState, plan: StepPlan, scale: Tensor, refused: Tensor) -> None:
     """Update with the gradient times `scale`, unless `refused` (both on the device); then set the gradient to zero."""
     wide = torch.promote_types(state.weights.dtype, torch.float32)
-    state.optimizer.set_learning_rate(lr, decay_share, momentum)
+    state.optimizer.set_learning_rate(plan.lr, plan.decay_share, plan.momentum)
     state.optimizer.step(torch.where(refused, 1.0, scale).to(wide), refused)
     if not state.optimizer.writes_weights:
         state.weights.updated()

@@ -290,8 +290,8 @@ def test_compiled_muon_equals_the_formula():
         torch.testing.assert_close(compiled[name], eager[name], rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.slow  # two compilations
-@pytest.mark.parametrize("kind", ["lion", "adamw_bf16"])
+@pytest.mark.slow  # compilations
+@pytest.mark.parametrize("kind", ["lion", "adamw_bf16", "adamw_8bit"])
 def test_compiled_kernels_equal_the_formulas(kind):
     dtype = torch.bfloat16 if kind == "adamw_bf16" else torch.float32
     compiled, _ = run(config_of(kind, **BETAS), dtype, "compiled")

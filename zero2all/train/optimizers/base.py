@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import EllipsisType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,12 +90,7 @@ class ParameterGroup:
     weight_decay: float
     lr_multiplier: float = 1.0
     lr: float = 0.0  # rate of the next step, the multiplier in it
-    decay_share: float = 1.0  # of the weight decay in the next step
-
-    @property
-    def decay(self) -> float:
-        """The weight decay of the next step."""
-        return self.weight_decay * self.decay_share
+    decay: float = 0.0  # the share of the weight decay that the next step has
 
 
 def decay_of(kind: ParameterKind, config: OptimConfig) -> float:
@@ -153,7 +149,7 @@ class Optimizer(ABC):
         and the momentum."""
         self.momentum = momentum
         for group in self.param_groups:
-            group.lr, group.decay_share = rate * group.lr_multiplier, decay_share
+            group.lr, group.decay = rate * group.lr_multiplier, decay_share * group.weight_decay
 
     def state_tensors(self) -> dict[str, Part]:
         """Everything of this process that a checkpoint must hold, by name."""
@@ -174,7 +170,7 @@ class ElementwiseOptimizer(Optimizer):
     def __init__(self, groups: Sequence[ParameterGroup], formula: Formula, compiled: bool) -> None:
         super().__init__(groups)
         self.formula = formula
-        self.apply = torch.compile(apply_formula, dynamic=True) if compiled else apply_formula
+        self.apply = compiled_for_all(apply_formula, dynamic=True) if compiled else apply_formula
 
     def numbers(self, group: ParameterGroup, count: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG002
         """What the formula needs beside tensors, as scalars: the rate, what the decay leaves, corrections."""
@@ -214,6 +210,12 @@ def apply_formula(
     values = formula(scaled(gradient, scale), *targets, *numbers)
     for target, value in zip(targets, values, strict=True):
         replace(target, value, skip)
+
+
+def compiled_for_all(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
+    """It compiled, with room for the shapes of all parameters: beyond 8 torch would go on without compiling."""
+    torch._dynamo.config.cache_size_limit = max(64, torch._dynamo.config.cache_size_limit)
+    return torch.compile(function, dynamic=dynamic)
 
 
 def row_chunks(weight: Tensor) -> Iterator[slice | EllipsisType]:

@@ -50,8 +50,8 @@ def build_optimizer(
     holders: dist.ProcessGroup | None = None,
 ) -> Optimizer:
     """The optimizer of `config`, its rate at `lr_max`; `table` has the logical parameters by name. `auto` takes torch's
-    fused kernel for AdamW on float32, compiled and Triton kernels for Muon on a GPU, and the eager formulas for the
-    others. `seed` keys stochastic rounding. `holders`: the processes that together hold a matrix that is cut."""
+    fused kernel for AdamW on float32, on a GPU compiled kernels for Muon, adamw_8bit and adamw_bf16, and the eager
+    formulas for the others. `seed` keys stochastic rounding. `holders`: processes that together hold a cut matrix."""
     groups = parameter_groups(masters, config, table)
     if config.kind == "muon":
         optimizer: Optimizer = _muon(groups, config, implementation, holders)
@@ -77,7 +77,9 @@ def parameter_groups(
 
 def _build(groups: list[ParameterGroup], config: OptimConfig, implementation: Implementation, seed: int) -> Optimizer:
     _check_precision(groups, config)
-    compiled = implementation == "compiled"
+    compiled = implementation == "compiled" or (
+        implementation == "auto" and config.kind in ("adamw_8bit", "adamw_bf16") and _can_compile(groups)
+    )
     if implementation == "fused" and config.kind != "adamw":
         raise UsageError(f"There is no fused kernel for optim.kind = {config.kind}. Use auto, eager or compiled.")
     fused = implementation == "fused" or (implementation == "auto" and _all_float32(groups))
@@ -95,26 +97,26 @@ def _build(groups: list[ParameterGroup], config: OptimConfig, implementation: Im
 
 
 def _muon(
-    groups: list[ParameterGroup],
-    config: OptimConfig,
-    implementation: Implementation,
-    holders: dist.ProcessGroup | None,
+    groups: list[ParameterGroup], config: OptimConfig, how: Implementation, holders: dist.ProcessGroup | None
 ) -> Muon:
     """Muon for matrices, AdamW for the others; the embedding may have a beta2 of its own."""
     _check_precision(groups, config)
-    fused = implementation == "fused" or (implementation == "auto" and _all_float32(groups))
-    apart = () if config.embedding_beta2 is None else ("embedding",)
-    matrices = [group for group in groups if group.kind in MUON_KINDS]
-    others = [group for group in groups if group.kind not in (*MUON_KINDS, *apart)]
-    embedding = [group for group in groups if group.kind in apart]
+    fused = how == "fused" or (how == "auto" and _all_float32(groups))
+    betas = {} if config.embedding_beta2 is None else {"embedding": config.embedding_beta2}
     rest = [
-        AdamW(members, each, fused, implementation == "compiled")
-        for members, each in ((others, config), (embedding, replace(config, beta2=config.embedding_beta2 or 0.0)))
-        if members
+        AdamW([group], replace(config, beta2=betas.get(group.kind, config.beta2)), fused, how == "compiled")
+        for group in groups
+        if group.kind not in MUON_KINDS
     ]
-    on_gpu = any(param.weight.is_cuda for group in matrices for param in group.params)
-    best = implementation == "auto" and on_gpu and has_triton() and compiler_problem() is None
-    return Muon(matrices, rest, config, holders, best or implementation == "compiled", symmetric=best)
+    best = how == "auto" and _can_compile(groups)
+    matrices = [group for group in groups if group.kind in MUON_KINDS]
+    return Muon(matrices, rest, config, holders, compiled=best or how == "compiled", symmetric=best)
+
+
+def _can_compile(groups: list[ParameterGroup]) -> bool:
+    """On a GPU, and with what torch.compile needs there."""
+    on_gpu = any(param.weight.is_cuda for group in groups for param in group.params)
+    return on_gpu and has_triton() and compiler_problem() is None
 
 
 def _all_float32(groups: list[ParameterGroup]) -> bool:

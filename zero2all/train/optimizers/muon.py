@@ -25,6 +25,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ from zero2all.train.optimizers.base import (
     ParameterGroup,
     ParamState,
     StepInputs,
+    compiled_for_all,
     master_dtype,
     replace,
     scalar,
@@ -67,6 +69,7 @@ STACK_VALUES, STACK_PARAMETERS = 1 << 26, 32
 SYMMETRIC_ROWS = 512
 """From here on the kernel that computes half of a symmetric product is taken."""
 
+Tensors = Sequence[Tensor]
 Stack = list[ParamState]
 """Parameters whose matrices have equal shapes and are orthogonalised together."""
 
@@ -94,8 +97,7 @@ class Muon(Optimizer):
             self.updates = self.rest[0].updates  # on the device
         functions = (prepare, finish, of_unit_length, evened, take_step)
         if compiled:
-            torch._dynamo.config.cache_size_limit = max(64, torch._dynamo.config.cache_size_limit)
-            functions = tuple(torch.compile(function, dynamic=False) for function in functions)  # type: ignore[assignment]
+            functions = tuple(compiled_for_all(function, dynamic=False) for function in functions)  # type: ignore[assignment]
         self._prepare, self._finish, self._of_unit_length, self._evened, self._take_step = functions
 
     def initial_state(self, param: ParamState) -> dict[str, Part]:
@@ -112,41 +114,37 @@ class Muon(Optimizer):
 
     def update(self, inputs: StepInputs) -> None:
         """Matrices of equal shape together, as many as STACK_VALUES allows; then the rest."""
+        mu = scalar(self.config.momentum if self.momentum is None else self.momentum)
         for group in self.matrices:
             params = [param for param in group.params if param.gradient is not None]
+            numbers = Numbers(mu, scalar(group.lr), scalar(group.decay), inputs.scale, inputs.skip)
             for stack in stacks_of([param for param in params if not _is_cut(param) and param.weight.numel()]):
-                self._update_whole(stack, group, inputs)
+                self._update_whole(stack, numbers)
             if self.owners is not None:
-                self._update_cut(self.owners, [param for param in params if _is_cut(param)], group, inputs)
+                self._update_cut(self.owners, [param for param in params if _is_cut(param)], numbers)
         for rest in self.rest:
             rest.update(inputs)
 
-    def _update_whole(self, stack: Stack, group: ParameterGroup, inputs: StepInputs) -> None:
+    def _update_whole(self, stack: Stack, numbers: Numbers) -> None:
         gradients, momenta = [param.gradient for param in stack], [param.moment("momentum") for param in stack]
-        turns = [param.parameter.alternating for param in stack]
-        dtype, settings = self._dtype(momenta[0]), self.config.muon
-        mu, nesterov = scalar(self._momentum), self.config.nesterov
-        x = self._prepare(gradients, momenta, turns, mu, nesterov, inputs.scale, inputs.skip, dtype)
+        turns, settings = [param.parameter.alternating for param in stack], self.config.muon
+        x = self._prepare(gradients, momenta, turns, numbers, self.config.nesterov, self._dtype(momenta[0]))
         o = orthogonalise(x, settings.iterations, self.symmetric)
         weights, squares = [param.weight for param in stack], [param.moment("mean_squares") for param in stack]
-        rates = scalar(group.lr), scalar(group.decay)
-        self._finish(o, weights, squares, turns, *rates, settings.beta2, settings.cautious_decay, inputs.skip)
+        self._finish(o, weights, squares, turns, numbers, settings.beta2, settings.cautious_decay)
 
-    def _update_cut(self, owners: MatrixOwners, params: Stack, group: ParameterGroup, inputs: StepInputs) -> None:
-        mu, rates = scalar(self._momentum), (scalar(group.lr), scalar(group.decay))
-
+    def _update_cut(self, owners: MatrixOwners, params: Stack, numbers: Numbers) -> None:
         def direction(param: ParamState) -> Tensor:
             gradient, momentum = param.gradient, param.moment("momentum")
             assert gradient is not None, "update takes only params with a gradient"
-            ahead = look_ahead(gradient, momentum, mu, self.config.nesterov, inputs.scale, inputs.skip)
-            return ahead.to(self._dtype(ahead))
+            return look_ahead(gradient, momentum, numbers, self.config.nesterov).to(self._dtype(momentum))
 
         for stacks in owners.rounds(params):
             directions = [[direction(param) for param in stack] for stack in stacks]
-            steps = owners.compute(stacks, directions, partial(self._steps_of, skip=inputs.skip))
-            for stack, own_steps in zip(stacks, steps, strict=True):
-                for param, step in zip(stack, own_steps, strict=True):
-                    self._take_step(param.weight, step, *rates, self.config.muon.cautious_decay, inputs.skip)
+            steps = owners.compute(stacks, directions, partial(self._steps_of, skip=numbers.skip))
+            for param, step in ((p, s) for pair in zip(stacks, steps, strict=True) for p, s in zip(*pair, strict=True)):
+                if step.numel():
+                    self._take_step(param.weight, step, numbers, self.config.muon.cautious_decay)
 
     def _steps_of(self, stack: Stack, matrices: list[Tensor], skip: Tensor | None) -> list[Tensor]:
         """What an owner makes of whole matrices: their steps before the rate, in their shapes and precision."""
@@ -164,37 +162,34 @@ class Muon(Optimizer):
         chosen = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(self.config.muon.precision)
         return chosen or (torch.bfloat16 if matrix.is_cuda else torch.float32)
 
-    @property
-    def _momentum(self) -> float:
-        return self.config.momentum if self.momentum is None else self.momentum
-
 
 # ---- the formula, on a stack (n, rows, columns) ----------------------------------------------------------------------
 
 
+class Numbers(NamedTuple):
+    """What changes from step to step, as tensors: compiled functions are not compiled again."""
+
+    mu: Tensor
+    lr: Tensor
+    decay: Tensor
+    scale: Tensor | None
+    skip: Tensor | None
+
+
 def prepare(
-    gradients: Sequence[Tensor],
-    momenta: Sequence[Tensor],
-    turns: Sequence[int],
-    mu: Tensor,
-    nesterov: bool,
-    scale: Tensor | None,
-    skip: Tensor | None,
-    dtype: torch.dtype,
+    gradients: Tensors, momenta: Tensors, turns: Sequence[int], numbers: Numbers, nesterov: bool, dtype: torch.dtype
 ) -> Tensor:
     """Update the momenta; returns the stack to orthogonalise. `turns`: how many matrices alternate in each tensor."""
-    ahead = [look_ahead(*pair, mu, nesterov, scale, skip) for pair in zip(gradients, momenta, strict=True)]
-    pieces = [_apart(values, turn).flatten(0, 1) for values, turn in zip(ahead, turns, strict=True)]
+    ahead = [look_ahead(*pair, numbers, nesterov) for pair in zip(gradients, momenta, strict=True)]
+    pieces = [_apart(values.to(dtype), turn).flatten(0, 1) for values, turn in zip(ahead, turns, strict=True)]
     return of_unit_length(torch.cat(pieces), dtype)
 
 
-def look_ahead(
-    gradient: Tensor, momentum: Tensor, mu: Tensor, nesterov: bool, scale: Tensor | None, skip: Tensor | None
-) -> Tensor:
+def look_ahead(gradient: Tensor, momentum: Tensor, numbers: Numbers, nesterov: bool) -> Tensor:
     """Update a momentum; returns what to orthogonalise, or the part of it in this process."""
-    gradient = scaled(gradient, scale)
+    gradient, mu = scaled(gradient, numbers.scale), numbers.mu
     new = mu * momentum + (1 - mu) * gradient
-    replace(momentum, new, skip)
+    replace(momentum, new, numbers.skip)
     return (1 - mu) * gradient + mu * new if nesterov else new
 
 
@@ -221,7 +216,7 @@ def orthogonalise(x: Tensor, iterations: int, symmetric: bool = False) -> Tensor
     return x.mT if is_tall else x
 
 
-def evened(o: Tensor, squares: Sequence[Tensor], beta2: float, skip: Tensor | None) -> Tensor:
+def evened(o: Tensor, squares: Tensors, beta2: float, skip: Tensor | None) -> Tensor:
     """Steps before the rate, in the precision of the weights: `o` of length sqrt(min(rows, columns)), its lines along
     the longer side divided by their usual root mean square, at its old length and times the factor of its shape."""
     rows, columns = o.shape[-2:]
@@ -240,31 +235,21 @@ def evened(o: Tensor, squares: Sequence[Tensor], beta2: float, skip: Tensor | No
 
 
 def finish(
-    o: Tensor,
-    weights: Sequence[Tensor],
-    squares: Sequence[Tensor],
-    turns: Sequence[int],
-    lr: Tensor,
-    decay: Tensor,
-    beta2: float,
-    cautious: bool,
-    skip: Tensor | None,
+    o: Tensor, weights: Tensors, squares: Tensors, turns: Sequence[int], numbers: Numbers, beta2: float, cautious: bool
 ) -> None:
     """Update the mean squares and the weights."""
     targets = [_apart(weight, turn) for weight, turn in zip(weights, turns, strict=True)]
-    steps = evened(o, squares, beta2, skip).split(
-        [len(target) * turn for target, turn in zip(targets, turns, strict=True)]
-    )
+    steps = evened(o, squares, beta2, numbers.skip).split([target.shape[:2].numel() for target in targets])
     for target, step in zip(targets, steps, strict=True):
-        take_step(target, step.unflatten(0, target.shape[:2]), lr, decay, cautious, skip)
+        take_step(target, step.unflatten(0, target.shape[:2]), numbers, cautious)
 
 
-def take_step(weight: Tensor, step: Tensor, lr: Tensor, decay: Tensor, cautious: bool, skip: Tensor | None) -> None:
+def take_step(weight: Tensor, step: Tensor, numbers: Numbers, cautious: bool) -> None:
     """Subtract a step and the decay; cautious: only where the step leads towards 0 too."""
-    step, lost = step.to(weight.dtype), decay * weight
+    step, lost = step.to(weight.dtype), numbers.decay * weight
     if cautious:
         lost = torch.where(step * weight >= 0, lost, 0.0)
-    replace(weight, weight - lr * (step + lost), skip)
+    replace(weight, weight - numbers.lr * (step + lost), numbers.skip)
 
 
 def matrix_shape(parameter: LogicalParameter) -> tuple[int, int]:
@@ -337,7 +322,9 @@ class MatrixOwners:
         owned: list[Stack] = [[] for _ in range(self._ranks)]
         for param in params:
             owned[self._owners[param.parameter.name]].append(param)
-        stacks = [sorted(stacks_of(own), key=_cost_of_stack, reverse=True) for own in owned]
+        stacks = [
+            sorted(stacks_of(own), key=lambda s: -sum(orthogonalising_cost(p.parameter) for p in s)) for own in owned
+        ]
         for one_each in zip_longest(*stacks, fillvalue=[]):
             yield list(one_each)
 
@@ -386,7 +373,3 @@ def balanced_owners(costs: Sequence[int], ranks: int) -> list[int]:
         owners[index] = loads.index(min(loads))
         loads[owners[index]] += costs[index]
     return owners
-
-
-def _cost_of_stack(stack: Stack) -> int:
-    return sum(orthogonalising_cost(param.parameter) for param in stack)
