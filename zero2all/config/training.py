@@ -77,8 +77,7 @@ class MuonConfig:
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of those iterations; auto takes bfloat16 on CUDA and float32 elsewhere."""
     beta2: ShareBelowOne = 0.9
-    """Decay of the mean square of each line of the orthogonal matrix, by whose root the line is divided; 0 turns it
-    off."""
+    """Decay of the mean square of each line of the orthogonal matrix, by whose root it is divided; 0: no division."""
     cautious_decay: bool = True
     """Whether weights decay only where the step makes them smaller too."""
     momentum_start: ShareBelowOne = 0.85

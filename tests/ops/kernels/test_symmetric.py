@@ -1,5 +1,9 @@
 """Half of a symmetric product, mirrored, against the whole one in float64."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -34,6 +38,36 @@ def test_half_of_a_product_is_mirrored(device, shape, is_tall):
     found = times_transposed(product, 0.5, product, -1.25, 2.0)
     assert torch.equal(found, found.mT)
     torch.testing.assert_close(found.double(), exact, rtol=8e-3, atol=8e-3)
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from zero2all.ops.kernels.symmetric import DEPTH, STAGES, TILE, WARPS, _times_transposed as kernel
+
+for adds in (False, True):
+    constants = {"ADDS": adds, "TILE": TILE, "DEPTH": DEPTH, "stride_column": 1}
+    kinds = {name: "*bf16" for name in ("x", "added", "result")}
+    kinds |= {name: "fp32" for name in ("factor", "added_factor", "diagonal")}
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in kernel.arg_names}
+    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
+               if name not in constants and kinds.get(name, "i32") != "fp32"}
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants, aligned), target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": WARPS, "num_stages": STAGES},
+    )
+    assert "wgmma.mma_async" in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= 113 * 1024, "two programs share a processor"
+print("compiled")
+"""
+
+
+def test_the_kernel_compiles_for_a_hopper_gpu(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
+    assert done.stdout.strip() == "compiled", done.stderr[-2000:]
 
 
 @pytest.mark.gpu

@@ -213,9 +213,10 @@ def apply_formula(
 
 
 def compiled_for_all(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
-    """It compiled, with room for the shapes of all parameters: beyond 8 torch would go on without compiling."""
+    """It compiled, with room for the shapes of all parameters: beyond 8 torch would go on without compiling. No kernel
+    is chosen by timing it, so that a resumed run has the same ones, and the same bits."""
     torch._dynamo.config.cache_size_limit = max(64, torch._dynamo.config.cache_size_limit)
-    return torch.compile(function, dynamic=dynamic)
+    return torch.compile(function, dynamic=dynamic, options={"deterministic": True})
 
 
 def row_chunks(weight: Tensor) -> Iterator[slice | EllipsisType]:

@@ -126,7 +126,8 @@ class Muon(Optimizer):
             rest.update(inputs)
 
     def _update_whole(self, stack: Stack, numbers: Numbers) -> None:
-        gradients, momenta = [param.gradient for param in stack], [param.moment("momentum") for param in stack]
+        gradients = [gradient for param in stack if (gradient := param.gradient) is not None]  # of all of them
+        momenta = [param.moment("momentum") for param in stack]
         turns, settings = [param.parameter.alternating for param in stack], self.config.muon
         x = self._prepare(gradients, momenta, turns, numbers, self.config.nesterov, self._dtype(momenta[0]))
         o = orthogonalise(x, settings.iterations, self.symmetric)
@@ -135,9 +136,9 @@ class Muon(Optimizer):
 
     def _update_cut(self, owners: MatrixOwners, params: Stack, numbers: Numbers) -> None:
         def direction(param: ParamState) -> Tensor:
-            gradient, momentum = param.gradient, param.moment("momentum")
-            assert gradient is not None, "update takes only params with a gradient"
-            return look_ahead(gradient, momentum, numbers, self.config.nesterov).to(self._dtype(momentum))
+            assert param.gradient is not None, "update takes only params with a gradient"
+            ahead = look_ahead(param.gradient, param.moment("momentum"), numbers, self.config.nesterov)
+            return ahead.to(self._dtype(ahead))
 
         for stacks in owners.rounds(params):
             directions = [[direction(param) for param in stack] for stack in stacks]
