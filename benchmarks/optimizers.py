@@ -3,6 +3,7 @@
     python benchmarks/optimizers.py                                  the table, for a model that suits this device
     python benchmarks/optimizers.py --config z2all-1b --compiled     another model, formulas as compiled kernels
     python benchmarks/optimizers.py --save                           also benchmarks/results/optimizers.json
+    python benchmarks/optimizers.py --muon                           Muon's update, part by part, at two sizes
 
 Bytes are counted over the memory behind the tensors that exist: weights as the optimizer keeps them, gradients in the
 same precision, state. A bfloat16 copy of float32 weights for the forward pass is the trainer's and costs 2 bytes more.
@@ -30,12 +31,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import machine, save_result
 from zero2all.config import load_config
-from zero2all.config.training import OptimConfig
+from zero2all.config.training import MuonConfig, OptimConfig
 from zero2all.model.config import ModelConfig
 from zero2all.parallel.layout import layout_table
 from zero2all.parallel.parts import Part
 from zero2all.train.optimizers.base import Master, Optimizer
 from zero2all.train.optimizers.factory import Implementation, build_optimizer
+from zero2all.train.optimizers.muon import Muon, orthogonalising_cost
 
 SMALL = ModelConfig(vocab_size=4096, hidden_size=512, intermediate_size=1408, layers=2, heads=8, kv_heads=4)
 """10 M parameters: a few steps of each optimizer take about a minute on two slow cores."""
@@ -51,6 +53,18 @@ KINDS: dict[str, tuple[OptimConfig, Implementation]] = {
     "AdamW, all bfloat16": (OptimConfig("adamw_bf16"), "auto"),
     "AdamW, all bfloat16, Kahan": (OptimConfig("adamw_bf16", bf16_rounding="kahan"), "auto"),
 }
+
+MUON_SIZES: dict[str, tuple[ModelConfig, float]] = {
+    "1.26 B": (
+        ModelConfig(vocab_size=64000, hidden_size=2048, intermediate_size=5632, layers=22, heads=32, kv_heads=8),
+        1.97,
+    ),
+    "42.5 M": (
+        ModelConfig(vocab_size=16384, hidden_size=512, intermediate_size=1408, layers=8, heads=8, kv_heads=8),
+        0.0917,
+    ),
+}
+"""Models, and the seconds of a step of 131,072 tokens on an H200 in November 2026, of which the share is taken."""
 
 
 def measure(config: ModelConfig, kind: str, device: torch.device, steps: int, compiled: bool) -> dict[str, Any]:
@@ -81,6 +95,45 @@ def measure(config: ModelConfig, kind: str, device: torch.device, steps: int, co
         "fastest_ms": round(min(times), 2) if times else None,
         "host_waits": _host_waits(optimizer, device) if times else None,
     }
+
+
+def muon_rows(config: ModelConfig, device: torch.device, steps: int) -> list[tuple[str, float]]:
+    """Milliseconds of an update with AdamW alone, and of Muon's: eager, compiled, with the symmetric kernel, and with
+    fewer iterations."""
+    table = {parameter.name: parameter for parameter in layout_table(config)}
+    weights = {one.name: torch.randn(one.shape, device=device).mul_(0.02) for one in table.values()}
+    gradients = {one.name: torch.randn(one.shape, device=device) for one in table.values()}
+    masters = {name: Master(Part.whole(weights[name]), partial(gradients.get, name)) for name in table}
+    cases: list[tuple[str, OptimConfig, Implementation, bool]] = [
+        ("AdamW, torch's fused kernel", OptimConfig("adamw"), "fused", False),
+        ("Muon, eager", OptimConfig("muon"), "fused", False),
+        ("Muon, compiled", OptimConfig("muon"), "auto", False),
+        ("Muon, compiled, symmetric kernel", OptimConfig("muon"), "auto", True),
+    ]
+    cases += [
+        (f"the same, {count} iterations", OptimConfig("muon", muon=MuonConfig(iterations=count)), "auto", True)
+        for count in (4, 3)
+    ]
+    rows = []
+    for name, optim, implementation, symmetric in cases:
+        optimizer = build_optimizer(masters, optim, table, implementation)
+        if isinstance(optimizer, Muon):
+            optimizer.symmetric = optimizer.symmetric and symmetric
+        times, _ = _times(optimizer, device, steps)
+        rows.append((name, statistics.median(times)))
+    return rows
+
+
+def print_muon(device: torch.device, steps: int) -> None:
+    """A table for each size."""
+    for name, (config, step_seconds) in MUON_SIZES.items():
+        if device.type != "cuda" and name != "42.5 M":
+            continue  # minutes
+        matrices = [one for one in layout_table(config) if one.kind == "matrix"]
+        flops = 5 * sum(orthogonalising_cost(one) for one in matrices)
+        print(f"{name}: {flops / 1e12:.1f} TFLOP in five iterations; share of a step of {step_seconds} s")
+        for case, took in muon_rows(config, device, steps):
+            print(f"| {case} | {took:.1f} ms | {took / 10 / step_seconds:.1f} % |", flush=True)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -128,6 +181,7 @@ def main() -> None:
     parser.add_argument("--config", help="preset or YAML whose model is taken; else one that suits the device")
     parser.add_argument("--steps", type=int, default=7, help="measured steps")
     parser.add_argument("--compiled", action="store_true", help="formulas as compiled kernels")
+    parser.add_argument("--muon", action="store_true", help="only Muon's update, part by part")
     parser.add_argument("--save", action="store_true", help="write the results file")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -137,6 +191,9 @@ def main() -> None:
         config = dataclasses.replace(config, vocab_size=SMALL.vocab_size)
     where = machine()
     print(f"{where['gpu'] or where['cpu']}, torch {torch.__version__}, {torch.get_num_threads()} CPU threads")
+    if arguments.muon:
+        print_muon(device, arguments.steps)
+        return
     print("| optimizer | weight | gradient | state | total | peak | ms a step | host waits |")
     print("|---|---|---|---|---|---|---|---|")
     rows = []

@@ -217,6 +217,7 @@ OLD_NAMES = {
     "stages": [{"name": "end", "from_step": 5000, "schedule": {"lr_min_share": 0.0}}],
     "ops": {"linear": "into32"},
     "parallel": {"data": "shard"},
+    "optim": {"muon_iterations": 4, "muon_precision": "float32", "muon_update_rms": 0.2},
 }
 
 
@@ -225,6 +226,10 @@ def test_a_field_or_choice_by_its_old_name_is_answered_with_the_new_one(tmp_path
         "ops.linear: got 'into32', expected one of 'auto', 'plain', 'fp32_wgrad', 'fp8'. "
         "It is now called `fp32_wgrad`.",
         "`parallel` has no field `data`. It is now `parallel.zero`: 0 replaces replicate, 3 replaces shard.",
+        "`optim` has no field `muon_iterations`. It is now called `optim.muon.iterations`.",
+        "`optim` has no field `muon_precision`. It is now called `optim.muon.precision`.",
+        "`optim` has no field `muon_update_rms`. Muon's steps now have a spectral scale: delete this field and set "
+        "optim.lr_max to about 0.02 at 524,288 tokens a step.",
         "`schedule` has no field `lr_min_share`. It is now called `min_lr_ratio`.",
         "`stages[0].schedule` has no field `lr_min_share`. It is now called `min_lr_ratio`.",
     ]
@@ -238,6 +243,7 @@ def test_the_config_that_a_run_of_an_earlier_version_kept_is_understood(tmp_path
     path.write_text(yaml.safe_dump(OLD_NAMES))
     config = load_config(path)
     assert (config.schedule.min_lr_ratio, config.ops.linear, config.parallel.zero) == (0.2, "fp32_wgrad", 3)
+    assert (config.optim.muon.iterations, config.optim.muon.precision) == (4, "float32")
     assert config.stages[0].schedule is not None
     assert config.stages[0].schedule.min_lr_ratio == 0.0
 

@@ -213,7 +213,7 @@ def test_experts_keep_what_torch_keeps_and_states_of_all_of_them():
     for kind in ("muon", "adafactor", "adamw_8bit"):
         state = new_state(Z2all(config, ops), OptimConfig(kind), torch.float32)
         moments = sum(part.values.nbytes for part in state.optimizer_tensors().values() if part.shape)
-        assert optimizer_bytes(config, kind) == moments, kind
+        assert round(optimizer_bytes(config, kind), 6) == moments, kind
     halves = estimate_memory(config, dataclasses.replace(settings, zero=1, shard=4, expert=2))
     weights = next(part.bytes for part in halves.parts if part.name == "weights")
     experts = sum(one.numel for one in layout_table(config) if one.kind == "expert")
@@ -250,7 +250,7 @@ def test_optimizer_bytes_are_those_that_docs_optimizers_measured_with_q_k_and_v_
         for kind in ("adamw", "muon", "lion", "sgd", "adafactor", "adamw_8bit", "adamw_bf16")
     }
     assert found == {
-        **{"adamw": 8.0, "muon": 5.6, "lion": 4.0, "sgd": 4.0},
+        **{"adamw": 8.0, "muon": 5.604, "lion": 4.0, "sgd": 4.0},
         **{"adafactor": 0.008, "adamw_8bit": 2.032, "adamw_bf16": 4.0},
     }
     assert round(optimizer_bytes(model, "adafactor", adafactor_momentum=True) / total, 3) == 4.008
@@ -390,7 +390,7 @@ def test_flat_values_are_cut_at_multiples_of_128():
 def test_what_the_fullest_process_owns_counts_where_it_is_known():
     owned = {"zero": 1, "shard": 8, "optimizer": "muon", "owned": (3e9, 1e9)}
     assert bytes_of("masters", **owned) == 4 * 4e9
-    assert bytes_of("optimizer", **owned) == 4 * 3e9 + 8 * 1e9
+    assert bytes_of("optimizer", **owned) == pytest.approx(4 * 3e9 + 8 * 1e9, rel=5e-4)  # and a mean square a line
     assert bytes_of("gradients", **owned) == 4 * parameter_counts(LLAMA)["total"]
     assert bytes_of("gradients", **(owned | {"zero": 2})) == 4 * 4e9
 

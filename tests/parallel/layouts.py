@@ -237,13 +237,18 @@ def course(
 
 
 def pairs(
-    world: World, folder: str, layouts: list[str], every: bool, model: dict[str, Any] | None = None
+    world: World,
+    folder: str,
+    layouts: list[str],
+    every: bool,
+    model: dict[str, Any] | None = None,
+    optimizer: str = "adamw",
 ) -> dict[str, Any]:
     """Train and save under each layout; load under the next one, or under every other one. Which tensors differ from
     those that were saved, and how far the loss of the next step lies from the one that the saved run had."""
     known = LAYOUTS | TENSOR_LAYOUTS | PIPELINES | EXPERT_LAYOUTS
     spreads = {name: ParallelConfig(**{"bucket_mb": 0.002, **known[name]}) for name in layouts}
-    configs = {name: run_config(parallel=spread, **(model or {})) for name, spread in spreads.items()}
+    configs = {name: run_config(OPTIMIZERS[optimizer], spread, **(model or {})) for name, spread in spreads.items()}
     worlds = {name: world_of(world, config.parallel) for name, config in configs.items()}
     found: dict[str, Any] = {}
     for number, name in enumerate(layouts):

@@ -96,6 +96,8 @@ SPECIAL: dict[int, dict[str, dict[str, Any]]] = {
         "tensor, offloaded optimizer": {"tensor": 2, "offload": "optimizer"},
         "tensor, lion": {"tensor": 2, "optimizer": "lion"},
         "tensor, sgd": {"tensor": 2, "optimizer": "sgd"},
+        "tensor, muon": {"tensor": 2, "optimizer": "muon"},
+        "ZeRO-3, muon": {"zero": 3, "optimizer": "muon"},
         "pipeline, 9 blocks, muon": {"pipeline": 2, "optimizer": "muon", "model": {"layers": 9}},
         "gather, one kv head, selective": {
             **{"context": 2, "context_method": "gather"},
@@ -103,6 +105,18 @@ SPECIAL: dict[int, dict[str, dict[str, Any]]] = {
         },
         "expert, muon, ZeRO-2": {"expert": 2, "zero": 2, "optimizer": "muon", "model": {"moe": MOE}},
         "expert, adafactor, ZeRO-1": {"expert": 2, "zero": 1, "optimizer": "adafactor", "model": {"moe": MOE}},
+    },
+    4: {
+        "tensor 4, copied kv heads, muon": {"tensor": 4, "copy_kv_heads": True, "optimizer": "muon"},
+        "replicate x tensor, muon": {"tensor": 2, "optimizer": "muon"},
+        "ZeRO-1 x tensor, muon": {"zero": 1, "tensor": 2, "optimizer": "muon"},
+        "ZeRO-2 x tensor, muon": {"zero": 2, "tensor": 2, "optimizer": "muon"},
+        "ZeRO-3 x tensor, muon": {"zero": 3, "tensor": 2, "optimizer": "muon"},
+        "tensor x pipeline, muon": {"tensor": 2, "pipeline": 2, "optimizer": "muon", "model": {"layers": 4}},
+        "ZeRO-3 x pipeline, muon": {"zero": 3, "pipeline": 2, "optimizer": "muon", "model": {"layers": 4}},
+        "ZeRO-3, experts, muon": {"zero": 3, "optimizer": "muon", "model": {"moe": MOE}},
+        "tensor x expert, muon": {"zero": 1, "tensor": 2, "expert": 4, "optimizer": "muon", "model": {"moe": MOE}},
+        "context x ZeRO-1, muon": {"context": 2, "zero": 1, "optimizer": "muon"},
     },
     3: {
         "ZeRO-1 over 3": {"zero": 1},
@@ -209,13 +223,14 @@ def test_in_float32_they_agree_to_its_digits(warm, tmp_path, size, capsys, monke
     assert max(errors.values()) < 1e-5, errors
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
-def test_every_layout_resumes_from_every_other(warm, tmp_path, monkeypatch, experts):
+def test_every_layout_resumes_from_every_other(warm, tmp_path, monkeypatch, experts, optimizer):
     monkeypatch.setattr("tests.processes.LONG_SECONDS", 1200.0)
     names = list(layouts.EXPERT_LAYOUTS) if experts else RESUMED
     model = {"layers": 4, **({"moe": MOE} if experts else {})}
     arguments = {"folder": str(tmp_path / "runs"), "layouts": names, "every": True, "model": model}
-    found = layouts.run(warm, tmp_path, 4, {"pairs": arguments})["pairs"]
+    found = layouts.run(warm, tmp_path, 4, {"pairs": {**arguments, "optimizer": optimizer}})["pairs"]
     del found["own_bytes_by_rank"]
     assert len(found) == len(names) ** 2
     assert all(differ == [] and loss < 1e-9 for differ, loss in found.values()), found

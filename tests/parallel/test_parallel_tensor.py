@@ -163,7 +163,6 @@ def test_what_divides_is_not_refused():
         (["model.kv_heads 2 and parallel.tensor 3", "neither"], {"tensor": 3, "may_copy": True}),
         (["60 ids", "64 rows", "parallel.tensor 3", "a divisor of 64, or model.vocab_size to 192"], {"tensor": 3}),
         (["ops.compile block does not work with parallel.tensor 2"], {"tensor": 2, "compiled": "block"}),
-        (["optim.kind muon", "a whole matrix"], {"tensor": 2, "optimizer": "muon"}),
         (["optim.kind adafactor", "whole rows and columns"], {"tensor": 2, "optimizer": "adafactor"}),
     ],
 )
@@ -209,7 +208,11 @@ OF_TWO = {
 OF_FOUR = {
     "ZeRO-1, copied kv heads": {"optimizer": "adamw", "tensor": 2, "zero": 1, **ONE_KV_HEAD},
     "ZeRO-3": {"optimizer": "adamw", "tensor": 2, "zero": 3, "model": {**BIASES, "layers": 2}},
+    "muon, ZeRO-1": {"optimizer": "muon", "tensor": 2, "zero": 1, "model": {"layers": 2}},
+    "muon, ZeRO-3": {"optimizer": "muon", "tensor": 2, "zero": 3, "model": {"layers": 2}},
 }
+MUON_OF_TWO = {"optimizer": "muon", "tensor": 2, "copy_kv_heads": True, "model": {"kv_heads": 1, "layers": 2}}
+"""Rows of q, columns of out and down, pairs of rows of gate and up; both ranks have the same rows of k and v."""
 IN_FLOAT32 = {"optimizer": "adamw", "steps": 1, "model": {"hidden_size": 128, "vocab_size": 8192, "layers": 2}}
 """2 million parameters: enough for a sum of squares to lose digits."""
 FEW = 2
@@ -219,6 +222,7 @@ FEW = 2
 @pytest.fixture(scope="module")
 def of_two(warm, tmp_path_factory):
     cases = {n: {**c, "steps": FEW} for n, c in OF_TWO.items()}
+    cases["muon"] = {**MUON_OF_TWO, "steps": FEW}
     cases["float32"] = {**IN_FLOAT32, "tensor": 2, "dtype": "float32"}
     return layouts.run(warm, tmp_path_factory.mktemp("two"), 2, cases)
 
@@ -231,6 +235,12 @@ def of_four(warm, tmp_path_factory):
 @pytest.mark.parametrize("name", OF_TWO)
 def test_two_tensor_ranks_train_like_one_process(of_two, name):
     assert largest_difference(of_two[name], {**OF_TWO[name], "steps": FEW}) < 1e-9
+
+
+def test_muon_of_two_tensor_ranks_trains_like_one_process_and_keeps_each_mean_square_once(of_two):
+    assert largest_difference(of_two["muon"], {**MUON_OF_TWO, "steps": FEW}) < 1e-9
+    assert sum("mean_squares" in name for name in of_two["muon"]["tensors"]) == 2 * 6
+    assert of_two["muon"]["sent"]["alltoall"] > 0
 
 
 def test_the_gradient_norm_of_float32_is_exact_in_one_process_and_in_two(of_two):

@@ -416,6 +416,37 @@ def test_an_offloaded_run_that_crashed_ends_with_the_bits_of_the_run_left_alone(
     assert bits(work.run("crashed"), 7) == bits(work.run("alone"), 7)
 
 
+def test_muon_follows_its_schedules_and_a_crashed_run_ends_with_the_bits_of_the_run_left_alone(
+    work, config, after_step, monkeypatch
+):
+    def settings(name):
+        return config(
+            train={"name": name, "steps": 8, "tokens_per_step": 64},
+            optim={"kind": "muon", "lr_max": 0.02, "decay_schedule": "cosine", "muon": {"momentum_warmup_share": 0.5}},
+            schedule={"kind": "wsd", "decay_share": 0.25, "warmup_steps": 1},
+        )
+
+    train_step, seen = loop.train_step, []
+
+    def watched(*arguments):
+        pending = train_step(*arguments)
+        optimizer = arguments[0].optimizer
+        seen.append((optimizer.momentum, optimizer.param_groups[0].decay / 0.1))
+        return pending
+
+    monkeypatch.setattr(loop, "train_step", watched)
+    train(settings("alone"), work, say=quiet)
+    assert [momentum for momentum, _ in seen] == pytest.approx([0.875, 0.9, 0.925, 0.95, 0.95, 0.95, 0.925, 0.9])
+    assert [share for _, share in seen] == pytest.approx([0.5 + 0.5 * math.cos(math.pi * k / 8) for k in range(8)])
+    monkeypatch.setattr(loop, "train_step", train_step)
+    after_step(5, crash)
+    with pytest.raises(CrashError):
+        train(settings("crashed"), work, say=quiet)
+    after_step(0, crash)
+    train(settings("crashed"), work, say=quiet)
+    assert bits(work.run("crashed"), 8) == bits(work.run("alone"), 8)
+
+
 def test_an_anneal_wished_in_a_run_falls_from_there_ends_the_run_and_resumes_exactly(work, config, after_step):
     settings = config(train={"steps": 8}, schedule={"kind": "constant"}, checkpoint={"keep_last": 9})
     run = work.run("run")

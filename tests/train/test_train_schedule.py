@@ -13,8 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero2all.config import config_from_values, config_yaml
-from zero2all.config.schedule import learning_rate, schedule_lines, schedule_problems, steps_with_anneal
-from zero2all.config.training import AnnealConfig, ScheduleConfig, StageConfig, StageScheduleConfig, model_at
+from zero2all.config.schedule import (
+    decay_share,
+    learning_rate,
+    muon_momentum,
+    schedule_lines,
+    schedule_problems,
+    steps_with_anneal,
+)
+from zero2all.config.training import (
+    AnnealConfig,
+    MuonConfig,
+    OptimConfig,
+    ScheduleConfig,
+    StageConfig,
+    StageScheduleConfig,
+    model_at,
+)
 from zero2all.model.config import ModelConfig, RopeScaling
 
 KINDS = ["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
@@ -279,3 +294,37 @@ def test_short_runs_have_a_rate_too():
     assert rates(1, warmup_steps=0) == [2.0]
     assert rates(3, warmup_steps=3) == [pytest.approx(2 / 3), pytest.approx(4 / 3), 2.0]
     assert rates(50, until=100, warmup_steps=1, min_lr_ratio=0.5)[99] == 1.0  # a run that goes on
+
+
+def momenta(steps, anneal=None, stages=(), top=0.95, warmup_share=0.2, **schedule):
+    optim = OptimConfig("muon", momentum=top, muon=MuonConfig(momentum_warmup_share=warmup_share))
+    config = ScheduleConfig(warmup_steps=0, **schedule)
+    return [muon_momentum(step, steps, optim, config, stages, anneal) for step in range(steps)]
+
+
+def test_muons_momentum_rises_over_a_share_of_the_run_and_falls_with_the_rate():
+    found = momenta(20, kind="wsd", decay_steps=5)
+    assert found == pytest.approx([0.875, 0.9, 0.925, *[0.95] * 12, 0.94, 0.93, 0.92, 0.91, 0.9])
+    assert momenta(20, kind="constant") == pytest.approx([0.875, 0.9, 0.925, *[0.95] * 17])
+    falls = [0.95 - 0.05 * step / 19 for step in range(20)]
+    assert momenta(20, kind="cosine") == pytest.approx([0.875, 0.9, 0.925, *falls[3:]])  # the lower one of both
+
+
+def test_an_anneal_and_the_last_stage_end_muons_momentum():
+    anneal = AnnealConfig(from_step=10, steps=5)
+    assert momenta(20, anneal, kind="constant")[9:] == pytest.approx([0.95, 0.94, 0.93, 0.92, 0.91, *[0.9] * 6])
+    end = stage(16, kind="linear")
+    assert momenta(20, None, [end], kind="constant")[15:] == pytest.approx(
+        [0.95, 0.95, 0.95 - 0.05 / 3, 0.95 - 0.1 / 3, 0.9]
+    )
+
+
+def test_a_momentum_below_its_start_and_end_and_without_warmup_is_constant():
+    assert momenta(10, top=0.8, kind="linear") == [0.8] * 10
+    assert momenta(10, warmup_share=0.0, kind="constant") == [0.95] * 10
+
+
+def test_the_decay_is_constant_or_falls_by_a_half_cosine_to_0():
+    assert {decay_share(step, 10, OptimConfig()) for step in range(12)} == {1.0}
+    found = [decay_share(step, 10, OptimConfig(decay_schedule="cosine")) for step in (0, 5, 10, 15)]
+    assert found == pytest.approx([1.0, 0.5, 0.0, 0.0])

@@ -84,7 +84,9 @@ class RunConfig:
 
 RENAMED_FIELDS = {"lr_min_share": "min_lr_ratio"}
 RENAMED_CHOICES = {"ops.linear": {"into32": "fp32_wgrad"}}
-"""Old -> new name. Old names are accepted in files of earlier versions; in a config they are an error."""
+MOVED_FIELDS = {"muon_iterations": "iterations", "muon_precision": "precision"}
+"""Old -> new name, of the last ones below optim.muon. Old names are accepted in files of earlier versions; in a config
+they are an error."""
 
 
 def with_new_names(values: Any, place: str = "") -> Any:
@@ -95,6 +97,10 @@ def with_new_names(values: Any, place: str = "") -> Any:
         if place == "parallel" and "data" in values:
             values = {**values, "zero": 3 if values["data"] == "shard" else 0}
             del values["data"]
+        if place == "optim":
+            moved = {new: values[old] for old, new in MOVED_FIELDS.items() if old in values}
+            kept = {name: value for name, value in values.items() if name not in (*MOVED_FIELDS, "muon_update_rms")}
+            values = {**kept, "muon": {**moved, **kept["muon"]} if "muon" in kept else moved}
         return {
             RENAMED_FIELDS.get(name, name): with_new_names(value, f"{place}.{name}" if place else str(name))
             for name, value in values.items()
@@ -278,8 +284,15 @@ def _with_new_name(problem: Problem) -> Problem | None:
     if problem.field == "parallel.data":
         hint = "It is now `parallel.zero`: 0 replaces replicate, 3 replaces shard."
         return dataclasses.replace(problem, hint=hint)
+    if problem.field == "optim.muon_update_rms":
+        hint = (
+            "Muon's steps now have a spectral scale: delete this field and set optim.lr_max to about 0.02 at 524,288 "
+            "tokens a step."
+        )
+        return dataclasses.replace(problem, hint=hint)
     if isinstance(problem, UnknownName):
-        new = RENAMED_FIELDS.get(problem.field.rpartition(".")[2])
+        leaf = problem.field.rpartition(".")[2]
+        new = f"optim.muon.{MOVED_FIELDS[leaf]}" if leaf in MOVED_FIELDS else RENAMED_FIELDS.get(leaf)
     else:
         new = RENAMED_CHOICES.get(problem.field, {}).get(str(problem.value))
     return dataclasses.replace(problem, hint=f"It is now called `{new}`.") if new else None

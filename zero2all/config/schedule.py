@@ -14,6 +14,10 @@ wsd           top, then over the last c steps m + (top - m) fall(y)      y = 1 /
 fall(y)       linear 1 - y;  1-sqrt 1 - sqrt(y);  cosine (1 + cos(pi y)) / 2
 
 An anneal replaces the schedule from its from_step on: the rate falls from that of the step before to its to_share.
+
+Muon's momentum rises linearly to its top over a share of the run, and falls linearly while the rate falls to its end:
+during the decay of wsd, after the warmup of cosine and linear, during an anneal. Where both happen at once the lower
+one counts. The weight decay is constant, or falls by a half cosine to 0 over the run.
 """
 
 from __future__ import annotations
@@ -24,7 +28,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero2all.common.schema import Problem
-from zero2all.config.training import AnnealConfig, DecayShape, ScheduleConfig, StageConfig, StageScheduleConfig
+from zero2all.config.training import (
+    AnnealConfig,
+    DecayShape,
+    OptimConfig,
+    ScheduleConfig,
+    StageConfig,
+    StageScheduleConfig,
+)
 
 
 def learning_rate(
@@ -41,6 +52,30 @@ def learning_rate(
     start = _scheduled(max(0, anneal.from_step - 1), steps, lr_max, config, stages)
     done = min(1.0, (step - anneal.from_step + 1) / anneal.steps)
     return start * (anneal.to_share + (1 - anneal.to_share) * _fall(anneal.shape, done))
+
+
+def muon_momentum(
+    step: int,
+    steps: int,
+    optim: OptimConfig,
+    config: ScheduleConfig,
+    stages: Sequence[StageConfig] = (),
+    anneal: AnnealConfig | None = None,
+) -> float:
+    """Muon's momentum in step `step`; arguments as of `learning_rate`."""
+    top, muon = optim.momentum, optim.muon
+    warmup = muon.momentum_warmup_share * steps
+    lacking = max(0.0, 1 - (step + 1) / warmup) if warmup else 0.0
+    last = _stretches(steps, 0.0, config, stages)[-1]
+    done = _done(last, min(step, last.end - 1) - last.first)
+    if anneal is not None and step >= anneal.from_step:
+        done = min(1.0, (step - anneal.from_step + 1) / anneal.steps)
+    return top - max(max(0.0, top - muon.momentum_start) * lacking, max(0.0, top - muon.momentum_end) * done)
+
+
+def decay_share(step: int, steps: int, optim: OptimConfig) -> float:
+    """The share of the weight decay in step `step` of a run of `steps`."""
+    return 1.0 if optim.decay_schedule == "constant" else _fall("cosine", min(1.0, step / steps))
 
 
 def steps_with_anneal(steps: int, anneal: AnnealConfig | None) -> int:
@@ -147,14 +182,23 @@ def _rate(stretch: _Stretch, k: int, reached: float) -> float:
     lowest = top * schedule.min_lr_ratio
     if schedule.kind == "inverse_sqrt":
         return max(lowest, top * math.sqrt(max(1, warmup) / (k + 1)))
-    if schedule.kind == "wsd":
-        decay = _decay_steps(stretch)
-        done = (k - (n - decay) + 1) / decay if k >= n - decay else 0.0
-        return lowest + (top - lowest) * _fall(schedule.decay_shape, done) if done else top
     if schedule.kind == "constant":
         return top
-    done = (k - warmup) / max(1, n - 1 - warmup)
+    done = _done(stretch, k)
+    if schedule.kind == "wsd":
+        return lowest + (top - lowest) * _fall(schedule.decay_shape, done) if done else top
     return lowest + (top - lowest) * _fall(schedule.kind, done)
+
+
+def _done(stretch: _Stretch, k: int) -> float:
+    """How much of its fall the rate has behind it at step k of the stretch: from 0 to 1."""
+    schedule, n = stretch.schedule, stretch.length
+    if schedule.kind == "wsd":
+        decay = _decay_steps(stretch)
+        return (k - (n - decay) + 1) / decay if k >= n - decay else 0.0
+    if schedule.kind in ("constant", "inverse_sqrt"):
+        return 0.0
+    return max(0, k - schedule.warmup_steps) / max(1, n - 1 - schedule.warmup_steps)
 
 
 def _decay_steps(stretch: _Stretch) -> int:

@@ -69,11 +69,32 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class MuonConfig:
+    """How optim.kind muon makes a step of the momentum of a matrix."""
+
+    iterations: PositiveInt = 5
+    """Products of a polynomial that make it nearly orthogonal; from the sixth on only the last digits change."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of those iterations; auto takes bfloat16 on CUDA and float32 elsewhere."""
+    beta2: ShareBelowOne = 0.9
+    """Decay of the mean square of each line of the orthogonal matrix, by whose root it is divided; 0: no division."""
+    cautious_decay: bool = True
+    """Whether weights decay only where the step makes them smaller too."""
+    momentum_start: ShareBelowOne = 0.85
+    """Momentum of the first step; no effect above optim.momentum."""
+    momentum_warmup_share: Share = 0.15
+    """Share of the steps of the run over which it rises to optim.momentum."""
+    momentum_end: ShareBelowOne = 0.9
+    """Momentum of the last step, to which it falls while the learning rate decays; no effect above optim.momentum."""
+
+
+@dataclass(frozen=True)
 class OptimConfig:
     """The optimizer and gradient clipping. docs/optimizers.md has the formulas and what each kind costs."""
 
     kind: Literal["adamw", "muon", "lion", "adafactor", "sgd", "adamw_8bit", "adamw_bf16"] = "adamw"
-    """muon: matrices by Muon, the rest by AdamW; adamw_8bit: moments in 8 bits; adamw_bf16: everything in bfloat16."""
+    """muon: matrices by Muon (its lr_max is about 0.02), the rest by AdamW; adamw_8bit: moments in 8 bits; adamw_bf16:
+    everything in bfloat16."""
     lr_max: PositiveFloat = 3e-4
     """Learning rate at the top of the schedule."""
     lr_multipliers: dict[str, NaturalFloat] = field(default_factory=dict)
@@ -82,24 +103,24 @@ class OptimConfig:
     """Decay of the running mean of gradients (AdamW kinds); share of it in the update (lion)."""
     beta2: ShareBelowOne = 0.95
     """Decay of the running mean of squared gradients (AdamW kinds), or of gradients (lion)."""
+    embedding_beta2: ShareBelowOne | None = None
+    """muon: beta2 of the embedding, which AdamW updates; None takes beta2."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment (AdamW kinds)."""
     momentum: ShareBelowOne = 0.95
-    """Decay of the momentum of muon and sgd."""
+    """Decay of the momentum of sgd, and of muon between its warmup and its end (optim.muon)."""
     nesterov: bool = True
     """muon and sgd: look one step of momentum ahead."""
     weight_decay: NaturalFloat = 0.1
     """Decoupled decay of matrices; norms, biases and (unless decay_embeddings) embeddings are left alone."""
     decay_embeddings: bool = True
     """Whether weight decay also acts on the embedding and the output head."""
+    decay_schedule: Literal["constant", "cosine"] = "constant"
+    """Weight decay over the run, on top of the learning rate's schedule; cosine: falls by a half cosine to 0."""
     clip_grad_norm: NaturalFloat = 1.0
     """Largest L2 norm of the whole gradient; 0 turns clipping off."""
-    muon_iterations: PositiveInt = 5
-    """Newton-Schulz iterations that make the update of a matrix nearly orthogonal."""
-    muon_update_rms: PositiveFloat = 0.2
-    """Root mean square of muon's update before the learning rate; about that of AdamW, so its settings carry over."""
-    muon_precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of those iterations; auto takes bfloat16 on CUDA and float32 elsewhere."""
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    """How muon updates matrices."""
     adafactor_beta1: ShareBelowOne = 0.0
     """Decay of adafactor's momentum; 0 turns it off and saves its memory."""
     adafactor_decay_power: Annotated[float, Range(above=0, maximum=1)] = 0.8
@@ -110,13 +131,17 @@ class OptimConfig:
     """adamw_bf16: how small updates survive; stochastic needs no memory, kahan 2 more bytes a parameter."""
 
     def problems(self, place: str) -> list[Problem]:
-        """The multipliers must name kinds of parameters."""
+        """The multipliers must name kinds of parameters; only muon has a beta2 of the embedding."""
         expected = f"kinds of parameters: {', '.join(PARAMETER_KINDS)}"
-        return [
+        found = [
             Problem(f"{place}.lr_multipliers", name, expected)
             for name in self.lr_multipliers
             if name not in PARAMETER_KINDS
         ]
+        if self.embedding_beta2 is not None and self.kind != "muon":
+            expected = f"null, because only {place}.kind muon reads it"
+            found.append(Problem(f"{place}.embedding_beta2", self.embedding_beta2, expected))
+        return found
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ the whole for an all-reduce, all of it for a send, and (n - 1)/n for the others.
 Buckets whose owners have ranges of different length (8-bit AdamW, Muon, Adafactor) are reduced and broadcast range by
 range: the same whole, of which every process hands over all to each broadcast too.
 
-Not counted: padding (pass `buffers` to count it), validation, saving, and what an optimizer exchanges by itself
-(with zero 3, Muon gathers its matrices and Adafactor adds up rows and columns).
+Not counted: padding (pass `buffers` to count it), validation, saving, and what an optimizer exchanges by itself (zero
+3: Adafactor adds up rows and columns; zero 3 or tensor ranks: Muon sends matrices to their owners and back).
 """
 
 from __future__ import annotations

@@ -314,7 +314,9 @@ def _moment_bytes(model: ModelConfig, kind: str, adafactor_momentum: bool, kahan
         return 4.0 * factors / _values(shapes) + momentum, 4.0 + momentum
     if kind == "adamw_bf16":
         return (6.0, 6.0) if kahan else (4.0, 4.0)
-    return {"adamw": (8.0, 8.0), "lion": (4.0, 4.0), "sgd": (4.0, 4.0), "muon": (4.0, 8.0)}[kind]
+    if kind == "muon":  # a momentum, and a mean square for each line along the longer side
+        return 4.0 + 4.0 * sum(max(shape) for shape in shapes) / _values(shapes), 8.0
+    return {"adamw": (8.0, 8.0), "lion": (4.0, 4.0), "sgd": (4.0, 4.0)}[kind]
 
 
 def compressed_shapes(model: ModelConfig, rank: int) -> list[tuple[int, int]]:
@@ -337,12 +339,18 @@ def _matrices_apart(model: ModelConfig, kind: str) -> list[tuple[int, int]]:
     """The matrices whose moments are of another kind than those of the other parameters."""
     kinds = KINDS_APART.get(kind, ())
     shapes = linear_shapes(model)
-    rows, columns = shapes.pop("qkv")
+    rows, columns = shapes["qkv"]
     shared = model.kv_heads * model.head_size
-    attention = [(rows - 2 * shared, columns), (shared, columns), (shared, columns), shapes.pop("out")]
-    blocks = attention * model.layers + [*shapes.values()] * (model.layers - model.expert_layers)
+    attention = [(rows - 2 * shared, columns), (shared, columns), (shared, columns), shapes["out"]]
+
+    def feed_forward(width: int) -> list[tuple[int, int]]:
+        pairs = [(width, columns)] * 2 if kind == "muon" else [(2 * width, columns)]  # Muon takes gate and up apart
+        return [*pairs, (columns, width)]
+
+    blocks = attention * model.layers
+    blocks += feed_forward(model.intermediate_size) * (model.layers - model.expert_layers)
     for width, count in ((model.moe.expert_size, model.moe.experts), (model.shared_size, int(model.shared_size > 0))):
-        blocks += [(2 * width, model.hidden_size), (model.hidden_size, width)] * count * model.expert_layers
+        blocks += feed_forward(width) * count * model.expert_layers
     if "router" in kinds and model.moe.experts:
         blocks += [(model.router_rows, model.hidden_size)] * model.expert_layers
     tables = [(model.vocab_rows, model.hidden_size)] * (1 if model.tied_embeddings else 2)

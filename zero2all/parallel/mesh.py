@@ -127,6 +127,10 @@ class Mesh:
         """All processes."""
         return self._axis(*DENSE)
 
+    def holders_of_matrix(self, is_sharded: bool) -> Axis:
+        """Processes that hold the parts of one dense matrix; `is_sharded`: the shard axis cuts it too (ZeRO-3)."""
+        return self._axis("shard", "tensor") if is_sharded else self.tensor
+
     def sums(self, spread: Spread) -> GradientAxes:
         """Where the gradient of a parameter is summed."""
         return self._sums[spread]
@@ -187,6 +191,7 @@ PRODUCTS: tuple[tuple[str, ...], ...] = (
     DENSE,
     *((name,) for name in (*DENSE, "expert")),
     ("replicate", "shard"),
+    ("shard", "tensor"),
     *(product for everywhere, scatter, rest in GRADIENT_AXES.values() for product in (everywhere, (scatter,), rest)),
 )
 """Products of axes that have a group."""

@@ -35,7 +35,6 @@ from zero2all.parallel.reduce import gather_into, scatter_sum_into
 from zero2all.parallel.run_config import SpreadConfig
 
 NEED_WHOLE_MATRICES = {
-    "muon": "it makes the update of a whole matrix orthogonal",
     "adafactor": "it takes means over whole rows and columns",
     "adamw_8bit": "it scales its moments row by row",
 }
@@ -246,8 +245,8 @@ def problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
     if why_whole is not None:
         found.append(
             f"optim.kind {config.optim.kind} does not work with parallel.tensor {ranks}: {why_whole}, and a tensor "
-            f"rank has only a part of each. Use adamw, adamw_bf16, lion or sgd, or parallel.zero with parallel.tensor "
-            f"1."
+            f"rank has only a part of each. Use muon, adamw, adamw_bf16, lion or sgd, or parallel.zero with "
+            f"parallel.tensor 1."
         )
     if config.ops.compile != "none":
         found.append(

@@ -44,7 +44,7 @@ from zero2all.train.cuda_graph import choose_cuda_graph
 from zero2all.train.periodic import scheduled_garbage_collection
 from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES, TrainState, new_state
-from zero2all.train.step import update
+from zero2all.train.step import StepPlan, update
 from zero2all.train.weights import FlatWeights
 
 CLIP_NORM = 1.0
@@ -247,7 +247,7 @@ def iterations(
             loss = loss + (losses * shares).sum()
         with phase("update"):
             norm = state.weights.squared_norm_share().sqrt()
-            update(state, LEARNING_RATE, (CLIP_NORM / norm).clamp(max=1.0), ~torch.isfinite(norm))
+            update(state, StepPlan(LEARNING_RATE), (CLIP_NORM / norm).clamp(max=1.0), ~torch.isfinite(norm))
         return loss
 
     return iterate

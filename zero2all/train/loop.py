@@ -33,7 +33,7 @@ from zero2all.common.errors import (
 from zero2all.common.fault import fault_point
 from zero2all.common.progress import counted
 from zero2all.common.signals import StopRequest
-from zero2all.config.schedule import learning_rate
+from zero2all.config.schedule import decay_share, learning_rate, muon_momentum
 from zero2all.config.training import AnnealConfig, model_at
 from zero2all.model.rope import rope_tables
 from zero2all.packed.loader import Batch, Loader, LoaderOptions, read_batch
@@ -490,13 +490,14 @@ class TrainingLoop:
     def _plan(self, batch: Batch) -> StepPlan:
         """What is decided about a step before it begins."""
         state, config = self.state, self.config
-        lr = learning_rate(
-            state.step, config.train.steps, config.optim.lr_max, config.schedule, config.stages, self.prepared.anneal
-        )
+        course = config.schedule, config.stages, self.prepared.anneal
+        lr = learning_rate(state.step, config.train.steps, config.optim.lr_max, *course)
+        momentum = muon_momentum(state.step, config.train.steps, config.optim, *course)
         stops = self.stop.requested or self.shard_damage.is_found
         news = self.folder_watch.found
         plan = self.control.plan(state.step + 1, lr, state.tokens, batch.global_rows, stops, news)
-        return replace(plan, pace=self.stragglers.own)
+        share = decay_share(state.step, config.train.steps, config.optim)
+        return replace(plan, pace=self.stragglers.own, decay_share=share, momentum=momentum)
 
     def _rehearsed(self, batch: Batch, plan: StepPlan) -> StepResult | None:
         """The results of the next step without its update, where it is one that is computed twice."""

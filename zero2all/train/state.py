@@ -183,7 +183,8 @@ def new_state(
         optimizer = FlatAdamW(weights, model.ops.optimizer, optim)
     else:
         table = {one.name: one for one in weights.table}
-        optimizer = build_optimizer(weights.masters_by_name(), optim, table, seed=seed)
+        holders = mesh.holders_of_matrix(is_sharded).group
+        optimizer = build_optimizer(weights.masters_by_name(), optim, table, seed=seed, holders=holders)
     for _, router in routers(model):
         router.clear(device)
     scale = LossScale(device) if dtype == torch.float16 else None

@@ -152,6 +152,10 @@ class StepPlan:
     """Whether this process, rank 0, found something in the run's folder; the others learn it from the figures."""
     pace: tuple[float, float] = (0.0, 0.0)
     """Seconds of this process in a step before (`stragglers`); the others learn them from the figures."""
+    decay_share: float = 1.0
+    """Of the weight decay (`optim.decay_schedule`)."""
+    momentum: float | None = None
+    """Of Muon, by its schedule; None: optim.momentum."""
     is_rehearsal: bool = False
     """Compute everything but the update: the same step follows."""
 
@@ -404,7 +408,7 @@ def _judge_and_update(
     if state.loss_scale is not None:
         scale = scale / state.loss_scale.scale
         state.loss_scale.after(overflowed, refused)
-    update(state, plan.lr, scale, refused)
+    update(state, plan, scale, refused)
     if state.weights.powersgd is not None:
         state.weights.powersgd.forget_errors(refused)
     _balance(state, figures, refused)
@@ -431,10 +435,10 @@ def _balance(state: TrainState, figures: Tensor, refused: Tensor) -> None:
             router.balance(loads[router.number], refused)
 
 
-def update(state: TrainState, lr: float, scale: Tensor, refused: Tensor) -> None:
+def update(state: TrainState, plan: StepPlan, scale: Tensor, refused: Tensor) -> None:
     """Update with the gradient times `scale`, unless `refused` (both on the device); then set the gradient to zero."""
     wide = torch.promote_types(state.weights.dtype, torch.float32)
-    state.optimizer.set_learning_rate(lr)
+    state.optimizer.set_learning_rate(plan.lr, plan.decay_share, plan.momentum)
     state.optimizer.step(torch.where(refused, 1.0, scale).to(wide), refused)
     if not state.optimizer.writes_weights:
         state.weights.updated()

@@ -55,7 +55,7 @@ def train(case, spread):
     config, table = CASES[case]
     counted = []
     orthogonalise = muon.orthogonalise
-    muon.orthogonalise = lambda matrices, count: counted.append(matrices.numel()) or orthogonalise(matrices, count)
+    muon.orthogonalise = lambda x, *how: counted.append(x.numel()) or orthogonalise(x, *how)
     try:
         weights = {name: spread(values) for name, values in holders(table, 99).items()}
         gradients = {name: spread(values) for name, values in holders(table, 0).items()}

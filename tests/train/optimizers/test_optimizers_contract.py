@@ -24,7 +24,7 @@ MODEL = ModelConfig(vocab_size=48, hidden_size=24, intermediate_size=40, layers=
 CONFIGS = {
     "adamw": (OptimConfig(lr_max=6e-3), "fused"),
     "adamw, reference": (OptimConfig(lr_max=6e-3), "eager"),
-    "muon": (OptimConfig("muon", lr_max=6e-3), "auto"),
+    "muon": (OptimConfig("muon", lr_max=2e-2), "auto"),
     "lion": (OptimConfig("lion", lr_max=6e-3), "auto"),
     "adafactor": (OptimConfig("adafactor", lr_max=6e-3), "auto"),
     "adafactor, momentum": (OptimConfig("adafactor", lr_max=6e-3, adafactor_beta1=0.9), "auto"),
@@ -36,7 +36,7 @@ CONFIGS = {
 STATE_BYTES = {  # of a matrix of 64 by 512
     "adamw": 8,
     "adamw, reference": 8,
-    "muon": 4,
+    "muon": 4 + 4 / 64,
     "lion": 4,
     "adafactor": 4 / 64 + 4 / 512,
     "adafactor, momentum": 4 + 4 / 64 + 4 / 512,

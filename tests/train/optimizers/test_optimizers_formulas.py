@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tests.train.optimizers.parameters import logical, whole_masters
-from zero2all.config.training import OptimConfig
+from zero2all.config.training import MuonConfig, OptimConfig
 from zero2all.train.optimizers.factory import build_optimizer
+from zero2all.train.optimizers.muon import of_unit_length, orthogonalise
 
 STEPS, LR, DECAY, SCALE = 20, 0.01, 0.3, 0.7
 TABLE = {
@@ -101,26 +102,50 @@ def adafactor(name, clip=1.0, b1=0.0, power=0.8):
     return w
 
 
-def newton_schulz(u, iterations):
-    x = u / np.sqrt((u**2).sum(axis=(-2, -1), keepdims=True))
-    for _ in range(iterations):
-        t = np.swapaxes(x, -1, -2)
-        x = 3.4445 * x - 4.7750 * x @ t @ x + 2.0315 * x @ t @ x @ t @ x
-    return x
+POLAR_EXPRESS = (
+    (8.15655, -22.48329, 15.87877),
+    (4.04293, -2.80892, 0.50002),
+    (3.89167, -2.77248, 0.50606),
+    (3.28575, -2.36813, 0.46449),
+    (2.34654, -1.70978, 0.42324),
+)
 
 
-def muon(name, mu, nesterov, rms=0.2):
+def length(x):
+    return np.sqrt((x**2).sum())
+
+
+def polar(u, iterations):
+    """One matrix."""
+    x = u / np.sqrt((u**2).sum(axis=1, keepdims=True))
+    x = x / (1.01 * length(x))
+    for a, b, c in (*POLAR_EXPRESS, (1.875, -1.25, 0.375), (1.875, -1.25, 0.375))[:iterations]:
+        x = a * x + b * x @ x.T @ x + c * x @ x.T @ x @ x.T @ x
+    return x * np.sqrt(min(x.shape)) / length(x)
+
+
+def muon(name, mu=0.7, nesterov=True, iterations=5, b2=0.9, cautious=True, decay_share=1.0):
     if TABLE[name].kind != "matrix":
         return adamw(name)
-    alternating = TABLE[name].alternating
-    w, m = initial(name), 0.0
+    turns, columns = TABLE[name].alternating, SHAPES[name][-1]
+    w, m, means = initial(name), 0.0, {}
     for lr, g in zip(rates(), gradients(name), strict=True):
         m = mu * m + (1 - mu) * g
         u = (1 - mu) * g + mu * m if nesterov else m
-        o = np.empty_like(u)
-        for rows in (slice(first, None, alternating) for first in range(alternating)):
-            o[..., rows, :] = rms * max(u[..., rows, :].shape[-2:]) ** 0.5 * newton_schulz(u[..., rows, :], 5)
-        w = w - lr * DECAYS[name] * w - lr * o
+        whole, old = w.reshape(-1, SHAPES[name][-2], columns).copy(), w.reshape(-1, SHAPES[name][-2], columns)
+        for at in np.ndindex(len(whole), turns):
+            rows = (at[0], slice(at[1], None, turns))  # each matrix by itself
+            o = polar(u.reshape(whole.shape)[rows], iterations)
+            axis = 1 if o.shape[0] >= columns else 0
+            if b2:
+                means[at] = b2 * means.get(at, 0.0) + (1 - b2) * (o**2).mean(axis=axis, keepdims=True)
+                before = length(o)
+                o = o / np.sqrt(means[at])
+                o *= before / length(o)
+            o = o * np.sqrt(max(1, o.shape[0] / columns))
+            decays = DECAY * decay_share * (np.sign(o) * np.sign(old[rows]) >= 0 if cautious else 1.0)
+            whole[rows] = old[rows] - lr * o - lr * decays * old[rows]
+        w = whole.reshape(w.shape)
     return w
 
 
@@ -137,11 +162,11 @@ CASES = {
         "auto",
         lambda name: adafactor(name, 0.5, 0.6, 0.5),
     ),
-    "muon": (config_of("muon", momentum=0.7, **BETAS), "auto", lambda name: muon(name, 0.7, True)),
-    "muon, plain momentum": (
-        config_of("muon", momentum=0.7, nesterov=False, muon_update_rms=0.5, **BETAS),
+    "muon": (config_of("muon", momentum=0.7, **BETAS), "auto", muon),
+    "muon, plain": (
+        config_of("muon", momentum=0.7, nesterov=False, muon=MuonConfig(7, beta2=0.0, cautious_decay=False), **BETAS),
         "auto",
-        lambda name: muon(name, 0.7, False, 0.5),
+        lambda name: muon(name, 0.7, False, 7, 0.0, False),
     ),
 }
 
@@ -201,36 +226,72 @@ def test_gradients_in_bfloat16_are_widened_first(kind):
         torch.testing.assert_close(rounded[name], exact[name], rtol=0.1, atol=0.1)
 
 
+def orthogonal(matrices, iterations=5):
+    stack = matrices.view(-1, *matrices.shape[-2:])
+    return orthogonalise(of_unit_length(stack, matrices.dtype), iterations).view(matrices.shape)
+
+
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("shape", [(16, 40), (40, 16), (24, 24), (3, 8, 20)])
 def test_orthogonalising_evens_out_the_singular_values(shape):
-    from zero2all.train.optimizers.muon import orthogonalise
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    for iterations, near in ((5, 0.2), (7, 0.01)):
+        found = torch.linalg.svdvals(orthogonal(matrices, iterations))
+        assert float((found - 1).abs().max()) < near
+    low = torch.linalg.svdvals(orthogonal(matrices.bfloat16()).float())
+    assert float((low - 1).abs().max()) < 0.25
 
-    found = torch.linalg.svdvals(orthogonalise(torch.randn(shape, generator=torch.Generator().manual_seed(1)), 5))
-    assert float(found.max()) < 1.3
-    assert float(found.min()) > 0.3
-    low = orthogonalise(torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16(), 5)
-    assert float(torch.linalg.svdvals(low.float()).max()) < 1.35
 
-
-def test_orthogonalising_ignores_the_length_of_a_matrix():
-    from zero2all.train.optimizers.muon import orthogonalise
-
+def test_orthogonalising_ignores_the_length_of_a_matrix_and_of_its_rows():
     matrix = torch.randn(5, 9, generator=torch.Generator().manual_seed(2))
-    torch.testing.assert_close(orthogonalise(matrix * 1e-12, 5), orthogonalise(matrix, 5))
-    assert not orthogonalise(torch.zeros(4, 4), 5).any()
+    torch.testing.assert_close(orthogonal(matrix * 1e-12), orthogonal(matrix))
+    torch.testing.assert_close(orthogonal(matrix * torch.tensor([[1.0], [9], [1], [0.1], [3]])), orthogonal(matrix))
+    assert not orthogonal(torch.zeros(4, 4)).any()
 
 
-def test_muon_steps_have_the_root_mean_square_of_adamw_steps():
-    parameter = torch.zeros(64, 96)
-    masters = whole_masters({"w": parameter}, {"w": torch.randn(64, 96, generator=torch.Generator().manual_seed(3))})
-    optimizer = build_optimizer(masters, OptimConfig("muon", lr_max=1.0), {"w": logical("w", (64, 96))})
+@pytest.mark.parametrize("shape", [(64, 96), (96, 64), (64, 64)])
+def test_muon_steps_have_the_spectral_scale(shape):
+    parameter = torch.zeros(shape)
+    masters = whole_masters({"w": parameter}, {"w": torch.randn(shape, generator=torch.Generator().manual_seed(3))})
+    optimizer = build_optimizer(masters, OptimConfig("muon", lr_max=1.0), {"w": logical("w", shape)})
     optimizer.step()
-    assert float(parameter.square().mean().sqrt()) == pytest.approx(0.2, rel=0.25)
+    rows, columns = shape
+    wanted = (min(shape) * max(1, rows / columns)) ** 0.5
+    assert float(parameter.norm()) == pytest.approx(wanted, rel=1e-4)
+    assert float(torch.linalg.svdvals(parameter).max()) == pytest.approx(max(1, rows / columns) ** 0.5, rel=0.35)
 
 
-@pytest.mark.slow  # two compilations
-@pytest.mark.parametrize("kind", ["lion", "adamw_bf16"])
+def test_the_momentum_and_the_decay_of_a_step_can_be_set():
+    config = config_of("muon", momentum=0.95, muon=MuonConfig(beta2=0.0), **BETAS)
+    table = {"wide": TABLE["wide"]}
+    parameter, slopes = torch.tensor(initial("wide")), {}
+    optimizer = build_optimizer(whole_masters({"wide": parameter}, slopes), config, table)
+    for rate, gradient in zip(rates(), gradients("wide"), strict=True):
+        slopes["wide"] = torch.tensor(gradient)
+        optimizer.set_learning_rate(rate, decay_share=0.25, momentum=0.7)
+        optimizer.step()
+    np.testing.assert_allclose(parameter.numpy(), muon("wide", b2=0.0, decay_share=0.25), rtol=1e-12)
+
+
+def test_the_embedding_may_have_a_beta2_of_its_own():
+    exact, _ = run(config_of("muon", **{**BETAS, "beta2": 0.99, "embedding_beta2": 0.9}), torch.float64)
+    np.testing.assert_allclose(exact["table"].numpy(), adamw("table"), rtol=1e-12)
+    np.testing.assert_allclose(exact["norm"].numpy(), adamw("norm", b2=0.99), rtol=1e-12)
+    (problem,) = OptimConfig(embedding_beta2=0.9).problems("optim")
+    assert "only optim.kind muon" in str(problem)
+
+
+@pytest.mark.slow  # compilations
+def test_compiled_muon_equals_the_formula():
+    config = config_of("muon", momentum=0.7, **BETAS)
+    compiled, _ = run(config, torch.float32, "compiled")
+    eager, _ = run(config, torch.float32, "eager")
+    for name in SHAPES:
+        torch.testing.assert_close(compiled[name], eager[name], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.slow  # compilations
+@pytest.mark.parametrize("kind", ["lion", "adamw_bf16", "adamw_8bit"])
 def test_compiled_kernels_equal_the_formulas(kind):
     dtype = torch.bfloat16 if kind == "adamw_bf16" else torch.float32
     compiled, _ = run(config_of(kind, **BETAS), dtype, "compiled")

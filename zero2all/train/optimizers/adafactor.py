@@ -85,7 +85,7 @@ class Adafactor(Optimizer):
         if self.beta1:
             direction = self.beta1 * param.moment("momentum") + (1 - self.beta1) * direction
             replace(param.moment("momentum"), direction, skip)
-        replace(param.weight, param.weight * (1 - group.lr * group.weight_decay) - group.lr * direction, skip)
+        replace(param.weight, param.weight * (1 - group.lr * group.decay) - group.lr * direction, skip)
 
     def _rms(self, param: ParamState, direction: Tensor) -> Tensor:
         """The root mean square of an update: of each matrix of a stack, which no process has only a part of; else of

@@ -65,7 +65,7 @@ class AdamW(ElementwiseOptimizer):
                 lr=group.lr,
                 beta1=self.config.beta1,
                 beta2=self.config.beta2,
-                weight_decay=group.weight_decay,
+                weight_decay=group.decay,
                 eps=self.config.eps,
                 amsgrad=False,
                 maximize=False,

@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import EllipsisType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,6 +90,7 @@ class ParameterGroup:
     weight_decay: float
     lr_multiplier: float = 1.0
     lr: float = 0.0  # rate of the next step, the multiplier in it
+    decay: float = 0.0  # the share of the weight decay that the next step has
 
 
 def decay_of(kind: ParameterKind, config: OptimConfig) -> float:
@@ -113,6 +115,8 @@ class Optimizer(ABC):
     """Whether a step also writes low-precision copies of the weights."""
     clears_gradients = False
     """Whether it also sets the gradients to zero."""
+    momentum: float | None = None
+    """Of the next step, where the optimizer has one that follows a schedule; None: that of the config."""
 
     def __init__(self, groups: Sequence[ParameterGroup]) -> None:
         self.param_groups = list(groups)
@@ -140,10 +144,12 @@ class Optimizer(ABC):
         self.update(StepInputs(count, scale, skip))
         replace(self.updates, count, skip)
 
-    def set_learning_rate(self, rate: float) -> None:
-        """The rate of the next steps; groups with a multiplier take their share of it."""
+    def set_learning_rate(self, rate: float, decay_share: float = 1.0, momentum: float | None = None) -> None:
+        """The rate of the next steps, of which groups with a multiplier take their share, the share of the weight decay
+        and the momentum."""
+        self.momentum = momentum
         for group in self.param_groups:
-            group.lr = rate * group.lr_multiplier
+            group.lr, group.decay = rate * group.lr_multiplier, decay_share * group.weight_decay
 
     def state_tensors(self) -> dict[str, Part]:
         """Everything of this process that a checkpoint must hold, by name."""
@@ -164,11 +170,11 @@ class ElementwiseOptimizer(Optimizer):
     def __init__(self, groups: Sequence[ParameterGroup], formula: Formula, compiled: bool) -> None:
         super().__init__(groups)
         self.formula = formula
-        self.apply = torch.compile(apply_formula, dynamic=True) if compiled else apply_formula
+        self.apply = compiled_for_all(apply_formula, dynamic=True) if compiled else apply_formula
 
     def numbers(self, group: ParameterGroup, count: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG002
         """What the formula needs beside tensors, as scalars: the rate, what the decay leaves, corrections."""
-        return scalar(group.lr), scalar(1 - group.lr * group.weight_decay)
+        return scalar(group.lr), scalar(1 - group.lr * group.decay)
 
     def initial_state(self, param: ParamState) -> dict[str, Part]:
         """Zeros, in float32 or better."""
@@ -204,6 +210,13 @@ def apply_formula(
     values = formula(scaled(gradient, scale), *targets, *numbers)
     for target, value in zip(targets, values, strict=True):
         replace(target, value, skip)
+
+
+def compiled_for_all(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
+    """It compiled, with room for the shapes of all parameters: beyond 8 torch would go on without compiling. No kernel
+    is chosen by timing it, so that a resumed run has the same ones, and the same bits."""
+    torch._dynamo.config.cache_size_limit = max(64, torch._dynamo.config.cache_size_limit)
+    return torch.compile(function, dynamic=dynamic, options={"deterministic": True})
 
 
 def row_chunks(weight: Tensor) -> Iterator[slice | EllipsisType]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from zero2all.common.errors import UsageError
 from zero2all.config.training import OptimConfig
 from zero2all.model.config import PARAMETER_KINDS, ParameterKind
+from zero2all.ops.implementation import compiler_problem, has_triton
 from zero2all.parallel.buckets import Cut
 from zero2all.parallel.layout import LogicalParameter
 from zero2all.train.optimizers.adafactor import Adafactor
@@ -26,7 +29,8 @@ Implementation = Literal["auto", "eager", "fused", "compiled"]
 
 def cut_of(optimizer_kind: str, parameter: LogicalParameter) -> Cut:
     """How a parameter may be cut for `optim.kind` so that no update needs another process. The Part of an owner, and
-    the empty Parts of the others, have no group. (With a group, Muon and Adafactor also take matrices cut by rows.)"""
+    the empty Parts of the others, have no group. (With a group, Muon and Adafactor also take matrices cut by rows; Muon
+    also boxes of them, which tensor parallelism cuts.)"""
     is_matrix = len(parameter.shape) > 1
     if optimizer_kind in ("adafactor", "muon") and parameter.kind == "expert":
         return "rows"  # a row is a whole expert
@@ -43,10 +47,16 @@ def build_optimizer(
     table: Mapping[str, LogicalParameter],
     implementation: Implementation = "auto",
     seed: int = 0,
+    holders: dist.ProcessGroup | None = None,
 ) -> Optimizer:
     """The optimizer of `config`, its rate at `lr_max`; `table` has the logical parameters by name. `auto` takes torch's
-    fused kernel for AdamW on float32 and the eager formulas for the others. `seed` keys stochastic rounding."""
-    optimizer = _build(parameter_groups(masters, config, table), config, implementation, seed)
+    fused kernel for AdamW on float32, on a GPU compiled kernels for Muon, adamw_8bit and adamw_bf16, and the eager
+    formulas for the others. `seed` keys stochastic rounding. `holders`: processes that together hold a cut matrix."""
+    groups = parameter_groups(masters, config, table)
+    if config.kind == "muon":
+        optimizer: Optimizer = _muon(groups, config, implementation, holders)
+    else:
+        optimizer = _build(groups, config, implementation, seed)
     optimizer.set_learning_rate(config.lr_max)
     return optimizer
 
@@ -67,8 +77,10 @@ def parameter_groups(
 
 def _build(groups: list[ParameterGroup], config: OptimConfig, implementation: Implementation, seed: int) -> Optimizer:
     _check_precision(groups, config)
-    compiled = implementation == "compiled"
-    if implementation == "fused" and config.kind not in ("adamw", "muon"):
+    compiled = implementation == "compiled" or (
+        implementation == "auto" and config.kind in ("adamw_8bit", "adamw_bf16") and _can_compile(groups)
+    )
+    if implementation == "fused" and config.kind != "adamw":
         raise UsageError(f"There is no fused kernel for optim.kind = {config.kind}. Use auto, eager or compiled.")
     fused = implementation == "fused" or (implementation == "auto" and _all_float32(groups))
     if config.kind == "adamw":
@@ -81,11 +93,30 @@ def _build(groups: list[ParameterGroup], config: OptimConfig, implementation: Im
         return Lion(groups, config, compiled)
     if config.kind == "sgd":
         return SGD(groups, config, compiled)
-    if config.kind == "adafactor":
-        return Adafactor(groups, config)
+    return Adafactor(groups, config)
+
+
+def _muon(
+    groups: list[ParameterGroup], config: OptimConfig, how: Implementation, holders: dist.ProcessGroup | None
+) -> Muon:
+    """Muon for matrices, AdamW for the others; the embedding may have a beta2 of its own."""
+    _check_precision(groups, config)
+    fused = how == "fused" or (how == "auto" and _all_float32(groups))
+    betas = {} if config.embedding_beta2 is None else {"embedding": config.embedding_beta2}
+    rest = [
+        AdamW([group], replace(config, beta2=betas.get(group.kind, config.beta2)), fused, how == "compiled")
+        for group in groups
+        if group.kind not in MUON_KINDS
+    ]
+    best = how == "auto" and _can_compile(groups)
     matrices = [group for group in groups if group.kind in MUON_KINDS]
-    others = [group for group in groups if group.kind not in MUON_KINDS]
-    return Muon(matrices, AdamW(others, config, fused, compiled), config)
+    return Muon(matrices, rest, config, holders, compiled=best or how == "compiled", symmetric=best)
+
+
+def _can_compile(groups: list[ParameterGroup]) -> bool:
+    """On a GPU, and with what torch.compile needs there."""
+    on_gpu = any(param.weight.is_cuda for group in groups for param in group.params)
+    return on_gpu and has_triton() and compiler_problem() is None
 
 
 def _all_float32(groups: list[ParameterGroup]) -> bool:

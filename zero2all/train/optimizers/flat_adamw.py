@@ -35,7 +35,8 @@ class FlatAdamW:
         self.updates = torch.zeros((), dtype=torch.float32, device=device)
         kinds = [bucket.kind for bucket in weights.plan.buckets]
         self._multipliers = [config.lr_multipliers.get(kind, 1.0) for kind in kinds]
-        self._groups = [self._group(number, decay_of(kind, config)) for number, kind in enumerate(kinds)]
+        self._decays = [decay_of(kind, config) for kind in kinds]
+        self._groups = [self._group(number, decay) for number, decay in enumerate(self._decays)]
 
     def _group(self, number: int, weight_decay: float) -> Flat:
         """The own range of a bucket."""
@@ -52,10 +53,10 @@ class FlatAdamW:
             weight_decay=weight_decay,
         )
 
-    def set_learning_rate(self, rate: float) -> None:
-        """The rate of the next steps; groups with a multiplier take their share of it."""
-        for group, multiplier in zip(self._groups, self._multipliers, strict=True):
-            group.lr = rate * multiplier
+    def set_learning_rate(self, rate: float, decay_share: float = 1.0, momentum: float | None = None) -> None:  # noqa: ARG002
+        """The rate of the next steps; groups with a multiplier take their share of it. The share of the decay."""
+        for group, multiplier, decay in zip(self._groups, self._multipliers, self._decays, strict=True):
+            group.lr, group.weight_decay = rate * multiplier, decay * decay_share
 
     @torch.no_grad()
     def step(self, grads_scale: Tensor, found_nonfinite: Tensor) -> None:
@@ -88,18 +89,18 @@ class HostAdamW:
         self.firsts, self.seconds = (weights.host_zeros(name, weights.own_length, dtype) for name in MOMENTS)
         self.updates = torch.zeros((), dtype=torch.float32)
         self._kinds = [bucket.kind for bucket in weights.plan.buckets]
-        self._rate = 0.0
+        self._rates = (0.0, 1.0)
 
-    def set_learning_rate(self, rate: float) -> None:
-        """The rate of the next steps; groups with a multiplier take their share of it."""
-        self._rate = rate
+    def set_learning_rate(self, rate: float, decay_share: float = 1.0, momentum: float | None = None) -> None:  # noqa: ARG002
+        """The rate of the next steps; groups with a multiplier take their share of it. The share of the decay."""
+        self._rates = rate, decay_share
 
     @torch.no_grad()
     def step(self, grads_scale: Tensor, found_nonfinite: Tensor) -> None:
         """Start one update with gradients times `grads_scale`, or none at all where `found_nonfinite` is set. It also
         sets the gradients to zero."""
         self._weights.wait()
-        self._pipeline.start(_Step(self, self._rate), grads_scale, found_nonfinite)
+        self._pipeline.start(_Step(self, *self._rates), grads_scale, found_nonfinite)
         self._weights.returning()
 
     def state_tensors(self) -> dict[str, Part]:
@@ -107,13 +108,15 @@ class HostAdamW:
         self._pipeline.finish()
         return _state_tensors(self._weights, self.updates, self.firsts, self.seconds)
 
-    def update(self, bucket: int, at: slice, gradient: Tensor, weights: Tensor, rate: float) -> None:
+    def update(
+        self, bucket: int, at: slice, gradient: Tensor, weights: Tensor, rate: float, decay_share: float
+    ) -> None:
         """One piece, by the worker of the pipeline: masters and moments `at`, new low-precision `weights`."""
         masters, config, kind = self._weights.masters[at], self._config, self._kinds[bucket]
         torch._fused_adamw_(
             [masters], [gradient], [self.firsts[at]], [self.seconds[at]], [], [self.updates],
             lr=rate * config.lr_multipliers.get(kind, 1.0), beta1=config.beta1, beta2=config.beta2,
-            weight_decay=decay_of(kind, config), eps=config.eps, amsgrad=False, maximize=False,
+            weight_decay=decay_share * decay_of(kind, config), eps=config.eps, amsgrad=False, maximize=False,
         )  # fmt: skip
         weights.copy_(masters)
 
@@ -124,6 +127,7 @@ class _Step:
 
     optimizer: HostAdamW
     rate: float
+    decay_share: float
 
     def begin(self) -> None:
         """Count it."""
@@ -131,7 +135,7 @@ class _Step:
 
     def apply(self, bucket: int, at: slice, gradient: Tensor, weights: Tensor) -> None:
         """Update a piece."""
-        self.optimizer.update(bucket, at, gradient, weights, self.rate)
+        self.optimizer.update(bucket, at, gradient, weights, self.rate, self.decay_share)
 
 
 def _state_tensors(weights: FlatWeights, updates: Tensor, *moments: Tensor) -> dict[str, Part]:

@@ -1,25 +1,31 @@
 """Muon: the momentum of a matrix, made nearly orthogonal before it becomes a step; AdamW for everything else.
 
-    m = mu m + (1 - mu) g          u = (1 - mu) g + mu m with Nesterov, m without
-    o = orthogonalise(u): with u = U S V^T it is close to U V^T, every direction of the matrix gets an equal step
-    w = w (1 - lr wd) - lr rms sqrt(max(rows, columns)) o
+    m = mu m + (1 - mu) g                 u = (1 - mu) g + mu m with Nesterov, m without
+    x = u, each row divided by its length, then all by 1.01 |x|
+    o = polynomial(x): with x = U S V^T close to U V^T; its length is set to sqrt(min(rows, columns))
+    v = b2 v + (1 - b2) mean(o^2)         a value for each line along the longer side (NorMuon)
+    o = o / sqrt(v), its length as before
+    w = w - lr sqrt(max(1, rows / columns)) o - lr wd w [where o and w have the same sign]
 
-The factor gives the step a root mean square of `rms` (0.2), about that of AdamW, whose learning rate and weight decay
-carry over. Newton-Schulz finds o with products only: x = u / |u|, then repeats x = a x + b (x x^T) x + c (x x^T)^2 x.
+The factor gives every matrix a step of the same spectral norm for a vector of unit entries, so one rate serves all
+shapes. docs/optimizers.md says what each part is for and what it costs.
 
-gate and up, which alternate in one tensor, are taken apart first: orthogonalising them together would tie their scales.
-Each expert of a mixture is a matrix of its own. Equal shapes are stacked, so that small models need few products.
+q, k and v are parameters of their own; gate and up, which alternate in one tensor, are taken apart, and each expert is
+a matrix of its own. Matrices of equal shape are stacked, so that small models need few products. On a GPU all work but
+the products is compiled: momentum, lengths and precision in one pass, means and weights in another.
 
-Each matrix is orthogonalised by one process, its owner. Under ZeRO-1 and 2 the owner holds all of it. Of a matrix that
-is cut by rows (ZeRO-3) the momentum is updated where its rows are, u goes to the owner and o comes back
-(`MatrixOwners`). State: 4 bytes a parameter of a matrix, 8 of the rest.
+Each matrix is orthogonalised by one process, its owner, who also keeps v. Under ZeRO-1 and 2 the owner holds all of it.
+Where a matrix is cut (rows by ZeRO-3, rows or columns by tensor parallelism) the momentum is updated where its values
+are, u goes to the owner and o comes back (`MatrixOwners`). State: 4 bytes a parameter of a matrix and v, 8 of the rest.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,200 +40,317 @@ from zero2all.train.optimizers.base import (
     ParameterGroup,
     ParamState,
     StepInputs,
+    compiled_for_all,
+    master_dtype,
     replace,
+    scalar,
     scaled,
     zeros_like_master,
 )
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+POLAR_EXPRESS = (
+    (8.15655, -22.48329, 15.87877),
+    (4.04293, -2.80892, 0.50002),
+    (3.89167, -2.77248, 0.50606),
+    (3.28575, -2.36813, 0.46449),
+    (2.34654, -1.70978, 0.42324),
+)
+"""Coefficients of x, x^3 and x^5 for each iteration: each set is the best for what the sets before it leave (Polar
+Express). All of them take singular values from 0.001 on to between 0.85 and 1.15."""
+CONVERGING = (1.875, -1.25, 0.375)
+"""For every further iteration: Newton-Schulz of fifth order, which leaves 1 where it is and takes all others to it."""
+SAFETY = 1.01
+"""The first set grows fast beyond 1, so rounding must not push a singular value over it."""
+TINY = 1e-30
 MUON_KINDS = ("matrix", "expert")
 """The kinds of parameters that are orthogonalised; a router, whose rows are compared with each other, is not."""
-STACK_VALUES = 1 << 26
-"""Values orthogonalised at once: enough to keep a GPU busy, little beside the model."""
+STACK_VALUES, STACK_PARAMETERS = 1 << 26, 32
+"""Orthogonalised at once: enough to keep a GPU busy, little beside the model, few kernels to compile."""
+SYMMETRIC_ROWS = 512
+"""From here on the kernel that computes half of a symmetric product is taken."""
+
+Tensors = Sequence[Tensor]
+Stack = list[ParamState]
+"""Parameters whose matrices have equal shapes and are orthogonalised together."""
 
 
 class Muon(Optimizer):
     """Orthogonalised momentum for matrices, AdamW for routers, embeddings, head, norms and biases."""
 
-    def __init__(self, groups: Sequence[ParameterGroup], rest: AdamW, config: OptimConfig) -> None:
+    def __init__(
+        self,
+        groups: Sequence[ParameterGroup],
+        rest: Sequence[AdamW],
+        config: OptimConfig,
+        holders: dist.ProcessGroup | None = None,
+        compiled: bool = False,
+        symmetric: bool = False,
+    ) -> None:
+        """`rest`: one optimizer for each set of settings. `holders`: the processes that together hold a matrix that is
+        cut; None: those of its part. `symmetric`: with the Triton kernel for symmetric products."""
+        cut = [param for group in groups for param in group.params if _is_cut(param)]
+        self.owners = MatrixOwners(cut, holders or cut[0].part.group) if cut else None
         super().__init__(groups)
-        self.matrices, self.rest, self.config = list(groups), rest, config
-        self.param_groups = [*groups, *rest.param_groups]
+        self.matrices, self.rest, self.config, self.symmetric = list(groups), list(rest), config, symmetric
+        self.param_groups = [group for one in (self, *rest) for group in one.param_groups]
         if not groups:
-            self.updates = rest.updates  # on the device
-        cut = [param for group in groups for param in group.params if param.part.group is not None]
-        self.owners = MatrixOwners(cut) if cut else None
+            self.updates = self.rest[0].updates  # on the device
+        functions = (prepare, finish, of_unit_length, evened, take_step)
+        if compiled:
+            functions = tuple(compiled_for_all(function, dynamic=False) for function in functions)  # type: ignore[assignment]
+        self._prepare, self._finish, self._of_unit_length, self._evened, self._take_step = functions
 
     def initial_state(self, param: ParamState) -> dict[str, Part]:
-        """The momentum."""
-        return {"momentum": zeros_like_master(param)}
+        """The momentum, and at the owner of a matrix the mean squares of its lines."""
+        state, part, one = {"momentum": zeros_like_master(param)}, param.part, param.parameter
+        lines = (one.alternating, max(matrix_shape(one)))
+        size = lines if len(one.shape) == 2 else (*part.values.shape[:-2], *lines)
+        squares = part.values.new_zeros(size, dtype=master_dtype(part.values))
+        if len(one.shape) > 2:  # a stack is cut between its matrices
+            state["mean_squares"] = part.by_row(squares, (*one.shape[1:-2], *lines))
+        elif not _is_cut(param) or (self.owners is not None and self.owners.is_own(param)):
+            state["mean_squares"] = Part.whole(squares)
+        return state
 
     def update(self, inputs: StepInputs) -> None:
         """Matrices of equal shape together, as many as STACK_VALUES allows; then the rest."""
+        mu = scalar(self.config.momentum if self.momentum is None else self.momentum)
         for group in self.matrices:
             params = [param for param in group.params if param.gradient is not None]
-            self._update_whole([param for param in params if param.part.group is None], group, inputs)
+            numbers = Numbers(mu, scalar(group.lr), scalar(group.decay), inputs.scale, inputs.skip)
+            for stack in stacks_of([param for param in params if not _is_cut(param) and param.weight.numel()]):
+                self._update_whole(stack, numbers)
             if self.owners is not None:
-                cut = [param for param in params if param.part.group is not None]
-                self._update_cut(self.owners, cut, group, inputs)
-        self.rest.update(inputs)
+                self._update_cut(self.owners, [param for param in params if _is_cut(param)], numbers)
+        for rest in self.rest:
+            rest.update(inputs)
 
-    def _update_whole(self, params: list[ParamState], group: ParameterGroup, inputs: StepInputs) -> None:
-        for stack in _stacks(params):
-            directions = torch.stack([self._direction(param, inputs) for param in stack])  # (n, …, rows, columns)
-            _take_steps(stack, self._orthogonal_apart(directions, stack[0].parameter), group, inputs.skip)
+    def _update_whole(self, stack: Stack, numbers: Numbers) -> None:
+        gradients = [gradient for param in stack if (gradient := param.gradient) is not None]  # of all of them
+        momenta = [param.moment("momentum") for param in stack]
+        turns, settings = [param.parameter.alternating for param in stack], self.config.muon
+        x = self._prepare(gradients, momenta, turns, numbers, self.config.nesterov, self._dtype(momenta[0]))
+        o = orthogonalise(x, settings.iterations, self.symmetric)
+        weights, squares = [param.weight for param in stack], [param.moment("mean_squares") for param in stack]
+        self._finish(o, weights, squares, turns, numbers, settings.beta2, settings.cautious_decay)
 
-    def _update_cut(
-        self, owners: MatrixOwners, params: list[ParamState], group: ParameterGroup, inputs: StepInputs
-    ) -> None:
-        for stacks in owners.rounds(params, _stacks):
-            directions = [[self._direction(param, inputs) for param in stack] for stack in stacks]
-            steps = owners.compute(stacks, directions, self._orthogonal_apart)
-            for stack, own_steps in zip(stacks, steps, strict=True):
-                _take_steps(stack, own_steps, group, inputs.skip)
+    def _update_cut(self, owners: MatrixOwners, params: Stack, numbers: Numbers) -> None:
+        def direction(param: ParamState) -> Tensor:
+            assert param.gradient is not None, "update takes only params with a gradient"
+            ahead = look_ahead(param.gradient, param.moment("momentum"), numbers, self.config.nesterov)
+            return ahead.to(self._dtype(ahead))
 
-    def _direction(self, param: ParamState, inputs: StepInputs) -> Tensor:
-        """Update the momentum; returns what to orthogonalise, or the part of it in this process."""
-        gradient, momentum = param.gradient, param.moment("momentum")
-        assert gradient is not None, "update takes only params with a gradient"
-        gradient = scaled(gradient, inputs.scale)
-        mu = self.config.momentum
-        new = mu * momentum + (1 - mu) * gradient
-        replace(momentum, new, inputs.skip)
-        ahead = (1 - mu) * gradient + mu * new if self.config.nesterov else new
-        return ahead.to(self._dtype(ahead))
+        for stacks in owners.rounds(params):
+            directions = [[direction(param) for param in stack] for stack in stacks]
+            steps = owners.compute(stacks, directions, partial(self._steps_of, skip=numbers.skip))
+            for param, step in ((p, s) for pair in zip(stacks, steps, strict=True) for p, s in zip(*pair, strict=True)):
+                if step.numel():
+                    self._take_step(param.weight, step, numbers, self.config.muon.cautious_decay)
 
-    def _orthogonal_apart(self, matrices: Tensor, parameter: LogicalParameter) -> Tensor:
-        """`_orthogonal` of each matrix that is stored in one of (..., rows, columns)."""
-        if parameter.alternating == 1:
-            return self._orthogonal(matrices)
-        apart = matrices.unflatten(-2, (-1, parameter.alternating)).transpose(
-            -3, -2
-        )  # (..., alternating, rows, columns)
-        return self._orthogonal(apart).transpose(-3, -2).flatten(-3, -2)
-
-    def _orthogonal(self, matrices: Tensor) -> Tensor:
-        """(..., rows, columns) -> the same, nearly orthogonal and of the wanted root mean square."""
-        scale = self.config.muon_update_rms * max(matrices.shape[-2:]) ** 0.5
-        return scale * orthogonalise(matrices, self.config.muon_iterations)
+    def _steps_of(self, stack: Stack, matrices: list[Tensor], skip: Tensor | None) -> list[Tensor]:
+        """What an owner makes of whole matrices: their steps before the rate, in their shapes and precision."""
+        turns, settings = [param.parameter.alternating for param in stack], self.config.muon
+        apart = [_apart(matrix, turn).flatten(0, 1) for matrix, turn in zip(matrices, turns, strict=True)]
+        x = self._of_unit_length(torch.cat(apart), matrices[0].dtype)
+        o = orthogonalise(x, settings.iterations, self.symmetric)
+        steps = self._evened(o, [param.moment("mean_squares") for param in stack], settings.beta2, skip)
+        cut = steps.to(o.dtype).split(turns)
+        return [step.transpose(0, 1).reshape(one.shape) for step, one in zip(cut, matrices, strict=True)]
 
     def _dtype(self, matrix: Tensor) -> torch.dtype:
         if matrix.dtype == torch.float64:
             return torch.float64
-        chosen = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(self.config.muon_precision)
+        chosen = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(self.config.muon.precision)
         return chosen or (torch.bfloat16 if matrix.is_cuda else torch.float32)
 
 
-def orthogonalise(matrices: Tensor, iterations: int) -> Tensor:
-    """Newton-Schulz on each of (..., rows, columns), in their precision."""
-    a, b, c = COEFFICIENTS
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices  # x x^T is then the smaller product
-    length = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-    x = (x / length.clamp(min=1e-30)).to(matrices.dtype)
-    for _ in range(iterations):
-        product = x @ x.mT
-        x = a * x + (b * product + c * product @ product) @ x
-    return x.mT if tall else x
+# ---- the formula, on a stack (n, rows, columns) ----------------------------------------------------------------------
 
 
-def _take_steps(
-    params: Sequence[ParamState], steps: Iterable[Tensor], group: ParameterGroup, skip: Tensor | None
+class Numbers(NamedTuple):
+    """What changes from step to step, as tensors: compiled functions are not compiled again."""
+
+    mu: Tensor
+    lr: Tensor
+    decay: Tensor
+    scale: Tensor | None
+    skip: Tensor | None
+
+
+def prepare(
+    gradients: Tensors, momenta: Tensors, turns: Sequence[int], numbers: Numbers, nesterov: bool, dtype: torch.dtype
+) -> Tensor:
+    """Update the momenta; returns the stack to orthogonalise. `turns`: how many matrices alternate in each tensor."""
+    ahead = [look_ahead(*pair, numbers, nesterov) for pair in zip(gradients, momenta, strict=True)]
+    pieces = [_apart(values.to(dtype), turn).flatten(0, 1) for values, turn in zip(ahead, turns, strict=True)]
+    return of_unit_length(torch.cat(pieces), dtype)
+
+
+def look_ahead(gradient: Tensor, momentum: Tensor, numbers: Numbers, nesterov: bool) -> Tensor:
+    """Update a momentum; returns what to orthogonalise, or the part of it in this process."""
+    gradient, mu = scaled(gradient, numbers.scale), numbers.mu
+    new = mu * momentum + (1 - mu) * gradient
+    replace(momentum, new, numbers.skip)
+    return (1 - mu) * gradient + mu * new if nesterov else new
+
+
+def of_unit_length(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """With singular values of at most 1, and rows of equal length."""
+    x = x.to(master_dtype(x))
+    x = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=TINY)
+    return (x / (SAFETY * torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)).clamp(min=TINY)).to(dtype)
+
+
+def orthogonalise(x: Tensor, iterations: int, symmetric: bool = False) -> Tensor:
+    """Each matrix, of singular values of at most 1, with all of them near 1; by products in its precision."""
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x  # x x^T is then the smaller product
+    for a, b, c in [*POLAR_EXPRESS, *[CONVERGING] * (iterations - len(POLAR_EXPRESS))][:iterations]:
+        if symmetric and x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-2] >= SYMMETRIC_ROWS:
+            from zero2all.ops.kernels.symmetric import times_transposed
+
+            product = times_transposed(x)
+            x = times_transposed(product, factor=c, added=product, added_factor=b, diagonal=a) @ x
+        else:
+            product = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(product, product, product, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def evened(o: Tensor, squares: Tensors, beta2: float, skip: Tensor | None) -> Tensor:
+    """Steps before the rate, in the precision of the weights: `o` of length sqrt(min(rows, columns)), its lines along
+    the longer side divided by their usual root mean square, at its old length and times the factor of its shape."""
+    rows, columns = o.shape[-2:]
+    o = o.to(master_dtype(o))
+    across = -1 if rows >= columns else -2
+    lengths, least = o.square().sum(dim=across), min(rows, columns)  # (n, lines), squared
+    factors = torch.ones_like(lengths)
+    if beta2:
+        now = lengths * (least / o.shape[across]) / lengths.sum(dim=-1, keepdim=True).clamp(min=TINY)
+        mean = beta2 * torch.cat([one.flatten(0, -2) for one in squares]) + (1 - beta2) * now
+        for one, new in zip(squares, mean.split([one.flatten(0, -2).shape[0] for one in squares]), strict=True):
+            replace(one, new.view(one.shape), skip)
+        factors = mean.clamp(min=TINY).rsqrt()
+    length = (lengths * factors.square()).sum(dim=-1, keepdim=True).clamp(min=TINY)
+    return o * (factors * (max(1.0, rows / columns) * least / length).sqrt()).unsqueeze(across)
+
+
+def finish(
+    o: Tensor, weights: Tensors, squares: Tensors, turns: Sequence[int], numbers: Numbers, beta2: float, cautious: bool
 ) -> None:
-    for param, step in zip(params, steps, strict=True):
-        kept = param.weight * (1 - group.lr * group.weight_decay)
-        replace(param.weight, kept - group.lr * step.to(kept.dtype), skip)
+    """Update the mean squares and the weights."""
+    targets = [_apart(weight, turn) for weight, turn in zip(weights, turns, strict=True)]
+    steps = evened(o, squares, beta2, numbers.skip).split([target.shape[:2].numel() for target in targets])
+    for target, step in zip(targets, steps, strict=True):
+        take_step(target, step.unflatten(0, target.shape[:2]), numbers, cautious)
 
 
-def _stacks(params: list[ParamState]) -> Iterator[list[ParamState]]:
-    """Parameters of equal shape together, each stack of at most STACK_VALUES. Of experts a process may own some."""
-    alike: dict[tuple[object, ...], list[ParamState]] = {}
+def take_step(weight: Tensor, step: Tensor, numbers: Numbers, cautious: bool) -> None:
+    """Subtract a step and the decay; cautious: only where the step leads towards 0 too."""
+    step, lost = step.to(weight.dtype), numbers.decay * weight
+    if cautious:
+        lost = torch.where(step * weight >= 0, lost, 0.0)
+    replace(weight, weight - numbers.lr * (step + lost), numbers.skip)
+
+
+def matrix_shape(parameter: LogicalParameter) -> tuple[int, int]:
+    """Rows and columns of each matrix that is stored in a parameter."""
+    return parameter.shape[-2] // parameter.alternating, parameter.shape[-1]
+
+
+def _apart(values: Tensor, turns: int) -> Tensor:
+    """A view (stack, turns, rows, columns) of (..., rows x turns, columns)."""
+    return values.view(-1, values.shape[-2] // turns, turns, values.shape[-1]).transpose(1, 2)
+
+
+def _is_cut(param: ParamState) -> bool:
+    """Whether other processes hold some of each matrix; the same answer in all of them."""
+    part = param.part
+    return len(part.shape) == 2 and not param.is_elsewhere and (part.group is not None or part.lengths != part.shape)
+
+
+def stacks_of(params: Sequence[ParamState]) -> Iterator[Stack]:
+    """Parameters whose matrices have equal shapes together, in stacks of about the same size: each size is compiled."""
+    alike: dict[tuple[int, int], Stack] = {}
     for param in params:
-        own = param.weight.shape if param.part.group is None else None
-        alike.setdefault((param.parameter.shape, own, param.parameter.alternating), []).append(param)
+        alike.setdefault(matrix_shape(param.parameter), []).append(param)
     for same in alike.values():
-        at_once = max(1, STACK_VALUES // max(1, same[0].parameter.numel))
-        for first in range(0, len(same), at_once):
-            yield same[first : first + at_once]
+        values = sum(math.prod(one.part.shape) if len(one.part.shape) == 2 else one.weight.numel() for one in same)
+        pieces = max(-(-values // STACK_VALUES), -(-len(same) // STACK_PARAMETERS))
+        at_once = -(-len(same) // min(pieces, len(same)))
+        yield from (same[first : first + at_once] for first in range(0, len(same), at_once))
 
 
 # ---- who orthogonalises which matrix ---------------------------------------------------------------------------------
 
 
-Stack = list[ParamState]
-"""Matrices of equal shape, which are orthogonalised together."""
-
-
 class MatrixOwners:
-    """One owner for each matrix of which several processes hold rows, and the exchange with them: the rows go to the
+    """One owner for each matrix of which several processes hold a part, and the exchange with them: the parts go to the
     owner, its result comes back. All processes of the group make one, with the same matrices in the same order, and
-    call each method together.
+    call each method together. A part is a box of rows and columns; kv heads may be held by several processes alike.
 
     Owners have about the same work in all, and no process does what another one does. Matrices are exchanged in rounds,
     so that little memory is needed at a time; one way is one all-to-all, in which each process sends to every owner
     what it holds of the owner's matrices.
     """
 
-    def __init__(self, params: Sequence[ParamState]) -> None:
-        self._group = params[0].part.group
-        assert all(param.part.group is self._group for param in params), "all matrices are cut over the same group"
-        self._rank, self._ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
+    def __init__(self, params: Sequence[ParamState], group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         names = [param.parameter.name for param in params]
         owners = balanced_owners([orthogonalising_cost(param.parameter) for param in params], self._ranks)
         self._owners = dict(zip(names, owners, strict=True))
-        own = torch.tensor([param.weight.numel() for param in params], device=params[0].weight.device)
-        counts = own.new_zeros(len(params), self._ranks)
-        counts[:, self._rank] = own
-        dist.all_reduce(counts, group=self._group)
-        per_matrix: list[list[int]] = counts.tolist()
-        self._counts = dict(zip(names, per_matrix, strict=True))  # values of a matrix in each process
-        for param in params:
-            counted = self._counts[param.parameter.name]
-            assert sum(counted) == param.parameter.numel, f"{param.parameter.name} is not held once by the group"
-            assert not param.weight.numel() or param.part.start == sum(counted[: self._rank]), (
-                f"{param.parameter.name}: its parts are not in the order of ranks"
-            )
+        boxes = torch.zeros(len(params), self._ranks, 4, dtype=torch.int64, device=params[0].weight.device)
+        for place, param in enumerate(params):
+            for at, values in param.part.boxes():
+                assert values.shape == param.weight.shape, f"{param.parameter.name}: the layout cuts rows"
+                boxes[place, self._rank] = torch.tensor([*at, *values.shape])
+        dist.all_reduce(boxes, group=group)
+        self._boxes: dict[str, list[tuple[slice, slice]]] = {}
+        """Of each matrix what each process holds."""
+        for name, param, found in zip(names, params, boxes.tolist(), strict=True):
+            self._boxes[name] = [(slice(r, r + rows), slice(c, c + columns)) for r, c, rows, columns in found]
+            held = sum(rows * columns for _, _, rows, columns in {tuple(box) for box in found})
+            assert held == math.prod(param.parameter.shape), f"{name} is not held once by the group"
 
-    def rounds(
-        self, params: Iterable[ParamState], stacks_of: Callable[[Stack], Iterable[Stack]]
-    ) -> Iterator[list[Stack]]:
+    def is_own(self, param: ParamState) -> bool:
+        """Whether this process owns a matrix."""
+        return self._owners[param.parameter.name] == self._rank
+
+    def rounds(self, params: Iterable[ParamState]) -> Iterator[list[Stack]]:
         """The matrices in rounds of a stack for each owner, an empty one where an owner has no more. Costly stacks come
         first, so that the owners of a round have about as much to do."""
         owned: list[Stack] = [[] for _ in range(self._ranks)]
         for param in params:
             owned[self._owners[param.parameter.name]].append(param)
-        stacks = [sorted(stacks_of(own), key=_cost_of_stack, reverse=True) for own in owned]
+        stacks = [
+            sorted(stacks_of(own), key=lambda s: -sum(orthogonalising_cost(p.parameter) for p in s)) for own in owned
+        ]
         for one_each in zip_longest(*stacks, fillvalue=[]):
             yield list(one_each)
 
     def compute(
-        self, stacks: list[Stack], parts: list[list[Tensor]], work: Callable[[Tensor, LogicalParameter], Tensor]
+        self, stacks: list[Stack], parts: list[list[Tensor]], work: Callable[[Stack, list[Tensor]], list[Tensor]]
     ) -> list[list[Tensor]]:
-        """Have each owner apply `work` to its stack of a round, (matrices, *shape) -> the same shape. `parts` has what
-        this process holds of each matrix of each stack; the answer has the same places of the results."""
-        own = stacks[self._rank]
+        """Have each owner apply `work` to the whole matrices of its stack of a round. `parts` has what this process
+        holds of each matrix of each stack; the answer has the same places of the results."""
+        own, given = stacks[self._rank], [part for stack in parts for part in stack]
         sent = [sum(part.numel() for part in stack) for stack in parts]
-        received = [sum(self._counts[param.parameter.name][rank] for param in own) for rank in range(self._ranks)]
-        pieces = self._exchange([part for stack in parts for part in stack], sent, received)
-        results = self._cut(work(self._joined(pieces, own), own[0].parameter), own) if own else [pieces]
-        returned = self._exchange(results, received, sent)
-        flat = iter(returned.split([part.numel() for stack in parts for part in stack]))
+        wholes = [given[0].new_empty(param.parameter.shape) for param in own]
+        held = [self._held(own, wholes, rank) for rank in range(self._ranks)]
+        received = [sum(view.numel() for view in views) for views in held]
+        pieces = self._exchange(given, sent, received).split([view.numel() for views in held for view in views])
+        for view, piece in zip((view for views in held for view in views), pieces, strict=bool(own)):
+            view.copy_(piece.view(view.shape))
+        results = work(own, wholes) if own else []
+        back = [view for rank in range(self._ranks) for view in self._held(own, results, rank)]
+        returned = self._exchange(back or [given[0].new_empty(0)], received, sent)
+        flat = iter(returned.split([part.numel() for part in given]))
         return [[next(flat).view(part.shape) for part in stack] for stack in parts]
 
-    def _joined(self, pieces: Tensor, own: Stack) -> Tensor:
-        """Whole matrices from what each process sent of all of them, one process after the other."""
-        counts = [self._counts[param.parameter.name] for param in own]
-        by_rank = pieces.split([count for of_rank in zip(*counts, strict=True) for count in of_rank])
-        matrices = [torch.cat(by_rank[index :: len(own)]) for index in range(len(own))]
-        return torch.stack(matrices).view(len(own), *own[0].parameter.shape)
-
-    def _cut(self, matrices: Tensor, own: Stack) -> list[Tensor]:
-        """The reverse of `_joined`: what goes to each process, one process after the other."""
-        cut = [
-            matrix.reshape(-1).split(self._counts[param.parameter.name])
-            for matrix, param in zip(matrices, own, strict=True)
-        ]
-        return [piece for of_rank in zip(*cut, strict=True) for piece in of_rank]
+    def _held(self, own: Stack, wholes: list[Tensor], rank: int) -> list[Tensor]:
+        """Views of what a process holds of the matrices of a stack."""
+        return [whole[self._boxes[param.parameter.name][rank]] for param, whole in zip(own, wholes, strict=True)]
 
     def _exchange(self, tensors: list[Tensor], sent: list[int], received: list[int]) -> Tensor:
         """Send `sent` values to each process, one after the other; the values received, likewise."""
@@ -238,10 +361,9 @@ class MatrixOwners:
 
 
 def orthogonalising_cost(parameter: LogicalParameter) -> int:
-    """Operations of one iteration of Newton-Schulz on all matrices of a parameter."""
-    rows, columns = parameter.shape[-2] // parameter.alternating, parameter.shape[-1]
+    """Operations of one iteration on all matrices of a parameter."""
+    small, large = sorted(matrix_shape(parameter))
     matrices = math.prod(parameter.shape[:-2]) * parameter.alternating
-    small, large = sorted((rows, columns))
     return matrices * (4 * small * small * large + 2 * small**3)
 
 
@@ -252,7 +374,3 @@ def balanced_owners(costs: Sequence[int], ranks: int) -> list[int]:
         owners[index] = loads.index(min(loads))
         loads[owners[index]] += costs[index]
     return owners
-
-
-def _cost_of_stack(stack: Stack) -> int:
-    return len(stack) * orthogonalising_cost(stack[0].parameter)

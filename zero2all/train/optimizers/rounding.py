@@ -35,7 +35,8 @@ class RoundedAdamW(AdamW):
     ) -> None:
         self.seed = seed
         super().__init__(groups, config, compiled=compiled)
-        self.rounded = partial(type(self).rounded_formula, self.formula)  # one object: a new one is compiled again
+        # One object: a new one is compiled again.
+        self.rounded = partial(_at_places, partial(type(self).rounded_formula, self.formula))
 
     def update_one(self, param: ParamState, numbers: tuple[Tensor, ...], inputs: StepInputs) -> None:
         """Update one parameter and its moments."""
@@ -50,11 +51,21 @@ class RoundedAdamW(AdamW):
 
 
 def places_of(part: Part, rows: slice | EllipsisType) -> Tensor:
-    """The place of each value of some rows (of a range of values: some values) in the whole flattened tensor."""
+    """The place of each value of some rows (of a range of values: some values) in the whole flattened tensor; only that
+    of the first where the others follow it, because a compiled formula counts faster than it reads."""
     if isinstance(rows, slice):
         before = rows.start * part.values[0].numel()
         part = replace(part, values=part.values[rows], start=part.start + before)
-    return part.index()
+    return torch.tensor(part.start, dtype=torch.int32) if part.lengths == part.shape else part.index()
+
+
+def _at_places(formula: Formula, gradient: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """A formula with the place of each value."""
+    *others, places, key = others  # type: ignore[assignment]
+    if places.dim() == 0:
+        count = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device)
+        places = places + count.view(gradient.shape)
+    return formula(gradient, *others, places, key)
 
 
 def rounding_key(seed: int, parameter_name: str, count: Tensor) -> Tensor:
