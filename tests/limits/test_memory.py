@@ -230,12 +230,13 @@ def test_experts_keep_what_torch_keeps_and_states_of_all_of_them():
     ],
     ids=lambda operators: "-".join(operators.values()),
 )
-def test_kept_bytes_are_those_that_torch_keeps(operators, precision):
-    length = 32
+@pytest.mark.parametrize("qk_norm", [False, True], ids=["", "qk_norm"])
+def test_kept_bytes_are_those_that_torch_keeps(operators, precision, qk_norm):
+    length, config = 32, dataclasses.replace(SMALL, qk_norm=qk_norm)
     ops = resolve(OpsConfig(rms_norm="eager", **operators), "cpu")  # torch's norm is no fused one on the CPU
-    model = Z2all(SMALL, ops).to(getattr(torch, precision)).train()
+    model = Z2all(config, ops).to(getattr(torch, precision)).train()
     settings = MemorySettings(length, ROWS, ops.footprints, precision=precision)
-    expected = saved_bytes_per_token(SMALL, settings) * ROWS * length
+    expected = saved_bytes_per_token(config, settings) * ROWS * length
     assert bytes_torch_keeps(model, length, documents=False) == pytest.approx(expected, rel=0.03)
 
 

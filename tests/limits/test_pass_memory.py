@@ -27,6 +27,11 @@ SMALL = """
         ("--train.precision bfloat16 --model.tied_embeddings false --train.micro_batch_samples 2", 2e-3),  # two passes
         ("--train.precision bfloat16 --model.intermediate_size 1408", 2e-3),  # the peak is in the last block
         ("--train.precision bfloat16 --train.recompute selective", 2e-3),
+        ("--train.precision bfloat16 --model.qk_norm true", 2e-3),
+        ("--train.precision float32 --model.qk_norm true", 2e-3),
+        ("--train.precision bfloat16 --model.qk_norm true --train.recompute selective", 4e-2),  # never less
+        # The peak is where query and key are turned back, which takes one after the other and is counted as one.
+        ("--train.precision bfloat16 --model.qk_norm true --model.head_dim 256 --model.intermediate_size 64", 3e-2),
         # The first block gets no branch: one of the inputs that are counted for a block does not exist.
         ("--train.precision float32 --train.recompute every_n --train.recompute_every 3", 3e-2),
         ("--train.precision bfloat16 --train.recompute groups --model.layers 5", 2e-3),  # the last group has one block

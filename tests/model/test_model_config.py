@@ -21,13 +21,14 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("attention_bias", ["none", "qkv", "all"])
 def test_parameter_counts_are_those_of_the_built_model(shape, attention_bias):
-    for mlp_bias, tied in itertools.product((False, True), repeat=2):
+    for mlp_bias, tied, qk_norm in itertools.product((False, True), repeat=3):
         config = ModelConfig(
             vocab_size=31,
             max_seq_len=8,
             attention_bias=attention_bias,
             mlp_bias=mlp_bias,
             tied_embeddings=tied,
+            qk_norm=qk_norm,
             **shape,
         )
         model = Z2all(config, resolve(OpsConfig(), "cpu"))

@@ -6,13 +6,13 @@ import math
 import pytest
 import torch
 
-from zero2all.model.config import ModelConfig
+from zero2all.model.config import ModelConfig, MoeConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.attention import document_mask
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import OpContext
 from zero2all.ops.registry import OPERATORS, resolve
-from zero2all.parallel.layout import init_weights
+from zero2all.parallel.layout import QK_NORMS, init_weights, model_parts
 
 BASE = ModelConfig(
     vocab_size=97, hidden_size=32, intermediate_size=48, layers=3, heads=4, kv_heads=2, max_seq_len=24, init_std=0.2
@@ -23,12 +23,13 @@ VARIANTS = {
     "Qwen2-like": dataclasses.replace(BASE, attention_bias="qkv", tied_embeddings=True),
     "one head": dataclasses.replace(BASE, heads=1, kv_heads=1),
     "narrow heads": dataclasses.replace(BASE, heads=6, kv_heads=3, head_dim=2),
+    "qk_norm": dataclasses.replace(BASE, qk_norm=True, head_dim=6),
 }
 variants = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
 
 
 def build(config: ModelConfig = BASE, seed: int = 0, **ops: str) -> Z2all:
-    """A model in eval mode, its biases not zero."""
+    """A model in eval mode, its biases not zero and the weights of its qk_norm not one."""
     model = Z2all(config, resolve(OpsConfig(**ops), "cpu"))
     init_weights(model, seed)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -36,6 +37,8 @@ def build(config: ModelConfig = BASE, seed: int = 0, **ops: str) -> Z2all:
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.2, generator=generator)
+            elif name.endswith(QK_NORMS):
+                parameter.uniform_(0.5, 1.5, generator=generator)
     return model.eval()
 
 
@@ -103,6 +106,34 @@ def test_initial_weights_have_the_spread_of_their_kind():
                 assert not padding.any()
             assert float(parameter.std()) == pytest.approx(expected, rel=0.04), name
             assert abs(float(parameter.mean())) < 4 * expected / math.sqrt(parameter.numel()), name
+
+
+def test_initial_weights_of_embedding_head_residual_and_qk_norm_are_settings():
+    chosen = {"init_std": None, "init_embedding_std": 0.8, "init_head_std": 0.001, "init_residual": "zero"}
+    moe = MoeConfig(experts=4, expert_size=64, shared_experts=1, dense_layers=1)
+    config = dataclasses.replace(BASE, hidden_size=64, moe=moe, qk_norm=True, init_qk_gain=1.2, **chosen)
+    model = Z2all(config, resolve(OpsConfig(), "cpu"))
+    init_weights(model, 7)
+    parts = {name: part.values for name, part in model_parts(model).items()}
+    spreads = {"embedding.weight": 0.8, "head.weight": 0.001, "blocks.1.attention.k.weight": 1 / 8}
+    for name, expected in spreads.items():
+        assert float(parts[name][:97].std()) == pytest.approx(expected, rel=0.04)
+    for name in ("attention.out.weight", "feed_forward.experts.down", "feed_forward.shared.down.weight"):
+        assert not parts[f"blocks.1.{name}"].any()
+    assert not parts["blocks.0.feed_forward.down.weight"].any()
+    assert parts["blocks.0.attention.q_norm.weight"].tolist() == pytest.approx([1.2] * 16)
+    assert config.head_std == 0.001
+    assert dataclasses.replace(config, tied_embeddings=True).head_std == 0.8
+
+
+def test_qk_norm_makes_attention_forget_the_size_of_the_projections():
+    config = dataclasses.replace(VARIANTS["qk_norm"], rms_norm_eps=1e-12)
+    model, ids = build(config).double(), tokens()
+    before = logits(model, ids)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attention.qkv.weight[: (config.heads + config.kv_heads) * 6] *= 100  # queries and keys
+    torch.testing.assert_close(logits(model, ids), before, rtol=1e-6, atol=1e-6)
 
 
 def test_same_seed_gives_the_same_weights_and_another_seed_others():

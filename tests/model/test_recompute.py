@@ -281,13 +281,20 @@ def kernel_ops() -> Ops:
 
 
 @pytest.mark.parametrize(
-    ("kind", "bias", "documents"),
-    [("full", "none", document_ids()), ("selective", "none", None), ("selective", "qkv", None)],
+    ("kind", "bias", "documents", "qk_norm"),
+    [
+        *(
+            ("full", "none", document_ids(), False),
+            ("selective", "none", None, False),
+            ("selective", "qkv", None, False),
+        ),
+        *(("full", "none", document_ids(), True), ("selective", "none", None, True)),
+    ],
 )
-def test_our_kernels_add_each_gradient_once_and_turn_each_position_once(kind, bias, documents):
+def test_our_kernels_add_each_gradient_once_and_turn_each_position_once(kind, bias, documents, qk_norm):
     from torch.utils.flop_counter import FlopCounterMode
 
-    config = dataclasses.replace(SMALL, layers=1, attention_bias=bias, residual_dropout=0.2)
+    config = dataclasses.replace(SMALL, layers=1, attention_bias=bias, residual_dropout=0.2, qk_norm=qk_norm)
     found, spent = {}, {}
     for a_kind in ("none", kind):
         model = build(a_kind, config, kernel_ops())

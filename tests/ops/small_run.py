@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -31,7 +33,7 @@ EAGER = OpsConfig(
 )
 
 
-def run_config(precision: str, layers: int = 2, samples: int = 4) -> RunConfig:
+def run_config(precision: str, layers: int = 2, samples: int = 4, **model: Any) -> RunConfig:
     return config_from_values(
         {
             "model": {
@@ -42,6 +44,7 @@ def run_config(precision: str, layers: int = 2, samples: int = 4) -> RunConfig:
                 "heads": 4,
                 "kv_heads": 2,
                 "max_seq_len": 16,
+                **model,
             },
             "data": {"seq_len": 8},
             "optim": {"lr_max": 5e-3},
@@ -66,7 +69,7 @@ def batch(step: int, samples: int) -> Batch:
     return Batch((starts + np.arange(9)) % VOCAB, zeros, zeros, 0)
 
 
-def losses_of_a_run(ops: Ops, precision: str, steps: int, device: str = "cpu", **sizes: int) -> torch.Tensor:
+def losses_of_a_run(ops: Ops, precision: str, steps: int, device: str = "cpu", **sizes: Any) -> torch.Tensor:
     """The loss of each step."""
     config = run_config(precision, **sizes)
     model = Z2all(config.model, ops)

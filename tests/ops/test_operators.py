@@ -26,6 +26,7 @@ from zero2all.ops.gradient_sink import GradientSink
 from zero2all.ops.implementation import OpContext
 from zero2all.ops.optimizer import AdamW, Flat
 from zero2all.ops.registry import OPERATORS, resolve
+from zero2all.ops.rope import QkNorm
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 says so and goes on
 
@@ -157,6 +158,25 @@ def test_rope_turns_each_pair_by_its_angle(function, dtype, rows, length, heads,
     tables = angles.cos().float(), angles.sin().float()
     qkv = random(rows, length, heads + 2 * kv_heads, width)
     assert_agrees(function, rope_reference, [qkv], dtype, *tables, heads, kv_heads)
+
+
+@implementations("rope")
+@dtypes()
+def test_rope_normalises_query_and_key_heads_first_where_it_is_told_to(function, dtype):
+    heads, kv_heads, eps = 3, 2, 0.01
+    angles = random(5, 4, seed=3)
+
+    def reference(qkv, query_weight, key_weight, *others):
+        query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=2)
+        query = query / (query.square().mean(-1, keepdim=True) + eps).sqrt() * query_weight
+        key = key / (key.square().mean(-1, keepdim=True) + eps).sqrt() * key_weight
+        return rope_reference(torch.cat((query, key, value), dim=2), *others)
+
+    def normed(qkv, query_weight, key_weight, *others):
+        return function(qkv, *others, QkNorm(query_weight, key_weight, eps))
+
+    inputs = [random(2, 5, heads + 2 * kv_heads, 8), random(8, seed=1), random(8, seed=2)]
+    assert_agrees(normed, reference, inputs, dtype, angles.cos().float(), angles.sin().float(), heads, kv_heads)
 
 
 # ---- norm ----------------------------------------------------------------------------------------------------------

@@ -201,6 +201,7 @@ def course(
     micro: int = MICRO,
     samples: int = SAMPLES,
     dtype: str = "float64",
+    qk_norm: bool = False,
     **parallel: Any,
 ) -> dict[str, Any]:
     """Train: losses and gradient norms, the final tensors, bytes sent in the last step, bytes of states in a rank."""
@@ -213,6 +214,7 @@ def course(
         documents=documents,
         z_loss=z_loss,
         tied_embeddings=tied,
+        **({"qk_norm": True, "init_qk_gain": 1.5} if qk_norm else {}),
         **(model or {}),
     )
     world = world_of(world, spread)

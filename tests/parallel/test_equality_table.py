@@ -6,6 +6,7 @@ In float64 only the order of sums differs, so losses and gradient norms agree to
     documents   attention masked at document borders, and a z loss
     tied        one matrix for embedding and head, blocks computed again; `-` where the layout refuses it
     7 rows      rows that do not divide: some processes have rows of padding
+    qk_norm     query and key heads are normalised, with weights that every process has whole
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "documents": {"documents": True, "z_loss": 1e-3},
     "tied": {"tied": True, "recompute": "full"},
     "7 rows": {"samples": 7},
+    "qk_norm": {"qk_norm": True},
 }
 BIASES = {"attention_bias": "all", "mlp_bias": True}
 ONE_KV_HEAD = {"kv_heads": 1}
@@ -102,6 +104,10 @@ SPECIAL: dict[int, dict[str, dict[str, Any]]] = {
         "gather, one kv head, selective": {
             **{"context": 2, "context_method": "gather"},
             **{"model": ONE_KV_HEAD, "recompute": "selective"},
+        },
+        "tensor, copied kv head, qk_norm": {
+            **{"tensor": 2, "copy_kv_heads": True, "recompute": "selective"},
+            **{"model": {**ONE_KV_HEAD, "qk_norm": True, "init_qk_gain": 1.5, "init_residual": "zero"}},
         },
         "expert, muon, ZeRO-2": {"expert": 2, "zero": 2, "optimizer": "muon", "model": {"moe": MOE}},
         "expert, adafactor, ZeRO-1": {"expert": 2, "zero": 1, "optimizer": "adafactor", "model": {"moe": MOE}},

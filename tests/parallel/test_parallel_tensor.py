@@ -28,6 +28,7 @@ from zero2all.train.setup import op_context
 from zero2all.train.step import HEAD
 
 BIASES = {"attention_bias": "all", "mlp_bias": True}
+QK_NORM = {"qk_norm": True, "init_qk_gain": 1.5}
 ONE_KV_HEAD: dict[str, Any] = {"model": {"kv_heads": 1}, "copy_kv_heads": True}
 FOUR_LAYERS = {"layers": 4}
 SPREADING = ("tensor", "zero", "shard", "replicate", "copy_kv_heads", "offload", "pipeline", "schedule", "chunks")
@@ -202,12 +203,12 @@ OF_TWO = {
     },
     "biases, copied kv heads, full": {
         **{"optimizer": "lion", "recompute": "full", "tensor": 2, "copy_kv_heads": True},
-        **{"model": {**BIASES, "kv_heads": 1, "layers": 2}},
+        **{"model": {**BIASES, **QK_NORM, "kv_heads": 1, "layers": 2}},
     },
 }
 OF_FOUR = {
     "ZeRO-1, copied kv heads": {"optimizer": "adamw", "tensor": 2, "zero": 1, **ONE_KV_HEAD},
-    "ZeRO-3": {"optimizer": "adamw", "tensor": 2, "zero": 3, "model": {**BIASES, "layers": 2}},
+    "ZeRO-3": {"optimizer": "adamw", "tensor": 2, "zero": 3, "model": {**BIASES, **QK_NORM, "layers": 2}},
     "muon, ZeRO-1": {"optimizer": "muon", "tensor": 2, "zero": 1, "model": {"layers": 2}},
     "muon, ZeRO-3": {"optimizer": "muon", "tensor": 2, "zero": 3, "model": {"layers": 2}},
 }

@@ -251,7 +251,7 @@ class CudaDecoder:
         tiles, parts, _ = bucket.scratch
         self._attention.decode_attention(
             qkv, self._cos, self._sin, keys, values, bucket.tables, bucket.positions, mixed, parts, tiles,
-            writes_first=bucket.is_prompt,
+            writes_first=bucket.is_prompt, norm=self.weights.layers[layer].qk_norm,
         )  # fmt: skip
         return mixed
 

@@ -18,7 +18,7 @@ from zero2all.infer.weights import LayerWeights, Weights, project
 from zero2all.ops.attention import ragged_attention, ragged_problem
 from zero2all.ops.implementation import OpContext
 from zero2all.ops.precision import widened
-from zero2all.ops.rope import RopeOp
+from zero2all.ops.rope import QkNorm, RopeOp
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, query (1, Hq, N, D), key and value (1, Hk, N, D)) -> (N, Hq D)."""
@@ -153,7 +153,7 @@ class Forward:
         for number, layer in enumerate(weights.layers):
             normed, x = rms_norm(x, branch, layer.attention_norm, config.rms_norm_eps)
             qkv = project(normed, layer.qkv, layer.qkv_bias).view(1, len(tokens), -1, config.head_size)
-            mixed = attend(number, *rope(qkv, *tables, config.heads, config.kv_heads))
+            mixed = attend(number, *rope(qkv, *tables, config.heads, config.kv_heads, layer.qk_norm))
             branch = project(mixed, layer.out, layer.out_bias)
             normed, x = rms_norm(x, branch, layer.feed_forward_norm, config.rms_norm_eps)
             branch = self._feed_forward(layer, normed)
@@ -188,17 +188,29 @@ def _fewer_calls_rope(tables: tuple[Tensor, Tensor]) -> RopeOp:
     cos, sin = (table.unsqueeze(1) for table in tables)
     whole_cos, whole_sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)  # (N, 1, D)
 
-    def rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    def rope(
+        qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, norm: QkNorm | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         del cos, sin
         if qkv.shape[1] == 1 and qkv.dtype == whole_cos.dtype:  # one token: heads need not change places
             by_head = qkv.view(1, -1, 1, qkv.shape[3])
             turning = by_head[:, : heads + kv_heads]
+            turning = turning if norm is None else _normed(turning, norm, heads)
             turned = torch.addcmul(turning * whole_cos, turning.roll(qkv.shape[3] // 2, dims=-1), whole_sin)
             return turned[:, :heads], turned[:, heads:], by_head[:, heads + kv_heads :]
         turning, value = qkv[0].split((heads + kv_heads, kv_heads), dim=1)
-        wide = widened(turning)
+        wide = widened(turning) if norm is None else _normed(turning, norm, heads)
         turned = torch.addcmul(wide * whole_cos, wide.roll(wide.shape[-1] // 2, dims=-1), whole_sin).to(qkv.dtype)
         query, key = turned.transpose(0, 1).unsqueeze(0).split((heads, kv_heads), dim=1)
         return query, key, value.transpose(0, 1).unsqueeze(0)
 
     return rope
+
+
+def _normed(turning: Tensor, norm: QkNorm, heads: int) -> Tensor:
+    """Query and key heads (N, Hq + Hk, ..., D), normalised together."""
+    wide = widened(turning)
+    normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + norm.eps)
+    normed[:, :heads] *= norm.query
+    normed[:, heads:] *= norm.key
+    return normed

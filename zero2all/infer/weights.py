@@ -14,6 +14,7 @@ from zero2all.model.config import ModelConfig
 from zero2all.model.moe import MixtureOfExperts
 from zero2all.model.z2all import Block, Z2all
 from zero2all.ops.registry import Ops
+from zero2all.ops.rope import QkNorm
 
 
 class StoredWeight(Protocol):
@@ -39,6 +40,7 @@ class LayerWeights:
     out: Weight
     out_bias: Tensor | None
     feed_forward_norm: Tensor
+    qk_norm: QkNorm | None = None
     gate_up_pairs: Weight | None = None
     gate_up_bias: Tensor | None = None
     down: Weight | None = None
@@ -70,6 +72,7 @@ def weights_of(model: Z2all) -> Weights:
 
 def _layer(block: Block) -> LayerWeights:
     attention, feed_forward = block.attention, block.feed_forward
+    norm = attention.qk_norm
     inner: dict[str, Tensor | MixtureOfExperts | None]
     if isinstance(feed_forward, MixtureOfExperts):
         inner = {"experts": feed_forward}
@@ -87,6 +90,7 @@ def _layer(block: Block) -> LayerWeights:
         out=attention.out.weight.detach(),
         out_bias=_detached(attention.out.bias),
         feed_forward_norm=block.feed_forward_norm.weight.detach(),
+        qk_norm=norm and QkNorm(norm.query.detach(), norm.key.detach(), norm.eps),
         **inner,  # type: ignore[arg-type]
     )
 

@@ -53,8 +53,8 @@ def operator_work(config: ModelConfig, tokens: int, seq_len: int, value_bytes: i
     work = {
         # in: residual, branch; out: normed, sum. Back: two gradients and the sum in, one gradient out.
         "rms_norm": Work(4.0 * N * C * e, 4.0 * N * C * e),
-        # query and key rotated in place. Back: three gradients are gathered into one.
-        "rope": Work(2.0 * N * (Hq + Hk) * D * e, 2.0 * N * (Hq + 2 * Hk) * D * e),
+        # query and key rotated in place. Back: three gradients are gathered into one; a norm reads query and key again.
+        "rope": Work(2.0 * N * (Hq + Hk) * D * e, (2.0 * (Hq + 2 * Hk) + config.qk_norm * (Hq + Hk)) * N * D * e),
         # gate and up in, product out. Back: gate, up and one gradient in, two out.
         "swiglu": Work(3.0 * N * F * e, 5.0 * N * F * e),
         # the rows of the ids that occur in, one row per token out. Back: those gradients in, added to float32 rows.

@@ -78,7 +78,7 @@ def flops_by_group(config: ModelConfig, tokens: int, seq_len: int, value_bytes: 
     work = operator_work(config, tokens, seq_len, value_bytes)
     swiglu_bytes = work["swiglu"].total / config.intermediate_size * inner
     rotated = config.layers * (config.heads + config.kv_heads) * config.head_size
-    normed = (2 * config.layers + 1) * config.hidden_size
+    normed = (2 * config.layers + 1) * config.hidden_size + (rotated if config.qk_norm else 0)
 
     def count(name: str, values: float) -> float:
         return tokens * values * sum(FLOPS_PER_VALUE[name])
@@ -128,7 +128,7 @@ def recomputed_flops_per_token(
     runs_whole = operators["feed_forward"].is_fused or config.moe.experts
     down = 0 if runs_whole else hidden * config.intermediate_size
     matrices = dict.fromkeys(WHOLE_FORWARD, of_block)
-    matrices["selective"] = qkv if operators["rope"].overwrites_input else 0
+    matrices["selective"] = qkv if operators["rope"].overwrites(config.qk_norm) else 0
     attends = kind in WHOLE_FORWARD or (
         kind == "selective" and (config.attention_dropout > 0 or not operators["attention"].is_fused)
     )

@@ -83,4 +83,5 @@ def copied_values(model: ModelConfig) -> int:
     shared experts."""
     of_experts = model.expert_layers * model.hidden_size * (model.router_rows + 3 * model.shared_size)
     biases = (model.hidden_size if model.attention_bias == "all" else 0) + (model.hidden_size if model.mlp_bias else 0)
-    return model.layers * (2 * model.hidden_size + biases) + model.hidden_size + of_experts
+    norms = 2 * model.hidden_size + (2 * model.head_size if model.qk_norm else 0)
+    return model.layers * (norms + biases) + model.hidden_size + of_experts

@@ -143,4 +143,5 @@ class MemorySettings:
             experts_per_token=model.moe.experts_per_token,
             expert_size=model.moe.expert_size,
             shared_size=model.shared_size,
+            qk_norm=model.qk_norm,
         )

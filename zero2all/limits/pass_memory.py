@@ -195,6 +195,10 @@ class _Blocks:
             saved += ops["rope"].saved(sizes)
             if ops["attention"].result_like_query and not ops["rope"].overwrites_input:
                 saved += self.width * sizes.query_size
+        elif sizes.qk_norm:  # what the norm keeps, but no rotated copies; float32 heads are views of the projection
+            saved += ops["rope"].saved(sizes) - self.width * (sizes.query_size + sizes.kv_size)
+            if self.width == sizes.wide_bytes:
+                saved += self.width * (sizes.query_size + 2 * sizes.kv_size)
         return saved
 
     def _kept(self, with_experts: bool) -> tuple[float, float]:
@@ -203,7 +207,7 @@ class _Blocks:
         feed_forward, share = ops["experts" if with_experts else "feed_forward"], self._share(with_experts)
         needed = feed_forward.kept_results(sizes) / share
         besides = self.width * self.hidden + feed_forward.kept_besides(sizes) / share  # the out projection's
-        if not ops["rope"].overwrites_input:
+        if not ops["rope"].overwrites(sizes.qk_norm):
             # The rotated copies are made again, so the projection's output is not among what is there anyway.
             qkv = self.width * (sizes.query_size + 2 * sizes.kv_size)
             needed, besides = needed + self.width * sizes.kv_size, besides + qkv - self.width * sizes.kv_size

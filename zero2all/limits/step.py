@@ -197,7 +197,7 @@ def again_cost(model: ModelConfig, settings: MemorySettings, forward: Mapping[st
     if settings.recompute == "selective":
         shapes = linear_shapes(held)
         qkv = price.product("forward", settings.tokens, *shapes["qkv"])
-        found = elementwise + (qkv if settings.operators["rope"].overwrites_input else Cost())
+        found = elementwise + (qkv if settings.operators["rope"].overwrites(model.qk_norm) else Cost())
         is_kept = settings.operators["attention"].is_fused and not model.attention_dropout
         return found if is_kept else found + attention
     runs_whole = settings.operators["feed_forward"].is_fused or model.moe.experts

@@ -116,8 +116,18 @@ class ModelConfig:
     """How rotary positions are stretched for long context."""
     rms_norm_eps: PositiveFloat = 1e-5
     """Added to the mean square inside every RMSNorm."""
-    init_std: PositiveFloat = 0.02
-    """Standard deviation of the initial weights; projections into the residual use init_std / sqrt(2 * layers)."""
+    qk_norm: bool = False
+    """RMSNorm with learned weights over each query and key head before the rotary positions, as in Qwen3."""
+    init_std: PositiveFloat | None = 0.02
+    """Standard deviation of the initial matrices; null takes 1 / sqrt(hidden_size)."""
+    init_embedding_std: PositiveFloat | None = None
+    """That of the embedding; null takes init_std."""
+    init_head_std: PositiveFloat | None = None
+    """That of the output head, unless tied_embeddings; null takes init_std."""
+    init_residual: Literal["scaled", "zero"] = "scaled"
+    """Projections into the residual (attention output, down) start with init_std / sqrt(2 * layers), or at zero."""
+    init_qk_gain: PositiveFloat = 1.0
+    """Start of the weights of qk_norm; its square is the standard deviation of the attention logits of a new model."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
     """Biases of the attention projections: qkv as in Qwen2, all as in Llama with attention_bias."""
     mlp_bias: bool = False
@@ -139,6 +149,16 @@ class ModelConfig:
     def head_size(self) -> int:
         """Width of one attention head."""
         return self.head_dim or self.hidden_size // self.heads
+
+    @property
+    def matrix_std(self) -> float:
+        """Standard deviation of the initial matrices."""
+        return self.init_std or self.hidden_size**-0.5
+
+    @property
+    def head_std(self) -> float:
+        """That of the output head; with tied embeddings, of the embedding."""
+        return (self.init_embedding_std if self.tied_embeddings else self.init_head_std) or self.matrix_std
 
     @property
     def vocab_ids(self) -> int:
@@ -207,7 +227,7 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
     hidden, inner, head, moe = config.hidden_size, config.intermediate_size, config.head_size, config.moe
     qkv_rows = (config.heads + 2 * config.kv_heads) * head
     attention = hidden * (qkv_rows + config.heads * head)
-    norms = 2 * hidden
+    norms = 2 * hidden + (2 * head if config.qk_norm else 0)
     biases = 0 if config.attention_bias == "none" else qkv_rows
     biases += hidden if config.attention_bias == "all" else 0
     biases += 2 * inner + hidden if config.mlp_bias else 0

@@ -86,7 +86,7 @@ def to_hf_config(config: ModelConfig, dtype: str, token_ids: TokenIds) -> dict[s
         "hidden_act": "silu",
         "max_position_embeddings": config.max_seq_len,
         "rms_norm_eps": config.rms_norm_eps,
-        "initializer_range": config.init_std,
+        "initializer_range": config.matrix_std,
         "tie_word_embeddings": config.tied_embeddings,
         "attention_dropout": config.attention_dropout,
         "rope_theta": rope_base(config),

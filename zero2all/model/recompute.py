@@ -13,8 +13,9 @@ Loss and gradients keep their bits: the same operations run on the same numbers,
 because the random state of the first pass is restored. What a backward adds to a gradient sink is added once.
 
 Under `selective` three results are computed again nevertheless: the qkv projection where our rotary kernel overwrites
-its output, which would be rotated twice; attention with dropout, because what draws after it would draw other numbers;
-and attention by plain matmuls (`ops.attention: math`), whose matrix of weights is too large to save.
+its output (not with qk_norm), which would be rotated twice; attention with dropout, because what draws after it would
+draw other numbers; and attention by plain matmuls (`ops.attention: math`), whose matrix of weights is too large to
+save.
 
 Apply it before compilation and before sharding. Modules and parameters keep their names.
 """
@@ -111,7 +112,7 @@ FUSED_ATTENTION = (
 def _policy(model: Z2all) -> Callable[..., CheckpointPolicy]:
     # The width of the tensor itself: tensor parallelism cuts it.
     qkv = model.get_parameter("blocks.0.attention.qkv.weight")
-    overwritten = len(qkv) if model.ops.footprints["rope"].overwrites_input else None
+    overwritten = len(qkv) if model.ops.footprints["rope"].overwrites(model.config.qk_norm) else None
     saves_attention = model.config.attention_dropout == 0
 
     def save_what_is_expensive(_: Any, operation: Any, *arguments: Any, **__: Any) -> CheckpointPolicy:

@@ -23,6 +23,7 @@ from zero2all.model.moe import MixtureOfExperts
 from zero2all.model.rope import rope_tables
 from zero2all.ops.precision import widened
 from zero2all.ops.registry import Ops
+from zero2all.ops.rope import QkNorm
 
 
 class RMSNorm(nn.Module):
@@ -39,7 +40,8 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; q, k and v come from one matmul."""
+    """Grouped-query attention with rotary positions; q, k and v come from one matmul. With `qk_norm` each query and key
+    head is normalised before it is rotated, so that attention logits stay bounded whatever the matrices become."""
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
@@ -48,6 +50,8 @@ class Attention(nn.Module):
         rows = (config.heads + 2 * config.kv_heads) * config.head_size
         self.qkv = nn.Linear(config.hidden_size, rows, bias=config.attention_bias != "none")
         self.out = nn.Linear(config.heads * config.head_size, config.hidden_size, bias=config.attention_bias == "all")
+        self.q_norm = RMSNorm(config.head_size, config.rms_norm_eps, ops) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_size, config.rms_norm_eps, ops) if config.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Any | None) -> Tensor:
         """(B, T, C) -> (B, T, C). `documents` is what `ops.prepare_documents` returned."""
@@ -57,10 +61,17 @@ class Attention(nn.Module):
         """The same before the output projection: (B, T, C) -> (B, T, Hq D)."""
         B, T, _ = x.shape
         qkv = self.ops.linear(x, self.qkv.weight, self.qkv.bias).view(B, T, -1, self.head_size)
-        query, key, value = self.ops.rope(qkv, cos, sin, self.heads, self.kv_heads)  # each (B, H, T, D)
+        query, key, value = self.ops.rope(qkv, cos, sin, self.heads, self.kv_heads, self.qk_norm)  # each (B, H, T, D)
         dropout = self.dropout if self.training else 0.0
         mixed = self.ops.attention(query, key, value, dropout, documents)  # (B, Hq, T, D)
         return mixed.transpose(1, 2).reshape(B, T, -1)
+
+    @property
+    def qk_norm(self) -> QkNorm | None:
+        """The norms of query and key heads, which `ops.rope` computes."""
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return QkNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
 
 class FeedForward(nn.Module):

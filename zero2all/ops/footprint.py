@@ -33,6 +33,7 @@ class Sizes:
     experts_per_token: int = 0
     expert_size: int = 0
     shared_size: int = 0  # inner width of the shared experts
+    qk_norm: bool = False  # whether query and key heads are normalised
 
     @property
     def wide_bytes(self) -> int:
@@ -103,7 +104,8 @@ class Footprint:
     backward: Moments = no_moments
     """The moments of the backward pass, the gradient of the input among them."""
     overwrites_input: bool = False
-    """rope: query and key are rotated in the output of the qkv projection, which therefore cannot be kept."""
+    """rope: query and key are rotated in the output of the qkv projection, which therefore cannot be kept; not with
+    qk_norm (`overwrites`). Where it is false, copies lie in memory head by head."""
     result_like_query: bool = False
     """attention: its result lies in memory as the query does. After a rope that copies, that is head by head, so the
     result is copied for the projection after it."""
@@ -125,3 +127,7 @@ class Footprint:
     """optimizer: a bfloat16 weight is one half of its float32 master, and only the other half is stored beside it."""
     update_bytes_per_value: float = 0.0  # optimizer: temporaries of an update, per value of all parameters
     update_bytes_of_largest: float = 0.0  # the same per value of the largest parameter
+
+    def overwrites(self, qk_norm: bool) -> bool:
+        """Whether rope overwrites its input in a model with or without qk_norm, whose backward pass needs the input."""
+        return self.overwrites_input and not qk_norm

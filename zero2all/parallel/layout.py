@@ -94,6 +94,8 @@ def layout_table(config: ModelConfig) -> list[LogicalParameter]:
                 table.append(LogicalParameter(name, shape, kind, holder, first, 0, heads))
                 first += rows
         add_linear(f"{block}.attention.out", hidden, query, 1, config.attention_bias == "all")
+        for name in ("q_norm", "k_norm") if config.qk_norm else ():
+            add(f"{block}.attention.{name}.weight", (config.head_size,), "norm", None)
         add(f"{block}.feed_forward_norm.weight", (hidden,), "norm", None)
         if config.has_experts(layer):
             table.extend(_experts(f"{block}.feed_forward", config))
@@ -145,6 +147,7 @@ def held_table(table: Iterable[LogicalParameter], holders: Iterable[str], mesh: 
 
 INTO_RESIDUAL = ("attention.out.weight", "feed_forward.down.weight", "shared.down.weight", "experts.down")
 """How the names of projections into the residual end."""
+QK_NORMS = ("attention.q_norm.weight", "attention.k_norm.weight")
 
 
 @torch.no_grad()
@@ -185,12 +188,16 @@ def model_parts(model: Z2all) -> dict[str, Part]:
 
 def initial_values(parameter: LogicalParameter, config: ModelConfig, seed: int) -> Tensor:
     """The weights of a parameter before training, float32 on the CPU: normal matrices, zero biases, norms of 1;
-    projections into the residual start smaller in deeper models. A function of (seed, name) alone."""
+    projections into the residual start smaller in deeper models, or at 0. A function of (seed, name) alone."""
     values = torch.empty(parameter.shape)
-    if parameter.kind in ("norm", "bias"):
-        return values.fill_(1.0 if parameter.kind == "norm" else 0.0)
+    if parameter.kind == "norm":
+        return values.fill_(config.init_qk_gain if parameter.name.endswith(QK_NORMS) else 1.0)
     is_into_residual = parameter.name.endswith(INTO_RESIDUAL)
-    std = config.init_std / math.sqrt(2 * config.layers) if is_into_residual else config.init_std
+    if parameter.kind == "bias" or (is_into_residual and config.init_residual == "zero"):
+        return values.zero_()
+    std = config.matrix_std / math.sqrt(2 * config.layers) if is_into_residual else config.matrix_std
+    if parameter.kind in ("embedding", "head"):
+        std = config.head_std if parameter.kind == "head" else config.init_embedding_std or std
     digest = hashlib.blake2b(f"{seed}/{parameter.name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
     values.normal_(0.0, std, generator=generator)

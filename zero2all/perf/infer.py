@@ -258,7 +258,7 @@ def random_model(config: ModelConfig, device: torch.device, dtype: str | None = 
     generator = torch.Generator(device).manual_seed(SEED)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
-            parameter.normal_(0.0, config.init_std, generator=generator)
+            parameter.normal_(0.0, config.matrix_std, generator=generator)
         else:
             parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
     return model

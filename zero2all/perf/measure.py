@@ -200,14 +200,14 @@ def random_state(config: RunConfig, ops: Ops, device: torch.device, tensor: Axis
     model.to(DTYPES[config.train.precision]).to_empty(device=device)
     model.cos, model.sin = rope_tables(config.model, config.model.max_seq_len, device)
     generator = torch.Generator(device).manual_seed(SEED)
-    into_residual = config.model.init_std / math.sqrt(2 * config.model.layers)
+    into_residual = config.model.matrix_std / math.sqrt(2 * config.model.layers)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
                 continue
             small = name.endswith(INTO_RESIDUAL)
-            parameter.normal_(0.0, into_residual if small else config.model.init_std, generator=generator)
+            parameter.normal_(0.0, into_residual if small else config.model.matrix_std, generator=generator)
     return new_state(model.train(), config.optim, DTYPES[config.train.precision])
 
 

@@ -490,13 +490,13 @@ def make_case(name: str, config: ModelConfig, B: int, T: int, device: torch.devi
             return Case([normal(B, T, heads, D) for heads in (Hq, Hk, Hk)], attention)
         case "linear":
             rows, columns = linear_shapes(config)[part]
-            inputs = [normal(B, T, columns), normal(rows, columns, std=config.init_std)]
+            inputs = [normal(B, T, columns), normal(rows, columns, std=config.matrix_std)]
             return Case(inputs, lambda function, given: (function(given[0], given[1], None),), gathers_into_main=True)
         case "embedding":
             # Zipf-distributed, as `zero2all.limits.floors.distinct_ids` assumes: in text, a few ids are much of it.
             ids = ((config.vocab_ids + 1.0) ** torch.rand((B, T), dtype=torch.float64, device=device)).long() - 1
             tokens = ids.clamp(max=config.vocab_ids - 1)
-            inputs = [normal(config.vocab_rows, C, std=config.init_std)]
+            inputs = [normal(config.vocab_rows, C, std=config.matrix_std)]
             return Case(inputs, lambda function, given: (function(tokens, given[0]),), gathers_into_main=True)
         case "cross_entropy":
             wanted = targets()
@@ -508,6 +508,6 @@ def make_case(name: str, config: ModelConfig, B: int, T: int, device: torch.devi
                 wide = torch.promote_types(given[0].dtype, torch.float32)
                 return (function(*given, wanted, shares.to(wide), config.vocab_ids, 0.0)[0],)
 
-            inputs = [normal(B * T, C), normal(config.vocab_rows, C, std=config.init_std)]
+            inputs = [normal(B * T, C), normal(config.vocab_rows, C, std=config.matrix_std)]
             return Case(inputs, loss, gathers_into_main=True)
     raise ValueError(f"there is no case for the operator {name!r}")

@@ -161,7 +161,7 @@ class _Run:
 def _random_state(config: RunConfig, world: World, ops: Any) -> TrainState:
     """A new run whose weights are drawn on the device, which is faster than those that a seed gives a run."""
     state = empty_state(config, world, ops)
-    small = config.model.init_std / math.sqrt(2 * config.model.layers)
+    small = config.model.matrix_std / math.sqrt(2 * config.model.layers)
     with state.weights.masters_between_steps() as masters, torch.no_grad():
         for name, part in masters.items():
             values = part.values
@@ -170,7 +170,7 @@ def _random_state(config: RunConfig, world: World, ops: Any) -> TrainState:
             elif name.endswith(".bias"):
                 values.zero_()
             else:
-                _fill(values, small if name.endswith(INTO_RESIDUAL) else config.model.init_std)
+                _fill(values, small if name.endswith(INTO_RESIDUAL) else config.model.matrix_std)
     state.weights.updated()
     compile_model(state.model)
     return state

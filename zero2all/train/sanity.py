@@ -38,13 +38,13 @@ HIGH_LAST_LOSS = 2.0
 def expected_first_loss(model: ModelConfig) -> tuple[float, float]:
     """The range in which the loss of a new model lies, in nats per token.
 
-    Logits of a new model are normal with deviation s = init_std * sqrt(hidden_size), so the softmax has ln(V) + s^2 / 2
+    Logits of a new model are normal with deviation s = head_std * sqrt(hidden_size), so the softmax has ln(V) + s^2 / 2
     nats; a batch scatters around that by some part of s. With tied embeddings a token's own logit can be as large as
-    init_std * hidden_size, because the output of a new model is still close to its input.
+    head_std * hidden_size, because the output of a new model is still close to its input.
     """
-    deviation = model.init_std * math.sqrt(model.hidden_size)
+    deviation = model.head_std * math.sqrt(model.hidden_size)
     middle = math.log(model.vocab_ids) + deviation**2 / 2
-    highest = np.logaddexp(middle, model.init_std * model.hidden_size) if model.tied_embeddings else middle
+    highest = np.logaddexp(middle, model.head_std * model.hidden_size) if model.tied_embeddings else middle
     scatter = 0.1 + deviation / 2
     return middle - scatter - deviation**2 / 2, float(highest) + scatter
 
@@ -85,7 +85,7 @@ def check_first_loss(loss: float, model: ModelConfig) -> list[str]:
         cause = "Probable causes: model.init_std is far too large, or a kernel is wrong (try ops.* eager)."
     elif loss > highest:
         cause = (
-            f"Probable causes: model.init_std ({model.init_std:g}) is too large for a width of {model.hidden_size}, or "
+            f"Probable causes: model.init_std ({model.head_std:g}) is too large for a width of {model.hidden_size}, or "
             f"the weights are not the initial ones."
         )
     else:

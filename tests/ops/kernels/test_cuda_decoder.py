@@ -81,6 +81,12 @@ def test_logits_and_cache_are_those_of_the_plain_pass(device, dtype, positions):
     Pair(device, new_weights(device, dtype), positions).assert_agree(TOLERANCE[dtype])
 
 
+def test_so_are_those_of_a_model_with_qk_norm_also_in_8_bits(device):
+    weights = new_weights(device, torch.float32, dataclasses.replace(SMALL, qk_norm=True))
+    Pair(device, weights, [5, 16]).assert_agree(TOLERANCE[torch.float32])
+    Pair(device, quantise(weights), [5]).assert_agree(1e-5)
+
+
 @pytest.mark.usefixtures("no_bucket_is_small")
 @dtypes(torch.float32, torch.bfloat16)
 def test_large_batches_use_matmuls(device, dtype):

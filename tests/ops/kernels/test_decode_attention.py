@@ -14,6 +14,7 @@ from zero2all.ops.kernels.decode_attention import (
     attention_tiles,
     decode_attention,
 )
+from zero2all.ops.rope import QkNorm
 
 PLACES = 4
 LENGTH = 64
@@ -39,6 +40,7 @@ class Case:
         self.qkv = random(batch, (heads + 2 * kv_heads) * width, seed=2)
         angles = torch.arange(LENGTH)[:, None] / 10.0 ** torch.linspace(0, 2, width // 2)[None, :]
         self.cos, self.sin = angles.cos(), angles.sin()
+        self.norm: QkNorm | None = None
 
     def run(self, tiles: AttentionTiles) -> tuple[Tensor, Tensor, Tensor, AttentionScratch]:
         """The kernel: its output, and the cache after it."""
@@ -51,7 +53,8 @@ class Case:
         cos, sin, tables, positions = (
             each.to(self.device) for each in (self.cos, self.sin, self.tables, self.positions)
         )
-        decode_attention(qkv, cos, sin, keys, values, tables, positions, out, scratch, tiles)
+        norm = self.norm and QkNorm(*(each.to(self.device, self.dtype) for each in self.norm[:2]), self.norm.eps)
+        decode_attention(qkv, cos, sin, keys, values, tables, positions, out, scratch, tiles, norm=norm)
         return out, keys, values, scratch
 
     def reference(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,7 +63,13 @@ class Case:
         keys, values, rows = self.keys.clone(), self.values.clone(), []
         for number, position in enumerate(self.positions.tolist()):
             each = self.qkv[number].view(-1, width)
-            query, key = self._turned(each[:heads], position), self._turned(each[heads : heads + kv_heads], position)
+            query, key = each[:heads], each[heads : heads + kv_heads]
+            if self.norm is not None:
+                query, key = (
+                    part * (part.square().mean(-1, keepdim=True) + self.norm.eps) ** -0.5 * weight
+                    for part, weight in ((query, self.norm.query), (key, self.norm.key))
+                )
+            query, key = self._turned(query, position), self._turned(key, position)
             block, place = int(self.tables[number, position // PLACES]), position % PLACES
             keys[block, place], values[block, place] = key, each[heads + kv_heads :]
             table = self.tables[number].long()
@@ -93,6 +102,13 @@ def test_attention_over_sequences_of_every_length(device, tiles):
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 16), (3, 3, 8), (2, 1, 24)], ids=str)
 def test_heads_of_every_shape(device, dtype, heads, kv_heads, width):
     assert_exact(Case([5, 40], heads, kv_heads, width, dtype, device), SPLITS["splits"])
+
+
+@splits
+def test_query_and_key_are_normalised_where_the_model_does_so(device, tiles):
+    case = Case([0, 5, 40], 4, 2, 24, torch.float32, device)
+    case.norm = QkNorm(random(24, seed=6), random(24, seed=7), 0.01)
+    assert_exact(case, tiles)
 
 
 @splits

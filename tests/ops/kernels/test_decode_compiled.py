@@ -1,5 +1,6 @@
-"""The kernels of decoding compile for a Hopper GPU. The interpreter takes code that the compiler does not: variables
-that change their type in a loop, for example. No GPU is needed, only another process, without the interpreter."""
+"""The kernels of decoding and of rotary positions compile for a Hopper GPU. The interpreter takes code that the
+compiler does not: variables that change their type in a loop, for example. No GPU is needed, only another process,
+without the interpreter."""
 
 import os
 import subprocess
@@ -13,28 +14,34 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from zero2all.ops.kernels import decode_attention, decode_greedy, decode_linear
+from zero2all.ops.kernels import decode_attention, decode_greedy, decode_linear, rope
 
 FLOATS = {name: "*fp32" for name in ("cos", "sin", "parts", "weights", "scales", "logits", "best")}
 WHOLE = {name: "*i32" for name in ("tables", "positions", "arrived", "ids", "tokens")} | {"never": "*i1"}
 NUMBERS = {name: "i32" for name in ("table_stride", "limit", "rows", "inputs", "width")}
 NUMBERS |= {"scale": "fp32", "eps": "fp32"}
 
-def compile_kernel(kernel, weight="*bf16", **constants):
-    kinds = FLOATS | WHOLE | NUMBERS | {"weight": weight}
+def compile_kernel(kernel, weight="*bf16", kinds={}, word="griddepcontrol.wait", **constants):
+    kinds = FLOATS | WHOLE | NUMBERS | {"weight": weight} | kinds
     signature = {name: "constexpr" if name in constants else kinds.get(name, "*bf16") for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
-    assert "griddepcontrol.wait" in compiled.asm["ptx"]
+    assert word in compiled.asm["ptx"]
 
 SHAPE = {"COLUMNS": 96, "NORM": True, "SWIGLU": True, "ADD": False, "OVERLAP": True, "ROWS": 16, "BLOCK": 64}
 compile_kernel(decode_linear._one_row, **SHAPE, SCALED=False)
 compile_kernel(decode_linear._few_rows, "*i8", **SHAPE, SCALED=True, INPUTS=16)
 compile_kernel(
     decode_attention._attend, QUERY_HEADS=6, KEY_HEADS=2, WIDTH=24, PLACES=16, SPLITS=4, LEAST=32, OVERLAP=True,
-    GROUP=16, TOKENS=32, BLOCK=32,
+    NORM=True, GROUP=16, TOKENS=32, BLOCK=32,
 )
 compile_kernel(decode_greedy._greedy, PARTS=4, OVERLAP=True, BLOCK=1024)
+counts = [name for name in rope._gather_turned_back.arg_names if name.split("_")[-1] in ("batch", "head", "time")]
+counts += ["length", "period", "row_stride", "out_stride", "query_heads", "shared_heads", "turned_heads", "half"]
+ROPE = dict.fromkeys(counts, "i32") | {"query_parts": "*fp32", "key_parts": "*fp32"}
+for norm in (False, True):
+    for kernel in (rope._turn_in_place, rope._gather_turned_back):
+        compile_kernel(kernel, kinds=ROPE, word="st.global", NORM=norm, HEADS=64, HALF=64)
 print("compiled")
 """
 

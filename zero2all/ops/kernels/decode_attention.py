@@ -1,9 +1,9 @@
 """Attention of one new token per sequence over a cache of blocks, in one kernel.
 
-It reads a row of the qkv projection, turns query and key by their position, writes key and value to the cache, and
-mixes the values of all positions up to the new one. The positions of a sequence are shared out evenly to `splits`
-programs per key head, each with all query heads of that head. How many of them have work depends on the length, which
-the kernel reads on the device; the rest end at once. So one recorded launch fits every length.
+It reads a row of the qkv projection, normalises (qk_norm) and turns query and key by their position, writes key and
+value to the cache, and mixes the values of all positions up to the new one. The positions of a sequence are shared out
+evenly to `splits` programs per key head, each with all query heads of that head. How many of them have work depends on
+the length, which the kernel reads on the device; the rest end at once. So one recorded launch fits every length.
 
 A program asks for its first keys and values before the kernel ahead of it, the qkv projection, is over
 (`wait_for_earlier_kernels`). So positions, tables and earlier keys must not come from that kernel or, of several that
@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zero2all.ops.kernels.launch import overlapped, processors, wait_for_earlier_kernels
+from zero2all.ops.rope import QkNorm
 
 LEAST_DOT = 16
 """The smallest side of a tile that the tensor cores take."""
@@ -37,8 +38,9 @@ LONG = 4096
 
 
 @triton.jit
-def _turned(heads, cos, sin, half, BLOCK: tl.constexpr):
-    """The head vectors at `heads` (n, 1), turned: dimension d with d + half. (n, BLOCK)."""
+def _turned(heads, cos, sin, gain, half, eps, NORM: tl.constexpr, BLOCK: tl.constexpr):
+    """The head vectors at `heads` (n, 1), turned: dimension d with d + half. (n, BLOCK). With NORM, normalised first,
+    with the weights `gain`."""
     d = tl.arange(0, BLOCK)
     inside = d < 2 * half
     is_first = d < half
@@ -48,6 +50,10 @@ def _turned(heads, cos, sin, half, BLOCK: tl.constexpr):
     s = tl.load(sin + angle, mask=inside, other=0.0)
     own = tl.load(heads + d[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
     other = tl.load(heads + partner[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
+    if NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(own * own, axis=1) / (2 * half) + eps)[:, None]
+        own = own * scale * tl.load(gain + d, mask=inside, other=0.0).to(tl.float32)[None, :]
+        other = other * scale * tl.load(gain + partner, mask=inside, other=0.0).to(tl.float32)[None, :]
     return own * c[None, :] + other * tl.where(is_first, -s, s)[None, :]
 
 
@@ -67,7 +73,7 @@ def _load_tokens(
 
 @triton.jit
 def _write_new(
-    of_row, cos, sin, keys, values, table, position, limit, head, is_written,
+    of_row, cos, sin, key_gain, keys, values, table, position, limit, eps, head, is_written, NORM: tl.constexpr,
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Key and value of the new token of a row (1, BLOCK), the key turned; written to the cache if `is_written`."""
@@ -75,7 +81,8 @@ def _write_new(
     one = tl.arange(0, 1)[:, None]
     place = tl.minimum(position, limit - 1)
     angle = place.to(tl.int64) * (WIDTH // 2)
-    key = _turned(of_row + (QUERY_HEADS + head + one) * WIDTH, cos + angle, sin + angle, WIDTH // 2, BLOCK)
+    row_of_key = of_row + (QUERY_HEADS + head + one) * WIDTH
+    key = _turned(row_of_key, cos + angle, sin + angle, key_gain, WIDTH // 2, eps, NORM, BLOCK)
     key = key.to(of_row.dtype.element_ty)  # rounded as the projection is
     value = tl.load(
         of_row + (QUERY_HEADS + KEY_HEADS + head + one) * WIDTH + d[None, :], mask=(d < WIDTH)[None, :], other=0.0
@@ -90,22 +97,22 @@ def _write_new(
 
 @triton.jit
 def _write(
-    qkv, cos, sin, keys, values, tables, positions, table_stride, limit,
+    qkv, cos, sin, key_gain, keys, values, tables, positions, table_stride, limit, eps, NORM: tl.constexpr,
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + row).to(tl.int32)
     of_row = qkv + row * (QUERY_HEADS + 2 * KEY_HEADS) * WIDTH
     _write_new(
-        of_row, cos, sin, keys, values, tables + row * table_stride, position, limit, tl.program_id(1), True,
-        QUERY_HEADS, KEY_HEADS, WIDTH, PLACES, BLOCK,
+        of_row, cos, sin, key_gain, keys, values, tables + row * table_stride, position, limit, eps,
+        tl.program_id(1), True, NORM, QUERY_HEADS, KEY_HEADS, WIDTH, PLACES, BLOCK,
     )  # fmt: skip
 
 
 @triton.jit
 def _attend(
-    qkv, cos, sin, keys, values, tables, positions, out, parts, weights, arrived,
-    table_stride, limit, scale,
+    qkv, cos, sin, query_gain, key_gain, keys, values, tables, positions, out, parts, weights, arrived,
+    table_stride, limit, eps, scale, NORM: tl.constexpr,
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, PLACES: tl.constexpr,
     SPLITS: tl.constexpr, LEAST: tl.constexpr, OVERLAP: tl.constexpr,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
@@ -134,13 +141,14 @@ def _attend(
     angle = tl.minimum(position, limit - 1).to(tl.int64) * (WIDTH // 2)
     of_row = qkv + row * (QUERY_HEADS + 2 * KEY_HEADS) * WIDTH
     own = tl.minimum(group, PER_KEY - 1)  # rows beyond the last query head compute it again, and are not written
-    query = _turned(of_row + (head * PER_KEY + own)[:, None] * WIDTH, cos + angle, sin + angle, WIDTH // 2, BLOCK)
+    queries = of_row + (head * PER_KEY + own)[:, None] * WIDTH
+    query = _turned(queries, cos + angle, sin + angle, query_gain, WIDTH // 2, eps, NORM, BLOCK)
     query = query.to(kind)  # rounded as the projection is
 
     # The new token, from the row itself: the last split takes it, and writes it to the cache.
     takes_new = split == busy - 1
     new_key, new_value = _write_new(
-        of_row, cos, sin, keys, values, table, position, limit, head, takes_new,
+        of_row, cos, sin, key_gain, keys, values, table, position, limit, eps, head, takes_new, NORM,
         QUERY_HEADS, KEY_HEADS, WIDTH, PLACES, BLOCK,
     )  # fmt: skip
     new_score = tl.sum(query.to(tl.float32) * new_key.to(tl.float32), axis=1) * scale
@@ -233,26 +241,28 @@ def decode_attention(
     scratch: AttentionScratch,
     tiles: AttentionTiles,
     writes_first: bool = False,
+    norm: QkNorm | None = None,
 ) -> None:
     """Rows of the qkv projection (B, (Hq + 2 Hk) D) at `positions` (B,), the cache of a layer (blocks, places, Hk, D)
     and the blocks of each sequence (B, n) -> out (B, Hq D). cos and sin are (length, D / 2) in float32. A position
     beyond the table or the length is not written, and its output means nothing. `writes_first`: some rows belong to the
-    same sequence, so all keys and values are written before one is read."""
+    same sequence, so all keys and values are written before one is read. `norm`: of query and key heads."""
     batch = len(qkv)
     _, places, kv_heads, width = keys.shape
     heads = out.shape[1] // width
     limit = min(len(cos), tables.shape[1] * places)
     sizes = {"QUERY_HEADS": heads, "KEY_HEADS": kv_heads, "WIDTH": width, "PLACES": places}
-    sizes["BLOCK"] = max(LEAST_DOT, triton.next_power_of_2(width))
+    sizes |= {"BLOCK": max(LEAST_DOT, triton.next_power_of_2(width)), "NORM": norm is not None}
+    query_gain, key_gain, eps = norm or (qkv, qkv, 0.0)
     overlap = overlapped(qkv.device)
     if writes_first:
         overlap = {"OVERLAP": False}  # the earlier keys are what the kernel ahead writes
         _write[(batch, kv_heads)](
-            qkv, cos, sin, keys, values, tables, positions, tables.stride(0), limit, **sizes, num_warps=1
+            qkv, cos, sin, key_gain, keys, values, tables, positions, tables.stride(0), limit, eps, **sizes, num_warps=1
         )
     _attend[(batch, kv_heads, tiles.splits)](
-        qkv, cos, sin, keys, values, tables, positions, out, scratch.parts, scratch.weights, scratch.arrived,
-        tables.stride(0), limit, LOG2_E * width**-0.5, **sizes, SPLITS=tiles.splits, LEAST=tiles.least,
-        GROUP=max(LEAST_DOT, triton.next_power_of_2(heads // kv_heads)), TOKENS=tiles.tokens,
+        qkv, cos, sin, query_gain, key_gain, keys, values, tables, positions, out, scratch.parts, scratch.weights,
+        scratch.arrived, tables.stride(0), limit, eps, LOG2_E * width**-0.5,
+        **sizes, SPLITS=tiles.splits, LEAST=tiles.least, GROUP=max(LEAST_DOT, triton.next_power_of_2(heads // kv_heads)), TOKENS=tiles.tokens,
         num_warps=tiles.warps, num_stages=1, **overlap,
     )  # fmt: skip

@@ -380,7 +380,7 @@ def _moe(setting: Setting, tokens: int) -> tuple[Call, Call]:
     model, device = setting.model, setting.device
     block = MixtureOfExperts(model, model.layers - 1, setting.ops, None).to(device, setting.dtype)
     for parameter in block.parameters():
-        torch.nn.init.normal_(parameter, 0.0, model.init_std)
+        torch.nn.init.normal_(parameter, 0.0, model.matrix_std)
         gather_into_main(parameter)
     block.router.clear(device)
     x = torch.randn(1, tokens, model.hidden_size, device=device).to(setting.dtype).requires_grad_()
