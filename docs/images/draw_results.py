@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 
 from zero2all.common.files import read_json
 from zero2all.evals.options import report_path
-from zero2all.evals.perplexity import all_rows
+from zero2all.train.validate import all_rows
 from zero2all.evals.probes import run_probes, summarize
 from zero2all.infer.boundary import opening_id
 from zero2all.infer.engine import Engine

@@ -11,7 +11,6 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.records import iter_records, training_text
 from zero2all.evals.perplexity import (
     Windows,
-    all_rows,
     file_bits_per_byte,
     held_out_bits_per_byte,
     held_out_rows,
@@ -22,7 +21,7 @@ from zero2all.evals.text_files import read_text, text_files
 from zero2all.infer.engine import Engine
 from zero2all.packed.layout import packed_sources
 from zero2all.track.reader import read_run
-from zero2all.train.validate import held_out_losses, open_valid_splits
+from zero2all.train.validate import all_rows, held_out_losses, open_valid_splits
 
 
 def nats_of(loaded, text, stride=0):

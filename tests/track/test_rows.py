@@ -107,6 +107,13 @@ def test_any_name_of_a_metric_survives(name):
     assert assert_same(lines).metrics[name][1].tolist() == [step / 3 for step in range(60)]
 
 
+@pytest.mark.parametrize("rows_before", [3, 60])
+def test_a_row_with_a_negative_step_is_left_out(rows_before):
+    """It would count as the newest."""
+    lines = [*(row(step, {"loss": 1.0}) for step in range(rows_before)), row(-1, {"loss": 9.0})]
+    assert assert_same(lines).step.tolist() == [*range(rows_before)]
+
+
 DAMAGE = [
     b"",
     b"   ",

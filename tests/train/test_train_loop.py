@@ -16,22 +16,23 @@ from zero2all.common.errors import AnomalyError, BadInputError, RunLockedError, 
 from zero2all.common.files import crc32c_of
 from zero2all.config import load_config
 from zero2all.config.training import EvalConfig
+from zero2all.infer.load import load_run
 from zero2all.limits.flops import flops_per_token
 from zero2all.packed.layout import open_split
 from zero2all.parallel.world import World
 from zero2all.track.reader import find_runs, read_run
 from zero2all.train import step as step_module
 from zero2all.train.checkpoints.find import newest_checkpoint
-from zero2all.train.checkpoints.layout import list_checkpoints
-from zero2all.train.checkpoints.manifest import OWN_FIELDS, manifest_bytes
+from zero2all.train.checkpoints.layout import list_checkpoints, step_of
+from zero2all.train.checkpoints.manifest import OWN_FIELDS, manifest_bytes, read_manifest
 from zero2all.train.checkpoints.run_lock import hold_run
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.loop import TrainingLoop
 from zero2all.train.run import train
-from zero2all.train.sanity import check_last_loss, expected_first_loss
+from zero2all.train.sanity import check_last_loss, expected_first_loss, risen_loss
 from zero2all.train.saved_config import load_run_config
 from zero2all.train.setup import prepare
-from zero2all.train.validate import held_out_losses, open_valid_splits
+from zero2all.train.validate import held_out_losses, open_valid_splits, valid_sources
 
 
 def steps_of(run):
@@ -153,6 +154,65 @@ def test_general_text_above_2_at_the_planned_end_is_noted_and_code_is_not(finish
     (note,) = check_last_loss({**losses, "eval/valid/loss/en": 14.0}, config)
     assert f"above that of an untrained model, at most {expected_first_loss(config.model)[1]:.2f}: en 14.00" in note
     assert "lower optim.lr_max (now 0.5)" in note
+
+
+def test_a_checkpoint_has_its_held_out_loss_and_the_lowest_one_stays(work, config):
+    """A rate that grows too high: the held-out loss falls first, then rises. All displays take what was recorded."""
+    settings = config(
+        train={"steps": 12},
+        optim={"lr_max": 0.02},
+        schedule={"kind": "constant"},
+        checkpoint={"every_steps": 2},
+        eval={"every_steps": 2},
+        stages=[{"name": "hot", "from_step": 4, "schedule": {"lr_max": 20.0, "warmup_steps": 8}}],
+    )
+    notes: list[str] = []
+    summary = train(settings, work, say=notes.append)
+    run, losses = work.run("run"), read_run(work.run("run")).series["eval/valid/loss"]
+    values = dict(zip(losses.step.tolist(), losses.value.tolist(), strict=True))
+    best = min(values, key=values.get)
+    assert best < 10, "the loss rises before the end"
+    assert steps_of(run) == [12, 10, best]
+    for folder in list_checkpoints(run):
+        kept = read_manifest(folder)["held_out"]
+        assert kept["loss"] == values[step_of(folder)]
+        assert kept["tokens"] == sum(found["tokens"] for found in kept["channels"].values())
+    assert summary.held_out["eval/valid/loss"] == values[12]
+    rise = values[12] - values[best]
+    said = (
+        f"held-out loss was lowest at step {best} ({values[best]:.4f}). It has risen since by {rise:.4f}: stop earlier"
+    )
+    assert any(said in note for note in notes), notes
+    warnings = [event.data["problem"] for event in read_run(run).events if event.kind == "warning"]
+    assert any(said in problem for problem in warnings), "the board shows it"
+    assert not any("train it longer" in note for note in notes)
+    assert (load_run(work, "run", "best").step, load_run(work, "run").step) == (best, 12)
+    again: list[str] = []
+    assert train(settings, work, say=again.append).held_out == summary.held_out
+    assert any(said in note for note in again), "the lowest loss is in the checkpoint"
+
+
+def test_the_advice_to_train_longer_is_not_given_when_the_loss_has_risen():
+    config = load_config("quickstart", ["--model.vocab_size=1000"])
+    losses = {"eval/valid/loss/en": 3.0}
+    assert "train it longer" in check_last_loss(losses, config)[0]
+    assert check_last_loss(losses, config, can_train_longer=False) == []
+    assert risen_loss((357, 2.9), 3.0) == [
+        "held-out loss was lowest at step 357 (2.9000). It has risen since by 0.1000: stop earlier, use more text, or "
+        "more weight decay or dropout."
+    ]
+    assert risen_loss((357, 2.99), 3.0) == risen_loss(None, 3.0) == []
+
+
+def test_sources_that_the_run_does_not_read_are_not_in_its_held_out_loss(work, config):
+    """`z2a eval` scored all packed sources, training those of its mixture: two values for one checkpoint."""
+    settings = config(data={"mixture": {"en": 1}}, train={"steps": 3})
+    assert valid_sources(work.packed, settings) == ["en"]
+    assert valid_sources(work.packed, config(stages=[{"name": "s", "from_step": 1, "mixture": {"zh": 1}}])) == [
+        "en",
+        "zh",
+    ]
+    assert valid_sources(work.packed, config(data={"mixture": None})) == ["en", "zh"]
 
 
 @pytest.mark.parametrize("samples", [2, 3, 8])

@@ -236,6 +236,29 @@ def test_a_step_beyond_its_limits_is_refused_and_leaves_no_trace(config, limits)
     assert_same_bits(copies(state), copies(other))
 
 
+def test_a_loss_and_a_norm_that_only_few_rows_raise_are_not_refused(config):
+    """The device refuses a high loss only where it is also high without the highest quarter of the rows."""
+    settings = config(model=NO_DROPOUT, train={"tokens_per_step": 256})
+    state, batch = make_state(settings), make_batch()
+    rare = batch.tokens[:2].copy()
+    batch.tokens[:] = 5  # text that is easily learned
+    for _ in range(12):
+        train_step(state, batch, settings)
+    usual = train_step(state, batch, settings)
+    assert usual.core_loss == pytest.approx(usual.loss)
+    limits = Limits(loss=2 * usual.loss, core_loss=2 * usual.loss)
+    batch.tokens[:2] = rare
+    few = train_step(state, batch, settings, StepPlan(0.0, limits))
+    assert few.updated
+    assert few.core_loss < limits.loss < few.loss
+    long = limits._replace(grad_norm=few.grad_norm / 2)
+    assert not train_step(state, batch, settings, StepPlan(0.0, long)).updated
+    explained = long._replace(excess=(few.loss - few.core_loss) / 2)  # the rows that stand out explain the norm
+    assert train_step(state, batch, settings, StepPlan(0.0, explained)).updated
+    batch.tokens[2:4] = rare
+    assert not train_step(state, batch, settings, StepPlan(0.0, limits)).updated
+
+
 def test_clipping_shortens_a_long_gradient_and_the_norm_is_its_length_before(config):
     def first_step(longest):
         settings = config(model=NO_DROPOUT, train={"tokens_per_step": 256}, optim={"clip_grad_norm": longest})

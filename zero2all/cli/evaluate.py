@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.benchmarks import add_data, files_of, look_for, made_tasks, named_tasks, names
-from zero2all.cli.runs import add_run_name
+from zero2all.cli.runs import STEP, add_run_name, step_or_best
 from zero2all.cli.verb import Subparsers, add_flags, add_group, add_verb, add_work, real, whole, workspace_of
 from zero2all.common.language import translate as t
 
@@ -61,7 +61,7 @@ def _register_run(inner: Subparsers) -> None:
     )
     add_run_name(parser)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=whole(0), metavar="N", help="checkpoint to use (default: the newest)")
+    which.add_argument("--step", type=step_or_best, metavar="N|best", help=STEP[-1])
     which.add_argument(
         "--all-steps",
         action="store_true",
@@ -347,7 +347,7 @@ def _register_harness(inner: Subparsers) -> None:
         "--tasks", type=names, required=True, metavar="NAMES", help="names of tasks, separated by commas"
     )
     parser.add_argument("--include", type=Path, metavar="DIR", help="folder with tasks that lm-eval does not have")
-    parser.add_argument("--step", type=whole(0), metavar="N", help="checkpoint to use (default: the newest)")
+    add_flags(parser, STEP)
     parser.add_argument("--shots", type=whole(0), metavar="N", help="examples in a prompt (default: as the task says)")
     parser.add_argument("--limit", type=whole(1), metavar="N", help="only the first N items of each task")
 

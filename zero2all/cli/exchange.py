@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from zero2all.cli.runs import add_run_name
-from zero2all.cli.verb import Subparsers, add_flags, add_output, add_verb, add_work, whole, workspace_of
+from zero2all.cli.runs import STEP, add_run_name
+from zero2all.cli.verb import Subparsers, add_flags, add_output, add_verb, add_work, workspace_of
 from zero2all.common.language import translate as t
 
 
@@ -24,7 +24,7 @@ def register(verbs: Subparsers) -> None:
     dtype = "dtype of the weights (default: that of an imported model, else float32)"
     add_flags(
         export,
-        ("--step N", whole(0), None, "checkpoint to use (default: the newest)"),
+        STEP,
         ("--dtype", ("float32", "bfloat16", "float16"), None, dtype),
     )
 

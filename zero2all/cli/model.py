@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero2all.cli.runs import add_optional_run
+from zero2all.cli.runs import STEP, add_optional_run
 from zero2all.cli.verb import add_flags, count, real, whole, workspace_of, workspaces_below
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     dtype = "precision of weights and computation (default: bfloat16 on a GPU, float32 on the CPU)"
     add_flags(
         parser,
-        ("--step N", whole(0), None, "checkpoint to use (default: the newest)"),
+        STEP,
         ("--device NAME", str, None, "auto, cpu, cuda or cuda:1 (default auto: a GPU where there is one)"),
         ("--dtype", ("float32", "bfloat16", "float16"), None, dtype),
         ("--int8", bool, False, "keep the weights of linear layers in 8 bits: less memory, slightly worse"),

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.verb import Subparsers, add_verb, add_work, workspace_of
+from zero2all.cli.verb import Subparsers, add_verb, add_work, whole, workspace_of
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
 
@@ -25,6 +25,19 @@ RUN_HELP = (
 NAMED_RUNS = 10
 LOCK_NAME = "lock"
 """Empty once the process that trains has let go of the run."""
+
+
+def step_or_best(text: str) -> int | str:
+    """A type for add_argument: a step, or `best`."""
+    return text if text == "best" else whole(0)(text)
+
+
+STEP = (
+    "--step N|best",
+    step_or_best,
+    None,
+    "checkpoint to use: its step, or best: the one with the lowest held-out loss (default: the newest)",
+)
 
 
 @dataclass(frozen=True)

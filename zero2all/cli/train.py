@@ -197,6 +197,7 @@ def _watch(config: RunConfig, workspace: Workspace) -> Watch:
 def _train_here(arguments: argparse.Namespace, config: RunConfig, workspace: Workspace) -> int:
     from zero2all.parallel.launch import command_started
     from zero2all.train.run import train
+    from zero2all.train.validate import held_out_in_words
 
     summary = train(
         config,
@@ -216,6 +217,8 @@ def _train_here(arguments: argparse.Namespace, config: RunConfig, workspace: Wor
         return 0  # the rest is printed by rank 0
     if summary.first_loss_seconds is not None:
         print("  " + t(f"{summary.first_loss_seconds:.1f} s from the start of the command to the first loss"))
+    if summary.held_out_scores:
+        print("  " + t(held_out_in_words(summary.held_out_scores, config.data)))
     for name, value in summary.held_out.items():
         print(f"  {name:<28} {value:.4f}")
     return 0

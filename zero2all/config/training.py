@@ -309,6 +309,9 @@ class CheckpointConfig:
     """Newest checkpoints that are kept."""
     keep_every_steps: NaturalInt = 0
     """Checkpoints at multiples of this are never deleted; 0 keeps none beyond keep_last."""
+    keep_best: bool = True
+    """Also keep the checkpoint with the lowest held-out loss, of those that are validated when they are saved; verbs
+    take it with --step best."""
     when_busy: Literal["wait", "skip"] = "wait"
     """When a save is due and the previous one is still being written: wait for it, or skip this save."""
 
@@ -319,7 +322,7 @@ class EvalConfig:
 
     every_steps: NaturalInt = 500
     """Evaluate after this many steps, and at the end; 0 evaluates at the end only."""
-    valid_tokens_per_source: PositiveInt = 65536
-    """Held-out tokens scored per source each time; the same ones every time."""
+    valid_tokens_per_source: PositiveInt = 262144
+    """Held-out tokens scored per source each time: whole rows from its start, the same ones every time."""
     batch_samples: PositiveInt = 16
     """Sequences scored at once."""

@@ -19,6 +19,7 @@ from zero2all.evals.probe_file import read_probes
 from zero2all.evals.tasks.list import TaskQuestions
 from zero2all.evals.text_files import text_files
 from zero2all.train.checkpoints.layout import require_checkpoint
+from zero2all.train.checkpoints.retention import Step, chosen_step
 
 OWN_PROBES = Path(__file__).parent / "probes.yaml"
 OWN_PAIRS = Path(__file__).parent / "pairs.yaml"
@@ -105,15 +106,13 @@ def kept_report(run: Path, step: int, options: EvalOptions) -> dict[str, Any] | 
 # ---- before a model is loaded ----
 
 
-def check_inputs(
-    workspace: Workspace, name: str, step: int | None, options: EvalOptions, is_coming: bool = False
-) -> None:
+def check_inputs(workspace: Workspace, name: str, step: Step, options: EvalOptions, is_coming: bool = False) -> None:
     """Raise one error that names everything an evaluation of this run would miss; with `is_coming` it need not have a
     checkpoint yet."""
     if is_coming:
         problems = _problems_of(lambda: workspace.existing_run(name))
     else:
-        problems = _problems_of(lambda: require_checkpoint(workspace.existing_run(name), step))
+        problems = _problems_of(lambda: _check_checkpoint(workspace.existing_run(name), step))
     problems += _problems_of(lambda: read_manifest(workspace.tokenizer, "tokenizer", "z2a tokenizer train"))
     problems += _problems_of(lambda: _check_corpus(workspace.corpus, options))
     if options.probes is not None:
@@ -128,6 +127,10 @@ def check_inputs(
     if problems:
         lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
         raise BadInputError(f"{name} cannot be evaluated. Problems found: {len(problems)}.\n{lines}")
+
+
+def _check_checkpoint(run: Path, step: Step) -> None:
+    require_checkpoint(run, chosen_step(run, step))
 
 
 def _problems_of(check: Callable[[], Any]) -> list[str]:

@@ -1,7 +1,7 @@
 """Bits per byte on held-out text: comparable over tokenizers, channels and models.
 
-`held_out_rows`: the held-out loss of a checkpoint, on the rows that training itself validates on. Every display of it
-takes it from here or from the metrics of the run, which are the same figures.
+`held_out_rows`: the held-out loss of a checkpoint (`train.validate` says what it is). Training records it in the
+checkpoint and in the metrics of the run, so that every display has the same figure.
 
 `held_out_bits_per_byte` by channel, `file_bits_per_byte` by file: every document is scored whole from its beginning, in
 windows of data.seq_len tokens; bits are summed over all tokens including the end of the document, bytes are those of
@@ -13,21 +13,23 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zero2all.common.errors import UsageError
+from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.progress import progress
 from zero2all.common.records import corpus_sources, iter_records, text_template, training_text
 from zero2all.evals.text_files import read_text
 from zero2all.infer.boundary import opening_id
 from zero2all.infer.engine import Engine
-from zero2all.infer.load import LoadedModel
+from zero2all.infer.load import LoadedModel, load_model
 from zero2all.packed.layout import PackedSplit
-from zero2all.track.reader import RunReader
-from zero2all.train.validate import held_out_losses, scored_sizes
+from zero2all.train.checkpoints.layout import checkpoint_folder
+from zero2all.train.checkpoints.manifest import HELD_OUT, read_manifest
+from zero2all.train.validate import Scores, held_out_scores
 
 DOCUMENTS_AT_ONCE = 32
 
@@ -207,36 +209,14 @@ def score_documents(engine: Engine, texts: list[str], windows: Windows, are_whol
     return found
 
 
-def held_out_rows(loaded: LoadedModel, splits: list[PackedSplit], run: Path) -> dict[str, dict[str, float]]:
-    """Per channel, `loss` (nats per token), `bits_per_byte`, `tokens` and `bytes` of the rows that training validates
-    on: what it measured at this checkpoint, or else the same computation now."""
+def held_out_rows(loaded: LoadedModel, splits: Sequence[PackedSplit], run: Path) -> Scores:
+    """The held-out loss of a checkpoint by channel: what training recorded in it, or else the same computation now, in
+    the precision of training."""
     assert loaded.config is not None, "only a run has rows that it validates on"
-    data, config = loaded.config.data, loaded.config.eval
-    sizes = scored_sizes(splits, data, config)
-    metrics = RunReader(run)
-    values: dict[str, float] = {}
-    for name in (f"eval/valid/{kind}/{channel}" for channel in sizes for kind in ("loss", "bpb")):
-        points = metrics.series(name)
-        here = points.value[points.step == loaded.step]
-        values[name] = float(here[-1]) if len(here) else math.nan
-    if not all(map(math.isfinite, values.values())):
-        values = held_out_losses(loaded.model, splits, data, config)
-    return {
-        channel: {
-            "loss": values[f"eval/valid/loss/{channel}"],
-            "bits_per_byte": values[f"eval/valid/bpb/{channel}"],
-            "tokens": tokens,
-            "bytes": size,
-        }
-        for channel, (tokens, size) in sorted(sizes.items())
-    }
-
-
-def all_rows(held_out: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """The same of all channels together: the mean over tokens, and over bytes; nothing where there is none."""
-    tokens, size = (sum(values[name] for values in held_out.values()) for name in ("tokens", "bytes"))
-    if not tokens:
-        return {}
-    loss = sum(values["loss"] * values["tokens"] for values in held_out.values()) / tokens
-    bits = sum(values["bits_per_byte"] * values["bytes"] for values in held_out.values()) / size
-    return {"loss": loss, "bits_per_byte": bits, "tokens": tokens, "bytes": size}
+    with suppress(BadInputError, OSError, KeyError):
+        kept: Scores = read_manifest(checkpoint_folder(run, loaded.step))[HELD_OUT]["channels"]
+        return dict(sorted(kept.items()))
+    if loaded.config.train.precision in ("bfloat16", "float16"):
+        loaded = load_model(str(run), None, loaded.step, loaded.device, loaded.config.train.precision)
+    assert loaded.config is not None, "it is that of the run"
+    return dict(sorted(held_out_scores(loaded.model, [*splits], loaded.config.data, loaded.config.eval).items()))

@@ -15,7 +15,7 @@ from zero2all.evals.contamination import read_contamination
 from zero2all.evals.options import EvalOptions, report_path, write_report
 from zero2all.evals.pair_file import read_pairs
 from zero2all.evals.pairs import compare_pairs, summarize_pairs
-from zero2all.evals.perplexity import Windows, all_rows, file_bits_per_byte, held_out_bits_per_byte, held_out_rows
+from zero2all.evals.perplexity import Windows, file_bits_per_byte, held_out_bits_per_byte, held_out_rows
 from zero2all.evals.probe_file import read_probes
 from zero2all.evals.probes import run_probes, summarize
 from zero2all.evals.rewrites.report import rewrite_figures, rewrite_lines, rewrite_section
@@ -23,10 +23,9 @@ from zero2all.evals.task_report import task_figures, task_lines, task_section
 from zero2all.evals.text_files import text_files
 from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.load import LoadedModel
-from zero2all.packed.layout import packed_sources
 from zero2all.packed.remote import packed_root
 from zero2all.track.writer import Run
-from zero2all.train.validate import open_valid_splits
+from zero2all.train.validate import Scores, all_rows, held_out_in_words, open_valid_splits, valid_sources
 
 PROBE_SCORES = ("accuracy", "probability", "share_among_foils", "logprob")
 PAIR_SCORES = ("accuracy", "nats")
@@ -55,6 +54,8 @@ def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOpt
     if options.held_out:
         report["documents"] = held_out_bits_per_byte(engine, windows, workspace.corpus, options.max_bytes)
         report["held_out"] = _held_out(loaded, workspace)
+        if report["held_out"] and loaded.config is not None:
+            report["held_out_in_words"] = held_out_in_words(report["held_out"], loaded.config.data)
         for channel, values in report["held_out"].items():
             if channel in report["documents"]:
                 values["gzip_bits_per_byte"] = report["documents"][channel]["gzip_bits_per_byte"]
@@ -86,13 +87,13 @@ def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOpt
     return report
 
 
-def _held_out(loaded: LoadedModel, workspace: Workspace) -> dict[str, dict[str, float]]:
+def _held_out(loaded: LoadedModel, workspace: Workspace) -> Scores:
     """The held-out loss of this checkpoint by channel; nothing where its packed data are gone."""
     if loaded.config is None:
         return {}
     try:
         packed = packed_root(workspace.packed, loaded.config.data)
-        splits = open_valid_splits(packed, packed_sources(packed))
+        splits = open_valid_splits(packed, valid_sources(packed, loaded.config))
     except BadInputError:
         return {}
     return held_out_rows(loaded, splits, workspace.run(loaded.name))
@@ -130,7 +131,9 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     """The report for a terminal."""
     lines = [t(f"{report['run']} at step {report['step']}")]
     if report["held_out"]:
-        lines += ["", t("held-out text           loss   bits/byte   gzip -9     tokens      bytes")]
+        if "held_out_in_words" in report:  # an older report does not say
+            lines += ["", t(report["held_out_in_words"])]
+        lines += ["", t("contiguous rows         loss   bits/byte   gzip -9     tokens      bytes")]
         for channel, values in [*report["held_out"].items(), (t("all"), all_rows(report["held_out"]))]:
             gzip = f"{values['gzip_bits_per_byte']:.4f}" if "gzip_bits_per_byte" in values else ""
             lines.append(
@@ -138,11 +141,11 @@ def report_lines(report: dict[str, Any]) -> list[str]:
                 f"{values['tokens']:>10,.0f} {values['bytes']:>10,.0f}"
             )
     if report["documents"]:
-        lines += ["", t("each document whole  bits/byte   gzip -9   documents      bytes")]
+        lines += ["", t("each document whole     loss   bits/byte   gzip -9  documents      bytes")]
     for channel, values in report["documents"].items():
         lines.append(
-            f"  {channel:<18} {values['bits_per_byte']:>9.4f} {values['gzip_bits_per_byte']:>9.4f} "
-            f"{values['documents']:>11,} {values['bytes']:>10,}"
+            f"  {padded(channel, 18)} {values['loss']:>8.4f} {values['bits_per_byte']:>10.4f} "
+            f"{values['gzip_bits_per_byte']:>9.4f} {values['documents']:>10,} {values['bytes']:>10,}"
         )
         lines += _unknown_lines(values)
         if "int8_bits_per_byte" in values:

@@ -35,6 +35,7 @@ from zero2all.tokenizer.load import Tokenizer, load_tokenizer
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import INDEX_NAME, STATE_NAME, checkpoint_folder, require_checkpoint
 from zero2all.train.checkpoints.load import Checkpoint, check_bytes, read_checkpoint, verified_checkpoint
+from zero2all.train.checkpoints.retention import Step, chosen_step
 from zero2all.train.saved_config import CONFIG_FILE, load_run_config, with_vocabulary
 
 READY_OPS = OpsConfig(
@@ -80,10 +81,10 @@ class LoadedModel:
         return {name: part.values for name, part in model_parts(self.model).items()}
 
 
-def load_run(workspace: Workspace, name: str, step: int | None = None) -> LoadedModel:
+def load_run(workspace: Workspace, name: str, step: Step = None) -> LoadedModel:
     """The newest checkpoint of a run, or the one of `step`, in float32; every byte of it is checked."""
     run = workspace.run(name)
-    config = load_run_config(run)
+    config, step = load_run_config(run), chosen_step(run, step)
     checkpoint = newest_checkpoint(run) if step is None else None  # it has more to say about a run that lost them
     if checkpoint is None:
         require_checkpoint(run, step)
@@ -98,7 +99,7 @@ def load_run(workspace: Workspace, name: str, step: int | None = None) -> Loaded
 def load_model(
     source: str,
     workspace: Workspace | None = None,
-    step: int | None = None,
+    step: Step = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
 ) -> LoadedModel:
@@ -174,9 +175,10 @@ def _at(checkpoint: Checkpoint, config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, model=model_at(checkpoint.step, config.model, config.stages))
 
 
-def _run_weights(run: Path, step: int | None, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+def _run_weights(run: Path, step: Step, device: torch.device, dtype: torch.dtype) -> LoadedModel:
     run = run.resolve()
     workspace, config = open_workspace(run.parent.parent), load_run_config(run)
+    step = chosen_step(run, step)
     filled: dict[int, Z2all] = {}
 
     def opened(folder: Path, _: Peers) -> Checkpoint:
@@ -221,7 +223,7 @@ def _loaded_run(
     return LoadedModel(run.name, checkpoint.step, model, tokenizer, config, stored_dtype, tokens, run)
 
 
-def _hf_weights(folder: Path, step: int | None, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+def _hf_weights(folder: Path, step: Step, device: torch.device, dtype: torch.dtype) -> LoadedModel:
     if step is not None:
         raise UsageError(f"{folder} is a Hugging Face folder: it has no step {step}. Leave --step out.")
     opened = open_hf_folder(folder)

@@ -47,6 +47,7 @@ from zero2all.tokenizer.text import TooFewPiecesError
 from zero2all.track.plot import cjk_fonts, plot_run
 from zero2all.track.reader import RunReader
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
+from zero2all.train.checkpoints.retention import best_step
 from zero2all.train.run import train
 
 WORLD_SEED = 1
@@ -203,7 +204,7 @@ def run_journey(
     with timer.stage("train") as done:
         summary = train(config, workspace, accept_changes=accept_changes, say=say, brief=True)
         journey.curve = _held_out_curve(workspace.run(name))
-        journey.best_step = _best_step(workspace.run(name), journey.curve, summary.step)
+        journey.best_step = best_step(workspace.run(name)) or summary.step
         loss = f"held-out loss {journey.curve[-1][1]:.3f}" if journey.curve else "no held-out text"
         done(f"{summary.tokens:,} tokens in {counted(summary.step, 'step')}, {loss}")
     with timer.stage("evaluate") as done:
@@ -294,12 +295,6 @@ def _untrained_probes(workspace: Workspace, config: RunConfig, probes: Path) -> 
 def _held_out_curve(run: Path) -> list[tuple[int, float]]:
     points = RunReader(run).series("eval/valid/loss")
     return list(zip(points.step.tolist(), points.value.tolist(), strict=True))
-
-
-def _best_step(run: Path, curve: list[tuple[int, float]], last: int) -> int:
-    """The checkpoint with the lowest held-out loss; `last` where none was validated."""
-    kept = set(map(step_of, list_checkpoints(run)))
-    return min(((loss, step) for step, loss in curve if step in kept), default=(0.0, last))[1]
 
 
 def _evaluation(loaded: LoadedModel, workspace: Workspace, probes: Path | None) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from zero2all.common.files import write_atomic
 from zero2all.common.language import columns, language, padded
 from zero2all.common.language import translate as t
 from zero2all.common.progress import TEXT_MARKS, human_seconds, terminal_safe
-from zero2all.evals.perplexity import all_rows
 from zero2all.quickstart.journey import SUMMARY_NAME, Journey
+from zero2all.train.validate import all_rows
 
 
 def print_summary(journey: Journey) -> None:
@@ -157,7 +157,8 @@ def _markdown(journey: Journey) -> str:
     parts = [f"# {t('Quickstart')}", _stage_table(journey)]
     parts += [t(f"Cleaning: {line}") for line in journey.losses]
     if journey.evaluation["held_out"]:
-        parts += [f"## {t('Held-out text')}", _channel_table(journey)]
+        parts += [f"## {t('Held-out text')}", *(t(line) for line in outlook(journey))]
+        parts += [t(journey.evaluation.get("held_out_in_words", "")), _channel_table(journey)]
     if journey.before is not None:
         note = t(
             "Each fact is asked in a phrasing that the text never uses for it. A new wording is a phrasing that the "

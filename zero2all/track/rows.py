@@ -180,6 +180,8 @@ def _parse_group(lines: _Lines, numbers: Positions, shape: _Shape, places: list[
         time, *values = (_packed("d", flat[place::width]) for place in (1, *range(3, width)))
     except (ValueError, TypeError, OverflowError, RecursionError, struct.error):
         return None
+    if step.min() < 0:  # such lines are left out, one by one
+        return None
     return _Group(numbers, step, time, tokens, dict(zip(shape.names, values, strict=True)))
 
 
@@ -281,6 +283,8 @@ def read_row(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     if not isinstance(row, dict) or not _is_int64(row.get("step")) or not _is_number(row.get("time")):
+        return None
+    if row["step"] < 0:  # no step of a run: it must not be taken for its newest
         return None
     if "kind" in row:
         is_event = isinstance(row["kind"], str) and isinstance(row.get("data"), dict)

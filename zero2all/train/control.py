@@ -49,7 +49,14 @@ class Control:
         config, world, data = prepared.config, prepared.world, prepared.data
         self._config, self._world, self._metrics, self._run = config, world, metrics, prepared.run
         self._guards = RunGuards(
-            prepared.run, config.guards, config.schedule.warmup_steps, data, config.data.quarantine, fence, world
+            prepared.run,
+            config.guards,
+            config.schedule.warmup_steps,
+            data,
+            config.data.quarantine,
+            fence,
+            world,
+            config.optim.clip_grad_norm,
         )
         self._pages: IncidentWriter | None = None
         self._incidents = 0
@@ -106,6 +113,7 @@ class Control:
             checkpoints,
             result.row_nats,
             result.row_counts,
+            result.core_loss,
         )
         # Shards are judged together, so several may be named at once; each has a page with its own documents.
         named = [finding for finding in seen.findings if "shard" in finding.details]

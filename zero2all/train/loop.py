@@ -15,6 +15,7 @@ shard, a request in the run's folder) is a flag in the figures of the next step,
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -71,11 +72,13 @@ from zero2all.train.sanity import (
     check_last_loss,
     communication_notes,
     memory_notes,
+    risen_loss,
 )
 from zero2all.train.setup import Prepared, load_checkpoint
 from zero2all.train.shard_damage import ShardDamage
 from zero2all.train.step import PendingStep, StepPlan, StepResult, train_step, unfinished_part
 from zero2all.train.stragglers import Stragglers
+from zero2all.train.validate import Scores
 
 LEAST_MISSED_ROUNDS = 0.05
 """Less is not worth a line at the end."""
@@ -93,6 +96,9 @@ class TrainSummary:
     loss: float | None
     channel_losses: dict[str, float]
     held_out: dict[str, float] = field(default_factory=dict)
+    """The held-out loss by the names of its metrics."""
+    held_out_scores: Scores = field(default_factory=dict)
+    """The same by channel, with the tokens that were scored."""
     first_loss_seconds: float | None = None
     """From the start of the command to the first loss of this attempt; None without a step."""
 
@@ -121,7 +127,7 @@ class TrainingLoop:
         self.reports = StepReports(prepared, metrics)
         self.control = Control(prepared, metrics, make_decode, lock.check, self.log.say)
         self.validation = Validation(prepared, self.log)
-        self.saver = CheckpointSaver(prepared, store, self.control, lock, self.log)
+        self.saver = CheckpointSaver(prepared, store, self.control, self.validation, lock, self.log)
         self.replica_doubt = ReplicaDoubt(prepared, store, self.log)
         every_steps = self.config.track.update_ratios_every_steps
         self.update_ratios = UpdateRatios(self.state, self.world, self.log, every_steps)
@@ -170,6 +176,7 @@ class TrainingLoop:
             loss=last.loss if last else None,
             channel_losses=self.reports.by_channel(last) if last else {},
             held_out=self.validation.losses,
+            held_out_scores=self.validation.scores,
             first_loss_seconds=self.first_loss_seconds,
         )
 
@@ -442,7 +449,7 @@ class TrainingLoop:
         self.shard_damage.stop_if_found()
         self.validate()
         if self.state.step >= self.config.train.steps:
-            self.log.say(*check_last_loss(self.validation.losses, self.config))
+            self._note_last_loss()
         if self.state.step > first_step:
             beat("save", self.state.step)
             self.saver.save_now(self.stage_name)
@@ -452,6 +459,14 @@ class TrainingLoop:
             beat("end", self.state.step)
 
     # ---- parts of the moments ----
+
+    def _note_last_loss(self) -> None:
+        """What the held-out loss at the planned end says; a rise is also shown on the board."""
+        losses, lowest = self.validation.losses, self.validation.lowest
+        risen = risen_loss(lowest, losses.get("eval/valid/loss", math.nan))
+        for note in risen:
+            self.log.warn(note)
+        self.log.say(*check_last_loss(losses, self.config, can_train_longer=not risen))
 
     def _say_missed_rounds(self) -> None:
         """How many of the run's tokens are not in the weights, because a group was lost or late."""
@@ -471,7 +486,8 @@ class TrainingLoop:
         keep, last_step = config.checkpoint, prepared.last_step
         existing = [step_of(folder) for folder in list_checkpoints(prepared.run)]
         margin, kept_steps = config.guards.rollback_margin_steps, keep.every_steps * (keep.keep_last - 1)
-        disk = partial(check_disk, prepared.run, Retention(keep.keep_last, keep.keep_every_steps), keep.every_steps)
+        retention = Retention(keep.keep_last, keep.keep_every_steps, keep_best=keep.keep_best)
+        disk = partial(check_disk, prepared.run, retention, keep.every_steps)
         notes = [self.world.run_on_rank0(lambda: disk(state.step, last_step, checkpoint_bytes, existing))]
         if keep.every_steps and kept_steps < margin and config.guards.loss_spike == "rollback":
             notes.append(
@@ -549,6 +565,9 @@ class TrainingLoop:
         for note in notes:
             self.log.warn(note)
         self.stage_name = str(checkpoint.record.get("stage") or "")
+        with reading_record(checkpoint):
+            lowest = checkpoint.record.get("lowest_held_out")  # older checkpoints have none
+            self.validation.lowest = None if lowest is None else (int(lowest[0]), float(lowest[1]))
         self.is_marked = NOT_GOOD in checkpoint.manifest
 
     def _set_positions(self) -> None:

@@ -216,7 +216,7 @@ def memory_settings(
         precision=config.train.precision,
         optimizer=config.optim.kind,
         adafactor_momentum=config.optim.adafactor_beta1 > 0,
-        kahan=config.optim.bf16_rounding == "kahan",
+        kahan=config.optim.bf16_rounding == "kahan" and config.train.precision == "bfloat16",
         operators=ops.footprints,
         recompute=config.train.recompute,
         recompute_every=config.train.recompute_every,

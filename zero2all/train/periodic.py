@@ -6,6 +6,7 @@ One small object each; the loop asks `is_due` and decides the order.
 from __future__ import annotations
 
 import gc
+import math
 import random
 import threading
 import time
@@ -28,16 +29,17 @@ from zero2all.parallel.world import World
 from zero2all.train.anneal import ANNEAL_FILE
 from zero2all.train.checkpoints.checks import ReplicasDifferError
 from zero2all.train.checkpoints.commit import SaveResult, SaveTicket
-from zero2all.train.checkpoints.manifest import NOT_GOOD
+from zero2all.train.checkpoints.manifest import HELD_OUT, NOT_GOOD
 from zero2all.train.checkpoints.run_lock import RunLock
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.control import Control
 from zero2all.train.reports import RunLog
+from zero2all.train.sanity import risen_loss
 from zero2all.train.setup import Prepared
 from zero2all.train.state import TrainState
 from zero2all.train.step import StepResult
-from zero2all.train.validate import held_out_losses
+from zero2all.train.validate import Scores, all_rows, held_out_metrics, held_out_scores
 
 COLLECT_STEPS = 1000
 MOST_SAMPLED_VALUES = 1 << 16
@@ -84,8 +86,12 @@ class Validation:
 
     def __init__(self, prepared: Prepared, log: RunLog) -> None:
         self._prepared, self._log = prepared, log
-        self.losses: dict[str, float] = {}
-        """Of the last validation."""
+        self.scores: Scores = {}
+        """Of the last validation, by channel."""
+        self._validated_step: int | None = None
+        self.lowest: tuple[int, float] | None = None
+        """The step with the lowest held-out loss so far, and that loss."""
+        self._above_lowest = 0  # validations in a row whose loss had risen
 
     def is_due(self, step: int) -> bool:
         """Whether to validate after `step`."""
@@ -96,10 +102,35 @@ class Validation:
         prepared, config, state = self._prepared, self._prepared.config, self._prepared.state
         state.weights.settle()
         with nullcontext() if state.outer is None else state.outer.in_model():
-            self.losses = held_out_losses(
+            self.scores = held_out_scores(
                 state.model, prepared.valid, config.data, config.eval, prepared.world, config.parallel, state.pipeline
             )
+        self._validated_step = state.step
         self._log.values(self.losses)
+        self._compare(state.step)
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """The last validation as metrics."""
+        return held_out_metrics(self.scores)
+
+    def _compare(self, step: int) -> None:
+        """Note the lowest loss; say once that the loss rises, when two validations in a row are above it."""
+        loss = all_rows(self.scores).get("loss", math.nan)
+        if self.lowest is None or not loss >= self.lowest[1]:
+            self.lowest = (step, loss) if math.isfinite(loss) else self.lowest
+            self._above_lowest = 0
+            return
+        notes = risen_loss(self.lowest, loss)
+        self._above_lowest = self._above_lowest + 1 if notes else 0
+        if self._above_lowest == 2 and step < self._prepared.last_step:  # the end says it in any case
+            self._log.warn(*notes)
+
+    def details(self, step: int) -> dict[str, Any]:
+        """For the manifest of the checkpoint of `step`: its scores, if it was validated."""
+        together = all_rows(self.scores) if step == self._validated_step else {}
+        is_finite = bool(together) and all(map(math.isfinite, together.values()))
+        return {HELD_OUT: {**together, "channels": self.scores}} if is_finite else {}
 
 
 class UpdateRatios:
@@ -151,9 +182,15 @@ class CheckpointSaver:
     """Checkpoints, every `checkpoint.every_steps`; they are written in the background."""
 
     def __init__(
-        self, prepared: Prepared, store: CheckpointStore, control: Control, lock: RunLock, log: RunLog
+        self,
+        prepared: Prepared,
+        store: CheckpointStore,
+        control: Control,
+        validation: Validation,
+        lock: RunLock,
+        log: RunLog,
     ) -> None:
-        self._prepared, self._store, self._control = prepared, store, control
+        self._prepared, self._store, self._control, self._validation = prepared, store, control, validation
         self._lock, self._log = lock, log
         self._memory_steps = 0
 
@@ -168,6 +205,7 @@ class CheckpointSaver:
             "guards": self._control.state(),
             "anneal": asdict(anneal) if anneal else None,
             "stage": stage,
+            "lowest_held_out": self._validation.lowest,
         }
         if state.outer is not None:
             state.outer.settle()
@@ -226,9 +264,11 @@ class CheckpointSaver:
             return self._store.save(state.step, Snapshot(tensors, record), self._details(), wait=wait)
 
     def _details(self) -> dict[str, Any]:
-        """What the manifest holds in addition to the state: also why it is not good, if there is doubt."""
-        doubt = self._control.doubt(self._prepared.state.step)
-        return self._prepared.details | ({} if doubt is None else {NOT_GOOD: doubt})
+        """What the manifest holds in addition to the state: also its held-out loss, where it was validated, and why it
+        is not good, if there is doubt."""
+        step = self._prepared.state.step
+        doubt = self._control.doubt(step)
+        return self._prepared.details | self._validation.details(step) | ({} if doubt is None else {NOT_GOOD: doubt})
 
     def save_now(self, stage: str) -> None:
         """Save and wait; a save that fails ends the run."""

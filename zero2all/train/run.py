@@ -253,7 +253,7 @@ def _locked_store(
         store = CheckpointStore(
             run,
             world.control,
-            Retention(keep.keep_last, keep.keep_every_steps, config.guards.rollback_margin_steps),
+            Retention(keep.keep_last, keep.keep_every_steps, config.guards.rollback_margin_steps, keep.keep_best),
             when_busy=keep.when_busy,
             peer_timeout_seconds=config.parallel.timeout_seconds,
             fence=lock.check,

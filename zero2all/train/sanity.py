@@ -34,6 +34,9 @@ from zero2all.train.guards.documents import Decode
 HIGH_LAST_LOSS = 2.0
 """Nats per token; with usual vocabularies, models that know the world are below it on general text."""
 
+RISEN_SHARE = 0.005
+"""How far a held-out loss must be above its lowest value to have risen: the rows are the same, so little is noise."""
+
 
 def expected_first_loss(model: ModelConfig) -> tuple[float, float]:
     """The range in which the loss of a new model lies, in nats per token.
@@ -49,9 +52,20 @@ def expected_first_loss(model: ModelConfig) -> tuple[float, float]:
     return middle - scatter - deviation**2 / 2, float(highest) + scatter
 
 
-def check_last_loss(losses: Mapping[str, float], config: RunConfig) -> list[str]:
-    """A note on channels whose held-out loss is above that of a new model at the planned end; or else on those of
-    general text whose loss is still high (code is not judged)."""
+def risen_loss(lowest: tuple[int, float] | None, loss: float) -> list[str]:
+    """A note when the held-out loss has risen clearly since its lowest value, at a step before."""
+    if lowest is None or not loss > (1 + RISEN_SHARE) * lowest[1]:
+        return []
+    step, low = lowest
+    return [
+        f"held-out loss was lowest at step {step:,} ({low:.4f}). It has risen since by {loss - low:.4f}: stop earlier, "
+        f"use more text, or more weight decay or dropout."
+    ]
+
+
+def check_last_loss(losses: Mapping[str, float], config: RunConfig, can_train_longer: bool = True) -> list[str]:
+    """A note on channels whose held-out loss is above that of a new model at the planned end; or else, unless the loss
+    has risen, on those of general text whose loss is still high (code is not judged)."""
     prefix = "eval/valid/loss/"
     found = {name.removeprefix(prefix): loss for name, loss in losses.items() if name.startswith(prefix)}
     untrained = expected_first_loss(config.model)[1]  # not ln(V): a run of a few steps is above that
@@ -63,7 +77,7 @@ def check_last_loss(losses: Mapping[str, float], config: RunConfig) -> list[str]
             f"{config.optim.lr_max:g}) and train again."
         ]
     high = [f"{name} {loss:.2f}" for name, loss in found.items() if name != "code" and loss > HIGH_LAST_LOSS]
-    if not high:
+    if not high or not can_train_longer:
         return []
     return [
         f"note: the held-out loss is still above {HIGH_LAST_LOSS:g} at the planned end: {', '.join(high)}. Such a "

@@ -65,7 +65,7 @@ from zero2all.train.outer.optimizer import OuterOptimizer
 from zero2all.train.sanity import nearest_folder, require_memory
 from zero2all.train.saved_config import CONFIG_FILE, load_run_config, with_vocabulary
 from zero2all.train.state import DTYPES, TrainState, new_state
-from zero2all.train.validate import open_valid_splits
+from zero2all.train.validate import open_valid_splits, valid_sources
 
 SECTIONS_FREE_ON_RESUME = ("ops", "parallel", "tokenizer", "checkpoint", "resilience", "track", "eval", "guards")
 """Changing these never changes which samples are seen or which learning rate is used."""
@@ -190,7 +190,8 @@ def prepare(
             with reading_record(checkpoint):
                 changed = changed_operators(checkpoint.manifest.get("ops") or {}, state.model.ops.taken)
                 notes += _environment_notes(checkpoint.manifest["environment"], here, changed)
-    valid = open_valid_splits(packed_root(workspace.packed, config.data), [split.name for split in data.splits])
+    packed = packed_root(workspace.packed, config.data)
+    valid = open_valid_splits(packed, valid_sources(packed, config))
     too_short = [split.name for split in valid if split.samples(config.data.seq_len) == 0]
     if too_short:
         notes.append(f"held-out loss: not measured for channels with less than one sample: {', '.join(too_short)}")

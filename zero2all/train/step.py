@@ -36,8 +36,10 @@ PARTS = ("collate", "forward", "loss", "backward", "reduce", "optimizer")
 
 Mark = torch.cuda.Event | float
 """A point in time: an event in the stream of a GPU, or a reading of the host's clock."""
-HEAD = 5
-"""Figures before those of channels and rows: loss, norm, update refused, stop requested, folder news."""
+HEAD = 6
+"""Figures before those of channels and rows: loss, norm, update refused, stop requested, folder news, core loss."""
+CORE_SHARE = 0.75
+"""Of the rows of a step, the lowest: those of its core loss."""
 
 
 MOST_MARKS = 1_000_000
@@ -169,6 +171,7 @@ class StepResult:
     loss: float  # mean nats per token over the global batch
     channel_losses: list[float | None]
     """The same per channel; None for a channel that had no sample in this step."""
+    core_loss: float  # mean nats per token of the rows without the highest quarter
     grad_norm: float  # L2 norm of the gradient before clipping
     lr: float
     updated: bool  # False when the update was refused: not finite, or beyond the limits
@@ -212,7 +215,7 @@ class PendingStep:
             now = time.time()
             between = (self.queued_at if was_over else now, now)
         figures = self.figures.numpy()
-        loss, norm, refused, stop, news = figures[:HEAD].tolist()
+        loss, norm, refused, stop, news, core_loss = figures[:HEAD].tolist()
         sizes = (self.channels, self.channels, self.rows, self.rows, 2 * self.ranks if self.ranks > 1 else 0)
         nats, counts, row_nats, row_counts, paces, loads = np.split(figures[HEAD:], np.cumsum(sizes))
         channel_losses = [float(total / count) if count else None for total, count in zip(nats, counts, strict=True)]
@@ -221,6 +224,7 @@ class PendingStep:
             tokens=self.tokens,
             loss=loss,
             channel_losses=channel_losses,
+            core_loss=core_loss,
             grad_norm=norm,
             lr=self.lr,
             updated=not refused,
@@ -265,7 +269,7 @@ def train_step(
         norm = norm / state.loss_scale.scale
     timer.mark("reduce")
     fault_point("update", state.step + 1)
-    _judge_and_update(state, figures, norm, channels, config, plan)
+    _judge_and_update(state, figures, norm, channels, batch.global_rows, config, plan)
     timer.mark("optimizer")
 
     before = state.tokens
@@ -387,12 +391,21 @@ def _counts(batch: Batch, plan: StepPlan, dtype: torch.dtype, device: torch.devi
     return counts
 
 
+def _core_loss(nats: Tensor, counts: Tensor) -> Tensor:
+    """The mean loss of the lowest rows, CORE_SHARE of them and at least one, of their sums (rows,)."""
+    lowest = torch.argsort(nats / counts.clamp(min=1.0), stable=True)[: max(1, int(CORE_SHARE * len(nats)))]
+    return nats[lowest].sum() / counts[lowest].sum().clamp(min=1.0)
+
+
 def _judge_and_update(
-    state: TrainState, figures: Tensor, norm: Tensor, channels: int, config: RunConfig, plan: StepPlan
+    state: TrainState, figures: Tensor, norm: Tensor, channels: int, rows: int, config: RunConfig, plan: StepPlan
 ) -> None:
     """Fill in the head of the figures and update, unless they forbid it. The host reads none of them here."""
     nats, counts = figures[HEAD : HEAD + channels].sum(), figures[HEAD + channels : HEAD + 2 * channels].sum()
     loss = nats / counts.clamp(min=1.0)
+    first_row = HEAD + 2 * channels
+    core = _core_loss(figures[first_row : first_row + rows], figures[first_row + rows : first_row + 2 * rows])
+    figures[5] = core
     if plan.is_rehearsal:
         state.weights.zero_gradients()
         figures[0], figures[1] = loss, norm
@@ -402,7 +415,8 @@ def _judge_and_update(
     refused = overflowed
     if plan.limits is not None:
         limits = plan.limits
-        refused = refused | (loss > limits.loss) | (norm > limits.grad_norm) | (loss < limits.loss_low)
+        refused = refused | ((loss > limits.loss) & (core > limits.core_loss))
+        refused = refused | ((norm > limits.grad_norm) & ~(loss - core > limits.excess)) | (loss < limits.loss_low)
     longest = config.optim.clip_grad_norm
     scale = (longest / norm).clamp(max=1.0) if longest > 0 else torch.ones_like(norm)
     if state.loss_scale is not None:

@@ -1,8 +1,18 @@
-"""Loss on held-out samples inside the loop: the same samples every time, by channel."""
+"""The held-out loss of a model: one function, so that a checkpoint has one value wherever it is shown.
+
+It is the mean nats per token over contiguous rows. The held-out documents of a source stand one after the other as they
+are packed, each with its end token; row i holds tokens i x T to (i + 1) x T, T = data.seq_len, and predicts all but its
+first, so that every token is scored once. Scored are the whole rows from the start of each source, at most
+eval.valid_tokens_per_source tokens of it; all sources of the run are summed, so that a token counts alike wherever it
+is from. Computed in train.precision, summed in float64; with data.document_mask attention stays within documents, as in
+training. The loop records the value in the manifest of the checkpoint, and `z2a eval` takes it from there or, where
+a checkpoint was saved without a validation, computes the same.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,20 +20,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zero2all.config import RunConfig
 from zero2all.config.training import EvalConfig
 from zero2all.model.z2all import PipelineStage, Z2all
 from zero2all.packed.config import DataConfig
-from zero2all.packed.layout import PackedSplit, open_split
+from zero2all.packed.layout import PackedSplit, open_split, packed_sources
 from zero2all.packed.samples import Borders, ConcatSamples
 from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.context import own_tokens, places_of
 from zero2all.parallel.pipeline import Pipeline
 from zero2all.parallel.world import World
 
+Scores = dict[str, dict[str, float]]
+"""Per channel `loss` (nats per token), `bits_per_byte`, `tokens` and `bytes`."""
 
-def open_valid_splits(packed: Path, sources: list[str]) -> list[PackedSplit]:
+
+def open_valid_splits(packed: Path, sources: Sequence[str]) -> list[PackedSplit]:
     """The held-out split of each source."""
     return [open_split(packed, source, "valid") for source in sources]
+
+
+def valid_sources(packed: Path, config: RunConfig) -> list[str]:
+    """The sources of a run, of any stage: those whose held-out text is scored."""
+    mixtures = [config.data.mixture, *(stage.mixture or config.data.mixture for stage in config.stages)]
+    return [
+        name for name in packed_sources(packed) if any(mixture is None or mixture.get(name) for mixture in mixtures)
+    ]
 
 
 @dataclass(frozen=True)
@@ -46,7 +68,6 @@ class ValidBatch:
         return rows, weights, None if borders is None else borders.documents(self.count, data.seq_len + 1).ids
 
 
-@torch.no_grad()
 def held_out_losses(
     model: Z2all,
     splits: list[PackedSplit],
@@ -56,8 +77,55 @@ def held_out_losses(
     parallel: ParallelConfig | None = None,
     pipeline: Pipeline | None = None,
 ) -> dict[str, float]:
-    """`eval/valid/loss/<channel>` in nats per token and `eval/valid/bpb/<channel>` in bits per byte; without a channel
-    those of all tokens and bytes together. This is the held-out loss that every display shows.
+    """The scores as metrics: `eval/valid/loss/<channel>` in nats per token and `eval/valid/bpb/<channel>` in bits per
+    byte; without a channel those of all tokens and bytes together."""
+    return held_out_metrics(held_out_scores(model, splits, data, config, world, parallel, pipeline))
+
+
+def held_out_metrics(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """See `held_out_losses`."""
+    named = {f"/{channel}": values for channel, values in scores.items()}
+    named = {"": all_rows(scores), **named} if scores else {}
+    values = {f"eval/valid/loss{name}": found["loss"] for name, found in named.items()}
+    return values | {f"eval/valid/bpb{name}": found["bits_per_byte"] for name, found in named.items()}
+
+
+def all_rows(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """The scores of all channels together: the mean over tokens, and over bytes; nothing where there is none."""
+    tokens, size = (sum(values[name] for values in scores.values()) for name in ("tokens", "bytes"))
+    if not tokens:
+        return {}
+    loss = sum(values["loss"] * values["tokens"] for values in scores.values()) / tokens
+    bits = sum(values["bits_per_byte"] * values["bytes"] for values in scores.values()) / size
+    return {"loss": loss, "bits_per_byte": bits, "tokens": tokens, "bytes": size}
+
+
+def held_out_in_words(scores: Mapping[str, Mapping[str, float]], data: DataConfig) -> str:
+    """The one number of a checkpoint, and how it was measured."""
+    found = all_rows(scores)
+    loss, bits, tokens = f"{found['loss']:.4f}", f"{found['bits_per_byte']:.4f}", f"{found['tokens']:,.0f}"
+    if data.document_mask:
+        return (
+            f"held-out loss {loss} nats per token, {bits} bits per byte: {tokens} tokens in contiguous rows of "
+            f"{data.seq_len:,}, attention within documents"
+        )
+    return (
+        f"held-out loss {loss} nats per token, {bits} bits per byte: {tokens} tokens in contiguous rows of "
+        f"{data.seq_len:,}"
+    )
+
+
+@torch.no_grad()
+def held_out_scores(
+    model: Z2all,
+    splits: list[PackedSplit],
+    data: DataConfig,
+    config: EvalConfig,
+    world: World | None = None,
+    parallel: ParallelConfig | None = None,
+    pipeline: Pipeline | None = None,
+) -> Scores:
+    """The scores of a model by channel.
 
     Samples are windows of data.seq_len whatever the packing and the stage, so that values can be compared over a run.
     The work is split over the processes, also within sequences, as `parallel` says; all make the same number of passes,
@@ -82,22 +150,16 @@ def held_out_losses(
     if not world.mesh.reports:
         sums.zero_()
     nats, tokens, text_bytes = world.mesh.world.sum(sums).tolist()
-    known = [at for at in range(len(channels)) if tokens[at]]
-    named = {f"/{channels[at]}": (nats[at], tokens[at], text_bytes[at]) for at in known}
-    if known:
-        named = {"": (sum(nats), sum(tokens), sum(text_bytes))} | named
-    values = {f"eval/valid/loss{name}": cost / count for name, (cost, count, _) in named.items()}
-    return values | {f"eval/valid/bpb{name}": cost / math.log(2) / size for name, (cost, _, size) in named.items()}
-
-
-def scored_sizes(splits: list[PackedSplit], data: DataConfig, config: EvalConfig) -> dict[str, tuple[float, float]]:
-    """Per channel, how many tokens `held_out_losses` scores, and of how many bytes."""
-    found: dict[str, tuple[float, float]] = {}
-    for batch in valid_batches(splits, data.seq_len, config):
-        counted = float(batch.read(data)[1].sum(dtype=np.float64))
-        tokens, size = found.get(batch.split.channel, (0.0, 0.0))
-        found[batch.split.channel] = (tokens + counted, size + counted * batch.split.bytes_per_token)
-    return {channel: sizes for channel, sizes in found.items() if sizes[0]}
+    return {
+        channel: {
+            "loss": cost / count,
+            "bits_per_byte": cost / math.log(2) / size,
+            "tokens": count,
+            "bytes": size,
+        }
+        for channel, cost, count, size in zip(channels, nats, tokens, text_bytes, strict=True)
+        if count
+    }
 
 
 def valid_batches(splits: list[PackedSplit], seq_len: int, config: EvalConfig) -> list[ValidBatch]:

@@ -11,6 +11,8 @@ from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.retention import (
     Retention,
     Verified,
+    best_step,
+    chosen_step,
     claim_step,
     is_good,
     note_proven,
@@ -18,6 +20,7 @@ from zero2all.train.checkpoints.retention import (
     pins,
     prune,
     sweep,
+    withdraw_after,
 )
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore, write_checkpoint
@@ -61,6 +64,38 @@ def test_pinned_ones_stay(saved):
     assert pins(saved) == {10: "last good", 30: "for the paper"}
     prune(saved, Retention(), Verified())
     assert steps_of(saved) == [60, 50, 30, 10]
+
+
+def validated(run, tensors_of, step, loss, tokens=1000.0):
+    """A checkpoint with its held-out loss, and what was deleted after it."""
+    store = CheckpointStore(run, retention=Retention(keep_last=2, keep_best=True))
+    details = {} if loss is None else {"held_out": {"loss": loss, "tokens": tokens, "channels": {}}}
+    result = store.save(step, Snapshot.of_tensors(tensors_of(step)), details, wait=True).result
+    store.close()
+    return result.deleted_steps
+
+
+def test_the_one_with_the_lowest_held_out_loss_stays(tmp_path, tensors_of):
+    losses = {10: 3.0, 20: 2.5, 30: None, 40: 2.7, 50: 2.9, 60: 2.4, 70: 2.6, 80: 2.8}
+    deleted = [validated(tmp_path, tensors_of, step, loss) for step, loss in losses.items()]
+    assert deleted == [[], [], [10], [], [30], [20, 40], [50], []]
+    assert steps_of(tmp_path) == [80, 70, 60]
+    assert (best_step(tmp_path), chosen_step(tmp_path, "best"), chosen_step(tmp_path, None)) == (60, 60, None)
+    withdraw_after(tmp_path, 60, "a rollback")
+    assert best_step(tmp_path) == 60
+    assert Retention(2, 0).most_at_once([10, 20, 30, 40, 50]) == 3
+    assert Retention(2, 0, keep_best=True).most_at_once([10, 20, 30, 40, 50]) == 4
+
+
+def test_losses_over_other_tokens_are_not_compared_and_what_cannot_be_read_is_left_out(saved, tensors_of):
+    assert best_step(saved) is None
+    with pytest.raises(BadInputError, match="was validated when it was saved, so none is known to be the best"):
+        chosen_step(saved, "best")
+    for step, loss, tokens in ((61, 1.0, 500.0), (62, 2.0, 1000.0), (63, 3.0, 1000.0)):
+        validated(saved, tensors_of, step, loss, tokens)
+    assert best_step(saved) == 62
+    (saved / "checkpoints/step-00000062/manifest.json").write_text("{}")
+    assert best_step(saved) == 63
 
 
 def test_one_that_is_being_read_stays_until_it_is_not(saved):

@@ -67,6 +67,58 @@ def test_a_spike_of_the_gradient_alone_is_found(seed):
     assert [(one.kind, one.step) for one in found] == [("grad_spike", 500)]
 
 
+def rare_rows(seed, steps, rows=16, share=0.004):
+    """Rows of a clean run: now and then one is of a rare domain, at twice to four times the usual loss and with up to
+    25 times the usual gradient. Returns their losses, the means without the highest quarter, and the norms."""
+    rng = np.random.default_rng(seed)
+    usual = 2.0 + 6 * (1 + np.arange(steps) / 60) ** -0.6
+    losses = usual[:, None] * (1 + 0.08 * rng.standard_normal((steps, rows)))
+    is_rare = rng.random((steps, rows)) < share
+    is_rare[3500] = False
+    losses = np.where(is_rare, np.minimum(usual[:, None] * rng.uniform(2, 4, (steps, rows)), 11.0), losses)
+    norms = 0.23 * np.exp(0.1 * rng.standard_normal(steps))
+    norms *= np.where(is_rare.any(axis=1), rng.uniform(3, 25, steps), 1.0)
+    return losses, np.sort(losses, axis=1)[:, : rows * 3 // 4].mean(axis=1), norms
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_of_rare_domains_are_no_spike_and_a_rise_of_all_rows_is_one(seed):
+    rows, cores, norms = rare_rows(seed, 4000)
+    losses = rows.mean(axis=1)
+    losses[3000], cores[3000], norms[3500] = losses[3000] * 1.5, cores[3000] * 1.5, 7.0
+    detector, found = Detector(warmup_steps=WARMUP, clip_grad_norm=1.0), []
+    for step in range(1, 4001):
+        values = (float(losses[step - 1]), float(norms[step - 1]), {}, (step, step + 1), float(cores[step - 1]))
+        found += detector.observe(step, *values)
+    assert [(one.kind, one.step) for one in found] == [("loss_spike", 3001), ("grad_spike", 3501)]
+
+
+def test_a_norm_below_the_clip_norm_is_no_spike():
+    """The norms of clean runs whose updates were refused: 0.74 where 0.23 is usual, clipped at 1.0."""
+    losses, norms = zip(*((1.8 + 0.01 * (step % 7), 0.22 + 0.01 * (step % 3)) for step in range(300)), strict=True)
+    norms = [*norms[:200], 0.74, *norms[201:250], 1.3, *norms[251:]]
+    clipped, unclipped = Detector(clip_grad_norm=1.0), Detector()
+    assert [one.step for one in observe_all(clipped, losses, norms)] == [251]
+    assert [one.step for one in observe_all(unclipped, losses, norms)] == [201, 251]
+    assert clipped.limits(302).grad_norm == 1.0
+
+
+def test_a_state_without_core_losses_is_continued():
+    """As older versions wrote it."""
+    losses, norms = clean_curve(6, 330)
+    losses[300:] = [loss * 1.8 for loss in losses[300:]]
+    first, resumed = Detector(), Detector()
+    observe_all(first, losses[:310], norms[:310])
+    state = first.state()
+    del state["cores"]
+    state["limits"] = [row[:6] for row in state["limits"]]
+    state["flagged_in_a_row"] = [row[:2] for row in state["flagged_in_a_row"]]
+    resumed.restore(state)
+    found = observe_all(resumed, losses[310:], norms[310:], 311)
+    assert {one.kind for one in found} == {"loss_spike"}
+    assert found == observe_all(first, losses[310:], norms[310:], 311)
+
+
 def test_a_sudden_drop_is_found_and_learning_is_not():
     losses, norms = clean_curve(3, 700)
     assert losses[699] < 0.4 * losses[0], "the curve itself falls far"

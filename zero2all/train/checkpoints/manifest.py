@@ -26,6 +26,8 @@ gates came before those of all ups; format 3 held q, k and v in one tensor."""
 OWN_FIELDS = ("kind", "format", "zero2all", "step", "world_size", "files", "seal")
 NOT_GOOD = "not_good"
 """A detail: why a rollback must not use an intact checkpoint. Absent in good ones."""
+HELD_OUT = "held_out"
+"""A detail: the held-out loss of this state (`train.validate`), where it was validated when it was saved."""
 SEAL = re.compile(rb',\n "seal": "([0-9a-f]{64})"\n}\n')
 SEAL_BYTES = len(b',\n "seal": ""\n}\n') + 64
 CRC = re.compile(r"[0-9a-f]{8}")

@@ -1,9 +1,9 @@
 """Which checkpoints are kept, and how the others are moved away or deleted.
 
-The newest `keep_last`, those at multiples of `keep_every_steps`, pinned ones, and those that another process
-is reading (below). Whatever the settings, at least two that are known to be intact are kept, and of those before
-the newest at least one good one: if the rules keep too few, older ones are kept as well. A folder is renamed before it
-is deleted, so that a partly deleted checkpoint never has a valid name.
+The newest `keep_last`, those at multiples of `keep_every_steps`, the one with the lowest held-out loss (`keep_best`),
+pinned ones, and those that another process is reading (below). Whatever the settings, at least two that are known to be
+intact are kept, and of those before the newest at least one good one: if the rules keep too few, older ones are kept as
+well. A folder is renamed before it is deleted, so that a partly deleted checkpoint never has a valid name.
 
 A state that was saved in doubt (the run was just resumed, or updates were refused: `not_good` in its manifest says why)
 is not good until `margin_steps` later the run saves without doubt; `proven.json` holds that step. A save in doubt
@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
@@ -44,10 +45,12 @@ from zero2all.train.checkpoints.layout import (
     step_of,
 )
 from zero2all.train.checkpoints.load import read_checkpoint, verified_checkpoint
-from zero2all.train.checkpoints.manifest import NOT_GOOD, read_manifest
+from zero2all.train.checkpoints.manifest import HELD_OUT, NOT_GOOD, read_manifest
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
 
 LEAST_VERIFIED = 2
+Step = int | Literal["best"] | None
+"""How a command names a checkpoint: by its step, the one with the lowest held-out loss, or (None) the newest."""
 CLAIMS_FOLDER = "claims"
 
 
@@ -58,6 +61,7 @@ class Retention:
     keep_last: int = 2  # newest checkpoints that are kept; at least 2
     keep_every_steps: int = 0  # checkpoints at multiples of this are never deleted; 0 turns the rule off
     margin_steps: int = 0  # a save without doubt proves the checkpoints that are at least so much older
+    keep_best: bool = False  # whether the one with the lowest held-out loss is kept
 
     def __post_init__(self) -> None:
         if self.keep_last < LEAST_VERIFIED:
@@ -71,7 +75,7 @@ class Retention:
     def most_at_once(self, saved_steps: list[int]) -> int:
         """How many checkpoints a run that saves at these steps has on disk at most, one of them half written."""
         by_multiple = sum(1 for step in saved_steps if self.keep_every_steps and step % self.keep_every_steps == 0)
-        return min(len(saved_steps), self.keep_last + by_multiple + 1)
+        return min(len(saved_steps), self.keep_last + by_multiple + self.keep_best + 1)
 
 
 @dataclass
@@ -104,6 +108,30 @@ def is_good(folder: Path) -> bool:
     return NOT_GOOD not in manifest or manifest["step"] <= (noted_step(folder.parent / PROVEN_NAME) or 0)
 
 
+def best_step(run: Path) -> int | None:
+    """The checkpoint with the lowest held-out loss, of those that were validated when they were saved, on as many
+    tokens as the newest of these; None where there is none. Those that cannot be read are left out."""
+    found: list[tuple[float, int, float]] = []
+    for folder in list_checkpoints(run):  # newest first
+        with suppress(BadInputError, OSError, KeyError, TypeError, ValueError):
+            scores = read_manifest(folder)[HELD_OUT]
+            found.append((float(scores["loss"]), step_of(folder), float(scores["tokens"])))
+    return min((each for each in found if each[2] == found[0][2]), default=(0.0, None))[1]
+
+
+def chosen_step(run: Path, step: Step) -> int | None:
+    """The step that a command names: a number as it is, `best` as `best_step`."""
+    if step != "best":
+        return step
+    found = best_step(run)
+    if found is None:
+        raise BadInputError(
+            f"No checkpoint of the run {run.name} was validated when it was saved, so none is known to be the best. "
+            f"Give --step a number, or leave it out to take the newest."
+        )
+    return found
+
+
 def note_proven(run: Path, at_least: int = 0, at_most: int | None = None) -> None:
     """Note that checkpoints up to the step `at_least` are good; or after `at_most` none is: what comes is yet to be
     proven. Written only where that changes which of them are good. Only for the holder of the run's lock."""
@@ -129,6 +157,8 @@ def prune(
     folders = list_checkpoints(run)
     steps = [step_of(folder) for folder in folders]
     pinned = {*pins(run), *[step for step in steps if unchecked_since is not None and step <= unchecked_since][:1]}
+    best = best_step(run) if retention.keep_best else None
+    pinned |= set() if best is None else {best}
     surplus = [
         folder
         for folder in folders

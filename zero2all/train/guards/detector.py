@@ -4,6 +4,12 @@ The gradient norm is judged by its logarithm, because it scatters by factors. A 
 widens its own limits. During the warmup, where most real spikes come but the curve also bends most, limits are
 WARMUP_WIDTH times as far from the usual value. No step is judged with too few values in the window.
 
+Clean text has rare domains, and a step that meets one must count. So the loss stands out only where it also does
+without the highest quarter of the rows (`core_loss`): what one verse or one table costs says nothing about the model.
+The gradient of such a row is long, 5 to 25 times the usual norm was measured, until the domain is learned; refused each
+time, it never is. Clipping bounds what it does, so with optim.clip_grad_norm a norm is a spike only above that length,
+and only where the rows do not explain it: their highest quarter must cost about as much as usual.
+
 The limits of step s come from the steps up to s - LAG_STEPS, even if later ones have been read. A loop that never
 waits for the GPU can therefore pass them to the device, which refuses the update itself, and `observe`, called later,
 decides the same. A flagged step does not enter the window, so a resumed run that skips the steps it refused before (see
@@ -26,6 +32,8 @@ from zero2all.train.guards.findings import Finding, Kind
 
 MAD_TO_SIGMA = 1.4826
 """A normal distribution's sigma over its median absolute deviation."""
+EXCESS_SIGMAS = 3.0
+"""Robust sigmas above the median at which rows stand out."""
 HISTORY_STEPS = 256
 RENEW_STEPS = 4
 """Accepted steps after which limits are recomputed; so few values hardly change a window of 128."""
@@ -50,6 +58,10 @@ class Limits(NamedTuple):
     loss_low: float = -math.inf
     usual_loss: float | None = None
     usual_grad_norm: float | None = None
+    core_loss: float = -math.inf
+    """A loss spike is above `loss`, and above this without its highest rows."""
+    excess: float = math.inf
+    """Where the loss is further above the core loss than this, some rows stand out and explain a long gradient."""
 
 
 class Level(NamedTuple):
@@ -90,12 +102,13 @@ class Seen(NamedTuple):
 class Detector:
     """The window of one run. Call `observe` once for each step, in order."""
 
-    def __init__(self, config: GuardsConfig | None = None, warmup_steps: int = 0) -> None:
-        self._config = config = config or GuardsConfig()
-        self._warmup_steps = warmup_steps
+    def __init__(self, config: GuardsConfig | None = None, warmup_steps: int = 0, clip_grad_norm: float = 0.0) -> None:
+        self._config = config or GuardsConfig()
+        self._warmup_steps, self._clip_grad_norm = warmup_steps, clip_grad_norm
         self.history: list[Seen] = []
         """The last steps, flagged ones included."""
         self._losses: list[float] = []
+        self._cores: list[float] = []
         self._log_norms: list[float] = []
         self._limits: list[tuple[int, Limits]] = []  # (step after which they are valid, limits), newest last
         self._accepted = 0
@@ -103,7 +116,7 @@ class Detector:
         """The step observed last."""
         self._last_flagged_step: int | None = None
         self._onset: tuple[int, int] | None = None  # step and first token of the present episode
-        self._flagged_in_a_row: list[tuple[float, float]] = []
+        self._flagged_in_a_row: list[tuple[float, float, float]] = []  # loss, logarithm of the norm, core loss
         self._first_limits, self._loaded_until = Limits(), -1  # see `distrust`
 
     def limits(self, step: int) -> Limits:
@@ -114,26 +127,35 @@ class Detector:
             return self._first_limits
         if step < (self._config.spike_from_step or 0):
             return Limits()
-        return found if step >= self._warmup_steps else _widened(found)
+        found = found if step >= self._warmup_steps else _widened(found)
+        return found._replace(grad_norm=max(found.grad_norm, self._clip_grad_norm))
 
     def observe(
-        self, step: int, loss: float, grad_norm: float, channel_losses: Mapping[str, float], tokens: tuple[int, int]
+        self,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        channel_losses: Mapping[str, float],
+        tokens: tuple[int, int],
+        core_loss: float | None = None,
     ) -> list[Finding]:
-        """Judge one step; `tokens` are the first and end token of its global batch. Returns what stands out."""
+        """Judge one step; `tokens` are the first and end token of its global batch, `core_loss` is its loss without
+        the highest rows (None: the rows are not known). Returns what stands out."""
         if step <= self.last_step:
             raise ValueError(f"step {step} was observed after step {self.last_step}; steps come in order")
         self.last_step = step
         loss, grad_norm = float(loss), float(grad_norm)  # numpy's floats are not JSON
+        core = loss if core_loss is None else float(core_loss)
         limits = self.limits(step)
-        verdicts = _verdicts(loss, grad_norm, limits)
+        verdicts = _verdicts(loss, core, grad_norm, limits)
         if verdicts:
             self._note_episode(step, tokens[0])
         findings = [self._finding(kind, step, tokens, loss, grad_norm, limits, channel_losses) for kind in verdicts]
         if not verdicts:
-            self._accept(step, loss, grad_norm)
+            self._accept(step, loss, core, grad_norm)
             self._flagged_in_a_row.clear()
         elif "nonfinite" not in verdicts:
-            self._flagged_in_a_row.append((loss, _log(grad_norm)))
+            self._flagged_in_a_row.append((loss, _log(grad_norm), core))
             if len(self._flagged_in_a_row) >= SETTLE_STEPS:
                 findings.append(self._settle(step, tokens, limits))
         channels = {name: float(value) for name, value in channel_losses.items() if math.isfinite(value)}
@@ -143,17 +165,17 @@ class Detector:
 
     def restart(self) -> None:
         """Clear the window, because the loss is expected to change: another stage, another mixture."""
-        self._losses.clear()
-        self._log_norms.clear()
+        for values in (self._losses, self._cores, self._log_norms):
+            values.clear()
         self._limits.clear()
         self._flagged_in_a_row.clear()
         self._onset = self._last_flagged_step = None
 
-    def _accept(self, step: int, loss: float, grad_norm: float) -> None:
-        self._losses.append(loss)
-        self._log_norms.append(_log(grad_norm))
-        del self._losses[: -self._config.spike_window_steps]
-        del self._log_norms[: -self._config.spike_window_steps]
+    def _accept(self, step: int, loss: float, core: float, grad_norm: float) -> None:
+        windows = ((self._losses, loss), (self._cores, core), (self._log_norms, _log(grad_norm)))
+        for values, value in windows:
+            values.append(value)
+            del values[: -self._config.spike_window_steps]
         self._accepted += 1
         if self._accepted % RENEW_STEPS == 0:
             self._limits.append((step, self._limits_now()))
@@ -168,11 +190,10 @@ class Detector:
     def _settle(self, step: int, tokens: tuple[int, int], limits: Limits) -> Finding:
         """Accept the flagged steps as the new level."""
         count = len(self._flagged_in_a_row)
-        losses = [loss for loss, _ in self._flagged_in_a_row]
+        losses, norms, cores = map(list, zip(*self._flagged_in_a_row, strict=True))
         usual, now = limits.usual_loss, _middle(sorted(losses))
         self.restart()
-        self._losses = losses
-        self._log_norms = [norm for _, norm in self._flagged_in_a_row] or self._log_norms
+        self._losses, self._log_norms, self._cores = losses, norms, cores
         if usual is None:
             text = f"{count} steps in a row stood out, so this is the new level"
         else:
@@ -184,8 +205,9 @@ class Detector:
         if len(self._losses) < min(config.spike_min_steps, config.spike_window_steps):
             return Limits()
         loss, norm = level_of(self._losses), level_of(self._log_norms)
+        excess = level_of([loss - core for loss, core in zip(self._losses, self._cores, strict=True)])
         return Limits(
-            loss=max(_upper(loss, config), loss.median + abs(loss.median) * config.loss_min_rise),
+            loss=_highest(loss, config),
             grad_norm=_exp(max(_upper(norm, config), norm.median + math.log1p(config.grad_min_rise))),
             loss_low=min(
                 loss.mean - config.spike_sigmas * loss.sigma,
@@ -194,6 +216,8 @@ class Detector:
             ),
             usual_loss=loss.median,
             usual_grad_norm=_exp(norm.median),
+            core_loss=_highest(level_of(self._cores), config),
+            excess=excess.median + EXCESS_SIGMAS * MAD_TO_SIGMA * excess.mad if self._clip_grad_norm else math.inf,
         )
 
     def _finding(
@@ -234,6 +258,7 @@ class Detector:
         return {
             "format": STATE_FORMAT,
             "losses": list(self._losses),
+            "cores": list(self._cores),
             "log_norms": list(self._log_norms),
             "limits": [[step, *(_finite(value) for value in limits)] for step, limits in self._limits],
             "accepted": self._accepted,
@@ -248,14 +273,17 @@ class Detector:
         """Continue exactly from `state`."""
         if state.get("format") != STATE_FORMAT:
             raise ValueError(f"the detector's state has format {state.get('format')}, expected {STATE_FORMAT}")
-        self._losses = [float(value) for value in state["losses"]][-self._config.spike_window_steps :]
-        self._log_norms = [float(value) for value in state["log_norms"]][-self._config.spike_window_steps :]
+        self._losses, self._cores, self._log_norms = (
+            [float(value) for value in values][-self._config.spike_window_steps :]
+            for values in (state["losses"], state.get("cores", state["losses"]), state["log_norms"])
+        )  # an older state has no cores
         self._limits = [(int(step), _limits_from(parts)) for step, *parts in state["limits"]]
         self._accepted = int(state["accepted"])
         self.last_step = int(state["last_step"])
         self._last_flagged_step = state["last_flagged_step"]
         self._onset = None if state["onset"] is None else (int(state["onset"][0]), int(state["onset"][1]))
-        self._flagged_in_a_row = [(float(loss), float(norm)) for loss, norm in state["flagged_in_a_row"]]
+        rows = [[*map(float, row)] for row in state["flagged_in_a_row"]]
+        self._flagged_in_a_row = [(loss, norm, core[0] if core else loss) for loss, norm, *core in rows]
         self.history = [Seen(*seen) for seen in state["history"]]
 
     def distrust(self) -> None:
@@ -267,17 +295,22 @@ class Detector:
             self._loaded_until = self.last_step + LOADED_STEPS
 
 
-def _verdicts(loss: float, grad_norm: float, limits: Limits) -> list[Kind]:
+def _verdicts(loss: float, core: float, grad_norm: float, limits: Limits) -> list[Kind]:
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         return ["nonfinite"]
     kinds: list[Kind] = []
-    if loss > limits.loss:
+    if loss > limits.loss and core > limits.core_loss:
         kinds.append("loss_spike")
-    if grad_norm > limits.grad_norm:
+    if grad_norm > limits.grad_norm and not loss - core > limits.excess:
         kinds.append("grad_spike")
     if loss < limits.loss_low:
         kinds.append("loss_drop")
     return kinds
+
+
+def _highest(level: Level, config: GuardsConfig) -> float:
+    """The highest loss that is no spike."""
+    return max(_upper(level, config), level.median + abs(level.median) * config.loss_min_rise)
 
 
 def _upper(level: Level, config: GuardsConfig) -> float:
@@ -292,14 +325,15 @@ def _widened(limits: Limits) -> Limits:
         return limits
     return limits._replace(
         loss=loss + WARMUP_WIDTH * (limits.loss - loss),
+        core_loss=limits.core_loss + (WARMUP_WIDTH - 1) * (limits.loss - loss),
         grad_norm=_exp(_log(norm) + WARMUP_WIDTH * (_log(limits.grad_norm) - _log(norm))),
         loss_low=loss - WARMUP_WIDTH * (loss - limits.loss_low),
     )
 
 
 def _limits_from(parts: Sequence[float | None]) -> Limits:
-    """JSON has no infinities: they were written as null."""
-    return Limits(**{name: part for name, part in zip(Limits._fields, parts, strict=True) if part is not None})
+    """JSON has no infinities: they were written as null. Older states have fewer parts."""
+    return Limits(**{name: part for name, part in zip(Limits._fields, parts, strict=False) if part is not None})
 
 
 def _log(norm: float) -> float:

@@ -116,11 +116,12 @@ class RunGuards:
         quarantine: str = "log",
         fence: Fence = no_fence,
         world: World = ALONE,
+        clip_grad_norm: float = 0.0,
     ) -> None:
         """Created by all ranks at the same point. `data` None, or `quarantine: off`: shards are not judged. `fence` is
         checked before every write."""
         self.folder, self._fence, self._world = run / INCIDENTS_FOLDER, fence, world
-        self.detector = Detector(config, warmup_steps)
+        self.detector = Detector(config, warmup_steps, clip_grad_norm)
         self.policy = Policy(config)
         self.ledger = SkipLedger.from_state(world.run_on_rank0(lambda: SkipLedger.load(self.folder).state()))
         self.quarantine = Quarantine(quarantine)
@@ -163,9 +164,10 @@ class RunGuards:
         checkpoints: Checkpoints,
         row_nats: np.ndarray | None = None,
         row_counts: np.ndarray | None = None,
+        core_loss: float | None = None,
     ) -> Observation:
         """Judge a step, in order, and record the decision before returning it; `row_nats` are of the global batch."""
-        findings = self.detector.observe(step, loss, grad_norm, channel_losses, tokens)
+        findings = self.detector.observe(step, loss, grad_norm, channel_losses, tokens, core_loss)
         good = self._world.run_on_rank0(checkpoints.good_steps) if findings else []
         decide = partial(self.policy.decide, step, findings, self.ledger)
         action = self._recorded(decide(good), decide, good, checkpoints)
