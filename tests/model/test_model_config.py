@@ -21,7 +21,9 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("attention_bias", ["none", "qkv", "all"])
 def test_parameter_counts_are_those_of_the_built_model(shape, attention_bias):
-    for mlp_bias, tied, qk_norm in itertools.product((False, True), repeat=3):
+    for mlp_bias, tied, qk_norm, embedding_norm in itertools.product((False, True), repeat=4):
+        if tied and embedding_norm:
+            continue
         config = ModelConfig(
             vocab_size=31,
             max_seq_len=8,
@@ -29,6 +31,7 @@ def test_parameter_counts_are_those_of_the_built_model(shape, attention_bias):
             mlp_bias=mlp_bias,
             tied_embeddings=tied,
             qk_norm=qk_norm,
+            embedding_norm=embedding_norm,
             **shape,
         )
         model = Z2all(config, resolve(OpsConfig(), "cpu"))
@@ -37,7 +40,9 @@ def test_parameter_counts_are_those_of_the_built_model(shape, attention_bias):
         embedding, head = sizes["embedding.weight"], sizes.get("head.weight", 0)
         assert parameter_counts(config) == {
             "embedding": embedding,
-            "blocks": sum(size for name, size in sizes.items() if name.startswith(("blocks.", "norm."))),
+            "blocks": sum(
+                size for name, size in sizes.items() if name.startswith(("blocks.", "norm.", "embedding_norm."))
+            ),
             "head": head,
             "total": sum(sizes.values()),
             "active": sum(sizes.values()),

@@ -24,6 +24,7 @@ VARIANTS = {
     "one head": dataclasses.replace(BASE, heads=1, kv_heads=1),
     "narrow heads": dataclasses.replace(BASE, heads=6, kv_heads=3, head_dim=2),
     "qk_norm": dataclasses.replace(BASE, qk_norm=True, head_dim=6),
+    "embedding_norm": dataclasses.replace(BASE, embedding_norm=True),
 }
 variants = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
 

@@ -214,7 +214,7 @@ def course(
         documents=documents,
         z_loss=z_loss,
         tied_embeddings=tied,
-        **({"qk_norm": True, "init_qk_gain": 1.5} if qk_norm else {}),
+        **({"qk_norm": True, "init_qk_gain": 1.5, "embedding_norm": True} if qk_norm else {}),
         **(model or {}),
     )
     world = world_of(world, spread)

@@ -6,7 +6,7 @@ In float64 only the order of sums differs, so losses and gradient norms agree to
     documents   attention masked at document borders, and a z loss
     tied        one matrix for embedding and head, blocks computed again; `-` where the layout refuses it
     7 rows      rows that do not divide: some processes have rows of padding
-    qk_norm     query and key heads are normalised, with weights that every process has whole
+    qk_norm     query and key heads are normalised, with weights that every process has whole; so is the embedding
 """
 
 from __future__ import annotations

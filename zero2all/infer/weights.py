@@ -63,9 +63,9 @@ class Weights:
 
 
 def weights_of(model: Z2all) -> Weights:
-    """The tensors of `model`; nothing is copied."""
+    """The tensors of `model`; nothing is copied but an embedding with a norm."""
     layers = [_layer(block) for block in model.blocks if isinstance(block, Block)]
-    config, embedding, norm = model.config, model.embedding.weight.detach(), model.norm.weight.detach()
+    config, embedding, norm = model.config, model.embedding_rows().detach(), model.norm.weight.detach()
     head = model.head_weight.detach()[: config.vocab_ids]
     return Weights(config, model.ops, embedding, layers, norm, head, model.cos, model.sin)
 

@@ -78,7 +78,8 @@ def flops_by_group(config: ModelConfig, tokens: int, seq_len: int, value_bytes: 
     work = operator_work(config, tokens, seq_len, value_bytes)
     swiglu_bytes = work["swiglu"].total / config.intermediate_size * inner
     rotated = config.layers * (config.heads + config.kv_heads) * config.head_size
-    normed = (2 * config.layers + 1) * config.hidden_size + (rotated if config.qk_norm else 0)
+    norms = 2 * config.layers + 1 + config.embedding_norm
+    normed = norms * config.hidden_size + (rotated if config.qk_norm else 0)
 
     def count(name: str, values: float) -> float:
         return tokens * values * sum(FLOPS_PER_VALUE[name])
@@ -86,7 +87,7 @@ def flops_by_group(config: ModelConfig, tokens: int, seq_len: int, value_bytes: 
     return {
         "matrix products": Group(6.0 * tokens * shared["matmul"]),
         "attention": Group(6.0 * tokens * config.layers * config.heads * config.head_size * seq_len),
-        "normalisation": Group(count("rms_norm", normed), (2 * config.layers + 1) * work["rms_norm"].total),
+        "normalisation": Group(count("rms_norm", normed), norms * work["rms_norm"].total),
         "SwiGLU": Group(count("swiglu", inner), swiglu_bytes),
         "RoPE": Group(count("rope", rotated), config.layers * work["rope"].total),
         "embedding": Group(0.0, work["embedding"].total),

@@ -63,6 +63,7 @@ def held_model(model: ModelConfig, tensor: int = 1, stage: HeldStage | None = No
         "head_dim": model.head_size,
         "intermediate_size": model.intermediate_size // tensor,
         "moe": moe,
+        "embedding_norm": model.embedding_norm and (stage is None or stage.has_embedding),
     }
     rows = model.vocab_rows // tensor
     if stage is not None and not (stage.has_embedding and stage.has_head):
@@ -84,4 +85,4 @@ def copied_values(model: ModelConfig) -> int:
     of_experts = model.expert_layers * model.hidden_size * (model.router_rows + 3 * model.shared_size)
     biases = (model.hidden_size if model.attention_bias == "all" else 0) + (model.hidden_size if model.mlp_bias else 0)
     norms = 2 * model.hidden_size + (2 * model.head_size if model.qk_norm else 0)
-    return model.layers * (norms + biases) + model.hidden_size + of_experts
+    return model.layers * (norms + biases) + (1 + model.embedding_norm) * model.hidden_size + of_experts

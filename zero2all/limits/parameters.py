@@ -86,7 +86,8 @@ def counted(config: ModelConfig, name: str, seq_len: int | None = None, latent: 
         "feed-forward": (config.layers - config.expert_layers) * 3 * hidden * config.intermediate_size,
         "experts": experts,
         "routers": config.expert_layers * hidden * moe.experts,
-        "norms": (2 * config.layers + 1) * hidden + config.qk_norm * 2 * config.layers * config.head_size,
+        "norms": (2 * config.layers + 1 + config.embedding_norm) * hidden
+        + config.qk_norm * 2 * config.layers * config.head_size,
         "head": counts["head"],
     }
     parts["biases"] = counts["total"] + more - sum(parts.values())

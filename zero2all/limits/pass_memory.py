@@ -105,6 +105,7 @@ def pass_memory(model: ModelConfig, settings: MemorySettings) -> PassMemory:
     ends = _Ends(model, settings, blocks.sizes)
     saved, last = blocks.saved_up_to(model.layers), model.layers - 1
     others, kept = _waiting(blocks, ends, settings, saved)
+    others += ends.embedding_saved * (1 if settings.stage is None else settings.stage.in_flight)
     lines = [PhaseLines(FORWARD, others + saved, blocks.forward(last))]
     lines.append(PhaseLines(LOSS, others + saved + ends.saved, ends.forward()))
     for name, number in ((LAST_BLOCK, last), (RECOMPUTED_BLOCK, blocks.last_whole_group), (FIRST_BLOCK, 0)):
@@ -338,6 +339,8 @@ class _Ends:
         self.table = float(sizes.value_bytes * model.vocab_rows * model.hidden_size)
         self.hidden_state = float(sizes.value_bytes * sizes.hidden_size)
         self.saved = settings.operators["rms_norm"].saved(sizes) / settings.tensor if self.has_head else 0.0
+        norm = settings.operators["rms_norm"].saved(sizes) / settings.tensor
+        self.embedding_saved = norm if self.has_embedding and model.embedding_norm else 0.0
 
     def forward(self) -> tuple[Moment, ...]:
         """Hidden states, and what the head needs; of a stage without it: what the next stage gets."""

@@ -134,6 +134,9 @@ class ModelConfig:
     """Biases of the three SwiGLU projections."""
     moe: MoeConfig = field(default_factory=MoeConfig)
     """Mixture of experts."""
+    embedding_norm: bool = False
+    """RMSNorm on the embedding: its rows may grow, as large learning rates make them, without drowning what the blocks
+    add. Exported as scaled rows."""
     tied_embeddings: bool = False
     """Use the embedding matrix as the output head."""
     embedding_dropout: ShareBelowOne = 0.0
@@ -202,6 +205,9 @@ class ModelConfig:
         if self.moe.experts and self.moe.dense_layers >= self.layers:
             expected = f"fewer than {place}.layers ({self.layers}), or {place}.moe.experts 0"
             found.append(Problem(f"{place}.moe.dense_layers", self.moe.dense_layers, expected))
+        if self.embedding_norm and self.tied_embeddings:
+            expected = f"false with {place}.tied_embeddings: export scales the rows, and the head needs them unscaled"
+            found.append(Problem(f"{place}.embedding_norm", True, expected))
         if self.head_dim is None and self.hidden_size % self.heads:
             found.append(
                 Problem(f"{place}.hidden_size", self.hidden_size, f"a multiple of {place}.heads ({self.heads})")
@@ -222,7 +228,8 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
     """Parameters by part: embedding, blocks, head (0 when tied), total; `active`: those that one token uses, which are
     all but the experts it did not choose; `matmul`: of these, those in matmuls.
 
-    `blocks` includes the final norm. `matmul` is every matrix, the output head once, and neither norms nor biases.
+    `blocks` includes the final norm and that of the embedding. `matmul` is every matrix, the output head once, and
+    neither norms nor biases.
     """
     hidden, inner, head, moe = config.hidden_size, config.intermediate_size, config.head_size, config.moe
     qkv_rows = (config.heads + 2 * config.kv_heads) * head
@@ -237,7 +244,7 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
     matrices = config.layers * attention + dense_layers * 3 * hidden * inner + config.expert_layers * chosen
     idle = config.expert_layers * (moe.experts - moe.experts_per_token) * expert
     table = config.vocab_rows * hidden
-    blocks = matrices + idle + config.layers * (norms + biases) + hidden
+    blocks = matrices + idle + config.layers * (norms + biases) + (1 + config.embedding_norm) * hidden
     output_head = 0 if config.tied_embeddings else table
     total = table + blocks + output_head
     return {

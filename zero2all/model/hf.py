@@ -24,6 +24,7 @@ from zero2all.common.files import read_json_object, require_free_space, write_js
 from zero2all.common.workspace import is_folder_name
 from zero2all.model.config import ModelConfig
 from zero2all.model.hf_config import FETCH_AGAIN, LAYOUTS, TokenIds, from_hf_config, hf_layout, to_hf_config
+from zero2all.model.z2all import scaled_rows
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 SHARD_BYTES = 5_000_000_000
@@ -146,6 +147,9 @@ def to_hf_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> Iterator[t
             "The router of this model has balancing biases. Mixtral has none, so the routing would change. "
             "Train with model.moe.balance_rate 0, or with model.moe.router sigmoid and a shared expert (GLM-4 MoE)."
         )
+    if config.embedding_norm:  # no layout has it: each row is stored as the norm leaves it
+        rows = scaled_rows(tensors["embedding.weight"], tensors["embedding_norm.weight"], config.rms_norm_eps)
+        tensors = {**tensors, "embedding.weight": rows}
     for name, theirs in _counterparts(config).items():
         tensor = tensors[name][: config.vocab_ids] if name in VOCABULARY_TABLES else tensors[name]
         yield from zip(theirs, _taken_apart(tensor, len(theirs)), strict=True)

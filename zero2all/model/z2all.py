@@ -23,6 +23,7 @@ from zero2all.model.moe import MixtureOfExperts
 from zero2all.model.rope import rope_tables
 from zero2all.ops.precision import widened
 from zero2all.ops.registry import Ops
+from zero2all.ops.rms_norm import eager_rms_norm
 from zero2all.ops.rope import QkNorm
 
 
@@ -145,6 +146,7 @@ class Z2all(nn.Module):
         self.arrange: Callable[[Sequence[nn.Module]], Sequence[Callable[..., Any]]] | None = None
         """How the blocks of a pass are called (`zero2all.model.recompute`); None: one after the other."""
         self.embedding = nn.Embedding(config.vocab_rows, config.hidden_size)
+        self.embedding_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops) if config.embedding_norm else None
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
         self.blocks = nn.ModuleList(Block(config, layer, ops) for layer in range(config.layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
@@ -177,7 +179,9 @@ class Z2all(nn.Module):
             positions = positions if places is None else positions[:, places]
             cos, sin = self.cos[positions], self.sin[positions]  # (B, T, D/2)
         if x is None:
-            x = self.embedding_dropout(self.ops.embedding(tokens, self.embedding.weight))  # (B, T, C)
+            x = self.ops.embedding(tokens, self.embedding.weight)  # (B, T, C)
+            x = x if self.embedding_norm is None else self.embedding_norm(x, None)[0]
+            x = self.embedding_dropout(x)
             if self.config.fp32_residual:
                 x = widened(x)
             elif torch.is_autocast_enabled(tokens.device.type):
@@ -194,6 +198,11 @@ class Z2all(nn.Module):
     def blocks_of(self, stage: PipelineStage) -> list[nn.Module]:
         """The blocks of a stage, by their numbers in the whole model: a process may have only some of them."""
         return [self.blocks.get_submodule(str(number)) for number in stage.blocks]
+
+    def embedding_rows(self) -> Tensor:
+        """What a token id becomes (V, C): the rows of the embedding, normalised where `embedding_norm` does that."""
+        rows, norm = self.embedding.weight, self.embedding_norm
+        return rows if norm is None else scaled_rows(rows, norm.weight, norm.eps)
 
     @property
     def head_weight(self) -> Tensor:
@@ -221,6 +230,12 @@ class Z2all(nn.Module):
     def head_loss(self, hidden: Tensor, targets: Tensor, weights: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
         """The same from hidden states (B, T, C)."""
         return self.ops.linear_cross_entropy(hidden, self.head_weight, targets, weights, self.config.vocab_ids, z_loss)
+
+
+def scaled_rows(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """An embedding with its norm applied to each row (V, C), so that no norm is needed any more."""
+    normed, _ = eager_rms_norm(rows, None, weight, eps)
+    return normed
 
 
 def _positions(document_ids: Tensor) -> Tensor:

@@ -78,6 +78,8 @@ def layout_table(config: ModelConfig) -> list[LogicalParameter]:
         if bias:  # it is added once where the sum over columns is cut
             add(f"{name}.bias", (rows,), "bias", 0 if dimension == 0 else None, alternating)
 
+    if config.embedding_norm:
+        add("embedding_norm.weight", (hidden,), "norm", None)
     for layer in range(config.layers):
         block = f"blocks.{layer}"
         add(f"{block}.attention_norm.weight", (hidden,), "norm", None)

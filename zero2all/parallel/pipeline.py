@@ -92,6 +92,7 @@ def keep_stages(model: Z2all, stages: Sequence[PipelineStage]) -> None:
             model.blocks._modules.pop(str(number))
     if not any(stage.is_first for stage in stages):
         del model.embedding
+        model.embedding_norm = None
     if not any(stage.is_last for stage in stages):
         del model.norm
         model.head = None

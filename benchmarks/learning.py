@@ -1,0 +1,371 @@
+"""How fast does it learn? Ours beside nanochat's own classes: same tokens in the same order, same scoring, same card.
+
+    python benchmarks/learning.py prepare --work W --text docs.jsonl                 text -> tokenizer, tokens, held-out
+    python benchmarks/learning.py compare --work W --nanochat FOLDER --size d8       runs by turns; JSON and a picture
+    python benchmarks/learning.py compare --work W --nanochat FOLDER --size cpu      two minutes without a GPU
+
+FOLDER is a checkout of nanochat; nothing of it is in this repository. Its model and optimizer are used as they are,
+with the defaults of its base_train.py (rates, betas, decay by its rule, warmup of 40 steps, linear decay over 65 %).
+
+prepare: documents (JSON lines with `text`) become a workspace: a tokenizer, a train split, and a held-out split of
+which no 32 tokens in a row stand in the train split. Beside it, `near.npy`: held-out documents without that rule.
+compare: for every seed, nanochat and ours by turns. Ours is `z2a train` with the settings of SIZES and the rules of the
+optimizer, run once for each of --shares of nanochat's tokens. The time to nanochat's final loss is read between the
+shares, each a run whose schedule ends there. Seconds are the mean time of a step, without the first 10, x steps:
+compiling, evaluation and saving are left out on both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.machine import save_result
+from zero2all.common.files import write_json
+
+GRAM = 32
+HELD_OUT_TOKENS = 1_300_000
+FIRST_STEPS = 10
+SEQ_LEN = 2048
+SIZES: dict[str, dict[str, Any]] = {
+    "d8": {"depth": 8, "width": 512, "inner": 1408, "tokens": 39_321_600, "batch": 131_072, "seq_len": SEQ_LEN},
+    "d12": {"depth": 12, "width": 768, "inner": 2048, "tokens": 78_643_200, "batch": 131_072, "seq_len": SEQ_LEN},
+    "cpu": {"depth": 4, "width": 128, "inner": 384, "tokens": 400_000, "batch": 4_096, "seq_len": 256},
+}
+"""`batch` is what nanochat's own rule gives for so many tokens; head width 128, or 64 where 128 would be one head."""
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    prepare_verb = verbs.add_parser("prepare")
+    prepare_verb.add_argument("--text", type=Path, nargs="+", required=True)
+    prepare_verb.add_argument("--vocab-size", type=int, default=16_384)
+    prepare_verb.add_argument("--held-out-tokens", type=int, default=HELD_OUT_TOKENS)
+    compare_verb = verbs.add_parser("compare")
+    compare_verb.add_argument("--nanochat", type=Path, required=True)
+    compare_verb.add_argument("--size", choices=SIZES, default="d8")
+    compare_verb.add_argument("--seeds", type=int, nargs="+", default=[2, 3, 4])
+    compare_verb.add_argument("--shares", type=float, nargs="+", default=[0.8, 1.0, 1.25])
+    compare_verb.add_argument("--tokens", type=int, help="of nanochat's run (default: by size)")
+    compare_verb.add_argument("--set", nargs="*", default=[], help="more fields of ours, such as optim.lr_max=0.02")
+    compare_verb.add_argument("--windows", default="L", help="nanochat's window_pattern; L: full, its best without FA3")
+    compare_verb.add_argument("--name", default="learning", help="of the file in benchmarks/results")
+    child = verbs.add_parser("nanochat-run")
+    child.add_argument("--job", required=True)
+    for verb in (prepare_verb, compare_verb):
+        verb.add_argument("--work", type=Path, required=True)
+    arguments = parser.parse_args()
+    {"prepare": prepare, "compare": compare, "nanochat-run": run_nanochat}[arguments.verb](arguments)
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def prepare(arguments: argparse.Namespace) -> None:
+    """Text -> a workspace with a tokenizer and two splits."""
+    from zero2all.tokenizer.encoders.choose import open_encoder
+    from zero2all.tokenizer.load import load_tokenizer
+
+    texts = [json.loads(line)["text"] for path in arguments.text for line in path.open()]
+    work = arguments.work
+    work.mkdir(parents=True, exist_ok=True)
+    (work / "text.txt").write_text("\n\n".join(texts[: max(1, 50_000_000 * len(texts) // sum(map(len, texts)))]))
+    z2a("tokenizer", "train", "--work", work, "--vocab-size", arguments.vocab_size, "--text", work / "text.txt")
+    tokenizer = load_tokenizer(work / "tokenizer")
+    encoder = open_encoder(tokenizer, sample=texts[:50], text_bytes=sum(map(len, texts)))
+    documents: list[np.ndarray] = []
+    for first in range(0, len(texts), 2048):
+        batch = encoder.encode_batch(texts[first : first + 2048])
+        documents += [np.append(batch[at], tokenizer.end_id).astype(np.uint16) for at in range(len(batch))]
+    train, held_out, near = split(documents, arguments.held_out_tokens)
+    np.save(work / "near.npy", np.concatenate(near))
+    for name, part in (("train", train), ("valid", held_out)):
+        np.save(work / f"{name}.npy", np.concatenate(part))
+        z2a("data", "import", f"text={work / name}.npy", "--from", "numpy", "--split", name, "--work", work)
+    print({name: sum(map(len, part)) for name, part in (("train", train), ("held out", held_out), ("near", near))})
+
+
+def split(documents: list[np.ndarray], wanted: int) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
+    """Documents for training, held-out ones that share no GRAM tokens in a row with them, and held-out ones as they
+    come. An eighth of the documents are candidates; those that are not held out are left out."""
+    order = np.random.default_rng(7).permutation(len(documents))
+    candidates, train = order[: len(order) // 8], [documents[at] for at in order[len(order) // 8 :]]
+    known = np.unique(np.concatenate([grams(document) for document in train]))
+    held_out: list[np.ndarray] = []
+    near: list[np.ndarray] = []
+    for at in candidates:
+        own = grams(documents[at])
+        places = np.minimum(np.searchsorted(known, own), len(known) - 1)
+        if sum(map(len, held_out)) < wanted and not (known[places] == own).any():
+            held_out.append(documents[at])
+        if sum(map(len, near)) < wanted // 2:
+            near.append(documents[at])
+    return train, held_out, near
+
+
+def grams(document: np.ndarray) -> np.ndarray:
+    """A 64-bit hash of every GRAM tokens in a row: a polynomial in an odd number, modulo 2^64."""
+    if len(document) < GRAM:
+        return np.zeros(0, np.uint64)
+    with np.errstate(over="ignore"):
+        powers = np.multiply.accumulate(np.full(len(document), 1_099_511_628_211, np.uint64))
+        sums = np.cumsum((document.astype(np.uint64) + np.uint64(1)) * powers[::-1], dtype=np.uint64)
+        windows = sums[GRAM - 1 :].copy()
+        windows[1:] -= sums[:-GRAM]
+        return np.asarray(windows * powers[: len(windows)])
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    """Both sides by turns, for every seed."""
+    size = SIZES[arguments.size]
+    tokens = arguments.tokens or size["tokens"]
+    runs = []
+    for seed in arguments.seeds:
+        runs.append({"seed": seed, "side": "nanochat", "share": 1.0, **nanochat(arguments, size, tokens, seed)})
+        say(runs[-1])
+        for share in arguments.shares:
+            runs.append({"seed": seed, "side": "ours", "share": share, **ours(arguments, size, share * tokens, seed)})
+            say(runs[-1])
+    ratios = {str(seed): time_ratio([run for run in runs if run["seed"] == seed]) for seed in arguments.seeds}
+    print("time to nanochat's final loss / nanochat's time:", ratios)
+    state = {"size": size, "tokens": tokens, "settings": arguments.set, "runs": runs, "time ratio": ratios}
+    path = save_result(arguments.name, {**state, "gpu state": gpu_state()})
+    draw(runs, path.with_suffix(".png"))
+
+
+def say(run: dict[str, Any]) -> None:
+    """One line about a run."""
+    print(f"{run['side']:9} seed {run['seed']} share {run['share']:.2f}: {run['loss']:.4f} nats, ", end="")
+    print(f"near {run['near']:.4f}, {run['seconds']:.1f} s, {run['flops']:.3g} FLOP", flush=True)
+
+
+def time_ratio(runs: list[dict[str, Any]]) -> float | None:
+    """Seconds in which ours reaches nanochat's final loss, divided by nanochat's; None: not within the shares."""
+    goal = next(run for run in runs if run["side"] == "nanochat")
+    points = sorted((run["seconds"], run["loss"]) for run in runs if run["side"] == "ours")
+    for (before, high), (after, low) in itertools.pairwise(points):
+        if high >= goal["loss"] >= low:
+            seconds = before + (after - before) * (high - goal["loss"]) / max(high - low, 1e-9)
+            return round(seconds / goal["seconds"], 3)
+    return None
+
+
+def ours(arguments: argparse.Namespace, size: dict[str, Any], tokens: float, seed: int) -> dict[str, Any]:
+    """`z2a train`, then what its record says."""
+    from zero2all.common.workspace import Workspace
+    from zero2all.infer.load import load_run
+    from zero2all.limits.flops import flops_per_token
+    from zero2all.model.config import ModelConfig
+    from zero2all.track.reader import read_run
+
+    name = "learning"
+    shutil.rmtree(arguments.work / "runs" / name, ignore_errors=True)
+    config = settings_of(size, int(tokens), seed)
+    path = arguments.work / "learning.json"
+    write_json(path, config)
+    more = [word for setting in arguments.set for word in (f"--{setting.split('=')[0]}", setting.split("=", 1)[1])]
+    z2a("train", path, "--work", arguments.work, "--train.name", name, *more)
+    run = read_run(arguments.work / "runs" / name)
+    loaded = load_run(Workspace(arguments.work), name)
+    step = run.series["time/step"].value
+    losses = run.series["loss"].value
+    assert isinstance(loaded.model.config, ModelConfig)
+    per_token = flops_per_token(loaded.model.config, size["seq_len"])["palm"]
+    score = scorer(lambda rows: loaded.model.to(device()).logits(loaded.model(rows)), size["seq_len"])
+    return {
+        "loss": score(np.load(arguments.work / "valid.npy")),
+        "near": score(np.load(arguments.work / "near.npy")),
+        "seconds": float(np.mean(step[FIRST_STEPS:]) * len(step)),
+        "flops": per_token * tokens,
+        "parameters": loaded.parameters,
+        "curve": [round(float(loss), 4) for loss in losses[:: max(1, len(losses) // 100)]],
+    }
+
+
+def settings_of(size: dict[str, Any], tokens: int, seed: int) -> dict[str, Any]:
+    """Our side: a Llama with QK-norm, of nanochat's depth and width; the rest by rule."""
+    heads = max(size["width"] // 128, 2)
+    shape = {"hidden_size": size["width"], "intermediate_size": size["inner"], "layers": size["depth"]}
+    shape |= {"heads": heads, "kv_heads": heads, "max_seq_len": size["seq_len"], "rope_theta": 1e5}
+    start = {"qk_norm": True, "init_residual": "zero", "init_embedding_std": 0.8, "init_head_std": 0.001}
+    precision = "bfloat16" if device() == "cuda" else "float32"
+    passes = {"seed": seed, "tokens": tokens, "precision": precision, "micro_batch_samples": 32}
+    never = 10**9
+    return {
+        "model": {
+            **shape,
+            **start,
+            "heads": heads,
+            "kv_heads": heads,
+            "max_seq_len": size["seq_len"],
+            "rope_theta": 1e5,
+        },
+        "data": {"seq_len": size["seq_len"], "seed": seed},
+        "train": passes,
+        "optim": {"kind": "muon"},
+        "schedule": {"kind": "wsd", "decay_share": 0.65, "decay_shape": "linear", "min_lr_ratio": 0.05},
+        "eval": {"every_steps": never},
+        "checkpoint": {"every_steps": never},
+    }
+
+
+def nanochat(arguments: argparse.Namespace, size: dict[str, Any], tokens: int, seed: int) -> dict[str, Any]:
+    """nanochat's classes in a process of their own."""
+    job = {"size": size, "tokens": tokens, "seed": seed, "windows": arguments.windows, "work": str(arguments.work)}
+    job |= {"nanochat": str(arguments.nanochat), "answer": str(arguments.work / "nanochat.json")}
+    subprocess.run([sys.executable, __file__, "nanochat-run", "--job", json.dumps(job)], check=True)
+    return dict(json.loads(Path(job["answer"]).read_text()))
+
+
+def run_nanochat(arguments: argparse.Namespace) -> None:
+    """Train nanochat's model with its optimizer on the rows that our loader gives; its schedules, restated."""
+    import torch
+
+    from zero2all.packed.config import DataConfig
+    from zero2all.packed.loader import open_training_data, read_batch
+    from zero2all.packed.stages import Stage
+
+    job = json.loads(arguments.job)
+    size, tokens, work = job["size"], job["tokens"], Path(job["work"])
+    sys.path.insert(0, job["nanochat"])
+    from nanochat.gpt import GPT, GPTConfig  # type: ignore[import-not-found]
+
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(job["seed"])
+    heads = max(size["width"] // 128, 2)
+    length, batch = size["seq_len"], size["batch"]
+    ids = int(json.loads((work / "tokenizer" / "manifest.json").read_text())["vocab_size"])
+    shape = {"n_layer": size["depth"], "n_head": heads, "n_kv_head": heads, "n_embd": size["width"]}
+    with torch.device("meta"):
+        model = GPT(GPTConfig(sequence_len=length, vocab_size=ids, window_pattern=job["windows"], **shape))
+    model.to_empty(device=device())
+    model.init_weights()
+    call = torch.compile(model, dynamic=False) if device() == "cuda" else model
+    steps, rate = tokens // batch, math.sqrt(batch / 2**19)
+    horizon = 12 * (12 * 12 * 768 * 768 + 768 * 32768)
+    decay = 0.28 * rate * horizon / tokens
+    rates = {"unembedding_lr": 0.008, "embedding_lr": 0.3, "matrix_lr": 0.02, "scalar_lr": 0.5}
+    optimizer = model.setup_optimizer(weight_decay=decay, **{name: value * rate for name, value in rates.items()})
+    config = DataConfig(seq_len=length, seed=job["seed"])
+    data = open_training_data(work / "packed", config, [Stage("main", 0, None, length)])
+    fall = round(0.65 * steps)
+    curve, begun = [], time.perf_counter()
+    for step in range(steps):
+        if step == FIRST_STEPS:
+            wait()
+            begun = time.perf_counter()
+        rows = torch.from_numpy(read_batch(data, step * batch, batch // length).tokens).to(device())
+        loss = call(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+        loss.backward()
+        left = (steps - step) / fall
+        share = (step + 1) / 40 if step < 40 else 1.0 if step <= steps - fall else left + (1 - left) * 0.05
+        momentum = 0.97 - 0.07 * max(0.0, 1 - left) if step >= 400 else 0.85 + 0.12 * step / 400
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * share
+            if group["kind"] == "muon":
+                group["momentum"] = momentum
+                group["weight_decay"] = decay * 0.5 * (1 + math.cos(math.pi * step / steps))
+        optimizer.step()
+        model.zero_grad(set_to_none=True)
+        if step % max(1, steps // 100) == 0:
+            curve.append(round(float(loss), 4))
+    wait()
+    seconds = (time.perf_counter() - begun) * steps / (steps - FIRST_STEPS)
+    model.eval()
+    score = scorer(lambda rows: model(rows), length)
+    found = {"loss": score(np.load(work / "valid.npy")), "near": score(np.load(work / "near.npy"))}
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    found |= {"seconds": seconds, "flops": model.estimate_flops() * tokens, "parameters": parameters}
+    Path(job["answer"]).write_text(json.dumps({**found, "curve": curve}))
+
+
+# ---- the same on both sides ------------------------------------------------------------------------------------------
+
+
+def scorer(logits: Any, length: int) -> Any:
+    """Mean nats per token of contiguous rows; the same code for both sides, from logits to float32."""
+    import torch
+    import torch.nn.functional as F
+
+    @torch.no_grad()
+    def score(tokens: np.ndarray) -> float:
+        rows = (len(tokens) - 1) // length
+        total, at_once = 0.0, 8
+        with torch.autocast(device(), torch.bfloat16, enabled=device() == "cuda"):
+            for first in range(0, rows, at_once):
+                starts = np.arange(first, min(first + at_once, rows))[:, None] * length
+                batch = torch.from_numpy(tokens[starts + np.arange(length + 1)].astype(np.int64)).to(device())
+                found = logits(batch[:, :-1].contiguous()).float().flatten(0, 1)
+                total += float(F.cross_entropy(found, batch[:, 1:].flatten(), reduction="sum"))
+        return total / (rows * length)
+
+    return score
+
+
+def device() -> str:
+    """cuda where there is a GPU."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def wait() -> None:
+    """Until the GPU is done."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def gpu_state() -> str | None:
+    """Clocks and watts at the end."""
+    query = "clocks.sm,power.draw,power.limit,temperature.gpu"
+    words = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip() if gpu() else None
+
+
+def gpu() -> bool:
+    """Whether nvidia-smi is here."""
+    return shutil.which("nvidia-smi") is not None
+
+
+def z2a(*words: object) -> None:
+    """The command, with this checkout's code."""
+    subprocess.run([sys.executable, "-m", "zero2all", *map(str, words)], check=True)
+
+
+def draw(runs: list[dict[str, Any]], path: Path) -> None:
+    """Training loss over seconds, and the held-out loss at the end of every run."""
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        print("matplotlib is not installed: no picture")
+        return
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for run in runs:
+        color = "tab:orange" if run["side"] == "nanochat" else "tab:blue"
+        axes.plot(np.linspace(0, run["seconds"], len(run["curve"])), run["curve"], color=color, alpha=0.3)
+        axes.plot(run["seconds"], run["loss"], "o", color=color)
+    axes.set(xlabel="seconds of training", ylabel="nats per token (line: training, point: held-out)")
+    figure.savefig(path, dpi=100)
+
+
+if __name__ == "__main__":
+    main()
