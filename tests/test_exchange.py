@@ -24,7 +24,7 @@ from zero2all.infer.load import load_run
 from zero2all.infer.text import generate
 from zero2all.model import hf
 from zero2all.model.config import ModelConfig, MoeConfig
-from zero2all.model.hf_config import from_hf_config
+from zero2all.model.hf_config import LAYOUTS, from_hf_config, hf_layout
 from zero2all.model.moe import routers
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
@@ -58,6 +58,13 @@ GLM = {
     "num_nextn_predict_layers": 0,
     "head_dim": 8,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+}
+QWEN3_MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "head_dim": 8,
 }
 FOLDERS = {
     "llama": ("llama", {}, {}),
@@ -93,6 +100,19 @@ FOLDERS = {
         {"max_shard_size": "20KB"},
     ),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8}, {}),
+    "qwen3": ("qwen3", {"head_dim": 16}, {}),
+    "qwen3, biases, tied, bfloat16": (
+        "qwen3",
+        {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
+        {"dtype": torch.bfloat16},
+    ),
+    "qwen3_moe": ("qwen3_moe", QWEN3_MOE, {}),
+    "qwen3_moe, dense layer, sharded": (
+        "qwen3_moe",
+        QWEN3_MOE | {"mlp_only_layers": [0], "rope_theta": 1e6},
+        {"max_shard_size": "20KB"},
+    ),
+    "glm4_moe, qk_norm": ("glm4_moe", GLM | {"use_qk_norm": True}, {}),
     "glm4_moe, bfloat16": ("glm4_moe", GLM, {"dtype": torch.bfloat16}),
     "glm4_moe, biases": ("glm4_moe", GLM | {"attention_bias": True, "first_k_dense_replace": 0}, {}),
 }
@@ -126,7 +146,7 @@ def make_folder(tmp_path, foreign_tokenizer):
     def make(layout="llama", values=None, saving=None):
         import transformers
 
-        class_name = {"llama": "Llama", "qwen2": "Qwen2", "mixtral": "Mixtral", "glm4_moe": "Glm4Moe"}[layout]
+        class_name = LAYOUTS[layout].removesuffix("ForCausalLM")
         config_class = getattr(transformers, f"{class_name}Config")
         model_class = getattr(transformers, f"{class_name}ForCausalLM")
         saving = dict(saving or {})
@@ -395,11 +415,19 @@ def test_imported_model_gives_their_logits_and_leaves_bit_equal(make_folder, wor
     assert_same_config(folder, tmp_path / "again")
 
 
-def moe_model(router_bias=0.0, **settings):
+def moe_model(router_bias=0.0, qk_norm=False, **settings):
     """A model of ours with experts, and its weights by name."""
     moe = MoeConfig(experts=4, expert_size=16, **settings)
     config = ModelConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, layers=2, heads=4, kv_heads=2, max_seq_len=32, moe=moe
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        max_seq_len=32,
+        moe=moe,
+        qk_norm=qk_norm,
     )
     model = Z2all(config, resolve(OpsConfig(), "cpu"))
     init_weights(model, 1)
@@ -414,12 +442,42 @@ def moe_model(router_bias=0.0, **settings):
         ({"router": "softmax", "shared_experts": 1}, "moe.router softmax, moe.shared_experts 1"),
         ({"router": "sigmoid"}, "GLM-4 MoE needs: sigmoid, 1 or more"),
         ({"router": "softmax", "router_bias": 0.1}, "has balancing biases. Mixtral has none"),
+        ({"router": "softmax", "qk_norm": True, "router_bias": 0.1}, "has balancing biases. Qwen3-MoE has none"),
+        ({"router": "sigmoid", "qk_norm": True}, "Qwen3-MoE needs: softmax, 0, any, none or all, true"),
     ],
 )
 def test_experts_that_no_layout_has_are_refused_in_words(settings, words):
     config, tensors = moe_model(**settings)
     with pytest.raises(BadInputError, match=re.escape(words)):
         list(hf.to_hf_tensors(config, tensors))
+
+
+@pytest.mark.parametrize("options", [{"attention_bias": "qkv"}, {"mlp_bias": True}], ids=str)
+def test_qk_norm_with_what_qwen3_does_not_have_is_refused_in_words(options):
+    with pytest.raises(BadInputError, match="Qwen3, which has qk_norm, needs: attention_bias none or all, mlp_bias"):
+        hf_layout(ModelConfig(vocab_size=64, qk_norm=True, **options))
+
+
+def without_key_norm(folder):
+    change_tensors(lambda tensors: tensors.pop("model.layers.1.self_attn.k_norm.weight"))(folder)
+
+
+@pytest.mark.parametrize(
+    ("layout", "spoil", "words"),
+    [
+        ("qwen3", without_key_norm, "a model with qk_norm, but model.layers.1.self_attn.k_norm.weight is missing"),
+        ("qwen3", lambda folder: change_config(model_type="llama")(folder), "q_norm.weight is unknown"),
+        ("qwen3_moe", lambda folder: change_config(norm_topk_prob=False)(folder), "norm_topk_prob False != True"),
+        ("qwen3_moe", lambda folder: change_config(decoder_sparse_step=2)(folder), "decoder_sparse_step 2 != 1"),
+        ("qwen3_moe", lambda folder: change_config(mlp_only_layers=[1])(folder), "mlp_only_layers [1] != [0]"),
+        ("qwen3_moe", lambda folder: change_config(mlp_only_layers=1)(folder), "mlp_only_layers is '1', expected a"),
+    ],
+)
+def test_a_qwen3_that_would_compute_differently_is_refused(make_folder, workspace, layout, spoil, words):
+    folder = make_folder(layout, {"head_dim": 8} if layout == "qwen3" else QWEN3_MOE)
+    spoil(folder)
+    with pytest.raises(BadInputError, match=re.escape(words)):
+        import_folder(folder, workspace, "run")
 
 
 @pytest.mark.parametrize("kind", ["weight", "bias"])

@@ -1,4 +1,4 @@
-"""To and from Hugging Face folders: Llama, Qwen2, Mixtral and GLM-4 MoE layouts, tensor for tensor.
+"""To and from Hugging Face folders: Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE and GLM-4 MoE, tensor for tensor.
 
 Ours are the logical parameters that a checkpoint holds. They differ in two things: gate and up are one matrix of ours,
 their rows alternating, and the matrices of all experts of a block are one tensor. Splitting and joining changes no bit,
@@ -75,7 +75,7 @@ class HfFolder:
 
     def fill(self, ours: Mapping[str, Tensor]) -> None:
         """Write its tensors into ours, one at a time, each converted to the dtype and device of its target; padding
-        rows and the biases that Mixtral does not have become 0. Weights that are NaN or infinite are refused."""
+        rows and the biases that a softmax router does not have become 0. Weights that are NaN or infinite are refused."""
         targets: dict[str, Tensor] = {}
         for name, theirs in _counterparts(self.config).items():
             targets |= zip(theirs, _taken_apart(ours[name], len(theirs)), strict=True)
@@ -140,12 +140,11 @@ def nonfinite(tensor: Tensor) -> int:
 
 def to_hf_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Our tensors, by logical name, under Hugging Face's names, without the padding rows of the vocabulary."""
-    if hf_layout(config) == "mixtral" and any(
-        tensor.any() for name, tensor in tensors.items() if name.endswith(ROUTER_BIAS)
-    ):
+    layout = {"mixtral": "Mixtral", "qwen3_moe": "Qwen3-MoE"}.get(hf_layout(config))
+    if layout and any(tensor.any() for name, tensor in tensors.items() if name.endswith(ROUTER_BIAS)):
         raise BadInputError(
-            "The router of this model has balancing biases. Mixtral has none, so the routing would change. "
-            "Train with model.moe.balance_rate 0, or with model.moe.router sigmoid and a shared expert (GLM-4 MoE)."
+            f"The router of this model has balancing biases. {layout} has none, so the routing would change. "
+            f"Train with model.moe.balance_rate 0, or with model.moe.router sigmoid and a shared expert (GLM-4 MoE)."
         )
     if config.embedding_norm:  # no layout has it: each row is stored as the norm leaves it
         rows = scaled_rows(tensors["embedding.weight"], tensors["embedding_norm.weight"], config.rms_norm_eps)
@@ -189,7 +188,14 @@ def _check_shapes(config: ModelConfig, found: Mapping[str, tuple[int, ...]], ori
     wanted = {part: shape for parts in _counterparts(config).values() for part, shape in parts.items()}
     found = {name: shape for name, shape in found.items() if not (config.tied_embeddings and name == "lm_head.weight")}
     # A tied model has no head of its own; some folders carry a copy of the embedding there.
-    problems = [f"{part} is missing" for part in wanted if part not in found]
+    missing = [part for part in wanted if part not in found]
+    without_norm = next((part for part in missing if part.endswith(("q_norm.weight", "k_norm.weight"))), None)
+    if without_norm is not None:
+        raise BadInputError(
+            f"The config.json of {origin} is that of a model with qk_norm, but {without_norm} is missing. "
+            f"{FETCH_AGAIN} A model that was trained without qk_norm has another model_type: llama, or mixtral."
+        )
+    problems = [f"{part} is missing" for part in missing]
     problems += [
         f"{part} has shape {found[part]} instead of {shape}"
         for part, shape in wanted.items()
@@ -224,6 +230,8 @@ def _counterparts(config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
             has_bias = config.attention_bias != "none"
             add(f"{ours}.attention.{name}", (f"{attention}.{name}_proj",), rows, hidden, has_bias)
         add(f"{ours}.attention.out", (f"{attention}.o_proj",), hidden, query, config.attention_bias == "all")
+        for name in ("q_norm", "k_norm") if config.qk_norm else ():
+            table[f"{ours}.attention.{name}.weight"] = {f"{attention}.{name}.weight": (config.head_size,)}
         table[f"{ours}.feed_forward_norm.weight"] = {f"{theirs}.post_attention_layernorm.weight": (hidden,)}
         if config.has_experts(layer):
             table |= _expert_counterparts(config, f"{ours}.feed_forward", theirs)
@@ -239,7 +247,8 @@ def _counterparts(config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
 
 def _expert_counterparts(config: ModelConfig, ours: str, block: str) -> dict[str, dict[str, tuple[int, ...]]]:
     """The same for the feed-forward part of a block with experts."""
-    hidden, moe, is_mixtral = config.hidden_size, config.moe, hf_layout(config) == "mixtral"
+    hidden, moe, layout = config.hidden_size, config.moe, hf_layout(config)
+    is_mixtral = layout == "mixtral"
     place = f"{block}.block_sparse_moe" if is_mixtral else f"{block}.mlp"
     gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     numbers = range(moe.experts)
@@ -251,7 +260,7 @@ def _expert_counterparts(config: ModelConfig, ours: str, block: str) -> dict[str
         },
         f"{ours}.experts.down": {f"{place}.experts.{number}.{down}.weight": narrow for number in numbers},
     }
-    if not is_mixtral:
+    if layout == "glm4_moe":
         shared, width = f"{place}.shared_experts", config.shared_size
         table[f"{ours}.{ROUTER_BIAS}"] = {f"{place}.gate.{HF_ROUTER_BIAS}": (moe.experts,)}
         table[f"{ours}.shared.gate_up_pairs.weight"] = {

@@ -1,8 +1,8 @@
 """config.json of Hugging Face folders: the layouts we have, and each of their settings in our terms.
 
-Without experts the biases decide the layout: q, k, v only is Qwen2; none or all four is Llama. With experts the router
-does: softmax, without a balancing bias, shared experts and dense layers, is Mixtral; sigmoid with shared experts is
-GLM-4 MoE, which has the other two as well.
+Without experts qk_norm makes a Qwen3; else the biases decide the layout: q, k, v only is Qwen2; none or all four is
+Llama. With experts the router does: softmax, without a balancing bias and shared experts, is Qwen3-MoE with qk_norm, and
+Mixtral without it and without dense layers; sigmoid with shared experts is GLM-4 MoE, which has all of these as well.
 """
 
 from __future__ import annotations
@@ -22,14 +22,20 @@ TokenIds = Mapping[str, int | list[int] | None]
 LAYOUTS = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
 }
-PLAIN_GLM = {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "use_qk_norm": False}
+PLAIN_GLM = {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
 """Fields of GLM-4 MoE that must have these values; they are also transformers' defaults."""
+QWEN_MOE_DEFAULTS: dict[str, Any] = {"decoder_sparse_step": 1, "norm_topk_prob": False, "mlp_only_layers": []}
+"""transformers' values of fields of Qwen3-MoE where a folder does not set them."""
 UNSUPPORTED_FIELDS = ("sliding_window", "layer_types", "quantization_config", "partial_rotary_factor")
 TYPES: dict[str, tuple[type, str]] = {
     "layer_types": (list, "a list of texts"),
+    "mlp_only_layers": (list, "a list of numbers"),
+    "use_qk_norm": (bool, "true or false"),
     "rope_scaling": (dict, "an object"),
     "rope_parameters": (dict, "an object"),
     "attention_bias": (bool, "true or false"),
@@ -53,20 +59,31 @@ SCALING_FIELDS = {
 def hf_layout(config: ModelConfig) -> str:
     """The model_type that computes what this model computes; an error where there is none."""
     moe, biases = config.moe, config.attention_bias
+    if config.qk_norm and not moe.experts:
+        if biases == "qkv" or config.mlp_bias:
+            raise BadInputError(
+                f"A model with qk_norm, attention_bias {biases} and mlp_bias {str(config.mlp_bias).lower()} has no "
+                f"Hugging Face layout. Qwen3, which has qk_norm, needs: attention_bias none or all, mlp_bias false."
+            )
+        return "qwen3"
     if not moe.experts:
         if biases == "qkv" and config.mlp_bias:
             raise BadInputError(
                 "attention_bias qkv together with mlp_bias has no Hugging Face layout. Change one of the two."
             )
         return "qwen2" if biases == "qkv" else "llama"
-    if moe.router == "softmax" and not moe.shared_experts and not moe.dense_layers and biases == "none":
+    is_plain = moe.router == "softmax" and not moe.shared_experts
+    if is_plain and config.qk_norm and biases != "qkv":
+        return "qwen3_moe"
+    if is_plain and not config.qk_norm and not moe.dense_layers and biases == "none":
         return "mixtral"
     if moe.router == "sigmoid" and moe.shared_experts and biases != "all" and moe.experts > 1:
         return "glm4_moe"
     raise BadInputError(
         f"A model with moe.router {moe.router}, moe.shared_experts {moe.shared_experts}, moe.dense_layers "
-        f"{moe.dense_layers} and attention_bias {biases} has no Hugging Face layout. Mixtral needs: softmax, 0, 0, "
-        f"none. GLM-4 MoE needs: sigmoid, 1 or more, any, none or qkv."
+        f"{moe.dense_layers}, attention_bias {biases} and qk_norm {str(config.qk_norm).lower()} has no Hugging Face "
+        f"layout. Mixtral needs: softmax, 0, 0, none, false. Qwen3-MoE needs: softmax, 0, any, none or all, true. "
+        f"GLM-4 MoE needs: sigmoid, 1 or more, any, none or qkv, any."
     )
 
 
@@ -97,13 +114,24 @@ def to_hf_config(config: ModelConfig, dtype: str, token_ids: TokenIds) -> dict[s
     }
     if layout == "llama":
         values |= {"attention_bias": config.attention_bias == "all", "mlp_bias": config.mlp_bias}
+    if layout in ("qwen3", "qwen3_moe"):
+        values["attention_bias"] = config.attention_bias == "all"
     if moe.experts:
         values["num_experts_per_tok"] = moe.experts_per_token
     if layout == "mixtral":
         values |= {"num_local_experts": moe.experts, "intermediate_size": moe.expert_size}
+    if layout == "qwen3_moe":
+        values |= {
+            "num_experts": moe.experts,
+            "moe_intermediate_size": moe.expert_size,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(range(moe.dense_layers)),
+        }
     if layout == "glm4_moe":
         values |= {
             **PLAIN_GLM,
+            "use_qk_norm": config.qk_norm,
             "n_routed_experts": moe.experts,
             "moe_intermediate_size": moe.expert_size,
             "n_shared_experts": moe.shared_experts,
@@ -125,15 +153,25 @@ def _from_hf_moe(values: dict[str, Any], layout: str, origin: Path) -> dict[str,
             "router": "softmax",
             "balance_rate": 0.0,  # Mixtral has no bias; with one it could not be exported as Mixtral again
         }
+    if layout == "qwen3_moe":
+        found = {name: values.get(name, default) for name, default in QWEN_MOE_DEFAULTS.items()}
+        dense = found["mlp_only_layers"] = found["mlp_only_layers"] or []
+        first = list(range(len(dense)))
+        _refuse_unlike(found, {"decoder_sparse_step": 1, "norm_topk_prob": True, "mlp_only_layers": first}, origin)
+        return {
+            "experts": values.get("num_experts", values.get("num_local_experts")),
+            "experts_per_token": values.get("num_experts_per_tok"),
+            "expert_size": values.get("moe_intermediate_size"),
+            "dense_layers": len(dense),
+            "router": "softmax",
+            "balance_rate": 0.0,  # no bias, as Mixtral
+        }
     if layout != "glm4_moe":
         return {}
     rope = values.get("rope_parameters") or {}
     rotated = values.get("partial_rotary_factor", rope.get("partial_rotary_factor", 0.5))  # transformers' default
     found = {name: values.get(name, plain) for name, plain in PLAIN_GLM.items()} | {"partial_rotary_factor": rotated}
-    plain = PLAIN_GLM | {"partial_rotary_factor": 1.0}
-    odd = [f"{name} {str(found[name])[:40]} != {plain[name]}" for name in plain if found[name] != plain[name]]
-    if odd:
-        raise BadInputError(f"{origin} cannot be imported: Z2all does not support these settings: {'; '.join(odd)}.")
+    _refuse_unlike(found, PLAIN_GLM | {"partial_rotary_factor": 1.0}, origin)
     return {
         "experts": values.get("n_routed_experts"),
         "experts_per_token": values.get("num_experts_per_tok"),
@@ -141,6 +179,13 @@ def _from_hf_moe(values: dict[str, Any], layout: str, origin: Path) -> dict[str,
         "shared_experts": values.get("n_shared_experts"),
         "dense_layers": values.get("first_k_dense_replace"),
     }
+
+
+def _refuse_unlike(found: Mapping[str, Any], plain: Mapping[str, Any], origin: Path) -> None:
+    """An error unless fields have the values that Z2all computes with."""
+    odd = [f"{name} {str(found[name])[:40]} != {plain[name]}" for name in plain if found[name] != plain[name]]
+    if odd:
+        raise BadInputError(f"{origin} cannot be imported: Z2all does not support these settings: {'; '.join(odd)}.")
 
 
 def from_hf_config(values: dict[str, Any], origin: Path) -> ModelConfig:
@@ -155,7 +200,7 @@ def from_hf_config(values: dict[str, Any], origin: Path) -> ModelConfig:
             )
     if values.get("hidden_act", "silu") != "silu":
         raise BadInputError(f"{origin} uses hidden_act {values['hidden_act']!r}. Only silu can be imported.")
-    with_bias = {"llama": "all", "glm4_moe": "qkv"}.get(layout, "none")
+    with_bias = {"llama": "all", "glm4_moe": "qkv", "qwen3": "all", "qwen3_moe": "all"}.get(layout, "none")
     attention_bias = "qkv" if layout == "qwen2" else with_bias if values.get("attention_bias") else "none"
     # transformers 5 writes rope_parameters, 4 wrote rope_theta and rope_scaling.
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
@@ -174,13 +219,14 @@ def from_hf_config(values: dict[str, Any], origin: Path) -> ModelConfig:
             "layers": values.get("num_hidden_layers"),
             "heads": values.get("num_attention_heads"),
             "kv_heads": values.get("num_key_value_heads") or values.get("num_attention_heads"),
-            "head_dim": values.get("head_dim"),
+            "head_dim": values.get("head_dim", 128 if layout == "qwen3" else None),  # transformers' default
             "max_seq_len": values.get("max_position_embeddings"),
             "rope_theta": rope.get("rope_theta") or values.get("rope_theta") or 10000.0,
             "rope_scaling": _from_hf_scaling(rope, values.get("max_position_embeddings"), origin),
             "rms_norm_eps": values.get("rms_norm_eps", 1e-6),
             "init_std": values.get("initializer_range", 0.02),
             "attention_bias": attention_bias,
+            "qk_norm": layout in ("qwen3", "qwen3_moe") or bool(layout == "glm4_moe" and values.get("use_qk_norm")),
             "moe": _from_hf_moe(values, layout, origin),
             "mlp_bias": values.get("mlp_bias") or False,
             "tied_embeddings": values.get("tie_word_embeddings") or False,
@@ -199,7 +245,7 @@ def from_hf_config(values: dict[str, Any], origin: Path) -> ModelConfig:
 def _matters(name: str, values: dict[str, Any]) -> bool:
     """Whether a field of UNSUPPORTED_FIELDS changes the arithmetic; some folders set it without effect."""
     if name == "sliding_window":
-        return bool(values.get("use_sliding_window", values.get("model_type") != "qwen2"))
+        return bool(values.get("use_sliding_window", not str(values.get("model_type")).startswith("qwen")))
     if name == "layer_types":
         return any(kind != "full_attention" for kind in values[name])
     return name != "partial_rotary_factor" or values[name] != 1.0

@@ -263,6 +263,7 @@ def decode_attention(
     _attend[(batch, kv_heads, tiles.splits)](
         qkv, cos, sin, query_gain, key_gain, keys, values, tables, positions, out, scratch.parts, scratch.weights,
         scratch.arrived, tables.stride(0), limit, eps, LOG2_E * width**-0.5,
-        **sizes, SPLITS=tiles.splits, LEAST=tiles.least, GROUP=max(LEAST_DOT, triton.next_power_of_2(heads // kv_heads)), TOKENS=tiles.tokens,
+        **sizes, SPLITS=tiles.splits, LEAST=tiles.least, TOKENS=tiles.tokens,
+        GROUP=max(LEAST_DOT, triton.next_power_of_2(heads // kv_heads)),
         num_warps=tiles.warps, num_stages=1, **overlap,
     )  # fmt: skip
