@@ -186,6 +186,8 @@ def prepare(work: Workspace, vocabulary: int, given: dict[str, str], megabytes: 
     build_corpus(work.corpus, sources, BuildOptions(valid_share=0.02, rules="none"))
     train_on_corpus(work.corpus, work.tokenizer, TokenizerConfig(vocab_size=vocabulary))
     pack_corpus(work.corpus, work.tokenizer, work.packed)
+    for folder in (work.raw, work.corpus):  # what is left may have to travel to the machine with the GPU
+        shutil.rmtree(folder)
 
 
 def _write(path: Path, write: Callable[[random.Random], str], seed: int, amount: int) -> None:

@@ -13,7 +13,6 @@ from matplotlib.axes import Axes
 
 from zero2all.common.files import read_json
 from zero2all.evals.options import report_path
-from zero2all.train.validate import all_rows
 from zero2all.evals.probes import run_probes, summarize
 from zero2all.infer.boundary import opening_id
 from zero2all.infer.engine import Engine
@@ -23,6 +22,7 @@ from zero2all.model.config import parameter_counts
 from zero2all.quickstart.journey import GREEDY_SAMPLE_TOKENS, SAMPLE_PROMPTS, SAMPLE_TOKENS, WORLD_SEED
 from zero2all.quickstart.world.questions import probes
 from zero2all.tokenizer.show import readable
+from zero2all.train.validate import all_rows
 
 LANGUAGES = {"en": "English", "zh": "Chinese"}
 CHANNELS = LANGUAGES | {"code": "Python"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -133,13 +134,15 @@ def test_eval_prints_bits_per_byte_and_probes_and_writes_its_report(copy, z2a):
     ended = z2a("eval", "tiny", "--work", copy, "--max-bytes", "2000", *asked)
     assert ended.code == 0
     assert ended.out.startswith("tiny at step 4\n")
-    table = ended.out.split("\n\n")[1]
-    assert table.startswith("held-out text")
+    _, number, table, *_ = ended.out.split("\n\n")
+    assert re.fullmatch(r"held-out loss \d\.\d{4} nats per token, .* 416 tokens in contiguous rows of 32", number)
+    assert table.startswith("contiguous rows")
     rows = {line.split()[0]: line.split()[1:] for line in table.splitlines()[1:]}
     assert "capital" in ended.out
     report = json.loads((copy / "runs/tiny/eval/step-00000004.json").read_text())
     assert f"{report['held_out']['zh']['bits_per_byte']:.4f}" == rows["zh"][1]
     trained = z2a("train", copy / "runs" / "tiny" / "config.yaml", "--work", copy).out
+    assert number in trained, "one value, wherever it is shown"
     shown = {line.split()[0]: line.split()[1] for line in trained.splitlines() if "eval/valid" in line}
     for channel, name in {"en": "/en", "zh": "/zh", "all": ""}.items():
         assert rows[channel][:2] == [shown[f"eval/valid/{kind}{name}"] for kind in ("loss", "bpb")]

@@ -21,7 +21,7 @@ from zero2all.evals.text_files import read_text, text_files
 from zero2all.infer.engine import Engine
 from zero2all.packed.layout import packed_sources
 from zero2all.track.reader import read_run
-from zero2all.train.validate import all_rows, held_out_losses, open_valid_splits
+from zero2all.train.validate import all_rows, held_out_metrics, held_out_scores, open_valid_splits
 
 
 def nats_of(loaded, text, stride=0):
@@ -135,7 +135,7 @@ def test_a_checkpoint_that_training_did_not_validate_is_scored_the_same_way(
     data = dataclasses.replace(trained.config.data, document_mask=document_mask)
     loaded = dataclasses.replace(trained, config=dataclasses.replace(trained.config, data=data))
     splits = splits_of(trained_workspace)
-    expected = held_out_losses(trained.model, splits, data, trained.config.eval)
+    expected = held_out_metrics(held_out_scores(trained.model, splits, data, trained.config.eval))
     found = held_out_rows(loaded, splits, tmp_path)
     assert {channel: values["loss"] for channel, values in found.items()} == {
         channel: expected[f"eval/valid/loss/{channel}"] for channel in ("en", "zh")

@@ -248,6 +248,16 @@ def test_estimate_with_zero_2_is_what_the_fullest_process_holds(kind):
     assert parts["masters"] + parts["optimizer"] == pytest.approx(masters + states, rel=0.02)
 
 
+@pytest.mark.parametrize(("precision", "is_kept"), [("bfloat16", True), ("float32", False)])
+def test_wide_weights_need_no_memory_for_what_rounding_cuts_off(precision, is_kept):
+    """adamw_bf16 with kahan: with float32 weights it keeps nothing, and the estimate counted it all the same."""
+    config = dataclasses.replace(
+        run_config(precision=precision), optim=OptimConfig("adamw_bf16", bf16_rounding="kahan"), model=ModelConfig()
+    )
+    settings = memory_settings(config, resolve(OpsConfig(), "cpu"), Mesh(MeshSizes(), 0), 4)
+    assert settings.kahan == is_kept
+
+
 @pytest.mark.parametrize("zero", [2, 3])
 def test_processes_that_exchange_in_every_pass_take_the_estimate_and_say_what_to_do(zero, tmp_path, monkeypatch):
     def tried(*_: object) -> None:

@@ -117,10 +117,13 @@ def test_room_for_the_checkpoints_of_the_whole_run(tmp_path):
     run, free = tmp_path / "runs" / "later", shutil.disk_usage(tmp_path).free
     note = check_disk(run, Retention(2, 0), 10, 0, 100, 1_000_000)
     assert "up to 3 checkpoints of 1.0 MB at once. They need 3.0 MB more" in note
+    assert "up to 4 checkpoints" in check_disk(run, Retention(2, 0, keep_best=True), 10, 0, 100, 1_000_000)
     # Two kept and one being written fit into what is free by far; all ten that are kept for ever do not.
     large = free // 8
     check_disk(run, Retention(2, 0), 10, 0, 100, large)
-    with pytest.raises(DiskError, match=r"11 checkpoints .*keep_every_steps 10\)") as caught:
+    with pytest.raises(
+        DiskError, match=r"11 checkpoints .*keep_every_steps 10, checkpoint.keep_best false\)"
+    ) as caught:
         check_disk(run, Retention(2, 10), 10, 0, 110, large)
     assert str(run) in str(caught.value)
     assert not run.exists()

@@ -32,7 +32,7 @@ from zero2all.train.run import train
 from zero2all.train.sanity import check_last_loss, expected_first_loss, risen_loss
 from zero2all.train.saved_config import load_run_config
 from zero2all.train.setup import prepare
-from zero2all.train.validate import held_out_losses, open_valid_splits, valid_sources
+from zero2all.train.validate import held_out_metrics, held_out_scores, open_valid_splits, valid_sources
 
 
 def steps_of(run):
@@ -535,9 +535,9 @@ def test_held_out_loss_is_that_of_the_first_held_out_samples_without_dropout(wor
     prepared = prepared_run(config(), work)
     model = prepared.state.model
     options = EvalConfig(valid_tokens_per_source=96, batch_samples=2)
-    found = held_out_losses(model, prepared.valid, prepared.config.data, options)
+    found = held_out_metrics(held_out_scores(model, prepared.valid, prepared.config.data, options))
     assert model.training  # as it was before
-    assert held_out_losses(model, prepared.valid, prepared.config.data, options) == found
+    assert held_out_metrics(held_out_scores(model, prepared.valid, prepared.config.data, options)) == found
     model.eval()
     split = open_split(work.packed, "zh", "valid")
     rows = torch.from_numpy(np.stack([split.read(sample * 32, 33) for sample in range(3)]))

@@ -19,7 +19,7 @@ from zero2all.evals.probe_file import read_probes
 from zero2all.evals.tasks.list import TaskQuestions
 from zero2all.evals.text_files import text_files
 from zero2all.train.checkpoints.layout import require_checkpoint
-from zero2all.train.checkpoints.retention import Step, chosen_step
+from zero2all.train.checkpoints.manifest import Step, chosen_step
 
 OWN_PROBES = Path(__file__).parent / "probes.yaml"
 OWN_PAIRS = Path(__file__).parent / "pairs.yaml"
@@ -54,7 +54,7 @@ class EvalOptions:
             "texts": {name: crc32c_of(path) for name, path in text_files(self.texts).items()},
             "tasks": None if self.tasks is None else self.tasks.record(),
             "int8": self.int8,
-            "held_out": "rows of training" if self.held_out else False,  # reports of earlier versions meant documents
+            "held_out": "contiguous rows" if self.held_out else False,  # earlier versions measured otherwise
         }
 
 

@@ -35,7 +35,7 @@ from zero2all.tokenizer.load import Tokenizer, load_tokenizer
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import INDEX_NAME, STATE_NAME, checkpoint_folder, require_checkpoint
 from zero2all.train.checkpoints.load import Checkpoint, check_bytes, read_checkpoint, verified_checkpoint
-from zero2all.train.checkpoints.retention import Step, chosen_step
+from zero2all.train.checkpoints.manifest import Step, chosen_step
 from zero2all.train.saved_config import CONFIG_FILE, load_run_config, with_vocabulary
 
 READY_OPS = OpsConfig(

@@ -47,7 +47,7 @@ from zero2all.tokenizer.text import TooFewPiecesError
 from zero2all.track.plot import cjk_fonts, plot_run
 from zero2all.track.reader import RunReader
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
-from zero2all.train.checkpoints.retention import best_step
+from zero2all.train.checkpoints.manifest import best_step
 from zero2all.train.run import train
 
 WORLD_SEED = 1

@@ -48,16 +48,8 @@ class Control:
         self._say = say
         config, world, data = prepared.config, prepared.world, prepared.data
         self._config, self._world, self._metrics, self._run = config, world, metrics, prepared.run
-        self._guards = RunGuards(
-            prepared.run,
-            config.guards,
-            config.schedule.warmup_steps,
-            data,
-            config.data.quarantine,
-            fence,
-            world,
-            config.optim.clip_grad_norm,
-        )
+        warmup, clip = config.schedule.warmup_steps, config.optim.clip_grad_norm
+        self._guards = RunGuards(prepared.run, config.guards, warmup, data, config.data.quarantine, fence, world, clip)
         self._pages: IncidentWriter | None = None
         self._incidents = 0
         self._overflows = 0

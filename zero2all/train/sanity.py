@@ -168,7 +168,7 @@ def check_disk(
             f"{counted(at_once, 'checkpoint')} of {each} at once: {human_bytes(needed)} more are needed, "
             f"{human_bytes(free)} are free. Free some space, choose another disk with --work, or keep fewer "
             f"checkpoints (checkpoint.keep_last {retention.keep_last}, checkpoint.keep_every_steps "
-            f"{retention.keep_every_steps})."
+            f"{retention.keep_every_steps}, checkpoint.keep_best {str(retention.keep_best).lower()})."
         )
     return (
         f"disk: up to {counted(at_once, 'checkpoint')} of {each} at once. They need {human_bytes(needed)} more, "

@@ -68,24 +68,11 @@ class ValidBatch:
         return rows, weights, None if borders is None else borders.documents(self.count, data.seq_len + 1).ids
 
 
-def held_out_losses(
-    model: Z2all,
-    splits: list[PackedSplit],
-    data: DataConfig,
-    config: EvalConfig,
-    world: World | None = None,
-    parallel: ParallelConfig | None = None,
-    pipeline: Pipeline | None = None,
-) -> dict[str, float]:
+def held_out_metrics(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """The scores as metrics: `eval/valid/loss/<channel>` in nats per token and `eval/valid/bpb/<channel>` in bits per
     byte; without a channel those of all tokens and bytes together."""
-    return held_out_metrics(held_out_scores(model, splits, data, config, world, parallel, pipeline))
-
-
-def held_out_metrics(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """See `held_out_losses`."""
-    named = {f"/{channel}": values for channel, values in scores.items()}
-    named = {"": all_rows(scores), **named} if scores else {}
+    together = {"": all_rows(scores)} if scores else {}
+    named = {**together, **{f"/{channel}": values for channel, values in scores.items()}}
     values = {f"eval/valid/loss{name}": found["loss"] for name, found in named.items()}
     return values | {f"eval/valid/bpb{name}": found["bits_per_byte"] for name, found in named.items()}
 

@@ -8,11 +8,10 @@ import pytest
 
 from zero2all.common.errors import BadInputError, LostRunError
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
+from zero2all.train.checkpoints.manifest import best_step, chosen_step
 from zero2all.train.checkpoints.retention import (
     Retention,
     Verified,
-    best_step,
-    chosen_step,
     claim_step,
     is_good,
     note_proven,

@@ -103,6 +103,14 @@ def test_a_norm_below_the_clip_norm_is_no_spike():
     assert clipped.limits(302).grad_norm == 1.0
 
 
+def test_a_long_gradient_without_an_unusual_row_is_a_spike_also_where_a_step_has_one_row():
+    detector, found = Detector(clip_grad_norm=1.0), []
+    for step in range(1, 301):
+        loss, norm = 2.0 + 0.01 * (step % 7), 7.0 if step % 50 == 0 else 0.23
+        found += detector.observe(step, loss, norm, {}, (step, step + 1), loss - 1e-16 * (step % 3))
+    assert [(one.kind, one.step) for one in found] == [("grad_spike", step) for step in (100, 150, 200, 250, 300)]
+
+
 def test_a_state_without_core_losses_is_continued():
     """As older versions wrote it."""
     losses, norms = clean_curve(6, 330)

@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import re
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from zero2all import __version__
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import MANIFEST_NAME
 from zero2all.common.manifest import fingerprint, is_count
-from zero2all.train.checkpoints.layout import INDEX_NAME, STATE_NAME, TENSOR_FILE_NAME, read_limited
+from zero2all.train.checkpoints.layout import (
+    INDEX_NAME,
+    STATE_NAME,
+    TENSOR_FILE_NAME,
+    list_checkpoints,
+    read_limited,
+    step_of,
+)
 
 FORMAT = 4
 """Raise it when the layout changes. Format 1 held whole tensors, written by one process; in format 2 the rows of all
@@ -28,6 +36,8 @@ NOT_GOOD = "not_good"
 """A detail: why a rollback must not use an intact checkpoint. Absent in good ones."""
 HELD_OUT = "held_out"
 """A detail: the held-out loss of this state (`train.validate`), where it was validated when it was saved."""
+Step = int | Literal["best"] | None
+"""How a command names a checkpoint: by its step, the one with the lowest held-out loss, or (None) the newest."""
 SEAL = re.compile(rb',\n "seal": "([0-9a-f]{64})"\n}\n')
 SEAL_BYTES = len(b',\n "seal": ""\n}\n') + 64
 CRC = re.compile(r"[0-9a-f]{8}")
@@ -65,6 +75,30 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise _other_version(path, manifest)
     _check_form(path, manifest)
     return manifest
+
+
+def best_step(run: Path) -> int | None:
+    """The checkpoint with the lowest held-out loss, of those that were validated when they were saved, on as many
+    tokens as the newest of these; None where there is none. Those that cannot be read are left out."""
+    found: list[tuple[float, int, float]] = []
+    for folder in list_checkpoints(run):  # newest first
+        with suppress(BadInputError, OSError, KeyError, TypeError, ValueError):
+            scores = read_manifest(folder)[HELD_OUT]
+            found.append((float(scores["loss"]), step_of(folder), float(scores["tokens"])))
+    return min((each for each in found if each[2] == found[0][2]), default=(0.0, None))[1]
+
+
+def chosen_step(run: Path, step: Step) -> int | None:
+    """The step that a command names: a number as it is, `best` as `best_step`."""
+    if step != "best":
+        return step
+    found = best_step(run)
+    if found is None:
+        raise BadInputError(
+            f"No checkpoint of the run {run.name} was validated when it was saved, so none is known to be the best. "
+            f"Give --step a number, or leave it out to take the newest."
+        )
+    return found
 
 
 def _check_form(path: Path, manifest: dict[str, Any]) -> None:

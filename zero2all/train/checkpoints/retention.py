@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
@@ -45,12 +44,10 @@ from zero2all.train.checkpoints.layout import (
     step_of,
 )
 from zero2all.train.checkpoints.load import read_checkpoint, verified_checkpoint
-from zero2all.train.checkpoints.manifest import HELD_OUT, NOT_GOOD, read_manifest
+from zero2all.train.checkpoints.manifest import NOT_GOOD, best_step, read_manifest
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
 
 LEAST_VERIFIED = 2
-Step = int | Literal["best"] | None
-"""How a command names a checkpoint: by its step, the one with the lowest held-out loss, or (None) the newest."""
 CLAIMS_FOLDER = "claims"
 
 
@@ -106,30 +103,6 @@ def is_good(folder: Path) -> bool:
     except (BadInputError, OSError):
         return False
     return NOT_GOOD not in manifest or manifest["step"] <= (noted_step(folder.parent / PROVEN_NAME) or 0)
-
-
-def best_step(run: Path) -> int | None:
-    """The checkpoint with the lowest held-out loss, of those that were validated when they were saved, on as many
-    tokens as the newest of these; None where there is none. Those that cannot be read are left out."""
-    found: list[tuple[float, int, float]] = []
-    for folder in list_checkpoints(run):  # newest first
-        with suppress(BadInputError, OSError, KeyError, TypeError, ValueError):
-            scores = read_manifest(folder)[HELD_OUT]
-            found.append((float(scores["loss"]), step_of(folder), float(scores["tokens"])))
-    return min((each for each in found if each[2] == found[0][2]), default=(0.0, None))[1]
-
-
-def chosen_step(run: Path, step: Step) -> int | None:
-    """The step that a command names: a number as it is, `best` as `best_step`."""
-    if step != "best":
-        return step
-    found = best_step(run)
-    if found is None:
-        raise BadInputError(
-            f"No checkpoint of the run {run.name} was validated when it was saved, so none is known to be the best. "
-            f"Give --step a number, or leave it out to take the newest."
-        )
-    return found
 
 
 def note_proven(run: Path, at_least: int = 0, at_most: int | None = None) -> None:

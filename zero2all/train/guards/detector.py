@@ -32,8 +32,8 @@ from zero2all.train.guards.findings import Finding, Kind
 
 MAD_TO_SIGMA = 1.4826
 """A normal distribution's sigma over its median absolute deviation."""
-EXCESS_SIGMAS = 3.0
-"""Robust sigmas above the median at which rows stand out."""
+EXCESS_SIGMAS, LEAST_EXCESS = 3.0, 0.005
+"""Robust sigmas above the median at which rows stand out, and what they add to the usual loss at least."""
 HISTORY_STEPS = 256
 RENEW_STEPS = 4
 """Accepted steps after which limits are recomputed; so few values hardly change a window of 128."""
@@ -206,6 +206,7 @@ class Detector:
             return Limits()
         loss, norm = level_of(self._losses), level_of(self._log_norms)
         excess = level_of([loss - core for loss, core in zip(self._losses, self._cores, strict=True)])
+        rise = max(EXCESS_SIGMAS * MAD_TO_SIGMA * excess.mad, LEAST_EXCESS * abs(loss.median))
         return Limits(
             loss=_highest(loss, config),
             grad_norm=_exp(max(_upper(norm, config), norm.median + math.log1p(config.grad_min_rise))),
@@ -217,7 +218,7 @@ class Detector:
             usual_loss=loss.median,
             usual_grad_norm=_exp(norm.median),
             core_loss=_highest(level_of(self._cores), config),
-            excess=excess.median + EXCESS_SIGMAS * MAD_TO_SIGMA * excess.mad if self._clip_grad_norm else math.inf,
+            excess=excess.median + rise if self._clip_grad_norm else math.inf,
         )
 
     def _finding(
