@@ -42,7 +42,7 @@ SEQ_LEN = 2048
 SIZES: dict[str, dict[str, Any]] = {
     "d8": {"depth": 8, "width": 512, "inner": 1408, "tokens": 39_321_600, "batch": 131_072, "seq_len": SEQ_LEN},
     "d12": {"depth": 12, "width": 768, "inner": 2048, "tokens": 78_643_200, "batch": 131_072, "seq_len": SEQ_LEN},
-    "cpu": {"depth": 4, "width": 128, "inner": 384, "tokens": 400_000, "batch": 4_096, "seq_len": 256},
+    "cpu": {"depth": 4, "width": 128, "inner": 384, "tokens": 200_000, "batch": 4_096, "seq_len": 256},
 }
 """`batch` is what nanochat's own rule gives for so many tokens; head width 128, or 64 where 128 would be one head."""
 
@@ -239,13 +239,14 @@ def run_nanochat(arguments: argparse.Namespace) -> None:
     import torch
 
     from zero2all.packed.config import DataConfig
-    from zero2all.packed.loader import open_training_data, read_batch
+    from zero2all.packed.loader import read_batch
+    from zero2all.packed.mixture import open_training_data
     from zero2all.packed.stages import Stage
 
     job = json.loads(arguments.job)
     size, tokens, work = job["size"], job["tokens"], Path(job["work"])
     sys.path.insert(0, job["nanochat"])
-    from nanochat.gpt import GPT, GPTConfig  # type: ignore[import-not-found]
+    from nanochat.gpt import GPT, GPTConfig
 
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(job["seed"])
@@ -285,7 +286,7 @@ def run_nanochat(arguments: argparse.Namespace) -> None:
         optimizer.step()
         model.zero_grad(set_to_none=True)
         if step % max(1, steps // 100) == 0:
-            curve.append(round(float(loss), 4))
+            curve.append(round(float(loss.detach()), 4))
     wait()
     seconds = (time.perf_counter() - begun) * steps / (steps - FIRST_STEPS)
     model.eval()
