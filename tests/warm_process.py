@@ -6,6 +6,7 @@ in every respect that matters: signals, locks, files. Requests and answers are J
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -21,9 +22,14 @@ import torch._dynamo  # noqa: F401
 import zero2all.cli
 import zero2all.train.run  # noqa: F401
 
+PR_SET_PDEATHSIG = 1
+
 
 def run(code: str, arguments: list[str], output: str) -> None:
-    """The child: everything it prints goes to `output`."""
+    """The child: everything it prints goes to `output`. It dies with this process, so that a killed test run leaves no
+    trainers behind that compute on."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     null = os.open(os.devnull, os.O_RDONLY)
     for number, target in ((null, 0), (file, 1), (file, 2)):
