@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.parser import VERB, Parser
 from zero2all.common.errors import UsageError
+from zero2all.common.progress import SCALES, scaled
 
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
@@ -189,20 +189,8 @@ def workspace_of(arguments: argparse.Namespace, create: bool = False) -> Workspa
     return open_workspace(work, create=create)
 
 
-SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-SMALLEST, LARGEST = 1e-30, 1e30
-"""Products of a few such numbers are still numbers."""
 COUNT = "a whole number of at least 1, such as 8, 4096, 1.1e9 or 7.5B"
 AMOUNT = "a number above 0 and at most 1e30, such as 312, 2e12 or 1.5T"
-
-
-def scaled(text: str, scales: Mapping[str, float]) -> float:
-    """A number from 0 on with a unit behind it, as `scales` has them; ValueError for anything else."""
-    found = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([A-Za-z]*)", re.sub("[,_]", "", text))
-    value = float(found[1]) * scales[found[2]] if found and found[2] in scales else float("nan")
-    if value != 0 and not SMALLEST <= value <= LARGEST:
-        raise ValueError(text)
-    return value
 
 
 def amount(text: str) -> float:
