@@ -32,7 +32,7 @@ from zero2all.config import load_config
 from zero2all.train.run import train
 
 SHAPES = {"256x4": "16M", "256x16": "16M", "512x8": "12M", "768x12": "8M", "1024x4": "8M"}
-SMALL_SHAPES = {"64x2": "330K", "128x2": "330K", "64x6": "330K"}
+SMALL_SHAPES = {"64x2": "80K", "128x2": "80K", "64x6": "80K"}
 """Width x layers -> tokens of a run; fewer for larger ones, so that each takes about as long."""
 FACTORS = tuple(2 ** (power / 2) for power in (-2, -1, 0, 1, 2))
 SEEDS = (1, 2)
@@ -52,9 +52,9 @@ def recipe(shape: str, tokens: str, packed: Path, is_small: bool) -> dict[str, A
         "optim": {"kind": "muon"},
         "train": {
             **{"name": "rates", "tokens": tokens, "precision": "float32" if is_small else "bfloat16"},
-            "micro_batch_samples": 32,
+            **({"tokens_per_step": 4096, "micro_batch_samples": 16} if is_small else {"micro_batch_samples": 32}),
         },
-        "eval": {"every_steps": 0, "valid_tokens_per_source": 32768 if is_small else 1 << 20},
+        "eval": {"every_steps": 0, "valid_tokens_per_source": 8192 if is_small else 1 << 20},
         "checkpoint": {"every_steps": 0},
         "resilience": {"memory_every_steps": 0},
     }

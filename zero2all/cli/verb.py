@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.parser import VERB, Parser
 from zero2all.common.errors import UsageError
-from zero2all.common.progress import SCALES, scaled
 
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
@@ -195,16 +194,20 @@ AMOUNT = "a number above 0 and at most 1e30, such as 312, 2e12 or 1.5T"
 
 def amount(text: str) -> float:
     """A type for add_argument: tokens/s, FLOPs and the like, also as 1.5T."""
+    from zero2all.common.progress import scaled
+
     with suppress(ValueError):
-        if (value := scaled(text.upper(), SCALES)) > 0:
+        if (value := scaled(text.upper())) > 0:
             return value
     raise argparse.ArgumentTypeError(f"got {text[:100]!r}, expected {AMOUNT}")
 
 
 def count(text: str) -> int:
     """A type for add_argument: tokens, parameters and other things that are many, also as 7.5B."""
+    from zero2all.common.progress import scaled
+
     with suppress(ValueError):
-        value = round(scaled(text.upper(), SCALES), 6)
+        value = round(scaled(text.upper()), 6)
         if value.is_integer() and 1 <= value <= LARGEST_WHOLE:
             return int(value)
     raise argparse.ArgumentTypeError(f"got {text[:100]!r}, expected {COUNT}")

@@ -89,7 +89,7 @@ def human_count(count: float) -> str:
     return f"{count:.0f}"
 
 
-def scaled(text: str, scales: Mapping[str, float]) -> float:
+def scaled(text: str, scales: Mapping[str, float] = SCALES) -> float:
     """A number from 0 on with a unit behind it, as `scales` has them; ValueError for anything else."""
     found = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([A-Za-z]*)", re.sub("[,_]", "", text))
     value = float(found[1]) * scales[found[2]] if found and found[2] in scales else float("nan")

@@ -22,7 +22,7 @@ from functools import cache
 from typing import Annotated, Any
 
 from zero2all.common.language import translate as t
-from zero2all.common.progress import SCALES, scaled
+from zero2all.common.progress import scaled
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,7 @@ def _as_int(value: Any) -> int | None:
 def _without_unit(value: Any) -> Any:
     """40M as a number; what has no unit, or another, as it is."""
     try:
-        return round(scaled(value.upper(), SCALES), 6) if isinstance(value, str) else value
+        return round(scaled(value.upper()), 6) if isinstance(value, str) else value
     except ValueError:
         return value
 
