@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import json
 import os
 import signal
@@ -46,6 +47,25 @@ def test_print_schedule_shows_where_the_rate_turns_and_starts_nothing(z2a):
     lines = ended.out.splitlines()
     assert [line.split("  ")[-1] for line in lines] == ["warmup", "stable", "decay (1-sqrt)", "last step"]
     assert f"lr {load_config('quickstart', []).optim.lr_max:.3e}" in lines[1]
+
+
+def test_a_run_that_goes_on_keeps_what_rules_gave_it_when_it_began(copy, tiny, z2a):
+    rules = ("--optim.kind", "muon", "--optim.lr_max", "null", "--optim.weight_decay", "null", "--optim.beta2", "null")
+    words = ("train", "quickstart", *tiny, *rules, "--train.name", "ruled", "--work", copy)
+    ended = z2a(*words)
+    assert ended.code == 0, ended.err
+    assert "z2a: values from rules: optim.lr_max 0.0009375, optim.weight_decay 3810" in ended.err
+    began = load_config(copy / "runs/ruled")
+    ended = z2a(*words, "--train.steps", "8")
+    assert ended.code == 2
+    assert "  - train.steps: 4 -> 8\nUse --accept-changes" in ended.err, "nothing else has changed"
+    ended = z2a(*words, "--train.steps", "8", "--accept-changes", "--optim.beta1", "0.7")
+    assert ended.code == 0, ended.err
+    assert "values from rules" not in ended.err
+    longer = load_config(copy / "runs/ruled")
+    assert (longer.train.steps, longer.optim) == (8, dataclasses.replace(began.optim, beta1=0.7))
+    assert z2a(*words, "--train.steps", "8", "--fresh").code == 0
+    assert load_config(copy / "runs/ruled").optim.weight_decay == pytest.approx(began.optim.weight_decay / 2, rel=1e-3)
 
 
 def test_a_secret_that_cannot_be_used_is_refused_before_anything_starts(copy, tiny, z2a, tmp_path, monkeypatch):

@@ -19,7 +19,6 @@ from zero2all.cli.verb import (
     add_verb,
     amount,
     count,
-    scaled,
     write_json_result,
 )
 from zero2all.common.language import translate as t
@@ -35,12 +34,16 @@ SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def _seconds(text: str) -> float:
+    from zero2all.common.progress import scaled
+
     if (value := scaled(text, SECONDS)) <= 0:
         raise ValueError(text)
     return value
 
 
 def _share(text: str) -> float:
+    from zero2all.common.progress import scaled
+
     value = scaled(text.removesuffix("%"), {"": 0.01 if text.endswith("%") else 1.0})
     if not 0 < value <= 1:
         raise ValueError(text)

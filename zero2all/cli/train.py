@@ -16,6 +16,7 @@ from zero2all.common.language import translate as t
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
     from zero2all.config import RunConfig
+    from zero2all.config.rules import Filled
     from zero2all.resilience.supervisor import Watch
     from zero2all.train.guards.documents import Decode
 
@@ -99,13 +100,13 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _train_or_show(arguments: argparse.Namespace) -> int:
-    from zero2all.config import ConfigError, config_yaml, load_config
+    from zero2all.config import ConfigError, config_yaml, load_with_rules
 
     overrides = list(arguments.overrides)
     if arguments.group is not None:
         overrides.append(f"--parallel.slow_link.group={arguments.group}")
     try:
-        config = load_config(arguments.config, overrides)
+        config, filled = load_with_rules(arguments.config, overrides)
     except ConfigError as error:
         if arguments.plan_only and error.config is not None:
             _check_layout(error.config, str(error))
@@ -118,7 +119,7 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
             f"the addresses of all groups there, or leave --group out."
         )
     if arguments.print_config:
-        print(config_yaml(config), end="")
+        print(config_yaml(config, filled=filled), end="")
         return 0
     if arguments.print_schedule:
         from zero2all.config.schedule import schedule_lines
@@ -135,6 +136,11 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
             f"machine."
         )
     workspace = workspace_of(arguments)
+    if filled and not arguments.fresh and any(workspace.run(config.train.name).glob("checkpoints/step-*")):
+        from zero2all.train.saved_config import load_run_config
+
+        saved = load_run_config(workspace.run(config.train.name))
+        config, filled = load_with_rules(arguments.config, overrides, saved=saved)
     if arguments.dry_run:
         from zero2all.train.dry_run import dry_run
 
@@ -146,6 +152,7 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
         os.environb[VARIABLE.encode()] = given_secret(arguments.secret_file) or b""
     is_worker = "LOCAL_RANK" in os.environ  # started by torchrun or by us
     if not is_worker:
+        _say_rules(filled)
         from zero2all.parallel.launch import local_processes, make_rules, run_processes
         from zero2all.parallel.nodes import find_nodes, use_interface
 
@@ -172,6 +179,15 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
         if failed(error) and isinstance(error, PeerFailureError):
             error.is_said = True
         raise
+
+
+def _say_rules(filled: list[Filled]) -> None:
+    """One line: the values that rules gave."""
+    if filled:
+        from zero2all.common.progress import say
+
+        shown = [f"{each.name} {each.value}" for each in filled if isinstance(each.value, int | float)]
+        say(f"z2a: values from rules: {', '.join(shown)}. `--print-config` shows each rule; see docs/learning.md.")
 
 
 def _watch(config: RunConfig, workspace: Workspace) -> Watch:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -189,34 +188,26 @@ def workspace_of(arguments: argparse.Namespace, create: bool = False) -> Workspa
     return open_workspace(work, create=create)
 
 
-SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-SMALLEST, LARGEST = 1e-30, 1e30
-"""Products of a few such numbers are still numbers."""
 COUNT = "a whole number of at least 1, such as 8, 4096, 1.1e9 or 7.5B"
 AMOUNT = "a number above 0 and at most 1e30, such as 312, 2e12 or 1.5T"
 
 
-def scaled(text: str, scales: Mapping[str, float]) -> float:
-    """A number from 0 on with a unit behind it, as `scales` has them; ValueError for anything else."""
-    found = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([A-Za-z]*)", re.sub("[,_]", "", text))
-    value = float(found[1]) * scales[found[2]] if found and found[2] in scales else float("nan")
-    if value != 0 and not SMALLEST <= value <= LARGEST:
-        raise ValueError(text)
-    return value
-
-
 def amount(text: str) -> float:
     """A type for add_argument: tokens/s, FLOPs and the like, also as 1.5T."""
+    from zero2all.common.progress import scaled
+
     with suppress(ValueError):
-        if (value := scaled(text.upper(), SCALES)) > 0:
+        if (value := scaled(text.upper())) > 0:
             return value
     raise argparse.ArgumentTypeError(f"got {text[:100]!r}, expected {AMOUNT}")
 
 
 def count(text: str) -> int:
     """A type for add_argument: tokens, parameters and other things that are many, also as 7.5B."""
+    from zero2all.common.progress import scaled
+
     with suppress(ValueError):
-        value = round(scaled(text.upper(), SCALES), 6)
+        value = round(scaled(text.upper()), 6)
         if value.is_integer() and 1 <= value <= LARGEST_WHOLE:
             return int(value)
     raise argparse.ArgumentTypeError(f"got {text[:100]!r}, expected {COUNT}")

@@ -10,11 +10,12 @@ as the current loss.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -28,6 +29,9 @@ WIDE_COLUMNS = 72
 TEXT_MARKS = "\n\t\u3000\xa0\u200c\u200d"
 """Line ends, tabs, wide spaces and joiners: what a printed document keeps beside printable characters."""
 
+SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+SMALLEST, LARGEST = 1e-30, 1e30
+"""Products of a few such numbers are still numbers."""
 SHOW_CURSOR, HIDE_CURSOR = b"\x1b[?25h", b"\x1b[?25l"
 
 
@@ -83,6 +87,15 @@ def human_count(count: float) -> str:
         if abs(count) >= (limit if suffix == "k" else 0.99995 * limit):  # 999,999 is 1.0M, not 1000.0k
             return f"{count / limit:.1f}{suffix}"
     return f"{count:.0f}"
+
+
+def scaled(text: str, scales: Mapping[str, float] = SCALES) -> float:
+    """A number from 0 on with a unit behind it, as `scales` has them; ValueError for anything else."""
+    found = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([A-Za-z]*)", re.sub("[,_]", "", text))
+    value = float(found[1]) * scales[found[2]] if found and found[2] in scales else float("nan")
+    if value != 0 and not SMALLEST <= value <= LARGEST:
+        raise ValueError(text)
+    return value
 
 
 def counted(count: int, noun: str) -> str:

@@ -22,6 +22,7 @@ from functools import cache
 from typing import Annotated, Any
 
 from zero2all.common.language import translate as t
+from zero2all.common.progress import scaled
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class Range:
         return t(" and ").join(words)
 
 
+@dataclass(frozen=True)
+class Units:
+    """Marks a whole number that may be written with a unit: 40M, 1.5B."""
+
+
 def _number(value: float) -> str:
     """All digits of a whole number, the shortest form of any other."""
     return f"{value:.0f}" if float(value).is_integer() else repr(value)
@@ -53,6 +59,7 @@ def _number(value: float) -> str:
 LARGEST_INT = (1 << 63) - 1  # what torch and numpy count with
 
 PositiveInt = Annotated[int, Range(minimum=1)]
+Amount = Annotated[int, Range(minimum=1), Units()]
 NaturalInt = Annotated[int, Range(minimum=0)]
 PositiveFloat = Annotated[float, Range(above=0)]
 NaturalFloat = Annotated[float, Range(minimum=0)]
@@ -235,7 +242,8 @@ def _convert(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
     if origin is Annotated:
         inner, *marks = typing.get_args(kind)
         found: list[Problem] = []
-        converted = _convert(inner, value, where, found)
+        amount = _without_unit(value) if Units() in marks else value
+        converted = _convert(inner, amount, where, found)
         if found or not all(mark.admits(converted) for mark in marks if isinstance(mark, Range)):
             problems.append(Problem(where, value, _type_words(kind), found[0].hint if found else ""))
         return converted
@@ -332,6 +340,14 @@ def _as_int(value: Any) -> int | None:
     return int(number) if math.isfinite(number) and number.is_integer() else None
 
 
+def _without_unit(value: Any) -> Any:
+    """40M as a number; what has no unit, or another, as it is."""
+    try:
+        return round(scaled(value.upper()), 6) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
 def _as_float(value: Any) -> float:
     """A number, also from text: YAML reads `3e-4` as text (it wants 3.0e-4), and people write 3e-4. Else NaN."""
     try:
@@ -345,7 +361,8 @@ def _type_words(kind: Any) -> str:
     if origin is Annotated:
         inner, *marks = typing.get_args(kind)
         bounds = t(" and ").join(mark.words() for mark in marks if isinstance(mark, Range))
-        return f"{_type_words(inner)} {bounds}".strip()
+        examples = t(", such as 40M or 2B") if Units() in marks else ""
+        return f"{_type_words(inner)} {bounds}".strip() + examples
     if origin is typing.Literal:
         return t(f"one of {', '.join(repr(choice) for choice in typing.get_args(kind))}")
     if origin in (typing.Union, types.UnionType):

@@ -2,8 +2,7 @@
 
     config = load_config("configs/quickstart.yaml", ["--optim.lr_max", "3e-4"])
 
-This file gathers the sections. Those of `train` stand in `training`, because the trainer reads the whole config, those
-of the other rooms in their own `config.py`. No torch here: a config is checked before anything heavy is imported.
+No torch here: a config is checked before anything heavy is imported.
 Loading never edits what a person wrote: the resolved config (every default filled in) is what is printed, saved with
 the run and compared on resume.
 """
@@ -13,8 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,63 +22,10 @@ from zero2all.common.progress import counted
 from zero2all.common.schema import Problem, UnknownName, apply_overrides, build, field_docs, nearest_hint
 from zero2all.common.workspace import refuse_workspace
 from zero2all.common.yamlio import read_yaml
+from zero2all.config.rules import RULED, Filled, fill, keep
+from zero2all.config.run_config import RunConfig
 from zero2all.config.schedule import schedule_problems
-from zero2all.config.training import (
-    CheckpointConfig,
-    EvalConfig,
-    GuardsConfig,
-    OptimConfig,
-    ScheduleConfig,
-    StageConfig,
-    TrainConfig,
-)
-from zero2all.model.config import ModelConfig
-from zero2all.ops.config import OpsConfig
-from zero2all.packed.config import DataConfig
-from zero2all.parallel.config import ParallelConfig
-from zero2all.resilience.config import ResilienceConfig
-from zero2all.tokenizer.config import TokenizerConfig
-from zero2all.track.config import TrackConfig
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """Everything that decides a training run."""
-
-    data: DataConfig = field(default_factory=DataConfig)
-    """Which packed data is read, and in which proportion."""
-    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    """How the vocabulary is made, where the run makes one."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    """The shape of the model."""
-    ops: OpsConfig = field(default_factory=OpsConfig)
-    """Which implementation each operator uses."""
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """Where the run computes."""
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    """The optimizer."""
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    """The learning rate over the steps."""
-    stages: list[StageConfig] = field(default_factory=list)
-    """Stretches of the run with another mixture or sequence length, in the order of their from_step."""
-    train: TrainConfig = field(default_factory=TrainConfig)
-    """Length and shape of the run."""
-    guards: GuardsConfig = field(default_factory=GuardsConfig)
-    """What happens when a step goes wrong."""
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """When the state is saved."""
-    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
-    """What keeps the run alive, and what it does when it is asked to stop."""
-    track: TrackConfig = field(default_factory=TrackConfig)
-    """What is logged."""
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    """Held-out evaluation inside the loop."""
-
-    @property
-    def samples_per_step(self) -> int:
-        """Samples in one optimizer step of a stage without a sequence length of its own."""
-        return self.train.tokens_per_step // self.data.seq_len
-
+from zero2all.config.training import ScheduleConfig, StageConfig, TrainConfig
 
 RENAMED_FIELDS = {"lr_min_share": "min_lr_ratio"}
 RENAMED_CHOICES = {"ops.linear": {"into32": "fp32_wgrad"}}
@@ -129,8 +74,18 @@ Shapes = Mapping[str, dict[str, Any]]
 def load_config(source: str | Path, overrides: list[str] | None = None, shapes: Shapes | None = None) -> RunConfig:
     """Read a preset name, a YAML path or a run's folder, apply `--section.field value` overrides, check everything.
     `shapes` are the values of further names."""
+    return load_with_rules(source, overrides, shapes)[0]
+
+
+def load_with_rules(
+    source: str | Path,
+    overrides: list[str] | None = None,
+    shapes: Shapes | None = None,
+    saved: RunConfig | None = None,
+) -> tuple[RunConfig, list[Filled]]:
+    """As `load_config`, with the values that rules gave. `saved`: the config of a run that goes on, which keeps its."""
     try:
-        return _load_config(source, overrides, shapes or {})
+        return _load_config(source, overrides, shapes or {}, saved)
     except ConfigError as error:
         given = {word.removeprefix("--").partition("=")[0] for word in overrides or []}
         if all(_is_below(problem.field, given) for problem in error.problems) or _is_sound(source, given, shapes or {}):
@@ -151,7 +106,9 @@ def _is_below(field: str, names: Collection[str]) -> bool:
     return any(field == name or field.startswith(f"{name}.") for name in names)
 
 
-def _load_config(source: str | Path, overrides: list[str] | None, shapes: Shapes) -> RunConfig:
+def _load_config(
+    source: str | Path, overrides: list[str] | None, shapes: Shapes, saved: RunConfig | None = None
+) -> tuple[RunConfig, list[Filled]]:
     if str(source) in shapes and not Path(source).exists():
         path, values = Path(source), copy.deepcopy(shapes[str(source)])
     else:
@@ -162,15 +119,48 @@ def _load_config(source: str | Path, overrides: list[str] | None, shapes: Shapes
     usual = _usual_warmup(values, path, overrides or [])
     problems: list[Problem] = []
     apply_overrides(values, overrides or [], problems)
+    given, nulls = _given(values, overrides or [])
+    if _is_kept_by_run(path):
+        given |= RULED - nulls  # an older version had fewer fields, and no rules
+    filled: list[Filled] = []
+
+    def apply_rules(config: RunConfig, problems: list[Problem]) -> RunConfig:
+        known = given
+        if saved is not None:
+            config, known = keep(config, known, saved)
+        config, filled[:] = fill(config, known, nulls, problems)
+        return config
+
     try:
-        return config_from_values(values, str(path), list(problems))
+        return config_from_values(values, str(path), list(problems), apply_rules), filled
     except ConfigError as error:
-        if usual is None or not any(problem.field in WARMUP_FIELDS for problem in error.problems):
+        by_rule = any(each.name == "schedule.warmup_steps" for each in filled)
+        if usual is None or by_rule or not any(problem.field in WARMUP_FIELDS for problem in error.problems):
             raise
-    # These fields are blamed only where their sections and the steps are sound.
-    steps = int(float((values.get("train") or {}).get("steps", TrainConfig.steps)))
+        # These fields are blamed only where their sections and the steps are sound.
+        typed = error.config
+        steps = typed.train.steps if typed else int(float((values.get("train") or {}).get("steps", TrainConfig.steps)))
     values["schedule"] = {**(values.get("schedule") or {}), "warmup_steps": -(-usual[0] * steps // usual[1])}
-    return config_from_values(values, str(path), problems)
+    given.add("schedule.warmup_steps")
+    return config_from_values(values, str(path), problems, apply_rules), filled
+
+
+def _given(values: dict[str, Any], overrides: list[str]) -> tuple[set[str], set[str]]:
+    """The names of the fields that have a value, and of those set to null, which are taken out where a rule or a
+    default is meant. The command line's train.steps or train.tokens replaces the other one in the file."""
+    said = {word.removeprefix("--").partition("=")[0] for word in overrides}
+    length = {"train.steps", "train.tokens"}
+    gone = length - said if len(length & said) == 1 else set()
+    given: set[str] = set()
+    nulls: set[str] = set()
+    for name, value in flat_values(values).items():
+        section, _, leaf = name.partition(".")
+        if value is not None and name not in gone:
+            given.add(name)
+        elif name in {*RULED, *length}:
+            nulls.add(name)
+            del values[section][leaf]
+    return given, nulls
 
 
 WARMUP_FIELDS = ("schedule.warmup_steps", "schedule.decay_share", "schedule.decay_steps")
@@ -182,18 +172,26 @@ def _usual_warmup(values: dict[str, Any], path: Path, overrides: list[str]) -> t
     them. None where the user set the warmup."""
     if any(word.partition("=")[0] == "--schedule.warmup_steps" for word in overrides):
         return None
-    schedule = values.get("schedule")
-    if not isinstance(schedule, dict) or "warmup_steps" not in schedule:
+    schedule, steps = values.get("schedule"), (values.get("train") or {}).get("steps")
+    if not isinstance(schedule, dict) or schedule.get("warmup_steps") is None:
         return ScheduleConfig.warmup_steps, TrainConfig.steps
-    return (schedule["warmup_steps"], values["train"]["steps"]) if path in preset_files().values() else None
+    return (schedule["warmup_steps"], steps) if path in preset_files().values() and steps else None
 
 
-def config_from_values(values: dict[str, Any], origin: str, problems: list[Problem] | None = None) -> RunConfig:
-    """Build and check a config from nested mappings; raises ConfigError with all problems found."""
+def config_from_values(
+    values: dict[str, Any],
+    origin: str,
+    problems: list[Problem] | None = None,
+    apply_rules: Callable[[RunConfig, list[Problem]], RunConfig] | None = None,
+) -> RunConfig:
+    """Build and check a config from nested mappings; raises ConfigError with all problems found. `apply_rules` fills
+    in what was not given, before anything is compared."""
     problems = [] if problems is None else problems
     config = build(RunConfig, values, "", problems)
     problems = [_with_new_name(problem) or _with_other_place(problem) for problem in problems]
     has_types = not problems
+    if has_types and apply_rules is not None:
+        config = apply_rules(config, problems)
     problems.extend(_cross_problems(config, problems))
     if problems:
         raise ConfigError(origin, problems, config if has_types else None)
@@ -251,10 +249,11 @@ def flat_values(values: Any, place: str = "") -> dict[str, Any]:
     return found
 
 
-def config_yaml(config: RunConfig, with_docs: bool = True) -> str:
-    """The resolved config as YAML that loads back to the same config, with each field's doc line as a comment."""
+def config_yaml(config: RunConfig, with_docs: bool = True, filled: Iterable[Filled] = ()) -> str:
+    """The resolved config as YAML that loads back to the same config, with each field's doc line as a comment, and the
+    rule behind each value that one has `filled`."""
     lines: list[str] = []
-    _write_section(config, 0, lines, with_docs)
+    _write_section(config, "", lines, with_docs, {each.name: each.words for each in filled})
     return "\n".join(lines) + "\n"
 
 
@@ -377,18 +376,19 @@ def _batch_problems(seq_len: int, train: TrainConfig) -> list[Problem]:
     return []
 
 
-def _write_section(section: Any, depth: int, lines: list[str], with_docs: bool) -> None:
-    pad = "  " * depth
+def _write_section(section: Any, place: str, lines: list[str], with_docs: bool, rules: Mapping[str, str]) -> None:
+    pad = "  " * place.count(".")
     docs = field_docs(section.__class__) if with_docs else {}
     for item in dataclasses.fields(section):
-        value = getattr(section, item.name)
+        value, name = getattr(section, item.name), f"{place}{item.name}"
         if item.name in docs:
             lines.append(f"{pad}# {docs[item.name]}")
         if dataclasses.is_dataclass(value):
             lines.append(f"{pad}{item.name}:")
-            _write_section(value, depth + 1, lines, with_docs)
+            _write_section(value, f"{name}.", lines, with_docs, rules)
         else:
-            lines.append(f"{pad}{item.name}: {_yaml_value(value)}")
+            rule = f"  # rule: {rules[name]}" if name in rules else ""
+            lines.append(f"{pad}{item.name}: {_yaml_value(value)}{rule}")
 
 
 def _yaml_value(value: Any) -> str:

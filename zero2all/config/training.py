@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from zero2all.common.schema import (
+    Amount,
     NaturalFloat,
     NaturalInt,
     PositiveFloat,
@@ -31,9 +32,11 @@ class TrainConfig:
     name: str = "run"
     """Folder of the run below <workspace>/runs/."""
     steps: PositiveInt = 10000
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run; where train.tokens is set they follow from it."""
+    tokens: Amount | None = None
+    """Tokens of the whole run, such as 40M or 2B, instead of steps."""
     tokens_per_step: PositiveInt = 524288
-    """Tokens in one optimizer step, over all micro-batches."""
+    """Tokens in one optimizer step, over all micro-batches. optim.kind muon: left out or null, by rule."""
     micro_batch_samples: PositiveInt | Literal["auto"] = 8
     """Samples in one forward and backward pass of a process; as many passes as a step needs are accumulated. auto: the
     most that fit into the device's memory, searched once and saved with the run."""
@@ -93,8 +96,8 @@ class OptimConfig:
     """The optimizer and gradient clipping. docs/optimizers.md has the formulas and what each kind costs."""
 
     kind: Literal["adamw", "muon", "lion", "adafactor", "sgd", "adamw_8bit", "adamw_bf16"] = "adamw"
-    """muon: matrices by Muon (its lr_max is about 0.02), the rest by AdamW; adamw_8bit: moments in 8 bits; adamw_bf16:
-    everything in bfloat16."""
+    """muon: matrices by Muon, the rest by AdamW; rates, betas, decay, batch and schedule that are left out or null
+    follow rules (docs/learning.md). adamw_8bit: moments in 8 bits; adamw_bf16: everything in bfloat16."""
     lr_max: PositiveFloat = 3e-4
     """Learning rate at the top of the schedule."""
     lr_multipliers: dict[str, NaturalFloat] = field(default_factory=dict)

@@ -1,0 +1,205 @@
+"""Rates, batch, decay and warmup from the token budget: by hand at two sizes; whoever sets a value has his way."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+
+from zero2all.config import ConfigError, RunConfig, config_yaml, load_config, load_with_rules
+from zero2all.config.rules import RULED
+from zero2all.config.training import OptimConfig, ScheduleConfig, TrainConfig
+
+DOCS = Path(__file__).parent.parent / "docs"
+MODEL = {"vocab_size": 1024, "hidden_size": 192, "intermediate_size": 512, "layers": 2, "heads": 2, "kv_heads": 2}
+SMALL = {"model": MODEL, "data": {"seq_len": 128}, "optim": {"kind": "muon"}, "train": {"tokens": "13M"}}
+
+
+def write(folder, **changes) -> Path:
+    values = {name: {**SMALL.get(name, {}), **changes.get(name, {})} for name in {*SMALL, *changes}}
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def problem_of(path, *words) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, list(words))
+    (problem,) = caught.value.problems
+    return str(problem)
+
+
+def test_a_small_model_and_few_tokens_by_hand(tmp_path):
+    config = load_config(write(tmp_path))
+    # B = 2^19 / 100^0.383 = 89,857, nearest power 2^16; s = 8^-0.5; (1.3e9 / 13e6)^0.25 = sqrt(10), at most 3; w = 2
+    assert config.train == TrainConfig(steps=198, tokens=13_000_000, tokens_per_step=65536)
+    lr = 0.02 / math.sqrt(8) * 3
+    assert config.optim == OptimConfig(
+        kind="muon",
+        lr_max=pytest.approx(lr, rel=1e-3),
+        lr_multipliers={
+            "embedding": pytest.approx(0.3 / math.sqrt(8) * 2 / lr, rel=1e-3),
+            "head": pytest.approx(0.008 / math.sqrt(8) * 2 / lr, rel=1e-3),
+            "norm": pytest.approx(0.005 / lr, rel=1e-3),
+            "bias": pytest.approx(0.005 / lr, rel=1e-3),
+        },
+        beta1=0.8,
+        beta2=0.96,
+        embedding_beta2=0.995,
+        eps=1e-10,
+        weight_decay=pytest.approx(65536 / (0.07 * lr * 13e6), rel=1e-3),
+        decay_embeddings=False,
+        decay_schedule="cosine",
+    )
+    shape = ScheduleConfig("wsd", warmup_steps=9, min_lr_ratio=0.05, decay_share=0.65, decay_shape="linear")
+    assert config.schedule == shape
+
+
+def test_at_the_reference_every_factor_is_one_and_longer_runs_do_not_take_smaller_rates(tmp_path):
+    path = write(tmp_path, model={"hidden_size": 768})
+    config = load_config(path, ["--train.tokens", "1.3B"])
+    assert (config.train.tokens_per_step, config.optim.lr_max, config.schedule.warmup_steps) == (2**19, 0.02, 40)
+    assert config.optim.lr_multipliers == {"embedding": 15.0, "head": 0.4, "norm": 0.25, "bias": 0.25}
+    assert config.optim.weight_decay == pytest.approx(2**19 / (0.07 * 0.02 * 1.3e9), rel=1e-3)
+    longer = load_config(path, ["--train.tokens", "13B", "--train.tokens_per_step", "524288"])
+    assert longer.optim.lr_max == 0.02
+    assert longer.optim.weight_decay == pytest.approx(config.optim.weight_decay / 10, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seq_len", "wanted"), [("1K", 128, 2**14), ("10T", 128, 2**21), ("13M", 3000, 66000)]
+)
+def test_the_batch_has_bounds_and_whole_rows(tokens, seq_len, wanted, tmp_path):
+    path = write(tmp_path, model={"max_seq_len": 4096}, data={"seq_len": seq_len}, train={"tokens": tokens})
+    config = load_config(path)
+    assert config.train.tokens_per_step == wanted
+    assert config.train.steps == max(1, config.train.tokens // wanted)
+
+
+def test_steps_alone_are_a_budget_too(tmp_path):
+    """The batch solves B = 2^19 (steps B / 1.3e9)^0.383."""
+    config = load_config(write(tmp_path), ["--train.steps", "600"])  # instead of the file's tokens
+    assert (config.train.steps, config.train.tokens, config.train.tokens_per_step) == (600, None, 2**18)
+    by_tokens = load_config(write(tmp_path), ["--train.tokens", str(600 * 2**18)])
+    assert by_tokens.optim == config.optim
+
+
+def test_values_that_somebody_gave_stay_and_the_others_follow_them(tmp_path):
+    path = write(
+        tmp_path,
+        optim={"lr_max": 0.01, "lr_multipliers": {"head": 3.0}, "beta2": 0.9, "weight_decay": None},
+        schedule={"kind": "cosine"},
+        train={"tokens_per_step": 2**15},
+    )
+    config, filled = load_with_rules(path)
+    assert (config.optim.lr_max, config.optim.beta2, config.optim.embedding_beta2) == (0.01, 0.9, None)
+    s = math.sqrt(2**15 / 2**19)
+    wanted = {"head": 3.0, "embedding": pytest.approx(60 * s, rel=1e-3), "norm": 0.5, "bias": 0.5}
+    assert config.optim.lr_multipliers == wanted
+    assert config.optim.weight_decay == pytest.approx(2**15 / (0.07 * 0.01 * 13e6), rel=1e-3)
+    assert config.schedule == ScheduleConfig("cosine", warmup_steps=19)
+    names = {each.name for each in filled}
+    assert names.isdisjoint({"optim.lr_max", "optim.beta2", "schedule.kind", "train.tokens_per_step"})
+    (multipliers,) = (each.words for each in filled if each.name == "optim.lr_multipliers")
+    assert "head" not in multipliers
+
+
+def test_a_tied_table_takes_the_rate_of_a_head_and_routers_that_of_norms(tmp_path):
+    moe = {"experts": 4, "expert_size": 64}
+    optim = load_config(write(tmp_path, model={"tied_embeddings": True, "moe": moe})).optim
+    assert optim.lr_multipliers.keys() == {"embedding", "norm", "bias", "router"}
+    assert optim.lr_multipliers["embedding"] * optim.lr_max == pytest.approx(0.008 / math.sqrt(8) * 2, rel=1e-3)
+    assert optim.lr_multipliers["router"] == optim.lr_multipliers["norm"]
+
+
+def test_every_computed_value_is_printed_with_its_rule_and_loads_back(tmp_path):
+    config, filled = load_with_rules(write(tmp_path))
+    assert {each.name for each in filled} == {*RULED, "train.steps"}
+    text = config_yaml(config, filled=filled)
+    assert f"  lr_max: {config.optim.lr_max}  # rule: 0.02 sqrt(B/2^19) (1.3e9/D)^0.25, the last from 1 to 3\n" in text
+    assert text.count("  # rule: ") == len(filled)
+    (tmp_path / "printed.yaml").write_text(text)
+    assert load_with_rules(tmp_path / "printed.yaml") == (config, [])
+
+
+def test_other_optimizers_have_their_defaults_and_no_rules(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("optim: {kind: lion, weight_decay: null}\nschedule: {warmup_steps: null}\n")
+    config, filled = load_with_rules(path)
+    assert (config.optim, config.schedule, config.train, filled) == (
+        *(OptimConfig("lion"), ScheduleConfig(), TrainConfig()),
+        [],
+    )
+    assert load_config(path, ["--train.tokens", "1B"]).train.steps == 10**9 // 524288
+    assert problem_of(path, "--optim.lr_max", "null") == (
+        "optim.lr_max: got None, expected a number above 0, such as 3e-4: only optim.kind muon has a rule for it."
+    )
+
+
+def test_without_a_budget_one_message_says_what_to_set(tmp_path):
+    path = write(tmp_path, train={"tokens": None})
+    assert problem_of(path) == (
+        "train.tokens: got nothing, expected the tokens of the whole run, such as 40M or 2B, or train.steps: the rules "
+        "of optim.kind muon need it."
+    )
+
+
+def test_steps_and_tokens_that_disagree_are_refused_and_the_command_line_replaces_the_file(tmp_path):
+    path = write(tmp_path, train={"steps": 198})
+    assert load_config(path).train.steps == 198
+    assert problem_of(path, "--train.tokens_per_step", "32768").startswith("train.steps: got 198, expected 396 (train")
+    assert load_config(path, ["--train.tokens", "14M"]).train.steps == 213
+    assert load_config(path, ["--train.steps=99"]).train.tokens is None
+    assert problem_of(path, "--train.tokens", "40Q") == (
+        "train.tokens: got '40Q', expected a whole number at least 1, such as 40M or 2B or null."
+    )
+
+
+def test_a_config_that_a_run_of_an_earlier_version_wrote_gets_no_rules(tmp_path):
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "config.yaml").write_text(
+        "optim: {kind: muon, lr_max: 0.004, muon_iterations: 5}\ntrain: {steps: 50}\nmodel: {}\ndata: {}\n"
+    )
+    config, filled = load_with_rules(tmp_path)
+    assert config.optim == OptimConfig("muon", lr_max=0.004)
+    assert (config.train, filled) == (TrainConfig(steps=50), [])
+
+
+@pytest.mark.parametrize("name", ["z2all-100m", "z2all-1b", "z2all-moe"])
+def test_a_preset_takes_the_rules_where_its_values_are_set_to_null(name):
+    budget = load_config(name).train.steps * load_config(name).train.tokens_per_step
+    words = ["--optim.kind", "muon", "--train.tokens", str(budget)]
+    for field in ("optim.lr_max", "schedule.warmup_steps", "train.tokens_per_step"):
+        words += [f"--{field}", "null"]
+    config, filled = load_with_rules(name, words)
+    assert {"optim.lr_max", "optim.weight_decay", "train.tokens_per_step", "train.steps"} <= {
+        each.name for each in filled
+    }
+    assert config.optim.lr_max > 0.01
+
+
+@pytest.mark.parametrize("page", ["learning.md", "learning.zh.md"])
+def test_the_table_of_the_guide_is_what_the_rules_give(page):
+    """Columns: preset, D, B, lr_max, embedding, head, decay, steps."""
+    rows = [line for line in (DOCS / page).read_text(encoding="utf-8").splitlines() if line.startswith("| `z2all")]
+    assert [row.split("|")[1:-1] for row in rows] == [_row(*words) for words in GUIDE]
+
+
+GUIDE = [
+    ("z2all-100m", "100M"),
+    ("z2all-100m", "1.3B"),
+    ("z2all-100m", "2.6B"),
+    ("z2all-1b", "2.6B"),
+    ("z2all-1b", "26B"),
+]
+
+
+def _row(name: str, tokens: str) -> list[str]:
+    words = ["--optim.kind=muon", f"--train.tokens={tokens}", "--optim.lr_max=null", "--train.tokens_per_step=null"]
+    config: RunConfig = load_config(name, [*words, "--optim.weight_decay=null", "--schedule.warmup_steps=null"])
+    lr, times = config.optim.lr_max, config.optim.lr_multipliers
+    rates = (f"{lr:.4f}", f"{times['embedding'] * lr:.3f}", f"{times['head'] * lr:.4f}")
+    cells = (f"`{name}`", tokens, f"{config.train.tokens_per_step:,}", f"{config.train.steps:,}", *rates)
+    return [f" {cell} " for cell in (*cells, f"{config.optim.weight_decay:.3f}")]
