@@ -214,7 +214,8 @@ def course(
         documents=documents,
         z_loss=z_loss,
         tied_embeddings=tied,
-        **({"qk_norm": True, "init_qk_gain": 1.5, "embedding_norm": True} if qk_norm else {}),
+        # Larger weights: with short steps in the direction of a head, a rounding would grow by 10^10 in 20 steps.
+        **({"qk_norm": True, "init_qk_gain": 1.5, "init_std": None, "embedding_norm": True} if qk_norm else {}),
         **(model or {}),
     )
     world = world_of(world, spread)

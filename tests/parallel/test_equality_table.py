@@ -107,7 +107,7 @@ SPECIAL: dict[int, dict[str, dict[str, Any]]] = {
         },
         "tensor, copied kv head, qk_norm": {
             **{"tensor": 2, "copy_kv_heads": True, "recompute": "selective"},
-            **{"model": {**ONE_KV_HEAD, "qk_norm": True, "init_qk_gain": 1.5, "init_residual": "zero"}},
+            **{"model": {**ONE_KV_HEAD, "qk_norm": True, "init_std": None, "init_residual": "zero"}},
         },
         "expert, muon, ZeRO-2": {"expert": 2, "zero": 2, "optimizer": "muon", "model": {"moe": MOE}},
         "expert, adafactor, ZeRO-1": {"expert": 2, "zero": 1, "optimizer": "adafactor", "model": {"moe": MOE}},

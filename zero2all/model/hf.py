@@ -75,7 +75,7 @@ class HfFolder:
 
     def fill(self, ours: Mapping[str, Tensor]) -> None:
         """Write its tensors into ours, one at a time, each converted to the dtype and device of its target; padding
-        rows and the biases that a softmax router does not have become 0. Weights that are NaN or infinite are refused."""
+        rows and the biases that no softmax router has become 0. Weights that are NaN or infinite are refused."""
         targets: dict[str, Tensor] = {}
         for name, theirs in _counterparts(self.config).items():
             targets |= zip(theirs, _taken_apart(ours[name], len(theirs)), strict=True)

@@ -1,8 +1,8 @@
 """config.json of Hugging Face folders: the layouts we have, and each of their settings in our terms.
 
 Without experts qk_norm makes a Qwen3; else the biases decide the layout: q, k, v only is Qwen2; none or all four is
-Llama. With experts the router does: softmax, without a balancing bias and shared experts, is Qwen3-MoE with qk_norm, and
-Mixtral without it and without dense layers; sigmoid with shared experts is GLM-4 MoE, which has all of these as well.
+Llama. With experts the router does: softmax, without a balancing bias and shared experts, is Qwen3-MoE with qk_norm,
+and Mixtral without it and without dense layers; sigmoid with shared experts is GLM-4 MoE, which has all of these too.
 """
 
 from __future__ import annotations
