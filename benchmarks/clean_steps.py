@@ -123,6 +123,7 @@ def measured(
         "eval": {"every_steps": 0, "valid_tokens_per_source": tokens},
         "resilience": {"supervise": False, "memory_every_steps": 0},
     }
+    values["schedule"]["warmup_steps"] = max(1, min(100, size["steps"] // 10))
     values["model"] |= {"heads": size["heads"], "kv_heads": size["heads"], "max_seq_len": size["seq_len"]}
     if size["hidden"] >= 512:
         values["train"]["precision"] = "bfloat16"

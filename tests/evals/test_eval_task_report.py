@@ -74,7 +74,7 @@ def test_a_run_is_asked_benchmarks(eval_run):
 def test_held_out_text_can_be_left_aside(eval_run):
     code, said, run = eval_run("--tasks", "cmmlu", "--shots", "0", "--forms", "bits", "--held-out", "none")
     assert code == 0
-    assert "held-out text" not in said.out
+    assert "held-out loss" not in said.out
     (file,) = (run / "eval").glob("step-*.json")
     report = json.loads(file.read_bytes())
     assert (report["held_out"], report["documents"], len(report["tasks"]["results"])) == ({}, {}, 1)

@@ -157,8 +157,8 @@ def _markdown(journey: Journey) -> str:
     parts = [f"# {t('Quickstart')}", _stage_table(journey)]
     parts += [t(f"Cleaning: {line}") for line in journey.losses]
     if journey.evaluation["held_out"]:
-        parts += [f"## {t('Held-out text')}", *(t(line) for line in outlook(journey))]
-        parts += [t(journey.evaluation.get("held_out_in_words", "")), _channel_table(journey)]
+        parts += [f"## {t('Held-out text')}", _channel_table(journey)]
+        parts += map(t, (journey.evaluation.get("held_out_in_words", ""), *outlook(journey)))
     if journey.before is not None:
         note = t(
             "Each fact is asked in a phrasing that the text never uses for it. A new wording is a phrasing that the "
