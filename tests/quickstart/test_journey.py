@@ -73,8 +73,9 @@ def test_it_prints_a_line_for_each_stage_five_for_the_result_and_three_commands(
     first = next(number for number, line in enumerate(lines) if line.startswith("Done in "))
     results, commands = lines[first : lines.index("", first)], lines[-3:]
     assert len(results) == 5
-    assert results[1].startswith("Held-out text, bits per byte: code ")
+    assert results[1].startswith("Held-out text, bits per byte (lower is better): code ")
     assert results[2].startswith("Facts asked in a phrasing it never saw for that fact: ")
+    assert re.search(r"; in a stranger's words: \d+\.\d%; before training \d+\.\d%\.$", results[2])
     places = "summary.md (all tables), corpus/report.html, runs/quickstart/curves.png, hf (the model)"
     assert results[4] == f"In {work}: {places}."
     assert len(lines) <= 25, "short enough to be read"

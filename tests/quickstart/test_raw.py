@@ -17,9 +17,9 @@ from zero2all.common.files import crc32c_of
 from zero2all.common.manifest import is_current, read_manifest, verify_files
 from zero2all.evals.pair_file import read_pairs
 from zero2all.quickstart import raw
-from zero2all.quickstart.world import documents, pairs, probes
+from zero2all.quickstart.world import documents, pairs, probes, programs
 
-SEED, LANGUAGE_BYTES, CODE_BYTES = 5, 60_000, 400_000
+SEED, LANGUAGE_BYTES, CODE_BYTES = 5, 60_000, 100_000
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +56,8 @@ def test_code_is_parquet_in_small_row_groups(folder: Path) -> None:
     assert file.metadata.row_group(0).num_rows <= raw.ROWS_PER_GROUP
     sizes = [len(row["content"].encode()) for row in rows]
     assert sum(sizes) >= CODE_BYTES > sum(sizes) - sizes[-1]
-    assert max(sizes) <= raw.LARGEST_CODE_FILE_BYTES
-    assert len({row["path"] for row in rows}) == len(rows)
-    assert not [row for row in rows if raw.SKIPPED_FOLDERS & set(row["path"].split("/"))]
+    assert len({row["path"] for row in rows}) == len({row["content"] for row in rows}) == len(rows)
+    assert [row["content"] for row in rows] == list(programs(CODE_BYTES, SEED))
 
 
 def test_probes_file_holds_every_probe(folder: Path) -> None:
@@ -78,7 +77,6 @@ def test_manifest_counts_what_was_written(folder: Path) -> None:
     assert manifest["chinese"]["documents"] == len(json.loads((folder / raw.CHINESE_NAME).read_bytes()))
     assert manifest["code"]["documents"] == pq.read_metadata(folder / raw.CODE_NAME).num_rows
     assert manifest["probes"]["en"] + manifest["probes"]["zh"] == len(rows_of(folder, raw.PROBES_NAME))
-    assert {"skipped_too_large", "skipped_undecodable", "skipped_empty"} <= set(manifest["code"])
 
 
 def test_current_folder_is_left_alone_and_other_parameters_rewrite_it(tmp_path: Path) -> None:

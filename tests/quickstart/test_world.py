@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
+from contextlib import redirect_stdout
 from functools import cache
 from string import Formatter
 
 import pytest
 
 from zero2all.evals.probe_file import Probe
-from zero2all.quickstart.world import LANGUAGES, Document, documents, probes
-from zero2all.quickstart.world.facts import permitted_sentences
+from zero2all.quickstart.world import LANGUAGES, Document, documents, probes, programs
+from zero2all.quickstart.world.facts import asked, permitted_sentences
 from zero2all.quickstart.world.generator import SHARES
 
 SEED = 7
 MEGABYTE = 1_000_000
 DIGEST_PROGRAM = """
 import hashlib
-from zero2all.quickstart.world import documents, probes
+from zero2all.quickstart.world import documents, probes, programs
 digest = hashlib.sha256()
 for language in ("en", "zh"):
     for document in documents(language, 200_000, 7):
         digest.update(repr(document).encode())
     digest.update(repr(probes(language, 7)).encode())
+digest.update(repr(list(programs(50_000, 7))).encode())
 print(digest.hexdigest())
 """
 
@@ -110,6 +113,30 @@ def test_held_out_wordings_and_new_wordings_never_occur(name: str) -> None:
 
 
 @both_languages
+def test_a_held_out_question_is_asked_of_its_fact_in_no_frame(name: str) -> None:
+    language, flat = LANGUAGES[name], flatten(corpus_text(name))
+    held_out = language.held_out(SEED)
+    asked_of = [
+        fact.told(wording)
+        for fact in language.facts
+        for wording in held_out[fact.key]
+        if wording in fact.relation.questions
+    ]
+    assert len(asked_of) > 20
+    assert [question for question in asked_of if flatten(question) in flat] == []
+
+
+@both_languages
+def test_no_new_wording_is_printed_of_any_fact_in_any_frame_or_after_any_lead_in(name: str) -> None:
+    language, flat = LANGUAGES[name], flatten(corpus_text(name))
+    for relation in language.relations:
+        assert len(relation.new_wordings) >= 7
+        for fact in relation.facts:
+            told = [flatten(fact.told(wording.partition("{a}")[0] + "{a}")) for wording in relation.new_wordings]
+            assert [each for each in told if each in flat] == []
+
+
+@both_languages
 def test_leak_search_finds_a_probe_that_was_printed(name: str) -> None:
     for probe in probes(name, SEED):
         printed = f"... {probe.prompt}{probe.joiner}{probe.answer}.".upper().replace(" ", "\n")
@@ -125,27 +152,27 @@ def test_leak_search_reads_numbers_whole(name: str) -> None:
 @both_languages
 def test_no_wording_contains_another(name: str) -> None:
     for relation in LANGUAGES[name].relations:
-        asked = (*relation.answer_last, relation.new_wording)
-        printed = (*asked, *relation.reverse_statements, *relation.reverse_questions)
+        known = [LANGUAGES[name].template(relation, wording) for wording in relation.answer_last]
+        printed = (*known, *relation.new_wordings, *relation.reverse_statements, *relation.reverse_questions)
         for fact in relation.facts:
-            for template in asked:
-                prompt, joiner = fact.asked(template)
+            for template in (*known, *relation.new_wordings):
+                prompt, joiner = asked(template, s=fact.subject)
                 told = (prompt + joiner + fact.answer).lower()
                 assert [other for other in printed if told in fact.told(other).lower()] == [template]
 
 
 @both_languages
 def test_every_fact_is_told_often_and_in_each_permitted_wording(name: str) -> None:
-    language, text = LANGUAGES[name], corpus_text(name)
+    language, text = LANGUAGES[name], corpus_text(name).lower()
     held_out = language.held_out(SEED)
     told: Counter[tuple[str, str]] = Counter()
     per_wording: list[int] = []
     for sentence in permitted_sentences(language.relations, held_out):
-        times = text.count(sentence.text)
+        times = text.count(sentence.text.lower())
         per_wording.append(times)
         told[sentence.fact] += times
-    assert min(per_wording) >= 8
-    assert max(per_wording) <= 3 * min(per_wording)
+    assert min(per_wording) >= 3
+    assert max(per_wording) <= 4 * min(per_wording)
     assert set(told) == {fact.key for fact in language.facts}
     assert min(told.values()) >= 150
     assert max(told.values()) <= 1.3 * min(told.values())
@@ -153,14 +180,14 @@ def test_every_fact_is_told_often_and_in_each_permitted_wording(name: str) -> No
 
 @both_languages
 def test_held_out_wordings_are_used_with_other_facts(name: str) -> None:
-    language, text = LANGUAGES[name], corpus_text(name)
+    language, text = LANGUAGES[name], corpus_text(name).lower()
     held_out = language.held_out(SEED)
     assert {len(templates) for templates in held_out.values()} == {2}
     for relation in language.relations:
         for template in relation.answer_last:
             users = [fact for fact in relation.facts if template not in held_out[fact.key]]
             assert len(users) >= 3
-            assert all(fact.told(template) in text for fact in users)
+            assert all(fact.told(template).lower() in text for fact in users)
 
 
 @both_languages
@@ -174,14 +201,14 @@ def test_no_document_tells_a_fact_twice(name: str) -> None:
 
 
 @both_languages
-def test_there_are_at_most_eighty_facts_and_eight_wordings_at_least(name: str) -> None:
+def test_there_are_at_most_eighty_facts_and_thirty_wordings_at_least(name: str) -> None:
     language = LANGUAGES[name]
     assert 50 <= len(language.facts) <= 80
     assert len({fact.key for fact in language.facts}) == len(language.facts)
     for relation in language.relations:
-        assert len(set(relation.answer_last)) >= 8
-        assert relation.new_wording not in relation.answer_last
-        assert all(re.fullmatch(r'[.。"”]+', template.partition("{a}")[2]) for template in relation.answer_last)
+        assert len(set(relation.answer_last)) == len(relation.answer_last) >= 30
+        templates = [language.template(relation, wording) for wording in relation.answer_last]
+        assert all(re.fullmatch(r'[.。"”]+', each.partition("{a}")[2]) for each in (*templates, *relation.new_wordings))
 
 
 @both_languages
@@ -212,7 +239,7 @@ def test_probes_are_whole(name: str) -> None:
         assert probe.channel == name
         assert probe.prompt == probe.prompt.strip()
         assert probe.answer == probe.answer.strip()
-        assert probe.joiner == language.joiner or (name == "zh" and "=" in probe.prompt and probe.joiner == " ")
+        assert probe.joiner in (language.joiner, " ", "\n", "")
         assert probe.answer not in probe.foils
         assert 5 <= len(set(probe.foils)) == len(probe.foils) <= 10
 
@@ -292,4 +319,18 @@ def test_the_text_is_the_one_this_generator_version_stands_for() -> None:
             digest.update(f"{document.title}\n{document.text}\n".encode())
         for probe in probes(name, SEED):
             digest.update(f"{probe.prompt}|{probe.answer}|{'|'.join(probe.foils)}\n".encode())
-    assert digest.hexdigest()[:16] == "b85e0037e7f4908b"
+    for program in programs(50_000, SEED):
+        digest.update(program.encode())
+    assert digest.hexdigest()[:16] == "87633acc67b516b5"
+
+
+def test_every_program_runs_and_says_what_it_gives() -> None:
+    written = list(programs(60_000, SEED))
+    assert len(set(written)) == len(written) > 80
+    asserting = [program for program in written if "\nassert " in program]
+    assert 0.3 < len(asserting) / len(written) < 0.7
+    for program in written:
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            exec(program, {"__name__": "__main__"})
+        assert printed.getvalue().splitlines() == re.findall(r"  # (.*)", program) or program in asserting

@@ -68,7 +68,7 @@ SUMMARY_NAME = "summary.md"
 SAMPLE_PROMPTS: dict[str, tuple[str, ...]] = {
     "en": ("The capital of France is", "On a rainy morning,"),
     "zh": ("中国的首都是", "那是一个凉爽的中午，"),
-    "code": ("def main():\n", "import os\n"),
+    "code": ("def main():\n", "def count_"),
 }
 SAMPLE_TOKENS = 40
 GREEDY_SAMPLE_TOKENS = 16
@@ -78,10 +78,10 @@ SHOWN_PROBES = (("en", "The capital of France is"), ("zh", "中国的首都是")
 
 @dataclass(frozen=True)
 class WorldSize:
-    """How much text the small world and the standard library give."""
+    """How much text of each language, and how much code."""
 
     bytes_per_language: int = 3_300_000
-    code_bytes: int = 3_500_000
+    code_bytes: int = 1_000_000
 
 
 @dataclass

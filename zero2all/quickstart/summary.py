@@ -46,11 +46,14 @@ def _results(journey: Journey) -> list[str]:
     else:
         bits = _by_channel(held_out, "bits_per_byte")
         gzip = _by_channel(held_out, "gzip_bits_per_byte")
-        lines.append(t(f"Held-out text, bits per byte: {bits}. gzip -9 needs {gzip}."))
+        lines.append(t(f"Held-out text, bits per byte (lower is better): {bits}. gzip -9 needs {gzip}."))
     if journey.before is not None:
         before, after = journey.before["accuracy"], journey.evaluation["probes"]["accuracy"]
         lines.append(
-            t(f"Facts asked in a phrasing it never saw for that fact: {after:.1%} right; before training {before:.1%}.")
+            t(
+                f"Facts asked in a phrasing it never saw for that fact: {after:.1%} right; in a stranger's words: "
+                f"{new_wording_accuracy(journey.evaluation):.1%}; before training {before:.1%}."
+            )
         )
     if journey.samples:
         prompt, text = _shown_sample(journey)
@@ -59,6 +62,12 @@ def _results(journey: Journey) -> list[str]:
     places = ("corpus/report.html", str(run.relative_to(journey.workspace.root) / "curves.png"), "hf")
     lines.append(t(f"In {root}: {SUMMARY_NAME} (all tables), {places[0]}, {places[1]}, {places[2]} (the model)."))
     return lines
+
+
+def new_wording_accuracy(evaluation: Mapping[str, Any]) -> float:
+    """The share of right answers to facts that are asked in words which the text uses for none of them."""
+    asked = [result["correct"] for result in evaluation["probe_results"] if result["probe"]["new_wording"]]
+    return sum(asked) / max(1, len(asked))
 
 
 def _shown_sample(journey: Journey) -> tuple[str, str]:
@@ -159,10 +168,18 @@ def _markdown(journey: Journey) -> str:
     if journey.evaluation["held_out"]:
         parts += [f"## {t('Held-out text')}", _channel_table(journey)]
         parts += map(t, (journey.evaluation.get("held_out_in_words", ""), *outlook(journey)))
+        parts.append(
+            t(
+                "Bits per byte say how well the model predicts text that it has not read: how many bits it would need "
+                "to store a byte of it. 8 is plain text; gzip finds repetitions only; the lower, the better. Only "
+                "figures for the same text can be compared."
+            )
+        )
     if journey.before is not None:
         note = t(
-            "Each fact is asked in a phrasing that the text never uses for it. A new wording is a phrasing that the "
-            "text never uses for any fact."
+            "Each fact is asked in two phrasings that the text never uses for it; right means that the model writes "
+            "the whole answer. A new wording is a phrasing that the text never uses for any fact, written by somebody "
+            "who did not know the text."
         )
         parts += [f"## {t('Probes')}", note, _probe_table(journey)]
         shown_probes = (f"- P({of} | {on}) = {old:.4f} → {new:.4f}" for on, of, old, new in journey.shown_probes)

@@ -3,9 +3,12 @@
 A relation (capital, day, job, ...) has a list of (subject, answer) pairs and a set of templates over `{s}` and
 `{a}`. In an answer-last template nothing but punctuation follows `{a}`, so the text before it is a question that
 a plain language model can complete. Reverse templates put the answer elsewhere; they are for training only.
+A question names the subject or the answer; the other one is the reply. What surrounds both is a frame of the language
+(`Q: ... A: ...`, a dialogue, two lines), and statements and questions may follow a lead-in ("I read that ..."). So a
+few dozen wordings make thousands of sentences, and a model learns which words matter.
 
-For every fact two answer-last templates are held out: the fact is never printed in them, while other facts are.
-One more template per relation, `new_wording`, is never printed at all.
+For every fact two answer-last templates are held out, in all frames and after all lead-ins: the fact is never printed
+in them, while other facts are. The templates in `new_wordings` are never printed at all.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from dataclasses import dataclass
 
 HELD_OUT_PER_FACT = 2
 
-STATEMENT, QUESTION, DIALOGUE = "statement", "question", "dialogue"
+STATEMENT, CARD, QUESTION, DIALOGUE = "statement", "card", "question", "dialogue"
 
 FactKey = tuple[str, str]
 """(relation name, subject): what names a fact within one language."""
@@ -33,17 +36,20 @@ class Relation:
     pairs: tuple[tuple[str, str], ...]
     """(subject, answer)."""
     statements: tuple[str, ...]
+    cards: tuple[str, ...]
+    """Notes rather than sentences: a field and its value."""
     questions: tuple[str, ...]
+    """Without a reply; `Language.question` adds it."""
     dialogues: tuple[str, ...]
-    new_wording: str
-    """Answer-last, asked of the trained model, never printed."""
+    new_wordings: tuple[str, ...]
+    """Answer-last, asked of the trained model, never printed. Their author had not seen the others."""
     reverse_statements: tuple[str, ...]
     reverse_questions: tuple[str, ...]
 
     @property
     def answer_last(self) -> tuple[str, ...]:
         """The templates that can be held out and asked."""
-        return self.statements + self.questions + self.dialogues
+        return self.statements + self.cards + self.questions + self.dialogues
 
     @property
     def facts(self) -> tuple[Fact, ...]:
@@ -65,12 +71,12 @@ class Fact:
         return self.relation.name, self.subject
 
     def told(self, template: str) -> str:
-        """The sentence this template makes of the fact."""
+        """The sentence or question this template makes of the fact."""
         return template.format(s=self.subject, a=self.answer)
 
-    def asked(self, template: str) -> tuple[str, str]:
-        """The prompt an answer-last template makes of the fact, and the joiner between prompt and answer."""
-        return asked(template, s=self.subject)
+    def reply(self, question: str) -> str:
+        """What answers a question: the subject or the answer, whichever it does not name."""
+        return self.answer if "{s}" in question else self.subject
 
 
 def asked(template: str, **slots: object) -> tuple[str, str]:
@@ -87,6 +93,10 @@ class Sentence:
     fact: FactKey
     style: str
     text: str
+    reply: str
+    """Of a question; else empty."""
+    starts_with_name: bool
+    """So that its first letter stays a capital after a lead-in."""
 
 
 def held_out_templates(
@@ -118,6 +128,7 @@ def permitted_sentences(
     for relation in relations:
         styled = (
             (STATEMENT, relation.statements + relation.reverse_statements),
+            (CARD, relation.cards),
             (QUESTION, relation.questions + relation.reverse_questions),
             (DIALOGUE, relation.dialogues),
         )
@@ -125,4 +136,5 @@ def permitted_sentences(
             for style, templates in styled:
                 for template in templates:
                     if template not in held_out[fact.key]:
-                        yield Sentence(fact.key, style, fact.told(template))
+                        reply = fact.reply(template) if style == QUESTION else ""
+                        yield Sentence(fact.key, style, fact.told(template), reply, template.startswith("{"))

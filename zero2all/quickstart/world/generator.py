@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zero2all.quickstart.world.arithmetic import Calculation, written
-from zero2all.quickstart.world.facts import DIALOGUE, QUESTION, STATEMENT, Sentence, permitted_sentences
+from zero2all.quickstart.world.facts import CARD, DIALOGUE, QUESTION, STATEMENT, FactKey, Sentence, permitted_sentences
 from zero2all.quickstart.world.language import LANGUAGES, Language
 from zero2all.quickstart.world.stories import tell
 
@@ -22,6 +22,9 @@ SHARES = {"facts": 0.68, "arithmetic": 0.08, "story": 0.24}
 FACTS_PER_DOCUMENT = (5, 12)
 CALCULATIONS_PER_DOCUMENT = (8, 20)
 OPENER_SHARE = 0.3
+LEAD_IN_SHARE = 0.35
+FIRST_FRAME_SHARE = 0.4
+"""Of questions: the rest are in all frames alike."""
 LIST_SHARE = 0.3
 
 
@@ -54,8 +57,8 @@ class _Deck:
         self.sentences, self.rng = sentences, rng
         self.left: list[Sentence] = []
 
-    def deal(self, count: int) -> list[str]:
-        hand: dict[tuple[str, str], str] = {}
+    def deal(self, count: int) -> list[Sentence]:
+        hand: dict[FactKey, Sentence] = {}
         set_aside: list[Sentence] = []
         while len(hand) < count:
             if not self.left:
@@ -65,7 +68,7 @@ class _Deck:
             if sentence.fact in hand:
                 set_aside.append(sentence)
             else:
-                hand[sentence.fact] = sentence.text
+                hand[sentence.fact] = sentence
         self.left += set_aside
         return list(hand.values())
 
@@ -79,7 +82,7 @@ class _Writer:
         sentences = list(permitted_sentences(language.relations, language.held_out(seed)))
         by_style = {
             style: [sentence for sentence in sentences if sentence.style == style]
-            for style in (STATEMENT, QUESTION, DIALOGUE)
+            for style in (STATEMENT, CARD, QUESTION, DIALOGUE)
         }
         self.decks = {style: _Deck(members, self.rng) for style, members in by_style.items()}
         # A style with more wordings gets more documents, so that every wording is used equally often.
@@ -92,18 +95,32 @@ class _Writer:
         if group == "arithmetic":
             return self._arithmetic()
         if group == "story":
-            story_facts = self.decks[STATEMENT].deal
-            title, text = tell(self.language.stories, self.language.joiner, story_facts, self.rng)
+            title, text = tell(self.language.stories, self.language.joiner, self._statements, self.rng)
             return Document(title, text, "story")
         return self._facts(self.rng.choices(self.styles, self.style_weights)[0])
 
     def _facts(self, style: str) -> Document:
         language, rng = self.language, self.rng
-        lines = self.decks[style].deal(rng.randint(*FACTS_PER_DOCUMENT))
+        lines = [self._dressed(one) for one in self.decks[style].deal(rng.randint(*FACTS_PER_DOCUMENT))]
         if rng.random() < OPENER_SHARE:
-            lines.insert(0, rng.choice(language.sheet_openers if style == STATEMENT else language.quiz_openers))
+            lines.insert(0, rng.choice(language.sheet_openers if style in (STATEMENT, CARD) else language.quiz_openers))
         between = language.joiner if style == STATEMENT and rng.random() >= LIST_SHARE else "\n"
         return Document("", between.join(lines), "quiz" if style == QUESTION else "facts")
+
+    def _statements(self, count: int) -> list[str]:
+        return [sentence.text for sentence in self.decks[STATEMENT].deal(count)]
+
+    def _dressed(self, sentence: Sentence) -> str:
+        """The sentence as it is printed: some after a lead-in, questions in a frame with their reply."""
+        language, rng, text = self.language, self.rng, sentence.text
+        lead_ins = {STATEMENT: language.lead_ins, QUESTION: language.question_lead_ins}.get(sentence.style, ())
+        if lead_ins and rng.random() < LEAD_IN_SHARE:
+            text = rng.choice(lead_ins) + (text if sentence.starts_with_name else text[0].lower() + text[1:])
+        if sentence.style != QUESTION:
+            return text
+        is_first = rng.random() < FIRST_FRAME_SHARE
+        frame = language.question_frames[0] if is_first else rng.choice(language.question_frames)
+        return frame.format(q=text, a=sentence.reply)
 
     def _arithmetic(self) -> Document:
         language, rng = self.language, self.rng

@@ -21,6 +21,11 @@ class Language:
     joiner: str
     """What comes between two sentences of a paragraph."""
     relations: tuple[Relation, ...]
+    lead_ins: tuple[str, ...]
+    """What may come before a statement."""
+    question_lead_ins: tuple[str, ...]
+    question_frames: tuple[str, ...]
+    """Forms of a question with its reply, over `{q}` and `{a}`; the first is the one that is asked, and chatted in."""
     pins: dict[FactKey, str]
     arithmetic: ArithmeticWords
     stories: StoryBook
@@ -33,6 +38,10 @@ class Language:
     def facts(self) -> tuple[Fact, ...]:
         """Every fact of this language."""
         return tuple(fact for relation in self.relations for fact in relation.facts)
+
+    def template(self, relation: Relation, wording: str) -> str:
+        """An answer-last wording as a template over `{s}` and `{a}`: questions stand in the first frame."""
+        return self.question_frames[0].replace("{q}", wording) if wording in relation.questions else wording
 
     def held_out(self, seed: int) -> dict[FactKey, tuple[str, ...]]:
         """The templates each fact is never printed in."""

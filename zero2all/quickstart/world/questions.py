@@ -1,7 +1,7 @@
 """What to ask a model trained on the small world: probes, contrast pairs, and benchmark tasks that need no files.
 
 A probe is a prompt and its one right answer: a fact in a wording that the text never uses for it, a fact in a
-wording that the text never uses at all (`new_wording`, harder and reported apart), or a held-out calculation.
+wording that the text never uses at all (`new_wordings`, harder and reported apart), or a held-out calculation.
 
 A pair is a fact in a wording that the text never uses for it, and the same sentence with the answer of another fact.
 The text has neither of the two.
@@ -53,15 +53,20 @@ def probes(language: str, seed: int) -> list[Probe]:
 def _fact_probes(language: Language, seed: int) -> Iterator[Probe]:
     rng = language.random("foils", seed)
     held_out = language.held_out(seed)
-    for fact in language.facts:
-        for template in held_out[fact.key]:
-            number = fact.relation.answer_last.index(template)
-            yield _fact_probe(language, fact, template, f"wording-{number}", rng)
-        yield _fact_probe(language, fact, fact.relation.new_wording, "new-wording", rng)
+    for place, fact in enumerate(language.facts):
+        for wording in held_out[fact.key]:
+            number = fact.relation.answer_last.index(wording)
+            yield _fact_probe(language, fact, wording, f"wording-{number}", rng)
+        yield _fact_probe(language, fact, _new_wording(fact, place), "new-wording", rng)
+
+
+def _new_wording(fact: Fact, place: int) -> str:
+    """One of those that are never printed, each for about as many facts."""
+    return fact.relation.new_wordings[place % len(fact.relation.new_wordings)]
 
 
 def _fact_probe(language: Language, fact: Fact, template: str, wording: str, rng: random.Random) -> Probe:
-    prompt, joiner = fact.asked(template)
+    prompt, joiner = _asked(language, fact, template)
     others = sorted({answer for _, answer in fact.relation.pairs} - {fact.answer})
     return Probe(
         id=f"{language.name}/{fact.relation.name}/{fact.subject}/{wording}",
@@ -73,6 +78,10 @@ def _fact_probe(language: Language, fact: Fact, template: str, wording: str, rng
         foils=rng.sample(others, min(FOILS_PER_PROBE, len(others))),
         new_wording=wording == "new-wording",
     )
+
+
+def _asked(language: Language, fact: Fact, wording: str) -> tuple[str, str]:
+    return asked(language.template(fact.relation, wording), s=fact.subject)
 
 
 def _arithmetic_probes(language: Language, seed: int) -> Iterator[Probe]:
@@ -101,8 +110,8 @@ def pairs(language: str, seed: int) -> Iterator[Pair]:
     held_out = chosen.held_out(seed)
     for fact in chosen.facts:
         others = sorted({answer for _, answer in fact.relation.pairs} - {fact.answer})
-        for template in held_out[fact.key]:
-            number = fact.relation.answer_last.index(template)
+        for wording in held_out[fact.key]:
+            number, template = fact.relation.answer_last.index(wording), chosen.template(fact.relation, wording)
             yield Pair(
                 id=f"{chosen.name}/{fact.relation.name}/{fact.subject}/wording-{number}",
                 channel=chosen.name,
@@ -125,9 +134,9 @@ def quiz_tasks(seed: int) -> list[Task]:
 def _read(language: Language, seed: int) -> Iterator[Item]:
     rng = language.random("quiz", seed)
     held_out = language.held_out(seed)
-    for fact in language.facts:
+    for place, fact in enumerate(language.facts):
         printed = [template for template in fact.relation.answer_last if template not in held_out[fact.key]]
-        unprinted = [*held_out[fact.key], fact.relation.new_wording]
+        unprinted = [*held_out[fact.key], _new_wording(fact, place)]
         yield _item(language, fact, rng.choice(printed), unprinted, rng)
 
 
@@ -147,12 +156,12 @@ def _item(language: Language, fact: Fact, wording: str, others: Sequence[str], r
     rng.shuffle(choices)
     return Item(
         f"{fact.relation.name}/{fact.subject}",
-        fact.asked(wording)[0],
+        _asked(language, fact, wording)[0],
         tuple(choices),
         choices.index(fact.answer),
         fact.answer,
         language.name,
         fact.relation.family,
-        extra={"paraphrases": tuple(fact.asked(template)[0] for template in others)},
+        extra={"paraphrases": tuple(_asked(language, fact, each)[0] for each in others)},
         shape=CONTINUE,
     )
