@@ -180,7 +180,7 @@ def piece_inputs(order: Layout, piece: str, device: torch.device, dtype: torch.d
         return order.residual(normal(B, T, C))
 
     def matrix(rows: int, columns: int) -> Tensor:
-        return normal(rows, columns, std=config.init_std)
+        return normal(rows, columns, std=config.matrix_std)
 
     def gain() -> Tensor:
         return torch.ones(C, dtype=dtype, device=device)

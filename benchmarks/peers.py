@@ -205,7 +205,7 @@ def llama(config: RunConfig, entry: Entry, device: torch.device) -> Any:
         head_dim=shape.head_size,
         max_position_embeddings=shape.max_seq_len,
         rms_norm_eps=shape.rms_norm_eps,
-        initializer_range=shape.init_std,
+        initializer_range=shape.matrix_std,
         tie_word_embeddings=shape.tied_embeddings,
         use_cache=False,
     )

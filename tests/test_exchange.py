@@ -529,6 +529,8 @@ def test_imported_run_is_continued_by_training(make_folder, workspace, trained_w
         schedule=dataclasses.replace(tiny_config.schedule, warmup_steps=1),
         optim=dataclasses.replace(tiny_config.optim, lr_max=1e-6),
     )
+    with pytest.raises(UsageError, match=r"another setting \(model.qk_norm: False -> True\)"):
+        train(dataclasses.replace(config, model=dataclasses.replace(config.model, qk_norm=True)), workspace)
     notes = []
     train(config, workspace, say=notes.append)
     assert any("resumed continued at step 0" in note for note in notes)

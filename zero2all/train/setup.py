@@ -623,6 +623,12 @@ def _check_resume(
             f"the state of that optimizer, so the run cannot continue with the new one, even with --accept-changes. "
             f"Set optim.kind back, start over with --fresh, or start a new run with another --train.name."
         )
+    if "model.qk_norm" in changed:
+        raise UsageError(
+            f"The weights of the run {run.name} were made with another setting ({changed['model.qk_norm']}). Norms of "
+            f"queries and keys can be neither added to trained weights nor taken away. Set model.qk_norm back, start "
+            f"over with --fresh, or start a new run with another --train.name."
+        )
     trained_on = checkpoint.manifest["data"]  # None for imported weights
     theirs, ours = checkpoint.manifest.get("tokenizer"), data.splits[0].manifest["tokenizer"]
     if theirs not in (None, ours) and not accept_changes:

@@ -24,7 +24,6 @@ from torch import Tensor
 from zero2all.ops.kernels.launch import processors
 from zero2all.ops.kernels.rms_norm import add_sum_of_parts
 from zero2all.ops.precision import without_autocast
-from zero2all.ops.rope import QkNorm
 
 PROGRAMS_PER_PROCESSOR = 4
 """Of the backward pass with a norm: each sums the gradients of the weights over its rows."""
@@ -178,7 +177,7 @@ class RopeInPlace(torch.autograd.Function):
 
 
 def triton_rope(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, norm: QkNorm | None = None
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, norm: tuple[Tensor, Tensor, float] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `zero2all.ops.rope`."""
     keeps = norm is not None and torch.is_grad_enabled()
