@@ -18,10 +18,11 @@ ROWS, COLUMNS, VOCAB = 11, 200, 190
 Z = 0.02
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    """Several blocks per row, the last one not full."""
+@pytest.fixture(autouse=True, params=[0, 256], ids=["in blocks", "whole rows"])
+def small_blocks(monkeypatch, request):
+    """Several blocks per row, the last one not full; or rows that fit into registers."""
     monkeypatch.setattr(cross_entropy, "BLOCK", 64)
+    monkeypatch.setattr(cross_entropy, "WHOLE_ROW", request.param)
 
 
 def losses_and_penalties(logits: Tensor, targets: Tensor, z: float) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The kernels of decoding and of rotary positions compile for a Hopper GPU. The interpreter takes code that the
+"""The kernels of decoding, of rotary positions and of the loss compile for a Hopper GPU. The interpreter takes code that the
 compiler does not: variables that change their type in a loop, for example. No GPU is needed, only another process,
 without the interpreter."""
 
@@ -14,7 +14,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from zero2all.ops.kernels import decode_attention, decode_greedy, decode_linear, rope
+from zero2all.ops.kernels import cross_entropy, decode_attention, decode_greedy, decode_linear, rope
 
 FLOATS = {name: "*fp32" for name in ("cos", "sin", "parts", "weights", "scales", "logits", "best")}
 WHOLE = {name: "*i32" for name in ("tables", "positions", "arrived", "ids", "tokens")} | {"never": "*i1"}
@@ -27,6 +27,7 @@ def compile_kernel(kernel, weight="*bf16", kinds={}, word="griddepcontrol.wait",
     source = ASTSource(kernel, signature, constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
     assert word in compiled.asm["ptx"]
+    return compiled.asm["ptx"]
 
 SHAPE = {"COLUMNS": 96, "NORM": True, "SWIGLU": True, "ADD": False, "OVERLAP": True, "ROWS": 16, "BLOCK": 64}
 compile_kernel(decode_linear._one_row, **SHAPE, SCALED=False)
@@ -42,6 +43,16 @@ ROPE = dict.fromkeys(counts, "i32") | {"query_parts": "*fp32", "key_parts": "*fp
 for norm in (False, True):
     for kernel in (rope._turn_in_place, rope._gather_turned_back):
         compile_kernel(kernel, kinds=ROPE, word="st.global", NORM=norm, HEADS=64, HALF=64)
+LOSS = {"targets": "*i64", "weights": "*fp32", "losses": "*fp32", "penalties": "*fp32", "z": "fp32"}
+LOSS |= {"row_stride": "i32", "vocab_size": "i32", "columns_in_all": "i32"}
+for whole in (True, False):
+    ptx = compile_kernel(
+        cross_entropy._losses_and_gradient, kinds=LOSS, word="bar.sync", HAS_Z=True, GRADIENT=True, WHOLE=whole, BLOCK=512
+    )
+    # Beside the row: target, its logit and its weight; loss, penalty and the target's gradient.
+    reads, writes = ptx.count("ld.global") - 3, ptx.count("st.global") - 3
+    assert reads == writes * (1 if whole else 2), "a row in registers is read once"
+    assert ptx.count("ex2.approx") <= (1 if whole else 2) * writes + 2, "and each exponential is computed once"
 print("compiled")
 """
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.ops.agreement import TOLERANCE, assert_agrees, assert_close, dtypes, random, values_and_gradients
 
-pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
+triton = pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
 from zero2all.ops.gradient_sink import GradientSink
 from zero2all.ops.kernels import rms_norm
@@ -105,11 +105,22 @@ def test_rows_that_are_not_contiguous_are_read_as_they_are(device):
 def test_gradient_of_the_weight_is_the_same_sum_however_many_programs_share_the_rows(device, monkeypatch):
     given = [value.float().to(device) for value in (random(29, 12), random(29, 12, seed=1), weights(12))]
     found = []
-    for programs in (1, 6):
-        monkeypatch.setattr(rms_norm, "PROGRAMS_PER_PROCESSOR", programs)
+    for warps in (1, 6):
+        monkeypatch.setattr(rms_norm, "WARPS_PER_PROCESSOR", warps)
         _, gradients = values_and_gradients(lambda *inputs: triton_add_rms_norm(*inputs, EPS), given)
         found.append(gradients[2])
     assert_close(found[0], found[1], 1e-6)
+
+
+@pytest.mark.parametrize("width", [64, 600, 2048, 4096])
+def test_rows_of_every_width_keep_as_many_warps_busy(device, monkeypatch, width):
+    # Latency is hidden by what other warps do: one warp in each of few programs left half of the bandwidth unused.
+    launched = []
+    monkeypatch.setattr(rms_norm, "add_sum_of_parts", lambda weight, parts: launched.append(len(parts)))
+    x, weight = random(80, width).float().to(device).requires_grad_(), weights(width).float().to(device)
+    monkeypatch.setattr(rms_norm, "processors", lambda device: 3)
+    triton_add_rms_norm(x, None, weight, EPS)[0].sum().backward()
+    assert launched[0] * rms_norm._warps(triton.next_power_of_2(width)) == 3 * rms_norm.WARPS_PER_PROCESSOR
 
 
 @pytest.mark.parametrize("width", [5, 33])

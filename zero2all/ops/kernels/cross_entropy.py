@@ -1,9 +1,15 @@
 """Cross-entropy on logits that are overwritten with their own gradient.
 
-One program per row runs over the row in blocks twice: once for the largest logit and the sum of exponentials, once
-to write weight * (softmax - onehot) over the logits. Columns from `vocab_size` on are padding: they take no
+One program per row writes weight * (softmax - onehot) over the logits. A row of at most WHOLE_ROW columns stays in
+registers: it is read once, and each exponential is computed once. A program runs over a longer one in blocks twice,
+for the largest logit and the sum, then for the gradient. The target's own column is written last, by itself, so that
+the others need not be compared with it. Columns from `vocab_size` on are padding: they take no
 part in the sum and get gradient 0, so they are never predicted and never learn. A target below 0 is ignored.
 The z-loss adds z * logsumexp^2 to what is minimised, which keeps the logits from drifting; it is returned separately.
+
+Registers and instructions decide the speed: with one row of 16,384 in 32 warps, no second row fits beside it on a
+processor, and nothing is loaded while it computes. Exponentials are powers of 2, because those of e are made of them
+with three more instructions, for results too small to matter.
 
 Where the columns are cut over processes (`zero2all.ops.cut_vocabulary`), the two runs are two kernels, and the
 processes exchange the sums between them.
@@ -11,6 +17,7 @@ processes exchange the sums between them.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -22,41 +29,58 @@ from zero2all.ops.precision import without_autocast
 
 BLOCK, WARPS = 16384, 32
 """Best of 16 pairs on an H200 (64,320 columns): 65 % of what a copy moves; one load of the whole row: 45 %."""
+WHOLE_ROW, WHOLE_WARPS = 16384, 4
+"""166 registers a thread: three such rows share a processor of Hopper, two with 8 or 16 warps."""
+_LOG2E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
 def _losses_and_gradient(
     logits, targets, weights, losses, penalties, row_stride, vocab_size, columns_in_all, z,
-    HAS_Z: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_Z: tl.constexpr, GRADIENT: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * row_stride
-    target = tl.load(targets + row)
-    weight = tl.load(weights + row).to(tl.float32)
-    counted = target >= 0
     columns = tl.arange(0, BLOCK)
-
-    largest = float("-inf")
-    total = 0.0
-    for first in range(0, vocab_size, BLOCK):
-        x = tl.load(start + first + columns, mask=first + columns < vocab_size, other=float("-inf")).to(tl.float32)
-        peak = tl.maximum(largest, tl.max(x, axis=0))
-        total = total * tl.exp(largest - peak) + tl.sum(tl.exp(x - peak), axis=0)
-        largest = peak
-    logsum = largest + tl.log(total)
+    if WHOLE:
+        x = tl.load(start + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
+    target = tl.load(targets + row)
+    counted = target >= 0
+    # Before the sums, for which all warps wait: after them a fast warp may have overwritten it.
     at_target = tl.load(start + tl.where(counted, target, 0)).to(tl.float32)
+    weight = tl.where(counted, tl.load(weights + row).to(tl.float32), 0.0)
+
+    if WHOLE:
+        largest = tl.max(x, axis=0)
+        e = tl.exp2((x - largest) * _LOG2E)
+        total = tl.sum(e, axis=0)
+    else:
+        largest = float("-inf")
+        total = 0.0
+        for first in range(0, vocab_size, BLOCK):
+            x = tl.load(start + first + columns, mask=first + columns < vocab_size, other=float("-inf")).to(tl.float32)
+            peak = tl.maximum(largest, tl.max(x, axis=0))
+            total = total * tl.exp(largest - peak) + tl.sum(tl.exp2((x - peak) * _LOG2E), axis=0)
+            largest = peak
+    logsum = largest + tl.log(total)
     tl.store(losses + row, tl.where(counted, logsum - at_target, 0.0))
-    weight = tl.where(counted, weight, 0.0)
     slope = weight
     if HAS_Z:
         tl.store(penalties + row, tl.where(counted, z * logsum * logsum, 0.0))
         slope = weight * (1.0 + 2.0 * z * logsum)
     if GRADIENT:
-        for first in range(0, columns_in_all, BLOCK):
-            at = first + columns
-            x = tl.load(start + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32)
-            gradient = tl.exp(x - logsum) * slope - tl.where(at == target, weight, 0.0)
-            tl.store(start + at, gradient.to(logits.dtype.element_ty), mask=at < columns_in_all)
+        factor = slope / total
+        if WHOLE:
+            tl.store(start + columns, (e * factor).to(logits.dtype.element_ty), mask=columns < columns_in_all)
+        else:
+            for first in range(0, columns_in_all, BLOCK):
+                at = first + columns
+                x = tl.load(start + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32)
+                gradient = tl.exp2((x - largest) * _LOG2E) * factor
+                tl.store(start + at, gradient.to(logits.dtype.element_ty), mask=at < columns_in_all)
+        tl.debug_barrier()  # another warp may have written the target's column
+        gradient = tl.exp2((at_target - largest) * _LOG2E) * factor - weight
+        tl.store(start + target, gradient.to(logits.dtype.element_ty), mask=counted)
 
 
 def cross_entropy_in_place(
@@ -66,10 +90,12 @@ def cross_entropy_in_place(
     d(sum of weights * (losses + penalties))/dlogits."""
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     penalties = torch.empty_like(losses) if z else None
+    columns = triton.next_power_of_2(logits.shape[1])
+    whole = columns <= WHOLE_ROW
     _losses_and_gradient[(logits.shape[0],)](
         logits, targets, weights, losses, losses if penalties is None else penalties, logits.stride(0), vocab_size,
-        logits.shape[1], z, HAS_Z=bool(z), GRADIENT=gradient,
-        BLOCK=min(BLOCK, triton.next_power_of_2(logits.shape[1])), num_warps=WARPS,
+        logits.shape[1], z, HAS_Z=bool(z), GRADIENT=gradient, WHOLE=whole,
+        BLOCK=columns if whole else min(BLOCK, columns), num_warps=WHOLE_WARPS if whole else WARPS,
     )  # fmt: skip
     return losses, penalties
 
