@@ -71,6 +71,8 @@ def measure(path: Path, work: Workspace, together: bool, seeds: tuple[int, ...])
         for seed in seeds:
             config = load_config(path, [*words, f"--train.seed={seed}"])
             summary = train(config, work, fresh=True, say=lambda _: None, brief=True)
+            if summary.step < config.train.steps:
+                raise SystemExit(f"stopped at step {summary.step} of {config.train.steps}")
             losses.setdefault(f"{factor:.3f}", []).append(summary.held_out["eval/valid/loss"])
     means = {factor: statistics.fmean(found) for factor, found in losses.items()}
     best = min(means, key=means.__getitem__)

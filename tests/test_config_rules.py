@@ -141,7 +141,7 @@ def test_other_optimizers_have_their_defaults_and_no_rules(tmp_path):
 def test_without_a_budget_one_message_says_what_to_set(tmp_path):
     path = write(tmp_path, train={"tokens": None})
     assert problem_of(path) == (
-        "train.tokens: got nothing, expected the tokens of the whole run, such as 40M or 2B, or train.steps: the rules "
+        "train.tokens: got nothing, expected the tokens of the run, such as 40M or 2B, or train.steps: the rules "
         "of optim.kind muon need it."
     )
 

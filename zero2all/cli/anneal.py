@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from zero2all.cli.runs import add_run_name
 from zero2all.cli.verb import Subparsers, add_flags, add_verb, real, whole, workspace_of
+from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ def register(verbs: Subparsers) -> None:
 
 
 def _anneal(arguments: argparse.Namespace) -> None:
-    from zero2all.common.errors import UsageError
     from zero2all.common.progress import counted
     from zero2all.common.schema import Problem, build
     from zero2all.config.schedule import learning_rate
@@ -93,7 +93,6 @@ def _anneal(arguments: argparse.Namespace) -> None:
 
 def _mixture(text: str | None) -> object:
     """What was given as --mixture; its content is checked with the rest."""
-    from zero2all.common.errors import UsageError
     from zero2all.common.yamlio import YamlError, loads
 
     try:
@@ -107,7 +106,6 @@ def _mixture(text: str | None) -> object:
 
 def _steps_made(run: Path) -> int:
     """As far as metrics and checkpoints tell."""
-    from zero2all.common.errors import BadInputError
     from zero2all.track.reader import read_run
     from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 

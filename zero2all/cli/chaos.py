@@ -13,6 +13,7 @@ from zero2all.cli import train
 from zero2all.cli.parser import Parser
 from zero2all.cli.track import print_goodput
 from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, whole, workspace_of
+from zero2all.common.errors import BadInputError, PreemptedError
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
@@ -88,7 +89,6 @@ def _print_faults(faults: Sequence[PlannedFault], happened: dict[int, dict[str, 
 
 
 def _soak(arguments: argparse.Namespace) -> int:
-    from zero2all.common.errors import PreemptedError
     from zero2all.config import load_config
     from zero2all.parallel.launch import count_gpus, local_processes
     from zero2all.resilience.chaos import RECOVERY_SECONDS, PlannedFault, happened, install_plan, soak_plan
@@ -162,7 +162,6 @@ def _watched(name: str, words: Sequence[str], plan: Path, faults: int, seconds: 
 
 def _bits(run: Path, step: int) -> dict[str, str]:
     """The checksums of all tensors of a checkpoint that was verified; empty where there is none."""
-    from zero2all.common.errors import BadInputError
     from zero2all.train.checkpoints.layout import checkpoint_folder
     from zero2all.train.checkpoints.load import verified_checkpoint
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, count, whole, workspace_of
+from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
@@ -107,7 +108,6 @@ def config_of(arguments: argparse.Namespace, workspace: Workspace) -> tuple[RunC
 
 
 def _show(arguments: argparse.Namespace) -> None:
-    from zero2all.common.errors import UsageError
     from zero2all.common.progress import TEXT_MARKS, terminal_safe
     from zero2all.packed.layout import open_split, packed_sources
     from zero2all.packed.remote import packed_root
@@ -196,7 +196,6 @@ def _print_stats(stats: dict[str, Any]) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> None:
-    from zero2all.common.errors import BadInputError
     from zero2all.common.files import human_bytes
     from zero2all.common.progress import progress
     from zero2all.packed.verify import packed_bytes, verify_packed
@@ -218,7 +217,6 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from zero2all.common.errors import UsageError
     from zero2all.common.records import SPLITS
     from zero2all.common.schema import nearest_hint
     from zero2all.packed.foreign import export_split
@@ -240,7 +238,6 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _import(arguments: argparse.Namespace) -> None:
-    from zero2all.common.errors import UsageError
     from zero2all.common.progress import counted
     from zero2all.packed.foreign import Import, import_source
     from zero2all.tokenizer import load_tokenizer

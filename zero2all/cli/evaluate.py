@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from zero2all.cli.benchmarks import add_data, files_of, look_for, made_tasks, named_tasks, names
 from zero2all.cli.runs import STEP, add_run_name, step_or_best
 from zero2all.cli.verb import Subparsers, add_flags, add_group, add_verb, add_work, real, whole, workspace_of
+from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
@@ -221,7 +222,6 @@ def _checked_options(
     )
     check_inputs(workspace, arguments.run, step, options, is_coming)
     if arguments.rewrites:
-        from zero2all.common.errors import UsageError
         from zero2all.evals.rewrites.list import chosen_rewrites
 
         chosen_rewrites(arguments.rewrites)
@@ -248,8 +248,6 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _name_unread(options: EvalOptions) -> None:
     """End with an error that names the benchmarks whose files could not be used; the others have been asked."""
-    from zero2all.common.errors import BadInputError
-
     unread = options.tasks.read()[1] if options.tasks is not None else {}
     if unread:
         reasons = "\n".join(f"  {name}: {reason}" for name, reason in unread.items())

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.runs import add_run_name
 from zero2all.cli.verb import Subparsers, add_verb, whole, workspace_of
+from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ def register(verbs: Subparsers) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
-    from zero2all.common.errors import UsageError
     from zero2all.common.progress import counted
     from zero2all.tokenizer import load_tokenizer
     from zero2all.train.guards.documents import EXCERPT_CHARS, samples_of_step
@@ -82,7 +82,6 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
 def _tokens_of(run: Path, config: RunConfig, step: int) -> tuple[int, int, dict[str, Any]]:
     """First and end token of a step (tokens_per_step may have changed), and what the metrics say of the step."""
-    from zero2all.common.errors import BadInputError
     from zero2all.track.reader import read_run
 
     length = config.train.tokens_per_step

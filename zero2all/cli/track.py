@@ -322,7 +322,6 @@ def _register_goodput(verbs: Subparsers) -> None:
 
 
 def _goodput(arguments: argparse.Namespace) -> None:
-    from zero2all.common.errors import BadInputError
     from zero2all.track.goodput import run_goodput
     from zero2all.track.reader import RunReader
 

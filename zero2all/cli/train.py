@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero2all.cli.verb import Subparsers, add_config, add_flags, add_verb, add_work, whole, workspace_of
-from zero2all.common.errors import PeerFailureError
+from zero2all.common.errors import PeerFailureError, UsageError
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
@@ -112,8 +112,6 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
             _check_layout(error.config, str(error))
         raise
     if arguments.group is not None and not config.parallel.slow_link.groups:
-        from zero2all.common.errors import UsageError
-
         raise UsageError(
             f"--group is {arguments.group}, but parallel.slow_link.groups is empty: this run would train alone. Set "
             f"the addresses of all groups there, or leave --group out."
@@ -129,18 +127,16 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
     if arguments.plan_only or arguments.simulate_ranks:
         return _plan(arguments, config)
     if arguments.gpu is not None:
-        from zero2all.common.errors import UsageError
-
         raise UsageError(
             f"--gpu {arguments.gpu} names a GPU to plan for, and goes with --plan-only. A run takes the GPUs of this "
             f"machine."
         )
     workspace = workspace_of(arguments)
-    if filled and not arguments.fresh and any(workspace.run(config.train.name).glob("checkpoints/step-*")):
+    run = workspace.run(config.train.name)
+    if filled and not arguments.fresh and any(run.glob("checkpoints/step-*")):
         from zero2all.train.saved_config import load_run_config
 
-        saved = load_run_config(workspace.run(config.train.name))
-        config, filled = load_with_rules(arguments.config, overrides, saved=saved)
+        config, filled = load_with_rules(arguments.config, overrides, saved=load_run_config(run))
     if arguments.dry_run:
         from zero2all.train.dry_run import dry_run
 
@@ -167,7 +163,6 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
             say("z2a: resilience.peers has no effect: copies need several machines, each with its supervisor.")
         if supervised or processes > 1 or nodes.count > 1:
             watch = _watch(config, workspace) if supervised else None
-            run = workspace.run(config.train.name)
             rules = make_rules(config, config.resilience, nodes, processes, supervised, run)
             return run_processes(processes, arguments.command_line, watch, nodes, rules=rules)
     from zero2all.resilience.heartbeat import attach, failed
@@ -186,7 +181,7 @@ def _say_rules(filled: list[Filled]) -> None:
     if filled:
         from zero2all.common.progress import say
 
-        shown = [f"{each.name} {each.value}" for each in filled if isinstance(each.value, int | float)]
+        shown = [each.name + ("" if isinstance(each.value, dict) else f" {each.value}") for each in filled]
         say(f"z2a: values from rules: {', '.join(shown)}. `--print-config` shows each rule; see docs/learning.md.")
 
 
@@ -242,7 +237,6 @@ def _train_here(arguments: argparse.Namespace, config: RunConfig, workspace: Wor
 
 def _check_layout(config: RunConfig, known: str) -> None:
     """UsageError with the problems of the layout below those that are `known`, so that one round shows all."""
-    from zero2all.common.errors import UsageError
     from zero2all.train.plan import check_spread, machine_problems, processes_of
 
     processes = processes_of(config.parallel)

@@ -17,6 +17,7 @@ import re
 import types
 import typing
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any
@@ -27,12 +28,14 @@ from zero2all.common.progress import scaled
 
 @dataclass(frozen=True)
 class Range:
-    """Bounds of a number; None leaves that side open. `minimum` and `maximum` are inside, `above` and `below` not."""
+    """Bounds of a number; None leaves that side open. `minimum` and `maximum` are inside, `above` and `below` not.
+    `units`: text such as 40M is a number too."""
 
     minimum: float | None = None
     maximum: float | None = None
     above: float | None = None
     below: float | None = None
+    units: bool = False
 
     def admits(self, value: float) -> bool:
         """Whether `value` lies inside."""
@@ -43,12 +46,7 @@ class Range:
         """'at least 1', 'above 0 and at most 1'."""
         bounds = {"above": self.above, "at least": self.minimum, "at most": self.maximum, "below": self.below}
         words = (f"{t(word)} {_number(bound)}" for word, bound in bounds.items() if bound is not None)
-        return t(" and ").join(words)
-
-
-@dataclass(frozen=True)
-class Units:
-    """Marks a whole number that may be written with a unit: 40M, 1.5B."""
+        return t(" and ").join(words) + (t(", such as 40M or 2B") if self.units else "")
 
 
 def _number(value: float) -> str:
@@ -59,7 +57,7 @@ def _number(value: float) -> str:
 LARGEST_INT = (1 << 63) - 1  # what torch and numpy count with
 
 PositiveInt = Annotated[int, Range(minimum=1)]
-Amount = Annotated[int, Range(minimum=1), Units()]
+Amount = Annotated[int, Range(minimum=1, units=True)]
 NaturalInt = Annotated[int, Range(minimum=0)]
 PositiveFloat = Annotated[float, Range(above=0)]
 NaturalFloat = Annotated[float, Range(minimum=0)]
@@ -242,7 +240,10 @@ def _convert(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
     if origin is Annotated:
         inner, *marks = typing.get_args(kind)
         found: list[Problem] = []
-        amount = _without_unit(value) if Units() in marks else value
+        amount = value
+        if isinstance(value, str) and any(isinstance(mark, Range) and mark.units for mark in marks):
+            with suppress(ValueError):
+                amount = round(scaled(value.upper()), 6)
         converted = _convert(inner, amount, where, found)
         if found or not all(mark.admits(converted) for mark in marks if isinstance(mark, Range)):
             problems.append(Problem(where, value, _type_words(kind), found[0].hint if found else ""))
@@ -340,14 +341,6 @@ def _as_int(value: Any) -> int | None:
     return int(number) if math.isfinite(number) and number.is_integer() else None
 
 
-def _without_unit(value: Any) -> Any:
-    """40M as a number; what has no unit, or another, as it is."""
-    try:
-        return round(scaled(value.upper()), 6) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
 def _as_float(value: Any) -> float:
     """A number, also from text: YAML reads `3e-4` as text (it wants 3.0e-4), and people write 3e-4. Else NaN."""
     try:
@@ -361,8 +354,7 @@ def _type_words(kind: Any) -> str:
     if origin is Annotated:
         inner, *marks = typing.get_args(kind)
         bounds = t(" and ").join(mark.words() for mark in marks if isinstance(mark, Range))
-        examples = t(", such as 40M or 2B") if Units() in marks else ""
-        return f"{_type_words(inner)} {bounds}".strip() + examples
+        return f"{_type_words(inner)} {bounds}".strip()
     if origin is typing.Literal:
         return t(f"one of {', '.join(repr(choice) for choice in typing.get_args(kind))}")
     if origin in (typing.Union, types.UnionType):

@@ -22,10 +22,9 @@ from zero2all.common.progress import counted
 from zero2all.common.schema import Problem, UnknownName, apply_overrides, build, field_docs, nearest_hint
 from zero2all.common.workspace import refuse_workspace
 from zero2all.common.yamlio import read_yaml
-from zero2all.config.rules import RULED, Filled, fill, keep
-from zero2all.config.run_config import RunConfig
+from zero2all.config.rules import RULED, Filled, fill, with_value
 from zero2all.config.schedule import schedule_problems
-from zero2all.config.training import ScheduleConfig, StageConfig, TrainConfig
+from zero2all.config.training import RunConfig, ScheduleConfig, StageConfig, TrainConfig
 
 RENAMED_FIELDS = {"lr_min_share": "min_lr_ratio"}
 RENAMED_CHOICES = {"ops.linear": {"into32": "fp32_wgrad"}}
@@ -125,42 +124,29 @@ def _load_config(
     filled: list[Filled] = []
 
     def apply_rules(config: RunConfig, problems: list[Problem]) -> RunConfig:
-        known = given
-        if saved is not None:
-            config, known = keep(config, known, saved)
-        config, filled[:] = fill(config, known, nulls, problems)
-        return config
-
-    try:
-        return config_from_values(values, str(path), list(problems), apply_rules), filled
-    except ConfigError as error:
+        if all(isinstance(problem, UnknownName) for problem in problems):  # else some fields have no value
+            config, filled[:] = fill(config, given, nulls, saved, problems)
         by_rule = any(each.name == "schedule.warmup_steps" for each in filled)
-        if usual is None or by_rule or not any(problem.field in WARMUP_FIELDS for problem in error.problems):
-            raise
-        # These fields are blamed only where their sections and the steps are sound.
-        typed = error.config
-        steps = typed.train.steps if typed else int(float((values.get("train") or {}).get("steps", TrainConfig.steps)))
-    values["schedule"] = {**(values.get("schedule") or {}), "warmup_steps": -(-usual[0] * steps // usual[1])}
-    given.add("schedule.warmup_steps")
+        found = _cross_problems(config, problems)
+        if usual is None or by_rule or not any(problem.field in WARMUP_FIELDS for problem in found):
+            return config
+        return with_value(config, "schedule.warmup_steps", -(-usual[0] * config.train.steps // usual[1]))
+
     return config_from_values(values, str(path), problems, apply_rules), filled
 
 
 def _given(values: dict[str, Any], overrides: list[str]) -> tuple[set[str], set[str]]:
     """The names of the fields that have a value, and of those set to null, which are taken out where a rule or a
     default is meant. The command line's train.steps or train.tokens replaces the other one in the file."""
+    flat, length = flat_values(values), {"train.steps", "train.tokens"}
     said = {word.removeprefix("--").partition("=")[0] for word in overrides}
-    length = {"train.steps", "train.tokens"}
-    gone = length - said if len(length & said) == 1 else set()
-    given: set[str] = set()
-    nulls: set[str] = set()
-    for name, value in flat_values(values).items():
-        section, _, leaf = name.partition(".")
-        if value is not None and name not in gone:
-            given.add(name)
-        elif name in {*RULED, *length}:
-            nulls.add(name)
-            del values[section][leaf]
-    return given, nulls
+    said = {name for name in length & said if flat.get(name) is not None}
+    nulls = {
+        name for name in RULED | length if name in flat and (flat[name] is None or (said and name in length - said))
+    }
+    for section, _, leaf in (name.partition(".") for name in nulls):
+        del values[section][leaf]
+    return {name for name, value in flat.items() if value is not None and name not in nulls}, nulls
 
 
 WARMUP_FIELDS = ("schedule.warmup_steps", "schedule.decay_share", "schedule.decay_steps")
@@ -172,10 +158,11 @@ def _usual_warmup(values: dict[str, Any], path: Path, overrides: list[str]) -> t
     them. None where the user set the warmup."""
     if any(word.partition("=")[0] == "--schedule.warmup_steps" for word in overrides):
         return None
-    schedule, steps = values.get("schedule"), (values.get("train") or {}).get("steps")
-    if not isinstance(schedule, dict) or schedule.get("warmup_steps") is None:
+    flat = flat_values(values)
+    warmup, steps = flat.get("schedule.warmup_steps"), flat.get("train.steps")
+    if warmup is None:
         return ScheduleConfig.warmup_steps, TrainConfig.steps
-    return (schedule["warmup_steps"], steps) if path in preset_files().values() and steps else None
+    return (warmup, steps) if path in preset_files().values() and steps else None
 
 
 def config_from_values(
@@ -190,7 +177,7 @@ def config_from_values(
     config = build(RunConfig, values, "", problems)
     problems = [_with_new_name(problem) or _with_other_place(problem) for problem in problems]
     has_types = not problems
-    if has_types and apply_rules is not None:
+    if apply_rules is not None:
         config = apply_rules(config, problems)
     problems.extend(_cross_problems(config, problems))
     if problems:

@@ -13,7 +13,7 @@ import math
 from typing import Any, NamedTuple
 
 from zero2all.common.schema import MISSING, Problem
-from zero2all.config.run_config import RunConfig
+from zero2all.config.training import RunConfig
 
 REFERENCE_STEP, REFERENCE_TOKENS, REFERENCE_WIDTH = 2**19, 1.3e9, 768
 """B, D and d at which the rates below were found: a model of 12 layers with 12 tokens a parameter."""
@@ -37,17 +37,15 @@ FIXED: dict[str, tuple[Any, str]] = {
     "optim.eps": (1e-10, "as beta1"),
     "optim.decay_embeddings": (False, "a row whose id does not occur would vanish"),
     "optim.decay_schedule": ("cosine", "a constant decay learned worse"),
-}
-SHAPE: dict[str, tuple[Any, str]] = {
     "schedule.kind": ("wsd", "the rates were found with it"),
     "schedule.decay_share": (0.65, "the rates were found with it"),
     "schedule.decay_shape": ("linear", "the rates were found with it"),
     "schedule.min_lr_ratio": (0.05, "the rates were found with it"),
 }
+SHAPE = {name for name in FIXED if name.startswith("schedule.")} | {"schedule.decay_steps"}
 RULED = {
     *("train.tokens_per_step", "optim.lr_max", "optim.lr_multipliers", "optim.weight_decay", "schedule.warmup_steps"),
     *FIXED,
-    *SHAPE,
 }
 """Fields that a rule may fill. A run that goes on keeps what it began with."""
 
@@ -61,27 +59,31 @@ class Filled(NamedTuple):
 
 
 def fill(
-    config: RunConfig, given: set[str], nulls: set[str], problems: list[Problem]
+    config: RunConfig, given: set[str], nulls: set[str], saved: RunConfig | None, problems: list[Problem]
 ) -> tuple[RunConfig, list[Filled]]:
     """The config with every field that no one has `given`, and where each value comes from. `nulls`: fields that were
-    set to null. What stands in the way is added to `problems`."""
+    set to null. `saved`: the config of a run that goes on, which keeps its values. What is wrong is added to
+    `problems`."""
     filled: list[Filled] = []
 
     def put(name: str, value: Any, words: str) -> None:
         nonlocal config
         if name not in given:
             filled.append(Filled(name, value, words))
-            config = _with(config, name, value)
+            config = with_value(config, name, value)
 
     is_muon = config.optim.kind == "muon"
+    if saved is not None and is_muon and saved.optim.kind == "muon":
+        for section, _, field in (name.partition(".") for name in RULED - given):
+            value, own = (getattr(getattr(of, section), field) for of in (saved, config))
+            config = with_value(config, f"{section}.{field}", value | own if isinstance(value, dict) else value)
+        given = given | RULED
     if not is_muon and "optim.lr_max" in nulls:
         expected = "a number above 0, such as 3e-4: only optim.kind muon has a rule for it"
         problems.append(Problem("optim.lr_max", None, expected))
     has_steps, tokens = "train.steps" in given, config.train.tokens
     if is_muon and not has_steps and tokens is None and not given >= RULED:
-        expected = (
-            "the tokens of the whole run, such as 40M or 2B, or train.steps: the rules of optim.kind muon need it"
-        )
+        expected = "the tokens of the run, such as 40M or 2B, or train.steps: the rules of optim.kind muon need it"
         problems.append(Problem("train.tokens", MISSING, expected))
         return config, filled
     if is_muon:
@@ -90,9 +92,7 @@ def fill(
     if tokens is not None:
         steps = max(1, tokens // per_step)
         if has_steps and steps != config.train.steps:
-            expected = (
-                f"{steps} (train.tokens / train.tokens_per_step), or null for one of train.steps and train.tokens"
-            )
+            expected = f"{steps} (train.tokens / train.tokens_per_step), or null for one of steps and tokens"
             problems.append(Problem("train.steps", config.train.steps, expected))
         put("train.steps", steps, "train.tokens / train.tokens_per_step")
     if not is_muon:
@@ -106,41 +106,25 @@ def fill(
     if rates:
         ours = {kind: _rounded(rate / config.optim.lr_max) for kind, (rate, _) in rates.items()}
         words = ", ".join(f"{kind} {words}" for kind, (_, words) in rates.items())
-        words = f"({words}) / lr_max; s = sqrt(B/2^19), w = ({REFERENCE_WIDTH}/d)^0.5"
+        words += f", over lr_max; s = sqrt(B/2^19), w = ({REFERENCE_WIDTH}/d)^0.5"
         put("optim.lr_multipliers", ours | config.optim.lr_multipliers, words)
     decay = per_step / (MEMORY_SHARE * config.optim.lr_max * budget)
     put("optim.weight_decay", _rounded(decay), f"B / ({MEMORY_SHARE} lr_max D)")
     warmup = min(WARMUP_STEPS, int(WARMUP_SHARE * steps))
     put("schedule.warmup_steps", warmup, f"{WARMUP_STEPS}, at most {WARMUP_SHARE:.0%} of the steps")
-    for name, (value, words) in FIXED.items():
-        if name != "optim.embedding_beta2" or "optim.beta2" not in given:
-            put(name, value, words)
-    if not given & {*SHAPE, "schedule.decay_steps"}:  # parts of two shapes do not fit together
-        for name, (value, words) in SHAPE.items():
-            put(name, value, words)
+    # Parts of two shapes do not fit together, nor do the betas of two recipes.
+    left = {*(SHAPE if given & SHAPE else ()), *(["optim.embedding_beta2"] if "optim.beta2" in given else ())}
+    for name in (name for name in FIXED if name not in left):
+        put(name, *FIXED[name])
     return config, filled
-
-
-def keep(config: RunConfig, given: set[str], saved: RunConfig) -> tuple[RunConfig, set[str]]:
-    """The config of a run that goes on: what rules may fill and nobody has `given` is as `saved`; and what is given."""
-    if saved.optim.kind != "muon" or config.optim.kind != "muon":
-        return config, given
-    for name in sorted(RULED - given):
-        section, field = name.split(".")
-        value = getattr(getattr(saved, section), field)
-        if name == "optim.lr_multipliers":
-            value = value | config.optim.lr_multipliers
-        config = _with(config, name, value)
-    return config, given | RULED
 
 
 def _tokens_per_step(config: RunConfig) -> tuple[int, str]:
     """A power of two, in whole rows of every stage. Where the steps are given instead of D, D = steps x B."""
-    tokens, power = config.train.tokens, BATCH_POWER
-    if tokens is None:
-        best = (REFERENCE_STEP * (config.train.steps / REFERENCE_TOKENS) ** power) ** (1 / (1 - power))
-    else:
-        best = REFERENCE_STEP * (tokens / REFERENCE_TOKENS) ** power
+    train, power = config.train, BATCH_POWER
+    best = REFERENCE_STEP * ((train.tokens or train.steps) / REFERENCE_TOKENS) ** power
+    if train.tokens is None:
+        best **= 1 / (1 - power)
     best = 2 ** round(math.log2(min(LARGEST_STEP, max(SMALLEST_STEP, best))))
     row = math.lcm(config.data.seq_len, *(stage.seq_len for stage in config.stages if stage.seq_len))
     words = f"2^19 (D/1.3e9)^{power} to a power of two, from {SMALLEST_STEP} to {LARGEST_STEP}, in whole rows"
@@ -149,14 +133,15 @@ def _tokens_per_step(config: RunConfig) -> tuple[int, str]:
 
 def _rates(config: RunConfig, s: float) -> dict[str, tuple[float, str]]:
     """The rate of each kind that AdamW updates, and the rule."""
-    w, model = math.sqrt(REFERENCE_WIDTH / config.model.hidden_size), config.model
+    model, w = config.model, math.sqrt(REFERENCE_WIDTH / config.model.hidden_size)
     head, small = (HEAD_RATE * s * w, f"{HEAD_RATE} s w"), (SMALL_RATE, f"{SMALL_RATE}")
     tables = {"embedding": (EMBEDDING_RATE * s * w, f"{EMBEDDING_RATE} s w"), "head": head}
     rest = {"norm": small, "bias": small, **({"router": small} if model.moe.experts else {})}
     return ({"embedding": head} if model.tied_embeddings else tables) | rest
 
 
-def _with(config: RunConfig, name: str, value: Any) -> RunConfig:
+def with_value(config: RunConfig, name: str, value: Any) -> RunConfig:
+    """The config with another value of a field, by its dotted name."""
     section, field = name.split(".")
     return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{field: value})})
 

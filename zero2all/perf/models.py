@@ -8,7 +8,6 @@ from typing import Any
 
 from zero2all.common.errors import UsageError
 from zero2all.config import RunConfig, find_config, load_config, read_config_values
-from zero2all.config.training import TrainConfig
 from zero2all.limits.parameters import KNOWN_MODELS, Counted
 from zero2all.model.config import ModelConfig
 
@@ -41,11 +40,7 @@ def _values(model: Counted, shape: ModelConfig) -> dict[str, Any]:
     return {
         "model": {**dataclasses.asdict(shape), "max_seq_len": seq_len},
         "data": {"seq_len": seq_len},
-        "train": {
-            "precision": "bfloat16",
-            "steps": TrainConfig.steps,
-            "tokens_per_step": STEP_SEQUENCES * seq_len,
-        },
+        "train": {"precision": "bfloat16", "steps": 10_000, "tokens_per_step": STEP_SEQUENCES * seq_len},
     }
 
 
