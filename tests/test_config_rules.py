@@ -152,6 +152,8 @@ def test_steps_and_tokens_that_disagree_are_refused_and_the_command_line_replace
     assert problem_of(path, "--train.tokens_per_step", "32768").startswith("train.steps: got 198, expected 396 (train")
     assert load_config(path, ["--train.tokens", "14M"]).train.steps == 213
     assert load_config(path, ["--train.steps=99"]).train.tokens is None
+    without = load_config(path, ["--train.tokens=null", "--train.tokens_per_step=32768"]).train
+    assert (without.steps, without.tokens) == (198, None)
     assert problem_of(path, "--train.tokens", "40Q") == (
         "train.tokens: got '40Q', expected a whole number at least 1, such as 40M or 2B or null."
     )

@@ -126,9 +126,8 @@ def _load_config(
     def apply_rules(config: RunConfig, problems: list[Problem]) -> RunConfig:
         if all(isinstance(problem, UnknownName) for problem in problems):  # else some fields have no value
             config, filled[:] = fill(config, given, nulls, saved, problems)
-        by_rule = any(each.name == "schedule.warmup_steps" for each in filled)
-        found = _cross_problems(config, problems)
-        if usual is None or by_rule or not any(problem.field in WARMUP_FIELDS for problem in found):
+        blamed = {problem.field for problem in _cross_problems(config, problems)}.intersection(WARMUP_FIELDS)
+        if usual is None or not blamed or any(each.name == "schedule.warmup_steps" for each in filled):
             return config
         return with_value(config, "schedule.warmup_steps", -(-usual[0] * config.train.steps // usual[1]))
 
@@ -158,8 +157,7 @@ def _usual_warmup(values: dict[str, Any], path: Path, overrides: list[str]) -> t
     them. None where the user set the warmup."""
     if any(word.partition("=")[0] == "--schedule.warmup_steps" for word in overrides):
         return None
-    flat = flat_values(values)
-    warmup, steps = flat.get("schedule.warmup_steps"), flat.get("train.steps")
+    warmup, steps = (flat_values(values).get(name) for name in ("schedule.warmup_steps", "train.steps"))
     if warmup is None:
         return ScheduleConfig.warmup_steps, TrainConfig.steps
     return (warmup, steps) if path in preset_files().values() and steps else None
