@@ -33,15 +33,15 @@ def problem_of(path, *words) -> str:
 
 def test_a_small_model_and_few_tokens_by_hand(tmp_path):
     config = load_config(write(tmp_path))
-    # B = 2^19 / 100^0.383 = 89,857, nearest power 2^16; s = 8^-0.5; (1.3e9 / 13e6)^0.25 = sqrt(10), at most 3; w = 2
-    assert config.train == TrainConfig(steps=198, tokens=13_000_000, tokens_per_step=65536)
-    lr = 0.02 / math.sqrt(8) * 3
+    # B = 2^18 / 100^0.383 = 44,929, nearest power 2^15; s = 1 / 4; (1.3e9 / 13e6)^0.25 = sqrt(10), at most 3; w = 2
+    assert config.train == TrainConfig(steps=396, tokens=13_000_000, tokens_per_step=32768)
+    lr = 0.02 / 4 * 3
     assert config.optim == OptimConfig(
         kind="muon",
         lr_max=pytest.approx(lr, rel=1e-3),
         lr_multipliers={
-            "embedding": pytest.approx(0.3 / math.sqrt(8) * 2 / lr, rel=1e-3),
-            "head": pytest.approx(0.008 / math.sqrt(8) * 2 / lr, rel=1e-3),
+            "embedding": pytest.approx(0.3 / 4 * 2 / lr, rel=1e-3),
+            "head": pytest.approx(0.008 / 4 * 2 / lr, rel=1e-3),
             "norm": pytest.approx(0.005 / lr, rel=1e-3),
             "bias": pytest.approx(0.005 / lr, rel=1e-3),
         },
@@ -49,17 +49,18 @@ def test_a_small_model_and_few_tokens_by_hand(tmp_path):
         beta2=0.96,
         embedding_beta2=0.995,
         eps=1e-10,
-        weight_decay=pytest.approx(65536 / (0.07 * lr * 13e6), rel=1e-3),
+        weight_decay=pytest.approx(1 / (0.07 * lr * 396), rel=1e-3),
         decay_embeddings=False,
         decay_schedule="cosine",
     )
-    shape = ScheduleConfig("wsd", warmup_steps=9, min_lr_ratio=0.05, decay_share=0.65, decay_shape="linear")
+    shape = ScheduleConfig("wsd", warmup_steps=19, min_lr_ratio=0.05, decay_share=0.65, decay_shape="linear")
     assert config.schedule == shape
 
 
 def test_at_the_reference_every_factor_is_one_and_longer_runs_do_not_take_smaller_rates(tmp_path):
     path = write(tmp_path, model={"hidden_size": 768})
-    config = load_config(path, ["--train.tokens", "1.3B"])
+    assert load_config(path, ["--train.tokens", "1.3B"]).train.tokens_per_step == 2**18
+    config = load_config(path, ["--train.tokens", "1.3B", "--train.tokens_per_step", "524288"])
     assert (config.train.tokens_per_step, config.optim.lr_max, config.schedule.warmup_steps) == (2**19, 0.02, 40)
     assert config.optim.lr_multipliers == {"embedding": 15.0, "head": 0.4, "norm": 0.25, "bias": 0.25}
     assert config.optim.weight_decay == pytest.approx(2**19 / (0.07 * 0.02 * 1.3e9), rel=1e-3)
@@ -68,8 +69,13 @@ def test_at_the_reference_every_factor_is_one_and_longer_runs_do_not_take_smalle
     assert longer.optim.weight_decay == pytest.approx(config.optim.weight_decay / 10, rel=1e-3)
 
 
+def test_a_run_of_few_steps_remembers_at_least_20_of_them(tmp_path):
+    optim = load_config(write(tmp_path), ["--train.steps", "12"]).optim
+    assert optim.weight_decay * optim.lr_max == pytest.approx(1 / 20, rel=1e-3)
+
+
 @pytest.mark.parametrize(
-    ("tokens", "seq_len", "wanted"), [("1K", 128, 2**14), ("10T", 128, 2**21), ("13M", 3000, 66000)]
+    ("tokens", "seq_len", "wanted"), [("1K", 128, 2**13), ("10T", 128, 2**21), ("13M", 3000, 33000)]
 )
 def test_the_batch_has_bounds_and_whole_rows(tokens, seq_len, wanted, tmp_path):
     path = write(tmp_path, model={"max_seq_len": 4096}, data={"seq_len": seq_len}, train={"tokens": tokens})
@@ -79,10 +85,10 @@ def test_the_batch_has_bounds_and_whole_rows(tokens, seq_len, wanted, tmp_path):
 
 
 def test_steps_alone_are_a_budget_too(tmp_path):
-    """The batch solves B = 2^19 (steps B / 1.3e9)^0.383."""
+    """The batch solves B = 2^18 (steps B / 1.3e9)^0.383."""
     config = load_config(write(tmp_path), ["--train.steps", "600"])  # instead of the file's tokens
-    assert (config.train.steps, config.train.tokens, config.train.tokens_per_step) == (600, None, 2**18)
-    by_tokens = load_config(write(tmp_path), ["--train.tokens", str(600 * 2**18)])
+    assert (config.train.steps, config.train.tokens, config.train.tokens_per_step) == (600, None, 2**16)
+    by_tokens = load_config(write(tmp_path), ["--train.tokens", str(600 * 2**16)])
     assert by_tokens.optim == config.optim
 
 
@@ -98,7 +104,7 @@ def test_values_that_somebody_gave_stay_and_the_others_follow_them(tmp_path):
     s = math.sqrt(2**15 / 2**19)
     wanted = {"head": 3.0, "embedding": pytest.approx(60 * s, rel=1e-3), "norm": 0.5, "bias": 0.5}
     assert config.optim.lr_multipliers == wanted
-    assert config.optim.weight_decay == pytest.approx(2**15 / (0.07 * 0.01 * 13e6), rel=1e-3)
+    assert config.optim.weight_decay == pytest.approx(1 / (0.07 * 0.01 * 396), rel=1e-3)
     assert config.schedule == ScheduleConfig("cosine", warmup_steps=19)
     names = {each.name for each in filled}
     assert names.isdisjoint({"optim.lr_max", "optim.beta2", "schedule.kind", "train.tokens_per_step"})
@@ -110,7 +116,7 @@ def test_a_tied_table_takes_the_rate_of_a_head_and_routers_that_of_norms(tmp_pat
     moe = {"experts": 4, "expert_size": 64}
     optim = load_config(write(tmp_path, model={"tied_embeddings": True, "moe": moe})).optim
     assert optim.lr_multipliers.keys() == {"embedding", "norm", "bias", "router"}
-    assert optim.lr_multipliers["embedding"] * optim.lr_max == pytest.approx(0.008 / math.sqrt(8) * 2, rel=1e-3)
+    assert optim.lr_multipliers["embedding"] * optim.lr_max == pytest.approx(0.008 / 4 * 2, rel=1e-3)
     assert optim.lr_multipliers["router"] == optim.lr_multipliers["norm"]
 
 
@@ -147,13 +153,13 @@ def test_without_a_budget_one_message_says_what_to_set(tmp_path):
 
 
 def test_steps_and_tokens_that_disagree_are_refused_and_the_command_line_replaces_the_file(tmp_path):
-    path = write(tmp_path, train={"steps": 198})
-    assert load_config(path).train.steps == 198
-    assert problem_of(path, "--train.tokens_per_step", "32768").startswith("train.steps: got 198, expected 396 (train")
-    assert load_config(path, ["--train.tokens", "14M"]).train.steps == 213
+    path = write(tmp_path, train={"steps": 396})
+    assert load_config(path).train.steps == 396
+    assert problem_of(path, "--train.tokens_per_step", "65536").startswith("train.steps: got 396, expected 198 (train")
+    assert load_config(path, ["--train.tokens", "14M"]).train.steps == 427
     assert load_config(path, ["--train.steps=99"]).train.tokens is None
     without = load_config(path, ["--train.tokens=null", "--train.tokens_per_step=32768"]).train
-    assert (without.steps, without.tokens) == (198, None)
+    assert (without.steps, without.tokens) == (396, None)
     assert problem_of(path, "--train.tokens", "40Q") == (
         "train.tokens: got '40Q', expected a whole number at least 1, such as 40M or 2B or null."
     )

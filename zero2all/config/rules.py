@@ -25,10 +25,12 @@ EMBEDDING_RATE, HEAD_RATE = 0.3, 0.008
 both, and takes the head's."""
 SMALL_RATE = 0.005
 """Norms, biases and routers: few values, all of them in every token, so neither width nor batch counts."""
-MEMORY_SHARE = 0.07
-"""tau = B / (lr decay D), the share of the run that a matrix remembers. 0.14 and 0.035 both learned worse."""
-BATCH_POWER, SMALLEST_STEP, LARGEST_STEP = 0.383, 2**14, 2**21
-"""The batch beyond which a step learns little more grows with the tokens of the run."""
+MEMORY_SHARE, MEMORY_STEPS = 0.07, 20
+"""tau = 1 / (lr decay steps), the share of the run that a matrix remembers; 0.14 and 0.035 both learned worse. In a run
+of few steps it remembers at least 20 of them: more decay would leave nothing."""
+REFERENCE_BATCH, BATCH_POWER, SMALLEST_STEP, LARGEST_STEP = 2**18, 0.383, 2**13, 2**21
+"""The batch beyond which a step learns little more grows with the tokens of the run: 2^18 at 1.3e9, so 65,536 at 39 M,
+which learned more from the same tokens than 131,072."""
 WARMUP_STEPS, WARMUP_SHARE = 40, 0.05
 FIXED: dict[str, tuple[Any, str]] = {
     "optim.beta1": (0.8, "0.9, 0.95 and eps 1e-8 together learned worse"),
@@ -108,8 +110,8 @@ def fill(
         words = ", ".join(f"{kind} {words}" for kind, (_, words) in rates.items())
         words += f", over lr_max; s = sqrt(B/2^19), w = ({REFERENCE_WIDTH}/d)^0.5"
         put("optim.lr_multipliers", ours | config.optim.lr_multipliers, words)
-    decay = per_step / (MEMORY_SHARE * config.optim.lr_max * budget)
-    put("optim.weight_decay", _rounded(decay), f"B / ({MEMORY_SHARE} lr_max D)")
+    decay = 1 / (config.optim.lr_max * max(MEMORY_STEPS, MEMORY_SHARE * steps))
+    put("optim.weight_decay", _rounded(decay), f"1 / ({MEMORY_SHARE} lr_max steps), at least {MEMORY_STEPS} steps")
     warmup = min(WARMUP_STEPS, int(WARMUP_SHARE * steps))
     put("schedule.warmup_steps", warmup, f"{WARMUP_STEPS}, at most {WARMUP_SHARE:.0%} of the steps")
     # Parts of two shapes do not fit together, nor do the betas of two recipes.
@@ -122,12 +124,12 @@ def fill(
 def _tokens_per_step(config: RunConfig) -> tuple[int, str]:
     """A power of two, in whole rows of every stage. Where the steps are given instead of D, D = steps x B."""
     train, power = config.train, BATCH_POWER
-    best = REFERENCE_STEP * ((train.tokens or train.steps) / REFERENCE_TOKENS) ** power
+    best = REFERENCE_BATCH * ((train.tokens or train.steps) / REFERENCE_TOKENS) ** power
     if train.tokens is None:
         best **= 1 / (1 - power)
     best = 2 ** round(math.log2(min(LARGEST_STEP, max(SMALLEST_STEP, best))))
     row = math.lcm(config.data.seq_len, *(stage.seq_len for stage in config.stages if stage.seq_len))
-    words = f"2^19 (D/1.3e9)^{power} to a power of two, from {SMALLEST_STEP} to {LARGEST_STEP}, in whole rows"
+    words = f"2^18 (D/1.3e9)^{power} to a power of two, from {SMALLEST_STEP} to {LARGEST_STEP}, in whole rows"
     return max(1, round(best / row)) * row, words
 
 
