@@ -117,7 +117,8 @@ def test_every_display_of_the_held_out_loss_shows_the_one_that_training_recorded
     loss = recorded["eval/valid/loss"].value[-1]
     assert f"40 steps, held-out loss {loss:.3f}\n" in output
     summary = (work / "summary.md").read_text()
-    table = {line.split()[1]: line.split()[3::2] for line in summary.partition("## Held-out")[2].splitlines()[2:8]}
+    section = summary.partition("## Held-out")[2].partition("\n## ")[0]
+    table = {line.split()[1]: line.split()[3::2] for line in section.splitlines() if line.startswith("|")}
     assert table["**all**"][:2] == [f"{loss:.3f}", f"{recorded['eval/valid/bpb'].value[-1]:.3f}"]
     for channel in ("code", "en", "zh"):
         bits = recorded[f"eval/valid/bpb/{channel}"].value[-1]

@@ -273,7 +273,7 @@ def parsed_calculations(name: str) -> list[tuple[str, int, int, int]]:
 @both_languages
 def test_printed_calculations_are_right(name: str) -> None:
     found = parsed_calculations(name)
-    assert len(found) > 2_000
+    assert len(found) > 1_000
     assert [one for one in found if one[3] != (one[1] + one[2] if one[0] == "+" else one[1] - one[2])] == []
 
 
@@ -321,7 +321,7 @@ def test_the_text_is_the_one_this_generator_version_stands_for() -> None:
             digest.update(f"{probe.prompt}|{probe.answer}|{'|'.join(probe.foils)}\n".encode())
     for program in programs(50_000, SEED):
         digest.update(program.encode())
-    assert digest.hexdigest()[:16] == "87633acc67b516b5"
+    assert digest.hexdigest()[:16] == "afa239fd7b1a607e"
 
 
 def test_every_program_runs_and_says_what_it_gives() -> None:
