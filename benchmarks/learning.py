@@ -204,7 +204,13 @@ def settings_of(size: dict[str, Any], tokens: int, seed: int) -> dict[str, Any]:
     heads = max(size["width"] // 128, 2)
     shape = {"hidden_size": size["width"], "intermediate_size": size["inner"], "layers": size["depth"]}
     shape |= {"heads": heads, "kv_heads": heads, "max_seq_len": size["seq_len"], "rope_theta": 1e5}
-    start = {"qk_norm": True, "init_residual": "zero", "init_embedding_std": 0.8, "init_head_std": 0.001}
+    start = {
+        "qk_norm": True,
+        "embedding_norm": True,
+        "init_residual": "zero",
+        "init_embedding_std": 0.8,
+        "init_head_std": 0.001,
+    }
     precision = "bfloat16" if device() == "cuda" else "float32"
     passes = {"seed": seed, "tokens": tokens, "precision": precision, "micro_batch_samples": 32}
     never = 10**9
