@@ -81,9 +81,9 @@ def variants() -> dict[str, Variant]:
     long_chunks = (linear_cross_entropy, "CHUNK_ROWS", 32768)
     return {
         "default": Variant(),
-        "loss in blocks, as before": Variant(constants=(blocks,)),
+        "loss in blocks": Variant(constants=(blocks,)),
         "norm with few warps, as before": Variant(constants=(few_warps,)),
-        "both as before": Variant(constants=(blocks, few_warps)),
+        "loss in blocks, norm with few warps": Variant(constants=(blocks, few_warps)),
         "chunks of 32,768 rows": Variant(constants=(long_chunks,)),
         "CUDA graph": Variant(("--train.cuda_graph=on",)),
         "float8 linear layers": Variant(("--ops.linear=fp8",)),
