@@ -1,6 +1,6 @@
-"""The kernels of decoding, of rotary positions and of the loss compile for a Hopper GPU. The interpreter takes code that the
-compiler does not: variables that change their type in a loop, for example. No GPU is needed, only another process,
-without the interpreter."""
+"""The kernels of decoding, of rotary positions and of the loss compile for a Hopper GPU. The interpreter takes code
+that the compiler does not: variables that change their type in a loop, for example. No GPU is needed, only another
+process, without the interpreter."""
 
 import os
 import subprocess
@@ -47,7 +47,8 @@ LOSS = {"targets": "*i64", "weights": "*fp32", "losses": "*fp32", "penalties": "
 LOSS |= {"row_stride": "i32", "vocab_size": "i32", "columns_in_all": "i32"}
 for whole in (True, False):
     ptx = compile_kernel(
-        cross_entropy._losses_and_gradient, kinds=LOSS, word="bar.sync", HAS_Z=True, GRADIENT=True, WHOLE=whole, BLOCK=512
+        cross_entropy._losses_and_gradient, kinds=LOSS, word="bar.sync",
+        HAS_Z=True, GRADIENT=True, WHOLE=whole, BLOCK=512,
     )
     # Beside the row: target, its logit and its weight; loss, penalty and the target's gradient.
     reads, writes = ptx.count("ld.global") - 3, ptx.count("st.global") - 3

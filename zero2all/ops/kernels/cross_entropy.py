@@ -30,7 +30,7 @@ from zero2all.ops.precision import without_autocast
 BLOCK, WARPS = 16384, 32
 """Best of 16 pairs on an H200 (64,320 columns): 65 % of what a copy moves; one load of the whole row: 45 %."""
 WHOLE_ROW, WHOLE_WARPS = 16384, 4
-"""166 registers a thread: three such rows share a processor of Hopper, two with 8 or 16 warps."""
+"""165 registers a thread: three such rows share a processor of Hopper, two with 8 or 16 warps."""
 _LOG2E = tl.constexpr(math.log2(math.e))
 
 
