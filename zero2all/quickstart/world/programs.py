@@ -40,9 +40,7 @@ def programs(target_bytes: int, seed: int) -> Iterator[str]:
 def _program(rng: random.Random) -> str:
     definitions, calls = [], []
     for function in rng.sample(FUNCTIONS, rng.randint(*FUNCTIONS_PER_PROGRAM)):
-        names = _names(rng)
-        filled = SLOT.sub(lambda slot, names=names: names.get(slot[1]) or _value(slot[1], rng), function)
-        definition, *expressions = filled.split("\n? ")
+        definition, *expressions = _filled(function, _names(rng), rng).split("\n? ")
         definitions.append(definition.rstrip())
         calls += expressions
     code = "\n\n\n".join(definitions)
@@ -55,6 +53,10 @@ def _program(rng: random.Random) -> str:
         lines = "\n".join(f"    print({call})  # {value}" for call, value in values)
         ending = f'def main():\n{lines}\n\n\nif __name__ == "__main__":\n    main()'
     return f"{code}\n\n\n{ending}\n"
+
+
+def _filled(function: str, names: dict[str, str], rng: random.Random) -> str:
+    return SLOT.sub(lambda slot: names.get(slot[1]) or _value(slot[1], rng), function)
 
 
 def _names(rng: random.Random) -> dict[str, str]:
