@@ -225,7 +225,7 @@ def novel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def own(warm: WarmProcess, novel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The journey of one small text, as a person types it but for the steps, and what it printed."""
     folder = tmp_path_factory.mktemp("journey")
-    words = ["quickstart", "--data", str(novel), "--work", str(folder / "own"), "--train.steps", "30"]
+    words = ["quickstart", "--data", str(novel), "--work", str(folder / "own"), "--train.steps", "15"]
     program = Program(warm, Z2A, words, folder / "output.txt")
     assert program.wait() == 0, program.text()
     return folder / "own", program.text()
@@ -242,7 +242,7 @@ def test_twenty_kilobytes_of_text_become_a_model_and_it_is_said_what_was_chosen(
         "not trained on: novel-code, 0 tokens",
         "vocabulary of ",
         "samples of 64 tokens",
-        "30 steps",
+        "15 steps",
         "as you asked",
         "gzip -9",
         f"z2a generate quickstart --work {work} --prompt",
@@ -252,7 +252,7 @@ def test_twenty_kilobytes_of_text_become_a_model_and_it_is_said_what_was_chosen(
     config = load_config(work / "runs/quickstart/config.yaml")
     assert config.tokenizer.vocab_size < 3072
     assert config.model.hidden_size == 64
-    assert config.train.steps == 30
+    assert config.train.steps == 15
 
 
 def test_a_single_small_text_is_cut_so_that_some_of_it_is_held_out_and_cleaned_with_rules(
@@ -272,15 +272,15 @@ def test_the_best_checkpoint_of_ones_own_text_is_kept_and_the_advice_follows_the
 ) -> None:
     work, output = own
     points = read_run(work / "runs/quickstart").series["eval/valid/loss"]
-    assert points.step.tolist() == [6, 12, 18, 24, 30]
+    assert points.step.tolist() == [3, 6, 9, 12, 15]
     kept = {path.name for path in (work / "runs/quickstart/checkpoints").glob("step-*")}
-    assert kept == {f"step-{step:08d}" for step in (6, 12, 18, 24, 30)}
+    assert kept == {f"step-{step:08d}" for step in (3, 6, 9, 12, 15)}
     best = int(points.step[points.value.argmin()])
     assert (work / f"runs/quickstart/eval/step-{best:08d}.json").is_file()
-    assert best == 30, "after so few steps"
+    assert best == 15, "after so few steps"
     (advice,) = [line for line in output.splitlines() if "The held-out loss" in line]
     assert f"to {points.value[-1]:.3f}: more steps would help" in advice
-    assert "--train.name longer --train.steps 60" in output
+    assert "--train.name longer --train.steps 30" in output
     assert "memorise the text" not in output
 
 
@@ -311,7 +311,7 @@ def test_the_same_command_again_chooses_the_same_and_finds_everything_done_and_s
     own: tuple[Path, str], novel: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("Z2A_LANG", "zh")
-    overrides = ["--train.steps", "30"]
+    overrides = ["--train.steps", "15"]
     journey = run_journey(load_config("quickstart", overrides), own[0], data=novel, given=given_fields(overrides))
     assert "train" in {stage.name for stage in journey.stages if stage.done_before}
     assert len(journey.samples) == 2
