@@ -810,7 +810,10 @@ REFUSED = {
     "a shard is missing": (shard_missing, "model-00002-of-00002.safetensors is missing"),
     "config is no object": (lambda folder: (folder / "config.json").write_text("[1]"), "expected a JSON object"),
     "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "cannot be read as JSON"),
-    "unknown model type": (change_config(model_type="gpt2"), "model_type 'gpt2'. Only llama, qwen2, mixtral, glm4_moe"),
+    "unknown model type": (
+        change_config(model_type="gpt2"),
+        "model_type 'gpt2'. Only llama, qwen2, qwen3, qwen3_moe, mixtral, glm4_moe",
+    ),
     "no model type": (change_config(model_type=...), "model_type None"),
     "no vocabulary size": (change_config(vocab_size=...), "has no vocab_size"),
     "no width": (change_config(hidden_size=...), "hidden_size: got None"),

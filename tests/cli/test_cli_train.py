@@ -54,7 +54,7 @@ def test_a_run_that_goes_on_keeps_what_rules_gave_it_when_it_began(copy, tiny, z
     words = ("train", "quickstart", *tiny, *rules, "--train.name", "ruled", "--work", copy)
     ended = z2a(*words)
     assert ended.code == 0, ended.err
-    assert "z2a: values from rules: optim.lr_max 0.0009375, optim.lr_multipliers, optim.weight_decay 3810" in ended.err
+    assert "z2a: values from rules: optim.lr_max 0.0009375, optim.lr_multipliers, optim.weight_decay 53.33" in ended.err
     began = load_config(copy / "runs/ruled")
     ended = z2a(*words, "--train.steps", "8")
     assert ended.code == 2
@@ -64,8 +64,9 @@ def test_a_run_that_goes_on_keeps_what_rules_gave_it_when_it_began(copy, tiny, z
     assert "values from rules" not in ended.err
     longer = load_config(copy / "runs/ruled")
     assert (longer.train.steps, longer.optim) == (8, dataclasses.replace(began.optim, beta1=0.7))
-    assert z2a(*words, "--train.steps", "8", "--fresh").code == 0
-    assert load_config(copy / "runs/ruled").optim.weight_decay == pytest.approx(began.optim.weight_decay / 2, rel=1e-3)
+    ended = z2a(*words, "--train.steps", "8", "--fresh")
+    assert ended.code == 0
+    assert "values from rules: optim.lr_max" in ended.err
 
 
 def test_a_secret_that_cannot_be_used_is_refused_before_anything_starts(copy, tiny, z2a, tmp_path, monkeypatch):
@@ -81,7 +82,7 @@ def test_a_secret_that_cannot_be_used_is_refused_before_anything_starts(copy, ti
 
 
 def test_a_dry_run_shows_the_data_learns_a_batch_and_leaves_no_trace(copy, tiny, z2a):
-    changes = ("--train.name", "dry", "--optim.lr_max", "0.01")
+    changes = ("--train.name", "dry", "--optim.lr_max", "0.1")
     ended = z2a("train", "quickstart", *tiny, *changes, "--dry-run", "--work", copy)
     assert ended.code == 0, ended.err
     assert "data: row 0 (" in ended.out

@@ -17,7 +17,7 @@ from zero2all.train.simulate import simulate_ranks
 SMALL = """
     --model.vocab_size 512 --model.hidden_size 128 --model.intermediate_size 352 --model.layers 3 --model.heads 4
     --model.kv_heads 2 --model.max_seq_len 128 --data.seq_len 128 --data.document_mask false
-    --train.tokens_per_step 512 --train.micro_batch_samples 4
+    --train.tokens_per_step 512 --train.micro_batch_samples 4 --model.qk_norm false --model.tied_embeddings true
 """
 
 

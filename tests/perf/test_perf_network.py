@@ -64,7 +64,8 @@ def test_a_stranger_on_the_port_is_dropped_and_a_lost_peer_is_named(peers, monke
     host, port = split_address(peers[0])
     with socket.create_connection((host, port), timeout=300) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        stranger.shutdown(socket.SHUT_WR)
+        with suppress(OSError):  # it may have been dropped already
+            stranger.shutdown(socket.SHUT_WR)
         assert len(stranger.recv(100)) == 38  # the question for the proof, and nothing else
         with suppress(ConnectionResetError):  # what it sent was not read to the end
             assert stranger.recv(100) == b""

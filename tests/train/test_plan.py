@@ -18,7 +18,7 @@ TINY = [
     *("--parallel.device", "cpu", "--model.vocab_size", "2048", "--model.hidden_size", "128", "--model.heads", "4"),
     *("--model.kv_heads", "2", "--model.intermediate_size", "192", "--model.layers", "2", "--data.seq_len", "16"),
     *("--model.tied_embeddings", "false", "--train.tokens_per_step", "128", "--train.micro_batch_samples", "2"),
-    *("--parallel.bucket_mb", "0.1"),
+    *("--parallel.bucket_mb", "0.1", "--optim.kind", "adamw"),
 ]
 
 

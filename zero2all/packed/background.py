@@ -7,6 +7,7 @@ read, in a thread. Each rank of a run checks its share of the files.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -124,7 +125,10 @@ class _SlowReading:
         try:
             crc, size = self._read(path)
         except OSError as error:
-            return f"{path} cannot be read ({error.strerror})"
+            problem = f"{path} cannot be read ({error.strerror})"
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # that says nothing about the file
+                raise UserError(problem) from error
+            return problem
         if (f"{crc:08x}", size) == (expected["crc32c"], expected["bytes"]):
             return None
         return f"{path} has changed since it was written (crc32c differs)"

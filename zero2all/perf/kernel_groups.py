@@ -37,6 +37,7 @@ OUR_KERNELS = {
     "_sum_within_pieces": Kernel(ELEMENTWISE, "embedding", True),
     "_losses_and_gradient": Kernel(LOSS, "cross_entropy"),
     "_update": Kernel(OPTIMIZER, "optimizer", False),
+    "_times_transposed": Kernel(OPTIMIZER),
     **dict.fromkeys(("_sum_parts", "_add_over_borders", "_gated_forward", "_gated_backward"), Kernel(ELEMENTWISE)),
     **dict.fromkeys(("_sum_rows", "_scaled", "_add_scaled", "_largest", "_quantise", "_greedy"), Kernel(ELEMENTWISE)),
     **dict.fromkeys(("_row_sums", "_slopes", "_last_columns", "_close_rows", "_scales"), Kernel(LOSS)),

@@ -170,7 +170,8 @@ def _random_state(config: RunConfig, world: World, ops: Any) -> TrainState:
             elif name.endswith(".bias"):
                 values.zero_()
             else:
-                _fill(values, small if name.endswith(INTO_RESIDUAL) else config.model.matrix_std)
+                std = config.model.head_std if name == "head.weight" else config.model.matrix_std
+                _fill(values, small if name.endswith(INTO_RESIDUAL) else std)
     state.weights.updated()
     compile_model(state.model)
     return state

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -102,6 +102,10 @@ def simulate_ranks(config: RunConfig, processes: int) -> Simulated:
     sizes = check_spread(config, processes)
     if config.parallel.offload != "none":
         raise UsageError("A simulation cannot offload to host memory. Set parallel.offload to none.")
+    if config.optim.kind == "muon" and processes > 1:
+        raise UsageError(
+            "A simulation of several ranks cannot run Muon, whose ranks compute for each other. Add --optim.kind adamw."
+        )
     started = time.perf_counter()
     dist.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
     try:
@@ -119,8 +123,10 @@ def _simulate(config: RunConfig, world: World, started: float) -> Simulated:
     # Which tokens go to which expert depends on values, and FSDP reads some too: these compute with real ones.
     fake = [] if sharded or config.model.moe.experts else [FakeTensorMode(allow_non_fake_inputs=True)]
     modes: list[AbstractContextManager[Any]] = [*fake, memory]
-    state = empty_state(config, world, ops, before_allocating=lambda: [mode.__enter__() for mode in modes])
-    try:
+    with ExitStack() as entered:  # whatever happens, none of them stays
+        state = empty_state(
+            config, world, ops, before_allocating=lambda: [entered.enter_context(mode) for mode in modes]
+        )
         if isinstance(state.model.arrange, Swap):
             state.model.arrange.on_host = memory.not_counted(state.model.arrange.on_host)
         state.micro_batch_samples = samples
@@ -135,9 +141,6 @@ def _simulate(config: RunConfig, world: World, started: float) -> Simulated:
             train_step(state, batch, 1, config, world, StepPlan(config.optim.lr_max))
             state.weights.wait()
         del batch
-    finally:
-        for mode in reversed(modes):
-            mode.__exit__(None, None, None)
     settings = memory_settings(config, ops, world.mesh, samples)
     expected = estimate_memory(config.model, settings)
     experts = config.model.expert_layers * config.model.moe.experts

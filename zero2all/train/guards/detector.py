@@ -34,6 +34,8 @@ MAD_TO_SIGMA = 1.4826
 """A normal distribution's sigma over its median absolute deviation."""
 EXCESS_SIGMAS, LEAST_EXCESS = 3.0, 0.005
 """Robust sigmas above the median at which rows stand out, and what they add to the usual loss at least."""
+CORE_SHARE = 0.5
+"""Of the rise that makes a loss a spike, what the rows without the highest quarter must show, too."""
 HISTORY_STEPS = 256
 RENEW_STEPS = 4
 """Accepted steps after which limits are recomputed; so few values hardly change a window of 128."""
@@ -207,8 +209,9 @@ class Detector:
         loss, norm = level_of(self._losses), level_of(self._log_norms)
         excess = level_of([loss - core for loss, core in zip(self._losses, self._cores, strict=True)])
         rise = max(EXCESS_SIGMAS * MAD_TO_SIGMA * excess.mad, LEAST_EXCESS * abs(loss.median))
+        highest = _highest(loss, config)
         return Limits(
-            loss=_highest(loss, config),
+            loss=highest,
             grad_norm=_exp(max(_upper(norm, config), norm.median + math.log1p(config.grad_min_rise))),
             loss_low=min(
                 loss.mean - config.spike_sigmas * loss.sigma,
@@ -217,7 +220,7 @@ class Detector:
             ),
             usual_loss=loss.median,
             usual_grad_norm=_exp(norm.median),
-            core_loss=_highest(level_of(self._cores), config),
+            core_loss=_middle(sorted(self._cores)) + CORE_SHARE * (highest - loss.median),
             excess=excess.median + rise if self._clip_grad_norm else math.inf,
         )
 
