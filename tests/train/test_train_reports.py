@@ -31,6 +31,7 @@ def result(step: int, ended: float, in_parts: float, between: tuple[float, float
         step=step,
         tokens=(128 * (step - 1), 128 * step),
         loss=3.0,
+        core_loss=3.0,
         channel_losses=[3.0, 3.0],
         grad_norm=1.0,
         lr=0.1,
