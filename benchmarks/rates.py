@@ -46,6 +46,7 @@ def recipe(shape: str, tokens: str, packed: Path, is_small: bool) -> dict[str, A
         "model": {
             **{"hidden_size": width, "intermediate_size": -(-width * 8 // 3 // 64) * 64, "layers": layers},
             **{"heads": heads, "kv_heads": heads, "max_seq_len": seq_len, "rope_theta": 1e5, "qk_norm": True},
+            "embedding_norm": True,
             **{"init_std": None, "init_embedding_std": 0.8, "init_head_std": 0.001, "init_residual": "zero"},
         },
         "data": {"seq_len": seq_len, "packed": str(packed.resolve())},

@@ -99,6 +99,22 @@ def test_a_machine_without_memory_fetches_the_newest_step_that_all_have(machines
     assert machines.copied(0)[-1] == 10
 
 
+def test_a_copy_that_was_not_finished_is_sent_again_without_a_new_save(machines, monkeypatch, capfd):
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.1)
+    send, failed = module._send, []
+
+    def send_but_not_the_first_of_each(connection, group):
+        if group[0].path.parent not in failed:
+            failed.append(group[0].path.parent)
+            raise ConnectionError("the line was cut")
+        send(connection, group)
+
+    monkeypatch.setattr(module, "_send", send_but_not_the_first_of_each)
+    machines.save(10)
+    assert len(failed) == 3
+    assert capfd.readouterr().err.count("was not finished: the line was cut") == 3
+
+
 def test_what_the_run_gave_up_is_fetched_from_nobody(machines):
     machines.replace(1)
     slots.forget(machines.run)

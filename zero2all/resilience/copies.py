@@ -32,7 +32,7 @@ from zero2all.resilience.member import Order
 from zero2all.resilience.slots import PAGE, Found, NoMemoryFolderError
 
 PEER_FOLDER = "peer"
-LOOK_SECONDS = 0.2
+LOOK_SECONDS, RETRY_SECONDS = 0.2, 2.0
 SILENT_SECONDS = 30.0
 TOKEN_SECONDS = 10.0
 """How long a question waits until this machine has heard of the attempt, too."""
@@ -159,12 +159,14 @@ class Copies:
             ring = self._sends_in
             with suppress(*PROBLEMS):  # the ranks have not made their folder yet, or remove it
                 if ring is not None and seen != (now := (ring, _heads(self._folder()))):
-                    seen = now
                     own = whole_saves(self._folder(), ring.ranks(0))
-                    if own and max(own) not in _ask(ring, ring.next)[1]:
-                        self._send_copy(ring, max(own), own[max(own)])
+                    is_missing = own and max(own) not in _ask(ring, ring.next)[1]
+                    if is_missing and not self._send_copy(ring, max(own), own[max(own)]):
+                        time.sleep(RETRY_SECONDS)  # then the same save again
+                    else:
+                        seen = now
 
-    def _send_copy(self, ring: _Ring, save: Save, group: list[Found]) -> None:
+    def _send_copy(self, ring: _Ring, save: Save, group: list[Found]) -> bool:
         try:
             with _call(ring, ring.next, "put", save) as connection:
                 _send(connection, group)
@@ -175,6 +177,7 @@ class Copies:
                 node = ring.machines[ring.next][0]
                 say(f"z2a: the copy of step {save[0]} for the memory of machine {node} was not finished: {error}")
             self._is_behind = True
+        return not self._is_behind
 
 
 def whole_saves(folder: Path, ranks: list[int]) -> dict[Save, list[Found]]:

@@ -11,6 +11,7 @@ matplotlib is used through its objects, not through pyplot, so neither the calle
 from __future__ import annotations
 
 import io
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -446,6 +447,8 @@ def cjk_fonts() -> list[str]:
     """The fonts for Chinese that this machine has."""
     from matplotlib.font_manager import fontManager
 
+    # A font with one weight is fine; matplotlib would warn of it in English, once per weight, on the terminal.
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
     installed = set(fontManager.get_font_names())
     return [name for name in CJK_FONTS if name in installed]
 

@@ -4,8 +4,8 @@ The gradient norm is judged by its logarithm, because it scatters by factors. A 
 widens its own limits. During the warmup, where most real spikes come but the curve also bends most, limits are
 WARMUP_WIDTH times as far from the usual value. No step is judged with too few values in the window.
 
-Clean text has rare domains, and a step that meets one must count. So the loss stands out only where it also does
-without the highest quarter of the rows (`core_loss`): what one verse or one table costs says nothing about the model.
+Clean text has rare domains, and a step that meets one must count. So the loss stands out only where it has risen
+without the highest quarter of the rows, too (`core_loss`): what one verse or one table costs says nothing of the model.
 The gradient of such a row is long, 5 to 25 times the usual norm was measured, until the domain is learned; refused each
 time, it never is. Clipping bounds what it does, so with optim.clip_grad_norm a norm is a spike only above that length,
 and only where the rows do not explain it: their highest quarter must cost about as much as usual.
@@ -34,7 +34,7 @@ MAD_TO_SIGMA = 1.4826
 """A normal distribution's sigma over its median absolute deviation."""
 EXCESS_SIGMAS, LEAST_EXCESS = 3.0, 0.005
 """Robust sigmas above the median at which rows stand out, and what they add to the usual loss at least."""
-CORE_SHARE = 0.5
+CORE_RISE = 0.5
 """Of the rise that makes a loss a spike, what the rows without the highest quarter must show, too."""
 HISTORY_STEPS = 256
 RENEW_STEPS = 4
@@ -209,7 +209,7 @@ class Detector:
         loss, norm = level_of(self._losses), level_of(self._log_norms)
         excess = level_of([loss - core for loss, core in zip(self._losses, self._cores, strict=True)])
         rise = max(EXCESS_SIGMAS * MAD_TO_SIGMA * excess.mad, LEAST_EXCESS * abs(loss.median))
-        highest = _highest(loss, config)
+        highest = max(_upper(loss, config), loss.median + abs(loss.median) * config.loss_min_rise)
         return Limits(
             loss=highest,
             grad_norm=_exp(max(_upper(norm, config), norm.median + math.log1p(config.grad_min_rise))),
@@ -220,7 +220,7 @@ class Detector:
             ),
             usual_loss=loss.median,
             usual_grad_norm=_exp(norm.median),
-            core_loss=_middle(sorted(self._cores)) + CORE_SHARE * (highest - loss.median),
+            core_loss=_middle(sorted(self._cores)) + CORE_RISE * (highest - loss.median),
             excess=excess.median + rise if self._clip_grad_norm else math.inf,
         )
 
@@ -312,11 +312,6 @@ def _verdicts(loss: float, core: float, grad_norm: float, limits: Limits) -> lis
     return kinds
 
 
-def _highest(level: Level, config: GuardsConfig) -> float:
-    """The highest loss that is no spike."""
-    return max(_upper(level, config), level.median + abs(level.median) * config.loss_min_rise)
-
-
 def _upper(level: Level, config: GuardsConfig) -> float:
     robust = level.median + config.spike_mads * MAD_TO_SIGMA * level.mad
     return min(level.mean + config.spike_sigmas * level.sigma, robust)
@@ -329,7 +324,7 @@ def _widened(limits: Limits) -> Limits:
         return limits
     return limits._replace(
         loss=loss + WARMUP_WIDTH * (limits.loss - loss),
-        core_loss=limits.core_loss + (WARMUP_WIDTH - 1) * (limits.loss - loss),
+        core_loss=limits.core_loss + CORE_RISE * (WARMUP_WIDTH - 1) * (limits.loss - loss),
         grad_norm=_exp(_log(norm) + WARMUP_WIDTH * (_log(limits.grad_norm) - _log(norm))),
         loss_low=loss - WARMUP_WIDTH * (loss - limits.loss_low),
     )
