@@ -7,7 +7,8 @@ process says something only inside its own PID namespace, and containers of one 
 
 - from here (same boot, same namespace) is dead when its process is gone;
 - from another namespace of this boot is dead when it had the flock, and now another process has it;
-- from anywhere else is dead when its heartbeat is old.
+- from anywhere else is dead when its heartbeat is old;
+- that left an empty file was killed before it wrote its record, which takes far less than EMPTY_SECONDS.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from zero2all.common import jsonio
 from zero2all.common.errors import RunLockedError
 
 HEARTBEAT_SECONDS = 10.0
-STALE_SECONDS = 60.0
+STALE_SECONDS, EMPTY_SECONDS = 60.0, 5.0
 SAME_START_SECONDS = 2.0
 """The start of a process is known to a hundredth of a second, but the clock may be set in between."""
 LARGEST_BYTES = 1 << 16
@@ -167,7 +168,8 @@ def is_dead(path: Path, holder: Holder, has_flock: bool = False, stale_seconds: 
     if is_from_here(holder):
         return not _is_alive(holder)
     had_flock = has_flock and holder.get("has_flock") and holder.get("boot") == boot_id()
-    return had_flock or heartbeat_age(path) > stale_seconds
+    is_empty = path.stat().st_size == 0  # no holder: it may also be that the disk failed to read it
+    return had_flock or heartbeat_age(path) > (min(EMPTY_SECONDS, stale_seconds) if is_empty else stale_seconds)
 
 
 def is_from_here(holder: Holder) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -67,11 +68,14 @@ def test_a_claim_from_elsewhere_counts_while_its_heartbeat_is_fresh(run, facts):
         assert claim is not None
 
 
-def test_a_claim_that_cannot_be_read_counts_while_it_is_fresh(run):
+@pytest.mark.parametrize(("content", "seconds"), [("", 6), ("damaged", 61)], ids=["killed before it wrote", "damaged"])
+def test_a_claim_that_names_nobody_counts_while_it_is_fresh(run, content, seconds):
     claim_path(run).parent.mkdir()
-    claim_path(run).touch()
-    with claim_step(run, 7) as claim:
-        assert claim is None
+    claim_path(run).write_text(content)
+    for age, is_free in ((0, False), (seconds - 2, False), (seconds, True)):
+        os.utime(claim_path(run), (time.time() - age,) * 2)
+        with claim_step(run, 7) as claim:
+            assert (claim is not None) == is_free
 
 
 def test_a_reader_that_lost_its_claim_knows_and_leaves_the_new_one_alone(run):
