@@ -32,7 +32,9 @@ def in_transformers(folder: Path, ids: list[int], new: int) -> Answer:
     given = torch.tensor([ids])
     with torch.no_grad():
         scores = model(given).logits[0].log_softmax(-1)
-        told = model.generate(given, do_sample=False, max_new_tokens=new, eos_token_id=None, pad_token_id=0)
+        # Without a mask, `generate` would hide every id of the prompt that equals pad_token_id.
+        mask = {"attention_mask": torch.ones_like(given), "pad_token_id": 0}
+        told = model.generate(given, do_sample=False, max_new_tokens=new, eos_token_id=None, **mask)
     return picked(scores, ids), told[0, len(ids) :].tolist()
 
 
