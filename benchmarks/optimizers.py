@@ -107,7 +107,7 @@ def muon_rows(config: ModelConfig, device: torch.device, steps: int) -> list[tup
     cases: list[tuple[str, OptimConfig, Implementation]] = [
         ("AdamW, torch's fused kernel", OptimConfig("adamw"), "fused"),
         ("Muon, eager", OptimConfig("muon"), "fused"),
-        ("Muon, our kernels", OptimConfig("muon"), "auto"),
+        ("Muon, our kernels on a GPU", OptimConfig("muon"), "auto"),
     ]
     cases += [
         (f"the same, {count} iterations", OptimConfig("muon", muon=MuonConfig(iterations=count)), "auto")

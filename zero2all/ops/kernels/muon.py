@@ -94,11 +94,12 @@ def _step(
 
 
 def rows_of_equal_length(
-    gradients: Sequence[Tensor], momenta: Sequence[Tensor] | None, turns: Sequence[int], dtype: torch.dtype, *,
-    mu: float, nesterov: bool, scale: Tensor | None, skip: Tensor | None, shortest: float, unit: float,
+    gradients: Sequence[Tensor], momenta: Sequence[Tensor] | None, turns: Sequence[int], dtype: torch.dtype,
+    mu: float, nesterov: bool, scale: Tensor | None, skip: Tensor | None, shortest: float, safety: float,
 ) -> Tensor:  # fmt: skip
     """The stack (n, rows, columns) of all matrices in tensors (..., rows x turns, columns): gradients, after an update
-    of the float32 `momenta` where these are given. Each row is divided by `unit` and its length (or `shortest`)."""
+    of the float32 `momenta` where these are given. Each row is divided by its length (or `shortest`) and
+    `safety` sqrt(rows)."""
     rows, columns = gradients[0].shape[-2] // turns[0], gradients[0].shape[-1]
     counts = [gradient.numel() // (rows * columns) for gradient in gradients]
     stack = torch.empty(sum(counts), rows, columns, dtype=dtype, device=gradients[0].device)
@@ -106,14 +107,14 @@ def rows_of_equal_length(
         momentum = None if momenta is None else momenta[place]
         assert momentum is None or momentum.is_contiguous(), "rows lie one after the other"
         _momentum[(len(target) * rows,)](
-            gradient.contiguous(), momentum, target, scale, skip, rows, turn, columns, mu, 1 - mu, shortest, unit,
-            NESTEROV=nesterov, BLOCK=BLOCK, num_warps=4,
+            gradient.contiguous(), momentum, target, scale, skip, rows, turn, columns, mu, 1 - mu, shortest,
+            safety * rows**0.5, NESTEROV=nesterov, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
     return stack
 
 
 def subtract_step(
-    weight: Tensor, o: Tensor, factors: Tensor | None, turns: int, *,
+    weight: Tensor, o: Tensor, factors: Tensor | None, turns: int,
     lr: float, decay: float, cautious: bool, skip: Tensor | None,
 ) -> None:  # fmt: skip
     """Subtract lr (o + decay weight) from a float32 weight (..., rows x turns, columns) of which `o` has the matrices,

@@ -183,12 +183,8 @@ def prepare(
     if kernels:
         from zero2all.ops.kernels.muon import rows_of_equal_length
 
-        scale = None if momenta is None else numbers.scale
-        unit = row_unit(values[0].shape[-2] // turns[0])
-        return rows_of_equal_length(
-            values, momenta, turns, dtype, mu=numbers.mu, nesterov=nesterov,
-            scale=scale, skip=numbers.skip, shortest=SHORTEST, unit=unit,
-        )  # fmt: skip
+        mu, scale, skip = numbers.mu, None if momenta is None else numbers.scale, numbers.skip
+        return rows_of_equal_length(values, momenta, turns, dtype, mu, nesterov, scale, skip, SHORTEST, SAFETY)
     if momenta is not None:
         values = [look_ahead(*pair, numbers, nesterov) for pair in zip(values, momenta, strict=True)]
     pieces = [_apart(one, turn).flatten(0, 1) for one, turn in zip(values, turns, strict=True)]
@@ -208,12 +204,7 @@ def of_unit_length(x: Tensor, dtype: torch.dtype) -> Tensor:
     shorter where rows are 0; the polynomial lifts small singular values.)"""
     x = x.to(master_dtype(x))
     lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=SHORTEST)
-    return (x / (row_unit(x.shape[-2]) * lengths)).to(dtype)
-
-
-def row_unit(rows: int) -> float:
-    """What each row is divided by beside its length."""
-    return SAFETY * math.sqrt(rows)
+    return (x / (SAFETY * math.sqrt(x.shape[-2]) * lengths)).to(dtype)
 
 
 def orthogonalise(x: Tensor, iterations: int, kernels: bool = False) -> Tensor:
@@ -258,18 +249,17 @@ def take_step(
     weight: Tensor, o: Tensor, factors: Tensor | None, turns: int, numbers: Numbers, cautious: bool, kernels: bool
 ) -> None:
     """Subtract a step and the decay; cautious: only where the step leads towards 0 too."""
-    lr, decay, skip = numbers.lr, numbers.decay, numbers.skip
     if kernels:
         from zero2all.ops.kernels.muon import subtract_step
 
-        subtract_step(weight, o, factors, turns, lr=lr, decay=decay, cautious=cautious, skip=skip)
+        subtract_step(weight, o, factors, turns, numbers.lr, numbers.decay, cautious, numbers.skip)
         return
     target = _apart(weight, turns)
     step = (o if factors is None else evened(o, factors)).to(weight.dtype).unflatten(0, target.shape[:2])
-    lost = decay * target
+    lost = numbers.decay * target
     if cautious:
         lost = torch.where(step * target >= 0, lost, 0.0)
-    replace(target, target - lr * (step + lost), skip)
+    replace(target, target - numbers.lr * (step + lost), numbers.skip)
 
 
 def matrix_shape(parameter: LogicalParameter) -> tuple[int, int]:
