@@ -80,8 +80,8 @@ def test_muon_with_the_kernel_is_as_near_to_orthogonal_as_without(shape):
     )
     exact = orthogonalise(x, 5)
     errors = [
-        float((orthogonalise(x.bfloat16(), 5, symmetric).double() - exact).norm() / exact.norm())
-        for symmetric in (False, True)
+        float((orthogonalise(x.bfloat16(), 5, kernels).double() - exact).norm() / exact.norm())
+        for kernels in (False, True)
     ]
     assert errors[0] < 0.05
     assert errors[1] < 1.5 * errors[0]

@@ -237,6 +237,8 @@ def test_bfloat16_weights_need_the_optimizer_that_rounds_for_them():
         one_matrix(torch.zeros(2, 2, dtype=torch.bfloat16), OptimConfig())
     with pytest.raises(UsageError, match=r"no fused kernel"):
         one_matrix(torch.zeros(2, 2), OptimConfig("lion"), "fused")
+    with pytest.raises(UsageError, match=r"muon is not compiled"):
+        one_matrix(torch.zeros(2, 2), OptimConfig("muon"), "compiled")
 
 
 def test_another_seed_rounds_otherwise():

@@ -117,8 +117,7 @@ def length(x):
 
 def polar(u, iterations):
     """One matrix."""
-    x = u / np.sqrt((u**2).sum(axis=1, keepdims=True))
-    x = x / (1.01 * length(x))
+    x = u / np.sqrt((u**2).sum(axis=1, keepdims=True)) / (1.01 * np.sqrt(len(u)))
     for a, b, c in (*POLAR_EXPRESS, (1.875, -1.25, 0.375), (1.875, -1.25, 0.375))[:iterations]:
         x = a * x + b * x @ x.T @ x + c * x @ x.T @ x @ x.T @ x
     return x * np.sqrt(min(x.shape)) / length(x)
@@ -249,6 +248,17 @@ def test_orthogonalising_ignores_the_length_of_a_matrix_and_of_its_rows():
     assert not orthogonal(torch.zeros(4, 4)).any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_that_are_zero_or_too_short_to_measure_make_no_singular_value_above_one(dtype):
+    matrix = torch.randn(6, 9, generator=torch.Generator().manual_seed(2)).to(dtype)
+    for short in (0.0, 1e-20, 1e-24, 1e-28, 1e-32):  # the squares of such values are 0 in float32
+        given = matrix * torch.tensor([[1.0], [short], [1], [0.1], [short], [3]], dtype=dtype)
+        assert float(torch.linalg.svdvals(of_unit_length(given, dtype)).max()) < 1
+        found = torch.linalg.svdvals(orthogonal(given))
+        assert float((found[:4] - 1).abs().max()) < 0.2
+        assert short or float(found[4:].max()) < 1e-5
+
+
 @pytest.mark.parametrize("shape", [(64, 96), (96, 64), (64, 64)])
 def test_muon_steps_have_the_spectral_scale(shape):
     parameter = torch.zeros(shape)
@@ -279,15 +289,6 @@ def test_the_embedding_may_have_a_beta2_of_its_own():
     np.testing.assert_allclose(exact["norm"].numpy(), adamw("norm", b2=0.99), rtol=1e-12)
     (problem,) = OptimConfig(embedding_beta2=0.9).problems("optim")
     assert "only optim.kind muon" in str(problem)
-
-
-@pytest.mark.slow  # compilations
-def test_compiled_muon_equals_the_formula():
-    config = config_of("muon", momentum=0.7, **BETAS)
-    compiled, _ = run(config, torch.float32, "compiled")
-    eager, _ = run(config, torch.float32, "eager")
-    for name in SHAPES:
-        torch.testing.assert_close(compiled[name], eager[name], rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.slow  # compilations

@@ -170,7 +170,7 @@ class ElementwiseOptimizer(Optimizer):
     def __init__(self, groups: Sequence[ParameterGroup], formula: Formula, compiled: bool) -> None:
         super().__init__(groups)
         self.formula = formula
-        self.apply = compiled_for_all(apply_formula, dynamic=True) if compiled else apply_formula
+        self.apply = compiled_for_all(apply_formula) if compiled else apply_formula
 
     def numbers(self, group: ParameterGroup, count: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG002
         """What the formula needs beside tensors, as scalars: the rate, what the decay leaves, corrections."""
@@ -212,11 +212,11 @@ def apply_formula(
         replace(target, value, skip)
 
 
-def compiled_for_all(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
+def compiled_for_all(function: Callable[..., Any]) -> Callable[..., Any]:
     """It compiled, with room for the shapes of all parameters: beyond 8 torch would go on without compiling. No kernel
     is chosen by timing it, so that a resumed run has the same ones, and the same bits."""
     torch._dynamo.config.cache_size_limit = max(64, torch._dynamo.config.cache_size_limit)
-    return torch.compile(function, dynamic=dynamic, options={"deterministic": True})
+    return torch.compile(function, dynamic=True, options={"deterministic": True})
 
 
 def row_chunks(weight: Tensor) -> Iterator[slice | EllipsisType]:

@@ -50,8 +50,9 @@ def build_optimizer(
     holders: dist.ProcessGroup | None = None,
 ) -> Optimizer:
     """The optimizer of `config`, its rate at `lr_max`; `table` has the logical parameters by name. `auto` takes torch's
-    fused kernel for AdamW on float32, on a GPU compiled kernels for Muon, adamw_8bit and adamw_bf16, and the eager
-    formulas for the others. `seed` keys stochastic rounding. `holders`: processes that together hold a cut matrix."""
+    fused kernel for AdamW on float32, on a GPU our Triton kernels for Muon and compiled ones for adamw_8bit and
+    adamw_bf16, and the eager formulas for the others. `seed` keys stochastic rounding. `holders`: processes that
+    together hold a cut matrix."""
     groups = parameter_groups(masters, config, table)
     if config.kind == "muon":
         optimizer: Optimizer = _muon(groups, config, implementation, holders)
@@ -101,20 +102,22 @@ def _muon(
 ) -> Muon:
     """Muon for matrices, AdamW for the others; the embedding may have a beta2 of its own."""
     _check_precision(groups, config)
+    if how == "compiled":
+        raise UsageError("optim.kind = muon is not compiled: it has kernels of its own. Use auto, eager or fused.")
     fused = how == "fused" or (how == "auto" and _all_float32(groups))
     betas = {} if config.embedding_beta2 is None else {"embedding": config.embedding_beta2}
     rest = [
-        AdamW([group], replace(config, beta2=betas.get(group.kind, config.beta2)), fused, how == "compiled")
+        AdamW([group], replace(config, beta2=betas.get(group.kind, config.beta2)), fused)
         for group in groups
         if group.kind not in MUON_KINDS
     ]
-    best = how == "auto" and _can_compile(groups)
+    kernels = how == "auto" and _all_float32(groups) and _can_compile(groups)
     matrices = [group for group in groups if group.kind in MUON_KINDS]
-    return Muon(matrices, rest, config, holders, compiled=best or how == "compiled", symmetric=best)
+    return Muon(matrices, rest, config, holders, kernels)
 
 
 def _can_compile(groups: list[ParameterGroup]) -> bool:
-    """On a GPU, and with what torch.compile needs there."""
+    """On a GPU, and with what Triton and torch.compile need there."""
     on_gpu = any(param.weight.is_cuda for group in groups for param in group.params)
     return on_gpu and has_triton() and compiler_problem() is None
 

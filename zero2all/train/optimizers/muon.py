@@ -1,7 +1,7 @@
 """Muon: the momentum of a matrix, made nearly orthogonal before it becomes a step; AdamW for everything else.
 
     m = mu m + (1 - mu) g                 u = (1 - mu) g + mu m with Nesterov, m without
-    x = u, each row divided by its length, then all by 1.01 |x|
+    x = u, each row divided by its length and by 1.01 sqrt(rows): no singular value is above 1
     o = polynomial(x): with x = U S V^T close to U V^T; its length is set to sqrt(min(rows, columns))
     v = b2 v + (1 - b2) mean(o^2)         a value for each line along the longer side (NorMuon)
     o = o / sqrt(v), its length as before
@@ -11,8 +11,8 @@ The factor gives every matrix a step of the same spectral norm for a vector of u
 shapes. docs/optimizers.md says what each part is for and what it costs.
 
 q, k and v are parameters of their own; gate and up, which alternate in one tensor, are taken apart, and each expert is
-a matrix of its own. Matrices of equal shape are stacked, so that small models need few products. On a GPU all work but
-the products is compiled: momentum, lengths and precision in one pass, means and weights in another.
+a matrix of its own. Matrices of equal shape are stacked, so that small models need few products. On a GPU
+Triton kernels do the rest, compiled once for all shapes: momentum, lengths and precision in one pass, the step in one.
 
 Each matrix is orthogonalised by one process, its owner, who also keeps v. Under ZeRO-1 and 2 the owner holds all of it.
 Where a matrix is cut (rows by ZeRO-3, rows or columns by tensor parallelism) the momentum is updated where its values
@@ -40,10 +40,8 @@ from zero2all.train.optimizers.base import (
     ParameterGroup,
     ParamState,
     StepInputs,
-    compiled_for_all,
     master_dtype,
     replace,
-    scalar,
     scaled,
     zeros_like_master,
 )
@@ -61,11 +59,12 @@ CONVERGING = (1.875, -1.25, 0.375)
 """For every further iteration: Newton-Schulz of fifth order, which leaves 1 where it is and takes all others to it."""
 SAFETY = 1.01
 """The first set grows fast beyond 1, so rounding must not push a singular value over it."""
-TINY = 1e-30
+SHORTEST, TINY = 1e-15, 1e-30
+"""Least length to divide a row by (the squares of values below 1e-19 are 0 in float32), and least square."""
 MUON_KINDS = ("matrix", "expert")
 """The kinds of parameters that are orthogonalised; a router, whose rows are compared with each other, is not."""
 STACK_VALUES, STACK_PARAMETERS = 1 << 26, 32
-"""Orthogonalised at once: enough to keep a GPU busy, little beside the model, few kernels to compile."""
+"""Orthogonalised at once: enough to keep a GPU busy, little beside the model."""
 SYMMETRIC_ROWS = 512
 """From here on the kernel that computes half of a symmetric product is taken."""
 
@@ -83,22 +82,17 @@ class Muon(Optimizer):
         rest: Sequence[AdamW],
         config: OptimConfig,
         holders: dist.ProcessGroup | None = None,
-        compiled: bool = False,
-        symmetric: bool = False,
+        kernels: bool = False,
     ) -> None:
         """`rest`: one optimizer for each set of settings. `holders`: the processes that together hold a matrix that is
-        cut; None: those of its part. `symmetric`: with the Triton kernel for symmetric products."""
+        cut; None: those of its part. `kernels`: with the Triton kernels, for float32 weights."""
         cut = [param for group in groups for param in group.params if _is_cut(param)]
         self.owners = MatrixOwners(cut, holders or cut[0].part.group) if cut else None
         super().__init__(groups)
-        self.matrices, self.rest, self.config, self.symmetric = list(groups), list(rest), config, symmetric
+        self.matrices, self.rest, self.config, self.kernels = list(groups), list(rest), config, kernels
         self.param_groups = [group for one in (self, *rest) for group in one.param_groups]
         if not groups:
             self.updates = self.rest[0].updates  # on the device
-        functions = (prepare, finish, of_unit_length, evened, take_step)
-        if compiled:
-            functions = tuple(compiled_for_all(function, dynamic=False) for function in functions)  # type: ignore[assignment]
-        self._prepare, self._finish, self._of_unit_length, self._evened, self._take_step = functions
 
     def initial_state(self, param: ParamState) -> dict[str, Part]:
         """The momentum, and at the owner of a matrix the mean squares of its lines."""
@@ -114,10 +108,10 @@ class Muon(Optimizer):
 
     def update(self, inputs: StepInputs) -> None:
         """Matrices of equal shape together, as many as STACK_VALUES allows; then the rest."""
-        mu = scalar(self.config.momentum if self.momentum is None else self.momentum)
+        mu = self.config.momentum if self.momentum is None else self.momentum
         for group in self.matrices:
             params = [param for param in group.params if param.gradient is not None]
-            numbers = Numbers(mu, scalar(group.lr), scalar(group.decay), inputs.scale, inputs.skip)
+            numbers = Numbers(mu, group.lr, group.decay, inputs.scale, inputs.skip)
             for stack in stacks_of([param for param in params if not _is_cut(param) and param.weight.numel()]):
                 self._update_whole(stack, numbers)
             if self.owners is not None:
@@ -129,10 +123,13 @@ class Muon(Optimizer):
         gradients = [gradient for param in stack if (gradient := param.gradient) is not None]  # of all of them
         momenta = [param.moment("momentum") for param in stack]
         turns, settings = [param.parameter.alternating for param in stack], self.config.muon
-        x = self._prepare(gradients, momenta, turns, numbers, self.config.nesterov, self._dtype(momenta[0]))
-        o = orthogonalise(x, settings.iterations, self.symmetric)
-        weights, squares = [param.weight for param in stack], [param.moment("mean_squares") for param in stack]
-        self._finish(o, weights, squares, turns, numbers, settings.beta2, settings.cautious_decay)
+        x = prepare(gradients, momenta, turns, numbers, self.config.nesterov, self._dtype(momenta[0]), self.kernels)
+        o = orthogonalise(x, settings.iterations, self.kernels)
+        factors = line_factors(o, [param.moment("mean_squares") for param in stack], settings.beta2, numbers.skip)
+        sizes = [momentum.numel() // o[0].numel() for momentum in momenta]
+        for param, one, factor in zip(stack, o.split(sizes), factors.split(sizes), strict=True):
+            turn = param.parameter.alternating
+            take_step(param.weight, one, factor, turn, numbers, settings.cautious_decay, self.kernels)
 
     def _update_cut(self, owners: MatrixOwners, params: Stack, numbers: Numbers) -> None:
         def direction(param: ParamState) -> Tensor:
@@ -142,19 +139,19 @@ class Muon(Optimizer):
 
         for stacks in owners.rounds(params):
             directions = [[direction(param) for param in stack] for stack in stacks]
-            steps = owners.compute(stacks, directions, partial(self._steps_of, skip=numbers.skip))
+            steps = owners.compute(stacks, directions, partial(self._steps_of, numbers=numbers))
             for param, step in ((p, s) for pair in zip(stacks, steps, strict=True) for p, s in zip(*pair, strict=True)):
                 if step.numel():
-                    self._take_step(param.weight, step, numbers, self.config.muon.cautious_decay)
+                    cautious = self.config.muon.cautious_decay
+                    take_step(param.weight, step[None], None, 1, numbers, cautious, self.kernels)
 
-    def _steps_of(self, stack: Stack, matrices: list[Tensor], skip: Tensor | None) -> list[Tensor]:
+    def _steps_of(self, stack: Stack, matrices: list[Tensor], numbers: Numbers) -> list[Tensor]:
         """What an owner makes of whole matrices: their steps before the rate, in their shapes and precision."""
         turns, settings = [param.parameter.alternating for param in stack], self.config.muon
-        apart = [_apart(matrix, turn).flatten(0, 1) for matrix, turn in zip(matrices, turns, strict=True)]
-        x = self._of_unit_length(torch.cat(apart), matrices[0].dtype)
-        o = orthogonalise(x, settings.iterations, self.symmetric)
-        steps = self._evened(o, [param.moment("mean_squares") for param in stack], settings.beta2, skip)
-        cut = steps.to(o.dtype).split(turns)
+        x = prepare(matrices, None, turns, numbers, self.config.nesterov, matrices[0].dtype, self.kernels)
+        o = orthogonalise(x, settings.iterations, self.kernels)
+        factors = line_factors(o, [param.moment("mean_squares") for param in stack], settings.beta2, numbers.skip)
+        cut = evened(o, factors).to(o.dtype).split(turns)
         return [step.transpose(0, 1).reshape(one.shape) for step, one in zip(cut, matrices, strict=True)]
 
     def _dtype(self, matrix: Tensor) -> torch.dtype:
@@ -168,21 +165,29 @@ class Muon(Optimizer):
 
 
 class Numbers(NamedTuple):
-    """What changes from step to step, as tensors: compiled functions are not compiled again."""
+    """What changes from step to step."""
 
-    mu: Tensor
-    lr: Tensor
-    decay: Tensor
+    mu: float
+    lr: float
+    decay: float
     scale: Tensor | None
     skip: Tensor | None
 
 
 def prepare(
-    gradients: Tensors, momenta: Tensors, turns: Sequence[int], numbers: Numbers, nesterov: bool, dtype: torch.dtype
-) -> Tensor:
-    """Update the momenta; returns the stack to orthogonalise. `turns`: how many matrices alternate in each tensor."""
-    ahead = [look_ahead(*pair, numbers, nesterov) for pair in zip(gradients, momenta, strict=True)]
-    pieces = [_apart(values.to(dtype), turn).flatten(0, 1) for values, turn in zip(ahead, turns, strict=True)]
+    values: Tensors, momenta: Tensors | None, turns: Sequence[int], numbers: Numbers, nesterov: bool,
+    dtype: torch.dtype, kernels: bool,
+) -> Tensor:  # fmt: skip
+    """The stack to orthogonalise: of gradients, after an update of their momenta, or without momenta of the values as
+    they are. `turns`: how many matrices alternate in each tensor."""
+    if kernels:
+        from zero2all.ops.kernels.muon import rows_of_equal_length
+
+        mu, scale, skip = numbers.mu, None if momenta is None else numbers.scale, numbers.skip
+        return rows_of_equal_length(values, momenta, turns, dtype, mu, nesterov, scale, skip, SHORTEST, SAFETY)
+    if momenta is not None:
+        values = [look_ahead(*pair, numbers, nesterov) for pair in zip(values, momenta, strict=True)]
+    pieces = [_apart(one, turn).flatten(0, 1) for one, turn in zip(values, turns, strict=True)]
     return of_unit_length(torch.cat(pieces), dtype)
 
 
@@ -195,18 +200,19 @@ def look_ahead(gradient: Tensor, momentum: Tensor, numbers: Numbers, nesterov: b
 
 
 def of_unit_length(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """With singular values of at most 1, and rows of equal length."""
+    """With rows of equal length and singular values of at most 1, because the matrix has at most the length 1. (It is
+    shorter where rows are 0; the polynomial lifts small singular values.)"""
     x = x.to(master_dtype(x))
-    x = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=TINY)
-    return (x / (SAFETY * torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)).clamp(min=TINY)).to(dtype)
+    lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=SHORTEST)
+    return (x / (SAFETY * math.sqrt(x.shape[-2]) * lengths)).to(dtype)
 
 
-def orthogonalise(x: Tensor, iterations: int, symmetric: bool = False) -> Tensor:
+def orthogonalise(x: Tensor, iterations: int, kernels: bool = False) -> Tensor:
     """Each matrix, of singular values of at most 1, with all of them near 1; by products in its precision."""
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x  # x x^T is then the smaller product
     for a, b, c in [*POLAR_EXPRESS, *[CONVERGING] * (iterations - len(POLAR_EXPRESS))][:iterations]:
-        if symmetric and x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-2] >= SYMMETRIC_ROWS:
+        if kernels and x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-2] >= SYMMETRIC_ROWS:
             from zero2all.ops.kernels.symmetric import times_transposed
 
             product = times_transposed(x)
@@ -217,40 +223,43 @@ def orthogonalise(x: Tensor, iterations: int, symmetric: bool = False) -> Tensor
     return x.mT if is_tall else x
 
 
-def evened(o: Tensor, squares: Tensors, beta2: float, skip: Tensor | None) -> Tensor:
-    """Steps before the rate, in the precision of the weights: `o` of length sqrt(min(rows, columns)), its lines along
-    the longer side divided by their usual root mean square, at its old length and times the factor of its shape."""
+def line_factors(o: Tensor, squares: Tensors, beta2: float, skip: Tensor | None) -> Tensor:
+    """Factors (n, lines) of the lines of `o` along its longer side that make a step of it, in the precision of the
+    weights: o of length sqrt(min(rows, columns)), its lines divided by their usual root mean square, at its old length
+    and times the factor of its shape. Updates the mean squares."""
     rows, columns = o.shape[-2:]
-    o = o.to(master_dtype(o))
-    across = -1 if rows >= columns else -2
-    lengths, least = o.square().sum(dim=across), min(rows, columns)  # (n, lines), squared
+    lengths = torch.linalg.vector_norm(o, dim=_across(o), dtype=master_dtype(o)).square()
     factors = torch.ones_like(lengths)
     if beta2:
-        now = lengths * (least / o.shape[across]) / lengths.sum(dim=-1, keepdim=True).clamp(min=TINY)
+        now = lengths / lengths.sum(dim=-1, keepdim=True).clamp(min=TINY)  # means, as o has the length sqrt(least)
         mean = beta2 * torch.cat([one.flatten(0, -2) for one in squares]) + (1 - beta2) * now
         for one, new in zip(squares, mean.split([one.flatten(0, -2).shape[0] for one in squares]), strict=True):
             replace(one, new.view(one.shape), skip)
         factors = mean.clamp(min=TINY).rsqrt()
     length = (lengths * factors.square()).sum(dim=-1, keepdim=True).clamp(min=TINY)
-    return o * (factors * (max(1.0, rows / columns) * least / length).sqrt()).unsqueeze(across)
+    return factors * (max(1.0, rows / columns) * min(rows, columns) / length).sqrt()
 
 
-def finish(
-    o: Tensor, weights: Tensors, squares: Tensors, turns: Sequence[int], numbers: Numbers, beta2: float, cautious: bool
+def evened(o: Tensor, factors: Tensor) -> Tensor:
+    """Steps before the rate: `o` with the factors of its lines."""
+    return o * factors.unsqueeze(_across(o))
+
+
+def take_step(
+    weight: Tensor, o: Tensor, factors: Tensor | None, turns: int, numbers: Numbers, cautious: bool, kernels: bool
 ) -> None:
-    """Update the mean squares and the weights."""
-    targets = [_apart(weight, turn) for weight, turn in zip(weights, turns, strict=True)]
-    steps = evened(o, squares, beta2, numbers.skip).split([target.shape[:2].numel() for target in targets])
-    for target, step in zip(targets, steps, strict=True):
-        take_step(target, step.unflatten(0, target.shape[:2]), numbers, cautious)
-
-
-def take_step(weight: Tensor, step: Tensor, numbers: Numbers, cautious: bool) -> None:
     """Subtract a step and the decay; cautious: only where the step leads towards 0 too."""
-    step, lost = step.to(weight.dtype), numbers.decay * weight
+    if kernels:
+        from zero2all.ops.kernels.muon import subtract_step
+
+        subtract_step(weight, o, factors, turns, numbers.lr, numbers.decay, cautious, numbers.skip)
+        return
+    target = _apart(weight, turns)
+    step = (o if factors is None else evened(o, factors)).to(weight.dtype).unflatten(0, target.shape[:2])
+    lost = numbers.decay * target
     if cautious:
-        lost = torch.where(step * weight >= 0, lost, 0.0)
-    replace(weight, weight - numbers.lr * (step + lost), numbers.skip)
+        lost = torch.where(step * target >= 0, lost, 0.0)
+    replace(target, target - numbers.lr * (step + lost), numbers.skip)
 
 
 def matrix_shape(parameter: LogicalParameter) -> tuple[int, int]:
@@ -263,6 +272,11 @@ def _apart(values: Tensor, turns: int) -> Tensor:
     return values.view(-1, values.shape[-2] // turns, turns, values.shape[-1]).transpose(1, 2)
 
 
+def _across(o: Tensor) -> int:
+    """The dimension of the shorter side; the first of two equal ones has the lines."""
+    return -1 if o.shape[-2] >= o.shape[-1] else -2
+
+
 def _is_cut(param: ParamState) -> bool:
     """Whether other processes hold some of each matrix; the same answer in all of them."""
     part = param.part
@@ -270,7 +284,7 @@ def _is_cut(param: ParamState) -> bool:
 
 
 def stacks_of(params: Sequence[ParamState]) -> Iterator[Stack]:
-    """Parameters whose matrices have equal shapes together, in stacks of about the same size: each size is compiled."""
+    """Parameters whose matrices have equal shapes together, in stacks of about the same size."""
     alike: dict[tuple[int, int], Stack] = {}
     for param in params:
         alike.setdefault(matrix_shape(param.parameter), []).append(param)
