@@ -7,6 +7,7 @@ import json
 import pytest
 
 from zero2all.cli.main import main
+from zero2all.common.errors import UsageError
 from zero2all.config import load_config
 from zero2all.limits.memory import GIB, MemoryEstimate
 from zero2all.train.plan import make_plan, plan_notes, plan_tables, plan_values
@@ -149,8 +150,13 @@ def test_values_and_tables_of_one_process():
         (4, ["--parallel.zero", "3"]),
         (4, ["--parallel.compress", "bf16", "--parallel.zero", "1", "--parallel.shard", "2"]),
         (4, ["--parallel.compress", "powersgd", "--parallel.zero", "1", "--parallel.context", "2"]),
+        (6, ["--optim.kind", "muon", "--parallel.zero", "1", "--parallel.shard", "3", "--model.layers", "3"]),
+        (8, ["--optim.kind", "muon", "--parallel.zero", "2", "--parallel.expert", "2", "--model.moe.experts", "4",
+             "--model.moe.expert_size", "16", "--train.micro_batch_samples", "1"]),
+        (4, ["--optim.kind", "adamw_8bit", "--parallel.zero", "1"]),
     ],
-    ids=["64 ranks on all axes", "copied kv heads", "experts", "zero 3", "bf16", "powersgd"],
+    ids=["64 ranks on all axes", "copied kv heads", "experts", "zero 3", "bf16", "powersgd", "muon", "muon, experts",
+         "8 bits"],
 )  # fmt: skip
 def test_a_simulated_rank_sends_the_bytes_of_the_formulas_and_holds_their_states(processes, words):
     found = simulate_ranks(load_config("quickstart", [*TINY, *words]), processes)
@@ -159,3 +165,12 @@ def test_a_simulated_rank_sends_the_bytes_of_the_formulas_and_holds_their_states
         assert counted == pytest.approx(expected, rel=1e-12), key
     if "3" not in words:  # FSDP keeps what it gathered last
         assert found.state_bytes == pytest.approx(found.expected_state_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("words", [["--parallel.tensor", "2"], ["--parallel.zero", "3"]])
+def test_a_simulation_of_one_rank_refuses_muon_where_matrices_are_cut(words):
+    config = load_config("quickstart", [*TINY, "--optim.kind", "muon", *words])
+    with pytest.raises(UsageError, match="which part of a matrix they have"):
+        simulate_ranks(config, 2)
+    moved = [one for one in make_plan(config, 2).transfers if one.what == "momentum"]
+    assert [(one.collective, one.ranks) for one in moved] == [("all-to-all", 2)]
