@@ -8,6 +8,7 @@ import pytest
 
 from zero2all.cli.main import main
 from zero2all.common.errors import UsageError
+from zero2all.common.manifest import write_manifest
 from zero2all.config import load_config
 from zero2all.limits.memory import GIB, MemoryEstimate
 from zero2all.train.plan import make_plan, plan_notes, plan_tables, plan_values
@@ -110,6 +111,19 @@ def test_without_a_vocabulary_and_with_an_impossible_mesh_the_plan_says_what_to_
     assert "Give --model.vocab_size N" in capsys.readouterr().err
     assert main(["train", *LARGE, "--plan-only", "--parallel.tensor", "3"]) == 2
     assert "model.heads 32 is not a multiple of parallel.tensor 3" in capsys.readouterr().err
+
+
+def test_a_plan_says_where_the_tokenizer_has_fewer_ids_and_refuses_one_that_has_more(capsys, tmp_path):
+    words = ["train", "z2all-100m", "--plan-only", "--parallel.device", "cpu", "--work", str(tmp_path)]
+    for ids in (3072, 40000):
+        (tmp_path / "tokenizer").mkdir(exist_ok=True)
+        write_manifest(tmp_path / "tokenizer", "tokenizer", "", {"fingerprint": "", "vocab_size": ids})
+        assert main(words) == (0 if ids < 32768 else 2)
+    printed = capsys.readouterr()
+    assert "vocabulary: 32768 ids (model.vocab_size); the tokenizer of the workspace has 3072." in printed.out
+    assert "model.vocab_size is 32768, but the data was packed with 40000 token ids" in printed.err
+    assert main([*words, "--model.vocab_size", "null"]) == 0
+    assert "vocabulary:" not in capsys.readouterr().out
 
 
 def test_a_plan_of_several_machines_says_how_many_are_on_each_and_refuses_parts_of_one(capsys):
