@@ -293,6 +293,9 @@ class _Blocks:
             again = sum(self.whole(each) for each in range(number - number % self.group, number + 1))
             if self.settings.recompute == "selective":
                 again -= self._kept(with_experts)[0]
+                if not self.settings.operators["rope"].overwrites(self.sizes.qk_norm):
+                    # Query and key before they are rotated: let go once they are used again, or counted as saved.
+                    again -= self.width * (self.sizes.query_size + self.sizes.kv_size)
         moments = [Moment(per_token + again, fixed) for per_token, fixed in self._moments(with_experts)]
         if self.is_recomputed(number):  # the forward pass once more, up to its last saved tensor
             branches = 2 if number % self.group else 1  # also that of the block before, in a group
