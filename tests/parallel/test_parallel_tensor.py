@@ -241,7 +241,18 @@ def test_two_tensor_ranks_train_like_one_process(of_two, name):
 def test_muon_of_two_tensor_ranks_trains_like_one_process_and_keeps_each_mean_square_once(of_two):
     assert largest_difference(of_two["muon"], {**MUON_OF_TWO, "steps": FEW}) < 1e-9
     assert sum("mean_squares" in name for name in of_two["muon"]["tensors"]) == 2 * 6
-    assert of_two["muon"]["sent"]["alltoall"] > 0
+
+
+@pytest.mark.parametrize("name", ["muon", "muon, ZeRO-1", "muon, ZeRO-3"])
+def test_muon_sends_the_bytes_of_the_formula_to_owners_and_back(of_two, of_four, name):
+    case = {**OF_FOUR, "muon": MUON_OF_TWO}[name]
+    sizes = {"tensor": 2, "shard": 2 if "zero" in case else 1, "zero": case.get("zero", 0)}
+    settings = MemorySettings(
+        layouts.SEQ_LEN, layouts.MICRO, {"optimizer": Footprint()}, precision="float64", optimizer="muon", **sizes
+    )
+    transfers = communication_per_step(layouts.run_config(**case["model"]).model, settings)
+    counted = [of_rank["alltoall"] for of_rank in {**of_four, **of_two}[name]["sent_by_rank"]]
+    assert sum(counted) / len(counted) == sum(one.given for one in transfers if one.collective == "all-to-all")
 
 
 def test_the_gradient_norm_of_float32_is_exact_in_one_process_and_in_two(of_two):

@@ -7,6 +7,8 @@ import json
 import pytest
 
 from zero2all.cli.main import main
+from zero2all.common.errors import UsageError
+from zero2all.common.manifest import write_manifest
 from zero2all.config import load_config
 from zero2all.limits.memory import GIB, MemoryEstimate
 from zero2all.train.plan import make_plan, plan_notes, plan_tables, plan_values
@@ -111,6 +113,19 @@ def test_without_a_vocabulary_and_with_an_impossible_mesh_the_plan_says_what_to_
     assert "model.heads 32 is not a multiple of parallel.tensor 3" in capsys.readouterr().err
 
 
+def test_a_plan_says_where_the_tokenizer_has_fewer_ids_and_refuses_one_that_has_more(capsys, tmp_path):
+    words = ["train", "z2all-100m", "--plan-only", "--parallel.device", "cpu", "--work", str(tmp_path)]
+    for ids in (3072, 40000):
+        (tmp_path / "tokenizer").mkdir(exist_ok=True)
+        write_manifest(tmp_path / "tokenizer", "tokenizer", "", {"fingerprint": "", "vocab_size": ids})
+        assert main(words) == (0 if ids < 32768 else 2)
+    printed = capsys.readouterr()
+    assert "vocabulary: 32768 ids (model.vocab_size); the tokenizer of the workspace has 3072." in printed.out
+    assert "model.vocab_size is 32768, but the data was packed with 40000 token ids" in printed.err
+    assert main([*words, "--model.vocab_size", "null"]) == 0
+    assert "vocabulary:" not in capsys.readouterr().out
+
+
 def test_a_plan_of_several_machines_says_how_many_are_on_each_and_refuses_parts_of_one(capsys):
     words = ["train", *LARGE, "--plan-only", "--parallel.processes", "8", "--parallel.pipeline", "2"]
     assert main([*words, "--parallel.tensor", "8"]) == 0
@@ -149,8 +164,13 @@ def test_values_and_tables_of_one_process():
         (4, ["--parallel.zero", "3"]),
         (4, ["--parallel.compress", "bf16", "--parallel.zero", "1", "--parallel.shard", "2"]),
         (4, ["--parallel.compress", "powersgd", "--parallel.zero", "1", "--parallel.context", "2"]),
+        (6, ["--optim.kind", "muon", "--parallel.zero", "1", "--parallel.shard", "3", "--model.layers", "3"]),
+        (8, ["--optim.kind", "muon", "--parallel.zero", "2", "--parallel.expert", "2", "--model.moe.experts", "4",
+             "--model.moe.expert_size", "16", "--train.micro_batch_samples", "1"]),
+        (4, ["--optim.kind", "adamw_8bit", "--parallel.zero", "1"]),
     ],
-    ids=["64 ranks on all axes", "copied kv heads", "experts", "zero 3", "bf16", "powersgd"],
+    ids=["64 ranks on all axes", "copied kv heads", "experts", "zero 3", "bf16", "powersgd", "muon", "muon, experts",
+         "8 bits"],
 )  # fmt: skip
 def test_a_simulated_rank_sends_the_bytes_of_the_formulas_and_holds_their_states(processes, words):
     found = simulate_ranks(load_config("quickstart", [*TINY, *words]), processes)
@@ -159,3 +179,12 @@ def test_a_simulated_rank_sends_the_bytes_of_the_formulas_and_holds_their_states
         assert counted == pytest.approx(expected, rel=1e-12), key
     if "3" not in words:  # FSDP keeps what it gathered last
         assert found.state_bytes == pytest.approx(found.expected_state_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("words", [["--parallel.tensor", "2"], ["--parallel.zero", "3"]])
+def test_a_simulation_of_one_rank_refuses_muon_where_matrices_are_cut(words):
+    config = load_config("quickstart", [*TINY, "--optim.kind", "muon", *words])
+    with pytest.raises(UsageError, match="which part of a matrix they have"):
+        simulate_ranks(config, 2)
+    moved = [one for one in make_plan(config, 2).transfers if one.what == "momentum"]
+    assert [(one.collective, one.ranks) for one in moved] == [("all-to-all", 2)]

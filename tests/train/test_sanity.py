@@ -76,6 +76,10 @@ def test_weights_that_are_larger_than_init_std_says_are_noticed():
     (warning,) = check_first_loss(first_loss(model), SMALL)
     assert "model.init_std (0.02) is too large" in warning
     assert "ln(400) = 5.99" in warning
+    for tied, name in ((False, "init_head_std"), (True, "init_embedding_std")):
+        own = dataclasses.replace(SMALL, tied_embeddings=tied, **{name: 0.01})
+        assert f"model.{name} (0.01) is too large" in check_first_loss(50.0, own)[0]
+        assert f"model.{name} is far too large" in check_first_loss(math.nan, own)[0]
 
 
 def test_a_model_that_knows_something_is_noticed():

@@ -261,7 +261,7 @@ def _plan(arguments: argparse.Namespace, config: RunConfig) -> int:
         with_planned_vocabulary,
     )
 
-    config = with_planned_vocabulary(config, Workspace(arguments.work))
+    config, notes = with_planned_vocabulary(config, Workspace(arguments.work))
     processes = arguments.simulate_ranks or processes_of(config.parallel)
     if arguments.simulate_ranks:
         from zero2all.train.simulate import simulate_ranks
@@ -278,6 +278,7 @@ def _plan(arguments: argparse.Namespace, config: RunConfig) -> int:
                 )
             )
             print(t(f"simulated in {simulated.seconds:.1f} s, {simulated.micro_batch_samples} samples per pass"))
+            print("\n".join(notes), end="\n" if notes else "")
         return 0
     plan = make_plan(config, processes, card=named_card(arguments.gpu) if arguments.gpu else None)
     if arguments.json:
@@ -286,7 +287,7 @@ def _plan(arguments: argparse.Namespace, config: RunConfig) -> int:
     for title, rows in plan_tables(plan):
         print(title)
         print_table(rows)
-    print("\n".join(plan_notes(plan)))
+    print("\n".join([*notes, *plan_notes(plan)]))
     return 0
 
 

@@ -37,10 +37,13 @@ tensor, but only its own part for an all-gather); and what it sends over its lin
 the whole for an all-reduce, all of it for a send, and (n - 1)/n for the others. It receives as much.
 
 Buckets whose owners have ranges of different length (8-bit AdamW, Muon, Adafactor) are reduced and broadcast range by
-range: the same whole, of which every process hands over all to each broadcast too.
+range: the same bytes as a reduce-scatter and an all-gather, which is what they are called here.
 
-Not counted: padding (pass `buffers` to count it), validation, saving, and what an optimizer exchanges by itself (zero
-3: Adafactor adds up rows and columns; zero 3 or tensor ranks: Muon sends matrices to their owners and back).
+Muon, where zero 3 or tensor ranks cut matrices, with M values of matrices in a process: an all-to-all of 2 M values, to
+the owner of each matrix and back, in bfloat16 (a float32 run: float32). The mean over processes.
+
+Not counted: padding (pass `buffers` to count it), validation, saving, and the rows and columns that Adafactor adds up
+with zero 3.
 """
 
 from __future__ import annotations
@@ -77,11 +80,14 @@ class Transfer:
     ranks: int
     whole: float  # bytes of the whole tensor
     hidden_by: str = ""  # what can be computed meanwhile; empty: the processes wait
+    share: float | None = None  # of an all-gather, the part of this process; None: 1 / ranks
 
     @property
     def given(self) -> float:
         """Bytes that a process hands to the collective."""
-        return self.whole / self.ranks if self.collective == "all-gather" else self.whole
+        if self.collective != "all-gather":
+            return self.whole
+        return self.whole / self.ranks if self.share is None else self.whole * self.share
 
     @property
     def sent(self) -> float:
@@ -93,13 +99,19 @@ class Transfer:
 
 
 def communication_per_step(
-    model: ModelConfig, settings: MemorySettings, figures: int = 0, buffers: Mapping[str, int] | None = None
+    model: ModelConfig,
+    settings: MemorySettings,
+    figures: int = 0,
+    buffers: Mapping[str, int] | None = None,
+    own: Mapping[str, int] | None = None,
 ) -> list[Transfer]:
     """What one process exchanges in a step; empty for a single process. `figures`: how many numbers of the step
     (losses, counts, the norm) are summed over all processes. `buffers`: values in the flat buffers with their padding,
-    by spread (cut, copied); None: the parameters alone."""
+    by spread (cut, copied); None: the parameters alone. `own`: of these, the values that this process updates (ZeRO-1
+    and 2); None: equal shares."""
     transfers = [
-        *_gradients_and_weights(model, settings, buffers or _values(model, settings)),
+        *_gradients_and_weights(model, settings, buffers or _values(model, settings), own or {}),
+        *_momenta(model, settings),
         *_tensor(model, settings),
         *_context(model, settings),
         *_expert(model, settings),
@@ -128,7 +140,9 @@ def _values(model: ModelConfig, settings: MemorySettings) -> dict[str, int]:
     return {"cut": parameter_counts(held)["total"] - copied - experts, "copied": copied, "expert": experts}
 
 
-def _gradients_and_weights(model: ModelConfig, settings: MemorySettings, buffers: Mapping[str, int]) -> list[Transfer]:
+def _gradients_and_weights(
+    model: ModelConfig, settings: MemorySettings, buffers: Mapping[str, int], owned: Mapping[str, int]
+) -> list[Transfer]:
     width, passes = WIDTHS[settings.precision], settings.passes
     meanwhile = "last backward" if settings.overlap and settings.stage is None else ""
     found = []
@@ -142,7 +156,8 @@ def _gradients_and_weights(model: ModelConfig, settings: MemorySettings, buffers
         if spread == "expert" and not settings.is_fsdp:
             scatter, axes = "expert_shard", ["replicate"] if settings.zero else ["replicate", "expert_shard"]
         ranks = getattr(settings, scatter)
-        own = gradients / (ranks if settings.zero else 1)
+        share = owned[spread] / values if spread in owned else 1 / (ranks if settings.zero else 1)
+        own = gradients * share
         if spread == "copied" and settings.is_fsdp:  # FSDP does not know of the tensor axis
             found.append(_all_reduce(settings, ["tensor"], "gradients", own))
         elif spread == "copied":
@@ -155,8 +170,26 @@ def _gradients_and_weights(model: ModelConfig, settings: MemorySettings, buffers
             found.append(_all_reduce(settings, axes, "gradients", own, meanwhile))
         gathers = {0: 0, 3: 2 * passes}.get(settings.zero, 1)
         next_one = "block before" if settings.zero == 3 else "next forward"
-        found.append(Transfer("all-gather", "weights", scatter, ranks, float(gathers * width * values), next_one))
+        whole = float(gathers * width * values)
+        found.append(Transfer("all-gather", "weights", scatter, ranks, whole, next_one, share))
     return found
+
+
+def _momenta(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
+    """Matrices that are cut, to the process that orthogonalises them and back. Experts are not cut."""
+    ranks = settings.tensor * (settings.shard if settings.is_fsdp else 1)
+    if settings.optimizer != "muon" or ranks == 1:
+        return []
+    held, counts = settings.held(model), parameter_counts(settings.held(model))
+    expert, shared = 3 * held.hidden_size * held.moe.expert_size, 3 * held.hidden_size * held.shared_size
+    routed = held.hidden_size * held.router_rows + held.moe.experts_per_token * expert
+    values = counts["matmul"] - counts["embedding"] - held.expert_layers * routed
+    if not settings.is_fsdp:  # every tensor rank has shared experts and a single kv head whole
+        kv = 2 * held.hidden_size * held.head_size if model.kv_heads == 1 else 0
+        values -= held.expert_layers * shared + held.layers * kv
+    axes = "tensor" if not settings.is_fsdp else "shard x tensor" if settings.tensor > 1 else "shard"
+    size = 2.0 * WIDTHS[settings.precision] * values / settings.state_ranks
+    return [Transfer("all-to-all", "momentum", axes, ranks, size)]
 
 
 def _low_rank_bytes(model: ModelConfig, settings: MemorySettings) -> float:

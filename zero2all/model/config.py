@@ -164,6 +164,12 @@ class ModelConfig:
         return (self.init_embedding_std if self.tied_embeddings else self.init_head_std) or self.matrix_std
 
     @property
+    def head_std_field(self) -> str:
+        """The config field that sets it."""
+        own = "init_embedding_std" if self.tied_embeddings else "init_head_std"
+        return f"model.{own if getattr(self, own) else 'init_std'}"
+
+    @property
     def vocab_ids(self) -> int:
         """Ids the model can predict; only a resolved config (see `zero2all.config`) has them."""
         if self.vocab_size is None:

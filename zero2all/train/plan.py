@@ -40,6 +40,7 @@ from zero2all.parallel.schedule import predicted_bubble
 from zero2all.parallel.world import World, asked_processes
 from zero2all.train.micro_batch import least_samples, stage_settings
 from zero2all.train.outer.compress import BITS, format_of, kept_values
+from zero2all.train.saved_config import with_vocabulary
 from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES
 
@@ -179,18 +180,24 @@ def processes_per_machine(config: ParallelConfig, processes: int) -> int:
     return min(processes, USUAL_PER_MACHINE if config.processes == "auto" else config.processes)
 
 
-def with_planned_vocabulary(config: RunConfig, workspace: Workspace) -> RunConfig:
-    """The config with the size of the vocabulary: its own, or that of the workspace's tokenizer."""
-    if config.model.vocab_size is not None:
-        return config
+def with_planned_vocabulary(config: RunConfig, workspace: Workspace) -> tuple[RunConfig, list[str]]:
+    """The config with the size of the vocabulary: its own, or that of the workspace's tokenizer; and a note where it
+    has more ids than the tokenizer. One with fewer is refused, as the run would be."""
+    rows = config.model.vocab_size
     try:
         size = int(read_manifest(workspace.tokenizer, "tokenizer", "z2a tokenizer train")["vocab_size"])
     except Exception as error:
+        if rows is not None:
+            return config, []
         raise UsageError(
             f"A plan needs the size of the vocabulary. Give --model.vocab_size N, or --work with a workspace that has "
             f"a tokenizer. ({error})"
         ) from error
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+    note = (
+        f"vocabulary: {rows} ids (model.vocab_size); the tokenizer of the workspace has {size}. For its size add "
+        f"--model.vocab_size null."
+    )
+    return with_vocabulary(config, size), [] if rows in (None, size) else [t(note)]
 
 
 # ---- the mesh and the layout -----------------------------------------------------------------------------------------

@@ -96,11 +96,11 @@ def check_first_loss(loss: float, model: ModelConfig) -> list[str]:
         f"{math.log(model.vocab_ids):.2f}, here between {lowest:.2f} and {highest:.2f}."
     )
     if not math.isfinite(loss):
-        cause = "Probable causes: model.init_std is far too large, or a kernel is wrong (try ops.* eager)."
+        cause = f"Probable causes: {model.head_std_field} is far too large, or a kernel is wrong (try ops.* eager)."
     elif loss > highest:
         cause = (
-            f"Probable causes: model.init_std ({model.head_std:g}) is too large for a width of {model.hidden_size}, or "
-            f"the weights are not the initial ones."
+            f"Probable causes: {model.head_std_field} ({model.head_std:g}) is too large for a width of "
+            f"{model.hidden_size}, or the weights are not the initial ones."
         )
     else:
         cause = (

@@ -51,11 +51,12 @@ GIVEN_AT = {
     "allgather_into_tensor_coalesced_": ("all-gather", 1),
     "alltoall_": ("all-to-all", 1),
     "alltoall_base_": ("all-to-all", 1),
-    "broadcast_": ("broadcast", 0),
-    "reduce_": ("reduce", 0),
+    "broadcast_": ("all-gather", 0),
+    "reduce_": ("reduce-scatter", 0),
     "send": ("send", 0),
 }
-"""torch's operator -> its kind, and which of its arguments this process hands over."""
+"""torch's operator -> its kind, and which of its arguments this process hands over. A bucket whose owners have ranges
+of different length is scattered by a reduce to each owner, and gathered by a broadcast from each."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,10 @@ def simulate_ranks(config: RunConfig, processes: int) -> Simulated:
     sizes = check_spread(config, processes)
     if config.parallel.offload != "none":
         raise UsageError("A simulation cannot offload to host memory. Set parallel.offload to none.")
-    if config.optim.kind == "muon" and processes > 1:
+    if config.optim.kind == "muon" and (sizes.tensor > 1 or (config.parallel.zero == 3 and sizes.shard > 1)):
         raise UsageError(
-            "A simulation of several ranks cannot run Muon, whose ranks compute for each other. Add --optim.kind adamw."
+            "With parallel.tensor or parallel.zero 3 Muon's ranks tell each other which part of a matrix they have, "
+            "and a simulation has only one rank. Add --optim.kind adamw, or use --plan-only, which computes the bytes."
         )
     started = time.perf_counter()
     dist.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
@@ -146,7 +148,7 @@ def _simulate(config: RunConfig, world: World, started: float) -> Simulated:
     experts = config.model.expert_layers * config.model.moe.experts
     figures = HEAD + 2 + 2 * config.samples_per_step + (2 * world.size if world.size > 1 else 0) + experts
     formula: Counter[tuple[str, str]] = Counter()
-    for one in communication_per_step(config.model, settings, figures, _buffers(state)):
+    for one in communication_per_step(config.model, settings, figures, *_buffers(state)):
         formula[one.collective, sent.same_as.get(one.axis, one.axis)] += one.given  # type: ignore[assignment]
     keys = sorted({*formula, *sent.by_axes})
     return Simulated(
@@ -172,14 +174,16 @@ def _batch(config: RunConfig, world: World) -> Batch:
     )
 
 
-def _buffers(state: TrainState) -> dict[str, int] | None:
-    """The values of the flat buffers by spread, with their padding; FSDP has none."""
-    if not isinstance(state.weights, FlatWeights):
-        return None
+def _buffers(state: TrainState) -> tuple[Counter[str], Counter[str]]:
+    """The values of the flat buffers by spread, with their padding, and those of the own ranges; FSDP has none."""
     found: Counter[str] = Counter()
-    for bucket in state.weights.plan.buckets:
+    owned: Counter[str] = Counter()
+    if not isinstance(state.weights, FlatWeights):
+        return found, owned
+    for bucket, own in zip(state.weights.plan.buckets, state.weights.own, strict=True):
         found[bucket.spread] += bucket.span.stop - bucket.span.start
-    return dict(found)
+        owned[bucket.spread] += own.stop - own.start
+    return found, owned
 
 
 class LiveBytes(TorchDispatchMode):
@@ -263,6 +267,8 @@ class CollectiveBytes(TorchDispatchMode):
         if operation.namespace == "c10d" and operation._opname in GIVEN_AT:
             kind, at = GIVEN_AT[operation._opname]
             size = sum(tensor.nbytes for tensor in _tensors(arguments[at]))
+            if operation._opname == "broadcast_" and arguments[2] != 0:
+                size = 0  # another process has the values; this one is rank 0 of every group
             # Stages send over groups of two, which are not those of the mesh.
             self.by_axes[kind, "pipeline" if kind == "send" else self._axes_of_group(arguments)] += size
         return operation(*arguments, **(keywords or {}))
