@@ -167,12 +167,17 @@ def test_no_wording_contains_another(name: str) -> None:
 
 @both_languages
 def test_every_fact_is_told_often_and_in_each_permitted_wording(name: str) -> None:
-    language, text = LANGUAGES[name], corpus_text(name).lower()
+    language, texts = LANGUAGES[name], [document.text.lower() for document in corpus(name)]
     told: Counter[tuple[str, str]] = Counter()
     per_wording: list[int] = []
     sentences = language.sentences(SEED)
     shared = Counter(sentence.text for sentence in sentences)  # "Who lives in Oakhaven?" is asked of two people
+    about = {
+        names: "\n".join(text for text in texts if names[0].lower() in text or names[1].lower() in text)
+        for names in {sentence.names for sentence in sentences}
+    }
     for sentence in sentences:
+        text = about[sentence.names]
         times = sum(text.count(variant.lower()) for variant in variants(sentence.text)) // shared[sentence.text]
         per_wording.append(times)
         told[sentence.fact] += times
@@ -328,7 +333,7 @@ def test_the_text_is_the_one_this_generator_version_stands_for() -> None:
             digest.update(f"{probe.prompt}|{probe.answer}|{'|'.join(probe.foils)}\n".encode())
     for program in programs(50_000, SEED):
         digest.update(program.encode())
-    assert digest.hexdigest()[:16] == "afa239fd7b1a607e"
+    assert digest.hexdigest()[:16] == "f5865480345d8ff7"
 
 
 def test_every_program_runs_and_says_what_it_gives() -> None:
