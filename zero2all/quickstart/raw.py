@@ -26,7 +26,7 @@ from zero2all.evals.pair_file import Pair
 from zero2all.evals.probe_file import Probe
 from zero2all.quickstart.world import Document, documents, pairs, probes, programs
 
-GENERATOR_VERSION = 3
+GENERATOR_VERSION = 4
 """Raise it whenever the small world or the programs change, so that older raw folders are made anew."""
 
 ENGLISH_NAME, CHINESE_NAME, CODE_NAME = "en.jsonl", "zh.json", "code.parquet"

@@ -3,24 +3,28 @@
 A relation (capital, day, job, ...) has a list of (subject, answer) pairs and a set of templates over `{s}` and
 `{a}`. In an answer-last template nothing but punctuation follows `{a}`, so the text before it is a question that
 a plain language model can complete. Reverse templates put the answer elsewhere; they are for training only.
+Words in brackets are variants: `[Which|What] city` prints the one or the other. Some sentences have words in them that
+do not belong there, so that a model learns to find a fact by its names.
 A question names the subject or the answer; the other one is the reply. What surrounds both is a frame of the language
 (`Q: ... A: ...`, a dialogue, two lines), and statements and questions may follow a lead-in ("I read that ..."). So a
 few dozen wordings make thousands of sentences, and a model learns which words matter.
 
-For every fact two answer-last templates are held out, in all frames and after all lead-ins: the fact is never printed
-in them, while other facts are. The templates in `new_wordings` are never printed at all.
+For every fact two answer-last templates are held out, in all variants and frames and after all lead-ins: the fact is
+never printed in them, while other facts are. The templates in `new_wordings` are never printed at all.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 HELD_OUT_PER_FACT = 2
 
 STATEMENT, CARD, QUESTION, DIALOGUE = "statement", "card", "question", "dialogue"
+VARIANTS = re.compile(r"\[([^\[\]]*)\]")
 
 FactKey = tuple[str, str]
 """(relation name, subject): what names a fact within one language."""
@@ -39,8 +43,10 @@ class Relation:
     cards: tuple[str, ...]
     """Notes rather than sentences: a field and its value."""
     questions: tuple[str, ...]
-    """Without a reply; `Language.question` adds it."""
+    """Questions and requests, without a reply."""
     dialogues: tuple[str, ...]
+    replies: tuple[str, ...]
+    """Replies to a question that names the subject, over `{a}` and without their full stop."""
     new_wordings: tuple[str, ...]
     """Answer-last, asked of the trained model, never printed. Their author had not seen the others."""
     reverse_statements: tuple[str, ...]
@@ -74,14 +80,19 @@ class Fact:
         """The sentence or question this template makes of the fact."""
         return template.format(s=self.subject, a=self.answer)
 
-    def reply(self, question: str) -> str:
-        """What answers a question: the subject or the answer, whichever it does not name."""
-        return self.answer if "{s}" in question else self.subject
+    def replies(self, question: str) -> tuple[str, ...]:
+        """What answers a question: the subject or the answer, whichever it does not name; the shortest first."""
+        return tuple(map(self.told, self.relation.replies)) if "{s}" in question else (self.subject,)
+
+
+def varied(template: str, choose: Callable[[list[str]], str] = lambda variants: variants[0]) -> str:
+    """The template with one of the variants in each pair of brackets; without `choose`, the first."""
+    return VARIANTS.sub(lambda found: choose(found[1].split("|")), template)
 
 
 def asked(template: str, **slots: object) -> tuple[str, str]:
     """The prompt that an answer-last template makes, and the joiner between prompt and answer."""
-    before_answer = template.partition("{a}")[0].format(**slots)
+    before_answer = varied(template).partition("{a}")[0].format(**slots)
     prompt = before_answer.rstrip()
     return prompt, before_answer[len(prompt) :]
 
@@ -93,10 +104,10 @@ class Sentence:
     fact: FactKey
     style: str
     text: str
-    reply: str
-    """Of a question; else empty."""
-    starts_with_name: bool
-    """So that its first letter stays a capital after a lead-in."""
+    replies: tuple[str, ...]
+    """To a question; else empty."""
+    names: tuple[str, str]
+    """Subject and answer, which stay as they are."""
 
 
 def held_out_templates(
@@ -121,9 +132,7 @@ def held_out_templates(
     return held_out
 
 
-def permitted_sentences(
-    relations: tuple[Relation, ...], held_out: dict[FactKey, tuple[str, ...]]
-) -> Iterator[Sentence]:
+def tellings(relations: tuple[Relation, ...], held_out: dict[FactKey, tuple[str, ...]]) -> Iterator[Sentence]:
     """Every telling of every fact that the text may contain."""
     for relation in relations:
         styled = (
@@ -136,5 +145,5 @@ def permitted_sentences(
             for style, templates in styled:
                 for template in templates:
                     if template not in held_out[fact.key]:
-                        reply = fact.reply(template) if style == QUESTION else ""
-                        yield Sentence(fact.key, style, fact.told(template), reply, template.startswith("{"))
+                        replies = fact.replies(template) if style == QUESTION else ()
+                        yield Sentence(fact.key, style, fact.told(template), replies, (fact.subject, fact.answer))

@@ -9,11 +9,13 @@ above.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from zero2all.quickstart.world.arithmetic import Calculation, written
-from zero2all.quickstart.world.facts import CARD, DIALOGUE, QUESTION, STATEMENT, FactKey, Sentence, permitted_sentences
+from zero2all.quickstart.world.facts import CARD, DIALOGUE, QUESTION, STATEMENT, FactKey, Sentence, varied
 from zero2all.quickstart.world.language import LANGUAGES, Language
 from zero2all.quickstart.world.stories import tell
 
@@ -23,6 +25,12 @@ FACTS_PER_DOCUMENT = (5, 12)
 CALCULATIONS_PER_DOCUMENT = (8, 20)
 OPENER_SHARE = 0.3
 LEAD_IN_SHARE = 0.35
+NOISY_SHARE = 0.15
+"""Of statements and questions: words of the stories, which no wording has, stand in them or replace words of theirs. So
+a model relies on the names and on what a sentence is about, not on the whole of it."""
+NOISY_WORD_SHARE = 0.25
+SHORT_REPLY_SHARE = 0.6
+WORD = re.compile(r"[A-Za-z']+|[\u4e00-\u9fff]")
 FIRST_FRAME_SHARE = 0.4
 """Of questions: the rest are in all frames alike."""
 LIST_SHARE = 0.3
@@ -79,7 +87,8 @@ class _Writer:
     def __init__(self, language: Language, seed: int) -> None:
         self.language = language
         self.rng = language.random("documents", seed)
-        sentences = list(permitted_sentences(language.relations, language.held_out(seed)))
+        self.varied = partial(varied, choose=self.rng.choice)
+        sentences = language.sentences(seed)
         by_style = {
             style: [sentence for sentence in sentences if sentence.style == style]
             for style in (STATEMENT, CARD, QUESTION, DIALOGUE)
@@ -88,6 +97,10 @@ class _Writer:
         # A style with more wordings gets more documents, so that every wording is used equally often.
         self.styles = tuple(by_style)
         self.style_weights = tuple(len(members) for members in by_style.values())
+        wordings = " ".join(template for relation in language.relations for template in relation.answer_last)
+        scenes = (wording for arc in language.stories.arcs for wordings in arc.scenes for wording in wordings)
+        words = WORD.findall(re.sub(r"{.*?}", "", " ".join((*language.stories.details, *scenes))))
+        self.words = sorted(set(words) - set(WORD.findall(f"{wordings} {wordings.lower()}")))
         self.calculations = language.calculations(seed)[0]
         self.calculations_left: list[Calculation] = []
 
@@ -108,19 +121,32 @@ class _Writer:
         return Document("", between.join(lines), "quiz" if style == QUESTION else "facts")
 
     def _statements(self, count: int) -> list[str]:
-        return [sentence.text for sentence in self.decks[STATEMENT].deal(count)]
+        return [self.varied(sentence.text) for sentence in self.decks[STATEMENT].deal(count)]
 
     def _dressed(self, sentence: Sentence) -> str:
-        """The sentence as it is printed: some after a lead-in, questions in a frame with their reply."""
-        language, rng, text = self.language, self.rng, sentence.text
+        """The sentence as it is printed: some after a lead-in or with noise, questions in a frame with their reply."""
+        language, rng, text = self.language, self.rng, self.varied(sentence.text)
         lead_ins = {STATEMENT: language.lead_ins, QUESTION: language.question_lead_ins}.get(sentence.style, ())
         if lead_ins and rng.random() < LEAD_IN_SHARE:
-            text = rng.choice(lead_ins) + (text if sentence.starts_with_name else text[0].lower() + text[1:])
+            keeps_capital = text.startswith((*sentence.names, "I "))
+            text = self.varied(rng.choice(lead_ins)) + (text if keeps_capital else text[0].lower() + text[1:])
+        if lead_ins and rng.random() < NOISY_SHARE:
+            parts = re.split(f"({'|'.join(map(re.escape, sentence.names))})", text)
+            text = "".join(part if part in sentence.names else WORD.sub(self._noisy, part) for part in parts)
+            self.decks[sentence.style].left.insert(0, sentence)  # to be told as it is, too
         if sentence.style != QUESTION:
             return text
-        is_first = rng.random() < FIRST_FRAME_SHARE
-        frame = language.question_frames[0] if is_first else rng.choice(language.question_frames)
-        return frame.format(q=text, a=sentence.reply)
+        if rng.random() < FIRST_FRAME_SHARE:
+            return language.question_frames[0].format(q=text, a=sentence.replies[0])
+        reply = sentence.replies[0] if rng.random() < SHORT_REPLY_SHARE else rng.choice(sentence.replies)
+        return self.varied(rng.choice(language.question_frames)).format(q=text, a=self.varied(reply))
+
+    def _noisy(self, word: re.Match[str]) -> str:
+        """The word, another one in its place, or both."""
+        if self.rng.random() >= NOISY_WORD_SHARE:
+            return word[0]
+        other = self.rng.choice(self.words)
+        return other if self.rng.random() < 0.5 else f"{word[0]}{self.language.joiner}{other}"
 
     def _arithmetic(self) -> Document:
         language, rng = self.language, self.rng

@@ -9,7 +9,7 @@ from typing import Any
 
 from zero2all.common.files import package_text
 from zero2all.quickstart.world.arithmetic import ArithmeticWords, Calculation, split_calculations
-from zero2all.quickstart.world.facts import Fact, FactKey, Relation, held_out_templates
+from zero2all.quickstart.world.facts import Fact, FactKey, Relation, Sentence, held_out_templates, tellings, varied
 from zero2all.quickstart.world.stories import Arc, StoryBook
 
 
@@ -41,11 +41,15 @@ class Language:
 
     def template(self, relation: Relation, wording: str) -> str:
         """An answer-last wording as a template over `{s}` and `{a}`: questions stand in the first frame."""
-        return self.question_frames[0].replace("{q}", wording) if wording in relation.questions else wording
+        return varied(self.question_frames[0].replace("{q}", wording) if wording in relation.questions else wording)
 
     def held_out(self, seed: int) -> dict[FactKey, tuple[str, ...]]:
         """The templates each fact is never printed in."""
         return held_out_templates(self.relations, self.pins, self.random("held out", seed))
+
+    def sentences(self, seed: int) -> list[Sentence]:
+        """Every telling of every fact that the text may contain."""
+        return list(tellings(self.relations, self.held_out(seed)))
 
     def calculations(self, seed: int) -> tuple[list[Calculation], list[Calculation]]:
         """(calculations for the text, held-out calculations)."""
