@@ -54,9 +54,9 @@ def test_a_vocabulary_is_learned_from_no_more_text_than_it_has_use_for(preset: R
         (8_000, 64, 64, 156),
         (29_000, 64, 64, 566),
         (60_000, 64, 96, 469),
-        (300_000, 128, 128, 525),
-        (1_200_000, 128, 192, 525),
-        (10**9, 128, 192, 525),
+        (300_000, 128, 128, 630),
+        (1_200_000, 128, 192, 630),
+        (10**9, 128, 192, 630),
     ],
 )
 def test_samples_model_and_steps_grow_with_the_text(
