@@ -249,7 +249,7 @@ def take_step(
     weight: Tensor, o: Tensor, factors: Tensor | None, turns: int, numbers: Numbers, cautious: bool, kernels: bool
 ) -> None:
     """Subtract a step and the decay; cautious: only where the step leads towards 0 too."""
-    if kernels:
+    if kernels and weight.is_contiguous():  # a part of a matrix may have other strides
         from zero2all.ops.kernels.muon import subtract_step
 
         subtract_step(weight, o, factors, turns, numbers.lr, numbers.decay, cautious, numbers.skip)
