@@ -9,10 +9,11 @@ with the defaults of its base_train.py (rates, betas, decay by its rule, warmup 
 
 prepare: documents (JSON lines with `text`) become a workspace: a tokenizer, a train split, and a held-out split of
 which no 32 tokens in a row stand in the train split. Beside it, `near.npy`: held-out documents without that rule.
-compare: for every seed, nanochat and ours by turns. Ours is `z2a train` with the settings of SIZES and the rules of the
-optimizer, run once for each of --shares of nanochat's tokens. The time to nanochat's final loss is read between the
-shares, each a run whose schedule ends there. Seconds are the mean time of a step, without the first 10, x steps:
-compiling, evaluation and saving are left out on both sides.
+compare: for every seed, nanochat and ours by turns. Ours is the trainer of `z2a train`, with the settings of SIZES and
+the rules of the optimizer, run once for each of --shares of nanochat's tokens. The time to nanochat's final loss is
+read between the shares, each a run whose schedule ends there. Seconds are the mean time of a step, without the first
+10, x steps: compiling, evaluation and saving are left out on both sides. nanochat lives in a process of its own, which
+waits while ours runs.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +64,7 @@ def main() -> None:
     compare_verb.add_argument("--seeds", type=int, nargs="+", default=[2, 3, 4])
     compare_verb.add_argument("--shares", type=float, nargs="+", default=[0.8, 1.0, 1.25])
     compare_verb.add_argument("--tokens", type=int, help="of nanochat's run (default: by size)")
+    compare_verb.add_argument("--batch", type=int, help="nanochat's tokens of a step (default: by size)")
     compare_verb.add_argument("--set", nargs="*", default=[], help="more fields of ours, such as optim.lr_max=0.02")
     compare_verb.add_argument("--windows", default="L", help="nanochat's window_pattern; L: full, its best without FA3")
     compare_verb.add_argument("--name", default="learning", help="of the file in benchmarks/results")
@@ -135,25 +139,28 @@ def grams(document: np.ndarray) -> np.ndarray:
 def compare(arguments: argparse.Namespace) -> None:
     """Both sides by turns, for every seed."""
     size = SIZES[arguments.size]
+    size |= {"batch": arguments.batch or size["batch"]}
     tokens = arguments.tokens or size["tokens"]
     runs = []
-    for seed in arguments.seeds:
-        runs.append({"seed": seed, "side": "nanochat", "share": 1.0, **nanochat(arguments, size, tokens, seed)})
-        say(runs[-1])
-        for share in arguments.shares:
-            runs.append({"seed": seed, "side": "ours", "share": share, **ours(arguments, size, share * tokens, seed)})
+    with nanochat(arguments, size, tokens) as train_nanochat:
+        for seed in arguments.seeds:
+            runs.append({"seed": seed, "side": "nanochat", "share": 1.0, **train_nanochat(seed)})
             say(runs[-1])
+            for share in arguments.shares:
+                found = ours(arguments, size, share * tokens, seed)
+                runs.append({"seed": seed, "side": "ours", "share": share, **found})
+                say(runs[-1])
     ratios = {str(seed): time_ratio([run for run in runs if run["seed"] == seed]) for seed in arguments.seeds}
     print("time to nanochat's final loss / nanochat's time:", ratios)
     state = {"size": size, "tokens": tokens, "settings": arguments.set, "runs": runs, "time ratio": ratios}
-    path = save_result(arguments.name, {**state, "gpu state": gpu_state()})
+    path = save_result(arguments.name, state)
     draw(runs, path.with_suffix(".png"))
 
 
 def say(run: dict[str, Any]) -> None:
     """One line about a run."""
     print(f"{run['side']:9} seed {run['seed']} share {run['share']:.2f}: {run['loss']:.4f} nats, ", end="")
-    print(f"near {run['near']:.4f}, {run['seconds']:.1f} s, {run['flops']:.3g} FLOP", flush=True)
+    print(f"near {run['near']:.4f}, {run['seconds']:.1f} s, {run['flops']:.3g} FLOP; {run['gpu']}", flush=True)
 
 
 def time_ratio(runs: list[dict[str, Any]]) -> float | None:
@@ -168,20 +175,23 @@ def time_ratio(runs: list[dict[str, Any]]) -> float | None:
 
 
 def ours(arguments: argparse.Namespace, size: dict[str, Any], tokens: float, seed: int) -> dict[str, Any]:
-    """`z2a train`, then what its record says."""
+    """The trainer of `z2a train`, then what its record says."""
+    import torch
+
     from zero2all.common.workspace import Workspace
+    from zero2all.config import load_config
     from zero2all.infer.load import load_run
     from zero2all.limits.flops import flops_per_token
     from zero2all.model.config import ModelConfig
     from zero2all.track.reader import read_run
+    from zero2all.train.run import train
 
     name = "learning"
     shutil.rmtree(arguments.work / "runs" / name, ignore_errors=True)
-    config = settings_of(size, int(tokens), seed)
     path = arguments.work / "learning.json"
-    write_json(path, config)
-    more = [word for setting in arguments.set for word in (f"--{setting.split('=')[0]}", setting.split("=", 1)[1])]
-    z2a("train", path, "--work", arguments.work, "--train.name", name, *more)
+    write_json(path, settings_of(size, int(tokens), seed))
+    config = load_config(path, [f"--train.name={name}", *(f"--{setting}" for setting in arguments.set)])
+    train(config, Workspace(arguments.work), fresh=True, say=lambda _: None, brief=True)
     run = read_run(arguments.work / "runs" / name)
     loaded = load_run(Workspace(arguments.work), name)
     step = run.series["time/step"].value
@@ -189,13 +199,16 @@ def ours(arguments: argparse.Namespace, size: dict[str, Any], tokens: float, see
     assert isinstance(loaded.model.config, ModelConfig)
     per_token = flops_per_token(loaded.model.config, size["seq_len"])["palm"]
     score = scorer(lambda rows: loaded.model.to(device()).logits(loaded.model(rows)), size["seq_len"])
+    torch.set_float32_matmul_precision("high")  # as nanochat's side
     return {
         "loss": score(np.load(arguments.work / "valid.npy")),
         "near": score(np.load(arguments.work / "near.npy")),
         "seconds": float(np.mean(step[FIRST_STEPS:]) * len(step)),
         "flops": per_token * tokens,
         "parameters": loaded.parameters,
+        "tokens_per_step": config.train.tokens_per_step,
         "curve": [round(float(loss), 4) for loss in losses[:: max(1, len(losses) // 100)]],
+        "gpu": gpu_state(),
     }
 
 
@@ -215,14 +228,7 @@ def settings_of(size: dict[str, Any], tokens: int, seed: int) -> dict[str, Any]:
     passes = {"seed": seed, "tokens": tokens, "precision": precision, "micro_batch_samples": 32}
     never = 10**9
     return {
-        "model": {
-            **shape,
-            **start,
-            "heads": heads,
-            "kv_heads": heads,
-            "max_seq_len": size["seq_len"],
-            "rope_theta": 1e5,
-        },
+        "model": shape | start,
         "data": {"seq_len": size["seq_len"], "seed": seed},
         "train": passes,
         "optim": {"kind": "muon"},
@@ -232,16 +238,52 @@ def settings_of(size: dict[str, Any], tokens: int, seed: int) -> dict[str, Any]:
     }
 
 
-def nanochat(arguments: argparse.Namespace, size: dict[str, Any], tokens: int, seed: int) -> dict[str, Any]:
-    """nanochat's classes in a process of their own."""
-    job = {"size": size, "tokens": tokens, "seed": seed, "windows": arguments.windows, "work": str(arguments.work)}
-    job |= {"nanochat": str(arguments.nanochat), "answer": str(arguments.work / "nanochat.json")}
-    subprocess.run([sys.executable, __file__, "nanochat-run", "--job", json.dumps(job)], check=True)
-    return dict(json.loads(Path(job["answer"]).read_text()))
+@contextmanager
+def nanochat(arguments: argparse.Namespace, size: dict[str, Any], tokens: int) -> Iterator[Callable[[int], Any]]:
+    """nanochat's classes in a process of their own: give it a seed, and it trains."""
+    job = {"size": size, "tokens": tokens, "windows": arguments.windows, "work": str(arguments.work)}
+    job |= {"nanochat": str(arguments.nanochat)}
+    answer = arguments.work / "nanochat.json"
+    words = [sys.executable, __file__, "nanochat-run", "--job", json.dumps(job)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+
+        def train_nanochat(seed: int) -> Any:
+            answer.unlink(missing_ok=True)
+            print(seed, file=process.stdin, flush=True)
+            while not answer.exists():
+                if process.poll() is not None:
+                    sys.exit("nanochat's process ended without an answer; its error is above")
+                time.sleep(0.1)
+            return json.loads(answer.read_text())
+
+        yield train_nanochat
+        process.stdin.close()
 
 
 def run_nanochat(arguments: argparse.Namespace) -> None:
-    """Train nanochat's model with its optimizer on the rows that our loader gives; its schedules, restated."""
+    """For every seed that comes: train nanochat's model with its optimizer on the rows that our loader gives."""
+    import torch
+
+    job = json.loads(arguments.job)
+    size, work = job["size"], Path(job["work"])
+    sys.path.insert(0, job["nanochat"])
+    from nanochat.gpt import GPT, GPTConfig
+
+    torch.set_float32_matmul_precision("high")
+    heads = max(size["width"] // 128, 2)
+    ids = int(json.loads((work / "tokenizer" / "manifest.json").read_text())["vocab_size"])
+    shape = {"n_layer": size["depth"], "n_head": heads, "n_kv_head": heads, "n_embd": size["width"]}
+    with torch.device("meta"):
+        model = GPT(GPTConfig(sequence_len=size["seq_len"], vocab_size=ids, window_pattern=job["windows"], **shape))
+    model.to_empty(device=device())
+    call = torch.compile(model, dynamic=False) if device() == "cuda" else model
+    for line in sys.stdin:
+        write_json(work / "nanochat.json", train_once(job, model, call, int(line)))
+
+
+def train_once(job: dict[str, Any], model: Any, call: Any, seed: int) -> dict[str, Any]:
+    """One run of nanochat; its schedules, restated."""
     import torch
 
     from zero2all.packed.config import DataConfig
@@ -249,28 +291,17 @@ def run_nanochat(arguments: argparse.Namespace) -> None:
     from zero2all.packed.mixture import open_training_data
     from zero2all.packed.stages import Stage
 
-    job = json.loads(arguments.job)
     size, tokens, work = job["size"], job["tokens"], Path(job["work"])
-    sys.path.insert(0, job["nanochat"])
-    from nanochat.gpt import GPT, GPTConfig
-
-    torch.set_float32_matmul_precision("high")
-    torch.manual_seed(job["seed"])
-    heads = max(size["width"] // 128, 2)
     length, batch = size["seq_len"], size["batch"]
-    ids = int(json.loads((work / "tokenizer" / "manifest.json").read_text())["vocab_size"])
-    shape = {"n_layer": size["depth"], "n_head": heads, "n_kv_head": heads, "n_embd": size["width"]}
-    with torch.device("meta"):
-        model = GPT(GPTConfig(sequence_len=length, vocab_size=ids, window_pattern=job["windows"], **shape))
-    model.to_empty(device=device())
+    torch.manual_seed(seed)
+    model.train()
     model.init_weights()
-    call = torch.compile(model, dynamic=False) if device() == "cuda" else model
     steps, rate = tokens // batch, math.sqrt(batch / 2**19)
     horizon = 12 * (12 * 12 * 768 * 768 + 768 * 32768)
     decay = 0.28 * rate * horizon / tokens
     rates = {"unembedding_lr": 0.008, "embedding_lr": 0.3, "matrix_lr": 0.02, "scalar_lr": 0.5}
     optimizer = model.setup_optimizer(weight_decay=decay, **{name: value * rate for name, value in rates.items()})
-    config = DataConfig(seq_len=length, seed=job["seed"])
+    config = DataConfig(seq_len=length, seed=seed)
     data = open_training_data(work / "packed", config, [Stage("main", 0, None, length)])
     fall = round(0.65 * steps)
     curve, begun = [], time.perf_counter()
@@ -300,7 +331,7 @@ def run_nanochat(arguments: argparse.Namespace) -> None:
     found = {"loss": score(np.load(work / "valid.npy")), "near": score(np.load(work / "near.npy"))}
     parameters = sum(parameter.numel() for parameter in model.parameters())
     found |= {"seconds": seconds, "flops": model.estimate_flops() * tokens, "parameters": parameters}
-    Path(job["answer"]).write_text(json.dumps({**found, "curve": curve}))
+    return {**found, "tokens_per_step": batch, "curve": curve, "gpu": gpu_state()}
 
 
 # ---- the same on both sides ------------------------------------------------------------------------------------------
