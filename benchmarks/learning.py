@@ -3,6 +3,7 @@
     python benchmarks/learning.py prepare --work W --text docs.jsonl                 text -> tokenizer, tokens, held-out
     python benchmarks/learning.py compare --work W --nanochat FOLDER --size d8       runs by turns; JSON and a picture
     python benchmarks/learning.py compare --work W --nanochat FOLDER --size cpu      two minutes without a GPU
+    python benchmarks/learning.py show                                               what was found, as a table
 
 FOLDER is a checkout of nanochat; nothing of it is in this repository. Its model and optimizer are used as they are,
 with the defaults of its base_train.py (rates, betas, decay by its rule, warmup of 40 steps, linear decay over 65 %).
@@ -35,7 +36,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.machine import save_result
+from benchmarks.machine import RESULTS, save_result
 from zero2all.common.files import write_json
 
 GRAM = 32
@@ -68,12 +69,13 @@ def main() -> None:
     compare_verb.add_argument("--set", nargs="*", default=[], help="more fields of ours, such as optim.lr_max=0.02")
     compare_verb.add_argument("--windows", default="L", help="nanochat's window_pattern; L: full, its best without FA3")
     compare_verb.add_argument("--name", default="learning", help="of the file in benchmarks/results")
+    verbs.add_parser("show")
     child = verbs.add_parser("nanochat-run")
     child.add_argument("--job", required=True)
     for verb in (prepare_verb, compare_verb):
         verb.add_argument("--work", type=Path, required=True)
     arguments = parser.parse_args()
-    {"prepare": prepare, "compare": compare, "nanochat-run": run_nanochat}[arguments.verb](arguments)
+    {"prepare": prepare, "compare": compare, "show": show, "nanochat-run": run_nanochat}[arguments.verb](arguments)
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
@@ -163,15 +165,40 @@ def say(run: dict[str, Any]) -> None:
     print(f"near {run['near']:.4f}, {run['seconds']:.1f} s, {run['flops']:.3g} FLOP; {run['gpu']}", flush=True)
 
 
-def time_ratio(runs: list[dict[str, Any]]) -> float | None:
-    """Seconds in which ours reaches nanochat's final loss, divided by nanochat's; None: not within the shares."""
+def time_ratio(runs: list[dict[str, Any]]) -> str:
+    """Seconds in which ours reaches nanochat's final loss, divided by nanochat's: on the straight line between two
+    shares, or up to one distance outside of them (~); else a limit."""
     goal = next(run for run in runs if run["side"] == "nanochat")
     points = sorted((run["seconds"], run["loss"]) for run in runs if run["side"] == "ours")
     for (before, high), (after, low) in itertools.pairwise(points):
-        if high >= goal["loss"] >= low:
-            seconds = before + (after - before) * (high - goal["loss"]) / max(high - low, 1e-9)
-            return round(seconds / goal["seconds"], 3)
-    return None
+        place = (high - goal["loss"]) / max(high - low, 1e-9)
+        if -1 <= place <= 2:
+            return f"{'' if 0 <= place <= 1 else '~'}{(before + (after - before) * place) / goal['seconds']:.2f}"
+    is_late = points[-1][1] > goal["loss"]
+    return f"{'>' if is_late else '<'} {(points[-1] if is_late else points[0])[0] / goal['seconds']:.2f}"
+
+
+def show(arguments: argparse.Namespace) -> None:
+    """The files as a table in Markdown."""
+    del arguments
+    print("| text, size | nanochat's batch | seed | nanochat | s | ours, tokens as nanochat | s | time to its loss |")
+    print("|---|---|---|---|---|---|---|---|")
+    for path in sorted(RESULTS.glob("learning_*.json")):
+        found = json.loads(path.read_text())
+        size, text = path.stem.split("_")[1:3]
+        for seed in dict.fromkeys(run["seed"] for run in found["runs"]):
+            runs = [run for run in found["runs"] if run["seed"] == seed]
+            goal, *others = runs
+            mine = max(others, key=lambda run: -abs(run["share"] - 1))
+            share = "" if mine["share"] == 1 else f" ({mine['share']:g} of them)"
+            cells = [f"{text}, {size}", f"{goal['tokens_per_step']:,}", str(seed), f"{goal['loss']:.4f}"]
+            cells += [
+                f"{goal['seconds']:.1f}",
+                f"{mine['loss']:.4f}{share}",
+                f"{mine['seconds']:.1f}",
+                time_ratio(runs),
+            ]
+            print("| " + " | ".join(cells) + " |")
 
 
 def ours(arguments: argparse.Namespace, size: dict[str, Any], tokens: float, seed: int) -> dict[str, Any]:

@@ -78,13 +78,13 @@ def variants() -> dict[str, Variant]:
     from zero2all.ops.kernels import cross_entropy, rms_norm
 
     blocks, few_warps = (cross_entropy, "WHOLE_ROW", 0), (rms_norm, "WARPS_PER_PROCESSOR", 6)
-    long_chunks = (linear_cross_entropy, "CHUNK_ROWS", 32768)
+    short_chunks = (linear_cross_entropy, "CHUNK_ROWS", 8192)
     return {
         "default": Variant(),
         "loss in blocks": Variant(constants=(blocks,)),
         "norm with few warps, as before": Variant(constants=(few_warps,)),
         "loss in blocks, norm with few warps": Variant(constants=(blocks, few_warps)),
-        "chunks of 32,768 rows": Variant(constants=(long_chunks,)),
+        "head in chunks of 8,192 rows": Variant(constants=(short_chunks,)),
         "CUDA graph": Variant(("--train.cuda_graph=on",)),
         "float8 linear layers": Variant(("--ops.linear=fp8",)),
     }

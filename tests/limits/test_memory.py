@@ -25,6 +25,7 @@ from zero2all.limits.memory import (
 from zero2all.limits.pass_memory import pass_memory
 from zero2all.model.config import ModelConfig, MoeConfig, parameter_counts
 from zero2all.model.z2all import Z2all
+from zero2all.ops import linear_cross_entropy
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.footprint import Footprint
 from zero2all.ops.registry import footprints, resolve
@@ -33,6 +34,12 @@ from zero2all.parallel.layout import init_weights, layout_table
 from zero2all.parallel.mesh import Mesh
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.state import new_state
+
+
+@pytest.fixture(autouse=True)
+def chunks_as_measured(monkeypatch):
+    """Of 8,192 rows: the measurements here are older than larger ones."""
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_ROWS", 8192)
 
 
 def saved_bytes_per_token(model, settings):

@@ -21,7 +21,9 @@ computed once for a model and its settings, and `PassMemory.phases` for each num
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from zero2all.limits.flops import WHOLE_FORWARD, recomputed_blocks
@@ -74,13 +76,13 @@ class PassMemory:
 
     saved_per_token: float  # at the end of the forward pass, of one micro-batch
     lines: tuple[PhaseLines, ...]
-    chunk_rows: int | None  # of the head; None: all tokens
+    chunk_rows: Callable[[int], int] | None  # of the head, from the tokens of a pass; None: all tokens
     host_per_token: float  # that lies in host memory, at the end of the forward pass
     inputs: Moment  # what lies on the device for a pass: ids, weights in the loss, tables of positions
 
     def phases(self, tokens: int) -> list[Phase]:
         """The phases of a pass over so many tokens."""
-        first = tokens if self.chunk_rows is None else min(tokens, self.chunk_rows)
+        first = tokens if self.chunk_rows is None else min(tokens, self.chunk_rows(tokens))
         rows = (first, min(tokens - first, first))
         return [
             Phase(line.name, line.saved * tokens, max(_bytes(moment, tokens, rows) for moment in line.moments))
@@ -123,7 +125,8 @@ def pass_memory(model: ModelConfig, settings: MemorySettings) -> PassMemory:
             for name, saved, moments in lines
         ]
     swapped = sum(map(blocks.whole, range(last + 1))) - saved if settings.recompute == "swap" else 0.0
-    return PassMemory(saved + ends.saved, tuple(lines), head.chunk_rows, swapped, _inputs(model, settings))
+    chunk = None if head.chunk_rows is None else partial(head.chunk_rows, blocks.sizes)
+    return PassMemory(saved + ends.saved, tuple(lines), chunk, swapped, _inputs(model, settings))
 
 
 def _waiting(blocks: _Blocks, ends: _Ends, settings: MemorySettings, saved: float) -> tuple[float, float]:

@@ -118,8 +118,8 @@ class Footprint:
     """attention: one kernel, whose result `recompute: selective` keeps. feed_forward: one autograd function, so
     recomputation cannot stop inside it."""
     head: Head | None = None  # linear_cross_entropy, cross_entropy
-    chunk_rows: int | None = None
-    """linear_cross_entropy: tokens whose logits exist at once; None: all of a micro-batch."""
+    chunk_rows: Callable[[Sizes, int], int] | None = None
+    """linear_cross_entropy: tokens of a micro-batch whose logits exist at once; None: all."""
     kept_results: Bytes = nothing
     """feed_forward, experts: what `recompute: selective` keeps of their matmuls, and their backward pass needs."""
     kept_besides: Bytes = nothing  # what it keeps although the backward pass does not need it

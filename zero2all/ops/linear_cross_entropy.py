@@ -43,8 +43,10 @@ from zero2all.ops.implementation import (
 )
 from zero2all.ops.precision import for_autocast, widened, without_autocast
 
-CHUNK_ROWS = 8192
-"""Keeps the matmuls large enough to fill a GPU, and the logits at about 1 GB for 64k columns in bfloat16."""
+CHUNK_BYTES, FEWEST_ROWS, CHUNK_ROWS = 2**30, 8192, 32768
+"""Bytes of a chunk's logits, and its least and most rows; at most a quarter of all rows, for small GPUs. Few columns
+need more rows to fill a GPU: with 16,384 columns a step of 42.5 M parameters took 1.4 % less time with 32,768 rows than
+with 8,192 (H200, 2026-11-18)."""
 EPILOGUE_CHUNK_ROWS = 16384
 """For `quack`. On an H200 the head of z2all-1b took 40.5, 39.8, 39.1 and 39.4 ms with 4,096 to 32,768 (2026-11-15)."""
 
@@ -161,6 +163,12 @@ def fill_by_chunks(kernel: ChunkKernel) -> Fill:
     return fill
 
 
+def chunk_rows(rows: int, columns: int, value_bytes: int) -> int:
+    """Rows whose logits exist at once: a power of two, so that chunks are multiples of a kernel's tiles."""
+    fitting = max(1, min(CHUNK_BYTES // (columns * value_bytes), rows // 4))
+    return min(CHUNK_ROWS, max(FEWEST_ROWS, 1 << (fitting.bit_length() - 1)))
+
+
 def _fill_rows(results: Results, kernel: ChunkKernel, given: Given, start: int) -> None:
     """The rows from `start` on; their gradient of the head is added to what is there."""
     hidden, head, targets, weights, vocab_size, z = given
@@ -168,9 +176,10 @@ def _fill_rows(results: Results, kernel: ChunkKernel, given: Given, start: int) 
     count = hidden.shape[0]
     if start == count:
         return
-    logits = torch.empty(min(count - start, CHUNK_ROWS), head.shape[0], dtype=hidden.dtype, device=hidden.device)
-    for first in range(start, count, CHUNK_ROWS):
-        rows = slice(first, min(first + CHUNK_ROWS, count))
+    chunk = chunk_rows(count, head.shape[0], hidden.element_size())
+    logits = torch.empty(min(count - start, chunk), head.shape[0], dtype=hidden.dtype, device=hidden.device)
+    for first in range(start, count, chunk):
+        rows = slice(first, min(first + chunk, count))
         here = logits[: rows.stop - rows.start]
         torch.mm(hidden[rows], head.t(), out=here)
         losses[rows], of_z = kernel(here, targets[rows], weights[rows], vocab_size, z, dhead is not None)
@@ -373,9 +382,13 @@ def _hidden_again(sizes: Sizes) -> float:
     return float(sizes.value_bytes * sizes.hidden_size)
 
 
-CHUNKS = Footprint(head=_by_chunks(_logits), chunk_rows=CHUNK_ROWS)
-IN_STEPS = Footprint(head=_by_chunks(_logits_in_steps), chunk_rows=CHUNK_ROWS)
-EPILOGUES = Footprint(head=_by_chunks(_exponentials, _hidden_again), chunk_rows=EPILOGUE_CHUNK_ROWS)
+def _chunk_rows(sizes: Sizes, tokens: int) -> int:
+    return chunk_rows(tokens, max(1, sizes.vocab_rows), sizes.value_bytes)  # a stage may have no head
+
+
+CHUNKS = Footprint(head=_by_chunks(_logits), chunk_rows=_chunk_rows)
+IN_STEPS = Footprint(head=_by_chunks(_logits_in_steps), chunk_rows=_chunk_rows)
+EPILOGUES = Footprint(head=_by_chunks(_exponentials, _hidden_again), chunk_rows=lambda *_: EPILOGUE_CHUNK_ROWS)
 
 IMPLEMENTATIONS: tuple[Implementation[LinearCrossEntropyOp], ...] = (
     Implementation(

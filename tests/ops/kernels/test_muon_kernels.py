@@ -196,5 +196,5 @@ def test_a_gpu_compiles_nothing_for_further_shapes():
         build_optimizer(whole_masters(weights, gradients), OptimConfig("muon"), table).step()
         return [len(kernel.device_caches[0][0]) for kernel in (kernels._momentum, kernels._step)]
 
-    found = train([(64, 64), (256, 64), (64, 256)])
+    found = train([(64, 64), (256, 64), (128, 64), (64, 256)])  # wide, tall, square
     assert train([(128, 1408), (2048, 512), (8, 32, 48), (1024, 512), (6, 16)]) == found
