@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from urllib.parse import unquote
 
 import pytest
@@ -106,3 +108,11 @@ def test_no_placeholder_is_left(page):
     blocks = [(number, line) for block in page.blocks for number, line in enumerate(block.lines, block.number)]
     lines = [*prose, *((number, line) for number, line in blocks if words.fullmatch(line.strip()))]
     report([f"{page}:{number}: {found[0]}" for number, line in lines if (found := words.search(line))])
+
+
+def test_the_table_of_learning_speed_is_that_of_the_results():
+    shown = subprocess.run(
+        [sys.executable, "benchmarks/learning.py", "show"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert len(shown.splitlines()) > 4
+    assert all(shown in (ROOT / "docs" / name).read_text() for name in ("learning.md", "learning.zh.md"))
