@@ -66,7 +66,7 @@ def test_wrong_bits_and_slow_products_are_named_by_machine():
 PROCESS = """
 import json, os, sys, torch
 from zero2all.parallel import health
-from zero2all.parallel.meet import open_store
+from zero2all.parallel.rendezvous import open_store
 job = json.loads(sys.argv[1])
 os.environ |= job["variables"]
 health.PAIR_SECONDS = job["pair_seconds"]

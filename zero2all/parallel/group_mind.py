@@ -189,7 +189,7 @@ class Mind:
             if message["do"] == "hello" and message["facts"] == self.link.facts:
                 self._alike.add(group)
             elif message["do"] == "hello" and not self.is_running:
-                from zero2all.parallel.meet import differences  # needs torch
+                from zero2all.parallel.rendezvous import differences  # needs torch
 
                 self.link.problem = UsageError(
                     f"Group {group} differs from group {self.link.group}: "
@@ -284,7 +284,7 @@ class Mind:
                 say(f"z2a: waiting for other groups. {' '.join(self._reasons)}")
 
     def _why_missing(self, group: int) -> str:
-        from zero2all.parallel.meet import why_not_reached  # needs torch
+        from zero2all.parallel.rendezvous import why_not_reached  # needs torch
 
         own, address = self.link.group, self.link.config.groups[group].partition(",")[0]
         if group in self.heard:

@@ -39,7 +39,7 @@ def slurm_file(
     least, most = nodes
     asked = (("partition", partition), ("account", account))
     asked_lines = "".join(f"#SBATCH --{flag}={value}\n" for flag, value in asked if value)
-    meeting = f' \\\n            --nodes {node_words(nodes)} --node-rank "$1" --rendezvous "${{machines[0]}}:$port"'
+    node_flags = f' \\\n            --nodes {node_words(nodes)} --node-rank "$1" --rendezvous "${{machines[0]}}:$port"'
     final = "|".join(map(str, (0, PreemptedError.exit_code, *NEVER_AGAIN)))
     keep_lines = "# A lost machine does not end the job: the run goes on with the others.\n#SBATCH --no-kill\n"
     return f"""\
@@ -72,7 +72,7 @@ port=$(({SLURM_PORTS.start} + SLURM_JOB_ID % {len(SLURM_PORTS)}))
 # --cpu-bind=none: without it Slurm may give the task, and so all processes, one core.
 run_machine() {{
     while true; do
-        srun --nodes=1 --ntasks=1 --nodelist="$2" --cpu-bind=none {shlex.join(command)}{meeting if most > 1 else ""}
+        srun --nodes=1 --ntasks=1 --nodelist="$2" --cpu-bind=none {shlex.join(command)}{node_flags if most > 1 else ""}
         code=$?
         case $code in
             {final}) return $code ;; # done, saved, or an error that would come again
@@ -130,12 +130,12 @@ def kubernetes_file(
     name: str, command: Sequence[str], image: str, claim: str, nodes: tuple[int, int], gpus: int, save_seconds: int
 ) -> str:
     """A JobSet (jobset.sigs.k8s.io, 0.6 or newer) with one pod per machine, and a new secret for them."""
-    meeting, secret_object, secret_lines = [], "", ""
+    node_flags, secret_object, secret_lines = [], "", ""
     if nodes[1] > 1:
         # The name of a pod that was replaced leads to the old one for a while: machine 0 need not ask for its own.
-        meeting = ["--nodes", node_words(nodes), "--node-rank", "$(NODE_RANK)"]
-        meeting += ["--rendezvous", f"{name}-node-0-0.{name}:{DEFAULT_PORT}"]
-        meeting += ["--rendezvous-bind", f"[$(POD_IP)]:{DEFAULT_PORT}"]
+        node_flags = ["--nodes", node_words(nodes), "--node-rank", "$(NODE_RANK)"]
+        node_flags += ["--rendezvous", f"{name}-node-0-0.{name}:{DEFAULT_PORT}"]
+        node_flags += ["--rendezvous-bind", f"[$(POD_IP)]:{DEFAULT_PORT}"]
         secret_object = f"""\
 # Who knows this secret can join the run: keep the file to yourself.
 {{apiVersion: v1, kind: Secret, metadata: {{name: {name}}}, stringData: {{secret: {json.dumps(new_secret())}}}}}
@@ -145,7 +145,7 @@ def kubernetes_file(
                     - {{name: POD_IP, valueFrom: {{fieldRef: {{fieldPath: status.podIP}}}}}}
                     - {{name: {VARIABLE}, valueFrom: {{secretKeyRef: {{name: {name}, key: secret}}}}}}
 """
-    words = "\n".join(f"                  - {json.dumps(word)}" for word in (*command, *meeting))
+    words = "\n".join(f"                  - {json.dumps(word)}" for word in (*command, *node_flags))
     gpu_lines = (
         f'                  resources:\n                    limits: {{"nvidia.com/gpu": {gpus}}}\n' if gpus else ""
     )

@@ -454,7 +454,7 @@ class _Supervisor:
         return 128 + signal.SIGKILL, failure
 
     def _end_for_others(self) -> tuple[int, Failure]:
-        """Another machine has failed, or the connection to the meeting is lost."""
+        """Another machine has failed, or the connection to the coordinator is lost."""
         facts = self._facts()
         failure = self._failure("lost", facts[0], "", "", facts)
         self.ranks.end()
