@@ -87,7 +87,7 @@ def check(start, tmp_path):
     def run(faults=(), wrong=None, excludes=False, isolate=None, per_machine=3):
         (tmp_path / "plan.json").write_text(json.dumps(list(faults)))
         shared = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": str(per_machine), "MASTER_ADDR": "127.0.0.1"}
-        shared |= {"MASTER_PORT": str(free_port()), "ZERO2ALL_FAULTS": str(tmp_path / "plan.json")}
+        shared |= {"MASTER_PORT": str(free_port()), "Z2A_FAULTS": str(tmp_path / "plan.json")}
         started = [
             start(
                 json.dumps(

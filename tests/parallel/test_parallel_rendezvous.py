@@ -132,8 +132,8 @@ def test_a_port_that_accepts_and_stays_silent_is_not_waited_for_for_ever(port, m
     with socket.create_server(("127.0.0.1", port)):
         with pytest.raises(PeerFailureError, match="rank 0 is still starting, or the port is wrong"):
             open_store(1, 0.5)
-        monkeypatch.setenv("ZERO2ALL_ATTEMPT", "a1")
-        monkeypatch.setenv("ZERO2ALL_RENDEZVOUS", "gpu1:29500")
+        monkeypatch.setenv("Z2A_ATTEMPT", "a1")
+        monkeypatch.setenv("Z2A_RENDEZVOUS", "gpu1:29500")
         with pytest.raises(PeerFailureError, match=r"at gpu1:29500: rank 0 is still starting\."):
             open_store(1, 0.5)
     said = capfd.readouterr().err
@@ -154,7 +154,7 @@ def test_a_store_without_a_launcher_listens_at_its_own_address_only_and_once(por
 def test_machines_that_cannot_exchange_data_are_named_with_the_remedy_in_one_paragraph(monkeypatch):
     """Rank 2, written by hand, names an address at which nothing listens."""
     for attempt, kind in (("1", UsageError), ("2", PeerFailureError)):
-        monkeypatch.setenv("ZERO2ALL_ATTEMPT_NUMBER", attempt)
+        monkeypatch.setenv("Z2A_ATTEMPT_NUMBER", attempt)
         store = dist.HashStore()
         rank = {"host": "far", "process": "1", "folder": "", "door": ["127.0.0.1", free_port()]}
         store.set("rank/2", json.dumps({**rank, "facts": json.loads(json.dumps(FACTS))}))

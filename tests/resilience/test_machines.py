@@ -41,9 +41,9 @@ LOOP = """
     done = folder / "done"
     first = int(done.read_text()) if done.exists() else 0
     with open(folder / "attempts", "a") as file:
-        file.write(f"{rank}/{world} {os.environ['ZERO2ALL_ATTEMPT']} from {first}\\n")
+        file.write(f"{rank}/{world} {os.environ['Z2A_ATTEMPT']} from {first}\\n")
     if rank == 0:
-        listener = socket.socket(fileno=int(os.environ["ZERO2ALL_STORE_SOCKET"]))
+        listener = socket.socket(fileno=int(os.environ["Z2A_STORE_SOCKET"]))
         others = [listener.accept()[0] for _ in range(world - 1)]
         assert sorted(int(other.recv(1)) for other in others) == list(range(1, world))
     else:

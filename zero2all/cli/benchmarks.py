@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero2all.common.language import translate as t
+from zero2all.cli.verb import TYPES
+from zero2all.common.progress import tell
 
 if TYPE_CHECKING:
     from zero2all.common.engine import EngineConfig
@@ -23,10 +24,7 @@ def names(text: str) -> tuple[str, ...]:
     return found
 
 
-def add_data(parser: argparse.ArgumentParser) -> None:
-    """The folder with the files of benchmarks."""
-    about = "folder with a folder of files for each benchmark (default eval-data)"
-    parser.add_argument("--data", type=Path, default=Path("eval-data"), metavar="DIR", help=about)
+TYPES["names"] = names
 
 
 def files_of(wanted: Sequence[str]) -> tuple[str, ...]:
@@ -62,4 +60,4 @@ def look_for(workspace: Workspace, tasks: Sequence[Task], engine: EngineConfig) 
     report = find_contamination(workspace, tasks, engine)
     print("\n".join(contamination_lines(report)))
     speed = report["bytes"] / 1e6 / max(report["seconds"], 1e-3)
-    print(t(f"{report['bytes'] / 1e6:,.1f} MB of corpus at {speed:,.1f} MB/s; {workspace.root / REPORT_NAME}"))
+    tell(f"{report['bytes'] / 1e6:,.1f} MB of corpus at {speed:,.1f} MB/s; {workspace.root / REPORT_NAME}")

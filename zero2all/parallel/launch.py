@@ -36,11 +36,11 @@ from zero2all.resilience.config import ResilienceConfig
 from zero2all.resilience.member import LOOPBACK, Member, Rules
 from zero2all.resilience.supervisor import Environment, Watch, supervise
 
-STORE_SOCKET = "ZERO2ALL_STORE_SOCKET"
+STORE_SOCKET = "Z2A_STORE_SOCKET"
 """File descriptor of the socket on which rank 0 waits for the others."""
-ATTEMPT = "ZERO2ALL_ATTEMPT"
+ATTEMPT = "Z2A_ATTEMPT"
 """The id of an attempt that several machines agreed on: of the keys in its store, and in the lock of the run."""
-COMMAND_STARTED = "ZERO2ALL_COMMAND_STARTED"
+COMMAND_STARTED = "Z2A_COMMAND_STARTED"
 ALONE = Nodes()
 MOST_DESCRIPTORS = 1 << 16
 

@@ -30,7 +30,7 @@ SLURM_PORTS = range(20_000, 30_000)
 """Below the ports that Linux gives to outgoing connections."""
 PUBLIC = ("192.0.2.1", "2001:db8::1")
 """Addresses that belong to nobody: the way to them is the default route. Nothing is sent."""
-RENDEZVOUS = "ZERO2ALL_RENDEZVOUS"
+RENDEZVOUS = "Z2A_RENDEZVOUS"
 """Variable of the processes: where the machines meet. The store is reached over loopback."""
 
 
