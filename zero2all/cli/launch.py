@@ -8,10 +8,14 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zero2all.cli.verb import group, share, verb
 from zero2all.common.errors import UsageError
 from zero2all.common.progress import say, tell
+
+if TYPE_CHECKING:
+    from zero2all.parallel.job_files import Job
 
 share(
     """
@@ -30,7 +34,7 @@ group("""
     """)
 
 
-def _train_words(arguments: argparse.Namespace, python: str, work: Path) -> tuple[str, int, list[str]]:
+def _train_words(arguments: argparse.Namespace, python: str) -> tuple[str, int, list[str]]:
     """The name of the run, its restarts, and the command that trains it. Not `z2a`, whose first line names its Python:
     the kernel cuts that line at 256 characters, and virtual environments may have longer paths."""
     from zero2all.config import load_config
@@ -41,10 +45,19 @@ def _train_words(arguments: argparse.Namespace, python: str, work: Path) -> tupl
             "parallel.slow_link.groups: this verb starts the machines of one group. Start one job per group, and say "
             "which: add --parallel.slow_link.group 0, then 1, and so on."
         )
-    words = ["train", arguments.config, "--work", str(work), *arguments.overrides]
+    words = ["train", arguments.config, "--work", str(arguments.work), *arguments.overrides]
     if not config.resilience.supervise:  # or a machine that fails could not come back
         words += ["--resilience.supervise", "true"]
     return config.train.name, config.resilience.restarts, [python, "-m", "zero2all", *words]
+
+
+def _job(arguments: argparse.Namespace, python: str) -> tuple[Job, int]:
+    """The run as a job of a cluster, and how often it may be started again."""
+    from zero2all.parallel.job_files import Job, job_name
+
+    run, restarts, command = _train_words(arguments, python)
+    sizes = (arguments.nodes, arguments.gpus_per_node, arguments.save_seconds)
+    return Job(job_name(run), command, *sizes), restarts
 
 
 @verb("""
@@ -59,7 +72,7 @@ def _train_words(arguments: argparse.Namespace, python: str, work: Path) -> tupl
     z2a launch slurm z2all-1b --nodes 4 --time 24:00:00 --write job.sh
     """)
 def _slurm(arguments: argparse.Namespace) -> None:
-    from zero2all.parallel.job_files import job_name, slurm_file, slurm_seconds
+    from zero2all.parallel.job_files import slurm_file, slurm_seconds
 
     try:
         if slurm_seconds(arguments.time) <= arguments.save_seconds:
@@ -71,10 +84,9 @@ def _slurm(arguments: argparse.Namespace) -> None:
         raise UsageError(
             f"--time is {arguments.time!r}. Expected a time limit as Slurm reads it, such as 24:00:00 or 2-12:00:00."
         ) from None
-    run, restarts, command = _train_words(arguments, sys.executable, arguments.work)
-    sizes = (arguments.nodes, arguments.gpus_per_node, arguments.time, arguments.save_seconds)
-    asked = (restarts, arguments.partition, arguments.account)
-    _write(arguments.write, slurm_file(job_name(run), command, str(Path.cwd()), *sizes, *asked), "sbatch")
+    job, restarts = _job(arguments, sys.executable)
+    asked = (arguments.time, restarts, arguments.partition, arguments.account)
+    _write(arguments.write, slurm_file(job, str(Path.cwd()), *asked), "sbatch")
 
 
 @verb("""
@@ -89,11 +101,9 @@ def _slurm(arguments: argparse.Namespace) -> None:
     """)
 def _kubernetes(arguments: argparse.Namespace) -> None:
     from zero2all.config import find_config
-    from zero2all.parallel.job_files import MOUNT, job_name, kubernetes_file
+    from zero2all.parallel.job_files import MOUNT, kubernetes_file
 
-    run, _, command = _train_words(arguments, "python", arguments.work)
-    sizes = (arguments.nodes, arguments.gpus_per_node, arguments.save_seconds)
-    text = kubernetes_file(job_name(run), command, arguments.image, arguments.claim, *sizes)
+    text = kubernetes_file(_job(arguments, "python")[0], arguments.image, arguments.claim)
     if not (work := Path(os.path.normpath(MOUNT / arguments.work))).is_relative_to(MOUNT):
         say(f"z2a: note: --work {work} is not in {MOUNT}, where the pods have the claim. Give its folder there.")
     if (path := Path(arguments.config)) == find_config(arguments.config):
@@ -141,7 +151,7 @@ def _ssh(arguments: argparse.Namespace) -> int:
     first = hosts[0].rpartition("@")[2]
     rendezvous = arguments.rendezvous or f"{f'[{first}]' if ':' in first else first}:{DEFAULT_PORT}"
     read_address(rendezvous, "--rendezvous")
-    *_, command = _train_words(arguments, arguments.python or sys.executable, arguments.work)
+    *_, command = _train_words(arguments, arguments.python or sys.executable)
     commands = {
         host: [*command, "--nodes", str(len(hosts)), "--node-rank", str(rank), "--rendezvous", rendezvous]
         for rank, host in enumerate(hosts)
