@@ -251,7 +251,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     """The arguments of a command line; an error, with the nearest name, where it cannot be understood."""
     plain, overrides = split_overrides(words)
     plain = with_verb(plain)
-    parser = build_parser(plain[:1] if plain[:1] and plain[0] in MODULES else MODULES)
+    parser = build_parser(tuple(plain[:1]) if plain[:1] and plain[0] in MODULES else tuple(MODULES))
     verb = parser.find(plain)
     _refuse_unknown_flags(verb, plain)
     reads_config = bool(verb.get_default("reads_config"))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero2all.cli.verb import TYPES, verb, workspace_of
+from zero2all.cli.verb import verb, workspace_of
 from zero2all.common.errors import PeerFailureError, UsageError
 from zero2all.common.language import translate as t
 from zero2all.common.progress import say, tell
@@ -20,21 +20,6 @@ if TYPE_CHECKING:
     from zero2all.config.rules import Filled
     from zero2all.resilience.supervisor import Watch
     from zero2all.train.guards.documents import Decode
-
-
-def node_counts(text: str) -> tuple[int, int]:
-    """A type for add_argument: N or MIN:MAX."""
-    from zero2all.parallel.nodes import read_counts
-
-    try:
-        return read_counts(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"got {text[:100]!r}, expected a number of machines, such as 4, or the least and the most, such as 2:4"
-        ) from None
-
-
-TYPES["nodes"] = node_counts
 
 
 @verb(

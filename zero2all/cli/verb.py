@@ -200,6 +200,7 @@ def _type_of(name: str) -> Callable[[str], Any] | None:
     """The type that a table calls so; None: it is no type, but the end of a word such as HOST:PORT."""
     number = NUMBER.fullmatch(name)
     if number is None:
+        assert name in TYPES or name != name.lower() or not name.isidentifier(), f"there is no type {name}"
         return TYPES.get(name)
     least, most = number[4], number[6]
     if number[1] == "int":
@@ -210,6 +211,18 @@ def _type_of(name: str) -> Callable[[str], Any] | None:
 def step_or_best(text: str) -> int | str:
     """A type for a flag: a step, or `best`."""
     return text if text == "best" else whole(0)(text)
+
+
+def node_counts(text: str) -> tuple[int, int]:
+    """A type for a flag: machines, N or MIN:MAX."""
+    from zero2all.parallel.nodes import read_counts
+
+    try:
+        return read_counts(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"got {text[:100]!r}, expected a number of machines, such as 4, or the least and the most, such as 2:4"
+        ) from None
 
 
 def add_verb(
@@ -418,7 +431,8 @@ def real(minimum: float, maximum: float | None = None, is_open: bool = False) ->
 
 
 TYPES: dict[str, Callable[[str], Any]] = {
-    **{"path": Path, "count": count, "step": step_or_best, "out": _named_path, "outdir": _named_path}
+    **{"path": Path, "count": count, "step": step_or_best, "nodes": node_counts},
+    **{"out": _named_path, "outdir": _named_path},
 }
 """What tables call the types of values; a file adds those that only its verbs have."""
 
