@@ -27,10 +27,10 @@ one who decides it cannot use. All ranks look at the same bits in the same way; 
 two others, the one that cannot use its own gets those of the proposer. `bad` only ends the wait of (1).
 
 The condition cannot be dropped: with two groups "dead" and "cut off" look alike, and both have to go on. After a
-partition chains differ. So they may when all members die at once and those who only follow go on. Then the group whose
-chain counts fewer contributions adopts the state of the other (equal: that with the higher number), so that neither a
-small part of a partition wins, nor group 0 when it was restarted from an old checkpoint. A group that cannot follow
-(its training is rounds late, or went back) adopts, too.
+partition the chains differ. They can also differ when all members die at once and groups that had only followed them go
+on. Then the group whose chain counts fewer contributions adopts the state of the other (equal: that with the higher
+number), so that neither a small part of a partition wins, nor group 0 when it was restarted from an old checkpoint. A
+group that cannot follow (its training is rounds late, or went back) adopts, too.
 """
 
 from __future__ import annotations

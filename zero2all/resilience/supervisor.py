@@ -36,10 +36,9 @@ from zero2all.resilience.diagnosis import (
 )
 from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, WARM_UP_STEPS, Beat
 from zero2all.resilience.member import Member, Order, Report
-from zero2all.resilience.notice import Notices
 from zero2all.resilience.page import Failure, same_error, write_page
 from zero2all.resilience.ranks import Environment, Ranks
-from zero2all.resilience.restarts import DISK_FULL, Restarts
+from zero2all.resilience.restarts import DISK_FULL, Notices, Restarts
 from zero2all.resilience.warm import Warm, WarmRank
 
 FINAL_CODES = (*NEVER_AGAIN, PreemptedError.exit_code, 128 + signal.SIGINT)
