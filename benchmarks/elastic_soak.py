@@ -72,7 +72,7 @@ if "RANK" in os.environ and "SOAK_RECORD" in os.environ:
             step = pending.result().step
             rows = [hashlib.sha256(row.tobytes()).hexdigest() for row in batch.tokens[: batch.samples].numpy()]
             with open(path, "a") as file:
-                file.write(json.dumps([step, os.environ.get("ZERO2ALL_ATTEMPT"), rows]) + "\\n")
+                file.write(json.dumps([step, os.environ.get("Z2A_ATTEMPT"), rows]) + "\\n")
             return pending
 
         loop.train_step = recorded

@@ -36,7 +36,7 @@ from zero2all.model.hf import write_hf_folder
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
-from zero2all.parallel.layout import QK_NORMS, init_weights, model_parts
+from zero2all.parallel.parameter_table import QK_NORMS, init_weights, model_parts
 
 PROGRAM = Path(__file__).with_name("engine_answers.py")
 MOST_NATS = 1e-4

@@ -37,8 +37,8 @@ from zero2all.config import RunConfig, load_config
 from zero2all.limits.memory import estimate_memory
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch, rank_rows
-from zero2all.parallel.layout import draw
 from zero2all.parallel.mesh import make_mesh
+from zero2all.parallel.parameter_table import draw
 from zero2all.parallel.world import World, join_world
 from zero2all.perf.batch import parse_batch
 from zero2all.train.micro_batch import memory_settings

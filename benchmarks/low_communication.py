@@ -57,8 +57,8 @@ from zero2all.ops.registry import resolve
 from zero2all.packed.layout import open_split, packed_sources
 from zero2all.packed.loader import Batch, rank_rows
 from zero2all.parallel.config import MeshSizes, ParallelConfig, SlowLinkConfig
-from zero2all.parallel.layout import draw
 from zero2all.parallel.mesh import make_mesh
+from zero2all.parallel.parameter_table import draw
 from zero2all.parallel.world import World
 from zero2all.train.cuda_graph import choose_cuda_graph
 from zero2all.train.micro_batch import memory_settings

@@ -36,7 +36,7 @@ from zero2all.model.config import parameter_counts
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch
 from zero2all.parallel.device import pick_device, set_cpu_threads, set_memory_settings
-from zero2all.parallel.layout import draw
+from zero2all.parallel.parameter_table import draw
 from zero2all.parallel.world import World
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.setup import empty_state, op_context

@@ -33,7 +33,7 @@ from benchmarks.machine import machine, save_result
 from zero2all.config import load_config
 from zero2all.config.training import MuonConfig, OptimConfig
 from zero2all.model.config import ModelConfig
-from zero2all.parallel.layout import layout_table
+from zero2all.parallel.parameter_table import layout_table
 from zero2all.parallel.parts import Part
 from zero2all.train.optimizers.base import Master, Optimizer
 from zero2all.train.optimizers.factory import Implementation, build_optimizer

@@ -36,8 +36,8 @@ from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
 from zero2all.parallel import reduce
 from zero2all.parallel.config import ParallelConfig
-from zero2all.parallel.layout import init_weights
 from zero2all.parallel.mesh import make_mesh
+from zero2all.parallel.parameter_table import init_weights
 from zero2all.train.weights import FlatWeights
 
 MODEL = ModelConfig(

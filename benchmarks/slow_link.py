@@ -33,8 +33,8 @@ from zero2all.config import RunConfig, config_from_values
 from zero2all.limits.communication import by_axis, communication_per_step
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch, rank_rows
-from zero2all.parallel.layout import draw
 from zero2all.parallel.mesh import make_mesh
+from zero2all.parallel.parameter_table import draw
 from zero2all.parallel.world import World, join_world
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.setup import empty_state, op_context

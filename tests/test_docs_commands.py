@@ -25,8 +25,7 @@ import yaml
 
 from tests.pages import OTHER_PROGRAMS, ROOT, UNREADABLE, Command, pages, split_shell
 from tests.test_docs import report
-from zero2all.cli import evaluate
-from zero2all.cli.main import build_parser, parse, split_overrides
+from zero2all.cli.main import build_parser, parse, split_overrides, with_verb
 from zero2all.cli.parser import Parser
 from zero2all.common.errors import UserError
 from zero2all.common.schema import Problem, apply_overrides, build
@@ -109,7 +108,7 @@ def check_z2a(words: list[str]) -> None:
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             arguments = parse(words)
-        verb = the_parser().find(evaluate.with_verb(split_overrides(words)[0])).prog
+        verb = the_parser().find(with_verb(split_overrides(words)[0])).prog
         check_overrides(verb, arguments, arguments.overrides)
     except SystemExit:
         return  # --help and --version
@@ -255,7 +254,7 @@ def check_mention(words: tuple[str, ...]) -> None:
     parser = the_parser()
     prog = "z2a"
     plain, overrides = split_overrides(list(words[1:]))
-    for word in evaluate.with_verb(plain) if "--" not in plain else plain:
+    for word in with_verb(plain) if "--" not in plain else plain:
         inner = parser.verbs
         if not inner or word.startswith("-") or word.isupper() or word == LEFT_OUT:
             break

@@ -30,7 +30,7 @@ from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
 from zero2all.packed.writer import pack_corpus
-from zero2all.parallel.layout import init_weights, model_parts
+from zero2all.parallel.parameter_table import init_weights, model_parts
 from zero2all.tokenizer import load_tokenizer
 from zero2all.tokenizer.chat import Message, encode_chat
 from zero2all.tokenizer.extend import Extender

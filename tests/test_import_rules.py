@@ -217,6 +217,33 @@ def test_every_room_of_the_house_has_a_rule():
     assert parts == set(MAY_IMPORT), "a new room needs a line in MAY_IMPORT, and one in docs/architecture.md"
 
 
+def test_the_map_of_the_package_names_every_file_once():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(
+        r"(?m)^\| `([\w.]+)/?` \| (.*) \|$", text[text.index("## The package") : text.index("### Inside")]
+    )
+    assert sorted(room.removesuffix(".py") for room, _ in rows) == sorted(set(MAY_IMPORT) - {"__main__"})
+    for room, words in rows:
+        folder = ROOT / PACKAGE / room
+        if not folder.is_dir():
+            continue
+        named = [name for name in re.findall(r"`([\w/]+)`", words) if name != "__init__"]
+        covered = [path for name in named for path in covered_by(folder, name)]
+        files = [path for path in folder.rglob("*.py") if path.parent != folder or path.name != "__init__.py"]
+        missing = sorted(str(path.relative_to(folder)) for path in set(files) - set(covered))
+        assert not missing, f"docs/architecture.md, the row of {room}/: it does not name {', '.join(missing)}"
+        twice = sorted({str(path.relative_to(folder)) for path in covered if covered.count(path) > 1})
+        assert not twice, f"docs/architecture.md, the row of {room}/: named twice: {', '.join(twice)}"
+
+
+def covered_by(folder: Path, name: str) -> list[Path]:
+    """The files that a name of the map stands for."""
+    found = list((folder / name).rglob("*.*")) if name.endswith("/") else [folder / f"{name}.py"]
+    there = [path for path in found if path.exists()]
+    assert there == found != [], f"docs/architecture.md names {folder.name}/{name}, which is not there"
+    return found
+
+
 def test_no_room_imports_a_room_above_it():
     rooms = list(MAY_IMPORT)
     for room, allowed in MAY_IMPORT.items():
@@ -265,7 +292,8 @@ def test_the_command_line_imports_stages_only_inside_functions():
         for each in imports_of_ours()
         if inside(short(each.importer), "cli") and each.at_top and short(each.target)
     }
-    assert {target for target in at_top if not inside(target, "cli")} == {"common.errors", "common.language"}
+    light = {"common.errors", "common.language", "common.progress"}
+    assert {target for target in at_top if not inside(target, "cli")} == light
 
 
 # ---- circles --------------------------------------------------------------------------------------------------

@@ -16,6 +16,9 @@ from string import Formatter
 
 import pytest
 
+from zero2all.cli.main import EPILOG, build_parser
+from zero2all.cli.parser import Parser
+from zero2all.cli.verb import OVERRIDES_HELP
 from zero2all.common import language
 from zero2all.common.language import literal_parts, padded, translate
 
@@ -25,7 +28,7 @@ ROOMS = sorted(path.name for path in PACKAGE.iterdir() if any(path.glob("*.py"))
 
 NOT_SHOWN = {"AssertionError", "NotImplementedError", "RuntimeError", "TypeError", "IndexError", "KeyError", "OSError"}
 """Errors that mean a bug, or that the system words."""
-SPEAKS = {"say", "print", "t", "translate", "refuse", "warn", "message", "_note", "Finding"}
+SPEAKS = {"say", "tell", "print", "t", "translate", "refuse", "warn", "message", "_note", "Finding"}
 WORDS_OF = {
     **{"add_verb": (2,), "add_group": (2,), "add_address": (1,)},
     **{"progress": (0, 2), "advance": (1,), "print_table": (0, 1)},
@@ -115,7 +118,23 @@ def all_tables() -> dict[str, str]:
 
 def missing(room: str) -> list[str]:
     known = all_tables()
-    return [template for template in needed(room) if template not in known]
+    of_flags = [text for text in help_texts() if language._tables().find(text) is None] if room == "cli" else []
+    return [template for template in needed(room) if template not in known] + of_flags
+
+
+@functools.cache
+def help_texts() -> list[str]:
+    """What `--help` says of every verb, flag and argument, and the notes beside its examples."""
+
+    def texts(parser: Parser) -> Iterator[str]:
+        yield parser.description or ""
+        notes = (parser.epilog or "").replace(OVERRIDES_HELP, "").removeprefix(EPILOG)  # which have whole entries
+        yield from (line for line in notes.split("\n") if line.strip() and not line.startswith(" "))
+        yield from (action.help or "" for action in parser._actions)
+        for inner in parser.verbs.values():
+            yield from texts(inner)
+
+    return list(dict.fromkeys(filter(is_prose, texts(build_parser()))))
 
 
 ROOMS_WITH_TABLES = [room for room in ROOMS if table(room) and room != "common"]
@@ -137,6 +156,7 @@ def test_a_sentence_of_two_rooms_has_one_chinese():
 @pytest.mark.parametrize("room", ROOMS_WITH_TABLES)
 def test_a_table_holds_nothing_that_the_program_does_not_say(room):
     said = all_strings() | {template for each in ROOMS for template in needed(each)} | SAID_BY_LIBRARIES
+    said |= set(map(escaped, help_texts()))
     assert [template for template in table(room) if template not in said] == []
 
 

@@ -5,7 +5,7 @@ import sys
 
 from zero2all.cli import main
 
-if "ZERO2ALL_WARM" in os.environ:
+if "Z2A_WARM" in os.environ:
     from zero2all.resilience.warm import end, serve
 
     serve()  # returns in a rank that it has forked

@@ -16,8 +16,8 @@ from matplotlib.patches import Rectangle
 
 from zero2all.model.config import ModelConfig
 from zero2all.parallel.config import MeshSizes
-from zero2all.parallel.layout import held_table, layout_table
 from zero2all.parallel.mesh import Mesh
+from zero2all.parallel.parameter_table import held_table, layout_table
 
 PICTURE = Path(__file__).with_name("parallel-tensor.png")
 MODEL = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=64, layers=1, heads=8, kv_heads=4, max_seq_len=8)

@@ -15,10 +15,8 @@ from pathlib import Path
 import pytest
 
 from zero2all import __version__
-from zero2all.cli.evaluate import VERBS as EVAL_VERBS
-from zero2all.cli.evaluate import with_verb
 from zero2all.cli.limits import VERBS as CALCULATORS
-from zero2all.cli.main import WHOLE_SECTIONS, build_parser, split_overrides
+from zero2all.cli.main import WHOLE_SECTIONS, build_parser, split_overrides, with_verb
 from zero2all.config import RunConfig, load_config
 
 Z2A = Path(sys.executable).with_name("z2a")
@@ -50,7 +48,7 @@ def test_the_verbs_of_the_issue_are_all_there():
         *("train", "launch slurm", "launch kubernetes", "launch ssh", "launch secret", "supervise"),
         *("anneal", "runs", "chaos run", "chaos soak", "inspect", "board", "goodput", "watch", "plot"),
         *("track import", "track export"),
-        *(f"eval {verb}" for verb in EVAL_VERBS),
+        *("eval run", "eval watch", "eval fetch", "eval contamination", "eval harness", "eval export-tasks"),
         *("generate", "chat", "serve", "export", "import", "perf ops", "perf ablate", "perf infer"),
         *(f"perf {verb}" for verb in CALCULATORS),
         *("perf memory", "perf link", "perf calibrate", "perf predict", "perf verify", "perf scoreboard"),

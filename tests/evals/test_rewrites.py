@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from zero2all.cli import main
-from zero2all.cli.benchmarks import named_tasks
+from zero2all.cli.evaluate import named_tasks
 from zero2all.common.errors import UsageError
 from zero2all.evals.items import BLANK, CONTINUE, SENTENCE, Item, Task, check_item
 from zero2all.evals.rewrites.base import lineage_of, order_of, rewritten

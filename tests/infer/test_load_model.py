@@ -17,7 +17,7 @@ from zero2all.exchange import export_run, import_folder
 from zero2all.infer import load
 from zero2all.infer.load import LoadedModel, empty_model, load_model, load_run
 from zero2all.model.config import ModelConfig, MoeConfig
-from zero2all.parallel.layout import init_weights
+from zero2all.parallel.parameter_table import init_weights
 
 
 @pytest.fixture(scope="module")

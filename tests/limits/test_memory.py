@@ -30,8 +30,8 @@ from zero2all.ops.config import OpsConfig
 from zero2all.ops.footprint import Footprint
 from zero2all.ops.registry import footprints, resolve
 from zero2all.parallel.config import MeshSizes
-from zero2all.parallel.layout import init_weights, layout_table
 from zero2all.parallel.mesh import Mesh
+from zero2all.parallel.parameter_table import init_weights, layout_table
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.state import new_state
 

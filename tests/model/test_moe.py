@@ -19,7 +19,7 @@ from zero2all.model.recompute import apply_recompute
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
-from zero2all.parallel.layout import init_weights, layout_table
+from zero2all.parallel.parameter_table import init_weights, layout_table
 from zero2all.parallel.world import World
 from zero2all.train.reports import balance_values
 from zero2all.train.step import StepPlan, train_step

@@ -24,7 +24,7 @@ from zero2all.ops.config import OpsConfig
 from zero2all.ops.gradient_sink import GradientSink, sink_of
 from zero2all.ops.linear import feed_forward
 from zero2all.ops.registry import Ops, resolve
-from zero2all.parallel.layout import init_weights
+from zero2all.parallel.parameter_table import init_weights
 
 VOCAB_SIZE = 97
 ROWS, LENGTH = 2, 12

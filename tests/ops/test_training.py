@@ -13,7 +13,7 @@ from zero2all.model.z2all import Z2all, compile_model
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import OpContext
 from zero2all.ops.registry import resolve
-from zero2all.parallel.layout import init_weights
+from zero2all.parallel.parameter_table import init_weights
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 says so and goes on

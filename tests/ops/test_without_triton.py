@@ -26,7 +26,7 @@ for name in names:
 assert "triton" not in sys.modules and "zero2all.ops.kernels.linear" not in sys.modules
 
 import numpy as np, torch
-from zero2all.parallel.layout import init_weights
+from zero2all.parallel.parameter_table import init_weights
 from zero2all.config import config_from_values
 from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import resolve

@@ -28,8 +28,8 @@ from zero2all.ops.gradient_sink import now_or_later
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch, rank_rows
 from zero2all.parallel.config import MeshSizes, ParallelConfig
-from zero2all.parallel.layout import draw
 from zero2all.parallel.mesh import Mesh, make_mesh
+from zero2all.parallel.parameter_table import draw
 from zero2all.parallel.pipeline import ModelCosts, Pipeline, make_stages
 from zero2all.parallel.world import World
 from zero2all.train.checkpoints.snapshot import Snapshot

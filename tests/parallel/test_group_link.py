@@ -327,6 +327,13 @@ def test_bad_settings_are_all_named_before_anything_starts():
     assert link_facts({"parallel.slow_link.group": 1, "train.seed": 2}) == {"train.seed": 2}
 
 
+@pytest.mark.parametrize("name", ["Z2A_GROUP", "ZERO2ALL_GROUP"])
+def test_the_environment_may_number_a_group_also_by_the_name_of_before(monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    assert group_link.own_group(SlowLinkConfig(["a:1", "b:1"])) == 1
+    assert group_link.own_group(SlowLinkConfig(["a:1", "b:1"], group=0)) == 0
+
+
 class Processes:
     """Every rank is a process that can be killed."""
 

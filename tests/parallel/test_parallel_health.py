@@ -66,7 +66,7 @@ def test_wrong_bits_and_slow_products_are_named_by_machine():
 PROCESS = """
 import json, os, sys, torch
 from zero2all.parallel import health
-from zero2all.parallel.meet import open_store
+from zero2all.parallel.rendezvous import open_store
 job = json.loads(sys.argv[1])
 os.environ |= job["variables"]
 health.PAIR_SECONDS = job["pair_seconds"]
@@ -87,7 +87,7 @@ def check(start, tmp_path):
     def run(faults=(), wrong=None, excludes=False, isolate=None, per_machine=3):
         (tmp_path / "plan.json").write_text(json.dumps(list(faults)))
         shared = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": str(per_machine), "MASTER_ADDR": "127.0.0.1"}
-        shared |= {"MASTER_PORT": str(free_port()), "ZERO2ALL_FAULTS": str(tmp_path / "plan.json")}
+        shared |= {"MASTER_PORT": str(free_port()), "Z2A_FAULTS": str(tmp_path / "plan.json")}
         started = [
             start(
                 json.dumps(

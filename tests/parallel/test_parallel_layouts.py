@@ -14,7 +14,7 @@ from zero2all.limits.communication import communication_per_step
 from zero2all.limits.memory import MemorySettings
 from zero2all.ops.footprint import Footprint
 from zero2all.parallel.buckets import plan_buffers
-from zero2all.parallel.layout import layout_table
+from zero2all.parallel.parameter_table import layout_table
 from zero2all.parallel.world import World
 from zero2all.train.optimizers.factory import cut_of
 from zero2all.train.step import HEAD

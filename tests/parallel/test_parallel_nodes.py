@@ -110,10 +110,10 @@ def test_each_machine_starts_its_own_ranks_and_all_find_the_store_on_their_own_l
     """Rank 0 answers each that connects; the last rank connects over its machine's way to the store."""
     code = """
 import os, pathlib, socket, sys
-names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "ZERO2ALL_RENDEZVOUS")
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "Z2A_RENDEZVOUS")
 said = " ".join(os.environ[name] for name in names)
-if "ZERO2ALL_STORE_SOCKET" in os.environ:
-    listener = socket.socket(fileno=int(os.environ["ZERO2ALL_STORE_SOCKET"]))
+if "Z2A_STORE_SOCKET" in os.environ:
+    listener = socket.socket(fileno=int(os.environ["Z2A_STORE_SOCKET"]))
     said += " " + listener.getsockname()[0]
     for _ in range(3): listener.accept()[0].sendall(b"hello")
 else:

@@ -14,7 +14,7 @@ from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import OpContext
 from zero2all.ops.registry import resolve
-from zero2all.parallel.layout import initial_values, layout_table
+from zero2all.parallel.parameter_table import initial_values, layout_table
 from zero2all.parallel.parts import Box, Part
 
 

@@ -11,8 +11,8 @@ from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
 from zero2all.parallel import reduce
 from zero2all.parallel.config import MeshSizes
-from zero2all.parallel.layout import init_weights
 from zero2all.parallel.mesh import Mesh
+from zero2all.parallel.parameter_table import init_weights
 from zero2all.train.weights import FlatWeights
 
 TWO = Mesh(MeshSizes(replicate=2))

@@ -7,7 +7,7 @@ import torch
 
 from zero2all.model.config import ModelConfig
 from zero2all.parallel import shards
-from zero2all.parallel.layout import layout_table
+from zero2all.parallel.parameter_table import layout_table
 from zero2all.parallel.shards import part_of
 
 CONFIG = ModelConfig(vocab_size=64, hidden_size=16, intermediate_size=24, layers=1, heads=4, kv_heads=1)

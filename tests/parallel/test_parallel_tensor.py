@@ -20,8 +20,8 @@ from zero2all.ops.registry import resolve
 from zero2all.parallel.buckets import plan_buffers
 from zero2all.parallel.check import spread_problems
 from zero2all.parallel.config import MeshSizes, ParallelConfig
-from zero2all.parallel.layout import held_table, layout_table
 from zero2all.parallel.mesh import Mesh
+from zero2all.parallel.parameter_table import held_table, layout_table
 from zero2all.parallel.tensor import problems
 from zero2all.parallel.world import World
 from zero2all.train.setup import op_context

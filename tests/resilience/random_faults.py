@@ -322,7 +322,7 @@ def child() -> None:
     if job.get("namespace"):
         _enter_namespace()
     if job["plan"]:
-        os.environ["ZERO2ALL_FAULTS"] = job["plan"]
+        os.environ["Z2A_FAULTS"] = job["plan"]
     if job.get("without_flock"):
         _break_flock()
     from zero2all.packed import background

@@ -36,14 +36,14 @@ LOOP = """
     asked = []
     signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 
-    # Rank 0 counts the steps; the others hear of each over the port of the meeting, as ranks reach their store.
+    # Rank 0 counts the steps; the others hear of each over the port of the coordinator, as ranks reach their store.
     world = int(os.environ["WORLD_SIZE"])
     done = folder / "done"
     first = int(done.read_text()) if done.exists() else 0
     with open(folder / "attempts", "a") as file:
-        file.write(f"{rank}/{world} {os.environ['ZERO2ALL_ATTEMPT']} from {first}\\n")
+        file.write(f"{rank}/{world} {os.environ['Z2A_ATTEMPT']} from {first}\\n")
     if rank == 0:
-        listener = socket.socket(fileno=int(os.environ["ZERO2ALL_STORE_SOCKET"]))
+        listener = socket.socket(fileno=int(os.environ["Z2A_STORE_SOCKET"]))
         others = [listener.accept()[0] for _ in range(world - 1)]
         assert sorted(int(other.recv(1)) for other in others) == list(range(1, world))
     else:
@@ -79,7 +79,7 @@ MACHINE = """
     from zero2all.parallel.launch import run_processes
     from zero2all.parallel.nodes import Nodes
     from zero2all.resilience.config import ResilienceConfig
-    from zero2all.resilience import meeting, member
+    from zero2all.resilience import coordinator, member
     from zero2all.resilience.supervisor import Watch
     import json, pathlib
 
@@ -87,9 +87,9 @@ MACHINE = """
     folder = pathlib.Path(job["folder"])
     usual = {"limits": {"step": 60.0}, "node_silence_seconds": 20.0, "join_after_seconds": 0.5}
     settings = ResilienceConfig(**{**usual, **job["settings"]})
-    meeting.NEWCOMER_SECONDS, meeting.START_SECONDS = 0.5, job["start"]
-    meeting.FLAPS, meeting.FLAP_SECONDS = 2, 8.0
-    meeting.NOTICE_SECONDS = member.NOTICE_SECONDS = 1.0
+    coordinator.NEWCOMER_SECONDS, coordinator.START_SECONDS = 0.5, job["start"]
+    coordinator.FLAPS, coordinator.FLAP_SECONDS = 2, 8.0
+    coordinator.NOTICE_SECONDS = member.NOTICE_SECONDS = 1.0
     rules = member.Rules("run", job["least"], job["most"], lambda world: world != 3, settings, job["join"], True,
                          run_secret(folder / "run"))
     nodes = Nodes(job["most"], job["node"], "127.0.0.1", job["port"], "127.0.0.1", job["port"], job["least"])
@@ -203,7 +203,7 @@ def test_strangers_and_5000_idle_connections_do_not_harm_a_run_and_its_secret_is
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert machines.ended_well(first, second)
     assert machines.attempts() == [["0/2", "1/2"], ["0/2", "1/2"]]
-    assert 0 < first.said().count("z2a: meeting: a connection from 127.0.0.1 was refused") < 5
+    assert 0 < first.said().count("z2a: coordinator: a connection from 127.0.0.1 was refused") < 5
     said = [path.read_text() for path in machines.folder.rglob("*") if path.is_file() and path.suffix != ".secret"]
     assert len(said) > 5
     assert not any(secret in text for text in said)

@@ -14,7 +14,7 @@ from zero2all.common.connections import dial, listen
 from zero2all.common.errors import UsageError
 from zero2all.resilience import member
 from zero2all.resilience.config import ResilienceConfig
-from zero2all.resilience.meeting import Meeting
+from zero2all.resilience.coordinator import Coordinator
 from zero2all.resilience.member import Member, Rules
 
 SECRET = b"a secret of sixteen bytes or more"
@@ -54,11 +54,11 @@ def test_a_port_that_accepts_and_stays_silent_is_said_to_be_silent(monkeypatch: 
 def test_one_with_another_secret_is_told_so_at_once_and_the_run_begins_without_it(capfd):
     with listen("127.0.0.1") as door:
         address = door.getsockname()
-        meeting = Meeting(door, rules())
+        coordinator = Coordinator(door, rules())
         begun = time.monotonic()
         order = next_order(machine(address[1], 600.0, b"another secret of some length"))
         assert time.monotonic() - begun < 10
-        machines = [Member(address, 0, 1, rules(), meeting.close), Member(address, 1, 1, rules())]
+        machines = [Member(address, 0, 1, rules(), coordinator.close), Member(address, 1, 1, rules())]
         for one in machines:
             assert one.next_order(lambda: False, lambda _order: None)["do"] == "start"
         for one in reversed(machines):
@@ -67,7 +67,7 @@ def test_one_with_another_secret_is_told_so_at_once_and_the_run_begins_without_i
     assert f"Machine 0 at 127.0.0.1:{address[1]} has another secret than this machine" in order["text"]
     assert "`z2a launch secret z2a.secret`" in order["text"]
     said = capfd.readouterr().err
-    assert said.count("z2a: meeting: a connection from 127.0.0.1 was refused") == 1
+    assert said.count("z2a: coordinator: a connection from 127.0.0.1 was refused") == 1
     assert SECRET.decode() not in said + order["text"]
 
 
@@ -81,18 +81,18 @@ HELLO = {"run": "run", "node": 1, "host": "far", "processes": 1, "token": "t", "
 )
 def test_a_hello_with_wrong_values_ends_that_connection_only(wrong):
     with listen("127.0.0.1") as door:
-        meeting = Meeting(door, rules())
+        coordinator = Coordinator(door, rules())
         with dial(door.getsockname(), SECRET, {**HELLO, **wrong}) as odd, pytest.raises(ConnectionError):
             odd.receive(10)
         with dial(door.getsockname(), SECRET, HELLO) as honest:
             assert honest.receive(10) == {"do": "beat"}
-        meeting.close()
+        coordinator.close()
 
 
 def test_a_report_with_wrong_values_ends_that_connection_and_the_attempt():
     with listen("127.0.0.1") as door:
-        meeting = Meeting(door, rules())
-        first = Member(door.getsockname(), 0, 1, rules(), meeting.close)
+        coordinator = Coordinator(door, rules())
+        first = Member(door.getsockname(), 0, 1, rules(), coordinator.close)
         with dial(door.getsockname(), SECRET, HELLO) as second:
             assert first.next_order(lambda: False, lambda _order: None)["do"] == "start"
             second.send({"attempt": 1, "leaves": True, "code": 0})  # no step
@@ -106,8 +106,8 @@ def test_a_report_with_wrong_values_ends_that_connection_and_the_attempt():
 def test_a_rank_reaches_the_store_of_the_attempt_behind_the_proof_only():
     with listen("127.0.0.1") as door:
         address = door.getsockname()
-        meeting = Meeting(door, rules())
-        machines = [Member(address, 0, 1, rules(), meeting.close), Member(address, 1, 1, rules())]
+        coordinator = Coordinator(door, rules())
+        machines = [Member(address, 0, 1, rules(), coordinator.close), Member(address, 1, 1, rules())]
         orders = [one.next_order(lambda: False, lambda _order: None) for one in machines]
         with socket.socket(fileno=orders[0]["store"]) as store:
             assert store.getsockname()[0] == "127.0.0.1"
@@ -134,15 +134,15 @@ def test_hostile_messages_of_one_who_knows_the_secret_end_that_connection_only(c
     failure = {**report, "text": "killed", "error": "", "doubt": 0}
     good = [[hello, {"trains": 0}, report], [hello, failure, {"trains": 1}], [{"service": "store"}]]
     with listen("127.0.0.1") as door:
-        meeting = Meeting(door, rules())
+        coordinator = Coordinator(door, rules())
         refused = 0
         for said in conversations(count, good):
             try:
-                play(meeting._take, *said)
+                play(coordinator._take, *said)
             except (ValueError, ConnectionError):
                 refused += 1
         assert 0 < refused < count
-        assert meeting._seats == {}
-        assert meeting._thread.is_alive() or meeting._is_over
-        meeting.close()
+        assert coordinator._seats == {}
+        assert coordinator._thread.is_alive() or coordinator._is_over
+        coordinator.close()
     capfd.readouterr()  # a line for each machine that has gone

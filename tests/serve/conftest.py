@@ -19,7 +19,7 @@ from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
-from zero2all.parallel.layout import init_weights
+from zero2all.parallel.parameter_table import init_weights
 from zero2all.serve.model import ServedModel
 from zero2all.serve.server import ModelServer, ServeOptions
 from zero2all.tokenizer import load_tokenizer, train_tokenizer

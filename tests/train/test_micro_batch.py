@@ -22,8 +22,8 @@ from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
 from zero2all.parallel.config import MeshSizes, ParallelConfig
-from zero2all.parallel.layout import init_weights
 from zero2all.parallel.mesh import Mesh
+from zero2all.parallel.parameter_table import init_weights
 from zero2all.parallel.world import World
 from zero2all.train.micro_batch import (
     FILE_NAME,

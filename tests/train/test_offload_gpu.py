@@ -10,7 +10,7 @@ from tests.train.states import copies
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch
 from zero2all.parallel.device import pick_device
-from zero2all.parallel.layout import draw
+from zero2all.parallel.parameter_table import draw
 from zero2all.parallel.world import World
 from zero2all.train import offload, streamed
 from zero2all.train.setup import empty_state, op_context

@@ -20,7 +20,7 @@ from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import footprints, resolve
 from zero2all.packed.loader import Batch
 from zero2all.parallel.config import MeshSizes
-from zero2all.parallel.layout import init_weights
+from zero2all.parallel.parameter_table import init_weights
 from zero2all.train.checkpoints.retention import Retention
 from zero2all.train.sanity import (
     check_batch_ids,

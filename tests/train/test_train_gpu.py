@@ -17,7 +17,7 @@ from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch, LoaderOptions, read_batch
 from zero2all.packed.transfer import batches_on
 from zero2all.parallel.device import pick_device
-from zero2all.parallel.layout import init_weights
+from zero2all.parallel.parameter_table import init_weights
 from zero2all.parallel.world import World
 from zero2all.track.reader import read_run
 from zero2all.train import loop

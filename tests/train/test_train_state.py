@@ -18,7 +18,7 @@ from zero2all.ops.optimizer import eager_adamw
 from zero2all.ops.registry import Choice, resolve
 from zero2all.ops.split_master import join, split
 from zero2all.parallel.buckets import ALIGNMENT
-from zero2all.parallel.layout import init_weights, layout_table
+from zero2all.parallel.parameter_table import init_weights, layout_table
 from zero2all.train.optimizers.adamw import AdamW
 from zero2all.train.optimizers.flat_adamw import FlatAdamW
 from zero2all.train.state import DTYPES, new_state

@@ -13,7 +13,7 @@ from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch
-from zero2all.parallel.layout import init_weights
+from zero2all.parallel.parameter_table import init_weights
 from zero2all.parallel.world import World
 from zero2all.train.guards.detector import Limits
 from zero2all.train.state import DTYPES, new_state

@@ -9,54 +9,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero2all.cli import train
+from zero2all.cli import train as _train  # noqa: F401  declares the verb that this one runs
 from zero2all.cli.parser import Parser
 from zero2all.cli.track import print_goodput
-from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, whole, workspace_of
+from zero2all.cli.verb import add_declared, group, verb, workspace_of
 from zero2all.common.errors import BadInputError, PreemptedError
-from zero2all.common.language import translate as t
+from zero2all.common.progress import progress, tell
 
 if TYPE_CHECKING:
     from zero2all.resilience.chaos import PlannedFault
 
-CONFIG_HELP = "a preset or the path of a YAML file, as for `z2a train`"
+
+group("""
+    chaos: train under faults, to see what they do (`z2a chaos PLAN CONFIG` is `z2a chaos run PLAN CONFIG`)
+
+    z2a chaos plan.yaml quickstart --work my-workspace
+    """)
 
 
-def register(verbs: Subparsers) -> None:
-    """Add the verbs."""
-    inner = add_group(
-        verbs,
-        "chaos",
-        "train under faults, to see what they do (`z2a chaos PLAN CONFIG` is `z2a chaos run PLAN CONFIG`)",
-        "z2a chaos plan.yaml quickstart --work my-workspace",
-    )
-    parser = add_verb(
-        inner,
-        "run",
-        "`z2a train` with the faults of a plan: kills, hangs, a full disk, damaged files …",
-        "z2a chaos run plan.yaml quickstart --work my-workspace --parallel.processes 2",
-        _run,
-        takes_overrides=True,
-    )
-    parser.add_argument("plan", type=Path, metavar="PLAN", help="YAML or JSON: a list such as - {fault: kill, step: 8}")
-    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
-    add_work(parser)
-    parser.add_argument("--fresh", action="store_true", help="start the run over, and the plan with it")
-    parser = add_verb(
-        inner,
-        "soak",
-        "random faults for a time, then the same steps without faults: are all bits equal?",
-        "z2a chaos soak quickstart --work my-workspace --minutes 30 --every 120",
-        _soak,
-        takes_overrides=True,
-    )
-    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
-    add_work(parser)
-    parser.add_argument("--minutes", type=whole(1), default=30, metavar="N", help="how long (default: 30)")
-    parser.add_argument("--every", type=whole(1), default=120, metavar="SECONDS", help="one fault in so many (120)")
-    parser.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of the faults (default: 0)")
+@verb("""
+    chaos run: `z2a train` with the faults of a plan: kills, hangs, a full disk, damaged files …
 
+    plan PLAN:path  YAML or JSON: a list such as - {fault: kill, step: 8}
+    config --work
+    --fresh         start the run over, and the plan with it
+    --section.field
 
+    z2a chaos run plan.yaml quickstart --work my-workspace --parallel.processes 2
+    """)
 def _run(arguments: argparse.Namespace) -> int:
     from zero2all.common.fault import FAULTS
     from zero2all.config import load_config
@@ -71,7 +51,7 @@ def _run(arguments: argparse.Namespace) -> int:
     os.environ[FAULTS] = str(path)
     words = ["train", arguments.config, "--work", str(arguments.work), *(["--fresh"] if arguments.fresh else [])]
     parser = Parser(prog="z2a")
-    train.register(parser.add_subparsers())
+    add_declared(parser.add_subparsers(), "train")
     found = parser.parse_args(words)
     found.overrides, found.command_line = arguments.overrides, [*words, *arguments.overrides]
     code: int = found.handler(found)
@@ -83,11 +63,22 @@ def _print_faults(faults: Sequence[PlannedFault], happened: dict[int, dict[str, 
     for number, fault in enumerate(faults):
         where = happened.get(number)
         if where is not None:
-            print(t(f"{fault.fault}: rank {where['rank']}, {where['point']}, step {where['step']}"))
+            tell(f"{fault.fault}: rank {where['rank']}, {where['point']}, step {where['step']}")
         elif not fault.every:
-            print(t(f"{fault.fault}: did not happen"))
+            tell(f"{fault.fault}: did not happen")
 
 
+@verb("""
+    chaos soak: random faults for a time, then the same steps without faults: are all bits equal?
+
+    config --work
+    --minutes N:int>=1 =30       how long (default: 30)
+    --every SECONDS:int>=1 =120  one fault in so many (120)
+    --seed N:int>=0 =0           of the faults (default: 0)
+    --section.field
+
+    z2a chaos soak quickstart --work my-workspace --minutes 30 --every 120
+    """)
 def _soak(arguments: argparse.Namespace) -> int:
     from zero2all.config import load_config
     from zero2all.parallel.launch import count_gpus, local_processes
@@ -115,24 +106,22 @@ def _soak(arguments: argparse.Namespace) -> int:
     code, path = trained(soaked, faults, *ends)
     _print_faults(faults, happened(path))
     count, last = len(happened(path)), f"{RECOVERY_SECONDS:g}"
-    print(t(f"faults: {len(faults)} planned (none in the last {last} s), {count} happened"))
+    tell(f"faults: {len(faults)} planned (none in the last {last} s), {count} happened")
     log = path.with_suffix(".log")
     newest = newest_checkpoint(soaked) if soaked.is_dir() else None
     if code not in (0, PreemptedError.exit_code) or newest is None:
-        print(t(f"The run did not survive: exit code {code}. Its output is in {log}."))
+        tell(f"The run did not survive: exit code {code}. Its output is in {log}.")
         return 1
     print_goodput(run_goodput(RunReader(soaked)))
     # On a GPU a request to stop is read one step late, except where a save is due.
     save = ("--checkpoint.every_steps", str(newest.step), "--resilience.memory_every_steps", "0", "--no-supervisor")
     code, path = trained(alone, [PlannedFault("terminate", 0, step=newest.step)], *save)
     if _bits(soaked, newest.step) and _bits(soaked, newest.step) == _bits(alone, newest.step):
-        print(t(f"step {newest.step}: weights and optimizer state equal those of the undisturbed run, bit by bit"))
+        tell(f"step {newest.step}: weights and optimizer state equal those of the undisturbed run, bit by bit")
         return 0
-    print(
-        t(
-            f"step {newest.step}: weights or optimizer state differ from the undisturbed run (exit code {code}). The "
-            f"outputs are in {log} and {path.with_suffix('.log')}."
-        )
+    tell(
+        f"step {newest.step}: weights or optimizer state differ from the undisturbed run (exit code {code}). The "
+        f"outputs are in {log} and {path.with_suffix('.log')}."
     )
     return 1
 
@@ -143,7 +132,6 @@ def _watched(name: str, words: Sequence[str], plan: Path, faults: int, seconds: 
     import time
 
     from zero2all.common.fault import FAULTS
-    from zero2all.common.progress import progress
     from zero2all.resilience.chaos import happened
 
     environment = {**os.environ, FAULTS: str(plan)}

@@ -11,28 +11,26 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from zero2all.cli.evaluate import WORD as EVAL
 from zero2all.cli.parser import Parser
-from zero2all.cli.verb import Subparsers, add_verb
+from zero2all.cli.verb import verb
 
 SHELLS = ("bash", "zsh", "fish")
-INSTALL_NOTE = "to install it, write it where your shell looks for completions:"
-INSTALL = f"""z2a completion bash
-
-{INSTALL_NOTE}
-  z2a completion bash > ~/.local/share/bash-completion/completions/z2a
-  z2a completion zsh > ~/.zfunc/_z2a   # fpath+=~/.zfunc; compinit
-  z2a completion fish > ~/.config/fish/completions/z2a.fish"""
 
 
-def register(verbs: Subparsers) -> None:
-    """Add the verb."""
-    parser = add_verb(verbs, "completion", "print a completion script for your shell", INSTALL, _completion)
-    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help="bash, zsh or fish")
+@verb("""
+    completion: print a completion script for your shell
 
+    shell bash|zsh|fish  bash, zsh or fish
 
+    z2a completion bash
+
+    to install it, write it where your shell looks for completions:
+    z2a completion bash > ~/.local/share/bash-completion/completions/z2a
+    z2a completion zsh > ~/.zfunc/_z2a   # fpath+=~/.zfunc; compinit
+    z2a completion fish > ~/.config/fish/completions/z2a.fish
+    """)
 def _completion(arguments: argparse.Namespace) -> None:
-    print(script_for(arguments.shell, arguments.whole_parser), end="")
+    print(script_for(arguments.shell, arguments.whole_parser()), end="")
 
 
 @dataclass
@@ -50,21 +48,21 @@ def words_of(parser: Parser) -> Words:
     """All words of the command line."""
     words = Words()
     shared = [flag for flag in parser.flags if flag.startswith("--") and flag != "--version"]
-    for name, verb in _tree(parser):
-        words.verbs[name] = list(verb.verbs)
-        own = [flag for flag in verb.flags if flag.startswith("--")]
+    for name, inner in _tree(parser):
+        words.verbs[name] = list(inner.verbs)
+        own = [flag for flag in inner.flags if flag.startswith("--")]
         words.flags[name] = list(dict.fromkeys([*own, *shared]))
-        words.positionals[name] = [word for action in verb.positionals for word in _values(action, verb)]
-        for flag, action in {**parser.flags, **verb.flags}.items():
+        words.positionals[name] = [word for action in inner.positionals for word in _values(action, inner)]
+        for flag, action in {**parser.flags, **inner.flags}.items():
             if flag.startswith("--") and action.nargs != 0:
-                words.values[f"{name} {flag}".strip()] = _values(action, verb)
-        if verb.get_default("reads_config"):
+                words.values[f"{name} {flag}".strip()] = _values(action, inner)
+        if inner.get_default("reads_config"):
             words.flags[name].append(":fields")
     # `z2a eval RUN` is `z2a eval run RUN`.
     for by_verb in (words.flags, words.positionals):
-        by_verb[EVAL] = by_verb[f"{EVAL} run"]
-    for key in [key for key in words.values if key.startswith(f"{EVAL} run --")]:
-        words.values[key.replace(f"{EVAL} run", EVAL, 1)] = words.values[key]
+        by_verb["eval"] = by_verb["eval run"]
+    for key in [key for key in words.values if key.startswith("eval run --")]:
+        words.values[key.replace("eval run", "eval", 1)] = words.values[key]
     words.positionals["help"] = list(parser.verbs)
     return words
 

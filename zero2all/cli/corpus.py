@@ -12,117 +12,52 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.terminal import wrapped
-from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, real, whole, workspace_of
+from zero2all.cli.verb import group, verb, workspace_of
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
+from zero2all.common.progress import TEXT_MARKS, counted, human_seconds, say, tell, terminal_safe
 
 if TYPE_CHECKING:
     from zero2all.corpus.download.fetch import DownloadRequest, DownloadResult
 
-RULES_NOTE = "each cleaning rule has a name and thresholds (see z2a corpus rules); set them after the sources:"
-BUILD_EXAMPLES = f"""z2a corpus build news=raw/news.json:zh wiki=raw/wiki.parquet:en --work my-workspace
-  z2a corpus build qa=raw/baike::baike2018qa --work my-workspace --format jsonl.zst --dedup.near off
-  z2a corpus build corpus.yaml --work my-workspace --engine ray --address auto
+group("""
+    corpus: turn raw files into clean records
 
-{RULES_NOTE}
-  z2a corpus build news=raw/news.json --clean.too_short.min_chars 20 --clean.zh.digits.on false"""
-RESUME_NOTE = "run the same command again to resume an interrupted download; every file is checked"
-DOWNLOAD_EXAMPLES = f"""z2a corpus download wikimedia/wikipedia --include '20231101.zh/*' --to raw/wiki_zh
-  z2a corpus download OWNER/MODEL --type model --exclude '*.bin' --endpoint https://mirror.example
-  z2a corpus download OWNER/DATASET --dry-run
-
-{RESUME_NOTE}"""
+    z2a corpus build news=raw/news.jsonl --work my-workspace
+    """)
 
 
-def register(verbs: Subparsers) -> None:
-    """Add the verbs."""
-    inner = add_group(
-        verbs, "corpus", "turn raw files into clean records", "z2a corpus build news=raw/news.jsonl --work my-workspace"
-    )
-    _register_build(inner)
+@verb(
+    r"""
+    corpus build: read raw files, clean them, drop duplicates, hold out a valid split
 
-    show = add_verb(
-        inner,
-        "show",
-        "print records of a source, or samples of what a rule dropped",
-        "z2a corpus show news --count 3 --work my-workspace\n"
-        "  z2a corpus show --dropped digits --work my-workspace\n"
-        "  z2a corpus show --gid 1099511627785 --work my-workspace",
-        _show,
-    )
-    show.add_argument("source", nargs="?", help="name of the source (default: all)")
-    add_work(show)
-    show.add_argument("--split", choices=("train", "valid"), default="train", help="which split (default train)")
-    show.add_argument("--count", type=whole(1), default=3, metavar="N", help="records of each source (default 3)")
-    show.add_argument(
-        "--dropped",
-        nargs="?",
-        const="",
-        metavar="RULE",
-        help="show samples of what RULE dropped; without RULE, of what every rule dropped",
-    )
-    show.add_argument("--gid", type=whole(0), metavar="N", help="show the record with this gid, if it was kept")
-    show.add_argument(
-        "--chars", type=whole(1), metavar="N", help="characters of each text (default: 1,000 on a terminal, else all)"
-    )
+    sources+ NAME=PATH[:CHANNEL[:KIND]]  name and path of a file or folder; optionally its channel such as zh, en or
+        code (default: guessed; auto: split by the channel of each document) and the kind of a known data set; or one
+        YAML file that lists them all
+    --work
+    --map FIELD=RAW,…                  raw fields to use: content=body,title=name
+    --training-text TEMPLATE           text that a model sees, such as '{title}\n{desc}\n{content}' (default: by what
+        the source has)
+    --format FORMAT                    shards as jsonl, jsonl.zst, parquet or txt (default jsonl)
+    --shard-bytes N:int>=1             size of a shard (default 200 MB)
+    --valid-share SHARE:float>=0..0.5  share held out (default 0.01)
+    --max-damaged-share SHARE:float>=0..1  stop when a larger share of a source is damaged (default 0.01)
+    --accept-drops =None               continue even if a rule drops more than a fifth of a source whose channel was
+        guessed
+    --engine local|ray                 where tasks run (default local)
+    --workers --address
+    --keep-build                       keep corpus/.build, so that the next build reads only new files
 
-    report = add_verb(
-        inner, "report", "print the report of the last build again", "z2a corpus report --work my-workspace", _report
-    )
-    add_work(report)
+    z2a corpus build news=raw/news.json:zh wiki=raw/wiki.parquet:en --work my-workspace
+    z2a corpus build qa=raw/baike::baike2018qa --work my-workspace --format jsonl.zst --dedup.near off
+    z2a corpus build corpus.yaml --work my-workspace --engine ray --address auto
 
-    rules = add_verb(inner, "rules", "list the cleaning rules and their settings", "z2a corpus rules zh", _rules)
-    rules.add_argument("channel", nargs="?", default="en", help="channel whose defaults are shown (default en)")
-    _register_download(inner)
-
-
-def _register_build(inner: Subparsers) -> None:
-    build = add_verb(
-        inner, "build", "read raw files, clean them, drop duplicates, hold out a valid split", BUILD_EXAMPLES, _build
-    )
-    build.set_defaults(takes_overrides=True)  # its overrides are rules of cleaning, explained in the examples
-    build.add_argument(
-        "sources",
-        nargs="+",
-        metavar="NAME=PATH[:CHANNEL[:KIND]]",
-        help="name and path of a file or folder; optionally its channel such as zh, en or code "
-        "(default: guessed; auto: split by the channel of each document) and the kind of a known "
-        "data set; or one YAML file that lists them all",
-    )
-    add_work(build)
-    build.add_argument("--map", metavar="FIELD=RAW,…", help="raw fields to use: content=body,title=name")
-    build.add_argument(
-        "--training-text",
-        metavar="TEMPLATE",
-        help=r"text that a model sees, such as '{title}\n{desc}\n{content}' (default: by what the source has)",
-    )
-    build.add_argument("--format", help="shards as jsonl, jsonl.zst, parquet or txt (default jsonl)")
-    build.add_argument("--shard-bytes", type=whole(1), metavar="N", help="size of a shard (default 200 MB)")
-    build.add_argument("--valid-share", type=real(0, 0.5), metavar="SHARE", help="share held out (default 0.01)")
-    build.add_argument(
-        "--max-damaged-share",
-        type=real(0, 1),
-        metavar="SHARE",
-        help="stop when a larger share of a source is damaged (default 0.01)",
-    )
-    build.add_argument(
-        "--accept-drops",
-        action="store_true",
-        default=None,
-        help="continue even if a rule drops more than a fifth of a source whose channel was guessed",
-    )
-    build.add_argument("--engine", choices=("local", "ray"), help="where tasks run (default local)")
-    build.add_argument("--workers", type=whole(1), metavar="N", help="parallel tasks (default: one per core)")
-    build.add_argument(
-        "--address", help="address of a Ray cluster whose nodes share the workspace (default: start Ray here)"
-    )
-    build.add_argument(
-        "--keep-build", action="store_true", help="keep corpus/.build, so that the next build reads only new files"
-    )
-
-
+    each cleaning rule has a name and thresholds (see z2a corpus rules); set them after the sources:
+    z2a corpus build news=raw/news.json --clean.too_short.min_chars 20 --clean.zh.digits.on false
+    """,
+    defaults={"takes_overrides": True},
+)
 def _build(arguments: argparse.Namespace) -> None:
-    from zero2all.common.progress import say
     from zero2all.corpus import build_corpus, check_sources, load_settings, parse_mapping
 
     names = ("format", "shard_bytes", "valid_share", "max_damaged_share", "accept_drops")
@@ -140,17 +75,7 @@ def _build(arguments: argparse.Namespace) -> None:
         corpus, settings.sources, settings.options, settings.engine, keep_build=arguments.keep_build, announce=say
     )
     _print_report(report, arguments)
-    print(t(f"report: {corpus / 'report.html'}"))
-
-
-def _report(arguments: argparse.Namespace) -> None:
-    from zero2all.common.files import as_written
-    from zero2all.corpus import read_report
-
-    corpus = workspace_of(arguments).corpus
-    with as_written(corpus / "report.json", "Run `z2a corpus build` again."):
-        _print_report(read_report(corpus), arguments)
-    print(t(f"report: {corpus / 'report.html'}"))
+    tell(f"report: {corpus / 'report.html'}")
 
 
 def _print_report(report: dict[str, Any], arguments: argparse.Namespace) -> None:
@@ -167,6 +92,21 @@ def _work_flag(arguments: argparse.Namespace) -> Path | None:
     return arguments.work if arguments.work != Path() else None
 
 
+@verb("""
+    corpus show: print records of a source, or samples of what a rule dropped
+
+    source?                     name of the source (default: all)
+    --work
+    --split train|valid =train  which split (default train)
+    --count N:int>=1 =3         records of each source (default 3)
+    --dropped? RULE             show samples of what RULE dropped; without RULE, of what every rule dropped
+    --gid N:int>=0              show the record with this gid, if it was kept
+    --chars N:int>=1            characters of each text (default: 1,000 on a terminal, else all)
+
+    z2a corpus show news --count 3 --work my-workspace
+    z2a corpus show --dropped digits --work my-workspace
+    z2a corpus show --gid 1099511627785 --work my-workspace
+    """)
 def _show(arguments: argparse.Namespace) -> None:
     from zero2all.common.records import corpus_sources
     from zero2all.common.schema import nearest_hint
@@ -184,6 +124,23 @@ def _show(arguments: argparse.Namespace) -> None:
         _show_records(corpus, {name: known[name] for name in names}, arguments)
 
 
+@verb("""
+    corpus report: print the report of the last build again
+
+    --work
+
+    z2a corpus report --work my-workspace
+    """)
+def _report(arguments: argparse.Namespace) -> None:
+    from zero2all.common.files import as_written
+    from zero2all.corpus import read_report
+
+    corpus = workspace_of(arguments).corpus
+    with as_written(corpus / "report.json", "Run `z2a corpus build` again."):
+        _print_report(read_report(corpus), arguments)
+    tell(f"report: {corpus / 'report.html'}")
+
+
 def _show_gid(corpus: Any, known: dict[str, Any], arguments: argparse.Namespace) -> None:
     from zero2all.common.records import text_template
     from zero2all.corpus import find_record
@@ -198,10 +155,10 @@ def _show_gid(corpus: Any, known: dict[str, Any], arguments: argparse.Namespace)
             "corpus. Shards of plain text have no gids."
         )
     split, record = found
-    print(t(f"── gid {arguments.gid}  {record['data_src']}, {split}  {_in_a_line(record['title'])}"))
+    tell(f"── gid {arguments.gid}  {record['data_src']}, {split}  {_in_a_line(record['title'])}")
     template = text_template(known[record["data_src"]])
     shown = template.replace("\n", "\\n")
-    print(t(f"training text {shown}"))
+    tell(f"training text {shown}")
     print(_cut(_seen_text(record, template), arguments))
 
 
@@ -219,11 +176,11 @@ def _show_records(corpus: Any, manifests: dict[str, Any], arguments: argparse.Na
     for name, manifest in manifests.items():
         template = text_template(manifest)
         shown = template.replace("\n", "\\n")
-        print(t(f"══ {name}: training text {shown}"))
+        tell(f"══ {name}: training text {shown}")
         records = iter_records(corpus, name, arguments.split)
         first = next(records, None)
         if first is None:
-            print(t(f"The {arguments.split} split of `{name}` is empty."))
+            tell(f"The {arguments.split} split of `{name}` is empty.")
             continue
         for record in itertools.islice(itertools.chain([first], records), arguments.count):
             number = f"gid {record['gid']}" if "gid" in record else name
@@ -233,7 +190,6 @@ def _show_records(corpus: Any, manifests: dict[str, Any], arguments: argparse.Na
 
 def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) -> None:
     from zero2all.common.files import as_written
-    from zero2all.common.progress import TEXT_MARKS, terminal_safe
     from zero2all.common.schema import nearest_hint
     from zero2all.corpus import iter_dropped, read_report
     from zero2all.corpus.clean.config import RULES
@@ -245,16 +201,16 @@ def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) 
         dropped = {rule: None for name in names for rule in sources[name]["dropped"]}
     if arguments.dropped and arguments.dropped not in dropped:
         if arguments.dropped in RULES or arguments.dropped in OTHER_REASONS:
-            print(t(f"{arguments.dropped} dropped nothing."))
+            tell(f"{arguments.dropped} dropped nothing.")
             return
         raise UsageError(f"No rule `{arguments.dropped}` dropped anything. {nearest_hint(arguments.dropped, dropped)}")
     if not dropped:
-        print(t(f"Nothing was dropped from {', '.join(names)}."))
+        tell(f"Nothing was dropped from {', '.join(names)}.")
     for rule in [arguments.dropped] if arguments.dropped else dropped:
         for name in names:
             count = sources[name]["dropped"].get(rule, 0)
             if count:
-                print(t(f"══ {name}: {count:,} dropped by {rule}"))
+                tell(f"══ {name}: {count:,} dropped by {rule}")
             for sample in itertools.islice(iter_dropped(corpus, name, rule), arguments.count):
                 facts = [f"gid {sample['gid']}", t(f"{sample['chars']:,} characters")]
                 if "file" in sample:
@@ -269,13 +225,20 @@ def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) 
                 print(f"── {', '.join(facts)}\n{terminal_safe(excerpt, keep=TEXT_MARKS)}{more}\n")
 
 
+@verb("""
+    corpus rules: list the cleaning rules and their settings
+
+    channel? =en  channel whose defaults are shown (default en)
+
+    z2a corpus rules zh
+    """)
 def _rules(arguments: argparse.Namespace) -> None:
     from zero2all.corpus.clean.config import EDITS, RULES, default_config
 
     channel = arguments.channel
     config = default_config(channel)
-    print(t(f"The rules of channel {channel} and their settings. Change them with overrides, for all channels or one:"))
-    print(t(f"  --clean.too_short.min_chars 20   --clean.{channel}.digits.on false"))
+    tell(f"The rules of channel {channel} and their settings. Change them with overrides, for all channels or one:")
+    tell(f"  --clean.too_short.min_chars 20   --clean.{channel}.digits.on false")
     for title, wanted in (("edits, which never drop a text", True), ("drops, in this order", False)):
         print(f"\n{t(title)}")
         for name, description in RULES.items():
@@ -318,14 +281,10 @@ def _print_wrapped(line: str, label: str = "", indent: int = 4) -> None:
 
 
 def _in_a_line(text: str) -> str:
-    from zero2all.common.progress import terminal_safe
-
     return terminal_safe(text, " ")
 
 
 def _cut(text: str, arguments: argparse.Namespace) -> str:
-    from zero2all.common.progress import TEXT_MARKS, terminal_safe
-
     text = terminal_safe(text, keep=TEXT_MARKS)
     limit = arguments.chars or (SHOWN_CHARS if sys.stdout.isatty() else len(text))
     if len(text) <= limit:
@@ -334,36 +293,31 @@ def _cut(text: str, arguments: argparse.Namespace) -> str:
     return f"{text[:limit]} … {more}"
 
 
-def _register_download(inner: Subparsers) -> None:
-    """Add the verb."""
-    verb = add_verb(
-        inner, "download", "fetch a data set or a model from a Hugging Face-style hub", DOWNLOAD_EXAMPLES, _download
-    )
-    verb.add_argument("repo", metavar="OWNER/NAME", help="repository on the hub")
-    verb.add_argument(
-        "--type", choices=("dataset", "model"), default="dataset", help="kind of the repository (default dataset)"
-    )
-    patterns: Any = {"action": "append", "default": [], "metavar": "PATTERN"}
-    about = "only files such as 'data/*.parquet', where * also matches slashes; may be repeated (default: all)"
-    verb.add_argument("--include", help=about, **patterns)
-    verb.add_argument("--exclude", help="skip files that match this; may be repeated", **patterns)
-    add_output(verb, "--to", is_folder=True, help="folder to write to (default: raw/NAME, for models models/NAME)")
-    verb.add_argument("--revision", default="main", help="branch, tag or commit (default main)")
-    verb.add_argument("--endpoint", metavar="URL", help="hub or mirror (default: HF_ENDPOINT, or the hub)")
-    about = (
-        "environment variable that holds the token; without it, mirrors get no token (default: "
-        "HF_TOKEN or `hf auth login`)"
-    )
-    verb.add_argument("--token-env", metavar="VARIABLE", help=about)
-    about = "files or parts of files fetched in parallel (default 4)"
-    verb.add_argument("--connections", type=whole(1), default=4, metavar="N", help=about)
-    verb.add_argument("--verify", action="store_true", help="also verify files that are already here")
-    verb.add_argument("--update", action="store_true", help="replace local files with the current ones of the revision")
-    verb.add_argument("--dry-run", action="store_true", help="list the files and stop")
+@verb("""
+    corpus download: fetch a data set or a model from a Hugging Face-style hub
 
+    repo OWNER/NAME                repository on the hub
+    --type dataset|model =dataset  kind of the repository (default dataset)
+    --include* PATTERN             only files such as 'data/*.parquet', where * also matches slashes; may be repeated
+        (default: all)
+    --exclude* PATTERN             skip files that match this; may be repeated
+    --to DIR:outdir                folder to write to (default: raw/NAME, for models models/NAME)
+    --revision REVISION =main      branch, tag or commit (default main)
+    --endpoint
+    --token-env VARIABLE           environment variable that holds the token; without it, mirrors get no token (default:
+        HF_TOKEN or `hf auth login`)
+    --connections N:int>=1 =4      files or parts of files fetched in parallel (default 4)
+    --verify                       also verify files that are already here
+    --update                       replace local files with the current ones of the revision
+    --dry-run                      list the files and stop
 
+    z2a corpus download wikimedia/wikipedia --include '20231101.zh/*' --to raw/wiki_zh
+    z2a corpus download OWNER/MODEL --type model --exclude '*.bin' --endpoint https://mirror.example
+    z2a corpus download OWNER/DATASET --dry-run
+
+    run the same command again to resume an interrupted download; every file is checked
+    """)
 def _download(arguments: argparse.Namespace) -> None:
-    from zero2all.common.progress import say
     from zero2all.corpus.download.fetch import DownloadRequest, download
 
     name = arguments.repo.rstrip("/").rpartition("/")[2]
@@ -394,30 +348,27 @@ def _print_files(result: DownloadResult) -> None:
         for file in result.files
     ]
     print_table([["file", "size", "here", "checked by"], *rows])
-    print(t(f"would fetch {in_words(result.missing)}"))
+    tell(f"would fetch {in_words(result.missing)}")
 
 
 def _print_summary(request: DownloadRequest, result: DownloadResult) -> None:
     from zero2all.common.files import human_bytes
-    from zero2all.common.progress import counted, human_seconds
     from zero2all.corpus.download.fetch import MANIFEST_NAME, STATE_FOLDER, in_words
 
     if result.missing:
-        print(
-            t(
-                f"fetched {counted(len(result.missing), 'file')}, {human_bytes(result.bytes_fetched)} in "
-                f"{human_seconds(result.seconds)}, all checksums match"
-            )
+        tell(
+            f"fetched {counted(len(result.missing), 'file')}, {human_bytes(result.bytes_fetched)} in "
+            f"{human_seconds(result.seconds)}, all checksums match"
         )
         if result.interruptions:
-            print(t(f"lost connections that were resumed: {result.interruptions:,}"))
+            tell(f"lost connections that were resumed: {result.interruptions:,}")
     elif request.verify:
-        print(t("nothing to do: all files are here, and their checksums match"))
+        tell("nothing to do: all files are here, and their checksums match")
     else:
-        print(t("nothing to do: all files are here, and their sizes match (--verify also checks their content)"))
-    print(t(f"{request.folder}: {in_words(result.files)}, commit {result.commit[:12]}"))
-    print(t(f"manifest: {request.folder / STATE_FOLDER / MANIFEST_NAME}"))
+        tell("nothing to do: all files are here, and their sizes match (--verify also checks their content)")
+    tell(f"{request.folder}: {in_words(result.files)}, commit {result.commit[:12]}")
+    tell(f"manifest: {request.folder / STATE_FOLDER / MANIFEST_NAME}")
     if request.kind == "dataset":
-        print(t(f"next: z2a corpus build {request.folder.name}={request.folder} --work my-workspace"))
+        tell(f"next: z2a corpus build {request.folder.name}={request.folder} --work my-workspace")
     else:
-        print(t(f"next: z2a import {request.folder} --work my-workspace --name NAME"))
+        tell(f"next: z2a import {request.folder} --work my-workspace --name NAME")

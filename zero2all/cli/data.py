@@ -1,4 +1,4 @@
-"""`z2a data show`, `stats`, `verify`, `export` and `import`."""
+"""The packed data of a workspace: `z2a pack` writes it, `z2a data` shows, counts, verifies, exports and imports it."""
 
 from __future__ import annotations
 
@@ -6,84 +6,21 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, count, whole, workspace_of
+from zero2all.cli.evaluate import look_for, named_tasks
+from zero2all.cli.verb import TYPES, group, verb, whole, workspace_of
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
+from zero2all.common.progress import TEXT_MARKS, counted, human_count, progress, say, tell, terminal_safe
 
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
     from zero2all.config import RunConfig
 
+group("""
+    data: show, count, verify, export and import packed data
 
-def register(verbs: Subparsers) -> None:
-    """Add the verbs."""
-    inner = add_group(verbs, "data", "show, count, verify, export and import packed data", STATS_EXAMPLE)
-    _register_show(inner)
-    _register_stats(inner)
-    example = "z2a data verify --work my-workspace"
-    add_work(add_verb(inner, "verify", "read every packed file and report damage", example, _verify))
-    _register_exchange(inner)
-
-
-STATS_EXAMPLE = "z2a data stats --work my-workspace --config z2all-100m --tokens 2000000000"
-SHOW_EXAMPLES = """z2a data show --at 12345 --config my-run --work my-workspace
-  z2a data show --source zh --sample 7 --data.seq_len 512 --work my-workspace"""
-IMPORT_EXAMPLES = """z2a data import pile=data/pile_text_document --from megatron --channel en --work my-workspace
-  z2a data import own=tokens.bin --from numpy --dtype uint16 --work my-workspace"""
-
-
-def _register_show(inner: Subparsers) -> None:
-    summary = "print a sample: its documents, where each begins and ends, and where it came from"
-    show = add_verb(inner, "show", summary, SHOW_EXAMPLES, _show)
-    show.set_defaults(takes_overrides=True, reads_config=True)
-    add_work(show)
-    show.add_argument("--at", type=whole(0), default=None, metavar="N", help="number of the sample in the run, from 0")
-    _add_config(show)
-    show.add_argument("--source", default=None, metavar="NAME", help="instead of --at: a sample of this source")
-    show.add_argument("--sample", type=whole(0), default=0, metavar="N", help="which one of --source (default 0)")
-    show.add_argument("--split", choices=("train", "valid"), default="train", help="split of --source (default train)")
-
-
-def _register_stats(inner: Subparsers) -> None:
-    summary = "count tokens, document lengths, tokens lost in packing, and epochs per source"
-    stats = add_verb(inner, "stats", summary, STATS_EXAMPLE, _stats)
-    stats.set_defaults(takes_overrides=True, reads_config=True)
-    add_work(stats)
-    _add_config(stats)
-    stats.add_argument(
-        "--tokens", type=count, metavar="N", help="tokens that the run reads (default: as in the config)"
-    )
-    add_output(stats, "--json", help="also write the figures as JSON")
-    add_output(stats, "--png", help="also draw the figures")
-
-
-def _register_exchange(inner: Subparsers) -> None:
-    example = "z2a data export --to megatron --out exported --work my-workspace"
-    export = add_verb(inner, "export", "write packed sources as token files that other tools read", example, _export)
-    export.add_argument("sources", nargs="*", metavar="SOURCE", help="which sources (default: all)")
-    export.add_argument("--to", choices=("megatron", "numpy"), required=True, help="the format")
-    add_output(export, "--out", is_folder=True, required=True, help="folder to write to")
-    add_work(export)
-
-    summary = "make a packed source of a token file from elsewhere"
-    bring = add_verb(inner, "import", summary, IMPORT_EXAMPLES, _import)
-    bring.add_argument(
-        "source", metavar="NAME=PATH", help="name of the new source, and Megatron's PREFIX or the .npy or .bin file"
-    )
-    bring.add_argument("--from", dest="form", choices=("megatron", "numpy"), required=True, help="the format")
-    about = "channel its loss is reported under (default: as in the .json beside the file, else its name)"
-    bring.add_argument("--channel", default=None, help=about)
-    bring.add_argument("--split", choices=("train", "valid"), default="train", help="which split (default train)")
-    bring.add_argument("--dtype", metavar="TYPE", help="type of the tokens in a plain .bin file: uint16, int32, …")
-    bring.add_argument(
-        "--tokenizer-fingerprint", metavar="HEX", help="fingerprint of the tokenizer that made the tokens, to check it"
-    )
-    add_work(bring)
-
-
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    about = "a run of this workspace, a preset or a YAML file (default: sources weighted by their tokens)"
-    parser.add_argument("--config", metavar="CONFIG", help=about)
+    z2a data stats --work my-workspace --config z2all-100m --tokens 2000000000
+    """)
 
 
 def config_of(arguments: argparse.Namespace, workspace: Workspace) -> tuple[RunConfig, bool]:
@@ -107,8 +44,24 @@ def config_of(arguments: argparse.Namespace, workspace: Workspace) -> tuple[RunC
 # ---- looking --------------------------------------------------------------------------------------------------
 
 
+@verb(
+    """
+    data show: print a sample: its documents, where each begins and ends, and where it came from
+
+    --work
+    --at N:int>=0               number of the sample in the run, from 0
+    --config CONFIG             a run of this workspace, a preset or a YAML file (default: sources weighted by their
+        tokens)
+    --source NAME               instead of --at: a sample of this source
+    --sample N:int>=0 =0        which one of --source (default 0)
+    --split train|valid =train  split of --source (default train)
+
+    z2a data show --at 12345 --config my-run --work my-workspace
+    z2a data show --source zh --sample 7 --data.seq_len 512 --work my-workspace
+    """,
+    defaults={"takes_overrides": True, "reads_config": True},
+)
 def _show(arguments: argparse.Namespace) -> None:
-    from zero2all.common.progress import TEXT_MARKS, terminal_safe
     from zero2all.packed.layout import open_split, packed_sources
     from zero2all.packed.remote import packed_root
     from zero2all.packed.show import sample_at, split_sample
@@ -130,18 +83,32 @@ def _show(arguments: argparse.Namespace) -> None:
     else:
         raise UsageError("Name a sample: --at N of a run, or --source NAME --sample N.")
     tokenizer = load_tokenizer(workspace.tokenizer)
-    print(t(sample.heading()))
+    tell(sample.heading())
     for document in sample.documents:
         count = t(f"tokens {document.column:,} to {document.column + len(document.tokens) - 1:,}")
         if document.number is None:
-            print(t(f"── padding, {count}"))
+            tell(f"── padding, {count}")
             continue
         origin = document.origin.in_words() if document.origin is not None else "origin unknown"
         title = f"  {document.origin.title}" if document.origin is not None and document.origin.title else ""
-        print(t(f"── document {document.number:,}, {count}; {origin}{terminal_safe(title, ' ')}"))
+        tell(f"── document {document.number:,}, {count}; {origin}{terminal_safe(title, ' ')}")
         print(terminal_safe(document.text(tokenizer), keep=TEXT_MARKS))
 
 
+@verb(
+    """
+    data stats: count tokens, document lengths, tokens lost in packing, and epochs per source
+
+    --work
+    --config CONFIG   a run of this workspace, a preset or a YAML file (default: sources weighted by their tokens)
+    --tokens N:count  tokens that the run reads (default: as in the config)
+    --json FILE:out   also write the figures as JSON
+    --png FILE:out    also draw the figures
+
+    z2a data stats --work my-workspace --config z2all-100m --tokens 2000000000
+    """,
+    defaults={"takes_overrides": True, "reads_config": True},
+)
 def _stats(arguments: argparse.Namespace) -> None:
     from zero2all.common.files import write_json
     from zero2all.packed.remote import packed_root
@@ -166,7 +133,6 @@ def _stats(arguments: argparse.Namespace) -> None:
 
 def _print_stats(stats: dict[str, Any]) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.common.progress import human_count
 
     rows = [["source", "channel", "split", "documents", "tokens", "share", "bytes/token", "mean length", "longest"]]
     for row in stats["sources"]:
@@ -195,9 +161,15 @@ def _print_stats(stats: dict[str, Any]) -> None:
         print_table(epochs, f"a run of {human_count(stats['budget']['tokens'])} tokens")
 
 
+@verb("""
+    data verify: read every packed file and report damage
+
+    --work
+
+    z2a data verify --work my-workspace
+    """)
 def _verify(arguments: argparse.Namespace) -> None:
     from zero2all.common.files import human_bytes
-    from zero2all.common.progress import progress
     from zero2all.packed.verify import packed_bytes, verify_packed
     from zero2all.tokenizer import load_tokenizer
 
@@ -210,12 +182,22 @@ def _verify(arguments: argparse.Namespace) -> None:
     if problems:
         lines = "\n".join(f"{number}. {problem}" for number, problem in enumerate(problems, 1))
         raise BadInputError(f"The packed data in {workspace.packed} is damaged:\n{lines}\nRun `z2a pack` again.")
-    print(t(f"{workspace.packed}: {human_bytes(total)}, no damage found"))
+    tell(f"{workspace.packed}: {human_bytes(total)}, no damage found")
 
 
 # ---- in and out -----------------------------------------------------------------------------------------------
 
 
+@verb("""
+    data export: write packed sources as token files that other tools read
+
+    sources* SOURCE       which sources (default: all)
+    --to! megatron|numpy  the format
+    --out! DIR:outdir     folder to write to
+    --work
+
+    z2a data export --to megatron --out exported --work my-workspace
+    """)
 def _export(arguments: argparse.Namespace) -> None:
     from zero2all.common.records import SPLITS
     from zero2all.common.schema import nearest_hint
@@ -234,11 +216,25 @@ def _export(arguments: argparse.Namespace) -> None:
                 for path in export_split(opened, arguments.out, arguments.to):
                     print(path)
                 if opened.masks is not None and arguments.to == "megatron":
-                    print(t(f"{name}/{split}: this format has no place for the loss mask, so it was left out"))
+                    tell(f"{name}/{split}: this format has no place for the loss mask, so it was left out")
 
 
+@verb("""
+    data import: make a packed source of a token file from elsewhere
+
+    source NAME=PATH             name of the new source, and Megatron's PREFIX or the .npy or .bin file
+    --from/form! megatron|numpy  the format
+    --channel CHANNEL            channel its loss is reported under (default: as in the .json beside the file, else its
+        name)
+    --split train|valid =train   which split (default train)
+    --dtype TYPE                 type of the tokens in a plain .bin file: uint16, int32, …
+    --tokenizer-fingerprint HEX  fingerprint of the tokenizer that made the tokens, to check it
+    --work
+
+    z2a data import pile=data/pile_text_document --from megatron --channel en --work my-workspace
+    z2a data import own=tokens.bin --from numpy --dtype uint16 --work my-workspace
+    """)
 def _import(arguments: argparse.Namespace) -> None:
-    from zero2all.common.progress import counted
     from zero2all.packed.foreign import Import, import_source
     from zero2all.tokenizer import load_tokenizer
 
@@ -250,9 +246,85 @@ def _import(arguments: argparse.Namespace) -> None:
     channel, split, fingerprint = arguments.channel, arguments.split, arguments.tokenizer_fingerprint
     asked = Import(name, Path(path), arguments.form, channel, split, arguments.dtype, fingerprint)
     manifest = import_source(workspace.packed, tokenizer, asked)
-    print(
-        t(
-            f"{name}/{arguments.split}: {counted(manifest['documents'], 'document')}, {manifest['tokens']:,} tokens, "
-            f"channel {manifest['channel']}"
-        )
+    tell(
+        f"{name}/{arguments.split}: {counted(manifest['documents'], 'document')}, {manifest['tokens']:,} tokens, "
+        f"channel {manifest['channel']}"
     )
+
+
+MOST_UNKNOWN = 0.001
+"""Share of unknown tokens above which packing warns."""
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    return tuple(whole(2)(part) for part in text.split(","))
+
+
+TYPES["lengths"] = _lengths
+
+
+@verb("""
+    pack: encode the corpus into token shards for training
+
+    --work
+    --best-fit N,…:lengths =()  also build the index of data.packing best_fit for these sequence lengths
+    --learn-prompts             in conversations, count every token in the loss (default: only what the assistant
+        writes)
+    --encoder NAME =auto        encoder: auto, fastokens, numba, gigatoken, tiktoken or tokenizers; all give the same
+        tokens (default auto: the fastest that runs here and agrees with tokenizers)
+    --strict-encoder            stop if the named encoder cannot be used (default: use another)
+    --engine local|ray =local   where tasks run (default local)
+    --workers --address
+    --against NAME,…:names =()  then search the training text for items of these benchmarks (see contamination.json)
+    --data
+
+    z2a pack --work my-workspace
+    z2a pack --work my-workspace --best-fit 2048,4096 --workers 8
+    z2a pack --work my-workspace --engine ray --address auto
+    """)
+def _pack(arguments: argparse.Namespace) -> None:
+    from zero2all.common.engine import EngineConfig
+    from zero2all.packed.writer import PackOptions, pack_corpus
+    from zero2all.tokenizer.encoders import EncoderConfig
+
+    workspace = workspace_of(arguments)
+    tasks = named_tasks(arguments.against, arguments.data)  # first: a wrong name should not cost the packing
+    options = PackOptions(
+        learn_prompts=arguments.learn_prompts,
+        best_fit=arguments.best_fit,
+        encoder=EncoderConfig(arguments.encoder, arguments.strict_encoder),
+    )
+    engine = EngineConfig(arguments.engine, arguments.workers, arguments.address)
+    manifests = pack_corpus(workspace.corpus, workspace.tokenizer, workspace.packed, options, engine)
+    for name, manifest in manifests.items():
+        ratio = manifest["text_bytes"] / max(1, manifest["tokens"])
+        talks = t(f"  {manifest['conversations']:,} conversations") if manifest["conversations"] else ""
+        unknown = manifest.get("unknown_tokens", 0)
+        talks += t(f"  {unknown:,} <unk>") if unknown else ""
+        tell(
+            f"{name:<24} {manifest['documents']:>9,} documents  {human_count(manifest['tokens']):>8} tokens  "
+            f"{ratio:.2f} bytes/token  channel {manifest['channel']}{talks}"
+        )
+        if unknown > MOST_UNKNOWN * manifest["tokens"]:
+            share = f"{unknown / manifest['tokens']:.1%}"
+            say(
+                f"Warning: {share} of the tokens of {name} are <unk>: the tokenizer cannot spell this text, and what "
+                "it cannot spell is lost. Bits per byte of this source will look too good. Add what is missing with "
+                "`z2a tokenizer extend`, or use a tokenizer with byte fallback."
+            )
+    for reason, splits in _by_encoder(manifests).items():
+        tell(f"{', '.join(splits)}: encoded by {reason}")
+    if tasks:
+        look_for(workspace, tasks, engine)
+
+
+def _by_encoder(manifests: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
+    """Encoder and reason, and the splits that were packed with it."""
+    found: dict[str, list[str]] = {}
+    for name, manifest in manifests.items():
+        choice = manifest["encoder"]
+        parity = choice["parity"]
+        texts = parity["documents"] + parity["hard_strings"] if parity else 0
+        reasons = [*choice["reason"].split("; "), *([f"equal to the reference on {texts:,} texts"] if parity else [])]
+        found.setdefault(f"{choice['got']} ({'; '.join(map(t, reasons))})", []).append(name)
+    return found

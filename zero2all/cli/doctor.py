@@ -11,60 +11,41 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.verb import (
-    LAST_PORT,
-    Subparsers,
-    add_flags,
-    add_json,
-    add_verb,
-    add_work,
-    real,
-    whole,
-    write_json_result,
-)
+from zero2all.cli.verb import LAST_PORT, verb, write_json_result
 from zero2all.common.errors import BadInputError, UnhealthyError, UsageError
 from zero2all.common.language import padded
 from zero2all.common.language import translate as t
+from zero2all.common.progress import tell
 
 if TYPE_CHECKING:
     from zero2all.perf.doctor.finding import Finding
     from zero2all.perf.doctor.network import Measured
 
 SHOWN = {"ok": "ok", "note": "note", "warning": "WARNING", "error": "ERROR"}
-EXAMPLE = """z2a doctor
-  z2a doctor --work my-workspace --json doctor.json
-  z2a doctor --ranks 8
-  z2a doctor --network --listen 29700
-  z2a doctor --network --peer 10.0.0.2:29700 --peer 10.0.0.3:29700"""
 
 
-def register(verbs: Subparsers) -> None:
-    """Add the verb."""
-    parser = add_verb(
-        verbs,
-        "doctor",
-        "look over this machine: GPUs, links, disk, versions, settings, and what to do",
-        EXAMPLE,
-        _doctor,
-    )
-    add_work(parser)
-    network = "only the network: interface, NVLink, InfiniBand, the variables of NCCL and gloo, speed to the peers"
-    listen = "with --network: answer the measurements of others who know the secret, until Ctrl-C"
-    ranks = "only the health check: a matrix product in each of N processes, and an exchange between all neighbours"
-    add_flags(
-        parser,
-        ("--seconds N", real(1.0), 30.0, "wait for torch at most this long (default 30)"),
-        ("--brief", bool, False, "show only what is not ok"),
-        ("--network", bool, False, network),
-        ("--listen [HOST:]PORT", str, None, listen),
-        ("--secret-file FILE", Path, None, "with --peer and --listen: the secret of the listeners (else Z2A_SECRET)"),
-        ("--ranks N", whole(2), None, ranks),
-    )
-    peer = "with --network: measure to another machine, which runs `--listen PORT`; repeat it for every machine"
-    parser.add_argument("--peer", action="append", default=[], metavar="HOST:PORT", help=peer)
-    add_json(parser)
+@verb("""
+    doctor: look over this machine: GPUs, links, disk, versions, settings, and what to do
 
+    --work
+    --seconds N:float>=1 =30  wait for torch at most this long (default 30)
+    --brief                   show only what is not ok
+    --network                 only the network: interface, NVLink, InfiniBand, the variables of NCCL and gloo, speed to
+        the peers
+    --listen [HOST:]PORT      with --network: answer the measurements of others who know the secret, until Ctrl-C
+    --secret-file FILE:path   with --peer and --listen: the secret of the listeners (else Z2A_SECRET)
+    --ranks N:int>=2          only the health check: a matrix product in each of N processes, and an exchange between
+        all neighbours
+    --peer* HOST:PORT         with --network: measure to another machine, which runs `--listen PORT`; repeat it for
+        every machine
+    --json FILE:out           also write the result as JSON; - prints only that
 
+    z2a doctor
+    z2a doctor --work my-workspace --json doctor.json
+    z2a doctor --ranks 8
+    z2a doctor --network --listen 29700
+    z2a doctor --network --peer 10.0.0.2:29700 --peer 10.0.0.3:29700
+    """)
 def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.ranks:
         return _check_ranks(arguments)
@@ -94,11 +75,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
             from zero2all.cli.table import print_table
 
             print_table(pair_rows(pairs), "between the machines")
-        print(
-            t(
-                f"errors: {counts['error']}, warnings: {counts['warning']}, notes: {counts['note']}; {counts['ok']} of "
-                f"{len(findings)} findings are ok."
-            )
+        tell(
+            f"errors: {counts['error']}, warnings: {counts['warning']}, notes: {counts['note']}; {counts['ok']} of "
+            f"{len(findings)} findings are ok."
         )
     return BadInputError.exit_code if counts["error"] else 0
 
@@ -114,7 +93,7 @@ def _listen(arguments: argparse.Namespace) -> int:
     own = secrets.token_urlsafe(16)
 
     def ready(address: str) -> None:
-        print(t(f"listening on {address}; Ctrl-C ends it"), flush=True)
+        tell(f"listening on {address}; Ctrl-C ends it", flush=True)
         if secret is None:
             print(t("On the other machines, listeners too, first run:"), "export", f"{VARIABLE}={own}", flush=True)
 

@@ -1,130 +1,55 @@
-"""`z2a eval RUN` and the verbs of the same word: `z2a eval run / watch / fetch / contamination`.
-
-`z2a eval harness`: the standard harness (lm-eval) on a run; `z2a eval export-tasks`: our sets as its tasks.
-"""
+"""`z2a eval RUN` and the verbs of the same word."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.benchmarks import add_data, files_of, look_for, made_tasks, named_tasks, names
-from zero2all.cli.runs import STEP, add_run_name, step_or_best
-from zero2all.cli.verb import Subparsers, add_flags, add_group, add_verb, add_work, real, whole, workspace_of
+from zero2all.cli.verb import TYPES, group, share, verb, workspace_of
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
+from zero2all.common.progress import counted, say, tell
 
 if TYPE_CHECKING:
+    from zero2all.common.engine import EngineConfig
     from zero2all.common.workspace import Workspace
+    from zero2all.evals.items import Task
     from zero2all.evals.options import EvalOptions
     from zero2all.evals.tasks.list import TaskQuestions
     from zero2all.evals.watch import Watcher
 
+share(
+    """
+    --probes FILE                  questions to ask: a YAML file or JSON lines (default: raw/probes.jsonl of the
+        workspace if it exists, else the built-in ones; none: skip them)
+    --pairs FILE                   contrast pairs to compare: a YAML file or JSON lines (default: raw/pairs.jsonl of the
+        workspace if it exists, else the built-in ones; none: skip them)
+    --text* PATH:text_path         also score this text file or folder of text files; may be repeated
+    --stride N:int>=0 =0           score long texts in windows that start N tokens apart, so that every token has
+        context (default 0: no overlap)
+    --max-bytes N:int>=1 =1000000  held-out bytes to score per source, and bytes of each --text file (default 1000000)
+    --held-out all|none =all       none: do not score the held-out text and the rows that training scores (default all)
+    --int8                         also score the held-out text with 8-bit weights, to see what they cost
+    --tasks NAMES:names            benchmarks to run: cmmlu,piqa,my-questions, each a folder of --data; all: every
+        folder there; quickstart-facts needs no files (default: none)
+    --data
+    --forms FORMS:names            question forms: cloze,choice,bits,generate (default: all that fit)
+    --shots N:int>=0               examples in each prompt (default: 5, or the benchmark's usual number)
+    --limit N:int>=1               items per benchmark, the same ones every time (default: all)
+    --rewrites NAMES:names =()     also ask rewritten items, and compare: R1,R2,R13+R2, … or all (docs/benchmarks.md
+        lists them)
+    --run-code                     run the programs that the model writes for HumanEval, in a sandbox (default: they are
+        not run)
+    """,
+    "QUESTIONS",
+)
+group("""
+    eval: evaluate a run: bits per byte, probes, contrast pairs, benchmarks (`z2a eval RUN` is `z2a eval run RUN`)
 
-WORD = "eval"
-VERBS = ("run", "watch", "fetch", "contamination", "harness", "export-tasks")
-"""The second words of `z2a eval`; any other one is the name of a run."""
-
-
-def with_verb(words: list[str]) -> list[str]:
-    """`eval` and `eval NAME …` as `eval run …`, and `chaos PLAN …` as `chaos run PLAN …`; other command lines, and
-    `eval --help`, as they are."""
-    known = {WORD: VERBS, "chaos": ("run", "soak")}.get("".join(words[:1]))
-    if known is None or (words[1:2] and words[1] in (*known, "-h", "--help")):
-        return words
-    return [words[0], "run", *words[1:]]
-
-
-def register(verbs: Subparsers) -> None:
-    """Add the verbs."""
-    inner = add_group(
-        verbs,
-        WORD,
-        "evaluate a run: bits per byte, probes, contrast pairs, benchmarks (`z2a eval RUN` is `z2a eval run RUN`)",
-        "z2a eval my-run --work my-workspace",
-    )
-    _register_run(inner)
-    _register_watch(inner)
-    _register_fetch(inner)
-    _register_contamination(inner)
-    _register_harness(inner)
-
-
-def _register_run(inner: Subparsers) -> None:
-    parser = add_verb(
-        inner,
-        "run",
-        "evaluate one checkpoint or all: bits per byte on held-out and other text, probes, contrast pairs, benchmarks",
-        "z2a eval run my-run --work my-workspace --all-steps",
-        _run,
-    )
-    add_run_name(parser)
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=step_or_best, metavar="N|best", help=STEP[-1])
-    which.add_argument(
-        "--all-steps",
-        action="store_true",
-        help="evaluate every checkpoint that was not yet evaluated with these settings",
-    )
-    _add_questions(parser)
-
-
-def _register_watch(inner: Subparsers) -> None:
-    parser = add_verb(
-        inner,
-        "watch",
-        "evaluate the checkpoints of a run as training saves them; several watchers share the work",
-        "z2a eval watch my-run --work my-workspace --steps 1000-9000,20000 --niceness 15",
-        _watch,
-    )
-    add_run_name(parser)
-    niceness = "niceness of this process, 0 to 19: higher leaves more of a shared core to training (default 10)"
-    add_flags(
-        parser,
-        ("--steps N,A-B,…", _steps, None, "only checkpoints of these steps (default: all of them)"),
-        ("--once", bool, False, "stop when every checkpoint is evaluated, even if training continues"),
-        ("--niceness N", whole(0, 19), 10, niceness),
-        ("--device DEVICE", str, None, "auto, cpu, cuda or cuda:1 (default: the device that the run trains on)"),
-        ("--poll-seconds N", real(0.01), 5.0, "how often to look for a new checkpoint (default 5)"),
-    )
-    _add_questions(parser)
-
-
-def _register_contamination(inner: Subparsers) -> None:
-    parser = add_verb(
-        inner,
-        "contamination",
-        "search the training text for benchmark items, to report accuracy on clean and contaminated items",
-        "z2a eval contamination cmmlu,arc_easy --data eval-data --work my-workspace",
-        _contamination,
-    )
-    parser.add_argument("tasks", type=names, metavar="NAME,…", help="names of benchmarks")
-    add_data(parser)
-    add_work(parser)
-    parser.add_argument("--workers", type=whole(1), metavar="N", help="processes (default: one per core)")
-
-
-def _contamination(arguments: argparse.Namespace) -> None:
-    from zero2all.common.engine import EngineConfig
-
-    workspace = workspace_of(arguments)
-    tasks = named_tasks(arguments.tasks, arguments.data)
-    look_for(workspace, tasks, EngineConfig(workers=arguments.workers))
-
-
-def _register_fetch(inner: Subparsers) -> None:
-    parser = add_verb(
-        inner,
-        "fetch",
-        "download public benchmarks from a Hugging Face-style hub",
-        "z2a eval fetch cmmlu piqa --data eval-data --endpoint https://mirror.example",
-        _fetch,
-    )
-    parser.add_argument("names", nargs="+", metavar="NAME", help="cmmlu, ceval, mmlu, arc_easy, hellaswag, piqa, …")
-    add_data(parser)
-    parser.add_argument("--endpoint", metavar="URL", help="hub or mirror (default: HF_ENDPOINT, or the hub)")
+    z2a eval my-run --work my-workspace
+    """)
 
 
 def _steps(text: str) -> Callable[[int], bool]:
@@ -145,44 +70,7 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
-def _add_questions(parser: argparse.ArgumentParser) -> None:
-    """What is asked of a checkpoint: the same flags for every verb that judges one."""
-    for name, of in (("probes", "questions to ask"), ("pairs", "contrast pairs to compare")):
-        parser.add_argument(
-            f"--{name}",
-            metavar="FILE",
-            help=f"{of}: a YAML file or JSON lines (default: raw/{name}.jsonl of the workspace if it "
-            "exists, else the built-in ones; none: skip them)",
-        )
-    max_bytes = "held-out bytes to score per source, and bytes of each --text file (default 1000000)"
-    held_out = "none: do not score the held-out text and the rows that training scores (default all)"
-    stride = (
-        "score long texts in windows that start N tokens apart, so that every token has context (default 0: no overlap)"
-    )
-    add_flags(
-        parser,
-        ("--text PATH", [_path], [], "also score this text file or folder of text files; may be repeated"),
-        ("--stride N", whole(0), 0, stride),
-        ("--max-bytes N", whole(1), 1_000_000, max_bytes),
-        ("--held-out", ("all", "none"), "all", held_out),
-        ("--int8", bool, False, "also score the held-out text with 8-bit weights, to see what they cost"),
-    )
-    about = (
-        "benchmarks to run: cmmlu,piqa,my-questions, each a folder of --data; all: every folder there; "
-        "quickstart-facts needs no files (default: none)"
-    )
-    parser.add_argument("--tasks", type=names, metavar="NAMES", help=about)
-    add_data(parser)
-    about = "question forms: cloze,choice,bits,generate (default: all that fit)"
-    parser.add_argument("--forms", type=names, metavar="FORMS", help=about)
-    about = "examples in each prompt (default: 5, or the benchmark's usual number)"
-    parser.add_argument("--shots", type=whole(0), metavar="N", help=about)
-    about = "items per benchmark, the same ones every time (default: all)"
-    parser.add_argument("--limit", type=whole(1), metavar="N", help=about)
-    about = "also ask rewritten items, and compare: R1,R2,R13+R2, … or all (docs/benchmarks.md lists them)"
-    parser.add_argument("--rewrites", type=names, default=(), metavar="NAMES", help=about)
-    about = "run the programs that the model writes for HumanEval, in a sandbox (default: they are not run)"
-    parser.add_argument("--run-code", action="store_true", help=about)
+TYPES.update({"steps": _steps, "text_path": _path})
 
 
 def _tasks(arguments: argparse.Namespace) -> TaskQuestions | None:
@@ -230,6 +118,18 @@ def _checked_options(
     return options
 
 
+@verb("""
+    eval run: evaluate one checkpoint or all: bits per byte on held-out and other text, probes, contrast pairs,
+    benchmarks
+
+    run? --work
+    | --step N|best:step           checkpoint to use: its step, or best: the one with the lowest held-out loss (default:
+        the newest)
+    | --all-steps                  evaluate every checkpoint that was not yet evaluated with these settings
+    QUESTIONS
+
+    z2a eval run my-run --work my-workspace --all-steps
+    """)
 def _run(arguments: argparse.Namespace) -> None:
     workspace = workspace_of(arguments)
     options = _checked_options(arguments, workspace, arguments.step)
@@ -276,7 +176,6 @@ def _run_all(arguments: argparse.Namespace, workspace: Workspace, options: EvalO
 
 
 def _watcher(name: str, workspace: Workspace, options: EvalOptions, device: str | None) -> Watcher:
-    from zero2all.common.progress import say
     from zero2all.evals.options import kept_report
     from zero2all.evals.page import write_page
     from zero2all.evals.report import judge_checkpoint
@@ -297,6 +196,20 @@ def _watcher(name: str, workspace: Workspace, options: EvalOptions, device: str 
     return watcher
 
 
+@verb("""
+    eval watch: evaluate the checkpoints of a run as training saves them; several watchers share the work
+
+    run? --work
+    --steps N,A-B,…:steps            only checkpoints of these steps (default: all of them)
+    --once                           stop when every checkpoint is evaluated, even if training continues
+    --niceness N:int>=0..19 =10      niceness of this process, 0 to 19: higher leaves more of a shared core to training
+        (default 10)
+    --device DEVICE                  auto, cpu, cuda or cuda:1 (default: the device that the run trains on)
+    --poll-seconds N:float>=0.01 =5  how often to look for a new checkpoint (default 5)
+    QUESTIONS
+
+    z2a eval watch my-run --work my-workspace --steps 1000-9000,20000 --niceness 15
+    """)
 def _watch(arguments: argparse.Namespace) -> None:
     import os
 
@@ -304,7 +217,6 @@ def _watch(arguments: argparse.Namespace) -> None:
     options = _checked_options(arguments, workspace, None, is_coming=True)
     os.nice(arguments.niceness)
 
-    from zero2all.common.progress import counted
     from zero2all.evals.scores import read_reports
 
     watcher = _watcher(arguments.run, workspace, options, arguments.device)
@@ -313,63 +225,67 @@ def _watch(arguments: argparse.Namespace) -> None:
         watcher.is_wanted = arguments.steps
     watcher.watch(arguments.once)
     evaluated = counted(len(watcher.evaluated), "checkpoint")
-    print(t(f"{arguments.run}: {evaluated} evaluated, {len(watcher.left_out)} left out"))
+    tell(f"{arguments.run}: {evaluated} evaluated, {len(watcher.left_out)} left out")
     if read_reports(watcher.run):
         print("\n".join(_overview(watcher.run)))
     _name_unread(options)
 
 
+@verb("""
+    eval fetch: download public benchmarks from a Hugging Face-style hub
+
+    names+ NAME  cmmlu, ceval, mmlu, arc_easy, hellaswag, piqa, …
+    --data --endpoint
+
+    z2a eval fetch cmmlu piqa --data eval-data --endpoint https://mirror.example
+    """)
 def _fetch(arguments: argparse.Namespace) -> None:
-    from zero2all.common.progress import say
     from zero2all.evals.fetch import SOURCES, fetch
 
     for name in arguments.names:
         task = fetch(name, arguments.data, arguments.endpoint, say)
         licence = SOURCES[name].licence or t("see its README.md")
-        print(t(f"{name}: {len(task.items):,} items, {len(task.shots):,} examples; licence: {licence}"))
+        tell(f"{name}: {len(task.items):,} items, {len(task.shots):,} examples; licence: {licence}")
     fetched = ",".join(arguments.names)
-    print(t(f"next: z2a eval RUN --tasks {fetched} --data {arguments.data} --work my-workspace"))
+    tell(f"next: z2a eval RUN --tasks {fetched} --data {arguments.data} --work my-workspace")
 
 
-def _register_harness(inner: Subparsers) -> None:
-    """Add both verbs to `z2a eval`."""
-    parser = add_verb(
-        inner,
-        "harness",
-        "run tasks of lm-eval on one checkpoint, offline (pip install 'zero2all[lmeval]')",
-        "z2a eval harness my-run --work my-workspace --tasks z2a_my_questions_cloze --include lm-tasks",
-        _harness,
-    )
-    add_run_name(parser)
-    parser.add_argument(
-        "--tasks", type=names, required=True, metavar="NAMES", help="names of tasks, separated by commas"
-    )
-    parser.add_argument("--include", type=Path, metavar="DIR", help="folder with tasks that lm-eval does not have")
-    add_flags(parser, STEP)
-    parser.add_argument("--shots", type=whole(0), metavar="N", help="examples in a prompt (default: as the task says)")
-    parser.add_argument("--limit", type=whole(1), metavar="N", help="only the first N items of each task")
+@verb("""
+    eval contamination: search the training text for benchmark items, to report accuracy on clean and contaminated
+    items
 
-    parser = add_verb(
-        inner,
-        "export-tasks",
-        "write benchmarks, or a set of your own, as tasks of lm-eval: YAML and JSON lines",
-        "z2a eval export-tasks lm-tasks --data eval-data --tasks cmmlu,my-questions",
-        _export,
-    )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write to")
-    add_data(parser)
-    parser.add_argument("--tasks", type=names, default=("all",), metavar="NAMES", help="which ones (default: all)")
-    parser.add_argument("--shots", type=whole(0), metavar="N", help="examples in a prompt (default: as the set says)")
-    parser.add_argument("--limit", type=whole(1), metavar="N", help="only the first N items of each")
+    tasks NAME,…:names  names of benchmarks
+    --data --work
+    --workers N:int>=1  processes (default: one per core)
+
+    z2a eval contamination cmmlu,arc_easy --data eval-data --work my-workspace
+    """)
+def _contamination(arguments: argparse.Namespace) -> None:
+    from zero2all.common.engine import EngineConfig
+
+    workspace = workspace_of(arguments)
+    tasks = named_tasks(arguments.tasks, arguments.data)
+    look_for(workspace, tasks, EngineConfig(workers=arguments.workers))
 
 
+@verb("""
+    eval harness: run tasks of lm-eval on one checkpoint, offline (pip install 'zero2all[lmeval]')
+
+    run? --work
+    --tasks! NAMES:names  names of tasks, separated by commas
+    --include DIR:path    folder with tasks that lm-eval does not have
+    --step
+    --shots N:int>=0      examples in a prompt (default: as the task says)
+    --limit N:int>=1      only the first N items of each task
+
+    z2a eval harness my-run --work my-workspace --tasks z2a_my_questions_cloze --include lm-tasks
+    """)
 def _harness(arguments: argparse.Namespace) -> None:
     from zero2all.evals.lm_harness import harness_lines, require_lm_eval, run_harness
 
     require_lm_eval()
     workspace = workspace_of(arguments)
 
-    from zero2all.common.progress import say
     from zero2all.evals.options import report_path, write_report
     from zero2all.infer.engine import Engine
     from zero2all.infer.load import load_model
@@ -383,9 +299,20 @@ def _harness(arguments: argparse.Namespace) -> None:
     if loaded.config is not None and loaded.folder is not None:
         path = report_path(loaded.folder, loaded.step, "harness-")
         write_report(path, report, say)
-        print(t(f"written to {path}"))
+        tell(f"written to {path}")
 
 
+@verb("""
+    eval export-tasks: write benchmarks, or a set of your own, as tasks of lm-eval: YAML and JSON lines
+
+    folder DIR:path           folder to write to
+    --data
+    --tasks NAMES:names =all  which ones (default: all)
+    --shots N:int>=0          examples in a prompt (default: as the set says)
+    --limit N:int>=1          only the first N items of each
+
+    z2a eval export-tasks lm-tasks --data eval-data --tasks cmmlu,my-questions
+    """)
 def _export(arguments: argparse.Namespace) -> None:
     from zero2all.evals.lm_tasks import write_tasks
     from zero2all.evals.tasks.list import read_tasks
@@ -394,5 +321,52 @@ def _export(arguments: argparse.Namespace) -> None:
         arguments.folder, read_tasks(arguments.data, arguments.tasks), shots=arguments.shots, limit=arguments.limit
     ):
         left_out = t(f", {each.left_out:,} left out (no such form in lm-eval)") if each.left_out else ""
-        print(t(f"{each.name}: {each.items:,} items{left_out}"))
-    print(t(f"run them with: z2a eval harness RUN --include {arguments.folder} --tasks NAME"))
+        tell(f"{each.name}: {each.items:,} items{left_out}")
+    tell(f"run them with: z2a eval harness RUN --include {arguments.folder} --tasks NAME")
+
+
+def names(text: str) -> tuple[str, ...]:
+    """A type for add_argument: `a,b` -> the names, each once."""
+    found = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not found:
+        raise argparse.ArgumentTypeError(f"got {text[:100]!r}, expected names such as cmmlu,piqa")
+    return found
+
+
+TYPES["names"] = names
+
+
+def files_of(wanted: Sequence[str]) -> tuple[str, ...]:
+    """The names of tasks that are read from files."""
+    from zero2all.quickstart.world.questions import QUIZ_NAME
+
+    return tuple(name for name in wanted if name != QUIZ_NAME)
+
+
+def made_tasks(wanted: Sequence[str]) -> tuple[Task, ...]:
+    """The tasks that need no files: the quiz of the quickstart's small world."""
+    from zero2all.quickstart.world.questions import QUIZ_NAME, quiz_tasks
+
+    if QUIZ_NAME not in wanted:
+        return ()
+    from zero2all.quickstart.journey import WORLD_SEED
+
+    return tuple(quiz_tasks(WORLD_SEED))
+
+
+def named_tasks(wanted: Sequence[str], data: Path) -> list[Task]:
+    """The tasks of these names."""
+    from zero2all.evals.tasks.list import read_tasks
+
+    from_files = files_of(wanted)
+    return [*(read_tasks(data, from_files) if from_files else ()), *made_tasks(wanted)]
+
+
+def look_for(workspace: Workspace, tasks: Sequence[Task], engine: EngineConfig) -> None:
+    """Look for the items of tasks in the training text, and print what was found."""
+    from zero2all.evals.contamination import REPORT_NAME, contamination_lines, find_contamination
+
+    report = find_contamination(workspace, tasks, engine)
+    print("\n".join(contamination_lines(report)))
+    speed = report["bytes"] / 1e6 / max(report["seconds"], 1e-3)
+    tell(f"{report['bytes'] / 1e6:,.1f} MB of corpus at {speed:,.1f} MB/s; {workspace.root / REPORT_NAME}")

@@ -8,60 +8,43 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.model import add_model, add_sampling, load, sampling_of
-from zero2all.cli.verb import Subparsers, add_address, add_flags, add_output, add_verb, real, whole
+from zero2all.cli.verb import verb, workspace_of, workspaces_below
 from zero2all.common.errors import BadInputError, UsageError, UserError, for_all_ranks
 from zero2all.common.language import translate as t
+from zero2all.common.progress import TEXT_MARKS, counted, progress, say, tell, terminal_safe
 
 if TYPE_CHECKING:
     from zero2all.infer.batch import Task
     from zero2all.infer.load import LoadedModel
     from zero2all.infer.prompts import Prompt
+    from zero2all.infer.sampling import Sampling
     from zero2all.infer.service import Service
     from zero2all.serve.server import ModelServer
 
-MOST_SAMPLES = 10_000
 SHORTEST_TOKEN = 16
-"""Texts for one prompt; `infer.prompts` has the same bound for files."""
-EXAMPLE = (
-    'z2a generate my-run --work my-workspace --prompt "中国的首都是"\n'
-    "  z2a generate my-run --work my-workspace --prompts questions.jsonl --out answers.jsonl"
-)
 
 
-def register(verbs: Subparsers) -> None:
-    """Add the verbs."""
-    _register_generate(verbs)
-    _register_chat(verbs)
-    _register_serve(verbs)
+@verb("""
+    generate: continue texts with a model
 
+    model? --work --step --device --dtype --int8
+    |! --prompt* TEXT =None        the beginning of a text; may be repeated
+    |! --prompts FILE              file with many prompts: one per line as text, or JSON lines {"prompt": "…"} with
+        settings such as "temperature", "stop" and "id" (if the first line is JSON, or the name ends with .jsonl); -
+        reads standard input
+    --out FILE:out                 write the texts to this file as JSON lines; an interrupted command continues it
+    --n N:int>=1..10000 =1         texts for each prompt (default 1, at most 10,000); needs a temperature
+    --max-new-tokens N:count =100  most tokens to generate (default 100)
+    --temperature X:float>=0 =0    0 always takes the most likely token, 1 samples from the model's distribution
+        (default 0)
+    --top-k --top-p --min-p --repetition-penalty --stop* --seed
+    --logprobs N:int>=0..20        print JSON with the log probability of each token and of the N most likely ones at
+        its place (at most 20)
+    --no-heal                      use the tokens of the prompt as they are, even if it ends inside a token
 
-def _register_generate(verbs: Subparsers) -> None:
-    parser = add_verb(verbs, "generate", "continue texts with a model", EXAMPLE, _generate)
-    add_model(parser)
-    given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--prompt", action="append", metavar="TEXT", help="the beginning of a text; may be repeated")
-    given.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help='file with many prompts: one per line as text, or JSON lines {"prompt": "…"} with settings '
-        'such as "temperature", "stop" and "id" (if the first line is JSON, or the name ends with '
-        ".jsonl); - reads standard input",
-    )
-    add_output(parser, "--out", help="write the texts to this file as JSON lines; an interrupted command continues it")
-    texts = f"texts for each prompt (default 1, at most {MOST_SAMPLES:,}); needs a temperature"
-    add_flags(parser, ("--n N", whole(1, MOST_SAMPLES), 1, texts))
-    add_sampling(parser, temperature=0.0, max_new_tokens=100)
-    logprobs = (
-        "print JSON with the log probability of each token and of the N most likely ones at its place (at most 20)"
-    )
-    add_flags(
-        parser,
-        ("--logprobs N", whole(0, 20), None, logprobs),
-        ("--no-heal", bool, False, "use the tokens of the prompt as they are, even if it ends inside a token"),
-    )
-
-
+    z2a generate my-run --work my-workspace --prompt "中国的首都是"
+    z2a generate my-run --work my-workspace --prompts questions.jsonl --out answers.jsonl
+    """)
 def _generate(arguments: argparse.Namespace) -> int | None:
     from zero2all.infer.engine import EngineSettings
     from zero2all.infer.results import process_of
@@ -76,7 +59,7 @@ def _generate(arguments: argparse.Namespace) -> int | None:
         prompts = _prompts(arguments)  # before the model is loaded: every bad line is named at once
         if rank == 0:
             _note_useless_draws(prompts)
-        loaded = load(arguments)
+        loaded = _load(arguments)
     except UserError as error:
         raise for_all_ranks(error) from error.__cause__
     at_once = 1 if sum(prompt.n for prompt in prompts) == 1 else None
@@ -100,7 +83,7 @@ def _prompts(arguments: argparse.Namespace) -> list[Prompt]:
     usual = TextRequest(
         "",
         arguments.max_new_tokens,
-        sampling_of(arguments),
+        _sampling(arguments),
         tuple(map(well_formed, arguments.stop)),
         heal=not arguments.no_heal,
         logprobs=arguments.logprobs,
@@ -120,8 +103,6 @@ def _prompts(arguments: argparse.Namespace) -> list[Prompt]:
 
 def _note_useless_draws(prompts: list[Prompt]) -> None:
     """Say so where several texts, or a seed, are asked for and nothing is drawn."""
-    from zero2all.common.progress import say
-
     greedy = [prompt for prompt in prompts if prompt.request.sampling.is_greedy]
     if any(prompt.n > 1 for prompt in greedy):
         say(
@@ -134,7 +115,6 @@ def _note_useless_draws(prompts: list[Prompt]) -> None:
 
 def _as_text(service: Service, prompts: list[Prompt]) -> None:
     """Each prompt with its continuation, as it is written."""
-    from zero2all.common.progress import TEXT_MARKS, terminal_safe
     from zero2all.infer.batch import streams_of, tasks_of
 
     on_terminal = sys.stdout.isatty()
@@ -172,7 +152,6 @@ def _as_json(service: Service, prompts: list[Prompt]) -> int:
 
 def _to_file(arguments: argparse.Namespace, service: Service, prompts: list[Prompt], rank: int, processes: int) -> int:
     """The results in a file; what was finished before is not done again."""
-    from zero2all.common.progress import counted, say
     from zero2all.infer.batch import tasks_of
     from zero2all.infer.results import Results, finished
 
@@ -210,7 +189,6 @@ def _job(loaded: LoadedModel, prompts: list[Prompt], arguments: argparse.Namespa
 
 def _with_bar(service: Service, tasks: list[Task], total: int, quiet: bool = False) -> Iterator[dict[str, Any]]:
     """The results of `tasks`, with a bar; texts that cannot be written are named."""
-    from zero2all.common.progress import progress, say, terminal_safe
     from zero2all.infer.batch import results_of
 
     places = {task.key: task.prompt.place for task in tasks}
@@ -224,40 +202,31 @@ def _with_bar(service: Service, tasks: list[Task], total: int, quiet: bool = Fal
 
 
 def _exit_code(refused: int, total: int) -> int:
-    from zero2all.common.progress import counted, say
-
     if refused:
         say(f"z2a: {counted(refused, 'text')} of {total:,} could not be generated; their results contain the reason")
     return BadInputError.exit_code if refused else 0
 
 
-def _register_chat(verbs: Subparsers) -> None:
-    from zero2all.infer import CHAT_NEW_TOKENS, CHAT_TEMPERATURE
+@verb("""
+    chat: talk to a model in the terminal
 
-    parser = add_verb(
-        verbs,
-        "chat",
-        "talk to a model in the terminal",
-        "z2a chat my-run --work my-workspace\n  z2a chat path/to/huggingface/folder --system 'Answer briefly.'",
-        _chat,
-    )
-    add_model(parser)
-    parser.add_argument(
-        "--frame",
-        choices=("auto", "template", "frame", "plain"),
-        default="auto",
-        help="layout of the conversation: template, as the model was trained; frame, questions and answers as its "
-        "text writes them, or else in a common form; plain, your text continued as it is (default auto: template if "
-        "the model was trained with it, frame if the form of its text is known, else plain)",
-    )
-    parser.add_argument("--system", default="", metavar="TEXT", help="instructions for the model")
-    parser.add_argument("--load", type=Path, metavar="FILE", help="continue a conversation that was saved with /save")
-    add_sampling(parser, CHAT_TEMPERATURE, CHAT_NEW_TOKENS)
+    model? --work --step --device --dtype --int8
+    --frame auto|template|frame|plain =auto  layout of the conversation: template, as the model was trained; frame,
+        questions and answers as its text writes them, or else in a common form; plain, your text continued as it is
+        (default auto: template if the model was trained with it, frame if the form of its text is known, else plain)
+    --system TEXT =                instructions for the model
+    --load FILE:path               continue a conversation that was saved with /save
+    --max-new-tokens N:count =512  most tokens to generate (default 512)
+    --temperature X:float>=0 =0.7  0 always takes the most likely token, 1 samples from the model's distribution
+        (default 0.7)
+    --top-k --top-p --min-p --repetition-penalty --stop* --seed
 
-
+    z2a chat my-run --work my-workspace
+    z2a chat path/to/huggingface/folder --system 'Answer briefly.'
+    """)
 def _chat(arguments: argparse.Namespace) -> int:
-    sampling = sampling_of(arguments)
-    loaded = load(arguments)
+    sampling = _sampling(arguments)
+    loaded = _load(arguments)
 
     from zero2all.infer.conversation import Conversation
     from zero2all.infer.engine import EngineSettings
@@ -276,33 +245,25 @@ def _chat(arguments: argparse.Namespace) -> int:
         service.close()
 
 
-def _register_serve(verbs: Subparsers) -> None:
-    serve = add_verb(
-        verbs,
-        "serve",
-        "serve a model: an OpenAI-compatible API, and a page to talk to it",
-        "z2a serve my-run --work my-workspace --open\n  z2a serve path/to/huggingface-folder --port 8000",
-        _serve,
-    )
-    add_model(serve)
-    serve.add_argument("--name", metavar="NAME", help="name of the model for clients (default: the name of the run)")
-    _add_engine(serve)
-    token_file = ("--token-file FILE", Path, None, "read the token from this file, so that it stays the same")
-    add_address(serve, "port (default: the first free one from 6107)", token_file)
-    grace = "how long running requests may continue after Ctrl-C or SIGTERM (default 30)"
-    add_flags(serve, ("--grace SECONDS", real(0), 30.0, grace), ("--open", bool, False, "open the page in the browser"))
+@verb("""
+    serve: serve a model: an OpenAI-compatible API, and a page to talk to it
 
+    model? --work --step --device --dtype --int8
+    --name NAME                   name of the model for clients (default: the name of the run)
+    --max-len N:int>=2            tokens of prompt and answer together (default: the model's)
+    --max-batch N:int>=1          answers generated at once (default: 32 on a CPU, 256 on a GPU)
+    --max-waiting N:int>=1 =256   requests that may wait; further ones are refused with 429 (default 256)
+    --cache-gb X:float>=0         memory for keys and values in GB (default: depends on the free memory)
+    --port N:int>=0..65535        port (default: the first free one from 6107)
+    --host --token
+    --token-file FILE:path        read the token from this file, so that it stays the same
+    --allow-host*
+    --grace SECONDS:float>=0 =30  how long running requests may continue after Ctrl-C or SIGTERM (default 30)
+    --open                        open the page in the browser
 
-def _add_engine(serve: argparse.ArgumentParser) -> None:
-    add_flags(
-        serve,
-        ("--max-len N", whole(2), None, "tokens of prompt and answer together (default: the model's)"),
-        ("--max-batch N", whole(1), None, "answers generated at once (default: 32 on a CPU, 256 on a GPU)"),
-        ("--max-waiting N", whole(1), 256, "requests that may wait; further ones are refused with 429 (default 256)"),
-        ("--cache-gb X", real(0), None, "memory for keys and values in GB (default: depends on the free memory)"),
-    )
-
-
+    z2a serve my-run --work my-workspace --open
+    z2a serve path/to/huggingface-folder --port 8000
+    """)
 def _serve(arguments: argparse.Namespace) -> None:
     token = _token_in(arguments.token_file) if arguments.token_file else None
 
@@ -312,26 +273,24 @@ def _serve(arguments: argparse.Namespace) -> None:
 
     cache_bytes = None if arguments.cache_gb is None else int(arguments.cache_gb * 1e9)
     settings = EngineSettings(arguments.max_batch, cache_bytes, arguments.max_len, int8=arguments.int8, owns_model=True)
-    model = ServedModel(lambda: load(arguments), settings, arguments.name, arguments.max_waiting)
+    model = ServedModel(lambda: _load(arguments), settings, arguments.name, arguments.max_waiting)
     options = ServeOptions(
         arguments.host, arguments.port, arguments.token, token, arguments.allow_host, arguments.grace
     )
     server = ModelServer(model, options, lambda: _say_ready(server, arguments))
-    print(t(f"Loading {arguments.model} …"), flush=True)
+    tell(f"Loading {arguments.model} …", flush=True)
     server.serve()
 
 
 def _say_ready(server: ModelServer, arguments: argparse.Namespace) -> None:
     facts = server.model.facts()
     z2a = facts["z2a"]
-    print(t(f"{facts['id']}: {z2a['parameters'] / 1e6:,.1f} M parameters, {z2a['dtype']}, {z2a['device']}"))
+    tell(f"{facts['id']}: {z2a['parameters'] / 1e6:,.1f} M parameters, {z2a['dtype']}, {z2a['device']}")
     if (arguments.max_len or 0) > z2a["max_len"]:
-        print(
-            t(f"--max-len {arguments.max_len} is reduced to {z2a['max_len']}, the model's maximum (model.max_seq_len)")
-        )
+        tell(f"--max-len {arguments.max_len} is reduced to {z2a['max_len']}, the model's maximum (model.max_seq_len)")
     key = f", api_key={server.token}" if server.token else t(", any api_key")
-    print(t(f"The page is at {server.page}   (Ctrl-C ends it)"))
-    print(t(f"OpenAI clients: base_url={server.url}v1{key}, model={facts['id']}"), flush=True)
+    tell(f"The page is at {server.page}   (Ctrl-C ends it)")
+    tell(f"OpenAI clients: base_url={server.url}v1{key}, model={facts['id']}", flush=True)
     if arguments.open:
         import webbrowser
 
@@ -351,3 +310,28 @@ def _token_in(path: Path) -> str:
             f"without spaces, on one line. `openssl rand -hex 24 > {path}` makes a good one."
         )
     return token
+
+
+def _sampling(arguments: argparse.Namespace) -> Sampling:
+    """How tokens are chosen, as the arguments say."""
+    from zero2all.infer.sampling import Sampling
+
+    return Sampling(
+        arguments.temperature,
+        arguments.top_k,
+        arguments.top_p,
+        arguments.min_p,
+        arguments.repetition_penalty,
+        arguments.seed,
+    )
+
+
+def _load(arguments: argparse.Namespace) -> LoadedModel:
+    """The model that the arguments name."""
+    from zero2all.common.workspace import Workspace, is_folder_name
+    from zero2all.infer.load import load_model
+
+    is_name = is_folder_name(arguments.model) and not Path(arguments.model).exists()
+    if is_name and (arguments.work != Path() or workspaces_below()):
+        workspace_of(arguments)  # says which workspaces there are
+    return load_model(arguments.model, Workspace(arguments.work), arguments.step, arguments.device, arguments.dtype)

@@ -8,99 +8,33 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from zero2all.cli.parser import Parser
-from zero2all.cli.train import node_counts
-from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, whole
+from zero2all.cli.verb import group, share, verb
 from zero2all.common.errors import UsageError
-from zero2all.common.language import translate as t
+from zero2all.common.progress import say, tell
 
-SAVE_SECONDS = 300
+if TYPE_CHECKING:
+    from zero2all.parallel.job_files import Job
 
+share(
+    """
+    config --work
+    --nodes! N or MIN:MAX:nodes   machines; MIN:MAX: the run goes on while at least MIN of MAX are there
+    --gpus-per-node N:int>=0 =8   GPUs of each (default 8)
+    --save-seconds N:int>=1 =300  time to save before the job is ended (default 300)
+    --write FILE:out              write to this file instead of the terminal
+    """,
+    "JOB",
+)
+group("""
+    launch: start a run on many machines
 
-def register(verbs: Subparsers) -> None:
-    """Add the verbs."""
-    group = add_group(verbs, "launch", "start a run on many machines", "z2a launch slurm z2all-1b --nodes 4")
-    slurm = add_verb(
-        group,
-        "slurm",
-        "write a batch file for Slurm",
-        "z2a launch slurm z2all-1b --nodes 4 --time 24:00:00 --write job.sh",
-        _slurm,
-        takes_overrides=True,
-    )
-    _add_job_flags(slurm)
-    slurm.add_argument("--time", default="24:00:00", metavar="TIME", help="time limit of the job (default 24:00:00)")
-    slurm.add_argument("--partition", metavar="NAME", help="partition of the cluster (default: Slurm's)")
-    slurm.add_argument("--account", metavar="NAME", help="account that pays for the job (default: Slurm's)")
-    kubernetes = add_verb(
-        group,
-        "kubernetes",
-        "write a manifest for Kubernetes (a JobSet)",
-        "z2a launch kubernetes z2all-1b --nodes 2 --image registry.example/zero2all --claim work --write job.yaml",
-        _kubernetes,
-        takes_overrides=True,
-    )
-    _add_job_flags(kubernetes)
-    kubernetes.add_argument("--image", default="zero2all", metavar="NAME", help="container image (default zero2all)")
-    kubernetes.add_argument(
-        "--claim",
-        default="workspace",
-        metavar="NAME",
-        help="volume claim with the workspace, mounted at /workspace (default workspace)",
-    )
-    ssh = add_verb(
-        group,
-        "ssh",
-        "start a run on a list of hosts over ssh, and show what they print",
-        "z2a launch ssh z2all-1b --hosts gpu1,gpu2 --work /data/my-workspace",
-        _ssh,
-        takes_overrides=True,
-    )
-    _add_config(ssh)
-    ssh.add_argument("--hosts", required=True, metavar="A,B,C", help="hosts as ssh knows them; the first is machine 0")
-    ssh.add_argument(
-        "--rendezvous", metavar="HOST:PORT", help="machine 0 as the others reach it (default: the first host)"
-    )
-    ssh.add_argument("--folder", metavar="DIR", help="folder to start in on every host (default: this one)")
-    ssh.add_argument("--python", metavar="FILE", help="Python with zero2all on every host (default: this one)")
-    secret = add_verb(
-        group,
-        "secret",
-        "make the secret of a run whose machines share no folder",
-        "z2a launch secret z2a.secret",
-        _secret,
-    )
-    secret.add_argument("file", type=Path, metavar="FILE", help="a new file; copy it to every machine")
-    _register_supervise(verbs)
+    z2a launch slurm z2all-1b --nodes 4
+    """)
 
 
-def _add_config(parser: Parser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="a preset or the path of a YAML file, as for `z2a train`")
-    add_work(parser)
-
-
-def _add_job_flags(parser: Parser) -> None:
-    _add_config(parser)
-    parser.add_argument(
-        "--nodes",
-        type=node_counts,
-        required=True,
-        metavar="N or MIN:MAX",
-        help="machines; MIN:MAX: the run goes on while at least MIN of MAX are there",
-    )
-    parser.add_argument("--gpus-per-node", type=whole(0), default=8, metavar="N", help="GPUs of each (default 8)")
-    parser.add_argument(
-        "--save-seconds",
-        type=whole(1),
-        default=SAVE_SECONDS,
-        metavar="N",
-        help=f"time to save before the job is ended (default {SAVE_SECONDS})",
-    )
-    add_output(parser, "--write", help="write to this file instead of the terminal")
-
-
-def _train_words(arguments: argparse.Namespace, python: str, work: Path) -> tuple[str, int, list[str]]:
+def _train_words(arguments: argparse.Namespace, python: str) -> tuple[str, int, list[str]]:
     """The name of the run, its restarts, and the command that trains it. Not `z2a`, whose first line names its Python:
     the kernel cuts that line at 256 characters, and virtual environments may have longer paths."""
     from zero2all.config import load_config
@@ -111,14 +45,34 @@ def _train_words(arguments: argparse.Namespace, python: str, work: Path) -> tupl
             "parallel.slow_link.groups: this verb starts the machines of one group. Start one job per group, and say "
             "which: add --parallel.slow_link.group 0, then 1, and so on."
         )
-    words = ["train", arguments.config, "--work", str(work), *arguments.overrides]
+    words = ["train", arguments.config, "--work", str(arguments.work), *arguments.overrides]
     if not config.resilience.supervise:  # or a machine that fails could not come back
         words += ["--resilience.supervise", "true"]
     return config.train.name, config.resilience.restarts, [python, "-m", "zero2all", *words]
 
 
+def _job(arguments: argparse.Namespace, python: str) -> tuple[Job, int]:
+    """The run as a job of a cluster, and how often it may be started again."""
+    from zero2all.parallel.job_files import Job, job_name
+
+    run, restarts, command = _train_words(arguments, python)
+    sizes = (arguments.nodes, arguments.gpus_per_node, arguments.save_seconds)
+    return Job(job_name(run), command, *sizes), restarts
+
+
+@verb("""
+    launch slurm: write a batch file for Slurm
+
+    JOB
+    --time TIME =24:00:00         time limit of the job (default 24:00:00)
+    --partition NAME              partition of the cluster (default: Slurm's)
+    --account NAME                account that pays for the job (default: Slurm's)
+    --section.field
+
+    z2a launch slurm z2all-1b --nodes 4 --time 24:00:00 --write job.sh
+    """)
 def _slurm(arguments: argparse.Namespace) -> None:
-    from zero2all.parallel.job_files import job_name, slurm_file, slurm_seconds
+    from zero2all.parallel.job_files import slurm_file, slurm_seconds
 
     try:
         if slurm_seconds(arguments.time) <= arguments.save_seconds:
@@ -130,20 +84,26 @@ def _slurm(arguments: argparse.Namespace) -> None:
         raise UsageError(
             f"--time is {arguments.time!r}. Expected a time limit as Slurm reads it, such as 24:00:00 or 2-12:00:00."
         ) from None
-    run, restarts, command = _train_words(arguments, sys.executable, arguments.work)
-    sizes = (arguments.nodes, arguments.gpus_per_node, arguments.time, arguments.save_seconds)
-    asked = (restarts, arguments.partition, arguments.account)
-    _write(arguments.write, slurm_file(job_name(run), command, str(Path.cwd()), *sizes, *asked), "sbatch")
+    job, restarts = _job(arguments, sys.executable)
+    asked = (arguments.time, restarts, arguments.partition, arguments.account)
+    _write(arguments.write, slurm_file(job, str(Path.cwd()), *asked), "sbatch")
 
 
+@verb("""
+    launch kubernetes: write a manifest for Kubernetes (a JobSet)
+
+    JOB
+    --image NAME =zero2all        container image (default zero2all)
+    --claim NAME =workspace       volume claim with the workspace, mounted at /workspace (default workspace)
+    --section.field
+
+    z2a launch kubernetes z2all-1b --nodes 2 --image registry.example/zero2all --claim work --write job.yaml
+    """)
 def _kubernetes(arguments: argparse.Namespace) -> None:
-    from zero2all.common.progress import say
     from zero2all.config import find_config
-    from zero2all.parallel.job_files import MOUNT, job_name, kubernetes_file
+    from zero2all.parallel.job_files import MOUNT, kubernetes_file
 
-    run, _, command = _train_words(arguments, "python", arguments.work)
-    sizes = (arguments.nodes, arguments.gpus_per_node, arguments.save_seconds)
-    text = kubernetes_file(job_name(run), command, arguments.image, arguments.claim, *sizes)
+    text = kubernetes_file(_job(arguments, "python")[0], arguments.image, arguments.claim)
     if not (work := Path(os.path.normpath(MOUNT / arguments.work))).is_relative_to(MOUNT):
         say(f"z2a: note: --work {work} is not in {MOUNT}, where the pods have the claim. Give its folder there.")
     if (path := Path(arguments.config)) == find_config(arguments.config):
@@ -151,28 +111,30 @@ def _kubernetes(arguments: argparse.Namespace) -> None:
     _write(arguments.write, text, "kubectl apply -f")
 
 
-def _secret(arguments: argparse.Namespace) -> None:
-    from zero2all.common.secret import make_secret
-
-    try:
-        make_secret(arguments.file)
-    except OSError as error:
-        raise UsageError(f"{arguments.file} cannot be made: {error.strerror or error}. Give a new file.") from error
-    print(t(f"wrote {arguments.file}. Copy it to every machine, and start all with: --secret-file {arguments.file}"))
-
-
 def _write(path: Path | None, text: str, submit: str) -> None:
+    from zero2all.common.files import atomic_file
+
     if path is None:
         print(text, end="")
         return
-    from zero2all.common.files import atomic_file
-
     with atomic_file(path) as file:
         os.fchmod(file.fileno(), 0o600)  # a manifest holds the secret of the run
         file.write(text.encode())
-    print(t(f"wrote {path}. Start it with: {submit} {shlex.quote(str(path))}"))
+    tell(f"wrote {path}. Start it with: {submit} {shlex.quote(str(path))}")
 
 
+@verb("""
+    launch ssh: start a run on a list of hosts over ssh, and show what they print
+
+    config --work
+    --hosts! A,B,C          hosts as ssh knows them; the first is machine 0
+    --rendezvous HOST:PORT  machine 0 as the others reach it (default: the first host)
+    --folder DIR            folder to start in on every host (default: this one)
+    --python FILE           Python with zero2all on every host (default: this one)
+    --section.field
+
+    z2a launch ssh z2all-1b --hosts gpu1,gpu2 --work /data/my-workspace
+    """)
 def _ssh(arguments: argparse.Namespace) -> int:
     from zero2all.common.secret import given_secret, new_secret
     from zero2all.parallel.nodes import DEFAULT_PORT, read_address
@@ -189,7 +151,7 @@ def _ssh(arguments: argparse.Namespace) -> int:
     first = hosts[0].rpartition("@")[2]
     rendezvous = arguments.rendezvous or f"{f'[{first}]' if ':' in first else first}:{DEFAULT_PORT}"
     read_address(rendezvous, "--rendezvous")
-    *_, command = _train_words(arguments, arguments.python or sys.executable, arguments.work)
+    *_, command = _train_words(arguments, arguments.python or sys.executable)
     commands = {
         host: [*command, "--nodes", str(len(hosts)), "--node-rank", str(rank), "--rendezvous", rendezvous]
         for rank, host in enumerate(hosts)
@@ -199,33 +161,35 @@ def _ssh(arguments: argparse.Namespace) -> int:
     return run_on_hosts(commands, arguments.folder or str(Path.cwd()), ssh, secret)
 
 
-def _register_supervise(verbs: Subparsers) -> None:
-    """Add the verb."""
-    parser = add_verb(
-        verbs,
-        "supervise",
-        "run any training script under the supervisor: restarts, hangs found, a page for each failure",
-        "z2a supervise --processes 2 --silence 300 -- python train.py --epochs 3",
-        _supervise,
-    )
-    parser.add_argument("command", nargs="+", metavar="COMMAND", help="the program and its arguments, after --")
-    parser.add_argument(
-        "--processes", type=whole(1), default=1, metavar="N", help="how many to start; each gets RANK, WORLD_SIZE, …"
-    )
-    parser.add_argument(
-        "--silence",
-        type=whole(1),
-        metavar="SECONDS",
-        help="a process hangs when it prints nothing and calls no zero2all.resilience.beat() for so long",
-    )
-    parser.add_argument(
-        "--restarts", type=whole(0), default=3, metavar="N", help="restarts in a row without progress (default: 3)"
-    )
-    parser.add_argument(
-        "--folder", type=Path, default=Path("supervised"), metavar="DIR", help="where pages go (default: supervised)"
-    )
+@verb("""
+    launch secret: make the secret of a run whose machines share no folder
+
+    file FILE:path  a new file; copy it to every machine
+
+    z2a launch secret z2a.secret
+    """)
+def _secret(arguments: argparse.Namespace) -> None:
+    from zero2all.common.secret import make_secret
+
+    try:
+        make_secret(arguments.file)
+    except OSError as error:
+        raise UsageError(f"{arguments.file} cannot be made: {error.strerror or error}. Give a new file.") from error
+    tell(f"wrote {arguments.file}. Copy it to every machine, and start all with: --secret-file {arguments.file}")
 
 
+@verb("""
+    supervise: run any training script under the supervisor: restarts, hangs found, a page for each failure
+
+    command+ COMMAND               the program and its arguments, after --
+    --processes N:int>=1 =1        how many to start; each gets RANK, WORLD_SIZE, …
+    --silence SECONDS:int>=1       a process hangs when it prints nothing and calls no zero2all.resilience.beat() for so
+        long
+    --restarts N:int>=0 =3         restarts in a row without progress (default: 3)
+    --folder DIR:path =supervised  where pages go (default: supervised)
+
+    z2a supervise --processes 2 --silence 300 -- python train.py --epochs 3
+    """)
 def _supervise(arguments: argparse.Namespace) -> int:
     from shutil import which
 

@@ -10,7 +10,7 @@ import shlex
 import signal
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -18,9 +18,8 @@ from typing import Any
 
 from zero2all import __version__
 from zero2all.cli.parser import VERB, Parser, closest
-from zero2all.cli.runs import fill_in_run
 from zero2all.cli.terminal import can_show_chinese, print_fitted, show_what_the_encoding_lacks
-from zero2all.cli.verb import check_outputs, is_workspace
+from zero2all.cli.verb import DECLARED, add_declared, check_outputs, is_workspace
 from zero2all.common import language
 from zero2all.common.errors import (
     AnomalyError,
@@ -47,13 +46,16 @@ exit codes: 0 done, 1 a bug or a lost process, 2 usage or config, 3 bad input,
             4 disk or memory full, 10 stopped and saved, 12 run stopped itself,
             13 run in use, 14 run taken over, 15 fails every time,
             16 bad machine, 130 interrupted"""
-MODULES = (
-    *("overview", "quickstart", "corpus", "tokenizer", "pack", "data", "train", "launch", "anneal", "runs"),
-    *("chaos", "inspect", "track", "evaluate", "generate", "exchange", "perf", "doctor", "completion"),
-)
-"""Where the verbs are, in the order of the help."""
-ALONE = ("train",)
-"""Verbs for which no other module is imported: a run starts with it in every process."""
+MODULES = {
+    **{"help": "overview", "quickstart": "quickstart", "corpus": "corpus", "tokenizer": "tokenizer", "pack": "data"},
+    **{"data": "data", "train": "train", "launch": "launch", "supervise": "launch", "anneal": "runs", "runs": "runs"},
+    **{"chaos": "chaos", "inspect": "runs", "board": "track", "goodput": "track", "watch": "track", "plot": "track"},
+    **{"track": "track", "eval": "evaluate", "generate": "generate", "chat": "generate", "serve": "generate"},
+    **{"export": "exchange", "import": "exchange", "perf": "perf", "doctor": "doctor", "completion": "completion"},
+}
+"""The first words of the command line, in the order of the help, and the file of each: only that one is imported."""
+RUN_IMPLIED = ("eval", "chaos")
+"""`z2a eval NAME` is `z2a eval run NAME`."""
 INTERRUPTED = 130
 LEAST_ADDRESS_SPACE_BYTES = 512 << 20
 LEAST_OPEN_FILES = 64
@@ -96,7 +98,10 @@ def _run(words: list[str] | None) -> tuple[int, str]:
             return 0, ""
         arguments = parse(words)
         _require_limits()
-        fill_in_run(arguments)
+        if "run_argument" in arguments:
+            from zero2all.cli.runs import fill_in_run
+
+            fill_in_run(arguments)
         check_outputs(arguments)
         code = arguments.handler(arguments) or 0
         sys.stdout.flush()  # here, where a full disk can still be reported
@@ -215,26 +220,38 @@ def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
     return plain, overrides
 
 
-def build_parser(modules: Sequence[str] = MODULES) -> Parser:
-    """The whole command line, or that of some modules."""
+def build_parser(words: Iterable[str] = MODULES) -> Parser:
+    """The whole command line, or the verbs that begin with some words."""
     parser = Parser(prog="z2a", description="From raw text to a language model of your own.", epilog=EPILOG)
     parser.add_argument("--lang", choices=language.LANGUAGES, help="language of messages (default: your locale's)")
     about = "show the version and exit"
     parser.add_argument("--version", action="version", version=f"z2a {__version__}", help=about)
     verbs = parser.add_subparsers(title="verbs", metavar=VERB, required=True)
-    for name in modules:
-        import_module(f"zero2all.cli.{name}").register(verbs)
+    for word in words:
+        module = import_module(f"zero2all.cli.{MODULES[word]}")
+        if word in DECLARED:
+            add_declared(verbs, word)
+        else:
+            module.register(verbs)
     return parser
+
+
+def with_verb(words: list[str]) -> list[str]:
+    """`eval` and `eval NAME …` as `eval run …`, and `chaos PLAN …` as `chaos run PLAN …`; other command lines, and
+    `eval --help`, as they are."""
+    first = "".join(words[:1])
+    if first not in RUN_IMPLIED:
+        return words
+    import_module(f"zero2all.cli.{MODULES[first]}")
+    known = {"-h", "--help", *(each.words[-1] for each in DECLARED[first] if each.handler)}
+    return words if words[1:2] and words[1] in known else [first, "run", *words[1:]]
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     """The arguments of a command line; an error, with the nearest name, where it cannot be understood."""
     plain, overrides = split_overrides(words)
-    if plain[:1] in (["eval"], ["chaos"]):
-        from zero2all.cli.evaluate import with_verb
-
-        plain = with_verb(plain)
-    parser = build_parser(tuple(plain[:1]) if plain[:1] and plain[0] in ALONE else MODULES)
+    plain = with_verb(plain)
+    parser = build_parser(tuple(plain[:1]) if plain[:1] and plain[0] in MODULES else tuple(MODULES))
     verb = parser.find(plain)
     _refuse_unknown_flags(verb, plain)
     reads_config = bool(verb.get_default("reads_config"))
@@ -260,7 +277,7 @@ def parse(words: list[str]) -> argparse.Namespace:
             f"`{verb.prog}` reads no config, so `{overrides[0]}` cannot be set here. Config fields belong to "
             f"`z2a train` and `z2a quickstart`; for the flags of this verb see `{verb.prog} --help`."
         )
-    arguments.overrides, arguments.command_line, arguments.whole_parser = overrides, words, parser
+    arguments.overrides, arguments.command_line, arguments.whole_parser = overrides, words, build_parser
     return arguments
 
 

@@ -8,15 +8,7 @@ from pathlib import Path
 
 from zero2all.cli.runs import Run, look_at_run, run_folders
 from zero2all.cli.terminal import print_fitted
-from zero2all.cli.verb import (
-    WORK_VARIABLE,
-    Subparsers,
-    add_verb,
-    default_work,
-    enclosing_workspace,
-    is_workspace,
-    workspaces_below,
-)
+from zero2all.cli.verb import WORK_VARIABLE, default_work, enclosing_workspace, is_workspace, verb, workspaces_below
 from zero2all.common.language import translate as t
 
 JOURNEY = """\
@@ -38,17 +30,18 @@ MANY = 3
 """Workspaces and runs that are named; more are counted."""
 
 
-def register(verbs: Subparsers) -> None:
-    """Add the verb."""
-    parser = add_verb(verbs, "help", "show the journey and what comes next, or explain a verb", "z2a help train", _help)
-    parser.add_argument("words", nargs="*", metavar="WORD", help="the verb to explain: train, corpus build, …")
+@verb("""
+    help: show the journey and what comes next, or explain a verb
 
+    words* WORD  the verb to explain: train, corpus build, …
 
+    z2a help train
+    """)
 def _help(arguments: argparse.Namespace) -> None:
     if not arguments.words:
         print_overview()
         return
-    parser = arguments.whole_parser
+    parser = arguments.whole_parser()
     for word in arguments.words:
         if not parser.verbs:
             break  # `z2a help train quickstart`: the rest are its arguments

@@ -5,33 +5,26 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from zero2all.cli.verb import WORK_VARIABLE, Subparsers, add_flags, add_verb, default_work
+from zero2all.cli.verb import default_work, verb
 from zero2all.common.errors import UsageError
 
 
-def register(verbs: Subparsers) -> None:
-    """Add the verb."""
-    parser = add_verb(
-        verbs,
-        "quickstart",
-        "the whole journey in minutes: build a corpus, train a tokenizer and a model, evaluate it",
-        "z2a quickstart --data my-texts/",
-        _quickstart,
-        takes_overrides=True,
-    )
-    where = f"workspace (default: {WORK_VARIABLE}, or quickstart, or quickstart-own with --data)"
-    add_flags(
-        parser,
-        ("--work DIR", Path, default_work(), where),
-        ("--data PATH", Path, None, "use your own file or folder of text"),
-        ("--map FIELD=RAW,…", str, None, "raw fields of your data to use: content=body,title=name"),
-        ("--fresh", bool, False, "delete an earlier quickstart in this workspace"),
-        ("--accept-changes", bool, False, "continue training even if settings changed"),
-    )
-    flags = "[-h] [--work DIR] [--data PATH] [--map FIELD=RAW,…] [--fresh] [--accept-changes] [--section.field VALUE …]"
-    parser.usage = f"z2a quickstart {flags}"
+@verb(
+    """
+    quickstart: the whole journey in minutes: build a corpus, train a tokenizer and a model, evaluate it
 
+    --work DIR:path    workspace (default: Z2A_WORK, or quickstart, or quickstart-own with --data)
+    --data PATH:path   use your own file or folder of text
+    --map FIELD=RAW,…  raw fields of your data to use: content=body,title=name
+    --fresh            delete an earlier quickstart in this workspace
+    --accept-changes   continue training even if settings changed
+    --section.field
 
+    z2a quickstart --data my-texts/
+    """,
+    usage="z2a quickstart [-h] [--work DIR] [--data PATH] [--map FIELD=RAW,…] [--fresh] [--accept-changes] "
+    "[--section.field VALUE …]",
+)
 def _quickstart(arguments: argparse.Namespace) -> None:
     from zero2all.config import load_config
 
@@ -51,7 +44,7 @@ def _quickstart(arguments: argparse.Namespace) -> None:
     from zero2all.quickstart.journey import run_journey
     from zero2all.quickstart.summary import print_summary
 
-    work = arguments.work or Path("quickstart" if arguments.data is None else "quickstart-own")
+    work = arguments.work or default_work() or Path("quickstart" if arguments.data is None else "quickstart-own")
     journey = run_journey(
         config,
         work,

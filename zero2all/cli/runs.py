@@ -1,4 +1,4 @@
-"""The runs of a workspace: which one is meant (by name, folder or ssh:// address), and `z2a runs`, which lists them."""
+"""The runs of a workspace: which one is meant (by name, folder or ssh:// address), and verbs: list, inspect, anneal."""
 
 from __future__ import annotations
 
@@ -10,34 +10,29 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.verb import Subparsers, add_verb, add_work, whole, workspace_of
+from zero2all.cli.parser import Parser
+from zero2all.cli.verb import SHARED, WORK_FLAG, add_table, verb, workspace_of
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
+from zero2all.common.progress import TEXT_MARKS, counted, say, tell, terminal_safe
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from zero2all.config import RunConfig
     from zero2all.track.mirror import Mirror
     from zero2all.track.status import RunStatus
+    from zero2all.train.guards.documents import SampleText
 
+NAMED_RUNS = 10
+LOCK_NAME = "lock"
+"""Empty once the process that trains has let go of the run."""
 RUN_HELP = (
     "name of a run in the workspace, a run's folder, or ssh://[user@]host[:port]/path/to/run (default: the one run of "
     "the workspace)"
 )
-NAMED_RUNS = 10
-LOCK_NAME = "lock"
-"""Empty once the process that trains has let go of the run."""
-
-
-def step_or_best(text: str) -> int | str:
-    """A type for add_argument: a step, or `best`."""
-    return text if text == "best" else whole(0)(text)
-
-
-STEP = (
-    "--step N|best",
-    step_or_best,
-    None,
-    "checkpoint to use: its step, or best: the one with the lowest held-out loss (default: the newest)",
-)
+SHARED["ANY_RUN"] = [f"run? RUN  {RUN_HELP}", WORK_FLAG]
+SHARED["ANY_RUNS"] = [f"runs* RUN  {RUN_HELP}", WORK_FLAG]
 
 
 @dataclass(frozen=True)
@@ -49,29 +44,16 @@ class OpenRun:
     connection: Callable[[], str]  # what to tell a person about the connection; empty for a run on this machine
 
 
-def add_run(parser: argparse.ArgumentParser, several: bool = False) -> None:
-    """The argument that names a run (or several), here or on another machine, and the workspace flag."""
-    add_optional_run(parser, "runs" if several else "run", metavar="RUN", help=RUN_HELP)
-
-
-def add_run_name(parser: argparse.ArgumentParser) -> None:
-    """The argument that names a run of the workspace, and the workspace flag."""
-    add_optional_run(parser, "run", metavar="RUN", help="name of the run (default: the one run of the workspace)")
-
-
-def add_optional_run(parser: argparse.ArgumentParser, name: str, **details: Any) -> None:
-    """An argument that may be left out where the workspace has one run; `main` then fills it in."""
-    parser.add_argument(name, nargs="*" if name == "runs" else "?", **details)
-    parser.set_defaults(run_argument=name)
-    add_work(parser)
+def add_run(parser: Parser) -> None:
+    """The argument that names a run, here or on another machine, and the workspace flag."""
+    add_table(parser, ["ANY_RUN"])
 
 
 def fill_in_run(arguments: argparse.Namespace) -> None:
     """Name the one run of the workspace where the command line names none; refuse a workspace in its place."""
-    if (argument := getattr(arguments, "run_argument", None)) is None:
-        return
     from zero2all.common.workspace import is_folder_name, refuse_workspace
 
+    argument = arguments.run_argument
     given = getattr(arguments, argument)
     for name in [given] if isinstance(given, str) else given or ():
         if not (is_folder_name(name) and (arguments.work / "runs" / name).is_dir()):
@@ -113,8 +95,6 @@ def open_run(word: str, arguments: argparse.Namespace, take_newest: bool = False
 
 
 def _wait_until_copied(mirror: Mirror) -> None:
-    from zero2all.common.progress import say
-
     waited = 0
     while not mirror.wait_synced(0.2):
         waited += 1
@@ -159,19 +139,6 @@ class Run:
     """Since the last row of its metrics."""
     message: str
     """Why it is in this state, where that needs a sentence."""
-
-
-def register(verbs: Subparsers) -> None:
-    """Add the verb."""
-    parser = add_verb(
-        verbs,
-        "runs",
-        "list the runs of a workspace: state, step, training and held-out loss, size",
-        "z2a runs --work my-workspace",
-        _runs,
-    )
-    add_work(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run_folders(runs: Path) -> list[Path]:
@@ -219,18 +186,24 @@ def human_age(seconds: float) -> str:
     return t(f"{seconds:.0f} s ago")
 
 
+@verb("""
+    runs: list the runs of a workspace: state, step, training and held-out loss, size
+
+    --work --json
+
+    z2a runs --work my-workspace
+    """)
 def _runs(arguments: argparse.Namespace) -> None:
     from zero2all.common.files import folder_bytes, human_bytes
+    from zero2all.common.jsonio import dumps_pretty
 
     folder = workspace_of(arguments).runs
     runs = [(look_at_run(each), folder_bytes(each)) for each in run_folders(folder)]
     if arguments.json:
-        from zero2all.common.jsonio import dumps_pretty
-
         print(dumps_pretty([{**asdict(run), "bytes": size} for run, size in runs]).decode(), end="")
         return
     if not runs:
-        print(t(f"There are no runs in {folder}. `z2a train CONFIG` starts one."))
+        tell(f"There are no runs in {folder}. `z2a train CONFIG` starts one.")
         return
     from zero2all.cli.table import print_table
 
@@ -244,3 +217,195 @@ def _runs(arguments: argparse.Namespace) -> None:
     for run, _ in runs:
         if run.message and run.state in ("failed", "silent"):
             print(f"{run.name}: {t(run.message)}")
+
+
+@verb("""
+    inspect: print the documents that a run read in one step
+
+    run? --work
+    step STEP:int>=1   the step, as in the metrics: the first is 1
+    --sample N:int>=0  only this sample of the step, from 0
+    --full             whole texts, not only the first 300 characters
+    --json
+
+    z2a inspect my-run 1200 --sample 3 --full --work my-workspace
+    """)
+def _inspect(arguments: argparse.Namespace) -> None:
+    from zero2all.common.jsonio import dumps_pretty
+    from zero2all.tokenizer import load_tokenizer
+    from zero2all.train.guards.documents import EXCERPT_CHARS, samples_of_step
+    from zero2all.train.guards.incident import recorded_row_losses
+    from zero2all.train.guards.watch import INCIDENTS_FOLDER
+    from zero2all.train.saved_config import load_run_config
+    from zero2all.train.setup import open_run_data
+
+    workspace = workspace_of(arguments)
+    run = workspace.existing_run(arguments.run)
+    config = load_run_config(run)
+    first, end, known = _tokens_of(run, config, arguments.step)
+    data, run_end = open_run_data(config, workspace, True)
+    if first >= run_end:
+        last = arguments.step - 1 - (first - run_end) // config.train.tokens_per_step
+        raise UsageError(f"{arguments.run} ends with step {last:,}; there is no step {arguments.step:,}.")
+    count = (end - first) // data.segment_at(first).seq_len
+    if arguments.sample is not None and arguments.sample >= count:
+        raise UsageError(
+            f"Step {arguments.step:,} of {arguments.run} has {counted(count, 'sample')}, so there is no sample "
+            f"{arguments.sample:,}. Give a number below that."
+        )
+    tokenizer = load_tokenizer(workspace.tokenizer)
+    samples = samples_of_step(
+        data,
+        first,
+        count,
+        workspace.corpus,
+        lambda ids: tokenizer.decode(ids, skip_control=False),
+        None if arguments.sample is None else [arguments.sample],
+        recorded_row_losses(run / INCIDENTS_FOLDER, arguments.step),
+        None if arguments.full else EXCERPT_CHARS,
+    )
+    facts = {"run": arguments.run, "step": arguments.step, "tokens": [first, end], **known}
+    if arguments.json:
+        from dataclasses import asdict
+
+        print(dumps_pretty({**facts, "samples": [asdict(sample) for sample in samples]}).decode(), end="")
+    else:
+        _print(facts, count, samples)
+
+
+def _tokens_of(run: Path, config: RunConfig, step: int) -> tuple[int, int, dict[str, Any]]:
+    """First and end token of a step (tokens_per_step may have changed), and what the metrics say of the step."""
+    from zero2all.track.reader import read_run
+
+    length = config.train.tokens_per_step
+    end = step * length
+    known: dict[str, Any] = {"loss": None, "trained": False}
+    try:
+        series = read_run(run).series.get("loss")
+    except BadInputError:  # a run that has no metrics has still an order
+        series = None
+    if series is None or not len(series):
+        return end - length, end, known
+    at = int(series.step.searchsorted(step, side="right")) - 1
+    if at >= 0:
+        end = int(series.tokens[at]) + (step - int(series.step[at])) * length
+        if int(series.step[at]) == step:
+            known["loss"] = float(series.value[at])
+    known["trained"] = bool(step <= int(series.step[-1]))
+    return max(0, end - length), end, known
+
+
+def _print(facts: dict[str, Any], count: int, samples: list[SampleText]) -> None:
+    loss = "" if facts["loss"] is None else t(f", loss {facts['loss']:.4f}")
+    state = "" if facts["trained"] else t(", not trained yet")
+    first, end = facts["tokens"]
+    rows = counted(count, "sample")
+    tell(f"{facts['run']}, step {facts['step']:,}: {rows}, tokens {first:,} to {end - 1:,}{loss}{state}")
+    for sample in samples:
+        begin, behind = sample.split_tokens or (0, 0)
+        where = "" if sample.split_tokens is None else t(f", its tokens {begin:,} to {behind - 1:,}")
+        row_loss = "" if sample.loss is None else t(f", loss {sample.loss:.4f}")
+        tell(
+            f"\n── sample {sample.row}: source {sample.source}, channel {sample.channel}, shard {sample.shard}, "
+            f"sample {sample.sample:,} of it{where}, epoch {sample.epoch}, stage {sample.stage}{row_loss}"
+        )
+        for document in sample.documents:
+            last = document.first_column + document.tokens - 1
+            title = f"  {terminal_safe(document.title)}" if document.title else ""
+            gid = "" if document.gid is None else f"; gid {document.gid}"
+            origin = f"; {document.origin}" if document.origin else gid
+            tokens = t(f"tokens {document.first_column:,} to {last:,}")
+            tell(f"   document {document.number:,}, {tokens}{terminal_safe(origin)}{title}")
+            print(terminal_safe(document.text, keep=TEXT_MARKS) + (" …" if document.is_cut else ""))
+
+
+DEFAULT_SHARE = 0.2
+"""Of the steps made so far."""
+
+
+@verb("""
+    anneal: anneal a run: lower its learning rate from where it is now, and end the run there
+
+    run? --work
+    --steps N:int>=1             steps over which the rate falls; the run ends after them (default: a fifth of the steps
+        so far)
+    --shape linear|1-sqrt|cosine =1-sqrt  shape of the decay (default 1-sqrt)
+    --to-share S:float>=0..1 =0  final rate as a share of the current rate (default 0)
+    --mixture WEIGHTS            weights of the sources from there on, as in data.mixture: '{en: 1, zh: 2}' (default: as
+        before)
+
+    z2a anneal my-run --steps 500 --work my-workspace
+    """)
+def _anneal(arguments: argparse.Namespace) -> None:
+    from zero2all.common.schema import Problem, build
+    from zero2all.config.schedule import learning_rate
+    from zero2all.config.training import AnnealConfig
+    from zero2all.packed.config import mixture_problems
+    from zero2all.train.anneal import ANNEAL_FILE, begun_anneal, request_anneal
+    from zero2all.train.checkpoints.find import newest_checkpoint
+    from zero2all.train.saved_config import load_run_config
+    from zero2all.train.setup import check_anneal
+
+    workspace = workspace_of(arguments)
+    run = workspace.existing_run(arguments.run)
+    config = load_run_config(run)
+    begun = begun_anneal(run)
+    if begun is not None:
+        raise UsageError(
+            f"{run.name} has been annealing since step {begun.from_step:,}, over "
+            f"{counted(begun.steps, 'step')} (see {run / ANNEAL_FILE}). A run can be annealed only "
+            "once. To try another decay, train a run with another name."
+        )
+    made = _steps_made(run)
+    if made == 0:
+        raise UsageError(f"{run.name} has no steps yet, so there is no learning rate to lower. Train it first.")
+    rate = learning_rate(made - 1, config.train.steps, config.optim.lr_max, config.schedule, config.stages)
+    if rate == 0.0:
+        raise UsageError(
+            f"The learning rate of {run.name} is already 0 at step {made:,}, so there is nothing to anneal."
+        )
+    steps = arguments.steps or max(1, round(DEFAULT_SHARE * made))
+    values = {"from_step": made, "steps": steps, "shape": arguments.shape, "to_share": arguments.to_share}
+    problems: list[Problem] = []
+    asked = build(AnnealConfig, {**values, "mixture": _mixture(arguments.mixture)}, "", problems)
+    problems += [] if problems else mixture_problems(asked.mixture, "--mixture")
+    if problems:
+        raise UsageError(" ".join(str(problem) for problem in problems))
+    check_anneal(config, workspace, newest_checkpoint(run), asked)
+    if (run / ANNEAL_FILE).is_file():
+        tell("This replaces an earlier request, which has not begun.")
+    request_anneal(run, steps, arguments.shape, arguments.to_share, asked.mixture)
+    tell(
+        f"{run.name}, at step {made:,} of {config.train.steps:,}: the learning rate will fall from "
+        f"{rate:.3g} to {rate * arguments.to_share:.3g} over {counted(steps, 'step')} ({arguments.shape}), "
+        "and the run ends there. If it is training now, this starts within a few steps. Otherwise it "
+        "starts when you continue the run with `z2a train`."
+    )
+    if asked.mixture is not None:
+        tell(f"The mixture from there on: {arguments.mixture}")
+
+
+def _mixture(text: str | None) -> object:
+    """What was given as --mixture; its content is checked with the rest."""
+    from zero2all.common.yamlio import YamlError, loads
+
+    try:
+        found = None if text is None else loads(text)
+        if text is not None and found is None:
+            raise UsageError("--mixture is empty. Write it like '{en: 1, zh: 2}', or leave it out.")
+        return found
+    except YamlError as error:
+        raise UsageError(f"--mixture is not YAML: {error}. Write it like '{{en: 1, zh: 2}}'.") from error
+
+
+def _steps_made(run: Path) -> int:
+    """As far as metrics and checkpoints tell."""
+    from zero2all.track.reader import read_run
+    from zero2all.train.checkpoints.layout import list_checkpoints, step_of
+
+    saved = max((step_of(folder) for folder in list_checkpoints(run)), default=0)
+    try:
+        series = read_run(run).series.get("loss")
+    except BadInputError:  # no metrics
+        return saved
+    return max(saved, int(series.step[-1])) if series is not None and len(series) else saved

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.cli.terminal import has_colour
-from zero2all.cli.verb import Subparsers, add_flags, add_group, add_output, add_verb, add_work, whole, workspace_of
+from zero2all.cli.verb import group, verb, workspace_of
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
+from zero2all.common.progress import TEXT_MARKS, counted, tell, terminal_safe
 
 TRAIN_FLAGS = (
     *("vocab_size", "kind", "take", "normalise", "pattern", "min_piece_count", "max_piece_bytes", "max_memory"),
@@ -18,181 +19,11 @@ TRAIN_FLAGS = (
 )
 
 
-def register(verbs: Subparsers) -> None:
-    """Add the verbs."""
-    inner = add_group(
-        verbs,
-        "tokenizer",
-        "train, extend, evaluate and try out a tokenizer",
-        "z2a tokenizer train --work my-workspace --vocab-size 32000",
-    )
-    _register_train(inner)
-    _register_import(inner)
-    _register_extend(inner)
-    _register_eval(inner)
-    _register_looking(inner)
+group("""
+    tokenizer: train, extend, evaluate and try out a tokenizer
 
-
-def _register_train(inner: Subparsers) -> None:
-    train = add_verb(
-        inner,
-        "train",
-        "learn a vocabulary from the corpus",
-        "z2a tokenizer train --work my-workspace --vocab-size 64000 --take news=20/44,wiki=2GB --max-memory 4GB",
-        _train,
-        takes_overrides=True,
-    )
-    add_work(train)
-    kind = "bpe (default): the built-in exact trainer; the others use libraries"
-    take = "share of each source to train on: news=20/44,wiki=2GB; or one for all: 2GB (default: everything)"
-    add_flags(
-        train,
-        ("--vocab-size N", whole(), None, "number of token ids (default 64000)"),
-        ("--kind", ("bpe", "hf-bbpe", "sentencepiece"), None, kind),
-        ("--take SOURCE=SHARE,…", str, None, take),
-    )
-    train.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="train on these text files, not the corpus")
-    normalise = "Unicode normalisation of all text (default none: nothing is lost)"
-    add_flags(
-        train,
-        ("--normalise", ("none", "nfc", "nfkc"), None, normalise),
-        ("--pattern NAME|REGEX", str, None, "hf-bbpe: qwen2 (default), isolated-han, or your own"),
-        ("--min-piece-count N", whole(), None, "learn only pieces seen this often (default 2)"),
-        ("--max-piece-bytes N", whole(), None, "longest piece in bytes (default: any)"),
-        ("--max-memory SIZE", str, None, "memory limit, such as 4GB"),
-        ("--threads N", whole(), None, "threads (default: one per core)"),
-        ("--approximate", bool, False, "bpe: allow an approximate result if memory does not suffice"),
-        ("--ignore-memory", bool, False, "hf-bbpe, sentencepiece: start even if memory will not suffice"),
-        ("--config CONFIG", str, None, "use the tokenizer section of this preset or YAML file"),
-    )
-
-
-def _register_import(inner: Subparsers) -> None:
-    taken = add_verb(
-        inner,
-        "import",
-        "use a tokenizer of others in this workspace; its ids stay the same",
-        "z2a tokenizer import qwen.tiktoken --work my-workspace",
-        _import,
-    )
-    taken.add_argument(
-        "source",
-        type=Path,
-        metavar="TOKENIZER",
-        help="a Hugging Face folder, a .tiktoken file, or a SentencePiece .model file",
-    )
-    add_work(taken)
-    taken.add_argument(
-        "--pattern",
-        metavar="NAME|REGEX",
-        help="an unknown .tiktoken file: how it cuts text "
-        "(qwen2, isolated-han, cl100k, o200k, or a regular expression)",
-    )
-    taken.add_argument(
-        "--special",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="an unknown .tiktoken file: its control tokens, the one that ends a document first",
-    )
-    _add_target(taken)
-
-
-def _add_target(parser: argparse.ArgumentParser) -> None:
-    add_output(parser, "--to", is_folder=True, help="folder to write (default: the workspace's tokenizer is replaced)")
-    parser.add_argument(
-        "--replace", action="store_true", help="replace the workspace's tokenizer even if data or runs use the old one"
-    )
-
-
-def _register_extend(inner: Subparsers) -> None:
-    extend = add_verb(
-        inner,
-        "extend",
-        "add pieces to a tokenizer; existing ids stay the same",
-        "z2a tokenizer extend --work my-workspace --from-text field.txt --vocab-size 66000 --to larger-tokenizer",
-        _extend,
-    )
-    add_work(extend)
-    extend.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="DIR|FILE",
-        help="tokenizer to extend: a folder or a SentencePiece .model (default: that of the workspace)",
-    )
-    extend.add_argument("--add", type=Path, metavar="FILE", help="pieces from a file, one a line")
-    extend.add_argument("--pieces", nargs="+", metavar="PIECE", default=[], help=r"pieces (\s: space, \n: line end)")
-    extend.add_argument("--from-text", type=Path, nargs="+", metavar="FILE", help="learn pieces from these text files")
-    extend.add_argument(
-        "--vocab-size", type=whole(1), metavar="N", help="number of token ids after learning, with --from-text"
-    )
-    extend.add_argument(
-        "--max-memory", metavar="SIZE", help="SentencePiece models: memory for --from-text (default 2GB)"
-    )
-    _add_target(extend)
-
-
-def _register_eval(inner: Subparsers) -> None:
-    parser = add_verb(
-        inner,
-        "eval",
-        "evaluate the tokenizer on held-out text, and compare it with others",
-        "z2a tokenizer eval --work my-workspace --against qwen/ tiktoken:o200k_base --html eval.html",
-        _eval,
-    )
-    add_work(parser)
-    parser.add_argument(
-        "--against",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="TOKENIZER",
-        help="others to compare with: a Hugging Face folder, tiktoken:NAME, or a SentencePiece .model file",
-    )
-    parser.add_argument(
-        "--split", choices=("valid", "train"), default="valid", help="which text of the corpus (default valid)"
-    )
-    parser.add_argument(
-        "--limit", default="20MB", metavar="AMOUNT", help="text to encode, shared among the sources (default 20MB)"
-    )
-    add_output(parser, "--json", help="write all figures there")
-    add_output(parser, "--html", help="write a page with charts and coloured segmentations")
-
-
-def _register_looking(inner: Subparsers) -> None:
-    show = add_verb(inner, "show", "show what a tokenizer consists of", "z2a tokenizer show --work my-workspace", _show)
-    _add_folder(show)
-    show.add_argument("--count", type=whole(1), default=12, metavar="N", help="sample pieces to show (default 12)")
-    show.add_argument("--json", action="store_true", help="print JSON")
-
-    encode = add_verb(
-        inner,
-        "encode",
-        "show the tokens of a text",
-        'z2a tokenizer encode --work my-workspace "中国的首都是北京"',
-        _encode,
-    )
-    _add_folder(encode)
-    encode.add_argument("text", nargs="?", metavar="TEXT", help="the text, in quotes; - or nothing reads from a pipe")
-    encode.add_argument("--file", type=Path, metavar="FILE", help="encode this file")
-    form = encode.add_mutually_exclusive_group()
-    form.add_argument("--ids", action="store_true", help="print only the ids, on one line")
-    form.add_argument("--json", action="store_true", help="print JSON: ids, pieces, bytes per token")
-    form.add_argument("--colour", action="store_true", help="print the text with a colour for each piece")
-
-    decode = add_verb(
-        inner, "decode", "show the text of tokens", "z2a tokenizer decode --work my-workspace 17 256", _decode
-    )
-    _add_folder(decode)
-    decode.add_argument("ids", nargs="*", type=whole(), metavar="ID", help="token ids; without any, read from a pipe")
-    decode.add_argument("--file", type=Path, metavar="FILE", help="decode the ids in this file")
-    decode.add_argument("--skip-control", action="store_true", help="leave control tokens out")
-    decode.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _add_folder(parser: argparse.ArgumentParser) -> None:
-    add_work(parser)
-    add_flags(parser, ("--tokenizer DIR|FILE", Path, None, "any tokenizer (default: that of the workspace)"))
+    z2a tokenizer train --work my-workspace --vocab-size 32000
+    """)
 
 
 def _folder(arguments: argparse.Namespace) -> Path:
@@ -201,6 +32,28 @@ def _folder(arguments: argparse.Namespace) -> Path:
     return workspace_of(arguments).tokenizer if given is None else given
 
 
+@verb("""
+    tokenizer train: learn a vocabulary from the corpus
+
+    --work
+    --vocab-size N:int                number of token ids (default 64000)
+    --kind bpe|hf-bbpe|sentencepiece  bpe (default): the built-in exact trainer; the others use libraries
+    --take SOURCE=SHARE,…             share of each source to train on: news=20/44,wiki=2GB; or one for all: 2GB
+        (default: everything)
+    --text+ FILE:path                 train on these text files, not the corpus
+    --normalise none|nfc|nfkc         Unicode normalisation of all text (default none: nothing is lost)
+    --pattern NAME|REGEX              hf-bbpe: qwen2 (default), isolated-han, or your own
+    --min-piece-count N:int           learn only pieces seen this often (default 2)
+    --max-piece-bytes N:int           longest piece in bytes (default: any)
+    --max-memory SIZE                 memory limit, such as 4GB
+    --threads N:int                   threads (default: one per core)
+    --approximate                     bpe: allow an approximate result if memory does not suffice
+    --ignore-memory                   hf-bbpe, sentencepiece: start even if memory will not suffice
+    --config CONFIG                   use the tokenizer section of this preset or YAML file
+    --section.field
+
+    z2a tokenizer train --work my-workspace --vocab-size 64000 --take news=20/44,wiki=2GB --max-memory 4GB
+    """)
 def _train(arguments: argparse.Namespace) -> None:
     from zero2all.common.files import human_bytes
     from zero2all.tokenizer.parts import require_text_files
@@ -218,11 +71,9 @@ def _train(arguments: argparse.Namespace) -> None:
     else:
         manifest = train_on_corpus(workspace.corpus, workspace.tokenizer, config, arguments.ignore_memory)
     _print_repairs(manifest["text"])
-    print(
-        t(
-            f"{workspace.tokenizer}: {manifest['tokenizer_kind']}, {manifest['vocab_size']:,} token ids from "
-            f"{human_bytes(manifest['text']['bytes'])} of text, fingerprint {manifest['fingerprint']}"
-        )
+    tell(
+        f"{workspace.tokenizer}: {manifest['tokenizer_kind']}, {manifest['vocab_size']:,} token ids from "
+        f"{human_bytes(manifest['text']['bytes'])} of text, fingerprint {manifest['fingerprint']}"
     )
 
 
@@ -253,15 +104,26 @@ def _train_config(arguments: argparse.Namespace) -> Any:
 
 
 def _print_repairs(text: dict[str, Any]) -> None:
-    from zero2all.common.progress import counted
-
     if text.get("documents_with_repaired_surrogates"):
         count = text["documents_with_repaired_surrogates"]
-        print(t(f"repaired: {counted(count, 'document')} with invalid UTF-8, replaced by U+FFFD"))
+        tell(f"repaired: {counted(count, 'document')} with invalid UTF-8, replaced by U+FFFD")
     if text.get("control_strings_removed"):
-        print(t(f"removed from the text: {text['control_strings_removed']:,} strings that spell a control token"))
+        tell(f"removed from the text: {text['control_strings_removed']:,} strings that spell a control token")
 
 
+@verb("""
+    tokenizer import: use a tokenizer of others in this workspace; its ids stay the same
+
+    source TOKENIZER:path  a Hugging Face folder, a .tiktoken file, or a SentencePiece .model file
+    --work
+    --pattern NAME|REGEX   an unknown .tiktoken file: how it cuts text (qwen2, isolated-han, cl100k, o200k, or a regular
+        expression)
+    --special+ NAME =[]    an unknown .tiktoken file: its control tokens, the one that ends a document first
+    --to DIR:outdir        folder to write (default: the workspace's tokenizer is replaced)
+    --replace              replace the workspace's tokenizer even if data or runs use the old one
+
+    z2a tokenizer import qwen.tiktoken --work my-workspace
+    """)
 def _import(arguments: argparse.Namespace) -> None:
     from zero2all.tokenizer.extend import require_replaceable
     from zero2all.tokenizer.foreign import find_foreign, read_foreign
@@ -275,11 +137,9 @@ def _import(arguments: argparse.Namespace) -> None:
     target = _target(arguments, create=True)
     require_replaceable(target)
     done = import_tokenizer(arguments.source, target, arguments.pattern, arguments.special)
-    print(
-        t(
-            f"{target}: {done['tokenizer_kind']}, {done['vocab_size']:,} token ids as in {arguments.source}, "
-            f"fingerprint {done['fingerprint']}"
-        )
+    tell(
+        f"{target}: {done['tokenizer_kind']}, {done['vocab_size']:,} token ids as in {arguments.source}, "
+        f"fingerprint {done['fingerprint']}"
     )
 
 
@@ -299,8 +159,22 @@ def _target(arguments: argparse.Namespace, create: bool = False) -> Path:
     return workspace.tokenizer
 
 
+@verb(r"""
+    tokenizer extend: add pieces to a tokenizer; existing ids stay the same
+
+    --work
+    --tokenizer DIR|FILE:path  tokenizer to extend: a folder or a SentencePiece .model (default: that of the workspace)
+    --add FILE:path            pieces from a file, one a line
+    --pieces+ PIECE =[]        pieces (\s: space, \n: line end)
+    --from-text+ FILE:path     learn pieces from these text files
+    --vocab-size N:int>=1      number of token ids after learning, with --from-text
+    --max-memory SIZE          SentencePiece models: memory for --from-text (default 2GB)
+    --to DIR:outdir            folder to write (default: the workspace's tokenizer is replaced)
+    --replace                  replace the workspace's tokenizer even if data or runs use the old one
+
+    z2a tokenizer extend --work my-workspace --from-text field.txt --vocab-size 66000 --to larger-tokenizer
+    """)
 def _extend(arguments: argparse.Namespace) -> None:
-    from zero2all.common.progress import counted
     from zero2all.tokenizer.extend import read_pieces, require_replaceable, unescaped
     from zero2all.tokenizer.extend_sentencepiece import (
         SentencePieceExtender,
@@ -332,32 +206,39 @@ def _extend(arguments: argparse.Namespace) -> None:
     elif arguments.from_text:
         extender.learn((text for part in parts for text in part.texts()), arguments.vocab_size)
     done = extender.save(target)
-    print(
-        t(
-            f"{target}: {done['old_vocab_size']:,} ids before, {done['vocab_size']:,} now; "
-            f"{counted(done['pieces_added'] - done['helper_pieces'], 'piece')} and "
-            f"{counted(done['helper_pieces'], 'helper')} added, "
-            f"{done['already_there']:,} were there already"
-        )
+    tell(
+        f"{target}: {done['old_vocab_size']:,} ids before, {done['vocab_size']:,} now; "
+        f"{counted(done['pieces_added'] - done['helper_pieces'], 'piece')} and "
+        f"{counted(done['helper_pieces'], 'helper')} added, "
+        f"{done['already_there']:,} were there already"
     )
     if done["text"]["bytes_left_out"]:
-        print(
-            t(
-                f"only the first {done['text']['bytes']:,} bytes of text were read; "
-                f"{done['text']['bytes_left_out']:,} bytes were left out"
-            )
+        tell(
+            f"only the first {done['text']['bytes']:,} bytes of text were read; "
+            f"{done['text']['bytes_left_out']:,} bytes were left out"
         )
     if parts:
         figures = compression(extender.tokenizer, load_tokenizer(target), sample_of(parts))
-        print(
-            t(
-                f"compression of a sample of the text: {figures['bytes_per_token_before']:.2f} bytes per token before, "
-                f"{figures['bytes_per_token_after']:.2f} now; {figures['changed_texts']:,} texts come back changed"
-            )
+        tell(
+            f"compression of a sample of the text: {figures['bytes_per_token_before']:.2f} bytes per token before, "
+            f"{figures['bytes_per_token_after']:.2f} now; {figures['changed_texts']:,} texts come back changed"
         )
-    print(t(f"give a model rows for them: z2a import FOLDER --tokenizer {target} --resize-embeddings --name NAME"))
+    tell(f"give a model rows for them: z2a import FOLDER --tokenizer {target} --resize-embeddings --name NAME")
 
 
+@verb("""
+    tokenizer eval: evaluate the tokenizer on held-out text, and compare it with others
+
+    --work
+    --against+* TOKENIZER       others to compare with: a Hugging Face folder, tiktoken:NAME, or a SentencePiece .model
+        file
+    --split valid|train =valid  which text of the corpus (default valid)
+    --limit AMOUNT =20MB        text to encode, shared among the sources (default 20MB)
+    --json FILE:out             write all figures there
+    --html FILE:out             write a page with charts and coloured segmentations
+
+    z2a tokenizer eval --work my-workspace --against qwen/ tiktoken:o200k_base --html eval.html
+    """)
 def _eval(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
     from zero2all.common.files import write_atomic, write_json
@@ -380,12 +261,22 @@ def _eval(arguments: argparse.Namespace) -> None:
         print()
     if arguments.json:
         write_json(arguments.json, report)
-        print(t(f"all figures: {arguments.json}"))
+        tell(f"all figures: {arguments.json}")
     if arguments.html:
         write_atomic(arguments.html, evaluation_page(report).encode())
-        print(t(f"page: {arguments.html}"))
+        tell(f"page: {arguments.html}")
 
 
+@verb("""
+    tokenizer show: show what a tokenizer consists of
+
+    --work
+    --tokenizer DIR|FILE:path  any tokenizer (default: that of the workspace)
+    --count N:int>=1 =12       sample pieces to show (default 12)
+    --json
+
+    z2a tokenizer show --work my-workspace
+    """)
 def _show(arguments: argparse.Namespace) -> None:
     from zero2all.common import jsonio
     from zero2all.tokenizer.show import tokenizer_facts
@@ -394,30 +285,40 @@ def _show(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(jsonio.dumps_pretty(facts).decode(), end="")
         return
-    print(t(f"{facts['folder']}: {facts['kind']}, fingerprint {facts['fingerprint']}"))
-    print(
-        t(
-            f"ids         {facts['vocab_size']:,}: {len(facts['control'])} control tokens and {facts['pieces']:,} "
-            f"pieces ({facts['whole_characters']:,} of whole characters, the others with parts of characters), "
-            f"{facts['merges']:,} merges; a model pads its rows to {facts['rows_of_a_model']:,}"
-        )
+    tell(f"{facts['folder']}: {facts['kind']}, fingerprint {facts['fingerprint']}")
+    tell(
+        f"ids         {facts['vocab_size']:,}: {len(facts['control'])} control tokens and {facts['pieces']:,} "
+        f"pieces ({facts['whole_characters']:,} of whole characters, the others with parts of characters), "
+        f"{facts['merges']:,} merges; a model pads its rows to {facts['rows_of_a_model']:,}"
     )
-    print(t(f"pattern     {facts['pattern'] or t('none')}"))
-    print(t(f"normalise   {facts['normalisation']}: {facts['normalisation_means']}"))
-    print(t(f"control     {'  '.join(f'{number} {name}' for name, number in facts['control'].items())}"))
+    tell(f"pattern     {facts['pattern'] or t('none')}")
+    tell(f"normalise   {facts['normalisation']}: {facts['normalisation_means']}")
+    tell(f"control     {'  '.join(f'{number} {name}' for name, number in facts['control'].items())}")
     ends = ", ".join(map(str, facts["end_ids"]))
-    print(t(f"            begin {facts['begin_id']}, end {ends}, pad {facts['pad_id']}"))
+    tell(f"            begin {facts['begin_id']}, end {ends}, pad {facts['pad_id']}")
     if facts["text_reaches_control"]:
         names = ", ".join(facts["text_reaches_control"])
-        print(t(f"            plain `tokenizers` recognises these in text, z2a does not: {names}"))
+        tell(f"            plain `tokenizers` recognises these in text, z2a does not: {names}")
     for name in ("sample", "longest"):
         pieces = (f"{number}:{piece.replace(' ', '␣')}" for number, piece in facts[name].items())
         print(f"{name:<11} {'  '.join(pieces)}")
 
 
+@verb("""
+    tokenizer encode: show the tokens of a text
+
+    --work
+    --tokenizer DIR|FILE:path  any tokenizer (default: that of the workspace)
+    text? TEXT                 the text, in quotes; - or nothing reads from a pipe
+    --file FILE:path           encode this file
+    | --ids                    print only the ids, on one line
+    | --json                   print JSON: ids, pieces, bytes per token
+    | --colour                 print the text with a colour for each piece
+
+    z2a tokenizer encode --work my-workspace "中国的首都是北京"
+    """)
 def _encode(arguments: argparse.Namespace) -> None:
     from zero2all.common import jsonio
-    from zero2all.common.progress import counted
     from zero2all.tokenizer.load import load_tokenizer
     from zero2all.tokenizer.show import coloured, readable
 
@@ -439,12 +340,23 @@ def _encode(arguments: argparse.Namespace) -> None:
             print(f"{number:>7}  '{readable(piece)}'")
     if arguments.colour or has_colour():
         print(coloured(pieces))
-    print(t(f"{counted(len(pieces), 'token')}, {per_token:.2f} bytes per token"))
+    tell(f"{counted(len(pieces), 'token')}, {per_token:.2f} bytes per token")
 
 
+@verb("""
+    tokenizer decode: show the text of tokens
+
+    --work
+    --tokenizer DIR|FILE:path  any tokenizer (default: that of the workspace)
+    ids* ID:int                token ids; without any, read from a pipe
+    --file FILE:path           decode the ids in this file
+    --skip-control             leave control tokens out
+    --json
+
+    z2a tokenizer decode --work my-workspace 17 256
+    """)
 def _decode(arguments: argparse.Namespace) -> None:
     from zero2all.common import jsonio
-    from zero2all.common.progress import TEXT_MARKS, terminal_safe
     from zero2all.tokenizer.load import load_tokenizer
 
     ids = arguments.ids

@@ -8,23 +8,12 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from zero2all.cli.runs import OpenRun, add_run, open_run
-from zero2all.cli.verb import (
-    Subparsers,
-    add_address,
-    add_flags,
-    add_group,
-    add_output,
-    add_verb,
-    add_work,
-    default_work,
-    real,
-    whole,
-    workspace_of,
-)
+from zero2all.cli.runs import OpenRun, open_run
+from zero2all.cli.verb import default_work, group, verb, workspace_of
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import padded
 from zero2all.common.language import translate as t
+from zero2all.common.progress import counted, tell
 
 if TYPE_CHECKING:
     from zero2all.track.goodput import Goodput
@@ -36,53 +25,25 @@ BAR_COLUMNS = 40
 BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
-def register(verbs: Subparsers) -> None:
-    """Add the verbs."""
-    _register_board(verbs)
-    _register_goodput(verbs)
-    _register_pictures(verbs)
-    track = add_group(
-        verbs,
-        "track",
-        "import metrics from TensorBoard; export them to TensorBoard, wandb or CSV",
-        "z2a track export my-run --work my-workspace --to tensorboard tb --follow",
-    )
-    taken = add_verb(
-        track,
-        "import",
-        "make runs from TensorBoard's event files",
-        "z2a track import logs/experiment --name old --work my-workspace --rename train/loss=loss",
-        _import,
-    )
-    taken.add_argument("source", type=Path, metavar="FOLDER", help="folder with event files, also in its subfolders")
-    add_work(taken)
-    taken.add_argument("--name", required=True, help="name of the new run")
-    taken.add_argument(
-        "--rename", action="append", default=[], metavar="TAG=METRIC", help="rename a tag; can be repeated"
-    )
-    taken.add_argument("--tokens-tag", metavar="TAG", help="the tag that holds the tokens seen so far")
+group("""
+    track: import metrics from TensorBoard; export them to TensorBoard, wandb or CSV
 
-    sent = add_verb(
-        track,
-        "export",
-        "send a run to another tracker, from a separate process that does not slow training",
-        "z2a track export my-run --work my-workspace --to wandb --project my-project --follow",
-        _export,
-    )
-    add_run(sent)
-    sent.add_argument(
-        "--to", nargs="+", required=True, metavar="KIND", help="tensorboard FOLDER, csv FILE, or wandb (with --project)"
-    )
-    sent.add_argument("--project", metavar="NAME", help="project on wandb")
-    sent.add_argument("--name", help="name of the run on wandb (default: its own)")
-    sent.add_argument(
-        "--metric", action="append", default=[], metavar="NAME", help="column of the CSV; can be repeated"
-    )
-    sent.add_argument("--follow", action="store_true", help="keep sending until the run ends")
+    z2a track export my-run --work my-workspace --to tensorboard tb --follow
+    """)
 
 
+@verb("""
+    track import: make runs from TensorBoard's event files
+
+    source FOLDER:path    folder with event files, also in its subfolders
+    --work
+    --name! NAME          name of the new run
+    --rename* TAG=METRIC  rename a tag; can be repeated
+    --tokens-tag TAG      the tag that holds the tokens seen so far
+
+    z2a track import logs/experiment --name old --work my-workspace --rename train/loss=loss
+    """)
 def _import(arguments: argparse.Namespace) -> None:
-    from zero2all.common.progress import counted
     from zero2all.track.importer import import_tensorboard
     from zero2all.track.tensorboard import describe
 
@@ -97,11 +58,23 @@ def _import(arguments: argparse.Namespace) -> None:
         counts = {"file": done.files, "row": done.rows, "value": done.values, "text": done.texts}
         print(f"{done.folder}: {', '.join(t(counted(count, noun)) for noun, count in counts.items())}")
         for sentence in describe(done.damage):
-            print(t(f"  left out: {sentence}"))
+            tell(f"  left out: {sentence}")
 
 
+@verb("""
+    track export: send a run to another tracker, from a separate process that does not slow training
+
+    ANY_RUN
+    --to+! KIND     tensorboard FOLDER, csv FILE, or wandb (with --project)
+    --project NAME  project on wandb
+    --name NAME     name of the run on wandb (default: its own)
+    --metric* NAME  column of the CSV; can be repeated
+    --follow        keep sending until the run ends
+
+    z2a track export my-run --work my-workspace --to wandb --project my-project --follow
+    """)
 def _export(arguments: argparse.Namespace) -> None:
-    from zero2all.common.progress import counted
+    from zero2all.common.workspace import require_output
 
     kind, *place = arguments.to
     if kind not in KINDS:
@@ -114,8 +87,6 @@ def _export(arguments: argparse.Namespace) -> None:
     if kind == "csv" and arguments.follow:
         raise UsageError("A CSV is written whole, so it cannot be followed. Leave out --follow.")
     if place:
-        from zero2all.common.workspace import require_output
-
         require_output(Path(place[0]), f"--to {kind}", is_folder=kind == "tensorboard")
     with open_run(arguments.run, arguments) as run:
         if kind == "csv":
@@ -130,7 +101,6 @@ def _export(arguments: argparse.Namespace) -> None:
 def _send(run: OpenRun, arguments: argparse.Namespace, folder: Path | None) -> None:
     import hashlib
 
-    from zero2all.common.progress import counted
     from zero2all.track.sidecar import user_cache
     from zero2all.track.sinks import Sink, TensorboardSink, WandbSink, export
 
@@ -144,58 +114,20 @@ def _send(run: OpenRun, arguments: argparse.Namespace, folder: Path | None) -> N
         sink = WandbSink(arguments.project, run.folder, state, arguments.name)
         target = f"wandb project {arguments.project}"
     sent = export(run.folder, sink, arguments.follow)
-    print(t(f"{target}: {counted(sent.rows, 'row')} sent"))
+    tell(f"{target}: {counted(sent.rows, 'row')} sent")
     if sent.skipped_lines:
-        print(t(f"  left out: {sent.skipped_lines:,} unreadable lines"))
+        tell(f"  left out: {sent.skipped_lines:,} unreadable lines")
 
 
-def _register_pictures(verbs: Subparsers) -> None:
-    """Add `watch` and `plot`."""
-    watch = add_verb(
-        verbs,
-        "watch",
-        "watch a run in the terminal, here or on another machine",
-        "z2a watch my-run --work my-workspace\n  z2a watch ssh://me@gpu-box/home/me/work/runs/my-run",
-        _watch,
-    )
-    add_run(watch)
-    watch.add_argument("--once", action="store_true", help="print one frame and exit (as with output into a pipe)")
-    plot = add_verb(
-        verbs,
-        "plot",
-        "plot the curves of a run, or of several runs together",
-        "z2a plot my-run --work my-workspace --png run.png\n"
-        "  z2a plot baseline wider --work my-workspace --metric loss --x tokens --pdf figure.pdf",
-        _plot,
-    )
-    add_run(plot, several=True)
-    for kind in FORMATS:
-        about = f"{kind.upper()} to write"
-        add_output(plot, f"--{kind}", help=f"{about} (default: curves.png in the run)" if kind == "png" else about)
-    plot.add_argument("--metric", action="append", default=[], metavar="NAME", help="plot this metric; can be repeated")
-    plot.add_argument("--x", choices=("step", "tokens", "time", "flops"), default="step", help="x axis (default: step)")
-    plot.add_argument(
-        "--smoothing",
-        default="auto",
-        metavar="HOW",
-        help="auto (default), none, or a kind and its width in rows: ema:20, window:50, gaussian:5, median:9",
-    )
-    plot.add_argument("--log", action="store_true", help="logarithmic y axis")
-    plot.add_argument("--title", help="heading (default: the name of the run)")
-    plot.add_argument(
-        "--width", type=real(2, 60), default=11.5, metavar="INCHES", help="width of the picture (default: 11.5)"
-    )
-    plot.add_argument(
-        "--height",
-        type=real(1.5, 120),
-        metavar="INCHES",
-        help="height of the picture (default: as much as the panels need)",
-    )
-    plot.add_argument(
-        "--dpi", type=whole(20), metavar="N", help="dots per inch of a PNG (default: as many as fit into 200 KB)"
-    )
+@verb("""
+    watch: watch a run in the terminal, here or on another machine
 
+    ANY_RUN
+    --once    print one frame and exit (as with output into a pipe)
 
+    z2a watch my-run --work my-workspace
+    z2a watch ssh://me@gpu-box/home/me/work/runs/my-run
+    """)
 def _watch(arguments: argparse.Namespace) -> None:
     import sys
     from contextlib import suppress
@@ -215,6 +147,26 @@ def _watch(arguments: argparse.Namespace) -> None:
                 watch(reader, console, run.connection)
 
 
+@verb("""
+    plot: plot the curves of a run, or of several runs together
+
+    ANY_RUNS
+    --png FILE:out                     PNG to write (default: curves.png in the run)
+    --svg FILE:out                     SVG to write
+    --pdf FILE:out                     PDF to write
+    --metric* NAME                     plot this metric; can be repeated
+    --x step|tokens|time|flops =step   x axis (default: step)
+    --smoothing HOW =auto              auto (default), none, or a kind and its width in rows: ema:20, window:50,
+        gaussian:5, median:9
+    --log                              logarithmic y axis
+    --title TITLE                      heading (default: the name of the run)
+    --width INCHES:float>=2..60 =11.5  width of the picture (default: 11.5)
+    --height INCHES:float>=1.5..120    height of the picture (default: as much as the panels need)
+    --dpi N:int>=20                    dots per inch of a PNG (default: as many as fit into 200 KB)
+
+    z2a plot my-run --work my-workspace --png run.png
+    z2a plot baseline wider --work my-workspace --metric loss --x tokens --pdf figure.pdf
+    """)
 def _plot(arguments: argparse.Namespace) -> None:
     from contextlib import ExitStack
 
@@ -254,43 +206,34 @@ def _smoothing(text: str) -> Smoothing | Literal["auto"] | None:
         raise UsageError(f"--smoothing {error}. The default is auto.") from None
 
 
-def _register_board(verbs: Subparsers) -> None:
-    board = add_verb(
-        verbs,
-        "board",
-        "watch runs in the browser, here or on other machines",
-        "z2a board my-workspace\n  z2a board runs ssh://me@gpu-box/home/me/work/runs",
-        _board,
-    )
-    board.add_argument(
-        "places",
-        nargs="*",
-        default=[str(default_work() or ".")],
-        metavar="PATH",
-        help="folders that contain runs, at any depth, or ssh://[user@]host/path (default: Z2A_WORK, or here)",
-    )
-    add_address(board, "port (default: the first free one from 6106)")
-    add_flags(
-        board,
-        ("--open", bool, False, "open the page in the browser"),
-        ("--fetch-charts", bool, False, "fetch the chart library of the page with npm, once, and stop"),
-    )
+@verb("""
+    board: watch runs in the browser, here or on other machines
 
+    places* PATH =[]        folders that contain runs, at any depth, or ssh://[user@]host/path (default: Z2A_WORK, or
+        here)
+    --port N:int>=0..65535  port (default: the first free one from 6106)
+    --host --token --allow-host*
+    --open                  open the page in the browser
+    --fetch-charts          fetch the chart library of the page with npm, once, and stop
 
+    z2a board my-workspace
+    z2a board runs ssh://me@gpu-box/home/me/work/runs
+    """)
 def _board(arguments: argparse.Namespace) -> None:
     if arguments.fetch_charts:
         from zero2all.track.chart_library import CHART_LIBRARY, fetch_charts
 
         print(t(f"fetched {CHART_LIBRARY}") if fetch_charts() else t("The chart library is there already."))
         return
-    _require_folders(arguments.places)
+    places = arguments.places or [str(default_work() or ".")]
+    _require_folders(places)
     from zero2all.track.server import Board, BoardOptions
 
     options = BoardOptions(arguments.host, arguments.port, arguments.token, arguments.allow_host)
-    board = Board(arguments.places, options)
+    board = Board(places, options)
     for note in board.notes():
-        print(t(note))
-    print(t(f"The board is at {board.url}   (Ctrl-C ends it)"), flush=True)
+        tell(note)
+    tell(f"The board is at {board.url}   (Ctrl-C ends it)", flush=True)
     if arguments.open:
         import webbrowser
 
@@ -309,19 +252,15 @@ def _require_folders(places: list[str]) -> None:
         )
 
 
-def _register_goodput(verbs: Subparsers) -> None:
-    parser = add_verb(
-        verbs,
-        "goodput",
-        "where the time of a run went: useful steps, and the rest by cause",
-        "z2a goodput my-run --work my-workspace",
-        _goodput,
-    )
-    add_run(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+@verb("""
+    goodput: where the time of a run went: useful steps, and the rest by cause
 
+    ANY_RUN --json
 
+    z2a goodput my-run --work my-workspace
+    """)
 def _goodput(arguments: argparse.Namespace) -> None:
+    from zero2all.common.jsonio import dumps_pretty
     from zero2all.track.goodput import run_goodput
     from zero2all.track.reader import RunReader
 
@@ -330,8 +269,6 @@ def _goodput(arguments: argparse.Namespace) -> None:
         if not found.starts:
             raise BadInputError(f"There are no metrics of training in {run.folder}, so there is no time to add up.")
     if arguments.json:
-        from zero2all.common.jsonio import dumps_pretty
-
         print(dumps_pretty(found.as_json()).decode(), end="")
         return
     print_goodput(found)
@@ -339,30 +276,26 @@ def _goodput(arguments: argparse.Namespace) -> None:
 
 def print_goodput(found: Goodput) -> None:
     """The shares by cause, with bars."""
-    print(
-        t(
-            f"goodput {found.goodput:.1%}: {found.seconds['steps']:,.1f} s of surviving steps in "
-            f"{found.total_seconds:,.1f} s"
-        )
+    tell(
+        f"goodput {found.goodput:.1%}: {found.seconds['steps']:,.1f} s of surviving steps in "
+        f"{found.total_seconds:,.1f} s"
     )
-    print(
-        t(
-            f"starts {found.starts}, failures with a page {found.incidents}, steps {found.steps:,}, "
-            f"lost and repeated {found.lost_steps:,}"
-        )
+    tell(
+        f"starts {found.starts}, failures with a page {found.incidents}, steps {found.steps:,}, "
+        f"lost and repeated {found.lost_steps:,}"
     )
     for cause, seconds in found.seconds.items():
         if seconds > 0:
             share = seconds / found.total_seconds
             print(f"  {padded(t(cause), 12)} {seconds:>12,.1f} s {share:>7.1%} {_bar(share)}")
-    print(t(f"of the steps, {found.data_wait_seconds:,.1f} s waited for data"))
+    tell(f"of the steps, {found.data_wait_seconds:,.1f} s waited for data")
     print_stopped(found)
 
 
 def print_stopped(found: Goodput) -> None:
     """Time that is not part of the account, where there is any."""
     if found.stopped_seconds:
-        print(t(f"not counted: {found.stopped_seconds:,.1f} s between an end and the next start"))
+        tell(f"not counted: {found.stopped_seconds:,.1f} s between an end and the next start")
 
 
 def _bar(share: float) -> str:

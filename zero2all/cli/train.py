@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero2all.cli.verb import Subparsers, add_config, add_flags, add_verb, add_work, whole, workspace_of
+from zero2all.cli.verb import verb, workspace_of
 from zero2all.common.errors import PeerFailureError, UsageError
 from zero2all.common.language import translate as t
+from zero2all.common.progress import say, tell
 
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
@@ -21,77 +22,49 @@ if TYPE_CHECKING:
     from zero2all.train.guards.documents import Decode
 
 
-def register(verbs: Subparsers) -> None:
-    """Add the verb."""
-    parser = add_verb(
-        verbs,
-        "train",
-        "train a model on the packed data, or continue a run",
-        "z2a train configs/z2all-100m.yaml --work my-workspace --optim.lr_max 3e-4",
-        _train,
-        takes_overrides=True,
-    )
-    add_config(parser)
-    add_work(parser)
-    plan_only = "show mesh, layout, memory and traffic of the run, computed without running it, and stop"
-    simulated = "run one step as rank 0 of N without sending anything, and count memory and traffic"
-    group = "the number of this group, with parallel.slow_link (also in the environment: ZERO2ALL_GROUP)"
-    add_flags(
-        parser,
-        ("--print-config", bool, False, "show the resolved config and stop"),
-        ("--print-schedule", bool, False, "show the learning rate over the steps and stop"),
-        ("--dry-run", bool, False, "check everything and overfit one batch; write nothing"),
-        ("--plan-only", bool, False, plan_only),
-        ("--simulate-ranks N", whole(1), None, simulated),
-        ("--gpu NAME", str, None, "with --plan-only: plan for this GPU, such as 4090, a100-80g or h100"),
-        ("--json", bool, False, "with --plan-only or --simulate-ranks: print JSON"),
-        ("--group N", whole(0), None, group),
-        ("--fresh", bool, False, "delete an earlier run of this name and start over"),
-        ("--accept-changes", bool, False, "continue a run even if its settings changed"),
-        ("--take-over", bool, False, "take over the run from a process on another host that you know is dead"),
-        ("--no-supervisor", bool, False, "start the processes without watching them: a failure ends the run"),
-    )
-    add_node_flags(parser)
-    parser.usage = (
-        "z2a train [-h] CONFIG [--work DIR] [--section.field VALUE …]\n"
-        "                 [--print-config] [--print-schedule] [--dry-run]\n"
-        "                 [--plan-only] [--gpu NAME] [--simulate-ranks N] [--json]\n"
-        "                 [--group N] [--fresh] [--accept-changes] [--take-over]\n"
-        "                 [--no-supervisor]\n"
-        "                 [--nodes N or MIN:MAX] [--node-rank R] [--rendezvous HOST:PORT]\n"
-        "                 [--rendezvous-bind HOST:PORT] [--interface NAME]\n"
-        "                 [--secret-file FILE]"
-    )
+@verb(
+    """
+    train: train a model on the packed data, or continue a run
 
+    config CONFIG                a preset (quickstart, four-phases, z2all-100m, z2all-1b, llm-zero2all-1b, z2all-moe) or
+        the path of a YAML file
+    --work
+    --print-config               show the resolved config and stop
+    --print-schedule             show the learning rate over the steps and stop
+    --dry-run                    check everything and overfit one batch; write nothing
+    --plan-only                  show mesh, layout, memory and traffic of the run, computed without running it, and stop
+    --simulate-ranks N:int>=1    run one step as rank 0 of N without sending anything, and count memory and traffic
+    --gpu NAME                   with --plan-only: plan for this GPU, such as 4090, a100-80g or h100
+    --json                       with --plan-only or --simulate-ranks: print JSON
+    --group N:int>=0             the number of this group, with parallel.slow_link (also in the environment:
+        Z2A_GROUP)
+    --fresh                      delete an earlier run of this name and start over
+    --accept-changes             continue a run even if its settings changed
+    --take-over                  take over the run from a process on another host that you know is dead
+    --no-supervisor              start the processes without watching them: a failure ends the run
+    --nodes N or MIN:MAX:nodes   machines of the run; each runs this command. MIN:MAX: it goes on while at least MIN are
+        there
+    --node-rank R:int>=0         which of them this one is, from 0 (default: Slurm's number)
+    --rendezvous HOST:PORT       machine 0 as the others reach it
+    --rendezvous-bind HOST:PORT  where machine 0 listens, if that is not --rendezvous: in a container whose port is
+        forwarded
+    --interface NAME             network interface for the data (default: the one towards machine 0)
+    --secret-file FILE:path      who knows the secret in it may take part (default: Z2A_SECRET, else a file beside the
+        run)
+    --section.field
 
-def add_node_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of a run over several machines."""
-    machines = "machines of the run; each runs this command. MIN:MAX: it goes on while at least MIN are there"
-    rendezvous_bind = "where machine 0 listens, if that is not --rendezvous: in a container whose port is forwarded"
-    secret_file = "who knows the secret in it may take part (default: Z2A_SECRET, else a file beside the run)"
-    add_flags(
-        parser,
-        ("--nodes N or MIN:MAX", node_counts, None, machines),
-        ("--node-rank R", whole(0), None, "which of them this one is, from 0 (default: Slurm's number)"),
-        ("--rendezvous HOST:PORT", str, None, "machine 0 as the others reach it"),
-        ("--rendezvous-bind HOST:PORT", str, None, rendezvous_bind),
-        ("--interface NAME", str, None, "network interface for the data (default: the one towards machine 0)"),
-        ("--secret-file FILE", Path, None, secret_file),
-    )
-
-
-def node_counts(text: str) -> tuple[int, int]:
-    """A type for add_argument: N or MIN:MAX."""
-    from zero2all.parallel.nodes import read_counts
-
-    try:
-        return read_counts(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"got {text[:100]!r}, expected a number of machines, such as 4, or the least and the most, such as 2:4"
-        ) from None
-
-
+    z2a train configs/z2all-100m.yaml --work my-workspace --optim.lr_max 3e-4
+    """,
+    usage="""\
+z2a train [-h] CONFIG [--work DIR] [--section.field VALUE …]
+                 [--print-config] [--print-schedule] [--dry-run]
+                 [--plan-only] [--gpu NAME] [--simulate-ranks N] [--json]
+                 [--group N] [--fresh] [--accept-changes] [--take-over]
+                 [--no-supervisor]
+                 [--nodes N or MIN:MAX] [--node-rank R] [--rendezvous HOST:PORT]
+                 [--rendezvous-bind HOST:PORT] [--interface NAME]
+                 [--secret-file FILE]""",
+)
 def _train(arguments: argparse.Namespace) -> int:
     from zero2all.common.signals import end_before_the_start, stop_signals_to
 
@@ -100,6 +73,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _train_or_show(arguments: argparse.Namespace) -> int:
+    from zero2all.common.secret import VARIABLE, given_secret
     from zero2all.config import ConfigError, config_yaml, load_with_rules
 
     overrides = list(arguments.overrides)
@@ -143,8 +117,6 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
         dry_run(config, workspace, _decoder(workspace))
         return 0
     if arguments.secret_file is not None:
-        from zero2all.common.secret import VARIABLE, given_secret
-
         os.environb[VARIABLE.encode()] = given_secret(arguments.secret_file) or b""
     is_worker = "LOCAL_RANK" in os.environ  # started by torchrun or by us
     if not is_worker:
@@ -158,8 +130,6 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
         processes = local_processes(config.parallel)
         supervised = config.resilience.supervise and not arguments.no_supervisor
         if config.resilience.peers and not (supervised and nodes.count > 1):
-            from zero2all.common.progress import say
-
             say("z2a: resilience.peers has no effect: copies need several machines, each with its supervisor.")
         if supervised or processes > 1 or nodes.count > 1:
             watch = _watch(config, workspace) if supervised else None
@@ -179,8 +149,6 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
 def _say_rules(filled: list[Filled]) -> None:
     """One line: the values that rules gave."""
     if filled:
-        from zero2all.common.progress import say
-
         shown = [each.name + ("" if isinstance(each.value, dict) else f" {each.value}") for each in filled]
         say(f"z2a: values from rules: {', '.join(shown)}. `--print-config` shows each rule; see docs/learning.md.")
 
@@ -221,9 +189,7 @@ def _train_here(arguments: argparse.Namespace, config: RunConfig, workspace: Wor
     )
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:
         return 0  # the first process of each machine prints the result
-    print(
-        t(f"{summary.run}: step {summary.step}, {summary.tokens:,} tokens, {summary.tokens_per_second:,.0f} tokens/s")
-    )
+    tell(f"{summary.run}: step {summary.step}, {summary.tokens:,} tokens, {summary.tokens_per_second:,.0f} tokens/s")
     if int(os.environ.get("RANK", "0")) > 0:
         return 0  # the rest is printed by rank 0
     if summary.first_loss_seconds is not None:
@@ -271,13 +237,11 @@ def _plan(arguments: argparse.Namespace, config: RunConfig) -> int:
             print(json.dumps(simulated.values(), indent=2))
         else:
             print_table(simulated.rows())
-            print(
-                t(
-                    "bytes: what rank 0 (of the first pipeline stage) hands to each collective, of an all-gather its "
-                    "own part; --plan-only shows what a process sends"
-                )
+            tell(
+                "bytes: what rank 0 (of the first pipeline stage) hands to each collective, of an all-gather its "
+                "own part; --plan-only shows what a process sends"
             )
-            print(t(f"simulated in {simulated.seconds:.1f} s, {simulated.micro_batch_samples} samples per pass"))
+            tell(f"simulated in {simulated.seconds:.1f} s, {simulated.micro_batch_samples} samples per pass")
             print("\n".join(notes), end="\n" if notes else "")
         return 0
     plan = make_plan(config, processes, card=named_card(arguments.gpu) if arguments.gpu else None)

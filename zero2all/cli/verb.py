@@ -1,13 +1,41 @@
-"""How a verb is declared: one line of help, an example, its arguments, and the function that does it."""
+"""How a verb is declared: a text above the function that does it, which is also its help.
+
+    @verb('''
+        corpus show: print records of a source, or samples of what a rule dropped
+
+        source?                     name of the source (default: all)
+        --work
+        --split train|valid =train  which split (default train)
+        --count N:int>=1 =3         records of each source (default 3)
+
+        z2a corpus show news --count 3 --work my-workspace
+        ''')
+    def _show(arguments): …
+
+First the words and what the verb does, then a table of its arguments, then examples and notes. A line of the table has
+a name, what its value looks like, its default after `=`, and after two spaces its help, which deeper lines continue:
+
+- a flag without a value is a switch;
+- `?` behind a name: the value may be left out; `+`: one or more values; `*`: any number of words, or a flag that may be
+  repeated; `!`: a flag that is required; `/word`: what the handler calls it;
+- a value is a choice (`train|valid`), or a word in capitals with a type from TYPES or a number with its bounds
+  (`N:int>=1`, `X:float>0..1`); `out` and `outdir` are checked before the verb begins;
+- of consecutive lines that begin with `|` one may be given (`|!`: must be given);
+- a line without help names arguments of SHARED; `--section.field` means that the verb takes fields of the config;
+- an optional RUN is the only run of the workspace where none is named.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from zero2all.cli.parser import VERB, Parser
 from zero2all.common.errors import UsageError
@@ -32,6 +60,169 @@ Any config field can be set here and overrides the file:
   --optim.lr_max 3e-4 --data.mixture '{en: 2, zh: 1}'
 All fields with their meaning and value:
   z2a train CONFIG --print-config"""
+
+
+Handler = TypeVar("Handler", bound=Callable[[argparse.Namespace], int | None])
+LINE = re.compile(
+    r"(?P<either>\|!? )?(?P<name>[\w-]+)(/(?P<dest>\w+))?(?P<many>[?+*]*)(?P<required>!?)"
+    r"( (?P<value>\S.*?))??( =(?P<default>\S*))?\s{2,}(?P<help>.*)"
+)
+NUMBER = re.compile(r"(int|float)((>=?)([\d.]+?)(\.\.([\d.]+))?)?")
+NO_VALUE: dict[str, Any] = {"None": None, "()": (), "[]": []}
+TAKES_FIELDS, WORK_FLAG = "--section.field", "--work"
+SHARED: dict[str, list[str]] = {}
+"""Arguments of several verbs, which name them without a help: lines of tables by the name of one or of all."""
+
+
+@dataclass(frozen=True)
+class Verb:
+    """What `verb` declares; without a handler, a word with verbs below it."""
+
+    words: list[str]
+    summary: str
+    table: list[str]
+    example: str
+    handler: Callable[[argparse.Namespace], int | None] | None
+    usage: str | None = None
+    defaults: Mapping[str, Any] | None = None
+
+
+DECLARED: dict[str, list[Verb]] = {}
+"""By first word: the verbs of the files that were imported."""
+
+
+def verb(
+    text: str, usage: str | None = None, defaults: Mapping[str, Any] | None = None
+) -> Callable[[Handler], Handler]:
+    """Declare the verb that a function does; it gets the parsed arguments and returns an exit code (None is 0)."""
+
+    def declare(handler: Handler) -> Handler:
+        head, table, example = textwrap.dedent(text).strip().split("\n\n", 2)
+        _declare(head, list(_joined_lines(table)), example, handler, usage, defaults)
+        return handler
+
+    return declare
+
+
+def group(text: str) -> None:
+    """Declare a word with verbs of its own, such as `z2a corpus`: what they do, and an example."""
+    head, example = textwrap.dedent(text).strip().split("\n\n", 1)
+    _declare(head, [], example, None)
+
+
+def _declare(head: str, table: list[str], example: str, handler: Any, *more: Any) -> None:
+    words, _, summary = " ".join(head.split()).partition(": ")
+    shown = re.sub(r"(?m)^z2a ", "  z2a ", example).lstrip()
+    DECLARED.setdefault(words.split()[0], []).append(Verb(words.split(), summary, table, shown, handler, *more))
+
+
+def _joined_lines(table: str) -> Iterator[str]:
+    """The lines of a table, each with those that continue it."""
+    return (re.sub(r"\n\s+", " ", line) for line in re.split(r"\n(?! )", textwrap.dedent(table).strip()))
+
+
+def add_declared(verbs: Subparsers, word: str) -> None:
+    """Add the verbs that begin with this word to a parser."""
+    inner = verbs
+    for each in DECLARED[word]:
+        if each.handler is None:
+            inner = add_group(verbs, word, each.summary, each.example)
+            continue
+        takes_fields = TAKES_FIELDS in each.table
+        parser = add_verb(inner, each.words[-1], each.summary, each.example, each.handler, takes_fields)
+        add_table(parser, [line for line in each.table if line != TAKES_FIELDS])
+        parser.set_defaults(**(each.defaults or {}))
+        parser.usage = each.usage
+
+
+def share(table: str, name: str | None = None) -> None:
+    """Arguments that several verbs have: they name each without its help, or all of the table by its name."""
+    for line in _joined_lines(table):
+        SHARED.setdefault(name or line.split()[0], []).append(line)
+
+
+def _expanded(lines: Iterable[str]) -> Iterator[str]:
+    for line in lines:
+        if "  " in line or line == WORK_FLAG:
+            yield line
+        else:
+            for name in line.split():
+                yield from _expanded([name] if name == WORK_FLAG else SHARED[name])
+
+
+def add_table(parser: Parser, table: Iterable[str]) -> None:
+    """Add the arguments of a table, whose lines are whole."""
+    either: Any = None
+    for line in _expanded(table):
+        if line == WORK_FLAG:
+            add_work(parser)
+            continue
+        found = LINE.fullmatch(line)
+        assert found is not None, f"{parser.prog}: {line!r} is no line of a table of arguments"
+        if not found["either"]:
+            either = None
+        elif either is None:
+            either = parser.add_mutually_exclusive_group(required="!" in found["either"])
+        _add_argument(parser, either or parser, found)
+
+
+def _add_argument(parser: Parser, to: Any, found: re.Match[str]) -> None:
+    name, many, value, default = found["name"], found["many"], found["value"] or "", found["default"]
+    is_flag = name.startswith("--")
+    details: dict[str, Any] = {"help": found["help"]}
+    details |= {"dest": found["dest"]} if found["dest"] else {}
+    details |= {"required": True} if found["required"] else {}
+    metavar, _, kind = value.rpartition(":")
+    read = _type_of(kind)
+    if default is not None:
+        details["default"] = NO_VALUE[default] if default in NO_VALUE else (read or str)(default)
+    if is_flag and not value:
+        to.add_argument(name, action="store_true", **details)
+        return
+    if "+" in many or many == "?" or (many and not is_flag):
+        details |= {"nargs": many[0], **({"const": ""} if is_flag and many == "?" else {})}
+    if is_flag and "*" in many:
+        details = {"default": [], **details, "action": "extend" if "+" in many else "append"}
+    if "|" in value and value == value.lower():
+        details["choices"] = tuple(value.split("|"))
+    elif value:
+        details["metavar"] = metavar if read else value
+    if kind in ("out", "outdir"):
+        del details["metavar"]
+        add_output(parser, name, is_folder=kind == "outdir", **details)
+        return
+    action = to.add_argument(name, **details, **({"type": read} if read else {}))
+    if not is_flag and many and value.startswith("RUN"):
+        parser.set_defaults(run_argument=action.dest)
+
+
+def _type_of(name: str) -> Callable[[str], Any] | None:
+    """The type that a table calls so; None: it is no type, but the end of a word such as HOST:PORT."""
+    number = NUMBER.fullmatch(name)
+    if number is None:
+        assert name in TYPES or name != name.lower() or not name.isidentifier(), f"there is no type {name}"
+        return TYPES.get(name)
+    least, most = number[4], number[6]
+    if number[1] == "int":
+        return whole(*(int(bound) for bound in (least, most) if bound is not None))
+    return real(float(least), None if most is None else float(most), is_open=number[3] == ">")
+
+
+def step_or_best(text: str) -> int | str:
+    """A type for a flag: a step, or `best`."""
+    return text if text == "best" else whole(0)(text)
+
+
+def node_counts(text: str) -> tuple[int, int]:
+    """A type for a flag: machines, N or MIN:MAX."""
+    from zero2all.parallel.nodes import read_counts
+
+    try:
+        return read_counts(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"got {text[:100]!r}, expected a number of machines, such as 4, or the least and the most, such as 2:4"
+        ) from None
 
 
 def add_verb(
@@ -104,19 +295,6 @@ def add_flags(parser: argparse.ArgumentParser, *flags: tuple[str, Any, Any, str]
             if isinstance(kind, list):
                 reads = {"type": kind[0], "action": "append"}
             parser.add_argument(flag, default=default, metavar=metavar or None, help=about, **reads)
-
-
-def add_address(parser: argparse.ArgumentParser, port: str, *more: tuple[str, Any, Any, str]) -> None:
-    """Where a page is served and who may see it; `port` is the help of --port."""
-    host = "address to listen on (default: 127.0.0.1); any other address requires a token, which is printed"
-    add_flags(
-        parser,
-        ("--port N", whole(0, LAST_PORT), None, port),
-        ("--host ADDRESS", str, "127.0.0.1", host),
-        ("--token", bool, False, "require a token on 127.0.0.1 too, for shared machines"),
-        *more,
-        ("--allow-host NAME", [str], [], "another host name to accept, such as a proxy's; can be repeated"),
-    )
 
 
 def add_config(parser: argparse.ArgumentParser, about: str = CONFIG_HELP, **details: Any) -> None:
@@ -250,3 +428,40 @@ def real(minimum: float, maximum: float | None = None, is_open: bool = False) ->
         return value
 
     return read
+
+
+TYPES: dict[str, Callable[[str], Any]] = {
+    **{"path": Path, "count": count, "step": step_or_best, "nodes": node_counts},
+    **{"out": _named_path, "outdir": _named_path},
+}
+"""What tables call the types of values; a file adds those that only its verbs have."""
+
+share("""
+    run? RUN                          name of the run (default: the one run of the workspace)
+    model? RUN|FOLDER                 name or folder of a run, or a Hugging Face folder (default: the one run of the
+        workspace)
+    config CONFIG                     a preset or the path of a YAML file, as for `z2a train`
+    --json                            print JSON
+    --step N|best:step                checkpoint to use: its step, or best: the one with the lowest held-out loss
+        (default: the newest)
+    --device NAME                     auto, cpu, cuda or cuda:1 (default auto: a GPU where there is one)
+    --dtype float32|bfloat16|float16  precision of weights and computation (default: bfloat16 on a GPU, float32 on
+        the CPU)
+    --int8                            keep the weights of linear layers in 8 bits: less memory, slightly worse
+    --top-k N:int>=0 =0               sample only from the N most likely tokens (default 0: all)
+    --top-p X:float>0..1 =1           sample only from the most likely tokens that together have this probability
+        (default 1: all)
+    --min-p X:float>=0..1 =0          sample only from tokens at least X times as likely as the most likely one
+        (default 0: all)
+    --repetition-penalty X:float>=0 =1  above 1: tokens that already occurred become less likely (default 1)
+    --stop* TEXT                      end before this text; may be repeated
+    --seed N:int>=0 =0                seed of the sampling (default 0); needs a temperature
+    --host ADDRESS =127.0.0.1         address to listen on (default: 127.0.0.1); any other address requires a token,
+        which is printed
+    --token                           require a token on 127.0.0.1 too, for shared machines
+    --allow-host* NAME                another host name to accept, such as a proxy's; can be repeated
+    --data DIR:path =eval-data        folder with a folder of files for each benchmark (default eval-data)
+    --workers N:int>=1                parallel tasks (default: one per core)
+    --address ADDRESS                 address of a Ray cluster whose nodes share the workspace (default: start Ray here)
+    --endpoint URL                    hub or mirror (default: HF_ENDPOINT, or the hub)
+    """)

@@ -1,6 +1,6 @@
 """Faults that a plan injects into a run, for tests and drills: `fault_point("step", 12)` does nothing without a plan.
 
-The variable ZERO2ALL_FAULTS names a JSON file: a list of `{fault, point, rank, step, due, until, times, every}`. What
+The variable Z2A_FAULTS names a JSON file: a list of `{fault, point, rank, step, due, until, times, every}`. What
 is absent matches anything; `due` and `until` are seconds of the monotonic clock, `rank: all` means each rank on its
 own. A fault happens `times` times (1), or `every` time. Files beside the plan keep what has happened, so that a
 restarted process does not meet it again. `z2a chaos` writes such files from plans that people write
@@ -29,7 +29,7 @@ from typing import Any
 from zero2all.common.errors import UsageError
 from zero2all.common.progress import say
 
-FAULTS = "ZERO2ALL_FAULTS"
+FAULTS = "Z2A_FAULTS"
 POINTS = {
     "start": "the start of a run or of its continuation, before the first step",
     "step": "before a step",

@@ -81,6 +81,11 @@ def say(line: str) -> None:
         print(translate(line), file=sys.stderr, flush=True)
 
 
+def tell(text: str, flush: bool = False) -> None:
+    """Print a result on stdout, in the person's language."""
+    print(translate(text), flush=flush)
+
+
 def human_count(count: float) -> str:
     """12345678 -> '12.3M'."""
     for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):

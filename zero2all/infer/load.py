@@ -30,7 +30,7 @@ from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import OpContext
 from zero2all.ops.registry import resolve
 from zero2all.parallel.device import pick_device
-from zero2all.parallel.layout import init_weights, model_parts
+from zero2all.parallel.parameter_table import init_weights, model_parts
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import INDEX_NAME, STATE_NAME, checkpoint_folder, require_checkpoint

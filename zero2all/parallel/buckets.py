@@ -15,8 +15,8 @@ from itertools import pairwise
 from typing import Literal
 
 from zero2all.model.config import ParameterKind
-from zero2all.parallel.layout import LogicalParameter
 from zero2all.parallel.mesh import Spread
+from zero2all.parallel.parameter_table import LogicalParameter
 
 ALIGNMENT = 128
 """Parameters begin at multiples of this many values, so that every kernel can load them in wide words."""

@@ -24,8 +24,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from zero2all.limits.slow_link import is_low_rank
 from zero2all.parallel.buckets import FlatPlan
-from zero2all.parallel.layout import LogicalParameter
 from zero2all.parallel.mesh import Axis
+from zero2all.parallel.parameter_table import LogicalParameter
 from zero2all.parallel.parts import Box, Part
 
 GROUP = "powersgd"

@@ -38,7 +38,7 @@ class SlowLinkConfig:
     """Address host:port of every group as the others reach it; several machines of a group: host:port,host:port. Empty:
     one group, no slow link."""
     group: NaturalInt | None = None
-    """Number of this group, its place in `groups`. null: from `z2a train --group N` or ZERO2ALL_GROUP."""
+    """Number of this group, its place in `groups`. null: from `z2a train --group N` or Z2A_GROUP."""
     bind: str | None = None
     """Address host:port on which this machine listens, if it is another one than the others reach (a container with a
     forwarded port). null: its address in `groups`, no other one."""

@@ -47,7 +47,7 @@ from zero2all.parallel.group_wire import (
     read_greeting,
 )
 
-GROUP_VARIABLE = "ZERO2ALL_GROUP"
+GROUP_VARIABLE, OLD_GROUP_VARIABLE = "Z2A_GROUP", "ZERO2ALL_GROUP"
 """The number of this group, where neither the config nor the command line says it."""
 OF_THIS_MACHINE = (
     "parallel.slow_link.group",
@@ -72,7 +72,8 @@ Member = tuple[int, int]
 
 def own_group(config: SlowLinkConfig) -> int:
     """The number of this group, from the config or the environment."""
-    asked = os.environ.get(GROUP_VARIABLE) if config.group is None else str(config.group)
+    named = os.environ.get(GROUP_VARIABLE) or os.environ.get(OLD_GROUP_VARIABLE)
+    asked = named if config.group is None else str(config.group)
     last = len(config.groups) - 1
     if asked is None or not asked.isdigit() or int(asked) > last:
         own = "this one has no number" if asked is None else f"the number of this one is {asked}"

@@ -27,10 +27,10 @@ one who decides it cannot use. All ranks look at the same bits in the same way; 
 two others, the one that cannot use its own gets those of the proposer. `bad` only ends the wait of (1).
 
 The condition cannot be dropped: with two groups "dead" and "cut off" look alike, and both have to go on. After a
-partition chains differ. So they may when all members die at once and those who only follow go on. Then the group whose
-chain counts fewer contributions adopts the state of the other (equal: that with the higher number), so that neither a
-small part of a partition wins, nor group 0 when it was restarted from an old checkpoint. A group that cannot follow
-(its training is rounds late, or went back) adopts, too.
+partition the chains differ. They can also differ when all members die at once and groups that had only followed them go
+on. Then the group whose chain counts fewer contributions adopts the state of the other (equal: that with the higher
+number), so that neither a small part of a partition wins, nor group 0 when it was restarted from an old checkpoint. A
+group that cannot follow (its training is rounds late, or went back) adopts, too.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Mind:
             if message["do"] == "hello" and message["facts"] == self.link.facts:
                 self._alike.add(group)
             elif message["do"] == "hello" and not self.is_running:
-                from zero2all.parallel.meet import differences  # needs torch
+                from zero2all.parallel.rendezvous import differences  # needs torch
 
                 self.link.problem = UsageError(
                     f"Group {group} differs from group {self.link.group}: "
@@ -284,7 +284,7 @@ class Mind:
                 say(f"z2a: waiting for other groups. {' '.join(self._reasons)}")
 
     def _why_missing(self, group: int) -> str:
-        from zero2all.parallel.meet import why_not_reached  # needs torch
+        from zero2all.parallel.rendezvous import why_not_reached  # needs torch
 
         own, address = self.link.group, self.link.config.groups[group].partition(",")[0]
         if group in self.heard:

@@ -464,7 +464,7 @@ class Inbox:
             os.close(self._alive)
             raise UsageError(
                 f"This group is already running on this machine: another process has its rank {rank} (its sockets are "
-                f"in {folder}). Stop it first, or give this one its own number, with --group or ZERO2ALL_GROUP."
+                f"in {folder}). Stop it first, or give this one its own number, with --group or Z2A_GROUP."
             ) from error
         path = folder / f"{rank}.sock"
         self._files = (path, folder / f"{rank}.lock")
@@ -521,7 +521,7 @@ def listen_for_groups(config: SlowLinkConfig, group: int, own: str) -> socket.so
             raise UsageError(
                 f"Port {port} is in use, so group {group} cannot wait there for the others. Is group {group} "
                 f"already running on this machine? Then give this one its own number, with --group or "
-                f"ZERO2ALL_GROUP. If not, choose another port in parallel.slow_link.groups, or in "
+                f"Z2A_GROUP. If not, choose another port in parallel.slow_link.groups, or in "
                 f"parallel.slow_link.bind."
             ) from error
         raise UsageError(

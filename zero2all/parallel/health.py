@@ -33,7 +33,7 @@ from zero2all.common.files import human_bytes
 from zero2all.common.language import message
 from zero2all.common.progress import say
 from zero2all.parallel.device import local_processes
-from zero2all.parallel.meet import LAST_WORD_SECONDS, SLOWER_SECONDS, wait_for_keys
+from zero2all.parallel.rendezvous import LAST_WORD_SECONDS, SLOWER_SECONDS, wait_for_keys
 
 PRODUCT_SECONDS, PAIR_SECONDS = 40.0, 30.0
 MEASURE_SECONDS = 0.3

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from zero2all.common.errors import NEVER_AGAIN, PreemptedError, UnhealthyError
 from zero2all.common.secret import VARIABLE, new_secret
@@ -21,47 +22,65 @@ def job_name(run: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", f"z2a-{run}".lower())[:50].strip("-")
 
 
+@dataclass(frozen=True)
+class Job:
+    """A run as a cluster starts it."""
+
+    name: str
+    command: Sequence[str]
+    """What every machine runs."""
+    nodes: tuple[int, int]
+    """The least and the most machines."""
+    gpus: int
+    """Of each machine."""
+    save_seconds: int
+    """Time to save before the job is ended."""
+
+    @property
+    def node_words(self) -> str:
+        """The machines, as `--nodes` takes them."""
+        least, most = self.nodes
+        return str(most) if least == most else f"{least}:{most}"
+
+
 def slurm_file(
-    name: str,
-    command: Sequence[str],
-    folder: str,
-    nodes: tuple[int, int],
-    gpus: int,
-    time: str,
-    save_seconds: int,
-    restarts: int,
-    partition: str | None = None,
-    account: str | None = None,
+    job: Job, folder: str, time: str, restarts: int, partition: str | None = None, account: str | None = None
 ) -> str:
-    """An sbatch file that runs `command` on each machine, the least and the most of them being `nodes`. It goes back to
-    the queue at most `restarts` times in a row because machines were missing."""
-    gpu_line = f"#SBATCH --gpus-per-node={gpus}\n" if gpus else ""
-    least, most = nodes
+    """An sbatch file that runs the command on each machine. It goes back to the queue at most `restarts` times in a row
+    because machines were missing."""
+    gpu_line = f"#SBATCH --gpus-per-node={job.gpus}\n" if job.gpus else ""
     asked = (("partition", partition), ("account", account))
     asked_lines = "".join(f"#SBATCH --{flag}={value}\n" for flag, value in asked if value)
-    meeting = f' \\\n            --nodes {node_words(nodes)} --node-rank "$1" --rendezvous "${{machines[0]}}:$port"'
-    final = "|".join(map(str, (0, PreemptedError.exit_code, *NEVER_AGAIN)))
     keep_lines = "# A lost machine does not end the job: the run goes on with the others.\n#SBATCH --no-kill\n"
     return f"""\
 #!/bin/bash
 # Written by `z2a launch slurm`. Submit it with: sbatch FILE
-#SBATCH --job-name={name}
+#SBATCH --job-name={job.name}
 {asked_lines}\
-#SBATCH --nodes={most}
+#SBATCH --nodes={job.nodes[1]}
 # One task per machine: z2a starts one process per GPU itself.
 #SBATCH --ntasks-per-node=1
 {gpu_line}# The whole machine with all of its memory: the processes share it.
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --time={time}
-# SIGTERM to every machine {save_seconds} s before the time is over: the run saves and ends with code 10.
-#SBATCH --signal=TERM@{save_seconds}
-{keep_lines if least < most else ""}# Start again when too few machines are left; the run continues.
+# SIGTERM to every machine {job.save_seconds} s before the time is over: the run saves and ends with code 10.
+#SBATCH --signal=TERM@{job.save_seconds}
+{keep_lines if job.nodes[0] < job.nodes[1] else ""}# Start again when too few machines are left; the run continues.
 #SBATCH --requeue
 # All attempts write to one log.
 #SBATCH --open-mode=append
-#SBATCH --output={name}-%j.log
+#SBATCH --output={job.name}-%j.log
 
+{_slurm_script(job, folder, restarts)}"""
+
+
+def _slurm_script(job: Job, folder: str, restarts: int) -> str:
+    node_flags = ""
+    if job.nodes[1] > 1:
+        node_flags = f' \\\n            --nodes {job.node_words} --node-rank "$1" --rendezvous "${{machines[0]}}:$port"'
+    final = "|".join(map(str, (0, PreemptedError.exit_code, *NEVER_AGAIN)))
+    return f"""\
 cd {shlex.quote(folder)} || exit 3
 # Only who knows the secret of the run can join it. It is in a file beside the run, which all machines share.
 machines=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
@@ -72,7 +91,7 @@ port=$(({SLURM_PORTS.start} + SLURM_JOB_ID % {len(SLURM_PORTS)}))
 # --cpu-bind=none: without it Slurm may give the task, and so all processes, one core.
 run_machine() {{
     while true; do
-        srun --nodes=1 --ntasks=1 --nodelist="$2" --cpu-bind=none {shlex.join(command)}{meeting if most > 1 else ""}
+        srun --nodes=1 --ntasks=1 --nodelist="$2" --cpu-bind=none {shlex.join(job.command)}{node_flags}
         code=$?
         case $code in
             {final}) return $code ;; # done, saved, or an error that would come again
@@ -93,9 +112,9 @@ kill "${{loops[@]:1}}" 2>/dev/null
 # {restarts} times in a row (resilience.restarts), so that a job that can never run ends. Slurm counts all returns;
 # the file keeps how many there were when the run last saved. Any other code is final.
 count=${{SLURM_RESTART_COUNT:-0}} saved=0
-[ -f "{name}-$SLURM_JOB_ID.saved" ] && saved=$(cat "{name}-$SLURM_JOB_ID.saved")
+[ -f "{job.name}-$SLURM_JOB_ID.saved" ] && saved=$(cat "{job.name}-$SLURM_JOB_ID.saved")
 if [ "$code" = {PreemptedError.exit_code} ]; then
-    echo $((count + 1)) >"{name}-$SLURM_JOB_ID.saved"
+    echo $((count + 1)) >"{job.name}-$SLURM_JOB_ID.saved"
     scontrol requeue "$SLURM_JOB_ID"
 elif [ "$code" = 1 ] && [ $((count - saved)) -lt {restarts} ]; then
     scontrol requeue "$SLURM_JOB_ID"
@@ -121,39 +140,22 @@ def slurm_seconds(text: str) -> float:
     return 86400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds or float("inf")
 
 
-def node_words(nodes: tuple[int, int]) -> str:
-    """The least and the most machines, as `--nodes` takes them."""
-    return str(nodes[1]) if nodes[0] == nodes[1] else f"{nodes[0]}:{nodes[1]}"
-
-
-def kubernetes_file(
-    name: str, command: Sequence[str], image: str, claim: str, nodes: tuple[int, int], gpus: int, save_seconds: int
-) -> str:
+def kubernetes_file(job: Job, image: str, claim: str) -> str:
     """A JobSet (jobset.sigs.k8s.io, 0.6 or newer) with one pod per machine, and a new secret for them."""
-    meeting, secret_object, secret_lines = [], "", ""
-    if nodes[1] > 1:
-        # The name of a pod that was replaced leads to the old one for a while: machine 0 need not ask for its own.
-        meeting = ["--nodes", node_words(nodes), "--node-rank", "$(NODE_RANK)"]
-        meeting += ["--rendezvous", f"{name}-node-0-0.{name}:{DEFAULT_PORT}"]
-        meeting += ["--rendezvous-bind", f"[$(POD_IP)]:{DEFAULT_PORT}"]
+    secret_object = ""
+    if job.nodes[1] > 1:
         secret_object = f"""\
 # Who knows this secret can join the run: keep the file to yourself.
-{{apiVersion: v1, kind: Secret, metadata: {{name: {name}}}, stringData: {{secret: {json.dumps(new_secret())}}}}}
+{{apiVersion: v1, kind: Secret, metadata: {{name: {job.name}}}, stringData: {{secret: {json.dumps(new_secret())}}}}}
 ---
 """
-        secret_lines = f"""\
-                    - {{name: POD_IP, valueFrom: {{fieldRef: {{fieldPath: status.podIP}}}}}}
-                    - {{name: {VARIABLE}, valueFrom: {{secretKeyRef: {{name: {name}, key: secret}}}}}}
-"""
-    words = "\n".join(f"                  - {json.dumps(word)}" for word in (*command, *meeting))
-    gpu_lines = (
-        f'                  resources:\n                    limits: {{"nvidia.com/gpu": {gpus}}}\n' if gpus else ""
-    )
     final, per_pod, spare_lines, alone_lines = list(NEVER_AGAIN), "", "", ""
-    if nodes[0] < nodes[1]:  # a machine that the health check has left out fails alone; that needs Kubernetes 1.29
+    if job.nodes[0] < job.nodes[1]:  # a machine that the health check has left out fails alone: Kubernetes 1.29
         final.remove(UnhealthyError.exit_code)
         per_pod = "PerIndex"
-        spare_lines = f"          maxFailedIndexes: {nodes[1] - nodes[0]} # more, and too few machines are left\n"
+        spare_lines = (
+            f"          maxFailedIndexes: {job.nodes[1] - job.nodes[0]} # more, and too few machines are left\n"
+        )
         alone_lines = f"""\
               - action: FailIndex # a bad machine: the run goes on without it
                 onExitCodes: {{containerName: z2a, operator: In, values: [{UnhealthyError.exit_code}]}}
@@ -164,7 +166,7 @@ def kubernetes_file(
 {secret_object}apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
-  name: {name}
+  name: {job.name}
 spec:
   network:
     enableDNSHostnames: true # pods find machine 0 by its name
@@ -177,8 +179,8 @@ spec:
       template:
         spec:
           completionMode: Indexed # each pod gets a number, which is its --node-rank
-          completions: {nodes[1]}
-          parallelism: {nodes[1]}
+          completions: {job.nodes[1]}
+          parallelism: {job.nodes[1]}
           backoffLimit{per_pod}: 1000 # a pod that failed, or whose machine is lost, is started again: it joins the run
 {spare_lines}          podFailurePolicy:
             rules:
@@ -193,7 +195,26 @@ spec:
           template:
             spec:
               restartPolicy: Never # as backoffLimit and podFailurePolicy require
-              terminationGracePeriodSeconds: {save_seconds} # after SIGTERM the run finishes its step and saves
+              terminationGracePeriodSeconds: {job.save_seconds} # after SIGTERM the run finishes its step and saves
+{_pod(job, image, claim)}"""
+
+
+def _pod(job: Job, image: str, claim: str) -> str:
+    """The container of a machine and its volumes."""
+    node_flags, secret_lines = [], ""
+    if job.nodes[1] > 1:
+        # The name of a pod that was replaced leads to the old one for a while: machine 0 need not ask for its own.
+        node_flags = ["--nodes", job.node_words, "--node-rank", "$(NODE_RANK)"]
+        node_flags += ["--rendezvous", f"{job.name}-node-0-0.{job.name}:{DEFAULT_PORT}"]
+        node_flags += ["--rendezvous-bind", f"[$(POD_IP)]:{DEFAULT_PORT}"]
+        secret_lines = f"""\
+                    - {{name: POD_IP, valueFrom: {{fieldRef: {{fieldPath: status.podIP}}}}}}
+                    - {{name: {VARIABLE}, valueFrom: {{secretKeyRef: {{name: {job.name}, key: secret}}}}}}
+"""
+    words = "\n".join(f"                  - {json.dumps(word)}" for word in (*job.command, *node_flags))
+    limits = f'                  resources:\n                    limits: {{"nvidia.com/gpu": {job.gpus}}}\n'
+    gpu_lines = limits if job.gpus else ""
+    return f"""\
               containers:
                 - name: z2a
                   image: {json.dumps(image)}

@@ -7,8 +7,8 @@ restarts; this file says what each process gets: ranks, addresses, the socket of
 attempt.
 
 torch's store knows no secret, so it listens on loopback only. Ranks on other machines find it on their own loopback,
-too: what connects there is passed on to the meeting (`resilience.meeting`), which asks for the secret, and from there
-to the store.
+too: what connects there is passed on to the coordinator (`resilience.coordinator`), which asks for the secret, and from
+there to the store.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from zero2all.resilience.config import ResilienceConfig
 from zero2all.resilience.member import LOOPBACK, Member, Rules
 from zero2all.resilience.supervisor import Environment, Watch, supervise
 
-STORE_SOCKET = "ZERO2ALL_STORE_SOCKET"
+STORE_SOCKET = "Z2A_STORE_SOCKET"
 """File descriptor of the socket on which rank 0 waits for the others."""
-ATTEMPT = "ZERO2ALL_ATTEMPT"
+ATTEMPT = "Z2A_ATTEMPT"
 """The id of an attempt that several machines agreed on: of the keys in its store, and in the lock of the run."""
-COMMAND_STARTED = "ZERO2ALL_COMMAND_STARTED"
+COMMAND_STARTED = "Z2A_COMMAND_STARTED"
 ALONE = Nodes()
 MOST_DESCRIPTORS = 1 << 16
 
@@ -169,18 +169,18 @@ def run_processes(
 
 
 def _join(nodes: Nodes, processes: int, rules: Rules, copies: tuple[str, int] | None) -> Member:
-    """Take part in the meeting of the machines; the first one holds it."""
+    """Take part as a member; machine 0 also runs the coordinator."""
     if nodes.rank > 0:
         return Member((nodes.host, nodes.port), nodes.rank, processes, rules, copies=copies)
-    from zero2all.resilience.meeting import Meeting
+    from zero2all.resilience.coordinator import Coordinator
 
     listener = nodes.listen()
     host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(nodes.bind_host, nodes.bind_host)
     address = (host, listener.getsockname()[1])
-    return Member(address, 0, processes, rules, Meeting(listener, rules).close, copies)
+    return Member(address, 0, processes, rules, Coordinator(listener, rules).close, copies)
 
 
-def _lead_to_store(meeting: tuple[str, int], secret: bytes) -> socket.socket:
+def _lead_to_store(coordinator: tuple[str, int], secret: bytes) -> socket.socket:
     """A listening socket on loopback, for the ranks of this machine: who connects reaches the store of the attempt."""
     listener = listen(LOOPBACK)
 
@@ -194,8 +194,8 @@ def _lead_to_store(meeting: tuple[str, int], secret: bytes) -> socket.socket:
     def pass_on(near: socket.socket) -> None:
         with near:
             if is_of_this_user(near):
-                with suppress(OSError):  # the meeting is over; the rank sees that
-                    join(near, dial(meeting, secret, {"service": "store"}).socket)
+                with suppress(OSError):  # the coordinator has ended; the rank sees that
+                    join(near, dial(coordinator, secret, {"service": "store"}).socket)
 
     threading.Thread(target=accept, name="z2a-store", daemon=True).start()
     return listener

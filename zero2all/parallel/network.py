@@ -17,7 +17,7 @@ import psutil
 
 from zero2all.common.cores import read
 from zero2all.common.errors import UsageError
-from zero2all.parallel.nodes import RENDEZVOUS, meeting_host, outer_address, own_address
+from zero2all.parallel.nodes import RENDEZVOUS, outer_address, own_address, rendezvous_host
 
 SYS = Path("/sys")
 
@@ -104,7 +104,7 @@ def set_network_variables(master: str, values: MutableMapping[str, str] = os.env
             f"GLOO_SOCKET_IFNAME names {', '.join(unknown)}, but this machine has only the interfaces "
             f"{', '.join(interfaces())}. Set it to one of these, or unset it."
         )
-    host = meeting_host(values) if RENDEZVOUS in values else master
+    host = rendezvous_host(values) if RENDEZVOUS in values else master
     found = network_variables(interface_to(host) or interface_to(), fast_ports(), values)
     values.update({one.name: one.value for one in found})
     return found

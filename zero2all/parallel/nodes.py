@@ -2,7 +2,7 @@
 
 Each machine runs the same command. What the flags do not say is taken from Slurm's variables, if `srun` started the
 command with one task per machine. Machine r of n, with p processes on each, gets the ranks r*p to r*p + p - 1; under
-supervisors, which meet (`resilience.meeting`), the machines that are there share the ranks in each attempt.
+supervisors and a coordinator (`resilience.coordinator`), the machines that are there share the ranks in each attempt.
 
 The address where the others find machine 0 (`--rendezvous`) and the one where it listens (`--rendezvous-bind`) are two
 settings: in a container the first belongs to the host, which forwards the port, and cannot be bound inside. Without the
@@ -30,7 +30,7 @@ SLURM_PORTS = range(20_000, 30_000)
 """Below the ports that Linux gives to outgoing connections."""
 PUBLIC = ("192.0.2.1", "2001:db8::1")
 """Addresses that belong to nobody: the way to them is the default route. Nothing is sent."""
-RENDEZVOUS = "ZERO2ALL_RENDEZVOUS"
+RENDEZVOUS = "Z2A_RENDEZVOUS"
 """Variable of the processes: where the machines meet. The store is reached over loopback."""
 
 
@@ -198,7 +198,7 @@ def data_address(host: str) -> str | None:
     return next((one.address for family in families for one in places if one.family == family), None)
 
 
-def meeting_host(values: Mapping[str, str] = os.environ) -> str:
+def rendezvous_host(values: Mapping[str, str] = os.environ) -> str:
     """For a rank: the host at which the machines of its run meet."""
     return split_address(values[RENDEZVOUS])[0] if RENDEZVOUS in values else values["MASTER_ADDR"]
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero2all.model.z2all import Z2all
-from zero2all.parallel.layout import LogicalParameter
+from zero2all.parallel.parameter_table import LogicalParameter
 from zero2all.parallel.parts import Part
 from zero2all.parallel.world import World
 

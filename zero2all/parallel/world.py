@@ -23,9 +23,9 @@ from zero2all.common.peers import Peers
 from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.device import bind_near, local_processes, local_rank
 from zero2all.parallel.health import HealthRules, check_health
-from zero2all.parallel.meet import Facts, facts_of, meet, open_store
 from zero2all.parallel.mesh import Mesh, make_mesh
 from zero2all.parallel.network import Variable, measure_ring, set_network_variables, speed_note
+from zero2all.parallel.rendezvous import Facts, facts_of, meet, open_store
 
 T = TypeVar("T")
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from zero2all.common.workspace import Workspace
 from zero2all.limits.answer import said
 from zero2all.limits.slow_link import LinkCost, link_costs, recommended
 from zero2all.model.config import ModelConfig
-from zero2all.parallel.layout import layout_table
+from zero2all.parallel.parameter_table import layout_table
 from zero2all.perf.batch import own_batch, with_vocabulary
 from zero2all.perf.models import load_model_config
 from zero2all.perf.verify import prediction_for

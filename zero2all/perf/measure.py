@@ -35,8 +35,8 @@ from zero2all.model.z2all import Z2all, compile_model
 from zero2all.ops.cut_vocabulary import Exchange, cut_linear_cross_entropy
 from zero2all.ops.linear_cross_entropy import LinearCrossEntropyOp
 from zero2all.ops.registry import Ops, resolve
-from zero2all.parallel.layout import INTO_RESIDUAL
 from zero2all.parallel.mesh import Axis
+from zero2all.parallel.parameter_table import INTO_RESIDUAL
 from zero2all.parallel.tensor import cut_model
 from zero2all.perf.batch import BatchShape
 from zero2all.perf.variants import TensorPath

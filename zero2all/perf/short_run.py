@@ -33,7 +33,7 @@ from zero2all.model.z2all import compile_model
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch
 from zero2all.parallel.device import pick_device, set_cpu_threads
-from zero2all.parallel.layout import INTO_RESIDUAL
+from zero2all.parallel.parameter_table import INTO_RESIDUAL
 from zero2all.parallel.world import World
 from zero2all.perf.anatomy import PHASE, STEP, anatomy_of, inside
 from zero2all.perf.batch import BatchShape, load_measured_config, parse_batch

@@ -8,8 +8,8 @@ Before an attempt every machine asks all others which saves they have. The newes
 the memory of the next one, is the save to continue from; a machine without it fetches it. The ranks then find it as
 their own, and still decide themselves which step all of them can load.
 
-The copies have a port of their own, at the address of the data connections (gloo, NCCL): through the meeting's port,
-those of all machines would cross the network of machine 0. Only who knows the secret of the run is answered
+The copies have a port of their own, at the address of the data connections (gloo, NCCL): through the coordinator's
+port, those of all machines would cross the network of machine 0. Only who knows the secret of the run is answered
 (`common.connections`), and no file is used before its checksums were compared.
 """
 

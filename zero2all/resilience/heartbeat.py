@@ -29,9 +29,9 @@ from dataclasses import dataclass, field
 PHASES = ("start", "data", "step", "save", "validate", "end", "groups")
 TIMED = (*PHASES, "first_step")
 """Whose times are kept: `first_step` are the steps that compile or fill caches."""
-HEARTBEAT = "ZERO2ALL_HEARTBEAT"
+HEARTBEAT = "Z2A_HEARTBEAT"
 """Descriptors for a rank: heartbeat file, its slot, the supervisor's pipe, the file for stacks."""
-ATTEMPT_NUMBER = "ZERO2ALL_ATTEMPT_NUMBER"
+ATTEMPT_NUMBER = "Z2A_ATTEMPT_NUMBER"
 """Which attempt of the supervisor this is, from 1."""
 SLOT_BYTES = 12288
 HEAD = struct.Struct("=qqdqq")

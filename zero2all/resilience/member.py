@@ -1,7 +1,7 @@
-"""This machine at the meeting of a run (`resilience.meeting`): what its supervisor is told, and what it reports.
+"""This machine as a member of a run: what the coordinator (`resilience.coordinator`) tells it, and what it reports.
 
-A thread keeps the connection. When it is lost, or the meeting is silent, the ranks of this machine are ended: others
-may have gone on without it. The thread then connects again and again, because machine 0 may come back at that address.
+A thread keeps the connection. When it is lost, or the coordinator is silent, the ranks of this machine are ended:
+others may have gone on without it. The thread then connects again and again, because machine 0 may come back there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PAUSED_SECONDS = 5.0
 POLL_SECONDS = 0.05
 CONNECT_SECONDS = 5.0
 LEAVE_SECONDS = 5.0
-"""How long a machine that leaves waits for an answer. The one that holds the meeting waits for the others."""
+"""How long a machine that leaves waits for an answer. The one that runs the coordinator waits for the others."""
 
 Order = dict[str, Any]
 """`do` is start (with `attempt`, `token`, `first` rank, `world` size, `step`, `machines`, on machine 0 `store`), stop
@@ -63,11 +63,11 @@ class Rules:
     secret: bytes = field(repr=False)
     """Of the run (`common.secret`)."""
     ports: Sequence[int] = (0,)
-    """That may be listened on besides the meeting's; 0: any."""
+    """That may be listened on besides the coordinator's; 0: any."""
 
 
 class Member:
-    """The machine with the number `node`. Machine 0 holds the meeting, and ends it with `end_meeting`."""
+    """The machine with the number `node`. Machine 0 runs the coordinator, and ends it with `end_coordinator`."""
 
     def __init__(
         self,
@@ -75,13 +75,13 @@ class Member:
         node: int,
         processes: int,
         rules: Rules,
-        end_meeting: Callable[[], None] = lambda: None,
+        end_coordinator: Callable[[], None] = lambda: None,
         copies: tuple[str, int] | None = None,
     ) -> None:
         """`copies`: where this machine takes copies of memory checkpoints."""
         self.node, self.order = node, Order()
         self.where = f"{address[0]}:{address[1]}"
-        self._address, self._rules, self._end_meeting = address, rules, end_meeting
+        self._address, self._rules, self._end_coordinator = address, rules, end_coordinator
         hello = {"run": rules.run, "node": node, "host": socket.gethostname(), "processes": processes}
         hello["process"] = os.getpid()
         self._hello = {**hello, "token": secrets.token_hex(8), "copies": copies}
@@ -151,7 +151,7 @@ class Member:
     def close(self) -> None:
         """The end of the run here."""
         self._is_closed = True
-        self._end_meeting()
+        self._end_coordinator()
 
     # ---- the connection ----
 

@@ -36,10 +36,9 @@ from zero2all.resilience.diagnosis import (
 )
 from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, WARM_UP_STEPS, Beat
 from zero2all.resilience.member import Member, Order, Report
-from zero2all.resilience.notice import Notices
 from zero2all.resilience.page import Failure, same_error, write_page
 from zero2all.resilience.ranks import Environment, Ranks
-from zero2all.resilience.restarts import DISK_FULL, Restarts
+from zero2all.resilience.restarts import DISK_FULL, Notices, Restarts
 from zero2all.resilience.warm import Warm, WarmRank
 
 FINAL_CODES = (*NEVER_AGAIN, PreemptedError.exit_code, 128 + signal.SIGINT)
@@ -454,7 +453,7 @@ class _Supervisor:
         return 128 + signal.SIGKILL, failure
 
     def _end_for_others(self) -> tuple[int, Failure]:
-        """Another machine has failed, or the connection to the meeting is lost."""
+        """Another machine has failed, or the connection to the coordinator is lost."""
         facts = self._facts()
         failure = self._failure("lost", facts[0], "", "", facts)
         self.ranks.end()

@@ -28,7 +28,7 @@ from typing import NoReturn
 
 from zero2all.resilience.diagnosis import process_state
 
-WARM = "ZERO2ALL_WARM"
+WARM = "Z2A_WARM"
 """In the environment of that process: its socket, and the module to import."""
 LONGEST_MESSAGE = 64
 MOST_DESCRIPTORS = 16

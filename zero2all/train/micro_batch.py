@@ -37,8 +37,8 @@ from zero2all.packed.loader import rank_rows
 from zero2all.parallel.buckets import plan_buffers
 from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.context import method_of
-from zero2all.parallel.layout import layout_table
 from zero2all.parallel.mesh import Mesh
+from zero2all.parallel.parameter_table import layout_table
 from zero2all.parallel.pipeline import make_stages, model_costs
 from zero2all.parallel.schedule import make_order
 from zero2all.parallel.world import World

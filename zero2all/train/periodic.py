@@ -24,7 +24,7 @@ from zero2all.common.errors import AnomalyError
 from zero2all.common.files import write_atomic
 from zero2all.model.config import ParameterKind
 from zero2all.packed.loader import rank_rows
-from zero2all.parallel.layout import layout_table
+from zero2all.parallel.parameter_table import layout_table
 from zero2all.parallel.world import World
 from zero2all.train.anneal import ANNEAL_FILE
 from zero2all.train.checkpoints.checks import ReplicasDifferError

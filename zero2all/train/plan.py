@@ -33,8 +33,8 @@ from zero2all.ops.registry import Ops, assume_gpu, resolve
 from zero2all.parallel.check import arithmetic, check_spread, idle_settings
 from zero2all.parallel.config import MeshSizes, ParallelConfig
 from zero2all.parallel.device import pick_device
-from zero2all.parallel.layout import LogicalParameter, held_table, layout_table
 from zero2all.parallel.mesh import DENSE, GRADIENT_AXES, Mesh, axis_length, coordinates
+from zero2all.parallel.parameter_table import LogicalParameter, held_table, layout_table
 from zero2all.parallel.pipeline import make_stages, model_costs
 from zero2all.parallel.schedule import predicted_bubble
 from zero2all.parallel.world import World, asked_processes

@@ -43,7 +43,7 @@ from zero2all.parallel.check import check_spread, idle_settings
 from zero2all.parallel.context import spread_attention
 from zero2all.parallel.device import environment, local_processes, set_cpu_threads
 from zero2all.parallel.expert import spread_experts
-from zero2all.parallel.layout import draw
+from zero2all.parallel.parameter_table import draw
 from zero2all.parallel.pipeline import Pipeline, keep_stages, make_stages, model_costs
 from zero2all.parallel.shards import shard_model
 from zero2all.parallel.tensor import cut_model, local_config

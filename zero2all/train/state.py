@@ -20,8 +20,8 @@ from zero2all.config.training import OptimConfig
 from zero2all.model.moe import routers
 from zero2all.model.z2all import Z2all
 from zero2all.parallel.config import ParallelConfig
-from zero2all.parallel.layout import router_biases
 from zero2all.parallel.mesh import Mesh
+from zero2all.parallel.parameter_table import router_biases
 from zero2all.parallel.parts import Part
 from zero2all.parallel.pipeline import Pipeline
 from zero2all.train.cuda_graph import CudaGraphPasses

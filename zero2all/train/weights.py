@@ -31,8 +31,8 @@ from zero2all.ops.implementation import has_triton
 from zero2all.ops.split_master import join, split
 from zero2all.parallel.buckets import CutOf, plan_buffers
 from zero2all.parallel.compress import PowerSgd
-from zero2all.parallel.layout import LogicalParameter, held_table, layout_table
 from zero2all.parallel.mesh import Axis, Mesh, Spread, wait_for
+from zero2all.parallel.parameter_table import LogicalParameter, held_table, layout_table
 from zero2all.parallel.parts import Part
 from zero2all.parallel.reduce import GradientReducer, all_gather
 from zero2all.parallel.shards import part_of, set_gradient_sync

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 
 from tests.train.optimizers.parameters import TABLE, logical
 from zero2all.config.training import OptimConfig
-from zero2all.parallel.layout import LogicalParameter
+from zero2all.parallel.parameter_table import LogicalParameter
 from zero2all.parallel.parts import Part
 from zero2all.parallel.shards import part_of
 from zero2all.train.optimizers import muon

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from zero2all.parallel.layout import LogicalParameter
+from zero2all.parallel.parameter_table import LogicalParameter
 from zero2all.parallel.parts import Part
 from zero2all.train.optimizers.base import Master
 

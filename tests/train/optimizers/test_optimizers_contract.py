@@ -15,7 +15,7 @@ from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
-from zero2all.parallel.layout import init_weights, layout_table
+from zero2all.parallel.parameter_table import init_weights, layout_table
 from zero2all.parallel.shards import part_of
 from zero2all.train.optimizers.base import Master
 from zero2all.train.optimizers.factory import build_optimizer

@@ -22,8 +22,8 @@ from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
 from zero2all.parallel.config import SlowLinkConfig
 from zero2all.parallel.group_link import GroupLink
-from zero2all.parallel.layout import init_weights
 from zero2all.parallel.mesh import Axis
+from zero2all.parallel.parameter_table import init_weights
 from zero2all.resilience import heartbeat
 from zero2all.train.outer.compress import decode, encode, is_sound, payload_bytes
 from zero2all.train.outer.fragments import Clock, names_by_fragment

@@ -15,7 +15,7 @@ from zero2all.common.errors import UsageError
 from zero2all.common.progress import say
 from zero2all.config import RunConfig
 from zero2all.ops.registry import resolve
-from zero2all.parallel.layout import layout_table
+from zero2all.parallel.parameter_table import layout_table
 from zero2all.parallel.parts import Box, Part
 from zero2all.perf.batch import BatchShape
 from zero2all.perf.bench.samples import WITHIN_NOISE, Bench, Row, in_turn, is_faster, times_faster

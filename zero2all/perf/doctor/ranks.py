@@ -8,7 +8,7 @@ import torch
 
 from zero2all.parallel.device import local_rank, pick_device
 from zero2all.parallel.health import Verdict, find_bad
-from zero2all.parallel.meet import open_store
+from zero2all.parallel.rendezvous import open_store
 
 JOIN_SECONDS = 60.0
 

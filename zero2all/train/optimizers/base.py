@@ -28,7 +28,7 @@ from torch import Tensor
 
 from zero2all.config.training import OptimConfig
 from zero2all.model.config import ParameterKind
-from zero2all.parallel.layout import LogicalParameter
+from zero2all.parallel.parameter_table import LogicalParameter
 from zero2all.parallel.parts import Part
 
 STEP_NAME = "step/all"

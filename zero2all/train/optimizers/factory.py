@@ -14,7 +14,7 @@ from zero2all.config.training import OptimConfig
 from zero2all.model.config import PARAMETER_KINDS, ParameterKind
 from zero2all.ops.implementation import compiler_problem, has_triton
 from zero2all.parallel.buckets import Cut
-from zero2all.parallel.layout import LogicalParameter
+from zero2all.parallel.parameter_table import LogicalParameter
 from zero2all.train.optimizers.adafactor import Adafactor
 from zero2all.train.optimizers.adamw import AdamW
 from zero2all.train.optimizers.adamw_8bit import AdamW8bit

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero2all.config.training import OptimConfig
-from zero2all.parallel.layout import LogicalParameter
+from zero2all.parallel.parameter_table import LogicalParameter
 from zero2all.parallel.parts import Part
 from zero2all.train.optimizers.adamw import AdamW
 from zero2all.train.optimizers.base import (

@@ -40,7 +40,7 @@ from zero2all.common.language import translate as t
 from zero2all.common.progress import say
 from zero2all.parallel.device import local_processes, local_rank
 from zero2all.parallel.launch import ATTEMPT, STORE_SOCKET
-from zero2all.parallel.nodes import RENDEZVOUS, data_address, meeting_host, own_address
+from zero2all.parallel.nodes import RENDEZVOUS, data_address, own_address, rendezvous_host
 from zero2all.resilience.heartbeat import ATTEMPT_NUMBER
 
 Facts = Mapping[str, Any]
@@ -162,7 +162,7 @@ def meet(store: dist.Store, rank: int, size: int, facts: Facts, seconds: float) 
             )
             store.set("twice", twice)
             raise UsageError(message(twice))
-        if size > local_processes() and local_rank() == 0 and (address := data_address(meeting_host())):
+        if size > local_processes() and local_rank() == 0 and (address := data_address(rendezvous_host())):
             door = stack.enter_context(listen(address))
             own["door"] = [address, door.getsockname()[1]]
         store.set(f"rank/{rank}", json.dumps(own))

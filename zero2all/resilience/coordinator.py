@@ -1,6 +1,6 @@
-"""The meeting of the machines of a run: who takes part in each attempt, and the end of it for all when one fails.
+"""The coordinator of a run over several machines: who takes part in each attempt, and its end for all when one fails.
 
-The supervisor of machine 0 holds the meeting, at the rendezvous address, in a thread. Every supervisor, its own too, is
+The supervisor of machine 0 runs it, at the rendezvous address, in a thread. Every supervisor, its own too, is
 a member (`resilience.member`) and says once a second that it is alive. A machine that fails, whose connection is closed
 or that falls silent ends the attempt on all machines; the next one begins with those that are there. A machine that
 comes later waits; the run saves, and the next attempt has it.
@@ -9,7 +9,7 @@ There is one port, because containers forward few, and all who connect to it pro
 (`common.connections`). The store that rank 0 holds, a new one in every attempt, asks for no proof: it listens on
 loopback only, and the connections of ranks on other machines come through this port (`parallel.launch`).
 
-Only this meeting starts attempts, and rank 0, which alone commits checkpoints, is always on its machine. So when the
+Only the coordinator starts attempts, and rank 0, which alone commits checkpoints, is always on its machine. So when the
 network breaks, the side without it ends its ranks and waits: two sides never train at the same time.
 """
 
@@ -87,8 +87,8 @@ class _Seat:
             self.connection.close()
 
 
-class Meeting:
-    """Held by machine 0, at a listening socket."""
+class Coordinator:
+    """Run by machine 0, at a listening socket."""
 
     def __init__(self, listener: socket.socket, rules: Rules) -> None:
         self._rules = rules
@@ -113,8 +113,8 @@ class Meeting:
         self._deadline = float("inf")
         """When ranks that are left of a failed attempt are ended."""
         self._said = ""
-        self._door = Door(listener, rules.secret, self._take, "meeting")
-        self._thread = threading.Thread(target=self._hold, name="z2a-meeting", daemon=True)
+        self._door = Door(listener, rules.secret, self._take, "coordinator")
+        self._thread = threading.Thread(target=self._hold, name="z2a-coordinator", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import zero2all
 from tests.ports import free_port
 from zero2all.common.errors import PeerFailureError, UsageError
-from zero2all.parallel.meet import differences, facts_of, meet, open_store
+from zero2all.parallel.rendezvous import differences, facts_of, meet, open_store
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ def test_one_that_comes_when_the_run_has_begun_ends_alone():
 
 
 def test_who_is_missing_is_said_long_before_the_end_of_the_wait(monkeypatch, capfd):
-    monkeypatch.setattr("zero2all.parallel.meet.NOTICE_SECONDS", 1.0)
+    monkeypatch.setattr("zero2all.parallel.rendezvous.NOTICE_SECONDS", 1.0)
     ends(dist.HashStore(), {2: FACTS, 0: FACTS}, seconds=2.0)
     assert capfd.readouterr().err.count("z2a: waiting for rank 1 of 3, until") == 1
 
@@ -128,12 +128,12 @@ def test_without_rank_0_the_others_say_where_they_looked(port):
 
 def test_a_port_that_accepts_and_stays_silent_is_not_waited_for_for_ever(port, monkeypatch, capfd):
     """As the socket of a rank 0 that is still starting; torch alone would wait there without end."""
-    monkeypatch.setattr("zero2all.parallel.meet.NOTICE_SECONDS", 0.2)
+    monkeypatch.setattr("zero2all.parallel.rendezvous.NOTICE_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", port)):
         with pytest.raises(PeerFailureError, match="rank 0 is still starting, or the port is wrong"):
             open_store(1, 0.5)
-        monkeypatch.setenv("ZERO2ALL_ATTEMPT", "a1")
-        monkeypatch.setenv("ZERO2ALL_RENDEZVOUS", "gpu1:29500")
+        monkeypatch.setenv("Z2A_ATTEMPT", "a1")
+        monkeypatch.setenv("Z2A_RENDEZVOUS", "gpu1:29500")
         with pytest.raises(PeerFailureError, match=r"at gpu1:29500: rank 0 is still starting\."):
             open_store(1, 0.5)
     said = capfd.readouterr().err
@@ -154,7 +154,7 @@ def test_a_store_without_a_launcher_listens_at_its_own_address_only_and_once(por
 def test_machines_that_cannot_exchange_data_are_named_with_the_remedy_in_one_paragraph(monkeypatch):
     """Rank 2, written by hand, names an address at which nothing listens."""
     for attempt, kind in (("1", UsageError), ("2", PeerFailureError)):
-        monkeypatch.setenv("ZERO2ALL_ATTEMPT_NUMBER", attempt)
+        monkeypatch.setenv("Z2A_ATTEMPT_NUMBER", attempt)
         store = dist.HashStore()
         rank = {"host": "far", "process": "1", "folder": "", "door": ["127.0.0.1", free_port()]}
         store.set("rank/2", json.dumps({**rank, "facts": json.loads(json.dumps(FACTS))}))
