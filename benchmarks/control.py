@@ -129,9 +129,9 @@ def worker(config: Path, work: Path, output: Path) -> None:
     """In a process of its own: one rank of the run, with its control timed."""
     from zero2all.common.workspace import Workspace
     from zero2all.config import load_config
-    from zero2all.train.control import Control
-    from zero2all.train.loop import TrainingLoop
+    from zero2all.train.hooks.guards import Control
     from zero2all.train.run import train
+    from zero2all.train.trainer import Trainer
 
     steps: list[list[float]] = []
 
@@ -151,7 +151,7 @@ def worker(config: Path, work: Path, output: Path) -> None:
 
     timed(Control, "plan", begins_step=True)
     timed(Control, "observe")
-    timed(TrainingLoop, "_has_folder_news")
+    timed(Trainer, "_has_folder_news")
     train(load_config(config), Workspace(work))
     figures = {}
     for name, values in zip(("cpu_ms", "wall_ms", "waits"), zip(*steps[WARMUP_STEPS:], strict=True), strict=True):

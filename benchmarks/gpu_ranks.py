@@ -44,7 +44,7 @@ from zero2all.perf.batch import parse_batch
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import DTYPES, TrainState
-from zero2all.train.step import StepPlan, train_step
+from zero2all.train.train_step import StepPlan, train_step
 
 STEPS, ROWS, SEQ_LEN, MICRO, LEARNING_RATE = 12, 128, 2048, 32, 3e-5
 FIGURES = ("step_seconds", "peak_gb", "estimated_gb")
@@ -199,7 +199,7 @@ def train(
     state.micro_batch_samples = micro
     with state.weights.masters_between_steps() as masters:
         draw(masters, state.model.config, 1)
-    state.weights.updated()
+    state.weights.publish_masters()
     torch.cuda.reset_peak_memory_stats()
     losses, seconds = [], []
     for step in range(steps):

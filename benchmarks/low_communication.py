@@ -65,7 +65,7 @@ from zero2all.train.micro_batch import memory_settings
 from zero2all.train.outer.optimizer import OuterOptimizer
 from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import TrainState
-from zero2all.train.step import PendingStep, StepPlan, train_step
+from zero2all.train.train_step import PendingStep, StepPlan, train_step
 
 VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
     "data parallel": (1, {}),
@@ -482,7 +482,7 @@ def make_state(config: RunConfig, world: World) -> TrainState:
     state.micro_batch_samples = rows = config.samples_per_step // config.parallel.groups // world.size
     with state.weights.masters_between_steps() as masters:
         draw(masters, state.model.config, config.train.seed)
-    state.weights.updated()
+    state.weights.publish_masters()
     state.cuda_graph = choose_cuda_graph(config, state.model, world.device, world.size, rows, rows)
     return state
 
@@ -512,7 +512,7 @@ def rows_of(ids: np.ndarray, size: Size, device: torch.device) -> tuple[Tensor, 
 @torch.no_grad()
 def held_out_loss(state: TrainState, rows: Tensor) -> float:
     """Mean nats per token."""
-    state.weights.settle()
+    state.weights.synchronize()
     state.model.eval()
     total = 0.0
     for part in rows.split(64):

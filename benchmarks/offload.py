@@ -41,7 +41,7 @@ from zero2all.parallel.world import World
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import DTYPES, TrainState
-from zero2all.train.step import Mark, StepPlan, mark_now, seconds_between, train_step
+from zero2all.train.train_step import Mark, StepPlan, mark_now, seconds_between, train_step
 
 FIRST_STEPS = 3
 """Left out of the speed: kernels are compiled, memory of the host is touched for the first time."""
@@ -64,7 +64,7 @@ def main() -> None:
     )
     ids = None if arguments.tokens is None else np.load(arguments.tokens, mmap_mode="r")
     losses, seconds, waits = train(state, config, world, arguments.steps, ids)
-    state.weights.settle()
+    state.weights.synchronize()
     peak = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else None
     alone = compute_alone(state, config, world, arguments.compute_steps, ids)
     settings = memory_settings(config, state.model.ops, world.mesh, state.micro_batch_samples)
@@ -153,7 +153,7 @@ def build(config: RunConfig, world: World) -> TrainState:
     state.micro_batch_samples = config.train.micro_batch_samples
     with state.weights.masters_between_steps() as masters:
         draw(masters, state.model.config, config.train.seed)
-    state.weights.updated()
+    state.weights.publish_masters()
     return state
 
 

@@ -38,7 +38,7 @@ from zero2all.parallel.mesh import make_mesh
 from zero2all.parallel.world import World, join_world
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.setup import empty_state, op_context
-from zero2all.train.step import StepPlan, train_step
+from zero2all.train.train_step import StepPlan, train_step
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor": 2},
@@ -124,7 +124,7 @@ def pace(config: RunConfig, world: World) -> dict[str, float]:
     state.micro_batch_samples = MICRO
     with state.weights.masters_between_steps() as masters:
         draw(masters, state.model.config, 1)
-    state.weights.updated()
+    state.weights.publish_masters()
     seconds = []
     for step in range(STEPS):
         tokens = np.random.default_rng(step).integers(0, VOCABULARY, (ROWS, SEQ_LEN + 1))

@@ -21,8 +21,8 @@ from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
 from zero2all.parallel.layout import init_weights, layout_table
 from zero2all.parallel.world import World
-from zero2all.train.reports import balance_values
-from zero2all.train.step import StepPlan, train_step
+from zero2all.train.hooks.reports import balance_values
+from zero2all.train.train_step import StepPlan, train_step
 
 MOE = MoeConfig(6, 2, expert_size=8, shared_experts=2, dense_layers=1)
 CONFIG = ModelConfig(

@@ -36,7 +36,7 @@ from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import DTYPES, TrainState
-from zero2all.train.step import StepPlan, StepResult, StepTimer, bubble_share, train_step
+from zero2all.train.train_step import StepPlan, StepResult, StepTimer, bubble_share, train_step
 
 STEPS, SAMPLES, SEQ_LEN, MICRO, CHANNELS = 20, 8, 8, 2, 2
 MODEL = ModelConfig(
@@ -126,7 +126,7 @@ def make_state(world: World, config: RunConfig, seed: int = SEED) -> TrainState:
     state.micro_batch_samples = MICRO
     with state.weights.masters_between_steps() as masters:
         draw(masters, state.model.config, seed)
-    state.weights.updated()
+    state.weights.publish_masters()
     return state
 
 
@@ -267,7 +267,7 @@ def pairs(
             checkpoint = store.at(1)
             with resumed.tensors() as tensors:
                 checkpoint.load_into(tensors)
-            resumed.loaded(checkpoint.record)
+            resumed.resume_from(checkpoint.record)
             loaded = whole_tensors(resumed, worlds[other])
             differ = [name for name, value in saved.items() if not torch.equal(value, loaded[name])]
             loss = step_on(resumed, worlds[other], configs[other], 1)[0]

@@ -14,7 +14,7 @@ from zero2all.limits.communication import communication_per_step
 from zero2all.limits.memory import MemorySettings
 from zero2all.ops.footprint import Footprint
 from zero2all.parallel.check import check_spread
-from zero2all.train.step import HEAD
+from zero2all.train.train_step import HEAD
 
 
 @pytest.fixture(scope="module")

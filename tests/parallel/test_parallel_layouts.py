@@ -17,7 +17,7 @@ from zero2all.parallel.buckets import plan_buffers
 from zero2all.parallel.layout import layout_table
 from zero2all.parallel.world import World
 from zero2all.train.optimizers.factory import cut_of
-from zero2all.train.step import HEAD
+from zero2all.train.train_step import HEAD
 
 SIX = ["replicate", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hybrid ZeRO-1", "hybrid ZeRO-3"]
 """Layouts that are saved and resumed."""

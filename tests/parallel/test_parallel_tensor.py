@@ -25,7 +25,7 @@ from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.tensor import problems
 from zero2all.parallel.world import World
 from zero2all.train.setup import op_context
-from zero2all.train.step import HEAD
+from zero2all.train.train_step import HEAD
 
 BIASES = {"attention_bias": "all", "mlp_bias": True}
 QK_NORM = {"qk_norm": True, "init_qk_gain": 1.5}

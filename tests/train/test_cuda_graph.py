@@ -15,7 +15,7 @@ from zero2all.parallel.world import World
 from zero2all.train import setup
 from zero2all.train.cuda_graph import EAGER_PASSES, MOST_CAPTURES, CudaGraphPasses, choose_cuda_graph, reason_of
 from zero2all.train.run import train
-from zero2all.train.step import StepPlan, train_step
+from zero2all.train.train_step import StepPlan, train_step
 
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

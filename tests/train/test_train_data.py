@@ -19,8 +19,8 @@ from zero2all.parallel.world import World
 from zero2all.tokenizer.config import TokenizerConfig
 from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.track.reader import read_run
-from zero2all.train import loop
-from zero2all.train import step as step_module
+from zero2all.train import train_step as step_module
+from zero2all.train import trainer
 from zero2all.train.anneal import request_anneal
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
@@ -117,7 +117,7 @@ def requested(monkeypatch):
     """Asks a run that is training for an anneal after a step."""
 
     def request(run, step, steps):
-        real = loop.train_step
+        real = trainer.train_step
 
         def asking(state, *rest):
             pending = real(state, *rest)
@@ -125,7 +125,7 @@ def requested(monkeypatch):
                 request_anneal(run, steps, "linear", 0.0)
             return pending
 
-        monkeypatch.setattr(loop, "train_step", asking)
+        monkeypatch.setattr(trainer, "train_step", asking)
 
     return request
 
@@ -198,7 +198,7 @@ def test_settings_of_fetching_may_change_on_resume_and_change_no_bit(work, confi
 
 def test_a_run_whose_reading_process_is_killed_goes_on_to_the_same_bits_and_writes_it_down(work, config, monkeypatch):
     train(config(), work, say=quiet)
-    step = loop.TrainingLoop.step
+    step = trainer.Trainer.step
 
     def kill_reader(training, batch, loader):
         if training.state.step == 3:
@@ -207,7 +207,7 @@ def test_a_run_whose_reading_process_is_killed_goes_on_to_the_same_bits_and_writ
                     child.kill()
         step(training, batch, loader)
 
-    monkeypatch.setattr(loop.TrainingLoop, "step", kill_reader)
+    monkeypatch.setattr(trainer.Trainer, "step", kill_reader)
     train(config(train={"name": "killed"}, data={"reader_kind": "process", "prefetch_steps": 1}), work, say=quiet)
     weights = "checkpoints/step-00000008/model-00000-00000.safetensors"
     assert (work.run("killed") / weights).read_bytes() == (work.run("run") / weights).read_bytes()

@@ -21,7 +21,7 @@ from zero2all.resilience import slots
 from zero2all.train.checkpoints.layout import checkpoint_folder, list_checkpoints, step_of
 from zero2all.train.checkpoints.memory import MemoryStore, _index, _is_whole
 from zero2all.train.checkpoints.snapshot import Snapshot
-from zero2all.train.periodic import check_rerun
+from zero2all.train.hooks.checkpointing import check_rerun
 
 STEPS = 14
 

@@ -17,8 +17,8 @@ from zero2all.parallel.layout import init_weights
 from zero2all.parallel.world import World
 from zero2all.train.guards.detector import Limits
 from zero2all.train.state import DTYPES, new_state
-from zero2all.train.step import HEAD, PARTS, StepPlan, StepResult, StepTimer, _forward_backward
-from zero2all.train.step import train_step as pending_step
+from zero2all.train.train_step import HEAD, PARTS, StepPlan, StepResult, StepTimer, _forward_backward
+from zero2all.train.train_step import train_step as pending_step
 
 PLAN = StepPlan(lr=0.01)
 CHANNELS = 3

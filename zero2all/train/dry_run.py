@@ -40,7 +40,7 @@ from zero2all.train.sanity import (
 from zero2all.train.saved_config import with_vocabulary
 from zero2all.train.setup import op_context, open_run_data, prepare
 from zero2all.train.state import DTYPES
-from zero2all.train.step import StepPlan, train_step
+from zero2all.train.train_step import StepPlan, train_step
 
 
 def dry_run(

@@ -43,12 +43,12 @@ from zero2all.train.checkpoints.retention import Retention, discard
 from zero2all.train.checkpoints.run_lock import LOCK_NAME, Fence, RunLock, behind, hold_run, no_fence
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.guards.documents import Decode
-from zero2all.train.loop import TrainingLoop, TrainSummary
+from zero2all.train.hooks.shard_check import leave_damage, noting_damage
 from zero2all.train.outer.optimizer import OuterOptimizer
 from zero2all.train.saved_config import CONFIG_FILE, save_run_config
 from zero2all.train.setup import Prepared, prepare
-from zero2all.train.shard_damage import leave_damage, noting_damage
 from zero2all.train.state import TrainState
+from zero2all.train.trainer import Trainer, TrainSummary
 
 SHARED_SECONDS = 35.0
 """How long a new file may take to be seen by other machines: NFS believes for 30 s what it knew of a folder."""
@@ -123,7 +123,7 @@ def train(
         reason, message = "done", None
         try:
             with _explain_peer_failure(config, run, world, prepared.state, lock.check):
-                loop = TrainingLoop(prepared, store, lock, metrics, make_decode, speak, stop, started, brief)
+                loop = Trainer(prepared, store, lock, metrics, make_decode, speak, stop, started, brief)
                 loop.log.event("prepared", {"seconds": prepare_seconds})
                 return loop.run()
         except BaseException as error:

@@ -311,7 +311,7 @@ def _build_state(
     if checkpoint is None:
         with state.weights.masters_between_steps() as masters:
             draw(masters, model.config, config.train.seed)
-        state.weights.updated()
+        state.weights.publish_masters()
     compile_model(model)
     state.micro_batch_samples, micro_notes = choose_micro_batch(
         config, model, world, run, state.weights.zero_gradients, fence
@@ -469,7 +469,7 @@ def load_checkpoint(state: TrainState, checkpoint: Checkpoint) -> list[str]:
         for name in () if has_errors else errors:
             stored.pop(name, None)
         checkpoint.load_into(stored)
-    state.loaded(checkpoint.record)
+    state.resume_from(checkpoint.record)
     if state.outer is not None:
         record = checkpoint.record.get("outer")
         if record is None:

@@ -37,7 +37,7 @@ from zero2all.parallel.world import World
 from zero2all.train.micro_batch import least_samples, memory_settings
 from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import DTYPES, TrainState
-from zero2all.train.step import HEAD, StepPlan, micro_rows, train_step
+from zero2all.train.train_step import HEAD, StepPlan, micro_rows, train_step
 from zero2all.train.weights import FlatWeights
 
 GIVEN_AT = {
@@ -132,7 +132,7 @@ def _simulate(config: RunConfig, world: World, started: float) -> Simulated:
         if isinstance(state.model.arrange, Swap):
             state.model.arrange.on_host = memory.not_counted(state.model.arrange.on_host)
         state.micro_batch_samples = samples
-        state.weights.updated()
+        state.weights.publish_masters()
         state.weights.wait()
         batch = _batch(config, world)
         passes = -(-len(batch.tokens) // micro_rows(config, samples, config.data.seq_len))

@@ -90,7 +90,7 @@ class TrainState:
     @contextmanager
     def tensors(self) -> Iterator[dict[str, Part]]:
         """Between two steps, all tensors of a checkpoint as 'group/name'. A checkpoint can be loaded into them; call
-        `loaded` after the context then."""
+        `resume_from` after the context then."""
         with self.model_tensors() as masters:
             found = {**masters, **self.optimizer_tensors()}
             for each in (self.outer, self.weights.powersgd):
@@ -122,9 +122,9 @@ class TrainState:
         """How far the run is: steps and tokens."""
         return {"step": self.step, "tokens": self.tokens}
 
-    def loaded(self, counters: Mapping[str, Any]) -> None:
+    def resume_from(self, counters: Mapping[str, Any]) -> None:
         """A checkpoint was loaded into the tensors: continue from its counters."""
-        self.weights.updated()
+        self.weights.publish_masters()
         self.weights.zero_gradients()
         self.step, self.tokens = int(counters["step"]), int(counters["tokens"])
 

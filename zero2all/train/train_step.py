@@ -455,7 +455,7 @@ def update(state: TrainState, plan: StepPlan, scale: Tensor, refused: Tensor) ->
     state.optimizer.set_learning_rate(plan.lr, plan.decay_share, plan.momentum)
     state.optimizer.step(torch.where(refused, 1.0, scale).to(wide), refused)
     if not state.optimizer.writes_weights:
-        state.weights.updated()
+        state.weights.publish_masters()
     if not state.optimizer.clears_gradients:
         state.weights.zero_gradients()
 

@@ -30,7 +30,7 @@ from zero2all.train.guards.repeats import Repeat, repeated_shards
 from zero2all.train.guards.rows import RowFinder
 from zero2all.train.guards.watch import Checkpoints, RunGuards
 from zero2all.train.setup import Prepared
-from zero2all.train.step import StepPlan, StepResult
+from zero2all.train.train_step import StepPlan, StepResult
 
 
 class Control:

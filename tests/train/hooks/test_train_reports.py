@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from zero2all.parallel.world import World
-from zero2all.train import reports as reports_module
 from zero2all.train.checkpoints.store import CheckpointStore
-from zero2all.train.reports import StepReports
+from zero2all.train.hooks import reports as reports_module
+from zero2all.train.hooks.reports import StepReports
 from zero2all.train.setup import prepare
-from zero2all.train.step import PARTS, StepResult, TimeOfDay
+from zero2all.train.train_step import PARTS, StepResult, TimeOfDay
 
 
 class Rows:

@@ -21,17 +21,17 @@ from zero2all.limits.flops import flops_per_token
 from zero2all.packed.layout import open_split
 from zero2all.parallel.world import World
 from zero2all.track.reader import find_runs, read_run
-from zero2all.train import step as step_module
+from zero2all.train import train_step as step_module
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.manifest import OWN_FIELDS, manifest_bytes, read_manifest
 from zero2all.train.checkpoints.run_lock import hold_run
 from zero2all.train.checkpoints.store import CheckpointStore
-from zero2all.train.loop import TrainingLoop
 from zero2all.train.run import train
 from zero2all.train.sanity import check_last_loss, expected_first_loss, risen_loss
 from zero2all.train.saved_config import load_run_config
 from zero2all.train.setup import prepare
+from zero2all.train.trainer import Trainer
 from zero2all.train.validate import held_out_metrics, held_out_scores, open_valid_splits, valid_sources
 
 
@@ -111,7 +111,7 @@ def test_tokens_that_other_groups_trained_without_this_one_are_not_its_speed(wor
         loop.state.step, loop.state.tokens = 7, 7 * 128
         return True
 
-    monkeypatch.setattr(TrainingLoop, "adopt", adopt)
+    monkeypatch.setattr(Trainer, "adopt", adopt)
     summary = train(config(), work, say=quiet)
     assert summary.tokens == 8 * 128
     assert summary.tokens_per_second == pytest.approx(3 * 128 / summary.seconds), "steps 1, 2 and 8"

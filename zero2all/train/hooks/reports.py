@@ -20,7 +20,7 @@ from zero2all.parallel.world import World
 from zero2all.track.writer import Run
 from zero2all.train.setup import Prepared
 from zero2all.train.state import TrainState
-from zero2all.train.step import StepResult, TimeOfDay, bubble_share, mark_now, seconds_between
+from zero2all.train.train_step import StepResult, TimeOfDay, bubble_share, mark_now, seconds_between
 
 
 class RunLog:

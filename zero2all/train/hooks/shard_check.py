@@ -26,7 +26,7 @@ from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.retention import withdraw_after
 from zero2all.train.checkpoints.run_lock import Fence, RunLock
 from zero2all.train.checkpoints.store import CheckpointStore
-from zero2all.train.reports import RunLog
+from zero2all.train.hooks.reports import RunLog
 from zero2all.train.setup import Prepared
 
 NOTE_FILE = "shard_check.json"

@@ -48,12 +48,9 @@ from zero2all.train.checkpoints.manifest import NOT_GOOD
 from zero2all.train.checkpoints.retention import Retention
 from zero2all.train.checkpoints.run_lock import RunLock
 from zero2all.train.checkpoints.store import CheckpointStore
-from zero2all.train.control import Control
 from zero2all.train.guards.documents import Decode
 from zero2all.train.guards.policy import Action, Rollback, Stop
-from zero2all.train.micro_batch import memory_settings
-from zero2all.train.outer.optimizer import round_values
-from zero2all.train.periodic import (
+from zero2all.train.hooks.checkpointing import (
     CheckpointSaver,
     FolderWatch,
     ReplicaDoubt,
@@ -64,7 +61,12 @@ from zero2all.train.periodic import (
     is_rerun,
     scheduled_garbage_collection,
 )
-from zero2all.train.reports import RunLog, StepReports
+from zero2all.train.hooks.guards import Control
+from zero2all.train.hooks.reports import RunLog, StepReports
+from zero2all.train.hooks.shard_check import ShardDamage
+from zero2all.train.hooks.stragglers import Stragglers
+from zero2all.train.micro_batch import memory_settings
+from zero2all.train.outer.optimizer import round_values
 from zero2all.train.sanity import (
     check_batch_ids,
     check_disk,
@@ -75,9 +77,7 @@ from zero2all.train.sanity import (
     risen_loss,
 )
 from zero2all.train.setup import Prepared, load_checkpoint
-from zero2all.train.shard_damage import ShardDamage
-from zero2all.train.step import PendingStep, StepPlan, StepResult, train_step, unfinished_part
-from zero2all.train.stragglers import Stragglers
+from zero2all.train.train_step import PendingStep, StepPlan, StepResult, train_step, unfinished_part
 from zero2all.train.validate import Scores
 
 LEAST_MISSED_ROUNDS = 0.05
@@ -103,7 +103,7 @@ class TrainSummary:
     """From the start of the command to the first loss of this attempt; None without a step."""
 
 
-class TrainingLoop:
+class Trainer:
     """A run while it trains. Its moments are methods: begin, stage, step, validate, save, rollback, anneal, end."""
 
     collect_garbage: Callable[[int], None]
@@ -296,7 +296,7 @@ class TrainingLoop:
         if saves:
             self.save()
         if remembers:
-            self.saver.remember(self.stage_name)
+            self.saver.save_to_memory(self.stage_name)
         self.saver.report_finished()
         if validates or saves:
             self.reports.pause_ended()

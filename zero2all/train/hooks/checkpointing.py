@@ -33,12 +33,12 @@ from zero2all.train.checkpoints.manifest import HELD_OUT, NOT_GOOD
 from zero2all.train.checkpoints.run_lock import RunLock
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
-from zero2all.train.control import Control
-from zero2all.train.reports import RunLog
+from zero2all.train.hooks.guards import Control
+from zero2all.train.hooks.reports import RunLog
 from zero2all.train.sanity import risen_loss
 from zero2all.train.setup import Prepared
 from zero2all.train.state import TrainState
-from zero2all.train.step import StepResult
+from zero2all.train.train_step import StepResult
 from zero2all.train.validate import Scores, all_rows, held_out_metrics, held_out_scores
 
 COLLECT_STEPS = 1000
@@ -100,7 +100,7 @@ class Validation:
     def run(self) -> None:
         """Validate and log. Called by every process."""
         prepared, config, state = self._prepared, self._prepared.config, self._prepared.state
-        state.weights.settle()
+        state.weights.synchronize()
         with nullcontext() if state.outer is None else state.outer.in_model():
             self.scores = held_out_scores(
                 state.model, prepared.valid, config.data, config.eval, prepared.world, config.parallel, state.pipeline
@@ -231,20 +231,20 @@ class CheckpointSaver:
             return
         self._memory_steps = every
         if self._prepared.checkpoint is not None and self._prepared.checkpoint.in_memory:
-            self.remember(stage)  # with another number of processes the buffers are new ones
+            self.save_to_memory(stage)  # with another number of processes the buffers are new ones
 
     def is_due_in_memory(self, step: int) -> bool:
         """Whether to save to memory after `step`."""
         return is_due(step, self._memory_steps)
 
-    def remember(self, stage: str) -> None:
+    def save_to_memory(self, stage: str) -> None:
         """Begin to save the state to memory."""
         if self._store.memory is None:
             return
         state, started = self._prepared.state, time.monotonic()
         with state.tensors() as tensors:
             snapshot = Snapshot(tensors, self._record(stage))
-            done, bad = self._store.remember(state.step, snapshot, self._details())
+            done, bad = self._store.save_to_memory(state.step, snapshot, self._details())
         state.copied = None if isinstance(done, bool) else done
         problem = bad or self._store.memory.problem
         if problem is not None:

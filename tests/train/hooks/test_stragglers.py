@@ -15,7 +15,7 @@ import pytest
 
 from tests.train.ranks import RankStarter
 from zero2all.track.reader import read_run
-from zero2all.train.stragglers import HALF, Stragglers, scores
+from zero2all.train.hooks.stragglers import HALF, Stragglers, scores
 
 
 class Log:

@@ -1,0 +1,1 @@
+"""What a run does besides its steps, at named moments."""
