@@ -237,7 +237,7 @@ def batch_of(step: int, rows: int, seq_len: int, vocabulary: int, rank: int, ran
     tokens = np.minimum(drawn.astype(np.int64), vocabulary - 1)
     first, own, _ = rank_rows(rows, rank, ranks)
     channels = np.zeros(own, dtype=np.int64)
-    return Batch(tokens[first : first + own], channels, channels, 0, step_samples=rows, samples=own)
+    return Batch(tokens[first : first + own], channels, channels, 0, step_samples=rows, samples=own, first_row=first)
 
 
 def traced(state: TrainState, config: RunConfig, world: World, rows: int) -> dict[str, Any]:

@@ -65,7 +65,8 @@ from zero2all.train.micro_batch import memory_settings
 from zero2all.train.outer.optimizer import OuterOptimizer
 from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import TrainState
-from zero2all.train.train_step import PendingStep, StepPlan, train_step
+from zero2all.train.step_stats import PendingStep
+from zero2all.train.train_step import StepPlan, train_step
 
 VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
     "data parallel": (1, {}),
@@ -491,7 +492,7 @@ def one_step(config: RunConfig, state: TrainState, world: World, rows: Tensor) -
     """One step of a group on its rows of the global batch (rows, T + 1)."""
     first, own, _ = rank_rows(len(rows), *config.parallel.batch_place(world.rank, world.size))
     zeros = torch.zeros(own, dtype=torch.int64, device=world.device)
-    batch = Batch(rows[first : first + own], zeros, zeros, 0, step_samples=len(rows), samples=own)
+    batch = Batch(rows[first : first + own], zeros, zeros, 0, step_samples=len(rows), samples=own, first_row=first)
     lr = learning_rate(state.step, config.train.steps, config.optim.lr_max, config.schedule)
     pending = train_step(state, batch, 1, config, world, StepPlan(lr))
     if state.cuda_graph is not None and state.cuda_graph.problem:

@@ -41,7 +41,8 @@ from zero2all.parallel.world import World
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import DTYPES, TrainState
-from zero2all.train.train_step import Mark, StepPlan, mark_now, seconds_between, train_step
+from zero2all.train.step_timer import Mark, mark_now, seconds_between
+from zero2all.train.train_step import StepPlan, train_step
 
 FIRST_STEPS = 3
 """Left out of the speed: kernels are compiled, memory of the host is touched for the first time."""

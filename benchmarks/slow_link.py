@@ -130,7 +130,8 @@ def pace(config: RunConfig, world: World) -> dict[str, float]:
         tokens = np.random.default_rng(step).integers(0, VOCABULARY, (ROWS, SEQ_LEN + 1))
         first, own, _ = rank_rows(ROWS, world.mesh.batch.rank, world.mesh.batch.size)
         channels = np.zeros(own, dtype=np.int64)
-        batch = Batch(tokens[first : first + own], channels, channels, 0, step_samples=ROWS, samples=own)
+        rows = tokens[first : first + own]
+        batch = Batch(rows, channels, channels, 0, step_samples=ROWS, samples=own, first_row=first)
         world.gather(step)  # all begin together
         started = time.perf_counter()
         train_step(state, batch, 1, config, world, StepPlan(1e-4)).result()

@@ -36,7 +36,9 @@ from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import DTYPES, TrainState
-from zero2all.train.train_step import StepPlan, StepResult, StepTimer, bubble_share, train_step
+from zero2all.train.step_stats import StepResult
+from zero2all.train.step_timer import StepTimer, bubble_share
+from zero2all.train.train_step import StepPlan, train_step
 
 STEPS, SAMPLES, SEQ_LEN, MICRO, CHANNELS = 20, 8, 8, 2, 2
 MODEL = ModelConfig(
@@ -147,7 +149,8 @@ def batch_of(
         borders = 1 + (first + np.arange(per_rank)[:, None] + step) % (SEQ_LEN - 1)
         ids = (np.arange(SEQ_LEN + 1) >= borders).astype(np.int32)
         weights[:, ::3] /= 2
-    return Batch(rows, channels, channels, 0, weights=weights, document_ids=ids, step_samples=samples, samples=own)
+    place = {"step_samples": samples, "samples": own, "first_row": first}
+    return Batch(rows, channels, channels, 0, weights=weights, document_ids=ids, **place)
 
 
 class SentBytes(TorchDispatchMode):

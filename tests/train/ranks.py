@@ -167,7 +167,7 @@ def _record_steps(
     import torch
 
     from zero2all.train import trainer
-    from zero2all.train.train_step import PendingStep
+    from zero2all.train.step_stats import PendingStep
 
     train_step = trainer.train_step
 

@@ -44,14 +44,14 @@ def quiet(_text):
 def watched(monkeypatch):
     """The rows of every batch that is trained on, by source."""
     rows: dict[int, list[bytes]] = defaultdict(list)
-    forward_backward = step_module._forward_backward
+    forward_backward = step_module.forward_backward
 
     def watch(state, batch, *rest):
         for source, row in zip(batch.sources, batch.tokens, strict=True):
             rows[int(source)].append(np.asarray(row).tobytes())
         return forward_backward(state, batch, *rest)
 
-    monkeypatch.setattr(step_module, "_forward_backward", watch)
+    monkeypatch.setattr(step_module, "forward_backward", watch)
     return rows
 
 

@@ -27,7 +27,8 @@ from zero2all.train.micro_batch import choose_micro_batch
 from zero2all.train.run import train
 from zero2all.train.setup import op_context, open_run_data
 from zero2all.train.state import DTYPES, TrainState, new_state
-from zero2all.train.train_step import PARTS, StepPlan, train_step
+from zero2all.train.step_timer import PARTS
+from zero2all.train.train_step import StepPlan, train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -389,13 +389,13 @@ def test_settings_that_cannot_change_the_result_may_change(work, config):
 
 def test_more_tokens_per_step_repeat_and_skip_no_sample(work, config, monkeypatch):
     seen: list[int] = []
-    forward_backward = step_module._forward_backward
+    forward_backward = step_module.forward_backward
 
     def watch(state, batch, *rest):
         seen.extend(range(batch.first_position, batch.first_position + len(batch.tokens)))
         return forward_backward(state, batch, *rest)
 
-    monkeypatch.setattr(step_module, "_forward_backward", watch)
+    monkeypatch.setattr(step_module, "forward_backward", watch)
     train(config(train={"steps": 3}), work, say=quiet)
     train(config(train={"steps": 5, "tokens_per_step": 256}), work, accept_changes=True, say=quiet)
     assert seen == list(range(3 * 4 + 2 * 8))

@@ -59,7 +59,6 @@ from zero2all.train.hooks.checkpointing import (
     check_rerun,
     is_due,
     is_rerun,
-    scheduled_garbage_collection,
 )
 from zero2all.train.hooks.guards import Control
 from zero2all.train.hooks.reports import RunLog, StepReports
@@ -77,7 +76,9 @@ from zero2all.train.sanity import (
     risen_loss,
 )
 from zero2all.train.setup import Prepared, load_checkpoint
-from zero2all.train.train_step import PendingStep, StepPlan, StepResult, train_step, unfinished_part
+from zero2all.train.step_stats import PendingStep, StepResult
+from zero2all.train.step_timer import scheduled_garbage_collection, unfinished_part
+from zero2all.train.train_step import StepPlan, train_step
 from zero2all.train.validate import Scores
 
 LEAST_MISSED_ROUNDS = 0.05

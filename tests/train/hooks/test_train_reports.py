@@ -10,7 +10,8 @@ from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.hooks import reports as reports_module
 from zero2all.train.hooks.reports import StepReports
 from zero2all.train.setup import prepare
-from zero2all.train.train_step import PARTS, StepResult, TimeOfDay
+from zero2all.train.step_stats import StepResult
+from zero2all.train.step_timer import PARTS, TimeOfDay
 
 
 class Rows:

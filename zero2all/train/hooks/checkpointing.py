@@ -5,12 +5,11 @@ One small object each; the loop asks `is_due` and decides the order.
 
 from __future__ import annotations
 
-import gc
 import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -38,10 +37,9 @@ from zero2all.train.hooks.reports import RunLog
 from zero2all.train.sanity import risen_loss
 from zero2all.train.setup import Prepared
 from zero2all.train.state import TrainState
-from zero2all.train.train_step import StepResult
+from zero2all.train.step_stats import StepResult
 from zero2all.train.validate import Scores, all_rows, held_out_metrics, held_out_scores
 
-COLLECT_STEPS = 1000
 MOST_SAMPLED_VALUES = 1 << 16
 """Of one parameter, for its update ratio."""
 CLEARLY_FURTHER = 10.0
@@ -395,28 +393,3 @@ class FolderWatch:
     def _watch(self, ended: threading.Event) -> None:
         while not ended.wait(WATCH_SECONDS):
             self.look()
-
-
-@contextmanager
-def scheduled_garbage_collection() -> Iterator[Callable[[int], None]]:
-    """Python's garbage collector on a schedule, the same on every rank, and not in the middle of a step.
-
-    With a model and its graph a collection takes a tenth of a second, and of many ranks there is always one that
-    collects while the others wait. So what exists before the first step is frozen, and the rest is collected every
-    COLLECT_STEPS steps. Yields a function to call after every step.
-    """
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-
-    def after_step(step: int) -> None:
-        if step % COLLECT_STEPS == 0:
-            gc.collect(1)
-
-    try:
-        yield after_step
-    finally:
-        gc.unfreeze()
-        if was_enabled:
-            gc.enable()

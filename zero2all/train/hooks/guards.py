@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from zero2all.model.config import parameter_counts
-from zero2all.packed.loader import rank_rows
 from zero2all.packed.mixture import TrainingData
 from zero2all.track.writer import Run
 from zero2all.train.checkpoints.run_lock import Fence
@@ -30,7 +28,8 @@ from zero2all.train.guards.repeats import Repeat, repeated_shards
 from zero2all.train.guards.rows import RowFinder
 from zero2all.train.guards.watch import Checkpoints, RunGuards
 from zero2all.train.setup import Prepared
-from zero2all.train.train_step import StepPlan, StepResult
+from zero2all.train.step_stats import StepResult
+from zero2all.train.train_step import StepPlan
 
 
 class Control:
@@ -75,18 +74,7 @@ class Control:
         """The plan of `step`, which reads `rows` rows from `first_token` of the run on."""
         weights = self._guards.row_weights(step, first_token, rows)
         limits = self._guards.refusal_limits(step)
-        return StepPlan(lr, limits, self._own(weights, rows), stop_requested, folder_news)
-
-    def _own(self, weights: np.ndarray | None, rows: int) -> torch.Tensor | None:
-        """This process's part of weights for all rows."""
-        if weights is None:
-            return None
-        first, own, per_rank = rank_rows(
-            rows, *self._config.parallel.batch_place(self._world.mesh.batch.rank, self._world.mesh.batch.size)
-        )
-        part = torch.zeros(per_rank)
-        part[:own] = torch.from_numpy(weights[first : first + own])
-        return part
+        return StepPlan(lr, limits, weights, stop_requested, folder_news)
 
     def observe(
         self, result: StepResult, channels: Sequence[str], checkpoints: Checkpoints

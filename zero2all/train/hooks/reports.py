@@ -20,7 +20,8 @@ from zero2all.parallel.world import World
 from zero2all.track.writer import Run
 from zero2all.train.setup import Prepared
 from zero2all.train.state import TrainState
-from zero2all.train.train_step import StepResult, TimeOfDay, bubble_share, mark_now, seconds_between
+from zero2all.train.step_stats import StepResult
+from zero2all.train.step_timer import TimeOfDay, bubble_share, mark_now, seconds_between
 
 
 class RunLog:

@@ -16,7 +16,7 @@ import numpy as np
 from zero2all.common.language import message
 from zero2all.parallel.world import World
 from zero2all.train.hooks.reports import RunLog
-from zero2all.train.train_step import StepResult
+from zero2all.train.step_stats import StepResult
 
 HALF = 8
 """A rank is named when it is slow in the last HALF steps, and in the HALF before; the slowest step of each is left out,
