@@ -41,8 +41,8 @@ from zero2all.parallel.layout import draw
 from zero2all.parallel.mesh import make_mesh
 from zero2all.parallel.world import World, join_world
 from zero2all.perf.batch import parse_batch
+from zero2all.train.build import empty_state, op_context
 from zero2all.train.micro_batch import memory_settings
-from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import DTYPES, TrainState
 from zero2all.train.train_step import StepPlan, train_step
 

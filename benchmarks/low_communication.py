@@ -60,10 +60,10 @@ from zero2all.parallel.config import MeshSizes, ParallelConfig, SlowLinkConfig
 from zero2all.parallel.layout import draw
 from zero2all.parallel.mesh import make_mesh
 from zero2all.parallel.world import World
+from zero2all.train.build import empty_state, op_context
 from zero2all.train.cuda_graph import choose_cuda_graph
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.outer.optimizer import OuterOptimizer
-from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import TrainState
 from zero2all.train.step_stats import PendingStep
 from zero2all.train.train_step import StepPlan, train_step

@@ -38,8 +38,8 @@ from zero2all.packed.loader import Batch
 from zero2all.parallel.device import pick_device, set_cpu_threads, set_memory_settings
 from zero2all.parallel.layout import draw
 from zero2all.parallel.world import World
+from zero2all.train.build import empty_state, op_context
 from zero2all.train.micro_batch import memory_settings
-from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import DTYPES, TrainState
 from zero2all.train.step_timer import Mark, mark_now, seconds_between
 from zero2all.train.train_step import StepPlan, train_step
@@ -147,7 +147,7 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
 
 
 def build(config: RunConfig, world: World) -> TrainState:
-    """The state of a new run, as `zero2all.train.setup` builds it."""
+    """The state of a new run, as `zero2all.train.build` builds it."""
     ops = resolve(config.ops, op_context(config, world.device.type, DTYPES[config.train.precision]))
     state = empty_state(config, world, ops)
     assert isinstance(config.train.micro_batch_samples, int), "the benchmark names the micro-batch"

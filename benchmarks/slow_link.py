@@ -36,8 +36,8 @@ from zero2all.packed.loader import Batch, rank_rows
 from zero2all.parallel.layout import draw
 from zero2all.parallel.mesh import make_mesh
 from zero2all.parallel.world import World, join_world
+from zero2all.train.build import empty_state, op_context
 from zero2all.train.micro_batch import memory_settings
-from zero2all.train.setup import empty_state, op_context
 from zero2all.train.train_step import StepPlan, train_step
 
 LAYOUTS: dict[str, dict[str, Any]] = {

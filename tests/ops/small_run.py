@@ -15,7 +15,7 @@ from zero2all.ops.registry import Ops, resolve
 from zero2all.packed.loader import Batch
 from zero2all.parallel.layout import init_weights
 from zero2all.parallel.world import World
-from zero2all.train.setup import op_context
+from zero2all.train.build import op_context
 from zero2all.train.state import DTYPES, new_state
 from zero2all.train.train_step import StepPlan, train_step
 

@@ -31,7 +31,7 @@ from zero2all.config import config_from_values
 from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch
-from zero2all.train.setup import op_context
+from zero2all.train.build import op_context
 from zero2all.train.state import new_state
 from zero2all.parallel.world import World
 from zero2all.train.train_step import StepPlan, train_step

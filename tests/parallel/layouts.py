@@ -32,9 +32,9 @@ from zero2all.parallel.layout import draw
 from zero2all.parallel.mesh import Mesh, make_mesh
 from zero2all.parallel.pipeline import ModelCosts, Pipeline, make_stages
 from zero2all.parallel.world import World
+from zero2all.train.build import empty_state, op_context
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
-from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import DTYPES, TrainState
 from zero2all.train.step_stats import StepResult
 from zero2all.train.step_timer import StepTimer, bubble_share
@@ -122,7 +122,7 @@ def run_config(
 
 
 def make_state(world: World, config: RunConfig, seed: int = SEED) -> TrainState:
-    """The state of a run before its first step, as `zero2all.train.setup` builds it."""
+    """The state of a run before its first step, as `zero2all.train.build` builds it."""
     dtype = DTYPES[config.train.precision]
     state = empty_state(config, world, resolve(config.ops, op_context(config, "cpu", dtype)))
     state.micro_batch_samples = MICRO

@@ -24,7 +24,7 @@ from zero2all.parallel.layout import held_table, layout_table
 from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.tensor import problems
 from zero2all.parallel.world import World
-from zero2all.train.setup import op_context
+from zero2all.train.build import op_context
 from zero2all.train.step_stats import SCALARS
 
 BIASES = {"attention_bias": "all", "mlp_bias": True}

@@ -13,7 +13,7 @@ from zero2all.parallel.device import pick_device
 from zero2all.parallel.layout import draw
 from zero2all.parallel.world import World
 from zero2all.train import offload, streamed
-from zero2all.train.setup import empty_state, op_context
+from zero2all.train.build import empty_state, op_context
 from zero2all.train.state import DTYPES
 from zero2all.train.train_step import StepPlan, train_step
 

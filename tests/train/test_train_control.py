@@ -84,9 +84,9 @@ def count_traffic() -> None:
 def request_after_step(step: int, run: Path) -> None:
     """Ask for an anneal of 3 steps after a step, and let the watch look at once."""
     from zero2all.train import trainer
-    from zero2all.train.hooks import checkpointing
+    from zero2all.train.hooks import anneal
 
-    checkpointing.WATCH_SECONDS = 0.001
+    anneal.WATCH_SECONDS = 0.001
     train_step = trainer.train_step
 
     def asking(state: Any, *rest: Any) -> Any:

@@ -67,7 +67,7 @@ def test_a_mixture_changed_on_resume_lets_every_source_continue_where_it_stood(w
     train(config(train={"steps": 9}, data={"mixture": {"en": 1, "zh": 3}}), work, accept_changes=True, say=quiet)
     assert [len(watched[source]) for source in (0, 1)] == [9 + 6, 3 + 18]
     for number, name in enumerate(("en", "zh")):
-        alone = prepared_run(config(data={"mixture": {name: 1}}), work, fresh=True).data
+        alone = prepared_run(config(data={"mixture": {name: 1}}), work, fresh=True)[1].data
         count = len(watched[number])
         samples = alone.segments[0].order.lookup(np.arange(count))[1]
         wanted = [alone.splits[0].read(int(sample) * 32, 33).tobytes() for sample in samples]
@@ -200,12 +200,12 @@ def test_a_run_whose_reading_process_is_killed_goes_on_to_the_same_bits_and_writ
     train(config(), work, say=quiet)
     step = trainer.Trainer.step
 
-    def kill_reader(training, batch, loader):
+    def kill_reader(training, *given):
         if training.state.step == 3:
             for child in psutil.Process().children():
                 if "zero2all.packed.readers" in " ".join(child.cmdline()):
                     child.kill()
-        step(training, batch, loader)
+        step(training, *given)
 
     monkeypatch.setattr(trainer.Trainer, "step", kill_reader)
     train(config(train={"name": "killed"}, data={"reader_kind": "process", "prefetch_steps": 1}), work, say=quiet)

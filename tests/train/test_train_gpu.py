@@ -21,11 +21,12 @@ from zero2all.parallel.layout import init_weights
 from zero2all.parallel.world import World
 from zero2all.track.reader import read_run
 from zero2all.train import trainer
+from zero2all.train.build import op_context
 from zero2all.train.guards.detector import Limits
-from zero2all.train.hooks.checkpointing import UpdateRatios
+from zero2all.train.hooks.update_ratios import UpdateRatios
 from zero2all.train.micro_batch import choose_micro_batch
 from zero2all.train.run import train
-from zero2all.train.setup import op_context, open_run_data
+from zero2all.train.run_data import open_run_data
 from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.step_timer import PARTS
 from zero2all.train.train_step import StepPlan, train_step
@@ -96,13 +97,13 @@ def test_the_host_never_waits_in_a_step(config, kind, precision):
     settings = gpu_config(config, precision, kind)
     state, batch = gpu_state(settings), gpu_batch()
     step(state, settings, batch=batch).result()  # kernels are built
-    weights = torch.ones(ROWS)
+    weights = np.ones(ROWS)
     weights[3] = 0.0
     with any_wait_is_an_error():
-        ratios = UpdateRatios(state, World(device=pick_device("cuda")))
-        ratios.before_step()
+        ratios = UpdateRatios(state, World(device=pick_device("cuda")), log=None)
+        ratios.before_step(batch, StepPlan(0.01))
         pending = step(state, settings, StepPlan(0.01, Limits(loss=100.0, grad_norm=1e9), weights), batch)
-        assert ratios.after_step()
+        assert ratios.ratios()
     result = pending.result()
     assert np.isfinite(result.loss)
     assert result.row_counts[3] == 0.0

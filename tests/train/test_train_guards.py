@@ -39,7 +39,7 @@ from zero2all.train.guards.ledger import SkipLedger
 from zero2all.train.guards.rows import RowFinder
 from zero2all.train.guards.shards import ShardWatch
 from zero2all.train.run import train
-from zero2all.train.setup import open_run_data
+from zero2all.train.run_data import open_run_data
 
 SEQ_LEN, ROWS, STEPS, VOCABULARY = 32, 8, 200, 400
 STEP_TOKENS = SEQ_LEN * ROWS
@@ -504,14 +504,14 @@ def quarantined(bad_shards):
     """A run with data.quarantine auto: its folder, its summary, and what it knew of each step."""
     work, _ = bad_shards
     results = []
-    real_observe = trainer.Control.observe
+    real_observe = trainer.Guards.observe
 
-    def observe(control, result, *arguments):
+    def observe(guards, result):
         results.append(result)
-        return real_observe(control, result, *arguments)
+        return real_observe(guards, result)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.Control, "observe", observe)
+        patch.setattr(trainer.Guards, "observe", observe)
         summary = trained(settings("auto", data={"quarantine": "auto"}), work)
     return work.run("auto"), summary, results
 

@@ -47,8 +47,8 @@ def _anneal(arguments: argparse.Namespace) -> None:
     from zero2all.packed.config import mixture_problems
     from zero2all.train.anneal import ANNEAL_FILE, begun_anneal, request_anneal
     from zero2all.train.checkpoints.find import newest_checkpoint
+    from zero2all.train.run_data import check_anneal
     from zero2all.train.saved_config import load_run_config
-    from zero2all.train.setup import check_anneal
 
     workspace = workspace_of(arguments)
     run = workspace.existing_run(arguments.run)

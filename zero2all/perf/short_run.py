@@ -42,8 +42,8 @@ from zero2all.perf.child import run_child
 from zero2all.perf.kernel_groups import COPIES, ELEMENTWISE, LOSS
 from zero2all.perf.measure import device_name, wait_for, watched_gpu
 from zero2all.perf.row import with_status
+from zero2all.train.build import empty_state, op_context
 from zero2all.train.cuda_graph import choose_cuda_graph
-from zero2all.train.setup import empty_state, op_context
 from zero2all.train.simulate import LiveBytes
 from zero2all.train.state import DTYPES, TrainState
 from zero2all.train.step_timer import mark_now, scheduled_garbage_collection, seconds_between

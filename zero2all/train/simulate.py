@@ -35,8 +35,8 @@ from zero2all.packed.loader import Batch, rank_rows
 from zero2all.parallel.check import check_spread
 from zero2all.parallel.mesh import Mesh, axis_length, make_mesh
 from zero2all.parallel.world import World
+from zero2all.train.build import empty_state, op_context
 from zero2all.train.micro_batch import least_samples, memory_settings
-from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import DTYPES, TrainState
 from zero2all.train.step_stats import SCALARS
 from zero2all.train.train_step import StepPlan, micro_rows, train_step

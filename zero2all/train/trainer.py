@@ -1,4 +1,4 @@
-"""The training loop: fetch, step, report, and at named moments validate, save, roll back, change stage, anneal.
+"""The training loop: fetch a batch, train on it, read the step before, and let the hooks do what is due.
 
 One loop for one process and for many. A signal to stop is read at the end of a step: the run saves and exits with
 code 10, and the same command continues it. Everything that decides a result is in the config, the data, the checkpoint
@@ -8,81 +8,57 @@ On a GPU the host is one step ahead of what it knows: while the device computes 
 and logged. Only a pause (validation, a save, the end) waits for the device.
 
 Between two steps processes exchange something only where it is due: update ratios, a comparison of replicas, a
-validation, a save, a round of a slow link. All of them judge the same figures; what only one knows (a signal, a damaged
-shard, a request in the run's folder) is a flag in the figures of the next step, and only then do they talk about it.
+validation, a save, a round of a slow link. All of them judge the same stats; what only one knows (a signal, a damaged
+shard, a request in the run's folder) is a flag in the stats of the next step, and only then do they talk about it.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from zero2all.common.errors import (
-    AnomalyError,
-    BadInputError,
-    PreemptedError,
-    UsageError,
-)
+from zero2all.common.errors import BadInputError
 from zero2all.common.fault import fault_point
 from zero2all.common.progress import counted
 from zero2all.common.signals import StopRequest
 from zero2all.config.schedule import decay_share, learning_rate, muon_momentum
-from zero2all.config.training import AnnealConfig, model_at
+from zero2all.config.training import model_at
 from zero2all.model.rope import rope_tables
 from zero2all.packed.loader import Batch, Loader, LoaderOptions, read_batch
 from zero2all.packed.transfer import batches_on
 from zero2all.resilience.heartbeat import beat, warm_up, watch_device
-from zero2all.track.writer import Run
-from zero2all.train.anneal import ANNEAL_STAGE, anneal_in_words, read_anneal, withdraw_request
+from zero2all.train.anneal import ANNEAL_STAGE
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
-from zero2all.train.checkpoints.load import Checkpoint, reading_record
-from zero2all.train.checkpoints.manifest import NOT_GOOD
+from zero2all.train.checkpoints.load import Checkpoint
 from zero2all.train.checkpoints.retention import Retention
-from zero2all.train.checkpoints.run_lock import RunLock
-from zero2all.train.checkpoints.store import CheckpointStore
+from zero2all.train.context import RunContext
 from zero2all.train.guards.documents import Decode
-from zero2all.train.guards.policy import Action, Rollback, Stop
-from zero2all.train.hooks.checkpointing import (
-    CheckpointSaver,
-    FolderWatch,
-    ReplicaDoubt,
-    UpdateRatios,
-    Validation,
-    check_rerun,
-    is_due,
-    is_rerun,
-)
-from zero2all.train.hooks.guards import Control
-from zero2all.train.hooks.reports import RunLog, StepReports
-from zero2all.train.hooks.shard_check import ShardDamage
+from zero2all.train.guards.policy import Rollback
+from zero2all.train.hooks import Hook
+from zero2all.train.hooks.anneal import Anneal
+from zero2all.train.hooks.checkpointing import Checkpointing
+from zero2all.train.hooks.diloco import Diloco
+from zero2all.train.hooks.guards import Guards, RollbackNeeded
+from zero2all.train.hooks.replica_check import ReplicaCheck, Rerun
+from zero2all.train.hooks.reports import RunLog
 from zero2all.train.hooks.stragglers import Stragglers
+from zero2all.train.hooks.update_ratios import UpdateRatios
+from zero2all.train.hooks.validation import Validation
 from zero2all.train.micro_batch import memory_settings
-from zero2all.train.outer.optimizer import round_values
-from zero2all.train.sanity import (
-    check_batch_ids,
-    check_disk,
-    check_first_loss,
-    check_last_loss,
-    communication_notes,
-    memory_notes,
-    risen_loss,
-)
-from zero2all.train.setup import Prepared, load_checkpoint
-from zero2all.train.step_stats import PendingStep, StepResult
+from zero2all.train.resume import load_checkpoint
+from zero2all.train.run_data import open_data
+from zero2all.train.sanity import check_batch_ids, check_disk, check_first_loss, communication_notes, memory_notes
+from zero2all.train.state import TrainState
+from zero2all.train.step_stats import PendingStep
 from zero2all.train.step_timer import scheduled_garbage_collection, unfinished_part
 from zero2all.train.train_step import StepPlan, train_step
 from zero2all.train.validate import Scores
-
-LEAST_MISSED_ROUNDS = 0.05
-"""Less is not worth a line at the end."""
 
 
 @dataclass
@@ -105,391 +81,272 @@ class TrainSummary:
 
 
 class Trainer:
-    """A run while it trains. Its moments are methods: begin, stage, step, validate, save, rollback, anneal, end."""
+    """A run while it trains: `fit` is the loop, the hooks are what happens around its steps."""
 
     collect_garbage: Callable[[int], None]
 
     def __init__(
         self,
-        prepared: Prepared,
-        store: CheckpointStore,
-        lock: RunLock,
-        metrics: Run | None,
-        make_decode: Callable[[], Decode] | None,
-        say: Callable[[str], None],
+        context: RunContext,
+        state: TrainState,
+        log: RunLog,
         stop: StopRequest,
-        started: float,
+        make_decode: Callable[[], Decode] | None = None,
         brief: bool = False,
     ) -> None:
-        self.started, self.brief = started, brief
-        self.prepared, self.store, self.lock, self.stop = prepared, store, lock, stop
-        self.config, self.state, self.world = prepared.config, prepared.state, prepared.world
-        self.log = RunLog(prepared.state, prepared.world, metrics, say)
-        self.reports = StepReports(prepared, metrics)
-        self.control = Control(prepared, metrics, make_decode, lock.check, self.log.say)
-        self.validation = Validation(prepared, self.log)
-        self.saver = CheckpointSaver(prepared, store, self.control, self.validation, lock, self.log)
-        self.replica_doubt = ReplicaDoubt(prepared, store, self.log)
-        every_steps = self.config.track.update_ratios_every_steps
-        self.update_ratios = UpdateRatios(self.state, self.world, self.log, every_steps)
-        self.shard_damage = ShardDamage(prepared, store, lock, self.log)
-        self.folder_watch = FolderWatch(prepared, lock)
-        self.stragglers = Stragglers(self.world, self.log)
-        self.stage_name = ""
-        self.is_marked = False
-        """Whether the checkpoint that was loaded was saved in doubt."""
+        """`make_decode` loads the tokenizer's decoder, for the pages that explain incidents. `brief`: the notes of the
+        start go to the metrics only."""
+        self.context, self.state, self.log, self.stop, self.brief = context, state, log, stop, brief
+        self.config, self.world, self.store = context.config, context.world, context.store
+        self.guards = Guards(context, state, log, make_decode)
+        self.validation = Validation(context, state, log)
+        self.checkpoints = Checkpointing(context, state, log, self.guards, self.validation)
+        self.anneal = Anneal(context, state, log, self.guards)
+        self.stragglers = Stragglers(self.world, log)
+        self.hooks: list[Hook] = [
+            UpdateRatios(state, self.world, log, self.config.track.update_ratios_every_steps),
+            *([] if state.outer is None else [Diloco(context, state, log, state.outer)]),
+            Rerun(context, state),
+            self.stragglers,
+            self.anneal,
+            ReplicaCheck(context, state, log, self.checkpoints.saves),
+            self.validation,
+            self.checkpoints,
+            self.guards,  # last, because it may go back to a checkpoint
+        ]
         self.pending: tuple[PendingStep, float] | None = None
         """The step that has not been read yet, and the seconds the host waited for its data."""
-        self.stop_requested = self.folder_news = False
-        """Requests found in the figures of the steps read so far; the same in every process."""
-        self.last_groups = tuple(range(self.config.parallel.groups))
-        """Those in the last round over a slow link."""
-        self.first_loss_seconds: float | None = None
+        self.is_over = False
         self.trained_tokens = 0
         """In steps of this attempt: without those that were skipped, or that other groups trained without this one."""
 
-    def run(self) -> TrainSummary:
-        """Train until the last step."""
+    def fit(self, command_started: float | None = None) -> TrainSummary:
+        """Train to the last step."""
         started = time.perf_counter()
-        try:
+        with closing(self.guards):
             self.begin()
-            with scheduled_garbage_collection() as self.collect_garbage, self.log.progress_bar(self._last_token()):
-                self._leave_damaged_checkpoints()
+            with self.running():
                 first_step = self.state.step
-                self.adopt()
-                with self.shard_damage.checking(), self.folder_watch.watching(), self.replica_doubt.kept():
-                    while self._train_on():
-                        pass
+                self.changes_course()
+                while not self.is_over:  # again after a rollback, for an anneal, or where other groups went on
+                    with closing(self.open_batches()) as loader, self.rolling_back():
+                        for batch in loader:
+                            beat("step", self.state.step)
+                            fault_point("step", self.state.step + 1, batch=batch, state=self.state)
+                            self.enter_stage()
+                            if self.guards.skips(batch):
+                                self.skip(batch)
+                            else:
+                                self.step(batch, loader.wait_seconds)
+                            if self.changes_course():
+                                break
+                            beat("data", self.state.step)
+                        else:
+                            self.read_results()
+                            self.guards.judge_end()
+                            self.is_over = True
             self.end(first_step)
-        finally:
-            for problem in self.control.close():
-                self.log.event("warning", {"problem": problem})
-        seconds = time.perf_counter() - started
-        facts = {"tokens": self.state.tokens, "seconds": seconds, "first_loss_seconds": self.first_loss_seconds}
-        self.log.event("finish", facts)
-        last = self.reports.last
-        return TrainSummary(
-            run=self.config.train.name,
-            step=self.state.step,
-            tokens=self.state.tokens,
-            seconds=seconds,
-            tokens_per_second=self.trained_tokens / seconds if seconds else 0.0,
-            loss=last.loss if last else None,
-            channel_losses=self.reports.by_channel(last) if last else {},
-            held_out=self.validation.losses,
-            held_out_scores=self.validation.scores,
-            first_loss_seconds=self.first_loss_seconds,
-        )
+        return self.summary(time.perf_counter() - started, command_started)
 
-    def _train_on(self) -> bool:
-        """Train until the end, or until the data must be opened again (rollback, anneal); then returns True."""
-        data, state, config = self.prepared.data, self.state, self.config
-        options = LoaderOptions(
-            *config.parallel.batch_place(self.world.mesh.batch.rank, self.world.mesh.batch.size),
-            documents=config.data.document_mask,
-            prefetch_steps=config.data.prefetch_steps,
-            readers=config.data.readers,
-            reader_kind=config.data.reader_kind,
-        )
-        steps_left = max(0, self.prepared.last_step - state.step)
-        # The position in the data is the number of tokens seen, so a changed train.tokens_per_step repeats and skips
-        # nothing.
-        per_step, warn = config.train.tokens_per_step, self.log.warn_from_any_rank
-        loader = batches_on(self.world.device, data, per_step, state.tokens, steps_left, options, warn)
-        try:
-            beat("data", state.step)
-            for batch in loader:
-                beat("step", state.step)
-                fault_point("step", state.step + 1, batch=batch, state=state)
-                self.stage()
-                tokens = batch.global_rows * (batch.tokens.shape[1] - 1)
-                if self.control.skips(state.tokens, state.tokens + tokens):
-                    self.skip(tokens)
-                else:
-                    self.trained_tokens += tokens
-                    self.step(batch, loader)
-                if self.adopt() or (self._has_folder_news() and self.anneal()):
-                    return True
-                beat("data", state.step)
-            self.read_results()
-            self._carry_out(self.control.at_end(state.step, self.is_marked, self.store))
-        except _RollbackError as needed:
-            self.rollback(needed.decision)
-            return True
-        finally:
-            loader.close()
-        return False
+    def step(self, batch: Batch, wait_seconds: float) -> None:
+        """Queue a step on the device, read the step before it, then do what is due."""
+        state, plan = self.state, self.plan(batch)
+        for hook in self.hooks:
+            hook.before_step(batch, plan)
+        pending = train_step(state, batch, len(state.data.channels), self.config, self.world, plan)
+        self.trained_tokens += batch.global_tokens
+        for hook in self.hooks:
+            hook.after_step(pending)
+        self._leave_failed_cuda_graph()
+        self.collect_garbage(state.step)
+        self.read_results()  # of the step before, while the device computes this one
+        self.pending = (pending, wait_seconds)
+        is_last = state.step == state.last_step  # end() validates and saves
+        if self.context.on_cpu or is_last or any(hook.is_due(state.step) for hook in self.hooks):
+            self.read_results()  # of this step
+        for hook in self.hooks:
+            if not is_last and hook.is_due(state.step):
+                hook.at_pause()
+        self.checkpoints.report_finished()
 
-    # ---- the moments ----
+    # ---- moments ----
 
     def begin(self) -> None:
         """Restore the guards, and check what can be checked without training."""
-        beat("start", self.state.step)
-        fault_point("start", self.state.step)
+        context, state = self.context, self.state
+        beat("start", state.step)
+        fault_point("start", state.step)
         watch_device(unfinished_part)
-        prepared = self.prepared
-        facts: dict[str, Any] = {"notes": prepared.notes, "environment": prepared.environment}
+        facts: dict[str, Any] = {"notes": context.notes, "environment": context.environment}
         if self.world.device.type == "cuda":
             facts["memory_bytes"] = torch.cuda.get_device_properties(self.world.device).total_memory
         self.log.event("start", facts)
-        if prepared.checkpoint is not None:
-            self._restore(prepared.checkpoint)
+        if context.checkpoint is not None:
+            self._restore(context.checkpoint)
         else:
-            self.control.look_for_repeats(prepared.data, self.state.step)
-        with self.state.tensors() as tensors:
+            self.guards.look_for_repeats()
+        with state.tensors() as tensors:
             checkpoint_bytes = self.store.prepare(tensors)
-        self.saver.prepare_memory(self.stage_name)
-        if self.state.step < prepared.last_step:
+        self.checkpoints.prepare_memory()
+        if state.step < state.last_step:
             notes = self._check_before_first_step(checkpoint_bytes)
             self.log.event("sanity", {"notes": notes})
             self.log.say(*(() if self.brief else notes))
 
-    def stage(self) -> None:
-        """Enter the stage of the next step, if it is a new one: set its positions, restart the guards."""
-        step, stages = self.state.step, self.config.stages
-        name = next((stage.name for stage in reversed(stages) if stage.from_step <= step), "main")
-        anneal = self.prepared.anneal
-        anneals = anneal is not None and anneal.mixture is not None and anneal.from_step <= step
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around all steps: the progress bar, garbage collection on a schedule, what hooks do in the background."""
+        tokens = self.state.tokens_at_end(self.config.train.tokens_per_step)
+        with (
+            scheduled_garbage_collection() as self.collect_garbage,
+            self.log.progress_bar(tokens),
+            ExitStack() as stack,
+        ):
+            self._leave_damaged_checkpoints()
+            for hook in self.hooks:
+                stack.enter_context(hook.running())
+            yield
+
+    def open_batches(self) -> Loader:
+        """The batches from here to the last step. The position in the data is the number of tokens seen, so a changed
+        train.tokens_per_step repeats and skips nothing."""
+        data, state, batch = self.config.data, self.state, self.world.mesh.batch
+        self._set_positions()
+        options = LoaderOptions(
+            *self.config.parallel.batch_place(batch.rank, batch.size),
+            documents=data.document_mask,
+            prefetch_steps=data.prefetch_steps,
+            readers=data.readers,
+            reader_kind=data.reader_kind,
+        )
+        steps_left = max(0, state.last_step - state.step)
+        per_step, warn = self.config.train.tokens_per_step, self.log.warn_from_any_rank
+        loader = batches_on(self.world.device, state.data, per_step, state.tokens, steps_left, options, warn)
+        beat("data", state.step)
+        return loader
+
+    def enter_stage(self) -> None:
+        """If the next step begins a new stage: set its positions, restart the guards."""
+        state, stages, anneal = self.state, self.config.stages, self.state.anneal
+        name = next((stage.name for stage in reversed(stages) if stage.from_step <= state.step), "main")
+        anneals = anneal is not None and anneal.mixture is not None and anneal.from_step <= state.step
         name = ANNEAL_STAGE if anneals else name
-        if name == self.stage_name:
+        if name == state.stage:
             return
         self.read_results()  # the last step of a stage is judged by the stage's own statistics
         warm_up()
         self._set_positions()
-        if self.stage_name:
-            self.control.stage_begins()
-        self.stage_name = name
+        if state.stage:
+            self.guards.stage_begins()
+        state.stage = name
         if stages or anneals:
-            seq_len = self.prepared.data.segment_at(self.state.tokens).seq_len
-            self.log.event("stage", {"name": name, "seq_len": seq_len})
+            self.log.event("stage", {"name": name, "seq_len": state.data.segment_at(state.tokens).seq_len})
 
-    def step(self, batch: Batch, loader: Loader) -> None:
-        """Plan a step and queue it on the device, read the step before it, then do what is due."""
-        state = self.state
-        plan = self._plan(batch)
-        rehearsed = self._rehearsed(batch, plan)
-        self.update_ratios.before_step()
-        pending = train_step(state, batch, len(self.prepared.data.channels), self.config, self.world, plan)
-        self.update_ratios.after_step()
-        self.synchronise()
-        if rehearsed is not None:
-            check_rerun(rehearsed, pending.result(), self.world.mesh.batch.size)
-        self._leave_failed_cuda_graph()
-        self.collect_garbage(state.step)
+    def plan(self, batch: Batch) -> StepPlan:
+        """What is decided about a step before it begins."""
+        state, config = self.state, self.config
+        course = config.schedule, config.stages, state.anneal
+        plan = StepPlan(
+            lr=learning_rate(state.step, config.train.steps, config.optim.lr_max, *course),
+            momentum=muon_momentum(state.step, config.train.steps, config.optim, *course),
+            decay_share=decay_share(state.step, config.train.steps, config.optim),
+            stop_requested=self.stop.requested or self.checkpoints.shard_check.is_found,
+            folder_news=self.anneal.found,
+            pace=self.stragglers.own,
+        )
+        return self.guards.plan(plan, batch)
 
-        is_last = state.step == self.prepared.last_step  # end() validates and saves
-        validates = not is_last and self.validation.is_due(state.step)
-        saves = not is_last and self.saver.is_due(state.step)
-        remembers = not is_last and not saves and self.saver.is_due_in_memory(state.step)
-        compares = not is_last and is_due(state.step, self.config.resilience.replica_check_every_steps)
-        self.read_results()  # of the step before, while the device computes this one
-        self.pending = (pending, loader.wait_seconds)
-        if self.prepared.on_cpu or validates or saves or remembers or compares or is_last or self.stop_requested:
-            self.read_results()  # of this step
-
-        self.replica_doubt.look(state.step)
-        if validates:
-            self.validate()
-        if self.stop_requested and not is_last:
-            self.preempt()
-        if compares and not (saves or remembers):  # else before the save
-            self.saver.compare_replicas()
-        if saves:
-            self.save()
-        if remembers:
-            self.saver.save_to_memory(self.stage_name)
-        self.saver.report_finished()
-        if validates or saves:
-            self.reports.pause_ended()
-
-    def skip(self, tokens: int) -> None:
+    def skip(self, batch: Batch) -> None:
         """Skip a batch: only the step and the position advance."""
         self.read_results()
         self.state.step += 1
-        self.state.tokens += tokens
-        self.synchronise()
+        self.state.tokens += batch.global_tokens
+        for hook in self.hooks:
+            hook.after_skip()
         self.log.show_progress(self.state.tokens, f"step {self.state.step} skipped")
 
-    def synchronise(self) -> None:
-        """Exchange weights with the other groups of a slow link, where that is due."""
-        outer, state = self.state.outer, self.state
-        if outer is None:
-            return
-        outer.start(state.step, state.tokens)
-        reports = outer.finish(state.step)
-        if reports and outer.link is not None:
-            square = torch.tensor(sum(report.squared_norm for report in reports), dtype=torch.float64)
-            square = self.world.mesh.world.sum(square.to(self.world.device))
-            self.log.values(round_values(reports, square, outer, outer.link))
-            for report in (each for each in reports if each.steps):
-                if self.last_groups != report.groups:
-                    facts = {"round": report.round, "groups": report.groups, "before": self.last_groups}
-                    self.log.event("slow_link", facts)
-                own = self.config.parallel.slow_link.group
-                for group in set(self.last_groups) - set(report.groups) - {own}:
-                    self.log.say(f"group {group} did not come to round {report.round}: training goes on without it")
-                for group in set(report.groups) - set(self.last_groups) - {own}:
-                    self.log.say(f"group {group} is back in round {report.round}")
-                if own in self.last_groups and own not in report.groups:
-                    self.log.say(f"this group came too late to round {report.round}: the others went on without it")
-                elif own in report.groups and own not in self.last_groups:
-                    self.log.say(f"this group takes part again, in round {report.round}")
-                self.last_groups = report.groups
-
-    def adopt(self) -> bool:
-        """Take over the state of the other groups, if they went on without this one; then returns True."""
-        outer, state = self.state.outer, self.state
-        if outer is None or not outer.is_behind:
-            return False
-        self.read_results()
-        left_at = state.step
-        state.step, state.tokens = outer.adopt()
-        self._set_positions()
-        self.reports.pause_ended()
-        self.log.event("slow_link", {"adopted": True, "from_step": left_at, "to_step": state.step})
-        self.log.say(
-            f"the other groups went on without this one: it takes over their weights and continues at step {state.step}"
-        )
-        return True
+    def changes_course(self) -> bool:
+        """Whether the data must be opened again: another position, another end or another mixture."""
+        return any(hook.changes_course() for hook in self.hooks)
 
     def read_results(self) -> None:
-        """Read the pending step, if there is one: log it and let the guards judge it."""
+        """Read the pending step, if there is one: log it and let the hooks see it; the guards judge it."""
         if self.pending is None:
             return
         (pending, wait_seconds), self.pending = self.pending, None
         result = pending.result()
-        if self.first_loss_seconds is None:
-            self.first_loss_seconds = time.time() - self.started
-        self.stop_requested |= result.stop_requested
-        self.folder_news |= result.folder_news
-        self.stragglers.read(result, self.reports.report(result, wait_seconds))
-        if result.step == 1 and self.prepared.checkpoint is None:  # imported weights are no new model
+        data_seconds = self.log.steps.report(result, wait_seconds)
+        if result.step == 1 and self.context.checkpoint is None:  # imported weights are no new model
             self.log.say(*check_first_loss(result.loss, self.config.model))
         self.log.show_progress(result.tokens[1], f"step {result.step} loss {result.loss:.3f}")
-        action, page = self.control.observe(result, self.prepared.data.channels, self.store)
-        self._carry_out(action, page)
+        for hook in self.hooks:
+            hook.after_result(result, data_seconds)
 
-    def _carry_out(self, action: Action, page: Path | None = None) -> None:
-        """End the run, or go back, where the guards say so."""
-        if isinstance(action, Stop):
-            if page is None:
-                raise AnomalyError(action.reason)
-            raise AnomalyError(f"{action.reason} {page} shows the step, its documents and what to try.")
-        if isinstance(action, Rollback):
-            raise _RollbackError(action)
-
-    def validate(self) -> None:
-        """Measure the held-out loss."""
-        beat("validate", self.state.step)
-        fault_point("validate", self.state.step)
-        self.validation.run()
-
-    def save(self) -> None:
-        """Begin to save a checkpoint; it is written in the background."""
-        self.shard_damage.stop_if_found()
-        beat("save", self.state.step)
-        self.saver.save(self.stage_name)
+    @contextmanager
+    def rolling_back(self) -> Iterator[None]:
+        """Go back to a checkpoint where the guards ask for it in the block."""
+        try:
+            yield
+        except RollbackNeeded as needed:
+            self.rollback(needed.decision)
 
     def rollback(self, decision: Rollback) -> None:
         """Go back to an earlier checkpoint, and skip the data that caused it. Only once it is read are newer ones
         moved."""
-        left_at = self.state.step
+        state, left_at = self.state, self.state.step
         beat("start", left_at)
         self.pending = None
         checkpoint = self.store.at(decision.to_step)
         withdrawn = self.store.go_back_to(decision.to_step, decision.reason)
-        load_checkpoint(self.state, checkpoint)
+        load_checkpoint(state, checkpoint)
         self._restore(checkpoint)
-        self._set_positions()
-        self.prepared.reopen_data(checkpoint)
-        self.reports.pause_ended()
-        self.log.show_progress(self.state.tokens, f"back at step {self.state.step}")
+        state.data, _ = open_data(self.config, self.context.workspace, checkpoint, state.anneal)
+        self.log.steps.pause_ended()
+        self.log.show_progress(state.tokens, f"back at step {state.step}")
         facts = {"from_step": left_at, "to_step": decision.to_step, "withdrawn": withdrawn, "reason": decision.reason}
         self.log.event("rollback", facts)
 
-    def anneal(self) -> bool:
-        """What rank 0 found in the run's folder. A request of `z2a anneal` gives the run a new end; then returns True.
-        A lost lock is LostRunError, on every rank."""
-        self.folder_news = self.folder_watch.found = False
-        values, problem = self.world.run_on_rank0(self._read_anneal)
-        if problem is not None:
-            self.log.warn(problem, "\nTraining continues with its schedule.")
-        if values is None:
-            return False
-        anneal = AnnealConfig(**values)
-        self.prepared.data = self.prepared.data_with(anneal)
-        self.prepared.anneal = anneal
-        self.control.data_changed(self.prepared.data)
-        if self.state.outer is not None:
-            self.state.outer.end_at(self.prepared.last_step)
-        self.log.set_total(self._last_token())
-        self.log.event("anneal", values)
-        self.log.say(anneal_in_words(anneal))
-        return True
-
-    def preempt(self) -> None:
-        """End the run because a signal asked for it, after saving where the config says so."""
-        self.shard_damage.stop_if_found()
-        saves = self.config.resilience.save_on_signal
-        if saves:
-            beat("save", self.state.step)
-            self.saver.save_now(self.stage_name)
-        self.log.event("preempted", {"saved": saves})
-        step, name = self.state.step, self.config.train.name
-        if not saves:
-            raise PreemptedError(
-                f"Training of `{name}` was stopped without a save (resilience.save_on_signal is false). Run the same "
-                f"command again to continue from the last checkpoint."
-            )
-        raise PreemptedError(
-            f"Training of `{name}` was stopped and saved at step {step}. Run the same command again to continue."
-        )
-
     def end(self, first_step: int) -> None:
         """Validate, and save if there was a step since `first_step`. A run whose last state cannot be saved fails."""
-        self.shard_damage.stop_if_found()
-        self.validate()
+        self.checkpoints.shard_check.stop_if_found()
+        self.validation.at_pause()
         if self.state.step >= self.config.train.steps:
-            self._note_last_loss()
+            self.validation.note_last_loss()
         if self.state.step > first_step:
-            beat("save", self.state.step)
-            self.saver.save_now(self.stage_name)
-        self._say_missed_rounds()
+            self.checkpoints.save_now()
         beat("end", self.state.step)
-        while self.state.outer is not None and self.state.outer.serve_last(self.state.step, self.state.tokens):
-            beat("end", self.state.step)
+        for hook in self.hooks:
+            hook.at_end()
+
+    def summary(self, seconds: float, command_started: float | None) -> TrainSummary:
+        """How the run ended, also as an event."""
+        state, steps = self.state, self.log.steps
+        first_loss = None if steps.first_at is None or command_started is None else steps.first_at - command_started
+        self.log.event("finish", {"tokens": state.tokens, "seconds": seconds, "first_loss_seconds": first_loss})
+        return TrainSummary(
+            run=self.config.train.name,
+            step=state.step,
+            tokens=state.tokens,
+            seconds=seconds,
+            tokens_per_second=self.trained_tokens / seconds if seconds else 0.0,
+            loss=steps.last.loss if steps.last else None,
+            channel_losses=steps.by_channel(steps.last) if steps.last else {},
+            held_out=self.validation.losses,
+            held_out_scores=self.validation.scores,
+            first_loss_seconds=first_loss,
+        )
 
     # ---- parts of the moments ----
 
-    def _note_last_loss(self) -> None:
-        """What the held-out loss at the planned end says; a rise is also shown on the board."""
-        losses, lowest = self.validation.losses, self.validation.lowest
-        risen = risen_loss(lowest, losses.get("eval/valid/loss", math.nan))
-        for note in risen:
-            self.log.warn(note)
-        self.log.say(*check_last_loss(losses, self.config, can_train_longer=not risen))
-
-    def _say_missed_rounds(self) -> None:
-        """How many of the run's tokens are not in the weights, because a group was lost or late."""
-        parallel = self.config.parallel
-        for group, steps in sorted(self.state.outer.missed.items() if self.state.outer else ()):
-            if steps / parallel.slow_link.every < LEAST_MISSED_ROUNDS:
-                continue
-            tokens = steps * self.config.train.tokens_per_step / parallel.groups
-            self.log.say(
-                f"{steps / parallel.slow_link.every:.1f} rounds were made without group {group}: about {tokens:,.0f} "
-                f"of the {self.state.tokens:,} tokens are not in the weights"
-            )
-
     def _check_before_first_step(self, checkpoint_bytes: int) -> list[str]:
         """Disk space for checkpoints, memory, token ids that the model lacks."""
-        prepared, config, state = self.prepared, self.config, self.state
-        keep, last_step = config.checkpoint, prepared.last_step
-        existing = [step_of(folder) for folder in list_checkpoints(prepared.run)]
+        context, config, state = self.context, self.config, self.state
+        keep = config.checkpoint
+        existing = [step_of(folder) for folder in list_checkpoints(context.run)]
         margin, kept_steps = config.guards.rollback_margin_steps, keep.every_steps * (keep.keep_last - 1)
         retention = Retention(keep.keep_last, keep.keep_every_steps, keep_best=keep.keep_best)
-        disk = partial(check_disk, prepared.run, retention, keep.every_steps)
-        notes = [self.world.run_on_rank0(lambda: disk(state.step, last_step, checkpoint_bytes, existing))]
+        disk = partial(check_disk, context.run, retention, keep.every_steps, state.step, state.last_step)
+        notes = [self.world.run_on_rank0(lambda: disk(checkpoint_bytes, existing))]
         if keep.every_steps and kept_steps < margin and config.guards.loss_spike == "rollback":
             notes.append(
                 f"warning: after spikes no checkpoint may be old enough to go back to: {keep.keep_last} are kept, one "
@@ -500,35 +357,9 @@ class Trainer:
             settings = memory_settings(config, state.model.ops, self.world.mesh, state.micro_batch_samples)
             notes += memory_notes(config.model, settings, torch.cuda.mem_get_info(self.world.device)[1])
             notes += communication_notes(config.model, settings)
-        rows = config.train.tokens_per_step // prepared.data.segment_at(state.tokens).seq_len
-        check_batch_ids([read_batch(prepared.data, state.tokens, rows)], config.model.vocab_ids)
+        rows = config.train.tokens_per_step // state.data.segment_at(state.tokens).seq_len
+        check_batch_ids([read_batch(state.data, state.tokens, rows)], config.model.vocab_ids)
         return notes
-
-    def _plan(self, batch: Batch) -> StepPlan:
-        """What is decided about a step before it begins."""
-        state, config = self.state, self.config
-        course = config.schedule, config.stages, self.prepared.anneal
-        lr = learning_rate(state.step, config.train.steps, config.optim.lr_max, *course)
-        momentum = muon_momentum(state.step, config.train.steps, config.optim, *course)
-        stops = self.stop.requested or self.shard_damage.is_found
-        news = self.folder_watch.found
-        plan = self.control.plan(state.step + 1, lr, state.tokens, batch.global_rows, stops, news)
-        share = decay_share(state.step, config.train.steps, config.optim)
-        return replace(plan, pace=self.stragglers.own, decay_share=share, momentum=momentum)
-
-    def _rehearsed(self, batch: Batch, plan: StepPlan) -> StepResult | None:
-        """The results of the next step without its update, where it is one that is computed twice."""
-        if not is_rerun(self.state.step + 1, self.config.resilience.rerun_every_steps, self.config.train.seed):
-            return None
-        channels, plan = len(self.prepared.data.channels), dataclasses.replace(plan, is_rehearsal=True)
-        return train_step(self.state, batch, channels, self.config, self.world, plan).result()
-
-    def _has_folder_news(self) -> bool:
-        """Whether to see what is in the run's folder: the same in every process. One that is alone looks by itself;
-        several are told by the figures, except after the last step, which no figures follow."""
-        if self.world.size == 1:
-            return self.folder_watch.look()
-        return self.folder_news or self.state.step == self.prepared.last_step
 
     def _leave_failed_cuda_graph(self) -> None:
         """Continue without a CUDA graph when a pass could not be captured."""
@@ -541,7 +372,7 @@ class Trainer:
 
     def _leave_damaged_checkpoints(self) -> None:
         """Roll back while the checkpoint that was loaded holds values that no training writes."""
-        while self.prepared.checkpoint is not None:
+        while self.context.checkpoint is not None:
             with self.state.tensors() as tensors:
                 bad = self.store.damaged(tensors)
             if bad is None:
@@ -561,15 +392,9 @@ class Trainer:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Restore guards and stage. A stage that begins right after the checkpoint has not begun in it."""
-        with reading_record(checkpoint):
-            notes = self.control.restore(checkpoint.record.get("guards"), checkpoint.step)
-        for note in notes:
-            self.log.warn(note)
-        self.stage_name = str(checkpoint.record.get("stage") or "")
-        with reading_record(checkpoint):
-            lowest = checkpoint.record.get("lowest_held_out")  # older checkpoints have none
-            self.validation.lowest = None if lowest is None else (int(lowest[0]), float(lowest[1]))
-        self.is_marked = NOT_GOOD in checkpoint.manifest
+        self.guards.restore(checkpoint)
+        self.validation.restore(checkpoint)
+        self.state.stage = str(checkpoint.record.get("stage") or "")
 
     def _set_positions(self) -> None:
         """Rotary positions for the stage of the next step."""
@@ -578,26 +403,3 @@ class Trainer:
             state.model.config = model
             cos, sin = rope_tables(model, model.max_seq_len, self.world.device)
             state.model.cos, state.model.sin = cos.to(state.model.cos.dtype), sin.to(state.model.sin.dtype)
-
-    def _read_anneal(self) -> tuple[dict[str, Any] | None, str | None]:
-        """The anneal that was requested, or why it cannot be done."""
-        self.lock.check()
-        if self.prepared.anneal is not None:  # a run anneals once
-            return None, None
-        try:
-            found = read_anneal(self.prepared.run, self.state.step, self.prepared.data_with)
-            return None if found is None else dataclasses.asdict(found), None
-        except UsageError as error:
-            withdraw_request(self.prepared.run)
-            return None, str(error)
-
-    def _last_token(self) -> int:
-        """Counted from here, because an earlier attempt may have had another train.tokens_per_step."""
-        return self.state.tokens + (self.prepared.last_step - self.state.step) * self.config.train.tokens_per_step
-
-
-class _RollbackError(Exception):
-    """The guards decided to go back; caught where the data is read."""
-
-    def __init__(self, decision: Rollback) -> None:
-        self.decision = decision

@@ -1,208 +1,96 @@
-"""What a run does besides its steps: validate, save, log update ratios, watch its folder.
-
-One small object each; the loop asks `is_due` and decides the order.
-"""
+"""When a run saves, and what a checkpoint holds besides the state. How it is written: `zero2all.train.checkpoints`."""
 
 from __future__ import annotations
 
-import math
-import random
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from zero2all.common import jsonio
-from zero2all.common.errors import AnomalyError
-from zero2all.common.files import write_atomic
-from zero2all.model.config import ParameterKind
-from zero2all.packed.loader import rank_rows
-from zero2all.parallel.layout import layout_table
-from zero2all.parallel.world import World
-from zero2all.train.anneal import ANNEAL_FILE
-from zero2all.train.checkpoints.checks import ReplicasDifferError
+from zero2all.common.errors import PreemptedError
+from zero2all.common.manifest import fingerprint
+from zero2all.config import config_values
+from zero2all.resilience.heartbeat import beat
 from zero2all.train.checkpoints.commit import SaveResult, SaveTicket
-from zero2all.train.checkpoints.manifest import HELD_OUT, NOT_GOOD
-from zero2all.train.checkpoints.run_lock import RunLock
+from zero2all.train.checkpoints.manifest import NOT_GOOD
 from zero2all.train.checkpoints.snapshot import Snapshot
-from zero2all.train.checkpoints.store import CheckpointStore
-from zero2all.train.hooks.guards import Control
+from zero2all.train.context import RunContext
+from zero2all.train.hooks import Hook, is_multiple
+from zero2all.train.hooks.guards import Guards
 from zero2all.train.hooks.reports import RunLog
-from zero2all.train.sanity import risen_loss
-from zero2all.train.setup import Prepared
+from zero2all.train.hooks.shard_check import ShardCheck
+from zero2all.train.hooks.validation import Validation
 from zero2all.train.state import TrainState
 from zero2all.train.step_stats import StepResult
-from zero2all.train.validate import Scores, all_rows, held_out_metrics, held_out_scores
-
-MOST_SAMPLED_VALUES = 1 << 16
-"""Of one parameter, for its update ratio."""
-CLEARLY_FURTHER = 10.0
-"""How many times further than the others a rank's value must be to be called the wrong one."""
-WATCH_SECONDS = 0.5
 
 
-def is_due(step: int, every_steps: int) -> bool:
-    """Whether `step` is a multiple of `every_steps`; 0 means never."""
-    return every_steps > 0 and step % every_steps == 0
-
-
-def is_rerun(step: int, every_steps: int, seed: int) -> bool:
-    """Whether `step` is computed twice: one step out of every `every_steps`, drawn at random."""
-    if not every_steps:
-        return False
-    window, place = divmod(step - 1, every_steps)
-    return place == random.Random(f"{seed}/{window}").randrange(every_steps)
-
-
-def check_rerun(first: StepResult, second: StepResult, batch_ranks: int) -> None:
-    """AnomalyError when two computations of a step differ in a bit; it names the ranks whose rows differ."""
-    rows = len(first.row_nats)
-    differs = first.row_nats.view(np.uint64) != second.row_nats.view(np.uint64)
-    wrong = []
-    for rank in range(batch_ranks):
-        start, count, _ = rank_rows(rows, rank, batch_ranks)
-        wrong += [f"the loss of batch rank {rank}"] if differs[start : start + count].any() else []
-    values = ((first.loss, second.loss, "the loss"), (first.grad_norm, second.grad_norm, "the gradient norm"))
-    wrong = wrong or [name for one, other, name in values if np.float64(one).tobytes() != np.float64(other).tobytes()]
-    if wrong:
-        raise AnomalyError(
-            f"Step {second.step} was computed twice from the same state and the same data, and the results differ in "
-            f"{', '.join(wrong)}. This state was not saved. Memory or a GPU of that rank is faulty, or an operator is "
-            f"not bit-exact: run the same command again to continue from the newest checkpoint, and exclude the "
-            f"machine if it happens again."
-        )
-
-
-class Validation:
-    """The held-out loss, every `eval.every_steps`."""
-
-    def __init__(self, prepared: Prepared, log: RunLog) -> None:
-        self._prepared, self._log = prepared, log
-        self.scores: Scores = {}
-        """Of the last validation, by channel."""
-        self._validated_step: int | None = None
-        self.lowest: tuple[int, float] | None = None
-        """The step with the lowest held-out loss so far, and that loss."""
-        self._above_lowest = 0  # validations in a row whose loss had risen
-
-    def is_due(self, step: int) -> bool:
-        """Whether to validate after `step`."""
-        return is_due(step, self._prepared.config.eval.every_steps)
-
-    def run(self) -> None:
-        """Validate and log. Called by every process."""
-        prepared, config, state = self._prepared, self._prepared.config, self._prepared.state
-        state.weights.synchronize()
-        with nullcontext() if state.outer is None else state.outer.in_model():
-            self.scores = held_out_scores(
-                state.model, prepared.valid, config.data, config.eval, prepared.world, config.parallel, state.pipeline
-            )
-        self._validated_step = state.step
-        self._log.values(self.losses)
-        self._compare(state.step)
-
-    @property
-    def losses(self) -> dict[str, float]:
-        """The last validation as metrics."""
-        return held_out_metrics(self.scores)
-
-    def _compare(self, step: int) -> None:
-        """Note the lowest loss; say once that the loss rises, when two validations in a row are above it."""
-        loss = all_rows(self.scores).get("loss", math.nan)
-        if self.lowest is None or not loss >= self.lowest[1]:
-            self.lowest = (step, loss) if math.isfinite(loss) else self.lowest
-            self._above_lowest = 0
-            return
-        notes = risen_loss(self.lowest, loss)
-        self._above_lowest = self._above_lowest + 1 if notes else 0
-        if self._above_lowest == 2 and step < self._prepared.last_step:  # the end says it in any case
-            self._log.warn(*notes)
-
-    def details(self, step: int) -> dict[str, Any]:
-        """For the manifest of the checkpoint of `step`: its scores, if it was validated."""
-        together = all_rows(self.scores) if step == self._validated_step else {}
-        is_finite = bool(together) and all(map(math.isfinite, together.values()))
-        return {HELD_OUT: {**together, "channels": self.scores}} if is_finite else {}
-
-
-class UpdateRatios:
-    """How far a step moves the weights, every `track.update_ratios_every_steps`.
-
-    The length of the update over that of the weights, per kind of parameter: about 1e-3 is healthy for matrices under
-    AdamW. Computed from every n-th value before and after the update; the result stays on the device.
-    """
-
-    def __init__(self, state: TrainState, world: World, log: RunLog | None = None, every_steps: int = 1) -> None:
-        self._state, self._world, self._log, self._every_steps = state, world, log, every_steps
-        self._before: dict[ParameterKind, Tensor] | None = None
-
-    def before_step(self) -> None:
-        """Keep a sample of the weights when the next step is due."""
-        self._before = self._samples() if is_due(self._state.step + 1, self._every_steps) else None
-
-    @torch.no_grad()
-    def after_step(self) -> dict[str, Tensor]:
-        """Compare and log `update_ratio/<kind>`, where it is due. Called by every process."""
-        before, self._before = self._before, None
-        if before is None:
-            return {}
-        now = self._samples()
-        kinds = sorted({one.kind for one in layout_table(self._state.model.config)})  # also those of other stages
-        sums = torch.zeros(len(kinds), 2, dtype=torch.float64, device=self._world.device)
-        for at, kind in enumerate(kinds):
-            if kind in now:
-                moved = (now[kind] - before[kind]).square().sum()
-                sums[at] = torch.stack((moved, before[kind].square().sum()))
-        moved, lengths = self._world.mesh.world.sum(sums).unbind(1)
-        ratios = (moved / lengths.clamp(min=1e-30)).sqrt()
-        values = {f"update_ratio/{kind}": ratio for kind, ratio in zip(kinds, ratios, strict=True)}
-        if self._log is not None:
-            self._log.values(values)
-        return values
-
-    @torch.no_grad()
-    def _samples(self) -> dict[ParameterKind, Tensor]:
-        samples = self._state.weights.master_samples(MOST_SAMPLED_VALUES)
-        kinds = {one.name: one.kind for one in layout_table(self._state.model.config)}
-        found: dict[ParameterKind, list[Tensor]] = {}
-        for name, values in samples.items():
-            found.setdefault(kinds[name], []).append(values.double())
-        return {kind: torch.cat(parts) for kind, parts in found.items()}
-
-
-class CheckpointSaver:
-    """Checkpoints, every `checkpoint.every_steps`; they are written in the background."""
+class Checkpointing(Hook):
+    """Checkpoints on disk, every `checkpoint.every_steps`, and in memory; they are written in the background. A signal
+    to stop is carried out here too: the run saves and ends."""
 
     def __init__(
-        self,
-        prepared: Prepared,
-        store: CheckpointStore,
-        control: Control,
-        validation: Validation,
-        lock: RunLock,
-        log: RunLog,
+        self, context: RunContext, state: TrainState, log: RunLog, guards: Guards, validation: Validation
     ) -> None:
-        self._prepared, self._store, self._control, self._validation = prepared, store, control, validation
-        self._lock, self._log = lock, log
+        self._context, self._state, self._log = context, state, log
+        self._store, self._guards, self._validation = context.store, guards, validation
+        self.shard_check = ShardCheck(context, state, log)
         self._memory_steps = 0
+        self._stop_requested = False
+        """Whether any process was asked to stop, by the steps read so far; the same in every process."""
+
+    def running(self) -> AbstractContextManager[object]:
+        """Shards are checked in the background: what was trained on a damaged one is not saved."""
+        return self.shard_check.running()
+
+    def after_result(self, result: StepResult, _data_seconds: float) -> None:
+        """Learn whether a process was asked to stop."""
+        self._stop_requested |= result.stop_requested
+
+    def saves(self, step: int) -> bool:
+        """Whether to save after `step`, to disk or to memory."""
+        every = self._context.config.checkpoint.every_steps
+        return is_multiple(step, every) or is_multiple(step, self._memory_steps)
 
     def is_due(self, step: int) -> bool:
-        """Whether to save after `step`."""
-        return is_due(step, self._prepared.config.checkpoint.every_steps)
+        """Whether to save after `step`, or to end."""
+        return self._stop_requested or self.saves(step)
 
-    def _record(self, stage: str) -> dict[str, Any]:
-        state, anneal = self._prepared.state, self._prepared.anneal
+    def at_pause(self) -> None:
+        """Begin to save the state."""
+        if self._stop_requested:
+            self._preempt()
+        if not is_multiple(self._state.step, self._context.config.checkpoint.every_steps):
+            self.save_to_memory()
+            return
+        self.shard_check.stop_if_found()
+        beat("save", self._state.step)
+        self._save()
+        self._log.steps.pause_ended()
+
+    def _preempt(self) -> None:
+        """End the run because a signal asked for it, after saving where the config says so."""
+        self.shard_check.stop_if_found()
+        saves = self._context.config.resilience.save_on_signal
+        if saves:
+            self.save_now()
+        self._log.event("preempted", {"saved": saves})
+        step, name = self._state.step, self._context.config.train.name
+        if not saves:
+            raise PreemptedError(
+                f"Training of `{name}` was stopped without a save (resilience.save_on_signal is false). Run the same "
+                f"command again to continue from the last checkpoint."
+            )
+        raise PreemptedError(
+            f"Training of `{name}` was stopped and saved at step {step}. Run the same command again to continue."
+        )
+
+    def _record(self) -> dict[str, Any]:
+        state, anneal = self._state, self._state.anneal
         record = {
             **state.counters(),
-            "guards": self._control.state(),
+            "guards": self._guards.state(),
             "anneal": asdict(anneal) if anneal else None,
-            "stage": stage,
+            "stage": state.stage,
             "lowest_held_out": self._validation.lowest,
         }
         if state.outer is not None:
@@ -210,15 +98,15 @@ class CheckpointSaver:
             record["outer"] = state.outer.record()
         return record
 
-    def prepare_memory(self, stage: str) -> None:
+    def prepare_memory(self) -> None:
         """Make room for checkpoints in memory, where some will be made; without room there are none."""
-        config, state, memory = self._prepared.config, self._prepared.state, self._store.memory
-        every = config.resilience.memory_steps(config.checkpoint.every_steps, self._prepared.on_cpu)
+        config, state, memory = self._context.config, self._state, self._store.memory
+        every = config.resilience.memory_steps(config.checkpoint.every_steps, self._context.on_cpu)
         if (
             memory is None
             or not every
             or state.outer is not None
-            or state.step // every == (self._prepared.last_step - 1) // every
+            or state.step // every == (state.last_step - 1) // every
         ):
             return
         with state.tensors() as tensors:
@@ -228,20 +116,16 @@ class CheckpointSaver:
             self._log.warn(f"no checkpoints in memory: {problem}. A restart continues from the disk.")
             return
         self._memory_steps = every
-        if self._prepared.checkpoint is not None and self._prepared.checkpoint.in_memory:
-            self.save_to_memory(stage)  # with another number of processes the buffers are new ones
+        if self._context.checkpoint is not None and self._context.checkpoint.in_memory:
+            self.save_to_memory()  # with another number of processes the buffers are new ones
 
-    def is_due_in_memory(self, step: int) -> bool:
-        """Whether to save to memory after `step`."""
-        return is_due(step, self._memory_steps)
-
-    def save_to_memory(self, stage: str) -> None:
+    def save_to_memory(self) -> None:
         """Begin to save the state to memory."""
         if self._store.memory is None:
             return
-        state, started = self._prepared.state, time.monotonic()
+        state, started = self._state, time.monotonic()
         with state.tensors() as tensors:
-            snapshot = Snapshot(tensors, self._record(stage))
+            snapshot = Snapshot(tensors, self._record())
             done, bad = self._store.save_to_memory(state.step, snapshot, self._details())
         state.copied = None if isinstance(done, bool) else done
         problem = bad or self._store.memory.problem
@@ -250,29 +134,34 @@ class CheckpointSaver:
         stall = "memory/checkpoint_stall" if done else "memory/checkpoint_skipped"
         self._log.values({stall: time.monotonic() - started})
 
-    def compare_replicas(self) -> None:
-        """Stop the run when replicas differ."""
-        with self._prepared.state.tensors() as tensors:
-            self._store.check_replicas(tensors)
-
-    def save(self, stage: str, wait: bool = False) -> SaveTicket:
+    def _save(self, wait: bool = False) -> SaveTicket:
         """Begin to save the state, or with `wait` finish saving it."""
-        state, record = self._prepared.state, self._record(stage)
+        state, record = self._state, self._record()
         with state.tensors() as tensors:
             return self._store.save(state.step, Snapshot(tensors, record), self._details(), wait=wait)
 
     def _details(self) -> dict[str, Any]:
-        """What the manifest holds in addition to the state: also its held-out loss, where it was validated, and why it
-        is not good, if there is doubt."""
-        step = self._prepared.state.step
-        doubt = self._control.doubt(step)
-        return self._prepared.details | self._validation.details(step) | ({} if doubt is None else {NOT_GOOD: doubt})
+        """What the manifest holds in addition to the state: the data and its order, the machine, the operators, the
+        held-out loss where it was validated, and why it is not good, if there is doubt."""
+        step, data = self._state.step, self._state.data
+        doubt = self._guards.doubt(step)
+        return {
+            "inputs": fingerprint(config_values(self._context.config)),
+            "data": data.fingerprint,
+            "order": data.record,
+            "tokenizer": data.splits[0].manifest["tokenizer"],
+            "environment": self._context.environment,
+            "ops": {choice.operator: asdict(choice) for choice in self._state.model.ops.choices},
+            **self._validation.details(step),
+            **({} if doubt is None else {NOT_GOOD: doubt}),
+        }
 
-    def save_now(self, stage: str) -> None:
+    def save_now(self) -> None:
         """Save and wait; a save that fails ends the run."""
-        ticket = self.save(stage, wait=True)
+        beat("save", self._state.step)
+        ticket = self._save(wait=True)
         self.report_finished()
-        self._prepared.world.run_on_rank0(self._lock.check)  # another writer of the run is not a problem of the disk
+        self._context.world.run_on_rank0(self._store.fence)  # another writer of the run is not a problem of the disk
         ticket.folder()
 
     def report_finished(self) -> None:
@@ -292,104 +181,5 @@ class CheckpointSaver:
             "notes": result.notes,
         }
         self._log.event("checkpoint" if result.folder else "checkpoint_failed", facts, result.step)
-        if result.problem and not result.was_skipped and self._lock.is_held():
+        if result.problem and not result.was_skipped and self._context.holds_lock():
             self._log.say(f"The checkpoint of step {result.step} was not saved: {result.problem}. Training continues.")
-
-
-class ReplicaDoubt:
-    """After replicas have differed at a step, the run goes on from a checkpoint before it. When it reaches that step
-    again, its bits say which rank had been wrong; of two replicas nothing else does. If the flipped weight has changed
-    the steps of all ranks since, none has these bits, and the one that was much further away was wrong."""
-
-    def __init__(self, prepared: Prepared, store: CheckpointStore, log: RunLog) -> None:
-        self._prepared, self._store, self._log = prepared, store, log
-        self._path = prepared.run / "replicas.json"
-        self._said: dict[str, Any] = prepared.world.run_on_rank0(self._read)
-
-    def _read(self) -> dict[str, Any]:
-        try:
-            said: dict[str, Any] = jsonio.loads(self._path.read_bytes())
-        except (OSError, ValueError):
-            return {}
-        is_of_these = len(said.get("digests", ())) == self._prepared.world.size and "values" in said
-        return said if is_of_these else {}
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keep what the ranks held when their replicas differ in the block."""
-        try:
-            yield
-        except ReplicasDifferError as error:
-            if self._prepared.world.is_first:
-                values = {"step": self._prepared.state.step, "digests": error.digests}
-                values |= {"key": error.key, "at": error.at, "values": [str(each) for each in error.values]}
-                write_atomic(self._path, jsonio.dumps_pretty(values))
-            raise
-
-    def look(self, step: int) -> None:
-        """Name the rank, where `step` is the one at which the replicas differed."""
-        if self._said.get("step") != step:
-            return
-        said, self._said = self._said, {}
-        with self._prepared.state.tensors() as tensors:
-            wrong = self._store.wrong_replicas(tensors, said["digests"])
-            right = self._store.value_at(tensors, said["key"], said["at"])
-        away = [abs(float(value) - right) for value in said["values"]]
-        if self._prepared.world.is_first:
-            self._path.unlink(missing_ok=True)
-        if 0 < len(wrong) < self._prepared.world.size:
-            ranks = ", ".join(map(str, wrong))
-            self._log.warn(f"step {step} was computed again: rank {ranks} had other bits before, so it was wrong then")
-        elif len(away) == self._prepared.world.size and max(away) > CLEARLY_FURTHER * sorted(away)[-2]:
-            rank = away.index(max(away))
-            self._log.warn(
-                f"step {step} was computed again: value {said['at']} of {said['key']} is {right:g}, rank {rank} had "
-                f"{said['values'][rank]}, which is the furthest from it, so rank {rank} was wrong then"
-            )
-        else:
-            self._log.warn(f"step {step} was computed again: which of the ranks had been wrong cannot be told")
-
-
-class FolderWatch:
-    """What others change in the run's folder: a request to anneal, the lock of a run that was taken over.
-
-    Rank 0 looks. While it waits for a slow network disk all others would wait for it, so of several processes a thread
-    looks, every WATCH_SECONDS.
-    """
-
-    def __init__(self, prepared: Prepared, lock: RunLock) -> None:
-        self._prepared, self._lock = prepared, lock
-        self._request = prepared.run / ANNEAL_FILE
-        self.found = False
-        """Whether there was something when rank 0 last looked."""
-
-    def look(self) -> bool:
-        """Look now."""
-        self.found = self._is_anneal_requested() or not self._lock.is_held()
-        return self.found
-
-    def _is_anneal_requested(self) -> bool:
-        try:
-            return self._prepared.anneal is None and self._request.exists()
-        except OSError:  # of the disk; the next look may succeed
-            return False
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Let a thread look while the block runs, on rank 0 of several processes."""
-        world = self._prepared.world
-        if world.size == 1 or not world.is_first:
-            yield
-            return
-        ended = threading.Event()
-        thread = threading.Thread(target=self._watch, args=(ended,), name="z2a-folder", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join(WATCH_SECONDS)  # a disk that hangs must not hold up the end
-
-    def _watch(self, ended: threading.Event) -> None:
-        while not ended.wait(WATCH_SECONDS):
-            self.look()
