@@ -23,8 +23,8 @@ from zero2all.train.checkpoints.load import Checkpoint, reading_record
 from zero2all.train.checkpoints.manifest import NOT_GOOD
 from zero2all.train.context import RunContext
 from zero2all.train.guards.advice import Facts
+from zero2all.train.guards.detector import Finding
 from zero2all.train.guards.documents import Decode
-from zero2all.train.guards.findings import Finding
 from zero2all.train.guards.incident import IncidentWriter, make_incident, usual_channels
 from zero2all.train.guards.policy import Action, Continue, Rollback, Stop
 from zero2all.train.guards.repeats import Repeat, repeated_shards
