@@ -3,7 +3,7 @@
     python benchmarks/control.py            4 processes over gloo, 8 rows a step, about half a minute
     python benchmarks/control.py --rows 64
 
-Measured are `Control.plan` (limits, row weights, flags), `Control.observe` (the guards) and the look at the flags; the
+Measured are `Trainer.plan` (limits, row weights, flags), `Guards.observe` (the guards) and the look at the flags; the
 reduction of the step is not among them. Where the machine has fewer cores than processes, wall time holds turns of the
 others, so CPU time is what counts, and beside it how often the thread waited for something (voluntary context
 switches): control that waits for another process does. The median is an ordinary step; shards are judged by 64 rows at
@@ -129,9 +129,10 @@ def worker(config: Path, work: Path, output: Path) -> None:
     """In a process of its own: one rank of the run, with its control timed."""
     from zero2all.common.workspace import Workspace
     from zero2all.config import load_config
-    from zero2all.train.control import Control
-    from zero2all.train.loop import TrainingLoop
+    from zero2all.train.hooks.anneal import Anneal
+    from zero2all.train.hooks.guards import Guards
     from zero2all.train.run import train
+    from zero2all.train.trainer import Trainer
 
     steps: list[list[float]] = []
 
@@ -149,9 +150,9 @@ def worker(config: Path, work: Path, output: Path) -> None:
 
         setattr(owner, name, measured)
 
-    timed(Control, "plan", begins_step=True)
-    timed(Control, "observe")
-    timed(TrainingLoop, "_has_folder_news")
+    timed(Trainer, "plan", begins_step=True)
+    timed(Guards, "observe")
+    timed(Anneal, "has_news")
     train(load_config(config), Workspace(work))
     figures = {}
     for name, values in zip(("cpu_ms", "wall_ms", "waits"), zip(*steps[WARMUP_STEPS:], strict=True), strict=True):

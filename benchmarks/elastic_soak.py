@@ -51,7 +51,7 @@ if "RANK" in os.environ and "SOAK_RECORD" in os.environ:
         @classmethod
         def find_spec(cls, name, path=None, target=None):
             spec = super().find_spec(name, path, target)
-            if name == "zero2all.train.loop" and spec is not None:
+            if name == "zero2all.train.trainer" and spec is not None:
                 run = spec.loader.exec_module
 
                 def exec_module(module):
@@ -61,9 +61,9 @@ if "RANK" in os.environ and "SOAK_RECORD" in os.environ:
                 spec.loader.exec_module = exec_module
             return spec
 
-    def record(loop):
+    def record(trainer):
         import hashlib, json, time
-        train_step = loop.train_step
+        train_step = trainer.train_step
         paths = {}  # of this process, which may have been forked after the import
 
         def recorded(state, batch, *rest):
@@ -75,7 +75,7 @@ if "RANK" in os.environ and "SOAK_RECORD" in os.environ:
                 file.write(json.dumps([step, os.environ.get("Z2A_ATTEMPT"), rows]) + "\\n")
             return pending
 
-        loop.train_step = recorded
+        trainer.train_step = recorded
 
     sys.meta_path.insert(0, Recorder)
 """

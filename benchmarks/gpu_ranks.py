@@ -41,10 +41,10 @@ from zero2all.parallel.mesh import make_mesh
 from zero2all.parallel.parameter_table import draw
 from zero2all.parallel.world import World, join_world
 from zero2all.perf.batch import parse_batch
+from zero2all.train.build import empty_state, op_context
 from zero2all.train.micro_batch import memory_settings
-from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import DTYPES, TrainState
-from zero2all.train.step import StepPlan, train_step
+from zero2all.train.train_step import StepPlan, train_step
 
 STEPS, ROWS, SEQ_LEN, MICRO, LEARNING_RATE = 12, 128, 2048, 32, 3e-5
 FIGURES = ("step_seconds", "peak_gb", "estimated_gb")
@@ -199,7 +199,7 @@ def train(
     state.micro_batch_samples = micro
     with state.weights.masters_between_steps() as masters:
         draw(masters, state.model.config, 1)
-    state.weights.updated()
+    state.weights.publish_masters()
     torch.cuda.reset_peak_memory_stats()
     losses, seconds = [], []
     for step in range(steps):
@@ -237,7 +237,7 @@ def batch_of(step: int, rows: int, seq_len: int, vocabulary: int, rank: int, ran
     tokens = np.minimum(drawn.astype(np.int64), vocabulary - 1)
     first, own, _ = rank_rows(rows, rank, ranks)
     channels = np.zeros(own, dtype=np.int64)
-    return Batch(tokens[first : first + own], channels, channels, 0, step_samples=rows, samples=own)
+    return Batch(tokens[first : first + own], channels, channels, 0, step_samples=rows, samples=own, first_row=first)
 
 
 def traced(state: TrainState, config: RunConfig, world: World, rows: int) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from zero2all.parallel.device import pick_device
 from zero2all.perf.ablate import environment
 from zero2all.perf.batch import BatchShape, load_measured_config, own_batch, parse_batch
 from zero2all.perf.op_bench import seconds_of
-from zero2all.train.setup import op_context
+from zero2all.train.build import op_context
 from zero2all.train.state import DTYPES
 
 BATCH_FIRST, SEQUENCE_FIRST = "batch, seq, hidden", "seq, batch, hidden"

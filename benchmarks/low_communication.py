@@ -60,12 +60,13 @@ from zero2all.parallel.config import MeshSizes, ParallelConfig, SlowLinkConfig
 from zero2all.parallel.mesh import make_mesh
 from zero2all.parallel.parameter_table import draw
 from zero2all.parallel.world import World
+from zero2all.train.build import empty_state, op_context
 from zero2all.train.cuda_graph import choose_cuda_graph
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.outer.optimizer import OuterOptimizer
-from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import TrainState
-from zero2all.train.step import PendingStep, StepPlan, train_step
+from zero2all.train.step_stats import PendingStep
+from zero2all.train.train_step import StepPlan, train_step
 
 VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
     "data parallel": (1, {}),
@@ -482,7 +483,7 @@ def make_state(config: RunConfig, world: World) -> TrainState:
     state.micro_batch_samples = rows = config.samples_per_step // config.parallel.groups // world.size
     with state.weights.masters_between_steps() as masters:
         draw(masters, state.model.config, config.train.seed)
-    state.weights.updated()
+    state.weights.publish_masters()
     state.cuda_graph = choose_cuda_graph(config, state.model, world.device, world.size, rows, rows)
     return state
 
@@ -491,7 +492,7 @@ def one_step(config: RunConfig, state: TrainState, world: World, rows: Tensor) -
     """One step of a group on its rows of the global batch (rows, T + 1)."""
     first, own, _ = rank_rows(len(rows), *config.parallel.batch_place(world.rank, world.size))
     zeros = torch.zeros(own, dtype=torch.int64, device=world.device)
-    batch = Batch(rows[first : first + own], zeros, zeros, 0, step_samples=len(rows), samples=own)
+    batch = Batch(rows[first : first + own], zeros, zeros, 0, step_samples=len(rows), samples=own, first_row=first)
     lr = learning_rate(state.step, config.train.steps, config.optim.lr_max, config.schedule)
     pending = train_step(state, batch, 1, config, world, StepPlan(lr))
     if state.cuda_graph is not None and state.cuda_graph.problem:
@@ -512,7 +513,7 @@ def rows_of(ids: np.ndarray, size: Size, device: torch.device) -> tuple[Tensor, 
 @torch.no_grad()
 def held_out_loss(state: TrainState, rows: Tensor) -> float:
     """Mean nats per token."""
-    state.weights.settle()
+    state.weights.synchronize()
     state.model.eval()
     total = 0.0
     for part in rows.split(64):

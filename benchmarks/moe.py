@@ -38,8 +38,8 @@ from zero2all.parallel.mesh import Mesh
 from zero2all.perf.batch import BatchShape, load_measured_config, own_batch, parse_batch
 from zero2all.perf.measure import measure
 from zero2all.perf.op_bench import seconds_of
+from zero2all.train.build import op_context
 from zero2all.train.micro_batch import memory_settings
-from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES
 
 AGREE_WITHIN = 0.05

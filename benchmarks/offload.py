@@ -38,10 +38,11 @@ from zero2all.packed.loader import Batch
 from zero2all.parallel.device import pick_device, set_cpu_threads, set_memory_settings
 from zero2all.parallel.parameter_table import draw
 from zero2all.parallel.world import World
+from zero2all.train.build import empty_state, op_context
 from zero2all.train.micro_batch import memory_settings
-from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import DTYPES, TrainState
-from zero2all.train.step import Mark, StepPlan, mark_now, seconds_between, train_step
+from zero2all.train.step_timer import Mark, mark_now, seconds_between
+from zero2all.train.train_step import StepPlan, train_step
 
 FIRST_STEPS = 3
 """Left out of the speed: kernels are compiled, memory of the host is touched for the first time."""
@@ -64,7 +65,7 @@ def main() -> None:
     )
     ids = None if arguments.tokens is None else np.load(arguments.tokens, mmap_mode="r")
     losses, seconds, waits = train(state, config, world, arguments.steps, ids)
-    state.weights.settle()
+    state.weights.synchronize()
     peak = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else None
     alone = compute_alone(state, config, world, arguments.compute_steps, ids)
     settings = memory_settings(config, state.model.ops, world.mesh, state.micro_batch_samples)
@@ -146,14 +147,14 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
 
 
 def build(config: RunConfig, world: World) -> TrainState:
-    """The state of a new run, as `zero2all.train.setup` builds it."""
+    """The state of a new run, as `zero2all.train.build` builds it."""
     ops = resolve(config.ops, op_context(config, world.device.type, DTYPES[config.train.precision]))
     state = empty_state(config, world, ops)
     assert isinstance(config.train.micro_batch_samples, int), "the benchmark names the micro-batch"
     state.micro_batch_samples = config.train.micro_batch_samples
     with state.weights.masters_between_steps() as masters:
         draw(masters, state.model.config, config.train.seed)
-    state.weights.updated()
+    state.weights.publish_masters()
     return state
 
 

@@ -36,9 +36,9 @@ from zero2all.packed.loader import Batch, rank_rows
 from zero2all.parallel.mesh import make_mesh
 from zero2all.parallel.parameter_table import draw
 from zero2all.parallel.world import World, join_world
+from zero2all.train.build import empty_state, op_context
 from zero2all.train.micro_batch import memory_settings
-from zero2all.train.setup import empty_state, op_context
-from zero2all.train.step import StepPlan, train_step
+from zero2all.train.train_step import StepPlan, train_step
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor": 2},
@@ -124,13 +124,14 @@ def pace(config: RunConfig, world: World) -> dict[str, float]:
     state.micro_batch_samples = MICRO
     with state.weights.masters_between_steps() as masters:
         draw(masters, state.model.config, 1)
-    state.weights.updated()
+    state.weights.publish_masters()
     seconds = []
     for step in range(STEPS):
         tokens = np.random.default_rng(step).integers(0, VOCABULARY, (ROWS, SEQ_LEN + 1))
         first, own, _ = rank_rows(ROWS, world.mesh.batch.rank, world.mesh.batch.size)
         channels = np.zeros(own, dtype=np.int64)
-        batch = Batch(tokens[first : first + own], channels, channels, 0, step_samples=ROWS, samples=own)
+        rows = tokens[first : first + own]
+        batch = Batch(rows, channels, channels, 0, step_samples=ROWS, samples=own, first_row=first)
         world.gather(step)  # all begin together
         started = time.perf_counter()
         train_step(state, batch, 1, config, world, StepPlan(1e-4)).result()

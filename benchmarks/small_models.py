@@ -36,7 +36,7 @@ from zero2all.ops import linear_cross_entropy
 from zero2all.ops.registry import resolve
 from zero2all.perf.batch import BatchShape
 from zero2all.perf.measure import Iterate, choices, iterations, prepare, random_state, watched_gpu
-from zero2all.train.setup import op_context
+from zero2all.train.build import op_context
 from zero2all.train.state import DTYPES
 
 BATCH = BatchShape(64, 2048, 1)

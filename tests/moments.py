@@ -38,9 +38,9 @@ def signal_when(is_time: Callable[[], bool], number: int = signal.SIGKILL, after
 def signal_in_step(count: int, number: int, after: float = 0.0) -> None:
     """Send this process, which will train, a signal in its step number `count`, or `after` seconds after the step
     began, however few there are left."""
-    from zero2all.train import loop
+    from zero2all.train import trainer
 
-    step, calls = loop.train_step, itertools.count(1)
+    step, calls = trainer.train_step, itertools.count(1)
 
     def counted(*given: Any, **options: Any) -> Any:
         call = next(calls)
@@ -50,4 +50,4 @@ def signal_in_step(count: int, number: int, after: float = 0.0) -> None:
             os.kill(os.getpid(), number)
         return step(*given, **options)
 
-    loop.train_step = counted
+    trainer.train_step = counted

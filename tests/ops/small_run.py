@@ -15,9 +15,9 @@ from zero2all.ops.registry import Ops, resolve
 from zero2all.packed.loader import Batch
 from zero2all.parallel.parameter_table import init_weights
 from zero2all.parallel.world import World
-from zero2all.train.setup import op_context
+from zero2all.train.build import op_context
 from zero2all.train.state import DTYPES, new_state
-from zero2all.train.step import StepPlan, train_step
+from zero2all.train.train_step import StepPlan, train_step
 
 VOCAB = 50
 EAGER = OpsConfig(

@@ -31,10 +31,10 @@ from zero2all.config import config_from_values
 from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch
-from zero2all.train.setup import op_context
+from zero2all.train.build import op_context
 from zero2all.train.state import new_state
 from zero2all.parallel.world import World
-from zero2all.train.step import StepPlan, train_step
+from zero2all.train.train_step import StepPlan, train_step
 
 config = config_from_values({
     "model": {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "layers": 1, "heads": 2, "kv_heads": 1,

@@ -13,7 +13,7 @@ from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.world import World
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
-from zero2all.train.setup import load_checkpoint
+from zero2all.train.resume import load_checkpoint
 from zero2all.train.state import TrainState
 
 WIDE = {"hidden_size": 32, "intermediate_size": 48, "layers": 2}

@@ -32,11 +32,13 @@ from zero2all.parallel.mesh import Mesh, make_mesh
 from zero2all.parallel.parameter_table import draw
 from zero2all.parallel.pipeline import ModelCosts, Pipeline, make_stages
 from zero2all.parallel.world import World
+from zero2all.train.build import empty_state, op_context
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
-from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import DTYPES, TrainState
-from zero2all.train.step import StepPlan, StepResult, StepTimer, bubble_share, train_step
+from zero2all.train.step_stats import StepResult
+from zero2all.train.step_timer import StepTimer, bubble_share
+from zero2all.train.train_step import StepPlan, train_step
 
 STEPS, SAMPLES, SEQ_LEN, MICRO, CHANNELS = 20, 8, 8, 2, 2
 MODEL = ModelConfig(
@@ -120,13 +122,13 @@ def run_config(
 
 
 def make_state(world: World, config: RunConfig, seed: int = SEED) -> TrainState:
-    """The state of a run before its first step, as `zero2all.train.setup` builds it."""
+    """The state of a run before its first step, as `zero2all.train.build` builds it."""
     dtype = DTYPES[config.train.precision]
     state = empty_state(config, world, resolve(config.ops, op_context(config, "cpu", dtype)))
     state.micro_batch_samples = MICRO
     with state.weights.masters_between_steps() as masters:
         draw(masters, state.model.config, seed)
-    state.weights.updated()
+    state.weights.publish_masters()
     return state
 
 
@@ -147,7 +149,8 @@ def batch_of(
         borders = 1 + (first + np.arange(per_rank)[:, None] + step) % (SEQ_LEN - 1)
         ids = (np.arange(SEQ_LEN + 1) >= borders).astype(np.int32)
         weights[:, ::3] /= 2
-    return Batch(rows, channels, channels, 0, weights=weights, document_ids=ids, step_samples=samples, samples=own)
+    place = {"step_samples": samples, "samples": own, "first_row": first}
+    return Batch(rows, channels, channels, 0, weights=weights, document_ids=ids, **place)
 
 
 class SentBytes(TorchDispatchMode):
@@ -267,7 +270,7 @@ def pairs(
             checkpoint = store.at(1)
             with resumed.tensors() as tensors:
                 checkpoint.load_into(tensors)
-            resumed.loaded(checkpoint.record)
+            resumed.resume_from(checkpoint.record)
             loaded = whole_tensors(resumed, worlds[other])
             differ = [name for name, value in saved.items() if not torch.equal(value, loaded[name])]
             loss = step_on(resumed, worlds[other], configs[other], 1)[0]

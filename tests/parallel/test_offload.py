@@ -21,7 +21,7 @@ from zero2all.parallel.config import MeshSizes, ParallelConfig
 from zero2all.parallel.world import World
 from zero2all.train import offload, streamed
 from zero2all.train.offload import host_zeros
-from zero2all.train.step import StepPlan, train_step
+from zero2all.train.train_step import StepPlan, train_step
 
 OPTIM = OptimConfig(clip_grad_norm=0.5)
 GO, REFUSED = torch.tensor(False), torch.tensor(True)
@@ -214,7 +214,7 @@ def test_streamed_weights_are_saved_and_loaded_like_others():
     with first.tensors() as saved, second.tensors() as loaded:
         for name, part in loaded.items():
             part.values.copy_(saved[name].values)
-    second.loaded(first.counters())
+    second.resume_from(first.counters())
     for one in (first, second):
         train(one, 2)
     assert_same(copies(second), copies(first))
@@ -268,7 +268,7 @@ def test_a_run_that_goes_on_from_its_checkpoint_equals_the_one_that_saved_it(dty
     with first.tensors() as saved, second.tensors() as loaded:
         for name, part in loaded.items():
             part.values.copy_(saved[name].values)
-    second.loaded(first.counters())
+    second.resume_from(first.counters())
     for one in (first, second):
         train(one, 3)
     assert_same(copies(second), copies(first))

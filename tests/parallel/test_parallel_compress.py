@@ -14,7 +14,7 @@ from zero2all.limits.communication import communication_per_step
 from zero2all.limits.memory import MemorySettings
 from zero2all.ops.footprint import Footprint
 from zero2all.parallel.check import check_spread
-from zero2all.train.step import HEAD
+from zero2all.train.step_stats import SCALARS
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_a_resumed_run_is_bit_equal_and_sends_the_bytes_of_the_formula(of_two):
         layouts.SEQ_LEN, layouts.MICRO, {"optimizer": Footprint()}, precision="float32", replicate=2, passes=2,
         compress="powersgd", powersgd_rank=compressed.RANK,
     )  # fmt: skip
-    figures = HEAD + 2 * layouts.CHANNELS + 2 * layouts.SAMPLES + 2 * 2  # two per rank
+    figures = len(SCALARS) + 2 * layouts.CHANNELS + 2 * layouts.SAMPLES + 2 * 2  # two per rank
     model = replace(layouts.MODEL, **compressed.WIDE)
     transfers = communication_per_step(model, settings, figures)
     assert found["sent"] == {"allreduce": sum(one.given for one in transfers)}

@@ -17,7 +17,7 @@ from zero2all.parallel.buckets import plan_buffers
 from zero2all.parallel.parameter_table import layout_table
 from zero2all.parallel.world import World
 from zero2all.train.optimizers.factory import cut_of
-from zero2all.train.step import HEAD
+from zero2all.train.step_stats import SCALARS
 
 SIX = ["replicate", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hybrid ZeRO-1", "hybrid ZeRO-3"]
 """Layouts that are saved and resumed."""
@@ -69,7 +69,7 @@ def test_states_are_cut_and_bytes_are_those_of_the_formula(of_two):
             replicate=1 if zero else 2, shard=2 if zero else 1, passes=2,
         )  # fmt: skip
         padded = plan_buffers(table, 2 if zero else 1, int(0.002e6) // 8, partial(cut_of, kind)).length
-        figures = HEAD + 2 * layouts.CHANNELS + 2 * layouts.SAMPLES + 2 * 2  # two per rank
+        figures = len(SCALARS) + 2 * layouts.CHANNELS + 2 * layouts.SAMPLES + 2 * 2  # two per rank
         expected: dict[str, float] = {}
         for one in communication_per_step(layouts.MODEL, settings, figures, {"cut": padded}):
             expected[one.collective] = expected.get(one.collective, 0) + one.given

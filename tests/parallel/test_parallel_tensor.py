@@ -24,8 +24,8 @@ from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.parameter_table import held_table, layout_table
 from zero2all.parallel.tensor import problems
 from zero2all.parallel.world import World
-from zero2all.train.setup import op_context
-from zero2all.train.step import HEAD
+from zero2all.train.build import op_context
+from zero2all.train.step_stats import SCALARS
 
 BIASES = {"attention_bias": "all", "mlp_bias": True}
 QK_NORM = {"qk_norm": True, "init_qk_gain": 1.5}
@@ -275,7 +275,7 @@ def test_bytes_sent_are_those_of_the_formula(of_two, name):
     for bucket in plan_buffers(held, 1, int(0.002e6) // 8).buckets:
         buffers[bucket.spread] += bucket.span.stop - bucket.span.start
     expected: dict[str, float] = {}
-    figures = HEAD + 2 * layouts.CHANNELS + 2 * layouts.SAMPLES + 2 * 2  # two per rank
+    figures = len(SCALARS) + 2 * layouts.CHANNELS + 2 * layouts.SAMPLES + 2 * 2  # two per rank
     for one in communication_per_step(config, settings, figures, buffers):
         kind = one.collective.replace("-", "_" if one.collective == "reduce-scatter" else "")
         expected[kind] = expected.get(kind, 0) + one.given

@@ -84,7 +84,7 @@ ROWS: dict[int, list[str] | str] = {
         "train/test_two_machines.py::test_a_rank_that_does_not_come_is_named",
         "resilience/test_machines.py::test_machines_that_do_not_come_are_named_and_the_minimum_starts_without_them",
     ],
-    36: ["train/test_stragglers.py::test_a_rank_that_is_stopped_half_of_the_time_is_named_in_the_events"],
+    36: ["train/hooks/test_stragglers.py::test_a_rank_that_is_stopped_half_of_the_time_is_named_in_the_events"],
     37: [
         "parallel/test_parallel_health.py::test_one_that_is_in_no_good_pair_is_named_whichever_it_is",
         "parallel/test_parallel_health.py::test_a_bad_machine_is_left_out_and_the_command_gets_its_name",
@@ -115,12 +115,12 @@ ROWS: dict[int, list[str] | str] = {
     ],
     49: [
         f"{DAMAGE}::test_a_whole_checkpoint_of_another_version_stops_the_run_and_is_left_where_it_is",
-        "train/test_train_loop.py::test_changed_settings_are_listed_and_refused",
+        "train/test_trainer.py::test_changed_settings_are_listed_and_refused",
         f"{GUARDS}::test_data_packed_with_another_tokenizer_is_refused",
     ],
     50: ["resilience/test_supervised_runs.py::test_a_clock_that_jumps_is_no_hang"],
     51: [
-        "train/test_train_loop.py::test_metrics_that_cannot_be_written_do_not_stop_the_run_and_are_reported_at_its_end",
+        "train/test_trainer.py::test_metrics_that_cannot_be_written_do_not_stop_the_run_and_are_reported_at_its_end",
         "track/test_writer.py::test_a_disk_that_stays_full_raises_nothing_and_the_loss_is_counted",
     ],
     52: ["resilience/test_soak.py::test_random_faults_leave_the_bits_of_the_undisturbed_run"],

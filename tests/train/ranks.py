@@ -166,10 +166,10 @@ def _record_steps(
     """Write a line for every step; send a signal to this process at the moment for it, or change one weight."""
     import torch
 
-    from zero2all.train import loop
-    from zero2all.train.step import PendingStep
+    from zero2all.train import trainer
+    from zero2all.train.step_stats import PendingStep
 
-    train_step = loop.train_step
+    train_step = trainer.train_step
 
     def recorded(state: Any, batch: Any, *rest: Any) -> PendingStep:
         if batch.first_token in garbled:
@@ -200,7 +200,7 @@ def _record_steps(
             _signal_self(moment[1], moment[2])
         return pending
 
-    loop.train_step = recorded  # type: ignore[assignment]
+    trainer.train_step = recorded  # type: ignore[assignment]
 
 
 def _signal_self(number: int, seconds: float) -> None:

@@ -12,10 +12,10 @@ from zero2all.common.errors import UsageError
 from zero2all.packed.loader import Batch
 from zero2all.parallel.device import pick_device
 from zero2all.parallel.world import World
-from zero2all.train import setup
+from zero2all.train import build
 from zero2all.train.cuda_graph import EAGER_PASSES, MOST_CAPTURES, CudaGraphPasses, choose_cuda_graph, reason_of
 from zero2all.train.run import train
-from zero2all.train.step import StepPlan, train_step
+from zero2all.train.train_step import StepPlan, train_step
 
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -63,7 +63,7 @@ def test_a_run_goes_on_without_and_says_so_once(work, config, monkeypatch):
         made.append(GivesUp(model))
         return made[0]
 
-    monkeypatch.setattr(setup, "choose_cuda_graph", gives_up)
+    monkeypatch.setattr(build, "choose_cuda_graph", gives_up)
     assert train(config(), work, say=said.append).step == 8
     assert made[0].passes == 4, "two passes a step; the second step is the last with a graph"
     about = [line for line in said if "CUDA graph" in line]

@@ -13,9 +13,9 @@ from zero2all.parallel.device import pick_device
 from zero2all.parallel.parameter_table import draw
 from zero2all.parallel.world import World
 from zero2all.train import offload, streamed
-from zero2all.train.setup import empty_state, op_context
+from zero2all.train.build import empty_state, op_context
 from zero2all.train.state import DTYPES
-from zero2all.train.step import StepPlan, train_step
+from zero2all.train.train_step import StepPlan, train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -43,7 +43,7 @@ def state_of(config, precision, recompute="none", **parallel):
     state.micro_batch_samples = 4
     with state.weights.masters_between_steps() as masters:
         draw(masters, state.model.config, 1)
-    state.weights.updated()
+    state.weights.publish_masters()
     return state, settings, world
 
 
@@ -120,4 +120,4 @@ def test_the_host_does_not_wait_for_the_device_to_start_an_update(config):
     ended.record()
     state.optimizer.step(scale, refused)
     assert not ended.query()
-    state.weights.settle()
+    state.weights.synchronize()

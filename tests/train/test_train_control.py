@@ -58,11 +58,11 @@ def count_traffic() -> None:
     any thread, and folders that were listed."""
     import torch.distributed as dist
 
-    from zero2all.train import loop
+    from zero2all.train import trainer
 
     listed: list[str] = []
     before: dict[str, int] = {}
-    train_step = loop.train_step
+    train_step = trainer.train_step
     sys.addaudithook(lambda event, arguments: listed.append(str(arguments)) if event in LISTINGS else None)
 
     def collectives() -> int:
@@ -78,15 +78,16 @@ def count_traffic() -> None:
         before["collectives"] = collectives()
         return pending
 
-    loop.train_step = counted
+    trainer.train_step = counted
 
 
 def request_after_step(step: int, run: Path) -> None:
     """Ask for an anneal of 3 steps after a step, and let the watch look at once."""
-    from zero2all.train import loop, periodic
+    from zero2all.train import trainer
+    from zero2all.train.hooks import anneal
 
-    periodic.WATCH_SECONDS = 0.001
-    train_step = loop.train_step
+    anneal.WATCH_SECONDS = 0.001
+    train_step = trainer.train_step
 
     def asking(state: Any, *rest: Any) -> Any:
         pending = train_step(state, *rest)
@@ -94,7 +95,7 @@ def request_after_step(step: int, run: Path) -> None:
             request_anneal(run, 3, "linear", 0.0)
         return pending
 
-    loop.train_step = asking
+    trainer.train_step = asking
 
 
 LISTINGS = ("os.listdir", "os.scandir")

@@ -19,8 +19,8 @@ from zero2all.parallel.world import World
 from zero2all.tokenizer.config import TokenizerConfig
 from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.track.reader import read_run
-from zero2all.train import loop
-from zero2all.train import step as step_module
+from zero2all.train import train_step as step_module
+from zero2all.train import trainer
 from zero2all.train.anneal import request_anneal
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
@@ -44,14 +44,14 @@ def quiet(_text):
 def watched(monkeypatch):
     """The rows of every batch that is trained on, by source."""
     rows: dict[int, list[bytes]] = defaultdict(list)
-    forward_backward = step_module._forward_backward
+    forward_backward = step_module.forward_backward
 
     def watch(state, batch, *rest):
         for source, row in zip(batch.sources, batch.tokens, strict=True):
             rows[int(source)].append(np.asarray(row).tobytes())
         return forward_backward(state, batch, *rest)
 
-    monkeypatch.setattr(step_module, "_forward_backward", watch)
+    monkeypatch.setattr(step_module, "forward_backward", watch)
     return rows
 
 
@@ -67,7 +67,7 @@ def test_a_mixture_changed_on_resume_lets_every_source_continue_where_it_stood(w
     train(config(train={"steps": 9}, data={"mixture": {"en": 1, "zh": 3}}), work, accept_changes=True, say=quiet)
     assert [len(watched[source]) for source in (0, 1)] == [9 + 6, 3 + 18]
     for number, name in enumerate(("en", "zh")):
-        alone = prepared_run(config(data={"mixture": {name: 1}}), work, fresh=True).data
+        alone = prepared_run(config(data={"mixture": {name: 1}}), work, fresh=True)[1].data
         count = len(watched[number])
         samples = alone.segments[0].order.lookup(np.arange(count))[1]
         wanted = [alone.splits[0].read(int(sample) * 32, 33).tobytes() for sample in samples]
@@ -117,7 +117,7 @@ def requested(monkeypatch):
     """Asks a run that is training for an anneal after a step."""
 
     def request(run, step, steps):
-        real = loop.train_step
+        real = trainer.train_step
 
         def asking(state, *rest):
             pending = real(state, *rest)
@@ -125,7 +125,7 @@ def requested(monkeypatch):
                 request_anneal(run, steps, "linear", 0.0)
             return pending
 
-        monkeypatch.setattr(loop, "train_step", asking)
+        monkeypatch.setattr(trainer, "train_step", asking)
 
     return request
 
@@ -198,16 +198,16 @@ def test_settings_of_fetching_may_change_on_resume_and_change_no_bit(work, confi
 
 def test_a_run_whose_reading_process_is_killed_goes_on_to_the_same_bits_and_writes_it_down(work, config, monkeypatch):
     train(config(), work, say=quiet)
-    step = loop.TrainingLoop.step
+    step = trainer.Trainer.step
 
-    def kill_reader(training, batch, loader):
+    def kill_reader(training, *given):
         if training.state.step == 3:
             for child in psutil.Process().children():
                 if "zero2all.packed.readers" in " ".join(child.cmdline()):
                     child.kill()
-        step(training, batch, loader)
+        step(training, *given)
 
-    monkeypatch.setattr(loop.TrainingLoop, "step", kill_reader)
+    monkeypatch.setattr(trainer.Trainer, "step", kill_reader)
     train(config(train={"name": "killed"}, data={"reader_kind": "process", "prefetch_steps": 1}), work, say=quiet)
     weights = "checkpoints/step-00000008/model-00000-00000.safetensors"
     assert (work.run("killed") / weights).read_bytes() == (work.run("run") / weights).read_bytes()

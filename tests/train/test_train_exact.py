@@ -22,8 +22,8 @@ from zero2all.common.workspace import Workspace
 from zero2all.config.schedule import learning_rate
 from zero2all.config.training import AnnealConfig
 from zero2all.track.reader import read_run
-from zero2all.train import loop
 from zero2all.train import state as state_module
+from zero2all.train import trainer
 from zero2all.train.anneal import read_anneal, request_anneal
 from zero2all.train.checkpoints.layout import list_checkpoints
 from zero2all.train.checkpoints.load import verified_checkpoint
@@ -328,7 +328,7 @@ class CrashError(Exception):
 @pytest.fixture
 def after_step(monkeypatch):
     """Call something after a step of the runs that follow; a second call replaces the first."""
-    train_step = loop.train_step
+    train_step = trainer.train_step
 
     def arrange(step, action):
         def watched(*arguments):
@@ -337,7 +337,7 @@ def after_step(monkeypatch):
                 action()
             return pending
 
-        monkeypatch.setattr(loop, "train_step", watched)
+        monkeypatch.setattr(trainer, "train_step", watched)
 
     return arrange
 
@@ -355,7 +355,7 @@ def test_float16_skips_and_halves_where_gradients_overflow_and_resumes_exactly(w
     settings = config(train=less, eval={"every_steps": 0, "valid_tokens_per_source": 32})
     monkeypatch.setattr(state_module, "FIRST_SCALE", 2.0**20)  # too large for this model
     monkeypatch.setattr(state_module, "GROWTH_STEPS", 3)
-    train_step, seen = loop.train_step, []
+    train_step, seen = trainer.train_step, []
 
     def watched(state, *rest):
         before = {name: value for name, value in copies(state).items() if "loss_scale" not in name}
@@ -369,9 +369,9 @@ def test_float16_skips_and_halves_where_gradients_overflow_and_resumes_exactly(w
         seen.append((result.updated, scale, float(state.loss_scale.scale)))
         return pending
 
-    monkeypatch.setattr(loop, "train_step", watched)
+    monkeypatch.setattr(trainer, "train_step", watched)
     train(settings, work, say=quiet)
-    monkeypatch.setattr(loop, "train_step", train_step)
+    monkeypatch.setattr(trainer, "train_step", train_step)
     assert not seen[0][0]
     assert all(after == before / 2 for updated, before, after in seen if not updated)
     updates = [(before, after) for updated, before, after in seen if updated]
@@ -426,7 +426,7 @@ def test_muon_follows_its_schedules_and_a_crashed_run_ends_with_the_bits_of_the_
             schedule={"kind": "wsd", "decay_share": 0.25, "warmup_steps": 1},
         )
 
-    train_step, seen = loop.train_step, []
+    train_step, seen = trainer.train_step, []
 
     def watched(*arguments):
         pending = train_step(*arguments)
@@ -434,11 +434,11 @@ def test_muon_follows_its_schedules_and_a_crashed_run_ends_with_the_bits_of_the_
         seen.append((optimizer.momentum, optimizer.param_groups[0].decay / 0.1))
         return pending
 
-    monkeypatch.setattr(loop, "train_step", watched)
+    monkeypatch.setattr(trainer, "train_step", watched)
     train(settings("alone"), work, say=quiet)
     assert [momentum for momentum, _ in seen] == pytest.approx([0.875, 0.9, 0.925, 0.95, 0.95, 0.95, 0.925, 0.9])
     assert [share for _, share in seen] == pytest.approx([0.5 + 0.5 * math.cos(math.pi * k / 8) for k in range(8)])
-    monkeypatch.setattr(loop, "train_step", train_step)
+    monkeypatch.setattr(trainer, "train_step", train_step)
     after_step(5, crash)
     with pytest.raises(CrashError):
         train(settings("crashed"), work, say=quiet)

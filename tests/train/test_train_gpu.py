@@ -20,14 +20,16 @@ from zero2all.parallel.device import pick_device
 from zero2all.parallel.parameter_table import init_weights
 from zero2all.parallel.world import World
 from zero2all.track.reader import read_run
-from zero2all.train import loop
+from zero2all.train import trainer
+from zero2all.train.build import op_context
 from zero2all.train.guards.detector import Limits
+from zero2all.train.hooks.update_ratios import UpdateRatios
 from zero2all.train.micro_batch import choose_micro_batch
-from zero2all.train.periodic import UpdateRatios
 from zero2all.train.run import train
-from zero2all.train.setup import op_context, open_run_data
+from zero2all.train.run_data import open_run_data
 from zero2all.train.state import DTYPES, TrainState, new_state
-from zero2all.train.step import PARTS, StepPlan, train_step
+from zero2all.train.step_timer import PARTS
+from zero2all.train.train_step import StepPlan, train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -95,13 +97,13 @@ def test_the_host_never_waits_in_a_step(config, kind, precision):
     settings = gpu_config(config, precision, kind)
     state, batch = gpu_state(settings), gpu_batch()
     step(state, settings, batch=batch).result()  # kernels are built
-    weights = torch.ones(ROWS)
+    weights = np.ones(ROWS)
     weights[3] = 0.0
     with any_wait_is_an_error():
-        ratios = UpdateRatios(state, World(device=pick_device("cuda")))
-        ratios.before_step()
+        ratios = UpdateRatios(state, World(device=pick_device("cuda")), log=None)
+        ratios.before_step(batch, StepPlan(0.01))
         pending = step(state, settings, StepPlan(0.01, Limits(loss=100.0, grad_norm=1e9), weights), batch)
-        assert ratios.after_step()
+        assert ratios.ratios()
     result = pending.result()
     assert np.isfinite(result.loss)
     assert result.row_counts[3] == 0.0
@@ -203,14 +205,14 @@ def test_the_parts_of_a_step_add_up_to_its_time_where_it_was_validated_and_saved
 
 def test_rows_are_stamped_with_the_end_of_their_steps_also_where_the_host_reads_them_late(config, work, monkeypatch):
     """The host is held up after it has queued a step, as with a full queue, and reads the one before late."""
-    queue_step = loop.train_step
+    queue_step = trainer.train_step
 
     def held_up(*arguments):
         pending = queue_step(*arguments)
         time.sleep(0.15)
         return pending
 
-    monkeypatch.setattr(loop, "train_step", held_up)
+    monkeypatch.setattr(trainer, "train_step", held_up)
     settings = {"parallel": {"device": "cuda"}, "eval": {"every_steps": 6}, "checkpoint": {"every_steps": 0}}
     train(config(train={"steps": 12}, **settings), work, say=lambda _: None)
     row_times = read_run(work.run("run")).series["time/step"]

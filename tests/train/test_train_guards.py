@@ -30,7 +30,7 @@ from zero2all.tokenizer import load_tokenizer
 from zero2all.tokenizer.config import TokenizerConfig
 from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.track.reader import read_run
-from zero2all.train import loop
+from zero2all.train import trainer
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.manifest import read_manifest as read_checkpoint_manifest
@@ -39,7 +39,7 @@ from zero2all.train.guards.ledger import SkipLedger
 from zero2all.train.guards.rows import RowFinder
 from zero2all.train.guards.shards import ShardWatch
 from zero2all.train.run import train
-from zero2all.train.setup import open_run_data
+from zero2all.train.run_data import open_run_data
 
 SEQ_LEN, ROWS, STEPS, VOCABULARY = 32, 8, 200, 400
 STEP_TOKENS = SEQ_LEN * ROWS
@@ -236,7 +236,7 @@ def right_before(poisoned, tmp_path_factory):
     """The run as it stands some steps before the bad data: what comes before is the same work for every run below. When
     it goes on, it has proven the checkpoint it was resumed from by then."""
     work = beside(poisoned, tmp_path_factory.mktemp("before"))
-    real_step = loop.train_step
+    real_step = trainer.train_step
 
     def step_or_stop(state, *arguments):
         if state.step == FIRST_BAD - 11:
@@ -244,7 +244,7 @@ def right_before(poisoned, tmp_path_factory):
         return real_step(state, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "train_step", step_or_stop)
+        patch.setattr(trainer, "train_step", step_or_stop)
         with pytest.raises(InterruptedError):
             trained(settings(guards=GUARDS), work)
     return work
@@ -325,7 +325,7 @@ def test_inspect_prints_the_documents_of_the_step_with_the_loss_of_each_row(reco
 
 KILL = """
 import os, signal, sys
-from zero2all.train import loop
+from zero2all.train import trainer
 from zero2all.train.checkpoints.store import CheckpointStore
 
 def die(*_arguments):
@@ -341,9 +341,9 @@ moment = sys.argv.pop()
 if moment == "decided":
     CheckpointStore.go_back_to = die
 elif moment == "withdrawn":
-    loop.load_checkpoint = die
+    trainer.load_checkpoint = die
 else:
-    loop.TrainingLoop.rollback = dying_after(loop.TrainingLoop.rollback)
+    trainer.Trainer.rollback = dying_after(trainer.Trainer.rollback)
 from zero2all.cli import main
 sys.exit(main())
 """
@@ -395,7 +395,7 @@ def test_a_truncated_record_of_skipped_data_is_rebuilt_and_the_run_ends_with_the
 @pytest.fixture(scope="session")
 def stopped_at_194(clean, copy_of):
     """The clean run, stopped and saved at step 194: checkpoints 180 and 194."""
-    work, real_step = copy_of(clean), loop.train_step
+    work, real_step = copy_of(clean), trainer.train_step
 
     def step_and_signal(state, *arguments):
         pending = real_step(state, *arguments)
@@ -404,7 +404,7 @@ def stopped_at_194(clean, copy_of):
         return pending
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "train_step", step_and_signal)
+        patch.setattr(trainer, "train_step", step_and_signal)
         with pytest.raises(PreemptedError):
             trained(settings(), work)
     return work
@@ -439,7 +439,7 @@ def test_a_run_whose_only_checkpoint_is_damaged_does_not_end_well(stopped_at_194
 
 def rot_at_step(patch, folder):
     """Damage a checkpoint on the disk while the first bad step is computed."""
-    real_step = loop.train_step
+    real_step = trainer.train_step
 
     def step(state, *arguments):
         path = folder / "model-00000-00000.safetensors"
@@ -449,7 +449,7 @@ def rot_at_step(patch, folder):
             path.write_bytes(data)
         return real_step(state, *arguments)
 
-    patch.setattr(loop, "train_step", step)
+    patch.setattr(trainer, "train_step", step)
 
 
 @pytest.mark.parametrize(("kept", "gone_back_to"), [(3, [80]), (2, [])])
@@ -504,14 +504,14 @@ def quarantined(bad_shards):
     """A run with data.quarantine auto: its folder, its summary, and what it knew of each step."""
     work, _ = bad_shards
     results = []
-    real_observe = loop.Control.observe
+    real_observe = trainer.Guards.observe
 
-    def observe(control, result, *arguments):
+    def observe(guards, result):
         results.append(result)
-        return real_observe(control, result, *arguments)
+        return real_observe(guards, result)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.Control, "observe", observe)
+        patch.setattr(trainer.Guards, "observe", observe)
         summary = trained(settings("auto", data={"quarantine": "auto"}), work)
     return work.run("auto"), summary, results
 
@@ -577,7 +577,7 @@ def not_finite(monkeypatch):
     around = {}
 
     def in_steps(*steps):
-        real_step = loop.train_step
+        real_step = trainer.train_step
 
         def step(state, *arguments):
             if state.step + 1 not in steps:
@@ -590,7 +590,7 @@ def not_finite(monkeypatch):
             around[state.step] = before, copies(state)
             return pending
 
-        monkeypatch.setattr(loop, "train_step", step)
+        monkeypatch.setattr(trainer, "train_step", step)
         return around
 
     return in_steps
@@ -728,14 +728,14 @@ def test_guards_of_a_run_stopped_where_a_stage_begins_know_what_those_of_the_one
     plain = [config_values(settings(name, **changes)) for name in ("alone", "stopped")]
     configs = [config_from_values({**values, "stages": late}, "of a test") for values in plain]
     trained(configs[0], work)
-    real_step = loop.train_step
+    real_step = trainer.train_step
 
     def step_or_stop(state, *arguments):
         if state.step == 8:
             raise InterruptedError
         return real_step(state, *arguments)
 
-    monkeypatch.setattr(loop, "train_step", step_or_stop)
+    monkeypatch.setattr(trainer, "train_step", step_or_stop)
     with pytest.raises(InterruptedError):
         trained(configs[1], work)
     monkeypatch.undo()

@@ -21,7 +21,7 @@ from zero2all.resilience import slots
 from zero2all.train.checkpoints.layout import checkpoint_folder, list_checkpoints, step_of
 from zero2all.train.checkpoints.memory import MemoryStore, _index, _is_whole
 from zero2all.train.checkpoints.snapshot import Snapshot
-from zero2all.train.periodic import check_rerun
+from zero2all.train.hooks.replica_check import check_rerun
 
 STEPS = 14
 
@@ -132,7 +132,7 @@ LATE_CHECK = f"""
 import json, os, signal, sys, time
 from pathlib import Path
 from zero2all.packed import background
-from zero2all.train import shard_damage
+from zero2all.train.hooks import shard_check
 read, record = background._SlowReading.__call__, Path(json.loads(sys.argv[1])["record"])
 def late(self, number):
     while not record.exists() or record.read_text().count("\\n") < 7:
@@ -141,13 +141,13 @@ def late(self, number):
         time.sleep(0.005)
     return read(self, number)
 background._SlowReading.__call__ = late
-give_up = shard_damage.ShardDamage._give_up
+give_up = shard_check.ShardCheck._give_up
 def killed(self, damage):
     give_up(self, damage)
     os.kill(os.getpid(), signal.SIGKILL)
 KILLED = False
 if KILLED:
-    shard_damage.ShardDamage._give_up = killed
+    shard_check.ShardCheck._give_up = killed
 {CODE}
 """
 """Shards are checked after seven steps of an attempt."""
@@ -240,7 +240,7 @@ def test_damage_that_is_found_by_reading_it_is_left_as_that_which_the_check_find
 
 def test_a_run_that_ends_before_its_shards_were_checked_says_so(ranks, lab, config, ram):
     spoil(lab.packed / "en/train/tokens-00000.bin")
-    late = LATE_CHECK.replace("< 7", "< 99").replace("KILLED = False", "shard_damage.FINISH_SECONDS = KILLED = 0.0")
+    late = LATE_CHECK.replace("< 7", "< 99").replace("KILLED = False", "shard_check.FINISH_SECONDS = KILLED = 0.0")
     late = late.replace("return None", "raise background.ReadersEndedError")
     assert (
         "ends before all of its shards were checked" in ranks.finished(settings(config, ram, "run"), code=late).text()

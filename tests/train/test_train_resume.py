@@ -242,16 +242,16 @@ FOLDER_REMOVED = """
 import shutil, sys
 from pathlib import Path
 from zero2all.cli import main
-from zero2all.train import loop
+from zero2all.train import trainer
 
-train_step, run = loop.train_step, Path(sys.argv.pop())
+train_step, run = trainer.train_step, Path(sys.argv.pop())
 
 def step(state, *arguments):
     if state.step == 5:
         shutil.rmtree(run)
     return train_step(state, *arguments)
 
-loop.train_step = step
+trainer.train_step = step
 sys.exit(main())
 """
 

@@ -49,7 +49,7 @@ def fill_gradients(state, seed=0):
 def update(state, scale=1.0, flag=GO):
     state.optimizer.step(torch.tensor(scale), flag)
     if not state.optimizer.writes_weights:
-        state.weights.updated()
+        state.weights.publish_masters()
 
 
 # ---- flat buffers ----
@@ -168,7 +168,7 @@ def test_a_split_state_goes_on_bit_for_bit_from_one_with_whole_masters():
     with state.tensors() as tensors:
         for name, value in copies(whole).items():
             tensors[name].values.copy_(value)
-    state.loaded(whole.counters())
+    state.resume_from(whole.counters())
     for each in (state, whole):
         one_step(each, 1)
     wanted = copies(whole)
@@ -268,7 +268,7 @@ def test_a_state_whose_tensors_were_filled_from_another_goes_on_bit_for_bit(kind
     with other.tensors() as tensors:
         for name, value in copies(one).items():
             tensors[name].values.copy_(value)
-    other.loaded(one.counters())
+    other.resume_from(one.counters())
     assert (other.step, other.tokens) == (7, 70)
     for state in (one, other):
         state.weights.gradients.add_(0.5)

@@ -17,8 +17,11 @@ from zero2all.parallel.parameter_table import init_weights
 from zero2all.parallel.world import World
 from zero2all.train.guards.detector import Limits
 from zero2all.train.state import DTYPES, new_state
-from zero2all.train.step import HEAD, PARTS, StepPlan, StepResult, StepTimer, _forward_backward
-from zero2all.train.step import train_step as pending_step
+from zero2all.train.step_stats import StepResult, StepStats
+from zero2all.train.step_timer import PARTS, StepTimer
+from zero2all.train.train_step import StepPlan, add_losses
+from zero2all.train.train_step import forward_backward as accumulate
+from zero2all.train.train_step import train_step as pending_step
 
 PLAN = StepPlan(lr=0.01)
 CHANNELS = 3
@@ -43,8 +46,9 @@ def train_step(state, batch, config, plan=PLAN) -> StepResult:
 def forward_backward(state, batch, config, plan=PLAN):
     """Leaves the gradient in place; returns summed nats and counts of the channels, (2, CHANNELS)."""
     world = World()
-    figures = _forward_backward(state, batch, CHANNELS, config, world, plan, StepTimer(world.device))
-    return figures[HEAD : HEAD + 2 * CHANNELS].view(2, CHANNELS)
+    stats = StepStats(CHANNELS, batch.global_rows)
+    add_losses(stats, batch, *accumulate(state, batch, config, world, plan, StepTimer(world.device)))
+    return torch.stack((stats.channel_nats, stats.channel_counts))
 
 
 def make_batch(seed=0, samples=8, seq_len=32):
@@ -336,7 +340,7 @@ def test_rows_of_a_quarantined_shard_count_as_if_they_were_not_there(config):
     settings = config(model=NO_DROPOUT, train={"tokens_per_step": 256, "micro_batch_samples": 4})
     batch, keeps = make_batch(), np.array([1, 1, 0, 1, 0, 1, 1, 1])
     state, without = make_state(settings, torch.float64), make_state(settings, torch.float64)
-    result = train_step(state, batch, settings, StepPlan(0.01, row_weights=torch.from_numpy(keeps)))
+    result = train_step(state, batch, settings, StepPlan(0.01, row_weights=keeps))
     kept = Batch(batch.tokens[keeps == 1], batch.channels[keeps == 1], batch.sources[keeps == 1], 0)
     wanted = train_step(without, kept, settings)
     assert result.loss == pytest.approx(wanted.loss, rel=1e-12)

@@ -66,7 +66,7 @@ def _show(arguments: argparse.Namespace) -> None:
     from zero2all.packed.remote import packed_root
     from zero2all.packed.show import sample_at, split_sample
     from zero2all.tokenizer import load_tokenizer
-    from zero2all.train.setup import open_run_data
+    from zero2all.train.run_data import open_run_data
 
     workspace = workspace_of(arguments)
     config, is_run = config_of(arguments, workspace)
@@ -113,7 +113,7 @@ def _stats(arguments: argparse.Namespace) -> None:
     from zero2all.common.files import write_json
     from zero2all.packed.remote import packed_root
     from zero2all.packed.stats import draw_stats, packed_stats
-    from zero2all.train.setup import open_run_data
+    from zero2all.train.run_data import open_run_data
 
     workspace = workspace_of(arguments)
     config, is_run = config_of(arguments, workspace)

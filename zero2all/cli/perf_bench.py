@@ -95,7 +95,7 @@ def _measured(arguments: argparse.Namespace, device: torch.device) -> Bench:
     if arguments.bench == "dataloader":
         from zero2all.cli.data import config_of
         from zero2all.perf.bench.copies import bench_dataloader
-        from zero2all.train.setup import open_run_data
+        from zero2all.train.run_data import open_run_data
 
         workspace = workspace_of(arguments)
         config, _ = config_of(arguments, workspace)

@@ -236,8 +236,8 @@ def _inspect(arguments: argparse.Namespace) -> None:
     from zero2all.train.guards.documents import EXCERPT_CHARS, samples_of_step
     from zero2all.train.guards.incident import recorded_row_losses
     from zero2all.train.guards.watch import INCIDENTS_FOLDER
+    from zero2all.train.run_data import open_run_data
     from zero2all.train.saved_config import load_run_config
-    from zero2all.train.setup import open_run_data
 
     workspace = workspace_of(arguments)
     run = workspace.existing_run(arguments.run)
@@ -343,8 +343,8 @@ def _anneal(arguments: argparse.Namespace) -> None:
     from zero2all.packed.config import mixture_problems
     from zero2all.train.anneal import ANNEAL_FILE, begun_anneal, request_anneal
     from zero2all.train.checkpoints.find import newest_checkpoint
+    from zero2all.train.run_data import check_anneal
     from zero2all.train.saved_config import load_run_config
-    from zero2all.train.setup import check_anneal
 
     workspace = workspace_of(arguments)
     run = workspace.existing_run(arguments.run)

@@ -59,11 +59,23 @@ class Batch:
     """Samples of the global batch, over all ranks. None: as many as there are rows here."""
     samples: int | None = None
     """How many of these rows are real; the rest weigh 0. None: all."""
+    first_row: int = 0
+    """Place of the first row in the global batch."""
 
     @property
     def global_rows(self) -> int:
         """Rows of the global batch."""
         return len(self.tokens) if self.step_samples is None else self.step_samples
+
+    @property
+    def global_tokens(self) -> int:
+        """Tokens of the global batch that are predicted."""
+        return self.global_rows * (self.tokens.shape[1] - 1)
+
+    @property
+    def real_rows(self) -> int:
+        """Rows of this rank without those that fill up."""
+        return len(self.tokens) if self.samples is None else self.samples
 
 
 @dataclass(frozen=True)
@@ -130,6 +142,7 @@ def read_batch(
         first_token=first_token,
         step_samples=samples,
         samples=own,
+        first_row=first_row,
     )
 
 

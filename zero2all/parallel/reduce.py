@@ -117,7 +117,7 @@ class GradientReducer:
         for waiting, bucket in zip(self._waiting, self._plan.buckets, strict=True):
             waiting.missing, waiting.is_sent = set(bucket.holders), False
 
-    def added(self, name: str) -> None:
+    def mark_ready(self, name: str) -> None:
         """The gradient of a tensor was added in this pass."""
         if not self._sends:
             return
@@ -138,7 +138,7 @@ class GradientReducer:
         self._borrowed.clear()
         self._sends = False
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop the gradients of a pass that was not ended."""
         self._borrowed.clear()
 
@@ -226,7 +226,7 @@ class _BucketSink(GradientSink):
 
     def added(self) -> None:
         """Tell the reducer."""
-        self._reducer.added(self._name)
+        self._reducer.mark_ready(self._name)
 
 
 # torch 2.13 has renamed them.

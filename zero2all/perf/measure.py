@@ -40,11 +40,11 @@ from zero2all.parallel.parameter_table import INTO_RESIDUAL
 from zero2all.parallel.tensor import cut_model
 from zero2all.perf.batch import BatchShape
 from zero2all.perf.variants import TensorPath
+from zero2all.train.build import op_context
 from zero2all.train.cuda_graph import choose_cuda_graph
-from zero2all.train.periodic import scheduled_garbage_collection
-from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES, TrainState, new_state
-from zero2all.train.step import StepPlan, update
+from zero2all.train.step_timer import scheduled_garbage_collection
+from zero2all.train.train_step import StepPlan, update
 from zero2all.train.weights import FlatWeights
 
 CLIP_NORM = 1.0

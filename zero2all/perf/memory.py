@@ -25,8 +25,8 @@ from zero2all.perf.batch import with_vocabulary
 from zero2all.perf.models import load_model_config, precision_notes
 from zero2all.perf.pictures import write_png
 from zero2all.track.plot import ALARM, COLORS, INK
+from zero2all.train.build import op_context
 from zero2all.train.micro_batch import pass_sizes, stage_settings
-from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from zero2all.parallel.device import pick_device
 from zero2all.perf.batch import own_batch
 from zero2all.perf.measure import device_name, wait_for
 from zero2all.perf.variants import NAIVE
-from zero2all.train.setup import op_context
+from zero2all.train.build import op_context
 from zero2all.train.state import DTYPES
 
 EXACT_ROWS = {"cuda": 512, "cpu": 64}  # tokens of the comparison with float64: few, so that it fits in memory

@@ -27,9 +27,9 @@ from zero2all.parallel.check import spread_problems
 from zero2all.parallel.config import MeshSizes
 from zero2all.perf.batch import BatchShape, own_batch
 from zero2all.perf.kernel_groups import ATTENTION, COMMUNICATION, COPIES, ELEMENTWISE, GEMM, LOSS, OPTIMIZER
+from zero2all.train.build import op_context
 from zero2all.train.cuda_graph import is_worth_it, why_no_cuda_graph
 from zero2all.train.micro_batch import stage_settings
-from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES
 
 IDLE = "idle"

@@ -56,9 +56,9 @@ from zero2all.perf.measure import (
 from zero2all.perf.op_bench import Ceilings, measured_ceilings
 from zero2all.perf.pictures import write_png
 from zero2all.track.plot import COLORS, FAINT_INK, INK, thin_out
-from zero2all.train.periodic import scheduled_garbage_collection
-from zero2all.train.setup import op_context
+from zero2all.train.build import op_context
 from zero2all.train.state import DTYPES, TrainState
+from zero2all.train.step_timer import scheduled_garbage_collection
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

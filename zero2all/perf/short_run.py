@@ -2,7 +2,7 @@
 
     python -m zero2all.perf.short_run z2all-1b --batch 16x2048x2 --seconds 4 --result run.json -- --train.recompute full
 
-The step is the trainer's own (`zero2all.train.step`): recomputation, offload, CUDA graphs and every optimizer are as in
+The step is the trainer's own (`train.train_step`): recomputation, offload, CUDA graphs and every optimizer are as in
 a run. As there, the host is one step ahead and reads the figures of a step while the next one runs. One process; a
 config that does not fit, or cannot run here, is a result too.
 """
@@ -42,12 +42,12 @@ from zero2all.perf.child import run_child
 from zero2all.perf.kernel_groups import COPIES, ELEMENTWISE, LOSS
 from zero2all.perf.measure import device_name, wait_for, watched_gpu
 from zero2all.perf.row import with_status
+from zero2all.train.build import empty_state, op_context
 from zero2all.train.cuda_graph import choose_cuda_graph
-from zero2all.train.periodic import scheduled_garbage_collection
-from zero2all.train.setup import empty_state, op_context
 from zero2all.train.simulate import LiveBytes
 from zero2all.train.state import DTYPES, TrainState
-from zero2all.train.step import StepPlan, mark_now, seconds_between, train_step
+from zero2all.train.step_timer import mark_now, scheduled_garbage_collection, seconds_between
+from zero2all.train.train_step import StepPlan, train_step
 
 FIRST_STEPS = 3  # kernels are compiled, states allocated, passes captured
 WARM_UP_SECONDS = 1.5
@@ -107,7 +107,7 @@ def measure_steps(config: RunConfig, batch: BatchShape, seconds: float, anatomy:
             found = run.timed_steps(seconds)
     peak = _memory(device) if live is None else {"peak_bytes": float(live.peak)}
     parts = _anatomy(run, device) if anatomy else {}
-    state.weights.settle()
+    state.weights.synchronize()
     at = timed(found)
     return {
         "device": device_name(device),
@@ -172,7 +172,7 @@ def _random_state(config: RunConfig, world: World, ops: Any) -> TrainState:
             else:
                 std = config.model.head_std if name == "head.weight" else config.model.matrix_std
                 _fill(values, small if name.endswith(INTO_RESIDUAL) else std)
-    state.weights.updated()
+    state.weights.publish_masters()
     compile_model(state.model)
     return state
 

@@ -24,10 +24,12 @@ from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.device import pick_device, set_memory_settings
 from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.world import World
+from zero2all.train.build import op_context
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.guards.documents import Decode
 from zero2all.train.micro_batch import least_samples, memory_settings
 from zero2all.train.plan import make_plan, plan_notes, processes_of
+from zero2all.train.run_data import open_run_data
 from zero2all.train.sanity import (
     Overfit,
     check_first_loss,
@@ -38,9 +40,9 @@ from zero2all.train.sanity import (
     preview,
 )
 from zero2all.train.saved_config import with_vocabulary
-from zero2all.train.setup import op_context, open_run_data, prepare
+from zero2all.train.setup import prepare
 from zero2all.train.state import DTYPES
-from zero2all.train.step import StepPlan, train_step
+from zero2all.train.train_step import StepPlan, train_step
 
 
 def dry_run(
@@ -61,7 +63,7 @@ def dry_run(
     short = dry_run_config(config)
     store = CheckpointStore(workspace.run(config.train.name))
     try:
-        prepared = prepare(short, workspace, world, store, fresh=True)
+        context, state = prepare(short, workspace, world, store, fresh=True)
     except DiskError as error:
         notes = _notes_without_a_model(config, data, sizes, world)
         if not notes:
@@ -74,19 +76,19 @@ def dry_run(
         ) from error
     finally:
         store.close()
-    of_short_run = prepared.data.notes(short.train.steps * short.train.tokens_per_step)
-    for note in [*data.notes(end), *(note for note in prepared.notes if note not in of_short_run)]:
+    of_short_run = state.data.notes(short.train.steps * short.train.tokens_per_step)
+    for note in [*data.notes(end), *(note for note in context.notes if note not in of_short_run)]:
         speak(note)
-    short, state = prepared.config, prepared.state
+    short = context.config
     options = LoaderOptions(documents=short.data.document_mask)
-    batch = read_batch(prepared.data, 0, short.samples_per_step, options)
+    batch = read_batch(state.data, 0, short.samples_per_step, options)
     decode = make_decode() if make_decode is not None and workspace.tokenizer.is_dir() else None
-    for line in preview(batch, prepared.data.channels, decode):
+    for line in preview(batch, state.data.channels, decode):
         say(line)  # text of the corpus is not translated
 
     def update() -> float:
         lr = learning_rate(state.step, short.train.steps, short.optim.lr_max, short.schedule)
-        pending = train_step(state, batch, len(prepared.data.channels), short, world, StepPlan(lr))
+        pending = train_step(state, batch, len(state.data.channels), short, world, StepPlan(lr))
         return pending.result().loss
 
     result = overfit_one_batch(update)

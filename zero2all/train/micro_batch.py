@@ -67,7 +67,7 @@ def choose_micro_batch(
     asked = config.train.micro_batch_samples
     if asked != "auto":
         return int(asked), []
-    rows = rank_rows(config.samples_per_step, *config.parallel.batch_place(0, world.mesh.batch.size))[2]
+    rows = rows_of_rank(config, world.mesh)
     candidates = pass_sizes(rows)
     if world.device.type != "cuda":
         taken = least_samples(config, world)
@@ -102,9 +102,14 @@ def choose_micro_batch(
     return taken, [note]
 
 
+def rows_of_rank(config: RunConfig, mesh: Mesh) -> int:
+    """Rows that every process gets of a global batch; the last ones may fill up with rows that weigh nothing."""
+    return rank_rows(config.samples_per_step, *config.parallel.batch_place(0, mesh.batch.size))[2]
+
+
 def least_samples(config: RunConfig, world: World) -> int:
     """The fewest rows a pass may have: as configured, or with `auto` the fixed rule of a CPU, or 1 on a GPU."""
-    rows = rank_rows(config.samples_per_step, *config.parallel.batch_place(0, world.mesh.batch.size))[2]
+    rows = rows_of_rank(config, world.mesh)
     asked = config.train.micro_batch_samples
     if asked != "auto":
         return min(int(asked), rows)
@@ -209,7 +214,7 @@ def memory_settings(
 ) -> MemorySettings:
     """The inputs of the memory estimate for a run on `mesh` with micro-batches of `samples` samples. `workspace_bytes`
     of cuBLAS on a GPU that is not here; None: on this machine."""
-    rows = rank_rows(config.samples_per_step, *config.parallel.batch_place(0, mesh.batch.size))[2]
+    rows = rows_of_rank(config, mesh)
     settings = MemorySettings(
         seq_len=config.data.seq_len,
         micro_batch_samples=samples,
@@ -326,7 +331,7 @@ def deciding(config: RunConfig, ops: Ops, world: World) -> dict[str, Any]:
         "model": dataclasses.asdict(config.model),
         "seq_len": config.data.seq_len,
         "documents": config.data.document_mask,
-        "rows": rank_rows(config.samples_per_step, *config.parallel.batch_place(0, world.mesh.batch.size))[2],
+        "rows": rows_of_rank(config, world.mesh),
         "precision": config.train.precision,
         "recompute": [config.train.recompute, config.train.recompute_every],
         "z_loss": config.train.z_loss > 0,

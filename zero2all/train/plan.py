@@ -38,10 +38,10 @@ from zero2all.parallel.parameter_table import LogicalParameter, held_table, layo
 from zero2all.parallel.pipeline import make_stages, model_costs
 from zero2all.parallel.schedule import predicted_bubble
 from zero2all.parallel.world import World, asked_processes
+from zero2all.train.build import op_context
 from zero2all.train.micro_batch import least_samples, stage_settings
 from zero2all.train.outer.compress import BITS, format_of, kept_values
 from zero2all.train.saved_config import with_vocabulary
-from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES
 
 USUAL_PER_MACHINE = 8

@@ -9,7 +9,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 
 from zero2all.common.errors import (
@@ -24,13 +23,11 @@ from zero2all.common.errors import (
 from zero2all.common.language import translate as t
 from zero2all.common.manifest import fingerprint
 from zero2all.common.progress import counted
-from zero2all.common.secret import run_secret
 from zero2all.common.signals import StopRequest, stop_requests, stop_signals_to
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig, config_values, flat_values
 from zero2all.parallel.check import check_spread
 from zero2all.parallel.device import pick_device, set_memory_settings
-from zero2all.parallel.group_link import GroupLink, link_facts, own_group
 from zero2all.parallel.health import HealthRules
 from zero2all.parallel.launch import ATTEMPT
 from zero2all.parallel.world import World, asked_processes, is_failed_collective, join_world, known_processes
@@ -42,13 +39,15 @@ from zero2all.train.checkpoints.memory import MemoryStore
 from zero2all.train.checkpoints.retention import Retention, discard
 from zero2all.train.checkpoints.run_lock import LOCK_NAME, Fence, RunLock, behind, hold_run, no_fence
 from zero2all.train.checkpoints.store import CheckpointStore
+from zero2all.train.context import RunContext
 from zero2all.train.guards.documents import Decode
-from zero2all.train.loop import TrainingLoop, TrainSummary
-from zero2all.train.outer.optimizer import OuterOptimizer
+from zero2all.train.hooks.diloco import open_link, with_group
+from zero2all.train.hooks.reports import RunLog
+from zero2all.train.hooks.shard_check import leave_damage, noting_damage
 from zero2all.train.saved_config import CONFIG_FILE, save_run_config
-from zero2all.train.setup import Prepared, prepare
-from zero2all.train.shard_damage import leave_damage, noting_damage
+from zero2all.train.setup import prepare
 from zero2all.train.state import TrainState
+from zero2all.train.trainer import Trainer, TrainSummary
 
 SHARED_SECONDS = 35.0
 """How long a new file may take to be seen by other machines: NFS believes for 30 s what it knew of a folder."""
@@ -71,17 +70,54 @@ def train(
     start to the metrics. `started`: when the command began, for the time to the first loss; None: now."""
     started = time.time() if started is None else started
     run = workspace.run(config.train.name)
-    config = _with_group(config)
+    config = with_group(config)
     with ExitStack() as stack:
         # From here on: a signal that comes during the setup is handled at the end of the first step.
         stop = stack.enter_context(stop_requests())
-        beat("start")
-        try:
-            check_spread(config, known_processes())
-        except UsageError as error:
-            raise for_all_ranks(error) from None
-        set_memory_settings(config.parallel.expandable_segments)
-        device = pick_device(config.parallel.device)
+        world = stack.enter_context(_joined_world(config, stop))
+        speak = (lambda text: say(t(text))) if world.is_first else lambda _text: None
+        stack.enter_context(_explain_peer_failure(config, run, world))
+        store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
+        began = time.monotonic()
+        for note in () if fresh else leave_damage(store, world, accept_changes):
+            speak(note)
+        stack.enter_context(noting_damage(store))
+        context, state = prepare(config, workspace, world, store, accept_changes, fresh)
+        prepare_seconds = time.monotonic() - began
+        if fresh:  # only now, after all checks
+            if store.memory is not None:
+                store.memory.remove()
+            world.run_on_rank0(lambda: _clear_run(run, store.fence))
+        for note in () if brief else context.notes:
+            speak(note)
+        if state.outer is not None:
+            try:
+                state.outer.link = open_link(context, state, state.outer, stop)
+            except PeerFailureError as error:
+                if state.step < state.last_step:
+                    raise
+                speak(f"This group has finished, and goes on without the others. {error}")
+            stack.callback(state.outer.close)
+        world.run_on_rank0(lambda: behind(store.fence, lambda: save_run_config(context.config, run)))
+        metrics = stack.enter_context(_metrics(context, state, speak))
+        stack.enter_context(_explain_peer_failure(config, run, world, state, store.fence))
+        log = RunLog(context, state, metrics, speak)
+        trainer = Trainer(context, state, log, stop, make_decode, brief)
+        log.event("prepared", {"seconds": prepare_seconds})
+        return trainer.fit(started)
+
+
+@contextmanager
+def _joined_world(config: RunConfig, stop: StopRequest) -> Iterator[World]:
+    """All processes of the run, once they have met."""
+    beat("start")
+    try:
+        check_spread(config, known_processes())
+    except UsageError as error:
+        raise for_all_ranks(error) from None
+    set_memory_settings(config.parallel.expandable_segments)
+    device = pick_device(config.parallel.device)
+    with ExitStack() as stack:
         # While it waits for the other processes no Python runs, and one of them may have been stopped before.
         with stop_signals_to(signal.SIG_DFL) if asked_processes() > 1 else nullcontext():
             if stop.requested:
@@ -90,59 +126,38 @@ def train(
                 )
             facts = flat_values(config_values(config))
             world = stack.enter_context(join_world(device, config.parallel, facts, _health_rules(config)))
-        speak = (lambda text: say(t(text))) if world.is_first else lambda _text: None
-        stack.enter_context(_explain_peer_failure(config, run, world))
-        lock, store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
-        began = time.monotonic()
-        for note in () if fresh else leave_damage(store, world, accept_changes):
-            speak(note)
-        stack.enter_context(noting_damage(store))
-        prepared = prepare(config, workspace, world, store, accept_changes, fresh)
-        prepare_seconds = time.monotonic() - began
-        if fresh:  # only now, after all checks
-            if store.memory is not None:
-                store.memory.remove()
-            world.run_on_rank0(lambda: _clear_run(run, lock.check))
-        for note in () if brief else prepared.notes:
-            speak(note)
-        if prepared.state.outer is not None:
-            try:
-                prepared.state.outer.link = _open_link(prepared, prepared.state.outer, stop)
-            except PeerFailureError as error:
-                if prepared.state.step < prepared.last_step:
-                    raise
-                speak(f"This group has finished, and goes on without the others. {error}")
-            stack.callback(prepared.state.outer.close)
-        world.run_on_rank0(lambda: behind(lock.check, lambda: save_run_config(prepared.config, run)))
-        metrics = None
-        # A finished run has nothing to add to its curves: running it again is not a new attempt.
-        is_over = prepared.state.step >= prepared.last_step and has_finished(run)
-        if world.is_first and not is_over:
-            resumed_from = prepared.state.step or None
-            metrics = Run(run, queue_rows=config.track.queue_rows, resumed_from=resumed_from, may_write=lock.is_held)
-        reason, message = "done", None
-        try:
-            with _explain_peer_failure(config, run, world, prepared.state, lock.check):
-                loop = TrainingLoop(prepared, store, lock, metrics, make_decode, speak, stop, started, brief)
-                loop.log.event("prepared", {"seconds": prepare_seconds})
-                return loop.run()
-        except BaseException as error:
-            if isinstance(error, LostRunError) and not (run / CONFIG_FILE).exists():
-                error = _gone(run, error)
-            beat("end")  # closing files may take longer than a step may
-            # A run that stops itself saves nothing, and the next start takes nothing newer than the disk has. Replicas
-            # that differ were compared before every save, so that what is in memory is whole.
-            if isinstance(error, AnomalyError) and not isinstance(error, ReplicasDifferError) and lock.is_held():
-                slots.forget(run)
-            reason = "preempted" if isinstance(error, PreemptedError) else "failed"
-            message = f"{type(error).__name__}: {error}"
-            raise error
-        finally:
-            if metrics is not None:
-                metrics.close(config.track.close_timeout_seconds, reason, message)
-                with suppress(OSError):
-                    for problem in _tracking_problems(metrics) if lock.is_held() else ():
-                        speak(problem)
+        yield world
+
+
+@contextmanager
+def _metrics(context: RunContext, state: TrainState, say: Callable[[str], None]) -> Iterator[Run | None]:
+    """The metrics files of the run, on rank 0, closed with the reason why the block ended."""
+    run, config, metrics = context.run, context.config, None
+    # A finished run has nothing to add to its curves: running it again is not a new attempt.
+    is_over = state.step >= state.last_step and has_finished(run)
+    if context.world.is_first and not is_over:
+        rows, resumed_from = config.track.queue_rows, state.step or None
+        metrics = Run(run, queue_rows=rows, resumed_from=resumed_from, may_write=context.holds_lock)
+    reason, message = "done", None
+    try:
+        yield metrics
+    except BaseException as error:
+        if isinstance(error, LostRunError) and not (run / CONFIG_FILE).exists():
+            error = _gone(run, error)
+        beat("end")  # closing files may take longer than a step may
+        # A run that stops itself saves nothing, and the next start takes nothing newer than the disk has. Replicas
+        # that differ were compared before every save, so that what is in memory is whole.
+        if isinstance(error, AnomalyError) and not isinstance(error, ReplicasDifferError) and context.holds_lock():
+            slots.forget(run)
+        reason = "preempted" if isinstance(error, PreemptedError) else "failed"
+        message = f"{type(error).__name__}: {error}"
+        raise error
+    finally:
+        if metrics is not None:
+            metrics.close(config.track.close_timeout_seconds, reason, message)
+            with suppress(OSError):
+                for problem in _tracking_problems(metrics) if context.holds_lock() else ():
+                    say(problem)
 
 
 @contextmanager
@@ -204,39 +219,11 @@ def _health_rules(config: RunConfig) -> HealthRules | None:
     return None
 
 
-def _with_group(config: RunConfig) -> RunConfig:
-    """The config with the number of this group, where there are several."""
-    slow_link = config.parallel.slow_link
-    if not slow_link.groups:
-        return config
-    slow_link = replace(slow_link, group=own_group(slow_link))
-    return replace(config, parallel=replace(config.parallel, slow_link=slow_link))
-
-
-def _open_link(prepared: Prepared, outer: OuterOptimizer, stop: StopRequest) -> GroupLink:
-    """Meet the other groups; UsageError where one does not come, or has another config or other data."""
-    config, world, checkpoint = prepared.config, prepared.world, prepared.checkpoint
-    facts = {**link_facts(flat_values(config_values(config))), "data": prepared.data.fingerprint}
-    record = {} if checkpoint is None else checkpoint.record.get("outer") or {}
-    return GroupLink(
-        config.parallel.slow_link,
-        config.train.name,
-        world.rank,
-        world.size,
-        facts,
-        config.parallel.join_seconds,
-        run_secret(prepared.run),
-        outer.expected(),
-        history=str(record.get("history", "")),
-        is_stopped=lambda: stop.requested,
-    )
-
-
 @contextmanager
 def _locked_store(
     config: RunConfig, run: Path, world: World, take_over: bool, say: Callable[[str], None]
-) -> Iterator[tuple[RunLock, CheckpointStore]]:
-    """The checkpoints of the run, with the run's lock, which rank 0 holds; the other ranks can check it."""
+) -> Iterator[CheckpointStore]:
+    """The checkpoints of the run, behind the run's lock, which rank 0 holds; the other ranks can check it."""
     with ExitStack() as stack:
 
         def lock_run() -> tuple[str, list[str]]:
@@ -270,7 +257,7 @@ def _locked_store(
         try:
             for note in world.run_on_rank0(store.sweep):
                 say(note)
-            yield lock, store
+            yield store
         finally:
             store.close(config.resilience.save_timeout_seconds)
 

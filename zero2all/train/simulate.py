@@ -7,6 +7,7 @@ bytes of every tensor that is alive, and what is handed to every collective. Bot
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import weakref
 from collections import Counter
@@ -34,10 +35,11 @@ from zero2all.packed.loader import Batch, rank_rows
 from zero2all.parallel.check import check_spread
 from zero2all.parallel.mesh import Mesh, axis_length, make_mesh
 from zero2all.parallel.world import World
+from zero2all.train.build import empty_state, op_context
 from zero2all.train.micro_batch import least_samples, memory_settings
-from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import DTYPES, TrainState
-from zero2all.train.step import HEAD, StepPlan, micro_rows, train_step
+from zero2all.train.step_stats import SCALARS
+from zero2all.train.train_step import StepPlan, micro_rows, train_step
 from zero2all.train.weights import FlatWeights
 
 GIVEN_AT = {
@@ -132,7 +134,7 @@ def _simulate(config: RunConfig, world: World, started: float) -> Simulated:
         if isinstance(state.model.arrange, Swap):
             state.model.arrange.on_host = memory.not_counted(state.model.arrange.on_host)
         state.micro_batch_samples = samples
-        state.weights.updated()
+        state.weights.publish_masters()
         state.weights.wait()
         batch = _batch(config, world)
         passes = -(-len(batch.tokens) // micro_rows(config, samples, config.data.seq_len))
@@ -146,7 +148,7 @@ def _simulate(config: RunConfig, world: World, started: float) -> Simulated:
     settings = memory_settings(config, ops, world.mesh, samples)
     expected = estimate_memory(config.model, settings)
     experts = config.model.expert_layers * config.model.moe.experts
-    figures = HEAD + 2 + 2 * config.samples_per_step + (2 * world.size if world.size > 1 else 0) + experts
+    figures = len(SCALARS) + 2 + 2 * config.samples_per_step + (2 * world.size if world.size > 1 else 0) + experts
     formula: Counter[tuple[str, str]] = Counter()
     for one in communication_per_step(config.model, settings, figures, *_buffers(state)):
         formula[one.collective, sent.same_as.get(one.axis, one.axis)] += one.given  # type: ignore[assignment]
@@ -165,13 +167,12 @@ def _simulate(config: RunConfig, world: World, started: float) -> Simulated:
 
 def _batch(config: RunConfig, world: World) -> Batch:
     """Rows of the shape that the process reads; under FakeTensorMode they have no values."""
-    rows = rank_rows(config.samples_per_step, world.mesh.batch.rank, world.mesh.batch.size)[2]
+    first, own, rows = rank_rows(config.samples_per_step, world.mesh.batch.rank, world.mesh.batch.size)
     length, channels = config.data.seq_len, torch.zeros(rows, dtype=torch.long)
     tokens = torch.zeros(rows, length + 1, dtype=torch.long)
     documents = torch.zeros(rows, length + 1, dtype=torch.long) if config.data.document_mask else None
-    return Batch(
-        tokens, channels, channels, 0, document_ids=documents, step_samples=config.samples_per_step, samples=rows
-    )
+    batch = Batch(tokens, channels, channels, 0, document_ids=documents, samples=own, first_row=first)
+    return dataclasses.replace(batch, step_samples=config.samples_per_step)
 
 
 def _buffers(state: TrainState) -> tuple[Counter[str], Counter[str]]:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero2all.config.training import OptimConfig
+from zero2all.config.training import AnnealConfig, OptimConfig
 from zero2all.model.moe import routers
 from zero2all.model.z2all import Z2all
+from zero2all.packed.mixture import TrainingData
 from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.parameter_table import router_biases
@@ -84,13 +85,20 @@ class TrainState:
     """Synchronises with other groups over a slow link."""
     step: int = 0
     tokens: int = 0
+    data: TrainingData = field(init=False, repr=False)
+    """Opened at `tokens` or before; opened again after a rollback and for an anneal."""
+    anneal: AnnealConfig | None = None
+    last_step: int = 0
+    """The last step of the run, with those of an anneal."""
+    stage: str = ""
+    """The name of the stage that the last step belonged to; empty before the first step."""
     copied: torch.cuda.Event | None = None
     """When a GPU has copied the state to memory; it may not change before."""
 
     @contextmanager
     def tensors(self) -> Iterator[dict[str, Part]]:
         """Between two steps, all tensors of a checkpoint as 'group/name'. A checkpoint can be loaded into them; call
-        `loaded` after the context then."""
+        `resume_from` after the context then."""
         with self.model_tensors() as masters:
             found = {**masters, **self.optimizer_tensors()}
             for each in (self.outer, self.weights.powersgd):
@@ -118,13 +126,17 @@ class TrainState:
             torch.cuda.current_stream().wait_event(self.copied)
             self.copied = None
 
+    def tokens_at_end(self, tokens_per_step: int) -> int:
+        """Counted from here, because an earlier attempt may have had another train.tokens_per_step."""
+        return self.tokens + (self.last_step - self.step) * tokens_per_step
+
     def counters(self) -> dict[str, int]:
         """How far the run is: steps and tokens."""
         return {"step": self.step, "tokens": self.tokens}
 
-    def loaded(self, counters: Mapping[str, Any]) -> None:
+    def resume_from(self, counters: Mapping[str, Any]) -> None:
         """A checkpoint was loaded into the tensors: continue from its counters."""
-        self.weights.updated()
+        self.weights.publish_masters()
         self.weights.zero_gradients()
         self.step, self.tokens = int(counters["step"]), int(counters["tokens"])
 

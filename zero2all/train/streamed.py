@@ -105,16 +105,16 @@ class StreamedWeights(FlatWeights):
             here = self.weights.data[self.plan.buckets[number].span]
             self._tables_on_device[number].data.copy_(here, non_blocking=True)
 
-    def touched(self) -> None:
+    def start_all_gather(self) -> None:
         """The weights on the host have changed: bring those that stay on the device, and forget the others."""
-        super().touched()
+        super().start_all_gather()
         for number in self._tables_on_device:
             self._returned(number)
         self.stream.forget()
 
-    def returning(self) -> None:
+    def start_host_to_device(self) -> None:
         """The weights on the host begin to change."""
-        super().returning()
+        super().start_host_to_device()
         self.stream.forget()
 
     def wait(self, buckets: Sequence[int] | None = None) -> None:

@@ -177,7 +177,7 @@ class FlatWeights:
         if self.masters is self.weights and self.zero < 2 and self.pipeline is None:
             parameter.grad = self.gradients[place].view(shape)  # autograd adds to it in place
             if reducer is not None:
-                parameter.register_post_accumulate_grad_hook(lambda _parameter: reducer.added(name))
+                parameter.register_post_accumulate_grad_hook(lambda _parameter: reducer.mark_ready(name))
             return parameter
         parameter.gradient_sink = self._sink(name, shape)  # type: ignore[attr-defined]
         take_from_autograd(parameter)
@@ -261,7 +261,7 @@ class FlatWeights:
     @contextmanager
     def masters_between_steps(self) -> Iterator[dict[str, Part]]:
         """The masters by name, to read or to write, between two steps; split ones lie in `gradients`."""
-        self.settle()
+        self.synchronize()
         if not self.split_masters:
             yield self.parts(self.masters)
             return
@@ -348,7 +348,7 @@ class FlatWeights:
         axes = self.mesh.sums(spread)
         return axes.rest if self.zero else axes.all
 
-    def updated(self) -> None:
+    def publish_masters(self) -> None:
         """The masters have changed: write the low-precision weights, and gather those of other owners."""
         if self.masters is not self.weights and not self.split_masters:
             for at, own in zip(self.own, self.own_at, strict=True):
@@ -356,9 +356,9 @@ class FlatWeights:
         if self.pipeline is not None and self.pipeline.late is not None:
             for at, own in zip(self.own, self.own_at, strict=True):
                 self.pipeline.late[own] = self.weights[at]
-        self.touched()
+        self.start_all_gather()
 
-    def touched(self) -> None:
+    def start_all_gather(self) -> None:
         """The own ranges of the weights have changed: gather the others, and invalidate caches made from the weights
         (float8 copies)."""
         self.wait()
@@ -374,7 +374,7 @@ class FlatWeights:
         if axis.size > 1:
             self._arriving[number] = all_gather(self.weights.data[bucket.span], borders, axis)
 
-    def returning(self) -> None:
+    def start_host_to_device(self) -> None:
         """New weights of the own ranges begin to come from the host."""
         self._returning = list(self._forward_order)
         torch.autograd.graph.increment_version(list(self._parameters.values()))
@@ -394,12 +394,12 @@ class FlatWeights:
         if self._gathers:
             self._gather(number)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the last update is finished and the weights on the device are its own, also where updates are one
         step late: the next step then computes with the newest weights."""
         self.wait()
         if self.pipeline is not None and self.pipeline.send_late():
-            self.returning()
+            self.start_host_to_device()
             self.wait()
 
     def wait(self, buckets: Sequence[int] | None = None) -> None:
@@ -428,7 +428,7 @@ class FlatWeights:
             self.pipeline.finish()
         self.gradients.zero_()
         if self.reducer is not None:
-            self.reducer.forget()
+            self.reducer.reset()
 
 
 class ShardedWeights:
@@ -503,13 +503,13 @@ class ShardedWeights:
         squares += [-too_often * _sum_of_squares(values) for values in self._gradients_of_copied_heads()]
         return torch.stack(squares).sum() / self.mesh.copies.size
 
-    def updated(self) -> None:
+    def publish_masters(self) -> None:
         """Nothing to do: FSDP gathers the weights in every pass."""
 
     def wait(self) -> None:
         """Nothing to do: FSDP waits for the weights it gathers."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Nothing to do: updates are never late."""
 
     def zero_gradients(self) -> None:

@@ -48,7 +48,7 @@ def test_a_save_to_memory_is_the_moment_of_the_call_and_shares_the_block_with_th
     assert store.prepare_memory(parts) is None
     for step in (1, 2, 3):
         truth = {name: value.clone() for name, value in tensors.items()}
-        copied, bad = store.remember(step, Snapshot(parts), {})
+        copied, bad = store.save_to_memory(step, Snapshot(parts), {})
         assert bad is None
         assert isinstance(copied, torch.cuda.Event)
         torch.cuda.current_stream().wait_event(copied)

@@ -11,8 +11,8 @@ from zero2all.cli import main
 from zero2all.common.files import write_json
 from zero2all.packed.loader import read_batch
 from zero2all.tokenizer import load_tokenizer
+from zero2all.train.run_data import open_run_data
 from zero2all.train.saved_config import load_run_config
-from zero2all.train.setup import open_run_data
 
 STEP_TOKENS = 128
 

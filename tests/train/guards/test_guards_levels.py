@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from zero2all.train.guards.detector import MAD_TO_SIGMA
-from zero2all.train.guards.levels import NO_LIMIT, NO_SHARD, WINDOW_ROWS, Windows
+from zero2all.train.guards.shards import NO_LIMIT, NO_SHARD, WINDOW_ROWS, Windows
 
 
 def add(windows, losses, shards, group=0):

@@ -10,8 +10,7 @@ import pytest
 from zero2all.common.files import read_json
 from zero2all.config.training import GuardsConfig
 from zero2all.train.guards.advice import Facts, advice, data_is_suspect
-from zero2all.train.guards.detector import Detector
-from zero2all.train.guards.findings import Finding
+from zero2all.train.guards.detector import Detector, Finding
 from zero2all.train.guards.incident import (
     IncidentWriter,
     incident_samples,

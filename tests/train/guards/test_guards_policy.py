@@ -9,7 +9,7 @@ import pytest
 
 from zero2all.common import jsonio
 from zero2all.config.training import GuardsConfig
-from zero2all.train.guards.findings import Finding
+from zero2all.train.guards.detector import Finding
 from zero2all.train.guards.ledger import LEDGER_FILE, DamagedLedgerError, SkipLedger, Skipped, rebuilt_ledger
 from zero2all.train.guards.policy import Continue, Policy, Rollback, SkipWindow, Stop
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from zero2all.common import jsonio
-from zero2all.train.guards.findings import Finding
+from zero2all.train.guards.detector import Finding
 from zero2all.train.guards.ledger import Quarantine
 from zero2all.train.guards.rows import StepRows
 from zero2all.train.guards.shards import ShardWatch

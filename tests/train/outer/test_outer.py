@@ -59,7 +59,7 @@ def train(state):
     state.optimizer.set_learning_rate(1e-2)
     state.optimizer.step(torch.tensor(1.0), torch.tensor(False))
     if not state.optimizer.writes_weights:
-        state.weights.updated()
+        state.weights.publish_masters()
     state.weights.zero_gradients()
     state.step += 1
     state.tokens += 100
@@ -201,7 +201,7 @@ def test_groups_agree_and_a_resume_with_a_fragment_in_flight_is_bit_equal(scheme
         with after.tensors() as tensors:
             for name, part in tensors.items():
                 part.values.copy_(kept[name])
-        after.loaded(before.counters())
+        after.resume_from(before.counters())
         after.outer.loaded(record)
     train_all(second, 12)
     for one, other in zip(whole, second, strict=True):

@@ -94,9 +94,9 @@ def test_groups_stopped_with_a_fragment_in_flight_go_on_to_the_same_bits(
     assert {"slow_link/round", "slow_link/sent_bytes", "slow_link/outer_grad_norm"} <= set(run.series)
 
 
-SLOW_STEPS = "import time; from tests.train import ranks; from zero2all.train import loop; "
+SLOW_STEPS = "import time; from tests.train import ranks; from zero2all.train import trainer; "
 SLOW_STEPS += (
-    "step = loop.train_step; loop.train_step = lambda *given: (time.sleep(0.4), step(*given))[1]; ranks.main()"
+    "step = trainer.train_step; trainer.train_step = lambda *given: (time.sleep(0.4), step(*given))[1]; ranks.main()"
 )
 
 

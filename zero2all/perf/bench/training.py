@@ -22,11 +22,11 @@ from zero2all.perf.bench.samples import WITHIN_NOISE, Bench, Row, in_turn, is_fa
 from zero2all.perf.child import MEASURED, run_child
 from zero2all.perf.measure import device_name, iterations, random_state, wait_for
 from zero2all.perf.variants import ANCHOR
+from zero2all.train.build import op_context
 from zero2all.train.optimizers.base import Master
 from zero2all.train.optimizers.factory import Implementation, build_optimizer
-from zero2all.train.periodic import scheduled_garbage_collection
-from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES
+from zero2all.train.step_timer import scheduled_garbage_collection
 
 COMPILES = ("none", "block", "trunk")
 OPTIMIZERS: tuple[tuple[Any, Implementation], ...] = (

@@ -240,7 +240,7 @@ class CheckpointStore:
             self._block = PinnedBlock(device, self._say)
         return self._block if device is not None else None
 
-    def remember(
+    def save_to_memory(
         self, step: int, snapshot: Snapshot, details: Mapping[str, Any]
     ) -> tuple[torch.cuda.Event | bool, str | None]:
         """Save to memory, if the save before is finished; see `MemoryStore.save`. Returns also what is wrong with the

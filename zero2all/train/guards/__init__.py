@@ -3,13 +3,12 @@
 Everything here is plain logic on numbers from the loop, one step late and off the hot path: no torch, no clock, no
 random numbers. The whole state is JSON, so a resumed run decides like one that was not interrupted.
 
-    findings     what a guard reports
-    detector     loss and gradient norm, step by step: spikes and drops
+    detector     loss and gradient norm, step by step: spikes and drops; what a guard reports (`Finding`)
     policy       findings -> what the loop does: continue, skip, roll back, stop
     ledger       which data is skipped, and which shards have loss weight 0
     rows         which sample, shard and documents are in the rows of a step
-    levels       the recent loss level of each channel and source
-    shards       loss per shard, over the whole run: poisoned and trivially easy ones
+    shards       loss per shard, over the whole run, beside the recent level of its channel and source: poisoned and
+                 trivially easy ones
     repeats      shards that repeat another one, from their document lengths
     watch        all of it as one object with one state
     documents    the documents of a step, as text

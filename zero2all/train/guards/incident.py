@@ -20,9 +20,8 @@ from zero2all.common.progress import counted
 from zero2all.packed.mixture import TrainingData
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
 from zero2all.train.guards.advice import Facts, advice
-from zero2all.train.guards.detector import Detector
+from zero2all.train.guards.detector import Detector, Finding
 from zero2all.train.guards.documents import Decode, SampleText, documents_by_number, samples_of_step
-from zero2all.train.guards.findings import Finding
 from zero2all.train.guards.page import Incident, incident_html, incident_text
 from zero2all.train.guards.policy import ACTION_NAMES, Action, Rollback, SkipWindow
 

@@ -18,7 +18,7 @@ from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import LARGEST_JSON_BYTES, read_regular, write_atomic, write_json
 from zero2all.common.schema import Problem, build
-from zero2all.train.guards.findings import Finding
+from zero2all.train.guards.detector import Finding
 from zero2all.train.guards.rows import StepRows
 
 LEDGER_FILE = "skipped.json"

@@ -18,7 +18,7 @@ from typing import Any
 from zero2all.common.errors import AnomalyError
 from zero2all.common.progress import counted
 from zero2all.config.training import GuardsConfig
-from zero2all.train.guards.findings import STEP_KINDS, Finding
+from zero2all.train.guards.detector import STEP_KINDS, Finding
 from zero2all.train.guards.ledger import SkipLedger, Skipped
 
 STATE_FORMAT = 1

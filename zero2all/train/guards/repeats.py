@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from zero2all.packed.layout import PackedSplit
-from zero2all.train.guards.findings import Finding
+from zero2all.train.guards.detector import Finding
 
 SERIES = 4
 SKETCH = 64

@@ -28,8 +28,7 @@ from zero2all.config.training import GuardsConfig
 from zero2all.packed.mixture import TrainingData
 from zero2all.parallel.world import World
 from zero2all.train.checkpoints.run_lock import Fence, behind, no_fence
-from zero2all.train.guards.detector import LAG_STEPS, Detector, Limits
-from zero2all.train.guards.findings import Finding
+from zero2all.train.guards.detector import LAG_STEPS, Detector, Finding, Limits
 from zero2all.train.guards.ledger import Quarantine, SkipLedger, keep_damaged
 from zero2all.train.guards.policy import Action, Continue, Policy, Rollback, SkipWindow
 from zero2all.train.guards.rows import RowFinder

@@ -62,7 +62,7 @@ class FlatAdamW:
     def step(self, grads_scale: Tensor, found_nonfinite: Tensor) -> None:
         """One update with gradients times `grads_scale`, or none at all where `found_nonfinite` is set."""
         self._update(self._groups, self.updates, grads_scale, found_nonfinite, self._constants)
-        self._weights.touched()
+        self._weights.start_all_gather()
 
     def state_tensors(self) -> dict[str, Part]:
         """The moments by parameter, and the number of updates; live."""
@@ -101,7 +101,7 @@ class HostAdamW:
         sets the gradients to zero."""
         self._weights.wait()
         self._pipeline.start(_Step(self, *self._rates), grads_scale, found_nonfinite)
-        self._weights.returning()
+        self._weights.start_host_to_device()
 
     def state_tensors(self) -> dict[str, Part]:
         """The moments by parameter, and the number of updates; live, after the update that is running."""

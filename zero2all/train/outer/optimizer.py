@@ -227,7 +227,7 @@ class OuterOptimizer:
             with torch.no_grad(), self._model() as tensors:
                 for name, part in tensors.items():
                     part.values.copy_(kept[name])
-            self._weights.updated()
+            self._weights.publish_masters()
 
     def serve_last(self, step: int, tokens: int) -> bool:
         """After the last step: give the outer state to groups that are behind; True: call it again."""
@@ -357,7 +357,7 @@ class OuterOptimizer:
                         arriving.wait()
                 new = new.view(values.shape)
                 values.copy_(torch.lerp(new, values.float(), alpha) if alpha else new)
-        self._weights.updated()
+        self._weights.publish_masters()
 
     # ---- in the thread ----
 

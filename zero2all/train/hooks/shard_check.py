@@ -17,60 +17,61 @@ from typing import Any
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, LostRunError, PreemptedError
 from zero2all.common.files import write_json
-from zero2all.packed.background import ShardCheck, checking_shards
+from zero2all.packed import background
 from zero2all.packed.layout import DamagedShardError
 from zero2all.parallel.device import local_processes
 from zero2all.parallel.world import World
 from zero2all.resilience import slots
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.retention import withdraw_after
-from zero2all.train.checkpoints.run_lock import Fence, RunLock
+from zero2all.train.checkpoints.run_lock import Fence
 from zero2all.train.checkpoints.store import CheckpointStore
-from zero2all.train.reports import RunLog
-from zero2all.train.setup import Prepared
+from zero2all.train.context import RunContext
+from zero2all.train.hooks.reports import RunLog
+from zero2all.train.state import TrainState
 
 NOTE_FILE = "shard_check.json"
 FINISH_SECONDS = 10.0
 """How long a run waits at its end for the check of its shards; of small data nothing is left then."""
 
 
-class ShardDamage:
+class ShardCheck:
     """Checks all shards that this run reads, in the background."""
 
-    def __init__(self, prepared: Prepared, store: CheckpointStore, lock: RunLock, log: RunLog) -> None:
-        self._prepared, self._store, self._lock, self._log = prepared, store, lock, log
-        self._check, self._since = ShardCheck(), 0
+    def __init__(self, context: RunContext, state: TrainState, log: RunLog) -> None:
+        self._context, self._state, self._log, self._store = context, state, log, context.store
+        self._check, self._since = background.ShardCheck(), 0
         self._is_over = True
         """Whether nothing can be found any more: the check has finished in all processes, or there is none."""
 
     @contextmanager
-    def checking(self) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         """Check while the block runs."""
-        prepared, world = self._prepared, self._prepared.world
-        if not prepared.config.data.verify_shards or prepared.state.step == prepared.last_step:
+        state, world, data = self._state, self._context.world, self._state.data
+        if not self._context.config.data.verify_shards or state.step == state.last_step:
             yield
             return
         self._since, self._is_over = world.run_on_rank0(self._begin), False
         self._store.unchecked_since = self._since
-        splits = [*prepared.data.splits, *prepared.valid]
-        seq_lens = {segment.seq_len for segment in prepared.data.segments if prepared.data.packing == "best_fit"}
-        warn = self._log.warn_from_any_rank
-        with checking_shards(splits, sorted(seq_lens), warn, world.rank, world.size, self._give_up) as self._check:
+        splits = [*data.splits, *self._context.valid]
+        seq_lens = sorted({segment.seq_len for segment in data.segments if data.packing == "best_fit"})
+        warn, check = self._log.warn_from_any_rank, background.checking_shards
+        with check(splits, seq_lens, warn, world.rank, world.size, self._give_up) as self._check:
             yield
-            if prepared.state.step == prepared.last_step:
+            if state.step == state.last_step:
                 self._check.ended.wait(FINISH_SECONDS)
 
     def _begin(self) -> int:
         """The step since which nothing is known of the shards."""
-        self._lock.check()
-        step = self._prepared.state.step
-        since = min(step, _read(self._prepared.run).get("since", step))
-        write_json(self._prepared.run / NOTE_FILE, {"since": since})
+        self._store.fence()
+        step = self._state.step
+        since = min(step, _read(self._context.run).get("since", step))
+        write_json(self._context.run / NOTE_FILE, {"since": since})
         return since
 
     def _give_up(self, damage: str) -> None:
         """Let no later start take what is in memory, or the later checkpoints; called by the thread that found it."""
-        _note_damage(self._prepared.run, self._lock.check, self._since, damage)
+        _note_damage(self._context.run, self._store.fence, self._since, damage)
 
     @property
     def is_found(self) -> bool:
@@ -82,7 +83,7 @@ class ShardDamage:
         have been trained on the damage."""
         if self._is_over:
             return
-        world, name, step = self._prepared.world, self._prepared.config.train.name, self._prepared.state.step
+        world, name, step = self._context.world, self._context.config.train.name, self._state.step
         damage = self._check.damage
         if damage is not None and world.size > local_processes():  # which of the machines has the file?
             damage = f"Rank {world.rank} on {socket.gethostname()}: {damage}"
@@ -92,9 +93,9 @@ class ShardDamage:
             self._is_over = all(finished for _, finished in said)
             if self._is_over:
                 self._store.unchecked_since = None
-                if world.is_first and self._lock.is_held():
-                    (self._prepared.run / NOTE_FILE).unlink(missing_ok=True)
-            elif step == self._prepared.last_step:
+                if world.is_first and self._context.holds_lock():
+                    (self._context.run / NOTE_FILE).unlink(missing_ok=True)
+            elif step == self._state.last_step:
                 self._log.warn(
                     "the run ends before all of its shards were checked. Check the rest with `z2a data verify`: if one "
                     "is damaged, the weights were trained on it"

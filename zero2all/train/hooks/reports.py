@@ -16,11 +16,11 @@ import torch
 
 from zero2all.common import progress
 from zero2all.limits.flops import flops_per_token, flops_utilisation, recomputed_flops_per_token
-from zero2all.parallel.world import World
 from zero2all.track.writer import Run
-from zero2all.train.setup import Prepared
+from zero2all.train.context import RunContext
 from zero2all.train.state import TrainState
-from zero2all.train.step import StepResult, TimeOfDay, bubble_share, mark_now, seconds_between
+from zero2all.train.step_stats import StepResult
+from zero2all.train.step_timer import TimeOfDay, bubble_share, mark_now, seconds_between
 
 
 class RunLog:
@@ -29,8 +29,13 @@ class RunLog:
     _bar: progress.Bar
     _shown_tokens: int
 
-    def __init__(self, state: TrainState, world: World, metrics: Run | None, say: Callable[[str], None]) -> None:
-        self._state, self._world, self._metrics, self._say = state, world, metrics, say
+    def __init__(
+        self, context: RunContext, state: TrainState, metrics: Run | None = None, say: Callable[[str], None] = print
+    ) -> None:
+        self._state, self._world, self._metrics, self._say = state, context.world, metrics, say
+        self.steps = StepReports(context, state, metrics)
+        self.has_metrics = metrics is not None
+        """Whether this process, rank 0, writes them."""
 
     def values(self, values: Mapping[str, Any]) -> None:
         """One row of metrics."""
@@ -88,30 +93,33 @@ def balance_values(loads: np.ndarray, dense_layers: int) -> dict[str, float]:
 class StepReports:
     """Turns results into rows and keeps the last; only rank 0 has `metrics`."""
 
-    def __init__(self, prepared: Prepared, metrics: Run | None) -> None:
-        self._prepared, self._metrics = prepared, metrics
+    def __init__(self, context: RunContext, state: TrainState, metrics: Run | None) -> None:
+        self._context, self._state, self._metrics = context, state, metrics
         self.last: StepResult | None = None
+        self.first_at: float | None = None
+        """When the first step of this attempt was read, in seconds since the epoch."""
         self.pause_ended()
         self._time_of_day = TimeOfDay(self._before, time.time())
         self._bytes_per_token = self._bytes_per_token_by_channel()
-        seq_len = prepared.config.data.seq_len
-        self._flops = flops_per_token(prepared.config.model, seq_len)["causal"] * prepared.state.tokens
+        seq_len = context.config.data.seq_len
+        self._flops = flops_per_token(context.config.model, seq_len)["causal"] * state.tokens
         """FLOPs of the model so far, causal convention; tokens before this attempt count at data.seq_len."""
 
     def pause_ended(self) -> None:
         """The next step's time begins now, or on a GPU when its queue is empty."""
-        self._before = mark_now(self._prepared.world.device)
+        self._before = mark_now(self._context.world.device)
 
     def report(self, result: StepResult, wait_seconds: float) -> float:
         """Log a step; called in the order of steps. Returns the seconds that it waited for data."""
-        config = self._prepared.config
+        config = self._context.config
         self.last = result
+        self.first_at = self.first_at or time.time()
         # By the device's clock, so that it does not matter when the host reads the step.
         seconds, self._before = seconds_between(self._before, result.ended), result.ended
         ended_at = self._time_of_day.of(result.ended, result.ended_between)
         tokens = result.tokens[1] - result.tokens[0]
         self._flops += flops_per_token(config.model, self._seq_len(result))["causal"] * tokens
-        is_last = result.step == self._prepared.last_step
+        is_last = result.step == self._state.last_step
         due = result.step % config.track.log_every_steps == 0
         if self._metrics is not None and (is_last or due or not result.updated):
             self._metrics.log(self._values(result, seconds, wait_seconds), result.step, result.tokens[1], ended_at)
@@ -119,11 +127,11 @@ class StepReports:
 
     def by_channel(self, result: StepResult) -> dict[str, float]:
         """The loss of each channel that had a sample."""
-        pairs = zip(self._prepared.data.channels, result.channel_losses, strict=True)
+        pairs = zip(self._state.data.channels, result.channel_losses, strict=True)
         return {channel: loss for channel, loss in pairs if loss is not None}
 
     def _values(self, result: StepResult, seconds: float, wait_seconds: float) -> dict[str, float]:
-        prepared = self._prepared
+        context, config = self._context, self._context.config
         tokens = result.tokens[1] - result.tokens[0]
         speed = tokens / seconds if seconds else math.inf
         values = {
@@ -144,39 +152,39 @@ class StepReports:
             values[f"loss/{channel}"] = loss
             values[f"bpb/{channel}"] = loss / math.log(2) / self._bytes_per_token[channel]
         if result.expert_loads is not None:
-            values |= balance_values(result.expert_loads, prepared.config.model.moe.dense_layers)
+            values |= balance_values(result.expert_loads, config.model.moe.dense_layers)
         seq_len = self._seq_len(result)
-        needed = flops_per_token(prepared.config.model, seq_len)
-        processes = prepared.world.size * prepared.config.parallel.groups
-        speed, device = speed / processes, prepared.environment["device"]
+        needed = flops_per_token(config.model, seq_len)
+        processes = context.world.size * config.parallel.groups
+        speed, device = speed / processes, context.environment["device"]
         # Of each process, causal convention; also where the peak, and so MFU, is unknown.
         values["tflops"] = needed["causal"] * speed / 1e12
         values |= {f"mfu/{name}": share for name, share in flops_utilisation(needed, speed, device).items()}
-        train = prepared.config.train
+        train = config.train
         if train.recompute != "none":
             again = recomputed_flops_per_token(
-                prepared.config.model,
+                config.model,
                 seq_len,
                 train.recompute,
                 train.recompute_every,
-                prepared.state.model.ops.footprints,
+                self._state.model.ops.footprints,
             )
             spent = {name: needed[name] + again[name] for name in needed}
             values |= {f"hfu/{name}": share for name, share in flops_utilisation(spent, speed, device).items()}
         values["flops"] = self._flops
-        if prepared.world.device.type == "cuda":
-            values["memory/allocated"] = torch.cuda.memory_allocated(prepared.world.device)
-            values["memory/peak"] = torch.cuda.max_memory_allocated(prepared.world.device)
-            values["memory/reserved"] = torch.cuda.memory_reserved(prepared.world.device)
+        if context.world.device.type == "cuda":
+            values["memory/allocated"] = torch.cuda.memory_allocated(context.world.device)
+            values["memory/peak"] = torch.cuda.max_memory_allocated(context.world.device)
+            values["memory/reserved"] = torch.cuda.memory_reserved(context.world.device)
         return values
 
     def _seq_len(self, result: StepResult) -> int:
-        return self._prepared.data.segment_at(max(0, result.tokens[1] - 1)).seq_len
+        return self._state.data.segment_at(max(0, result.tokens[1] - 1)).seq_len
 
     def _bytes_per_token_by_channel(self) -> dict[str, float]:
         found = {}
-        for channel in self._prepared.data.channels:
-            splits = [split for split in self._prepared.data.splits if split.channel == channel]
+        for channel in self._state.data.channels:
+            splits = [split for split in self._state.data.splits if split.channel == channel]
             total = max(1, sum(split.tokens for split in splits))
             found[channel] = sum(split.bytes_per_token * split.tokens for split in splits) / total
         return found

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from zero2all.parallel.world import World
-from zero2all.train import reports as reports_module
 from zero2all.train.checkpoints.store import CheckpointStore
-from zero2all.train.reports import StepReports
+from zero2all.train.hooks import reports as reports_module
+from zero2all.train.hooks.reports import StepReports
 from zero2all.train.setup import prepare
-from zero2all.train.step import PARTS, StepResult, TimeOfDay
+from zero2all.train.step_stats import StepResult
+from zero2all.train.step_timer import PARTS, TimeOfDay
 
 
 class Rows:
@@ -48,10 +49,10 @@ def result(step: int, ended: float, in_parts: float, between: tuple[float, float
 
 def test_a_step_lasts_from_the_end_of_the_one_before_or_of_a_pause_whenever_it_is_read(work, config, monkeypatch):
     settings = config()
-    prepared = prepare(settings, work, World(), CheckpointStore(work.run(settings.train.name)))
+    context, state = prepare(settings, work, World(), CheckpointStore(work.run(settings.train.name)))
     rows, now = Rows(), 100.0
     monkeypatch.setattr(reports_module, "mark_now", lambda _: now)
-    reports = StepReports(prepared, rows)
+    reports = StepReports(context, state, rows)
     reports.report(result(1, ended=103.0, in_parts=2.0), wait_seconds=0.5)
     now = 109.0  # nothing is looked at between two steps: both are read late
     reports.report(result(2, ended=105.5, in_parts=2.0), wait_seconds=4.0)  # the host waited while the device was busy
@@ -67,11 +68,11 @@ def test_a_step_lasts_from_the_end_of_the_one_before_or_of_a_pause_whenever_it_i
 
 def test_a_row_is_stamped_with_the_end_of_its_step_whenever_it_is_read(work, config, monkeypatch):
     settings = config()
-    prepared = prepare(settings, work, World(), CheckpointStore(work.run(settings.train.name)))
+    context, state = prepare(settings, work, World(), CheckpointStore(work.run(settings.train.name)))
     rows = Rows()
     monkeypatch.setattr(reports_module, "mark_now", lambda _: 100.0)
     monkeypatch.setattr(reports_module.time, "time", lambda: 5000.0)
-    reports = StepReports(prepared, rows)
+    reports = StepReports(context, state, rows)
     # Steps of 6.7 s. The host is held up while it queues the next one, so it reads each of them 6.3 s late; only the
     # last before a pause is read at once.
     for step in range(1, 10):

@@ -1,6 +1,6 @@
-"""The guards of a run as the loop sees them: what a step may do, what all processes must do after it.
+"""The guards of a run as the trainer sees them: what a step may do, what all processes must do after it.
 
-After the one reduction of a step all ranks have the same figures, so the guards of every rank decide the same (limits
+After the one reduction of a step all ranks have the same stats, so the guards of every rank decide the same (limits
 of the next step, weights of its rows, data to skip, rollback, stop) and need not communicate (`guards.watch`). Only
 rank 0 reports: events, incident pages, the state in the checkpoint.
 """
@@ -8,56 +8,68 @@ rank 0 reports: events, incident pages, the state in the checkpoint.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
+from zero2all.common.errors import AnomalyError
 from zero2all.model.config import parameter_counts
-from zero2all.packed.loader import rank_rows
+from zero2all.packed.loader import Batch
 from zero2all.packed.mixture import TrainingData
-from zero2all.track.writer import Run
-from zero2all.train.checkpoints.run_lock import Fence
+from zero2all.train.checkpoints.load import Checkpoint, reading_record
+from zero2all.train.checkpoints.manifest import NOT_GOOD
+from zero2all.train.context import RunContext
 from zero2all.train.guards.advice import Facts
+from zero2all.train.guards.detector import Finding
 from zero2all.train.guards.documents import Decode
-from zero2all.train.guards.findings import Finding
 from zero2all.train.guards.incident import IncidentWriter, make_incident, usual_channels
-from zero2all.train.guards.policy import Action, Continue, Stop
+from zero2all.train.guards.policy import Action, Continue, Rollback, Stop
 from zero2all.train.guards.repeats import Repeat, repeated_shards
 from zero2all.train.guards.rows import RowFinder
-from zero2all.train.guards.watch import Checkpoints, RunGuards
-from zero2all.train.setup import Prepared
-from zero2all.train.step import StepPlan, StepResult
+from zero2all.train.guards.watch import RunGuards
+from zero2all.train.hooks import Hook
+from zero2all.train.hooks.reports import RunLog
+from zero2all.train.state import TrainState
+from zero2all.train.step_stats import StepResult
+from zero2all.train.train_step import StepPlan
 
 
-class Control:
+class RollbackNeeded(Exception):  # noqa: N818
+    """The guards have decided to go back to a checkpoint."""
+
+    def __init__(self, decision: Rollback) -> None:
+        self.decision = decision
+
+
+class Guards(Hook):
     """The guards of a run, seen from one process."""
 
     def __init__(
-        self,
-        prepared: Prepared,
-        metrics: Run | None,
-        make_decode: Callable[[], Decode] | None,
-        fence: Fence,
-        say: Callable[[str], None],
+        self, context: RunContext, state: TrainState, log: RunLog, make_decode: Callable[[], Decode] | None
     ) -> None:
-        """Created by all ranks at the same point; only rank 0 has `metrics`. `fence` is checked before every write."""
-        self._say = say
-        config, world, data = prepared.config, prepared.world, prepared.data
-        self._config, self._world, self._metrics, self._run = config, world, metrics, prepared.run
+        """Created by all ranks at the same point; only rank 0 has metrics."""
+        self._context, self._state, self._log = context, state, log
+        config, store, data = context.config, context.store, state.data
+        self._config, self._world, self._store = config, context.world, store
         warmup, clip = config.schedule.warmup_steps, config.optim.clip_grad_norm
-        self._guards = RunGuards(prepared.run, config.guards, warmup, data, config.data.quarantine, fence, world, clip)
+        self._guards = RunGuards(
+            context.run, config.guards, warmup, data, config.data.quarantine, store.fence, context.world, clip
+        )
         self._pages: IncidentWriter | None = None
         self._incidents = 0
         self._overflows = 0
-        if metrics is not None:
-            self._pages = IncidentWriter(self._guards.folder, data, prepared.workspace.corpus, make_decode, fence)
+        self._is_marked = False
+        """Whether the checkpoint that was loaded was saved in doubt."""
+        if log.has_metrics:
+            corpus = context.workspace.corpus
+            self._pages = IncidentWriter(self._guards.folder, data, corpus, make_decode, store.fence)
 
-    def look_for_repeats(self, data: TrainingData, step: int) -> None:
+    def look_for_repeats(self) -> None:
         """Compare the shards with each other before the first step, and report those that repeat another."""
+        data, step = self._state.data, self._state.step
         if self._config.data.quarantine == "off":
             return
         repeats = self._world.run_on_rank0(lambda: [asdict(repeat) for repeat in repeated_shards(data.splits)])
@@ -65,44 +77,33 @@ class Control:
         self._guards.note_shards(findings, step)
         self._report(findings, Continue("noted before the first step"), None)
 
-    def skips(self, first: int, end: int) -> bool:
-        """Whether the data of a global batch of tokens `first` to `end` is skipped."""
-        return self._guards.ledger.skips(first, end)
+    def skips(self, batch: Batch) -> bool:
+        """Whether the data of this batch is skipped."""
+        return self._guards.ledger.skips(self._state.tokens, self._state.tokens + batch.global_tokens)
 
-    def plan(
-        self, step: int, lr: float, first_token: int, rows: int, stop_requested: bool, folder_news: bool
-    ) -> StepPlan:
-        """The plan of `step`, which reads `rows` rows from `first_token` of the run on."""
-        weights = self._guards.row_weights(step, first_token, rows)
-        limits = self._guards.refusal_limits(step)
-        return StepPlan(lr, limits, self._own(weights, rows), stop_requested, folder_news)
+    def plan(self, plan: StepPlan, batch: Batch) -> StepPlan:
+        """The plan of the next step, with its limits and the weights of its rows."""
+        step = self._state.step + 1
+        weights = self._guards.row_weights(step, self._state.tokens, batch.global_rows)
+        return replace(plan, limits=self._guards.refusal_limits(step), row_weights=weights)
 
-    def _own(self, weights: np.ndarray | None, rows: int) -> torch.Tensor | None:
-        """This process's part of weights for all rows."""
-        if weights is None:
-            return None
-        first, own, per_rank = rank_rows(
-            rows, *self._config.parallel.batch_place(self._world.mesh.batch.rank, self._world.mesh.batch.size)
-        )
-        part = torch.zeros(per_rank)
-        part[:own] = torch.from_numpy(weights[first : first + own])
-        return part
+    def after_result(self, result: StepResult, _data_seconds: float) -> None:
+        """Judge a step. AnomalyError ends the run, with the page that explains it; RollbackNeeded: it goes back."""
+        self._carry_out(*self.observe(result))
 
-    def observe(
-        self, result: StepResult, channels: Sequence[str], checkpoints: Checkpoints
-    ) -> tuple[Action, Path | None]:
+    def observe(self, result: StepResult) -> tuple[Action, Path | None]:
         """Let the guards judge a step; returns what all processes must do now, and on rank 0 the page that explains
         it."""
         if self._is_overflow(result):
             return Continue("the loss scale was too large for this step and has been halved"), None
-        losses = {name: loss for name, loss in zip(channels, result.channel_losses, strict=True) if loss is not None}
+        pairs = zip(self._state.data.channels, result.channel_losses, strict=True)
         seen = self._guards.observe(
             result.step,
             result.loss,
             result.grad_norm,
-            losses,
+            {name: loss for name, loss in pairs if loss is not None},
             result.tokens,
-            checkpoints,
+            self._store,
             result.row_nats,
             result.row_counts,
             result.core_loss,
@@ -114,22 +115,34 @@ class Control:
             self._report([finding], seen.action, result)
         return seen.action, page
 
+    def judge_end(self) -> None:
+        """The same for the state after the last step, which may not be good enough to end with."""
+        self._carry_out(self._guards.at_end(self._state.step, self._is_marked, self._store))
+
+    def _carry_out(self, action: Action, page: Path | None = None) -> None:
+        if isinstance(action, Stop):
+            if page is None:
+                raise AnomalyError(action.reason)
+            raise AnomalyError(f"{action.reason} {page} shows the step, its documents and what to try.")
+        if isinstance(action, Rollback):
+            raise RollbackNeeded(action)
+
     def _is_overflow(self, result: StepResult) -> bool:
         """Whether only float16's backward pass overflowed, which is how the loss scale is found, if not too often."""
         overflowed = math.isfinite(result.loss) and not math.isfinite(result.grad_norm)
         self._overflows = self._overflows + 1 if overflowed else 0
         usual = self._config.train.precision == "float16" and 0 < self._overflows <= USUAL_OVERFLOWS
-        if usual and self._metrics is not None:
-            self._metrics.event("loss_scale", result.step, {"halved": True, "in_a_row": self._overflows})
+        if usual:
+            self._log.event("loss_scale", {"halved": True, "in_a_row": self._overflows}, result.step)
         return usual
 
     def _report(self, findings: Sequence[Finding], action: Action, result: StepResult | None) -> Path | None:
         """Event rows for the board, a page with the documents, and a line on the terminal; on rank 0."""
-        if not findings or self._metrics is None or self._pages is None:
+        if not findings or self._pages is None:
             return None
         row_losses = [] if result is None else _row_losses(result)
         incident = make_incident(
-            self._run.name,
+            self._context.run.name,
             findings,
             action,
             self._guards.detector,
@@ -140,10 +153,10 @@ class Control:
         self._incidents += 1
         for finding in findings:
             data = {**finding.as_json(), "action": incident.action, "done": incident.done, "page": page.name}
-            self._metrics.event(EVENT_KINDS.get(finding.kind, finding.kind), finding.step, data)
+            self._log.event(EVENT_KINDS.get(finding.kind, finding.kind), data, finding.step)
         if not isinstance(action, Stop):  # its error says it
             what = findings[0].text if "shard" in findings[0].details else action.reason
-            self._say(f"{what}. {page} shows the documents and what to try.")
+            self._log.say(f"{what}. {page} shows the documents and what to try.")
         return page
 
     def _facts(self, finding: Finding, result: StepResult | None, row_losses: Sequence[float | None]) -> Facts:
@@ -189,20 +202,22 @@ class Control:
         """Why a rollback must not use the state after `step`; None: as far as can be told it is good."""
         return self._guards.doubt(step)
 
-    def at_end(self, step: int, is_marked: bool, checkpoints: Checkpoints) -> Action:
-        """Whether the run may end with `step`; `is_marked`: what it was resumed from was saved in doubt."""
-        return self._guards.at_end(step, is_marked, checkpoints)
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue from `checkpoint`; later decisions stay."""
+        state = checkpoint.record.get("guards")
+        with reading_record(checkpoint):
+            notes = [] if state is None else self._guards.restore(state, checkpoint.step)
+        for note in notes:
+            self._log.warn(note)
+        self._is_marked = NOT_GOOD in checkpoint.manifest
 
-    def restore(self, state: Mapping[str, Any] | None, step: int) -> list[str]:
-        """Continue at `step`, where `state` was saved; later decisions stay. Returns what could not be restored."""
-        return [] if state is None else self._guards.restore(state, step)
-
-    def close(self) -> list[str]:
-        """Finish the pages; returns what could not be written."""
-        if self._pages is None:
-            return []
-        finished = self._pages.close()
-        return [*self._pages.problems, *([] if finished else ["an incident page was not finished in time"])]
+    def close(self) -> None:
+        """Finish the pages; what could not be written is logged."""
+        if self._pages is not None:
+            finished = self._pages.close()
+            problems = [*self._pages.problems, *([] if finished else ["an incident page was not finished in time"])]
+            for problem in problems:
+                self._log.event("warning", {"problem": problem})
 
 
 USUAL_OVERFLOWS = 24

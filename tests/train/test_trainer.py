@@ -21,17 +21,17 @@ from zero2all.limits.flops import flops_per_token
 from zero2all.packed.layout import open_split
 from zero2all.parallel.world import World
 from zero2all.track.reader import find_runs, read_run
-from zero2all.train import step as step_module
+from zero2all.train import train_step as step_module
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.manifest import OWN_FIELDS, manifest_bytes, read_manifest
 from zero2all.train.checkpoints.run_lock import hold_run
 from zero2all.train.checkpoints.store import CheckpointStore
-from zero2all.train.loop import TrainingLoop
 from zero2all.train.run import train
 from zero2all.train.sanity import check_last_loss, expected_first_loss, risen_loss
 from zero2all.train.saved_config import load_run_config
 from zero2all.train.setup import prepare
+from zero2all.train.trainer import Trainer
 from zero2all.train.validate import held_out_metrics, held_out_scores, open_valid_splits, valid_sources
 
 
@@ -105,13 +105,13 @@ def test_the_summary_tells_how_the_run_ended(finished):
 
 
 def test_tokens_that_other_groups_trained_without_this_one_are_not_its_speed(work, config, monkeypatch):
-    def adopt(loop):
-        if loop.state.step != 2:
+    def changes_course(training):
+        if training.state.step != 2:
             return False
-        loop.state.step, loop.state.tokens = 7, 7 * 128
+        training.state.step, training.state.tokens = 7, 7 * 128
         return True
 
-    monkeypatch.setattr(TrainingLoop, "adopt", adopt)
+    monkeypatch.setattr(Trainer, "changes_course", changes_course)
     summary = train(config(), work, say=quiet)
     assert summary.tokens == 8 * 128
     assert summary.tokens_per_second == pytest.approx(3 * 128 / summary.seconds), "steps 1, 2 and 8"
@@ -217,7 +217,7 @@ def test_sources_that_the_run_does_not_read_are_not_in_its_held_out_loss(work, c
 
 @pytest.mark.parametrize("samples", [2, 3, 8])
 def test_a_micro_batch_that_does_not_divide_is_noted(work, config, samples):
-    notes = "\n".join(prepared_run(config(train={"micro_batch_samples": samples}), work).notes)  # 4 rows a step
+    notes = "\n".join(prepared_run(config(train={"micro_batch_samples": samples}), work)[0].notes)  # 4 rows a step
     is_noted = "micro-batch: 3 does not divide 4 samples, so the last pass of a step has 1" in notes
     assert is_noted == ("does not divide" in notes) == (samples == 3)
 
@@ -389,13 +389,13 @@ def test_settings_that_cannot_change_the_result_may_change(work, config):
 
 def test_more_tokens_per_step_repeat_and_skip_no_sample(work, config, monkeypatch):
     seen: list[int] = []
-    forward_backward = step_module._forward_backward
+    forward_backward = step_module.forward_backward
 
     def watch(state, batch, *rest):
         seen.extend(range(batch.first_position, batch.first_position + len(batch.tokens)))
         return forward_backward(state, batch, *rest)
 
-    monkeypatch.setattr(step_module, "_forward_backward", watch)
+    monkeypatch.setattr(step_module, "forward_backward", watch)
     train(config(train={"steps": 3}), work, say=quiet)
     train(config(train={"steps": 5, "tokens_per_step": 256}), work, accept_changes=True, say=quiet)
     assert seen == list(range(3 * 4 + 2 * 8))
@@ -532,12 +532,12 @@ def test_a_stage_changes_the_mixture_at_its_step(work, config):
 
 
 def test_held_out_loss_is_that_of_the_first_held_out_samples_without_dropout(work, config):
-    prepared = prepared_run(config(), work)
-    model = prepared.state.model
+    context, state = prepared_run(config(), work)
+    model = state.model
     options = EvalConfig(valid_tokens_per_source=96, batch_samples=2)
-    found = held_out_metrics(held_out_scores(model, prepared.valid, prepared.config.data, options))
+    found = held_out_metrics(held_out_scores(model, context.valid, context.config.data, options))
     assert model.training  # as it was before
-    assert held_out_metrics(held_out_scores(model, prepared.valid, prepared.config.data, options)) == found
+    assert held_out_metrics(held_out_scores(model, context.valid, context.config.data, options)) == found
     model.eval()
     split = open_split(work.packed, "zh", "valid")
     rows = torch.from_numpy(np.stack([split.read(sample * 32, 33) for sample in range(3)]))

@@ -15,7 +15,7 @@ import pytest
 
 from tests.train.ranks import RankStarter
 from zero2all.track.reader import read_run
-from zero2all.train.stragglers import HALF, Stragglers, scores
+from zero2all.train.hooks.stragglers import HALF, Stragglers, scores
 
 
 class Log:
@@ -39,7 +39,7 @@ def watched(paces) -> list[tuple[int, dict]]:
     world = SimpleNamespace(size=paces.shape[1], mesh=SimpleNamespace(pipeline=pipeline), gather=lambda _: known)
     watch = Stragglers(world, log)
     for log.step, step in enumerate(paces):
-        watch.read(SimpleNamespace(paces=step, seconds={"forward": 0.0, "loss": 0.0}), 0.0)
+        watch.after_result(SimpleNamespace(paces=step, seconds={"forward": 0.0, "loss": 0.0}), 0.0)
     return log.events
 
 

@@ -12,7 +12,8 @@ from zero2all.common.errors import UsageError, error_values
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import OpContext
 from zero2all.parallel.world import World
-from zero2all.train.operators import changed_operators, resolve_together
+from zero2all.train.build import resolve_together
+from zero2all.train.resume import changed_operators
 
 
 @pytest.fixture

@@ -15,8 +15,9 @@ import numpy as np
 
 from zero2all.common.language import message
 from zero2all.parallel.world import World
-from zero2all.train.reports import RunLog
-from zero2all.train.step import StepResult
+from zero2all.train.hooks import Hook
+from zero2all.train.hooks.reports import RunLog
+from zero2all.train.step_stats import StepResult
 
 HALF = 8
 """A rank is named when it is slow in the last HALF steps, and in the HALF before; the slowest step of each is left out,
@@ -27,8 +28,8 @@ FAST_AGAIN = 0.85
 PARTS = ("data", "forward pass")
 
 
-class Stragglers:
-    """Compares the ranks after every step; all of them have the same figures, and rank 0 reports."""
+class Stragglers(Hook):
+    """Compares the ranks after every step; all of them have the same stats, and rank 0 reports."""
 
     def __init__(self, world: World, log: RunLog) -> None:
         self._log = log
@@ -39,8 +40,8 @@ class Stragglers:
         self._steps: deque[np.ndarray] = deque(maxlen=2 * HALF)
         self._named: set[int] = set()
 
-    def read(self, result: StepResult, data_seconds: float) -> None:
-        """Keep the figures of a step: own ones for the next sum, and those of all ranks that came with this one."""
+    def after_result(self, result: StepResult, data_seconds: float) -> None:
+        """Keep the times of a step: own ones for the next sum, and those of all ranks that came with this one."""
         self.own = (data_seconds, result.seconds["forward"] + result.seconds["loss"])
         if result.paces is not None and result.paces.any():
             self._steps.append(result.paces)

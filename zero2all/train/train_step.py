@@ -1,0 +1,284 @@
+"""One optimizer step: forward and backward over this process's micro-batches, reduce, check, update.
+
+The gradient is that of the mean loss over all tokens of the global batch that count (all of them, unless rows are
+padded, prompts masked or shards quarantined), whatever the micro-batch and the number of processes; the loss of each
+channel and of each row comes from the same forward pass.
+
+On a GPU the host only queues work. Whether the update is made is decided on the device, by limits known before the
+step. The stats come back as `PendingStep`, copied in the background, so that reading them a step later does not wait.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zero2all.common.fault import fault_point
+from zero2all.config import RunConfig
+from zero2all.model.moe import routers
+from zero2all.model.z2all import PipelineStage
+from zero2all.packed.loader import Batch
+from zero2all.parallel.context import own_tokens, places_of
+from zero2all.parallel.world import World
+from zero2all.train.guards.detector import Limits
+from zero2all.train.state import TrainState
+from zero2all.train.step_stats import PendingStep, StepStats
+from zero2all.train.step_timer import StepTimer
+
+CORE_SHARE = 0.75
+"""Of the rows of a step, the lowest: those of its core loss."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What is decided about a step before it begins."""
+
+    lr: float
+    limits: Limits | None = None
+    """Beyond these limits the device refuses the update; None: it refuses only what is not finite."""
+    row_weights: np.ndarray | None = None
+    """(rows of the global batch,) the weight of each row, where shards are quarantined."""
+    stop_requested: bool = False
+    """Whether this process was asked to stop; the others learn it from the stats."""
+    folder_news: bool = False
+    """Whether this process, rank 0, found something in the run's folder; the others learn it from the stats."""
+    pace: tuple[float, float] = (0.0, 0.0)
+    """Seconds of this process in a step before (`stragglers`); the others learn them from the stats."""
+    decay_share: float = 1.0
+    """Of the weight decay (`optim.decay_schedule`)."""
+    momentum: float | None = None
+    """Of Muon, by its schedule; None: optim.momentum."""
+    is_rehearsal: bool = False
+    """Compute everything but the update: the same step follows."""
+
+
+def train_step(
+    state: TrainState, batch: Batch, channels: int, config: RunConfig, world: World, plan: StepPlan
+) -> PendingStep:
+    """Advance `state` by one step on `batch`."""
+    timer = StepTimer(world.device)
+    # Dropout depends on (seed, step, rank) alone, so a resumed run needs no stored random state.
+    rank = (config.parallel.slow_link.group or 0) * world.size + world.rank
+    torch.manual_seed(_step_key(config.train.seed, state.step, rank))
+    for _, router in routers(state.model):
+        router.load.zero_()
+    if state.weights.powersgd is not None:
+        state.weights.powersgd.is_rehearsal = plan.is_rehearsal
+    row_nats, row_counts = forward_backward(state, batch, config, world, plan, timer)
+    stats = _own_stats(state, batch, channels, world, plan)
+    if world.mesh.reports:
+        add_losses(stats, batch, row_nats, row_counts)
+    world.mesh.world.sum(stats.values)
+    norm = stats.grad_norm.sqrt()
+    if state.loss_scale is not None:
+        norm = norm / state.loss_scale.scale
+    timer.mark("reduce")
+    fault_point("update", state.step + 1)
+    _judge_and_update(state, stats, norm, config.optim.clip_grad_norm, plan)
+    timer.mark("optimizer")
+    before = state.tokens
+    if not plan.is_rehearsal:
+        state.step += 1
+        state.tokens += batch.global_tokens
+    return PendingStep(state.step, (before, state.tokens), plan.lr, stats, timer)
+
+
+def forward_backward(
+    state: TrainState, batch: Batch, config: RunConfig, world: World, plan: StepPlan, timer: StepTimer
+) -> tuple[Tensor, Tensor]:
+    """Accumulate the gradient; returns the summed loss and the summed token weights of each row of this process,
+    float64."""
+    passes = _Passes(state, batch, config, world, plan, timer)
+    if state.pipeline is None:
+        passes.run()
+    else:
+        passes.run_pipeline()
+    return passes.row_nats, passes.counts.sum(dim=1, dtype=torch.float64)
+
+
+class _Passes:
+    """The passes of a step over this process's micro-batches."""
+
+    def __init__(
+        self, state: TrainState, batch: Batch, config: RunConfig, world: World, plan: StepPlan, timer: StepTimer
+    ) -> None:
+        self.state, self.timer, self.device, self.z_loss = state, timer, world.device, config.train.z_loss
+        self.wide = torch.promote_types(state.weights.dtype, torch.float32)
+        self.tokens = torch.as_tensor(batch.tokens)
+        masked = batch.document_ids is not None and config.data.document_mask
+        self.document_ids = torch.as_tensor(batch.document_ids) if masked else None
+        rows, self.seq_len = self.tokens.shape[0], self.tokens.shape[1] - 1
+        self.places = places_of(config.model, config.parallel, world.mesh, self.seq_len, self.device)
+        self.counts = own_tokens(self._weights_of_targets(batch, plan.row_weights), self.places)  # (B, T)
+        self.counted = world.mesh.loss.sum(self.counts.sum(dtype=torch.float64)).clamp(min=1.0)
+        self.row_nats = torch.zeros(rows, dtype=torch.float64, device=self.device)
+        self.micro = micro_rows(config, state.micro_batch_samples, self.seq_len)
+        self.slices = [slice(first, min(first + self.micro, rows)) for first in range(0, rows, self.micro)]
+
+    def _weights_of_targets(self, batch: Batch, row_weights: np.ndarray | None) -> Tensor:
+        """How much each target counts in the loss, (B, T)."""
+        device, dtype = self.device, self.wide
+        if batch.weights is None:
+            counts = torch.ones(self.tokens.shape[0], self.seq_len, dtype=dtype, device=device)
+        else:
+            counts = torch.as_tensor(batch.weights).to(device, dtype=dtype, non_blocking=True)
+        if row_weights is not None:
+            own = torch.zeros(self.tokens.shape[0])
+            own[: batch.real_rows] = torch.from_numpy(row_weights[batch.first_row :][: batch.real_rows])
+            # A copy from pageable memory waits for everything that is queued on the GPU.
+            own = own.pin_memory() if device.type == "cuda" else own
+            counts = counts * own.to(device, dtype=dtype, non_blocking=True).unsqueeze(1)
+        return counts
+
+    def run(self) -> None:
+        """One pass after the other."""
+        state = self.state
+        for here in self.slices:
+            is_last = here is self.slices[-1]
+            state.weights.begin_pass(is_last)
+            ids, shares = self._to_device(here)
+            # A pass that communicates cannot be captured, and a graph is of one shape.
+            is_shorter = len(self.slices) > 1 and here.stop - here.start < self.micro
+            if state.cuda_graph is not None and not is_shorter and not (is_last and state.weights.communicates):
+                self.timer.mark("collate")
+                losses = state.cuda_graph(ids, shares)  # also forward and loss: nothing can be measured inside
+                self._keep_losses(here, losses)
+            else:
+                self._forward(here, ids, shares).backward()
+            state.weights.end_pass()
+            self.timer.mark("backward")
+
+    def run_pipeline(self) -> None:
+        """As the schedule of the pipeline says; other processes have the other blocks."""
+        weights, pipeline = self.state.weights, self.state.pipeline
+        assert pipeline is not None, "only a pipeline has a schedule"
+        weights.begin_pass(False)
+        pipeline.run(
+            [here.stop - here.start for here in self.slices],
+            self.seq_len,
+            lambda stage, number, x: self._forward(
+                self.slices[number], *self._to_device(self.slices[number]), stage, x
+            ),
+            lambda: weights.begin_pass(True),
+            self.timer.mark,
+        )
+        weights.end_pass()
+        self.timer.mark("backward")
+
+    def _to_device(self, here: slice) -> tuple[Tensor, Tensor]:
+        """The ids of some rows (B, T + 1), and the share of each target in the loss of the global batch."""
+        return self.tokens[here].to(self.device, non_blocking=True), (self.counts[here] / self.counted).to(self.wide)
+
+    def _forward(
+        self, here: slice, ids: Tensor, shares: Tensor, stage: PipelineStage | None = None, x: Tensor | None = None
+    ) -> Tensor:
+        """What to call backward on; of a stage that is not the last: what the next one gets."""
+        model, scale = self.state.model, self.state.loss_scale
+        documents = None
+        if self.document_ids is not None:
+            documents = self.document_ids[here, :-1].to(self.device, non_blocking=True)
+        self.timer.mark("collate")
+        here_ids = own_tokens(ids[:, :-1], self.places)
+        hidden: Tensor = model(here_ids, document_ids=documents, places=self.places, stage=stage, x=x)
+        self.timer.mark("forward")
+        if stage is not None and not stage.is_last:
+            return hidden
+        total, losses = model.head_loss(hidden, own_tokens(ids[:, 1:], self.places), shares, self.z_loss)
+        self._keep_losses(here, losses)
+        self.timer.mark("loss")
+        return total if scale is None else total * scale.scale
+
+    def _keep_losses(self, here: slice, losses: Tensor) -> None:
+        self.row_nats[here] = (losses * self.counts[here]).sum(dim=1, dtype=torch.float64)
+
+
+def micro_rows(config: RunConfig, micro_batch_samples: int, seq_len: int) -> int:
+    """Rows of one pass. A stage with longer sequences keeps the tokens of a pass, so that it needs no more memory."""
+    return max(1, micro_batch_samples * config.data.seq_len // seq_len)
+
+
+def _own_stats(state: TrainState, batch: Batch, channels: int, world: World, plan: StepPlan) -> StepStats:
+    """What this process adds to the sum over all of them, except losses."""
+    model = state.model.config
+    experts = (model.expert_layers, model.moe.experts)
+    stats = StepStats(channels, batch.global_rows, world.size, experts, world.device)
+    stats.stop_requested.fill_(plan.stop_requested)  # an assignment would copy the number and wait for the copy
+    stats.folder_news.fill_(plan.folder_news)
+    stats.grad_norm.copy_(state.weights.squared_norm_share())
+    for place, seconds in enumerate(plan.pace if world.size > 1 else ()):
+        stats.paces[world.rank, place].fill_(seconds)
+    # Counted where the tokens are: on every tensor rank, and in every stage; those of other stages stay zero.
+    for _, router in routers(state.model):
+        stats.expert_loads[router.number] = router.load
+    return stats
+
+
+def add_losses(stats: StepStats, batch: Batch, row_nats: Tensor, row_counts: Tensor) -> None:
+    """Write the losses of this process's rows into the stats of the global batch."""
+    channel_of = torch.as_tensor(batch.channels).to(row_nats.device, non_blocking=True)
+    own = slice(batch.first_row, batch.first_row + batch.real_rows)
+    stats.channel_nats.copy_(_by_channel(row_nats, channel_of, len(stats.channel_nats)))
+    stats.channel_counts.copy_(_by_channel(row_counts, channel_of, len(stats.channel_counts)))
+    stats.row_nats[own] = row_nats[: batch.real_rows]
+    stats.row_counts[own] = row_counts[: batch.real_rows]
+
+
+def _by_channel(of_rows: Tensor, channel_of: Tensor, channels: int) -> Tensor:
+    """Sums over the rows of each channel. index_add_ on a GPU would add them in a different order each time."""
+    is_of = torch.arange(channels, device=of_rows.device).unsqueeze(1) == channel_of  # (channels, rows)
+    return torch.where(is_of, of_rows, 0.0).sum(dim=1)
+
+
+def _core_loss(nats: Tensor, counts: Tensor) -> Tensor:
+    """The mean loss of the lowest rows, CORE_SHARE of them and at least one, of their sums (rows,)."""
+    lowest = torch.argsort(nats / counts.clamp(min=1.0), stable=True)[: max(1, int(CORE_SHARE * len(nats)))]
+    return nats[lowest].sum() / counts[lowest].sum().clamp(min=1.0)
+
+
+def _judge_and_update(state: TrainState, stats: StepStats, norm: Tensor, clip_grad_norm: float, plan: StepPlan) -> None:
+    """Fill in what follows from the sums, and update unless it forbids that. The host reads none of it here."""
+    loss = stats.channel_nats.sum() / stats.channel_counts.sum().clamp(min=1.0)
+    core = _core_loss(stats.row_nats, stats.row_counts)
+    for part, value in ((stats.loss, loss), (stats.core_loss, core), (stats.grad_norm, norm)):
+        part.copy_(value)
+    if plan.is_rehearsal:
+        state.weights.zero_gradients()
+        return
+    state.wait_copied()
+    overflowed = ~(torch.isfinite(loss) & torch.isfinite(norm))
+    refused = overflowed
+    if plan.limits is not None:
+        limits = plan.limits
+        refused = refused | ((loss > limits.loss) & (core > limits.core_loss))
+        refused = refused | ((norm > limits.grad_norm) & ~(loss - core > limits.excess)) | (loss < limits.loss_low)
+    stats.refused.copy_(refused)
+    scale = (clip_grad_norm / norm).clamp(max=1.0) if clip_grad_norm > 0 else torch.ones_like(norm)
+    if state.loss_scale is not None:
+        scale = scale / state.loss_scale.scale
+        state.loss_scale.after(overflowed, refused)
+    update(state, plan, scale, refused)
+    if state.weights.powersgd is not None:
+        state.weights.powersgd.forget_errors(refused)
+    for _, router in routers(state.model):
+        router.balance(stats.expert_loads[router.number], refused)
+
+
+def update(state: TrainState, plan: StepPlan, scale: Tensor, refused: Tensor) -> None:
+    """Update with the gradient times `scale`, unless `refused` (both on the device); then set the gradient to zero."""
+    wide = torch.promote_types(state.weights.dtype, torch.float32)
+    state.optimizer.set_learning_rate(plan.lr, plan.decay_share, plan.momentum)
+    state.optimizer.step(torch.where(refused, 1.0, scale).to(wide), refused)
+    if not state.optimizer.writes_weights:
+        state.weights.publish_masters()
+    if not state.optimizer.clears_gradients:
+        state.weights.zero_gradients()
+
+
+def _step_key(seed: int, step: int, rank: int) -> int:
+    """A hash to 64 bits, because torch's CPU generator uses only the lower 32."""
+    text = f"{seed}/{step}" if rank == 0 else f"{seed}/{step}/{rank}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
