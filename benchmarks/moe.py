@@ -29,15 +29,15 @@ from torch import Tensor, nn
 from benchmarks.machine import save_result
 from zero2all.common.progress import say
 from zero2all.config import RunConfig
-from zero2all.limits.memory import GIB, estimate_memory
+from zero2all.estimate.memory import GIB, estimate_memory
+from zero2all.estimate.run.batch import BatchShape, load_measured_config, own_batch, parse_batch
+from zero2all.measure.op_bench import seconds_of
+from zero2all.measure.step_timer import measure
 from zero2all.model.config import ModelConfig, MoeConfig, parameter_counts
 from zero2all.model.moe import MixtureOfExperts
 from zero2all.ops.registry import resolve
 from zero2all.parallel.device import pick_device
 from zero2all.parallel.mesh import Mesh
-from zero2all.perf.batch import BatchShape, load_measured_config, own_batch, parse_batch
-from zero2all.perf.measure import measure
-from zero2all.perf.op_bench import seconds_of
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES

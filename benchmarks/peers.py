@@ -37,10 +37,10 @@ from zero2all.common.errors import is_out_of_memory
 from zero2all.common.files import write_json
 from zero2all.common.progress import say
 from zero2all.config import RunConfig
+from zero2all.estimate.run.batch import BatchShape, load_measured_config, own_batch, parse_batch
+from zero2all.measure.ablate import environment
+from zero2all.measure.step_timer import LEARNING_RATE, Iterate, figures, measure, pace_of, random_tokens
 from zero2all.parallel.device import pick_device
-from zero2all.perf.ablate import environment
-from zero2all.perf.batch import BatchShape, load_measured_config, own_batch, parse_batch
-from zero2all.perf.measure import LEARNING_RATE, Iterate, figures, measure, pace_of, random_tokens
 
 OURS, EAGER, COMPILED, LIGER = "ours", "eager", "compiled", "liger"
 PURE, AUTOCAST = "pure bf16", "fp32 + autocast"
@@ -163,7 +163,7 @@ def run_entry(
 def measure_peer(
     entry: Entry, config: RunConfig, device: torch.device, seconds: float, warm_up_seconds: float
 ) -> dict[str, Any]:
-    """The figures of one peer, as `zero2all.perf.measure` takes ours."""
+    """The figures of one peer, as `zero2all.measure.step_timer` takes ours."""
     model = llama(config, entry, device)
     optimizer = torch.optim.AdamW(
         model.parameters(),

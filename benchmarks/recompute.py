@@ -3,7 +3,7 @@
     python benchmarks/recompute.py [--save]        H200: 5.3 B parameters, some 80 s, one process for each case
 
 With `none` the pass runs out of memory; of the others tokens/s and the peak that torch has allocated. Real steps of the
-trainer on random tokens (`zero2all.perf.short_run`), beside the estimate. On a CPU: `--tiny`, which shows only that it
+trainer on random tokens (`measure.short_run`), beside the estimate. On a CPU: `--tiny`, which shows only that it
 runs.
 """
 
@@ -17,9 +17,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import save_result
-from zero2all.perf.batch import parse_batch
-from zero2all.perf.row import MEASURED
-from zero2all.perf.short_run import run_apart
+from zero2all.estimate.run.batch import parse_batch
+from zero2all.measure.row import MEASURED
+from zero2all.measure.short_run import run_apart
 
 LARGE = {"hidden_size": 4096, "intermediate_size": 11008, "layers": 28, "heads": 32, "kv_heads": 8}
 TINY = {"hidden_size": 64, "intermediate_size": 128, "layers": 4, "heads": 4, "kv_heads": 2, "vocab_size": 512}

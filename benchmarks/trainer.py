@@ -56,7 +56,7 @@ def bare(config: str, batch: str, seconds: float) -> float:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "row.json"
         words = ["--row", "all-fused", "--batch", batch, "--seconds", str(seconds), "--result", str(result)]
-        subprocess.run([sys.executable, "-m", "zero2all.perf.row", config, *words], check=True)
+        subprocess.run([sys.executable, "-m", "zero2all.measure.row", config, *words], check=True)
         row: dict[str, Any] = json.loads(result.read_text())
     samples, seq_len, passes = (int(part) for part in batch.split("x"))
     return samples * seq_len * passes / statistics.median(row["iteration_seconds"])

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.perf.made_run import MadeRun
+from tests.measure.made_run import MadeRun
 
 SMALL = ("perf", "simulate", "--nodes", "64", "--days", "3", "--repetitions", "5")
 

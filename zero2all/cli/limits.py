@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from zero2all.common.schema import Problem
-    from zero2all.limits.answer import Answer
-    from zero2all.limits.parameters import Counted
+    from zero2all.estimate.answer import Answer
+    from zero2all.estimate.parameters import Counted
 
 SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -61,7 +61,7 @@ def _numbers(text: str) -> list[float]:
 
 
 def _gpu(text: str) -> Any:
-    from zero2all.limits.gpus import DEVICE_NAMES, GPUS
+    from zero2all.estimate.gpus import DEVICE_NAMES, GPUS
 
     name = DEVICE_NAMES.get(text, text.lower())
     if name not in GPUS:
@@ -90,10 +90,10 @@ KINDS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "stage": (_stage, "0-3", "0, 1, 2 or 3"),
     "numbers": (_numbers, "N,…", "numbers above 0 with commas between, such as 1000,3000,4192"),
     "gpu": (_gpu, "NAME", ""),
-    "recipe": (_one_of("zero2all.limits.model_calculators", "RECIPES"), "NAME", ""),
-    "recompute": (_one_of("zero2all.limits.model_calculators", "RECOMPUTED"), "KIND", ""),
-    "law": (_one_of("zero2all.limits.run_calculators", "LAWS"), "NAME", ""),
-    "convention": (_one_of("zero2all.limits.run_calculators", "CONVENTIONS"), "NAME", ""),
+    "recipe": (_one_of("zero2all.estimate.model_calculators", "RECIPES"), "NAME", ""),
+    "recompute": (_one_of("zero2all.estimate.model_calculators", "RECOMPUTED"), "KIND", ""),
+    "law": (_one_of("zero2all.estimate.run_calculators", "LAWS"), "NAME", ""),
+    "convention": (_one_of("zero2all.estimate.run_calculators", "CONVENTIONS"), "NAME", ""),
 }
 """Kind of a flag -> how it is read, what stands for it in the help, and the rule."""
 
@@ -267,8 +267,8 @@ def _flags(verb: str) -> list[str]:
 
 def _calculate(arguments: argparse.Namespace) -> None:
     from zero2all.common.schema import MISSING, Problem
-    from zero2all.limits import model_calculators, run_calculators
-    from zero2all.limits.answer import ImpossibleError
+    from zero2all.estimate import model_calculators, run_calculators
+    from zero2all.estimate.answer import ImpossibleError
 
     name: str = arguments.calculator
     _, needs, may = VERBS[name]
@@ -315,7 +315,7 @@ def _model(
 ) -> Counted | None:
     """The model that was named, or that the flags describe."""
     from zero2all.common.schema import MISSING, Problem
-    from zero2all.limits.parameters import KNOWN_MODELS, counted, counted_by_total, counted_gpt
+    from zero2all.estimate.parameters import KNOWN_MODELS, counted, counted_by_total, counted_gpt
 
     beside = ("seq-len", "experts-per-token")  # of use beside a named model too
     given = [flag for flag in SHAPE if flag not in beside and getattr(arguments, flag.replace("-", "_")) is not None]
@@ -362,7 +362,7 @@ def _model(
 def _plain_shape(arguments: argparse.Namespace, values: dict[str, Any], problems: list[Problem]) -> Any:
     """The model that dimensions describe, as `counted` takes it; None where they do not fit together."""
     from zero2all.common.schema import MISSING, Problem
-    from zero2all.limits.parameters import Latent, Unpadded
+    from zero2all.estimate.parameters import Latent, Unpadded
     from zero2all.model.config import MoeConfig
 
     inner = "expert_size" if "experts" in values and "dense_layers" not in values else "intermediate_size"
@@ -398,9 +398,9 @@ def _configured(arguments: argparse.Namespace, problems: list[Problem]) -> Count
 
     from zero2all.common.errors import UsageError
     from zero2all.config import ConfigError
-    from zero2all.limits.memory import checkpoint_bytes
-    from zero2all.limits.parameters import counted
-    from zero2all.perf.models import load_model_config
+    from zero2all.estimate.memory import checkpoint_bytes
+    from zero2all.estimate.parameters import counted
+    from zero2all.estimate.run.models import load_model_config
 
     try:
         config, _ = load_model_config(arguments.model, arguments.overrides)

@@ -92,11 +92,11 @@ def _ops(arguments: argparse.Namespace) -> None:
         _bench(arguments, words[0] if words else BENCH_CONFIG)
         return
     from zero2all.cli.table import print_table
-    from zero2all.perf.op_bench import context_here, describe, list_cells, listed_operators
+    from zero2all.measure.op_bench import context_here, describe, list_cells, listed_operators
 
     config = None
     if words:
-        from zero2all.perf.batch import load_measured_config
+        from zero2all.estimate.run.batch import load_measured_config
 
         config, _ = load_measured_config(words[0], arguments.overrides)
     elif arguments.overrides:
@@ -108,8 +108,8 @@ def _ops(arguments: argparse.Namespace) -> None:
 
 def _bench(arguments: argparse.Namespace, source: str) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.perf.batch import load_measured_config
-    from zero2all.perf.op_bench import Bench, bench_cells, bench_operators
+    from zero2all.estimate.run.batch import load_measured_config
+    from zero2all.measure.op_bench import Bench, bench_cells, bench_operators
 
     config, _ = load_measured_config(source, arguments.overrides)
 
@@ -159,10 +159,10 @@ def _register_ablate(inner: Subparsers) -> None:
 
 def _ablate(arguments: argparse.Namespace) -> int:
     from zero2all.cli.table import print_table
-    from zero2all.perf.variants import VARIANTS, named_variants, title_of
+    from zero2all.measure.variants import VARIANTS, named_variants, title_of
 
     if arguments.list:
-        from zero2all.perf.batch import load_measured_config
+        from zero2all.estimate.run.batch import load_measured_config
 
         config, _ = load_measured_config(arguments.config or BENCH_CONFIG, arguments.overrides)
         listed = [
@@ -177,9 +177,9 @@ def _ablate(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.config is None:
         raise UsageError(f"`z2a perf ablate` needs CONFIG: {MODEL_HELP}. Only --list does without.")
-    from zero2all.perf.ablate import AblateOptions, ablate
-    from zero2all.perf.batch import parse_batch
-    from zero2all.perf.summary import batch_tables, cells, device_of, heading, notes, write_report
+    from zero2all.estimate.run.batch import parse_batch
+    from zero2all.measure.ablate import AblateOptions, ablate
+    from zero2all.measure.summary import batch_tables, cells, device_of, heading, notes, write_report
 
     stem = Path(arguments.config).stem
     output = arguments.output or Path(f"ablation-{stem}")
@@ -245,7 +245,7 @@ def _register_infer(inner: Subparsers) -> None:
 def _infer(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
     from zero2all.common.workspace import Workspace
-    from zero2all.perf.infer import InferOptions, cells, measure_inference, write_picture, write_results
+    from zero2all.measure.infer import InferOptions, cells, measure_inference, write_picture, write_results
 
     output = arguments.output or Path(f"inference-{Path(arguments.model).stem}")
     found = measure_inference(
@@ -302,7 +302,7 @@ def _register_link(inner: Subparsers) -> None:
 def _link(arguments: argparse.Namespace) -> int:
     from zero2all.cli.table import print_table
     from zero2all.common.workspace import Workspace
-    from zero2all.perf.link import link_notes, link_report, link_rows
+    from zero2all.measure.slow_link_report import link_notes, link_report, link_rows
 
     asked = (arguments.gbit, arguments.groups, arguments.step_seconds, arguments.profile, arguments.cluster)
     report = link_report(arguments.config, arguments.overrides, *asked, Workspace(arguments.work))

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     import torch
 
     from zero2all.config import RunConfig
-    from zero2all.perf.batch import BatchShape
-    from zero2all.perf.bench.samples import Bench
+    from zero2all.estimate.run.batch import BatchShape
+    from zero2all.measure.bench.samples import Bench
 
 CPU_BATCH = (2, 256, 1)
 GPUS = ("a100-80g", "h100", "h200", "b200")
@@ -89,12 +89,12 @@ def register(inner: Subparsers) -> None:
 def _measured(arguments: argparse.Namespace, device: torch.device) -> Bench:
     seconds: float = arguments.seconds
     if arguments.bench in ("pin", "numa"):
-        from zero2all.perf.bench.copies import bench_numa, bench_pin
+        from zero2all.measure.bench.copies import bench_numa, bench_pin
 
         return (bench_pin if arguments.bench == "pin" else bench_numa)(device, seconds)
     if arguments.bench == "dataloader":
         from zero2all.cli.data import config_of
-        from zero2all.perf.bench.copies import bench_dataloader
+        from zero2all.measure.bench.copies import bench_dataloader
         from zero2all.train.setup import open_run_data
 
         workspace = workspace_of(arguments)
@@ -103,8 +103,8 @@ def _measured(arguments: argparse.Namespace, device: torch.device) -> Bench:
         return bench_dataloader(data, config.train.tokens_per_step, device, seconds)
     if arguments.bench == "allreduce":
         return _allreduce(arguments, device.type)
-    from zero2all.perf.batch import load_measured_config
-    from zero2all.perf.bench.training import bench_compile, bench_gc, bench_optimizer
+    from zero2all.estimate.run.batch import load_measured_config
+    from zero2all.measure.bench.training import bench_compile, bench_gc, bench_optimizer
 
     source = arguments.config or ("z2all-100m" if device.type == "cuda" else "quickstart")
     config, _ = load_measured_config(source, arguments.overrides)
@@ -117,7 +117,7 @@ def _measured(arguments: argparse.Namespace, device: torch.device) -> Bench:
 
 
 def _batch(arguments: argparse.Namespace, config: RunConfig, device: torch.device) -> BatchShape:
-    from zero2all.perf.batch import BatchShape, check_batch, own_batch, parse_batch
+    from zero2all.estimate.run.batch import BatchShape, check_batch, own_batch, parse_batch
 
     if arguments.batch is not None:
         batch = parse_batch(arguments.batch)
@@ -134,7 +134,7 @@ def _batch(arguments: argparse.Namespace, config: RunConfig, device: torch.devic
 def _allreduce(arguments: argparse.Namespace, device: str) -> Bench:
     import torch
 
-    from zero2all.perf.bench.allreduce import bench_allreduce
+    from zero2all.measure.bench.allreduce import bench_allreduce
 
     gpus = torch.cuda.device_count()
     if device == "cuda" and arguments.ranks is not None and arguments.ranks > gpus:
@@ -148,7 +148,7 @@ def _allreduce(arguments: argparse.Namespace, device: str) -> Bench:
 def _bench(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
     from zero2all.cli.terminal import print_fitted
-    from zero2all.perf.bench.samples import device_and_threads
+    from zero2all.measure.bench.samples import device_and_threads
 
     bench = _measured(arguments, device_and_threads(arguments.device))
     if write_json_result(arguments.json, bench.as_json()):
@@ -200,8 +200,8 @@ def _register_shapes(inner: Subparsers) -> None:
 
 def _shapes(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.limits.machine import named_cluster
-    from zero2all.limits.shapes import RULES, check_shape, modelled_width, widths_near
+    from zero2all.estimate.machine import named_cluster
+    from zero2all.estimate.shapes import RULES, check_shape, modelled_width, widths_near
 
     is_quiet = str(arguments.json) == "-"
     if not is_quiet:
@@ -211,8 +211,8 @@ def _shapes(arguments: argparse.Namespace) -> None:
             raise UsageError("There is no config to check or measure. Name one: --check CONFIG.")
         write_json_result(arguments.json, {"rules": [dataclasses.asdict(one) for one in RULES]})
         return
-    from zero2all.perf.batch import load_measured_config
-    from zero2all.perf.shapes import draw_shapes, shape_of
+    from zero2all.estimate.run.batch import load_measured_config
+    from zero2all.measure.shape_widths import draw_shapes, shape_of
 
     config, _ = load_measured_config(arguments.check, arguments.overrides)
     machine, shape = named_cluster(arguments.gpu), shape_of(config)
@@ -247,7 +247,7 @@ def _measure(
 ) -> list[Any]:
     """Measured rows; the file in --output holds what was found after every width."""
     from zero2all.cli.table import print_table
-    from zero2all.perf.shapes import MeasuredWidths, measure_shape
+    from zero2all.measure.shape_widths import MeasuredWidths, measure_shape
 
     def keep(found: MeasuredWidths) -> None:
         rows = [_width_json(row) for row in found.rows]
@@ -271,7 +271,7 @@ def _finding_cells(findings: list[Any]) -> list[list[str]]:
 
 
 def _width_cells(rows: list[Any], hidden: int, own: int) -> list[list[str]]:
-    from zero2all.limits.shapes import best_width, swiglu_products
+    from zero2all.estimate.shapes import best_width, swiglu_products
 
     names = [f"{one.name} {one.kind}" for one in swiglu_products(1, 1, 1)]
     best, cells = best_width(rows, hidden), []
@@ -318,8 +318,8 @@ def _register_profile(inner: Subparsers) -> None:
 
 def _profile(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.perf.batch import load_measured_config, parse_batch
-    from zero2all.perf.profile import as_json, profile_config, tables_of, title_of, write_profile
+    from zero2all.estimate.run.batch import load_measured_config, parse_batch
+    from zero2all.measure.profile import as_json, profile_config, tables_of, title_of, write_profile
 
     batch = None if arguments.batch is None else parse_batch(arguments.batch)
     config, _ = load_measured_config(arguments.config, arguments.overrides)

@@ -24,10 +24,10 @@ from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
-    from zero2all.limits.cards import Card
-    from zero2all.limits.machine import Machine
-    from zero2all.perf.memory import MemoryReport
-    from zero2all.perf.plan import LayoutPlan
+    from zero2all.estimate.cards import Card
+    from zero2all.estimate.machine import Machine
+    from zero2all.estimate.run.memory_report import MemoryReport
+    from zero2all.estimate.run.plan import LayoutPlan
 
 EXAMPLE = """z2a perf plan z2all-1b --gpus 8 --cluster h100 --output planned.yaml
   z2a perf plan z2all-1b --gpus 1 --cluster h200 --measure 3
@@ -63,15 +63,17 @@ def register(inner: Subparsers) -> None:
 
 def _plan(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.perf.batch import load_measured_config
-    from zero2all.perf.models import load_model_config, precision_notes
-    from zero2all.perf.plan import config_of, measure_candidates, plan_cells, plan_json, plan_layouts
+    from zero2all.estimate.run.batch import load_measured_config
+    from zero2all.estimate.run.models import load_model_config, precision_notes
+    from zero2all.estimate.run.plan import config_of, plan_cells, plan_json, plan_layouts
 
     config, notes = load_measured_config(arguments.config, arguments.overrides)
     notes += precision_notes(config, arguments.config, arguments.overrides)
     wanted = max(arguments.top, arguments.measure or 0)
     plan = plan_layouts(config, arguments.gpus, _machine(arguments), wanted, arguments.overrides)
     if arguments.measure is not None:
+        from zero2all.measure.verify import measure_candidates
+
         plan = measure_candidates(plan, arguments.measure, arguments.seconds, arguments.timeout_seconds)
     if arguments.output is not None:
         from zero2all.common.files import write_atomic
@@ -93,7 +95,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:
-    from zero2all.perf.profiles import named_machine
+    from zero2all.measure.machine_profiles import named_machine
 
     machine = named_machine(arguments.cluster, arguments.profile)
     if arguments.network_gbps is None:
@@ -113,8 +115,8 @@ def _title(plan: LayoutPlan) -> str:
 
 
 def _notes(plan: LayoutPlan) -> list[str]:
-    from zero2all.limits.answer import said
-    from zero2all.perf.plan import compare
+    from zero2all.estimate.answer import said
+    from zero2all.estimate.run.plan import compare
 
     best = plan.candidates[0]
     lines = [
@@ -176,7 +178,7 @@ def register_memory(inner: Subparsers) -> None:
 
 
 def _memory(arguments: argparse.Namespace) -> None:
-    from zero2all.perf.memory import as_json, memory_report, write_picture
+    from zero2all.estimate.run.memory_report import as_json, memory_report, write_picture
 
     report = memory_report(arguments.config, arguments.overrides, _card(arguments), arguments.ranks)
     is_quiet = write_json_result(arguments.json, as_json(report))
@@ -189,7 +191,7 @@ def _memory(arguments: argparse.Namespace) -> None:
 
 def _card(arguments: argparse.Namespace) -> Card | None:
     """The GPU that is asked about; None: that of this machine."""
-    from zero2all.limits.cards import GIB, HOPPER, Card, named_card
+    from zero2all.estimate.cards import GIB, HOPPER, Card, named_card
 
     if arguments.gpu is not None and arguments.memory_gib is not None:
         raise UsageError("--gpu and --memory-gib both say how much memory there is. Give one of them.")
@@ -209,7 +211,7 @@ def _card(arguments: argparse.Namespace) -> Card | None:
 
 def _print(report: MemoryReport) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.perf.memory import changes_table, parts_table, phases_table, verdict
+    from zero2all.estimate.run.memory_report import changes_table, parts_table, phases_table, verdict
 
     settings = report.settings
     for note in report.notes:

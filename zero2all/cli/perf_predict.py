@@ -22,9 +22,9 @@ from zero2all.cli.verb import (
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
-    from zero2all.limits.machine import Machine
-    from zero2all.perf.calibrate import Calibration
-    from zero2all.perf.predict import Prediction
+    from zero2all.estimate.machine import Machine
+    from zero2all.estimate.run.predict import Prediction
+    from zero2all.measure.calibrate import Calibration
 
 BATCH_HELP = (
     "samples per pass x tokens x passes per step, in each data-parallel process (default: its share of the config's)"
@@ -76,8 +76,8 @@ def _register_calibrate(inner: Subparsers) -> None:
 
 def _calibrate(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.perf.batch import check_batch, load_measured_config, own_batch, parse_batch
-    from zero2all.perf.calibrate import calibrate, default_config
+    from zero2all.estimate.run.batch import check_batch, load_measured_config, own_batch, parse_batch
+    from zero2all.measure.calibrate import calibrate, default_config
 
     configs = []
     for source in arguments.configs or [default_config()]:
@@ -119,7 +119,7 @@ def _profile_rows(machine: Machine) -> list[list[str]]:
 
 
 def _calibration_notes(found: Calibration) -> list[str]:
-    from zero2all.perf.calibrate import reasons
+    from zero2all.measure.calibrate import reasons
 
     lines = [t(f"profile: {found.path}")]
     for one in found.anchors.values():
@@ -160,9 +160,9 @@ def _register_predict(inner: Subparsers) -> None:
 
 def _predict(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.perf.batch import load_measured_config, parse_batch
-    from zero2all.perf.models import precision_notes
-    from zero2all.perf.verify import prediction_for
+    from zero2all.estimate.run.batch import load_measured_config, parse_batch
+    from zero2all.estimate.run.models import precision_notes
+    from zero2all.measure.verify import prediction_for
 
     config, notes = load_measured_config(arguments.config, arguments.overrides)
     batch = None if arguments.batch is None else parse_batch(arguments.batch)
@@ -181,7 +181,7 @@ def _predict(arguments: argparse.Namespace) -> None:
 
 def _prediction_rows(found: Prediction) -> list[list[str]]:
     from zero2all.common.progress import human_seconds
-    from zero2all.perf.predict import mfu
+    from zero2all.estimate.run.predict import mfu
 
     low, high = found.interval
     step, seconds = found.step, found.corrected
@@ -262,8 +262,8 @@ def _register_verify(inner: Subparsers) -> None:
 
 def _verify(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.perf.batch import load_measured_config, own_batch, parse_batch
-    from zero2all.perf.verify import comparison, machine_line, verify
+    from zero2all.estimate.run.batch import load_measured_config, own_batch, parse_batch
+    from zero2all.measure.verify import comparison, machine_line, verify
 
     config, _ = load_measured_config(arguments.config, arguments.overrides)
     batch = own_batch(config) if arguments.batch is None else parse_batch(arguments.batch)
@@ -276,7 +276,7 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 def _scoreboard(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.perf.verify import score_rows, scores
+    from zero2all.measure.verify import score_rows, scores
 
     entries, found = scores(arguments.ledger, arguments.all_machines)
     if not write_json_result(arguments.json, [dataclasses.asdict(score) for score in found]):

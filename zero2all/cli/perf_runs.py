@@ -24,9 +24,9 @@ from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
-    from zero2all.limits.simulate import Outcome, Plan, Slowness
-    from zero2all.perf.explain import Explanation
-    from zero2all.perf.run_diff import RunDiff
+    from zero2all.estimate.simulate import Outcome, Plan, Slowness
+    from zero2all.measure.explain import Explanation
+    from zero2all.measure.run_diff import RunDiff
 
 SIMULATE_EXAMPLE = """z2a perf simulate --nodes 2048 --tokens 15.6e12 --tokens-per-gpu-second 220 --price 2
   z2a perf simulate --nodes 16 --days 30 --interval-seconds 3600 --slow-nodes 0.001,1.2,24"""
@@ -99,7 +99,7 @@ PLAN_FLAGS = (
 
 
 def _simulate(arguments: argparse.Namespace) -> None:
-    from zero2all.limits.simulate import simulate
+    from zero2all.estimate.simulate import simulate
 
     plan = _plan(arguments)
     outcome = simulate(plan, arguments.repetitions, arguments.seed)
@@ -108,7 +108,7 @@ def _simulate(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
-    from zero2all.limits.simulate import DAY, Plan, Slowness, slowdown_of_links
+    from zero2all.estimate.simulate import DAY, Plan, Slowness, slowdown_of_links
 
     has_tokens = arguments.tokens is not None
     if has_tokens != (arguments.tokens_per_gpu_second is not None) or has_tokens == (arguments.days is not None):
@@ -134,7 +134,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
 
 def _slow_links(arguments: argparse.Namespace) -> Slowness:
-    from zero2all.limits.simulate import Slowness, slowdown_of_links
+    from zero2all.estimate.simulate import Slowness, slowdown_of_links
 
     rate, speed, hours = _three("--slow-links", arguments.slow_links)
     if not 0 < speed <= 1 or not arguments.communication_share:
@@ -165,7 +165,7 @@ def _three(flag: str, text: str) -> tuple[float, float, float]:
 
 def _bands(outcome: Outcome, tokens: float | None) -> dict[str, tuple[str, tuple[float, float, float]]]:
     """Name -> format and the 10, 50 and 90 % points."""
-    from zero2all.limits.simulate import DAY, band
+    from zero2all.estimate.simulate import DAY, band
 
     low, middle, high = band(outcome.wall_seconds)
     # The bands of days and goodput are of the same repetitions, so a long run is one with a low goodput.
@@ -183,7 +183,7 @@ def _bands(outcome: Outcome, tokens: float | None) -> dict[str, tuple[str, tuple
 
 def _print_simulation(outcome: Outcome, tokens: float | None) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.limits.simulate import DAY
+    from zero2all.estimate.simulate import DAY
 
     plan = outcome.plan
     mean = plan.mean_seconds_between_failures
@@ -244,8 +244,8 @@ def _register_explain(inner: Subparsers) -> None:
 
 def _explain(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.perf.explain import as_json, explain
-    from zero2all.perf.run_record import read_record
+    from zero2all.measure.explain import as_json, explain
+    from zero2all.measure.run_record import read_record
 
     with open_run(arguments.run, arguments) as run:
         explanation = explain(read_record(run.folder, arguments.card_gib))
@@ -320,8 +320,8 @@ def _register_diff(inner: Subparsers) -> None:
 
 
 def _diff(arguments: argparse.Namespace) -> None:
-    from zero2all.perf.run_diff import as_json, diff_runs
-    from zero2all.perf.run_record import read_record
+    from zero2all.measure.run_diff import as_json, diff_runs
+    from zero2all.measure.run_record import read_record
 
     with open_run(arguments.runs[0], arguments) as first, open_run(arguments.runs[1], arguments) as second:
         diff = diff_runs(read_record(first.folder), read_record(second.folder))
