@@ -3,7 +3,7 @@
     python benchmarks/trainer.py --work WORKSPACE                       z2all-1b on the packed data there
     python benchmarks/trainer.py --work WORKSPACE --config quickstart   any other config
 
-A/B/A: the bare step (`z2a perf ablate`'s loop, random tokens), then `z2a train` on packed data, then the bare step
+A/B/A: the bare step (`z2a perf bench ablate`'s loop, random tokens), then `z2a train` on packed data, then the bare step
 again; each in a process of its own, as a user would start it. Medians over steps; steps during which a checkpoint was
 being written are told apart, and the stall of a save is what its event says. Runs are written below --work/runs and
 removed afterwards.

@@ -8,7 +8,7 @@ import pytest
 
 from tests.measure.made_run import MadeRun
 
-SMALL = ("perf", "simulate", "--nodes", "64", "--days", "3", "--repetitions", "5")
+SMALL = ("perf", "simulate", "--nodes", "64", "--time", "3d", "--repetitions", "5")
 
 
 def test_simulate_prints_bands_and_where_the_time_goes(z2a):
@@ -56,14 +56,14 @@ def test_slow_links_slow_the_run_by_their_share_of_a_step(z2a):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("--tokens", "1e9"), "--tokens with --tokens-per-gpu-second, or --days"),
+        (("--tokens", "1e9"), "--tokens with --tokens-per-gpu-second, or --time"),
         (("--shares", "fire=1"), "fire is not a kind"),
         (("--shares", "process"), "expected kinds and shares"),
         (("--shares", "process=nan"), "must be at least 0 and sum to 1"),
-        (("--days", "1e30"), "expected a number, above 0 and at most 100000"),
+        (("--time", "1e30"), "got '1e30', expected a time"),
         (("--slow-nodes", "1,2"), "expected three numbers"),
         (("--slow-links", "0.1,0.5,3"), "--communication-share says"),
-        (("--least-nodes", "70", "--stall-seconds", "99"), "at most 64 nodes; got 70; a save stalls"),
+        (("--least-nodes", "70", "--stall", "99"), "at most 64 nodes; got 70; a save stalls"),
     ],
 )
 def test_simulate_refuses_what_cannot_be(z2a, words, expected):

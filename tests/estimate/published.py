@@ -10,7 +10,8 @@ Korthikanti et al. 2022 model FLOPs; hardware FLOPs with selective recomputation
 
 from __future__ import annotations
 
-from zero2all.estimate.run_calculators import bus_seconds
+import math
+from dataclasses import dataclass
 
 
 def narayanan_hardware_flops(batch: float, s: float, layers: float, h: float, vocab: float) -> float:
@@ -103,3 +104,116 @@ def hierarchical_seconds(size: float, nodes: int, per_node: int, inner: float, o
     inside = bus_seconds("all-reduce", size, per_node, inner)
     between = bus_seconds("all-reduce", size / per_node, nodes, outer)
     return max(inside, between), inside + between
+
+
+def global_batch(gpus: int, micro_batch: int, accumulation: int = 1, cut: int = 1) -> int:
+    """Sequences of a step; `cut` GPUs hold one replica."""
+    return micro_batch * (gpus // cut) * accumulation
+
+
+# Volumes are elements that one rank sends, by the textbook; what our own trainer sends is in
+# `estimate.communication`. Times: a ring sends 2 (n - 1)/n of an all-reduce and (n - 1)/n of the others over its
+# links ("bus bandwidth", as in nccl-tests); a latency per hop. A double tree has fewer hops, and sends all of it twice.
+
+RING_SHARE = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0}
+
+
+def ring_factor(kind: str, ranks: int) -> float:
+    """What a rank sends of a collective, as a share of the whole tensor."""
+    return RING_SHARE[kind] * (ranks - 1) / ranks
+
+
+def data_volume(parameters: float, ranks: int, zero: int) -> float:
+    """Of a step (zero 0, 1), or of each micro-step for what zero 2 and 3 send there."""
+    return (3 if zero == 3 else 2) * (ranks - 1) / ranks * parameters
+
+
+def tensor_volume(tokens: float, hidden: float, ranks: int) -> float:
+    """Of a layer, forward and backward: four all-reduces, or four all-gathers and four reduce-scatters."""
+    return 8 * tokens * hidden * (ranks - 1) / ranks
+
+
+def ring_attention_volume(tokens: float, kv_size: float, ranks: int) -> float:
+    """Of a layer forward; twice as much backward; `tokens` of the whole group."""
+    return 2 * tokens * kv_size * (ranks - 1) / ranks
+
+
+def expert_volume(tokens: float, hidden: float, experts_per_token: float, ranks: int) -> float:
+    """Of a layer forward, there and back; as much backward; `tokens` of the rank."""
+    return 2 * tokens * experts_per_token * hidden * (ranks - 1) / ranks
+
+
+def bus_seconds(kind: str, size: float, ranks: int, bus_bytes: float) -> float:
+    """From a measured bus bandwidth."""
+    return size * ring_factor(kind, ranks) / bus_bytes
+
+
+def ring_seconds(kind: str, size: float, ranks: int, link_bytes: float, latency: float = 0.0) -> float:
+    """In a ring, with a latency for each of its hops."""
+    return RING_SHARE[kind] * (ranks - 1) * latency + bus_seconds(kind, size, ranks, link_bytes)
+
+
+def tree_seconds(size: float, ranks: int, link_bytes: float, latency: float = 0.0) -> float:
+    """All-reduce in a double tree."""
+    return 2 * math.log2(ranks) * latency + 2 * size / link_bytes
+
+
+def least_tokens_for_zero3(flops: float, link_bytes: float) -> float:
+    """Tokens per GPU and micro-step above which computing takes longer than gathering (JAX scaling book): C/W."""
+    return flops / link_bytes
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """Of one schedule."""
+
+    idle: float  # time
+    ideal: float  # time of m micro-batches without a bubble
+    in_flight: float  # micro-batches whose activations the fullest stage keeps
+
+    @property
+    def over_ideal(self) -> float:
+        """Overhead beside the ideal time."""
+        return self.idle / self.ideal
+
+    @property
+    def of_total(self) -> float:
+        """Share of the whole step."""
+        return self.idle / (self.idle + self.ideal)
+
+
+def bubbles(
+    p: int, m: int, v: int = 1, forward: float = 1.0, input_gradient: float = 1.0, weight_gradient: float = 1.0
+) -> dict[str, Bubble]:
+    """Idle time at the start and the end of every step, of p stages, m micro-batches, v blocks per stage. In the times
+    of one micro-batch in a stage, forward F, input gradient B, weight gradient W: 1F1B and GPipe (p-1)(F+B+W),
+    interleaved 1/v of it; zero bubble (Qi et al. 2023) H1 (p-1)(F+B-W), H2 (p-1)(F+B-2W), V about 0; DualPipe
+    (DeepSeek-V3) (p/2-1)(FB+Bfull-3W), where FB is a forward and a backward pass that overlap, F+B+W at most.
+
+    Every schedule; `interleaved` only for v > 1, DualPipe only for an even p; zb-h2, zb-v and DualPipe only for
+    enough micro-batches."""
+    F, B, W = forward, input_gradient, weight_gradient
+    ideal = m * (F + B + W)
+    found = {
+        "gpipe": Bubble((p - 1) * (F + B + W), ideal, m),
+        "1f1b": Bubble((p - 1) * (F + B + W), ideal, min(p, m)),
+        "zb-h1": Bubble(max(0.0, (p - 1) * (F + B - W)), ideal, min(p, m)),
+    }
+    if m >= 2 * p - 1:  # with fewer, a stage has nothing to do while it waits for its first gradient
+        found["zb-h2"] = Bubble(max(0.0, (p - 1) * (F + B - 2 * W)), ideal, 2 * p - 1)
+        found["zb-v"] = Bubble(0.0, ideal, p)
+    if v > 1:
+        found["interleaved"] = Bubble((p - 1) * (F + B + W) / v, ideal, min(p * (1 + (p - 1) / (p * v)), m))
+    if p % 2 == 0 and m >= 2 * p:
+        found["dualpipe"] = Bubble(max(0.0, (p / 2 - 1) * ((F + B + W) + (B + W) - 3 * W)), ideal, min(p + 1, m))
+    return found
+
+
+def any_failure(probability: float, devices: float) -> float:
+    """1 - (1 - p)^n: at least one of n devices fails."""
+    return -math.expm1(devices * math.log1p(-probability)) if probability < 1 else 1.0
+
+
+def goodput_approximation(interval: float, save: float, restart: float, mtbf: float) -> float:
+    """First order; of use where everything is short beside the mean time between failures."""
+    return 1 - save / interval - (interval / 2 + restart) / mtbf

@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.estimate import published
-from zero2all.estimate import run_calculators
 from zero2all.estimate.answer import ImpossibleError, said
-from zero2all.estimate.failures import any_failure, daly_interval, goodput, young_interval
+from zero2all.estimate.failures import daly_interval, goodput, young_interval
 from zero2all.estimate.floors import tiling
 from zero2all.estimate.flops import conventions, packed_length
 from zero2all.estimate.gpus import DEVICE_NAMES, GPUS
 from zero2all.estimate.model_calculators import (
     RECIPES,
+    Devices,
     flops,
     hardware_flops,
     inference,
@@ -26,7 +26,7 @@ from zero2all.estimate.model_calculators import (
     zero_bytes,
 )
 from zero2all.estimate.parameters import KNOWN_MODELS, Unpadded, counted, counted_by_total, counted_gpt
-from zero2all.estimate.run_calculators import LAWS, batch, bubble, bubbles, checkpoint, comm, cost, failure, time
+from zero2all.estimate.run_calculators import LAWS, Speed, cost
 from zero2all.model.config import MoeConfig, parameter_counts
 
 
@@ -118,7 +118,7 @@ def test_activations_grow_with_batch_and_length_and_shrink_with_what_is_given_up
 
 @over(st.integers(2, 32), st.integers(1, 16), st.integers(2, 8))
 def test_better_schedules_idle_less_and_more_micro_batches_idle_less(stages, times, virtual):
-    here, more = bubbles(stages, stages * times, virtual), bubbles(stages, stages * (times + 1), virtual)
+    here, more = (published.bubbles(stages, stages * each, virtual) for each in (times, times + 1))
     assert ("zb-h2" in here) == (stages * times >= 2 * stages - 1)
     order = ("zb-v", "zb-h2", "zb-h1", "1f1b", "gpipe")
     idle = [here[name].of_total for name in order if name in here]
@@ -142,22 +142,22 @@ def test_goodput_is_greatest_near_dalys_interval(save, mtbf, restart):
 
 @over(st.floats(1e-9, 0.5), st.integers(1, 10**6))
 def test_more_devices_fail_more_often_and_never_surely(chance, devices):
-    assert chance * 0.999 <= any_failure(chance, devices) <= any_failure(chance, devices + 1) <= 1
-    assert any_failure(chance, devices) <= min(1.0, chance * devices) + 1e-12
+    assert chance * 0.999 <= published.any_failure(chance, devices) <= published.any_failure(chance, devices + 1) <= 1
+    assert published.any_failure(chance, devices) <= min(1.0, chance * devices) + 1e-12
 
 
 @over(st.integers(2, 64), st.floats(1e3, 1e11), st.integers(2, 16), st.integers(2, 8))
 def test_collectives_are_bounded_from_below_and_above_and_grow_with_size(ranks, size, nodes, per_node):
     low, high = published.hierarchical_seconds(size, nodes, per_node, 450e9, 50e9)
     assert low <= high <= 2 * low
-    for kind in run_calculators.RING_SHARE:
-        seconds = run_calculators.ring_seconds(kind, size, ranks, 50e9, 1e-5)
+    for kind in published.RING_SHARE:
+        seconds = published.ring_seconds(kind, size, ranks, 50e9, 1e-5)
         assert (
-            run_calculators.bus_seconds(kind, size, ranks, 50e9)
+            published.bus_seconds(kind, size, ranks, 50e9)
             < seconds
-            < run_calculators.ring_seconds(kind, 2 * size, ranks, 50e9, 1e-5)
+            < published.ring_seconds(kind, 2 * size, ranks, 50e9, 1e-5)
         )
-    volumes = [run_calculators.data_volume(size, ranks, stage) for stage in range(4)]
+    volumes = [published.data_volume(size, ranks, stage) for stage in range(4)]
     assert volumes[0] == volumes[1] == volumes[2] == pytest.approx(volumes[3] * 2 / 3)
 
 
@@ -183,7 +183,7 @@ def test_no_other_split_of_the_same_flops_has_a_lower_loss(budget, law, factor):
 @over(models)
 def test_every_answer_about_a_model_has_units_conventions_and_finite_terms(model):
     answers = [params(model), flops(model), zero(model, 64), inference(model, gpu=GPUS["h100"], sequences=4)]
-    answers.append(mfu(model, 1000.0, gpu=GPUS["h100"], gpus=8, recompute="full"))
+    answers.append(mfu(model, 1000.0, Devices(8, GPUS["h100"]), recompute="full"))
     for answer in answers:
         names = [term.name for term in answer.terms]
         assert len(names) == len(set(names))
@@ -204,7 +204,7 @@ def test_a_model_known_by_its_size_only_gets_the_conventions_that_need_no_more()
 
 def test_hfu_counts_what_is_recomputed_and_mfu_does_not():
     plain, full = (
-        mfu(counted_gpt(6144, 48, 51200, 2048), 7447.0, gpu=GPUS["a100"], gpus=8, recompute=kind)
+        mfu(counted_gpt(6144, 48, 51200, 2048), 7447.0, Devices(8, GPUS["a100"]), recompute=kind)
         for kind in ("none", "full")
     )
     assert full["MFU palm"] == plain["MFU palm"] == pytest.approx(0.417, abs=0.001)
@@ -213,37 +213,19 @@ def test_hfu_counts_what_is_recomputed_and_mfu_does_not():
 
 
 def test_cost_is_time_and_price_and_goodput():
-    spent = cost(KNOWN_MODELS["gpt-3"], 2.0, 300_000_000_000, 1024, 0.9, tflops=140.0, convention="8N")
-    assert spent["time"] == pytest.approx(
-        time(KNOWN_MODELS["gpt-3"], 300_000_000_000, 1024, tflops=140.0, convention="8N")["time"] / 0.9
-    )
+    whole, kept = (Speed(tflops=140.0, convention="8N", goodput=share) for share in (1.0, 0.9))
+    model, devices, tokens = KNOWN_MODELS["gpt-3"], Devices(1024), 300_000_000_000
+    spent = cost(model, kept, devices, tokens, price=2.0)
+    assert spent["time"] == pytest.approx(cost(model, whole, devices, tokens)["time"] / 0.9)
     assert spent["cost"] == pytest.approx(1.848e6, rel=1e-3)
-
-
-def test_communication_parts_sum_to_the_total_and_an_axis_that_is_not_used_sends_nothing():
-    model = KNOWN_MODELS["mixtral-8x7b"]
-    found = comm(model, 64, zero=3, tensor=2, pipeline=2, context=2, expert=4, micro_tokens=8192, micro_steps=4)
-    parts = [term.value for term in found.terms if term.name != "all"]
-    assert len(parts) == 5
-    assert sum(parts) == pytest.approx(found["all"])
-    assert [term.name for term in comm(model, 64, zero=1).terms] == ["data (zero 1)", "all"]
-    by_micro_step = [
-        comm(model, 8, zero=stage, micro_steps=4)["all"] / comm(model, 8, zero=stage)["all"] for stage in range(4)
-    ]
-    assert by_micro_step == [1, 1, 2.5, 4]
 
 
 @pytest.mark.parametrize(
     ("ask", "fields"),
     [
-        (lambda: batch(7, 4, tensor=2), ["--gpus"]),
-        (lambda: bubble(8, 3, 2), ["--micro-batches", "--micro-batches"]),
-        (lambda: comm(counted_by_total(10**9), 8, tensor=3, expert=2), ["--gpus", "--micro-tokens", "--expert"]),
         (lambda: mfu(KNOWN_MODELS["tinyllama"]), ["--tokens-per-second", "--gpu"]),
-        (lambda: roofline(m=3, tile=(0, 1)), ["--bandwidth-gbs", "--m, --n, --k", "--tile", "--gpu"]),
-        (lambda: time(KNOWN_MODELS["gpt-3"], mfu=0.4, tflops=100.0), ["--tokens", "--mfu"]),
-        (lambda: time(counted_by_total(10**9), 10, mfu=0.4, peak_tflops=312, convention="palm"), ["--convention"]),
-        (lambda: failure(8), ["--probability"]),
+        (lambda: cost(KNOWN_MODELS["gpt-3"], Speed(mfu=0.4, tflops=100.0)), ["--tokens", "--mfu"]),
+        (lambda: cost(counted_by_total(10**9), Speed(mfu=0.4, convention="palm"), tokens=10), ["--convention"]),
     ],
 )
 def test_everything_that_is_wrong_is_said_at_once(ask, fields):
@@ -275,17 +257,10 @@ def test_numbers_are_said_with_their_unit(value, unit, words):
 
 
 def test_memory_bound_products_name_the_bandwidth_and_rates_above_the_peak_are_refused():
-    small = roofline(m=1, n=4096, k=4096, gpu=GPUS["a100"])
+    small = roofline(1, 4096, 4096, GPUS["a100"])
     assert next(term.formula for term in small.terms if term.name == "least time") == "at 2.039 TB/s"
     model = counted_by_total(7_000_000_000)
     with pytest.raises(ImpossibleError, match="at most the peak of a GPU, 989"):
-        time(model, tokens=10**12, gpus=8, tflops=4000, gpu=GPUS["h100"])
+        cost(model, Speed(tflops=4000), Devices(8, GPUS["h100"]), 10**12)
     with pytest.raises(ImpossibleError, match="at most 23,548 tokens/s"):
-        mfu(model, tokens_per_second=30_000, gpu=GPUS["h100"])
-
-
-def test_a_run_without_progress_is_said_and_has_no_negative_goodput():
-    found = checkpoint(mtbf=60.0, save=600.0)
-    assert all(term.value >= 0 for term in found.terms)
-    assert "makes no progress at Daly" in found.notes[0]
-    assert checkpoint(mtbf=3.1 * 3600, save=60.0).notes == []
+        mfu(model, 30_000, Devices(gpu=GPUS["h100"]))

@@ -28,7 +28,7 @@ ROUGH = Plan(
     nodes=512,
     failures_per_gpu_hour=6e-5,
     stall_seconds=2.0,
-    repair_hours=12.0,
+    repair_seconds=12 * HOUR,
     spare_nodes=3,
     memory_interval_seconds=60.0,
     slow_nodes=Slowness(0.002, 1.2, 6.0),
@@ -124,7 +124,7 @@ def test_a_worse_machine_takes_longer(worse):
 
 
 def test_an_elastic_run_goes_on_where_another_waits():
-    without_spares = dataclasses.replace(ROUGH, spare_nodes=0, repair_hours=48.0)
+    without_spares = dataclasses.replace(ROUGH, spare_nodes=0, repair_seconds=48 * HOUR)
     waits = simulate(without_spares, 20)
     elastic = simulate(dataclasses.replace(without_spares, least_nodes=256), 20)
     assert waits.parts["waiting for nodes"].mean() > 10 * elastic.parts["waiting for nodes"].mean()

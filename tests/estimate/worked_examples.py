@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tests.estimate import published
-from zero2all.estimate import failures, floors, run_calculators
+from zero2all.estimate import failures, floors
 from zero2all.estimate.flops import conventions, packed_length
 from zero2all.estimate.gpus import GPUS
-from zero2all.estimate.model_calculators import RECIPES, variants, zero_bytes
+from zero2all.estimate.model_calculators import RECIPES, Devices, variants, zero_bytes
 from zero2all.estimate.parameters import KNOWN_MODELS, Counted, Latent, counted_by_total, counted_gpt, llama
-from zero2all.estimate.run_calculators import LAWS, batch, bubbles, cost, rule_of_thumb, time
+from zero2all.estimate.run_calculators import LAWS, Speed, cost, rule_of_thumb
 
 TOLERANCE = 0.01
 GB, GIB, HOUR, DAY = 1e9, 2.0**30, 3600.0, 86400.0
@@ -133,16 +133,18 @@ def training_time() -> Found:
     """Section: training time and cost."""
     gpt3 = KNOWN_MODELS["gpt-3"]
     rounded, tokens = counted_by_total(174_600_000_000), 300_000_000_000
-    yield Case("GPT-3, 6 N D", "3.143e23", time(rounded, tokens, tflops=1, convention="6N")["FLOPs"])
-    found = time(rounded, tokens, 1024, tflops=140, convention="8N")
+    yield Case("GPT-3, 6 N D", "3.143e23", cost(rounded, Speed(tflops=1, convention="6N"), tokens=tokens)["FLOPs"])
+    found = cost(rounded, Speed(tflops=140, convention="8N"), Devices(1024), tokens)
     yield Case("GPT-3, 1024 A100 at 140 TF, d", "33.8", found["time"] / DAY)
     yield Case("GPT-3, GPU-h", "831429", found["GPU-hours"])
-    paid = cost(rounded, 2, tokens, 1024, 0.9, tflops=140, convention="8N")
+    paid = cost(rounded, Speed(tflops=140, convention="8N", goodput=0.9), Devices(1024), tokens, price=2)
     yield Case("GPT-3, M USD at 2 an hour, goodput 0.9", "1.848", paid["cost"] / 1e6)
-    found = time(counted_by_total(1008 * 10**9), 450 * 10**9, 3072, tflops=163, convention="8N")
+    found = cost(counted_by_total(1008 * 10**9), Speed(tflops=163, convention="8N"), Devices(3072), 450 * 10**9)
     yield Case("1T, d", "83.9", found["time"] / DAY)
     rates = [(384, 153), (768, 149), (1536, 141)]
-    found = [time(gpt3, tokens, gpus, tflops=rate, convention="8N")["time"] / DAY for gpus, rate in rates]
+    found = [
+        cost(gpt3, Speed(tflops=rate, convention="8N"), Devices(gpus), tokens)["time"] / DAY for gpus, rate in rates
+    ]
     yield from several("175B, eq. 4, d, GPUs", [gpus for gpus, _ in rates], "82.6 42.4 22.4", found)
     work = published.narayanan_hardware_flops(300e9 / 2048, 2048, 96, 12288, 51200)
     found = [work / (gpus * rate * 1e12) / DAY for gpus, rate in rates]
@@ -160,7 +162,9 @@ def training_time() -> Found:
     yield Case(
         "its implied MFU %", "34.6", 100 * published.implied_utilisation(large, 15.6e12, 30.84e6, H100.peak_flops)
     )
-    found = time(counted_by_total(70 * 10**9), 15 * 10**12, 8960, GPUS["tpu-v5p"], mfu=0.4, convention="6N")
+    found = cost(
+        counted_by_total(70 * 10**9), Speed(mfu=0.4, convention="6N"), Devices(8960, GPUS["tpu-v5p"]), 15 * 10**12
+    )
     yield Case("JAX scaling book, d", "44.3", found["time"] / DAY)
 
 
@@ -224,48 +228,47 @@ def activations() -> Found:
 
 def batches_and_bubbles() -> Found:
     """Sections: batch arithmetic, pipeline bubbles."""
-    answers = batch(8, 4), batch(8, 4, tensor=2, pipeline=2), batch(8, 4, accumulation=4)
-    found = [answer["global batch"] for answer in answers]
+    found = [published.global_batch(8, 4), published.global_batch(8, 4, cut=4), published.global_batch(8, 4, 4)]
     yield from several("8 GPUs, micro-batch 4,", ("plain", "t = p = 2", "accumulation 4"), "32 8 128", found)
     for p, m, expected in ((4, 8, "37.5 27.3"), (8, 32, "21.9 17.9"), (16, 16, "93.75 48.4")):
-        found_1f1b = bubbles(p, m)["1f1b"]
+        found_1f1b = published.bubbles(p, m)["1f1b"]
         found = [100 * found_1f1b.over_ideal, 100 * found_1f1b.of_total]
         yield from several(f"bubble p {p} m {m}, %,", ("over ideal", "of the step"), expected, found)
-    yield Case("bubble p 8 m 32 v 4, %", "5.5", 100 * bubbles(8, 32, 4)["interleaved"].over_ideal)
-    units = bubbles(8, 32)
+    yield Case("bubble p 8 m 32 v 4, %", "5.5", 100 * published.bubbles(8, 32, 4)["interleaved"].over_ideal)
+    units = published.bubbles(8, 32)
     names = ("1f1b", "zb-h1", "zb-h2", "dualpipe")
     yield from several("bubble p 8, unit times,", names, "21 7 0 6", [units[name].idle for name in names])
 
 
 def communication() -> Found:
     """Sections: volumes and times of collectives."""
-    volume = 2 * run_calculators.data_volume(KNOWN_MODELS["llama-3.1-8b"].total, 8, 3)
+    volume = 2 * published.data_volume(KNOWN_MODELS["llama-3.1-8b"].total, 8, 3)
     yield from several("FSDP 8B, n 8,", ("GB", "s"), "42.2 0.117", [volume / GB, volume / 361e9])
-    volume = 2 * run_calculators.tensor_volume(8192, 8192, 8)
+    volume = 2 * published.tensor_volume(8192, 8192, 8)
     yield from several("TP 8,", ("MB a layer", "ms"), "939.5 2.61", [volume / 1e6, volume / 360e9 * 1e3])
     found = [
         published.ulysses_volume(131072, 8192, 8) / 1e6,
         published.megatron_sequence_volume(131072, 8192) / 1e6,
     ]
     yield from several("M elements,", ("Ulysses 8", "Megatron"), "537 4295", found)
-    yield Case("CP 4, MB forward", "100.7", 2 * run_calculators.ring_attention_volume(32768, 1024, 4) / 1e6)
-    yield Case("EP 8, GB forward", "1.644", 2 * run_calculators.expert_volume(8192, 7168, 8, 8) / GB)
+    yield Case("CP 4, MB forward", "100.7", 2 * published.ring_attention_volume(32768, 1024, 4) / 1e6)
+    yield Case("EP 8, GB forward", "1.644", 2 * published.expert_volume(8192, 7168, 8, 8) / GB)
     for name, size, scale, expected in (
         ("1 MB", 1e6, 1e6, "658.8 140.0"),
         ("64 MB", 64e6, 1e3, "3.10 2.66"),
         ("1 GB", 1e9, 1e3, "39.4 40.1"),
     ):
-        ring = run_calculators.ring_seconds("all-reduce", size, 32, 50e9, 10e-6)
-        tree = run_calculators.tree_seconds(size, 32, 50e9, 10e-6)
+        ring = published.ring_seconds("all-reduce", size, 32, 50e9, 10e-6)
+        tree = published.tree_seconds(size, 32, 50e9, 10e-6)
         yield from several(f"all-reduce {name},", ("ring", "tree"), expected, [ring * scale, tree * scale])
     size = 4 * GIB
     low, high = published.hierarchical_seconds(size, 4, 8, 740.64e9, 50e9)
-    found = [run_calculators.bus_seconds("all-reduce", size, 32, rate) * 1e3 for rate in (377.34e9, 400e9)]
-    found += [run_calculators.bus_seconds("all-reduce", size, 8, 740.64e9) * 1e3, low * 1e3, high * 1e3]
+    found = [published.bus_seconds("all-reduce", size, 32, rate) * 1e3 for rate in (377.34e9, 400e9)]
+    found += [published.bus_seconds("all-reduce", size, 8, 740.64e9) * 1e3, low * 1e3, high * 1e3]
     names = ("32 GPUs", "flat ring", "one node", "hierarchical, least", "hierarchical, most")
     yield from several("4 GiB on B200, ms,", names, "22.05 20.8 10.15 16.1 26.25", found)
     yield Case("rate of a NIC, GB/s", "36.5", 377.34 * (4 - 1) / (32 - 1))
-    found = [run_calculators.least_tokens_for_zero3(H100.peak_flops, rate) for rate in (450e9, 50e9)]
+    found = [published.least_tokens_for_zero3(H100.peak_flops, rate) for rate in (450e9, 50e9)]
     yield from several("tokens for FSDP, H100, GB/s", (450, 50), "2198 19780", found)
     yield Case("most TP ranks, f 28672", "13", published.most_tensor_ranks(28672, H100.peak_flops, 450e9))
 
@@ -293,19 +296,19 @@ def rooflines() -> Found:
 
 def failure() -> Found:
     """Section: failures, checkpoints, goodput."""
-    yield Case("1 % x 128, %", "72.37", 100 * failures.any_failure(0.01, 128))
-    yield Case("0.27 % x 1000, %", "93", 100 * failures.any_failure(0.0027, 1000))
+    yield Case("1 % x 128, %", "72.37", 100 * published.any_failure(0.01, 128))
+    yield Case("0.27 % x 1000, %", "93", 100 * published.any_failure(0.0027, 1000))
     mtbf = 54 * DAY / 419
     chance = HOUR / (mtbf * 16384)
-    found = [mtbf / HOUR, mtbf * 16384 / HOUR, 100 * failures.any_failure(chance, 16384)]
+    found = [mtbf / HOUR, mtbf * 16384 / HOUR, 100 * published.any_failure(chance, 16384)]
     yield from several("Llama 3,", ("MTBF h", "GPU-h", "P(1 h) %"), "3.093 50677 27.6", found)
     yield Case("p of a GPU-hour", "1.973e-5", chance)
     sizes = (8, 64, 512, 4096, 16384)
-    found = [100 * failures.any_failure(failures.any_failure(chance, 24), size) for size in sizes]
+    found = [100 * published.any_failure(published.any_failure(chance, 24), size) for size in sizes]
     yield from several("P(24 h) %, GPUs", sizes, "0.38 2.99 21.5 85.6 99.96", found)
     daly = failures.daly_interval(60, mtbf)
     found = [failures.young_interval(60, mtbf), daly, failures.goodput(daly, 60, 600, mtbf)]
-    found.append(failures.goodput_approximation(daly, 60, 600, mtbf))
+    found.append(published.goodput_approximation(daly, 60, 600, mtbf))
     yield from several("save 60 s,", ("Young", "Daly", "goodput", "about"), "1156 1116 0.853 0.842", found)
     daly = failures.daly_interval(2, mtbf)
     yield from several("save 2 s,", ("Daly", "goodput"), "210 0.955", [daly, failures.goodput(daly, 2, 300, mtbf)])

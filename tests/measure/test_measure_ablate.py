@@ -263,7 +263,7 @@ def test_without_matplotlib_there_is_no_picture_and_that_is_said(second, tmp_pat
 
 
 def test_the_verb_prints_the_table_and_how_to_continue(second, options, tiny_path, capsys):
-    words = ["perf", "ablate", str(tiny_path), "--output", str(options.output), "--batch", "1x16x1"]
+    words = ["perf", "bench", "ablate", str(tiny_path), "--out", str(options.output), "--batch", "1x16x1"]
     words += ["--rows", "all-fused,naive,fp8,liger", "--budget-seconds", "0"]
     assert main(words) == 0
     out = capsys.readouterr().out
@@ -280,10 +280,10 @@ def test_results_brought_from_another_machine_can_be_shown_here(second, options,
     text = (tmp_path / RESULTS_FILE).read_text()
     found = Results(tmp_path)
     found.path.write_text(text.replace(second.lines[0]["key"], rekeyed(second, "all-fused")))
-    words = ["perf", "ablate", str(tiny_path), "--output", str(tmp_path), "--batch", "1x16x1", "--report"]
+    words = ["perf", "bench", "ablate", str(tiny_path), "--out", str(tmp_path), "--batch", "1x16x1", "--report"]
     assert main(words) == 0
     assert "NVIDIA H900" in capsys.readouterr().out
-    assert main([*words[:3], "--output", str(tmp_path / "none"), "--report"]) == 3
+    assert main([*words[:4], "--out", str(tmp_path / "none"), "--report"]) == 3
 
 
 def rekeyed(ablation: Ablation, row: str) -> str:
@@ -292,7 +292,7 @@ def rekeyed(ablation: Ablation, row: str) -> str:
 
 
 def test_the_verb_lists_the_rows_without_measuring(tiny_path, capsys):
-    assert main(["perf", "ablate", str(tiny_path), "--list"]) == 0
+    assert main(["perf", "bench", "ablate", str(tiny_path), "--list"]) == 0
     assert "without-rms-norm" in capsys.readouterr().out
 
 

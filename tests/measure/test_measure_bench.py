@@ -13,14 +13,6 @@ from zero2all.measure.bench import copies, samples
 from zero2all.measure.bench.allreduce import allreduce_advice, bench_allreduce
 from zero2all.measure.bench.copies import loader_advice, numa_advice, numa_nodes, pin_advice
 from zero2all.measure.bench.samples import WITHIN_NOISE, Row, in_turn, is_faster
-from zero2all.measure.bench.training import (
-    bench_compile,
-    bench_gc,
-    bench_optimizer,
-    compile_advice,
-    gc_advice,
-    optimizer_advice,
-)
 
 CPU = torch.device("cpu")
 BATCH = BatchShape(2, 32, 1)
@@ -68,17 +60,6 @@ def test_readers_are_advised_only_where_they_read_more():
     assert "`--data.readers 2 --data.reader_kind process`: 2.00 times" in loader_advice(better)[-1]
 
 
-def test_compilation_is_advised_with_the_steps_after_which_it_pays():
-    none = row("none", 1.0, **{"first step": "1.0 s"})
-    faster, slower, alike = (row("block", each, **{"first step": "31.0 s"}) for each in (0.7, 1.5, 1.01))
-    (line,) = compile_advice([none, faster])
-    assert "`--ops.compile block` makes iterations 1.43 times as fast" in line
-    assert "after 100 iterations" in line
-    assert "at none" in compile_advice([none, slower])[0]
-    assert compile_advice([none, alike]) == [WITHIN_NOISE]
-    assert compile_advice([faster]) == []
-
-
 def test_pinning_is_judged_by_the_largest_copies():
     names = ("pageable to GPU", "pinned to GPU", "GPU to pageable", "GPU to pinned", "locking new memory")
     small = [row(name, 1.0) for name in names]
@@ -111,46 +92,7 @@ def test_messages_are_joined_above_half_of_the_best_bandwidth():
     assert allreduce_advice(rows[:2]) == []
 
 
-def test_the_garbage_schedule_is_praised_only_where_it_helps():
-    own, ours = row("Python's own", 1.2), row("our schedule", 1.0)
-    assert "1.20 times as fast" in gc_advice([own, ours], {own.what: 0.1, ours.what: 0.0}, 0.1)[1]
-    alike = row("our schedule", 1.19)
-    assert "gains 10.00 % of the time" in gc_advice([own, alike], {own.what: 0.1, ours.what: 0.0}, 0.1)[1]
-    assert "did not run" in gc_advice([own, alike], {own.what: 0.0, ours.what: 0.0}, 0.1)[1]
-
-
-def test_optimizers_of_another_kind_get_a_cost_and_no_advice():
-    rows = [row("adamw (fused)", 1.0), row("adamw (eager)", 3.0), row("muon", 8.0), row("lion", 1.0)]
-    fused, cost = optimizer_advice(rows)
-    assert "3.00 times as fast" in fused
-    assert "muon 8.0." in cost
-    assert "lion" not in cost
-
-
 # ---- the real work ----
-
-
-def test_every_optimizer_makes_updates_and_its_state_is_counted(tiny):
-    bench = bench_optimizer(tiny, CPU, 0.01)
-    assert bench.left_out == []
-    state = {each.what: float(each.more["state"].split()[0]) for each in bench.rows}
-    assert state["adamw (fused)"] == pytest.approx(8, abs=0.1)
-    assert state["lion"] == pytest.approx(4, abs=0.1)
-    assert state["adamw_bf16"] == pytest.approx(4, abs=0.1)
-    assert state["adamw_8bit"] < state["lion"]
-
-
-def test_steps_are_measured_with_and_without_the_schedule(tiny):
-    bench = bench_gc(tiny, BATCH, CPU, 0.02, blocks=1)
-    assert [each.what for each in bench.rows] == ["Python's own", "our schedule"]
-    assert all(len(each.seconds) >= 3 for each in bench.rows)
-    assert bench.rows[1].more["collections"] == "0"
-
-
-def test_a_compiled_case_that_takes_too_long_is_left_out(tiny_path):
-    bench = bench_compile(str(tiny_path), [], BATCH, CPU, 0.1, row_seconds=0.05)
-    assert bench.rows == []
-    assert bench.left_out == [f"{kind}: failed: not finished after 0.05 s" for kind in ("none", "block", "trunk")]
 
 
 def test_two_processes_reduce_messages_of_several_sizes():

@@ -45,7 +45,7 @@ def test_rows_have_the_figures_of_their_batch(found):
 
 def test_command_prints_a_table_and_writes_json_and_a_picture(tiny_path, tmp_path, capsys):
     output = tmp_path / "results"
-    words = ["--batch", "2", "--prompt", "5", "--new", "3", "--device", "cpu", "--output", str(output)]
+    words = ["--batch", "2", "--prompt", "5", "--new", "3", "--device", "cpu", "--out", str(output)]
     assert main(["perf", "infer", str(tiny_path), *words]) == 0
     assert "tokens/s" in capsys.readouterr().out
     assert json.loads((output / "inference.json").read_text())["rows"][0]["batch"] == 2

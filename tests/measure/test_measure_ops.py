@@ -129,7 +129,7 @@ def test_one_matrix_or_all_of_them(tiny):
 
 def test_the_verb_prints_the_ceilings_and_keeps_json(tiny_path, tmp_path, capsys):
     file = tmp_path / "bench.json"
-    words = ["perf", "ops", "bench", str(tiny_path), "--only", "rope", "--rows", "16", "--seconds", "0"]
+    words = ["perf", "bench", "ops", str(tiny_path), "--only", "rope", "--rows", "16", "--seconds", "0"]
     assert main([*words, "--json", str(file)]) == 0
     out = capsys.readouterr().out
     assert "1 x 16 tokens" in out

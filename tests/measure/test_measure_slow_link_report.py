@@ -9,6 +9,7 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.manifest import write_manifest
 from zero2all.estimate.run.batch import load_measured_config
 from zero2all.measure.slow_link_report import link_notes, link_report, link_rows
+from zero2all.measure.verify import Asked
 from zero2all.model.config import parameter_counts
 
 SETTING = " --parallel.slow_link.{} {}"
@@ -17,7 +18,7 @@ SETTINGS = "--parallel.slow_link.scheme {} --parallel.slow_link.every {}"
 
 def test_a_report_of_a_preset():
     config, _ = load_measured_config("z2all-1b", [])
-    report = link_report("z2all-1b", [], 1.0, 2, 3.4, None)
+    report = link_report("z2all-1b", [], 1.0, 2, 3.4)
     assert report.parameters == parameter_counts(config.model)["total"]
     assert report.fragments == -(-config.model.layers // 3) + 1
     assert [row[0] for row in link_rows(report)[1:]] == [cost.scheme.name for cost in report.costs]
@@ -57,12 +58,12 @@ def test_without_a_tokenizer_it_says_which_vocabulary_is_assumed(size_said, tmp_
 
 @pytest.mark.parametrize(("gbit", "groups"), [(0.01, 2), (0.1, 8)])
 def test_below_what_any_scheme_can_use_it_takes_one_that_was_measured(gbit, groups):
-    report = link_report("z2all-1b", [], gbit, groups, 3.4, None)
+    report = link_report("z2all-1b", [], gbit, groups, 3.4)
     assert link_notes(report)[-1] == SETTINGS.format("sparse", 30)
 
 
 def test_an_exchange_longer_than_the_wait_is_said_with_the_value_to_set():
-    report = link_report("z2all-1b", [], 0.001, 2, 3.4, None)
+    report = link_report("z2all-1b", [], 0.001, 2, 3.4)
     assert link_notes(report)[-1].endswith(SETTING.format("wait_seconds", 724))
     assert "longer than parallel.slow_link.wait_seconds (60 s)" in link_notes(report)[-2]
 
@@ -79,8 +80,8 @@ def test_in_chinese_nothing_but_names_is_left_in_english(monkeypatch, capsys):
 def test_without_a_profile_it_names_the_flag_that_needs_none(tmp_path, monkeypatch):
     monkeypatch.setenv("Z2A_PROFILES", str(tmp_path))
     with pytest.raises(BadInputError, match=r"z2a perf calibrate.*--cluster h200\..*--step-seconds N\."):
-        link_report("quickstart", ["--parallel.device", "cpu"], 1.0, 2, None, None)
+        link_report("quickstart", ["--parallel.device", "cpu"], 1.0, 2)
 
 
 def test_a_step_is_predicted_for_a_cluster_by_name():
-    assert "h200" in link_report("z2all-1b", ["--parallel.device", "cpu"], 1.0, 2, None, None, "h200").how.lower()
+    assert "h200" in link_report("z2all-1b", ["--parallel.device", "cpu"], 1.0, 2, Asked("h200")).how.lower()

@@ -211,10 +211,10 @@ def test_power_and_clocks_are_medians_without_the_sample_from_before():
 
 
 def test_every_row_of_the_ablation_is_listed_without_a_config_and_stands_in_the_docs(capsys):
-    assert main(["perf", "ablate", "--list"]) == 0
+    assert main(["perf", "bench", "ablate", "--list"]) == 0
     shown = capsys.readouterr().out
     assert all(f" {variant.name} " in shown for variant in VARIANTS)
-    assert main(["perf", "ablate"]) == 2
+    assert main(["perf", "bench", "ablate"]) == 2
     assert "needs CONFIG" in capsys.readouterr().err
     docs = Path(__file__).parents[2] / "docs/perf.md"
     rows = docs.read_text(encoding="utf-8").partition("| rows | what they are |")[2].partition("\n\n")[0]

@@ -16,6 +16,7 @@ from zero2all.cli.verb import (
     add_json,
     add_output,
     add_verb,
+    duration,
     real,
     whole,
     write_json_result,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from zero2all.estimate.run.memory_report import MemoryReport
     from zero2all.estimate.run.plan import LayoutPlan
 
-EXAMPLE = """z2a perf plan z2all-1b --gpus 8 --cluster h100 --output planned.yaml
+EXAMPLE = """z2a perf plan z2all-1b --gpus 8 --cluster h100 --out planned.yaml
   z2a perf plan z2all-1b --gpus 1 --cluster h200 --measure 3
   z2a train planned.yaml"""
 
@@ -54,10 +55,10 @@ def register(inner: Subparsers) -> None:
         ("--network-gbps N", real(0.0), None, network),
         ("--top N", whole(1), 10, "layouts to show (default 10)"),
         ("--measure N", whole(1), None, "measure the best N on the GPU of this machine"),
-        ("--seconds N", real(0.0), 8.0, "measured seconds per layout (default 8)"),
-        ("--timeout-seconds N", real(1.0), 300.0, "stop a measurement then (default 300)"),
+        ("--seconds TIME", duration, 8.0, "measured time per layout (default 8)"),
+        ("--timeout TIME", duration, 300.0, "stop a measurement then (default 5m)"),
     )
-    add_output(parser, "--output", help="write the config of the best layout")
+    add_output(parser, "--out", help="write the config of the best layout")
     add_json(parser)
 
 
@@ -74,24 +75,24 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.measure is not None:
         from zero2all.measure.verify import measure_candidates
 
-        plan = measure_candidates(plan, arguments.measure, arguments.seconds, arguments.timeout_seconds)
-    if arguments.output is not None:
+        plan = measure_candidates(plan, arguments.measure, arguments.seconds, arguments.timeout)
+    if arguments.out is not None:
         from zero2all.common.files import write_atomic
         from zero2all.config import config_yaml
 
         whole_config, _ = load_model_config(arguments.config, arguments.overrides)
         text = config_yaml(config_of(whole_config, plan.candidates[0].row))
-        write_atomic(arguments.output, text.encode())
+        write_atomic(arguments.out, text.encode())
     if write_json_result(arguments.json, plan_json(plan)):
         return
     print_table(plan_cells(plan.candidates[: arguments.top]), _title(plan))
     print("\n".join([*map(t, notes), *_notes(plan)]))
-    if arguments.output is not None:
+    if arguments.out is not None:
         nodes = -(-arguments.gpus // plan.machine.gpus_per_node)
-        start = f"z2a train {arguments.output}"
+        start = f"z2a train {arguments.out}"
         if nodes > 1:
             start = f"{start} --nodes {nodes} --node-rank N --rendezvous HOST:PORT"
-        print(t(f"{arguments.output}: for {arguments.gpus} ranks; start it with `{start}`"))
+        print(t(f"{arguments.out}: for {arguments.gpus} ranks; start it with `{start}`"))
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:
@@ -155,7 +156,7 @@ def register_memory(inner: Subparsers) -> None:
         "memory",
         "where the memory of a training run goes, phase by phase; whether it fits a GPU, and what would make it fit",
         "z2a perf memory z2all-1b --gpu h200\n"
-        "  z2a perf memory z2all-1b --gpu a100-80g --train.micro_batch_samples 32 --picture memory.png\n"
+        "  z2a perf memory z2all-1b --gpu a100-80g --train.micro_batch_samples 32 --out memory.png\n"
         "  z2a perf memory big.yaml --memory-gib 24 --ranks 8 --parallel.zero 2 --json -",
         _memory,
         takes_overrides=True,
@@ -174,7 +175,7 @@ def register_memory(inner: Subparsers) -> None:
         ("--ranks N", whole(1), 1, "processes, one per GPU (default 1)"),
     )
     add_json(parser)
-    add_output(parser, "--picture", help="draw the phases as stacked bars against the card (PNG)")
+    add_output(parser, "--out", help="draw the phases as stacked bars against the card (PNG)")
 
 
 def _memory(arguments: argparse.Namespace) -> None:
@@ -184,8 +185,8 @@ def _memory(arguments: argparse.Namespace) -> None:
     is_quiet = write_json_result(arguments.json, as_json(report))
     if not is_quiet:
         _print(report)
-    if arguments.picture is not None:
-        said = write_picture(report, arguments.picture)
+    if arguments.out is not None:
+        said = write_picture(report, arguments.out)
         print(said, file=sys.stderr if is_quiet else None)
 
 

@@ -1,7 +1,7 @@
 """Failures, how often to save, and the share of time that is not lost (goodput).
 
-p is the probability that a device fails in an interval, M the mean time between failures of the whole fleet, delta what
-one checkpoint stops the run for, R what a restart takes, tau the time between checkpoints.
+M is the mean time between failures of the whole fleet, delta what one checkpoint stops the run for, R what a restart
+takes, tau the time between checkpoints.
 Young 1974: tau = sqrt(2 delta M). Daly 2006: sqrt(2 delta M) (1 + sqrt(delta/2M)/3 + delta/18M) - delta, and M where
 delta is 2M or more.
 Goodput: tau / (M e^(R/M) (e^((tau+delta)/M) - 1)), about 1 - delta/tau - (tau/2 + R)/M.
@@ -10,16 +10,6 @@ Goodput: tau / (M e^(R/M) (e^((tau+delta)/M) - 1)), about 1 - delta/tau - (tau/2
 from __future__ import annotations
 
 import math
-
-
-def any_failure(probability: float, devices: float) -> float:
-    """1 - (1 - p)^n: at least one of n devices fails."""
-    return -math.expm1(devices * math.log1p(-probability)) if probability < 1 else 1.0
-
-
-def fleet_mtbf(seconds: float, probability: float, devices: float) -> float:
-    """Mean time between failures of n devices, each of which fails with p in an interval of `seconds`."""
-    return seconds / (devices * probability)
 
 
 def young_interval(save: float, mtbf: float) -> float:
@@ -40,8 +30,3 @@ def goodput(interval: float, save: float, restart: float, mtbf: float) -> float:
     if (interval + save + restart) / mtbf > 700:  # e^700 is near the largest float
         return 0.0
     return interval / (mtbf * math.exp(restart / mtbf) * math.expm1((interval + save) / mtbf))
-
-
-def goodput_approximation(interval: float, save: float, restart: float, mtbf: float) -> float:
-    """First order; of use where everything is short beside the mean time between failures."""
-    return 1 - save / interval - (interval / 2 + restart) / mtbf

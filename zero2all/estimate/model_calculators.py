@@ -1,6 +1,6 @@
 """Calculators of a model: its parameters, FLOPs, utilisation, states, generating; one matmul against the roofline.
 
-Each returns an `Answer`; `zero2all.cli.limits` reads the arguments.
+Each returns an `Answer`; `zero2all.cli.perf_calculators` reads the arguments.
 """
 
 from __future__ import annotations
@@ -28,22 +28,35 @@ CONVENTION = (
 )
 INFERENCE_BYTES = {"float32 and bfloat16 copy": 6, "float32": 4, "bfloat16": 2, "int8": 1, "int4": 0.5}
 """Per parameter."""
-VERBS = ("params", "flops", "mfu", "zero", "inference", "roofline")
 USUAL_STEP = 256
 """Sequences of a step, where no config says how many."""
 RECOMPUTED = ("none", "selective", "full")
 """What the backward pass computes again: nothing, attention, the blocks."""
 
 
-def known_peak(gpu: Gpu | None, peak_tflops: float | None, problems: list[Problem] | None = None) -> float:
-    """Dense bfloat16 FLOP/s: as given, or from the data sheet. Other `problems` are reported with its absence."""
-    problems = [] if problems is None else problems
-    if peak_tflops is None and gpu is None:
+@dataclass(frozen=True)
+class Devices:
+    """The GPUs of a run."""
+
+    gpus: int = 1
+    gpu: Gpu | None = None
+    peak_tflops: float | None = None
+    """Dense peak of one, where it is not a known one."""
+
+
+ONE_GPU = Devices()
+
+
+def known_peak(devices: Devices, problems: list[Problem] | None = None) -> float:
+    """Dense bfloat16 FLOP/s of one GPU: as given, or from the data sheet. Other `problems` are reported with its
+    absence."""
+    problems, gpu, peak = [] if problems is None else problems, devices.gpu, devices.peak_tflops
+    if peak is None and gpu is None:
         hint = f"Give --peak-tflops, or --gpu with one of: {', '.join(GPUS)}."
         problems.append(Problem("--gpu", MISSING, "an accelerator whose peak is known, or its peak", hint))
     if problems:
         raise ImpossibleError(problems)
-    return peak_tflops * 1e12 if peak_tflops is not None else gpu.peak_flops if gpu else 0.0
+    return peak * 1e12 if peak is not None else gpu.peak_flops if gpu else 0.0
 
 
 def variants(model: Counted, seq_len: float | None, lengths: Sequence[float] | None = None) -> dict[str, float]:
@@ -107,7 +120,6 @@ def flops(
     tokens: int | None = None,
     lengths: Sequence[float] | None = None,
     gpu: Gpu | None = None,
-    peak_tflops: float | None = None,
 ) -> Answer:
     """FLOPs per token under every convention, attention's share, and the work of `tokens` tokens by group."""
     seq_len = seq_len or model.seq_len
@@ -128,7 +140,7 @@ def flops(
                 terms.append(Term(f"hardware, {kind} recompute", executed, "FLOP/token", how))
     notes = lacking(model, seq_len)
     if model.config is not None and seq_len:
-        terms += _groups(model, tokens or model.step_tokens or USUAL_STEP * seq_len, seq_len, gpu, peak_tflops)
+        terms += _groups(model, tokens or model.step_tokens or USUAL_STEP * seq_len, seq_len, gpu)
         notes.append(
             "torch's FlopCounterMode counts `palm` x tokens with plain operators: every matmul, no norms, the masked "
             "half of attention too. Flash attention's backward executes 5 matmuls beside 2 forward, so kernel "
@@ -137,7 +149,7 @@ def flops(
     return Answer(f"FLOPs of {model.name}, seq_len {seq_len or '?'}", CONVENTION, terms, notes)
 
 
-def _groups(model: Counted, tokens: int, seq_len: int, gpu: Gpu | None, peak_tflops: float | None) -> list[Term]:
+def _groups(model: Counted, tokens: int, seq_len: int, gpu: Gpu | None) -> list[Term]:
     if model.config is None:
         return []
     groups = flops_by_group(model.config, tokens, seq_len)
@@ -148,7 +160,7 @@ def _groups(model: Counted, tokens: int, seq_len: int, gpu: Gpu | None, peak_tfl
     ]
     if gpu is None:
         return terms
-    rate = peak_tflops * 1e12 if peak_tflops else gpu.matmul_flops or gpu.peak_flops
+    rate = gpu.matmul_flops or gpu.peak_flops
     seconds = {name: least_seconds(each.flops, each.bytes, rate, gpu.bandwidth) for name, each in groups.items()}
     total = sum(seconds.values())
     terms += [
@@ -165,23 +177,17 @@ def _limit(moved: float, gpu: Gpu) -> str:
 def mfu(
     model: Counted,
     tokens_per_second: float | None = None,
+    devices: Devices = ONE_GPU,
     seq_len: int | None = None,
-    gpus: int = 1,
-    gpu: Gpu | None = None,
-    peak_tflops: float | None = None,
-    step_seconds: float | None = None,
-    tokens_per_step: int | None = None,
     lengths: Sequence[float] | None = None,
     recompute: str = "none",
 ) -> Answer:
     """Utilisation in every convention: tokens/s x FLOPs per token / (GPUs x peak)."""
-    problems = []
-    if tokens_per_second is None and step_seconds and tokens_per_step:
-        tokens_per_second = tokens_per_step / step_seconds
-    elif tokens_per_second is None:
+    problems, gpus, gpu = [], devices.gpus, devices.gpu
+    if tokens_per_second is None:
         rule = "the speed of all GPUs together, or both --step-seconds and --tokens-per-step"
         problems.append(Problem("--tokens-per-second", MISSING, rule))
-    peak = known_peak(gpu, peak_tflops, problems)
+    peak = known_peak(devices, problems)
     assert tokens_per_second is not None
     seq_len = seq_len or model.seq_len
     found = variants(model, seq_len, lengths)
@@ -284,6 +290,9 @@ def zero(model: Counted, gpus: int, recipe: str = "adamw") -> Answer:
         Term("gradients", g * model.total, "bytes", f"{g:g} P, whole"),
         Term("optimizer states", o * model.total, "bytes", f"{o:g} P, whole, with masters"),
     ]
+    size = CHECKPOINT_BYTES * model.total if model.checkpoint_bytes is None else model.checkpoint_bytes
+    saved = f"{size / model.total:.4g} P: masters and the state of {model.optimizer}"
+    terms.append(Term("checkpoint", size, "bytes", saved))
     convention = (
         "Bytes of one rank (Rajbhandari et al. 2020), without activations, gathered weights and buffers. "
         "`z2a perf memory` counts those, and the float32 gradients of our trainer."
@@ -330,53 +339,36 @@ def inference(
     return Answer(f"Generating with {model.name}", convention, terms, [note])
 
 
-def roofline(
-    m: int | None = None,
-    n: int | None = None,
-    k: int | None = None,
-    gpu: Gpu | None = None,
-    peak_tflops: float | None = None,
-    bandwidth_gbs: float | None = None,
-    value_bytes: float = 2,
-    tile: Sequence[float] = (128, 256),
-) -> Answer:
-    """Ridge of a device; with a matmul (m, k) x (k, n), its intensity, least time, tiles and waves."""
-    bandwidth = bandwidth_gbs * 1e9 if bandwidth_gbs else gpu.bandwidth if gpu else None
-    given, missing = [m, n, k], []
-    if not bandwidth:
-        missing.append(Problem("--bandwidth-gbs", MISSING, "bytes/s of the memory, where --gpu is not given"))
-    if any(given) and not all(given):
-        missing.append(Problem("--m, --n, --k", given, "all three, or none"))
-    if len(tile) != 2 or min(tile) < 1:
-        missing.append(Problem("--tile", list(tile), "rows and columns, such as 128,256"))
-    peak = known_peak(gpu, peak_tflops, missing)
-    assert bandwidth is not None
+def roofline(m: int, n: int, k: int, gpu: Gpu, tile: tuple[int, int] = (128, 256)) -> Answer:
+    """A matmul (m, k) x (k, n) of 16-bit values: its intensity beside the ridge of a device, least time, tiles and
+    waves."""
+    peak, bandwidth, rate = gpu.peak_flops, gpu.bandwidth, gpu.matmul_flops or gpu.peak_flops
+    work, moved = matmul_flops(m, n, k), matmul_bytes(m, n, k, 2)
+    bound = "bound by arithmetic" if work / moved > peak / bandwidth else "bound by memory"
+    is_slower = work / rate > moved / bandwidth
     terms = [
         Term("peak", peak, "FLOP/s", "dense bfloat16, data sheet"),
         Term("bandwidth", bandwidth, "bytes/s", "of the memory"),
         Term("ridge", peak / bandwidth, "FLOP/byte", "peak / bandwidth"),
-        Term("least tokens", peak / bandwidth * value_bytes / 2, "tokens", "per weight read, to be compute-bound"),
+        Term("least tokens", peak / bandwidth, "tokens", "per weight read, to be compute-bound"),
+        Term("FLOPs", work, "FLOP", "2 m n k"),
+        Term("bytes", moved, "bytes", "2 (m k + k n + m n)"),
+        Term("intensity", work / moved, "FLOP/byte", f"FLOPs / bytes: {bound}"),
+        Term(
+            "least time",
+            least_seconds(work, moved, rate, bandwidth),
+            "s",
+            f"at {rate / 1e12:g} TFLOP/s" if is_slower else f"at {bandwidth / 1e12:g} TB/s",
+        ),
     ]
-    if m and n and k:
-        work, moved = matmul_flops(m, n, k), matmul_bytes(m, n, k, value_bytes)
-        rate = gpu.matmul_flops if gpu and gpu.matmul_flops and not peak_tflops else peak
-        bound = "bound by arithmetic" if work / moved > peak / bandwidth else "bound by memory"
-        is_slower = work / rate > moved / bandwidth
-        speed = f"at {rate / 1e12:g} TFLOP/s" if is_slower else f"at {bandwidth / 1e12:g} TB/s"
+    if gpu.units:
+        cut = tiling(m, n, gpu.units, *tile)
         terms += [
-            Term("FLOPs", work, "FLOP", "2 m n k"),
-            Term("bytes", moved, "bytes", f"{value_bytes:g} (m k + k n + m n)"),
-            Term("intensity", work / moved, "FLOP/byte", f"FLOPs / bytes: {bound}"),
-            Term("least time", least_seconds(work, moved, rate, bandwidth), "s", speed),
+            Term("number of tiles", cut.tiles, "tiles", f"of {tile[0]} x {tile[1]}"),
+            Term("number of waves", cut.waves, "waves", f"tiles / {gpu.units} SMs, rounded up"),
+            Term("wave efficiency", cut.wave_efficiency, "share", "tiles / (waves x SMs)"),
+            Term("tile efficiency", cut.tile_efficiency, "share", "m n / (tiles x tile)"),
         ]
-        if gpu and gpu.units:
-            cut = tiling(m, n, gpu.units, int(tile[0]), int(tile[1]))
-            terms += [
-                Term("number of tiles", cut.tiles, "tiles", f"of {tile[0]:g} x {tile[1]:g}"),
-                Term("number of waves", cut.waves, "waves", f"tiles / {gpu.units} SMs, rounded up"),
-                Term("wave efficiency", cut.wave_efficiency, "share", "tiles / (waves x SMs)"),
-                Term("tile efficiency", cut.tile_efficiency, "share", "m n / (tiles x tile)"),
-            ]
     return Answer(
         "Roofline",
         "Each operand read once, the result written once; an operation takes at least the larger of "

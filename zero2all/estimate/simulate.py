@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zero2all.common.errors import BadInputError
-from zero2all.estimate.failures import daly_interval, goodput
+from zero2all.estimate.failures import daly_interval, goodput, young_interval
 
 Floats = NDArray[np.float64]
 
@@ -54,6 +54,15 @@ class Slowness:
 
 
 @dataclass(frozen=True)
+class ClosedForm:
+    """How often to save, and the goodput, by formulas (`zero2all.estimate.failures`)."""
+
+    young: float  # seconds between saves
+    daly: float
+    goodput: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """A run and the machines it runs on. Rates are per GPU-hour or node-day, times in the unit of their name."""
 
@@ -66,7 +75,7 @@ class Plan:
     hang_seconds: float = 600.0
     restart_seconds: float = 300.0  # from the failure to the first new step, on the same nodes
     replace_seconds: float = 180.0  # more when a node is replaced
-    repair_hours: float = 24.0  # of a node, on average
+    repair_seconds: float = 24 * HOUR  # of a node, on average
     spare_nodes: int = 0
     least_nodes: int | None = None  # elastic: goes on with as few nodes as this; None: waits for all
     interval_seconds: float | None = None  # of work between two checkpoints; None: Daly's
@@ -104,6 +113,15 @@ class Plan:
             return self.work_seconds
         best = daly_interval(self.stall, self.mean_seconds_between_failures)
         return min(self.work_seconds, max(best, self.save_seconds, 1.0))
+
+    @property
+    def closed_form(self) -> ClosedForm | None:
+        """The textbook's answer for this interval; None without failures, or where saves stop nothing."""
+        if not self.failures_per_gpu_hour or not self.stall:
+            return None
+        mtbf = self.mean_seconds_between_failures
+        kept = goodput(self.interval, self.stall, self.restart_seconds, mtbf)
+        return ClosedForm(young_interval(self.stall, mtbf), daly_interval(self.stall, mtbf), kept)
 
 
 @dataclass(frozen=True)
@@ -210,7 +228,7 @@ class _Lanes:
         active = np.minimum(plan.nodes, plan.nodes + plan.spare_nodes - self.broken)
         per_second = np.where(is_up, active * plan.gpus_per_node * plan.failures_per_gpu_hour / HOUR, 0.0)
         rates = {kind: per_second * plan.shares.get(kind, 0.0) for kind in KINDS}
-        rates["repair"] = self.broken / (plan.repair_hours * HOUR)
+        rates["repair"] = self.broken / plan.repair_seconds
         for name, kind in self._slowness.items():
             may = (self.mode == RUNNING) & (self.slow_until[name] <= self.time)
             rates[name] = np.where(may, active * kind.per_node_day / DAY, 0.0)
@@ -375,7 +393,7 @@ def check_plan(plan: Plan) -> None:
         ("nodes", plan.nodes),
         ("interval", plan.interval_seconds),
         ("interval of copies in memory", plan.memory_interval_seconds),
-        ("repair time", plan.repair_hours),
+        ("repair time", plan.repair_seconds),
     ):
         if value is not None and value <= 0:
             wrong.append(f"{name} must be above 0; got {value:g}")

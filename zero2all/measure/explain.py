@@ -258,7 +258,9 @@ def _free_memory(record: RunRecord, figures: str, samples: int, passes: int, fre
             f"train.micro_batch_samples {larger} instead of {samples}: {rows // larger} passes per step "
             f"instead of {passes}"
         )
-        worth = f"{basis}; this record does not tell the gain in tokens/s: measure it with `z2a perf verify`"
+        worth = (
+            f"{basis}; the record does not tell the gain in tokens/s: measure it, `z2a perf predict CONFIG --verify`"
+        )
         yield Finding("passes are small while memory is free", figures, change, worth)
     elif room >= 1:
         change = f"room for {room} more samples a pass: more tokens per step, a larger model, or fewer GPUs"

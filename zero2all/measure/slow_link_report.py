@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import BadInputError
@@ -17,7 +16,7 @@ from zero2all.estimate.answer import said
 from zero2all.estimate.run.batch import own_batch, with_vocabulary
 from zero2all.estimate.run.models import load_model_config
 from zero2all.estimate.slow_link import LinkCost, link_costs, recommended
-from zero2all.measure.verify import prediction_for
+from zero2all.measure.verify import HERE, Asked, prediction_for
 from zero2all.model.config import ModelConfig
 from zero2all.parallel.layout import layout_table
 
@@ -48,29 +47,29 @@ def link_report(
     overrides: list[str],
     gbit: float,
     groups: int,
-    step_seconds: float | None,
-    profile: Path | None,
-    cluster: str | None = None,
+    step: float | Asked = HERE,
     workspace: Workspace | None = None,
 ) -> LinkReport:
-    """`step_seconds` is what a group computes in a step; None: predicted for the cluster or from the profile, with the
-    tokens of a step divided by the groups. Without model.vocab_size the vocabulary is that of the workspace."""
+    """`step`: the seconds that a group computes in a step, or the machine for which they are predicted, with the tokens
+    of a step divided by the groups. Without model.vocab_size the vocabulary is that of the workspace."""
     loaded, assumed = load_model_config(source, overrides)
     config, notes = with_vocabulary(loaded, workspace)
     notes = [*assumed, *notes]
-    fragments, how = fragment_shapes(config.model), "as given"
+    fragments = fragment_shapes(config.model)
     parameters = sum(math.prod(shape) for part in fragments for shape in part)
-    if step_seconds is None:
+    if isinstance(step, Asked):
         batch = own_batch(config, groups)
         without_documents = dataclasses.replace(config.data, document_mask=False)  # as in every prediction
         try:
-            found = prediction_for(dataclasses.replace(config, data=without_documents), batch, cluster, profile=profile)
+            found = prediction_for(dataclasses.replace(config, data=without_documents), batch, step)
         except BadInputError as error:  # most often no profile; a step that was timed needs none
             raise BadInputError(f"{error} {t('Or give the measured seconds of a step: --step-seconds N.')}") from error
-        step_seconds, how = found.corrected, f"predicted for {found.machine.name}, batch {batch} in each group"
-    costs = link_costs(fragments, groups, 1e9 * gbit, step_seconds, config.parallel.powersgd_rank)
+        seconds, how = found.corrected, f"predicted for {found.machine.name}, batch {batch} in each group"
+    else:
+        seconds, how = step, "as given"
+    costs = link_costs(fragments, groups, 1e9 * gbit, seconds, config.parallel.powersgd_rank)
     best, wait_seconds = recommended(costs, parameters), config.parallel.slow_link.wait_seconds
-    return LinkReport(parameters, len(fragments), step_seconds, how, costs, best, wait_seconds, notes)
+    return LinkReport(parameters, len(fragments), seconds, how, costs, best, wait_seconds, notes)
 
 
 def fragment_shapes(model: ModelConfig) -> list[list[tuple[int, ...]]]:

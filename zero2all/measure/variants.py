@@ -164,7 +164,7 @@ def named_variants(names: list[str] | None) -> list[Variant]:
     for name in names or []:
         if name not in BY_NAME:
             hint = nearest_hint(name, BY_NAME)
-            problem = f"There is no row {name}. `z2a perf ablate CONFIG --list` lists all rows."
+            problem = f"There is no row {name}. `z2a perf bench ablate CONFIG --list` lists all rows."
             raise UsageError(f"{problem} {hint}" if hint else problem)
     return [variant for variant in VARIANTS if names is None or variant.name in names]
 

@@ -1,4 +1,7 @@
-"""`z2a perf verify`: predict a config, run a few real steps of it, and put both side by side in the ledger."""
+"""`z2a perf predict`: the prediction of a config for a machine; with `--verify`, a few real steps beside it.
+
+Prediction and measurement go to the ledger, from which the next prediction is corrected.
+"""
 
 from __future__ import annotations
 
@@ -44,26 +47,45 @@ class Verified:
     measured: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Asked:
+    """The machine that a prediction is for: a cluster by name, the profile in a file, or (neither) this machine."""
+
+    cluster: str | None = None
+    profile: Path | None = None
+    gpus: int = 1
+    price: float | None = None
+    """Of a GPU for an hour; None: the one of the data sheet."""
+    ledger: Path | None = None
+    """Of earlier predictions; None: the one beside the profiles."""
+
+
+HERE = Asked()
+
+
+@dataclass(frozen=True)
+class ShortRun:
+    """The real steps beside a prediction."""
+
+    batch: BatchShape
+    seconds: float
+    timeout: float
+    anatomy: bool = True
+
+
 def prediction_for(
-    config: RunConfig,
-    batch: BatchShape | None,
-    cluster: str | None = None,
-    gpus: int = 1,
-    profile: Path | None = None,
-    price: float | None = None,
-    ledger: Path | None = None,
-    runs_here: bool = False,
+    config: RunConfig, batch: BatchShape | None, asked: Asked = HERE, runs_here: bool = False
 ) -> Prediction:
-    """The prediction for a cluster by name, for the profile in a file, or for this machine. What `runs_here` needs a
-    profile of this machine. `batch`: of each process of the batch axes; None: its share of the config's."""
+    """What `runs_here` needs a profile of this machine. `batch`: of each process of the batch axes; None: its share of
+    the config's."""
     set_cpu_threads(config.parallel.cpu_threads, None)
     device = pick_device(config.parallel.device)
-    machine = named_machine(cluster, profile, device, runs_here)
-    sizes = check_asked(config, batch, machine, gpus)
+    machine = named_machine(asked.cluster, asked.profile, device, runs_here)
+    sizes = check_asked(config, batch, machine, asked.gpus)
     ops = operators_for(config, machine, batch.seq_len if batch else config.data.seq_len)
     if machine.key and machine.key == profile_key(device):
-        machine = machine_for(machine, profile or profile_path(machine.key), ops.taken, device)
-    return predict(config, batch, machine, ops, sizes, read_entries(ledger or ledger_path()), price)
+        machine = machine_for(machine, asked.profile or profile_path(machine.key), ops.taken, device)
+    return predict(config, batch, machine, ops, sizes, read_entries(asked.ledger or ledger_path()), asked.price)
 
 
 def scores(path: Path | None, all_machines: bool) -> tuple[int, list[Score]]:
@@ -75,35 +97,28 @@ def scores(path: Path | None, all_machines: bool) -> tuple[int, list[Score]]:
         entries = [entry for entry in entries if {**entry["profile"], "threads": ""} == here]
     if not entries:
         raise UsageError(
-            f"{ledger} has no verified predictions of this machine. Make one: `z2a perf verify CONFIG`, or show those "
-            f"of other machines with --all-machines."
+            f"{ledger} has no verified predictions of this machine. Make one: `z2a perf predict CONFIG --verify`, "
+            f"or show those of other machines with --all-machines."
         )
     return len(entries), scoreboard(entries)
 
 
-def verify(
-    source: str,
-    overrides: list[str],
-    batch: BatchShape,
-    seconds: float,
-    timeout: float,
-    anatomy: bool = True,
-    profile: Path | None = None,
-    ledger: Path | None = None,
-) -> Verified:
+def verify(source: str, overrides: list[str], run: ShortRun, asked: Asked = HERE) -> Verified:
     """Predict, run, compare, and append to the ledger."""
+    if asked.cluster is not None or asked.gpus != 1:
+        raise UsageError("--verify runs steps in one process of this machine: leave --cluster and --gpus out.")
     config, notes = load_measured_config(source, overrides)
     for note in notes:
         say(f"verify: {note}")
-    prediction = prediction_for(config, batch, profile=profile, ledger=ledger, runs_here=True)
+    prediction = prediction_for(config, run.batch, asked, runs_here=True)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    say(f"verify: {prediction.corrected:.4g} s a step are predicted; real steps follow, for at most {timeout:g} s")
-    measured = run_apart(source, overrides, batch, seconds, anatomy, timeout)
+    say(f"verify: {prediction.corrected:.4g} s a step are predicted; real steps follow, for at most {run.timeout:g} s")
+    measured = run_apart(source, overrides, run.batch, run.seconds, run.anatomy, run.timeout)
     if measured["status"] != MEASURED:
         return Verified(prediction, None, measured)
     entry = ledger_entry(prediction, source, overrides, measured, datetime.now(UTC).isoformat(timespec="seconds"))
-    append_line(ledger or ledger_path(), entry)
+    append_line(asked.ledger or ledger_path(), entry)
     return Verified(prediction, entry, measured)
 
 
@@ -172,7 +187,7 @@ def measure_candidates(plan: LayoutPlan, count: int, seconds: float, timeout: fl
     if plan.gpus != 1:
         raise UsageError(
             f"--measure runs steps in one process on one GPU, but --gpus is {plan.gpus}. Write the config of the best "
-            f"with --output and run `z2a train` for a few steps instead."
+            f"with --out and run `z2a train` for a few steps instead."
         )
     measured: list[Candidate] = []
     for candidate in plan.candidates[:count]:

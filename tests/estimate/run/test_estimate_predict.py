@@ -18,7 +18,7 @@ from zero2all.estimate.run.predict import check_asked, operators_for, predict
 from zero2all.measure import machine_profiles as profiles
 from zero2all.measure import verify
 from zero2all.measure.short_run import short_run
-from zero2all.measure.verify import prediction_for
+from zero2all.measure.verify import Asked, prediction_for
 
 TINY = [
     *("--model.hidden_size", "32", "--model.intermediate_size", "64", "--model.heads", "4", "--model.kv_heads", "2"),
@@ -64,7 +64,7 @@ def test_the_tokens_of_a_step_are_those_of_the_config_however_many_processes_sha
     assert main([*words, "--parallel.zero", "3"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["tokens_per_step"], found["steps"], found["batch"]) == (524288, 40000, batch)
-    of_batch = prediction_for(load_measured_config("z2all-1b", [])[0], BatchShape(4, 2048, 1), "h100", 64)
+    of_batch = prediction_for(load_measured_config("z2all-1b", [])[0], BatchShape(4, 2048, 1), Asked("h100", gpus=64))
     assert of_batch.step.tokens == 64 * 4 * 2048  # a batch that is given is that of each process
 
 
@@ -115,13 +115,13 @@ def test_verify_compares_and_fills_the_ledger(folder, monkeypatch, capsys):
     machine = dataclasses.replace(named_cluster("h200"), key=key, multiprocessors=0, source="measured")
     write_machine(profiles.profile_path(key), machine)
     for _ in range(2):
-        assert main(["perf", "verify", "quickstart", "--batch", str(BATCH), *TINY]) == 0
+        assert main(["perf", "predict", "quickstart", "--verify", "--batch", str(BATCH), *TINY]) == 0
     entries = read_entries(folder / "predictions.jsonl")
     assert [entry["profile"] for entry in entries] == [key, key]
     assert entries[0]["measured"]["step"] > 0
     measured, predicted = entries[0]["measured"]["step"], entries[1]["predicted"]["step"]  # of an H200, on this CPU
     assert abs(entries[1]["corrected"]["step"] - measured) < abs(predicted - measured)
-    assert main(["perf", "scoreboard", "--json", "-"]) == 0
+    assert main(["perf", "predict", "--scoreboard", "--json", "-"]) == 0
     printed = capsys.readouterr().out
     assert "peak allocated" in printed
     scores = json.loads(printed[printed.index("[\n") :])
