@@ -23,13 +23,13 @@ from zero2all.config import load_config
 from zero2all.estimate.flops import flops_per_token
 from zero2all.estimate.run.batch import SEED_BATCH, BatchShape
 from zero2all.measure.ablate import RESULTS_FILE, AblateOptions, Ablation, Results, ablate, row_key
-from zero2all.measure.row import beside_others
+from zero2all.measure.child import beside_others
 from zero2all.measure.seed_table import seed_rows
 from zero2all.measure.summary import batch_tables, cells, heading, notes, write_report
 from zero2all.measure.variants import BY_NAME, named_variants
 
 BATCH = BatchShape(1, 16, 1)
-ROW = "import sys; from zero2all.measure.row import main; sys.exit(main())"
+ROW = "import sys; from zero2all.measure.child import main; sys.exit(main())"
 
 
 def lines_in(folder: Path) -> list[dict[str, object]]:
@@ -56,7 +56,7 @@ def measured(warm: WarmProcess, tmp_path_factory) -> Callable[[AblateOptions], A
     def run(command: list[str], **how: Any) -> Any:
         if "naive" in command:
             return subprocess.run(command, **how)
-        assert command[:3] == [sys.executable, "-m", "zero2all.measure.row"]
+        assert command[:3] == [sys.executable, "-m", "zero2all.measure.child"]
         return SimpleNamespace(returncode=Program(warm, ROW, command[3:], said).wait())
 
     def call(options: AblateOptions) -> Ablation:

@@ -25,8 +25,8 @@ from zero2all.estimate.run.batch import (
     load_measured_config,
     parse_batch,
 )
-from zero2all.measure.row import measure_row
-from zero2all.measure.step_timer import Pace, figures, gpu_summary, measure, pace_of, without_padding
+from zero2all.measure.child import measure_row
+from zero2all.measure.step_timer import Pace, Timing, figures, gpu_summary, measure, pace_of, without_padding
 from zero2all.measure.summary import GROUPS
 from zero2all.measure.variants import ANCHOR, BY_NAME, NAIVE, VARIANTS, named_variants, title_of, vary
 from zero2all.model import config as model_config
@@ -34,6 +34,7 @@ from zero2all.ops import cut_vocabulary
 from zero2all.parallel import tensor
 
 CPU = torch.device("cpu")
+AT_ONCE = Timing(seconds=0.0, warm_up_seconds=0.0)
 
 
 def test_a_batch_is_samples_by_sequence_by_accumulation():
@@ -58,7 +59,7 @@ def test_the_seeds_batch_is_left_out_where_the_model_is_too_short_for_it(tiny):
 
 
 def test_a_measurement_has_every_figure_and_a_loss_near_that_of_a_guess(tiny):
-    found = measure(tiny, BatchShape(2, 32, 2), CPU, seconds=0.0, warm_up_seconds=0.0)
+    found = measure(tiny, BatchShape(2, 32, 2), CPU, AT_ONCE)
     assert found["tokens_per_second"] == pytest.approx(128 / found["seconds_per_iteration"])
     assert found["loss"] == pytest.approx(math.log(200), rel=0.05)
     assert found["iterations"] == len(found["iteration_seconds"]) == 1
@@ -89,7 +90,7 @@ def test_iterations_go_on_until_the_time_is_full_and_short_ones_warm_up_first():
         calls.append(micro_batches)
         return torch.tensor(1.0)
 
-    pace = pace_of(iterate, 16, CPU, seconds=0.001, warm_up_seconds=0.0)
+    pace = pace_of(iterate, 16, CPU, Timing(0.001, 0.0))
     assert calls[:2] == [1, 2]
     assert set(calls[2:]) == {16}
     assert sum(pace.iteration_seconds) >= 0.001 or len(pace.iteration_seconds) == 1
@@ -107,7 +108,7 @@ def test_without_padding_the_head_has_exactly_the_vocabularys_rows(tiny):
     with without_padding():
         assert odd.model.vocab_rows == 257
     assert model_config.VOCAB_MULTIPLE == 64
-    found = measure_row(tiny, BY_NAME["odd-vocabulary-unpadded"], BatchShape(1, 16, 1), 0.0, 0.0)
+    found = measure_row(tiny, BY_NAME["odd-vocabulary-unpadded"], BatchShape(1, 16, 1), AT_ONCE)
     assert found["status"] == "measured"
     assert found["loss"] == pytest.approx(math.log(257), rel=0.05)
 
@@ -138,7 +139,7 @@ def test_the_rows_of_the_tensor_path_compute_the_anchors_loss_by_the_code_of_a_t
     found = {}
     for row, expected in of_a_pass.items():
         calls.clear()
-        found[row] = measure_row(tiny, BY_NAME[row], BatchShape(2, 32, 1), 0.0, 0.0)
+        found[row] = measure_row(tiny, BY_NAME[row], BatchShape(2, 32, 1), AT_ONCE)
         assert calls == {name: passes * times for name, times in expected.items()}
     for row in ("cut-loss", "tensor-path"):
         assert found[row]["loss"] == pytest.approx(found[ANCHOR]["loss"], rel=1e-6)
@@ -148,19 +149,19 @@ def test_the_rows_of_the_tensor_path_compute_the_anchors_loss_by_the_code_of_a_t
 
 def test_a_loss_that_needs_the_whole_head_has_no_row_of_the_tensor_path(tiny):
     whole = dataclasses.replace(tiny, ops=dataclasses.replace(tiny.ops, linear_cross_entropy="off"))
-    found = measure_row(whole, BY_NAME["cut-loss"], BatchShape(1, 16, 1), 0.0, 0.0)
+    found = measure_row(whole, BY_NAME["cut-loss"], BatchShape(1, 16, 1), AT_ONCE)
     assert found["status"] == "cannot run here"
     assert "whole head" in found["reason"]
 
 
 def test_a_row_whose_operator_cannot_run_here_is_a_result_with_the_reason(tiny):
-    found = measure_row(tiny, BY_NAME["fp8"], BatchShape(1, 16, 1), 0.0, 0.0)
+    found = measure_row(tiny, BY_NAME["fp8"], BatchShape(1, 16, 1), AT_ONCE)
     assert found["status"] == "cannot run here"
     assert "CUDA" in found["reason"]
 
 
 def test_a_batch_that_no_memory_holds_is_a_result_too(tiny):
-    found = measure_row(tiny, BY_NAME[ANCHOR], BatchShape(10**13, 32, 1), 0.0, 0.0)
+    found = measure_row(tiny, BY_NAME[ANCHOR], BatchShape(10**13, 32, 1), AT_ONCE)
     assert found["status"] == "out of memory"
 
 

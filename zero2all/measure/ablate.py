@@ -197,7 +197,7 @@ class _Sitting:
             cache = caches / variant.name  # of its own, so that compilation is measured
             variables |= {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
             words += ["--turns", caches / "turns"]
-        return run_child("row", words, options.overrides, options.row_timeout_seconds, log, variables)
+        return run_child(words, options.overrides, options.row_timeout_seconds, log, variables)
 
 
 def _in_short(line: Line) -> str:

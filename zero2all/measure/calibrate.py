@@ -47,7 +47,7 @@ from zero2all.measure.calibration.stopwatch import HEATER_BYTES, HEATER_SIDE, St
 from zero2all.measure.machine_profiles import profile_key, profile_path
 from zero2all.measure.op_bench import context_here
 from zero2all.measure.short_run import measure_steps, shaped
-from zero2all.measure.step_timer import device_name, measure, watched_gpu
+from zero2all.measure.step_timer import Timing, device_name, measure, watched_gpu
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.ops.registry import OPERATORS, resolve
 from zero2all.parallel.device import pick_device, set_cpu_threads
@@ -420,7 +420,7 @@ def anchor_figure(setting: Setting, machine: Callable[[], Machine]) -> Figure:
         expected = predict(config, batch, machine(), setting.ops, config.parallel.asked_sizes(1))
         if watch.device.type == "cuda":
             torch.cuda.empty_cache()
-        found = measure(config, batch, watch.device, SECONDS, WARM_UP_SECONDS)
+        found = measure(config, batch, watch.device, Timing(SECONDS, WARM_UP_SECONDS))
         value = {
             "seconds": found["seconds_per_iteration"],
             "predicted": expected.step.estimate,
@@ -455,7 +455,7 @@ def host_figure(setting: Setting) -> Figure:
     config = dataclasses.replace(setting.config, model=model, train=train)
 
     def run(watch: Stopwatch) -> dict[str, Any]:
-        found = measure(config, BatchShape(1, FEW_TOKENS, PASSES), watch.device, HOST_SECONDS, HOST_SECONDS)
+        found = measure(config, BatchShape(1, FEW_TOKENS, PASSES), watch.device, Timing(HOST_SECONDS, HOST_SECONDS))
         return {"block_seconds": found["seconds_per_iteration"] / (PASSES * layers)}
 
     return Figure("host", run)

@@ -1,40 +1,29 @@
-"""A few real steps of a config on random tokens, in a process of its own: their time, memory and anatomy.
-
-    python -m zero2all.measure.short_run z2all-1b --batch 16x2048x2 --seconds 4 --result run.json --
+"""A few real steps of a config on random tokens: their time, memory and anatomy.
 
 The step is the trainer's own (`zero2all.train.step`): recomputation, offload, CUDA graphs and every optimizer are as in
-a run. As there, the host is one step ahead and reads the figures of a step while the next one runs. One process; a
-config that does not fit, or cannot run here, is a result too.
+a run. As there, the host is one step ahead and reads the figures of a step while the next one runs. One process.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
 import math
-import os
-import sys
 import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from zero2all.common.files import write_json
 from zero2all.config import RunConfig
 from zero2all.estimate.kernel_groups import COPIES, ELEMENTWISE, LOSS
-from zero2all.estimate.run.batch import BatchShape, load_measured_config, parse_batch
+from zero2all.estimate.run.batch import BatchShape
 from zero2all.measure.anatomy import PHASE, STEP, anatomy_of, inside
 from zero2all.measure.calibration.stopwatch import timed
-from zero2all.measure.child import run_child
-from zero2all.measure.row import with_status
 from zero2all.measure.step_timer import device_name, wait_for, watched_gpu
 from zero2all.model.z2all import compile_model
 from zero2all.ops.registry import resolve
@@ -60,19 +49,6 @@ def shaped(config: RunConfig, batch: BatchShape) -> RunConfig:
     """The config with this batch: one step is one `batch`."""
     train = dataclasses.replace(config.train, tokens_per_step=batch.tokens, micro_batch_samples=batch.samples)
     return dataclasses.replace(config, train=train, data=dataclasses.replace(config.data, seq_len=batch.seq_len))
-
-
-def run_apart(
-    source: str, overrides: list[str], batch: BatchShape, seconds: float, anatomy: bool, timeout: float
-) -> dict[str, Any]:
-    """`short_run` in a process of its own: its result, or how it ended."""
-    words = [source, "--batch", batch, "--seconds", seconds, *([] if anatomy else ["--no-anatomy"])]
-    return run_child("short_run", words, overrides, timeout)
-
-
-def short_run(config: RunConfig, batch: BatchShape, seconds: float, anatomy: bool) -> dict[str, Any]:
-    """Status and figures; of a run that cannot be measured, status and reason."""
-    return with_status(lambda: measure_steps(shaped(config, batch), batch, seconds, anatomy))
 
 
 def measure_steps(config: RunConfig, batch: BatchShape, seconds: float, anatomy: bool) -> dict[str, Any]:
@@ -223,25 +199,3 @@ def _memory(device: torch.device) -> dict[str, float]:
         "reserved_bytes": float(torch.cuda.max_memory_reserved(device)),
         "device_bytes": float(total - free),
     }
-
-
-def main(words: list[str] | None = None) -> int:
-    """Run the config that the arguments name."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", help="a preset or the path of a YAML file")
-    parser.add_argument("--batch", required=True, help="SAMPLESxSEQUENCExACCUMULATION")
-    parser.add_argument("--seconds", type=float, default=4.0, help="measure about this long")
-    parser.add_argument("--no-anatomy", action="store_true", help="do not profile a step")
-    parser.add_argument("--result", type=Path, required=True, help="file for the result")
-    words = sys.argv[1:] if words is None else words
-    border = words.index("--") if "--" in words else len(words)
-    arguments, overrides = parser.parse_args(words[:border]), words[border + 1 :]
-    config, _ = load_measured_config(arguments.config, overrides)
-    started = time.perf_counter()
-    found = short_run(config, parse_batch(arguments.batch), arguments.seconds, not arguments.no_anatomy)
-    write_json(arguments.result, {**found, "process_seconds": time.perf_counter() - started})
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -77,24 +76,28 @@ class Pace:
         return sum(self.iteration_seconds) / len(self.iteration_seconds)
 
 
-def pace_of(
-    iterate: Iterate,
-    accumulation: int,
-    device: torch.device,
-    seconds: float,
-    warm_up_seconds: float = WARM_UP_SECONDS,
-    after_first_step: Callable[[], None] = lambda: None,
-) -> Pace:
-    """Make a first step, warm up, then iterate for at least `seconds` (and at least once)."""
+@dataclass(frozen=True)
+class Timing:
+    """How long to measure."""
+
+    seconds: float
+    """At least; one iteration is always measured."""
+    warm_up_seconds: float = WARM_UP_SECONDS
+    after_first_step: Callable[[], None] = lambda: None
+    """Called once, when everything is compiled."""
+
+
+def pace_of(iterate: Iterate, accumulation: int, device: torch.device, timing: Timing) -> Pace:
+    """Make a first step, warm up, then iterate."""
     with scheduled_garbage_collection() as after_step:
         started = time.perf_counter()
         iterate(1)
         wait_for(device)
         first = time.perf_counter() - started
-        after_first_step()
+        timing.after_first_step()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        warm_until = time.perf_counter() + warm_up_seconds
+        warm_until = time.perf_counter() + timing.warm_up_seconds
         while True:
             iterate(min(2, accumulation))
             wait_for(device)
@@ -103,7 +106,7 @@ def pace_of(
         whole: list[float] = []
         queueing: list[float] = []
         with watched_gpu(device) as gpu:
-            while not whole or sum(whole) < seconds:
+            while not whole or sum(whole) < timing.seconds:
                 started = time.perf_counter()
                 loss = iterate(accumulation)
                 queueing.append(time.perf_counter() - started)
@@ -117,14 +120,11 @@ def measure(
     config: RunConfig,
     batch: BatchShape,
     device: torch.device,
-    seconds: float,
-    warm_up_seconds: float = WARM_UP_SECONDS,
+    timing: Timing,
     tensor_path: TensorPath = "none",
-    after_first_step: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """The figures of one config on one batch, as JSON values."""
     context = op_context(config, device.type, DTYPES[config.train.precision])
-    timing = partial(pace_of, seconds=seconds, warm_up_seconds=warm_up_seconds, after_first_step=after_first_step)
     if tensor_path == "none":
         return _measure(config, resolve(config.ops, context), None, batch, device, timing)
     ops = resolve(config.ops, dataclasses.replace(context, vocabulary_cut=True))
@@ -141,14 +141,14 @@ def _measure(
     tensor: Axis | None,
     batch: BatchShape,
     device: torch.device,
-    timing: Callable[[Iterate, int, torch.device], Pace],
+    timing: Timing,
 ) -> dict[str, Any]:
     before = _allocated_bytes(device)
     state = random_state(config, ops, device, tensor)
     state_bytes = _state_bytes(state, device, before)
     prepare(state, config, batch, device)
     iterate = iterations(state, batch, config.train.z_loss, device)
-    pace = timing(iterate, batch.accumulation, device)
+    pace = pace_of(iterate, batch.accumulation, device, timing)
     found = {**figures(config, batch, pace, device), "state_gib": state_bytes / 2**30, "ops": choices(ops)}
     return found | {"cuda_graph": state.cuda_graph is not None and state.cuda_graph.is_captured}
 

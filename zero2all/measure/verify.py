@@ -28,7 +28,6 @@ from zero2all.estimate.run.predict import Prediction, check_asked, ledger_entry,
 from zero2all.measure.calibrate import machine_for
 from zero2all.measure.child import MEASURED, run_child
 from zero2all.measure.machine_profiles import ledger_path, named_machine, profile_key, profile_path
-from zero2all.measure.short_run import run_apart
 from zero2all.measure.variants import ANCHOR
 from zero2all.parallel.device import pick_device, set_cpu_threads
 
@@ -114,12 +113,18 @@ def verify(source: str, overrides: list[str], run: ShortRun, asked: Asked = HERE
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     say(f"verify: {prediction.corrected:.4g} s a step are predicted; real steps follow, for at most {run.timeout:g} s")
-    measured = run_apart(source, overrides, run.batch, run.seconds, run.anatomy, run.timeout)
+    measured = run_apart(source, overrides, run)
     if measured["status"] != MEASURED:
         return Verified(prediction, None, measured)
     entry = ledger_entry(prediction, source, overrides, measured, datetime.now(UTC).isoformat(timespec="seconds"))
     append_line(asked.ledger or ledger_path(), entry)
     return Verified(prediction, entry, measured)
+
+
+def run_apart(source: str, overrides: list[str], run: ShortRun) -> dict[str, Any]:
+    """The figures of real steps in a process of their own, or how it ended."""
+    words = [source, "--batch", run.batch, "--seconds", run.seconds, *([] if run.anatomy else ["--no-anatomy"])]
+    return run_child(words, overrides, run.timeout)
 
 
 def require_measured(verified: Verified) -> Entry:
@@ -210,4 +215,4 @@ def _measure(config: RunConfig, batch: BatchShape, seconds: float, timeout: floa
     with tempfile.TemporaryDirectory(prefix="z2a-plan-") as folder:
         source = Path(folder) / "config.yaml"
         source.write_text(config_yaml(config), encoding="utf-8")
-        return run_child("row", [source, "--row", ANCHOR, "--batch", batch, "--seconds", seconds], [], timeout)
+        return run_child([source, "--row", ANCHOR, "--batch", batch, "--seconds", seconds], [], timeout)

@@ -17,7 +17,7 @@ from zero2all.estimate.run.batch import BatchShape, load_measured_config
 from zero2all.estimate.run.predict import check_asked, operators_for, predict
 from zero2all.measure import machine_profiles as profiles
 from zero2all.measure import verify
-from zero2all.measure.short_run import short_run
+from zero2all.measure.child import short_run
 from zero2all.measure.verify import Asked, prediction_for
 
 TINY = [
@@ -106,8 +106,9 @@ def test_a_config_that_cannot_run_is_a_result():
 
 
 def test_verify_compares_and_fills_the_ledger(folder, monkeypatch, capsys):
-    def in_this_process(source, overrides, batch, seconds, anatomy, timeout):
-        return json.loads(json.dumps(short_run(load_measured_config(source, overrides)[0], batch, 0.0, anatomy)))
+    def in_this_process(source, overrides, run):
+        config, _ = load_measured_config(source, overrides)
+        return json.loads(json.dumps(short_run(config, run.batch, 0.0, run.anatomy)))
 
     monkeypatch.setattr(verify, "run_apart", in_this_process)
     torch.set_num_threads(1)
