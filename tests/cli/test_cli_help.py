@@ -48,7 +48,7 @@ def test_the_verbs_of_the_issue_are_all_there():
         "pack",
         *(f"data {verb}" for verb in ("show", "stats", "verify", "export", "import")),
         *("train", "launch slurm", "launch kubernetes", "launch ssh", "launch secret", "supervise"),
-        *("anneal", "runs", "chaos run", "chaos soak", "inspect", "board", "goodput", "watch", "plot"),
+        *("anneal", "runs", "chaos run", "chaos soak", "inspect", "board", "watch", "plot"),
         *("track import", "track export"),
         *(f"eval {verb}" for verb in EVAL_VERBS),
         *("generate", "chat", "serve", "export", "import", *(f"perf {verb}" for verb in CALCULATORS)),

@@ -12,7 +12,15 @@ from torch import nn
 from zero2all.estimate.kernel_groups import GROUPS
 from zero2all.estimate.run.batch import BatchShape
 from zero2all.measure.block_memory import block_memory
-from zero2all.measure.profile import Profile, as_json, default_batch, profile_config, tables_of, write_profile
+from zero2all.measure.profile import (
+    Profile,
+    ProfileOptions,
+    as_json,
+    default_batch,
+    profile_config,
+    tables_of,
+    write_profile,
+)
 from zero2all.measure.shape_widths import measure_shape, shape_of
 
 CPU = torch.device("cpu")
@@ -31,7 +39,7 @@ def profile(tiny, folder) -> Profile:
         json.dumps(as_json(so_far))
         kept.append((bool(so_far.memory.points), bool(so_far.blocks)))
 
-    found = profile_config("tiny", tiny, BatchShape(2, 32, 2), steps=2, seconds=60, output=folder, keep=keep)
+    found = profile_config(tiny, ProfileOptions("tiny", folder, BatchShape(2, 32, 2), steps=2, seconds=60), keep)
     assert kept == [(False, False), (True, False)]  # what was found is kept before the next part begins
     return found
 

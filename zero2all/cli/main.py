@@ -218,6 +218,7 @@ def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
 def build_parser(modules: Sequence[str] = MODULES) -> Parser:
     """The whole command line, or that of some modules."""
     parser = Parser(prog="z2a", description="From raw text to a language model of your own.", epilog=EPILOG)
+    parser.renamed = {"goodput": "z2a perf explain"}
     parser.add_argument("--lang", choices=language.LANGUAGES, help="language of messages (default: your locale's)")
     about = "show the version and exit"
     parser.add_argument("--version", action="version", version=f"z2a {__version__}", help=about)

@@ -426,7 +426,7 @@ def _register_profile(inner: Subparsers) -> None:
 def _profile(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
     from zero2all.estimate.run.batch import load_measured_config, parse_batch
-    from zero2all.measure.profile import as_json, profile_config, tables_of, title_of, write_profile
+    from zero2all.measure.profile import ProfileOptions, as_json, profile_config, tables_of, title_of, write_profile
 
     batch = None if arguments.batch is None else parse_batch(arguments.batch)
     config, _ = load_measured_config(arguments.config, arguments.overrides)
@@ -436,7 +436,8 @@ def _profile(arguments: argparse.Namespace) -> None:
     def keep(so_far: Any) -> None:
         write_json_result(output / "profile.json", as_json(so_far))
 
-    found = profile_config(name, config, batch, arguments.steps, arguments.seconds, output, keep)
+    options = ProfileOptions(name, output, batch, arguments.steps, arguments.seconds)
+    found = profile_config(config, options, keep)
     written = write_profile(found, output)
     if str(arguments.json) != "-":
         for number, cells in enumerate(tables_of(found)):

@@ -218,7 +218,7 @@ def _prediction_rows(found: Prediction) -> list[list[str]]:
         rows.append([t("energy"), f"{found.joules / 3.6e6:,.1f} kWh", power])
     if found.cost is not None:
         hours = found.run_seconds / 3600 * found.settings.processes
-        rows.append([t("cost"), f"{found.cost:,.2f} USD", f"{hours:,.1f} h x {found.price_per_hour:g} USD"])
+        rows.append([t("cost"), f"{found.cost:,.2f} USD", f"{hours:,.1f} h x {found.machine.price_per_hour:g} USD"])
     return rows
 
 

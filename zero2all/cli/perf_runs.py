@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.runs import add_run, open_run
-from zero2all.cli.track import print_stopped
+from zero2all.cli.track import print_goodput
 from zero2all.cli.verb import (
     Subparsers,
     add_flags,
@@ -270,23 +270,15 @@ def _explain(arguments: argparse.Namespace) -> None:
                 print(f"\n{number}. {t(finding.what)}{share}: {t(finding.evidence)}")
                 print(f"   {t('advice:')} {t(finding.change)}\n   {t('expected gain:')} {t(finding.worth)}")
             print()
+            if explanation.record.account.total_seconds:
+                print_goodput(explanation.record.account)
             for title, rows in _explain_tables(explanation):
                 print_table(rows, title)
-            print_stopped(explanation.record.account)
 
 
 def _explain_tables(explanation: Explanation) -> list[tuple[str, list[list[str]]]]:
     record = explanation.record
     tables = []
-    account = record.account
-    if total := account.total_seconds:
-        rows = [["time of the run", "seconds", "%"]]
-        rows += [
-            [t(cause), f"{spent:,.2f}", f"{100 * spent / total:.1f}"]
-            for cause, spent in account.seconds.items()
-            if spent
-        ]
-        tables.append(("from its first start to its last row, as `z2a goodput` counts it", rows))
     if step := sum(record.parts.values()):
         rows = [["part of a step", "ms", "%"]]
         parts = sorted(record.parts.items(), key=lambda part: -part[1])

@@ -1,4 +1,4 @@
-"""`z2a board`, `goodput`, `watch` and `plot`: runs in the browser, their time, in the terminal and as pictures; `z2a
+"""`z2a board`, `watch` and `plot`: runs in the browser, their time, in the terminal and as pictures; `z2a
 track import` and `export`: other trackers."""
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ BLOCKS = " ▏▎▍▌▋▊▉█"
 def register(verbs: Subparsers) -> None:
     """Add the verbs."""
     _register_board(verbs)
-    _register_goodput(verbs)
     _register_pictures(verbs)
     track = add_group(
         verbs,
@@ -309,34 +308,6 @@ def _require_folders(places: list[str]) -> None:
         )
 
 
-def _register_goodput(verbs: Subparsers) -> None:
-    parser = add_verb(
-        verbs,
-        "goodput",
-        "where the time of a run went: useful steps, and the rest by cause",
-        "z2a goodput my-run --work my-workspace",
-        _goodput,
-    )
-    add_run(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _goodput(arguments: argparse.Namespace) -> None:
-    from zero2all.track.goodput import run_goodput
-    from zero2all.track.reader import RunReader
-
-    with open_run(arguments.run, arguments) as run:
-        found = run_goodput(RunReader(run.folder))
-        if not found.starts:
-            raise BadInputError(f"There are no metrics of training in {run.folder}, so there is no time to add up.")
-    if arguments.json:
-        from zero2all.common.jsonio import dumps_pretty
-
-        print(dumps_pretty(found.as_json()).decode(), end="")
-        return
-    print_goodput(found)
-
-
 def print_goodput(found: Goodput) -> None:
     """The shares by cause, with bars."""
     print(
@@ -356,11 +327,6 @@ def print_goodput(found: Goodput) -> None:
             share = seconds / found.total_seconds
             print(f"  {padded(t(cause), 12)} {seconds:>12,.1f} s {share:>7.1%} {_bar(share)}")
     print(t(f"of the steps, {found.data_wait_seconds:,.1f} s waited for data"))
-    print_stopped(found)
-
-
-def print_stopped(found: Goodput) -> None:
-    """Time that is not part of the account, where there is any."""
     if found.stopped_seconds:
         print(t(f"not counted: {found.stopped_seconds:,.1f} s between an end and the next start"))
 

@@ -329,8 +329,7 @@ def as_json(explanation: Explanation) -> dict[str, Any]:
     return {
         "run": record.name,
         "limit": explanation.limit,
-        "seconds": record.account.seconds,
-        "stopped_seconds": record.account.stopped_seconds,
+        **record.account.as_json(),
         "step_seconds": record.parts,
         "tokens_per_second": None if speed is None else {"median": speed.value, "standard_error": speed.error},
         "mfu": {name: record.mfu(name) for name in record.flops or () if record.mfu(name) is not None},

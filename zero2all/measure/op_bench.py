@@ -105,14 +105,13 @@ def bench_operators(
     say(f"ops bench: {device_name(device)}: measuring copy and matmul rates first")
     ceilings = measured_ceilings(device, dtype, least_seconds)
     bench = Bench(device_name(device), str(dtype).removeprefix("torch."), samples, seq_len, ceilings, [])
-    where = context_here(config)
-    automatic = resolve(type(config.ops)(), where).taken
+    automatic = resolve(type(config.ops)(), context_here(config)).taken
     for name in wanted:
         operator = name.partition("/")[0]
         say(f"ops bench: {name}")
         for implementation in OPERATORS[operator]:
             taken = automatic[operator] == implementation.name
-            bench.rows.append(_row(name, implementation, taken, config, bench, where, device, dtype, least_seconds))
+            bench.rows.append(_row(name, implementation, taken, config, bench, least_seconds))
             if device.type == "cuda":
                 gc.collect()
                 torch.cuda.empty_cache()
@@ -130,16 +129,9 @@ def batch_of(config: RunConfig, tokens: int | None, device: torch.device) -> tup
 
 
 def _row(
-    name: str,
-    implementation: Implementation,
-    taken: bool,
-    config: RunConfig,
-    bench: Bench,
-    where: OpContext,
-    device: torch.device,
-    dtype: torch.dtype,
-    least_seconds: float,
+    name: str, implementation: Implementation, taken: bool, config: RunConfig, bench: Bench, least_seconds: float
 ) -> BenchRow:
+    where, device, dtype = context_here(config), pick_device(config.parallel.device), DTYPES[config.train.precision]
     if (problem := implementation.probe(where)) is not None:
         return BenchRow(name, implementation.name, taken, problem)
     try:
@@ -175,8 +167,6 @@ def _row(
 def _function(name: str, implementation: Implementation, where: OpContext) -> Function:
     """The implementation as the model calls it."""
     if name == "linear_cross_entropy" and implementation.name == "off":
-        from zero2all.ops.config import OpsConfig
-
         return linear_cross_entropy.through_cross_entropy(resolve(OpsConfig(), where).cross_entropy)
     return implementation.function
 

@@ -115,20 +115,25 @@ def default_batch(config: RunConfig, device: torch.device) -> BatchShape:
     return BatchShape(min(own.samples, CPU_SAMPLES), min(own.seq_len, CPU_SEQ_LEN), min(own.accumulation, 2))
 
 
-def profile_config(
-    source: str,
-    config: RunConfig,
-    batch: BatchShape | None,
-    steps: int,
-    seconds: float,
-    output: Path,
-    keep: Callable[[Profile], None],
-) -> Profile:
-    """Profile up to `steps` iterations, fewer where they would take more than `seconds`; writes the trace, and on a
-    GPU the snapshot of its memory, to `output`. `keep` gets what was found after every part."""
+@dataclass(frozen=True)
+class ProfileOptions:
+    """What to profile, and where the trace and, on a GPU, the snapshot of its memory go."""
+
+    name: str
+    output: Path
+    batch: BatchShape | None = None
+    """None: `default_batch`."""
+    steps: int = 3
+    seconds: float = 120.0
+    """Fewer steps where they would take longer."""
+
+
+def profile_config(config: RunConfig, options: ProfileOptions, keep: Callable[[Profile], None]) -> Profile:
+    """Profile some iterations; `keep` gets what was found after every part."""
+    source, output, seconds = options.name, options.output, options.seconds
     set_cpu_threads(config.parallel.cpu_threads, None)
     device, dtype = pick_device(config.parallel.device), DTYPES[config.train.precision]
-    batch = batch or default_batch(config, device)
+    batch = options.batch or default_batch(config, device)
     check_batch(batch, config)
     output.mkdir(parents=True, exist_ok=True)
     ceilings, phases = measured_ceilings(device, dtype, 0.1), _Phases()
@@ -137,7 +142,7 @@ def profile_config(
     with scheduled_garbage_collection():
         say(f"perf profile: {source}, {batch}, {device_name(device)}: warm-up")
         once = _warm_up(iterate, batch, device, seconds / 4)
-        steps = max(1, min(steps, int(seconds / max(once, 1e-9) / 4)))
+        steps = max(1, min(options.steps, int(seconds / max(once, 1e-9) / 4)))
         say(f"perf profile: {once:.3g} s an iteration; {steps} are profiled")
         plain = min(_timed(iterate, batch, device) for _ in range(steps))
         anatomy = _anatomy(iterate, batch, device, steps, output / TRACE_NAME)

@@ -84,7 +84,9 @@ def prediction_for(
     ops = operators_for(config, machine, batch.seq_len if batch else config.data.seq_len)
     if machine.key and machine.key == profile_key(device):
         machine = machine_for(machine, asked.profile or profile_path(machine.key), ops.taken, device)
-    return predict(config, batch, machine, ops, sizes, read_entries(asked.ledger or ledger_path()), asked.price)
+    if asked.price is not None:
+        machine = dataclasses.replace(machine, price_per_hour=asked.price)
+    return predict(config, batch, machine, ops, sizes, read_entries(asked.ledger or ledger_path()))
 
 
 def scores(path: Path | None, all_machines: bool) -> tuple[int, list[Score]]:

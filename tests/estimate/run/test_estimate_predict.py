@@ -40,10 +40,10 @@ def predicted(
     gpus: int = 1, batch: BatchShape | None = None, cluster: str = "h200", overrides: list[str] | None = None
 ):
     config, _ = load_measured_config("z2all-1b", overrides or [])
-    machine = named_cluster(cluster)
+    machine = dataclasses.replace(named_cluster(cluster), price_per_hour=2.0)
     batch = batch or BatchShape(16, 2048, 4)
     sizes = check_asked(config, batch, machine, gpus)
-    return predict(config, batch, machine, operators_for(config, machine, batch.seq_len), sizes, (), 2.0)
+    return predict(config, batch, machine, operators_for(config, machine, batch.seq_len), sizes)
 
 
 def test_more_gpus_have_more_tokens_a_second_and_less_memory_with_zero():

@@ -53,7 +53,6 @@ class Prediction:
     features: dict[str, float]
     parameters: int
     budget_tokens: int  # of the whole run; of one group of several
-    price_per_hour: float | None
 
     @property
     def corrected(self) -> float:
@@ -99,9 +98,9 @@ class Prediction:
     @property
     def cost(self) -> float | None:
         """Of all devices; None: no price is known."""
-        if self.price_per_hour is None:
+        if self.machine.price_per_hour is None:
             return None
-        return self.run_seconds / 3600 * self.price_per_hour * self.settings.processes
+        return self.run_seconds / 3600 * self.machine.price_per_hour * self.settings.processes
 
     def as_json(self) -> dict[str, Any]:
         """As JSON values, in seconds, bytes and joules."""
@@ -137,7 +136,6 @@ def predict(
     ops: Ops,
     sizes: MeshSizes,
     entries: Sequence[Entry] = (),
-    price_per_hour: float | None = None,
 ) -> Prediction:
     """The prediction of a config; `batch` is that of one process of the batch axes, None: its share of the config's."""
     placed, batch = shaped(config, batch, sizes)
@@ -173,7 +171,6 @@ def predict(
         features=features,
         parameters=counts["total"],
         budget_tokens=config.train.steps * config.train.tokens_per_step // parallel.groups,
-        price_per_hour=price_per_hour if price_per_hour is not None else machine.price_per_hour,
     )
 
 
