@@ -159,11 +159,12 @@ def _register_ops(group: Subparsers) -> None:
 def _ops(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
     from zero2all.estimate.run.batch import load_measured_config
+    from zero2all.measure.op_bench import Bench as OperatorBench
     from zero2all.measure.op_bench import bench_cells, bench_operators
 
     config, _ = load_measured_config(arguments.config, arguments.overrides)
 
-    def keep(bench: Bench) -> None:
+    def keep(bench: OperatorBench) -> None:
         if str(arguments.json) != "-":
             write_json_result(arguments.json, dataclasses.asdict(bench))
 
