@@ -28,15 +28,15 @@ from torch import Tensor
 
 from benchmarks.machine import save_result
 from zero2all.common.progress import say
+from zero2all.estimate.floors import linear_shapes
+from zero2all.estimate.run.batch import load_measured_config
 from zero2all.infer.cache import BLOCK
 from zero2all.infer.int8 import int8_weight
-from zero2all.limits.floors import linear_shapes
+from zero2all.measure.op_bench import measured_ceilings, seconds_of
 from zero2all.model.config import ModelConfig
 from zero2all.ops.kernels.decode_attention import AttentionScratch, AttentionTiles, attention_tiles, decode_attention
 from zero2all.ops.kernels.decode_linear import Tiles, decode_linear, tiles_for
 from zero2all.parallel.device import pick_device
-from zero2all.perf.batch import load_measured_config
-from zero2all.perf.op_bench import measured_ceilings, seconds_of
 
 BEYOND_CACHE = 300 << 20
 """Bytes that the copies of a matrix have together, on a GPU."""

@@ -33,15 +33,15 @@ from torch import Tensor
 
 from benchmarks.machine import machine, save_result
 from zero2all.common.progress import say
+from zero2all.estimate.run.batch import load_measured_config
 from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.job import Request
 from zero2all.infer.load import LoadedModel
+from zero2all.measure.infer import NoText, random_model
+from zero2all.measure.step_timer import peak_bytes, wait_for
 from zero2all.model.hf import write_hf_folder
 from zero2all.model.z2all import Z2all
 from zero2all.parallel.device import pick_device
-from zero2all.perf.batch import load_measured_config
-from zero2all.perf.infer import NoText, random_model
-from zero2all.perf.measure import peak_bytes, wait_for
 from zero2all.tokenizer.load import Tokenizer
 
 OURS, INT8, DYNAMIC, STATIC = "ours", "int8", "dynamic", "static"

@@ -3,7 +3,7 @@
     python -m benchmarks.layout_rows --rows layout_times.csv
 
 The rows: GPT with a GELU MLP of 4 h, learned positions, 50,257 ids, fp16 with dropout, full recompute, 1F1B, under
-tensor x data x pipeline splits. A row's time comes from the profile `a100-80g` of `zero2all.limits.machine` (published
+tensor x data x pipeline splits. A row's time comes from the profile `a100-80g` of `estimate.machine` (published
 peaks, bandwidths and efficiency curves) and from what the program does, counted here:
 
     layer      products by tiles and waves; bytes of every kernel that is not fused; tensor ranks wait for two
@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.machine import save_result
-from zero2all.limits.machine import Machine, named_cluster
+from zero2all.estimate.machine import Machine, named_cluster
 
 IDS = 50_257
 PAD = 128

@@ -207,8 +207,8 @@ def ours(arguments: argparse.Namespace, size: dict[str, Any], tokens: float, see
 
     from zero2all.common.workspace import Workspace
     from zero2all.config import load_config
+    from zero2all.estimate.flops import flops_per_token
     from zero2all.infer.load import load_run
-    from zero2all.limits.flops import flops_per_token
     from zero2all.model.config import ModelConfig
     from zero2all.track.reader import read_run
     from zero2all.train.run import train

@@ -52,7 +52,7 @@ from benchmarks.memory_link import Hub
 from zero2all.common.cores import usable_cores
 from zero2all.config import RunConfig, config_from_values
 from zero2all.config.schedule import learning_rate
-from zero2all.limits.communication import bytes_sent, communication_per_step
+from zero2all.estimate.communication import bytes_sent, communication_per_step
 from zero2all.ops.registry import resolve
 from zero2all.packed.layout import open_split, packed_sources
 from zero2all.packed.loader import Batch, rank_rows

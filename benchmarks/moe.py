@@ -29,15 +29,15 @@ from torch import Tensor, nn
 from benchmarks.machine import save_result
 from zero2all.common.progress import say
 from zero2all.config import RunConfig
-from zero2all.limits.memory import GIB, estimate_memory
+from zero2all.estimate.memory import GIB, estimate_memory
+from zero2all.estimate.run.batch import BatchShape, load_measured_config, own_batch, parse_batch
+from zero2all.measure.op_bench import seconds_of
+from zero2all.measure.step_timer import Timing, measure
 from zero2all.model.config import ModelConfig, MoeConfig, parameter_counts
 from zero2all.model.moe import MixtureOfExperts
 from zero2all.ops.registry import resolve
 from zero2all.parallel.device import pick_device
 from zero2all.parallel.mesh import Mesh
-from zero2all.perf.batch import BatchShape, load_measured_config, own_batch, parse_batch
-from zero2all.perf.measure import measure
-from zero2all.perf.op_bench import seconds_of
 from zero2all.train.build import op_context
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.state import DTYPES
@@ -171,7 +171,7 @@ def compare_models(config: RunConfig, batch: BatchShape, device: torch.device, s
     found: dict[str, Any] = {}
     for name, each in (("mixture", config), ("dense", dense_of_equal_active_size(config))):
         counts = parameter_counts(each.model)
-        result = measure(each, batch, device, seconds)
+        result = measure(each, batch, device, Timing(seconds))
         ops = resolve(each.ops, op_context(each, device.type, DTYPES[each.train.precision]))
         estimate = estimate_memory(each.model, memory_settings(each, ops, Mesh(), batch.samples))
         kept = ("tokens_per_second", "mfu", "peak_gib", "state_gib", "iterations", "loss", "cuda_graph", "gpu")

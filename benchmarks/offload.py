@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import machine
 from zero2all.config import RunConfig, config_from_values
-from zero2all.limits.memory import estimate_memory
+from zero2all.estimate.memory import estimate_memory
 from zero2all.model.config import parameter_counts
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch

@@ -37,10 +37,10 @@ from zero2all.common.errors import is_out_of_memory
 from zero2all.common.files import write_json
 from zero2all.common.progress import say
 from zero2all.config import RunConfig
+from zero2all.estimate.run.batch import BatchShape, load_measured_config, own_batch, parse_batch
+from zero2all.measure.ablate import environment
+from zero2all.measure.step_timer import LEARNING_RATE, Iterate, Timing, figures, measure, pace_of, random_tokens
 from zero2all.parallel.device import pick_device
-from zero2all.perf.ablate import environment
-from zero2all.perf.batch import BatchShape, load_measured_config, own_batch, parse_batch
-from zero2all.perf.measure import LEARNING_RATE, Iterate, figures, measure, pace_of, random_tokens
 
 OURS, EAGER, COMPILED, LIGER = "ours", "eager", "compiled", "liger"
 PURE, AUTOCAST = "pure bf16", "fp32 + autocast"
@@ -146,7 +146,7 @@ def run_entry(
         if entry.kind == OURS:
             linear: Any = entry.precision
             chosen = dataclasses.replace(config, ops=dataclasses.replace(config.ops, linear=linear))
-            return measure(chosen, entry.batch, device, seconds, warm_up_seconds)
+            return measure(chosen, entry.batch, device, Timing(seconds, warm_up_seconds))
         return measure_peer(entry, config, device, seconds, warm_up_seconds)
     except Exception as error:
         if not is_out_of_memory(error):
@@ -163,7 +163,7 @@ def run_entry(
 def measure_peer(
     entry: Entry, config: RunConfig, device: torch.device, seconds: float, warm_up_seconds: float
 ) -> dict[str, Any]:
-    """The figures of one peer, as `zero2all.perf.measure` takes ours."""
+    """The figures of one peer, as `zero2all.measure.step_timer` takes ours."""
     model = llama(config, entry, device)
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -175,7 +175,7 @@ def measure_peer(
     )
     forward = torch.compile(model) if entry.kind == COMPILED else model
     iterate = peer_iterations(forward, model, optimizer, config, entry, device)
-    pace = pace_of(iterate, entry.batch.accumulation, device, seconds, warm_up_seconds)
+    pace = pace_of(iterate, entry.batch.accumulation, device, Timing(seconds, warm_up_seconds))
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     held = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), *states]
     state_bytes = sum(tensor.nbytes for tensor in held)

@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.machine import machine
 from zero2all.cli.table import print_table
 from zero2all.common.files import write_json
-from zero2all.limits.ledger import MEMORY, STEP, percentile
-from zero2all.perf.batch import parse_batch
-from zero2all.perf.child import MEASURED, OUT_OF_MEMORY
-from zero2all.perf.verify import Verified, verify
+from zero2all.estimate.ledger import MEMORY, STEP, percentile
+from zero2all.estimate.run.batch import parse_batch
+from zero2all.measure.child import MEASURED, OUT_OF_MEMORY
+from zero2all.measure.verify import Asked, ShortRun, Verified, verify
 
 
 @dataclass(frozen=True)
@@ -127,10 +127,8 @@ def reserved_seconds(lines: list[dict[str, Any]]) -> float:
 def _run(case: Case, arguments: argparse.Namespace, left: float) -> dict[str, Any]:
     began = time.monotonic()
     overrides = [*case.overrides, *arguments.overrides]
-    found = verify(
-        case.source, overrides, parse_batch(case.batch), arguments.seconds, min(left, 120.0), arguments.components,
-        ledger=arguments.ledger,
-    )  # fmt: skip
+    run = ShortRun(parse_batch(case.batch), arguments.seconds, min(left, 120.0), arguments.components)
+    found = verify(case.source, overrides, run, Asked(ledger=arguments.ledger))
     line = {
         "name": case.name,
         "source": case.source,

@@ -25,8 +25,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import save_result
-from zero2all.perf.ablate import code_fingerprint, environment
-from zero2all.perf.variants import NAIVE
+from zero2all.measure.ablate import code_fingerprint, environment
+from zero2all.measure.variants import NAIVE
 from zero2all.track.reader import read_run
 
 AUTO: dict[str, str] = {}

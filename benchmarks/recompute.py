@@ -3,7 +3,7 @@
     python benchmarks/recompute.py [--save]        H200: 5.3 B parameters, some 80 s, one process for each case
 
 With `none` the pass runs out of memory; of the others tokens/s and the peak that torch has allocated. Real steps of the
-trainer on random tokens (`zero2all.perf.short_run`), beside the estimate. On a CPU: `--tiny`, which shows only that it
+trainer on random tokens (`measure.short_run`), beside the estimate. On a CPU: `--tiny`, which shows only that it
 runs.
 """
 
@@ -17,9 +17,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import save_result
-from zero2all.perf.batch import parse_batch
-from zero2all.perf.row import MEASURED
-from zero2all.perf.short_run import run_apart
+from zero2all.estimate.run.batch import parse_batch
+from zero2all.measure.child import MEASURED
+from zero2all.measure.verify import ShortRun, run_apart
 
 LARGE = {"hidden_size": 4096, "intermediate_size": 11008, "layers": 28, "heads": 32, "kv_heads": 8}
 TINY = {"hidden_size": 64, "intermediate_size": 128, "layers": 4, "heads": 4, "kv_heads": 2, "vocab_size": 512}
@@ -47,7 +47,7 @@ def main() -> None:
     print(f"batch {batch}\n{'case':20} {'tokens/s':>10} {'peak GiB':>10} {'step s':>8}")
     for name, words in CASES.items():
         limit = 600.0 if arguments.tiny else 60.0
-        found = run_apart("z2all-1b", [*model, *words], batch, arguments.seconds, anatomy=False, timeout=limit)
+        found = run_apart("z2all-1b", [*model, *words], ShortRun(batch, arguments.seconds, limit, anatomy=False))
         kept = ("status", "reason", "step_seconds", "noise", "peak_bytes", "device")
         rows[name] = {key: found.get(key) for key in kept}
         if found["status"] != MEASURED:

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import save_result
-from zero2all.limits.failures import goodput as closed_goodput
-from zero2all.limits.simulate import DAY, HOUR, Outcome, Plan, band, simulate
+from zero2all.estimate.failures import goodput as closed_goodput
+from zero2all.estimate.simulate import DAY, HOUR, Outcome, Plan, band, simulate
 
 LLAMA3_MEAN = 54 * DAY / 419
 ONE_KIND: dict[str, Any] = {"shares": {"process": 1.0}, "hang_share": 0.0}

@@ -30,7 +30,7 @@ from benchmarks.machine import save_result
 from benchmarks.two_machines import ADDRESSES, WIRE, Machines, two_machines, why_not
 from zero2all.common.files import read_json, write_json
 from zero2all.config import RunConfig, config_from_values
-from zero2all.limits.communication import by_axis, communication_per_step
+from zero2all.estimate.communication import by_axis, communication_per_step
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch, rank_rows
 from zero2all.parallel.mesh import make_mesh

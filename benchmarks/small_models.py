@@ -31,11 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import save_result
 from zero2all.config import RunConfig, load_config
-from zero2all.limits.flops import flops_per_token, peak_flops
+from zero2all.estimate.flops import flops_per_token, peak_flops
+from zero2all.estimate.run.batch import BatchShape
+from zero2all.measure.step_timer import Iterate, choices, iterations, prepare, random_state, watched_gpu
 from zero2all.ops import linear_cross_entropy
 from zero2all.ops.registry import resolve
-from zero2all.perf.batch import BatchShape
-from zero2all.perf.measure import Iterate, choices, iterations, prepare, random_state, watched_gpu
 from zero2all.train.build import op_context
 from zero2all.train.state import DTYPES
 

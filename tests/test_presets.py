@@ -9,7 +9,7 @@ import pytest
 
 from zero2all.config import ConfigError, config_yaml, find_config, load_config, preset_files
 from zero2all.config.schedule import learning_rate
-from zero2all.limits.flops import flops_per_token
+from zero2all.estimate.flops import flops_per_token
 from zero2all.model.config import ModelConfig, parameter_counts
 
 CONFIGS = Path(__file__).parent.parent / "configs"

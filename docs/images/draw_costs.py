@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zero2all.config import load_config
-from zero2all.limits.floors import operator_work
-from zero2all.limits.memory import GIB, MemoryEstimate, MemorySettings, estimate_memory
+from zero2all.estimate.floors import operator_work
+from zero2all.estimate.memory import GIB, MemoryEstimate, MemorySettings, estimate_memory
+from zero2all.measure.op_bench import make_case
 from zero2all.model.config import parameter_counts
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import OPERATORS, footprints, resolve
-from zero2all.perf.op_bench import make_case
 
 LARGE_MODEL = "z2all-1b"
 TOKENS = 256

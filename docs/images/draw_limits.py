@@ -1,4 +1,4 @@
-"""`phases`, `roofline` and `goodput`: three limits that are easier seen than read, from the functions of limits/."""
+"""`phases`, `roofline` and `goodput`: three limits that are easier seen than read, from the functions of estimate/."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from example import Example
 from matplotlib.axes import Axes
 
 from zero2all.config import load_config
-from zero2all.limits.cards import named_card
-from zero2all.limits.failures import daly_interval
-from zero2all.limits.failures import goodput as share_kept
-from zero2all.limits.floors import linear_shapes, matmul_bytes, matmul_flops, tiling
-from zero2all.limits.gpus import GPUS
-from zero2all.limits.memory import GIB, MemoryEstimate, MemorySettings, estimate_memory
+from zero2all.estimate.cards import named_card
+from zero2all.estimate.failures import daly_interval
+from zero2all.estimate.failures import goodput as share_kept
+from zero2all.estimate.floors import linear_shapes, matmul_bytes, matmul_flops, tiling
+from zero2all.estimate.gpus import GPUS
+from zero2all.estimate.memory import GIB, MemoryEstimate, MemorySettings, estimate_memory
 from zero2all.ops.registry import TAKEN_ON_A_GPU, footprints
 
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "ops_bench.json"

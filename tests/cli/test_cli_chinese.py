@@ -109,11 +109,10 @@ def test_errors(words, z2a, tmp_path, monkeypatch):
 
 CALCULATED = {
     "perf predict z2all-1b --cluster h100 --gpus 16 --parallel.zero 1": ("被掩盖", "16 x h100 (数据手册)", "下界"),
-    "perf flops z2all-1b --gpu h200": ("用时：矩阵乘法", "用时：交叉熵", "受算力限制"),
-    "perf roofline --gpu h100 --m 8192 --n 14336 --k 4096": ("3,584 个", "28 个", "受算力限制"),
-    "perf comm llama-3.1-8b --gpus 8 --zero 3 --link-gbs 361": ("数据并行（zero 3）",),
+    "perf model z2all-1b --gpu h200": ("用时：矩阵乘法", "用时：交叉熵", "受算力限制"),
+    "perf shapes --gpu h100 --matmul 8192,14336,4096": ("3,584 个", "28 个", "受算力限制"),
     "train z2all-1b --plan-only --parallel.tensor 2": ("GPU 的算子", "损失"),
-    "perf time --help": ("层数", "模型宽度"),
+    "perf cost --help": ("层数", "模型宽度"),
 }
 
 

@@ -79,7 +79,7 @@ def test_data_goes_out_and_comes_in(work, folder, z2a):
 
 
 def test_the_loader_is_measured_over_packed_data(work, z2a, monkeypatch):
-    from zero2all.perf.bench import copies
+    from zero2all.measure.bench import copies
 
     monkeypatch.setattr(copies, "CASES", {name: copies.CASES[name] for name in ("1 thread", "2 threads")})
     words = ("--data.seq_len", "32", "--work", work, "--seconds", "0.05", "--device", "cpu")

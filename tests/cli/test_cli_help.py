@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from zero2all import __version__
-from zero2all.cli.limits import VERBS as CALCULATORS
 from zero2all.cli.main import WHOLE_SECTIONS, build_parser, split_overrides, with_verb
+from zero2all.cli.perf_calculators import VERBS as CALCULATORS
 from zero2all.config import RunConfig, load_config
 
 Z2A = Path(sys.executable).with_name("z2a")
@@ -46,15 +46,13 @@ def test_the_verbs_of_the_issue_are_all_there():
         "pack",
         *(f"data {verb}" for verb in ("show", "stats", "verify", "export", "import")),
         *("train", "launch slurm", "launch kubernetes", "launch ssh", "launch secret", "supervise"),
-        *("anneal", "runs", "chaos run", "chaos soak", "inspect", "board", "goodput", "watch", "plot"),
+        *("anneal", "runs", "chaos run", "chaos soak", "inspect", "board", "watch", "plot"),
         *("track import", "track export"),
         *("eval run", "eval watch", "eval fetch", "eval contamination", "eval harness", "eval export-tasks"),
-        *("generate", "chat", "serve", "export", "import", "perf ops", "perf ablate", "perf infer"),
-        *(f"perf {verb}" for verb in CALCULATORS),
-        *("perf memory", "perf link", "perf calibrate", "perf predict", "perf verify", "perf scoreboard"),
-        *("perf plan", "perf shapes", "perf profile"),
-        *(f"perf bench {verb}" for verb in ("dataloader", "pin", "numa", "compile", "gc", "optimizer", "allreduce")),
-        *("perf simulate", "perf explain", "perf diff"),
+        *("generate", "chat", "serve", "export", "import", *(f"perf {verb}" for verb in CALCULATORS)),
+        *(f"perf {verb}" for verb in ("memory", "calibrate", "predict", "plan", "link", "simulate", "ops")),
+        *(f"perf bench {verb}" for verb in ("ops", "ablate", "dataloader", "pin", "numa", "allreduce")),
+        *(f"perf {verb}" for verb in ("profile", "shapes", "infer", "explain", "diff")),
         *("doctor", "completion"),
     )
     assert [" ".join(words) for words in VERBS] == list(expected)

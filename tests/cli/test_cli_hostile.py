@@ -20,7 +20,7 @@ from zero2all.cli.main import build_parser
 
 # ---- where results are to be put ----
 
-OUTPUT_FLAGS = {"--out", "--output", "--to", "--json", "--html", "--png", "--svg", "--pdf"}
+OUTPUT_FLAGS = {"--out", "--to", "--json", "--html", "--png", "--svg", "--pdf"}
 
 
 def verbs(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
@@ -58,7 +58,7 @@ def test_every_flag_that_names_a_file_to_write_is_checked_before_the_work():
         "plot tiny --png FILE/below.png",
         "track export tiny --to csv FILE/below.csv",
         "track export tiny --to tensorboard FILE",
-        "perf ablate quickstart --output FILE",
+        "perf bench ablate quickstart --out FILE",
         "perf ops --json FILE/below.json",
     ],
 )

@@ -7,29 +7,50 @@ import sys
 
 import pytest
 
-from zero2all.cli.limits import EXAMPLES, VERBS
+from zero2all.cli.perf import RENAMED
+from zero2all.cli.perf_calculators import EXAMPLES, VERBS
 from zero2all.config import load_config
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_example_of_every_calculator_prints_a_table_with_its_convention(verb, z2a):
-    ended = z2a(*shlex.split(EXAMPLES[verb])[1:])
-    assert (ended.code, ended.err) == (0, "")
-    assert "what" in ended.out
-    assert len(ended.out.rstrip().splitlines()[-1]) > 40, "the convention or a note"
+    for example in EXAMPLES[verb].splitlines():
+        ended = z2a(*shlex.split(example)[1:])
+        assert (ended.code, ended.err) == (0, "")
+        assert "what" in ended.out
+        assert len(ended.out.rstrip().splitlines()[-1]) > 40, "the convention or a note"
+
+
+@pytest.mark.parametrize(("verb", "command"), RENAMED.items())
+def test_a_verb_of_before_is_answered_with_the_one_of_now(verb, command, z2a):
+    ended = z2a("perf", verb, "z2all-1b")
+    assert (ended.code, ended.out) == (2, "")
+    assert f"`z2a perf {verb}` is now `{command}`." in ended.err
+    words = command.split()[1:]
+    assert z2a(*words[: 2 if words[0] in ("perf", "tokenizer") else 1], "--help").code == 0
+
+
+def test_verbs_of_bench_that_are_gone_are_answered_too(z2a):
+    assert "is now `z2a perf bench ops`" in z2a("perf", "ops", "bench").err
+    assert "--rows all-fused,fused-compile-block" in z2a("perf", "bench", "compile", "quickstart").err
 
 
 def test_json_goes_to_a_file_beside_the_table_or_to_standard_output_alone(z2a, tmp_path):
-    alone = json.loads(z2a("perf", "zero", "--params", "7.5B", "--gpus", "64", "--json", "-").out)
-    assert alone["terms"]["zero 1"] == {"value": 31.40625e9, "unit": "bytes", "formula": "(2 + 2) P + 12 P / n"}
-    assert "31.41 GB" in z2a("perf", "zero", "--params", "7.5e9", "--gpus", "64", "--json", tmp_path / "zero.json").out
+    alone = json.loads(z2a("perf", "model", "--params", "7.5B", "--gpus", "64", "--json", "-").out)
+    assert list(alone) == ["parameters", "flops", "states", "generating"]
+    assert alone["states"]["terms"]["zero 1"] == {
+        "value": 31.40625e9,
+        "unit": "bytes",
+        "formula": "(2 + 2) P + 12 P / n",
+    }
+    assert "31.41 GB" in z2a("perf", "model", "--params", "7.5e9", "--gpus", "64", "--json", tmp_path / "zero.json").out
     assert json.loads((tmp_path / "zero.json").read_text()) == alone
-    ended = z2a("perf", "params", "gpt-3", "--json", tmp_path / "no" / "x.json")
+    ended = z2a("perf", "model", "gpt-3", "--json", tmp_path / "no" / "x.json")
     assert (ended.code, list(tmp_path.iterdir())) == (2, [tmp_path / "zero.json"])
 
 
 def total(z2a, *words):
-    return json.loads(z2a("perf", "params", *words, "--json", "-").out)["terms"]["total"]["value"]
+    return json.loads(z2a("perf", "model", *words, "--json", "-").out)["parameters"]["terms"]["total"]["value"]
 
 
 def test_a_model_is_a_preset_a_published_one_or_its_dimensions(z2a):
@@ -46,7 +67,7 @@ def test_a_model_is_a_preset_a_published_one_or_its_dimensions(z2a):
 
 
 def test_a_config_says_how_many_tokens_its_run_has(z2a):
-    spent = json.loads(z2a("perf", "time", "z2all-1b", "--tokens-per-second", "73185", "--json", "-").out)["terms"]
+    spent = json.loads(z2a("perf", "cost", "z2all-1b", "--tokens-per-second", "73185", "--json", "-").out)["terms"]
     config = load_config("z2all-1b")
     assert spent["tokens"]["value"] == config.train.steps * config.train.tokens_per_step
     assert spent["time"]["value"] == pytest.approx(spent["tokens"]["value"] / 73185)
@@ -73,25 +94,22 @@ def test_an_unknown_gpu_gets_no_guess(name, z2a):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["params"], "MODEL: got nothing"),
-        (["params", "llama-9"], "llama-3.1-8b"),
-        (["params", "gpt-3", "--layers", "3"], "no --layers beside it"),
-        (["params", "z2all-1b", "--model.layers", "0"], "model.layers: got 0"),
-        (["params", "gpt-3", "--model.layers", "3"], "a model that our trainer has"),
-        (["params", "lama-3.1-8b"], "Did you mean `llama-3.1-8b`?"),
-        (["failure", "--gpus", "16384", "--failures", "419", "--period", "54"], "--period: got '54 s'"),
-        (["failure", "--gpus", "16384", "--failures", "419", "--period", "54"], "54 days are 54d"),
-        (["failure", "--gpus", "8", "--failures", "3", "--period", "1d", "--interval", "9d"], "--interval: got '9 d'"),
-        (["params", "--hidden-size", "64"], "--layers, --heads, --vocab-size, --intermediate-size"),
-        (["zero", "--params", "7B"], "--gpus: got nothing"),
-        (["flops", "gpt-3", "--lengths", "1e300,1e300"], "--lengths: got '1e300,1e300'"),
-        (["tokens", "--rows", "1e300", "--mean-length", "9", "--tokens-per-character", "1"], "--rows: got '1e300'"),
-        (["params", "--params", "1B", "--active", "7B"], "at most the parameters (1,000,000,000)"),
-        (["flops", "--params", "1e6", "--hidden-size", "4096", "--vocab-size", "128256"], "--vocab-size: got 128256"),
+        (["model"], "MODEL: got nothing"),
+        (["model", "llama-9"], "llama-3.1-8b"),
+        (["model", "gpt-3", "--layers", "3"], "no --layers beside it"),
+        (["model", "z2all-1b", "--model.layers", "0"], "model.layers: got 0"),
+        (["model", "gpt-3", "--model.layers", "3"], "a model that our trainer has"),
+        (["model", "lama-3.1-8b"], "Did you mean `llama-3.1-8b`?"),
+        (["model", "--hidden-size", "64"], "--layers, --heads, --vocab-size, --intermediate-size"),
+        (["model", "gpt-3", "--lengths", "1e300,1e300"], "--lengths: got '1e300,1e300'"),
+        (["model", "--params", "1B", "--active", "7B"], "at most the parameters (1,000,000,000)"),
+        (["model", "--params", "1e6", "--hidden-size", "4096", "--vocab-size", "128256"], "--vocab-size: got 128256"),
         (["cost", "gpt-3", "--tokens", "1B", "--mfu", "140%", "--price", "2"], "--mfu: got '140%'"),
-        (["failure", "--gpus", "8", "--probability", "nan"], "--probability: got 'nan'"),
-        (["checkpoint", "--mtbf", "3 hours"], "--mtbf: got '3 hours'"),
-        (["zero", "--params", "7B", "--gpus", "8", "--recipe", "adam"], "adamw-fp32"),
+        (["cost", "gpt-3", "--goodput", "nan"], "--goodput: got 'nan'"),
+        (["simulate", "--nodes", "8", "--mtbf", "3 hours"], "--mtbf: got '3 hours'"),
+        (["model", "--params", "7B", "--gpus", "8", "--recipe", "adam"], "adamw-fp32"),
+        (["mfu", "gpt-3", "--step-seconds", "0"], "--step-seconds: got '0'"),
+        (["shapes", "--matmul", "8,9"], "--matmul 8,9: expected three sizes"),
     ],
 )
 def test_what_is_missing_or_does_not_fit_is_said(words, said, z2a):
@@ -115,7 +133,8 @@ def test_a_checkpoint_has_the_bytes_that_the_trainer_writes(z2a):
         (["z2all-1b", "--train.precision", "float64"], 24),
     ):
         parameters = 10**9 if words[0] == "--params" else total(z2a, words[0])
-        found = terms(z2a, "checkpoint", *words, "--mtbf", "3h", "--save", "60s")["checkpoint"]
+        told = json.loads(z2a("perf", "model", *words, "--json", "-").out)
+        found = told["states"]["terms"]["checkpoint"]
         assert found["value"] == each * parameters
         assert found["formula"].startswith(f"{each} P: ")
 
@@ -155,7 +174,7 @@ def test_every_verb_that_takes_a_model_knows_the_same_names(z2a, tmp_path):
     tiny = "model: {vocab_size: 256, hidden_size: 64, intermediate_size: 128, layers: 1, heads: 2, kv_heads: 2}\n"
     (run / "config.yaml").write_text(tiny)
     verbs = (
-        ["perf", "params"],
+        ["perf", "model"],
         PREDICTED,
         ["perf", "memory", "--gpu", "h200", "--ranks", "8", "--parallel.zero", "3"],
         ["perf", "plan", "--gpus", "8", "--cluster", "h200", "--top", "1"],
@@ -169,7 +188,7 @@ def test_every_verb_that_takes_a_model_knows_the_same_names(z2a, tmp_path):
         ended = z2a(*verb, "llama-3.1-8")
         assert "Did you mean `llama-3.1-8b`?" in ended.err, (verb, ended.err)
         assert ended.code == 2
-        if verb[1] != "params":
+        if verb[1] != "model":
             assert "deepseek-v3 has" in z2a(*verb, "deepseek-v3").err
     assert "bfloat16" in z2a(*PREDICTED, "llama-3.1-8b").out
 
@@ -179,7 +198,7 @@ def test_a_calculator_needs_neither_torch_nor_numpy():
 import sys
 sys.modules["torch"] = sys.modules["numpy"] = None
 from zero2all.cli import main
-sys.exit(main(["perf", "flops", "z2all-1b", "--gpu", "h200"]))
+sys.exit(main(["perf", "model", "z2all-1b", "--gpu", "h200"]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

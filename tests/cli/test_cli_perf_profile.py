@@ -30,7 +30,7 @@ def test_without_a_config_the_six_rules_are_taught(capsys):
 def test_a_config_is_checked_and_its_widths_compared(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     words = ["perf", "shapes", "--check", "z2all-1b", "--gpu", "h100", "--parallel.tensor", "16"]
-    assert main([*words, "--output", str(tmp_path / "new"), "--json", "-"]) == 0
+    assert main([*words, "--out", str(tmp_path / "new"), "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found == json.loads((tmp_path / "new" / "shapes.json").read_text(encoding="utf-8"))
     assert (tmp_path / "new" / "shapes.png").stat().st_size > 5000
@@ -52,7 +52,7 @@ def test_widths_are_measured_here(capsys, tmp_path):
 def test_a_mixture_of_experts_is_profiled(capsys, tmp_path):
     path = tmp_path / "moe.yaml"
     path.write_text(MOE, encoding="utf-8")
-    words = ["perf", "profile", str(path), "--steps", "1", "--batch", "1x32x1", "--output", str(tmp_path / "out")]
+    words = ["perf", "profile", str(path), "--steps", "1", "--batch", "1x32x1", "--out", str(tmp_path / "out")]
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "GEMM" in out
@@ -64,5 +64,5 @@ def test_a_mixture_of_experts_is_profiled(capsys, tmp_path):
 def test_a_batch_that_is_longer_than_the_model_is_refused(capsys, tmp_path):
     path = tmp_path / "moe.yaml"
     path.write_text(MOE, encoding="utf-8")
-    assert main(["perf", "profile", str(path), "--batch", "1x128x1", "--output", str(tmp_path / "out")]) == 2
+    assert main(["perf", "profile", str(path), "--batch", "1x128x1", "--out", str(tmp_path / "out")]) == 2
     assert "max_seq_len" in capsys.readouterr().err

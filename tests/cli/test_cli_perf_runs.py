@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from tests.perf.made_run import MadeRun
+from tests.measure.made_run import MadeRun
 
-SMALL = ("perf", "simulate", "--nodes", "64", "--days", "3", "--repetitions", "5")
+SMALL = ("perf", "simulate", "--nodes", "64", "--time", "3d", "--repetitions", "5")
 
 
 def test_simulate_prints_bands_and_where_the_time_goes(z2a):
@@ -56,14 +56,14 @@ def test_slow_links_slow_the_run_by_their_share_of_a_step(z2a):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("--tokens", "1e9"), "--tokens with --tokens-per-gpu-second, or --days"),
+        (("--tokens", "1e9"), "--tokens with --tokens-per-gpu-second, or --time"),
         (("--shares", "fire=1"), "fire is not a kind"),
         (("--shares", "process"), "expected kinds and shares"),
         (("--shares", "process=nan"), "must be at least 0 and sum to 1"),
-        (("--days", "1e30"), "expected a number, above 0 and at most 100000"),
+        (("--time", "1e30"), "got '1e30', expected a time"),
         (("--slow-nodes", "1,2"), "expected three numbers"),
         (("--slow-links", "0.1,0.5,3"), "--communication-share says"),
-        (("--least-nodes", "70", "--stall-seconds", "99"), "at most 64 nodes; got 70; a save stalls"),
+        (("--least-nodes", "70", "--stall", "99"), "at most 64 nodes; got 70; a save stalls"),
     ],
 )
 def test_simulate_refuses_what_cannot_be(z2a, words, expected):
@@ -93,24 +93,17 @@ def test_a_figure_that_is_zero_in_both_runs_has_not_changed(z2a, tmp_path):
         assert "nan" not in z2a("perf", "diff", first, other).out.lower()
 
 
-def test_goodput_and_explain_give_one_account_of_a_run_that_was_stopped(z2a, tmp_path):
+def test_explain_gives_the_account_of_a_run_that_was_stopped(z2a, tmp_path):
     made = MadeRun(tmp_path / "run").write(1, 40, "preempted")
     made.now += 1000.0
     run = made.write(41, 60, resumed_from=40).folder
-    said = [z2a(*verb, run) for verb in (("goodput",), ("perf", "explain"))]
-    assert all("not counted: 1,000.0 s between an end and the next start" in ended.out for ended in said)
-    found = [
-        json.loads(z2a(*words).out) for words in (("goodput", run, "--json"), ("perf", "explain", run, "--json", "-"))
-    ]
-    assert found[0]["seconds"] == found[1]["seconds"]
-    assert found[0]["goodput"] == pytest.approx(60 / 70, rel=0.02)
-
-
-def test_goodput_of_a_folder_without_metrics_of_training_is_refused(z2a, tmp_path):
-    (tmp_path / "run/metrics").mkdir(parents=True)
-    ended = z2a("goodput", tmp_path / "run")
-    assert ended.code == 3, ended.err
-    assert "There are no metrics of training" in ended.err
+    said = z2a("perf", "explain", run).out
+    assert "not counted: 1,000.0 s between an end and the next start" in said
+    assert "goodput 85.7%: 60.0 s of surviving steps in 70.0 s" in said
+    found = json.loads(z2a("perf", "explain", run, "--json", "-").out)
+    assert found["goodput"] == pytest.approx(60 / 70, rel=0.02)
+    assert (found["starts"], found["stopped_seconds"]) == (2, pytest.approx(1000))
+    assert "`z2a goodput` is now `z2a perf explain`" in z2a("goodput", run).err
 
 
 def test_diff_prints_what_differs(z2a, tmp_path):

@@ -13,7 +13,7 @@ ONE_BILLION = ["perf", "memory", "z2all-1b", "--model.vocab_size", "64320", "--t
 
 def test_prints_parts_phases_and_whether_it_fits(capsys, tmp_path):
     picture = tmp_path / "memory.png"
-    assert main([*ONE_BILLION, "--gpu", "h200", "--picture", str(picture)]) == 0
+    assert main([*ONE_BILLION, "--gpu", "h200", "--out", str(picture)]) == 0
     said = capsys.readouterr().out
     for words in ("optimizer step", "checkpoint", "peak allocated", "53.71", "It fits"):
         assert words in said

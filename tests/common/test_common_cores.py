@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zero2all.common import cores
 from zero2all.common.engine import EngineConfig, open_engine
-from zero2all.perf.doctor.software import look_at_environment
+from zero2all.measure.doctor.software import look_at_environment
 
 PACKAGE = Path(__file__).parents[2] / "zero2all"
 
@@ -28,4 +28,4 @@ def test_a_container_with_the_time_of_four_cores_on_64_gets_four_workers(monkeyp
 def test_nobody_else_asks_the_system_how_many_cores_there_are():
     asks = re.compile(r"cpu_count\(|sched_getaffinity\(|process_cpu_count")
     found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if asks.search(path.read_text())}
-    assert found == {"common/cores.py", "perf/doctor/host.py"}, "the doctor names the CPUs of the machine, too"
+    assert found == {"common/cores.py", "measure/doctor/host.py"}, "the doctor names the CPUs of the machine, too"

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zero2all.limits.flops import recomputed_flops_per_token
+from zero2all.estimate.flops import recomputed_flops_per_token
 from zero2all.model.config import ModelConfig
 from zero2all.model.recompute import KINDS, RecomputedBlock, _policy, apply_recompute
 from zero2all.model.z2all import Z2all, compile_model

@@ -15,7 +15,7 @@ from tests.train.states import copies
 from zero2all.common.errors import BadInputError, DiskError, UsageError
 from zero2all.config import config_from_values
 from zero2all.config.training import OptimConfig
-from zero2all.limits import memory
+from zero2all.estimate import memory
 from zero2all.parallel.check import spread_problems
 from zero2all.parallel.config import MeshSizes, ParallelConfig
 from zero2all.parallel.world import World

@@ -10,8 +10,8 @@ import pytest
 from tests.parallel import compressed, layouts
 from tests.parallel.test_parallel_check import config
 from zero2all.common.errors import UsageError
-from zero2all.limits.communication import communication_per_step
-from zero2all.limits.memory import MemorySettings
+from zero2all.estimate.communication import communication_per_step
+from zero2all.estimate.memory import MemorySettings
 from zero2all.ops.footprint import Footprint
 from zero2all.parallel.check import check_spread
 from zero2all.train.step_stats import SCALARS

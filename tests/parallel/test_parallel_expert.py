@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.parallel import layouts
-from zero2all.limits.communication import communication_per_step
-from zero2all.limits.memory import MemorySettings
+from zero2all.estimate.communication import communication_per_step
+from zero2all.estimate.memory import MemorySettings
 from zero2all.ops.footprint import Footprint
 from zero2all.parallel import expert
 from zero2all.parallel.config import MeshSizes, ParallelConfig

@@ -10,8 +10,8 @@ import torch
 
 from tests.parallel import layouts
 from zero2all.config import load_config
-from zero2all.limits.communication import communication_per_step
-from zero2all.limits.memory import MemorySettings
+from zero2all.estimate.communication import communication_per_step
+from zero2all.estimate.memory import MemorySettings
 from zero2all.ops.footprint import Footprint
 from zero2all.parallel.buckets import plan_buffers
 from zero2all.parallel.parameter_table import layout_table

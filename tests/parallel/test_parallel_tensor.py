@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.parallel import layouts
-from zero2all.limits.communication import communication_per_step
-from zero2all.limits.memory import MemorySettings
+from zero2all.estimate.communication import communication_per_step
+from zero2all.estimate.memory import MemorySettings
 from zero2all.ops.cut_vocabulary import Exchange, cut_linear_cross_entropy
 from zero2all.ops.footprint import Footprint
 from zero2all.ops.linear_cross_entropy import chunked_linear_cross_entropy

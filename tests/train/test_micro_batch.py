@@ -16,7 +16,7 @@ from torch import Tensor
 from zero2all.common.errors import UsageError
 from zero2all.config import RunConfig, config_from_values
 from zero2all.config.training import OptimConfig
-from zero2all.limits.memory import ALLOWANCE, estimate_memory
+from zero2all.estimate.memory import ALLOWANCE, estimate_memory
 from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig

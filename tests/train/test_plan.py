@@ -10,7 +10,7 @@ from zero2all.cli.main import main
 from zero2all.common.errors import UsageError
 from zero2all.common.manifest import write_manifest
 from zero2all.config import load_config
-from zero2all.limits.memory import GIB, MemoryEstimate
+from zero2all.estimate.memory import GIB, MemoryEstimate
 from zero2all.train.plan import make_plan, plan_notes, plan_tables, plan_values
 from zero2all.train.simulate import simulate_ranks
 

@@ -13,7 +13,7 @@ import torch
 from zero2all.common.errors import BadInputError, DiskError
 from zero2all.common.files import human_bytes
 from zero2all.config import config_from_values
-from zero2all.limits.memory import MemorySettings, binary_size
+from zero2all.estimate.memory import MemorySettings, binary_size
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig

@@ -9,8 +9,8 @@ import torch
 
 from tests.train.states import copies
 from zero2all.config.training import OptimConfig
-from zero2all.limits.memory import checkpoint_bytes
-from zero2all.limits.model_calculators import CHECKPOINT_BYTES
+from zero2all.estimate.memory import checkpoint_bytes
+from zero2all.estimate.model_calculators import CHECKPOINT_BYTES
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig

@@ -18,8 +18,8 @@ from zero2all.common.language import translate as t
 from zero2all.common.progress import tell
 
 if TYPE_CHECKING:
-    from zero2all.perf.doctor.finding import Finding
-    from zero2all.perf.doctor.network import Measured
+    from zero2all.measure.doctor.finding import Finding
+    from zero2all.measure.doctor.network import Measured
 
 SHOWN = {"ok": "ok", "note": "note", "warning": "WARNING", "error": "ERROR"}
 
@@ -55,14 +55,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return _listen(arguments)
     pairs: dict[tuple[str, str], Measured] = {}
     if arguments.network:
-        from zero2all.perf.doctor.network import look_at_ways, measure_pairs, pair_findings, pair_rows
+        from zero2all.measure.doctor.network import look_at_ways, measure_pairs, pair_findings, pair_rows
 
         findings = list(look_at_ways(arguments.peer))
         if arguments.peer:
             pairs = measure_pairs(arguments.peer, _secret(arguments.secret_file))
         findings += pair_findings(pairs)
     else:
-        from zero2all.perf.doctor.checkup import check_machine
+        from zero2all.measure.doctor.checkup import check_machine
 
         findings = check_machine(arguments.work, arguments.seconds)
     counts = Counter(finding.grade for finding in findings)
@@ -84,7 +84,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _listen(arguments: argparse.Namespace) -> int:
     from zero2all.common.secret import VARIABLE, given_secret
-    from zero2all.perf.doctor.network import listen
+    from zero2all.measure.doctor.network import listen
 
     host, _, port = arguments.listen.rpartition(":")
     if not port.isascii() or not port.isdigit() or not 0 < int(port) <= LAST_PORT:
@@ -118,7 +118,7 @@ def _check_ranks(arguments: argparse.Namespace) -> int:
         from zero2all.parallel.launch import run_processes
 
         return run_processes(arguments.ranks, arguments.command_line)
-    from zero2all.perf.doctor.ranks import check_ranks
+    from zero2all.measure.doctor.ranks import check_ranks
 
     found = check_ranks()
     bad = {**found.slow, **found.broken}

@@ -223,6 +223,7 @@ def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
 def build_parser(words: Iterable[str] = MODULES) -> Parser:
     """The whole command line, or the verbs that begin with some words."""
     parser = Parser(prog="z2a", description="From raw text to a language model of your own.", epilog=EPILOG)
+    parser.renamed = {"goodput": "z2a perf explain"}
     parser.add_argument("--lang", choices=language.LANGUAGES, help="language of messages (default: your locale's)")
     about = "show the version and exit"
     parser.add_argument("--version", action="version", version=f"z2a {__version__}", help=about)

@@ -1,9 +1,10 @@
-"""`z2a perf shapes` and `profile`, and `z2a perf bench …`: one choice measured at a time, and what follows from it."""
+"""`z2a perf bench …`: operators, training steps and one choice at a time; `z2a perf shapes` and `profile`."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ from zero2all.cli.verb import (
     add_output,
     add_verb,
     add_work,
+    count,
+    duration,
     real,
     whole,
     workspace_of,
@@ -30,111 +33,70 @@ from zero2all.common.language import translate as t
 if TYPE_CHECKING:
     import torch
 
-    from zero2all.config import RunConfig
-    from zero2all.perf.batch import BatchShape
-    from zero2all.perf.bench.samples import Bench
+    from zero2all.measure.bench.samples import Bench
 
-CPU_BATCH = (2, 256, 1)
 GPUS = ("a100-80g", "h100", "h200", "b200")
-ABOUT_CONFIG = "a preset or the path of a YAML file (default: z2all-100m on a GPU, quickstart on a CPU)"
-ABOUT_BATCH = "samples per pass x tokens x passes per iteration (default: the config's micro-batch; small on a CPU)"
+BENCH_CONFIG = "z2all-1b"
+SECONDS = ("--seconds TIME", duration)
 VERBS = {
     "dataloader": (10.0, "tokens/s of our loader over packed data, with one and more readers", "--work my-workspace"),
     "pin": (8.0, "copies to and from the GPU with pinned and with ordinary memory", "--seconds 4"),
     "numa": (8.0, "memory of the near and of far NUMA nodes, for threads and the GPU", "--seconds 4"),
-    "compile": (
-        5.0,
-        "training steps without torch.compile, with compiled blocks and with a compiled trunk",
-        "z2all-100m",
-    ),
-    "gc": (
-        10.0,
-        "training steps with Python's own garbage collection and with our schedule",
-        "quickstart --seconds 20",
-    ),
-    "optimizer": (10.0, "time and memory of an update by each optimizer", "z2all-100m --json optimizer.json"),
     "allreduce": (20.0, "bus bandwidth of all-reduces over sizes, between processes of this machine", "--ranks 8"),
 }
 """Verb -> usual seconds, what it measures, and the rest of an example."""
+RENAMED = {
+    "compile": "z2a perf bench ablate CONFIG --rows all-fused,fused-compile-block,fused-compile-trunk",
+    "optimizer": "z2a perf bench ablate CONFIG --rows optimizer-fused,optimizer-eager,adamw-8bit,adamw-bf16,muon",
+}
 
 
 def register(inner: Subparsers) -> None:
     """Add the verbs."""
-    _register_shapes(inner)
-    _register_profile(inner)
-    example = "z2a perf bench allreduce --ranks 2\n  z2a perf bench compile quickstart --json compile.json"
-    group = add_group(inner, "bench", "measure one choice at a time: loader, copies, compile, optimizer, …", example)
+    example = "z2a perf bench ops z2all-1b --only rms_norm\n  z2a perf bench allreduce --ranks 2"
+    about = "measure operators alone, training steps with one thing changed, or one choice: loader, copies, …"
+    group = add_group(inner, "bench", about, example, RENAMED)
+    _register_ops(group)
+    _register_ablate(group)
     verbs = {}
     for name, (seconds, summary, more) in VERBS.items():
-        takes_config = name in ("compile", "gc", "optimizer")
-        overrides = takes_config or name == "dataloader"
-        parser = verbs[name] = add_verb(group, name, summary, f"z2a perf bench {name} {more}", _bench, overrides)
+        takes_overrides = name == "dataloader"
+        parser = verbs[name] = add_verb(group, name, summary, f"z2a perf bench {name} {more}", _bench, takes_overrides)
         parser.set_defaults(bench=name)
-        if takes_config:
-            add_config(parser, ABOUT_CONFIG, nargs="?")
-        if name in ("compile", "gc"):
-            add_flags(parser, ("--batch BxTxA", str, None, ABOUT_BATCH))
-        about = f"measure for about this long (default {seconds:g})"
-        add_flags(parser, ("--seconds N", real(0.0, is_open=True), seconds, about))
+        add_flags(parser, (*SECONDS, seconds, f"measure for about this long (default {seconds:g})"))
         add_flags(parser, ("--device", DEVICES, DEVICES[0], "device (default: auto)"))
         add_json(parser)
     loader = ("--config CONFIG", str, None, "a run of the workspace, a preset or a YAML file")
     add_flags(verbs["dataloader"], loader)
     add_work(verbs["dataloader"])
-    add_flags(verbs["compile"], ("--row-seconds N", real(1.0), 240.0, "stop a case after this long (default 240)"))
     ranks = "processes (default: one per GPU; 2 on the CPU)"
     add_flags(verbs["allreduce"], ("--ranks N", whole(2, 64), None, ranks))
+    _register_profile(inner)
+    _register_shapes(inner)
 
 
 def _measured(arguments: argparse.Namespace, device: torch.device) -> Bench:
     seconds: float = arguments.seconds
     if arguments.bench in ("pin", "numa"):
-        from zero2all.perf.bench.copies import bench_numa, bench_pin
+        from zero2all.measure.bench.copies import bench_numa, bench_pin
 
         return (bench_pin if arguments.bench == "pin" else bench_numa)(device, seconds)
-    if arguments.bench == "dataloader":
-        from zero2all.cli.data import config_of
-        from zero2all.perf.bench.copies import bench_dataloader
-        from zero2all.train.run_data import open_run_data
-
-        workspace = workspace_of(arguments)
-        config, _ = config_of(arguments, workspace)
-        data, _ = open_run_data(config, workspace, False)
-        return bench_dataloader(data, config.train.tokens_per_step, device, seconds)
     if arguments.bench == "allreduce":
         return _allreduce(arguments, device.type)
-    from zero2all.perf.batch import load_measured_config
-    from zero2all.perf.bench.training import bench_compile, bench_gc, bench_optimizer
+    from zero2all.cli.data import config_of
+    from zero2all.measure.bench.copies import bench_dataloader
+    from zero2all.train.run_data import open_run_data
 
-    source = arguments.config or ("z2all-100m" if device.type == "cuda" else "quickstart")
-    config, _ = load_measured_config(source, arguments.overrides)
-    if arguments.bench == "optimizer":
-        return bench_optimizer(config, device, seconds)
-    batch = _batch(arguments, config, device)
-    if arguments.bench == "gc":
-        return bench_gc(config, batch, device, seconds)
-    return bench_compile(source, arguments.overrides, batch, device, seconds, arguments.row_seconds)
-
-
-def _batch(arguments: argparse.Namespace, config: RunConfig, device: torch.device) -> BatchShape:
-    from zero2all.perf.batch import BatchShape, check_batch, own_batch, parse_batch
-
-    if arguments.batch is not None:
-        batch = parse_batch(arguments.batch)
-    elif device.type == "cuda":
-        own = own_batch(config)
-        batch = BatchShape(own.samples, own.seq_len, 1)
-    else:
-        samples, seq_len, passes = CPU_BATCH
-        batch = BatchShape(samples, min(seq_len, config.model.max_seq_len), passes)
-    check_batch(batch, config)
-    return batch
+    workspace = workspace_of(arguments)
+    config, _ = config_of(arguments, workspace)
+    data, _ = open_run_data(config, workspace, False)
+    return bench_dataloader(data, config.train.tokens_per_step, device, seconds)
 
 
 def _allreduce(arguments: argparse.Namespace, device: str) -> Bench:
     import torch
 
-    from zero2all.perf.bench.allreduce import bench_allreduce
+    from zero2all.measure.bench.allreduce import bench_allreduce
 
     gpus = torch.cuda.device_count()
     if device == "cuda" and arguments.ranks is not None and arguments.ranks > gpus:
@@ -148,7 +110,7 @@ def _allreduce(arguments: argparse.Namespace, device: str) -> Bench:
 def _bench(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
     from zero2all.cli.terminal import print_fitted
-    from zero2all.perf.bench.samples import device_and_threads
+    from zero2all.measure.bench.samples import device_and_threads
 
     bench = _measured(arguments, device_and_threads(arguments.device))
     if write_json_result(arguments.json, bench.as_json()):
@@ -175,12 +137,140 @@ def _time(seconds: float) -> str:
     return f"{1e6 * seconds:,.0f} µs" if seconds < 1e-3 else f"{1e3 * seconds:,.2f} ms"
 
 
+def _register_ops(group: Subparsers) -> None:
+    parser = add_verb(
+        group,
+        "ops",
+        "measure each implementation of every operator: time, share of the floor, error against float64",
+        "z2a perf bench ops z2all-1b --only rms_norm --json norm.json",
+        _ops,
+        takes_overrides=True,
+    )
+    add_config(parser, f"{MODEL_HELP} (default: {BENCH_CONFIG})", nargs="?", default=BENCH_CONFIG)
+    add_flags(
+        parser,
+        ("--rows N", count, None, "tokens (default: a micro-batch; few on a CPU)"),
+        ("--only OP", str, None, "one operator: rms_norm, linear/qkv, …"),
+        (*SECONDS, 0.2, "minimum time per figure (default 0.2)"),
+    )
+    add_json(parser)
+
+
+def _ops(arguments: argparse.Namespace) -> None:
+    from zero2all.cli.table import print_table
+    from zero2all.estimate.run.batch import load_measured_config
+    from zero2all.measure.op_bench import Bench as OperatorBench
+    from zero2all.measure.op_bench import bench_cells, bench_operators
+
+    config, _ = load_measured_config(arguments.config, arguments.overrides)
+
+    def keep(bench: OperatorBench) -> None:
+        if str(arguments.json) != "-":
+            write_json_result(arguments.json, dataclasses.asdict(bench))
+
+    bench = bench_operators(config, arguments.rows, arguments.only, arguments.seconds, keep)
+    if write_json_result(arguments.json, dataclasses.asdict(bench)):
+        return
+    print_table(
+        bench_cells(bench),
+        f"{bench.device}, {bench.dtype}, {bench.samples} x {bench.seq_len} tokens; "
+        f"copy {bench.ceilings.copy_bytes_per_second / 1e9:,.0f} GB/s, "
+        f"matmul {bench.ceilings.matmul_flops_per_second / 1e12:.3g} TFLOPS",
+    )
+
+
+def _register_ablate(group: Subparsers) -> None:
+    parser = add_verb(
+        group,
+        "ablate",
+        "measure speed and memory of training with one operator changed at a time; can be resumed",
+        "z2a perf bench ablate z2all-1b --batch 2x2048x16 --out ablation --budget-seconds 9m",
+        _ablate,
+        takes_overrides=True,
+    )
+    add_config(parser, MODEL_HELP, nargs="?")
+    batch = "samples per pass x tokens x passes per iteration (default: 2x2048x16 and the config's own)"
+    compile_jobs = "compile N rows beside each other, measure them in turn; the GPU must hold N (default 1)"
+    report = "measure nothing; show the results in --out, also those of another machine"
+    add_flags(
+        parser,
+        ("--list", bool, False, "show the rows and stop"),
+        ("--rows NAME,…", str, None, "only these rows (default: all)"),
+        ("--batch BxTxA,…", str, None, batch),
+        (*SECONDS, 8.0, "minimum time measured per row (default 8)"),
+        ("--warm-up-seconds TIME", real(0.0), 3.0, "minimum time of warm-up before (default 3)"),
+        ("--budget-seconds TIME", duration, None, "start no row that would end later than this (default: measure all)"),
+        ("--row-timeout-seconds TIME", duration, 900.0, "stop a row after this long (default 15m)"),
+        ("--compile-jobs N", whole(1), 1, compile_jobs),
+        ("--report", bool, False, report),
+        ("--again", bool, False, "measure rows again even if results exist"),
+    )
+    add_output(parser, "--out", is_folder=True, help="folder of the results (default: ablation-CONFIG)")
+
+
+def _ablate(arguments: argparse.Namespace) -> int:
+    from zero2all.cli.table import print_table
+    from zero2all.measure.variants import VARIANTS, named_variants, title_of
+
+    if arguments.list:
+        from zero2all.estimate.run.batch import load_measured_config
+
+        config, _ = load_measured_config(arguments.config or BENCH_CONFIG, arguments.overrides)
+        listed = [
+            [
+                variant.name,
+                title_of(variant, config),
+                json.dumps({**variant.ops, **variant.model, **variant.train, **variant.optim}),
+            ]
+            for variant in VARIANTS
+        ]
+        print_table([["row", "what it is", "changes"], *listed])
+        return 0
+    if arguments.config is None:
+        raise UsageError(f"`z2a perf bench ablate` needs CONFIG: {MODEL_HELP}. Only --list does without.")
+    from zero2all.estimate.run.batch import parse_batch
+    from zero2all.measure.ablate import AblateOptions, ablate
+    from zero2all.measure.summary import batch_tables, cells, device_of, heading, notes, write_report
+
+    stem = Path(arguments.config).stem
+    output = arguments.out or Path(f"ablation-{stem}")
+    ablation = ablate(
+        AblateOptions(
+            source=arguments.config,
+            output=output,
+            overrides=arguments.overrides,
+            batches=None if arguments.batch is None else [parse_batch(text) for text in arguments.batch.split(",")],
+            variants=named_variants(None if arguments.rows is None else arguments.rows.split(",")),
+            seconds=arguments.seconds,
+            warm_up_seconds=arguments.warm_up_seconds,
+            budget_seconds=arguments.budget_seconds,
+            row_timeout_seconds=arguments.row_timeout_seconds,
+            compile_jobs=arguments.compile_jobs,
+            again=arguments.again,
+            report_only=arguments.report,
+        )
+    )
+    tables = batch_tables(ablation)
+    for table in tables:
+        print_table([heading(table), *cells(table)], f"{table.batch}: {table.batch.tokens:,} tokens per iteration")
+    for line in notes(ablation, tables):
+        print(line)
+    written = write_report(ablation, output, f"{stem} on one {device_of(ablation)}")
+    for line in written:
+        print(line)
+    if ablation.pending:
+        names = ", ".join(f"{batch} {variant.name}" for batch, variant in ablation.pending)
+        print(t(f"{len(ablation.pending)} rows are left: {names}. Run the same command again to continue."))
+    return 0
+
+
 def _register_shapes(inner: Subparsers) -> None:
     parser = add_verb(
         inner,
         "shapes",
         "six rules for the sizes of a model, a config checked against them, and the fastest SwiGLU width near 8/3 h",
-        "z2a perf shapes\n  z2a perf shapes --check z2all-1b --gpu h100 --output shapes\n"
+        "z2a perf shapes\n  z2a perf shapes --check z2all-1b --gpu h100 --out shapes\n"
+        "  z2a perf shapes --gpu h100 --matmul 8192,14336,4096\n"
         "  z2a perf shapes --check my.yaml --measure --seconds 60 --json -",
         _shapes,
         takes_overrides=True,
@@ -191,17 +281,21 @@ def _register_shapes(inner: Subparsers) -> None:
         parser,
         ("--check CONFIG", str, None, MODEL_HELP),
         ("--gpu", GPUS, "h200", gpu),
+        ("--matmul M,N,K", str, None, "what limits one product on --gpu: arithmetic or memory; its tiles and waves"),
         ("--measure", bool, False, measure),
-        ("--seconds N", real(0.0), 60.0, "start no width after this many (default 60)"),
+        (*SECONDS, 60.0, "start no width after this long (default 60)"),
     )
-    add_output(parser, "--output", is_folder=True, help="folder for shapes.png and shapes.json (default: none)")
+    add_output(parser, "--out", is_folder=True, help="folder for shapes.png and shapes.json (default: none)")
     add_json(parser)
 
 
 def _shapes(arguments: argparse.Namespace) -> None:
+    if arguments.matmul is not None:
+        _roofline(arguments)
+        return
     from zero2all.cli.table import print_table
-    from zero2all.limits.machine import named_cluster
-    from zero2all.limits.shapes import RULES, check_shape, modelled_width, widths_near
+    from zero2all.estimate.machine import named_cluster
+    from zero2all.estimate.shapes import RULES, check_shape, modelled_width, widths_near
 
     is_quiet = str(arguments.json) == "-"
     if not is_quiet:
@@ -211,8 +305,8 @@ def _shapes(arguments: argparse.Namespace) -> None:
             raise UsageError("There is no config to check or measure. Name one: --check CONFIG.")
         write_json_result(arguments.json, {"rules": [dataclasses.asdict(one) for one in RULES]})
         return
-    from zero2all.perf.batch import load_measured_config
-    from zero2all.perf.shapes import draw_shapes, shape_of
+    from zero2all.estimate.run.batch import load_measured_config
+    from zero2all.measure.shape_widths import draw_shapes, shape_of
 
     config, _ = load_measured_config(arguments.check, arguments.overrides)
     machine, shape = named_cluster(arguments.gpu), shape_of(config)
@@ -235,25 +329,39 @@ def _shapes(arguments: argparse.Namespace) -> None:
         print_table(_width_cells(rows, hidden, own), about)
     if arguments.measure:
         rows = _measure(arguments, config, shape, widths, result, is_quiet) or rows
-    if arguments.output is not None:
-        said = draw_shapes(shape, machine, rows, arguments.output / "shapes.png")
+    if arguments.out is not None:
+        said = draw_shapes(shape, machine, rows, arguments.out / "shapes.png")
         print(said, file=sys.stderr if is_quiet else None)
-        write_json_result(arguments.output / "shapes.json", result)
+        write_json_result(arguments.out / "shapes.json", result)
     write_json_result(arguments.json, result)
+
+
+def _roofline(arguments: argparse.Namespace) -> None:
+    from zero2all.cli.perf_calculators import show
+    from zero2all.estimate.gpus import GPUS as SHEETS
+    from zero2all.estimate.model_calculators import roofline
+
+    try:
+        m, n, k = map(count, arguments.matmul.split(","))
+    except (ValueError, argparse.ArgumentTypeError):
+        raise UsageError(f"--matmul {arguments.matmul}: expected three sizes, such as 8192,14336,4096.") from None
+    answer = roofline(m, n, k, SHEETS[arguments.gpu.removesuffix("-80g")])
+    if not write_json_result(arguments.json, answer.as_json()):
+        show(answer)
 
 
 def _measure(
     arguments: argparse.Namespace, config: Any, shape: Any, widths: list[int], result: dict[str, Any], is_quiet: bool
 ) -> list[Any]:
-    """Measured rows; the file in --output holds what was found after every width."""
+    """Measured rows; the file in --out holds what was found after every width."""
     from zero2all.cli.table import print_table
-    from zero2all.perf.shapes import MeasuredWidths, measure_shape
+    from zero2all.measure.shape_widths import MeasuredWidths, measure_shape
 
     def keep(found: MeasuredWidths) -> None:
         rows = [_width_json(row) for row in found.rows]
         result["widths_measured"] = {"device": found.device, "tokens": found.tokens, "widths": rows}
-        if arguments.output is not None:
-            write_json_result(arguments.output / "shapes.json", result)
+        if arguments.out is not None:
+            write_json_result(arguments.out / "shapes.json", result)
 
     found = measure_shape(config, shape, widths, arguments.seconds, keep)
     if found.rows and not is_quiet:
@@ -271,7 +379,7 @@ def _finding_cells(findings: list[Any]) -> list[list[str]]:
 
 
 def _width_cells(rows: list[Any], hidden: int, own: int) -> list[list[str]]:
-    from zero2all.limits.shapes import best_width, swiglu_products
+    from zero2all.estimate.shapes import best_width, swiglu_products
 
     names = [f"{one.name} {one.kind}" for one in swiglu_products(1, 1, 1)]
     best, cells = best_width(rows, hidden), []
@@ -296,7 +404,7 @@ def _register_profile(inner: Subparsers) -> None:
         inner,
         "profile",
         "a few iterations of training taken apart: groups of kernels, the slowest with their floors, memory over time",
-        "z2a perf profile z2all-1b --output profile\n  z2a perf profile quickstart --batch 16x128x1 --json -",
+        "z2a perf profile z2all-1b --out profile\n  z2a perf profile quickstart --batch 16x128x1 --json -",
         _profile,
         takes_overrides=True,
     )
@@ -310,26 +418,27 @@ def _register_profile(inner: Subparsers) -> None:
         parser,
         ("--batch BxTxA", str, None, batch),
         ("--steps N", whole(1), 3, "iterations under the profiler (default 3)"),
-        ("--seconds N", real(0.0), 120.0, seconds),
+        (*SECONDS, 120.0, seconds),
     )
-    add_output(parser, "--output", is_folder=True, help="folder of the results (default: profile-CONFIG)")
+    add_output(parser, "--out", is_folder=True, help="folder of the results (default: profile-CONFIG)")
     add_json(parser)
 
 
 def _profile(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.perf.batch import load_measured_config, parse_batch
-    from zero2all.perf.profile import as_json, profile_config, tables_of, title_of, write_profile
+    from zero2all.estimate.run.batch import load_measured_config, parse_batch
+    from zero2all.measure.profile import ProfileOptions, as_json, profile_config, tables_of, title_of, write_profile
 
     batch = None if arguments.batch is None else parse_batch(arguments.batch)
     config, _ = load_measured_config(arguments.config, arguments.overrides)
     name = Path(arguments.config).stem
-    output = arguments.output or Path(f"profile-{name}")
+    output = arguments.out or Path(f"profile-{name}")
 
     def keep(so_far: Any) -> None:
         write_json_result(output / "profile.json", as_json(so_far))
 
-    found = profile_config(name, config, batch, arguments.steps, arguments.seconds, output, keep)
+    options = ProfileOptions(name, output, batch, arguments.steps, arguments.seconds)
+    found = profile_config(config, options, keep)
     written = write_profile(found, output)
     if str(arguments.json) != "-":
         for number, cells in enumerate(tables_of(found)):

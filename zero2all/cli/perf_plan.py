@@ -16,6 +16,7 @@ from zero2all.cli.verb import (
     add_json,
     add_output,
     add_verb,
+    duration,
     real,
     whole,
     write_json_result,
@@ -24,12 +25,12 @@ from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
-    from zero2all.limits.cards import Card
-    from zero2all.limits.machine import Machine
-    from zero2all.perf.memory import MemoryReport
-    from zero2all.perf.plan import LayoutPlan
+    from zero2all.estimate.cards import Card
+    from zero2all.estimate.machine import Machine
+    from zero2all.estimate.run.memory_report import MemoryReport
+    from zero2all.estimate.run.plan import LayoutPlan
 
-EXAMPLE = """z2a perf plan z2all-1b --gpus 8 --cluster h100 --output planned.yaml
+EXAMPLE = """z2a perf plan z2all-1b --gpus 8 --cluster h100 --out planned.yaml
   z2a perf plan z2all-1b --gpus 1 --cluster h200 --measure 3
   z2a train planned.yaml"""
 
@@ -54,46 +55,48 @@ def register(inner: Subparsers) -> None:
         ("--network-gbps N", real(0.0), None, network),
         ("--top N", whole(1), 10, "layouts to show (default 10)"),
         ("--measure N", whole(1), None, "measure the best N on the GPU of this machine"),
-        ("--seconds N", real(0.0), 8.0, "measured seconds per layout (default 8)"),
-        ("--timeout-seconds N", real(1.0), 300.0, "stop a measurement then (default 300)"),
+        ("--seconds TIME", duration, 8.0, "measured time per layout (default 8)"),
+        ("--timeout TIME", duration, 300.0, "stop a measurement then (default 5m)"),
     )
-    add_output(parser, "--output", help="write the config of the best layout")
+    add_output(parser, "--out", help="write the config of the best layout")
     add_json(parser)
 
 
 def _plan(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.perf.batch import load_measured_config
-    from zero2all.perf.models import load_model_config, precision_notes
-    from zero2all.perf.plan import config_of, measure_candidates, plan_cells, plan_json, plan_layouts
+    from zero2all.estimate.run.batch import load_measured_config
+    from zero2all.estimate.run.models import load_model_config, precision_notes
+    from zero2all.estimate.run.plan import config_of, plan_cells, plan_json, plan_layouts
 
     config, notes = load_measured_config(arguments.config, arguments.overrides)
     notes += precision_notes(config, arguments.config, arguments.overrides)
     wanted = max(arguments.top, arguments.measure or 0)
     plan = plan_layouts(config, arguments.gpus, _machine(arguments), wanted, arguments.overrides)
     if arguments.measure is not None:
-        plan = measure_candidates(plan, arguments.measure, arguments.seconds, arguments.timeout_seconds)
-    if arguments.output is not None:
+        from zero2all.measure.verify import measure_candidates
+
+        plan = measure_candidates(plan, arguments.measure, arguments.seconds, arguments.timeout)
+    if arguments.out is not None:
         from zero2all.common.files import write_atomic
         from zero2all.config import config_yaml
 
         whole_config, _ = load_model_config(arguments.config, arguments.overrides)
         text = config_yaml(config_of(whole_config, plan.candidates[0].row))
-        write_atomic(arguments.output, text.encode())
+        write_atomic(arguments.out, text.encode())
     if write_json_result(arguments.json, plan_json(plan)):
         return
     print_table(plan_cells(plan.candidates[: arguments.top]), _title(plan))
     print("\n".join([*map(t, notes), *_notes(plan)]))
-    if arguments.output is not None:
+    if arguments.out is not None:
         nodes = -(-arguments.gpus // plan.machine.gpus_per_node)
-        start = f"z2a train {arguments.output}"
+        start = f"z2a train {arguments.out}"
         if nodes > 1:
             start = f"{start} --nodes {nodes} --node-rank N --rendezvous HOST:PORT"
-        print(t(f"{arguments.output}: for {arguments.gpus} ranks; start it with `{start}`"))
+        print(t(f"{arguments.out}: for {arguments.gpus} ranks; start it with `{start}`"))
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:
-    from zero2all.perf.profiles import named_machine
+    from zero2all.measure.machine_profiles import named_machine
 
     machine = named_machine(arguments.cluster, arguments.profile)
     if arguments.network_gbps is None:
@@ -113,8 +116,8 @@ def _title(plan: LayoutPlan) -> str:
 
 
 def _notes(plan: LayoutPlan) -> list[str]:
-    from zero2all.limits.answer import said
-    from zero2all.perf.plan import compare
+    from zero2all.estimate.answer import said
+    from zero2all.estimate.run.plan import compare
 
     best = plan.candidates[0]
     lines = [
@@ -153,7 +156,7 @@ def register_memory(inner: Subparsers) -> None:
         "memory",
         "where the memory of a training run goes, phase by phase; whether it fits a GPU, and what would make it fit",
         "z2a perf memory z2all-1b --gpu h200\n"
-        "  z2a perf memory z2all-1b --gpu a100-80g --train.micro_batch_samples 32 --picture memory.png\n"
+        "  z2a perf memory z2all-1b --gpu a100-80g --train.micro_batch_samples 32 --out memory.png\n"
         "  z2a perf memory big.yaml --memory-gib 24 --ranks 8 --parallel.zero 2 --json -",
         _memory,
         takes_overrides=True,
@@ -172,24 +175,24 @@ def register_memory(inner: Subparsers) -> None:
         ("--ranks N", whole(1), 1, "processes, one per GPU (default 1)"),
     )
     add_json(parser)
-    add_output(parser, "--picture", help="draw the phases as stacked bars against the card (PNG)")
+    add_output(parser, "--out", help="draw the phases as stacked bars against the card (PNG)")
 
 
 def _memory(arguments: argparse.Namespace) -> None:
-    from zero2all.perf.memory import as_json, memory_report, write_picture
+    from zero2all.estimate.run.memory_report import as_json, memory_report, write_picture
 
     report = memory_report(arguments.config, arguments.overrides, _card(arguments), arguments.ranks)
     is_quiet = write_json_result(arguments.json, as_json(report))
     if not is_quiet:
         _print(report)
-    if arguments.picture is not None:
-        said = write_picture(report, arguments.picture)
+    if arguments.out is not None:
+        said = write_picture(report, arguments.out)
         print(said, file=sys.stderr if is_quiet else None)
 
 
 def _card(arguments: argparse.Namespace) -> Card | None:
     """The GPU that is asked about; None: that of this machine."""
-    from zero2all.limits.cards import GIB, HOPPER, Card, named_card
+    from zero2all.estimate.cards import GIB, HOPPER, Card, named_card
 
     if arguments.gpu is not None and arguments.memory_gib is not None:
         raise UsageError("--gpu and --memory-gib both say how much memory there is. Give one of them.")
@@ -209,7 +212,7 @@ def _card(arguments: argparse.Namespace) -> Card | None:
 
 def _print(report: MemoryReport) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.perf.memory import changes_table, parts_table, phases_table, verdict
+    from zero2all.estimate.run.memory_report import changes_table, parts_table, phases_table, verdict
 
     settings = report.settings
     for note in report.notes:

@@ -1,4 +1,4 @@
-"""`z2a perf calibrate`, `predict`, `verify` and `scoreboard`."""
+"""`z2a perf calibrate` and `predict`, which also checks a prediction by real steps and shows the errors so far."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from zero2all.cli.verb import (
     add_json,
     add_output,
     add_verb,
+    duration,
     real,
     whole,
     write_json_result,
 )
+from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
-    from zero2all.limits.machine import Machine
-    from zero2all.perf.calibrate import Calibration
-    from zero2all.perf.predict import Prediction
+    from zero2all.estimate.machine import Machine
+    from zero2all.estimate.run.predict import Prediction
+    from zero2all.measure.calibrate import Calibration
 
 BATCH_HELP = (
     "samples per pass x tokens x passes per step, in each data-parallel process (default: its share of the config's)"
@@ -39,17 +41,6 @@ def register(inner: Subparsers) -> None:
     """Add the verbs."""
     _register_calibrate(inner)
     _register_predict(inner)
-    _register_verify(inner)
-    parser = add_verb(
-        inner,
-        "scoreboard",
-        "show how wrong predictions have been on this machine, by component",
-        "z2a perf scoreboard",
-        _scoreboard,
-    )
-    add_output(parser, "--ledger", help="the ledger (default: predictions.jsonl beside the profiles)")
-    parser.add_argument("--all-machines", action="store_true", help="also predictions for other machines or versions")
-    add_json(parser)
 
 
 def _register_calibrate(inner: Subparsers) -> None:
@@ -69,15 +60,15 @@ def _register_calibrate(inner: Subparsers) -> None:
     )
     seconds = "begin no figure after this (default 180); the same command continues"
     again = ("--again", bool, False, "measure everything again")
-    add_flags(parser, ("--seconds N", real(1.0), 180.0, seconds), BATCH, again)
+    add_flags(parser, ("--seconds TIME", duration, 180.0, seconds), BATCH, again)
     add_output(parser, "--profile", help="file of the profile (default: by device in ~/.cache/zero2all/profiles)")
     add_json(parser)
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.perf.batch import check_batch, load_measured_config, own_batch, parse_batch
-    from zero2all.perf.calibrate import calibrate, default_config
+    from zero2all.estimate.run.batch import check_batch, load_measured_config, own_batch, parse_batch
+    from zero2all.measure.calibrate import calibrate, default_config
 
     configs = []
     for source in arguments.configs or [default_config()]:
@@ -119,7 +110,7 @@ def _profile_rows(machine: Machine) -> list[list[str]]:
 
 
 def _calibration_notes(found: Calibration) -> list[str]:
-    from zero2all.perf.calibrate import reasons
+    from zero2all.measure.calibrate import reasons
 
     lines = [t(f"profile: {found.path}")]
     for one in found.anchors.values():
@@ -142,11 +133,13 @@ def _register_predict(inner: Subparsers) -> None:
         "predict",
         "predict step time, tokens/s, MFU, memory, energy and cost of a run, from the profile of a machine",
         "z2a perf predict z2all-1b --batch 16x2048x16\n"
-        "  z2a perf predict z2all-1b --cluster h100 --gpus 16 --parallel.zero 1 --price 2.5",
+        "  z2a perf predict z2all-1b --cluster h100 --gpus 16 --parallel.zero 1 --price 2.5\n"
+        "  z2a perf predict z2all-1b --batch 16x2048x4 --verify\n"
+        "  z2a perf predict --scoreboard",
         _predict,
         takes_overrides=True,
     )
-    add_config(parser, MODEL_HELP)
+    add_config(parser, MODEL_HELP, nargs="?")
     add_flags(
         parser,
         BATCH,
@@ -154,19 +147,35 @@ def _register_predict(inner: Subparsers) -> None:
         ("--gpus N", whole(1), 1, "processes, one GPU each (default 1)"),
         PROFILE,
         ("--price USD", real(0.0), None, "price of a GPU for an hour, for the cost"),
+        ("--verify", bool, False, "run a few real steps too, compare, and add both to the ledger"),
+        ("--seconds TIME", duration, 6.0, "with --verify: measure about this long (default 6)"),
+        ("--timeout TIME", duration, 300.0, "with --verify: stop the run after this (default 5m)"),
+        ("--no-components", bool, False, "with --verify: do not profile a step"),
+        ("--scoreboard", bool, False, "show how wrong predictions have been on this machine, by component"),
+        ("--all-machines", bool, False, "with --scoreboard: also predictions for other machines or versions"),
     )
+    add_output(parser, "--ledger", help="the ledger (default: predictions.jsonl beside the profiles)")
     add_json(parser)
 
 
 def _predict(arguments: argparse.Namespace) -> None:
+    if arguments.scoreboard:
+        _scoreboard(arguments)
+        return
+    if arguments.config is None:
+        raise UsageError(f"`z2a perf predict` needs CONFIG: {MODEL_HELP}. Only --scoreboard does without.")
+    if arguments.verify:
+        _verify(arguments)
+        return
     from zero2all.cli.table import print_table
-    from zero2all.perf.batch import load_measured_config, parse_batch
-    from zero2all.perf.models import precision_notes
-    from zero2all.perf.verify import prediction_for
+    from zero2all.estimate.run.batch import load_measured_config, parse_batch
+    from zero2all.estimate.run.models import precision_notes
+    from zero2all.measure.verify import Asked, prediction_for
 
     config, notes = load_measured_config(arguments.config, arguments.overrides)
     batch = None if arguments.batch is None else parse_batch(arguments.batch)
-    found = prediction_for(config, batch, arguments.cluster, arguments.gpus, arguments.profile, arguments.price)
+    asked = Asked(arguments.cluster, arguments.profile, arguments.gpus, arguments.price, arguments.ledger)
+    found = prediction_for(config, batch, asked)
     if write_json_result(arguments.json, found.as_json()):
         return
     machine = found.machine
@@ -181,7 +190,7 @@ def _predict(arguments: argparse.Namespace) -> None:
 
 def _prediction_rows(found: Prediction) -> list[list[str]]:
     from zero2all.common.progress import human_seconds
-    from zero2all.perf.predict import mfu
+    from zero2all.estimate.run.predict import mfu
 
     low, high = found.interval
     step, seconds = found.step, found.corrected
@@ -209,7 +218,7 @@ def _prediction_rows(found: Prediction) -> list[list[str]]:
         rows.append([t("energy"), f"{found.joules / 3.6e6:,.1f} kWh", power])
     if found.cost is not None:
         hours = found.run_seconds / 3600 * found.settings.processes
-        rows.append([t("cost"), f"{found.cost:,.2f} USD", f"{hours:,.1f} h x {found.price_per_hour:g} USD"])
+        rows.append([t("cost"), f"{found.cost:,.2f} USD", f"{hours:,.1f} h x {found.machine.price_per_hour:g} USD"])
     return rows
 
 
@@ -242,33 +251,16 @@ def _prediction_notes(found: Prediction) -> list[str]:
     return lines
 
 
-def _register_verify(inner: Subparsers) -> None:
-    parser = add_verb(
-        inner,
-        "verify",
-        "predict a config, run a few real steps of it, compare, and add both to the ledger",
-        "z2a perf verify z2all-1b --batch 16x2048x4\n"
-        "  z2a perf verify z2all-1b --train.recompute full --batch 32x2048x2",
-        _verify,
-        takes_overrides=True,
-    )
-    add_config(parser, MODEL_HELP)
-    seconds = ("--seconds N", real(0.0), 6.0, "measure about this long (default 6)")
-    timeout = ("--timeout N", real(1.0), 300.0, "stop the run after this (default 300 s)")
-    add_flags(parser, BATCH, seconds, timeout, ("--no-components", bool, False, "do not profile a step"), PROFILE)
-    add_output(parser, "--ledger", help="the ledger (default: predictions.jsonl beside the profiles)")
-    add_json(parser)
-
-
 def _verify(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.perf.batch import load_measured_config, own_batch, parse_batch
-    from zero2all.perf.verify import comparison, machine_line, verify
+    from zero2all.estimate.run.batch import load_measured_config, own_batch, parse_batch
+    from zero2all.measure.verify import Asked, ShortRun, comparison, machine_line, verify
 
     config, _ = load_measured_config(arguments.config, arguments.overrides)
     batch = own_batch(config) if arguments.batch is None else parse_batch(arguments.batch)
-    how = (batch, arguments.seconds, arguments.timeout, not arguments.no_components)
-    found = verify(arguments.config, arguments.overrides, *how, arguments.profile, arguments.ledger)
+    asked = Asked(arguments.cluster, arguments.profile, arguments.gpus, ledger=arguments.ledger)
+    run = ShortRun(batch, arguments.seconds, arguments.timeout, not arguments.no_components)
+    found = verify(arguments.config, arguments.overrides, run, asked)
     rows = comparison(found)
     if not write_json_result(arguments.json, {"entry": found.entry, "measured": found.measured}):
         print_table(rows, f"{arguments.config}, batch {batch}: {machine_line(found.prediction.machine)}")
@@ -276,7 +268,7 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 def _scoreboard(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.perf.verify import score_rows, scores
+    from zero2all.measure.verify import score_rows, scores
 
     entries, found = scores(arguments.ledger, arguments.all_machines)
     if not write_json_result(arguments.json, [dataclasses.asdict(score) for score in found]):

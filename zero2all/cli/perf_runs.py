@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.runs import add_run, open_run
-from zero2all.cli.track import print_stopped
+from zero2all.cli.track import print_goodput
 from zero2all.cli.verb import (
     Subparsers,
     add_flags,
@@ -16,6 +16,7 @@ from zero2all.cli.verb import (
     add_work,
     amount,
     count,
+    duration,
     real,
     whole,
     write_json_result,
@@ -24,22 +25,23 @@ from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
-    from zero2all.limits.simulate import Outcome, Plan, Slowness
-    from zero2all.perf.explain import Explanation
-    from zero2all.perf.run_diff import RunDiff
+    from zero2all.estimate.simulate import Outcome, Plan, Slowness
+    from zero2all.measure.explain import Explanation
+    from zero2all.measure.run_diff import RunDiff
 
-SIMULATE_EXAMPLE = """z2a perf simulate --nodes 2048 --tokens 15.6e12 --tokens-per-gpu-second 220 --price 2
-  z2a perf simulate --nodes 16 --days 30 --interval-seconds 3600 --slow-nodes 0.001,1.2,24"""
+SIMULATE_EXAMPLE = """z2a perf simulate --nodes 2048 --tokens 15.6T --tokens-per-gpu-second 220 --price 2
+  z2a perf simulate --nodes 2048 --time 54d --mtbf 3.1h --save 60s --restart 10m
+  z2a perf simulate --nodes 16 --time 30d --interval 1h --slow-nodes 0.001,1.2,24"""
 
 
 def register(inner: Subparsers) -> None:
-    """Add the verbs."""
-    _register_simulate(inner)
+    """Add the verbs about runs that were."""
     _register_explain(inner)
     _register_diff(inner)
 
 
-def _register_simulate(inner: Subparsers) -> None:
+def register_simulate(inner: Subparsers) -> None:
+    """Add the verb."""
     parser = add_verb(
         inner,
         "simulate",
@@ -56,13 +58,13 @@ def _register_simulate(inner: Subparsers) -> None:
         ("--gpus-per-node N", whole(1), 8, "GPUs of a node (default 8)"),
         ("--tokens N", count, None, "tokens to train on, with --tokens-per-gpu-second"),
         ("--tokens-per-gpu-second N", amount, None, "speed of a GPU while nothing disturbs"),
-        ("--days N", real(0.0, 1e5, is_open=True), None, "days of undisturbed training, instead of --tokens"),
+        ("--time TIME", duration, None, "undisturbed training, such as 54d, instead of --tokens"),
         ("--failures-per-gpu-hour X", real(0.0), None, rate_help),
+        ("--mtbf TIME", duration, None, "mean time between failures of the whole run, instead"),
         ("--shares KIND=X,…", str, None, shares_help),
     )
     for flag, unit, about in PLAN_FLAGS:
-        kind = whole(0) if unit == "N" else real(0.0, 1.0) if unit == "SHARE" else real(0.0)
-        add_flags(parser, (f"{flag} {unit}", kind, None, about))
+        add_flags(parser, (f"{flag} {unit}", PLAN_UNITS[unit], None, about))
     slow_help = "slow nodes: per node and day, how many times as long a step takes, hours until found"
     link_help = "slow links: per node and day, speed as a share of their rate, hours until found"
     share_help = "share of a step that waits for communication, at the links' rate (default 0)"
@@ -79,27 +81,28 @@ def _register_simulate(inner: Subparsers) -> None:
     add_json(parser)
 
 
+PLAN_UNITS = {"N": whole(0), "SHARE": real(0.0, 1.0), "X": real(0.0), "TIME": duration}
 PLAN_FLAGS = (
     ("--hang-share", "SHARE", "share of failures that hang and are noticed at the time-out (default 0.1)"),
-    ("--hang-seconds", "S", "time-out of a hang (default 600)"),
-    ("--restart-seconds", "S", "from a failure to the first new step (default 300)"),
-    ("--replace-seconds", "S", "more when a node is replaced (default 180)"),
-    ("--repair-hours", "H", "repair of a node, on average (default 24)"),
+    ("--hang", "TIME", "time-out of a hang (default 10m)"),
+    ("--restart", "TIME", "from a failure to the first new step (default 5m)"),
+    ("--replace", "TIME", "more when a node is replaced (default 3m)"),
+    ("--repair", "TIME", "repair of a node, on average (default 24h)"),
     ("--spare-nodes", "N", "nodes held ready (default 0)"),
     ("--least-nodes", "N", "elastic: go on with as few nodes as this (default: wait for all)"),
-    ("--interval-seconds", "S", "training between two checkpoints (default: Daly's interval)"),
-    ("--save-seconds", "S", "until a checkpoint is on disk (default 60)"),
-    ("--stall-seconds", "S", "training that a save stops; less than --save-seconds: asynchronous (default: all of it)"),
-    ("--memory-interval-seconds", "S", "training between two copies in memory (default: no copies)"),
-    ("--memory-stall-seconds", "S", "training that such a copy stops (default 0.5)"),
+    ("--interval", "TIME", "training between two checkpoints (default: Daly's interval)"),
+    ("--save", "TIME", "until a checkpoint is on disk (default 60s)"),
+    ("--stall", "TIME", "training that a save stops; less than --save: asynchronous (default: all of it)"),
+    ("--memory-interval", "TIME", "training between two copies in memory (default: no copies)"),
+    ("--memory-stall", "TIME", "training that such a copy stops (default 0.5s)"),
     ("--memory-copies", "N", "1: survives a process; 2: on another node too, survives a node (default 1)"),
     ("--price", "X", "price of a GPU-hour"),
 )
-"""Flags whose names are fields of a plan, except the price."""
+"""Flags of a plan; a time is its field of the same name and `_seconds`."""
 
 
 def _simulate(arguments: argparse.Namespace) -> None:
-    from zero2all.limits.simulate import simulate
+    from zero2all.estimate.simulate import simulate
 
     plan = _plan(arguments)
     outcome = simulate(plan, arguments.repetitions, arguments.seed)
@@ -108,22 +111,26 @@ def _simulate(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
-    from zero2all.limits.simulate import DAY, Plan, Slowness, slowdown_of_links
+    from zero2all.estimate.simulate import HOUR, Plan, Slowness, slowdown_of_links
 
     has_tokens = arguments.tokens is not None
-    if has_tokens != (arguments.tokens_per_gpu_second is not None) or has_tokens == (arguments.days is not None):
-        raise UsageError("Say how long the run is: --tokens with --tokens-per-gpu-second, or --days, and not both.")
-    if has_tokens:
-        gpus = arguments.nodes * arguments.gpus_per_node
-        work = arguments.tokens / (arguments.tokens_per_gpu_second * gpus)
-    else:
-        work = arguments.days * DAY
+    if has_tokens != (arguments.tokens_per_gpu_second is not None) or has_tokens == (arguments.time is not None):
+        raise UsageError("Say how long the run is: --tokens with --tokens-per-gpu-second, or --time, and not both.")
+    if arguments.mtbf is not None and arguments.failures_per_gpu_hour is not None:
+        raise UsageError("--mtbf and --failures-per-gpu-hour both say how often a failure comes. Give one of them.")
+    gpus = arguments.nodes * arguments.gpus_per_node
+    work = arguments.tokens / (arguments.tokens_per_gpu_second * gpus) if has_tokens else arguments.time
     work *= slowdown_of_links(arguments.communication_share, arguments.link_speed)
     fields: dict[str, Any] = {"work_seconds": work, "nodes": arguments.nodes, "gpus_per_node": arguments.gpus_per_node}
-    for flag in ("--failures-per-gpu-hour", *(flag for flag, _, _ in PLAN_FLAGS)):
+    if arguments.mtbf is not None:
+        fields["failures_per_gpu_hour"] = HOUR / (arguments.mtbf * gpus)
+    elif arguments.failures_per_gpu_hour is not None:
+        fields["failures_per_gpu_hour"] = arguments.failures_per_gpu_hour
+    for flag, unit, _ in PLAN_FLAGS:
         name = flag.removeprefix("--").replace("-", "_")
         if (value := getattr(arguments, name)) is not None:
-            fields["price_per_gpu_hour" if name == "price" else name] = value
+            field = f"{name}_seconds" if unit == "TIME" else name
+            fields["price_per_gpu_hour" if name == "price" else field] = value
     if arguments.shares is not None:
         fields["shares"] = _shares(arguments.shares)
     if arguments.slow_nodes is not None:
@@ -134,7 +141,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
 
 def _slow_links(arguments: argparse.Namespace) -> Slowness:
-    from zero2all.limits.simulate import Slowness, slowdown_of_links
+    from zero2all.estimate.simulate import Slowness, slowdown_of_links
 
     rate, speed, hours = _three("--slow-links", arguments.slow_links)
     if not 0 < speed <= 1 or not arguments.communication_share:
@@ -165,7 +172,7 @@ def _three(flag: str, text: str) -> tuple[float, float, float]:
 
 def _bands(outcome: Outcome, tokens: float | None) -> dict[str, tuple[str, tuple[float, float, float]]]:
     """Name -> format and the 10, 50 and 90 % points."""
-    from zero2all.limits.simulate import DAY, band
+    from zero2all.estimate.simulate import DAY, band
 
     low, middle, high = band(outcome.wall_seconds)
     # The bands of days and goodput are of the same repetitions, so a long run is one with a low goodput.
@@ -183,7 +190,7 @@ def _bands(outcome: Outcome, tokens: float | None) -> dict[str, tuple[str, tuple
 
 def _print_simulation(outcome: Outcome, tokens: float | None) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.limits.simulate import DAY
+    from zero2all.estimate.simulate import DAY
 
     plan = outcome.plan
     mean = plan.mean_seconds_between_failures
@@ -194,6 +201,13 @@ def _print_simulation(outcome: Outcome, tokens: float | None) -> None:
             f"days undisturbed; {failing}; a checkpoint every {plan.interval:,.0f} s"
         )
     )
+    if (closed := plan.closed_form) is not None:
+        print(
+            t(
+                f"closed form, without hangs, spares and slow nodes: Young's interval {closed.young:,.0f} s, Daly's "
+                f"{closed.daly:,.0f} s; goodput {closed.goodput:.2%}"
+            )
+        )
     rows = [["", "10 %", "50 %", "90 %"]]
     for name, (form, values) in _bands(outcome, tokens).items():
         rows.append([t(name), *(format(value, form) for value in values)])
@@ -244,8 +258,8 @@ def _register_explain(inner: Subparsers) -> None:
 
 def _explain(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.perf.explain import as_json, explain
-    from zero2all.perf.run_record import read_record
+    from zero2all.measure.explain import as_json, explain
+    from zero2all.measure.run_record import read_record
 
     with open_run(arguments.run, arguments) as run:
         explanation = explain(read_record(run.folder, arguments.card_gib))
@@ -256,23 +270,15 @@ def _explain(arguments: argparse.Namespace) -> None:
                 print(f"\n{number}. {t(finding.what)}{share}: {t(finding.evidence)}")
                 print(f"   {t('advice:')} {t(finding.change)}\n   {t('expected gain:')} {t(finding.worth)}")
             print()
+            if explanation.record.account.total_seconds:
+                print_goodput(explanation.record.account)
             for title, rows in _explain_tables(explanation):
                 print_table(rows, title)
-            print_stopped(explanation.record.account)
 
 
 def _explain_tables(explanation: Explanation) -> list[tuple[str, list[list[str]]]]:
     record = explanation.record
     tables = []
-    account = record.account
-    if total := account.total_seconds:
-        rows = [["time of the run", "seconds", "%"]]
-        rows += [
-            [t(cause), f"{spent:,.2f}", f"{100 * spent / total:.1f}"]
-            for cause, spent in account.seconds.items()
-            if spent
-        ]
-        tables.append(("from its first start to its last row, as `z2a goodput` counts it", rows))
     if step := sum(record.parts.values()):
         rows = [["part of a step", "ms", "%"]]
         parts = sorted(record.parts.items(), key=lambda part: -part[1])
@@ -320,8 +326,8 @@ def _register_diff(inner: Subparsers) -> None:
 
 
 def _diff(arguments: argparse.Namespace) -> None:
-    from zero2all.perf.run_diff import as_json, diff_runs
-    from zero2all.perf.run_record import read_record
+    from zero2all.measure.run_diff import as_json, diff_runs
+    from zero2all.measure.run_record import read_record
 
     with open_run(arguments.runs[0], arguments) as first, open_run(arguments.runs[1], arguments) as second:
         diff = diff_runs(read_record(first.folder), read_record(second.folder))

@@ -1,4 +1,4 @@
-"""`z2a board`, `goodput`, `watch` and `plot`: runs in the browser, their time, in the terminal and as pictures; `z2a
+"""`z2a board`, `watch` and `plot`: runs in the browser, their time, in the terminal and as pictures; `z2a
 track import` and `export`: other trackers."""
 
 from __future__ import annotations
@@ -252,28 +252,6 @@ def _require_folders(places: list[str]) -> None:
         )
 
 
-@verb("""
-    goodput: where the time of a run went: useful steps, and the rest by cause
-
-    ANY_RUN --json
-
-    z2a goodput my-run --work my-workspace
-    """)
-def _goodput(arguments: argparse.Namespace) -> None:
-    from zero2all.common.jsonio import dumps_pretty
-    from zero2all.track.goodput import run_goodput
-    from zero2all.track.reader import RunReader
-
-    with open_run(arguments.run, arguments) as run:
-        found = run_goodput(RunReader(run.folder))
-        if not found.starts:
-            raise BadInputError(f"There are no metrics of training in {run.folder}, so there is no time to add up.")
-    if arguments.json:
-        print(dumps_pretty(found.as_json()).decode(), end="")
-        return
-    print_goodput(found)
-
-
 def print_goodput(found: Goodput) -> None:
     """The shares by cause, with bars."""
     tell(
@@ -289,11 +267,6 @@ def print_goodput(found: Goodput) -> None:
             share = seconds / found.total_seconds
             print(f"  {padded(t(cause), 12)} {seconds:>12,.1f} s {share:>7.1%} {_bar(share)}")
     tell(f"of the steps, {found.data_wait_seconds:,.1f} s waited for data")
-    print_stopped(found)
-
-
-def print_stopped(found: Goodput) -> None:
-    """Time that is not part of the account, where there is any."""
     if found.stopped_seconds:
         tell(f"not counted: {found.stopped_seconds:,.1f} s between an end and the next start")
 

@@ -217,7 +217,7 @@ def _plan(arguments: argparse.Namespace, config: RunConfig) -> int:
 
     from zero2all.cli.table import print_table
     from zero2all.common.workspace import Workspace
-    from zero2all.limits.cards import named_card
+    from zero2all.estimate.cards import named_card
     from zero2all.train.plan import (
         make_plan,
         plan_notes,

@@ -240,9 +240,13 @@ def add_verb(
     return parser
 
 
-def add_group(verbs: Subparsers, name: str, summary: str, example: str) -> Subparsers:
-    """Register a word with verbs of its own, such as `z2a corpus`."""
+def add_group(
+    verbs: Subparsers, name: str, summary: str, example: str, renamed: dict[str, str] | None = None
+) -> Subparsers:
+    """Register a word with verbs of its own, such as `z2a corpus`; `renamed`: its verbs of before -> the command that
+    does it now."""
     parser = _parser(verbs, name, summary, f"{EXAMPLE}\n  {example}")
+    parser.renamed = renamed or {}
     return parser.add_subparsers(title="verbs", metavar=VERB, required=True)
 
 
@@ -368,6 +372,20 @@ def workspace_of(arguments: argparse.Namespace, create: bool = False) -> Workspa
 
 COUNT = "a whole number of at least 1, such as 8, 4096, 1.1e9 or 7.5B"
 AMOUNT = "a number above 0 and at most 1e30, such as 312, 2e12 or 1.5T"
+
+TIME = "a time, such as 60 (seconds), 90s, 10m, 3h or 5d"
+LONGEST_SECONDS = 1e10  # three centuries: more is a slip of a unit
+SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def duration(text: str) -> float:
+    """A type for add_argument: a time in seconds, also as 10m, 3h or 54d."""
+    from zero2all.common.progress import scaled
+
+    with suppress(ValueError):
+        if 0 <= (value := scaled(text, SECONDS)) <= LONGEST_SECONDS:
+            return value
+    raise argparse.ArgumentTypeError(f"got {text[:100]!r}, expected {TIME}")
 
 
 def amount(text: str) -> float:

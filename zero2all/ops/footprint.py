@@ -1,6 +1,6 @@
 """What the implementations of the operators need in memory. No torch here: planning must not need it.
 
-Each implementation states its `Footprint` beside its code; `zero2all.limits.pass_memory` walks through a pass and adds
+Each implementation states its `Footprint` beside its code; `estimate.pass_memory` walks through a pass and adds
 them up. Bytes are per token unless said otherwise. What is saved for the backward pass counts beside an operator's
 input and output, which belong to its neighbours. What is alive during the backward pass of an operator counts as
 `Moment`s.

@@ -16,7 +16,7 @@ from dataclasses import fields, replace
 
 from zero2all.common.errors import UsageError
 from zero2all.common.progress import counted
-from zero2all.limits.flops import recomputed_blocks
+from zero2all.estimate.flops import recomputed_blocks
 from zero2all.parallel import context, expert, pipeline, tensor
 from zero2all.parallel.config import MeshSizes, SlowLinkConfig
 from zero2all.parallel.run_config import SpreadConfig, sequence_lengths

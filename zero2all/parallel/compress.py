@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from zero2all.limits.slow_link import is_low_rank
+from zero2all.estimate.slow_link import is_low_rank
 from zero2all.parallel.buckets import FlatPlan
 from zero2all.parallel.mesh import Axis
 from zero2all.parallel.parameter_table import LogicalParameter

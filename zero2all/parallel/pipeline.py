@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from zero2all.limits.flops import flops_per_token
+from zero2all.estimate.flops import flops_per_token
 from zero2all.model.config import ModelConfig, MoeConfig
 from zero2all.model.z2all import PipelineStage, Z2all
 from zero2all.ops.gradient_sink import deferring

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zero2all.common.errors import UsageError
 from zero2all.config import RunConfig
-from zero2all.limits.flops import flops_per_token, peak_flops
+from zero2all.estimate.flops import flops_per_token, peak_flops
 from zero2all.model.z2all import Z2all
 from zero2all.ops.linear import fp8_linear
 from zero2all.ops.registry import Ops

@@ -1,6 +1,6 @@
 """`train.micro_batch_samples: auto`: the most samples of one pass that fit into the device's memory.
 
-On a GPU it is found by trying: forward and backward over random tokens, beginning with what `zero2all.limits.memory`
+On a GPU it is found by trying: forward and backward over random tokens, beginning with what `zero2all.estimate.memory`
 expects to fit, doubling while it fits, then halving the gap, with a little less than the whole card. For every number
 of passes one size is tried, the smallest that needs no more passes: of 64 rows also 7, nine times, and then 1. Larger
 sizes of as many passes would only take memory. The result is kept in <run>/micro_batch.json with everything that
@@ -27,9 +27,9 @@ from zero2all.common.errors import BadInputError, UsageError, is_out_of_memory
 from zero2all.common.files import read_json, write_json
 from zero2all.common.progress import counted
 from zero2all.config import RunConfig, with_new_names
-from zero2all.limits.cards import cublas_workspace
-from zero2all.limits.held import HeldStage
-from zero2all.limits.memory import ALLOWANCE, KINDS_APART, MemorySettings, estimate_memory
+from zero2all.estimate.cards import cublas_workspace
+from zero2all.estimate.local_model import HeldStage
+from zero2all.estimate.memory import ALLOWANCE, KINDS_APART, MemorySettings, estimate_memory
 from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import Ops

@@ -23,11 +23,11 @@ from zero2all.common.manifest import read_manifest
 from zero2all.common.progress import counted
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
-from zero2all.limits.cards import HOPPER, Card
-from zero2all.limits.communication import AxisTraffic, Transfer, by_axis, bytes_sent, communication_per_step
-from zero2all.limits.fit import process_bytes
-from zero2all.limits.memory import GIB, MemoryEstimate, binary_size, estimate_memory
-from zero2all.limits.slow_link import bytes_per_step
+from zero2all.estimate.cards import HOPPER, Card
+from zero2all.estimate.communication import AxisTraffic, Transfer, by_axis, bytes_sent, communication_per_step
+from zero2all.estimate.fit import process_bytes
+from zero2all.estimate.memory import GIB, MemoryEstimate, binary_size, estimate_memory
+from zero2all.estimate.slow_link import bytes_per_step
 from zero2all.model.config import parameter_counts
 from zero2all.ops.registry import Ops, assume_gpu, resolve
 from zero2all.parallel.check import arithmetic, check_spread, idle_settings

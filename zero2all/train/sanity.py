@@ -22,9 +22,9 @@ from zero2all.common.language import translate as t
 from zero2all.common.progress import counted
 from zero2all.config import RunConfig
 from zero2all.config.training import ScheduleConfig
-from zero2all.limits.communication import bytes_sent, communication_per_step
-from zero2all.limits.fit import RECOMPUTATION
-from zero2all.limits.memory import ALLOWANCE, MemorySettings, binary_size, estimate_memory
+from zero2all.estimate.communication import bytes_sent, communication_per_step
+from zero2all.estimate.fit import RECOMPUTATION
+from zero2all.estimate.memory import ALLOWANCE, MemorySettings, binary_size, estimate_memory
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.packed.loader import Batch
 from zero2all.parallel.config import SlowLinkConfig

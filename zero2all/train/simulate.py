@@ -27,8 +27,8 @@ from zero2all.common.files import human_bytes
 from zero2all.common.language import translate as t
 from zero2all.common.progress import progress
 from zero2all.config import RunConfig
-from zero2all.limits.communication import communication_per_step
-from zero2all.limits.memory import GIB, estimate_memory
+from zero2all.estimate.communication import communication_per_step
+from zero2all.estimate.memory import GIB, estimate_memory
 from zero2all.model.swap import Swap
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch, rank_rows

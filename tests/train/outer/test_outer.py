@@ -15,7 +15,7 @@ from benchmarks.memory_link import Hub
 from tests.ports import free_port
 from zero2all.common.errors import AnomalyError
 from zero2all.config.training import OptimConfig
-from zero2all.limits.slow_link import bytes_per_step
+from zero2all.estimate.slow_link import bytes_per_step
 from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig

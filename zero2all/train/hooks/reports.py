@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from zero2all.common import progress
-from zero2all.limits.flops import flops_per_token, flops_utilisation, recomputed_flops_per_token
+from zero2all.estimate.flops import flops_per_token, flops_utilisation, recomputed_flops_per_token
 from zero2all.track.writer import Run
 from zero2all.train.context import RunContext
 from zero2all.train.state import TrainState

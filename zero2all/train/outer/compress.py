@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from zero2all.limits.slow_link import BLOCK_VALUES, CHUNK_VALUES, part_bytes, sparse_part_bytes
+from zero2all.estimate.slow_link import BLOCK_VALUES, CHUNK_VALUES, part_bytes, sparse_part_bytes
 from zero2all.parallel.config import SlowLinkConfig
 
 BITS = {"float32": 32, "bf16": 16, "int8": 8, "int4": 4}

@@ -1,0 +1,149 @@
+"""`z2a perf plan`: the best layout, why, and a config that a run accepts."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from zero2all.cli.main import main
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.config import config_yaml, load_config
+from zero2all.estimate.cards import named_card
+from zero2all.estimate.machine import named_cluster
+from zero2all.estimate.run.batch import load_measured_config
+from zero2all.estimate.run.memory_report import memory_report
+from zero2all.estimate.run.plan import (
+    LayoutPlan,
+    Row,
+    Search,
+    compare,
+    config_of,
+    enumerate_layouts,
+    held_columns,
+    plan_cells,
+    plan_json,
+    plan_layouts,
+)
+from zero2all.measure.verify import measure_candidates
+from zero2all.parallel.check import check_spread
+
+
+@pytest.fixture(scope="module")
+def plan() -> LayoutPlan:
+    config, _ = load_measured_config("z2all-100m", [])
+    return plan_layouts(config, 4, named_cluster("h100"), wanted=5)
+
+
+def test_the_fastest_comes_first_and_all_fit(plan: LayoutPlan):
+    seconds = [one.time.estimate for one in plan.candidates]
+    assert seconds == sorted(seconds)
+    assert all(one.memory <= plan.room for one in plan.candidates)
+    assert len(plan_cells(plan.candidates)) == 6
+    assert plan_json(plan)["candidates"][0]["seconds"] == seconds[0]
+
+
+def test_the_config_of_the_best_loads_and_can_be_spread(plan: LayoutPlan, tmp_path):
+    written = tmp_path / "planned.yaml"
+    written.write_text(config_yaml(config_of(plan.config, plan.candidates[0].row)))
+    config = load_config(str(written), [])
+    assert check_spread(config, 4).processes == 4
+    assert config.train.micro_batch_samples == plan.candidates[0].row["samples"]
+
+
+def test_it_says_why(plan: LayoutPlan):
+    assert any(line.startswith("tensor 2: its best layout is ") for line in plan.alternatives)
+    assert any(line.startswith("recompute full") for line in plan.alternatives)
+    assert all(" +" in line for line in plan.alternatives if "slower" in line), (
+        "the part that grows, not one that falls"
+    )
+    assert "faster" in compare(plan.candidates[0], plan.candidates[-1])
+    assert any(rule.startswith("does not fit into") for rule in plan.rejected)
+
+
+def rows_of(gpus: int, *words: str, most_tensor: int = 8) -> list[Row]:
+    config, _ = load_measured_config("z2all-1b", list(words))
+    return enumerate_layouts(config, gpus, most_tensor, held_columns(config, words))[0]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words", "layout"),
+    [
+        (7, [], {"replicate": 7}),
+        (24, [], {"zero": 1, "shard": 24}),
+        (96, [], {"zero": 2, "shard": 8, "replicate": 12}),
+        (16, ["--parallel.copy_kv_heads", "true"], {"tensor": 16}),
+        (8, ["--data.seq_len", "1032", "--train.tokens_per_step", "528384"], {"context": 8}),
+        (4, ["--parallel.compress", "powersgd"], {"replicate": 4}),
+        (4, ["--train.tokens_per_step", "8192"], {"pipeline": 4}),
+    ],
+    ids=str,
+)
+def test_what_a_run_accepts_is_among_the_layouts(gpus: int, words: list[str], layout: dict[str, int]):
+    fields = [word for name, value in layout.items() for word in (f"--parallel.{name}", str(value))]
+    check_spread(load_config("z2all-1b", [*words, *fields]), gpus)  # a run does
+    rows = rows_of(gpus, *words, most_tensor=16)
+    assert any(all(row[name] == value for name, value in layout.items()) for row in rows)
+
+
+@pytest.mark.parametrize("source", ["z2all-1b", "z2all-moe"])
+def test_what_is_among_the_layouts_a_run_accepts(source: str):
+    config, _ = load_measured_config(source, [])
+    rows, rejected = enumerate_layouts(config, 24, 8, {})
+    for row in random.Random(5).sample(rows, 40):
+        check_spread(config_of(config, row), 24)
+    assert len({tuple(row.items()) for row in rows}) == len(rows)
+    assert any("parallel.zero 2 does not work with parallel.pipeline 2" in text for text in rejected)
+
+
+def test_seven_gpus_are_best_used_with_seven_copies():
+    config, _ = load_measured_config("z2all-1b", [])
+    best = plan_layouts(config, 7, named_cluster("h100"), wanted=1).candidates[0]
+    assert best.row["pipeline"] == 1
+    assert best.time.tokens == 524288  # not the padding
+    assert 470_000 < best.tokens_per_second < 530_000
+
+
+def test_what_the_user_sets_holds_and_is_said(capsys):
+    fields = {"parallel.tensor": "2", "parallel.zero": "1", "train.recompute": "full"}
+    words = [word for name, value in fields.items() for word in (f"--{name}", value)]
+    assert main(["perf", "plan", "z2all-100m", "--gpus", "4", "--cluster", "h100", *words]) == 0
+    shown = "As you set it, in all of them: --parallel.tensor 2, --parallel.zero 1, --train.recompute full"
+    assert shown in capsys.readouterr().out
+    rows = rows_of(4, *words)
+    assert {(row["tensor"], row["zero"], row["recompute"]) for row in rows} == {(2, 1, "full")}
+    assert main(["perf", "plan", "z2all-100m", "--gpus", "4", "--cluster", "h100", "--parallel.tensor", "3"]) == 2
+    assert "pipeline x context x tensor = 3 must divide 4" in capsys.readouterr().err
+    assert {row["zero"] for row in rows_of(1, "--parallel.zero=1")} == {1}
+    assert {row["samples"] for row in rows_of(8, "--train.micro_batch_samples", "5")} == {5}
+
+
+def test_the_search_finds_what_predicting_all_finds(plan: LayoutPlan):
+    """Most layouts are left out by a bound. Every one of them is predicted here."""
+    rows, _ = enumerate_layouts(plan.config, 4, 8, {})
+    search = Search(plan.config, plan.machine, rows)
+    found = sorted(search._predicted(row).estimate for row in rows if search._memory(row) is not None)
+    assert [one.time.estimate for one in plan.candidates] == pytest.approx(found[:5])
+    assert all(search._predicted(row).estimate >= search._least_seconds(row) * (1 - 1e-9) for row in rows)
+    assert plan.tried < len(rows) / 2
+
+
+def test_memory_is_that_of_z2a_perf_memory(plan: LayoutPlan, tmp_path):
+    for one in plan.candidates:
+        path = tmp_path / "layout.yaml"
+        path.write_text(config_yaml(config_of(plan.config, one.row)))
+        report = memory_report(str(path), [], named_card("h100"), 4)
+        assert one.memory == pytest.approx(report.estimate.total, rel=1e-6)
+
+
+def test_what_fits_nowhere_is_refused_with_the_rules_it_breaks():
+    config, _ = load_measured_config("z2all-1b", ["--train.tokens_per_step", "4096"])
+    small = dataclasses.replace(named_cluster("h100"), memory_bytes=2.0**30)
+    with pytest.raises(BadInputError, match="does not fit into"):
+        plan_layouts(config, 2, small)
+
+
+def test_measuring_needs_one_gpu(plan: LayoutPlan):
+    with pytest.raises(UsageError, match="--gpus is 4"):
+        measure_candidates(plan, 1, 1.0, 10.0)

@@ -1,0 +1,140 @@
+"""Predictions: of clusters without a GPU at hand, checked input, and real steps beside what was predicted for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from benchmarks.predict import FIRST_GUESS_SECONDS, reserved_seconds
+from zero2all.cli.main import main
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.estimate.ledger import read_entries
+from zero2all.estimate.machine import named_cluster, write_machine
+from zero2all.estimate.run.batch import BatchShape, load_measured_config
+from zero2all.estimate.run.predict import check_asked, operators_for, predict
+from zero2all.measure import machine_profiles as profiles
+from zero2all.measure import verify
+from zero2all.measure.child import short_run
+from zero2all.measure.verify import Asked, prediction_for
+
+TINY = [
+    *("--model.hidden_size", "32", "--model.intermediate_size", "64", "--model.heads", "4", "--model.kv_heads", "2"),
+    *("--model.vocab_size", "128", "--parallel.device", "cpu", "--parallel.cpu_threads", "1"),
+]
+BATCH = BatchShape(2, 32, 2)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(profiles.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr("zero2all.measure.short_run.WARM_UP_SECONDS", 0.0)
+    before = torch.get_num_threads()
+    yield tmp_path
+    torch.set_num_threads(before)
+
+
+def predicted(
+    gpus: int = 1, batch: BatchShape | None = None, cluster: str = "h200", overrides: list[str] | None = None
+):
+    config, _ = load_measured_config("z2all-1b", overrides or [])
+    machine = dataclasses.replace(named_cluster(cluster), price_per_hour=2.0)
+    batch = batch or BatchShape(16, 2048, 4)
+    sizes = check_asked(config, batch, machine, gpus)
+    return predict(config, batch, machine, operators_for(config, machine, batch.seq_len), sizes)
+
+
+def test_more_gpus_have_more_tokens_a_second_and_less_memory_with_zero():
+    one, eight = predicted(), predicted(8, overrides=["--parallel.zero", "1", "--parallel.shard", "8"])
+    assert one.settings.operators["linear"].writes_weight_gradient is False  # the kernels of a GPU, though none is here
+    assert eight.step.tokens == 8 * one.step.tokens
+    assert 0.9 * one.step.estimate < eight.step.estimate < 1.5 * one.step.estimate  # its update is shared
+    assert eight.peak_bytes < one.peak_bytes
+    assert one.fits
+    assert one.cost == pytest.approx(one.run_seconds / 3600 * 2.0)
+    assert eight.joules == pytest.approx(8 * 700.0 * eight.run_seconds)
+    assert 0.3 < one.as_json()["mfu"]["seed"] < 0.8
+
+
+@pytest.mark.parametrize(("gpus", "batch"), [(1, "16x2048x16"), (8, "16x2048x2"), (7, "16x2048x3"), (64, "4x2048x1")])
+def test_the_tokens_of_a_step_are_those_of_the_config_however_many_processes_share_them(gpus, batch, capsys):
+    words = ["perf", "predict", "z2all-1b", "--cluster", "h100", "--gpus", str(gpus), "--json", "-"]
+    assert main([*words, "--parallel.zero", "3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tokens_per_step"], found["steps"], found["batch"]) == (524288, 40000, batch)
+    of_batch = prediction_for(load_measured_config("z2all-1b", [])[0], BatchShape(4, 2048, 1), Asked("h100", gpus=64))
+    assert of_batch.step.tokens == 64 * 4 * 2048  # a batch that is given is that of each process
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_components_add_up_to_the_step(recompute):
+    found = predicted(overrides=["--train.recompute", recompute])
+    assert sum(found.components.values()) == pytest.approx(found.step.estimate)
+    assert all(seconds >= 0 for seconds in found.components.values())
+
+
+def test_everything_that_is_wrong_is_said_at_once():
+    with pytest.raises(UsageError) as error:
+        predicted(6, BatchShape(16, 4096, 1), overrides=["--parallel.tensor", "5"])
+    for part in ("sequences of 4096 tokens are longer", "6", "  2. "):
+        assert part in str(error.value)
+
+
+def test_an_unknown_cluster_gets_no_guess():
+    with pytest.raises(UsageError, match="There is no cluster h900; known: a100-80g"):
+        predicted(cluster="h900")
+
+
+def test_a_short_run_is_the_trainers_own_step():
+    config, _ = load_measured_config("quickstart", [*TINY, "--train.recompute", "full"])
+    found = short_run(config, BATCH, 0.0, anatomy=True)
+    assert found["status"] == "measured", found
+    assert found["steps"] >= 3
+    assert found["loss"] == pytest.approx(4.85, abs=0.3)  # ln 128
+    assert found["peak_bytes"] > 100_000
+    assert found["parts"]["GEMM"] > 0
+    assert found["parts"]["loss"] > 0
+
+
+def test_a_config_that_cannot_run_is_a_result():
+    config, _ = load_measured_config("quickstart", [*TINY, "--ops.linear", "fp8"])
+    found = short_run(config, BATCH, 0.0, anatomy=False)
+    assert found["status"] == "cannot run here"
+    assert "ops.linear fp8 cannot run on this machine" in found["reason"]
+
+
+def test_verify_compares_and_fills_the_ledger(folder, monkeypatch, capsys):
+    def in_this_process(source, overrides, run):
+        config, _ = load_measured_config(source, overrides)
+        return json.loads(json.dumps(short_run(config, run.batch, 0.0, run.anatomy)))
+
+    monkeypatch.setattr(verify, "run_apart", in_this_process)
+    torch.set_num_threads(1)
+    key = profiles.profile_key(torch.device("cpu"))
+    machine = dataclasses.replace(named_cluster("h200"), key=key, multiprocessors=0, source="measured")
+    write_machine(profiles.profile_path(key), machine)
+    for _ in range(2):
+        assert main(["perf", "predict", "quickstart", "--verify", "--batch", str(BATCH), *TINY]) == 0
+    entries = read_entries(folder / "predictions.jsonl")
+    assert [entry["profile"] for entry in entries] == [key, key]
+    assert entries[0]["measured"]["step"] > 0
+    measured, predicted = entries[0]["measured"]["step"], entries[1]["predicted"]["step"]  # of an H200, on this CPU
+    assert abs(entries[1]["corrected"]["step"] - measured) < abs(predicted - measured)
+    assert main(["perf", "predict", "--scoreboard", "--json", "-"]) == 0
+    printed = capsys.readouterr().out
+    assert "peak allocated" in printed
+    scores = json.loads(printed[printed.index("[\n") :])
+    assert {"step", "memory", "GEMM"} <= {score["component"] for score in scores}
+
+
+def test_a_run_that_could_not_be_measured_says_whether_it_was_expected_to_fit():
+    found = verify.Verified(predicted(), None, {"status": "out of memory", "reason": "CUDA out of memory"})
+    with pytest.raises(BadInputError, match=r"out of memory: CUDA out of memory \(it was expected to fit\)"):
+        verify.comparison(found)
+
+
+def test_the_benchmark_reserves_what_earlier_configurations_took():
+    assert reserved_seconds([]) == FIRST_GUESS_SECONDS
+    assert reserved_seconds([{"wall_seconds": 10.0}, {"wall_seconds": 8.0}]) == 15.0

@@ -1,0 +1,266 @@
+"""What must hold of the formulas whatever the numbers: order, sums, bounds."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.estimate import published
+from zero2all.estimate.answer import ImpossibleError, said
+from zero2all.estimate.failures import daly_interval, goodput, young_interval
+from zero2all.estimate.floors import tiling
+from zero2all.estimate.flops import conventions, packed_length
+from zero2all.estimate.gpus import DEVICE_NAMES, GPUS
+from zero2all.estimate.model_calculators import (
+    RECIPES,
+    Devices,
+    flops,
+    hardware_flops,
+    inference,
+    mfu,
+    params,
+    roofline,
+    variants,
+    zero,
+    zero_bytes,
+)
+from zero2all.estimate.parameters import KNOWN_MODELS, Unpadded, counted, counted_by_total, counted_gpt
+from zero2all.estimate.run_calculators import LAWS, Speed, cost
+from zero2all.model.config import MoeConfig, parameter_counts
+
+
+def over(*strategies):
+    """`given`, with few examples: the formulas are smooth."""
+    return lambda test: settings(max_examples=30)(given(*strategies)(test))
+
+
+sizes = st.integers(1, 64)
+models = st.sampled_from(list(KNOWN_MODELS.values()))
+mixtures = st.builds(
+    MoeConfig,
+    experts=st.sampled_from([0, 4, 8]),
+    experts_per_token=st.integers(1, 4),
+    expert_size=st.sampled_from([32, 64]),
+    shared_experts=st.integers(0, 2),
+    dense_layers=st.integers(0, 1),
+)
+shapes = st.builds(
+    Unpadded,
+    vocab_size=st.integers(64, 4096),
+    hidden_size=st.sampled_from([64, 128]),
+    intermediate_size=st.integers(64, 512),
+    layers=st.integers(2, 6),
+    heads=st.sampled_from([4, 8]),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    attention_bias=st.sampled_from(["none", "qkv", "all"]),
+    tied_embeddings=st.booleans(),
+    moe=mixtures,
+)
+
+
+@over(shapes)
+def test_parts_of_a_model_add_up_to_what_the_config_counts(config):
+    found, counts = counted(config, "x"), parameter_counts(config)
+    assert sum(found.parts.values()) == found.total == counts["total"]
+    assert (found.active, found.matmul) == (counts["active"], counts["matmul"])
+    biases = config.layers * (config.heads + 2 * config.kv_heads) * config.head_size
+    biases += config.layers * config.hidden_size if config.attention_bias == "all" else 0
+    assert found.parts.get("biases", 0) == (0 if config.attention_bias == "none" else biases)
+
+
+@over(shapes, st.integers(1, 4096))
+def test_flops_grow_with_layers_width_inside_and_length_and_causal_is_at_most_full(config, seq_len):
+    deeper = dataclasses.replace(config, layers=config.layers + 1)
+    wider = dataclasses.replace(config, intermediate_size=config.intermediate_size + 1)
+    here = variants(counted(config, "x"), seq_len)
+    assert here["causal"] < here["palm"] <= here["seed"]
+    assert all(variants(counted(deeper, "x"), seq_len)[name] > value for name, value in here.items())
+    assert all(variants(counted(wider, "x"), seq_len)[name] >= value for name, value in here.items())
+    assert all(variants(counted(config, "x"), seq_len + 1)[name] >= value for name, value in here.items())
+    executed = [hardware_flops(counted(config, "x"), here, kind) for kind in ("none", "selective", "full")]
+    assert executed == sorted(executed)
+    assert executed[2] < here["causal"] * 4 / 3
+
+
+@over(st.lists(st.integers(1, 1000), min_size=1, max_size=8))
+def test_packing_documents_never_costs_more_than_one_of_their_whole_length(lengths):
+    packed = packed_length(lengths)
+    assert packed <= sum(lengths)
+    assert conventions(0, 1, 1, packed)["causal"] <= conventions(0, 1, 1, sum(lengths))["causal"] + 1e-9
+
+
+@over(st.floats(1e6, 1e12), st.integers(2, 4096), st.sampled_from(sorted(RECIPES)))
+def test_each_zero_stage_holds_less_than_the_one_before_and_more_ranks_hold_less(parameters, ranks, recipe):
+    held = list(zero_bytes(parameters, ranks, RECIPES[recipe]).values())
+    assert held == sorted(held, reverse=True)
+    assert len(set(held)) == 4
+    fewer = list(zero_bytes(parameters, ranks - 1, RECIPES[recipe]).values())
+    assert all(more_ranks <= less_ranks for more_ranks, less_ranks in zip(held, fewer, strict=True))
+    assert set(zero_bytes(parameters, 1, RECIPES[recipe]).values()) == {parameters * RECIPES[recipe].total}
+
+
+@over(sizes, sizes, sizes)
+def test_activations_grow_with_batch_and_length_and_shrink_with_what_is_given_up(samples, length, tensor):
+    here = published.korthikanti_activations(length, samples, 128, 8, tensor)
+    more = published.korthikanti_activations(length, samples + 1, 128, 8, tensor)
+    longer = published.korthikanti_activations(length + 1, samples, 128, 8, tensor)
+    assert all(here[kind] < min(more[kind], longer[kind]) for kind in here)
+    assert here["full"] < here["SP and selective"] * tensor
+    assert here["SP and selective"] <= here["selective"] <= here["tensor"] <= here["none"]
+    eight = (4096, 4096, 1024, 14336, 32)
+    assert (
+        published.llama_activations(*eight, "recomputed")
+        < published.llama_activations(*eight)
+        < published.llama_activations(*eight, "eager")
+    )
+
+
+@over(st.integers(2, 32), st.integers(1, 16), st.integers(2, 8))
+def test_better_schedules_idle_less_and_more_micro_batches_idle_less(stages, times, virtual):
+    here, more = (published.bubbles(stages, stages * each, virtual) for each in (times, times + 1))
+    assert ("zb-h2" in here) == (stages * times >= 2 * stages - 1)
+    order = ("zb-v", "zb-h2", "zb-h1", "1f1b", "gpipe")
+    idle = [here[name].of_total for name in order if name in here]
+    assert idle == sorted(idle)
+    assert here["interleaved"].idle < here["1f1b"].idle
+    assert all(more[name].of_total <= each.of_total < 1 for name, each in here.items())
+    assert all(each.of_total <= each.over_ideal for each in here.values())
+    assert here["1f1b"].in_flight <= here["gpipe"].in_flight
+
+
+@over(st.floats(1.0, 600.0), st.floats(3600.0, 1e6), st.floats(0.0, 3000.0))
+def test_goodput_is_greatest_near_dalys_interval(save, mtbf, restart):
+    best = daly_interval(save, mtbf)
+    reached = goodput(best, save, restart, mtbf)
+    candidates = [goodput(best * factor / 100, save, restart, mtbf) for factor in range(20, 501, 5)]
+    assert max(candidates) <= reached * 1.001
+    assert 0 < reached < 1
+    assert goodput(young_interval(save, mtbf), save, restart, mtbf) <= reached * 1.001
+    assert goodput(1e9, save, restart, mtbf) == pytest.approx(0, abs=1e-6)
+
+
+@over(st.floats(1e-9, 0.5), st.integers(1, 10**6))
+def test_more_devices_fail_more_often_and_never_surely(chance, devices):
+    assert chance * 0.999 <= published.any_failure(chance, devices) <= published.any_failure(chance, devices + 1) <= 1
+    assert published.any_failure(chance, devices) <= min(1.0, chance * devices) + 1e-12
+
+
+@over(st.integers(2, 64), st.floats(1e3, 1e11), st.integers(2, 16), st.integers(2, 8))
+def test_collectives_are_bounded_from_below_and_above_and_grow_with_size(ranks, size, nodes, per_node):
+    low, high = published.hierarchical_seconds(size, nodes, per_node, 450e9, 50e9)
+    assert low <= high <= 2 * low
+    for kind in published.RING_SHARE:
+        seconds = published.ring_seconds(kind, size, ranks, 50e9, 1e-5)
+        assert (
+            published.bus_seconds(kind, size, ranks, 50e9)
+            < seconds
+            < published.ring_seconds(kind, 2 * size, ranks, 50e9, 1e-5)
+        )
+    volumes = [published.data_volume(size, ranks, stage) for stage in range(4)]
+    assert volumes[0] == volumes[1] == volumes[2] == pytest.approx(volumes[3] * 2 / 3)
+
+
+@over(st.integers(1, 20000), st.integers(1, 20000), st.integers(1, 160))
+def test_tiles_and_waves_never_beat_the_whole_device(m, n, units):
+    cut = tiling(m, n, units)
+    assert 0 < cut.wave_efficiency <= 1
+    assert 0 < cut.tile_efficiency <= 1
+    assert (cut.waves - 1) * units < cut.tiles <= cut.waves * units
+
+
+@over(st.floats(1e18, 1e27), st.sampled_from(sorted(LAWS)), st.floats(0.3, 3.0))
+def test_no_other_split_of_the_same_flops_has_a_lower_loss(budget, law, factor):
+    chosen = LAWS[law]
+    best = chosen.best_parameters(budget)
+    assert chosen.loss(best, budget / 6 / best) <= chosen.loss(best * factor, budget / 6 / (best * factor)) + 1e-12
+    assert chosen.flops_for(best) == pytest.approx(budget, rel=1e-9)
+
+
+# ---- answers --------------------------------------------------------------------------------------------------
+
+
+@over(models)
+def test_every_answer_about_a_model_has_units_conventions_and_finite_terms(model):
+    answers = [params(model), flops(model), zero(model, 64), inference(model, gpu=GPUS["h100"], sequences=4)]
+    answers.append(mfu(model, 1000.0, Devices(8, GPUS["h100"]), recompute="full"))
+    for answer in answers:
+        names = [term.name for term in answer.terms]
+        assert len(names) == len(set(names))
+        assert answer.convention
+        assert all(term.value >= 0 and term.unit for term in answer.terms)
+        assert answer.rows()[0] == ["what", "value", "how"]
+        assert list(answer.as_json()["terms"]) == names
+
+
+def test_a_model_known_by_its_size_only_gets_the_conventions_that_need_no_more():
+    assert list(variants(counted_by_total(7_000_000_000), 2048)) == ["6N"]
+    assert list(variants(counted_by_total(7_000_000_000, layers=32, hidden=4096), 2048)) == ["6N", "seed"]
+    dims = {"layers": 22, "hidden": 2048, "vocab": 32000}
+    assert list(variants(counted_by_total(1_100_048_384, **dims), 2048)) == ["6N", "seed", "palm", "causal"]
+    tiny = variants(KNOWN_MODELS["tinyllama"], 2048)
+    assert variants(counted_by_total(1_100_048_384, **dims), 2048)["palm"] == pytest.approx(tiny["palm"], rel=1e-4)
+
+
+def test_hfu_counts_what_is_recomputed_and_mfu_does_not():
+    plain, full = (
+        mfu(counted_gpt(6144, 48, 51200, 2048), 7447.0, Devices(8, GPUS["a100"]), recompute=kind)
+        for kind in ("none", "full")
+    )
+    assert full["MFU palm"] == plain["MFU palm"] == pytest.approx(0.417, abs=0.001)
+    for name in ("seed", "palm", "causal"):
+        assert 1.2 < full[f"HFU full, {name}"] / full[f"MFU {name}"] < 4 / 3
+
+
+def test_cost_is_time_and_price_and_goodput():
+    whole, kept = (Speed(tflops=140.0, convention="8N", goodput=share) for share in (1.0, 0.9))
+    model, devices, tokens = KNOWN_MODELS["gpt-3"], Devices(1024), 300_000_000_000
+    spent = cost(model, kept, devices, tokens, price=2.0)
+    assert spent["time"] == pytest.approx(cost(model, whole, devices, tokens)["time"] / 0.9)
+    assert spent["cost"] == pytest.approx(1.848e6, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("ask", "fields"),
+    [
+        (lambda: mfu(KNOWN_MODELS["tinyllama"]), ["--tokens-per-second", "--gpu"]),
+        (lambda: cost(KNOWN_MODELS["gpt-3"], Speed(mfu=0.4, tflops=100.0)), ["--tokens", "--mfu"]),
+        (lambda: cost(counted_by_total(10**9), Speed(mfu=0.4, convention="palm"), tokens=10), ["--convention"]),
+    ],
+)
+def test_everything_that_is_wrong_is_said_at_once(ask, fields):
+    with pytest.raises(ImpossibleError) as caught:
+        ask()
+    assert [problem.field for problem in caught.value.problems] == fields
+
+
+def test_devices_are_known_by_their_exact_names():
+    assert set(DEVICE_NAMES.values()) <= set(GPUS)
+    assert "NVIDIA H200 NVL" not in DEVICE_NAMES
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "words"),
+    [
+        (31.40625e9, "bytes", "31.41 GB = 29.25 GiB"),
+        (33.83 * 86400, "s", "33.83 d"),
+        (0.0012, "s", "1.2 ms"),
+        (0.457, "share", "45.7 %"),
+        (6738415616, "parameters", "6,738,415,616 parameters (6.738 B)"),
+        (51.47e9, "FLOP/token", "51.47 GFLOP/token"),
+        (4.8e12, "bytes/s", "4.8 TB/s"),
+        (float("inf"), "s", "never"),
+    ],
+)
+def test_numbers_are_said_with_their_unit(value, unit, words):
+    assert said(value, unit) == words
+
+
+def test_memory_bound_products_name_the_bandwidth_and_rates_above_the_peak_are_refused():
+    small = roofline(1, 4096, 4096, GPUS["a100"])
+    assert next(term.formula for term in small.terms if term.name == "least time") == "at 2.039 TB/s"
+    model = counted_by_total(7_000_000_000)
+    with pytest.raises(ImpossibleError, match="at most the peak of a GPU, 989"):
+        cost(model, Speed(tflops=4000), Devices(8, GPUS["h100"]), 10**12)
+    with pytest.raises(ImpossibleError, match="at most 23,548 tokens/s"):
+        mfu(model, 30_000, Devices(gpu=GPUS["h100"]))

@@ -1,0 +1,120 @@
+"""The three FLOPs conventions and MFU against the reference figures; FLOPs against torch's own counter."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from zero2all.config import load_config, preset_files
+from zero2all.estimate.flops import CONVENTIONS, flops_by_group, flops_per_token, flops_utilisation, peak_flops
+from zero2all.model.config import ModelConfig
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModelConfig:
+    return load_config("z2all-1b").model
+
+
+def test_conventions_give_the_reference_figures_of_the_1b_model(reference):
+    giga = {name: round(flops / 1e9, 3) for name, flops in flops_per_token(reference, 2048).items()}
+    assert giga == {"seed": 8.640, "palm": 7.849, "causal": 7.296}
+    assert tuple(giga) == CONVENTIONS
+
+
+def test_mfu_of_the_reference_speed_under_each_convention(reference):
+    # reference/kernels.md, section 3: 73,185 tokens/s on one H100.
+    mfu = flops_utilisation(flops_per_token(reference, 2048), 73_185, "NVIDIA H100 80GB HBM3")
+    assert {name: round(100 * share, 1) for name, share in mfu.items()} == {"seed": 63.9, "palm": 58.1, "causal": 54.0}
+
+
+def test_conventions_counted_by_hand_for_a_tiny_model():
+    config = ModelConfig(vocab_size=64, hidden_size=4, intermediate_size=6, layers=1, heads=2, kv_heads=1)
+    # q and out 4x4, k and v 4x2, gate, up and down 4x6; three norms of 4 and the embedding are in no matmul.
+    matrices = 2 * 16 + 2 * 8 + 3 * 24 + 256
+    attention = 12 * 1 * 4 * 8
+    assert flops_per_token(config, 8) == {
+        "seed": 6 * (matrices + 12 + 256) + attention,
+        "palm": 6 * matrices + attention,
+        "causal": 6 * matrices + attention / 2,
+    }
+
+
+def test_tied_embedding_takes_part_in_the_matmul_of_the_head():
+    shape = {"vocab_size": 10, "hidden_size": 4, "intermediate_size": 6, "layers": 1, "heads": 2, "kv_heads": 1}
+    tied = flops_per_token(ModelConfig(**shape, tied_embeddings=True), 8)
+    untied = flops_per_token(ModelConfig(**shape), 8)
+    assert tied["palm"] == untied["palm"]
+    assert tied["seed"] == tied["palm"] + 6 * 12
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        "",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA H200 NVL",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA B300",
+        "H100",
+    ],
+)
+def test_unknown_device_has_no_peak_and_no_mfu(reference, device):
+    assert peak_flops(device) is None
+    assert flops_utilisation(flops_per_token(reference, 2048), 1000.0, device) == {}
+
+
+def test_planning_needs_no_torch():
+    code = "import sys, zero2all.estimate.flops; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def one_expert_for_all(x, gates, gate_up, down, ends, swiglu):
+    """On the meta device nobody knows which experts the tokens choose; their FLOPs are the same in any of them."""
+    from zero2all.ops.experts import looped_experts
+
+    return looped_experts(x, gates, gate_up[:1], down[:1], torch.tensor([len(x)]), swiglu)
+
+
+@pytest.mark.parametrize("name", sorted(preset_files()))
+def test_torchs_counter_finds_the_palm_convention_to_the_last_flop_with_plain_operators(name, monkeypatch):
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton, whose interpreter has to be chosen first
+
+    from zero2all.model import moe
+    from zero2all.model.z2all import Z2all
+    from zero2all.ops.config import OpsConfig
+    from zero2all.ops.registry import resolve
+
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)  # it does not know the meta device
+    monkeypatch.setattr(moe, "run_experts", one_expert_for_all)
+    config = load_config(name)
+    shape = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or config.tokenizer.vocab_size)
+    plain = OpsConfig(
+        attention="math",
+        rope="eager",
+        rms_norm="torch",
+        swiglu="torch",
+        linear="plain",
+        linear_cross_entropy="off",
+        cross_entropy="torch",
+    )
+    with torch.device("meta"):
+        model = Z2all(shape, resolve(plain, "cpu")).to("meta")
+        rows = torch.zeros(1, config.data.seq_len + 1, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model.loss(rows[:, :-1], rows[:, 1:])[0].backward()
+    assert counter.get_total_flops() == flops_per_token(shape, config.data.seq_len)["palm"] * config.data.seq_len
+
+
+def test_groups_have_the_matmuls_of_the_causal_convention_and_little_else(reference):
+    groups = flops_by_group(reference, 32_768, 2048)
+    multiplied = groups.pop("matrix products").flops + groups.pop("attention").flops
+    assert multiplied == 32_768 * flops_per_token(reference, 2048)["causal"]
+    assert sum(group.flops for group in groups.values()) < 0.001 * multiplied
+    # reference/kernels.md, section 2: floors at 4.3 TB/s of 15.1, 11.0, 3.4 and 2.0 ms.
+    floors = {
+        name: round(groups[name].bytes / 4.3e9, 1) for name in ("SwiGLU", "normalisation", "RoPE", "cross entropy")
+    }
+    assert floors == {"SwiGLU": 15.1, "normalisation": 11.2, "RoPE": 3.8, "cross entropy": 2.0}

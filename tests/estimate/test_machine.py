@@ -1,0 +1,123 @@
+"""The profile of a machine: what was measured is used, anything else comes from physics."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.estimate.machine import (
+    CLUSTERS,
+    AttentionTime,
+    Curve,
+    Matmul,
+    link_seconds,
+    named_cluster,
+    read_machine,
+    tiled_seconds,
+    write_machine,
+)
+
+H200 = named_cluster("h200")
+
+
+def test_an_unknown_cluster_gets_no_guess():
+    with pytest.raises(UsageError, match=r"no cluster h999; known: a100-80g, h100, h200, b200"):
+        named_cluster("h999")
+
+
+def test_a_measured_product_is_used_as_it_is_and_moves_its_neighbours():
+    slow = 2 * H200.matmul_seconds(8192, 4096, 4096)
+    measured = dataclasses.replace(H200, matmuls=(Matmul(8192, 4096, 4096, "forward", "bfloat16", slow),))
+    assert measured.matmul_seconds(8192, 4096, 4096) == slow
+    assert measured.matmul_seconds(8192, 4096, 8192) == pytest.approx(2 * H200.matmul_seconds(8192, 4096, 8192))
+    assert measured.matmul_seconds(8192, 4096, 4096, "dgrad") == H200.matmul_seconds(8192, 4096, 4096, "dgrad")
+
+
+def test_a_large_product_reaches_the_published_rate_and_a_small_one_does_not():
+    a100 = named_cluster("a100-80g")
+    rates = [2.0 * size**3 / a100.matmul_seconds(size, size, size, dtype="float16") for size in (256, 1024, 8192)]
+    assert rates == sorted(rates)
+    assert 0.9 * 271.2e12 < rates[-1] <= 271.2e12
+    assert rates[0] < 0.1 * rates[-1]
+
+
+def test_one_tile_more_than_a_wave_costs_a_wave():
+    # 132 tiles of 256 x 128 are one wave of 132 multiprocessors; at this depth nothing is cut along it
+    one = tiled_seconds(256 * 132, 128, 512, 1e15, 132)
+    more = tiled_seconds(256 * 133, 128, 512, 1e15, 132)
+    assert more > 1.3 * one
+
+
+def test_columns_that_are_not_aligned_halve_the_rate():
+    assert H200.matmul_seconds(8192, 50257, 2048) > 1.9 * H200.matmul_seconds(8192, 50304, 2048)
+
+
+def test_attention_follows_the_nearest_measurement():
+    slow = 3 * H200.attention_seconds(8192, 2048, 16, 4, 128)
+    one = AttentionTime(8192, 2048, 16, 4, 128, slow, 2 * slow)
+    measured = dataclasses.replace(H200, attention=(one,))
+    assert measured.attention_seconds(8192, 2048, 16, 4, 128) == pytest.approx(slow)
+    assert measured.attention_seconds(8192, 2048, 16, 4, 128, backward=True) == pytest.approx(2 * slow)
+
+
+def test_a_curve_meets_its_points_and_keeps_the_last_rate():
+    curve = Curve(((1e6, 1e-5), (1e8, 1e-3)))
+    assert curve.seconds(1e6) == 1e-5
+    assert curve.seconds(1e7) == pytest.approx(1e-4)
+    assert curve.seconds(1e9) == pytest.approx(1e-2)
+    assert curve.seconds(10.0) == 1e-5
+
+
+def test_collectives_agree_with_worked_examples():
+    ring = [link_seconds("all-gather", 2.0 * size, 32, 50e9, 0.0) for size in (64e6, 1e9)]
+    assert ring == [pytest.approx(2 * 31 / 32 * size / 50e9) for size in (64e6, 1e9)]
+    assert link_seconds("all-reduce", 1e6, 32, 50e9, 1e-5) == pytest.approx(140.0e-6)  # a double tree
+    assert link_seconds("all-reduce", 1e9, 32, 50e9, 1e-5) == pytest.approx(39.4e-3, rel=2e-3)  # a ring
+
+
+def test_between_nodes_a_group_has_the_network_cards_of_its_members():
+    cluster = named_cluster("b200")
+    network = cluster.link("network")
+    assert cluster.link_of(8).name == "nvlink"
+    assert cluster.link_of(32).bytes_per_second == pytest.approx(8 * network.bytes_per_second)
+    assert cluster.link_of(4, stride=8).bytes_per_second == pytest.approx(network.bytes_per_second)
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_profile_is_read_back_as_it_was_written(name: str, tmp_path: Path):
+    one = dataclasses.replace(
+        named_cluster(name),
+        matmuls=(Matmul(1, 2, 3, "wgrad", "float8", 1e-5, 0.01),),
+        operators={"rms_norm": Curve(((1e6, 1e-5), (1e8, 1e-4)))},
+    )
+    write_machine(tmp_path / "profile.json", one)
+    assert read_machine(tmp_path / "profile.json") == one
+
+
+@pytest.mark.parametrize("text", ["{}", '{"name": "x", "links": [{"speed": 3}]}'])
+def test_a_file_that_is_no_profile_is_refused(text: str, tmp_path: Path):
+    (tmp_path / "profile.json").write_text(text)
+    with pytest.raises(BadInputError, match="not the profile of a machine"):
+        read_machine(tmp_path / "profile.json")
+
+
+def test_an_operator_below_its_smallest_measurement_takes_its_rate_down_to_the_shortest_kernel():
+    curves = {"rms_norm": Curve(((1e8, 3e-5), (4e8, 12e-5)))}
+    machine = dataclasses.replace(named_cluster("h200"), operators=curves, launch_seconds=2e-6)
+    assert machine.operator_seconds("rms_norm", 5e7) == pytest.approx(1.5e-5)
+    assert machine.operator_seconds("rms_norm", 1e5) == pytest.approx(2e-6)
+    sizes = [1e4, 1e6, 5e7, 1e8, 1.01e8, 4e8, 1e9]
+    times = [machine.operator_seconds("rms_norm", size) for size in sizes]
+    assert times == sorted(times)
+
+
+def test_a_noisy_or_incomplete_profile_is_doubted_more():
+    measured = dataclasses.replace(
+        H200, source="measured", matmuls=(Matmul(64, 64, 64, "forward", "bfloat16", 1e-5, 0.01),)
+    )
+    noisy = dataclasses.replace(measured, matmuls=(dataclasses.replace(measured.matmuls[0], spread=0.19),))
+    assert measured.doubt < noisy.doubt
+    assert dataclasses.replace(measured, left=3).doubt == H200.doubt

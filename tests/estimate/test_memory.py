@@ -1,0 +1,476 @@
+"""The memory of a run by arithmetic, held against measurements and against what torch really keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from zero2all.config import load_config
+from zero2all.config.training import OptimConfig
+from zero2all.estimate.cards import named_card
+from zero2all.estimate.flops import flops_per_token, flops_utilisation, recomputed_flops_per_token
+from zero2all.estimate.memory import (
+    GIB,
+    MemorySettings,
+    estimate_memory,
+    optimizer_bytes,
+)
+from zero2all.estimate.pass_memory import pass_memory
+from zero2all.model.config import ModelConfig, MoeConfig, parameter_counts
+from zero2all.model.z2all import Z2all
+from zero2all.ops import linear_cross_entropy
+from zero2all.ops.config import OpsConfig
+from zero2all.ops.footprint import Footprint
+from zero2all.ops.registry import footprints, resolve
+from zero2all.parallel.config import MeshSizes
+from zero2all.parallel.mesh import Mesh
+from zero2all.parallel.parameter_table import init_weights, layout_table
+from zero2all.train.micro_batch import memory_settings
+from zero2all.train.state import new_state
+
+
+@pytest.fixture(autouse=True)
+def chunks_as_measured(monkeypatch):
+    """Of 8,192 rows: the measurements here are older than larger ones."""
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_ROWS", 8192)
+
+
+def saved_bytes_per_token(model, settings):
+    """What all blocks, the last norm and the head's input have saved at the end of the forward pass."""
+    sizes = settings.sizes(model)
+    return pass_memory(model, settings).saved_per_token + sizes.value_bytes * sizes.hidden_size
+
+
+def preset(name: str, vocab_size: int) -> ModelConfig:
+    return dataclasses.replace(load_config(name).model, vocab_size=vocab_size)
+
+
+BILLION = preset("z2all-1b", 64320)
+
+
+FUSED = {"rope": "triton", "rms_norm": "triton", "swiglu": "triton", "linear": "fp32_wgrad", "attention": "sdpa_cudnn"}
+FUSED |= {"linear_cross_entropy": "triton", "optimizer": "fused", "embedding": "triton"}
+
+
+def fused(**others: str) -> dict[str, Footprint]:
+    """The operators of a GPU with Triton, with AdamW on whole masters, but for `others`."""
+    return footprints(FUSED | others)
+
+
+AS_MEASURED = MemorySettings(2048, 16, fused())
+
+
+# ---- against a GPU ---------------------------------------------------------------------------------------------------
+
+WORKSPACES = named_card("h200").workspace_bytes
+QUACK = {"attention": "fa4", "swiglu": "quack", "linear_cross_entropy": "quack", "optimizer": "triton"}
+OWN = {"optimizer": "triton"}
+STEPS = {"linear": "plain", "rms_norm": "eager", "rope": "eager", "swiglu": "eager", "embedding": "torch"}
+LARGE = ModelConfig(
+    vocab_size=65536,
+    hidden_size=4096,
+    intermediate_size=14336,
+    layers=32,
+    heads=32,
+    kv_heads=8,
+    max_seq_len=4096,
+    tied_embeddings=False,
+)
+"""7.5 B parameters."""
+
+
+@pytest.mark.parametrize(
+    ("operators", "samples", "peak_gib"),
+    [
+        (OWN, 16, 53.7136),
+        (QUACK, 16, 54.8924),
+        (QUACK, 2, 23.9709),
+        (QUACK | {"linear": "fp8", "swiglu": "triton"}, 16, 59.1483),
+        (QUACK | {"optimizer": "fused"}, 16, 57.2309),
+        (QUACK | {"rope": "eager"}, 16, 58.3299),
+        (QUACK | {"rms_norm": "eager"}, 16, 66.1424),
+        (QUACK | {"rms_norm": "triton_lean"}, 16, 49.2693),
+        (QUACK | {"swiglu": "eager"}, 16, 77.5799),
+        (QUACK | {"linear": "plain", "swiglu": "triton"}, 16, 62.4549),
+        (QUACK | {"linear_cross_entropy": "off", "cross_entropy": "eager"}, 16, 91.3721),
+        (QUACK | STEPS | {"attention": "sdpa_flash"}, 16, 95.0174),
+        (STEPS | {"attention": "sdpa_flash", "linear_cross_entropy": "off", "cross_entropy": "eager"}, 16, 133.8357),
+    ],
+    ids=str,
+)
+def test_peak_of_a_step_of_the_1b_preset_is_what_an_h200_measured(operators, samples, peak_gib):
+    """benchmarks/results/ablation.json."""
+    settings = MemorySettings(2048, samples, fused(**operators), passes=4, workspace_bytes=WORKSPACES)
+    assert estimate_memory(BILLION, settings).step_peak / GIB == pytest.approx(peak_gib, rel=3e-4)
+
+
+@pytest.mark.parametrize(
+    ("layers", "settings", "peak_gb"),
+    [
+        (32, {"micro_batch_samples": 1, "passes": 2}, 136.5574),
+        (32, {"micro_batch_samples": 1, "passes": 2, "offload": "optimizer"}, 61.3928),
+        (44, {"micro_batch_samples": 16, "offload": "optimizer", "recompute": "full"}, 123.4277),
+    ],
+    ids=str,
+)
+def test_so_are_those_of_larger_models_with_offload_and_recomputation(layers, settings, peak_gb):
+    """benchmarks/results/offload.json."""
+    model = dataclasses.replace(LARGE, layers=layers)
+    given = MemorySettings(seq_len=4096, operators=fused(**OWN), workspace_bytes=WORKSPACES, **settings)
+    assert estimate_memory(model, given).step_peak / 1e9 == pytest.approx(peak_gb, rel=3e-4)
+
+
+def test_so_are_those_of_a_mixture_of_experts_and_of_a_dense_model_of_equal_active_size():
+    """benchmarks/results/moe.json."""
+    mixture = preset("z2all-moe", 64320)
+    inner = (mixture.moe.experts_per_token + mixture.moe.shared_experts) * mixture.moe.expert_size
+    dense = dataclasses.replace(mixture, moe=MoeConfig(), intermediate_size=inner)
+    settings = MemorySettings(2048, 16, fused(**OWN), passes=4, workspace_bytes=WORKSPACES)
+    peaks = [estimate_memory(model, settings).step_peak / GIB for model in (mixture, dense)]
+    assert peaks == pytest.approx([31.2446, 17.4810], rel=1e-3)
+
+
+PIPELINES = json.loads((Path(__file__).parents[2] / "benchmarks/results/gpu_pipeline.json").read_text())
+MOST_TOO_MUCH = {"1f1b": 0.11, "gpipe": 0.11, "interleaved": 0.28, "zero_bubble": 0.04}
+"""Small stages with few passes: how far the host gets ahead of the device is bounded, not known."""
+
+
+@pytest.mark.parametrize("row", PIPELINES["rows"], ids=lambda row: " ".join(map(str, list(row.values())[:4])))
+def test_no_process_of_a_pipeline_needs_4_percent_more_than_its_estimate(row):
+    samples, seq_len, passes = map(int, row["batch"].split("x"))
+    words = ["--model.layers", "8", "--model.vocab_size", "16000", "--train.recompute", row["recompute"]]
+    words += ["--train.tokens_per_step", str(samples * seq_len * passes), "--parallel.pipeline", str(row["ranks"])]
+    words += [
+        "--parallel.schedule",
+        row["schedule"],
+        "--parallel.chunks",
+        "2" if row["schedule"] == "interleaved" else "1",
+    ]
+    config, ops = load_config("z2all-1b", words), resolve(OpsConfig(), "cpu")
+    for rank, peak in enumerate(row["peaks_mb"]):
+        settings = memory_settings(config, ops, Mesh(MeshSizes(pipeline=row["ranks"]), rank), samples)
+        settings = dataclasses.replace(
+            settings, operators=footprints(PIPELINES["operators"]), documents=False, workspace_bytes=WORKSPACES
+        )
+        error = estimate_memory(config.model, settings).step_peak / 1e6 / peak - 1
+        assert -0.04 < error < MOST_TOO_MUCH[row["schedule"]], (rank, error)
+
+
+def test_a_checkpoint_of_a_small_model_needs_more_than_its_passes():
+    """benchmarks/results/gpu_axes.json: 3.24 GB with 8 experts, when split masters are split again."""
+    moe = MoeConfig(experts=8, expert_size=512, shared_experts=1)
+    model = dataclasses.replace(preset("z2all-100m", 16000), moe=moe)
+    estimate = estimate_memory(model, MemorySettings(512, 2, fused(**OWN), passes=4, workspace_bytes=WORKSPACES))
+    assert estimate.worst.name == "checkpoint"
+    assert estimate.total / 1e9 == pytest.approx(3.24, abs=0.005)
+
+
+def test_split_masters_make_the_state_16_bytes_a_parameter():
+    settings = MemorySettings(2048, 16, fused(optimizer="triton"))
+    parameters = parameter_counts(BILLION)["total"]
+    assert estimate_memory(BILLION, settings).state == 16 * parameters
+    for changes in ({"precision": "float16"}, {"optimizer": "lion"}, {"operators": fused(optimizer="fused")}):
+        parts = estimate_memory(BILLION, dataclasses.replace(settings, **changes)).parts
+        assert next(part.bytes for part in parts if part.name == "masters") == 4 * parameters, changes
+
+
+# ---- against torch on the CPU ----------------------------------------------------------------------------------------
+
+SMALL = ModelConfig(vocab_size=64, hidden_size=64, intermediate_size=160, layers=3, heads=8, kv_heads=2, max_seq_len=32)
+ROWS = 4
+
+
+def bytes_torch_keeps(model: Z2all, length: int, documents: bool) -> int:
+    """Distinct memory that autograd holds after a forward pass, weights and tables left out."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    tokens = torch.zeros(ROWS, length, dtype=torch.int64)
+    document_ids = torch.zeros_like(tokens) if documents else None
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hidden = model(tokens, document_ids=document_ids)
+        kept[hidden.untyped_storage().data_ptr()] = hidden.untyped_storage()  # the head keeps it
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def test_experts_keep_what_torch_keeps_and_states_of_all_of_them():
+    moe = MoeConfig(experts=6, experts_per_token=2, expert_size=48, shared_experts=1, dense_layers=1)
+    config = dataclasses.replace(SMALL, moe=moe)
+    ops = resolve(OpsConfig(rms_norm="eager", attention="sdpa", swiglu="torch"), "cpu")
+    model = Z2all(config, ops)
+    init_weights(model, 1)
+    settings = MemorySettings(32, ROWS, ops.footprints, "float32")
+    kept = bytes_torch_keeps(model, 32, documents=False)
+    assert saved_bytes_per_token(config, settings) * settings.tokens == pytest.approx(kept, rel=0.03)
+    parameters = parameter_counts(config)["total"]
+    assert estimate_memory(config, settings).state == 16 * parameters
+    for kind in ("muon", "adafactor", "adamw_8bit"):
+        state = new_state(Z2all(config, ops), OptimConfig(kind), torch.float32)
+        moments = sum(part.values.nbytes for part in state.optimizer_tensors().values() if part.shape)
+        assert round(optimizer_bytes(config, kind), 6) == moments, kind
+    halves = estimate_memory(config, dataclasses.replace(settings, zero=1, shard=4, expert=2))
+    weights = next(part.bytes for part in halves.parts if part.name == "weights")
+    experts = sum(one.numel for one in layout_table(config) if one.kind == "expert")
+    assert weights == pytest.approx(4 * (parameters - experts / 2), rel=0.01)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "operators",
+    [
+        {"attention": "sdpa", "swiglu": "torch"},
+        {"attention": "sdpa", "swiglu": "eager"},
+        {"attention": "math", "swiglu": "torch"},
+    ],
+    ids=lambda operators: "-".join(operators.values()),
+)
+@pytest.mark.parametrize("qk_norm", [False, True], ids=["", "qk_norm"])
+def test_kept_bytes_are_those_that_torch_keeps(operators, precision, qk_norm):
+    length, config = 32, dataclasses.replace(SMALL, qk_norm=qk_norm)
+    ops = resolve(OpsConfig(rms_norm="eager", **operators), "cpu")  # torch's norm is no fused one on the CPU
+    model = Z2all(config, ops).to(getattr(torch, precision)).train()
+    settings = MemorySettings(length, ROWS, ops.footprints, precision=precision)
+    expected = saved_bytes_per_token(config, settings) * ROWS * length
+    assert bytes_torch_keeps(model, length, documents=False) == pytest.approx(expected, rel=0.03)
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+
+
+def test_optimizer_bytes_are_those_that_docs_optimizers_measured_with_q_k_and_v_apart():
+    model = load_config("z2all-100m").model
+    total = parameter_counts(model)["total"]
+    found = {
+        kind: round(optimizer_bytes(model, kind) / total, 3)
+        for kind in ("adamw", "muon", "lion", "sgd", "adafactor", "adamw_8bit", "adamw_bf16")
+    }
+    assert found == {
+        **{"adamw": 8.0, "muon": 5.604, "lion": 4.0, "sgd": 4.0},
+        **{"adafactor": 0.008, "adamw_8bit": 2.032, "adamw_bf16": 4.0},
+    }
+    assert round(optimizer_bytes(model, "adafactor", adafactor_momentum=True) / total, 3) == 4.008
+    assert optimizer_bytes(model, "adamw_bf16", kahan=True) == 6 * total
+
+
+def test_pure_bfloat16_needs_8_bytes_a_parameter_and_float32_16():
+    total = parameter_counts(BILLION)["total"]
+    pure = estimate_memory(BILLION, MemorySettings(2048, 1, fused(), optimizer="adamw_bf16"))
+    wide = estimate_memory(BILLION, MemorySettings(2048, 1, fused(), precision="float32"))
+    assert pure.state == 8 * total
+    assert wide.state == 16 * total
+
+
+# ---- what settings change --------------------------------------------------------------------------------------------
+
+
+def total_of(**changes: object) -> float:
+    return estimate_memory(BILLION, dataclasses.replace(AS_MEASURED, **changes)).total
+
+
+def test_each_kind_of_recomputation_needs_less_than_the_one_before():
+    kinds = [
+        total_of(),
+        total_of(recompute="selective"),
+        total_of(recompute="every_n", recompute_every=2),
+        total_of(recompute="full"),
+    ]
+    assert kinds == sorted(kinds, reverse=True)
+    assert total_of(recompute="every_n", recompute_every=1) == total_of(recompute="full")
+
+
+def test_naive_attention_grows_with_the_square_of_the_length_and_fused_attention_does_not():
+    def kept(attention: str, length: int) -> float:
+        return saved_bytes_per_token(BILLION, MemorySettings(length, 1, fused(attention=attention)))
+
+    assert kept("sdpa_cudnn", 8192) == kept("sdpa_cudnn", 2048)
+    assert kept("math", 8192) > 3 * kept("math", 2048)
+
+
+def test_all_logits_at_once_need_more_than_chunks():
+    assert total_of(operators=fused(linear_cross_entropy="off", cross_entropy="torch")) > total_of() + 20 * GIB
+
+
+def test_table_has_a_line_for_each_part_and_the_sum():
+    lines = estimate_memory(BILLION, AS_MEASURED).lines()
+    assert [line.split()[0] for line in lines] == [
+        *("weights", "masters", "gradients", "optimizer", "activations", "working", "total")
+    ]
+    assert lines[-1].split()[1:] == ["55.99", "GiB"]
+
+
+# ---- ZeRO ------------------------------------------------------------------------------------------------------------
+
+LLAMA = ModelConfig(
+    vocab_size=64000,
+    hidden_size=4096,
+    intermediate_size=14336,
+    layers=32,
+    heads=32,
+    kv_heads=8,
+    max_seq_len=2048,
+    tied_embeddings=False,
+)
+"""7.5 B parameters, the size in the table of the ZeRO paper."""
+SPLIT = fused(optimizer="triton")
+OPTIMIZERS = ("adamw", "muon", "lion", "sgd", "adafactor", "adamw_8bit", "adamw_bf16")
+
+
+def estimate_of(model: ModelConfig = LLAMA, operators: dict[str, Footprint] = SPLIT, **settings: object):
+    return estimate_memory(model, MemorySettings(2048, 1, operators, **settings))
+
+
+def bytes_of(name: str, place: str = "device", **settings: object) -> float:
+    return sum(part.bytes for part in estimate_of(**settings).parts if (part.name, part.place) == (name, place))
+
+
+def test_7_5_billion_parameters_on_64_gpus():
+    """Computed: 2 weights, 2 masters, 4 gradients and 8 states a parameter. The table of the ZeRO paper has 31.4
+    instead of 46.2 GB, because there gradients take 2 bytes and masters 4."""
+    assert parameter_counts(LLAMA)["total"] == pytest.approx(7.5e9, rel=0.001)
+    found = [estimate_of(zero=zero, shard=64).state / 1e9 for zero in (0, 1, 2, 3)]
+    by_hand = [7.5 * 16, 7.5 * (2 + 4 + 10 / 64), 7.5 * (2 + 14 / 64), 7.5 * 16 / 64]
+    assert found == pytest.approx(by_hand, rel=0.001)
+    assert [round(size, 1) for size in by_hand] == [120.0, 46.2, 16.6, 1.9]
+
+
+def test_replicas_change_nothing_and_one_shard_is_no_cut():
+    for zero in (0, 1, 2, 3):
+        assert estimate_of(zero=zero, replicate=4, shard=8).parts == estimate_of(zero=zero, shard=8).parts
+        assert estimate_of(zero=zero).state == estimate_of().state
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_each_stage_needs_at_most_as_much_as_the_one_before(kind):
+    for shard in (2, 8, 64):
+        for settings in ({}, {"precision": "float32"}) if kind != "adamw_bf16" else ({},):
+            stages = [estimate_of(zero=zero, shard=shard, optimizer=kind, **settings) for zero in (0, 1, 2, 3)]
+            states = [stage.state for stage in stages]
+            assert states == sorted(states, reverse=True), (shard, settings)
+            peaks = [stage.total for stage in stages]
+            assert peaks == sorted(peaks, reverse=True), (shard, settings)
+
+
+def test_zero_3_keeps_whole_gradients_until_the_last_of_several_passes():
+    one, two = (estimate_of(zero=3, shard=8, passes=passes).total for passes in (1, 2))
+    assert two > one + 20e9
+    assert two > estimate_of(zero=2, shard=8, passes=2).total
+    assert estimate_of(zero=2, shard=8, passes=2).phases == estimate_of(zero=2, shard=8).phases
+
+
+def test_zero_2_borrows_three_buckets_and_a_table():
+    largest = 4 * 4096 * 2 * 14336  # gate and up: more than a bucket of 128 MB
+    table = 4 * 64000 * 4096
+    assert bytes_of("buckets", zero=2, shard=8) == 3 * largest + table
+    assert bytes_of("buckets", zero=2, shard=8, bucket_bytes=1e9) == 3e9 + table
+    small = dataclasses.replace(SMALL, layers=1)
+    assert bytes_of("buckets", zero=2, shard=2, model=small) == 4 * parameter_counts(small)["total"]
+    assert bytes_of("buckets", zero=1, shard=8) == bytes_of("buckets", zero=3, shard=8) == 0
+
+
+def test_in_float32_the_weights_are_the_masters_and_every_process_has_them():
+    wide = {"precision": "float32", "shard": 8}
+    total = parameter_counts(LLAMA)["total"]
+    assert [bytes_of("weights", zero=zero, **wide) for zero in (0, 1, 2, 3)] == [4.0 * total] * 3 + [0]
+    assert [bytes_of("masters", zero=zero, **wide) for zero in (0, 1, 2)] == [0] * 3
+    assert bytes_of("masters", zero=3, **wide) == pytest.approx(4 * total / 8)
+
+
+def test_flat_values_are_cut_at_multiples_of_128():
+    total = parameter_counts(SMALL)["total"]
+    part = -(-total // (3 * 128)) * 128
+    assert bytes_of("optimizer", model=SMALL, zero=1, shard=3) == 8 * part
+    assert bytes_of("masters", model=SMALL, zero=1, shard=3) == 2 * part
+
+
+def test_what_the_fullest_process_owns_counts_where_it_is_known():
+    owned = {"zero": 1, "shard": 8, "optimizer": "muon", "owned": (3e9, 1e9)}
+    assert bytes_of("masters", **owned) == 4 * 4e9
+    assert bytes_of("optimizer", **owned) == pytest.approx(4 * 3e9 + 8 * 1e9, rel=5e-4)  # and a mean square a line
+    assert bytes_of("gradients", **owned) == 4 * parameter_counts(LLAMA)["total"]
+    assert bytes_of("gradients", **(owned | {"zero": 2})) == 4 * 4e9
+
+
+# ---- offload ---------------------------------------------------------------------------------------------------------
+
+
+def test_offloaded_states_are_12_bytes_a_parameter_on_the_host():
+    total, pieces = parameter_counts(LLAMA)["total"], 3 * 2**24
+    assert estimate_of(offload="optimizer").host == 12 * total + 6 * pieces
+    assert estimate_of(offload="optimizer", operators=fused()).host == 12 * total + 6 * pieces
+    assert estimate_of(offload="optimizer").state == 6 * total
+    assert estimate_of(offload="optimizer", precision="float32").host == 12 * total + 8 * pieces
+    assert estimate_of(offload="optimizer", one_step_late=True).host == 14 * total + 6 * pieces
+
+
+def test_offloaded_states_are_shared_by_the_shard_processes():
+    one, eight = (estimate_of(offload="optimizer", zero=1, shard=shard) for shard in (1, 8))
+    staging = bytes_of("staging", "host", offload="optimizer")
+    assert eight.host - staging == pytest.approx((one.host - staging) / 8, rel=1e-6)
+    assert eight.state == one.state
+
+
+def test_on_disk_lie_masters_and_states_and_the_host_holds_a_few_pieces():
+    total = parameter_counts(LLAMA)["total"]
+    on_disk = estimate_of(offload="optimizer_disk")
+    assert on_disk.disk == 12 * total
+    assert on_disk.total == estimate_of(offload="optimizer").total
+    assert on_disk.host == bytes_of("staging", "host", offload="optimizer")
+
+
+def test_offloaded_weights_leave_two_blocks_the_tables_and_buckets_on_the_device():
+    counts = parameter_counts(LLAMA)
+    estimate = estimate_of(offload="weights")
+    assert estimate.state == 0
+    assert estimate.host == 18 * counts["total"] + bytes_of("staging", "host", offload="weights")
+    tables = 2 * 64000 * 4096
+    assert bytes_of("streamed", offload="weights") == pytest.approx(2 * (tables + 2 / 32 * counts["blocks"]))
+    assert bytes_of("buckets", offload="weights") == bytes_of("buckets", zero=2, shard=8)
+    peaks = [estimate_of(offload=offload).total for offload in ("none", "optimizer", "weights")]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_table_shows_what_lies_on_the_host_and_on_disk():
+    lines = [line.split()[0] for line in estimate_of(offload="optimizer_disk").lines()]
+    device = ["weights", "gradients", "activations", "working", "total"]
+    assert lines == [*device, *("in", "staging", "total"), *("on", "masters", "optimizer", "total")]
+
+
+# ---- recomputation in FLOPs ------------------------------------------------------------------------------------------
+
+
+def test_full_recomputation_does_the_forward_of_the_blocks_again():
+    again = recomputed_flops_per_token(BILLION, 2048, "full", 1, fused())
+    matrices = 22 * (2048 * 3072 + 2048 * 2048 + 3 * 2048 * 5632)
+    attention = 4 * 22 * 2048 * 2048
+    assert again["palm"] == 2 * matrices + attention
+    assert again["causal"] == 2 * matrices + attention / 2
+    assert again["seed"] == 2 * (matrices + 22 * 2 * 2048) + attention
+
+
+def test_hfu_is_mfu_without_recomputation_and_more_with_it():
+    def hfu(kind: str, device: str = "NVIDIA H200") -> float | None:
+        again = recomputed_flops_per_token(BILLION, 2048, kind, 1, fused())
+        spent = {name: flops + again[name] for name, flops in flops_per_token(BILLION, 2048).items()}
+        return flops_utilisation(spent, 70_000, device).get("causal")
+
+    assert hfu("none") == pytest.approx(70_000 * 7.296e9 / 989e12, rel=1e-3)
+    assert hfu("none") < hfu("selective") < hfu("full") < 4 / 3 * hfu("none")
+    assert hfu("full", "another device") is None
+
+
+def test_arithmetic_needs_no_torch():
+    code = "import sys, zero2all.estimate.memory; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,149 @@
+"""Tiles and waves, the six sizing rules, and the width of SwiGLU."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+
+import pytest
+
+from zero2all.estimate.machine import CLUSTERS, named_cluster
+from zero2all.estimate.shapes import (
+    RULES,
+    Shape,
+    WidthTime,
+    best_width,
+    check_shape,
+    filled,
+    modelled_width,
+    nearest_divisor,
+    pass_efficiency,
+    swiglu_products,
+    widths_near,
+)
+from zero2all.model.config import ModelConfig, MoeConfig
+
+H100, A100 = named_cluster("h100"), named_cluster("a100-80g")
+GOOD = Shape(ModelConfig(vocab_size=64512), samples=16, seq_len=2048)
+
+
+def with_model(**changes) -> Shape:
+    return dataclasses.replace(GOOD, model=dataclasses.replace(GOOD.model, **changes))
+
+
+def broken(shape: Shape, machine=H100) -> list[tuple[int, str, str]]:
+    found = check_shape(shape, machine)
+    assert all(bool(one.nearest) is not one.is_kept for one in found)
+    return [(one.rule, one.what, one.nearest) for one in found if not one.is_kept]
+
+
+def test_the_tile_lies_the_way_that_fits_better():
+    assert filled(8192, 14336, 132) == pytest.approx(0.970, abs=5e-4)
+    assert filled(128 * 132, 256, 132) == 1.0
+    assert filled(256, 128 * 132, 132) == 1.0
+    assert filled(128 * 132, 257, 132) == pytest.approx(257 / 512)  # one column more costs a whole wave
+
+
+def test_there_are_six_rules_and_every_one_is_checked():
+    assert [rule.number for rule in RULES] == [1, 2, 3, 4, 5, 6]
+    assert {one.rule for one in check_shape(GOOD, H100)} == {1, 2, 3, 4, 5, 6}
+
+
+def test_a_well_chosen_shape_breaks_none():
+    assert broken(GOOD) == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "machine", "found"),
+    [
+        (with_model(vocab_size=64320), H100, (1, "model.vocab_size", "64,384")),
+        (dataclasses.replace(GOOD, samples=1, seq_len=256), H100, (2, "train.micro_batch_samples", "none up to 8")),
+        (with_model(intermediate_size=5461), A100, (3, "model.intermediate_size", "5,440")),
+        (with_model(heads=16, head_dim=80), H100, (3, "model.head_dim", "64")),
+        (with_model(moe=MoeConfig(experts=8, expert_size=500)), H100, (3, "model.moe.expert_size", "512")),
+        (dataclasses.replace(GOOD, stages=4), H100, (6, "model.layers", "24")),
+    ],
+)
+def test_a_broken_rule_names_the_size_and_the_nearest_that_keeps_it(shape, machine, found):
+    rule, what, nearest = broken(shape, machine)[0]
+    assert (rule, what) == found[:2]
+    assert nearest.startswith(found[2])
+
+
+def test_the_vocabulary_needs_a_smaller_multiple_before_hopper():
+    assert broken(with_model(vocab_size=64320), A100) == []
+    assert [one[0] for one in broken(dataclasses.replace(with_model(vocab_size=64320), tensor=2), A100)] == [1]
+
+
+def test_rows_at_odd_addresses_are_told_apart_from_rows_that_waste_a_part_of_a_tile():
+    says = {
+        width: next(one.says for one in check_shape(with_model(intermediate_size=width), H100) if "f / t" in one.says)
+        for width in (5461, 5464)
+    }
+    assert "16 bytes" in says[5461]
+    assert "16 bytes" not in says[5464]
+
+
+def test_heads_that_tensor_ranks_cannot_share():
+    shape = dataclasses.replace(GOOD, tensor=3)
+    assert {(4, "model.heads", "parallel.tensor 2"), (4, "model.kv_heads", "parallel.tensor 2")} <= set(broken(shape))
+    copied = dataclasses.replace(GOOD, tensor=16, copies_kv_heads=True)
+    assert not [one for one in broken(copied) if one[0] == 4]
+    assert nearest_divisor(8, 3) == 2
+
+
+def test_tensor_ranks_that_exchange_longer_than_they_multiply():
+    assert (5, "parallel.tensor", "2") in broken(dataclasses.replace(GOOD, tensor=8))
+    wide = dataclasses.replace(with_model(hidden_size=8192, intermediate_size=28672, heads=64), tensor=8)
+    assert not [one for one in broken(wide) if one[0] == 5]
+    two_nodes = dataclasses.replace(wide, tensor=16)
+    assert (5, "parallel.tensor", "8") in broken(two_nodes)
+
+
+@pytest.mark.parametrize("machine", CLUSTERS.values(), ids=str)
+def test_the_advised_micro_batch_keeps_the_rule(machine):
+    shape = dataclasses.replace(GOOD, samples=1, seq_len=1024)
+    for samples in range(1, 9):
+        found = next(one for one in check_shape(dataclasses.replace(shape, samples=samples), machine) if one.rule == 2)
+        if not found.is_kept and found.nearest.isdigit():
+            assert pass_efficiency(shape, int(found.nearest), machine.multiprocessors) >= 0.9
+
+
+def test_the_products_of_a_swiglu_are_its_whole_arithmetic():
+    products = swiglu_products(8192, 4096, 11008)
+    assert len(products) == 6
+    assert sum(one.flops for one in products) == 3 * 2.0 * 8192 * 3 * 4096 * 11008
+    assert sorted({11008, 2 * 11008} & {size for one in products for size in (one.m, one.n, one.k)}) == [11008, 22016]
+
+
+def test_widths_near_eight_thirds_with_the_configs_own():
+    widths = widths_near(4096, 1, [14336])
+    assert {10922, 10944, 11008, 14336} <= set(widths)
+    assert all(width % 64 == 0 for width in widths if width != 10922)
+    assert all(width % 8 == 0 for width in widths_near(4096, 8) if width != 10922)
+    assert len(widths_near(16384, 1)) < 30
+    assert widths_near(8, 1)  # also where no multiple is near
+
+
+def test_by_arithmetic_an_unaligned_width_is_never_advised():
+    rows = [modelled_width(8192, 4096, width, 1, H100, "bfloat16") for width in widths_near(4096, 1)]
+    assert not next(row for row in rows if row.width == 10922).is_aligned
+    best = best_width(rows, 4096)
+    assert best.is_aligned
+    assert best.tflops >= 0.99 * max(row.tflops for row in rows if row.is_aligned)
+    assert all(0 < row.tflops < 989 for row in rows)
+
+
+def test_of_widths_that_are_as_fast_the_nearest_to_eight_thirds_is_taken():
+    def row(width: int, seconds: float) -> WidthTime:
+        return WidthTime(width, (seconds,), float(width), is_aligned=True, is_measured=True)
+
+    assert best_width([row(5440, 5.44), row(5632, 5.62)], 2048).width == 5440
+    assert best_width([row(5440, 5.44), row(5632, 5.40)], 2048).width == 5632
+
+
+def test_efficiency_over_the_width_is_a_staircase():
+    values = [filled(8192, 2 * width, 132) for width in range(10752, 11265)]
+    drops = sum(after < before - 1e-9 for before, after in pairwise(values))
+    assert 1 <= drops <= 10  # at the beginning of a tile; in between it rises
+    assert all(0 < value <= 1 for value in values)

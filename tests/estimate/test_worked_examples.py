@@ -1,0 +1,30 @@
+"""Every worked example of the formulas, recomputed."""
+
+from tests.estimate.worked_examples import TOLERANCE, Case, cases
+
+
+def test_all_worked_examples_agree_within_a_percent_or_in_the_digits_given():
+    found = cases()
+    assert [case for case in found if not case.passes] == []
+    assert len(found) == 292, "docs/limits.md says how many"
+    rounded = [case.subject for case in found if abs(case.error) > TOLERANCE]
+    assert rounded == ["7.5B on 1024, GB, zero 3"]  # 0.1172 GB was published as 0.12
+
+
+def test_a_case_fails_that_is_more_than_a_percent_off():
+    assert not Case("x", "100", 101.1).passes
+    assert not Case("x", "0.12", 0.1251).passes
+    assert Case("x", "0.12", 0.1249).passes
+    assert not Case("x", "12", 12.4).passes, "whole numbers are not rounded"
+
+
+def test_the_figures_that_the_project_was_asked_for_are_among_them():
+    published = {case.subject: case.expected for case in cases()}
+    asked = {"GPT-3 in float32, GB": "700", "128 replicas of it, TB": "89.6", "1 % x 128, %": "72.37"}
+    asked |= {"0.27 % x 1000, %": "93", "dot product, FLOP/B": "0.5", "TPU v5e, least tokens": "240"}
+    asked |= {
+        f"LLaMA-2-70B, GB, {part}": size
+        for part, size in zip(("weights", "gradients", "states"), ("140", "140", "840"), strict=True)
+    }
+    assert {subject: published.get(subject) for subject in asked} == asked
+    assert sum("MFU % at s" in subject for subject in published) == 27

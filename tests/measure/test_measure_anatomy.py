@@ -1,0 +1,160 @@
+"""Traces of a GPU, written by hand so that every figure is known, and of this CPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero2all.estimate.floors import Work
+from zero2all.measure.anatomy import STEP, add_floors, anatomy_of, product_flops
+from zero2all.measure.profile import snapshot_points, trace_memory
+
+NVJET = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT"
+
+
+def event(cat: str, name: str, start: float, end: float, **args) -> dict:
+    """Milliseconds."""
+    return {"ph": "X", "cat": cat, "name": name, "ts": 1e3 * start, "dur": 1e3 * (end - start), "tid": 1, "args": args}
+
+
+def launch(number: int, at: float) -> dict:
+    return event("cuda_runtime", "cudaLaunchKernel", at, at + 0.01, correlation=number)
+
+
+GPU_STEP = [
+    event("user_annotation", STEP, 0, 100),
+    event("user_annotation", "z2a phase: forward", 0, 2),
+    event("user_annotation", "z2a phase: loss", 1, 1.5),
+    event("user_annotation", "z2a phase: backward", 2, 4),
+    event("user_annotation", "z2a phase: update", 4, 6),
+    event("cpu_op", "aten::mm", 0.1, 0.2, **{"External id": 7, "Input Dims": [[1000, 2000], [2000, 500]]}),
+    *(launch(number, at) for number, at in ((1, 0.1), (2, 0.5), (3, 1.2), (4, 3), (5, 3.1), (6, 5), (7, 1.8))),
+    event("kernel", NVJET, 10, 30, correlation=1, **{"External id": 7}),
+    event("kernel", "void cublasLt::splitKreduce_kernel", 30, 30, correlation=1, **{"External id": 7}),
+    event("kernel", "_forward", 28, 40, correlation=2),  # began before the product had ended
+    event("kernel", "vectorized_elementwise_kernel", 40, 45, correlation=3),  # queued inside the loss
+    event("kernel", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 35, 55, correlation=4),  # 10 of 20 are hidden
+    event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 50, 60, correlation=5),  # 5 behind communication
+    event("kernel", "vectorized_elementwise_kernel", 70, 80, correlation=6),  # queued by the update
+    event("kernel", "vectorized_elementwise_kernel", 80, 81, correlation=7),  # after the loss, still forward
+    event("kernel", NVJET, 150, 160, correlation=99),  # after the step
+]
+
+
+def test_every_instant_of_a_step_on_a_gpu_belongs_to_one_group():
+    found = anatomy_of(GPU_STEP)
+    assert (found.kind, found.steps, found.seconds) == ("cuda", 1, pytest.approx(0.1))
+    assert {name: round(1e3 * seconds, 6) for name, seconds in found.groups.items() if seconds} == {
+        "GEMM": 20,
+        "element-wise": 11,
+        "loss": 5,
+        "communication": 10,
+        "memory copies": 5,
+        "optimizer": 10,
+        "idle between kernels": 39,
+    }
+    assert sum(found.groups.values()) == pytest.approx(found.seconds)
+
+
+def test_a_kernel_belongs_to_the_phase_that_queued_it():
+    found = anatomy_of(GPU_STEP)
+    assert {name: round(1e3 * seconds, 6) for name, seconds in found.phases.items()} == {
+        "forward": 31,
+        "loss": 5,
+        "backward": 15,
+        "update": 10,
+    }
+
+
+def test_floors_of_a_product_by_its_shapes_and_of_an_operator_by_its_bytes():
+    found = anatomy_of(GPU_STEP)
+    work = {"rms_norm": Work(forward_bytes=5e6, backward_bytes=1.0)}
+    add_floors(found, work, passes=1, copy_bytes_per_second=1e9, flops_per_second=2e11)
+    rows = {row.name: row for row in found.rows}
+    assert rows[NVJET].floor_percent == pytest.approx(100 * (2 * 1000 * 2000 * 500 / 2e11) / 0.020)
+    assert rows["void cublasLt::splitKreduce_kernel"].floor_percent is None  # its arithmetic is counted already
+    assert rows["_forward"].floor_percent == pytest.approx(100 * 5e-3 / 0.010)
+    assert rows["vectorized_elementwise_kernel"].floor_percent is None
+
+
+def test_figures_are_those_of_one_of_several_steps():
+    later = [{**one, "ts": one["ts"] + 1e6} for one in GPU_STEP]
+    for one in later:
+        if "correlation" in one["args"]:
+            one["args"] = {**one["args"], "correlation": one["args"]["correlation"] + 100}
+    found = anatomy_of([*GPU_STEP, *later])
+    once = anatomy_of(GPU_STEP)
+    assert found.steps == 2
+    assert found.groups == pytest.approx(once.groups)
+    assert {row.name: row.calls for row in found.rows} == {row.name: row.calls for row in once.rows}
+
+
+def test_on_a_cpu_an_operator_has_only_its_own_time():
+    found = anatomy_of(
+        [
+            event("user_annotation", STEP, 0, 100),
+            event("cpu_op", "aten::linear", 0, 40),
+            event("cpu_op", "aten::mm", 10, 40, **{"Input Dims": [[8, 16], [16, 4]]}),
+            event("cpu_op", "autograd::engine::evaluate_function: SiluBackward0", 50, 90),
+            event("cpu_op", "SiluBackward0", 51, 89),
+            event("cpu_op", "aten::silu_backward", 60, 80),
+        ]
+    )
+    assert found.kind == "cpu"
+    assert {name: round(1e3 * seconds) for name, seconds in found.groups.items() if seconds} == {
+        "GEMM": 40,
+        "element-wise": 20,
+        "between operators": 40,
+    }
+    assert found.rows[0].flops == 2 * 8 * 16 * 4
+
+
+def test_a_trace_without_a_step_is_refused():
+    with pytest.raises(ValueError, match="z2a step"):
+        anatomy_of([event("cpu_op", "aten::mm", 0, 1)])
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "flops"),
+    [
+        ("aten::mm", [[2, 3], [3, 5]], 60),
+        ("aten::addmm", [[2, 5], [2, 3], [3, 5], [], []], 60),
+        ("aten::bmm", [[7, 2, 3], [7, 3, 5]], 420),
+        ("aten::mul", [[2, 3], [2, 3]], None),
+        ("aten::mm", None, None),
+    ],
+)
+def test_flops_of_a_product(name, shapes, flops):
+    args = {} if shapes is None else {"Input Dims": shapes}
+    assert product_flops({"name": name, "args": args}) == flops
+
+
+def test_the_allocators_record_becomes_bytes_over_time():
+    record = [
+        {"action": "segment_alloc", "size": 4096, "time_us": 1_000_000},
+        {"action": "alloc", "size": 512, "time_us": 2_000_000},
+        {"action": "free_requested", "size": 512, "time_us": 3_000_000},
+        {"action": "free_completed", "size": 512, "time_us": 3_500_000},
+    ]
+    assert snapshot_points(record, before=100, began=1.0) == [(0.0, 100), (1.0, 612), (2.5, 100)]
+
+
+def test_memory_over_time_from_a_trace():
+    def memory(at: float, total: int, device: int = 0) -> dict:
+        return {
+            "ph": "i",
+            "name": "[memory]",
+            "ts": 1e6 * at,
+            "args": {"Total Allocated": total, "Device Type": device},
+        }
+
+    events = [
+        event("user_annotation", STEP, 1000, 5000),
+        event("user_annotation", "z2a phase: forward", 1000, 3000),
+        event("user_annotation", "z2a phase: loss", 2000, 2500),
+        *(memory(at, total) for at, total in ((1.5, 10), (2.1, 30), (4.0, 20))),
+        memory(2.2, 999, device=1),
+    ]
+    found = trace_memory(events, base=100)
+    assert found.points == [(0.5, 110), (pytest.approx(1.1), 130), (3.0, 120)]
+    assert found.phase_at(found.peak[0]) == "loss"
+    assert found.phase_at(3.0) == "between phases"

@@ -1,0 +1,79 @@
+"""The comparison with other trainers, and of two orders of the residual's axes, on a model of a second."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from benchmarks.layout import BATCH_FIRST, SEQUENCE_FIRST, Layout, check_agreement, compare
+from benchmarks.peers import AUTOCAST, EAGER, LIGER, OURS, PURE, Entry, entries, ratio_lines, ratios, run_entry, why_not
+from zero2all.estimate.run.batch import BatchShape, own_batch
+from zero2all.ops.config import OpsConfig
+from zero2all.ops.registry import resolve
+
+CPU = torch.device("cpu")
+
+
+def test_ours_is_measured_first_and_last_and_liger_after_what_it_would_patch(tiny):
+    batch = own_batch(tiny)
+    found = entries(tiny, batch)
+    assert (found[0].kind, found[-1].kind) == (OURS, OURS)
+    kinds = [entry.kind for entry in found]
+    assert kinds.index(LIGER) > max(kinds.index(EAGER), kinds.index("compiled"))
+    assert {entry.batch.tokens for entry in found} == {batch.tokens}
+    assert {str(entry.batch) for entry in found if entry.kind == LIGER} == {"2x32x2", "4x32x1"}
+
+
+def test_a_peer_that_is_not_there_is_skipped_with_the_reason(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert why_not(Entry(EAGER, PURE, BatchShape(1, 16, 1)), CPU) == "transformers is not installed"
+    assert why_not(Entry(OURS, "auto", BatchShape(1, 16, 1)), CPU) is None
+
+
+def test_ratios_take_the_mean_of_ours_and_the_best_of_each_peer():
+    def measured(kind, precision, speed):
+        return {"kind": kind, "precision": precision, "tokens_per_second": speed}
+
+    found = ratios(
+        {
+            "a": measured(OURS, "auto", 110.0),
+            "b": measured(LIGER, PURE, 90.0),
+            "c": measured(LIGER, PURE, 100.0),
+            "d": {"kind": EAGER, "precision": PURE, "reason": "out of memory"},
+            "e": measured(OURS, "auto", 90.0),
+        }
+    )
+    assert found["over_peers"] == {"ours auto / liger pure bf16": 1.0}
+    assert found["ours"]["auto"]["last_over_first"] == pytest.approx(90 / 110)
+    assert len(ratio_lines(found)) == 2
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 says so and goes on
+def test_a_peer_trains_the_same_shape_on_the_same_batch(tiny):
+    pytest.importorskip("transformers")
+    found = run_entry(Entry(EAGER, AUTOCAST, own_batch(tiny)), tiny, CPU, seconds=0.0, warm_up_seconds=0.0)
+    assert found["loss"] == pytest.approx(math.log(200), rel=0.05)
+    assert found["tokens_per_second"] > 0
+
+
+def test_a_peer_that_fails_is_one_entry_with_the_reason(tiny, monkeypatch, capsys):
+    monkeypatch.setattr("benchmarks.peers.llama", lambda *_: 1 / 0)
+    found = run_entry(Entry(EAGER, PURE, own_batch(tiny)), tiny, CPU, seconds=0.0, warm_up_seconds=0.0)
+    assert found == {"reason": "ZeroDivisionError: division by zero"}
+
+
+def test_both_orders_of_the_axes_compute_the_same(tiny):
+    ops = resolve(OpsConfig(), "cpu")
+    orders = [Layout(name, tiny.model, ops, BatchShape(3, 16, 1), CPU) for name in (BATCH_FIRST, SEQUENCE_FIRST)]
+    check_agreement(orders, CPU, torch.float32)
+    orders[1].cos = orders[1].cos.roll(1, dims=1)
+    with pytest.raises(AssertionError, match="differ"):
+        check_agreement(orders, CPU, torch.float32)
+
+
+def test_every_piece_is_timed_in_both_orders(tiny):
+    found = compare(tiny, BatchShape(2, 16, 1), least_seconds=0.0)
+    assert list(found) == ["norm", "linear", "feed_forward", "rope", "attention", "block"]
+    assert all(seconds > 0 for pair in found.values() for seconds in pair)

@@ -1,0 +1,99 @@
+"""What is measured: the config of `z2a train` without what needs data, and a batch such as 2x2048x16."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+from zero2all.common.errors import UsageError
+from zero2all.common.files import MANIFEST_NAME
+from zero2all.common.manifest import read_manifest
+from zero2all.common.workspace import Workspace
+from zero2all.config import RunConfig
+from zero2all.estimate.run.models import load_model_config
+from zero2all.packed.loader import rank_rows
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """What one iteration computes: `accumulation` passes over `samples` sequences, then one update."""
+
+    samples: int
+    seq_len: int
+    accumulation: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in one iteration."""
+        return self.samples * self.seq_len * self.accumulation
+
+    def __str__(self) -> str:
+        return f"{self.samples}x{self.seq_len}x{self.accumulation}"
+
+
+SEED_BATCH = BatchShape(2, 2048, 16)  # the batch of the reference project's tables
+
+
+def parse_batch(text: str) -> BatchShape:
+    """`2x2048x16` -> BatchShape(2, 2048, 16)."""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text.strip())
+    if match is None:
+        raise UsageError(
+            f"--batch {text} is not a batch. Expected SAMPLESxSEQUENCExACCUMULATION, for example 2x2048x16: two "
+            f"sequences of 2048 tokens a pass, 16 passes an iteration."
+        )
+    return BatchShape(*map(int, match.groups()))
+
+
+def own_batch(config: RunConfig, replicas: int = 1) -> BatchShape:
+    """The batch of a run of this config in each of `replicas` processes, which share the samples of a step."""
+    rows = rank_rows(config.samples_per_step, 0, replicas)[2]
+    samples = min(rows, 8 if config.train.micro_batch_samples == "auto" else config.train.micro_batch_samples)
+    return BatchShape(samples, config.data.seq_len, -(-rows // samples))
+
+
+def default_batches(config: RunConfig) -> list[BatchShape]:
+    """The batch of the reference project, where the model takes sequences that long, and the config's own."""
+    own = own_batch(config)
+    if SEED_BATCH.seq_len > config.model.max_seq_len or own == SEED_BATCH:
+        return [own]
+    return [SEED_BATCH, own]
+
+
+def check_batch(batch: BatchShape, config: RunConfig) -> None:
+    """Raise if its sequences are longer than the model's."""
+    if batch.seq_len > config.model.max_seq_len:
+        raise UsageError(
+            f"--batch {batch} has sequences of {batch.seq_len} tokens, but model.max_seq_len is "
+            f"{config.model.max_seq_len}. Use shorter sequences, or raise --model.max_seq_len."
+        )
+
+
+def load_measured_config(source: str, overrides: list[str]) -> tuple[RunConfig, list[str]]:
+    """The config and what was assumed: random tokens need a size of the vocabulary, and have no documents to mask."""
+    loaded, assumed = load_model_config(source, overrides)
+    config, notes = with_vocabulary(loaded)
+    notes = [*assumed, *notes]
+    if config.data.document_mask:
+        notes.append("data.document_mask is ignored: random tokens have no documents")
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, document_mask=False))
+    return config, notes
+
+
+def with_vocabulary(config: RunConfig, workspace: Workspace | None = None) -> tuple[RunConfig, list[str]]:
+    """The config with a size of the vocabulary: its own, or as a run takes it that of the workspace's tokenizer. Where
+    there is none the size is assumed, and a note says so."""
+    if config.model.vocab_size is not None:
+        return config, []
+    size, notes = config.tokenizer.vocab_size, []
+    if workspace is None:
+        notes.append(f"model.vocab_size is not set: using tokenizer.vocab_size, {size}")
+    elif (workspace.tokenizer / MANIFEST_NAME).exists():
+        size = int(read_manifest(workspace.tokenizer, "tokenizer", "z2a tokenizer train")["vocab_size"])
+    else:
+        notes.append(
+            f"model.vocab_size is not set, and {workspace.root.absolute()} has no tokenizer: using "
+            f"tokenizer.vocab_size, {size}. --work names another workspace."
+        )
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size)), notes

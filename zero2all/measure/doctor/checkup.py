@@ -1,0 +1,51 @@
+"""All checks in order, within a time limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from zero2all.common.progress import progress
+from zero2all.measure.doctor import host
+from zero2all.measure.doctor.finding import Finding
+from zero2all.measure.doctor.gpus import look_at_gpus, look_at_links
+from zero2all.measure.doctor.software import TorchFacts, look_at_environment, look_at_kernels, look_at_versions
+
+SECONDS = 30.0
+
+
+def check_machine(work: Path, seconds: float = SECONDS, quiet: bool = False) -> list[Finding]:
+    """Look at everything; what cannot be looked at is a finding too. Writes nothing but the disk test's file."""
+    until = time.monotonic() + seconds
+    with progress("doctor", total=9, unit="checks", quiet=quiet) as bar:
+
+        def take(name: str, look: Callable[[], Iterable[Finding]]) -> list[Finding]:
+            bar.advance(0, note=name)
+            try:
+                found = list(look())
+            except (OSError, ValueError) as error:  # files of the kernel differ; the other checks still count
+                found = [Finding(name, "note", f"not looked at: {error}")]
+            bar.advance(1, note=name)
+            return found
+
+        disk = take("disk", lambda: host.look_at_disk(work))  # alone: loading torch reads from disks too
+        gpus, report = look_at_gpus()
+        bar.advance(1, note="gpu")
+        links = take("links", lambda: look_at_links(report))
+        asked = TorchFacts()  # after nvidia-smi, which would count its memory
+        others = [
+            take(name, look)
+            for name, look in (
+                ("cpu", host.look_at_cpu),
+                ("memory", host.look_at_memory),
+                ("limits", host.look_at_limits),
+                ("network", host.look_at_network),
+            )
+        ]
+        environment = take("environment", look_at_environment)
+        bar.advance(0, note="torch and kernels")
+        facts, problem = asked.collect(until)
+        software = [*look_at_versions(facts, problem, report), *look_at_kernels(facts)]
+        bar.advance(1, note="torch and kernels")
+    return [*gpus, *links, *(found for part in others for found in part), *disk, *software, *environment]

@@ -1,0 +1,359 @@
+"""Versions, combinations that are known to fail, which kernels run here, and variables of the environment that cost
+speed or break a run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero2all import __version__
+from zero2all.common.cores import usable_cores
+from zero2all.measure.doctor.finding import Finding, Grade
+from zero2all.measure.doctor.nvidia_smi import Report
+
+OLDEST_TORCH, NEXT_TORCH = (2, 11), (2, 14)
+PYTHONS = ((3, 11), (3, 13))
+CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv")
+OLD_KERNEL = (5, 5)
+PIN = re.compile(r"^([\w.-]+)\s*==\s*([\w.+]+)")
+
+
+class TorchFacts:
+    """The process that asks torch; started early, read last."""
+
+    def __init__(self) -> None:
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed in `collect`)
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        command = [sys.executable, "-m", "zero2all.measure.doctor.torch_facts"]
+        self._process = subprocess.Popen(command, stdout=self._output, stderr=self._errors, stdin=subprocess.DEVNULL)
+
+    def collect(self, until: float) -> tuple[dict[str, Any], str]:
+        """What is known by `until` (time.monotonic), and why something is missing."""
+        problem = ""
+        try:
+            code = self._process.wait(max(0.1, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            code, problem = 0, "it had not answered when the time was over (see --seconds)"
+        self._output.seek(0)
+        facts = {}
+        for line in self._output.read().splitlines():
+            if line.startswith('{"name": ') and line.endswith("}"):  # libraries print too
+                fact = json.loads(line)
+                facts[fact["name"]] = fact["value"]
+        if code:
+            self._errors.seek(0)
+            words = self._errors.read().strip().splitlines()
+            problem = f"signal {-code}" if code < 0 else (words[-1][:300] if words else f"exit code {code}")
+        self._output.close()
+        self._errors.close()
+        return facts, problem
+
+
+def look_at_versions(facts: dict[str, Any], problem: str, report: Report | None) -> Iterator[Finding]:
+    """Python, torch and its libraries, and whether they fit each other and the driver."""
+    yield _python()
+    yield from _compilers()
+    kernel = re.match(r"(\d+)\.(\d+)", platform.release())
+    if platform.system() == "Linux" and kernel and (int(kernel[1]), int(kernel[2])) < OLD_KERNEL:
+        why = "Processes with several GPUs were seen to hang on kernels before 5.5."
+        yield Finding("software", "warning", f"the kernel is Linux {platform.release()}", why, "Update the kernel.")
+    versions = facts.get("versions")
+    if versions is None:
+        yield _without_torch(problem)
+        return
+    parts = [
+        f"torch {versions['torch']}",
+        *(f"{key} {versions[key]}" for key in ("cuda", "cudnn", "nccl") if versions[key]),
+    ]
+    yield Finding("software", "ok", f"{', '.join(parts)}, CPU instructions {versions['cpu']}")
+    number = tuple(int(part) for part in versions["torch"].split(".")[:2])
+    if not OLDEST_TORCH <= number < NEXT_TORCH:
+        lowest, highest = (".".join(map(str, each)) for each in (OLDEST_TORCH, NEXT_TORCH))
+        why = f"zero2all is tested with torch from {lowest} to below {highest}."
+        grade: Grade = "error" if number < OLDEST_TORCH else "warning"
+        yield Finding(
+            "software",
+            grade,
+            f"torch {versions['torch']} is not tested",
+            why,
+            f"`pip install 'torch>={lowest},<{highest}'`.",
+        )
+    yield from _pins(versions)
+    yield from _torch_and_driver(versions, facts.get("devices", []), report)
+
+
+def _python() -> Finding:
+    here = sys.version_info[:2]
+    found = f"Python {platform.python_version()}, zero2all {__version__}, {platform.system()} {platform.release()}"
+    if any(Path(mark).exists() for mark in CONTAINER_MARKS):
+        found = f"{found}, in a container"
+    if PYTHONS[0] <= here <= PYTHONS[1]:
+        return Finding("software", "ok", found)
+    return Finding("software", "warning", found, "zero2all is tested with Python 3.11 to 3.13.", "Use one of these.")
+
+
+def _compilers() -> Iterator[Finding]:
+    gcc = os.environ.get("CC") or shutil.which("gcc") or "clang"
+    for kind, name, why in (
+        ("C", gcc, "Triton's kernels on a GPU need it (apt install gcc)."),
+        ("C++", os.environ.get("CXX") or "g++", "ops.compile on a CPU needs it (apt install g++)."),
+    ):
+        path = shutil.which(name)
+        found = f"there is no {kind} compiler" if path is None else f"{kind} compiler: {path}"
+        yield Finding("software", "ok" if path else "note", found, "" if path else why)
+
+
+def _without_torch(problem: str) -> Finding:
+    if "No module named 'torch'" in problem:
+        why = "Without it there is no training; corpus, tokenizer and the calculators work."
+        return Finding("software", "error", "torch is not installed", why, "`pip install 'torch>=2.11,<2.14'`.")
+    if "had not answered" in problem:
+        return Finding("software", "note", f"torch, its devices and kernels were not looked at: {problem}")
+    why = "Nothing that needs torch will run."
+    return Finding("software", "error", f"torch cannot be used: {problem}", why, "Install torch again.")
+
+
+def _pins(versions: dict[str, Any]) -> Iterator[Finding]:
+    """What torch's own package asks for, against what is installed."""
+    try:
+        wanted = importlib.metadata.requires("torch") or []
+    except importlib.metadata.PackageNotFoundError:
+        return
+    for entry in wanted:
+        pin = PIN.match(entry)
+        if pin is None or not re.match(r"triton|nvidia-", pin[1]):
+            continue
+        try:
+            here = importlib.metadata.version(pin[1])
+        except importlib.metadata.PackageNotFoundError:
+            here = ""
+        if here and here != pin[2]:
+            why = f"torch {versions['torch']} was built and tested with {pin[1]} {pin[2]}; another may fail."
+            yield Finding("software", "warning", f"{pin[1]} {here}", why, f"`pip install {pin[1]}=={pin[2]}`.")
+        elif not here and pin[1] == "triton" and versions["cuda"]:
+            why = "torch.compile and our own kernels need it; without it the slower ones of torch run."
+            yield Finding("software", "warning", "Triton is not installed", why, f"`pip install triton=={pin[2]}`.")
+
+
+def _torch_and_driver(
+    versions: dict[str, Any], devices: list[dict[str, Any]], report: Report | None
+) -> Iterator[Finding]:
+    has_gpu = report is not None and bool(report.gpus)
+    if has_gpu and versions["cuda"] is None and versions["hip"] is None:
+        why = "Training would use the CPU although there is a GPU."
+        advice = "Install a build with CUDA: https://pytorch.org/get-started"
+        yield Finding("software", "error", "this torch is a build without CUDA", why, advice)
+    elif has_gpu and versions["cuda_problem"]:
+        assert report is not None
+        why = f"The driver runs CUDA up to {report.cuda or '?'}; this torch was built with {versions['cuda']}."
+        advice = "Check CUDA_VISIBLE_DEVICES. Where the driver is older than CUDA of torch, update one of them."
+        yield Finding("software", "error", f"torch sees no GPU: {versions['cuda_problem']}", why, advice)
+    elif not has_gpu and not devices:
+        yield Finding("software", "note", "no GPU: training runs on the CPU", "It is enough for the quickstart only.")
+    for number, device in enumerate(devices):
+        major, minor = device["capability"]
+        names = versions["built_for"]
+        runs = any(_covers(name, major, minor) for name in names)
+        yield Finding("software", "ok", f"torch sees GPU {number}: {device['name']}, capability {major}.{minor}")
+        if names and not runs:
+            why = f"This torch holds kernels for {', '.join(names)}: the first one would fail (no kernel image)."
+            found = f"torch has no kernels for GPU {number} (sm_{major}{minor})"
+            yield Finding("software", "error", found, why, "Install a torch built with a newer CUDA.")
+
+
+def _covers(name: str, major: int, minor: int) -> bool:
+    """Whether a build for `name` runs there: sm_80 on 8.0 to 8.9; compute_80 (PTX) on all later ones."""
+    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", name)
+    if found is None:
+        return False
+    built = (int(found[2]), int(found[3]))
+    if name[-1] in "af":
+        return built == (major, minor)
+    return built <= (major, minor) and (found[1] == "compute" or built[0] == major)
+
+
+def look_at_kernels(facts: dict[str, Any]) -> Iterator[Finding]:
+    """What `ops.* = auto` takes, and which better ones cannot run here."""
+    entries = facts.get("kernels")
+    if entries is None:
+        if facts:
+            yield Finding("kernels", "note", "not looked at: the time was over (see --seconds)")
+        return
+    on_gpu = bool(facts.get("devices"))
+    for operator in dict.fromkeys(entry["operator"] for entry in entries):
+        rows = [entry for entry in entries if entry["operator"] == operator]
+        taken = next(place for place, entry in enumerate(rows) if entry["taken_by_auto"])
+        absent = [f"{entry['implementation']}: {entry['why_not']}" for entry in rows[:taken] if entry["why_not"]]
+        found = f"{operator}: {rows[taken]['implementation']}"
+        if absent and on_gpu:
+            why = f"Listed before it, and not to be had here: {'; '.join(absent)}."
+            yield Finding("kernels", "note", found, why, "`z2a perf bench ops` measures what each one gains.")
+        else:
+            yield Finding("kernels", "ok", found)
+
+
+# ---- variables of the environment ------------------------------------------------------------------------------------
+
+OFF = ("", "0", "false", "off", "no")
+SYNC = "Every kernel launch waits until the kernel is done: steps take up to twice as long."
+SLOW_LINK = "NCCL leaves this link out and takes a slower one."
+HANDMADE = "It overrides what NCCL chooses by its own measurements, on every machine and for every size."
+NO_COMPILE = "torch.compile does nothing, whatever the config says."
+EVERY_START = "Every start compiles all kernels again."
+
+
+def _is_on(value: str) -> bool:
+    return value.strip().lower() not in OFF
+
+
+def _is_off(value: str) -> bool:
+    return not _is_on(value)
+
+
+def _any(_: str) -> bool:
+    return True
+
+
+def _matches(pattern: str) -> Callable[[str], bool]:
+    return lambda value: re.search(pattern, value, re.IGNORECASE) is not None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A variable, the values that matter, how much, and why."""
+
+    name: str
+    matters: Callable[[str], bool]
+    grade: Grade
+    why: str
+
+
+RULES = (
+    Rule("CUDA_LAUNCH_BLOCKING", _is_on, "warning", SYNC),
+    Rule("TORCH_USE_CUDA_DSA", _is_on, "note", "It does something only in a torch that was built with it."),
+    Rule("PYTORCH_NO_CUDA_MEMORY_CACHING", _is_on, "warning", "Each tensor is allocated by the driver, which waits."),
+    Rule("CUDA_MODULE_LOADING", _matches("eager"), "note", "All kernels are loaded: 0.5 GiB more on each GPU."),
+    Rule("CUDA_CACHE_DISABLE", _is_on, "warning", EVERY_START),
+    Rule("CUDA_DEVICE_MAX_CONNECTIONS", _matches("^1$"), "note", "One queue for all streams: copies wait for kernels."),
+    Rule("CUBLAS_WORKSPACE_CONFIG", _matches(":16:"), "note", "The small workspace excludes cuBLAS's fastest kernels."),
+    Rule("NVIDIA_TF32_OVERRIDE", _is_off, "warning", "float32 matmuls run without tensor cores."),
+    Rule("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", _is_on, "note", "float32 matmuls are rounded to TF32, whatever is set."),
+    Rule(
+        "TORCH_DISTRIBUTED_DEBUG", _matches("detail"), "warning", "Every collective is checked by another one before."
+    ),
+    Rule("TORCH_NCCL_BLOCKING_WAIT", _is_on, "warning", "The host waits for every collective: nothing overlaps."),
+    Rule("TORCH_NCCL_ASYNC_ERROR_HANDLING", _is_off, "warning", "When one rank dies, the others wait for ever."),
+    Rule(
+        "NCCL_ASYNC_ERROR_HANDLING", _any, "note", "An old name, which torch warns of: TORCH_NCCL_ASYNC_ERROR_HANDLING."
+    ),
+    Rule("NCCL_P2P_DISABLE", _is_on, "warning", SLOW_LINK),
+    Rule("NCCL_SHM_DISABLE", _is_on, "warning", SLOW_LINK),
+    Rule("NCCL_IB_DISABLE", _is_on, "warning", SLOW_LINK),
+    Rule("NCCL_NVLS_ENABLE", _is_off, "note", "All-reduces inside a node lose the switch's own reduction."),
+    Rule("NCCL_DEBUG", _matches("info|trace"), "note", "Long logs; with TRACE also slower collectives."),
+    Rule("NCCL_ALGO", _any, "note", HANDMADE),
+    Rule("NCCL_PROTO", _any, "note", HANDMADE),
+    Rule("NCCL_MAX_NCHANNELS", _any, "note", HANDMADE),
+    Rule("NCCL_NTHREADS", _any, "note", HANDMADE),
+    Rule("NCCL_BUFFSIZE", _any, "note", HANDMADE),
+    Rule("TORCH_COMPILE_DISABLE", _is_on, "warning", NO_COMPILE),
+    Rule("TORCHDYNAMO_DISABLE", _is_on, "warning", NO_COMPILE),
+    Rule("TORCH_COMPILE_DEBUG", _is_on, "warning", "Compilation writes all its stages to files."),
+    Rule("TORCHINDUCTOR_FORCE_DISABLE_CACHES", _is_on, "warning", EVERY_START),
+    Rule("TRITON_ALWAYS_COMPILE", _is_on, "warning", EVERY_START),
+    Rule("TRITON_INTERPRET", _is_on, "error", "Triton kernels run in Python, thousands of times slower."),
+    Rule("PYTHONMALLOC", _matches("debug"), "warning", "Every allocation of Python is filled and checked."),
+    Rule("PYTHONDEVMODE", _is_on, "warning", "Python checks memory and warns at run time: the host gets slow."),
+    Rule("MALLOC_PERTURB_", _is_on, "warning", "Every allocation of the host is filled with a pattern."),
+    Rule("LD_PRELOAD", _is_on, "note", "Another library stands before those of the system."),
+    Rule("LOCAL_RANK", _any, "warning", "`z2a train` believes that a launcher started it, and waits for other ranks."),
+)
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+NETWORK = Path("/sys/class/net")
+
+
+def look_at_environment(values: Mapping[str, str] = os.environ, cores: int | None = None) -> Iterator[Finding]:
+    """Variables that matter, by their value; one line where none does."""
+    found = [*_by_rule(values), *_threads(values, cores), *_allocator(values), *_interfaces(values), *_visible(values)]
+    yield from found or [Finding("environment", "ok", "no variable that costs speed is set")]
+
+
+def _by_rule(values: Mapping[str, str]) -> Iterator[Finding]:
+    for rule in RULES:
+        value = values.get(rule.name)
+        if value is not None and rule.matters(value):
+            advice = f"`unset {rule.name}`, unless you need it."
+            yield Finding("environment", rule.grade, f"{rule.name}={value[:80]}", rule.why, advice)
+
+
+def _threads(values: Mapping[str, str], cores: int | None) -> Iterator[Finding]:
+    cores = cores or usable_cores()
+    for name in THREADS:
+        value = values.get(name)
+        if value is None:
+            continue
+        if not value.strip().isdigit() or int(value) == 0:
+            why, advice = "It is not a number of threads.", f"`unset {name}`, or give a number."
+            yield Finding("environment", "warning", f"{name}={value[:80]}", why, advice)
+        elif int(value) > cores:
+            why = f"More threads than the {cores} CPUs of this process: they wait for each other."
+            yield Finding("environment", "warning", f"{name}={value}", why, f"Set it to {cores} or less.")
+        elif int(value) == 1 and cores > 4:
+            why = "One core for work on the CPU, in `z2a train` too."
+            yield Finding("environment", "note", f"{name}=1", why, "Right beside a GPU; for work on the CPU unset it.")
+
+
+def _allocator(values: Mapping[str, str]) -> Iterator[Finding]:
+    both = [name for name in ALLOCATOR if name in values]
+    for name in both:
+        found = f"{name}={values[name][:80]}"
+        if "expandable_segments:True" in values[name]:
+            yield Finding("environment", "ok", found)
+        else:
+            why = "It replaces our own setting, expandable_segments:True, which keeps memory from being cut up."
+            advice = "Add expandable_segments:True, or unset it."
+            yield Finding("environment", "note", found, why, advice)
+    if len(both) == 2:
+        why = "They are two names of one setting; torch reads the first."
+        yield Finding("environment", "note", f"both {both[0]} and {both[1]} are set", why, f"`unset {both[1]}`.")
+
+
+def _interfaces(values: Mapping[str, str]) -> Iterator[Finding]:
+    cards = [path.name for path in NETWORK.glob("*")]
+    for name in INTERFACES:
+        value = values.get(name, "")
+        wanted = [word for word in value.lstrip("^=").split(",") if word]
+        if not value or not cards or value.startswith("^"):
+            continue
+        if not any(
+            card == word or (not value.startswith("=") and card.startswith(word)) for card in cards for word in wanted
+        ):
+            why = f"This machine has {', '.join(sorted(cards))}: ranks could not reach each other."
+            yield Finding("environment", "error", f"{name}={value}", why, "Name one of these, or unset it.")
+
+
+def _visible(values: Mapping[str, str]) -> Iterator[Finding]:
+    value = values.get("CUDA_VISIBLE_DEVICES")
+    if value is None:
+        return
+    if value.strip() in ("", "-1"):
+        why, advice = "It hides all GPUs: training uses the CPU.", "`unset CUDA_VISIBLE_DEVICES`."
+        yield Finding("environment", "warning", f"CUDA_VISIBLE_DEVICES={value}", why, advice)
+    else:
+        yield Finding("environment", "ok", f"CUDA_VISIBLE_DEVICES={value}: only these GPUs are used")

@@ -1,0 +1,341 @@
+"""What limits a run, and what to change, from the run's own record.
+
+Every finding has its evidence: figures of the run. What a change is worth is a bound that follows from them (waiting
+for data can at most be saved whole), or a formula that is named; where the record does not tell, the finding says so
+and names the command that measures it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from zero2all.estimate.failures import daly_interval, goodput
+from zero2all.measure.run_record import COMPUTE_PARTS, RunRecord, figure_of
+from zero2all.track.goodput import number_of
+
+GIB = 2**30
+CONVENTION = "palm"
+SIGNIFICANT = 3.0
+"""Standard errors."""
+LEAST_INTERRUPTIONS = 3
+"""From fewer, no mean time between them is taken."""
+OUTLIER = 1.5
+"""A step that takes this many times the median is slow."""
+FULL, ROOMY = 0.95, 0.6
+"""Shares of the card that are reserved: above, a run is close to running out; below, much is free."""
+HEADROOM = 0.92
+"""Share of the card that advice may fill."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that costs time or risks the run."""
+
+    what: str
+    evidence: str
+    change: str
+    worth: str  # with its basis
+    share: float = 0.0  # of the run's time; 0 where it costs no time
+    is_urgent: bool = False
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """All about one run."""
+
+    record: RunRecord
+    limit: str
+    findings: list[Finding]
+
+
+def explain(record: RunRecord) -> Explanation:
+    """Judge a run."""
+    findings = [*_waiting(record), *_pauses(record), *_interruptions(record), *_uneven(record), *_memory(record)]
+    findings += [*_recompute(record), *_padding(record)]
+    return Explanation(
+        record,
+        limit_of(record),
+        sorted(findings, key=lambda finding: (not finding.is_urgent, -finding.share)),
+    )
+
+
+def limit_of(record: RunRecord) -> str:
+    """The one thing that limits the run most, with its figures."""
+    parts, account = record.parts, record.account
+    if not parts or not account.total_seconds:
+        return "The record does not tell: it has no times of steps."
+    step = sum(parts.values())
+    inside = account.goodput
+    compute = sum(parts.get(name, 0.0) for name in COMPUTE_PARTS) / step
+    groups = {
+        "what is not steps that count (starts / evaluation / checkpoints / lost steps)": 1.0 - inside,
+        "waiting for data": inside * parts.get("data_wait", 0.0) / step,
+        "communication (reduce and bubble)": inside * (parts.get("reduce", 0.0) + parts.get("bubble", 0.0)) / step,
+        "the optimizer": inside * parts.get("optimizer", 0.0) / step,
+        "gaps between the parts of a step": inside * (parts.get("other", 0.0) + parts.get("collate", 0.0)) / step,
+        "forward and backward passes": inside * compute,
+    }
+    name, share = max(groups.items(), key=lambda group: group[1])
+    others = sorted(((other, its) for other, its in groups.items() if other != name), key=lambda group: -group[1])
+    text = f"The run is limited by {name}: {share:.1%} of its time. Next: {others[0][0]}, {others[0][1]:.1%}."
+    if (mfu := record.mfu(CONVENTION)) is not None:
+        text += f" Its steady steps reach {mfu:.1%} MFU ({CONVENTION} convention, data-sheet peak)."
+    return text
+
+
+# ---- findings ----
+
+
+def _waiting(record: RunRecord) -> Iterator[Finding]:
+    """Parts of a step in which nothing is computed."""
+    step = sum(record.parts.values())
+    inside = record.account.goodput
+    data = record.config.data if record.config is not None else None
+    advice = {
+        "data_wait": (
+            0.02,
+            "waiting for data",
+            f"more readers or reading further ahead (data.readers is {data.readers}, data.prefetch_steps "
+            f"{data.prefetch_steps})"
+            if data
+            else "more readers (data.readers), or reading further ahead (data.prefetch_steps)",
+        ),
+        "reduce": (0.1, "exposed communication", "larger steps per reduction (fewer ranks or more tokens per step)"),
+        "bubble": (0.05, "pipeline bubble", "twice the micro-batches per step, which halves the bubble"),
+        "optimizer": (0.1, "the optimizer's share", "more tokens per step, or the fused optimizer"),
+    }
+    for part, (least, what, change) in advice.items():
+        share = record.parts.get(part, 0.0) / step if step else 0.0
+        if share >= least:
+            evidence = f"{1e3 * record.parts[part]:.3g} ms of a step of {1e3 * step:.4g} ms (mean of steady steps)"
+            most = share / 2 if part == "bubble" else share
+            worth = f"at most {most / (1 - most):.1%} more tokens/s (that part of the step gone)"
+            yield Finding(what, evidence, change, worth, inside * share)
+
+
+def _pauses(record: RunRecord) -> Iterator[Finding]:
+    spent, total = record.account.seconds, record.account.total_seconds
+    if not total:
+        return
+    for cause, name, least, change in (
+        ("validate", "evaluation", 0.05, "evaluate half as often"),
+        ("save", "checkpoint stalls", 0.01, "save half as often"),
+    ):
+        share = spent[cause] / total
+        if share >= least:
+            evidence = f"{spent[cause]:.3g} s of {total:.4g} s"
+            if cause == "save":
+                evidence = f"{spent[cause]:.3g} s of {total:.4g} s, {len(record.events('checkpoint'))} saves"
+            yield Finding(name, evidence, change, f"{share / 2:.1%} of the run's time (half of it)", share)
+    starting = spent["start"] + spent["load"]
+    share = starting / total
+    if share >= 0.05:
+        evidence = f"{starting:.3g} s in {record.account.starts} starts, of {total:.4g} s"
+        longer = "start less often; in a longer run this share shrinks by itself"
+        yield Finding("starting", evidence, longer, f"at most {share:.1%} of the run's time", share)
+    failed = record.events("checkpoint_failed")
+    if failed:
+        problem = str(failed[-1].data.get("problem"))
+        tried = len(failed) + len(record.events("checkpoint"))
+        evidence = f"{len(failed)} of {tried} saves failed, the last: {problem}"
+        change = "remove the cause: a crash now loses all since"
+        yield Finding("saves that failed", evidence, change, "the run itself", is_urgent=True)
+
+
+def _interruptions(record: RunRecord) -> Iterator[Finding]:
+    """Restarts and rollbacks: what they cost, and whether the checkpoint interval suits them."""
+    account = record.account
+    total, restarts, rollbacks = account.total_seconds, account.interruptions, record.events("rollback")
+    lost = account.seconds["lost steps"]
+    if total and (restarts or rollbacks):
+        down = account.seconds["hang wait"] + account.seconds["restart"]
+        evidence = (
+            f"{restarts} restarts and {len(rollbacks)} rollbacks: {lost:.3g} s of lost steps, {down:.3g} s down "
+            f"between attempts, of {total:.4g} s"
+        )
+        share = (lost + down) / total
+        change, worth = "find their causes (events of the run)", f"at most {share:.1%} of the run's time"
+        mean = (total - down) / (restarts + len(rollbacks))
+        interval, stall = _saves(record)
+        if restarts + len(rollbacks) >= LEAST_INTERRUPTIONS and interval and stall:
+            best = daly_interval(stall, mean)
+            gain = goodput(best, stall, 0.0, mean) - goodput(interval, stall, 0.0, mean)
+            if gain > 0.005:
+                change = f"save every {best:.3g} s instead of {interval:.3g} s"
+                worth = (
+                    f"{gain:.1%} of the time (Daly: a save stalls {stall:.3g} s, {mean:.3g} s between interruptions)"
+                )
+        yield Finding("interruptions", evidence, change, worth, share)
+    skipped = record.events("skip")
+    spikes = record.reader.spikes("loss")
+    if skipped or spikes:
+        back = sum(number_of(e.data.get("from_step")) - number_of(e.data.get("to_step")) for e in rollbacks)
+        evidence = f"{len(spikes)} spikes of the loss, {len(skipped)} updates skipped, {back:.0f} steps rolled back"
+        seconds = float(np.median(record.step_seconds.value)) if len(record.step_seconds) else 0.0
+        cost = (len(skipped) + back) * seconds
+        words = f"{cost:.3g} s of steps whose updates were dropped (steps x their median time)"
+        share = cost / total if total else 0.0
+        yield Finding("loss spikes", evidence, "look at the documents in the run's incident pages", words, share)
+
+
+def _saves(record: RunRecord) -> tuple[float, float]:
+    """Median seconds of training between two checkpoints, and of the stall of one; 0 where there are too few."""
+    saves = record.events("checkpoint")
+    apart = np.diff(sorted({event.step for event in saves}))
+    if not len(apart) or not len(record.step_seconds):
+        return 0.0, 0.0
+    stalls = [number_of(event.data.get("stall_seconds")) for event in saves]
+    return float(np.median(apart) * np.median(record.step_seconds.value)), float(np.median(stalls))
+
+
+def _uneven(record: RunRecord) -> Iterator[Finding]:
+    """Speed that drifts, and single slow steps."""
+    speeds = record.steady_values("tokens_per_second")
+    quarter = len(speeds) // 4
+    if quarter >= 8 and not record.events("stage")[1:]:
+        first, last = figure_of(speeds[:quarter]), figure_of(speeds[-quarter:])
+        error = math.hypot(first.error, last.error)
+        drift = last.value / first.value - 1.0
+        if abs(last.value - first.value) > SIGNIFICANT * error and drift < -0.02:
+            evidence = f"first quarter {first.value:,.0f} tokens/s, last {last.value:,.0f} (± {error:,.0f})"
+            worth = f"{-drift:.1%} of the last quarter's speed"
+            change = "look at what else ran on the machine, its clocks and its temperature (`z2a doctor`)"
+            usual = len(speeds) / float((1.0 / speeds).sum())  # tokens / seconds of all steps
+            yield Finding("speed falls over the run", evidence, change, worth, max(0.0, 1.0 - usual / first.value))
+    seconds = record.step_seconds.value[record.steady]
+    if len(seconds) >= 20:
+        median = float(np.median(seconds))
+        slow = seconds[seconds > OUTLIER * median]
+        share = float((slow - median).sum() / seconds.sum())
+        if share >= 0.02:
+            evidence = (
+                f"{len(slow)} of {len(seconds)} steps took more than {OUTLIER} x the median of {1e3 * median:.4g} ms"
+            )
+            worth = f"{share:.1%} of the time of steps (what they took beyond the median)"
+            yield Finding(
+                "single slow steps", evidence, "find what disturbs: other jobs, disk, stragglers", worth, share
+            )
+
+
+def _memory(record: RunRecord) -> Iterator[Finding]:
+    """A card too full, fragmented, or half empty while passes are small."""
+    peak, reserved, card = record.memory("peak"), record.memory("reserved"), record.card_bytes
+    if peak is None or card is None:
+        return
+    reserved = max(reserved or 0.0, peak)
+    figures = f"peak {peak / GIB:.1f} GiB allocated, {reserved / GIB:.1f} GiB reserved, card {card / GIB:.1f} GiB"
+    if reserved > FULL * card:
+        change = f"free {(reserved - HEADROOM * card) / GIB:.1f} GiB: a smaller micro-batch or recompute"
+        yield Finding("memory is nearly full", figures, change, "the run does not end out of memory", is_urgent=True)
+    if reserved - peak > 0.1 * card:
+        is_on = record.config is None or record.config.parallel.expandable_segments
+        change = (
+            "fewer shapes of passes (lengths, evaluation batches)" if is_on else "parallel.expandable_segments true"
+        )
+        yield Finding("fragmented memory", figures, change, f"{(reserved - peak) / GIB:.1f} GiB")
+    batch = batch_of(record)
+    if reserved < ROOMY * card and batch is not None:
+        yield from _free_memory(record, figures, *batch, free=HEADROOM * card - peak)
+
+
+def _free_memory(record: RunRecord, figures: str, samples: int, passes: int, free: float) -> Iterator[Finding]:
+    """Larger passes that would fit: what a sample needs is known from the peak, what speed they bring is not."""
+    held = record.memory("allocated", largest=False) or 0.0
+    per_sample = ((record.memory("peak") or 0.0) - held) / samples
+    if per_sample <= 0:
+        return
+    basis = f"a sample needs {per_sample / GIB:.2f} GiB ((peak - held) / samples)"
+    room = int(free / per_sample)
+    rows = samples * passes
+    larger = max(size for size in range(samples, min(rows, samples + room) + 1) if rows % size == 0)
+    if larger > samples:
+        change = (
+            f"train.micro_batch_samples {larger} instead of {samples}: {rows // larger} passes per step "
+            f"instead of {passes}"
+        )
+        worth = (
+            f"{basis}; the record does not tell the gain in tokens/s: measure it, `z2a perf predict CONFIG --verify`"
+        )
+        yield Finding("passes are small while memory is free", figures, change, worth)
+    elif room >= 1:
+        change = f"room for {room} more samples a pass: more tokens per step, a larger model, or fewer GPUs"
+        yield Finding("memory is free", figures, change, basis)
+
+
+def batch_of(record: RunRecord) -> tuple[int, int] | None:
+    """Samples of a pass and passes of a step in one process; None where the record does not tell."""
+    config = record.config
+    if config is None or config.train.micro_batch_samples == "auto":
+        return None
+    sizes = config.parallel.sizes(record.processes)
+    rows = config.train.tokens_per_step / config.data.seq_len / (sizes.replicate * sizes.shard)
+    samples = min(int(config.train.micro_batch_samples), math.ceil(rows))
+    return samples, math.ceil(rows / samples)
+
+
+def _recomputed_share(record: RunRecord) -> float:
+    """FLOPs done again / model FLOPs; 0 without recompute, or where the operators are unknown."""
+    mfu, hfu = (record.steady_values(f"{kind}/{CONVENTION}") for kind in ("mfu", "hfu"))
+    return float(np.median(hfu) / np.median(mfu) - 1.0) if len(mfu) and len(hfu) else 0.0
+
+
+def _recompute(record: RunRecord) -> Iterator[Finding]:
+    """Recompute that the memory did not need."""
+    config, card, peak = record.config, record.card_bytes, record.memory("peak")
+    share = _recomputed_share(record)
+    batch = batch_of(record)
+    if config is None or card is None or peak is None or batch is None or share <= 0 or not record.parts:
+        return
+    model, sizes = config.model, config.parallel.sizes(record.processes)
+    if model.moe.experts or max(sizes.tensor, sizes.context, sizes.pipeline) > 1:
+        return  # the formula below is for whole dense blocks
+    heads, kv_heads = model.heads * model.head_size, model.kv_heads * model.head_size
+    a_token = 8 * model.hidden_size + 4 * heads + 4 * kv_heads + 6 * model.intermediate_size + 4 * model.heads + 8
+    saved = float(a_token * model.layers * batch[0] * config.data.seq_len)
+    if peak + saved > HEADROOM * card:
+        return
+    compute = sum(record.parts.get(name, 0.0) for name in COMPUTE_PARTS) / sum(record.parts.values())
+    gain = compute * share / (1 + share)
+    evidence = (
+        f"train.recompute {config.train.recompute}: HFU is {share:.1%} above MFU; peak {peak / GIB:.1f} of "
+        f"{card / GIB:.1f} GiB"
+    )
+    change = f"train.recompute none: at most {saved / GIB:.1f} GiB more ({a_token:,} bytes x layers x tokens, 16-bit)"
+    worth = f"about {gain / (1 - gain):.1%} more tokens/s (the passes without the FLOPs done again)"
+    yield Finding("recompute that may not be needed", evidence, change, worth, gain)
+
+
+def _padding(record: RunRecord) -> Iterator[Finding]:
+    share = record.padding_share
+    if share is not None and share >= 0.02:
+        yield Finding(
+            "padding",
+            f"{share:.1%} of the token slots of the packed rows are padding",
+            "data.packing concat, or a longer data.seq_len",
+            f"at most {share:.1%} more tokens that count per second",
+            share,
+        )
+
+
+def as_json(explanation: Explanation) -> dict[str, Any]:
+    """Everything of the explanation, for programs."""
+    record = explanation.record
+    speed = record.speed
+    return {
+        "run": record.name,
+        "limit": explanation.limit,
+        **record.account.as_json(),
+        "step_seconds": record.parts,
+        "tokens_per_second": None if speed is None else {"median": speed.value, "standard_error": speed.error},
+        "mfu": {name: record.mfu(name) for name in record.flops or () if record.mfu(name) is not None},
+        "flops_per_token": record.flops,
+        "memory_bytes": {name: record.memory(name) for name in ("allocated", "peak", "reserved")}
+        | {"card": record.card_bytes},
+        "findings": [vars(finding) for finding in explanation.findings],
+        "missing": record.missing,
+    }

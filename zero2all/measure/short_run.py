@@ -1,0 +1,201 @@
+"""A few real steps of a config on random tokens: their time, memory and anatomy.
+
+The step is the trainer's own (`train.train_step`): recomputation, offload, CUDA graphs and every optimizer are as in a
+run. As there, the host is one step ahead and reads the figures of a step while the next one runs. One process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import tempfile
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from zero2all.config import RunConfig
+from zero2all.estimate.kernel_groups import COPIES, ELEMENTWISE, LOSS
+from zero2all.estimate.run.batch import BatchShape
+from zero2all.measure.anatomy import PHASE, STEP, anatomy_of, inside
+from zero2all.measure.calibration.stopwatch import timed
+from zero2all.measure.step_timer import device_name, wait_for, watched_gpu
+from zero2all.model.z2all import compile_model
+from zero2all.ops.registry import resolve
+from zero2all.packed.loader import Batch
+from zero2all.parallel.device import pick_device, set_cpu_threads
+from zero2all.parallel.parameter_table import INTO_RESIDUAL
+from zero2all.parallel.world import World
+from zero2all.train.build import empty_state, op_context
+from zero2all.train.cuda_graph import choose_cuda_graph
+from zero2all.train.simulate import LiveBytes
+from zero2all.train.state import DTYPES, TrainState
+from zero2all.train.step_timer import mark_now, scheduled_garbage_collection, seconds_between
+from zero2all.train.train_step import StepPlan, train_step
+
+FIRST_STEPS = 3  # kernels are compiled, states allocated, passes captured
+WARM_UP_SECONDS = 1.5
+LEAST_STEPS, MOST_STEPS = 3, 200
+RATE = 1e-5
+DRAWN = 1 << 22
+
+
+def shaped(config: RunConfig, batch: BatchShape) -> RunConfig:
+    """The config with this batch: one step is one `batch`."""
+    train = dataclasses.replace(config.train, tokens_per_step=batch.tokens, micro_batch_samples=batch.samples)
+    return dataclasses.replace(config, train=train, data=dataclasses.replace(config.data, seq_len=batch.seq_len))
+
+
+def measure_steps(config: RunConfig, batch: BatchShape, seconds: float, anatomy: bool) -> dict[str, Any]:
+    """Time, memory and, if asked, the anatomy of steps in this process."""
+    set_cpu_threads(config.parallel.cpu_threads, None)
+    world = World(device=pick_device(config.parallel.device))
+    device = world.device
+    ops = resolve(config.ops, op_context(config, device.type, DTYPES[config.train.precision]))
+    live = LiveBytes() if device.type == "cpu" else None
+    with live or nullcontext():
+        state = _random_state(config, world, ops)
+    state.micro_batch_samples = batch.samples
+    rows = batch.samples * batch.accumulation
+    state.cuda_graph = choose_cuda_graph(config, state.model, device, 1, batch.samples, rows)
+    batches = [_random_batch(config, rows, seed, device) for seed in range(2)]
+    run = _Run(state, config, world, batches)
+    started = time.perf_counter()
+    with live or nullcontext():
+        run.steps(1)  # the second, with the states of the optimizer, has the peak
+        first = time.perf_counter() - started
+        if live is not None:
+            run.steps(1)
+    with scheduled_garbage_collection():
+        passes = 0
+        while passes < FIRST_STEPS or time.perf_counter() - started < first + WARM_UP_SECONDS:
+            run.steps(1)
+            passes += 1
+        is_captured = state.cuda_graph is not None and state.cuda_graph.is_captured
+        if device.type == "cuda" and not is_captured:  # a captured pass allocates only once, when it is captured
+            torch.cuda.reset_peak_memory_stats(device)
+        with watched_gpu(device) as gpu:
+            found = run.timed_steps(seconds)
+    peak = _memory(device) if live is None else {"peak_bytes": float(live.peak)}
+    parts = _anatomy(run, device) if anatomy else {}
+    state.weights.synchronize()
+    at = timed(found)
+    return {
+        "device": device_name(device),
+        "step_seconds": at.seconds,
+        "noise": at.spread,
+        "steps": len(found),
+        "all_seconds": found,
+        "first_step_seconds": first,
+        "loss": run.loss,
+        "cuda_graph": is_captured,
+        "ops": ops.taken,
+        "gpu": {name: value for name, value in gpu.items() if name != "samples"},
+        "parts": parts,
+        **peak,
+    }
+
+
+class _Run:
+    """Steps on the same random batches."""
+
+    def __init__(self, state: TrainState, config: RunConfig, world: World, batches: list[Batch]) -> None:
+        self.state, self.config, self.world = state, config, world
+        self._batches, self.loss = itertools.cycle(batches), math.nan
+
+    def steps(self, count: int) -> None:
+        """Make some steps and wait for them."""
+        for _ in range(count):
+            self.loss = self._step().result().loss
+        wait_for(self.world.device)
+
+    def timed_steps(self, seconds: float) -> list[float]:
+        """Seconds of each of the next steps, for about this long."""
+        marks, pending, started = [mark_now(self.world.device)], None, time.perf_counter()
+        while len(marks) <= MOST_STEPS:
+            following = self._step()
+            marks.append(mark_now(self.world.device))
+            if pending is not None:
+                self.loss = pending.result().loss
+            pending = following
+            if len(marks) > LEAST_STEPS and time.perf_counter() - started >= seconds:
+                break
+        assert pending is not None
+        pending.result()
+        wait_for(self.world.device)
+        return [seconds_between(*pair) for pair in itertools.pairwise(marks)]
+
+    def _step(self) -> Any:
+        return train_step(self.state, next(self._batches), 1, self.config, self.world, StepPlan(RATE))
+
+
+def _random_state(config: RunConfig, world: World, ops: Any) -> TrainState:
+    """A new run whose weights are drawn on the device, which is faster than those that a seed gives a run."""
+    state = empty_state(config, world, ops)
+    small = config.model.matrix_std / math.sqrt(2 * config.model.layers)
+    with state.weights.masters_between_steps() as masters, torch.no_grad():
+        for name, part in masters.items():
+            values = part.values
+            if name.endswith("norm.weight"):
+                values.fill_(1.0)
+            elif name.endswith(".bias"):
+                values.zero_()
+            else:
+                std = config.model.head_std if name == "head.weight" else config.model.matrix_std
+                _fill(values, small if name.endswith(INTO_RESIDUAL) else std)
+    state.weights.publish_masters()
+    compile_model(state.model)
+    return state
+
+
+def _fill(values: torch.Tensor, std: float) -> None:
+    """Normal values; of a large tensor the same ones again and again: drawing billions on the host takes minutes."""
+    flat = values.view(-1)
+    piece = torch.empty(min(len(flat), DRAWN), dtype=values.dtype, device=values.device).normal_(0.0, std)
+    for start in range(0, len(flat), max(1, len(piece))):
+        here = flat[start : start + len(piece)]
+        here.copy_(piece[: len(here)])
+
+
+def _random_batch(config: RunConfig, rows: int, seed: int, device: torch.device) -> Batch:
+    """Pinned for a GPU, as the loader does: a copy from other memory would wait for all that is queued."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (rows, config.data.seq_len + 1)
+    tokens, channels = torch.randint(0, config.model.vocab_ids, shape, generator=generator), torch.zeros(rows).long()
+    if device.type == "cuda":
+        tokens, channels = tokens.pin_memory(), channels.pin_memory()
+    return Batch(tokens, channels, channels, 0)
+
+
+def _anatomy(run: _Run, device: torch.device) -> dict[str, float]:
+    """Seconds of a step by what its kernels do; idle time included, they add up to the step."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    model = run.state.model
+    # On a CPU only a phase tells which element-wise operators are the loss's.
+    model.head_loss = inside(lambda: record_function(f"{PHASE}{LOSS}"), model.head_loss)  # type: ignore[method-assign]
+    with profile(activities=activities) as profiler, record_function(STEP):
+        run.steps(1)
+    del model.head_loss
+    with tempfile.TemporaryDirectory(prefix="z2a-trace-") as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_bytes())["traceEvents"]
+    groups = anatomy_of(events).groups
+    if run.config.parallel.offload == "none":  # then copies are part of operators
+        groups[ELEMENTWISE] += groups.pop(COPIES)
+    return groups
+
+
+def _memory(device: torch.device) -> dict[str, float]:
+    """Peak bytes of steps: allocated, reserved by torch, and what the device has in use."""
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "peak_bytes": float(torch.cuda.max_memory_allocated(device)),
+        "reserved_bytes": float(torch.cuda.max_memory_reserved(device)),
+        "device_bytes": float(total - free),
+    }

@@ -1,1 +1,0 @@
-"""Measuring: operators alone, whole training steps with one thing changed at a time, and the tables of both."""
