@@ -19,7 +19,7 @@ from zero2all.evals.perplexity import (
 from zero2all.evals.report import report_lines
 from zero2all.evals.text_files import read_text, text_files
 from zero2all.infer.engine import Engine
-from zero2all.packed.layout import packed_sources
+from zero2all.packed.shard_format import packed_sources
 from zero2all.track.reader import read_run
 from zero2all.train.validate import all_rows, held_out_metrics, held_out_scores, open_valid_splits
 

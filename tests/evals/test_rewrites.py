@@ -21,7 +21,7 @@ from zero2all.evals.rewrites.report import rewrite_figures, rewrite_lines, write
 from zero2all.evals.rewrites.wording import chinese_numeral, english_numeral
 from zero2all.evals.tasks.list import read_tasks
 from zero2all.infer.engine import Engine
-from zero2all.quickstart.journey import WORLD_SEED
+from zero2all.quickstart.pipeline import WORLD_SEED
 from zero2all.quickstart.world.generator import documents
 
 WATER = Item("water", "水的化学式是什么？", ("CO2", "H2O", "O2", "H2O2"), 1, "H2O", "zh", "chemistry")

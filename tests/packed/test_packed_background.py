@@ -11,7 +11,7 @@ import pytest
 from zero2all.packed import background
 from zero2all.packed.background import checking_shards
 from zero2all.packed.bestfit import build_best_fit
-from zero2all.packed.layout import open_split
+from zero2all.packed.shard_format import open_split
 
 LONG_SECONDS = 300.0
 

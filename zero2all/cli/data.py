@@ -109,8 +109,8 @@ def config_of(arguments: argparse.Namespace, workspace: Workspace) -> tuple[RunC
 
 def _show(arguments: argparse.Namespace) -> None:
     from zero2all.common.progress import TEXT_MARKS, terminal_safe
-    from zero2all.packed.layout import open_split, packed_sources
     from zero2all.packed.remote import packed_root
+    from zero2all.packed.shard_format import open_split, packed_sources
     from zero2all.packed.show import sample_at, split_sample
     from zero2all.tokenizer import load_tokenizer
     from zero2all.train.setup import open_run_data
@@ -220,7 +220,7 @@ def _export(arguments: argparse.Namespace) -> None:
     from zero2all.common.records import SPLITS
     from zero2all.common.schema import nearest_hint
     from zero2all.packed.foreign import export_split
-    from zero2all.packed.layout import open_split, packed_sources
+    from zero2all.packed.shard_format import open_split, packed_sources
 
     workspace = workspace_of(arguments)
     known = packed_sources(workspace.packed)

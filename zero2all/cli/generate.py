@@ -14,7 +14,7 @@ from zero2all.common.errors import BadInputError, UsageError, UserError, for_all
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
-    from zero2all.infer.batch import Task
+    from zero2all.infer.batch import BatchPrompt
     from zero2all.infer.load import LoadedModel
     from zero2all.infer.prompts import Prompt
     from zero2all.infer.service import Service
@@ -208,7 +208,7 @@ def _job(loaded: LoadedModel, prompts: list[Prompt], arguments: argparse.Namespa
     return fingerprint([model, [[asdict(prompt.request), prompt.n, prompt.id] for prompt in prompts]])
 
 
-def _with_bar(service: Service, tasks: list[Task], total: int, quiet: bool = False) -> Iterator[dict[str, Any]]:
+def _with_bar(service: Service, tasks: list[BatchPrompt], total: int, quiet: bool = False) -> Iterator[dict[str, Any]]:
     """The results of `tasks`, with a bar; texts that cannot be written are named."""
     from zero2all.common.progress import progress, say, terminal_safe
     from zero2all.infer.batch import results_of

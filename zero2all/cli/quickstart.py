@@ -48,11 +48,11 @@ def _quickstart(arguments: argparse.Namespace) -> None:
     if arguments.data is not None:
         refuse_too_little(look_at(arguments.data))
 
-    from zero2all.quickstart.journey import run_journey
+    from zero2all.quickstart.pipeline import run_quickstart
     from zero2all.quickstart.summary import print_summary
 
     work = arguments.work or Path("quickstart" if arguments.data is None else "quickstart-own")
-    journey = run_journey(
+    journey = run_quickstart(
         config,
         work,
         arguments.data,

@@ -231,7 +231,7 @@ def _train_config(arguments: argparse.Namespace) -> Any:
     from zero2all.common.schema import Problem, apply_overrides, build
     from zero2all.config import config_values, load_config
     from zero2all.tokenizer.config import TokenizerConfig
-    from zero2all.tokenizer.take import parse_take
+    from zero2all.tokenizer.sampling import parse_take
 
     problems: list[Problem] = []
     source = arguments.config
@@ -310,7 +310,7 @@ def _extend(arguments: argparse.Namespace) -> None:
     )
     from zero2all.tokenizer.load import load_tokenizer
     from zero2all.tokenizer.parts import file_parts
-    from zero2all.tokenizer.take import parse_bytes
+    from zero2all.tokenizer.sampling import parse_bytes
 
     if not (arguments.add or arguments.pieces or arguments.from_text):
         raise UsageError("Nothing to add. Give pieces with --pieces or --add FILE, or text with --from-text FILE.")
@@ -365,7 +365,7 @@ def _eval(arguments: argparse.Namespace) -> None:
     from zero2all.tokenizer.lab.measure import evaluate
     from zero2all.tokenizer.lab.page import evaluation_page
     from zero2all.tokenizer.lab.tables import evaluation_tables
-    from zero2all.tokenizer.take import parse_bytes
+    from zero2all.tokenizer.sampling import parse_bytes
 
     limit = parse_bytes(arguments.limit)
     if limit is None:

@@ -26,7 +26,7 @@ from zero2all.evals.text_files import read_text
 from zero2all.infer.boundary import opening_id
 from zero2all.infer.engine import Engine
 from zero2all.infer.load import LoadedModel, load_model
-from zero2all.packed.layout import PackedSplit
+from zero2all.packed.shard_format import PackedSplit
 from zero2all.train.checkpoints.layout import checkpoint_folder
 from zero2all.train.checkpoints.manifest import HELD_OUT, read_manifest
 from zero2all.train.validate import Scores, held_out_scores

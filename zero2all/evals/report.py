@@ -24,7 +24,7 @@ from zero2all.evals.text_files import text_files
 from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.load import LoadedModel
 from zero2all.packed.remote import packed_root
-from zero2all.track.writer import Run
+from zero2all.track.writer import MetricsWriter
 from zero2all.train.validate import Scores, all_rows, held_out_in_words, open_valid_splits, valid_sources
 
 PROBE_SCORES = ("accuracy", "probability", "share_among_foils", "logprob")
@@ -101,7 +101,7 @@ def _held_out(loaded: LoadedModel, workspace: Workspace) -> Scores:
 
 def log_report(run: Path, report: dict[str, Any]) -> None:
     """Add the figures of a report to the metrics of the run, so that the board shows them over its checkpoints."""
-    with Run(run, writer="eval") as metrics:
+    with MetricsWriter(run, writer="eval") as metrics:
         metrics.log(figures(report), report["step"], report.get("tokens", 0))
 
 

@@ -20,7 +20,7 @@ MOST_AT_ONCE = 2048
 
 
 @dataclass(frozen=True)
-class Task:
+class BatchPrompt:
     """One text to write: sample `sample` of prompt `index`."""
 
     index: int
@@ -36,22 +36,22 @@ class Task:
 
 @dataclass
 class _Running:
-    task: Task
+    task: BatchPrompt
     ticket: Ticket
     text: str = ""
     choices: list[Choice] = field(default_factory=list)
 
 
-def tasks_of(prompts: Sequence[Prompt]) -> list[Task]:
+def tasks_of(prompts: Sequence[Prompt]) -> list[BatchPrompt]:
     """Every text to be written, in the order of the prompts."""
     return [
-        Task(index, sample, prompt, request)
+        BatchPrompt(index, sample, prompt, request)
         for index, prompt in enumerate(prompts)
         for sample, request in enumerate(prompt.samples())
     ]
 
 
-def results_of(service: Service, tasks: Iterable[Task]) -> Iterator[dict[str, Any]]:
+def results_of(service: Service, tasks: Iterable[BatchPrompt]) -> Iterator[dict[str, Any]]:
     """The result of each task when it is ready, in no order. One that cannot be done has an `error` instead of text."""
     arrived: Arrived = queue.SimpleQueue()
     running: dict[tuple[int, int], _Running] = {}
@@ -83,7 +83,7 @@ def _deliver_to(arrived: Arrived, key: tuple[int, int]) -> Callable[[Piece], Non
     return lambda piece: arrived.put((key, piece))
 
 
-def streams_of(service: Service, tasks: Sequence[Task]) -> Iterator[tuple[Task, Iterator[Piece]]]:
+def streams_of(service: Service, tasks: Sequence[BatchPrompt]) -> Iterator[tuple[BatchPrompt, Iterator[Piece]]]:
     """Each task with its pieces as they come, one task after the other, while all of them are computed as one batch."""
     queues: list[queue.SimpleQueue[Piece]] = [queue.SimpleQueue() for _ in tasks]
     tickets = []
@@ -105,7 +105,7 @@ def _until_finish(arrived: queue.SimpleQueue[Piece]) -> Iterator[Piece]:
         yield piece
 
 
-def _head(task: Task) -> dict[str, Any]:
+def _head(task: BatchPrompt) -> dict[str, Any]:
     """What a result says first: which text it is."""
     names = {} if task.prompt.id is None else {"id": task.prompt.id}
     sample = {"sample": task.sample} if task.prompt.n > 1 else {}

@@ -21,8 +21,8 @@ from zero2all.common.files import MANIFEST_NAME, read_json
 from zero2all.common.manifest import FileCheck, file_checks
 from zero2all.common.memory import available_memory
 from zero2all.packed.bestfit import best_fit_folder
-from zero2all.packed.layout import PackedSplit
 from zero2all.packed.readers import ReaderProcesses, ReadersEndedError
+from zero2all.packed.shard_format import PackedSplit
 
 BYTES_PER_SECOND = 32_000_000
 CHUNK_BYTES = 1 << 18

@@ -27,7 +27,7 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.files import crc32c_of, read_json, staged_folder, write_json
 from zero2all.common.records import READERS, training_text
 from zero2all.packed.conversation import ConversationLayout, turns_of
-from zero2all.packed.layout import NO_GID, token_dtype
+from zero2all.packed.shard_format import NO_GID, token_dtype
 from zero2all.tokenizer.chat import Message
 from zero2all.tokenizer.encoders import EncodedBatch, Encoder, EncoderConfig, EncoderName, open_encoder
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer

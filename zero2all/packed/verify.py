@@ -15,7 +15,7 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.files import MANIFEST_NAME, crc32c_of, read_json
 from zero2all.common.manifest import fingerprint, read_manifest, verify_files
 from zero2all.common.records import SPLITS
-from zero2all.packed.layout import (
+from zero2all.packed.shard_format import (
     PACK_COMMAND,
     REPORT_NAME,
     check_split_manifest,

@@ -56,7 +56,7 @@ UNITS: tuple[tuple[str, str], ...] = (
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """One metric in a chart."""
 
     name: str
@@ -72,7 +72,7 @@ class Chart:
     key: str
     title: str
     unit: str
-    metrics: list[Line] = field(default_factory=list)
+    metrics: list[ChartLine] = field(default_factory=list)
     stacked: bool = False
     dots: bool = False  # few points, each worth seeing
     raw: bool = False  # never smoothed
@@ -111,17 +111,19 @@ def _rank(group: str) -> int:
 
 
 def _charts(group: str, names: list[str]) -> list[Chart]:
-    together: dict[str, list[Line]] = {}
+    together: dict[str, list[ChartLine]] = {}
     for name in sorted(names, key=lambda name: (name in TOTALS, name.startswith(HELD_OUT_LOSS))):
         chart, label = _place(group, name)
         is_total = name in TOTALS
         is_held_out = name.startswith(HELD_OUT_LOSS)
-        together.setdefault(chart, []).append(Line(name, f"Σ {label}" if is_total else label, is_total, is_held_out))
+        together.setdefault(chart, []).append(
+            ChartLine(name, f"Σ {label}" if is_total else label, is_total, is_held_out)
+        )
     charts = []
     for key, lines in together.items():
         if len(lines) == 1:
             name = lines[0].name
-            charts.append(_chart(group, name, [Line(name, name, held_out=lines[0].held_out)]))
+            charts.append(_chart(group, name, [ChartLine(name, name, held_out=lines[0].held_out)]))
             continue
         starts = range(0, len(lines), LINES_PER_CHART)
         charts += [_chart(group, key, lines[start : start + LINES_PER_CHART], start) for start in starts]
@@ -147,7 +149,7 @@ def _place(group: str, name: str) -> tuple[str, str]:
     return f"{parts[0]}/*", "/".join(parts[1:])
 
 
-def _chart(group: str, key: str, lines: list[Line], start: int = 0) -> Chart:
+def _chart(group: str, key: str, lines: list[ChartLine], start: int = 0) -> Chart:
     title = key.removesuffix("/*")
     more = f" ({start + 1}–{start + len(lines)})" if start else ""
     by = next((f" ({verb})" for name, verb in MEASURED_BY.items() if key.startswith(name)), "")

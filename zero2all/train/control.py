@@ -19,7 +19,7 @@ import torch
 from zero2all.model.config import parameter_counts
 from zero2all.packed.loader import rank_rows
 from zero2all.packed.mixture import TrainingData
-from zero2all.track.writer import Run
+from zero2all.track.writer import MetricsWriter
 from zero2all.train.checkpoints.run_lock import Fence
 from zero2all.train.guards.advice import Facts
 from zero2all.train.guards.documents import Decode
@@ -39,7 +39,7 @@ class Control:
     def __init__(
         self,
         prepared: Prepared,
-        metrics: Run | None,
+        metrics: MetricsWriter | None,
         make_decode: Callable[[], Decode] | None,
         fence: Fence,
         say: Callable[[str], None],

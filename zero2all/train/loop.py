@@ -40,7 +40,7 @@ from zero2all.model.rope import rope_tables
 from zero2all.packed.loader import Batch, Loader, LoaderOptions, read_batch
 from zero2all.packed.transfer import batches_on
 from zero2all.resilience.heartbeat import beat, warm_up, watch_device
-from zero2all.track.writer import Run
+from zero2all.track.writer import MetricsWriter
 from zero2all.train.anneal import ANNEAL_STAGE, anneal_in_words, read_anneal, withdraw_request
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.load import Checkpoint, reading_record
@@ -113,7 +113,7 @@ class TrainingLoop:
         prepared: Prepared,
         store: CheckpointStore,
         lock: RunLock,
-        metrics: Run | None,
+        metrics: MetricsWriter | None,
         make_decode: Callable[[], Decode] | None,
         say: Callable[[str], None],
         stop: StopRequest,

@@ -17,7 +17,7 @@ import torch
 from zero2all.common import progress
 from zero2all.limits.flops import flops_per_token, flops_utilisation, recomputed_flops_per_token
 from zero2all.parallel.world import World
-from zero2all.track.writer import Run
+from zero2all.track.writer import MetricsWriter
 from zero2all.train.setup import Prepared
 from zero2all.train.state import TrainState
 from zero2all.train.step import StepResult, TimeOfDay, bubble_share, mark_now, seconds_between
@@ -29,7 +29,9 @@ class RunLog:
     _bar: progress.Bar
     _shown_tokens: int
 
-    def __init__(self, state: TrainState, world: World, metrics: Run | None, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, state: TrainState, world: World, metrics: MetricsWriter | None, say: Callable[[str], None]
+    ) -> None:
         self._state, self._world, self._metrics, self._say = state, world, metrics, say
 
     def values(self, values: Mapping[str, Any]) -> None:
@@ -88,7 +90,7 @@ def balance_values(loads: np.ndarray, dense_layers: int) -> dict[str, float]:
 class StepReports:
     """Turns results into rows and keeps the last; only rank 0 has `metrics`."""
 
-    def __init__(self, prepared: Prepared, metrics: Run | None) -> None:
+    def __init__(self, prepared: Prepared, metrics: MetricsWriter | None) -> None:
         self._prepared, self._metrics = prepared, metrics
         self.last: StepResult | None = None
         self.pause_ended()

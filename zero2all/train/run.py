@@ -36,7 +36,7 @@ from zero2all.parallel.launch import ATTEMPT
 from zero2all.parallel.world import World, asked_processes, is_failed_collective, join_world, known_processes
 from zero2all.resilience import slots
 from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, beat
-from zero2all.track.writer import Run, has_finished
+from zero2all.track.writer import MetricsWriter, has_finished
 from zero2all.train.checkpoints.checks import ReplicasDifferError
 from zero2all.train.checkpoints.memory import MemoryStore
 from zero2all.train.checkpoints.retention import Retention, discard
@@ -119,7 +119,9 @@ def train(
         is_over = prepared.state.step >= prepared.last_step and has_finished(run)
         if world.is_first and not is_over:
             resumed_from = prepared.state.step or None
-            metrics = Run(run, queue_rows=config.track.queue_rows, resumed_from=resumed_from, may_write=lock.is_held)
+            metrics = MetricsWriter(
+                run, queue_rows=config.track.queue_rows, resumed_from=resumed_from, may_write=lock.is_held
+            )
         reason, message = "done", None
         try:
             with _explain_peer_failure(config, run, world, prepared.state, lock.check):
@@ -306,7 +308,7 @@ def _clear_run(run: Path, fence: Fence) -> None:
             item.unlink()
 
 
-def _tracking_problems(metrics: Run) -> list[str]:
+def _tracking_problems(metrics: MetricsWriter) -> list[str]:
     """What is missing from the metrics files."""
     problems = [f"metrics: {problem} ({counted(count, 'time')})" for problem, count in metrics.problems.items()]
     if metrics.dropped_rows:

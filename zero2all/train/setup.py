@@ -34,10 +34,10 @@ from zero2all.model.z2all import Z2all, compile_model
 from zero2all.ops.implementation import OpContext, compile_problem
 from zero2all.ops.registry import Ops, with_deferrable_products
 from zero2all.packed.config import FREE_ON_RESUME
-from zero2all.packed.layout import PackedSplit
 from zero2all.packed.loader import rank_rows
 from zero2all.packed.mixture import Progress, TrainingData, open_training_data
 from zero2all.packed.remote import packed_root
+from zero2all.packed.shard_format import PackedSplit
 from zero2all.packed.stages import Stage, stages_from_records
 from zero2all.parallel.check import check_spread, idle_settings
 from zero2all.parallel.context import spread_attention

@@ -11,7 +11,7 @@ import re
 from dataclasses import replace
 
 from zero2all.corpus.readers.encodings import newline_of
-from zero2all.corpus.readers.items import Damaged, Format, Items, Limits, Origin, Row, too_large
+from zero2all.corpus.readers.items import Damaged, Format, Items, Limits, Origin, RawRow, too_large
 from zero2all.corpus.readers.lines import LongLine, broken_item, line_batches, parse_record, text_row
 from zero2all.corpus.readers.streams import Stream
 
@@ -31,7 +31,7 @@ def read_whole(stream: Stream, origin: Origin, limits: Limits) -> Items:
         if size <= limits.max_record_bytes:
             chunks.append(data)
     whole = b"".join(chunks)
-    item: Row | Damaged | None
+    item: RawRow | Damaged | None
     if size > limits.max_record_bytes:
         item = too_large(origin, 0, size, limits.max_record_bytes, chunks[0] if chunks else b"")
     elif stream.broken is not None:
@@ -113,7 +113,7 @@ def read_long_text(stream: Stream, origin: Origin, limits: Limits, at: int, line
         if last_line:
             line_start = at + last_line
         item = text_row(document, origin, at, end, whole=False)
-        if isinstance(item, Row) and inside_line:
+        if isinstance(item, RawRow) and inside_line:
             item.line_start = line_start
         elif isinstance(item, Damaged) and inside_line:
             item = replace(item, cursor=[*origin.path, end, line_start])

@@ -100,7 +100,7 @@ class StageTime:
 
 
 @dataclass
-class Journey:
+class QuickstartRun:
     """Everything the summary shows."""
 
     workspace: Workspace
@@ -132,7 +132,7 @@ class Journey:
 
 
 @brief_progress()
-def run_journey(
+def run_quickstart(
     config: RunConfig,
     work: Path,
     data: Path | None = None,
@@ -141,7 +141,7 @@ def run_journey(
     given: Collection[str] = (),
     mapping: Mapping[str, str] | None = None,
     accept_changes: bool = False,
-) -> Journey:
+) -> QuickstartRun:
     """Run or continue the quickstart in `work`.
 
     `data` replaces the small world, which has `size`; settings are then chosen for it, except those in `given`.
@@ -152,7 +152,7 @@ def run_journey(
         clear_workspace(work)
     workspace = open_workspace(work, create=True)
     name = config.train.name
-    journey = Journey(workspace, config, own_data=own is not None)
+    journey = QuickstartRun(workspace, config, own_data=own is not None)
     timer = _Timer(journey)
     refuse_other_text(workspace, name, _sources(workspace, own))
 
@@ -304,7 +304,7 @@ def _evaluation(loaded: LoadedModel, workspace: Workspace, probes: Path | None) 
     return kept or evaluate_run(loaded, workspace, options)
 
 
-def _shown_probes(journey: Journey) -> list[tuple[str, str, float, float]]:
+def _shown_probes(journey: QuickstartRun) -> list[tuple[str, str, float, float]]:
     if journey.before is None:
         return []
     found = []
@@ -352,7 +352,7 @@ def _samples(loaded: LoadedModel, prompts: dict[str, tuple[str, ...]]) -> list[t
 class _Timer:
     """Times stages and remembers, over interruptions, what each took."""
 
-    def __init__(self, journey: Journey) -> None:
+    def __init__(self, journey: QuickstartRun) -> None:
         self.journey = journey
         self.path = journey.workspace.root / TIMES_NAME
         self.known: dict[str, dict[str, Any]] = read_json(self.path) if self.path.is_file() else {}
