@@ -29,7 +29,7 @@ def register(verbs: Subparsers) -> None:
         "--encoder",
         default="auto",
         metavar="NAME",
-        help="encoder: auto, fastokens, numba, gigatoken, tiktoken or tokenizers; all give the same "
+        help="encoder: auto, fastokens, numba or tokenizers; all give the same "
         "tokens (default auto: the fastest that runs here and agrees with tokenizers)",
     )
     about = "stop if the named encoder cannot be used (default: use another)"
