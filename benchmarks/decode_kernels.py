@@ -29,7 +29,7 @@ from torch import Tensor
 from benchmarks.machine import save_result
 from zero2all.common.progress import say
 from zero2all.infer.cache import BLOCK
-from zero2all.infer.int8 import int8_weight
+from zero2all.infer.weights import int8_weight
 from zero2all.limits.floors import linear_shapes
 from zero2all.model.config import ModelConfig
 from zero2all.ops.kernels.decode_attention import AttentionScratch, AttentionTiles, attention_tiles, decode_attention

@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("corpus.download", "packed", "model", "infer", "parallel", "tokenizer", "train", "config"),
         *("track.reader", "track.writer"),
     ),
-    "serve": ("infer", "tokenizer", "track.access", "track.http_server", "track.page"),
+    "serve": ("infer", "tokenizer", "track.access", "track.http_server"),
     "exchange": ("model", "tokenizer", "train", "infer.load", "config"),
     # on top of everything
     "perf": (*STAGES, "ops", "parallel", "limits"),

@@ -9,9 +9,8 @@ from html.parser import HTMLParser
 import pytest
 
 from zero2all.common.files import read_json, write_json
-from zero2all.evals.chart import line_chart
+from zero2all.evals.evaluation_page import evaluation_page, line_chart, write_page
 from zero2all.evals.options import report_path
-from zero2all.evals.page import evaluation_page, write_page
 from zero2all.evals.scores import Curve, Point
 
 VOID = {"meta", "input"}

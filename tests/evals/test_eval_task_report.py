@@ -8,9 +8,8 @@ import shutil
 import pytest
 
 from zero2all.cli import main
-from zero2all.evals.report import figures
+from zero2all.evals.report import figures, task_lines
 from zero2all.evals.sandbox import protection
-from zero2all.evals.task_report import task_lines
 from zero2all.evals.tasks.list import TaskQuestions
 
 NOTHING_ELSE = ("--probes", "none", "--pairs", "none")

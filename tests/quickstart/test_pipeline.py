@@ -19,7 +19,7 @@ from zero2all.common.errors import BadInputError, DiskError, UsageError
 from zero2all.common.files import read_json
 from zero2all.common.workspace import Workspace
 from zero2all.config import load_config
-from zero2all.quickstart.choices import given_fields
+from zero2all.quickstart.own_text import given_fields
 from zero2all.quickstart.pipeline import QuickstartRun, WorldSize, run_quickstart
 from zero2all.quickstart.summary import next_commands, outlook, verdicts
 from zero2all.track.reader import read_run

@@ -521,7 +521,7 @@ def test_sidecars_not_used_for_longest_make_room(tmp_path, monkeypatch):
         long_run(tmp_path / f"run{number}")
         RunReader(tmp_path / f"run{number}", cache=tmp_path / "cache")
         sizes.append(sum(file.stat().st_size for file in (tmp_path / "cache").iterdir()))
-        monkeypatch.setattr("zero2all.track.sidecar.MAX_CACHE_BYTES", int(2.5 * sizes[0]))
+        monkeypatch.setattr("zero2all.track.columns.MAX_CACHE_BYTES", int(2.5 * sizes[0]))
     assert sizes[1] > sizes[0]
     assert sizes[2] <= 2.5 * sizes[0]
 

@@ -15,9 +15,8 @@ import pytest
 from zero2all.cli import main
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.track import MetricsWriter
-from zero2all.track.csv_export import export_csv
 from zero2all.track.listing import media_file
-from zero2all.track.sinks import TensorboardSink, WandbSink, export
+from zero2all.track.sinks import TensorboardSink, WandbSink, export, export_csv
 from zero2all.track.tensorboard import Damage, TensorboardEvent, event_files, read_events
 
 

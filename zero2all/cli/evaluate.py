@@ -256,7 +256,7 @@ def _name_unread(options: EvalOptions) -> None:
 
 def _overview(run: Path) -> list[str]:
     """Write the page of all evaluations of a run; returns lines with the verdicts on its curves and the page's path."""
-    from zero2all.evals.page import write_page
+    from zero2all.evals.evaluation_page import write_page
     from zero2all.evals.signal import signal_lines
 
     page, signals = write_page(run)
@@ -277,8 +277,8 @@ def _run_all(arguments: argparse.Namespace, workspace: Workspace, options: EvalO
 
 def _watcher(name: str, workspace: Workspace, options: EvalOptions, device: str | None) -> Watcher:
     from zero2all.common.progress import say
+    from zero2all.evals.evaluation_page import write_page
     from zero2all.evals.options import kept_report
-    from zero2all.evals.page import write_page
     from zero2all.evals.report import judge_checkpoint
     from zero2all.evals.watch import Watcher
     from zero2all.infer.load import load_model

@@ -63,8 +63,8 @@ def _register_generate(verbs: Subparsers) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> int | None:
+    from zero2all.infer.batch import process_of
     from zero2all.infer.engine import EngineSettings
-    from zero2all.infer.results import process_of
     from zero2all.infer.service import Service
 
     rank, processes = process_of()
@@ -173,8 +173,7 @@ def _as_json(service: Service, prompts: list[Prompt]) -> int:
 def _to_file(arguments: argparse.Namespace, service: Service, prompts: list[Prompt], rank: int, processes: int) -> int:
     """The results in a file; what was finished before is not done again."""
     from zero2all.common.progress import counted, say
-    from zero2all.infer.batch import tasks_of
-    from zero2all.infer.results import Results, finished
+    from zero2all.infer.batch import Results, finished, tasks_of
 
     tasks, job = tasks_of(prompts), _job(service.loaded, prompts, arguments)
     if (refused_before := finished(arguments.out, job)) is not None:

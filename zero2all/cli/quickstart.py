@@ -39,8 +39,7 @@ def _quickstart(arguments: argparse.Namespace) -> None:
     config = load_config("quickstart", arguments.overrides)
 
     from zero2all.corpus import parse_mapping
-    from zero2all.quickstart.choices import given_fields
-    from zero2all.quickstart.own_text import look_at, refuse_too_little
+    from zero2all.quickstart.own_text import given_fields, look_at, refuse_too_little
 
     if arguments.map and arguments.data is None:
         raise UsageError("--map names fields of your own data; give its path with --data.")

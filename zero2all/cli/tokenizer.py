@@ -362,9 +362,8 @@ def _eval(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
     from zero2all.common.files import write_atomic, write_json
     from zero2all.tokenizer.lab.candidates import held_out_text, open_candidates
+    from zero2all.tokenizer.lab.evaluation_report import evaluation_page, evaluation_tables
     from zero2all.tokenizer.lab.measure import evaluate
-    from zero2all.tokenizer.lab.page import evaluation_page
-    from zero2all.tokenizer.lab.tables import evaluation_tables
     from zero2all.tokenizer.sampling import parse_bytes
 
     limit = parse_bytes(arguments.limit)
@@ -388,7 +387,7 @@ def _eval(arguments: argparse.Namespace) -> None:
 
 def _show(arguments: argparse.Namespace) -> None:
     from zero2all.common import jsonio
-    from zero2all.tokenizer.show import tokenizer_facts
+    from zero2all.tokenizer.stage import tokenizer_facts
 
     facts = tokenizer_facts(_folder(arguments), arguments.count)
     if arguments.json:
@@ -419,7 +418,7 @@ def _encode(arguments: argparse.Namespace) -> None:
     from zero2all.common import jsonio
     from zero2all.common.progress import counted
     from zero2all.tokenizer.load import load_tokenizer
-    from zero2all.tokenizer.show import coloured, readable
+    from zero2all.tokenizer.stage import coloured, readable
 
     tokenizer = load_tokenizer(_folder(arguments))
     text = _given_text(arguments)

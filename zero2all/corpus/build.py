@@ -38,11 +38,10 @@ from zero2all.corpus.finish import SourceFinish, finish_shard
 from zero2all.corpus.ingest import NAMED_FILES, ingest_unit
 from zero2all.corpus.listing import require_readable
 from zero2all.corpus.plan import SourcePart, SourcePlan, cut_sources, list_source, plan_source
-from zero2all.corpus.quarantine import QUARANTINE_NAME
 from zero2all.corpus.record import SOURCES_NAME, keep_source_numbers, source_numbers
 from zero2all.corpus.report import REPORT_NAME, make_report
 from zero2all.corpus.report_html import REPORT_HTML_NAME, report_html
-from zero2all.corpus.segments import BUILD_NAME, Segment, channels_in, segments_of_unit
+from zero2all.corpus.segments import BUILD_NAME, QUARANTINE_NAME, Segment, channels_in, segments_of_unit
 from zero2all.corpus.settings import BuildOptions
 from zero2all.corpus.source_report import plan_in_words, report_fields, require_usable, segments_of, skipped_names
 from zero2all.corpus.sources import Source, source_problems

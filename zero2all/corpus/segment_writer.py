@@ -24,7 +24,6 @@ from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.dedup.index import IndexWriter
 from zero2all.corpus.dedup.lines import LineCounter, uses_lines
 from zero2all.corpus.dedup.signatures import describe_encoded, encode
-from zero2all.corpus.quarantine import encodable, quarantine_line
 from zero2all.corpus.readers import EXCERPT_CHARS, Damaged, RawRow
 from zero2all.corpus.record import Document, encode_record, plain
 from zero2all.corpus.report import Tally
@@ -37,6 +36,8 @@ from zero2all.corpus.segments import (
     RECORDS_NAME,
     SAMPLE_CHARS,
     SAMPLES_PER_RULE,
+    encodable,
+    quarantine_line,
 )
 from zero2all.corpus.sources import part_name
 

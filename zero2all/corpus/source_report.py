@@ -19,9 +19,8 @@ from zero2all.common.records import TITLE_AND_TEXT
 from zero2all.corpus.build_errors import no_text_field, nothing_readable
 from zero2all.corpus.listing import UNREADABLE
 from zero2all.corpus.plan import SourcePart, SourcePlan, planned_units
-from zero2all.corpus.quarantine import QUARANTINE_NAME, write_quarantine
 from zero2all.corpus.report import FOUND_BY_DOCUMENT, Tally, in_short, mapping_in_words
-from zero2all.corpus.segments import CHANNELS_KEY, Segment, dropped_excerpts
+from zero2all.corpus.segments import CHANNELS_KEY, QUARANTINE_NAME, Segment, dropped_excerpts, write_quarantine
 from zero2all.corpus.settings import BuildOptions
 from zero2all.corpus.sources import content_flag
 

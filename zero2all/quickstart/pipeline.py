@@ -2,7 +2,7 @@
 
 Each stage is the same as its own verb; this file only runs them in order and keeps their times in `quickstart.json`. A
 stage that finds its work done does nothing, so an interrupted quickstart continues where it stopped. The text is the
-small world (`raw.py`) or your own (`own_text.py`), for which settings are chosen (`choices.py`).
+small world (`raw.py`) or your own, for which settings are chosen (`own_text.py`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from zero2all.corpus import BuildOptions, Source, build_corpus
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.report import striking_drops
 from zero2all.evals.options import EvalOptions, kept_report
-from zero2all.evals.probe_file import read_probes
 from zero2all.evals.probes import run_probes, summarize
+from zero2all.evals.question_files import read_probes
 from zero2all.evals.report import evaluate_run, log_report
 from zero2all.exchange import export_run
 from zero2all.infer.engine import Engine, EngineSettings
@@ -39,7 +39,7 @@ from zero2all.infer.sampling import Sampling
 from zero2all.infer.text import generate
 from zero2all.model.config import parameter_counts
 from zero2all.packed.writer import pack_corpus
-from zero2all.quickstart import choices
+from zero2all.quickstart import own_text
 from zero2all.quickstart.own_text import OwnText, corpus_in_words, look_at, refuse_other_text, too_little_in_words
 from zero2all.quickstart.raw import CHINESE_NAME, CODE_NAME, ENGLISH_NAME, PAIRS_NAME, PROBES_NAME, write_raw
 from zero2all.tokenizer.stage import train_on_corpus
@@ -163,13 +163,13 @@ def run_quickstart(
     else:
         # The preset's mixture and frames speak of the small world.
         world = {name: None for name in ("data.mixture", "data.question_frames") if name not in given}
-        config = choices.with_settings(config, world)
-        duration = choices.forecast(own.size_bytes, config, given)
+        config = own_text.with_settings(config, world)
+        duration = own_text.forecast(own.size_bytes, config, given)
         print(t(f"{own.in_words()}. This takes about {duration} on two idle CPU cores."), flush=True)
     with timer.stage("corpus") as done:
         options, announce = WORLD_OPTIONS, None
         if own is not None:  # damage and rules that drop much are named, and do not stop the build
-            options = BuildOptions(**choices.cutting(own.size_bytes), max_damaged_share=1.0, accept_drops=True)
+            options = BuildOptions(**own_text.cutting(own.size_bytes), max_damaged_share=1.0, accept_drops=True)
             announce = say
         report = build_corpus(workspace.corpus, _sources(workspace, own), options, announce=announce)
         totals = report["totals"]
@@ -189,9 +189,9 @@ def run_quickstart(
         done(f"{sum(tokens.values()):,} tokens, {human_bytes(folder_bytes(workspace.packed))}")
     if own is not None:
         tokens = {key.removesuffix("/train"): count for key, count in tokens.items() if key.endswith("/train")}
-        config = choices.with_settings(config, choices.run_settings(tokens, config, given))
-        sized = choices.with_settings(config, {"model.vocab_size": vocabulary["vocab_size"]})
-        _print_lines(choices.settings_in_words(tokens, sized, given) + too_little_in_words(totals["bytes_kept"]))
+        config = own_text.with_settings(config, own_text.run_settings(tokens, config, given))
+        sized = own_text.with_settings(config, {"model.vocab_size": vocabulary["vocab_size"]})
+        _print_lines(own_text.settings_in_words(tokens, sized, given) + too_little_in_words(totals["bytes_kept"]))
     journey.config = config
     probes = None if own is not None else workspace.raw / PROBES_NAME
     if probes is not None:
@@ -254,7 +254,7 @@ def _sources(workspace: Workspace, own: OwnText | None) -> list[Source]:
 def _with_vocabulary(config: RunConfig, workspace: Workspace, text_bytes: int, given: Collection[str]) -> RunConfig:
     """`config` with a vocabulary that this text can support, which is also trained."""
     most = config.tokenizer.vocab_size
-    config = choices.with_settings(config, choices.vocabulary_settings(text_bytes, config, given))
+    config = own_text.with_settings(config, own_text.vocabulary_settings(text_bytes, config, given))
     try:
         train_on_corpus(workspace.corpus, workspace.tokenizer, config.tokenizer)
     except TooFewPiecesError as error:
@@ -265,8 +265,8 @@ def _with_vocabulary(config: RunConfig, workspace: Workspace, text_bytes: int, g
                 f"or set it to {error.largest} or less."
             ) from None
         _print_lines([f"this text has pieces for at most {error.largest:,} token ids: training again with that number"])
-        config = choices.with_settings(config, {"tokenizer.vocab_size": error.largest})
-    _print_lines([choices.vocabulary_in_words(config, most, given)])
+        config = own_text.with_settings(config, {"tokenizer.vocab_size": error.largest})
+    _print_lines([own_text.vocabulary_in_words(config, most, given)])
     return config
 
 

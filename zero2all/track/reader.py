@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 from zero2all.common.errors import BadInputError
 from zero2all.common.yamlio import read_yaml
 from zero2all.track.buckets import Buckets, bucket
-from zero2all.track.columns import MAX_METRICS, MetricNames
+from zero2all.track.columns import MAX_METRICS, MetricNames, user_cache
 from zero2all.track.listing import CONFIG_FILE, TRAIN_WRITER, RunListing, find_runs, metrics_files, read_status
 from zero2all.track.metrics_file import Event, MetricsFile
 from zero2all.track.series import NO_POINTS, Series, SeriesPart, by_step, concatenate, join_attempts, join_writers
-from zero2all.track.sidecar import user_cache
 from zero2all.track.smoothing import Smoothing, smooth, smoothing_of
 from zero2all.track.spikes import Spike, find_spikes
 from zero2all.track.status import RunStatus

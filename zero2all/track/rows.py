@@ -1,7 +1,7 @@
 """Lines of a metrics file -> columns.
 
 Every line goes through the JSON parser alone, so that a damaged one costs only itself. A long run is parsed once: its
-columns are kept in a sidecar (`sidecar.py`), and the next opening maps them.
+columns are kept in a sidecar (`columns.py`), and the next opening maps them.
 """
 
 from __future__ import annotations

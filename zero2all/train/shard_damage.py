@@ -17,8 +17,8 @@ from typing import Any
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, LostRunError, PreemptedError
 from zero2all.common.files import write_json
-from zero2all.packed.background import ShardCheck, checking_shards
 from zero2all.packed.shard_format import DamagedShardError
+from zero2all.packed.verify import ShardCheck, checking_shards
 from zero2all.parallel.device import local_processes
 from zero2all.parallel.world import World
 from zero2all.resilience import slots

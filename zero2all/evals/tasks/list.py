@@ -28,9 +28,8 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.files import crc32c_of
 from zero2all.common.schema import nearest_hint
 from zero2all.evals.items import CONTINUE, LABELS, NO_ANSWER, NOT_READABLE, QUESTION, Item, ItemError, Task, check_forms
-from zero2all.evals.tasks.files import DataFile, cell, text
+from zero2all.evals.tasks.files import DataFile, Reader, cell, gold_of, text, with_choices
 from zero2all.evals.tasks.public import EVERYDAY, EXAMS, READING, SOLVING
-from zero2all.evals.tasks.reader import Reader, gold_of, with_choices
 
 READERS = {reader.name: reader for reader in (*EXAMS, *EVERYDAY, *READING, *SOLVING)}
 SHARED_FOLDERS = {"arc_easy": "arc", "arc_challenge": "arc"}

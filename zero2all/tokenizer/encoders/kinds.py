@@ -49,9 +49,7 @@ class EncoderConfig:
 
     def __post_init__(self) -> None:
         if self.name in NO_LONGER:
-            raise UsageError(
-                f"The encoder {self.name} is no longer used; numba and fastokens are faster."
-            )
+            raise UsageError(f"The encoder {self.name} is no longer used; numba and fastokens are faster.")
         if self.name not in ENCODER_NAMES:
             raise UsageError(f"There is no encoder {self.name!r}. Available: {', '.join(ENCODER_NAMES)}.")
 
@@ -160,7 +158,7 @@ class _Numba:
         self.tables = bpe_tables(content)
         self.normalise = tokenizer.backend.normalizer.normalize_str if content.get("normalizer") else None
         # Imported behind the checks above: compiling takes seconds where numba's cache is empty.
-        from zero2all.tokenizer.bpe.categories import character_kinds
+        from zero2all.tokenizer.bpe.scan import character_kinds
         from zero2all.tokenizer.encoders import kernels
 
         self.kernels = kernels

@@ -7,8 +7,10 @@ items were left out.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,8 @@ from typing import Any
 from zero2all.common.files import package_text, write_atomic, write_json
 from zero2all.common.html import html_page
 from zero2all.common.language import LANGUAGES, in_chinese, language, message
-from zero2all.evals.chart import COLOURS, figure, line_chart
-from zero2all.evals.scores import KINDS, SECTIONS, Counts, Curve, counts_of, curves_of, read_reports, skipped_of
+from zero2all.common.progress import human_count
+from zero2all.evals.scores import KINDS, SECTIONS, Counts, Curve, Point, counts_of, curves_of, read_reports, skipped_of
 from zero2all.evals.signal import CHANCE, NOISE, SIGNAL, TOO_FEW, Signal, judge_curves, signals_json
 
 PAGE_NAME, SIGNAL_NAME = "report.html", "signal.json"
@@ -74,7 +76,7 @@ def evaluation_page(name: str, reports: Sequence[Mapping[str, Any]]) -> str:
         *(_section(section, curves, signals, reports) for section in SECTIONS),
         _signal_table(list(signals.values())) if has_curves else "",
     ]
-    style = package_text(__package__, "page.css") + "".join(
+    style = package_text(__package__, "evaluation_page.css") + "".join(
         f".c{n} {{ background: var(--c{n}); fill: var(--c{n}); }} .s{n} {{ stroke: var(--c{n}); }}\n"
         for n in range(COLOURS)
     )
@@ -267,8 +269,8 @@ def _signal_table(signals: Sequence[Signal]) -> str:
     """Every verdict with its reason, those that carry signal first."""
     order = list(VERDICT_CLASSES)
     rows = "".join(_signal_row(signal) for signal in sorted(signals, key=lambda each: order.index(each.verdict)))
-    heads = ("score", "verdict", "Spearman", "signal / noise", "change / interval", "above chance")
-    heads += ("checkpoints", "left out", "why")
+    heads = ["score", "verdict", "Spearman", "signal / noise", "change / interval", "above chance", "checkpoints"]
+    heads += ["left out", "why"]
     head = "".join(f'<th scope="col">{_both(words)}</th>' for words in heads)
     summary = _both(f"All {len(signals)} verdicts, with reasons")
     return (
@@ -298,3 +300,121 @@ def _signal_row(signal: Signal) -> str:
 
 def _figure_or_dash(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
+
+
+# A line chart as SVG: one line per score, over the steps of checkpoints. Colours and fonts are those of
+# `evaluation_page.css`.
+
+
+WIDTH, HEIGHT = 520, 230
+LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 24
+COLOURS = 8
+"""Classes c0 to c7 of the page's style; a ninth line begins again."""
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """From steps and values to places in the picture."""
+
+    first: float
+    last: float
+    low: float
+    high: float
+
+    def x(self, step: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (step - self.first) / ((self.last - self.first) or 1)
+
+    def y(self, value: float) -> float:
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - self.low) / ((self.high - self.low) or 1)
+
+
+def line_chart(curves: Sequence[Curve], names: Sequence[str], label: str) -> str:
+    """The curves in one picture; intervals as bands where there are few lines, chance as a dashed line."""
+    lines = [[point for point in curve.points if math.isfinite(point.value)] for curve in curves]
+    shown = [point for line in lines for point in line]
+    if not shown:
+        return ""
+    chances = {curve.chance for curve in curves if curve.chance is not None}
+    has_bands = len(curves) <= 3
+    ticks = _ticks([*_extent(shown, has_bands), *chances])
+    steps = [point.step for point in shown]
+    axes = _Axes(min(steps), max(steps), ticks[0], ticks[-1])
+    is_share = curves[0].kind.is_share
+    shapes = [_horizontal(axes, value, "grid") + _tick_text(axes, value, ticks, is_share) for value in ticks]
+    shapes += [_step_text(axes, step) for step in sorted({min(steps), max(steps), _middle(steps)})]
+    shapes += [_horizontal(axes, chance, "chance") for chance in chances]
+    for number, (line, name) in enumerate(zip(lines, names, strict=True)):
+        shapes.append(_band(axes, line, number) if has_bands else "")
+        shapes.append(_line(axes, line, number, name, is_share))
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">{"".join(shapes)}</svg>'
+
+
+def figure(value: float, is_share: bool) -> str:
+    """A score as people read it."""
+    if not math.isfinite(value):
+        return "NaN"
+    if is_share:
+        return f"{value:.1%}"
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
+
+
+def _extent(points: Sequence[Point], has_bands: bool) -> list[float]:
+    values = [point.value for point in points]
+    if has_bands:
+        values += [end for point in points if point.interval for end in point.interval]
+    return [min(values), max(values)]
+
+
+def _ticks(values: Sequence[float]) -> list[float]:
+    """Four to seven round values around these."""
+    low, high = min(values), max(values)
+    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-9):
+        low, high = low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1)
+    rough = (high - low) / 4
+    size = 10.0 ** math.floor(math.log10(rough))
+    size *= next(factor for factor in (1, 2, 5, 10) if factor * size >= rough)
+    first, last = math.floor(low / size + 1e-9), math.ceil(high / size - 1e-9)
+    return [round(number * size, 12) for number in range(first, last + 1)]
+
+
+def _middle(steps: Sequence[int]) -> int:
+    """The step nearest to the middle of the axis."""
+    middle = (min(steps) + max(steps)) / 2
+    return min(steps, key=lambda step: abs(step - middle))
+
+
+def _horizontal(axes: _Axes, value: float, kind: str) -> str:
+    y = f"{axes.y(value):.1f}"
+    return f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" class="{kind}"/>'
+
+
+def _tick_text(axes: _Axes, value: float, ticks: Sequence[float], is_share: bool) -> str:
+    digits = max(0, -math.floor(math.log10(ticks[1] - ticks[0]) + 1e-9) - (2 if is_share else 0))
+    text = f"{value:.{digits}%}" if is_share else f"{value:.{digits}f}"
+    return f'<text x="{LEFT - 6}" y="{axes.y(value) + 4:.1f}" class="tick end">{text}</text>'
+
+
+def _step_text(axes: _Axes, step: int) -> str:
+    place = "end" if axes.x(step) > WIDTH - RIGHT - 20 else "middle" if axes.x(step) > LEFT + 20 else "start"
+    text = f"{step:,}" if step < 100_000 else human_count(step)
+    return f'<text x="{axes.x(step):.1f}" y="{HEIGHT - 6}" class="tick {place}">{text}</text>'
+
+
+def _band(axes: _Axes, line: Sequence[Point], number: int) -> str:
+    ends = [(point.step, *point.interval) for point in line if point.interval]
+    if len(ends) < 2:
+        return ""
+    there = [f"{axes.x(step):.1f},{axes.y(high):.1f}" for step, _, high in ends]
+    back = [f"{axes.x(step):.1f},{axes.y(low):.1f}" for step, low, _ in reversed(ends)]
+    return f'<polygon points="{" ".join(there + back)}" class="band c{number % COLOURS}"/>'
+
+
+def _line(axes: _Axes, line: Sequence[Point], number: int, name: str, is_share: bool) -> str:
+    places = [(point, f"{axes.x(point.step):.1f}", f"{axes.y(point.value):.1f}") for point in line]
+    path = " ".join(f"{x},{y}" for _, x, y in places)
+    dots = "".join(
+        f'<circle cx="{x}" cy="{y}" r="3" class="c{number % COLOURS}">'
+        f"<title>{escape(name)} · {point.step:,}: {figure(point.value, is_share)}</title></circle>"
+        for point, x, y in places
+    )
+    return f'<polyline points="{path}" class="curve s{number % COLOURS}"/>{dots}'
