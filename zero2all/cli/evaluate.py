@@ -1,4 +1,4 @@
-"""`z2a eval RUN` and the verbs of the same word: `z2a eval run / watch / fetch / contamination`.
+"""`z2a eval RUN` and the verbs of the same word: `z2a eval run / watch / download / contamination`.
 
 `z2a eval harness`: the standard harness (lm-eval) on a run; `z2a eval export-tasks`: our sets as its tasks.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 WORD = "eval"
-VERBS = ("run", "watch", "fetch", "contamination", "harness", "export-tasks")
+VERBS = ("run", "watch", "download", "contamination", "harness", "export-tasks")
 """The second words of `z2a eval`; any other one is the name of a run."""
 
 
@@ -32,6 +32,8 @@ def with_verb(words: list[str]) -> list[str]:
     """`eval` and `eval NAME …` as `eval run …`, and `chaos PLAN …` as `chaos run PLAN …`; other command lines, and
     `eval --help`, as they are."""
     known = {WORD: VERBS, "chaos": ("run", "soak")}.get("".join(words[:1]))
+    if words[:2] == [WORD, "fetch"]:
+        raise UsageError("`z2a eval fetch` is `z2a eval download` now.")
     if known is None or (words[1:2] and words[1] in (*known, "-h", "--help")):
         return words
     return [words[0], "run", *words[1:]]
@@ -47,7 +49,7 @@ def register(verbs: Subparsers) -> None:
     )
     _register_run(inner)
     _register_watch(inner)
-    _register_fetch(inner)
+    _register_download(inner)
     _register_contamination(inner)
     _register_harness(inner)
 
@@ -114,13 +116,13 @@ def _contamination(arguments: argparse.Namespace) -> None:
     look_for(workspace, tasks, EngineConfig(workers=arguments.workers))
 
 
-def _register_fetch(inner: Subparsers) -> None:
+def _register_download(inner: Subparsers) -> None:
     parser = add_verb(
         inner,
-        "fetch",
+        "download",
         "download public benchmarks from a Hugging Face-style hub",
-        "z2a eval fetch cmmlu piqa --data eval-data --endpoint https://mirror.example",
-        _fetch,
+        "z2a eval download cmmlu piqa --data eval-data --endpoint https://mirror.example",
+        _download,
     )
     parser.add_argument("names", nargs="+", metavar="NAME", help="cmmlu, ceval, mmlu, arc_easy, hellaswag, piqa, …")
     add_data(parser)
@@ -319,12 +321,12 @@ def _watch(arguments: argparse.Namespace) -> None:
     _name_unread(options)
 
 
-def _fetch(arguments: argparse.Namespace) -> None:
+def _download(arguments: argparse.Namespace) -> None:
     from zero2all.common.progress import say
-    from zero2all.evals.fetch import SOURCES, fetch
+    from zero2all.evals.download import SOURCES, download_benchmark
 
     for name in arguments.names:
-        task = fetch(name, arguments.data, arguments.endpoint, say)
+        task = download_benchmark(name, arguments.data, arguments.endpoint, say)
         licence = SOURCES[name].licence or t("see its README.md")
         print(t(f"{name}: {len(task.items):,} items, {len(task.shots):,} examples; licence: {licence}"))
     fetched = ",".join(arguments.names)

@@ -39,7 +39,7 @@ SUFFIXES = (".csv", ".json", ".jsonl", ".parquet")
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
 ARCHIVE_ERRORS = (OSError, EOFError, zipfile.BadZipFile, tarfile.TarError)
 NOT_DATA = ("benchmark.json", "dataset_infos.json")
-"""What `z2a eval fetch` and hubs write about a data set, beside it."""
+"""What `z2a eval download` and hubs write about a data set, beside it."""
 LARGEST_BYTES = 2_000_000_000
 """No file of a benchmark is larger: a larger one, or a zip bomb, is refused rather than read into memory."""
 
@@ -270,7 +270,7 @@ class Reader:
         asked = next((split for split in self.items if split in splits), None)
         if asked is None:
             wanted = " or ".join(split or "a name without a split" for split in self.items)
-            hint = "Check the folder." if self.is_own else f"See `z2a eval fetch {self.name}`."
+            hint = "Check the folder." if self.is_own else f"See `z2a eval download {self.name}`."
             raise BadInputError(
                 f"{folder} has no items of {self.name}: expected files ({', '.join(self.suffixes)}) of the split "
                 f"{wanted}, found {', '.join(map(str, files[:8])) or 'none'}. {hint}"

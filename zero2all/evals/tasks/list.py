@@ -46,7 +46,7 @@ def read_tasks(data: Path, names: Sequence[str], unread: dict[str, str] | None =
                 f"folder {data / unknown[0]} with JSON lines or CSV files (question, choices, answer)."
             )
         raise BadInputError(
-            f"There is no folder {data}. `z2a eval fetch NAME --data {data}` downloads a benchmark into it."
+            f"There is no folder {data}. `z2a eval download NAME --data {data}` downloads a benchmark into it."
         )
     if list(names) == ["all"]:
         names = [name for name in READERS if folder_of(data, name).is_dir()]
@@ -55,7 +55,9 @@ def read_tasks(data: Path, names: Sequence[str], unread: dict[str, str] | None =
             path.name for path in data.iterdir() if path.is_dir() and path not in known and path.name[0] != "."
         )
         if not names:
-            raise BadInputError(f"{data} has no folder with a benchmark. `z2a eval fetch NAME --data {data}` gets one.")
+            raise BadInputError(
+                f"{data} has no folder with a benchmark. `z2a eval download NAME --data {data}` gets one."
+            )
     folders = {name: _existing_folder(data, name) for name in names}
     found = []
     for name, folder in folders.items():
@@ -83,7 +85,7 @@ def _existing_folder(data: Path, name: str) -> Path:
     folder = folder_of(data, name)
     if not folder.is_dir():
         here = sorted(path.name for path in data.iterdir() if path.is_dir())
-        advice = f"`z2a eval fetch {name} --data {data}` gets it where there is a network."
+        advice = f"`z2a eval download {name} --data {data}` gets it where there is a network."
         if name not in READERS:
             hint = nearest_hint(name, dict.fromkeys([*here, *READERS]))
             advice = f"{hint} A set of your own is a folder with JSON lines or CSV files (question, choices, answer)."

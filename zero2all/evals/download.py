@@ -1,4 +1,4 @@
-"""`z2a eval fetch`: the files of a public benchmark, from a Hugging Face-style hub into `DATA/NAME`.
+"""`z2a eval download`: the files of a public benchmark, from a Hugging Face-style hub into `DATA/NAME`.
 
 Nothing of any data set is part of this package: each keeps the licence its authors gave it. `benchmark.json` beside the
 files says where they came from: repository, commit, licence, sizes and checksums. The download itself is that of `z2a
@@ -58,14 +58,16 @@ SOURCES = {
 }
 
 
-def fetch(name: str, data: Path, endpoint: str | None = None, announce: Callable[[str], None] = print) -> Task:
+def download_benchmark(
+    name: str, data: Path, endpoint: str | None = None, announce: Callable[[str], None] = print
+) -> Task:
     """Get the files of a benchmark and read them once; the same call again only fetches what is missing.
 
     `endpoint`: a mirror (None: that of HF_ENDPOINT, or the hub).
     """
     source = SOURCES.get(name)
     if source is None:
-        raise UsageError(f"There is no benchmark {name!r} to fetch. {nearest_hint(name, SOURCES)}")
+        raise UsageError(f"There is no benchmark {name!r} to download. {nearest_hint(name, SOURCES)}")
     folder = data / SHARED_FOLDERS.get(name, name)
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
         raise BadInputError(f"HF_HUB_OFFLINE is set, so nothing is downloaded. {_by_hand(source, folder)}")
