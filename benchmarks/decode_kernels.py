@@ -31,7 +31,7 @@ from zero2all.common.progress import say
 from zero2all.estimate.floors import linear_shapes
 from zero2all.estimate.run.batch import load_measured_config
 from zero2all.infer.cache import BLOCK
-from zero2all.infer.int8 import int8_weight
+from zero2all.infer.weights import int8_weight
 from zero2all.measure.op_bench import measured_ceilings, seconds_of
 from zero2all.model.config import ModelConfig
 from zero2all.ops.kernels.decode_attention import AttentionScratch, AttentionTiles, attention_tiles, decode_attention

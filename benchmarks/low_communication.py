@@ -54,8 +54,8 @@ from zero2all.config import RunConfig, config_from_values
 from zero2all.config.schedule import learning_rate
 from zero2all.estimate.communication import bytes_sent, communication_per_step
 from zero2all.ops.registry import resolve
-from zero2all.packed.layout import open_split, packed_sources
 from zero2all.packed.loader import Batch, rank_rows
+from zero2all.packed.shard_format import open_split, packed_sources
 from zero2all.parallel.config import MeshSizes, ParallelConfig, SlowLinkConfig
 from zero2all.parallel.mesh import make_mesh
 from zero2all.parallel.parameter_table import draw

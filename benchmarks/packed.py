@@ -34,10 +34,10 @@ from zero2all.common.files import read_json, write_json
 from zero2all.common.manifest import write_manifest
 from zero2all.packed.bestfit import build_best_fit
 from zero2all.packed.config import DataConfig
-from zero2all.packed.layout import docs_name, mask_name, open_split, tokens_name
 from zero2all.packed.loader import Loader, LoaderOptions, read_batch
 from zero2all.packed.mixture import Progress, TrainingData, open_training_data
 from zero2all.packed.order import MixtureCycle, Order, Source, permuted, rounded_weights
+from zero2all.packed.shard_format import docs_name, mask_name, open_split, tokens_name
 from zero2all.packed.stages import Stage
 
 SEQ_LEN = 2048

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.machine import save_result
 from zero2all.common.files import read_json
 from zero2all.config import load_config
-from zero2all.quickstart.journey import run_journey
+from zero2all.quickstart.pipeline import run_quickstart
 
 HELP_RUNS = 20
 
@@ -64,7 +64,7 @@ def help_seconds() -> dict[str, float]:
 def journey_results(work: Path) -> dict[str, Any]:
     """Run the quickstart and take its figures."""
     started = time.perf_counter()
-    journey = run_journey(load_config("quickstart"), work)
+    journey = run_quickstart(load_config("quickstart"), work)
     total = time.perf_counter() - started
     seconds = {stage.name: stage.seconds for stage in journey.stages}
     text_bytes = read_json(work / "corpus/report.json")["totals"]["bytes_kept"]

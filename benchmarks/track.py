@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.machine import RESULTS, save_result
 from benchmarks.track_run import ROWS, SPIKE_STEP, write_long_run
 from zero2all.common.files import read_json
-from zero2all.track import Run
+from zero2all.track import MetricsWriter
 
 ROOT = Path(__file__).resolve().parent.parent
 SCALARS = 10
@@ -57,7 +57,7 @@ hang_seconds = 60.0
 
 def ours(folder: Path) -> tuple[Callable[[dict[str, float], int], None], Callable[[], None]]:
     """Our writer: how to log, and how to finish."""
-    run = Run(folder)
+    run = MetricsWriter(folder)
     return (lambda values, step: run.log(values, step)), run.close
 
 
@@ -145,7 +145,7 @@ def writer() -> dict[str, Any]:
 
 def worker_faults(kind: str, folder: Path, seconds: float) -> dict[str, Any]:
     """In a process of its own: 100,000 calls while the disk is gone, full or hung."""
-    run = Run(folder / "run")
+    run = MetricsWriter(folder / "run")
     reading = -1
     if kind == "folder deleted":
         shutil.rmtree(folder / "run")
@@ -221,7 +221,7 @@ def faults() -> dict[str, Any]:
 
 def worker_steps(folder: Path) -> None:
     """In a process that will be killed: log, and say what was logged."""
-    run = Run(folder)
+    run = MetricsWriter(folder)
     for step in range(100_000):
         run.log({"loss": 1.0, "lr": 0.1}, step)
         os.write(1, b"%d\n" % step)
@@ -254,10 +254,10 @@ def kills() -> dict[str, Any]:
 def exit_time() -> dict[str, Any]:
     """How much longer a program takes to end because it logged 1,500 rows in a burst and did not close."""
     log = "for step in range(1500): run.log({f'm{n}': 1.0 for n in range(10)}, step)"
-    code = "import sys, time; from zero2all.track import Run\n{}\nprint(time.time(), flush=True)"
+    code = "import sys, time; from zero2all.track import MetricsWriter\n{}\nprint(time.time(), flush=True)"
     lasted: dict[str, list[float]] = {"with": [], "without": []}
     for _ in range(5):
-        for kind, work in (("with", f"run = Run(sys.argv[1])\n{log}"), ("without", "pass")):
+        for kind, work in (("with", f"run = MetricsWriter(sys.argv[1])\n{log}"), ("without", "pass")):
             with temporary_folder() as folder:
                 environment = {**os.environ, "PYTHONPATH": str(ROOT)}
                 done = subprocess.run(
@@ -335,7 +335,7 @@ def listing() -> dict[str, Any]:
 
     with temporary_folder() as folder:
         for number in range(RUNS):
-            with Run(folder / f"run-{number:03}") as run:
+            with MetricsWriter(folder / f"run-{number:03}") as run:
                 for step in range(500):
                     run.log({f"metric/{each}": 1.0 / (step + 1) for each in range(SCALARS)} | {"loss": 2.0}, step)
             (run.folder / "config.yaml").write_text("train:\n  # how many steps\n  steps: 500\n")

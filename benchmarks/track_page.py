@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.machine import save_result
 from benchmarks.track_run import write_long_run
-from zero2all.track import Run
+from zero2all.track import MetricsWriter
 from zero2all.track.api import HEARTBEAT, HEARTBEAT_SECONDS, page_files
 from zero2all.track.chart_library import CHART_LIBRARY
 
@@ -190,7 +190,7 @@ def idle_bytes(page: Any) -> dict[str, Any]:
 
 def live(browser: Any, root: Path) -> dict[str, Any]:
     """From a row's own time to the frame that shows it."""
-    run = Run(root / "run")
+    run = MetricsWriter(root / "run")
     run.log({"loss": 3.0, "lr": 1e-3}, step=1)
     with board(root) as url, page_of(browser, f"{url}#runs=0/run") as page:
         page.evaluate(FOLLOW)
@@ -217,7 +217,7 @@ def live(browser: Any, root: Path) -> dict[str, Any]:
 def many_runs(browser: Any, root: Path) -> dict[str, Any]:
     """200 runs in the list."""
     for number in range(RUNS):
-        with Run(root / f"run-{number:03}") as run:
+        with MetricsWriter(root / f"run-{number:03}") as run:
             for step in range(200):
                 run.log({"loss": 2.0, "lr": 1e-3}, step=step)
     with board(root) as url:

@@ -39,7 +39,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 LONG_FILES = (
     *("track/board/test_page.py", "ops/kernels/test_softmax_epilogue.py", "train/test_train_guards.py"),
-    *("quickstart/test_journey.py", "train/test_train_exact.py", "corpus/test_corpus_engine.py"),
+    *("quickstart/test_pipeline.py", "train/test_train_exact.py", "corpus/test_corpus_engine.py"),
     *("cli/test_cli_train.py", "cli/test_cli_journey.py", "track/test_mirror.py", "measure/test_measure_ablate.py"),
     *("train/test_train_resume.py", "track/board/test_accessibility.py", "train/test_trainer.py"),
     *("corpus/test_corpus_build.py", "train/test_train_data.py", "train/test_train_chaos.py", "test_exchange.py"),

@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("corpus.download", "packed", "model", "infer", "parallel", "tokenizer", "train", "config"),
         *("track.reader", "track.writer"),
     ),
-    "serve": ("infer", "tokenizer", "track.access", "track.http_server", "track.page"),
+    "serve": ("infer", "tokenizer", "track.access", "track.http_server"),
     "exchange": ("model", "tokenizer", "train", "infer.load", "config"),
     # on top of everything
     "estimate.run": (*STAGES, "ops", "parallel", "estimate"),
@@ -73,7 +73,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 covers the modules below it."""
 
 SECTIONS_MAY_IMPORT: dict[str, tuple[str, ...]] = {
-    "tokenizer.config": ("tokenizer.specials", "tokenizer.take"),
+    "tokenizer.config": ("tokenizer.specials", "tokenizer.sampling"),
 }
 """A room's `config.py` imports only `common`, with these exceptions."""
 
@@ -278,11 +278,11 @@ def test_every_module_imports_only_what_its_room_may():
         ("train.trainer", "from zero2all.estimate.run.predict import predict"),
         ("ops.config", "from zero2all.ops import registry"),
         ("infer.load", "from zero2all.evals.probes import run_probes"),
-        ("evals.report", "from zero2all.quickstart.journey import run_journey"),
+        ("evals.report", "from zero2all.quickstart.pipeline import run_quickstart"),
         ("common.files", "if TYPE_CHECKING:\n    from zero2all.config import RunConfig"),
         ("exchange", "from zero2all.evals.probes import run_probes"),
         ("packed.writer", "from zero2all.corpus import build_corpus"),
-        ("quickstart.journey", "from zero2all.cli.main import main"),
+        ("quickstart.pipeline", "from zero2all.cli.main import main"),
     ],
 )
 def test_the_rules_catch_a_breach(module, source):

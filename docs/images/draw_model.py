@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zero2all.model.rope import rope_tables
 from zero2all.ops.attention import document_mask
-from zero2all.tokenizer.show import readable
+from zero2all.tokenizer.stage import readable
 
 TOKENS_BESIDE_BORDER = 7
 CELL = 19.0

@@ -9,8 +9,8 @@ from canvas import MARGIN, SMALL, WIDTH, Canvas, Theme, font_families
 from example import Example
 
 from zero2all.packed.bestfit import best_fit_rows, cut_documents
-from zero2all.packed.layout import PackedSplit
-from zero2all.tokenizer.show import readable
+from zero2all.packed.shard_format import PackedSplit
+from zero2all.tokenizer.stage import readable
 
 ROWS = 6
 SHOWN_STEPS = 4

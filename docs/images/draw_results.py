@@ -19,9 +19,9 @@ from zero2all.infer.engine import Engine
 from zero2all.infer.sampling import Sampling
 from zero2all.infer.text import generate
 from zero2all.model.config import parameter_counts
-from zero2all.quickstart.journey import GREEDY_SAMPLE_TOKENS, SAMPLE_PROMPTS, SAMPLE_TOKENS, WORLD_SEED
+from zero2all.quickstart.pipeline import GREEDY_SAMPLE_TOKENS, SAMPLE_PROMPTS, SAMPLE_TOKENS, WORLD_SEED
 from zero2all.quickstart.world.questions import probes
-from zero2all.tokenizer.show import readable
+from zero2all.tokenizer.stage import readable
 from zero2all.train.validate import all_rows
 
 LANGUAGES = {"en": "English", "zh": "Chinese"}

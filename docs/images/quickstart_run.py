@@ -18,7 +18,7 @@ from draw_results import LANGUAGES, figures
 from example import Example
 
 from zero2all.common.language import in_chinese, padded
-from zero2all.quickstart.journey import NAME_COLUMNS, SAMPLE_PROMPTS
+from zero2all.quickstart.pipeline import NAME_COLUMNS, SAMPLE_PROMPTS
 
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).parent / "quickstart-run.json"

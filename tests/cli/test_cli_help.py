@@ -48,7 +48,7 @@ def test_the_verbs_of_the_issue_are_all_there():
         *("train", "launch slurm", "launch kubernetes", "launch ssh", "launch secret", "supervise"),
         *("anneal", "runs", "chaos run", "chaos soak", "inspect", "board", "watch", "plot"),
         *("track import", "track export"),
-        *("eval run", "eval watch", "eval fetch", "eval contamination", "eval harness", "eval export-tasks"),
+        *("eval run", "eval watch", "eval download", "eval contamination", "eval harness", "eval export-tasks"),
         *("generate", "chat", "serve", "export", "import", *(f"perf {verb}" for verb in CALCULATORS)),
         *(f"perf {verb}" for verb in ("memory", "calibrate", "predict", "plan", "link", "simulate", "ops")),
         *(f"perf bench {verb}" for verb in ("ops", "ablate", "dataloader", "pin", "numa", "allreduce")),

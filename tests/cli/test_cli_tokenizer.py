@@ -16,7 +16,7 @@ import pytest
 from tests.processes import Z2A
 from zero2all.common.files import read_json
 from zero2all.tokenizer import load_tokenizer
-from zero2all.tokenizer.show import readable
+from zero2all.tokenizer.stage import readable
 from zero2all.tokenizer.train import SCRATCH_MARK
 
 SYLLABLES = ["ka", "lo", "mi", "ter", "vun", "es", "or", "pi", "shan", "dre", "天地", "玄黄", "宇宙", "洪荒"]

@@ -25,7 +25,7 @@ from zero2all.common.errors import (
     is_out_of_memory,
 )
 from zero2all.common.peers import LARGEST_BYTES, Peers
-from zero2all.packed.layout import DamagedShardError
+from zero2all.packed.shard_format import DamagedShardError
 
 START = """
 import json, pickle, sys

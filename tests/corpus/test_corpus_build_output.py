@@ -15,7 +15,7 @@ from zero2all.corpus import BuildOptions, EngineConfig, Source, build_corpus, fi
 from zero2all.corpus.channels import SCRIPTS, scripts_of_encoded
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.dedup.signatures import encode
-from zero2all.corpus.shards import SHARD_FORMATS
+from zero2all.corpus.shard_files import SHARD_FORMATS
 
 WORDS = ["river", "stone", "morning", "carpenter", "window", "letter", "garden", "winter", "market", "bridge"]
 

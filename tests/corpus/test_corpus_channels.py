@@ -22,8 +22,8 @@ from zero2all.common.records import corpus_sources, iter_records
 from zero2all.corpus import BuildOptions, Source, build_corpus, parse_source, summary_notes
 from zero2all.corpus.channels import channels_of
 from zero2all.corpus.listing import list_files
-from zero2all.corpus.look import Look
 from zero2all.corpus.settings import BuildOptions as Options
+from zero2all.corpus.source_sampling import SourceSample
 
 HAN = "春江潮水连海平，海上明月共潮生。滟滟随波千万里，何处春江无月明。江流宛转绕芳甸，月照花林皆似霰。"
 ENGLISH = "the old man and the boy went down to the river in the morning because it was the only place with any shade"
@@ -44,7 +44,7 @@ def one_rule(**options) -> BuildOptions:
 
 
 def guess(path: Path, **options) -> tuple[str, str]:
-    return Look(Source("one", path), list_files(path), Options(**options).limits).guess_channel()
+    return SourceSample(Source("one", path), list_files(path), Options(**options).limits).guess_channel()
 
 
 CODE = ("let value = other(value);\n" * 8 + "// 值\n") * 12

@@ -7,9 +7,8 @@ import pytest
 from tests.conftest import CAPITALS, SENTENCES
 from zero2all.common.errors import BadInputError
 from zero2all.evals.options import OWN_PAIRS
-from zero2all.evals.pair_file import Pair, read_pairs
-from zero2all.evals.pairs import Compared, PairResult, compare_pairs, summarize_pairs
-from zero2all.evals.probes import mean_interval
+from zero2all.evals.probes import Compared, PairResult, compare_pairs, mean_interval, summarize_pairs
+from zero2all.evals.question_files import Pair, read_pairs
 from zero2all.infer.engine import Engine
 from zero2all.infer.load import load_run, untrained
 

@@ -9,6 +9,7 @@ import torch
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.records import iter_records, training_text
+from zero2all.evals.options import read_text, text_files
 from zero2all.evals.perplexity import (
     Windows,
     file_bits_per_byte,
@@ -17,9 +18,8 @@ from zero2all.evals.perplexity import (
     score_documents,
 )
 from zero2all.evals.report import report_lines
-from zero2all.evals.text_files import read_text, text_files
 from zero2all.infer.engine import Engine
-from zero2all.packed.layout import packed_sources
+from zero2all.packed.shard_format import packed_sources
 from zero2all.track.reader import read_run
 from zero2all.train.validate import all_rows, held_out_metrics, held_out_scores, open_valid_splits
 

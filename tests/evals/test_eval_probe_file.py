@@ -6,7 +6,7 @@ import pytest
 
 from zero2all.common.errors import BadInputError
 from zero2all.evals.options import OWN_PROBES
-from zero2all.evals.probe_file import MAX_FOILS, Probe, read_probes
+from zero2all.evals.question_files import MAX_FOILS, Probe, read_probes
 
 FAMILIES = """
 - family: capital

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from zero2all.common.errors import BadInputError
-from zero2all.evals.probe_file import Probe, read_probes
 from zero2all.evals.probes import Asked, ProbeResult, run_probes, summarize
+from zero2all.evals.question_files import Probe, read_probes
 from zero2all.evals.report import _probe_line
 from zero2all.infer.engine import Engine
 

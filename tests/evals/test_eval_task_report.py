@@ -8,9 +8,8 @@ import shutil
 import pytest
 
 from zero2all.cli import main
-from zero2all.evals.report import figures
+from zero2all.evals.report import figures, task_lines
 from zero2all.evals.sandbox import protection
-from zero2all.evals.task_report import task_lines
 from zero2all.evals.tasks.list import TaskQuestions
 
 NOTHING_ELSE = ("--probes", "none", "--pairs", "none")
@@ -130,7 +129,7 @@ def test_a_benchmark_with_a_bad_file_is_named_at_the_end_and_the_others_are_aske
     ("words", "code", "expected"),
     [
         (["--text", ""], 2, "got an empty path"),
-        (["--tasks", "piqa"], 3, "z2a eval fetch piqa"),
+        (["--tasks", "piqa"], 3, "z2a eval download piqa"),
         (["--tasks", "cmmlu", "--forms", "letters"], 2, "The forms are cloze, choice, bits, generate"),
     ],
 )

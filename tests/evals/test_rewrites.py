@@ -15,13 +15,21 @@ from zero2all.common.errors import UsageError
 from zero2all.evals.items import BLANK, CONTINUE, SENTENCE, Item, Task, check_item
 from zero2all.evals.rewrites.base import lineage_of, order_of, rewritten
 from zero2all.evals.rewrites.list import REWRITES, ShotRewrite, chosen_rewrites
-from zero2all.evals.rewrites.measure import Answer, Said, gap_of, gap_spread, measure_rewrites
+from zero2all.evals.rewrites.measure import (
+    Answer,
+    Said,
+    gap_of,
+    gap_spread,
+    measure_rewrites,
+    rewrite_figures,
+    rewrite_lines,
+    write_once,
+)
 from zero2all.evals.rewrites.options import HARDEST
-from zero2all.evals.rewrites.report import rewrite_figures, rewrite_lines, write_once
 from zero2all.evals.rewrites.wording import chinese_numeral, english_numeral
 from zero2all.evals.tasks.list import read_tasks
 from zero2all.infer.engine import Engine
-from zero2all.quickstart.journey import WORLD_SEED
+from zero2all.quickstart.pipeline import WORLD_SEED
 from zero2all.quickstart.world.generator import documents
 
 WATER = Item("water", "水的化学式是什么？", ("CO2", "H2O", "O2", "H2O2"), 1, "H2O", "zh", "chemistry")

@@ -14,9 +14,9 @@ from zero2all.common.errors import UsageError
 from zero2all.infer.cache import BLOCK
 from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.forward import Span
-from zero2all.infer.int8 import int8_weight
 from zero2all.infer.job import Request
 from zero2all.infer.sampling import Sampling
+from zero2all.infer.weights import int8_weight
 
 NEW = 24
 ROWS = prompts(14)

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from tests.infer.tiny import tiny_model
-from zero2all.infer import int8
-from zero2all.infer.int8 import Int8Weight, drop_matrices, int8_weight, quantise
-from zero2all.infer.weights import packed_for_cpu, weights_of
+from zero2all.infer import weights
+from zero2all.infer.weights import Int8Weight, drop_matrices, int8_weight, packed_for_cpu, quantise, weights_of
 
 
 def random_matrix(rows, columns, seed=0):
@@ -26,7 +25,7 @@ def test_each_row_has_its_own_scale_and_is_rounded_half_to_even():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_weight_is_off_by_more_than_half_a_step(dtype, monkeypatch):
-    monkeypatch.setattr(int8, "CHUNK_VALUES", 256)  # several chunks
+    monkeypatch.setattr(weights, "CHUNK_VALUES", 256)  # several chunks
     matrix = random_matrix(37, 64).to(dtype)
     weight = int8_weight(matrix)
     step = matrix.double().abs().amax(dim=1, keepdim=True) / 127
@@ -40,8 +39,8 @@ def test_no_weight_is_off_by_more_than_half_a_step(dtype, monkeypatch):
 @pytest.mark.parametrize("rows", [1, 3, 8, 64])
 def test_product_is_that_of_the_rounded_matrix(rows, kernel, monkeypatch):
     """Against float64; with and without torch's own kernel, whole and in pieces."""
-    monkeypatch.setattr(int8, "_has_cpu_kernel", lambda: kernel)
-    monkeypatch.setattr(int8, "WIDENED_VALUES", 1000)
+    monkeypatch.setattr(weights, "_has_cpu_kernel", lambda: kernel)
+    monkeypatch.setattr(weights, "WIDENED_VALUES", 1000)
     weight, bias = int8_weight(random_matrix(50, 96)), random_matrix(50, 1, 2)[:, 0]
     x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(1))
     found = weight.project(x, bias)

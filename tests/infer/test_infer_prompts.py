@@ -5,8 +5,8 @@ import json
 import pytest
 
 from zero2all.common.errors import BadInputError, RunLockedError, UsageError
+from zero2all.infer.batch import Results, finished, process_of
 from zero2all.infer.prompts import Prompt, read_prompts
-from zero2all.infer.results import Results, finished, process_of
 from zero2all.infer.sampling import Sampling
 from zero2all.infer.text import TextRequest
 

@@ -8,10 +8,10 @@ import time
 import psutil
 import pytest
 
-from zero2all.packed import background
-from zero2all.packed.background import checking_shards
+from zero2all.packed import verify
 from zero2all.packed.bestfit import build_best_fit
-from zero2all.packed.layout import open_split
+from zero2all.packed.shard_format import open_split
+from zero2all.packed.verify import checking_shards
 
 LONG_SECONDS = 300.0
 
@@ -81,7 +81,7 @@ def test_a_file_that_vanishes_is_damage(made):
 
 
 def test_much_data_is_checked_in_a_process_of_low_priority_that_ends_with_the_block(made, monkeypatch):
-    monkeypatch.setattr(background, "IN_THREAD_BYTES", 0)
+    monkeypatch.setattr(verify, "IN_THREAD_BYTES", 0)
     flip(made.packed / "talk/train/tokens-00002.bin")
     with checking_shards(splits_of(made), [], no_problem) as check:
         wait_for(lambda: reading_processes() != [])
@@ -93,8 +93,8 @@ def test_much_data_is_checked_in_a_process_of_low_priority_that_ends_with_the_bl
 
 
 def test_reading_is_slow_and_stops_at_once_with_the_run(made, monkeypatch):
-    monkeypatch.setattr(background, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(background, "BYTES_PER_SECOND", 320)  # 5 chunks a second: minutes for these files
+    monkeypatch.setattr(verify, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(verify, "BYTES_PER_SECOND", 320)  # 5 chunks a second: minutes for these files
     with checking_shards(splits_of(made), [], no_problem) as check:
         time.sleep(0.1)
     assert not check.finished

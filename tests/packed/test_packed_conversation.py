@@ -10,9 +10,9 @@ import torch
 
 from zero2all.common.errors import BadInputError
 from zero2all.corpus import BuildOptions, Source, build_corpus
-from zero2all.packed.conversation import ConversationLayout, turns_of
-from zero2all.packed.layout import open_split
+from zero2all.packed.pieces import ConversationLayout, turns_of
 from zero2all.packed.samples import open_samples
+from zero2all.packed.shard_format import open_split
 from zero2all.packed.writer import PackOptions, pack_corpus
 from zero2all.tokenizer import load_tokenizer
 

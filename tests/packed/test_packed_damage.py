@@ -8,8 +8,8 @@ import pytest
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.packed.config import DataConfig
-from zero2all.packed.layout import open_split
 from zero2all.packed.mixture import open_training_data
+from zero2all.packed.shard_format import open_split
 from zero2all.packed.stages import Stage
 
 

@@ -12,7 +12,7 @@ from zero2all.packed.writer import PackOptions, pack_corpus
 from zero2all.tokenizer.encoders import EncoderConfig
 
 
-@pytest.mark.parametrize("name", ["numba", "fastokens", "gigatoken", "tiktoken"])
+@pytest.mark.parametrize("name", ["numba", "fastokens"])
 def test_packed_tokens_do_not_depend_on_the_encoder(name, shared_work, tmp_path, tree):
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")

@@ -17,7 +17,7 @@ from zero2all.packed.foreign import (
     index_bytes,
     megatron_dtype,
 )
-from zero2all.packed.layout import open_split, packed_sources
+from zero2all.packed.shard_format import open_split, packed_sources
 from zero2all.packed.writer import PackOptions, pack_corpus
 from zero2all.tokenizer import load_tokenizer
 

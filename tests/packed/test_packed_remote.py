@@ -16,10 +16,10 @@ import pytest
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.packed.bestfit import build_best_fit
 from zero2all.packed.config import DataConfig
-from zero2all.packed.layout import open_split
 from zero2all.packed.loader import Loader, LoaderOptions, read_batch
 from zero2all.packed.mixture import open_training_data
 from zero2all.packed.remote import BlockCache, open_address, packed_root
+from zero2all.packed.shard_format import open_split
 from zero2all.packed.stages import Stage
 
 BLOCK = 1024
@@ -214,7 +214,7 @@ def test_without_an_address_fsspec_is_not_needed(made):
     script = (
         "import sys; sys.modules['fsspec'] = None\n"
         "from pathlib import Path\n"
-        "from zero2all.packed.layout import open_split\n"
+        "from zero2all.packed.shard_format import open_split\n"
         f"print(open_split(Path({str(made.packed)!r}), 'a', 'train').read(0, 10).sum())\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

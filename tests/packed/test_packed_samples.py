@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from zero2all.common.errors import BadInputError
 from zero2all.packed.bestfit import best_fit_rows, build_best_fit, cut_documents, open_best_fit
 from zero2all.packed.config import DataConfig
-from zero2all.packed.layout import open_split
 from zero2all.packed.loader import LoaderOptions, read_batch
 from zero2all.packed.mixture import open_training_data
 from zero2all.packed.samples import NO_DOCUMENT, PADDING_ID, Borders, ConcatSamples, open_samples
+from zero2all.packed.shard_format import open_split
 from zero2all.packed.stages import Stage
 
 SEQ_LEN = 24

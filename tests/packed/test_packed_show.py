@@ -13,9 +13,9 @@ from zero2all.common.records import iter_records, training_text
 from zero2all.corpus import BuildOptions, Source, build_corpus
 from zero2all.packed.bestfit import build_best_fit
 from zero2all.packed.config import DataConfig
-from zero2all.packed.layout import open_split
 from zero2all.packed.loader import read_batch
 from zero2all.packed.mixture import open_training_data
+from zero2all.packed.shard_format import open_split
 from zero2all.packed.show import Origins, sample_at, split_sample
 from zero2all.packed.stages import Stage
 from zero2all.packed.stats import draw_stats, packed_stats

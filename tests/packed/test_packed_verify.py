@@ -9,7 +9,7 @@ import pytest
 
 from zero2all.common.files import crc32c_of
 from zero2all.packed.bestfit import build_best_fit
-from zero2all.packed.layout import open_split
+from zero2all.packed.shard_format import open_split
 from zero2all.packed.verify import packed_bytes, verify_packed
 
 

@@ -22,8 +22,8 @@ from zero2all.common.manifest import verify_files
 from zero2all.common.records import iter_records, training_text
 from zero2all.corpus import BuildOptions, Source, build_corpus
 from zero2all.packed.bestfit import open_best_fit
-from zero2all.packed.layout import open_split, packed_sources, token_dtype
 from zero2all.packed.pieces import cut_part
+from zero2all.packed.shard_format import open_split, packed_sources, token_dtype
 from zero2all.packed.writer import PackOptions, pack_corpus, writing_to
 from zero2all.tokenizer import load_tokenizer
 from zero2all.tokenizer.config import TokenizerConfig

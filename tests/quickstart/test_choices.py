@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zero2all.config import RunConfig, config_from_values, config_values, load_config
-from zero2all.quickstart.choices import (
+from zero2all.quickstart.own_text import (
     cutting,
     forecast,
     given_fields,

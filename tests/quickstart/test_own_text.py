@@ -116,7 +116,7 @@ def test_text_that_is_too_little_is_named_so_and_how_much_is_wanted() -> None:
 
 def test_a_second_training_of_the_tokenizer_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from zero2all.config import load_config
-    from zero2all.quickstart.journey import _with_vocabulary
+    from zero2all.quickstart.pipeline import _with_vocabulary
 
     rng = random.Random(7)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": english(rng)}) + "\n" for _ in range(60)))

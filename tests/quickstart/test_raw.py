@@ -15,7 +15,7 @@ import pytest
 
 from zero2all.common.files import crc32c_of
 from zero2all.common.manifest import is_current, read_manifest, verify_files
-from zero2all.evals.pair_file import read_pairs
+from zero2all.evals.question_files import read_pairs
 from zero2all.quickstart import raw
 from zero2all.quickstart.world import documents, pairs, probes, programs
 

@@ -16,8 +16,8 @@ from string import Formatter
 
 import pytest
 
-from zero2all.evals.probe_file import Probe
-from zero2all.quickstart.journey import WorldSize
+from zero2all.evals.question_files import Probe
+from zero2all.quickstart.pipeline import WorldSize
 from zero2all.quickstart.world import LANGUAGES, Document, documents, probes, programs
 from zero2all.quickstart.world.facts import VARIANTS
 from zero2all.quickstart.world.generator import SHARES

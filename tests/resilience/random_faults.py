@@ -325,9 +325,9 @@ def child() -> None:
         os.environ["Z2A_FAULTS"] = job["plan"]
     if job.get("without_flock"):
         _break_flock()
-    from zero2all.packed import background
+    from zero2all.packed import verify
 
-    background.BYTES_PER_SECOND = job["check_bytes_per_second"]
+    verify.BYTES_PER_SECOND = job["check_bytes_per_second"]
     _watch_files(job)
     sys.argv[1:] = job["words"]
     from zero2all.cli import main

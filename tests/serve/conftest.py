@@ -123,6 +123,6 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
 @pytest.fixture
 def web() -> Path:
     """The folder of the page."""
-    import zero2all.serve.app
+    import zero2all.serve.server
 
-    return zero2all.serve.app.WEB
+    return zero2all.serve.server.WEB

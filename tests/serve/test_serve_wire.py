@@ -11,9 +11,15 @@ from hypothesis import strategies as st
 from zero2all.common.errors import UserError
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.text import TextRequest
-from zero2all.serve.errors import RefusedError
-from zero2all.serve.fields import IGNORED, NEUTRAL
-from zero2all.serve.wire import CHAT_FIELDS, COMPLETION_FIELDS, chat_call, completion_call
+from zero2all.serve.wire import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    IGNORED,
+    NEUTRAL,
+    RefusedError,
+    chat_call,
+    completion_call,
+)
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
 JSON = st.recursive(

@@ -8,7 +8,7 @@ from zero2all.common.schema import Problem, build, field_docs
 from zero2all.config import ConfigError, config_from_values
 from zero2all.tokenizer import CONTROL_TOKENS, SpecialsConfig, TokenizerConfig
 from zero2all.tokenizer.config import SentencePieceConfig
-from zero2all.tokenizer.take import parse_bytes
+from zero2all.tokenizer.sampling import parse_bytes
 
 SMALLEST_VOCAB_SIZE = len(CONTROL_TOKENS) + 256 + 1
 

@@ -11,9 +11,8 @@ import pytest
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.tokenizer.lab.candidates import FIXED_TEXTS, EvalText, open_candidates
+from zero2all.tokenizer.lab.evaluation_report import evaluation_page, evaluation_tables
 from zero2all.tokenizer.lab.measure import JUNK, evaluate, junk_sort
-from zero2all.tokenizer.lab.page import evaluation_page
-from zero2all.tokenizer.lab.tables import evaluation_tables
 
 NASTY = "<script>alert('1')</script> & \"quotes\" </div>\x00 <b onmouseover=x>\n\ttab"
 

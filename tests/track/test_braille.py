@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from zero2all.track.braille import Canvas
+from zero2all.track.frame import Canvas
 
 
 def array(*values: float) -> np.ndarray:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from zero2all.track.charts import LINES_PER_CHART, arrange, unit_of
-from zero2all.track.facts import channel_names
+from zero2all.track.facts import LINES_PER_CHART, arrange, channel_names, unit_of
 from zero2all.track.plot import COLORS
 
 WEB = Path(__file__).parents[2] / "zero2all" / "track" / "web"

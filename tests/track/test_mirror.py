@@ -16,7 +16,7 @@ from tests.track.sshd import Sshd, start_sshd
 from zero2all.cli import main
 from zero2all.common.errors import UsageError
 from zero2all.common.files import write_json
-from zero2all.track import Run
+from zero2all.track import MetricsWriter
 from zero2all.track.listing import total_steps
 from zero2all.track.mirror import Mirror, is_safe_part, parse_line
 from zero2all.track.ssh import OPTIONS, Address, parse_address
@@ -145,7 +145,7 @@ def test_several_hosts_at_once_share_nothing(mirror_of, tmp_path):
 
 def test_rows_of_a_live_run_arrive_over_one_connection(mirror_of, tmp_path):
     far = tmp_path / "far"
-    with Run(far / "live") as run:
+    with MetricsWriter(far / "live") as run:
         run.log({"loss": 1.0}, step=0, tokens=0)
         mirror = synced(mirror_of(far))
         here = mirror.folder / "live" / "metrics" / "train-1.jsonl"
@@ -405,7 +405,7 @@ def test_verbs_take_an_address_and_say_what_is_wrong_with_it(sshd, tmp_path, mon
     monkeypatch.setenv("Z2A_SSH", shlex.join(sshd.command))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("one", "two"):
-        with Run(tmp_path / "runs" / name) as run:
+        with MetricsWriter(tmp_path / "runs" / name) as run:
             run.log({"loss": 2.5}, step=7, tokens=0)
     assert main(["watch", "--once", sshd.url(tmp_path / "runs" / "one")]) == 0
     assert "step 7" in capsys.readouterr().out

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.track import Run
+from zero2all.track import MetricsWriter
 from zero2all.track.plot import COLORS, MAX_PNG_BYTES, PlotOptions, _run_labels, plot_run, plot_runs, thin_out
 from zero2all.track.reader import RunReader
 from zero2all.track.smoothing import Smoothing
@@ -20,15 +20,15 @@ from zero2all.track.smoothing import Smoothing
 def write_realistic_run(folder: Path, steps: int = 400) -> None:
     """400 steps with three channels, a spike, a NaN and a resume at step 251."""
     noise = np.random.default_rng(0)
-    with Run(folder) as first:
+    with MetricsWriter(folder) as first:
         for step in range(270):
             log_realistic_step(first, step, steps, noise)
-    with Run(folder) as second:
+    with MetricsWriter(folder) as second:
         for step in range(251, steps + 1):
             log_realistic_step(second, step, steps, noise)
 
 
-def log_realistic_step(run: Run, step: int, steps: int, noise: np.random.Generator) -> None:
+def log_realistic_step(run: MetricsWriter, step: int, steps: int, noise: np.random.Generator) -> None:
     base = 2.6 + 6.8 * math.exp(-step / 28) + 1.6 * math.exp(-step / 170)
     channels = {"en": base + 0.25, "zh": base + 0.75, "code": base - 0.7}
     values = {f"loss/{name}": loss + noise.normal(0, 0.12) for name, loss in channels.items()}
@@ -76,7 +76,7 @@ def test_a_realistic_run_becomes_a_readable_png_within_200_kb(realistic, tmp_pat
     ],
 )
 def test_any_subset_of_metrics_and_a_single_step_are_enough(tmp_path, recwarn, values, height):
-    with Run(tmp_path / "run $x_{ 中文") as run:
+    with MetricsWriter(tmp_path / "run $x_{ 中文") as run:
         run.log(values, step=1, tokens=0)
     plot_run(tmp_path / "run $x_{ 中文", tmp_path / "run.png")
     assert size_of_png(tmp_path / "run.png") == (1610, height)
@@ -85,7 +85,7 @@ def test_any_subset_of_metrics_and_a_single_step_are_enough(tmp_path, recwarn, v
 
 def test_noise_over_many_steps_still_fits_into_the_size(tmp_path):
     noise = np.random.default_rng(1)
-    with Run(tmp_path, queue_rows=100_000) as run:
+    with MetricsWriter(tmp_path, queue_rows=100_000) as run:
         for step in range(3_200):
             values = {f"loss/{name}": noise.normal() for name in ("en", "zh", "code", "math")}
             run.log({**values, "loss": noise.normal(), "grad_norm": noise.normal()}, step=step, tokens=step)
@@ -94,7 +94,7 @@ def test_noise_over_many_steps_still_fits_into_the_size(tmp_path):
 
 
 def test_the_callers_matplotlib_is_left_as_it_was(tmp_path):
-    with Run(tmp_path) as run:
+    with MetricsWriter(tmp_path) as run:
         run.log({"loss": 2.0}, step=1, tokens=1)
     with matplotlib.rc_context({"font.size": 33.0, "backend": "svg"}):
         before = matplotlib.rcParams.copy()
@@ -105,7 +105,7 @@ def test_the_callers_matplotlib_is_left_as_it_was(tmp_path):
 def test_a_run_without_metrics_is_a_clear_error_and_leaves_no_picture(tmp_path):
     with pytest.raises(BadInputError, match="no metrics to draw"):
         plot_run(tmp_path, tmp_path / "run.png")
-    with Run(tmp_path) as run:
+    with MetricsWriter(tmp_path) as run:
         run.log({"something/else": 1.0}, step=1, tokens=1)
     with pytest.raises(BadInputError, match="something/else"):
         plot_run(tmp_path, tmp_path / "run.png")
@@ -114,7 +114,7 @@ def test_a_run_without_metrics_is_a_clear_error_and_leaves_no_picture(tmp_path):
 
 def test_several_runs_are_drawn_over_each_other_with_one_color_each(tmp_path):
     for name in ("first", "second"):
-        with Run(tmp_path / name) as run:
+        with MetricsWriter(tmp_path / name) as run:
             run.log({"loss/en": 2.0, "loss": 2.5}, step=1, tokens=1)
     drawings = []
     for _ in range(2):
@@ -128,7 +128,7 @@ def test_several_runs_are_drawn_over_each_other_with_one_color_each(tmp_path):
 
 def test_two_runs_of_the_same_name_are_told_apart(tmp_path):
     for parent in ("a", "b"):
-        with Run(tmp_path / parent / "run") as run:
+        with MetricsWriter(tmp_path / parent / "run") as run:
             run.log({"loss": 2.0}, step=1, tokens=1)
     readers = [RunReader(tmp_path / parent / "run") for parent in ("a", "b")]
     assert _run_labels(readers) == ["a/run", "b/run"]
@@ -138,14 +138,14 @@ def test_two_runs_of_the_same_name_are_told_apart(tmp_path):
 def test_two_workspaces_are_told_apart_by_their_folders(tmp_path):
     folders = [tmp_path / place / "runs" / "small" for place in ("left", "right")]
     for folder in folders:
-        with Run(folder) as run:
+        with MetricsWriter(folder) as run:
             run.log({"loss": 2.0}, step=1, tokens=1)
     assert _run_labels([RunReader(folder) for folder in folders]) == ["left/runs/small", "right/runs/small"]
 
 
 def test_a_short_run_is_drawn_as_it_is_whatever_smoothing_is_asked_for(tmp_path):
     drawings = []
-    with Run(tmp_path / "run") as run:
+    with MetricsWriter(tmp_path / "run") as run:
         for step in range(49):
             run.log({"loss": 5 - step / 10}, step=step, tokens=step)
     for number, smoothing in enumerate((None, "auto", Smoothing("ema", 10))):
@@ -156,7 +156,7 @@ def test_a_short_run_is_drawn_as_it_is_whatever_smoothing_is_asked_for(tmp_path)
 
 @pytest.mark.parametrize("axis", ["tokens", "time", "flops"])
 def test_every_x_axis_draws(tmp_path, axis):
-    with Run(tmp_path / "run") as run:
+    with MetricsWriter(tmp_path / "run") as run:
         for step in range(60):
             run.log({"loss": 5 - step / 100, "flops": step * 1e15}, step=step, tokens=step * 1024)
     smoothing = None if axis == "time" else "auto"
@@ -166,7 +166,7 @@ def test_every_x_axis_draws(tmp_path, axis):
 
 
 def test_a_flops_axis_without_flops_is_a_clear_error(tmp_path):
-    with Run(tmp_path / "run") as run:
+    with MetricsWriter(tmp_path / "run") as run:
         run.log({"loss": 2.5}, step=1, tokens=1)
     with pytest.raises(BadInputError, match="has no `flops`"):
         plot_runs([tmp_path / "run"], tmp_path / "run.png", PlotOptions(axis="flops"))
@@ -180,7 +180,7 @@ def test_metrics_smoothing_size_and_resolution_can_be_chosen(realistic, tmp_path
 
 
 def test_a_pdf_is_a_pdf_and_other_endings_are_refused(tmp_path):
-    with Run(tmp_path / "run") as run:
+    with MetricsWriter(tmp_path / "run") as run:
         run.log({"loss": 2.5}, step=1, tokens=1)
     plot_runs([tmp_path / "run"], tmp_path / "run.PDF")
     assert (tmp_path / "run.PDF").read_bytes().startswith(b"%PDF-")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from zero2all.common.errors import BadInputError
-from zero2all.track import Run
+from zero2all.track import MetricsWriter
 from zero2all.track.reader import RunReader, Smoothing, read_run
 
 
@@ -27,7 +27,7 @@ def own_cache(tmp_path_factory, monkeypatch):
 
 
 def write(folder: Path, steps: range, value: float, writer: str = "train", key: str = "loss") -> None:
-    with Run(folder, writer=writer) as run:
+    with MetricsWriter(folder, writer=writer) as run:
         for step in steps:
             run.log({key: value + step}, step=step, tokens=10 * step)
 
@@ -83,14 +83,14 @@ def test_the_throughput_of_an_ended_run_is_that_of_all_its_time_but_the_pauses(t
 
 def test_an_attempt_that_wrote_no_rows_takes_nothing_back(tmp_path):
     write(tmp_path, range(3), 0.0)
-    with Run(tmp_path) as run:
+    with MetricsWriter(tmp_path) as run:
         run.event("start", step=0, data={})
     assert len(read_run(tmp_path).series["loss"]) == 3
 
 
 def test_an_evaluation_at_the_resumed_step_does_not_erase_that_steps_loss(tmp_path):
     write(tmp_path, range(21), 0.0)
-    with Run(tmp_path) as run:
+    with MetricsWriter(tmp_path) as run:
         run.log({"eval/valid/bpb/en": 1.5}, step=20, tokens=200)
         run.log({"loss": 99.0}, step=21, tokens=210)
     series = read_run(tmp_path).series
@@ -101,7 +101,7 @@ def test_an_evaluation_at_the_resumed_step_does_not_erase_that_steps_loss(tmp_pa
 def test_late_evaluations_of_earlier_steps_replace_only_their_own_step(tmp_path):
     write(tmp_path, range(50), 0.0)
     for step, value in ((40, 1.0), (10, 2.0), (40, 3.0)):
-        with Run(tmp_path, writer="eval") as run:
+        with MetricsWriter(tmp_path, writer="eval") as run:
             run.log({"eval/set/score": value}, step=step, tokens=0)
     run_data = read_run(tmp_path)
     assert run_data.series["eval/set/score"].step.tolist() == [10, 40]
@@ -110,7 +110,7 @@ def test_late_evaluations_of_earlier_steps_replace_only_their_own_step(tmp_path)
 
 
 def test_rows_in_any_order_of_steps_come_out_sorted(tmp_path):
-    with Run(tmp_path) as run:
+    with MetricsWriter(tmp_path) as run:
         for step in (0, 3, 1, 2):
             run.log({"loss": float(step)}, step=step, tokens=step)
     assert read_run(tmp_path).series["loss"].value.tolist() == [0, 1, 2, 3]
@@ -150,7 +150,7 @@ def test_values_that_are_no_numbers_are_counted_and_the_rest_of_the_row_is_used(
 
 
 def test_nan_and_infinity_come_back_as_numbers(tmp_path):
-    with Run(tmp_path) as run:
+    with MetricsWriter(tmp_path) as run:
         for step, value in enumerate((math.nan, math.inf, -math.inf, 1.0)):
             run.log({"loss": value}, step=step, tokens=0)
     values = read_run(tmp_path).series["loss"].value
@@ -160,7 +160,7 @@ def test_nan_and_infinity_come_back_as_numbers(tmp_path):
 
 def test_events_of_all_attempts_are_kept_in_order_of_time(tmp_path):
     for attempt in (1, 2):
-        with Run(tmp_path) as run:
+        with MetricsWriter(tmp_path) as run:
             run.event("start", step=10 - attempt, data={"attempt": attempt})
             run.log({"loss": 1.0}, step=10 - attempt, tokens=0)
     events = read_run(tmp_path).events
@@ -186,7 +186,7 @@ def test_a_folder_that_does_not_exist_is_a_clear_error(tmp_path):
 
 
 def test_a_running_run_can_be_read(tmp_path):
-    run = Run(tmp_path)
+    run = MetricsWriter(tmp_path)
     run.log({"loss": 1.0}, step=1, tokens=1)
     seen = 0
     for _ in range(500):
@@ -201,7 +201,7 @@ def test_a_running_run_can_be_read(tmp_path):
 
 
 def test_a_reader_follows_a_run_row_by_row_and_says_when_something_is_new(tmp_path):
-    run = Run(tmp_path)
+    run = MetricsWriter(tmp_path)
     reader = RunReader(tmp_path)
     for step in range(3):
         version = reader.version
@@ -245,11 +245,11 @@ def test_a_second_attempt_appears_while_the_run_is_watched(tmp_path):
 
 
 def test_a_resume_takes_back_all_after_its_checkpoint_even_what_it_has_not_repeated(tmp_path):
-    with Run(tmp_path) as run:
+    with MetricsWriter(tmp_path) as run:
         for step in range(10, 60, 10):
             run.log({"loss": 1.0}, step=step)
             run.log({"eval/score": 1.0}, step=step - 5)
-    with Run(tmp_path, resumed_from=20) as run:
+    with MetricsWriter(tmp_path, resumed_from=20) as run:
         run.log({"loss": 2.0}, step=40)
     reader = RunReader(tmp_path)
     assert reader.series("loss").step.tolist() == [10, 20, 40]
@@ -258,7 +258,7 @@ def test_a_resume_takes_back_all_after_its_checkpoint_even_what_it_has_not_repea
 
 
 def test_a_rollback_within_a_process_takes_back_what_it_left(tmp_path):
-    with Run(tmp_path) as run:
+    with MetricsWriter(tmp_path) as run:
         for step in range(31):
             run.log({"loss": float(step), "other": 1.0}, step=step)
         run.event("rollback", step=20, data={"from_step": 30, "to_step": 20})
@@ -339,7 +339,7 @@ def test_a_line_longer_than_memory_should_hold_is_skipped(tmp_path, monkeypatch)
 
 
 def test_more_names_than_a_board_can_show_are_counted(tmp_path):
-    with Run(tmp_path) as run:
+    with MetricsWriter(tmp_path) as run:
         for step in range(20):
             run.log({f"metric/{step}/{number}": 1.0 for number in range(500)}, step=step)
     reader = RunReader(tmp_path)
@@ -350,7 +350,7 @@ def test_more_names_than_a_board_can_show_are_counted(tmp_path):
 def test_more_events_than_memory_should_hold_are_counted_and_the_end_is_still_seen(tmp_path, monkeypatch):
     monkeypatch.setattr("zero2all.track.metrics_file.MAX_EVENTS", 50)
     monkeypatch.setattr("zero2all.track.metrics_file.MAX_TEXT_CHARACTERS", 10_000)
-    with Run(tmp_path) as run:
+    with MetricsWriter(tmp_path) as run:
         for step in range(20):
             run.text("sample", "x" * 1000, step=step)
         for step in range(60):
@@ -363,7 +363,7 @@ def test_more_events_than_memory_should_hold_are_counted_and_the_end_is_still_se
 
 
 def test_threads_may_ask_while_the_run_grows(tmp_path):
-    run = Run(tmp_path)
+    run = MetricsWriter(tmp_path)
     reader = RunReader(tmp_path)
     lengths: list[int] = []
     errors: list[Exception] = []
@@ -396,7 +396,7 @@ def test_threads_may_ask_while_the_run_grows(tmp_path):
 
 
 def test_every_axis_has_its_own_x(tmp_path):
-    with Run(tmp_path) as run:
+    with MetricsWriter(tmp_path) as run:
         for step in range(1, 11):
             run.log({"loss": 1.0, "flops": 1e18 * step}, step=step, tokens=100 * step)
         run.log({"eval/score": 0.5}, step=5, tokens=500)
@@ -417,7 +417,7 @@ def test_a_run_without_flops_has_an_empty_flops_axis(tmp_path):
 
 
 def test_smoothing_comes_before_the_buckets_and_does_not_depend_on_the_zoom(tmp_path):
-    with Run(tmp_path) as run:
+    with MetricsWriter(tmp_path) as run:
         for step in range(1000):
             run.log({"loss": float(step % 2)}, step=step)
     reader = RunReader(tmp_path)
@@ -521,7 +521,7 @@ def test_sidecars_not_used_for_longest_make_room(tmp_path, monkeypatch):
         long_run(tmp_path / f"run{number}")
         RunReader(tmp_path / f"run{number}", cache=tmp_path / "cache")
         sizes.append(sum(file.stat().st_size for file in (tmp_path / "cache").iterdir()))
-        monkeypatch.setattr("zero2all.track.sidecar.MAX_CACHE_BYTES", int(2.5 * sizes[0]))
+        monkeypatch.setattr("zero2all.track.columns.MAX_CACHE_BYTES", int(2.5 * sizes[0]))
     assert sizes[1] > sizes[0]
     assert sizes[2] <= 2.5 * sizes[0]
 

@@ -1,4 +1,4 @@
-"""Many lines at once must give exactly what the JSON parser gives for each of them."""
+"""What the lines of a metrics file give: every number to the last bit, and damage costs one line only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 import random
 
-import numpy as np
 import pytest
 
 from zero2all.common import jsonio
@@ -14,51 +13,24 @@ from zero2all.track import rows
 from zero2all.track.columns import Block, MetricNames
 
 
-def parsed(lines: list[bytes], one_by_one: bool = False) -> Block:
-    if one_by_one:
-        return rows._parse_one_by_one(lines, MetricNames())[0]
+def parsed(lines: list[bytes]) -> Block:
     return rows.parse(b"".join(line + b"\n" for line in lines), MetricNames())
-
-
-def assert_same(lines: list[bytes]) -> Block:
-    fast, slow = parsed(lines), parsed(lines, one_by_one=True)
-    for name in ("step", "time", "tokens"):
-        assert getattr(fast, name).tobytes() == getattr(slow, name).tobytes(), name
-    assert sorted(fast.metrics) == sorted(slow.metrics)
-    for name, (places, values) in fast.metrics.items():
-        assert places.tolist() == slow.metrics[name][0].tolist(), name
-        assert values.tobytes() == slow.metrics[name][1].tobytes() or np.array_equal(
-            values, slow.metrics[name][1], equal_nan=True
-        ), name
-    assert fast.events == slow.events
-    assert (fast.skipped_lines, fast.skipped_values) == (slow.skipped_lines, slow.skipped_values)
-    return fast
 
 
 def row(step: int, values: dict, time: float = 1.5, tokens: int = 7) -> bytes:
     return jsonio.dumps_line({"step": step, "time": time, "tokens": tokens, "values": values})[:-1]
 
 
-def is_taken_at_once(lines: list[bytes], monkeypatch) -> bool:
-    """Whether no line but the first of each shape went through the JSON parser alone."""
-    alone = []
-    monkeypatch.setattr(rows, "read_row", lambda line, read=rows.read_row: alone.append(line) or read(line))
-    parsed(lines)
-    monkeypatch.undo()
-    return len(alone) < len(lines) / 2
-
-
-def test_every_double_comes_back_to_the_last_bit(monkeypatch):
+def test_every_double_comes_back_to_the_last_bit():
     rng = random.Random(0)
     numbers = [rng.uniform(-1, 1) * 10.0 ** rng.randint(-320, 300) for _ in range(3000)]
     numbers += [0.0, -0.0, 5e-324, 1.7976931348623157e308, 1e22, 1e23, 2**53 + 1, -7]
     lines = [row(step, {"a": number, "b/c": -number}, time=abs(number)) for step, number in enumerate(numbers)]
-    block = assert_same(lines)
+    block = parsed(lines)
     assert block.metrics["a"][1].tolist() == [float(number) for number in numbers]
-    assert is_taken_at_once(lines, monkeypatch)
 
 
-def test_several_shapes_in_turn_keep_the_order_of_the_lines(monkeypatch):
+def test_several_shapes_in_turn_keep_the_order_of_the_lines():
     lines = []
     for step in range(2000):
         lines.append(row(step, {"loss": step / 7, "lr": 1e-3}))
@@ -68,17 +40,16 @@ def test_several_shapes_in_turn_keep_the_order_of_the_lines(monkeypatch):
             lines.append(row(step, {"eval/a": 1.0, "eval/b": step, "eval/c": 3.0}))
         if step % 100 == 0:
             lines.append(jsonio.dumps_line({"step": step, "time": 1.0, "kind": "checkpoint", "data": {"n": 1}})[:-1])
-    block = assert_same(lines)
+    block = parsed(lines)
     assert block.metrics["eval/b"][1].tolist() == list(range(0, 2000, 50))
     assert len(block.events) == 20
-    assert is_taken_at_once(lines, monkeypatch)
 
 
 def test_metrics_in_another_order_with_as_many_commas_are_not_confused():
     lines = [row(step, {"a": 1.0, "b": 2.0, "c": 3.0}) for step in range(50)]
     lines[20] = row(20, {"a": 1.0, "c": 3.0, "b": 2.0})
     lines[21] = b'{"step":21,"time":1.5,"tokens":7,"values":{"a":1.0,"c":8.0,"c":3.0}}'
-    block = assert_same(lines)
+    block = parsed(lines)
     assert set(block.metrics["b"][1].tolist()) == {2.0}
 
 
@@ -89,14 +60,12 @@ def test_metrics_in_another_order_with_as_many_commas_are_not_confused():
 @pytest.mark.parametrize("every", [1, 7])
 def test_values_that_are_no_plain_numbers_are_treated_the_same_way(value, every):
     lines = [row(step, {"loss": 1.25, "odd": value if step % every == 0 else 2.5}) for step in range(100)]
-    block = assert_same(lines)
+    block = parsed(lines)
     assert len(block.step) == 100
-
-
-def test_a_metric_of_nothing_but_nan_is_still_taken_at_once(monkeypatch):
-    lines = [row(step, {"loss": 1.25, "nan": "NaN"}) for step in range(100)]
-    assert np.isnan(parsed(lines).metrics["nan"][1]).all()
-    assert is_taken_at_once(lines, monkeypatch)
+    is_number = value in ("NaN", "Infinity", "-Infinity") or type(value) is int
+    odd = len(range(0, 100, every))
+    assert block.skipped_values == (0 if is_number else odd)
+    assert len(block.metrics["odd"][1] if "odd" in block.metrics else ()) == 100 - block.skipped_values
 
 
 @pytest.mark.parametrize(
@@ -104,14 +73,14 @@ def test_a_metric_of_nothing_but_nan_is_still_taken_at_once(monkeypatch):
 )
 def test_any_name_of_a_metric_survives(name):
     lines = [row(step, {"x": 1.0, name: step / 3, "z": 2.0}) for step in range(60)]
-    assert assert_same(lines).metrics[name][1].tolist() == [step / 3 for step in range(60)]
+    assert parsed(lines).metrics[name][1].tolist() == [step / 3 for step in range(60)]
 
 
 @pytest.mark.parametrize("rows_before", [3, 60])
 def test_a_row_with_a_negative_step_is_left_out(rows_before):
     """It would count as the newest."""
     lines = [*(row(step, {"loss": 1.0}) for step in range(rows_before)), row(-1, {"loss": 9.0})]
-    assert assert_same(lines).step.tolist() == [*range(rows_before)]
+    assert parsed(lines).step.tolist() == [*range(rows_before)]
 
 
 DAMAGE = [
@@ -147,19 +116,22 @@ DAMAGE = [
 def test_one_damaged_line_costs_only_itself(damage, place):
     lines = [row(step, {"a": step / 7, "b": 2.0}) for step in range(60)]
     lines[place] = damage
-    block = assert_same(lines)
+    block = parsed(lines)
     good = [step / 7 for step in range(60) if step != place]
     assert set(good) <= set(block.metrics["a"][1].tolist())
 
 
 def test_random_damage_never_raises_and_never_changes_another_line():
     rng = random.Random(7)
+    whole = [row(step, {"a": step / 7, "b": 2.0}) for step in range(80)]
     for _ in range(60):
-        text = bytearray(b"\n".join(row(step, {"a": step / 7, "b": 2.0}) for step in range(80)))
+        text = bytearray(b"\n".join(whole))
         for _ in range(rng.randint(1, 6)):
             place = rng.randrange(len(text))
             text[place] = rng.choice(b'0123456789,:"{}[]eE.-+ \\natn\n\xff')
-        assert_same(bytes(text).split(b"\n"))
+        lines = bytes(text).split(b"\n")
+        untouched = {int(json.loads(line)["step"]) for line in lines if line in whole}
+        assert untouched <= set(parsed(lines).step.tolist())
 
 
 def test_a_million_names_are_counted_and_not_kept():
@@ -173,7 +145,7 @@ def test_a_million_names_are_counted_and_not_kept():
 def test_rows_of_json_without_orjson_are_read_too(monkeypatch):
     monkeypatch.setattr(jsonio, "orjson", None)
     lines = [json.dumps({"step": n, "time": 1.5, "tokens": 1, "values": {"a": n / 3}}).encode() for n in range(50)]
-    assert_same(lines)
+    parsed(lines)
     compact = [line.replace(b" ", b"") for line in lines]
-    assert assert_same(compact).metrics["a"][1].tolist() == [n / 3 for n in range(50)]
-    assert math.isclose(assert_same(compact).time[0], 1.5)
+    assert parsed(compact).metrics["a"][1].tolist() == [n / 3 for n in range(50)]
+    assert math.isclose(parsed(compact).time[0], 1.5)

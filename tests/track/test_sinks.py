@@ -14,15 +14,14 @@ import pytest
 
 from zero2all.cli import main
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.track import Run
-from zero2all.track.csv_export import export_csv
+from zero2all.track import MetricsWriter
 from zero2all.track.listing import media_file
-from zero2all.track.sinks import TensorboardSink, WandbSink, export
+from zero2all.track.sinks import TensorboardSink, WandbSink, export, export_csv
 from zero2all.track.tensorboard import Damage, TensorboardEvent, event_files, read_events
 
 
 def write_run(folder: Path, steps: range = range(5)) -> None:
-    with Run(folder) as run:
+    with MetricsWriter(folder) as run:
         for step in steps:
             run.log({"loss": 5.0 - step, "lr": math.nan if step == 2 else 0.5}, step=step, tokens=10 * step)
         run.event("spike", step=3, data={"value": 9.5})
@@ -92,7 +91,7 @@ def test_half_lines_wait_and_garbage_is_counted(tmp_path):
 
 
 def test_following_ends_with_the_run_and_sends_its_last_rows(tmp_path):
-    run = Run(tmp_path / "run")
+    run = MetricsWriter(tmp_path / "run")
     run.log({"loss": 3.0}, step=0, tokens=0)
     looks = 0
 
@@ -147,7 +146,7 @@ def test_an_image_event_cannot_name_a_file_outside_media(tmp_path, name):
 
 
 def test_pictures_and_histograms_go_along(tmp_path):
-    with Run(tmp_path / "run") as run:
+    with MetricsWriter(tmp_path / "run") as run:
         run.event("image", step=1, data={"name": "p", "file": "p.png", "width": 2, "height": 3})
         run.event("histogram", step=1, data={"name": "h", "edges": [0, 1, 2], "counts": [5, 6]})
         run.event("histogram", step=1, data={"name": "broken", "edges": [0, 1], "counts": "many"})
@@ -221,7 +220,7 @@ def test_without_the_package_the_error_says_how_to_get_it(tmp_path, monkeypatch,
 
 
 def test_a_csv_has_a_row_per_step_and_empty_cells_where_nothing_was_logged(tmp_path):
-    with Run(tmp_path / "run") as run:
+    with MetricsWriter(tmp_path / "run") as run:
         run.log({"loss": 2.5}, step=0, tokens=0)
         run.log({"loss": math.inf, "eval/a,b": 0.1}, step=10, tokens=100)
         run.log({"=cmd()": 1.0}, step=20, tokens=200)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from zero2all.track import Run
+from zero2all.track import MetricsWriter
 from zero2all.track.reader import RunReader, find_runs
 from zero2all.track.status import Evidence, is_writer_alive, judge, pid_namespace
 
@@ -54,8 +54,8 @@ def test_clocks_that_differ_a_little_do_not_stall_a_run():
 
 WRITE_AND_WAIT = """
 import sys, time
-from zero2all.track import Run
-run = Run(sys.argv[1])
+from zero2all.track import MetricsWriter
+run = MetricsWriter(sys.argv[1])
 for step in range(100):
     run.log({"loss": 2.0 - step / 100}, step=step, tokens=step * 10)
 time.sleep(600)
@@ -109,10 +109,10 @@ def test_a_process_that_only_has_the_same_number_is_not_the_writer():
 
 
 def test_the_state_is_that_of_the_latest_training_attempt(tmp_path):
-    with Run(tmp_path) as run:
+    with MetricsWriter(tmp_path) as run:
         run.log({"loss": 1.0}, step=1)
-    second = Run(tmp_path, resumed_from=1)
-    with Run(tmp_path, writer="eval") as run:
+    second = MetricsWriter(tmp_path, resumed_from=1)
+    with MetricsWriter(tmp_path, writer="eval") as run:
         run.log({"eval/score": 1.0}, step=1)
     reader = RunReader(tmp_path)
     assert (reader.status.state, reader.status.attempt) == ("running", 2)
@@ -126,7 +126,7 @@ def test_the_state_is_that_of_the_latest_training_attempt(tmp_path):
 
 def test_runs_are_found_at_and_below_the_given_folders(tmp_path):
     for name in ("work/runs/b", "work/runs/a", "other", "work/runs/a/checkpoints/deeper"):
-        with Run(tmp_path / name) as run:
+        with MetricsWriter(tmp_path / name) as run:
             run.log({"loss": float("nan") if name.endswith("b") else 2.5, "lr": 1.0}, step=4, tokens=40)
             run.log({"eval/score": 1.0}, step=4, tokens=40)
     (tmp_path / "work/runs/a/config.yaml").write_text("data:\n  seed: 1\n\ntrain:\n  # length\n  steps: 900\n")
@@ -149,7 +149,7 @@ def test_runs_are_found_at_and_below_the_given_folders(tmp_path):
 
 
 def test_a_run_that_anneals_ends_where_its_anneal_ends(tmp_path):
-    with Run(tmp_path / "a") as run:
+    with MetricsWriter(tmp_path / "a") as run:
         run.log({"loss": 2.5}, step=4, tokens=40)
     (tmp_path / "a/config.yaml").write_text("train:\n  steps: 900\n")
     for record, expected in (
@@ -168,7 +168,7 @@ def bytes_read() -> int:
 
 
 def test_two_hundred_long_runs_are_listed_without_being_read(tmp_path):
-    with Run(tmp_path / "first") as run:
+    with MetricsWriter(tmp_path / "first") as run:
         for step in range(2000):
             run.log({"loss": 1.0, "lr": 1.0}, step=step)
     text = run.path.read_bytes()
@@ -184,7 +184,7 @@ def test_two_hundred_long_runs_are_listed_without_being_read(tmp_path):
 
 
 def test_the_last_loss_is_found_behind_a_long_text(tmp_path):
-    with Run(tmp_path / "run") as run:
+    with MetricsWriter(tmp_path / "run") as run:
         run.log({"loss": 1.5}, step=3)
         run.text("sample", "x" * 90_000, step=3)
     (listing,) = find_runs([tmp_path])
@@ -204,7 +204,7 @@ def test_the_last_step_and_loss_are_found_before_two_damaged_lines_of_megabytes(
 def test_a_damaged_run_does_not_keep_the_others_out_of_the_list(tmp_path, damage):
     (tmp_path / "bad/metrics").mkdir(parents=True)
     (tmp_path / "bad/metrics/train-1.jsonl").write_bytes(damage)
-    with Run(tmp_path / "good") as run:
+    with MetricsWriter(tmp_path / "good") as run:
         run.log({"loss": 1.0}, step=1)
     bad, good = find_runs([tmp_path])
     assert (bad.name, bad.last_loss, good.status.last_step) == ("bad", None, 1)

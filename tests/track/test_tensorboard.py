@@ -11,10 +11,17 @@ import pytest
 
 from zero2all.cli import main
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.track.importer import import_tensorboard
 from zero2all.track.reader import RunReader
 from zero2all.track.sinks import TensorboardSink
-from zero2all.track.tensorboard import Damage, EventFile, TensorboardEvent, event_files, masked_crc, read_events
+from zero2all.track.tensorboard import (
+    Damage,
+    EventFile,
+    TensorboardEvent,
+    event_files,
+    import_tensorboard,
+    masked_crc,
+    read_events,
+)
 
 WRITTEN_BY_TENSORBOARD = base64.b85decode(
     "NB{r;00000{*p+Y2_?cDlUu&pK^hHWa$#w1E=6`_Zge^_QZ5QCbY*UHZ*pR9VRB?Hb9HTPVRCsccXDZTWpXZMc4cmKUuJ1+WnXu4"

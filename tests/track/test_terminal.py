@@ -18,7 +18,7 @@ from rich.cells import cell_len
 
 from tests.processes import Screen
 from zero2all.cli import main
-from zero2all.track import Run
+from zero2all.track import MetricsWriter
 from zero2all.track.frame import change_of, frame
 from zero2all.track.reader import RunReader
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def write_run(folder: Path, steps: int = 300) -> None:
-    with Run(folder) as run:
+    with MetricsWriter(folder) as run:
         for step in range(steps):
             loss = 3 + 5 * math.exp(-step / 30)
             values = {"loss": loss + 4 * (step == 250), "loss/en": loss - 1, "loss/中文": loss, "bpb/en": loss / 3}
@@ -59,7 +59,7 @@ def test_a_frame_says_how_the_run_stands(tmp_path):
 
 
 def test_the_end_of_a_run_is_one_event_in_plain_words(tmp_path):
-    with Run(tmp_path / "run") as run:
+    with MetricsWriter(tmp_path / "run") as run:
         run.log({"loss": 1.0}, step=525, tokens=1_075_200)
         run.event("start", step=525, data={"notes": ["the first note", "the second"]})
         run.event("finish", step=525, data={"tokens": 1_075_200, "seconds": 90.0})
@@ -110,13 +110,13 @@ def test_the_time_left_is_that_of_the_last_rows(tmp_path):
 def test_a_run_without_metrics_or_with_only_nan_still_has_a_frame(tmp_path):
     (tmp_path / "empty" / "metrics").mkdir(parents=True)
     assert "no metrics yet" in text_of(tmp_path / "empty")
-    with Run(tmp_path / "nan") as run:
+    with MetricsWriter(tmp_path / "nan") as run:
         run.log({"loss": math.nan}, step=1, tokens=1)
     assert "1 not finite" in text_of(tmp_path / "nan")
 
 
 def test_control_characters_from_a_run_do_not_reach_the_terminal(tmp_path):
-    with Run(tmp_path / "evil") as run:
+    with MetricsWriter(tmp_path / "evil") as run:
         run.log({"loss/\x1b[2J": 1.0, "loss": 1.0}, step=1, tokens=1)
         run.event("note\x07", step=1, data={"text": "\x1b]0;owned\x07\nsecond line"})
     said = text_of(tmp_path / "evil")
@@ -125,7 +125,7 @@ def test_control_characters_from_a_run_do_not_reach_the_terminal(tmp_path):
 
 
 def test_change_compares_the_last_rows_with_as_many_before(tmp_path):
-    with Run(tmp_path / "run") as run:
+    with MetricsWriter(tmp_path / "run") as run:
         for step in range(8):
             run.log({"loss": [9, 9, 9, 9, 4, 6, 1, math.nan][step]}, step=step, tokens=0)
     assert change_of(RunReader(tmp_path / "run").series("loss")) == pytest.approx(1 - 5)
@@ -173,7 +173,7 @@ def terminal(*words: str) -> Iterator[tuple[Screen, subprocess.Popen[bytes]]]:
 
 
 def test_the_live_view_follows_the_run_and_the_window_and_ends_with_q(tmp_path):
-    with Run(tmp_path / "run") as run:
+    with MetricsWriter(tmp_path / "run") as run:
         run.log({"loss": 2.0}, step=1, tokens=1)
         with terminal("watch", str(tmp_path / "run")) as (screen, process):
             screen.wait_for(b"step 1")

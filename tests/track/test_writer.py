@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
-from zero2all.track import Run
+from zero2all.track import MetricsWriter
 from zero2all.track.config import TrackConfig
 from zero2all.track.writer import END_KIND, REPORT_KIND, SEGMENT_KIND
 
@@ -45,7 +45,7 @@ def run_python(code: str, *arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def replace_file_by_full_pipe(run: Run) -> int:
+def replace_file_by_full_pipe(run: MetricsWriter) -> int:
     """Put a full pipe that nobody reads under the writer's open file: its writes hang. Returns the reading end."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -62,7 +62,7 @@ def replace_file_by_full_pipe(run: Run) -> int:
 
 def test_rows_are_written_in_order_with_the_contract_fields(tmp_path):
     before = time.time()
-    with Run(tmp_path / "run") as run:
+    with MetricsWriter(tmp_path / "run") as run:
         for step in range(500):
             run.log({"loss": 3.5 - step / 1000, "lr": 1e-3}, step=step, tokens=step * 64)
         run.event("checkpoint", step=499, data={"path": Path("step-499"), "bytes": 12, "parts": ("a", "b")})
@@ -79,7 +79,7 @@ def test_rows_are_written_in_order_with_the_contract_fields(tmp_path):
 
 
 def test_a_file_begins_with_who_writes_it_and_ends_with_how_it_ended(tmp_path):
-    with Run(tmp_path, resumed_from=40) as run:
+    with MetricsWriter(tmp_path, resumed_from=40) as run:
         run.log({"loss": 1.0}, step=41)
     first, row, last = all_rows_of(run.path)
     assert (first["kind"], first["step"]) == ("segment", 40)
@@ -92,7 +92,7 @@ def test_a_file_begins_with_who_writes_it_and_ends_with_how_it_ended(tmp_path):
 
 
 def test_a_run_that_raises_is_marked_as_failed(tmp_path):
-    run = Run(tmp_path)
+    run = MetricsWriter(tmp_path)
 
     def train() -> None:
         with run:
@@ -105,7 +105,7 @@ def test_a_run_that_raises_is_marked_as_failed(tmp_path):
 
 
 def test_the_end_is_the_last_row_whatever_the_reason(tmp_path):
-    run = Run(tmp_path)
+    run = MetricsWriter(tmp_path)
     for step in range(1000):
         run.log({"loss": 1.0}, step=step)
     run.close(reason="preempted", message="asked to stop")
@@ -120,14 +120,15 @@ def test_the_end_is_the_last_row_whatever_the_reason(tmp_path):
     [("pass", {"reason": "exit"}), ("1 / 0", {"reason": "failed", "message": "ZeroDivisionError: division by zero"})],
 )
 def test_a_program_that_ends_without_closing_leaves_its_end_too(tmp_path, last_line, end):
-    code = f"import sys; from zero2all.track import Run\nrun = Run(sys.argv[1])\nrun.log({{'x': 1}}, 1)\n{last_line}"
+    head = "import sys; from zero2all.track import MetricsWriter"
+    code = f"{head}\nrun = MetricsWriter(sys.argv[1])\nrun.log({{'x': 1}}, 1)\n{last_line}"
     process = run_python(code, tmp_path)
     process.communicate(timeout=120)
     assert all_rows_of(tmp_path / "metrics" / "train-1.jsonl")[-1]["data"] == end
 
 
 def test_texts_and_histograms_are_event_rows(tmp_path):
-    with Run(tmp_path) as run:
+    with MetricsWriter(tmp_path) as run:
         run.text("greeting", "你好\n" * 3, step=5)
         run.text("long", "x" * 250_000, step=6)
         counts, edges = np.histogram([0.0, 0.5, 1.0], bins=2)
@@ -146,7 +147,7 @@ def test_pictures_become_png_files_beside_the_metrics(tmp_path):
 
     pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
     before = pixels.copy()
-    with Run(tmp_path) as run:
+    with MetricsWriter(tmp_path) as run:
         run.image("attention/层 1", pixels, step=7)
         run.image("cut", pixels[::2, ::3], step=7)
         run.image("grey", pixels[:, :, 0], step=7)
@@ -160,7 +161,7 @@ def test_pictures_become_png_files_beside_the_metrics(tmp_path):
         assert (row["data"]["height"], row["data"]["width"]) == expected.shape[:2]
 
     png = (tmp_path / "media" / rows_of(run.path)[0]["data"]["file"]).read_bytes()
-    with Run(tmp_path) as run:
+    with MetricsWriter(tmp_path) as run:
         run.image("../../escape", png, step=8)
         run.image("floats", np.zeros((2, 2, 3)), step=8)
         run.image("jpeg", b"\xff\xd8\xff", step=8)
@@ -173,7 +174,7 @@ def test_pictures_become_png_files_beside_the_metrics(tmp_path):
 
 def test_a_picture_the_disk_does_not_take_holds_up_nothing(tmp_path):
     (tmp_path / "media").write_text("in the way")
-    with Run(tmp_path) as run:
+    with MetricsWriter(tmp_path) as run:
         run.image("a", np.zeros((2, 2, 3), np.uint8), step=1)
         run.log({"loss": 1.0}, step=2)
     assert rows_of(run.path)[0]["step"] == 2
@@ -182,7 +183,7 @@ def test_a_picture_the_disk_does_not_take_holds_up_nothing(tmp_path):
 
 def test_pictures_that_wait_for_a_hung_disk_are_bounded_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("zero2all.track.writer.MAX_HELD_BYTES", 1_000_000)
-    run = Run(tmp_path)
+    run = MetricsWriter(tmp_path)
     reading = replace_file_by_full_pipe(run)
     run.log({"loss": 1.0}, step=0)
     wait_until(lambda: run._queue.qsize() == 0)  # the thread has it, and hangs
@@ -199,7 +200,7 @@ def test_pictures_that_wait_for_a_hung_disk_are_bounded_in_memory(tmp_path, monk
 def test_every_attempt_and_every_writer_has_its_own_file(tmp_path):
     names = []
     for options in ({}, {}, {"writer": "eval"}, {"attempt": 9}, {}, {"attempt": 2}):
-        with Run(tmp_path, **options) as run:
+        with MetricsWriter(tmp_path, **options) as run:
             run.log({"loss": 1.0}, step=1, tokens=1)
             names.append(run.path.name)
     # The last asks for a number that is taken, and gets the next free one instead of another attempt's file.
@@ -216,7 +217,7 @@ def test_processes_starting_together_do_not_share_a_file(tmp_path):
 
 
 def test_not_finite_numbers_become_strings_and_the_file_stays_json(tmp_path):
-    with Run(tmp_path) as run:
+    with MetricsWriter(tmp_path) as run:
         run.log({"a": float("nan"), "b": float("inf"), "c": np.float32("-inf")}, step=1, tokens=1)
         run.event("spike", step=1, data={"losses": [float("nan"), 2.0]})
     metric, event = rows_of(run.path)
@@ -228,7 +229,7 @@ def test_numbers_of_other_libraries_are_understood(tmp_path):
     torch = pytest.importorskip("torch")
     weight = torch.ones((), requires_grad=True)
     total = torch.tensor(2.0)
-    with Run(tmp_path) as run:
+    with MetricsWriter(tmp_path) as run:
         values = {"grad": weight * 3, "half": torch.tensor(0.5, dtype=torch.bfloat16), "total": total}
         run.log({**values, "numpy": np.float64(1.25), "count": np.int64(7), "flag": True}, step=np.int64(1), tokens=1)
         total.zero_()  # as a training loop does right after logging
@@ -254,7 +255,7 @@ class DeviceScalar:
 
 def test_a_device_scalar_is_waited_for_in_the_thread_and_not_in_log(tmp_path):
     loss = DeviceScalar()
-    with Run(tmp_path) as run:
+    with MetricsWriter(tmp_path) as run:
         run.log({"loss": loss}, step=1, tokens=1)  # would wait here
         loss.ready.set()
     assert rows_of(run.path)[0]["values"] == {"loss": 4.5}
@@ -267,10 +268,10 @@ def test_cuda_scalars_are_copied_without_waiting_for_the_gpu(tmp_path):
         pytest.skip("no CUDA device")
     matrix = torch.randn(8192, 8192, device="cuda")
     total = torch.zeros((), device="cuda")
-    with Run(tmp_path) as warm:
+    with MetricsWriter(tmp_path) as warm:
         warm.log({"total": total, "step": total + 1}, step=0, tokens=0)
     torch.cuda.synchronize()
-    with Run(tmp_path) as run:
+    with MetricsWriter(tmp_path) as run:
         for step in range(5):
             for _ in range(20):
                 matrix = torch.tanh(matrix @ matrix)
@@ -286,7 +287,7 @@ def test_cuda_scalars_are_copied_without_waiting_for_the_gpu(tmp_path):
 
 
 def test_one_bad_value_costs_only_itself_and_is_remembered(tmp_path):
-    with Run(tmp_path) as run:
+    with MetricsWriter(tmp_path) as run:
         run.log({"loss": 1.0, "name": "text", "list": [1, 2], 5: 2.0, "\ud800": 3.0}, step=1, tokens=1)  # type: ignore[dict-item]
         run.log(None, step=2, tokens=2)  # type: ignore[arg-type]
         run.log({"loss": 1.0}, step="three", tokens=3)  # type: ignore[arg-type]
@@ -298,14 +299,14 @@ def test_one_bad_value_costs_only_itself_and_is_remembered(tmp_path):
 
 
 def test_remembered_problems_are_bounded(tmp_path):
-    with Run(tmp_path) as run:
+    with MetricsWriter(tmp_path) as run:
         run.log({f"metric {number}": "not a number" for number in range(1000)}, step=1, tokens=1)
     assert len(run.problems) <= 101
     assert sum(run.problems.values()) == 1000
 
 
 def test_log_never_raises_when_the_folder_is_deleted(tmp_path):
-    run = Run(tmp_path / "run")
+    run = MetricsWriter(tmp_path / "run")
     run.log({"loss": 1.0}, step=0, tokens=0)
     wait_until(lambda: run.path.read_bytes().count(b"\n") == 2)
     shutil.rmtree(tmp_path / "run")
@@ -318,7 +319,7 @@ def test_log_never_raises_when_the_folder_is_deleted(tmp_path):
 
 
 def test_writing_goes_on_when_only_the_metrics_folder_was_deleted(tmp_path):
-    with Run(tmp_path) as run:
+    with MetricsWriter(tmp_path) as run:
         run.log({"loss": 1.0}, step=1, tokens=1)
         wait_until(lambda: run.path.read_bytes().count(b"\n") == 2)
         shutil.rmtree(tmp_path / "metrics")
@@ -330,7 +331,7 @@ def test_writing_goes_on_when_only_the_metrics_folder_was_deleted(tmp_path):
 
 def test_a_folder_that_cannot_be_created_raises_nothing(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with Run(tmp_path / "file" / "run") as run:
+    with MetricsWriter(tmp_path / "file" / "run") as run:
         run.log({"loss": 1.0}, step=1, tokens=1)
         run.event("start", step=1)
     assert run.problems
@@ -339,8 +340,8 @@ def test_a_folder_that_cannot_be_created_raises_nothing(tmp_path):
 
 FULL_DISK = """
 import resource, sys, time
-from zero2all.track import Run
-run = Run(sys.argv[1])
+from zero2all.track import MetricsWriter
+run = MetricsWriter(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))  # 4,000 bytes of room
 for step in range(500):
     run.log({"loss": 1.0}, step=step, tokens=step)
@@ -371,7 +372,7 @@ def test_a_disk_that_stays_full_raises_nothing_and_the_loss_is_counted(tmp_path)
 
 
 def test_a_hung_disk_blocks_nothing_keeps_the_newest_rows_and_counts_the_dropped(tmp_path):
-    run = Run(tmp_path, queue_rows=100)
+    run = MetricsWriter(tmp_path, queue_rows=100)
     reading = replace_file_by_full_pipe(run)
     calls = 5_000
     for step in range(calls):  # would never end if it waited for the disk
@@ -403,7 +404,7 @@ def test_a_hung_disk_blocks_nothing_keeps_the_newest_rows_and_counts_the_dropped
 
 
 def test_close_gives_up_on_a_hung_disk_after_its_timeout_and_is_idempotent(tmp_path):
-    run = Run(tmp_path)
+    run = MetricsWriter(tmp_path)
     reading = replace_file_by_full_pipe(run)
     for step in range(3_000):
         run.log({"loss": 1.0}, step=step, tokens=step)
@@ -422,8 +423,8 @@ def test_close_gives_up_on_a_hung_disk_after_its_timeout_and_is_idempotent(tmp_p
 def test_a_killed_process_loses_at_most_one_row(tmp_path):
     code = """
 import sys, time
-from zero2all.track import Run
-run = Run(sys.argv[1])
+from zero2all.track import MetricsWriter
+run = MetricsWriter(sys.argv[1])
 for step in range(10_000):
     end = time.monotonic() + 60
     while run.path.read_bytes().count(b"\\n") < step + 1:  # the thread has written the row before
@@ -452,8 +453,8 @@ for step in range(10_000):
 def test_rows_are_written_at_exit_even_when_nobody_closes(tmp_path):
     code = """
 import sys
-from zero2all.track import Run
-run = Run(sys.argv[1])
+from zero2all.track import MetricsWriter
+run = MetricsWriter(sys.argv[1])
 for step in range(2000):
     run.log({"loss": 1.0}, step=step, tokens=step)
 """
@@ -466,9 +467,9 @@ for step in range(2000):
 def test_a_forked_child_writes_nothing_and_ends_at_once(tmp_path):
     code = """
 import os, sys, warnings
-from zero2all.track import Run
+from zero2all.track import MetricsWriter
 warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on: a process with threads forks, which is meant
-run = Run(sys.argv[1])
+run = MetricsWriter(sys.argv[1])
 for step in range(200):
     run.log({"loss": 1.0}, step=step, tokens=step)
 if os.fork() == 0:
@@ -491,8 +492,8 @@ sys.exit(os.waitstatus_to_exitcode(status))
 def test_the_writer_starts_no_process_and_does_not_import_torch_or_numpy(tmp_path):
     code = """
 import os, sys
-from zero2all.track import Run
-with Run(sys.argv[1]) as run:
+from zero2all.track import MetricsWriter
+with MetricsWriter(sys.argv[1]) as run:
     run.log({"loss": 1.0}, step=1, tokens=1)
     children = open(f"/proc/self/task/{os.getpid()}/children").read()
 heavy = {"torch", "numpy", "matplotlib", "socket", "multiprocessing"} & set(sys.modules)
@@ -508,20 +509,20 @@ print(repr(children), sorted(heavy), ours)
 
 def test_an_unusable_writer_name_is_refused_at_once(tmp_path):
     with pytest.raises(ValueError, match="file name"):
-        Run(tmp_path, writer="../elsewhere")
+        MetricsWriter(tmp_path, writer="../elsewhere")
 
 
 def test_the_config_defaults_are_those_of_the_writer(tmp_path):
     config = TrackConfig()
-    with Run(tmp_path, queue_rows=config.queue_rows) as run:
-        assert run._queue_rows == Run(tmp_path)._queue_rows == 10_000
+    with MetricsWriter(tmp_path, queue_rows=config.queue_rows) as run:
+        assert run._queue_rows == MetricsWriter(tmp_path)._queue_rows == 10_000
     assert config.log_every_steps == 1
 
 
 def test_the_cost_of_a_call_is_printed(tmp_path):
     values = {f"metric/{number}": 1.5 for number in range(10)}
     seconds = []
-    with Run(tmp_path) as run:
+    with MetricsWriter(tmp_path) as run:
         for step in range(300):
             started = time.perf_counter()
             run.log(values, step=step, tokens=step)
@@ -534,7 +535,7 @@ def test_the_cost_of_a_call_is_printed(tmp_path):
 
 def test_a_writer_whose_run_belongs_to_another_process_writes_not_one_byte_more(tmp_path):
     held = True
-    run = Run(tmp_path, may_write=lambda: held)
+    run = MetricsWriter(tmp_path, may_write=lambda: held)
     run.log({"loss": 1.0}, step=1)
     wait_until(lambda: len(all_rows_of(run.path)) == 2)
     held, before = False, run.path.read_bytes()
@@ -545,7 +546,7 @@ def test_a_writer_whose_run_belongs_to_another_process_writes_not_one_byte_more(
     assert [path.name for path in tmp_path.rglob("*")] == ["metrics", run.path.name]
     assert run.dropped_rows == 2
     assert any("belongs to another process" in problem for problem in run.problems)
-    late = Run(tmp_path / "late", may_write=lambda: False)
+    late = MetricsWriter(tmp_path / "late", may_write=lambda: False)
     late.log({"loss": 1.0}, step=1)
     late.close(10.0)
     assert not (tmp_path / "late").exists()

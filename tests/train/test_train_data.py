@@ -13,7 +13,7 @@ import pytest
 from tests.train.ranks import RankStarter
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.packed.bestfit import build_best_fit
-from zero2all.packed.layout import open_split
+from zero2all.packed.shard_format import open_split
 from zero2all.packed.writer import pack_corpus
 from zero2all.parallel.world import World
 from zero2all.tokenizer.config import TokenizerConfig

@@ -24,7 +24,7 @@ from zero2all.common.manifest import read_manifest, write_manifest
 from zero2all.common.workspace import Workspace, open_workspace
 from zero2all.config import config_from_values, config_values, config_yaml
 from zero2all.corpus import BuildOptions, Source, build_corpus
-from zero2all.packed.layout import docs_name, gids_name, open_split, tokens_name
+from zero2all.packed.shard_format import docs_name, gids_name, open_split, tokens_name
 from zero2all.packed.writer import PackOptions, pack_corpus
 from zero2all.tokenizer import load_tokenizer
 from zero2all.tokenizer.config import TokenizerConfig

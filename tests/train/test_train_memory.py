@@ -131,16 +131,16 @@ def test_damage_in_memory_means_the_older_buffer_then_the_disk(ranks, lab, confi
 LATE_CHECK = f"""
 import json, os, signal, sys, time
 from pathlib import Path
-from zero2all.packed import background
+from zero2all.packed import verify
 from zero2all.train.hooks import shard_check
-read, record = background._SlowReading.__call__, Path(json.loads(sys.argv[1])["record"])
+read, record = verify._SlowReading.__call__, Path(json.loads(sys.argv[1])["record"])
 def late(self, number):
     while not record.exists() or record.read_text().count("\\n") < 7:
         if self.stopped:
             return None
         time.sleep(0.005)
     return read(self, number)
-background._SlowReading.__call__ = late
+verify._SlowReading.__call__ = late
 give_up = shard_check.ShardCheck._give_up
 def killed(self, damage):
     give_up(self, damage)
@@ -241,7 +241,7 @@ def test_damage_that_is_found_by_reading_it_is_left_as_that_which_the_check_find
 def test_a_run_that_ends_before_its_shards_were_checked_says_so(ranks, lab, config, ram):
     spoil(lab.packed / "en/train/tokens-00000.bin")
     late = LATE_CHECK.replace("< 7", "< 99").replace("KILLED = False", "shard_check.FINISH_SECONDS = KILLED = 0.0")
-    late = late.replace("return None", "raise background.ReadersEndedError")
+    late = late.replace("return None", "raise verify.ReadersEndedError")
     assert (
         "ends before all of its shards were checked" in ranks.finished(settings(config, ram, "run"), code=late).text()
     )

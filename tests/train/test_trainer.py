@@ -18,7 +18,7 @@ from zero2all.config import load_config
 from zero2all.config.training import EvalConfig
 from zero2all.estimate.flops import flops_per_token
 from zero2all.infer.load import load_run
-from zero2all.packed.layout import open_split
+from zero2all.packed.shard_format import open_split
 from zero2all.parallel.world import World
 from zero2all.track.reader import find_runs, read_run
 from zero2all.train import train_step as step_module

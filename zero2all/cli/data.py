@@ -62,8 +62,8 @@ def config_of(arguments: argparse.Namespace, workspace: Workspace) -> tuple[RunC
     defaults={"takes_overrides": True, "reads_config": True},
 )
 def _show(arguments: argparse.Namespace) -> None:
-    from zero2all.packed.layout import open_split, packed_sources
     from zero2all.packed.remote import packed_root
+    from zero2all.packed.shard_format import open_split, packed_sources
     from zero2all.packed.show import sample_at, split_sample
     from zero2all.tokenizer import load_tokenizer
     from zero2all.train.run_data import open_run_data
@@ -202,7 +202,7 @@ def _export(arguments: argparse.Namespace) -> None:
     from zero2all.common.records import SPLITS
     from zero2all.common.schema import nearest_hint
     from zero2all.packed.foreign import export_split
-    from zero2all.packed.layout import open_split, packed_sources
+    from zero2all.packed.shard_format import open_split, packed_sources
 
     workspace = workspace_of(arguments)
     known = packed_sources(workspace.packed)
@@ -270,7 +270,7 @@ TYPES["lengths"] = _lengths
     --best-fit N,…:lengths =()  also build the index of data.packing best_fit for these sequence lengths
     --learn-prompts             in conversations, count every token in the loss (default: only what the assistant
         writes)
-    --encoder NAME =auto        encoder: auto, fastokens, numba, gigatoken, tiktoken or tokenizers; all give the same
+    --encoder NAME =auto        encoder: auto, fastokens, numba or tokenizers; all give the same
         tokens (default auto: the fastest that runs here and agrees with tokenizers)
     --strict-encoder            stop if the named encoder cannot be used (default: use another)
     --engine local|ray =local   where tasks run (default local)

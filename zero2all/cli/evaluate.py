@@ -156,7 +156,7 @@ def _name_unread(options: EvalOptions) -> None:
 
 def _overview(run: Path) -> list[str]:
     """Write the page of all evaluations of a run; returns lines with the verdicts on its curves and the page's path."""
-    from zero2all.evals.page import write_page
+    from zero2all.evals.evaluation_page import write_page
     from zero2all.evals.signal import signal_lines
 
     page, signals = write_page(run)
@@ -176,8 +176,8 @@ def _run_all(arguments: argparse.Namespace, workspace: Workspace, options: EvalO
 
 
 def _watcher(name: str, workspace: Workspace, options: EvalOptions, device: str | None) -> Watcher:
+    from zero2all.evals.evaluation_page import write_page
     from zero2all.evals.options import kept_report
-    from zero2all.evals.page import write_page
     from zero2all.evals.report import judge_checkpoint
     from zero2all.evals.watch import Watcher
     from zero2all.infer.load import load_model
@@ -232,18 +232,18 @@ def _watch(arguments: argparse.Namespace) -> None:
 
 
 @verb("""
-    eval fetch: download public benchmarks from a Hugging Face-style hub
+    eval download: download public benchmarks from a Hugging Face-style hub
 
     names+ NAME  cmmlu, ceval, mmlu, arc_easy, hellaswag, piqa, …
     --data --endpoint
 
-    z2a eval fetch cmmlu piqa --data eval-data --endpoint https://mirror.example
+    z2a eval download cmmlu piqa --data eval-data --endpoint https://mirror.example
     """)
-def _fetch(arguments: argparse.Namespace) -> None:
-    from zero2all.evals.fetch import SOURCES, fetch
+def _download(arguments: argparse.Namespace) -> None:
+    from zero2all.evals.download import SOURCES, download_benchmark
 
     for name in arguments.names:
-        task = fetch(name, arguments.data, arguments.endpoint, say)
+        task = download_benchmark(name, arguments.data, arguments.endpoint, say)
         licence = SOURCES[name].licence or t("see its README.md")
         tell(f"{name}: {len(task.items):,} items, {len(task.shots):,} examples; licence: {licence}")
     fetched = ",".join(arguments.names)

@@ -14,7 +14,7 @@ from zero2all.common.language import translate as t
 from zero2all.common.progress import TEXT_MARKS, counted, progress, say, tell, terminal_safe
 
 if TYPE_CHECKING:
-    from zero2all.infer.batch import Task
+    from zero2all.infer.batch import BatchPrompt
     from zero2all.infer.load import LoadedModel
     from zero2all.infer.prompts import Prompt
     from zero2all.infer.sampling import Sampling
@@ -46,8 +46,8 @@ SHORTEST_TOKEN = 16
     z2a generate my-run --work my-workspace --prompts questions.jsonl --out answers.jsonl
     """)
 def _generate(arguments: argparse.Namespace) -> int | None:
+    from zero2all.infer.batch import process_of
     from zero2all.infer.engine import EngineSettings
-    from zero2all.infer.results import process_of
     from zero2all.infer.service import Service
 
     rank, processes = process_of()
@@ -152,8 +152,7 @@ def _as_json(service: Service, prompts: list[Prompt]) -> int:
 
 def _to_file(arguments: argparse.Namespace, service: Service, prompts: list[Prompt], rank: int, processes: int) -> int:
     """The results in a file; what was finished before is not done again."""
-    from zero2all.infer.batch import tasks_of
-    from zero2all.infer.results import Results, finished
+    from zero2all.infer.batch import Results, finished, tasks_of
 
     tasks, job = tasks_of(prompts), _job(service.loaded, prompts, arguments)
     if (refused_before := finished(arguments.out, job)) is not None:
@@ -187,7 +186,7 @@ def _job(loaded: LoadedModel, prompts: list[Prompt], arguments: argparse.Namespa
     return fingerprint([model, [[asdict(prompt.request), prompt.n, prompt.id] for prompt in prompts]])
 
 
-def _with_bar(service: Service, tasks: list[Task], total: int, quiet: bool = False) -> Iterator[dict[str, Any]]:
+def _with_bar(service: Service, tasks: list[BatchPrompt], total: int, quiet: bool = False) -> Iterator[dict[str, Any]]:
     """The results of `tasks`, with a bar; texts that cannot be written are named."""
     from zero2all.infer.batch import results_of
 

@@ -32,26 +32,20 @@ def _quickstart(arguments: argparse.Namespace) -> None:
     config = load_config("quickstart", arguments.overrides)
 
     from zero2all.corpus import parse_mapping
-    from zero2all.quickstart.choices import given_fields
-    from zero2all.quickstart.own_text import look_at, refuse_too_little
+    from zero2all.quickstart.own_text import given_fields, look_at, refuse_too_little
 
     if arguments.map and arguments.data is None:
         raise UsageError("--map names fields of your own data; give its path with --data.")
     mapping = parse_mapping(arguments.map) if arguments.map else None
-    if arguments.data is not None:
-        refuse_too_little(look_at(arguments.data))
+    own = None if arguments.data is None else look_at(arguments.data, mapping)
+    if own is not None:
+        refuse_too_little(own)
 
-    from zero2all.quickstart.journey import run_journey
+    from zero2all.quickstart.pipeline import clear_workspace, run_quickstart
     from zero2all.quickstart.summary import print_summary
 
     work = arguments.work or default_work() or Path("quickstart" if arguments.data is None else "quickstart-own")
-    journey = run_journey(
-        config,
-        work,
-        arguments.data,
-        arguments.fresh,
-        given=given_fields(arguments.overrides),
-        mapping=mapping,
-        accept_changes=arguments.accept_changes,
-    )
-    print_summary(journey)
+    if arguments.fresh:
+        clear_workspace(work)
+    given = given_fields(arguments.overrides)
+    print_summary(run_quickstart(config, work, own, given=given, accept_changes=arguments.accept_changes))

@@ -79,8 +79,8 @@ def open_run(word: str, arguments: argparse.Namespace, take_newest: bool = False
     from zero2all.track.ssh import is_address
 
     if is_address(word):
+        from zero2all.track.columns import user_cache
         from zero2all.track.mirror import Mirror
-        from zero2all.track.sidecar import user_cache
 
         with Mirror(word, user_cache("mirror")) as mirror:
             _wait_until_copied(mirror)

@@ -82,7 +82,7 @@ def _train_config(arguments: argparse.Namespace) -> Any:
     from zero2all.common.schema import Problem, apply_overrides, build
     from zero2all.config import config_values, load_config
     from zero2all.tokenizer.config import TokenizerConfig
-    from zero2all.tokenizer.take import parse_take
+    from zero2all.tokenizer.sampling import parse_take
 
     problems: list[Problem] = []
     source = arguments.config
@@ -184,7 +184,7 @@ def _extend(arguments: argparse.Namespace) -> None:
     )
     from zero2all.tokenizer.load import load_tokenizer
     from zero2all.tokenizer.parts import file_parts
-    from zero2all.tokenizer.take import parse_bytes
+    from zero2all.tokenizer.sampling import parse_bytes
 
     if not (arguments.add or arguments.pieces or arguments.from_text):
         raise UsageError("Nothing to add. Give pieces with --pieces or --add FILE, or text with --from-text FILE.")
@@ -243,10 +243,9 @@ def _eval(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
     from zero2all.common.files import write_atomic, write_json
     from zero2all.tokenizer.lab.candidates import held_out_text, open_candidates
+    from zero2all.tokenizer.lab.evaluation_report import evaluation_page, evaluation_tables
     from zero2all.tokenizer.lab.measure import evaluate
-    from zero2all.tokenizer.lab.page import evaluation_page
-    from zero2all.tokenizer.lab.tables import evaluation_tables
-    from zero2all.tokenizer.take import parse_bytes
+    from zero2all.tokenizer.sampling import parse_bytes
 
     limit = parse_bytes(arguments.limit)
     if limit is None:
@@ -279,7 +278,7 @@ def _eval(arguments: argparse.Namespace) -> None:
     """)
 def _show(arguments: argparse.Namespace) -> None:
     from zero2all.common import jsonio
-    from zero2all.tokenizer.show import tokenizer_facts
+    from zero2all.tokenizer.stage import tokenizer_facts
 
     facts = tokenizer_facts(_folder(arguments), arguments.count)
     if arguments.json:
@@ -320,7 +319,7 @@ def _show(arguments: argparse.Namespace) -> None:
 def _encode(arguments: argparse.Namespace) -> None:
     from zero2all.common import jsonio
     from zero2all.tokenizer.load import load_tokenizer
-    from zero2all.tokenizer.show import coloured, readable
+    from zero2all.tokenizer.stage import coloured, readable
 
     tokenizer = load_tokenizer(_folder(arguments))
     text = _given_text(arguments)

@@ -44,8 +44,7 @@ group("""
     z2a track import logs/experiment --name old --work my-workspace --rename train/loss=loss
     """)
 def _import(arguments: argparse.Namespace) -> None:
-    from zero2all.track.importer import import_tensorboard
-    from zero2all.track.tensorboard import describe
+    from zero2all.track.tensorboard import describe, import_tensorboard
 
     rename = {}
     for word in arguments.rename:
@@ -90,7 +89,7 @@ def _export(arguments: argparse.Namespace) -> None:
         require_output(Path(place[0]), f"--to {kind}", is_folder=kind == "tensorboard")
     with open_run(arguments.run, arguments) as run:
         if kind == "csv":
-            from zero2all.track.csv_export import export_csv
+            from zero2all.track.sinks import export_csv
 
             rows = export_csv(run.folder, Path(place[0]), arguments.metric or None)
             print(f"{place[0]}: {t(counted(rows, 'step'))}")
@@ -101,7 +100,7 @@ def _export(arguments: argparse.Namespace) -> None:
 def _send(run: OpenRun, arguments: argparse.Namespace, folder: Path | None) -> None:
     import hashlib
 
-    from zero2all.track.sidecar import user_cache
+    from zero2all.track.columns import user_cache
     from zero2all.track.sinks import Sink, TensorboardSink, WandbSink, export
 
     sink: Sink

@@ -29,7 +29,7 @@ FIELDS: dict[str, dict[str, type]] = {
     "corpus": {"source": str, "number": int, "channel": str, "report": dict},
     "best_fit": {"seq_len": int, "rows": int, "pieces": int},
 }
-"""What a manifest has to say for others to read on; `packed.layout` checks that of packed data in more depth."""
+"""What a manifest has to say for others to read on; `packed.shard_format` checks that of packed data in more depth."""
 
 
 def fingerprint(value: Any) -> str:

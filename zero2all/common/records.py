@@ -1,7 +1,7 @@
 """Reading the corpus contract: what every later stage needs of it and nothing more.
 
 `corpus/report.json` lists the sources of the corpus; each source has `<name>/{train,valid}/part-*` with its records,
-as JSON lines, compressed JSON lines, parquet or plain text (see `zero2all.corpus.shards`, which writes them).
+as JSON lines, compressed JSON lines, parquet or plain text (see `zero2all.corpus.shard_files`, which writes them).
 """
 
 from __future__ import annotations

@@ -20,9 +20,8 @@ from zero2all.common import jsonio
 from zero2all.common.engine import Engine, advance
 from zero2all.common.files import read_json, staged_folder, write_json
 from zero2all.common.records import ORIGINS_NAME
-from zero2all.corpus.dedup.arrays import write_npy
 from zero2all.corpus.dedup.config import DedupConfig
-from zero2all.corpus.dedup.index import IndexWriter, digest_bytes, read_anchors, read_index, read_signatures
+from zero2all.corpus.dedup.index import IndexWriter, digest_bytes, read_anchors, read_index, read_signatures, write_npy
 from zero2all.corpus.dedup.lines import LINES_NAME, frequent_lines, strip_lines
 from zero2all.corpus.dedup.signatures import Described, describe
 from zero2all.corpus.record import encode_record

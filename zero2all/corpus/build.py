@@ -37,12 +37,11 @@ from zero2all.corpus.duplicates import CLUSTERS_NAME, Duplicates, SourceSegments
 from zero2all.corpus.finish import SourceFinish, finish_shard
 from zero2all.corpus.ingest import NAMED_FILES, ingest_unit
 from zero2all.corpus.listing import require_readable
-from zero2all.corpus.plan import Part, SourcePlan, cut_sources, list_source, plan_source
-from zero2all.corpus.quarantine import QUARANTINE_NAME
+from zero2all.corpus.plan import SourcePart, SourcePlan, cut_sources, list_source, plan_source
 from zero2all.corpus.record import SOURCES_NAME, keep_source_numbers, source_numbers
 from zero2all.corpus.report import REPORT_NAME, make_report
 from zero2all.corpus.report_html import REPORT_HTML_NAME, report_html
-from zero2all.corpus.segments import BUILD_NAME, Segment, channels_in, segments_of_unit
+from zero2all.corpus.segments import BUILD_NAME, QUARANTINE_NAME, Segment, channels_in, segments_of_unit
 from zero2all.corpus.settings import BuildOptions
 from zero2all.corpus.source_report import plan_in_words, report_fields, require_usable, segments_of, skipped_names
 from zero2all.corpus.sources import Source, source_problems
@@ -141,8 +140,8 @@ class _Build:
         self.corpus_folder, self.plans, self.options, self.keep_build = corpus_folder, plans, options, keep_build
         self.work = corpus_folder / BUILD_NAME
         self.dedups = options.dedup.exact or options.dedup.near != "off" or options.dedup.lines
-        self.parts: list[Part] = []
-        self.stale: list[Part] = []
+        self.parts: list[SourcePart] = []
+        self.stale: list[SourcePart] = []
         self.finished: dict[str, list[FileCheck]] = {}
         self._wanted = {plan.inputs for plan in plans}
         """Folders under `.build` that belong to this build."""
@@ -154,7 +153,7 @@ class _Build:
     def _settle(self, channels: Mapping[str, list[str]]) -> None:
         """With the channels of every plan, everything this build writes has its name."""
         options, plans = self.options, self.plans
-        unnumbered = [Part(plan, channel, 0) for plan in plans for channel in channels[plan.name]]
+        unnumbered = [SourcePart(plan, channel, 0) for plan in plans for channel in channels[plan.name]]
         self.numbers = source_numbers(self.corpus_folder, [part.name for part in unnumbered])
         self.parts = [replace(part, number=self.numbers[part.name]) for part in unnumbered]
         lines = [options.dedup.line_records, options.dedup.line_max_frequent]
@@ -280,7 +279,7 @@ class _Build:
                 if finish.take(task, facts):
                     self._commit(part, finish, read)
 
-    def _commit(self, part: Part, finish: SourceFinish, read: dict[str, list[Segment]]) -> None:
+    def _commit(self, part: SourcePart, finish: SourceFinish, read: dict[str, list[Segment]]) -> None:
         plan = part.plan
         states = [segment.state for segment in read[plan.name]]
         content = {

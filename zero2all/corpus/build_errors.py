@@ -8,8 +8,8 @@ from typing import Any
 
 from zero2all.common.errors import BadInputError
 from zero2all.corpus.finish import DROPPED_FOLDER
-from zero2all.corpus.quarantine import QUARANTINE_NAME
 from zero2all.corpus.report import counts_in_words, in_short
+from zero2all.corpus.segments import QUARANTINE_NAME
 from zero2all.corpus.sources import FIELD_NAMES, Source, content_flag
 
 

@@ -27,7 +27,7 @@ from zero2all.corpus.readers import (
     Format,
     Limits,
     Origin,
-    Row,
+    RawRow,
     Unit,
     damaged_at,
     plan_units,
@@ -104,10 +104,10 @@ class _Items:
         """Mapping of the item handed out last."""
         self._resume = self._next = resume
         self._notes = _Notes()
-        self._unit_items: Iterator[Row | Damaged] = iter(())
+        self._unit_items: Iterator[RawRow | Damaged] = iter(())
         self._skips: list[tuple[str, str]] = []
         """Archive members without anything to read before the item read last."""
-        self._ahead: deque[tuple[Row | Damaged | None, list[tuple[str, str]]]] = deque()
+        self._ahead: deque[tuple[RawRow | Damaged | None, list[tuple[str, str]]]] = deque()
         """Items read to guess a mapping and not handed out yet, with the members skipped before each; None: the end."""
         self._told = self._untold = 0
         self._unit_left = 0
@@ -116,7 +116,7 @@ class _Items:
 
     def fill(self, writer: SegmentWriter) -> None:
         """Hand over items until the writer has a batch, or there are no more."""
-        item: Row | Damaged | None = None
+        item: RawRow | Damaged | None = None
         for item in self._stream:
             document = _document_of(item, self._mapping)
             writer.add(item, document, self._unread_behind(document) if isinstance(document, Damaged) else 0)
@@ -145,7 +145,7 @@ class _Items:
         """Move the progress bar to the end of this task."""
         advance(max(self.task.raw_bytes - self._told, 0))
 
-    def _read(self) -> Iterator[Row | Damaged]:
+    def _read(self) -> Iterator[RawRow | Damaged]:
         resume = self._resume
         for file_number, file in enumerate(self.task.files):
             if resume is not None and file_number < resume["file"]:
@@ -171,7 +171,7 @@ class _Items:
                 self._unit_items = iter(items)
                 yield from self._mapped(unit, at)
 
-    def _mapped(self, unit: Unit, resumed: dict[str, Any] | None) -> Iterator[Row | Damaged]:
+    def _mapped(self, unit: Unit, resumed: dict[str, Any] | None) -> Iterator[RawRow | Damaged]:
         """The items of a unit; `_mapping` is that of their file or archive member."""
         known = unit.mapping if unit.mapping is not None else self.task.known_mappings.get(unit.file.name)
         origin: Any = None
@@ -187,12 +187,12 @@ class _Items:
                 resumed = None
             yield item
 
-    def _guess(self, first: Row | Damaged) -> dict[str, str] | None:
+    def _guess(self, first: RawRow | Damaged) -> dict[str, str] | None:
         """The mapping for rows like the first of this origin; the items read for it are put into `_ahead`."""
-        if isinstance(first, Row) and first.is_document:
+        if isinstance(first, RawRow) and first.is_document:
             return None
-        rows = [first, *(item for item, _ in self._ahead if isinstance(item, Row))]
-        last: Row | Damaged | None = self._ahead[-1][0] if self._ahead else first
+        rows = [first, *(item for item, _ in self._ahead if isinstance(item, RawRow))]
+        last: RawRow | Damaged | None = self._ahead[-1][0] if self._ahead else first
         while (
             len(rows) < PEEKED_ROWS
             and len(self._ahead) < PEEKED_ITEMS
@@ -201,14 +201,14 @@ class _Items:
         ):
             self._ahead.append(self._read_one())
             last = self._ahead[-1][0]
-            rows += [last] if isinstance(last, Row) else []
-        fields = [row.fields for row in rows if isinstance(row, Row) and row.origin is first.origin][:PEEKED_ROWS]
+            rows += [last] if isinstance(last, RawRow) else []
+        fields = [row.fields for row in rows if isinstance(row, RawRow) and row.origin is first.origin][:PEEKED_ROWS]
         mapping = guess_mapping(fields, self.task.given_mapping) if fields else None
         if mapping is None:
             self._notes.see_fields(longest_first(fields))
         return mapping
 
-    def _take(self) -> Row | Damaged | None:
+    def _take(self) -> RawRow | Damaged | None:
         """The next item of the unit. The archive members skipped before it are counted now: a resumed build starts
         behind them."""
         item, skips = self._ahead.popleft() if self._ahead else self._read_one()
@@ -216,7 +216,7 @@ class _Items:
             self._notes.skip(reason, name)
         return item
 
-    def _read_one(self) -> tuple[Row | Damaged | None, list[tuple[str, str]]]:
+    def _read_one(self) -> tuple[RawRow | Damaged | None, list[tuple[str, str]]]:
         item = next(self._unit_items, None)
         skips, self._skips = self._skips, []
         return item, skips
@@ -260,7 +260,7 @@ class _Notes:
         """Fields of rows none of which is known to hold the text; a few are enough for the message."""
         self.unmapped_fields = list(dict.fromkeys([*self.unmapped_fields, *names]))[:NAMED_FIELDS]
 
-    def add_origin(self, first: Row | Damaged, mapping: Mapping[str, str] | None, is_beginning: bool) -> None:
+    def add_origin(self, first: RawRow | Damaged, mapping: Mapping[str, str] | None, is_beginning: bool) -> None:
         """A file or archive member, by its first item: what it is and how its rows are read, or that they cannot be."""
         if is_beginning and first.origin is not None:
             name = str(first.origin.format)
@@ -269,16 +269,16 @@ class _Notes:
                 self.note(first.origin.name, "read as plain text: the name says JSON, but the file holds none")
         if mapping and mapping not in self.mappings:
             self.mappings.append(dict(mapping))
-        elif not mapping and isinstance(first, Row) and not first.is_document:
+        elif not mapping and isinstance(first, RawRow) and not first.is_document:
             self.see_fields(first.fields)
 
 
-def _origin_key(item: Row | Damaged) -> list[Any]:
+def _origin_key(item: RawRow | Damaged) -> list[Any]:
     """Tells one file or archive member from another; as JSON holds it."""
     return [item.origin.name, *item.origin.path] if item.origin is not None else []
 
 
-def _document_of(item: Row | Damaged, mapping: Mapping[str, str] | None) -> Document | Damaged:
+def _document_of(item: RawRow | Damaged, mapping: Mapping[str, str] | None) -> Document | Damaged:
     if isinstance(item, Damaged):
         return item
     if item.is_document:
@@ -291,6 +291,6 @@ def _document_of(item: Row | Damaged, mapping: Mapping[str, str] | None) -> Docu
         return _unusable_row(item, "not_text", str(error))
 
 
-def _unusable_row(row: Row, reason: str, detail: str) -> Damaged:
+def _unusable_row(row: RawRow, reason: str, detail: str) -> Damaged:
     excerpt = repr(row.fields)
     return Damaged(row.place, reason, detail[:EXCERPT_CHARS], len(excerpt.encode(errors="replace")), excerpt)

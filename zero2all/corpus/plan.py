@@ -23,11 +23,11 @@ from zero2all.corpus.channels import CHANNELS
 from zero2all.corpus.clean.config import CleanConfig
 from zero2all.corpus.ingest import PEEKED_ITEMS, IngestTask
 from zero2all.corpus.listing import InputFile, Listing, list_files
-from zero2all.corpus.look import Look
-from zero2all.corpus.readers import NOT_READ, Format, Limits, Row, Unit, plan_units, read_unit
+from zero2all.corpus.readers import NOT_READ, Format, Limits, RawRow, Unit, plan_units, read_unit
 from zero2all.corpus.segment_writer import SEGMENT_BYTES, SEGMENT_ITEMS
 from zero2all.corpus.segments import BUILD_NAME
 from zero2all.corpus.settings import BuildOptions
+from zero2all.corpus.source_sampling import SourceSample
 from zero2all.corpus.sources import PEEKED_ROWS, Source, choose_template, guess_mapping, part_name
 
 RULES = 7
@@ -46,7 +46,7 @@ class SourcePlan:
     channel: str
     """Of an `auto` source, the one that most of the sampled documents belong to."""
     channel_reason: str
-    look: Look
+    look: SourceSample
     """What was found in the files looked into."""
     cleans: Mapping[str, CleanConfig]
     """The rules of every channel a document of it may get."""
@@ -64,7 +64,7 @@ class SourcePlan:
 
 
 @dataclass(frozen=True)
-class Part:
+class SourcePart:
     """What becomes one source of the corpus: all of a source, or what `auto` found of one channel in it."""
 
     plan: SourcePlan
@@ -112,9 +112,9 @@ def list_source(source: Source, corpus_folder: Path) -> Listing:
 
 
 def plan_source(source: Source, listing: Listing, corpus_folder: Path, options: BuildOptions) -> SourcePlan:
-    """Look into a source."""
+    """What a sample of a source shows."""
     limits = options.limits
-    look = Look(source, listing, limits)
+    look = SourceSample(source, listing, limits)
     template = choose_template(source, look.mappings)
     guessed, reason = look.guess_channel()
     is_auto = source.is_auto
@@ -192,7 +192,7 @@ def _guessed(unit: Unit, task: LargeFile) -> dict[str, str]:
     if unit.format in NOT_READ:
         return {}
     items = itertools.islice(read_unit(unit, task.limits, lambda _: None), PEEKED_ITEMS + 1)
-    rows = itertools.islice((item for item in items if isinstance(item, Row)), PEEKED_ROWS)
+    rows = itertools.islice((item for item in items if isinstance(item, RawRow)), PEEKED_ROWS)
     return guess_mapping([row.fields for row in rows if not row.is_document], task.given_mapping) or {}
 
 

@@ -24,8 +24,7 @@ from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.dedup.index import IndexWriter
 from zero2all.corpus.dedup.lines import LineCounter, uses_lines
 from zero2all.corpus.dedup.signatures import describe_encoded, encode
-from zero2all.corpus.quarantine import encodable, quarantine_line
-from zero2all.corpus.readers import EXCERPT_CHARS, Damaged, Row
+from zero2all.corpus.readers import EXCERPT_CHARS, Damaged, RawRow
 from zero2all.corpus.record import Document, encode_record, plain
 from zero2all.corpus.report import Tally
 from zero2all.corpus.segments import (
@@ -37,6 +36,8 @@ from zero2all.corpus.segments import (
     RECORDS_NAME,
     SAMPLE_CHARS,
     SAMPLES_PER_RULE,
+    encodable,
+    quarantine_line,
 )
 from zero2all.corpus.sources import part_name
 
@@ -70,7 +71,7 @@ class SegmentWriter:
         self._writers: dict[str, _ChannelWriter] = {}
         if not is_auto:
             self._writers[channel] = _ChannelWriter(source, dedup, staging, cleaners[channel], stack)
-        self._batch: list[tuple[Row | Damaged, Document | Damaged, int]] = []
+        self._batch: list[tuple[RawRow | Damaged, Document | Damaged, int]] = []
         self._batch_chars = 0
 
     @property
@@ -87,7 +88,7 @@ class SegmentWriter:
         """Whether the documents waiting should be cleaned now."""
         return self._batch_chars >= BATCH_CHARS or len(self._batch) >= BATCH_RECORDS
 
-    def add(self, item: Row | Damaged, document: Document | Damaged, unread_bytes: int = 0) -> None:
+    def add(self, item: RawRow | Damaged, document: Document | Damaged, unread_bytes: int = 0) -> None:
         """Take an item into the batch, as a document or as damaged, with how much of its file is lost behind it."""
         self._batch.append((item, document, unread_bytes))
         if isinstance(document, Document):
@@ -126,7 +127,7 @@ class _Waiting(NamedTuple):
     """A document of the current batch."""
 
     number: int
-    item: Row | Damaged
+    item: RawRow | Damaged
     document: Document
 
 
@@ -150,15 +151,15 @@ class _ChannelWriter:
         self._index = stack.enter_context(IndexWriter(folder, near=dedup.near != "off"))
         self._lines = LineCounter(dedup) if uses_lines(cleaner.channel, dedup) else None
 
-    def add(self, item: Row | Damaged, document: Document) -> None:
+    def add(self, item: RawRow | Damaged, document: Document) -> None:
         """Take a document into the batch."""
         self._note_origin(item)
         self._batch.append(_Waiting(self.items, item, document))
         self.items += 1
-        if isinstance(item, Row) and item.replaced:
+        if isinstance(item, RawRow) and item.replaced:
             self.tally.replaced.update({"records": 1, "characters": item.replaced})
 
-    def add_damaged(self, item: Row | Damaged, damaged: Damaged, unread_bytes: int) -> None:
+    def add_damaged(self, item: RawRow | Damaged, damaged: Damaged, unread_bytes: int) -> None:
         """Count and list an item that could not be read."""
         self._note_origin(item)
         self.tally.bytes_in += damaged.raw_bytes
@@ -166,7 +167,7 @@ class _ChannelWriter:
         self._quarantine(self.items, item, damaged)
         self.items += 1
 
-    def _note_origin(self, item: Row | Damaged) -> None:
+    def _note_origin(self, item: RawRow | Damaged) -> None:
         """Write down where the items of another file begin."""
         if item.origin is not self._origin:
             self._origin = item.origin
@@ -257,7 +258,7 @@ class _ChannelWriter:
             }
             self._dropped.write(jsonio.dumps_line(encodable(sample)))
 
-    def _quarantine(self, number: int, item: Row | Damaged, damaged: Damaged) -> None:
+    def _quarantine(self, number: int, item: RawRow | Damaged, damaged: Damaged) -> None:
         self.tally.quarantined_by_reason[damaged.reason] += 1
         self.tally.bytes_quarantined += damaged.raw_bytes
         if self.cleaner.masks:
@@ -271,6 +272,6 @@ def _without_cut_words(excerpt: str) -> str:
     return CUT_WORD.sub("…", excerpt) if len(excerpt) >= EXCERPT_CHARS else excerpt
 
 
-def origin_name(item: Row | Damaged) -> str:
+def origin_name(item: RawRow | Damaged) -> str:
     """The file an item came from, in words."""
     return item.origin.name if item.origin is not None else ""

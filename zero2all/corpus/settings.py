@@ -27,7 +27,7 @@ from zero2all.corpus.clean.config import RULES, CleanConfig, build_config, merge
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.listing import is_url
 from zero2all.corpus.readers import Limits, TextBy
-from zero2all.corpus.shards import SHARD_FORMATS, ShardFormat
+from zero2all.corpus.shard_files import SHARD_FORMATS, ShardFormat
 from zero2all.corpus.sources import KINDS, Source, find_kind, parse_source
 
 SECTIONS = ("sources", "options", "clean", "dedup", "engine")

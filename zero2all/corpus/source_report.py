@@ -18,10 +18,9 @@ from zero2all.common.progress import counted
 from zero2all.common.records import TITLE_AND_TEXT
 from zero2all.corpus.build_errors import no_text_field, nothing_readable
 from zero2all.corpus.listing import UNREADABLE
-from zero2all.corpus.plan import Part, SourcePlan, planned_units
-from zero2all.corpus.quarantine import QUARANTINE_NAME, write_quarantine
+from zero2all.corpus.plan import SourcePart, SourcePlan, planned_units
 from zero2all.corpus.report import FOUND_BY_DOCUMENT, Tally, in_short, mapping_in_words
-from zero2all.corpus.segments import CHANNELS_KEY, Segment, dropped_excerpts
+from zero2all.corpus.segments import CHANNELS_KEY, QUARANTINE_NAME, Segment, dropped_excerpts, write_quarantine
 from zero2all.corpus.settings import BuildOptions
 from zero2all.corpus.sources import content_flag
 
@@ -38,7 +37,7 @@ TRANSIENT = frozenset({UNREADABLE, "read_error"})
 
 def require_usable(
     corpus_folder: Path,
-    parts: Sequence[Part],
+    parts: Sequence[SourcePart],
     segments: Mapping[str, list[Segment]],
     read: Mapping[str, list[Segment]],
     options: BuildOptions,
@@ -70,7 +69,7 @@ def require_usable(
 
 
 def _require_undamaged(
-    part: Part, whole: Tally, tally: Tally, listed: str, segments: list[Segment], most: float
+    part: SourcePart, whole: Tally, tally: Tally, listed: str, segments: list[Segment], most: float
 ) -> None:
     """Stop when what a source gave is nothing, nothing but rows without text, or too much damage."""
     plan, source, records_in = part.plan, part.plan.source, whole.records_in
@@ -107,7 +106,7 @@ def _require_undamaged(
 
 
 def too_many_dropped(
-    found: list[tuple[Part, str, int]], tallies: Mapping[str, Tally], segments: Mapping[str, list[Segment]]
+    found: list[tuple[SourcePart, str, int]], tallies: Mapping[str, Tally], segments: Mapping[str, list[Segment]]
 ) -> BadInputError:
     """The error for rules that drop much of sources whose channel was guessed; it shows what they dropped."""
     lines = []
@@ -141,7 +140,7 @@ def _forget_unreadable(plan: SourcePlan, segments: list[Segment]) -> None:
             shutil.rmtree(segment.folder.parent, ignore_errors=True)
 
 
-def segments_of(part: Part, read: list[Segment]) -> list[Segment]:
+def segments_of(part: SourcePart, read: list[Segment]) -> list[Segment]:
     """What was read of a source, as far as it belongs to one part of it."""
     if not part.plan.source.is_auto:
         return read
@@ -168,7 +167,7 @@ def plan_in_words(plan: SourcePlan) -> str:
     return f"{plan.name}: {'; '.join(parts)}"
 
 
-def report_fields(part: Part, states: list[dict[str, Any]]) -> dict[str, Any]:
+def report_fields(part: SourcePart, states: list[dict[str, Any]]) -> dict[str, Any]:
     """What the report of a source says beside the counts; `states` are those of all segments of what was read."""
     plan = part.plan
     mappings: list[dict[str, str]] = []

@@ -46,8 +46,8 @@ from zero2all.evals.ngrams import (
     stretches,
     units_of,
 )
-from zero2all.packed.layout import NO_GID
 from zero2all.packed.pieces import PIECE_BYTES, Document, cut_part, document_batches
+from zero2all.packed.shard_format import NO_GID
 
 REPORT_NAME = "contamination.json"
 RULES = 2
@@ -75,7 +75,7 @@ LEAST_SHARE = 0.2
 """Of the n-grams of a text, to count as found."""
 
 
-class Part(NamedTuple):
+class CorpusPart(NamedTuple):
     """What an item is looked for by."""
 
     name: str
@@ -104,7 +104,7 @@ class ItemGrams:
     """Sorted, each once."""
     anchors: dict[GramKey, np.ndarray]
     """The runs that grams begin with, by the key that `anchor_of` gives; what a filter is made of."""
-    of_item: list[list[Part]]
+    of_item: list[list[CorpusPart]]
     following: dict[GramKey, dict[int, list[Following]]]
     """By the key and the hash of a short question."""
 
@@ -116,7 +116,7 @@ class ItemGrams:
 
 def grams_of_items(items: Sequence[Item]) -> ItemGrams:
     """Hash all items. One without any letter or digit has no grams and is never found."""
-    parts: list[list[Part]] = []
+    parts: list[list[CorpusPart]] = []
     anchors: dict[GramKey, list[np.ndarray]] = {}
     texts: dict[GramKey, dict[int, np.ndarray]] = {}  # each different text once, by its hash
     following: dict[GramKey, dict[int, list[Following]]] = {}
@@ -134,14 +134,14 @@ def grams_of_items(items: Sequence[Item]) -> ItemGrams:
             if not key.length or (is_short and name != "question"):
                 continue
             found = np.unique(run_hashes(units, key.length))
-            mine.append(Part(name, key, found, is_short))
+            mine.append(CorpusPart(name, key, found, is_short))
             texts.setdefault(key, {})[_hash(units)] = found
             anchor = anchor_of(key)
             anchors.setdefault(anchor, []).append(found if anchor == key else run_hashes(units, anchor.length)[:1])
             if is_short and (runs := _runs_after(units, options, kind)):
                 whole = Following(wholes[kind], runs)
                 following.setdefault(key, {}).setdefault(_hash(units), []).append(whole)
-                mine.append(Part(name, GramKey(kind, WHOLE), np.array([whole.item])))
+                mine.append(CorpusPart(name, GramKey(kind, WHOLE), np.array([whole.item])))
                 wholes[kind] += 1
         parts.append(mine)
     hashes = {GramKey(kind, WHOLE): np.arange(count) for kind, count in wholes.items()}
@@ -155,7 +155,7 @@ def grams_of_items(items: Sequence[Item]) -> ItemGrams:
     )
 
 
-def _placed(part: Part, hashes: Mapping[GramKey, np.ndarray], common: Mapping[GramKey, np.ndarray]) -> Part:
+def _placed(part: CorpusPart, hashes: Mapping[GramKey, np.ndarray], common: Mapping[GramKey, np.ndarray]) -> CorpusPart:
     """The part with the places of its grams; without those that are in several texts, or weak where none is left."""
     if part.key.length == WHOLE or part.is_weak:
         return part._replace(places=np.searchsorted(hashes[part.key], part.places))
@@ -451,7 +451,7 @@ def _of_tasks(
     return result
 
 
-def _hit(part: Part, found: Mapping[GramKey, tuple[np.ndarray, np.ndarray]]) -> tuple[float, int, int]:
+def _hit(part: CorpusPart, found: Mapping[GramKey, tuple[np.ndarray, np.ndarray]]) -> tuple[float, int, int]:
     """Of a part: the share of its grams that were found, the most documents that hold one of them, the least gid."""
     documents, first = (each[part.places] for each in found[part.key])
     return float((documents > 0).mean()), int(documents.max()), int(first.min())

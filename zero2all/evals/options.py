@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,8 @@ from zero2all.common.files import crc32c_of, read_json_object, write_json
 from zero2all.common.manifest import read_manifest
 from zero2all.common.records import corpus_sources
 from zero2all.common.workspace import Workspace
-from zero2all.evals.pair_file import read_pairs
-from zero2all.evals.probe_file import read_probes
+from zero2all.evals.question_files import read_pairs, read_probes
 from zero2all.evals.tasks.list import TaskQuestions
-from zero2all.evals.text_files import text_files
 from zero2all.train.checkpoints.layout import require_checkpoint
 from zero2all.train.checkpoints.manifest import Step, chosen_step
 
@@ -154,3 +154,71 @@ def _check_corpus(corpus: Path, options: EvalOptions) -> None:
             f"--valid-share, or from more documents (a source of fewer than 20 holds none out), or ask --probes, "
             f"or score a --text."
         )
+
+
+# Text files that a person names, to be scored one by one. No torch here.
+
+
+LONGEST_CHARACTER = 4
+"""Bytes of UTF-8."""
+
+
+def text_files(places: Sequence[Path]) -> dict[str, Path]:
+    """The files in these places by name: files themselves, and all files below folders but hidden ones; each once."""
+    found: dict[str, Path] = {}
+    for place in places:
+        given = {path.resolve() for path in found.values()}
+        if place.is_file():
+            if place.resolve() not in given:
+                found[place.name if place.name not in found else str(place)] = place
+            continue
+        if not place.is_dir():
+            raise BadInputError(
+                f"There is no text file or folder {place}. Give --text a file or a folder of text files."
+            )
+        inside = [path for path in sorted(place.rglob("*")) if path.is_file() and not _is_hidden(path, place)]
+        if not inside:
+            raise BadInputError(
+                f"The folder {place} has no files to score. Give --text a file or a folder of text files."
+            )
+        found |= {
+            os.path.join(place.name, path.relative_to(place)): path  # noqa: PTH118
+            for path in inside
+            if path.resolve() not in given
+        }
+    return found
+
+
+def _is_hidden(path: Path, root: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(root).parts)
+
+
+def read_text(path: Path, max_bytes: int) -> tuple[str, bool] | str:
+    """The first max_bytes of a file as text, and whether that is all of it; or, in words, why it is no text. A cut
+    falls between characters, and there is at least one."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(max_bytes + LONGEST_CHARACTER)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    is_whole = len(data) <= max_bytes
+    if not data:
+        return "is empty"
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "is UTF-16: convert it with iconv -f UTF-16 -t UTF-8"
+    if b"\0" in data:
+        return "is not text (it has zero bytes)"
+    end = min(max_bytes, len(data))
+    while end > 0 and not is_whole and _is_inside_character(data[end]):
+        end -= 1
+    if end == 0:  # the first character is longer than the limit
+        end = next((n for n in range(1, len(data)) if not _is_inside_character(data[n])), len(data))
+    try:
+        return data[:end].decode("utf-8"), is_whole
+    except UnicodeDecodeError:
+        return "is not UTF-8"
+
+
+def _is_inside_character(byte: int) -> bool:
+    """Whether a byte of UTF-8 goes on with the character before it."""
+    return byte & 0b1100_0000 == 0b1000_0000

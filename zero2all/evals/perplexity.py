@@ -22,11 +22,11 @@ from typing import Any
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.progress import progress
 from zero2all.common.records import corpus_sources, iter_records, text_template, training_text
-from zero2all.evals.text_files import read_text
+from zero2all.evals.options import read_text
 from zero2all.infer.boundary import opening_id
 from zero2all.infer.engine import Engine
 from zero2all.infer.load import LoadedModel, load_model
-from zero2all.packed.layout import PackedSplit
+from zero2all.packed.shard_format import PackedSplit
 from zero2all.train.checkpoints.layout import checkpoint_folder
 from zero2all.train.checkpoints.manifest import HELD_OUT, read_manifest
 from zero2all.train.validate import Scores, held_out_scores

@@ -1,4 +1,4 @@
-"""Asking probes (`probe_file.py`: short questions whose answer a model either knows or does not).
+"""Asking probes (`question_files.py`: short questions whose answer a model either knows or does not).
 
 A probe is right when a whole right answer is what greedy decoding over the full vocabulary writes after the prompt, and
 ends there. Beside that are measured log P(answer | prompt), its share among answers and foils, and the rank of the
@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from zero2all.common.progress import Bar, progress
-from zero2all.evals.probe_file import Probe
+from zero2all.evals.judge import wilson
+from zero2all.evals.question_files import Pair, Probe
 from zero2all.evals.scorer import Question, Scored, score_questions
 from zero2all.infer.engine import Engine
 from zero2all.infer.job import Job
@@ -200,3 +201,79 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     drawn = np.random.default_rng(0).integers(0, len(found), (RESAMPLES, len(found)))
     low, high = np.quantile(found[drawn].mean(axis=1), (0.025, 0.975))
     return float(low), float(high)
+
+
+# Contrast pairs: a right sentence against one that is wrong by as little as possible. Which is likelier to a model?
+#
+# The whole sentence is scored from its beginning, so a pair tests what no single next word does: word order, agreement
+# over a distance, which of two entities did it. Right by the log probability of the sentence, and also by that per
+# byte, where the two sentences differ in length.
+
+
+@dataclass(frozen=True)
+class PairResult:
+    """What a model says of a pair."""
+
+    pair: Pair
+    right_logprob: float
+    wrong_logprob: float
+
+    @property
+    def told_apart(self) -> bool:
+        """Whether the right sentence is the likelier one; a tie is not."""
+        return self.right_logprob > self.wrong_logprob
+
+    @property
+    def told_apart_per_byte(self) -> bool:
+        """The same by log probability per byte."""
+        right, wrong = len(self.pair.right.encode()), len(self.pair.wrong.encode())
+        return self.right_logprob / right > self.wrong_logprob / wrong
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The results of some pairs, and why others have none."""
+
+    results: list[PairResult]
+    skipped: dict[str, str]
+    """By the id of the pair."""
+
+
+def compare_pairs(engine: Engine, pairs: list[Pair]) -> Compared:
+    """Score both sentences of every pair, all in one batch."""
+    with progress("pairs", total=len(pairs), unit="pair") as bar:
+        found = score_questions(engine, [Question("", (pair.right, pair.wrong)) for pair in pairs], bar)
+    results, skipped = [], {}
+    for pair, scored in zip(pairs, found, strict=True):
+        if isinstance(scored, str):
+            skipped[pair.id] = scored
+        else:
+            right, wrong = (max(each.logprob, IMPOSSIBLE) for each in scored)
+            results.append(PairResult(pair, right, wrong))
+    return Compared(results, skipped)
+
+
+def summarize_pairs(compared: Compared) -> dict[str, Any]:
+    """Accuracy with its interval, and the mean difference in nats, by channel and kind. Chance is one half."""
+    results = compared.results
+    channels: dict[str, Any] = {}
+    for channel in sorted({result.pair.channel for result in results}):
+        mine = [result for result in results if result.pair.channel == channel]
+        kinds = sorted({result.pair.kind for result in mine})
+        channels[channel] = {
+            **_figures(mine),
+            "kinds": {kind: _figures([result for result in mine if result.pair.kind == kind]) for kind in kinds},
+        }
+    skipped = dict(Counter(compared.skipped.values()))
+    return {**(_figures(results) if results else {}), "channels": channels, "skipped": skipped}
+
+
+def _figures(results: list[PairResult]) -> dict[str, Any]:
+    right = sum(result.told_apart for result in results)
+    return {
+        "accuracy": right / len(results),
+        "interval": list(wilson(right, len(results))),
+        "accuracy_per_byte": fmean(result.told_apart_per_byte for result in results),
+        "nats": fmean(result.right_logprob - result.wrong_logprob for result in results),
+        "pairs": len(results),
+    }

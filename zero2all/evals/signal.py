@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from zero2all.common.language import language
+from zero2all.common.language import message
 from zero2all.common.language import translate as t
 from zero2all.common.progress import terminal_safe
 from zero2all.evals.scores import Curve
@@ -58,7 +58,6 @@ class Signal:
     """Checkpoints whose value is not a number."""
     verdict: str
     reason: str
-    reason_zh: str
     spearman: float | None = None
     p: float | None = None
     change: float | None = None
@@ -83,7 +82,7 @@ def signal_lines(signals: Sequence[Signal]) -> list[str]:
     if not signals:
         return []
     if all(signal.verdict == TOO_FEW for signal in signals):
-        return ["", t(f"no verdict on the curves yet: {_reason(signals[0])}")]
+        return ["", t(f"no verdict on the curves yet: {signals[0].reason}")]
     lines = ["", t("which curves to believe                 Spearman   signal/noise   verdict")]
     shown = sorted(signals, key=lambda each: each.name.count("/"))
     for signal in shown[:MOST_LINES]:
@@ -97,25 +96,16 @@ def signal_lines(signals: Sequence[Signal]) -> list[str]:
     return lines
 
 
-def _reason(signal: Signal) -> str:
-    return signal.reason_zh if language() == "zh" else signal.reason
-
-
 def judge_curve(curve: Curve) -> Signal:
     """Whether a curve carries signal, and why."""
     points = [point for point in curve.points if np.isfinite(point.value)]
     left_out = len(curve.points) - len(points)
     if len(points) < LEAST_CHECKPOINTS:
-        not_numbers = f" ({left_out} more are not numbers)" if left_out else ""
-        return Signal(
-            curve.name,
-            len(points),
-            left_out,
-            TOO_FEW,
-            f"{len(points)} checkpoints{not_numbers}; {LEAST_CHECKPOINTS} are needed to see a trend",
-            f"只有 {len(points)} 个检查点{f'（另有 {left_out} 个不是数值）' if left_out else ''}，"
-            f"至少要 {LEAST_CHECKPOINTS} 个才能区分趋势与偶然",
+        known = (
+            f"{len(points)} checkpoints ({left_out} more are not numbers)" if left_out else f"{len(points)} checkpoints"
         )
+        reason = message(f"{known}; {LEAST_CHECKPOINTS} are needed to see a trend")
+        return Signal(curve.name, len(points), left_out, TOO_FEW, reason)
     steps = np.array([point.step for point in points], dtype=np.float64)
     values = np.array([point.value for point in points], dtype=np.float64)
     third = max(2, len(values) // 3)
@@ -134,14 +124,13 @@ def judge_curve(curve: Curve) -> Signal:
         mean=float(values.mean()),
         is_flat=is_flat,
     )
-    verdict, reason, reason_zh = _verdict(curve, figures)
+    verdict, reason = _verdict(curve, figures)
     return Signal(
         curve.name,
         len(points),
         left_out,
         verdict,
         reason,
-        reason_zh,
         spearman=_spearman(values),
         p=p,
         change=last - first,
@@ -166,36 +155,27 @@ class _Figures:
     is_flat: bool
 
 
-def _verdict(curve: Curve, found: _Figures) -> tuple[str, str, str]:
-    """The verdict, and the reason in English and in Chinese."""
+def _verdict(curve: Curve, found: _Figures) -> tuple[str, str]:
+    """The verdict and its reason."""
     chance, shape, move = curve.chance, found.shape, float(np.ptp(found.shape))
     has_shape = found.p <= LARGEST_P
     if chance is not None and np.abs((shape if has_shape else found.mean) - chance).max() <= found.error:
-        return (
-            CHANCE,
-            f"{found.mean:.4g} in the mean, and guessing gives {chance:.4g}: within ±{found.error:.2g}",
-            f"平均为 {found.mean:.4g}，随机猜测为 {chance:.4g}：相差在 ±{found.error:.2g} 以内",
+        return CHANCE, message(
+            f"{found.mean:.4g} in the mean, and guessing gives {chance:.4g}: within ±{found.error:.2g}"
         )
     if found.is_flat:
-        return NOISE, "the value is the same at every checkpoint", "每个检查点的值都相同，无法区分"
+        return NOISE, message("the value is the same at every checkpoint")
     if not has_shape:
-        return (
-            NOISE,
-            f"no shape: {found.p:.0%} of random walks with noise look as orderly",
-            f"没有规律：{found.p:.0%} 的带噪声随机游走看起来同样有序",
-        )
+        return NOISE, message(f"no shape: {found.p:.0%} of random walks with noise look as orderly")
     least = _least_change(curve, found)
     if move < least:
-        return (
-            NOISE,
-            f"it moves by {move:.2g}; with so few items {least:.2g} could be luck",
-            f"变化只有 {move:.2g}；题目太少，{least:.2g} 以内都可能是偶然",
-        )
-    reason, reason_zh = _course(curve, found)
+        return NOISE, message(f"it moves by {move:.2g}; with so few items {least:.2g} could be luck")
+    reason = _course(curve, found)
     if found.half_width and move < found.half_width:
-        reason += f"; less than its confidence interval of ±{found.half_width:.2g}: other questions may say otherwise"
-        reason_zh += f"；但小于置信区间 ±{found.half_width:.2g}：换一批题目结论可能不同"
-    return SIGNAL, reason, reason_zh
+        reason = message(
+            f"{reason}; less than its confidence interval of ±{found.half_width:.2g}: other questions may say otherwise"
+        )
+    return SIGNAL, reason
 
 
 def _least_change(curve: Curve, found: _Figures) -> float:
@@ -207,31 +187,27 @@ def _least_change(curve: Curve, found: _Figures) -> float:
     return found.half_width**2 / spread
 
 
-def _course(curve: Curve, found: _Figures) -> tuple[str, str]:
-    """How the shape goes, in English and in Chinese: up, down, or one after the other."""
+def _course(curve: Curve, found: _Figures) -> str:
+    """How the shape goes: up, down, or one after the other."""
     shape = found.shape
     first, last = float(shape[0]), float(shape[-1])
     low, high = int(shape.argmin()), int(shape.argmax())
     turn = max((low, high), key=lambda place: min(abs(shape[place] - first), abs(shape[place] - last)))
     middle, step = float(shape[turn]), int(found.steps[turn])
     back = min(abs(middle - first), abs(middle - last)) / float(np.ptp(shape))
-    is_up, is_better_high = last > first, curve.kind.is_better_high
-    times = f"{found.signal_to_noise:.3g} times the noise"
-    times_zh = f"是噪声的 {found.signal_to_noise:.3g} 倍"
     if back < 0.25:
-        words, words_zh = ("rises", "上升") if is_up else ("falls", "下降")
-        reason = f"{words} with the step ({first:.4g} to {last:.4g}), {times}"
-        reason_zh = f"随步数{words_zh}（{first:.4g} 到 {last:.4g}），{times_zh}"
-        is_worse = is_up != is_better_high
+        is_up = last > first
+        is_worse = is_up != curve.kind.is_better_high
+        way = message(f"({first:.4g} to {last:.4g}), {found.signal_to_noise:.3g} times the noise")
+        reason = message(f"rises with the step {way}") if is_up else message(f"falls with the step {way}")
     else:
         is_peak = middle > last
-        words, words_zh = ("rises and falls again", "先升后降") if is_peak else ("falls and rises again", "先降后升")
-        reason = f"{words} ({first:.4g}, {middle:.4g} at step {step:,}, {last:.4g}), {times}"
-        reason_zh = f"{words_zh}（{first:.4g}，第 {step:,} 步 {middle:.4g}，{last:.4g}），{times_zh}"
-        is_worse = is_peak == is_better_high
-    if is_worse:
-        reason, reason_zh = f"{reason}: the model gets worse at it", f"{reason_zh}：模型在变差"
-    return reason, reason_zh
+        is_worse = is_peak == curve.kind.is_better_high
+        way = message(
+            f"({first:.4g}, {middle:.4g} at step {step:,}, {last:.4g}), {found.signal_to_noise:.3g} times the noise"
+        )
+        reason = message(f"rises and falls again {way}") if is_peak else message(f"falls and rises again {way}")
+    return message(f"{reason}; the model gets worse at it") if is_worse else reason
 
 
 def _half_width(curve: Curve) -> float | None:

@@ -22,7 +22,7 @@ from zero2all.common.files import read_json_object
 from zero2all.common.lock import Lock
 from zero2all.evals.options import report_path, write_report
 from zero2all.evals.report import figures
-from zero2all.track.writer import METRICS_FOLDER, Run, has_finished
+from zero2all.track.writer import METRICS_FOLDER, MetricsWriter, has_finished
 from zero2all.train.checkpoints.layout import FOLDER_NAME, checkpoint_folder, list_checkpoints, step_of
 from zero2all.train.checkpoints.retention import claim_step
 
@@ -94,7 +94,7 @@ class Watcher:
             self._by_others.add(step)  # a report stays: it need not be read again at every look
         return is_done
 
-    def _try(self, step: int, metrics: Callable[[], Run]) -> bool:
+    def _try(self, step: int, metrics: Callable[[], MetricsWriter]) -> bool:
         """Evaluate one checkpoint; False when another watcher has it, or it is left out."""
         with claim_step(self.run, step) as claim:
             if claim is None:
@@ -110,7 +110,7 @@ class Watcher:
                 return False
             return True
 
-    def _evaluate(self, step: int, claim: Lock, metrics: Callable[[], Run]) -> None:
+    def _evaluate(self, step: int, claim: Lock, metrics: Callable[[], MetricsWriter]) -> None:
         started = time.monotonic()
         report = self.evaluate(step)
         if not claim.is_held():
@@ -135,7 +135,7 @@ class Watcher:
         self.left_out[step] = reason
         self.say(f"step {step} is left out: {reason}")
 
-    def _log_missing(self, metrics: Callable[[], Run]) -> None:
+    def _log_missing(self, metrics: Callable[[], MetricsWriter]) -> None:
         """Add the figures of reports whose writer was killed before it could."""
         logged = logged_rows(self.run)
         for path in sorted((self.run / "eval").glob("step-*.json")):
@@ -186,7 +186,7 @@ def _read_report(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _log(metrics: Run, report: dict[str, Any]) -> None:
+def _log(metrics: MetricsWriter, report: dict[str, Any]) -> None:
     """Add the figures of a report to the metrics, and wait until they are there: then the claim may be released."""
     metrics.log(figures(report), report["step"], report.get("tokens", 0))
     deadline = time.monotonic() + ROW_SECONDS
@@ -195,13 +195,13 @@ def _log(metrics: Run, report: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _metrics_of(run: Path) -> Iterator[Callable[[], Run]]:
+def _metrics_of(run: Path) -> Iterator[Callable[[], MetricsWriter]]:
     """The metrics of this watcher: one file, made when the first row is to be written."""
-    opened: list[Run] = []
+    opened: list[MetricsWriter] = []
 
-    def metrics() -> Run:
+    def metrics() -> MetricsWriter:
         if not opened:
-            opened.append(Run(run, writer=WRITER))
+            opened.append(MetricsWriter(run, writer=WRITER))
         return opened[0]
 
     try:

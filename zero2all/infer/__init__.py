@@ -1,12 +1,10 @@
 """Using a trained model: one engine for generation and scoring.
 
 load        a run or a Hugging Face folder -> a model in memory
-weights     its tensors by layer, as the engine reads them
+weights     its tensors by layer, as the engine reads them, or its matrices in 8 bits
 cache       keys and values in blocks; blocks of equal content are shared
-int8        its matrices in 8 bits
 forward     passes over ragged batches, in plain torch
-tree        many texts read as one tree: what they begin with is computed once
-score       what a model says of the tokens of such texts
+score       what a model says of the tokens of many texts: what they begin with is computed once
 cuda        decoding passes on a GPU: our kernels, as CUDA graphs
 sampling    how the next token is chosen
 engine      continuous batching: requests come and go while others run
@@ -14,10 +12,8 @@ boundary    prompts that end in the middle of a token
 text        prompts and tokens as text: streaming, stop strings
 service     the engine in a thread of its own
 chat        a conversation as a prompt: by a template, as a written dialogue, or as plain text
-template    chat templates of Hugging Face folders
 prompts     prompts from a file, each with its settings
-batch       many prompts as one batch
-results     their results on disk, over kills and several processes
+batch       many prompts as one batch, their results on disk, over kills and several processes
 conversation, talk   a conversation as it grows, and the terminal it is held in
 """
 

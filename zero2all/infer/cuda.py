@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zero2all.infer.cache import BLOCK, KeyValueBlocks
-from zero2all.infer.int8 import Int8Weight
-from zero2all.infer.weights import LayerWeights, Weight, Weights
+from zero2all.infer.weights import Int8Weight, LayerWeights, Weight, Weights
 from zero2all.ops.implementation import has_triton
 from zero2all.ops.precision import widened
 

@@ -27,12 +27,11 @@ from zero2all.infer.boundary import Vocabulary
 from zero2all.infer.cache import BLOCK, BlockPool, KeyValueBlocks, block_bytes, block_keys
 from zero2all.infer.cuda import MOST_PROMPT_ROWS, CudaDecoder, obstacle
 from zero2all.infer.forward import Forward, Span
-from zero2all.infer.int8 import drop_matrices, quantise
 from zero2all.infer.job import Choice, Job, Request, Scores
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.sampling import Picker, penalised
 from zero2all.infer.score import LOGITS_AT_ONCE, RowScorer, distributions_after
-from zero2all.infer.weights import packed_for_cpu, weights_of
+from zero2all.infer.weights import drop_matrices, packed_for_cpu, quantise, weights_of
 
 MOST_ALTERNATIVES = 20
 WORTH_SHARING = 0.7
@@ -56,7 +55,7 @@ class EngineSettings:
     prefill_tokens: int | None = None
     """Prompt tokens that are read in one pass: 512 on a CPU, 8,192 on a GPU."""
     int8: bool = False
-    """Keep the matrices in 8 bits (see `int8`)."""
+    """Keep the matrices in 8 bits (see `weights`)."""
     owns_model: bool = False
     """Nobody else uses the model that was loaded: the memory of what the engine does not need becomes free."""
 

@@ -25,7 +25,7 @@ import numpy as np
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import staged_folder
 from zero2all.common.manifest import fingerprint, is_current, read_manifest, write_manifest
-from zero2all.packed.layout import PackedSplit, map_array
+from zero2all.packed.shard_format import PackedSplit, map_array
 
 BEST_FIT_COMMAND = "z2a pack --best-fit"
 ARRAYS = {"starts.u64": "<u8", "lengths.u32": "<u4", "rows.u64": "<u8"}

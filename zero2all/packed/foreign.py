@@ -24,8 +24,8 @@ from zero2all.common.files import read_json_object, require_free_space, staged_f
 from zero2all.common.manifest import fingerprint, read_manifest, write_manifest
 from zero2all.common.progress import progress
 from zero2all.common.records import SPLITS
-from zero2all.packed.layout import PACK_COMMAND, REPORT_NAME, PackedSplit, packed_report, token_dtype
-from zero2all.packed.shards import COPY_TOKENS, SHARD_TOKENS, plan_shards, write_shard, written_file
+from zero2all.packed.shard_format import PACK_COMMAND, REPORT_NAME, PackedSplit, packed_report, token_dtype
+from zero2all.packed.shard_writer import COPY_TOKENS, SHARD_TOKENS, plan_shards, write_shard, written_file
 from zero2all.packed.writer import imported_manifests, split_content, write_report, writing_to
 from zero2all.tokenizer.load import Tokenizer
 

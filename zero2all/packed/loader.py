@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from zero2all.common.progress import say
-from zero2all.packed.layout import DamagedShardError
 from zero2all.packed.mixture import TrainingData
 from zero2all.packed.readers import ReaderProcesses
 from zero2all.packed.samples import Borders, Documents
+from zero2all.packed.shard_format import DamagedShardError
 from zero2all.packed.stages import Segment
 
 LOOKUP_BLOCK = 4096

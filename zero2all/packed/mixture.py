@@ -22,9 +22,16 @@ from zero2all.common.manifest import fingerprint
 from zero2all.common.schema import nearest_hint
 from zero2all.packed.bestfit import open_best_fit
 from zero2all.packed.config import DataConfig
-from zero2all.packed.layout import PACK_COMMAND, REPORT_NAME, PackedSplit, open_split, packed_report, packed_sources
 from zero2all.packed.order import WEIGHT_UNITS, rounded_weights
 from zero2all.packed.samples import Samples, open_samples
+from zero2all.packed.shard_format import (
+    PACK_COMMAND,
+    REPORT_NAME,
+    PackedSplit,
+    open_split,
+    packed_report,
+    packed_sources,
+)
 from zero2all.packed.stages import (
     PlannedStage,
     Planner,

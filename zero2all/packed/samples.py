@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from zero2all.packed.bestfit import open_best_fit
-from zero2all.packed.layout import PackedSplit
+from zero2all.packed.shard_format import PackedSplit
 
 PADDING_ID = 0
 """Stands where a best-fit row has room left. It weighs nothing, and causal attention never looks at it."""

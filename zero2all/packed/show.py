@@ -20,9 +20,9 @@ from zero2all.common.errors import UsageError
 from zero2all.common.files import MANIFEST_NAME, as_written, read_json
 from zero2all.common.language import translate as t
 from zero2all.common.records import ORIGINS_NAME, READERS
-from zero2all.packed.layout import PackedSplit
 from zero2all.packed.mixture import TrainingData
 from zero2all.packed.samples import NO_DOCUMENT, Borders, open_samples
+from zero2all.packed.shard_format import PackedSplit
 from zero2all.tokenizer.load import Tokenizer
 
 ORDINAL_BITS = 40

@@ -15,8 +15,8 @@ from zero2all.common.manifest import read_manifest
 from zero2all.common.progress import human_count
 from zero2all.common.records import SPLITS
 from zero2all.packed.bestfit import BEST_FIT_COMMAND
-from zero2all.packed.layout import PackedSplit, open_split, packed_sources
 from zero2all.packed.mixture import TrainingData
+from zero2all.packed.shard_format import PackedSplit, open_split, packed_sources
 
 LENGTH_BUCKETS = 40
 """Documents of 2^b to 2^(b + 1) - 1 tokens are in bucket b."""

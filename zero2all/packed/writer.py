@@ -49,9 +49,9 @@ from zero2all.common.manifest import (
 from zero2all.common.progress import progress, say
 from zero2all.common.records import SPLITS, TITLE_AND_TEXT, corpus_sources, iter_records, text_template, training_text
 from zero2all.packed.bestfit import best_fit_folder, build_best_fit
-from zero2all.packed.layout import PACK_COMMAND, REPORT_NAME, open_split, token_dtype
 from zero2all.packed.pieces import COUNTS, LENGTHS, PIECE_BYTES, PieceTask, cut_part, keep_tools, make_piece
-from zero2all.packed.shards import SHARD_TOKENS, ShardTask, plan_shards, write_shard_of_pieces
+from zero2all.packed.shard_format import PACK_COMMAND, REPORT_NAME, open_split, token_dtype
+from zero2all.packed.shard_writer import SHARD_TOKENS, ShardTask, plan_shards, write_shard_of_pieces
 from zero2all.tokenizer.encoders import Encoder, EncoderConfig, open_encoder
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
 

@@ -22,8 +22,7 @@ from zero2all.common import jsonio
 from zero2all.common.files import staged_folder
 from zero2all.common.manifest import fingerprint, is_current, read_manifest, write_manifest
 from zero2all.common.progress import Bar, progress
-from zero2all.evals.pair_file import Pair
-from zero2all.evals.probe_file import Probe
+from zero2all.evals.question_files import Pair, Probe
 from zero2all.quickstart.world import Document, documents, pairs, probes, programs
 
 GENERATOR_VERSION = 4

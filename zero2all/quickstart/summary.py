@@ -15,11 +15,11 @@ from zero2all.common.files import write_atomic
 from zero2all.common.language import columns, language, padded
 from zero2all.common.language import translate as t
 from zero2all.common.progress import TEXT_MARKS, human_seconds, terminal_safe
-from zero2all.quickstart.journey import SUMMARY_NAME, Journey
+from zero2all.quickstart.pipeline import SUMMARY_NAME, QuickstartRun
 from zero2all.train.validate import all_rows
 
 
-def print_summary(journey: Journey) -> None:
+def print_summary(journey: QuickstartRun) -> None:
     """Print the results and the next commands; write all tables to `summary.md` in the workspace."""
     write_atomic(journey.workspace.root / SUMMARY_NAME, _markdown(journey).encode())
     print()
@@ -34,7 +34,7 @@ def print_summary(journey: Journey) -> None:
         print(f"  {command}")
 
 
-def _results(journey: Journey) -> list[str]:
+def _results(journey: QuickstartRun) -> list[str]:
     """Some lines: what was made, how good it is, and where it lies."""
     steps, size = journey.config.train.steps, journey.parameters / 1e6
     seconds = human_seconds(sum(stage.seconds for stage in journey.stages))
@@ -70,7 +70,7 @@ def new_wording_accuracy(evaluation: Mapping[str, Any]) -> float:
     return sum(asked) / max(1, len(asked))
 
 
-def _shown_sample(journey: Journey) -> tuple[str, str]:
+def _shown_sample(journey: QuickstartRun) -> tuple[str, str]:
     """Prompt and continuation of the first sample, in the person's language where there is one."""
     own = [sample for sample in journey.samples if sample[0] == language()]
     _, prompt, text = (own or journey.samples)[0]
@@ -85,7 +85,7 @@ def _one_line(text: str) -> str:
     return terminal_safe(" ".join(text.split()))
 
 
-def outlook(journey: Journey) -> list[str]:
+def outlook(journey: QuickstartRun) -> list[str]:
     """What the held-out loss over the steps says: which checkpoint is the best, and what would help."""
     losses, best, last = dict(journey.curve), journey.best_step, journey.config.train.steps
     if best in losses and best < last:
@@ -131,7 +131,7 @@ def verdicts(held_out: Mapping[str, Mapping[str, float]], is_falling: bool) -> l
     return lines
 
 
-def next_commands(journey: Journey) -> list[str]:
+def next_commands(journey: QuickstartRun) -> list[str]:
     """Commands that work when they are pasted into a fresh shell, in any folder."""
     name, work = journey.config.train.name, journey.workspace.root.absolute()
     z2a, in_work = z2a_command(), f"--work {shlex.quote(str(work))}"
@@ -162,7 +162,7 @@ def z2a_command() -> str:
 # ---- summary.md -------------------------------------------------------------------------------------------------
 
 
-def _markdown(journey: Journey) -> str:
+def _markdown(journey: QuickstartRun) -> str:
     parts = [f"# {t('Quickstart')}", _stage_table(journey)]
     parts += [t(f"Cleaning: {line}") for line in journey.losses]
     if journey.evaluation["held_out"]:
@@ -200,14 +200,14 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {line} |" for line in (heading, rule, *lines))
 
 
-def _stage_table(journey: Journey) -> str:
+def _stage_table(journey: QuickstartRun) -> str:
     rows = [[t("stage"), t("time"), t("result")]]
     rows += [[t(stage.name), human_seconds(stage.seconds), t(stage.in_words())] for stage in journey.stages]
     rows.append([t("all"), human_seconds(sum(stage.seconds for stage in journey.stages)), str(journey.workspace.root)])
     return _table(rows)
 
 
-def _channel_table(journey: Journey) -> str:
+def _channel_table(journey: QuickstartRun) -> str:
     """The held-out loss per channel, and of all tokens."""
     rows = [[t("channel"), t("loss (nats/token)"), t("bits per byte"), "gzip -9", t("tokens"), t("bytes")]]
     held_out = journey.evaluation["held_out"]
@@ -218,7 +218,7 @@ def _channel_table(journey: Journey) -> str:
     return _table(rows)
 
 
-def _probe_table(journey: Journey) -> str:
+def _probe_table(journey: QuickstartRun) -> str:
     """Accuracy of whole answers and P(answer), before and after training."""
     assert journey.before is not None, "the caller checks"
     rows = [["", t("probes"), t("right, before → after"), t("P(answer), before → after")]]

@@ -21,7 +21,7 @@ from zero2all.common.language import message
 from zero2all.common.language import translate as t
 from zero2all.common.progress import TEXT_MARKS, terminal_safe
 from zero2all.resilience.diagnosis import VICTIM, RankFacts, signal_words, stack_groups
-from zero2all.track.writer import FILE_NAME, METRICS_FOLDER, Run
+from zero2all.track.writer import FILE_NAME, METRICS_FOLDER, MetricsWriter
 
 FOLDER = "incidents"
 WRITER = "supervisor"
@@ -114,7 +114,7 @@ def write_page(run: Path, failure: Failure) -> Path:
     write_atomic(page.with_suffix(".json"), jsonio.dumps_pretty(values))
     text = terminal_safe("\n".join(_lines(run, failure)) + "\n", keep=TEXT_MARKS)
     write_atomic(page, text.encode(errors="replace"))
-    with Run(run, writer=WRITER) as events:
+    with MetricsWriter(run, writer=WRITER) as events:
         about = ("text", "kind", "rank", "node", "phase", "error", "attempt", "done", "waited_seconds", "kernel")
         data = {name: getattr(failure, name) for name in about}
         events.event("incident", max(failure.step, 0), {**data, "page": page.name, "advice": failure.advice()})

@@ -13,7 +13,7 @@ from zero2all.infer.engine import EngineSettings
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.sampling import Sampling
 from zero2all.infer.service import Service
-from zero2all.serve.errors import RefusedError
+from zero2all.serve.wire import RefusedError
 
 LOADING, READY, DRAINING = "loading", "ready", "draining"
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from zero2all.common.schema import PositiveInt, Problem, Range
+from zero2all.tokenizer.sampling import parse_bytes, take_problem
 from zero2all.tokenizer.specials import BYTE_COUNT, SpecialsConfig
-from zero2all.tokenizer.take import parse_bytes, take_problem
 
 Kind = Literal["bpe", "hf-bbpe", "sentencepiece"]
 Normalisation = Literal["none", "nfc", "nfkc"]

@@ -26,7 +26,7 @@ from zero2all.common.records import (
     text_template,
     training_text,
 )
-from zero2all.tokenizer.take import belongs, shares
+from zero2all.tokenizer.sampling import belongs, shares
 
 PART_BYTES = 64 << 20
 """Large JSON-lines shards and text files are read in parts of about this size."""

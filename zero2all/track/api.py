@@ -30,12 +30,11 @@ from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
 from zero2all.track import facts
 from zero2all.track.access import Gate
-from zero2all.track.csv_export import csv_lines
 from zero2all.track.curves import Curve, Query, curve, pack_curves, read_query
-from zero2all.track.http_server import body_of
+from zero2all.track.http_server import CONTENT_TYPES, body_of, page_routes
 from zero2all.track.library import RunLibrary, UnknownRunError
 from zero2all.track.listing import media_file
-from zero2all.track.page import CONTENT_TYPES, page_routes
+from zero2all.track.sinks import csv_lines
 
 WEB = Path(__file__).parent / "web"
 MODULES = sorted(path.name for path in WEB.glob("*.js") if path.name != "before.js")

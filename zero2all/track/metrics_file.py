@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero2all.track import rows, sidecar
-from zero2all.track.columns import FileColumns, MetricNames
+from zero2all.track import rows
+from zero2all.track.columns import COUNTS, FileColumns, MetricNames, load_sidecar, save_sidecar, sidecar_path
 from zero2all.track.writer import SEGMENT_KIND
 
 CHUNK_BYTES = 512 << 10  # fits into a core's second-level cache with its numbers: 15 % faster than 2 MiB
@@ -52,7 +52,7 @@ class MetricsFile:
         self.replaced = 0  # how often another file took the place of this one
         self.modified = 0.0  # when the file was last written, by the clock of the file system
         self._names = names
-        self._sidecar_path = sidecar.sidecar_path(cache, path)
+        self._sidecar_path = sidecar_path(cache, path)
         self._seen: os.stat_result | None = None
         self._forget()
 
@@ -157,7 +157,7 @@ class MetricsFile:
 
     def _load(self, fd: int, stat: os.stat_result) -> None:
         """Start from the sidecar if there is one of this very file."""
-        if stat.st_size < SIDECAR_BYTES or (known := sidecar.load(self._sidecar_path)) is None:
+        if stat.st_size < SIDECAR_BYTES or (known := load_sidecar(self._sidecar_path)) is None:
             return
         facts, columns = known
         is_untouched = (stat.st_size, stat.st_mtime_ns) == (facts["size"], facts["modified_ns"])
@@ -169,13 +169,13 @@ class MetricsFile:
         for name in list(columns.metrics):
             if not self._names.admit(name, len(columns.metrics[name].values)):
                 del columns.metrics[name]
-        for name in sidecar.COUNTS:
+        for name in COUNTS:
             setattr(self, name, facts[name])
         self._saved_offset, self._head, self._tail = self.offset, facts["head"], facts["tail"]
 
     def _save(self) -> None:
         assert self._seen is not None, "a file is looked at before it is read"
-        facts = {name: getattr(self, name) for name in sidecar.COUNTS} | {
+        facts = {name: getattr(self, name) for name in COUNTS} | {
             "size": self._seen.st_size,
             "modified_ns": self._seen.st_mtime_ns,
             "head": self._head,
@@ -184,7 +184,7 @@ class MetricsFile:
         }
         self._saved_offset = self.offset
         with suppress(OSError, TypeError, ValueError):  # without a sidecar the next opening only takes longer
-            sidecar.save(self._sidecar_path, facts, self.columns)
+            save_sidecar(self._sidecar_path, facts, self.columns)
 
 
 def _identity(stat: os.stat_result) -> tuple[int, int, int]:

@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 from zero2all.common.errors import BadInputError
 from zero2all.common.yamlio import read_yaml
 from zero2all.track.buckets import Buckets, bucket
-from zero2all.track.columns import MAX_METRICS, MetricNames
+from zero2all.track.columns import MAX_METRICS, MetricNames, user_cache
 from zero2all.track.listing import CONFIG_FILE, TRAIN_WRITER, RunListing, find_runs, metrics_files, read_status
 from zero2all.track.metrics_file import Event, MetricsFile
-from zero2all.track.series import NO_POINTS, Part, Series, by_step, concatenate, join_attempts, join_writers
-from zero2all.track.sidecar import user_cache
+from zero2all.track.series import NO_POINTS, Series, SeriesPart, by_step, concatenate, join_attempts, join_writers
 from zero2all.track.smoothing import Smoothing, smooth, smoothing_of
 from zero2all.track.spikes import Spike, find_spikes
 from zero2all.track.status import RunStatus
@@ -274,7 +273,7 @@ class RunReader:
         return np.interp(points.step, flops.step, flops.value, left=np.nan, right=np.nan)
 
 
-def _parts(files: list[MetricsFile], metric: str) -> Iterable[Part]:
+def _parts(files: list[MetricsFile], metric: str) -> Iterable[SeriesPart]:
     """What each attempt of one writer wrote of a metric, and from where on it takes the earlier ones back."""
     earlier_rows = False
     for file in files:
@@ -293,9 +292,9 @@ def _parts(files: list[MetricsFile], metric: str) -> Iterable[Part]:
                 to_step = event.data.get("to_step")
                 if event.kind == ROLLBACK_KIND and type(to_step) is int:
                     is_before = points.time < event.time
-                    yield Part(points.take(is_before), cut)
+                    yield SeriesPart(points.take(is_before), cut)
                     points, cut = points.take(~is_before), to_step
-        yield Part(points, cut)
+        yield SeriesPart(points, cut)
 
 
 @dataclass

@@ -36,14 +36,14 @@ NO_POINTS = Series(np.empty(0, np.int64), np.empty(0), np.empty(0, np.int64), np
 
 
 @dataclass(frozen=True)
-class Part:
+class SeriesPart:
     """What one attempt wrote of a metric, or wrote between two rollbacks, in the order it was written."""
 
     points: Series
     cut: int | None = None  # this part takes back what earlier ones wrote beyond this step; None takes nothing back
 
 
-def join_attempts(parts: Sequence[Part]) -> tuple[Series, Series]:
+def join_attempts(parts: Sequence[SeriesPart]) -> tuple[Series, Series]:
     """Lay the attempts of one writer over each other, the later over the earlier: the curve, and its ghosts."""
     kept: list[Series] = []
     ghosts: list[Series] = []

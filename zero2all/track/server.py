@@ -17,9 +17,9 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.track.access import address, is_loopback, listen
 from zero2all.track.api import make_app
 from zero2all.track.chart_library import MISSING, has_charts
+from zero2all.track.columns import user_cache
 from zero2all.track.http_server import BoundedServer, Limits
 from zero2all.track.library import Root, RunLibrary
-from zero2all.track.sidecar import user_cache
 from zero2all.track.ssh import SCHEME, is_address
 
 DEFAULT_PORT = 6106

@@ -1,8 +1,8 @@
 """One connection to a far machine over the person's own OpenSSH: list the files of runs, read ranges of their bytes.
 
 The far side needs a POSIX shell with `find`, `ls`, `wc`, `tail` and `head`; nothing is installed or written there. One
-ssh process runs one small shell program, `far.sh`, which answers requests. It is sent as one line: every statement in
-it ends with `;`, and it has no comments.
+ssh process runs one small shell program, `remote_agent.sh`, which answers requests. It is sent as one line: every
+statement in it ends with `;`, and it has no comments.
 
 - ssh gets a fixed command, and the address after `--`. The program, the folder and all file names travel as lines on
   its input and are only ever used as "$variables": no name can become an option or shell code, at either end.
@@ -173,7 +173,7 @@ class Connection:
 
     def open(self) -> str:
         """Send the program and wait for its greeting; returns "run" or "runs": what the folder is."""
-        program = " ".join(line.strip() for line in package_text(__package__, "far.sh").splitlines())
+        program = " ".join(line.strip() for line in package_text(__package__, "remote_agent.sh").splitlines())
         self._send(program.encode(), self._mark, self.address.path.encode())
         self._skip_to_mark()
         answer = self._line().split()

@@ -71,11 +71,13 @@ def has_finished(folder: Path, writer: str = "train") -> bool:
 P = ParamSpec("P")
 
 
-def _never_raises(method: Callable[Concatenate[Run, P], None]) -> Callable[Concatenate[Run, P], None]:
+def _never_raises(
+    method: Callable[Concatenate[MetricsWriter, P], None],
+) -> Callable[Concatenate[MetricsWriter, P], None]:
     """A way to log: an error drops the row and is counted, and in a forked child nothing is done."""
 
     @functools.wraps(method)
-    def call(run: Run, *args: P.args, **kwargs: P.kwargs) -> None:
+    def call(run: MetricsWriter, *args: P.args, **kwargs: P.kwargs) -> None:
         try:
             if run._fork_count == _fork_count:
                 method(run, *args, **kwargs)
@@ -85,7 +87,7 @@ def _never_raises(method: Callable[Concatenate[Run, P], None]) -> Callable[Conca
     return call
 
 
-class Run:
+class MetricsWriter:
     """The metrics of one process of one run. Create it once, call `log` every step, `close` it at the end.
 
     Numbers of any kind may be passed, also tensors with one element: a CUDA scalar is copied asynchronously and
@@ -230,7 +232,7 @@ class Run:
         """The program ended without closing, perhaps with an error that nobody caught."""
         self._close_with(getattr(sys, "last_value", None), "exit")
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> MetricsWriter:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from zero2all.common.errors import LostRunError
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
-from zero2all.packed.layout import PackedSplit
+from zero2all.packed.shard_format import PackedSplit
 from zero2all.parallel.world import World
 from zero2all.train.checkpoints.load import Checkpoint
 from zero2all.train.checkpoints.store import CheckpointStore

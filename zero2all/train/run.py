@@ -33,7 +33,7 @@ from zero2all.parallel.launch import ATTEMPT
 from zero2all.parallel.world import World, asked_processes, is_failed_collective, join_world, known_processes
 from zero2all.resilience import slots
 from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, beat
-from zero2all.track.writer import Run, has_finished
+from zero2all.track.writer import MetricsWriter, has_finished
 from zero2all.train.checkpoints.checks import ReplicasDifferError
 from zero2all.train.checkpoints.memory import MemoryStore
 from zero2all.train.checkpoints.retention import Retention, discard
@@ -130,14 +130,14 @@ def _joined_world(config: RunConfig, stop: StopRequest) -> Iterator[World]:
 
 
 @contextmanager
-def _metrics(context: RunContext, state: TrainState, say: Callable[[str], None]) -> Iterator[Run | None]:
+def _metrics(context: RunContext, state: TrainState, say: Callable[[str], None]) -> Iterator[MetricsWriter | None]:
     """The metrics files of the run, on rank 0, closed with the reason why the block ended."""
     run, config, metrics = context.run, context.config, None
     # A finished run has nothing to add to its curves: running it again is not a new attempt.
     is_over = state.step >= state.last_step and has_finished(run)
     if context.world.is_first and not is_over:
         rows, resumed_from = config.track.queue_rows, state.step or None
-        metrics = Run(run, queue_rows=rows, resumed_from=resumed_from, may_write=context.holds_lock)
+        metrics = MetricsWriter(run, queue_rows=rows, resumed_from=resumed_from, may_write=context.holds_lock)
     reason, message = "done", None
     try:
         yield metrics
@@ -293,7 +293,7 @@ def _clear_run(run: Path, fence: Fence) -> None:
             item.unlink()
 
 
-def _tracking_problems(metrics: Run) -> list[str]:
+def _tracking_problems(metrics: MetricsWriter) -> list[str]:
     """What is missing from the metrics files."""
     problems = [f"metrics: {problem} ({counted(count, 'time')})" for problem, count in metrics.problems.items()]
     if metrics.dropped_rows:

@@ -24,8 +24,8 @@ from zero2all.config import RunConfig
 from zero2all.config.training import EvalConfig
 from zero2all.model.z2all import PipelineStage, Z2all
 from zero2all.packed.config import DataConfig
-from zero2all.packed.layout import PackedSplit, open_split, packed_sources
 from zero2all.packed.samples import Borders, ConcatSamples
+from zero2all.packed.shard_format import PackedSplit, open_split, packed_sources
 from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.context import own_tokens, places_of
 from zero2all.parallel.pipeline import Pipeline

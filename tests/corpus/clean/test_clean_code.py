@@ -7,8 +7,8 @@ import pytest
 
 from tests.corpus.clean import planted
 from zero2all.corpus.clean.cleaner import Cleaner
-from zero2all.corpus.clean.code import is_broken_python, is_generated, without_licence
 from zero2all.corpus.clean.config import Switch, default_config
+from zero2all.corpus.clean.repair import is_broken_python, is_generated, without_licence
 
 CODE = planted.python_code(random.Random(1)).strip()
 SHEBANG = "#!/usr/bin/env python\n# -*- coding: utf-8 -*-\n\n"

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import zstandard
 
 from zero2all.corpus.listing import list_files
-from zero2all.corpus.readers import Cursor, Damaged, Limits, Row, Unit, plan_units, read_unit
+from zero2all.corpus.readers import Cursor, Damaged, Limits, RawRow, Unit, plan_units, read_unit
 
 TEXTS = [f'Document number {n}, 第{n}篇。\nSecond line, with "quotes" and a comma.' for n in range(40)]
 ROWS: list[dict[str, Any]] = [{"id": str(n), "title": f"t{n}", "text": text} for n, text in enumerate(TEXTS)]
@@ -177,7 +177,7 @@ WRAPPINGS: dict[str, Wrap] = {
 
 # ---- reading --------------------------------------------------------------------------------------------------
 
-Item = Row | Damaged
+Item = RawRow | Damaged
 
 
 def units_of(path: Path, limits: Limits | None = None) -> list[Unit]:
@@ -199,7 +199,7 @@ def read_all(
 
 
 def rows_of(items: list[Item]) -> list[dict[str, Any]]:
-    return [item.fields for item in items if isinstance(item, Row)]
+    return [item.fields for item in items if isinstance(item, RawRow)]
 
 
 def damaged_of(items: list[Item]) -> list[Damaged]:
@@ -208,6 +208,6 @@ def damaged_of(items: list[Item]) -> list[Damaged]:
 
 def essence(item: Item) -> tuple[Any, ...]:
     """What must be the same however a file is split or resumed."""
-    if isinstance(item, Row):
+    if isinstance(item, RawRow):
         return (item.fields, item.place, item.is_document, item.origin.name, item.origin.encoding)
     return (item.place, item.reason, item.detail, item.raw_bytes, item.excerpt, item.ends_file)

@@ -33,7 +33,7 @@ from tests.corpus.readers.reader_samples import (
     zstd_of,
 )
 from zero2all.corpus.listing import InputFile
-from zero2all.corpus.readers import Damaged, Format, Limits, Row, TextBy, plan_units, read_unit, sniff
+from zero2all.corpus.readers import Damaged, Format, Limits, RawRow, TextBy, plan_units, read_unit, sniff
 
 NOISE = [{"text": random.Random(n).randbytes(300).hex(), "n": n} for n in range(1000)]
 """Does not compress away, so that a stream can be cut in its middle."""
@@ -104,7 +104,7 @@ def test_a_bad_byte_costs_itself_not_a_long_text(tmp_path: Path, text: str, spli
     )
     assert not damaged_of(items)
     read = "".join(row["content"] for row in rows_of(items))
-    assert read.count("\ufffd") == sum(item.replaced for item in items if isinstance(item, Row)) == 1
+    assert read.count("\ufffd") == sum(item.replaced for item in items if isinstance(item, RawRow)) == 1
     assert read.replace("\ufffd", "") == text
 
 
@@ -463,7 +463,7 @@ def test_damaged_header_of_a_tar_costs_its_member(tmp_path: Path):
 def test_rows_know_where_they_come_from(tmp_path: Path):
     items = read_all(write(tmp_path / "a.tar.gz", gzip.compress(tar_of({"in/x.jsonl": json_lines(ROWS[:2])}))))
     row = items[1]
-    assert isinstance(row, Row)
+    assert isinstance(row, RawRow)
     assert row.place == f"in/x.jsonl, byte {len(json_lines(ROWS[:1]))}"
     assert (row.origin.file, row.origin.member, row.origin.format) == ("a.tar.gz", "in/x.jsonl", Format.JSON_LINES)
     assert row.raw_bytes == len(json_lines(ROWS[1:2]))

@@ -14,13 +14,13 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from zero2all.corpus.listing import list_files
-from zero2all.corpus.readers import Limits, Row, plan_units, read_unit
+from zero2all.corpus.readers import Limits, RawRow, plan_units, read_unit
 limits = Limits(max_record_bytes=8_000_000, unit_bytes=16_000_000)
 [file] = list_files(Path(sys.argv[1])).files
 rows, reasons = 0, []
 for unit in plan_units(file, limits):
     for item in read_unit(unit, limits, lambda _: None):
-        if isinstance(item, Row):
+        if isinstance(item, RawRow):
             rows += 1
         else:
             reasons.append(item.reason)

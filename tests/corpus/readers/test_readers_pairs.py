@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.corpus.readers.reader_samples import FORMATS, ROWS, TEXTS, WRAPPINGS, Wrap, damaged_of, read_all, rows_of
-from zero2all.corpus.readers import Limits, Row, TextBy
+from zero2all.corpus.readers import Limits, RawRow, TextBy
 
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
@@ -75,7 +75,7 @@ def test_encoding_is_found_and_converted(tmp_path: Path, kind: str, encoding: st
     else:
         assert rows_of(items) == ROWS
     expected = {"utf-8-sig": "utf-8", "utf-16": "utf-16-le", "utf-32": "utf-32-le"}.get(encoding, encoding)
-    assert {item.origin.encoding for item in items if isinstance(item, Row)} == {expected}
+    assert {item.origin.encoding for item in items if isinstance(item, RawRow)} == {expected}
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "gb18030"])

@@ -55,7 +55,7 @@ def same_however_split(path: Path, unit_bytes: int, **more: Any) -> list[Item]:
     whole = read_all(path, limits_with(unit_bytes=1 << 30, **more))
     for chunk in (64, 1 << 20):
         with ExitStack() as stack:
-            for name in ("arrays.READ_BYTES", "lines.READ_BYTES", "texts.READ_BYTES", "tables.CHUNK_BYTES"):
+            for name in ("arrays.READ_BYTES", "lines.READ_BYTES", "read.READ_BYTES", "tables.CHUNK_BYTES"):
                 stack.enter_context(patch(f"zero2all.corpus.readers.{name}", chunk))
             split = read_all(path, limits_with(unit_bytes=unit_bytes, **more))
         assert [essence(item) for item in split] == [essence(item) for item in whole]

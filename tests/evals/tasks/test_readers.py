@@ -376,7 +376,7 @@ def test_an_own_question_may_have_several_answers_unless_it_has_choices(tmp_path
 @pytest.mark.parametrize(
     ("name", "files", "said"),
     [
-        ("cmmlu", {}, "no folder .*cmmlu.*z2a eval fetch cmmlu"),
+        ("cmmlu", {}, "no folder .*cmmlu.*z2a eval download cmmlu"),
         ("cmmlu", {"readme.md": b"x"}, "expected files .* of the split test, found none"),
         ("cmmlu", {"dev/a.csv": CMMLU}, "found dev/a.csv"),
         ("cmmlu", {"test/a.csv": b",Question,A\n0,x,y\n"}, "no item of cmmlu that can be asked: .*it has no answer"),

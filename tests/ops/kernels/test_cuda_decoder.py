@@ -17,10 +17,9 @@ from zero2all.infer.cache import BLOCK, KeyValueBlocks
 from zero2all.infer.cuda import CudaDecoder, bucket_of, obstacle, unsupported
 from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.forward import Forward, Span
-from zero2all.infer.int8 import quantise
 from zero2all.infer.job import Request
 from zero2all.infer.sampling import Sampling
-from zero2all.infer.weights import Weights, weights_of
+from zero2all.infer.weights import Weights, quantise, weights_of
 from zero2all.model.config import ModelConfig, MoeConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig

@@ -126,12 +126,12 @@ def test_words_that_do_not_fit_are_an_error_or_by_leave_an_approximation(learn, 
 
 
 def test_long_documents_are_split_only_where_no_pre_token_is(learn, monkeypatch):
-    from zero2all.tokenizer.bpe import blocks
+    from zero2all.tokenizer.bpe import counting
 
     lines = ["天地，玄黄\n", "  indented\n\n", "word word\n", "\u3000\u3000全角\n"] * 200
     text = "".join(lines)
     whole = learn([text], 285)
-    monkeypatch.setattr(blocks.batches, "__defaults__", (50,))
+    monkeypatch.setattr(counting.batches, "__defaults__", (50,))
     parts = [TextList([text])]
     learned = learn(parts, 285)
     assert learned.merges == whole.merges

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
 from benchmarks import bpe_reference as reference
-from zero2all.tokenizer.bpe.categories import BREAK, LETTER, NEWLINE, NUMBER, OTHER, SPACE, character_kinds
-from zero2all.tokenizer.bpe.scan import pretokens
+from zero2all.tokenizer.bpe.scan import BREAK, LETTER, NEWLINE, NUMBER, OTHER, SPACE, character_kinds, pretokens
 
 # Everything that some alternative of the pattern treats in its own way, and the case pairs of the English endings.
 TELLING = "'sStTrReEvVmMlLdDſ中文，。 \t\n\r\v\x1c\u3000\xa0\x85\u2028aZ1２٣½Ⅷ!?-_ªé\u0301😀\U00020000\x00\u180e\u200b"

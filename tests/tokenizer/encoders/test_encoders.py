@@ -23,7 +23,7 @@ from zero2all.tokenizer.encoders.kinds import KINDS, EncoderKind, batch_of
 from zero2all.tokenizer.encoders.tables import NotSupported, bpe_tables, whole_characters
 from zero2all.tokenizer.save import tokenizer_json_of
 
-FAST = ("fastokens", "numba", "gigatoken", "tiktoken")
+FAST = ("fastokens", "numba")
 TRICKY = "aA'sS \n\t\r1。，的一是不了é👍\u0301\u3000<|end_of_text|>"
 
 
@@ -201,8 +201,14 @@ def test_an_encoder_that_is_not_installed_says_so(tokenizer, monkeypatch):
     encoder = open_encoder(tokenizer, EncoderConfig("fastokens"), ["text"])
     assert encoder.name == "tokenizers"
     assert "fastokens is not installed" in encoder.reason
-    with pytest.raises(UsageError, match="gigatoken is not installed"):
-        open_encoder(tokenizer, EncoderConfig("gigatoken", strict=True))
+    with pytest.raises(UsageError, match="fastokens is not installed"):
+        open_encoder(tokenizer, EncoderConfig("fastokens", strict=True))
+
+
+@pytest.mark.parametrize("name", ["gigatoken", "tiktoken"])
+def test_an_encoder_of_earlier_versions_is_answered(name):
+    with pytest.raises(UsageError, match=f"encoder {name} is no longer used"):
+        EncoderConfig(name)
 
 
 def test_an_unknown_encoder_is_refused(tokenizer):
@@ -210,7 +216,7 @@ def test_an_unknown_encoder_is_refused(tokenizer):
         open_encoder(tokenizer, EncoderConfig("fast"))
 
 
-@pytest.mark.parametrize("name", [installed("fastokens"), installed("gigatoken"), installed("numba")])
+@pytest.mark.parametrize("name", [installed("fastokens"), installed("numba")])
 def test_added_tokens_of_foreign_folders_stay_text_in_every_encoder(name, folder, tmp_path):
     foreign = tmp_path / "foreign"
     shutil.copytree(folder, foreign)

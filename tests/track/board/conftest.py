@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.browser import watched_page
-from zero2all.track import Run
+from zero2all.track import MetricsWriter
 from zero2all.track.chart_library import CHART_LIBRARY
 from zero2all.track.server import Board, BoardOptions
 
@@ -28,7 +28,7 @@ def write_run(folder: Path, steps: int, seed: int, spike: int | None = None) -> 
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(f"optim:\n  lr_max: 0.000{seed}\ntrain:\n  steps: {steps}\n")
-    with Run(folder) as run:
+    with MetricsWriter(folder) as run:
         for step in range(1, steps + 1):
             loss = 2 + 3 * 0.99**step + 0.02 * rng.normal() + (5 if step == spike else 0)
             values = {"loss": loss, "loss/en": loss - 0.2, "loss/zh": loss + 0.3, "lr": seed * 1e-4, "grad_norm": 1.0}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zero2all.track import Run
+from zero2all.track import MetricsWriter
 
 TEXT = "the quick brown fox jumps over the lazy dog. 敏捷的棕色狐狸跳过懒狗。" * 20
 
@@ -24,7 +24,7 @@ def main(folder: Path) -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(len(letters), len(letters)))
     step = 0
-    with Run(folder) as run:
+    with MetricsWriter(folder) as run:
         for line in sys.stdin:
             for _ in range(int(line)):
                 step += 1

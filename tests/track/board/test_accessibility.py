@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from zero2all.track import Run
+from zero2all.track import MetricsWriter
 
 from .conftest import ServedBoard
 
@@ -34,14 +34,14 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedBoard]:
     """Two workspaces with a run of the same name and one point, and one that ended in NaN; and a place with none."""
     root = tmp_path_factory.mktemp("odd")
     for place in ("left", "right"):
-        with Run(root / place / "runs" / "same") as run:
+        with MetricsWriter(root / place / "runs" / "same") as run:
             run.log({"loss": 2.0}, step=1, tokens=1)
             run.image("picture", [[[0]], [[255]]], step=1)
             run.event("sanity", 0, {"notes": ["disk: enough", "memory: enough"]})
-    with Run(root / "left" / "runs" / "nan") as run:
+    with MetricsWriter(root / "left" / "runs" / "nan") as run:
         for step in range(80):
             run.log({"loss": float("nan") if step > 60 else 2.0}, step=step, tokens=step)
-    with Run(root / "left" / "runs" / "nan", resumed_from=70) as run:
+    with MetricsWriter(root / "left" / "runs" / "nan", resumed_from=70) as run:
         run.log({"loss": 2.0}, step=71, tokens=71)
         run.close(reason="failed", message="out of memory")
     served = ServedBoard([root / "left", root / "right", root / "nowhere"], tmp_path_factory.mktemp("cache"))

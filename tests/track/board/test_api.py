@@ -22,7 +22,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from zero2all.common.errors import UsageError
-from zero2all.track import Run
+from zero2all.track import MetricsWriter
 from zero2all.track.api import make_app, stream_changes
 from zero2all.track.curves import Curve, pack_curves, unpack_curves
 from zero2all.track.library import Root, RunLibrary, UnknownRunError
@@ -75,7 +75,7 @@ def test_a_run_that_just_began_is_found_however_long_listing_takes(tmp_path):
     library = RunLibrary([Root("r", tmp_path)], tmp_path / "cache")
     library.refresh_list()
     library._listing_took = 1000.0  # as on a slow disk with many runs: the next listing is hours away
-    with Run(tmp_path / "new") as run:
+    with MetricsWriter(tmp_path / "new") as run:
         run.log({"loss": 1.0}, step=1)
     with library.reading("0/new") as opened:
         assert opened.reader.status.last_step == 1
@@ -143,7 +143,7 @@ def test_a_curve_without_points_is_an_empty_answer(client):
 
 def test_steps_that_a_later_attempt_took_back_are_ghosts(tmp_path):
     for resumed, steps in ((None, range(1, 11)), (5, range(6, 9))):
-        with Run(tmp_path / "r", resumed_from=resumed) as run:
+        with MetricsWriter(tmp_path / "r", resumed_from=resumed) as run:
             for step in steps:
                 run.log({"loss": float(step)}, step=step)
     client = client_of(tmp_path, cache=tmp_path / "cache")
@@ -198,7 +198,7 @@ def test_recorded_spikes_are_marked_with_value_and_documents(client):
 
 
 def test_spikes_nobody_recorded_are_found_in_the_loss(tmp_path):
-    with Run(tmp_path / "r") as run:
+    with MetricsWriter(tmp_path / "r") as run:
         for step in range(1, 301):
             run.log({"loss": 9.0 if step == 250 else 2.0 + 0.01 * math.sin(step), "loss/en": 1.0}, step=step)
     client = client_of(tmp_path, cache=tmp_path / "cache")
@@ -213,7 +213,7 @@ def test_the_panel_of_a_spike_says_which_rule_found_it_and_its_limit(tmp_path):
     rng = np.random.default_rng(0)
     losses = 2 + 0.02 * rng.normal(size=300)
     losses[[200, 204]] += [0.5, 0.25]  # the first widens the standard deviation, and hides the second from its rule
-    with Run(tmp_path / "r") as run:
+    with MetricsWriter(tmp_path / "r") as run:
         for step, loss in enumerate(losses, 1):
             run.log({"loss": loss}, step=step)
     client = client_of(tmp_path, cache=tmp_path / "cache")
@@ -229,7 +229,7 @@ def test_the_panel_of_a_spike_says_which_rule_found_it_and_its_limit(tmp_path):
 def test_a_spike_of_the_trainers_guards_shows_limit_channels_and_documents_of_its_incident(tmp_path):
     finding = {"kind": "grad_spike", "value": 9.3, "usual": 1.1, "limit": 4.0, "text": "gradient norm 9.3, above 4"}
     finding |= {"details": {"channel_losses": {"en": 2.1, "zh": 3.3, "odd": None}}, "page": "20-grad_spike.html"}
-    with Run(tmp_path / "r") as run:
+    with MetricsWriter(tmp_path / "r") as run:
         for step in range(1, 30):
             run.log({"loss": 2.0, "grad_norm": 1.0}, step=step)
         run.event("spike", 20, finding)
@@ -250,10 +250,10 @@ def test_a_spike_of_the_trainers_guards_shows_limit_channels_and_documents_of_it
 
 
 def test_an_evaluation_beside_the_training_is_no_restart_and_no_end_of_it(tmp_path):
-    with Run(tmp_path / "r") as run:
+    with MetricsWriter(tmp_path / "r") as run:
         run.log({"loss": 2.0}, step=1)
     for step in (1, 2):
-        with Run(tmp_path / "r", writer="eval") as late:
+        with MetricsWriter(tmp_path / "r", writer="eval") as late:
             late.log({"eval/probes/accuracy/en": 0.5}, step=step)
     client = client_of(tmp_path, cache=tmp_path / "cache")
     marks = client.get("/api/events", params={"id": "0/r"}).json()["marks"]
@@ -272,7 +272,7 @@ def test_the_fields_of_an_event_are_rows_to_read(tmp_path):
         "none": None,
         "list": [{"a": 1}],
     }
-    with Run(tmp_path / "r") as run:
+    with MetricsWriter(tmp_path / "r") as run:
         run.log({"loss": 2.0}, step=1)
         run.event("sanity", 0, data)
     client = client_of(tmp_path, cache=tmp_path / "cache")
@@ -291,9 +291,9 @@ def test_the_fields_of_an_event_are_rows_to_read(tmp_path):
 
 def test_runs_of_the_same_name_say_in_which_place_they_are(tmp_path):
     for place in ("left", "right"):
-        with Run(tmp_path / place / "work" / "runs" / "small") as run:
+        with MetricsWriter(tmp_path / place / "work" / "runs" / "small") as run:
             run.log({"loss": 2.0}, step=1)
-    with Run(tmp_path / "left" / "work" / "runs" / "alone") as run:
+    with MetricsWriter(tmp_path / "left" / "work" / "runs" / "alone") as run:
         run.log({"loss": 2.0}, step=1)
     client = client_of(*(tmp_path / place / "work" for place in ("left", "right")), cache=tmp_path / "cache")
     places = {row["id"]: row["place"] for row in client.get("/api/runs").json()["rows"]}
@@ -303,16 +303,16 @@ def test_runs_of_the_same_name_say_in_which_place_they_are(tmp_path):
 
 
 def test_an_attempt_without_a_loss_of_its_own_does_not_empty_the_list(tmp_path):
-    with Run(tmp_path / "r") as run:
+    with MetricsWriter(tmp_path / "r") as run:
         run.log({"loss": 2.5}, step=1)
-    with Run(tmp_path / "r", resumed_from=1) as run:
+    with MetricsWriter(tmp_path / "r", resumed_from=1) as run:
         run.log({"eval/valid/loss/en": 9.0}, step=1)
     (row,) = client_of(tmp_path, cache=tmp_path / "cache").get("/api/runs").json()["rows"]
     assert row["loss"] == 2.5
 
 
 def test_short_curves_are_not_smoothed_and_new_points_move_the_smoothed_line_before_them(tmp_path):
-    with Run(tmp_path / "r") as run:
+    with MetricsWriter(tmp_path / "r") as run:
         for step in range(1, 201):
             run.log({"loss": 5 - step / 50, **({"rare": 1.0} if step % 5 == 0 else {})}, step=step)
     client = client_of(tmp_path, cache=tmp_path / "cache")
@@ -441,7 +441,7 @@ def test_no_path_leaves_the_served_folders(client, path):
 
 def test_pictures_are_served_from_the_media_folder_only(tmp_path):
     run_folder = tmp_path / "runs" / "r"
-    with Run(run_folder) as run:
+    with MetricsWriter(run_folder) as run:
         for step, name in enumerate(["ok.png", "../config.png", "/etc/passwd", "a.svg", "link.png", 7, "none.png"]):
             run.event("image", step, {"name": "x", "file": name})
     (run_folder / "media").mkdir(exist_ok=True)
@@ -511,7 +511,7 @@ class Tab:
 
 
 def test_a_stream_tells_what_moved_at_most_four_times_a_second_and_is_silent_while_idle(tmp_path):
-    run = Run(tmp_path / "r")
+    run = MetricsWriter(tmp_path / "r")
     run.log({"loss": 1.0}, step=1)
     library = RunLibrary([Root("r", tmp_path)], tmp_path / "cache")
     tab = Tab(library, ["0/r"])
@@ -531,7 +531,7 @@ def test_a_stream_tells_what_moved_at_most_four_times_a_second_and_is_silent_whi
 
 
 def test_a_run_that_vanishes_or_never_was_does_not_end_the_stream(tmp_path):
-    with Run(tmp_path / "r") as run:
+    with MetricsWriter(tmp_path / "r") as run:
         run.log({"loss": 1.0}, step=1)
     library = RunLibrary([Root("r", tmp_path)], tmp_path / "cache")
     tab = Tab(library, ["0/r", "0/never"])
@@ -549,7 +549,7 @@ def test_a_run_that_vanishes_or_never_was_does_not_end_the_stream(tmp_path):
 def test_a_run_that_appeared_this_moment_can_be_opened_by_its_address(tmp_path):
     client = client_of(tmp_path, cache=tmp_path / "cache")
     assert client.get("/api/runs").json()["rows"] == []
-    with Run(tmp_path / "new") as run:
+    with MetricsWriter(tmp_path / "new") as run:
         run.log({"loss": 1.0}, step=1)
     assert client.get("/api/run", params={"id": "0/new"}).json()["step"] == 1
 

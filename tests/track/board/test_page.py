@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from zero2all.track import Run
+from zero2all.track import MetricsWriter
 from zero2all.track.plot import COLORS
 
 from .conftest import HOSTILE, SPIKE_STEP, ServedBoard
@@ -143,7 +143,7 @@ def test_every_chart_says_in_words_what_it_shows(page, served, locale):
 
 
 def test_held_out_loss_stands_beside_training_loss_and_evaluation_before_the_rest(page, served, live_root, locale):
-    with Run(live_root / "judged") as run:
+    with MetricsWriter(live_root / "judged") as run:
         for step in range(1, 30):
             run.log({"loss": 5.0 / step, "loss/en": 5.0 / step, "lr": 0.1}, step=step, tokens=100 * step)
         run.log({"eval/valid/loss/en": 0.5, "eval/valid/bpb/en": 0.3, "memory/gib": 1.0}, step=29, tokens=2900)
@@ -221,7 +221,7 @@ def test_markers_stay_below_the_bar_and_the_drawer_of_a_phone(page, served):
 
 def test_two_workspaces_with_a_run_of_the_same_name_are_told_apart(page, tmp_path):
     for place in ("left", "right"):
-        with Run(tmp_path / place / "runs" / "same") as run:
+        with MetricsWriter(tmp_path / place / "runs" / "same") as run:
             run.log({"loss": 2.0}, step=1)
     served = ServedBoard([tmp_path / "left", tmp_path / "right"], tmp_path / "cache")
     try:
@@ -300,7 +300,7 @@ def test_one_damaged_line_is_one_line(page, served, live_root):
 
 
 def test_a_run_that_vanishes_while_watched_stays_on_the_screen_with_a_word(page, served, live_root):
-    with Run(live_root / "gone") as run:
+    with MetricsWriter(live_root / "gone") as run:
         for step in range(1, 11):
             run.log({"loss": 1 / step}, step=step)
     open_page(page, served, "runs=1/gone")
@@ -356,7 +356,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen_and_the_list_opens(page, se
 
 
 def test_thousands_of_metric_names_stay_usable(page, served, live_root):
-    with Run(live_root / "many") as run:
+    with MetricsWriter(live_root / "many") as run:
         for start in range(0, 6000, 500):
             run.log({f"m{number % 70}/x{number}": 1.0 for number in range(start, start + 500)}, step=1)
         run.log({"loss": 1.0}, step=1)
@@ -381,7 +381,7 @@ def test_an_empty_folder_says_where_it_looked_and_notices_the_first_run(page, tm
         page.goto(served.url)
         page.get_by_text(f"Searched in {root}").wait_for()
         page.get_by_text(f"z2a quickstart --work {root}", exact=True).wait_for()  # and what to do next
-        with Run(root / "runs" / "first") as run:
+        with MetricsWriter(root / "runs" / "first") as run:
             run.log({"loss": 3.0}, step=1)
             run.log({"loss": 2.0}, step=2)
         page.wait_for_selector(f'{LOSS}[data-end="2"]')
@@ -391,14 +391,14 @@ def test_an_empty_folder_says_where_it_looked_and_notices_the_first_run(page, tm
 
 
 def test_the_page_comes_back_by_itself_when_the_server_was_restarted(page, tmp_path):
-    run = Run(tmp_path / "runs" / "long")
+    run = MetricsWriter(tmp_path / "runs" / "long")
     run.log({"loss": 3.0}, step=1)
     run.close()
     served = ServedBoard([tmp_path / "runs"], tmp_path / "cache")
     open_page(page, served, "runs=0/long")
     port = served.board.socket.getsockname()[1]
     served.stop()
-    with Run(tmp_path / "runs" / "long", writer="late") as late:
+    with MetricsWriter(tmp_path / "runs" / "long", writer="late") as late:
         late.log({"loss": 2.0}, step=7)
     from zero2all.track.server import BoardOptions
 

@@ -13,11 +13,11 @@ from zero2all.common.manifest import read_manifest, write_manifest
 from zero2all.common.workspace import Workspace
 from zero2all.config import config_from_values
 from zero2all.packed.config import DataConfig
-from zero2all.packed.layout import docs_name, tokens_name
 from zero2all.packed.mixture import TrainingData, open_training_data
+from zero2all.packed.shard_format import docs_name, tokens_name
 from zero2all.packed.stages import Stage
 from zero2all.packed.writer import PackOptions, pack_corpus
-from zero2all.track.writer import Run
+from zero2all.track.writer import MetricsWriter
 from zero2all.train.saved_config import save_run_config
 
 SEQ_LEN = 32
@@ -73,7 +73,7 @@ def run_folder(sharded: Workspace) -> Path:
     folder = sharded.run("r")
     folder.mkdir(parents=True)
     save_run_config(config, folder)
-    metrics = Run(folder)
+    metrics = MetricsWriter(folder)
     for step in range(1, 7):
         metrics.log({"loss": 5.0 - step / 10}, step, step * SEQ_LEN * STEP_SAMPLES)
     metrics.close()

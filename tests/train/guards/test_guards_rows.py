@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from zero2all.packed.bestfit import open_best_fit
-from zero2all.packed.layout import open_split
 from zero2all.packed.loader import LoaderOptions, read_batch
+from zero2all.packed.shard_format import open_split
 from zero2all.tokenizer import load_tokenizer
 from zero2all.train.guards.documents import samples_of_step
 from zero2all.train.guards.repeats import repeated_shards

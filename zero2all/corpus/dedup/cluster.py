@@ -35,9 +35,16 @@ from zero2all.common.engine import Engine
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import PARTIAL_MARK, fsync_folder, read_json, write_json
 from zero2all.common.manifest import fingerprint
-from zero2all.corpus.dedup.arrays import npy_rows, partial_of, sample_borders, write_npy
 from zero2all.corpus.dedup.config import VALUES, DedupConfig
-from zero2all.corpus.dedup.index import index_pieces, read_index, read_signatures
+from zero2all.corpus.dedup.index import (
+    index_pieces,
+    npy_rows,
+    partial_of,
+    read_index,
+    read_signatures,
+    sample_borders,
+    write_npy,
+)
 from zero2all.corpus.dedup.tasks import (
     APART_NAME,
     DIGEST_ENTRY,

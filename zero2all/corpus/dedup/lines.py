@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from zero2all.corpus.dedup.arrays import write_npy
 from zero2all.corpus.dedup.config import DedupConfig
+from zero2all.corpus.dedup.index import write_npy
 from zero2all.corpus.dedup.signatures import encode
 
 LINES_NAME = "lines.npy"

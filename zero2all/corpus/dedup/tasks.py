@@ -13,7 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zero2all.common.files import read_json, write_json
-from zero2all.corpus.dedup.arrays import (
+from zero2all.corpus.dedup.config import VALUES, DedupConfig
+from zero2all.corpus.dedup.index import (
+    HEADER_BYTES,
+    SIGNATURES_NAME,
+    index_slice,
     lookup,
     npy_rows,
     pread_into,
@@ -22,8 +26,6 @@ from zero2all.corpus.dedup.arrays import (
     sorted_unique,
     write_npy,
 )
-from zero2all.corpus.dedup.config import VALUES, DedupConfig
-from zero2all.corpus.dedup.index import HEADER_BYTES, SIGNATURES_NAME, index_slice
 
 DIGEST_ENTRY = np.dtype([("high", "<u8"), ("low", "<u8"), ("document", "<u4")])
 DIGEST_PARTS = 4096

@@ -25,7 +25,7 @@ from zero2all.corpus.readers.items import (
     Format,
     Limits,
     Origin,
-    Row,
+    RawRow,
     TextBy,
     Unit,
     damaged_at,

@@ -16,7 +16,7 @@ import numpy as np
 
 from zero2all.common import jsonio
 from zero2all.corpus.readers import kernels
-from zero2all.corpus.readers.items import Items, Limits, Origin, Row, damaged_at, too_large
+from zero2all.corpus.readers.items import Items, Limits, Origin, RawRow, damaged_at, too_large
 from zero2all.corpus.readers.lines import HEAD_KEPT, LARGE_BYTES, has_too_many_values, parse_record
 from zero2all.corpus.readers.streams import Stream
 
@@ -76,7 +76,7 @@ def read_json_array(
                 with suppress(ValueError):
                     value = loads(memoryview(data)[start - base : end - base])  # not copied: it may be 32 MB
             if type(value) is dict:
-                yield Row(value, origin, start, end)
+                yield RawRow(value, origin, start, end)
             else:
                 item = parse_record(bytes(data[start - base : end - base]), "utf-8", origin, start, end, strings=True)
                 if item is not None:

@@ -160,7 +160,7 @@ class Origin:
 
 
 @dataclass(slots=True)
-class Row:
+class RawRow:
     """One item as the file gave it."""
 
     fields: dict[str, Any]
@@ -209,7 +209,7 @@ class Damaged:
     """From where reading goes on behind this item; None when it did not come from a reader."""
 
 
-Items = Iterator[Row | Damaged]
+Items = Iterator[RawRow | Damaged]
 
 
 def damaged_at(

@@ -16,7 +16,7 @@ from zero2all.corpus.readers.items import (
     Items,
     Limits,
     Origin,
-    Row,
+    RawRow,
     damaged_at,
     first_line_of,
     too_large,
@@ -36,7 +36,7 @@ MAX_REPLACED_SHARE = 0.002
 """A plain text with a larger share of undecodable characters is damaged; as in the rule `replacement_characters`."""
 
 
-class Batch(NamedTuple):
+class LineBatch(NamedTuple):
     """Lines without their line ends, in the encoding of the file."""
 
     lines: list[bytes]
@@ -52,7 +52,7 @@ class LongLine(NamedTuple):
     head: bytes
 
 
-def line_batches(stream: Stream, encoding: str, limit: int) -> Iterator[Batch | LongLine]:
+def line_batches(stream: Stream, encoding: str, limit: int) -> Iterator[LineBatch | LongLine]:
     """All lines from here to the end."""
     newline = newline_of(encoding)
     split = _splitter(encoding)
@@ -86,18 +86,18 @@ def line_batches(stream: Stream, encoding: str, limit: int) -> Iterator[Batch | 
         if lines and max(map(len, lines)) > limit:
             yield from _with_long_lines(lines, limit, width)
         elif lines:
-            yield Batch(lines, width)
+            yield LineBatch(lines, width)
     held.append(odd)
     held_bytes += len(odd)
     if held_bytes > limit:
         yield LongLine(held_bytes, held[0][:HEAD_KEPT])
     elif held_bytes:
-        yield Batch([b"".join(held)], 0)
+        yield LineBatch([b"".join(held)], 0)
 
 
-def _with_long_lines(lines: list[bytes], limit: int, width: int) -> Iterator[Batch | LongLine]:
+def _with_long_lines(lines: list[bytes], limit: int, width: int) -> Iterator[LineBatch | LongLine]:
     for line in lines:
-        yield Batch([line], width) if len(line) <= limit else LongLine(len(line) + width, line[:HEAD_KEPT])
+        yield LineBatch([line], width) if len(line) <= limit else LongLine(len(line) + width, line[:HEAD_KEPT])
 
 
 def _splitter(encoding: str) -> Callable[[bytes], list[bytes]]:
@@ -137,7 +137,7 @@ def read_json_lines(stream: Stream, origin: Origin, limits: Limits, at: int) -> 
                 except ValueError:
                     value = None
             if type(value) is dict:
-                yield Row(value, origin, at, end)
+                yield RawRow(value, origin, at, end)
             elif line and not line.isspace():
                 item = parse_record(line, encoding, origin, at, end)
                 if item is not None:
@@ -165,7 +165,7 @@ def _whole_lines(
 
 def parse_record(
     data: bytes, encoding: str, origin: Origin, at: int, end: int, strings: bool = False
-) -> Row | Damaged | None:
+) -> RawRow | Damaged | None:
     """A JSON value that is not the usual small object: anything but an object is damage, blank is nothing.
 
     `strings`: a string is a text, as in an array of them; among lines it is what is left of a broken object.
@@ -189,9 +189,9 @@ def parse_record(
         except (ValueError, RecursionError):
             return damaged_at(origin, at, end, "invalid_json", first_line_of(strict_error), end - at, data)
     if isinstance(value, dict):
-        return Row(value, origin, at, end)
+        return RawRow(value, origin, at, end)
     if strings and isinstance(value, str):
-        return Row({"text": value}, origin, at, end)
+        return RawRow({"text": value}, origin, at, end)
     detail = f"expected an object, found {type(value).__name__}"
     return damaged_at(origin, at, end, "not_an_object", detail, end - at, data)
 
@@ -227,7 +227,7 @@ def read_text_lines(stream: Stream, origin: Origin, limits: Limits, at: int) -> 
             at = end
 
 
-def text_row(data: bytes, origin: Origin, at: int, end: int, whole: bool) -> Row | Damaged | None:
+def text_row(data: bytes, origin: Origin, at: int, end: int, whole: bool) -> RawRow | Damaged | None:
     """A document of plain text; nothing when it is blank. `whole`: it is all of its file.
 
     The path of a program belongs to what a model should read; the name of a text file is only where it came from.
@@ -247,7 +247,7 @@ def text_row(data: bytes, origin: Origin, at: int, end: int, whole: bool) -> Row
     others: dict[str, Any] = {"file": origin.name} if whole else {"file": origin.name, "offset": at}
     title = (origin.member or origin.file) if origin.is_code else ""
     fields = {"content": text, "title": title, "others": others}
-    return Row(fields, origin, at, end, is_document=True, replaced=replaced)
+    return RawRow(fields, origin, at, end, is_document=True, replaced=replaced)
 
 
 def broken_item(stream: Stream, origin: Origin, at: int, rest: bytes) -> Damaged:

@@ -15,7 +15,7 @@ from zero2all.corpus.readers.items import (
     Items,
     Limits,
     Origin,
-    Row,
+    RawRow,
     damaged_at,
     first_line_of,
     too_large,
@@ -124,7 +124,7 @@ def read_csv(
             if skip_header:
                 skip_header = False
             elif rows and len(rows[number]) == width:
-                yield Row(dict(zip(header, rows[number], strict=True)), origin, start, end)
+                yield RawRow(dict(zip(header, rows[number], strict=True)), origin, start, end)
             elif not rows or rows[number]:
                 yield from _odd_row(data[start - base : end - base], origin, start, end, header, delimiter)
             start = end
@@ -146,7 +146,7 @@ def _parsed(data: bytes, delimiter: str) -> list[list[str]]:
 
 def _odd_row(
     data: bytes, origin: Origin, start: int, end: int, header: tuple[str, ...], delimiter: str
-) -> Iterator[Row | Damaged]:
+) -> Iterator[RawRow | Damaged]:
     """One row on its own, with what is wrong with it."""
     try:
         rows = _parsed(data, delimiter)
@@ -158,7 +158,7 @@ def _odd_row(
         return
     fields = rows[0] if rows else []
     if len(rows) == 1 and len(fields) == len(header):
-        yield Row(dict(zip(header, fields, strict=True)), origin, start, end)
+        yield RawRow(dict(zip(header, fields, strict=True)), origin, start, end)
     elif fields:
         detail = f"{len(fields)} fields, where the header has {len(header)}"
         yield damaged_at(origin, start, end, "wrong_field_count", detail, end - start, data)
@@ -250,7 +250,7 @@ def _rows(batch: Any, origin: Origin, limits: Limits, before: int, skipped: int)
             pass
         else:
             for at, row in enumerate(rows, before + skipped):
-                yield Row(row, origin, at, at + 1)
+                yield RawRow(row, origin, at, at + 1)
             return
     for index in range(skipped, batch.num_rows):
         at = before + index
@@ -259,7 +259,7 @@ def _rows(batch: Any, origin: Origin, limits: Limits, before: int, skipped: int)
             yield damaged_at(origin, at, at + 1, "too_large", detail, large[index])
             continue
         try:
-            yield Row(batch.slice(index, 1).to_pylist()[0], origin, at, at + 1)
+            yield RawRow(batch.slice(index, 1).to_pylist()[0], origin, at, at + 1)
         except UnicodeDecodeError as error:
             item = wrong_encoding(origin, at, at + 1, error.object, error)
             yield damaged_at(origin, at, at + 1, item.reason, item.detail, len(error.object), error.object)

@@ -11,9 +11,8 @@ from zero2all.common.errors import UsageError
 from zero2all.common.schema import nearest_hint
 from zero2all.evals.items import Item, Task
 from zero2all.evals.rewrites.base import Rewrite, with_options
-from zero2all.evals.rewrites.numbers import NUMBERS
 from zero2all.evals.rewrites.options import OPTIONS
-from zero2all.evals.rewrites.wording import SURFACE, WORDING
+from zero2all.evals.rewrites.wording import NUMBERS, SURFACE, WORDING
 
 MANY_SHOTS = 5
 

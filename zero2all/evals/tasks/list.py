@@ -28,9 +28,8 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.files import crc32c_of
 from zero2all.common.schema import nearest_hint
 from zero2all.evals.items import CONTINUE, LABELS, NO_ANSWER, NOT_READABLE, QUESTION, Item, ItemError, Task, check_forms
-from zero2all.evals.tasks.files import DataFile, cell, text
+from zero2all.evals.tasks.files import DataFile, Reader, cell, gold_of, text, with_choices
 from zero2all.evals.tasks.public import EVERYDAY, EXAMS, READING, SOLVING
-from zero2all.evals.tasks.reader import Reader, gold_of, with_choices
 
 READERS = {reader.name: reader for reader in (*EXAMS, *EVERYDAY, *READING, *SOLVING)}
 SHARED_FOLDERS = {"arc_easy": "arc", "arc_challenge": "arc"}
@@ -47,7 +46,7 @@ def read_tasks(data: Path, names: Sequence[str], unread: dict[str, str] | None =
                 f"folder {data / unknown[0]} with JSON lines or CSV files (question, choices, answer)."
             )
         raise BadInputError(
-            f"There is no folder {data}. `z2a eval fetch NAME --data {data}` downloads a benchmark into it."
+            f"There is no folder {data}. `z2a eval download NAME --data {data}` downloads a benchmark into it."
         )
     if list(names) == ["all"]:
         names = [name for name in READERS if folder_of(data, name).is_dir()]
@@ -56,7 +55,9 @@ def read_tasks(data: Path, names: Sequence[str], unread: dict[str, str] | None =
             path.name for path in data.iterdir() if path.is_dir() and path not in known and path.name[0] != "."
         )
         if not names:
-            raise BadInputError(f"{data} has no folder with a benchmark. `z2a eval fetch NAME --data {data}` gets one.")
+            raise BadInputError(
+                f"{data} has no folder with a benchmark. `z2a eval download NAME --data {data}` gets one."
+            )
     folders = {name: _existing_folder(data, name) for name in names}
     found = []
     for name, folder in folders.items():
@@ -84,7 +85,7 @@ def _existing_folder(data: Path, name: str) -> Path:
     folder = folder_of(data, name)
     if not folder.is_dir():
         here = sorted(path.name for path in data.iterdir() if path.is_dir())
-        advice = f"`z2a eval fetch {name} --data {data}` gets it where there is a network."
+        advice = f"`z2a eval download {name} --data {data}` gets it where there is a network."
         if name not in READERS:
             hint = nearest_hint(name, dict.fromkeys([*here, *READERS]))
             advice = f"{hint} A set of your own is a folder with JSON lines or CSV files (question, choices, answer)."

@@ -26,8 +26,7 @@ from zero2all.evals.items import (
     Item,
     ItemError,
 )
-from zero2all.evals.tasks.files import DataFile, cell, data_files, rows_of, text
-from zero2all.evals.tasks.reader import Reader, gold_of, with_choices
+from zero2all.evals.tasks.files import DataFile, Reader, cell, data_files, gold_of, rows_of, text, with_choices
 
 FOUR = tuple("ABCD")
 

@@ -4,9 +4,8 @@ Sixty-one facts per language are told over and over in many wordings, and every 
 text never uses for it. Asking in those wordings shows whether the model learned the fact or only the sentence.
 
     facts       relations, held-out wordings, the sentences that may be printed
-    arithmetic  sums up to twenty, with some operand pairs kept out
-    stories     a story grammar, and questions about the story just told
-    language    the two languages, whose words are in en.json and zh.json
+    language    the two languages, whose words are in en.json and zh.json; sums up to twenty, with some operand pairs
+                kept out; a story grammar, and questions about the story just told
     generator   documents in the right proportions
     programs    small Python programs that run
     questions   what to ask a trained model: probes, contrast pairs, benchmark tasks

@@ -14,10 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from zero2all.quickstart.world.arithmetic import Calculation, written
 from zero2all.quickstart.world.facts import CARD, DIALOGUE, QUESTION, STATEMENT, FactKey, Sentence, varied
-from zero2all.quickstart.world.language import LANGUAGES, Language
-from zero2all.quickstart.world.stories import tell
+from zero2all.quickstart.world.language import LANGUAGES, Calculation, Language, tell, written
 
 SHARES = {"facts": 0.75, "arithmetic": 0.05, "story": 0.20}
 """Share of the text bytes per group of documents; `facts` covers sheets, quizzes and dialogues."""

@@ -19,11 +19,9 @@ import random
 from collections.abc import Iterator, Sequence
 
 from zero2all.evals.items import CONTINUE, Item, Task
-from zero2all.evals.pair_file import Pair
-from zero2all.evals.probe_file import Probe
-from zero2all.quickstart.world.arithmetic import LARGEST_NUMBER, SMALLEST_PROBED_RESULT
+from zero2all.evals.question_files import Pair, Probe
 from zero2all.quickstart.world.facts import Fact, asked
-from zero2all.quickstart.world.language import LANGUAGES, Language
+from zero2all.quickstart.world.language import LANGUAGES, LARGEST_NUMBER, SMALLEST_PROBED_RESULT, Language
 
 FOILS_PER_PROBE = 10
 ARITHMETIC_PROBES = 30

@@ -8,12 +8,10 @@ pretoken keeps the whole text. Ours cuts pretokens between two characters that a
 the text. No piece with T occurrences or more can contain such a pair, so the merges are exactly those of training
 without any cut (`learn` says when, and checks it).
 
-    categories  which code points are letters, numbers and white space, as the encoders see it
-    scan        the pretoken pattern as native code
-    blocks      documents to arrays of code points; repairs and removed strings are counted here
+    scan        which code points are letters, numbers and white space; the pretoken pattern as native code
     bigrams     pass 1: how often each pair of neighbouring characters occurs
     fragments   pass 2: the distinct fragments between cuts and their counts, in bounded memory
-    counting    runs a pass over all parts with threads, and resumes it
+    counting    documents to arrays of code points; runs a pass over all parts with threads, and resumes it
     words       the fragments as one flat array of symbols
     merging     the merge loop
     learn       all of it in order, with the first guess at T and the memory each stage may take

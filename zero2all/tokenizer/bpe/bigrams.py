@@ -18,9 +18,8 @@ import numpy as np
 from numba import njit
 
 from zero2all.common.files import read_json
-from zero2all.tokenizer.bpe.categories import BREAK, CODE_POINTS, character_kinds
 from zero2all.tokenizer.bpe.counting import PROGRESS_NAME
-from zero2all.tokenizer.bpe.scan import pretoken_end
+from zero2all.tokenizer.bpe.scan import BREAK, CODE_POINTS, character_kinds, pretoken_end
 
 ASCII = 128
 LOCAL_SLOTS = 1 << 18

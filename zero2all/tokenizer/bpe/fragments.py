@@ -28,8 +28,7 @@ import numpy as np
 from numba import njit
 
 from zero2all.tokenizer.bpe.bigrams import PairFilter, are_joined
-from zero2all.tokenizer.bpe.categories import BREAK, CODE_POINTS, character_kinds
-from zero2all.tokenizer.bpe.scan import pretoken_end
+from zero2all.tokenizer.bpe.scan import BREAK, CODE_POINTS, character_kinds, pretoken_end
 
 PARTS = 64
 PART_BITS = 6

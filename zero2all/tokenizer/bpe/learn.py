@@ -48,8 +48,7 @@ from zero2all.common.files import human_bytes
 from zero2all.common.manifest import fingerprint
 from zero2all.common.progress import progress, say
 from zero2all.tokenizer.bpe.bigrams import Bigrams, BigramWorker, PairFilter
-from zero2all.tokenizer.bpe.blocks import BlockReader
-from zero2all.tokenizer.bpe.counting import CountingRun
+from zero2all.tokenizer.bpe.counting import BlockReader, CountingRun
 from zero2all.tokenizer.bpe.fragments import CharacterCode, Fragments, FragmentWorker
 from zero2all.tokenizer.bpe.merging import Alphabet, Merged, MergeLoop
 from zero2all.tokenizer.bpe.scan import pretokens

@@ -8,7 +8,7 @@ The `tokenizers` library is the reference: its ids define what a vocabulary mean
 with it on a sample of the text that is to be encoded and on difficult strings; one that differs anywhere is not used.
 No encoder may return a control id: that is checked on every batch.
 
-    kinds       the encoders (fastokens, numba, gigatoken, tiktoken, tokenizers), their options, and what they return
+    kinds       the encoders (fastokens, numba, tokenizers), their options, and what they return
     tables      a vocabulary as arrays, for our own encoder (numba)
     kernels     our own encoder, compiled
     choose      which encoder, with the reason, and the comparison with the reference

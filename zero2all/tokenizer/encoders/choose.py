@@ -35,7 +35,7 @@ from zero2all.tokenizer.text import well_formed
 
 LONG_TEXT_CHARACTERS = 1 << 17
 """Longer texts go to an encoder whose time and memory are proportional to the length: for a line of 100 MB without a
-space, ours needs 0.3 GB beside the text, `tokenizers` 270 bytes a token; tiktoken may overflow its stack."""
+space, ours needs 0.3 GB beside the text, `tokenizers` 270 bytes a token."""
 SMALL_TEXT_BYTES = 4_000_000
 """`auto` stays with the reference for less text than this: loading and checking another encoder would take longer."""
 
@@ -138,7 +138,7 @@ def _candidates(config: EncoderConfig, sample: Sequence[str], text_bytes: int | 
         return [(KINDS[REFERENCE], "there is too little text for a faster encoder to pay off")]
     ascii_share = _ascii_share(sample)
     ranked = sorted(
-        (kind for kind in KINDS.values() if kind.by_list and kind.name != config.name),
+        (kind for kind in KINDS.values() if kind.name != config.name),
         key=lambda kind: ascii_share / kind.ascii_speed + (1 - ascii_share) / kind.other_speed,
     )
     why = f"expected to be the fastest on text that is {ascii_share:.0%} ASCII"

@@ -20,8 +20,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from zero2all.tokenizer.bpe.categories import DOCUMENT_END
-from zero2all.tokenizer.bpe.scan import pretoken_end
+from zero2all.tokenizer.bpe.scan import DOCUMENT_END, pretoken_end
 
 NO_RANK = np.int32(0x7FFFFFFF)
 WINDOW = 256

@@ -19,12 +19,15 @@ from zero2all.common import jsonio
 from zero2all.common.cores import usable_cores
 from zero2all.common.errors import UsageError
 from zero2all.common.schema import PositiveInt
-from zero2all.tokenizer.encoders.tables import NotSupported, bpe_tables, pattern_of
+from zero2all.tokenizer.encoders.tables import NotSupported, bpe_tables
 from zero2all.tokenizer.load import Tokenizer
 from zero2all.tokenizer.text import BREAK_CHARACTER
 
-EncoderName = Literal["auto", "fastokens", "numba", "gigatoken", "tiktoken", "tokenizers"]
+EncoderName = Literal["auto", "fastokens", "numba", "tokenizers"]
 ENCODER_NAMES: tuple[EncoderName, ...] = get_args(EncoderName)
+NO_LONGER = ("gigatoken", "tiktoken")
+"""Encoders of earlier versions: tiktoken was slower than ours and merges by another rule, gigatoken was three times
+slower than ours on Chinese and hardly faster than fastokens on English."""
 
 CACHE_ROWS = 1 << 17
 """Pretokens that our encoder remembers: 4 MB for each thread."""
@@ -42,9 +45,11 @@ class EncoderConfig:
     strict: bool = False
     """One asked for by name that cannot run, or that differs from the reference, is an error and not replaced."""
     threads: PositiveInt | None = None
-    """Threads of numba, gigatoken and tiktoken; None: one per core. fastokens and tokenizers read RAYON_NUM_THREADS."""
+    """Threads of numba; None: one per core. fastokens and tokenizers read RAYON_NUM_THREADS."""
 
     def __post_init__(self) -> None:
+        if self.name in NO_LONGER:
+            raise UsageError(f"The encoder {self.name} is no longer used; numba and fastokens are faster.")
         if self.name not in ENCODER_NAMES:
             raise UsageError(f"There is no encoder {self.name!r}. Available: {', '.join(ENCODER_NAMES)}.")
 
@@ -104,8 +109,6 @@ class EncoderKind:
     benchmarks/tokenizer_encoding.py on two cores of a Neoverse N1, a vocabulary of ours with 32k pieces."""
     long_texts: bool = False
     """Memory and time are proportional to the length, also for a long text without spaces."""
-    by_list: bool = True
-    """Applies the list of merges. `auto` never takes an encoder that does not: no sample proves it equal."""
 
 
 def json_without_control(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -146,48 +149,6 @@ class _Fastokens:
         return EncodedBatch(np.frombuffer(ids, "<u4"), np.frombuffer(offsets, "<u8").astype(np.int64))
 
 
-class _Gigatoken:
-    def __init__(self, tokenizer: Tokenizer, threads: int | None) -> None:
-        _require("gigatoken")
-        import gigatoken
-
-        self.parallel = threads != 1
-        try:
-            content = jsonio.dumps_line(json_without_control(tokenizer))
-            self.backend = gigatoken.Tokenizer.from_json(content)
-        except Exception as error:  # likewise
-            raise NotSupported(f"gigatoken does not support this tokenizer ({error})") from error
-
-    def encode(self, texts: Sequence[str]) -> EncodedBatch:
-        import awkward
-
-        rows = self.backend.encode_batch(list(texts), parallel=self.parallel)
-        counts = np.asarray(awkward.num(rows), np.int64)
-        ids = np.asarray(awkward.flatten(rows), np.uint32)
-        return EncodedBatch(ids, np.concatenate(([0], np.cumsum(counts))).astype(np.int64))
-
-
-class _Tiktoken:
-    """Merges any two neighbours whose bytes together are a piece, by the order of ids: usually the same as the list."""
-
-    def __init__(self, tokenizer: Tokenizer, threads: int | None) -> None:
-        _require("tiktoken")
-        import tiktoken
-
-        content = json_without_control(tokenizer)
-        pattern = pattern_of(content)
-        if pattern is None or content.get("normalizer") or content["added_tokens"]:
-            raise NotSupported(
-                "tiktoken supports only byte-level BPE with a pattern, without normalisation and added tokens"
-            )
-        ranks = {piece: number for number, piece in tokenizer.text_pieces.items()}
-        self.threads = threads or usable_cores()
-        self.backend = tiktoken.Encoding("zero2all", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-
-    def encode(self, texts: Sequence[str]) -> EncodedBatch:
-        return batch_of(self.backend.encode_ordinary_batch(list(texts), num_threads=self.threads))
-
-
 class _Numba:
     """Ours."""
 
@@ -197,7 +158,7 @@ class _Numba:
         self.tables = bpe_tables(content)
         self.normalise = tokenizer.backend.normalizer.normalize_str if content.get("normalizer") else None
         # Imported behind the checks above: compiling takes seconds where numba's cache is empty.
-        from zero2all.tokenizer.bpe.categories import character_kinds
+        from zero2all.tokenizer.bpe.scan import character_kinds
         from zero2all.tokenizer.encoders import kernels
 
         self.kernels = kernels
@@ -248,8 +209,6 @@ KINDS: dict[str, EncoderKind] = {
     for kind in (
         EncoderKind("fastokens", _Fastokens, ascii_speed=69, other_speed=20),
         EncoderKind("numba", _Numba, ascii_speed=35, other_speed=33, long_texts=True),
-        EncoderKind("gigatoken", _Gigatoken, ascii_speed=80, other_speed=11),
-        EncoderKind("tiktoken", _Tiktoken, ascii_speed=5.5, other_speed=6, by_list=False),
         EncoderKind(REFERENCE, _Tokenizers, ascii_speed=1, other_speed=2),
     )
 }

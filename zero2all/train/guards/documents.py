@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from zero2all.packed.layout import PackedSplit
 from zero2all.packed.mixture import TrainingData
+from zero2all.packed.shard_format import PackedSplit
 from zero2all.packed.show import Origins, ShownDocument, sample_at
 from zero2all.train.guards.rows import RowFinder
 

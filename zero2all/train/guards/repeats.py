@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zero2all.packed.layout import PackedSplit
+from zero2all.packed.shard_format import PackedSplit
 from zero2all.train.guards.detector import Finding
 
 SERIES = 4

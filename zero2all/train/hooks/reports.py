@@ -16,7 +16,7 @@ import torch
 
 from zero2all.common import progress
 from zero2all.estimate.flops import flops_per_token, flops_utilisation, recomputed_flops_per_token
-from zero2all.track.writer import Run
+from zero2all.track.writer import MetricsWriter
 from zero2all.train.context import RunContext
 from zero2all.train.state import TrainState
 from zero2all.train.step_stats import StepResult
@@ -30,7 +30,11 @@ class RunLog:
     _shown_tokens: int
 
     def __init__(
-        self, context: RunContext, state: TrainState, metrics: Run | None = None, say: Callable[[str], None] = print
+        self,
+        context: RunContext,
+        state: TrainState,
+        metrics: MetricsWriter | None = None,
+        say: Callable[[str], None] = print,
     ) -> None:
         self._state, self._world, self._metrics, self._say = state, context.world, metrics, say
         self.steps = StepReports(context, state, metrics)
@@ -93,7 +97,7 @@ def balance_values(loads: np.ndarray, dense_layers: int) -> dict[str, float]:
 class StepReports:
     """Turns results into rows and keeps the last; only rank 0 has `metrics`."""
 
-    def __init__(self, context: RunContext, state: TrainState, metrics: Run | None) -> None:
+    def __init__(self, context: RunContext, state: TrainState, metrics: MetricsWriter | None) -> None:
         self._context, self._state, self._metrics = context, state, metrics
         self.last: StepResult | None = None
         self.first_at: float | None = None

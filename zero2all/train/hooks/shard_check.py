@@ -1,6 +1,6 @@
 """A damaged shard ends a run, and nothing that was trained on it comes back.
 
-Shards are checked while the run trains (`packed.background`), so steps may have read a damaged one before it is found.
+Shards are checked while the run trains (`packed.verify`), so steps may have read a damaged one before it is found.
 `shard_check.json` in the run's folder says since which step that may be: where the first start began whose check was
 not finished. The process that finds damage gives up the memory checkpoints of all machines and notes the damage there,
 at once; the next start moves the later checkpoints away. So a kill in between changes nothing.
@@ -17,8 +17,8 @@ from typing import Any
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, LostRunError, PreemptedError
 from zero2all.common.files import write_json
-from zero2all.packed import background
-from zero2all.packed.layout import DamagedShardError
+from zero2all.packed import verify
+from zero2all.packed.shard_format import DamagedShardError
 from zero2all.parallel.device import local_processes
 from zero2all.parallel.world import World
 from zero2all.resilience import slots
@@ -40,7 +40,7 @@ class ShardCheck:
 
     def __init__(self, context: RunContext, state: TrainState, log: RunLog) -> None:
         self._context, self._state, self._log, self._store = context, state, log, context.store
-        self._check, self._since = background.ShardCheck(), 0
+        self._check, self._since = verify.ShardCheck(), 0
         self._is_over = True
         """Whether nothing can be found any more: the check has finished in all processes, or there is none."""
 
@@ -55,7 +55,7 @@ class ShardCheck:
         self._store.unchecked_since = self._since
         splits = [*data.splits, *self._context.valid]
         seq_lens = sorted({segment.seq_len for segment in data.segments if data.packing == "best_fit"})
-        warn, check = self._log.warn_from_any_rank, background.checking_shards
+        warn, check = self._log.warn_from_any_rank, verify.checking_shards
         with check(splits, seq_lens, warn, world.rank, world.size, self._give_up) as self._check:
             yield
             if state.step == state.last_step:

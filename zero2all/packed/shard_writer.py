@@ -17,8 +17,8 @@ import numpy as np
 
 from zero2all.common.engine import advance
 from zero2all.common.files import PARTIAL_MARK, read_json, write_json
-from zero2all.packed.layout import docs_name, gids_name, mask_name, tokens_name
 from zero2all.packed.pieces import COUNTS, GIDS, LENGTHS, TOKENS
+from zero2all.packed.shard_format import docs_name, gids_name, mask_name, tokens_name
 
 SHARD_TOKENS = 1 << 28
 """Tokens after which a shard is closed (512 MB as uint16)."""

@@ -7,17 +7,19 @@ items were left out.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from zero2all.common.files import package_text, write_atomic, write_json
 from zero2all.common.html import html_page
-from zero2all.common.language import LANGUAGES, in_chinese, language
-from zero2all.evals.chart import COLOURS, figure, line_chart
-from zero2all.evals.scores import KINDS, SECTIONS, Counts, Curve, counts_of, curves_of, read_reports, skipped_of
+from zero2all.common.language import LANGUAGES, in_chinese, language, message
+from zero2all.common.progress import human_count
+from zero2all.evals.scores import KINDS, SECTIONS, Counts, Curve, Point, counts_of, curves_of, read_reports, skipped_of
 from zero2all.evals.signal import CHANCE, NOISE, SIGNAL, TOO_FEW, Signal, judge_curves, signals_json
 
 PAGE_NAME, SIGNAL_NAME = "report.html", "signal.json"
@@ -28,31 +30,27 @@ MOST_LINES = 8
 """More lines in a picture cannot be told apart: they go to the next one."""
 
 SECTION_WORDS = {
-    "held_out": ("Held-out text", "验证集"),
-    "documents": ("Held-out documents, each scored whole", "验证集文档（逐篇完整计算）"),
-    "texts": ("Text files", "文本文件"),
-    "probes": ("Probes", "探针题"),
-    "pairs": ("Contrast pairs", "对照句对"),
-    "tasks": ("Benchmarks", "基准测试"),
-    "rewrites": ("Rewrites", "改写题"),
+    "held_out": message("Held-out text"),
+    "documents": message("Held-out documents, each scored whole"),
+    "texts": message("Text files"),
+    "probes": message("Probes"),
+    "pairs": message("Contrast pairs"),
+    "tasks": message("Benchmarks"),
+    "rewrites": message("Rewrites"),
 }
 FIELD_WORDS = {
-    "bits_per_byte": ("bits per byte", "每字节比特数"),
-    "accuracy": ("accuracy", "准确率"),
-    "share_among_foils": ("P(answer) among foils", "答案在候选中的占比"),
-    "logprob": ("log P(answer)", "答案的对数概率"),
-    "nats": ("nats apart", "对数概率之差"),
-    "original": ("accuracy, original", "原题准确率"),
-    "rewritten": ("accuracy, rewritten", "改写后准确率"),
-    "gap": ("memorisation gap", "记忆差距"),
-    "score": ("mean above chance", "高于随机的平均分"),
+    "bits_per_byte": message("bits per byte"),
+    "accuracy": message("accuracy"),
+    "share_among_foils": message("P(answer) among foils"),
+    "logprob": message("log P(answer)"),
+    "nats": message("nats apart"),
+    "original": message("accuracy, original"),
+    "rewritten": message("accuracy, rewritten"),
+    "gap": message("memorisation gap"),
+    "score": message("mean above chance"),
 }
-VERDICT_WORDS = {
-    SIGNAL: ("carries signal", "有信号", "signal"),
-    NOISE: ("noise", "噪声", "noise"),
-    CHANCE: ("at chance", "随机水平", "at-chance"),
-    TOO_FEW: ("too few checkpoints", "检查点太少", "few"),
-}
+VERDICT_CLASSES = {SIGNAL: "signal", NOISE: "noise", CHANCE: "at-chance", TOO_FEW: "few"}
+"""How the page's style shows a verdict; those that carry signal first."""
 
 
 def write_page(run: Path) -> tuple[Path, list[Signal]]:
@@ -78,16 +76,22 @@ def evaluation_page(name: str, reports: Sequence[Mapping[str, Any]]) -> str:
         *(_section(section, curves, signals, reports) for section in SECTIONS),
         _signal_table(list(signals.values())) if has_curves else "",
     ]
-    style = package_text(__package__, "page.css") + "".join(
+    style = package_text(__package__, "evaluation_page.css") + "".join(
         f".c{n} {{ background: var(--c{n}); fill: var(--c{n}); }} .s{n} {{ stroke: var(--c{n}); }}\n"
         for n in range(COLOURS)
     )
     return html_page(f"{name}: evaluation 评测", style, body)
 
 
-def _both(english: str, chinese: str) -> str:
-    """The same in both languages; the style shows one of them. Both are escaped here."""
-    return f'<span class="en" lang="en">{escape(english)}</span><span class="zh" lang="zh-CN">{escape(chinese)}</span>'
+def _both(text: str) -> str:
+    """The text in both languages, escaped; the style shows one of them."""
+    chinese = escape(in_chinese(text))
+    return f'<span class="en" lang="en">{escape(text)}</span><span class="zh" lang="zh-CN">{chinese}</span>'
+
+
+def _either(text: str) -> str:
+    """The text in both languages where the style cannot choose: in a label."""
+    return f"{text} / {in_chinese(text)}"
 
 
 def _language_switch() -> list[str]:
@@ -105,20 +109,15 @@ def _heading(name: str, reports: Sequence[Mapping[str, Any]]) -> str:
     first, last = reports[0]["step"], reports[-1]["step"]
     count = len(reports)
     tokens = reports[-1].get("tokens") or 0
-    english = f"{count} checkpoints, steps {first:,} to {last:,}" if count > 1 else f"one checkpoint, step {last:,}"
-    chinese = f"{count} 个检查点，第 {first:,} 到 {last:,} 步" if count > 1 else f"1 个检查点，第 {last:,} 步"
-    seen = _both(f", {tokens:,} tokens seen", f"，已训练 {tokens:,} 个词元") if tokens else ""
-    return (
-        f"<header><h1>{escape(name)}: {_both('evaluation', '评测')}</h1>"
-        f'<p class="faint">{_both(english, chinese)}{seen}</p></header>'
+    steps = message(
+        f"{count} checkpoints, steps {first:,} to {last:,}" if count > 1 else f"one checkpoint, step {last:,}"
     )
+    seen = _both(f", {tokens:,} tokens seen") if tokens else ""
+    return f'<header><h1>{escape(name)}: {_both("evaluation")}</h1><p class="faint">{_both(steps)}{seen}</p></header>'
 
 
 def _one_checkpoint() -> str:
-    words = _both(
-        "Curves and verdicts need several checkpoints: evaluate them with `z2a eval watch`.",
-        "曲线与判断需要多个检查点：用 `z2a eval watch` 评测它们。",
-    )
+    words = _both("Curves and verdicts need several checkpoints: evaluate them with `z2a eval watch`.")
     return f'<p class="faint">{words}</p>'
 
 
@@ -138,13 +137,13 @@ def _section(
     if families:
         below = "".join(_charts(section, families))
         hidden = f"{_panels(below)}{_table(section, families, signals, newest)}"
-        hidden = f"<details><summary>{_both('By family', '按类别')}</summary>{hidden}</details>"
+        hidden = f"<details><summary>{_both('By family')}</summary>{hidden}</details>"
     elif len(shown) > MOST_PANELS:
         hidden = _panels("".join(shown[MOST_PANELS:]))
-        hidden = f"<details><summary>{_both('More curves', '更多曲线')}</summary>{hidden}</details>"
+        hidden = f"<details><summary>{_both('More curves')}</summary>{hidden}</details>"
         shown = shown[:MOST_PANELS]
     return (
-        f'<section id="{section}"><h2>{_both(*SECTION_WORDS[section])}</h2>{_panels("".join(shown))}'
+        f'<section id="{section}"><h2>{_both(SECTION_WORDS[section])}</h2>{_panels("".join(shown))}'
         f"{_table(section, wholes, signals, newest)}{_left_out(newest, section)}{hidden}</section>"
     )
 
@@ -169,8 +168,7 @@ def _charts(section: str, curves: Sequence[Curve]) -> list[str]:
 
 def _panel(section: str, field: str, group: str, curves: Sequence[Curve]) -> str:
     names = [_short(curve, group) for curve in curves]
-    english, chinese = FIELD_WORDS[field]
-    title = _both(english, chinese) + (f" · {escape(group)}" if group else "")
+    title = _both(FIELD_WORDS[field]) + (f" · {escape(group)}" if group else "")
     legend = "".join(
         f'<span><i class="dot c{number}"></i>{escape(name)} '
         f"<b>{figure(curve.points[-1].value, curve.kind.is_share)}</b></span>"
@@ -178,8 +176,8 @@ def _panel(section: str, field: str, group: str, curves: Sequence[Curve]) -> str
     )
     chance = next((curve.chance for curve in curves if curve.chance is not None), None)
     if chance is not None:
-        legend += f'<span><i class="dash"></i>{_both("guessing", "随机猜测")} <b>{chance:.1%}</b></span>'
-    label = f"{section} {group} {english} / {chinese}"
+        legend += f'<span><i class="dash"></i>{_both("guessing")} <b>{chance:.1%}</b></span>'
+    label = f"{section} {group} {_either(FIELD_WORDS[field])}"
     return (
         f'<figure class="panel"><figcaption>{title}</figcaption>{line_chart(curves, names, label)}'
         f'<div class="legend">{legend}</div></figure>'
@@ -199,17 +197,17 @@ def _table(section: str, curves: Sequence[Curve], signals: Mapping[str, Signal],
     for curve in curves:
         by_subject.setdefault(curve.subject, {})[curve.field] = curve
     counts = counts_of(newest, section)
-    head = "".join(f'<th scope="col">{_both(*FIELD_WORDS[field])}</th>' for field in fields)
+    head = "".join(f'<th scope="col">{_both(FIELD_WORDS[field])}</th>' for field in fields)
     body = "".join(
         f'<tr><th scope="row">{escape(_row_name(subject, section))}</th>'
         f"{''.join(_cell(found.get(field), signals) for field in fields)}{_count_cells(counts.get(subject))}</tr>"
         for subject, found in by_subject.items()
     )
-    label = escape(" / ".join(SECTION_WORDS[section]))
+    label = escape(_either(SECTION_WORDS[section]))
     return (
         f'<div class="wide" tabindex="0" role="region" aria-label="{label}"><table>'
-        f'<thead><tr><th scope="col"></th>{head}<th scope="col">{_both("items", "题数")}</th>'
-        f'<th scope="col">{_both("left out", "跳过")}</th></tr></thead><tbody>{body}</tbody></table></div>'
+        f'<thead><tr><th scope="col"></th>{head}<th scope="col">{_both("items")}</th>'
+        f'<th scope="col">{_both("left out")}</th></tr></thead><tbody>{body}</tbody></table></div>'
     )
 
 
@@ -232,11 +230,10 @@ def _cell(curve: Curve | None, signals: Mapping[str, Signal]) -> str:
 
 def _mark(signal: Signal) -> str:
     """A dot in the colour of the verdict; none where there are too few checkpoints for one."""
-    english, chinese, kind = VERDICT_WORDS[signal.verdict]
     if signal.verdict == TOO_FEW:
         return ""
-    words = f"{english}: {signal.reason} / {chinese}：{signal.reason_zh}"
-    return f'<i class="mark {kind}" role="img" aria-label="{escape(words)}" title="{escape(words)}"></i>'
+    words = escape(f"{_either(signal.verdict)}: {_either(signal.reason)}")
+    return f'<i class="mark {VERDICT_CLASSES[signal.verdict]}" role="img" aria-label="{words}" title="{words}"></i>'
 
 
 def _count_cells(counts: Counts | None) -> str:
@@ -250,10 +247,9 @@ def _left_out(report: Mapping[str, Any], section: str) -> str:
     reasons = skipped_of(report, section)
     total = sum(reasons.values())
     if not total:
-        return f'<p class="faint">{_both("No item was left out.", "没有跳过任何题目。")}</p>'
-    english = ", ".join(f"{times:,} × {why}" for why, times in reasons.items())
-    chinese = "，".join(f"{times:,} × {in_chinese(why)}" for why, times in reasons.items())
-    return f'<p class="left-out">{_both(f"{total:,} left out: {english}", f"跳过 {total:,} 题：{chinese}")}</p>'
+        return f'<p class="faint">{_both("No item was left out.")}</p>'
+    each = ", ".join(f"{times:,} × {_both(why)}" for why, times in reasons.items())
+    return f'<p class="left-out">{_both(f"{total:,} left out")}: {each}</p>'
 
 
 # ---- which curve to believe -----------------------------------------------------------------------------------
@@ -262,31 +258,21 @@ def _left_out(report: Mapping[str, Any], section: str) -> str:
 def _signal_summary(signals: Sequence[Signal]) -> str:
     counts = Counter(signal.verdict for signal in signals)
     tiles = "".join(
-        f'<div class="tile"><dt><i class="mark {kind}"></i>{_both(english, chinese)}</dt>'
-        f"<dd>{counts[verdict]:,}</dd></div>"
-        for verdict, (english, chinese, kind) in VERDICT_WORDS.items()
+        f'<div class="tile"><dt><i class="mark {kind}"></i>{_both(verdict)}</dt><dd>{counts[verdict]:,}</dd></div>'
+        for verdict, kind in VERDICT_CLASSES.items()
     )
-    title = _both("Which curves to believe", "哪些曲线可信")
+    title = _both("Which curves to believe")
     return f'<section id="verdicts"><h2>{title}</h2><dl class="tiles">{tiles}</dl></section>'
 
 
 def _signal_table(signals: Sequence[Signal]) -> str:
     """Every verdict with its reason, those that carry signal first."""
-    order = list(VERDICT_WORDS)
+    order = list(VERDICT_CLASSES)
     rows = "".join(_signal_row(signal) for signal in sorted(signals, key=lambda each: order.index(each.verdict)))
-    heads = (
-        ("score", "指标"),
-        ("verdict", "判断"),
-        ("Spearman", "Spearman"),
-        ("signal / noise", "信噪比"),
-        ("change / interval", "变化 / 置信区间"),
-        ("above chance", "高于随机"),
-        ("checkpoints", "检查点"),
-        ("left out", "跳过"),
-        ("why", "理由"),
-    )
-    head = "".join(f'<th scope="col">{_both(*words)}</th>' for words in heads)
-    summary = _both(f"All {len(signals)} verdicts, with reasons", f"全部 {len(signals)} 条判断及理由")
+    heads = ["score", "verdict", "Spearman", "signal / noise", "change / interval", "above chance", "checkpoints"]
+    heads += ["left out", "why"]
+    head = "".join(f'<th scope="col">{_both(words)}</th>' for words in heads)
+    summary = _both(f"All {len(signals)} verdicts, with reasons")
     return (
         f'<section><details><summary>{summary}</summary><div class="wide" tabindex="0" role="region" '
         f'aria-label="verdicts / 判断"><table class="verdicts"><thead><tr>{head}</tr></thead>'
@@ -295,7 +281,7 @@ def _signal_table(signals: Sequence[Signal]) -> str:
 
 
 def _signal_row(signal: Signal) -> str:
-    english, chinese, kind = VERDICT_WORDS[signal.verdict]
+    kind = VERDICT_CLASSES[signal.verdict]
     figures = (
         _figure_or_dash(signal.spearman, "+.2f"),
         _figure_or_dash(signal.signal_to_noise, ".1f"),
@@ -307,10 +293,128 @@ def _signal_row(signal: Signal) -> str:
     cells = "".join(f"<td>{text}</td>" for text in figures)
     return (
         f'<tr><th scope="row">{escape(signal.name.replace("/", " · "))}</th>'
-        f'<td class="verdict"><i class="mark {kind}"></i>{_both(english, chinese)}</td>{cells}'
-        f'<td class="why">{_both(signal.reason, signal.reason_zh)}</td></tr>'
+        f'<td class="verdict"><i class="mark {kind}"></i>{_both(signal.verdict)}</td>{cells}'
+        f'<td class="why">{_both(signal.reason)}</td></tr>'
     )
 
 
 def _figure_or_dash(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
+
+
+# A line chart as SVG: one line per score, over the steps of checkpoints. Colours and fonts are those of
+# `evaluation_page.css`.
+
+
+WIDTH, HEIGHT = 520, 230
+LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 24
+COLOURS = 8
+"""Classes c0 to c7 of the page's style; a ninth line begins again."""
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """From steps and values to places in the picture."""
+
+    first: float
+    last: float
+    low: float
+    high: float
+
+    def x(self, step: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (step - self.first) / ((self.last - self.first) or 1)
+
+    def y(self, value: float) -> float:
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - self.low) / ((self.high - self.low) or 1)
+
+
+def line_chart(curves: Sequence[Curve], names: Sequence[str], label: str) -> str:
+    """The curves in one picture; intervals as bands where there are few lines, chance as a dashed line."""
+    lines = [[point for point in curve.points if math.isfinite(point.value)] for curve in curves]
+    shown = [point for line in lines for point in line]
+    if not shown:
+        return ""
+    chances = {curve.chance for curve in curves if curve.chance is not None}
+    has_bands = len(curves) <= 3
+    ticks = _ticks([*_extent(shown, has_bands), *chances])
+    steps = [point.step for point in shown]
+    axes = _Axes(min(steps), max(steps), ticks[0], ticks[-1])
+    is_share = curves[0].kind.is_share
+    shapes = [_horizontal(axes, value, "grid") + _tick_text(axes, value, ticks, is_share) for value in ticks]
+    shapes += [_step_text(axes, step) for step in sorted({min(steps), max(steps), _middle(steps)})]
+    shapes += [_horizontal(axes, chance, "chance") for chance in chances]
+    for number, (line, name) in enumerate(zip(lines, names, strict=True)):
+        shapes.append(_band(axes, line, number) if has_bands else "")
+        shapes.append(_line(axes, line, number, name, is_share))
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">{"".join(shapes)}</svg>'
+
+
+def figure(value: float, is_share: bool) -> str:
+    """A score as people read it."""
+    if not math.isfinite(value):
+        return "NaN"
+    if is_share:
+        return f"{value:.1%}"
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
+
+
+def _extent(points: Sequence[Point], has_bands: bool) -> list[float]:
+    values = [point.value for point in points]
+    if has_bands:
+        values += [end for point in points if point.interval for end in point.interval]
+    return [min(values), max(values)]
+
+
+def _ticks(values: Sequence[float]) -> list[float]:
+    """Four to seven round values around these."""
+    low, high = min(values), max(values)
+    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-9):
+        low, high = low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1)
+    rough = (high - low) / 4
+    size = 10.0 ** math.floor(math.log10(rough))
+    size *= next(factor for factor in (1, 2, 5, 10) if factor * size >= rough)
+    first, last = math.floor(low / size + 1e-9), math.ceil(high / size - 1e-9)
+    return [round(number * size, 12) for number in range(first, last + 1)]
+
+
+def _middle(steps: Sequence[int]) -> int:
+    """The step nearest to the middle of the axis."""
+    middle = (min(steps) + max(steps)) / 2
+    return min(steps, key=lambda step: abs(step - middle))
+
+
+def _horizontal(axes: _Axes, value: float, kind: str) -> str:
+    y = f"{axes.y(value):.1f}"
+    return f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" class="{kind}"/>'
+
+
+def _tick_text(axes: _Axes, value: float, ticks: Sequence[float], is_share: bool) -> str:
+    digits = max(0, -math.floor(math.log10(ticks[1] - ticks[0]) + 1e-9) - (2 if is_share else 0))
+    text = f"{value:.{digits}%}" if is_share else f"{value:.{digits}f}"
+    return f'<text x="{LEFT - 6}" y="{axes.y(value) + 4:.1f}" class="tick end">{text}</text>'
+
+
+def _step_text(axes: _Axes, step: int) -> str:
+    place = "end" if axes.x(step) > WIDTH - RIGHT - 20 else "middle" if axes.x(step) > LEFT + 20 else "start"
+    text = f"{step:,}" if step < 100_000 else human_count(step)
+    return f'<text x="{axes.x(step):.1f}" y="{HEIGHT - 6}" class="tick {place}">{text}</text>'
+
+
+def _band(axes: _Axes, line: Sequence[Point], number: int) -> str:
+    ends = [(point.step, *point.interval) for point in line if point.interval]
+    if len(ends) < 2:
+        return ""
+    there = [f"{axes.x(step):.1f},{axes.y(high):.1f}" for step, _, high in ends]
+    back = [f"{axes.x(step):.1f},{axes.y(low):.1f}" for step, low, _ in reversed(ends)]
+    return f'<polygon points="{" ".join(there + back)}" class="band c{number % COLOURS}"/>'
+
+
+def _line(axes: _Axes, line: Sequence[Point], number: int, name: str, is_share: bool) -> str:
+    places = [(point, f"{axes.x(point.step):.1f}", f"{axes.y(point.value):.1f}") for point in line]
+    path = " ".join(f"{x},{y}" for _, x, y in places)
+    dots = "".join(
+        f'<circle cx="{x}" cy="{y}" r="3" class="c{number % COLOURS}">'
+        f"<title>{escape(name)} · {point.step:,}: {figure(point.value, is_share)}</title></circle>"
+        for point, x, y in places
+    )
+    return f'<polyline points="{path}" class="curve s{number % COLOURS}"/>{dots}'

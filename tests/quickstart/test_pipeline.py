@@ -15,12 +15,12 @@ import pytest
 from tests.english import english_left, prose_of_page
 from tests.processes import Z2A, Program, Start, WarmProcess
 from zero2all.cli.main import main
-from zero2all.common.errors import BadInputError, DiskError, UsageError
+from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json
 from zero2all.common.workspace import Workspace
 from zero2all.config import load_config
-from zero2all.quickstart.choices import given_fields
-from zero2all.quickstart.journey import Journey, WorldSize, run_journey
+from zero2all.quickstart.own_text import given_fields, look_at
+from zero2all.quickstart.pipeline import QuickstartRun, WorldSize, clear_workspace, run_quickstart
 from zero2all.quickstart.summary import next_commands, outlook, verdicts
 from zero2all.track.reader import read_run
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
@@ -38,12 +38,12 @@ RUN = f"""
 import sys
 from pathlib import Path
 from zero2all.config import load_config
-from zero2all.quickstart.journey import WorldSize, run_journey
+from zero2all.quickstart.pipeline import WorldSize, run_quickstart
 from zero2all.quickstart import raw
 from zero2all.quickstart.summary import print_summary
 every_probe = raw.probes
 raw.probes = lambda language, seed: every_probe(language, seed)[::7]
-journey = run_journey(load_config("quickstart", {SMALL!r}), Path(sys.argv[1]), size={SIZE!r})
+journey = run_quickstart(load_config("quickstart", {SMALL!r}), Path(sys.argv[1]), size={SIZE!r})
 print_summary(journey)
 """
 
@@ -179,7 +179,7 @@ def test_killed_again_and_again_the_journey_ends_with_the_same_bits_and_speaks_c
 
 def test_a_second_run_finds_everything_done(finished: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
     before = last_checkpoint(finished[0])
-    journey = run_journey(load_config("quickstart", SMALL), finished[0], size=SIZE)
+    journey = run_quickstart(load_config("quickstart", SMALL), finished[0], size=SIZE)
     assert {stage.name for stage in journey.stages if stage.done_before} >= {"raw data", "tokenizer", "pack", "train"}
     assert last_checkpoint(finished[0]) == before
     assert "(done before)" in capsys.readouterr().out
@@ -296,7 +296,7 @@ def test_only_a_held_out_loss_that_still_falls_asks_for_more_steps(
     curve: list[tuple[int, float]], best: int, said: str, has_longer: bool, tmp_path: Path
 ) -> None:
     config = load_config("quickstart", ["--train.steps", "357"])
-    journey = Journey(Workspace(tmp_path), config, own_data=True, curve=curve, best_step=best)
+    journey = QuickstartRun(Workspace(tmp_path), config, own_data=True, curve=curve, best_step=best)
     (advice,) = outlook(journey)
     commands = next_commands(journey)
     assert said in advice
@@ -312,7 +312,9 @@ def test_the_same_command_again_chooses_the_same_and_finds_everything_done_and_s
 ) -> None:
     monkeypatch.setenv("Z2A_LANG", "zh")
     overrides = ["--train.steps", "15"]
-    journey = run_journey(load_config("quickstart", overrides), own[0], data=novel, given=given_fields(overrides))
+    journey = run_quickstart(
+        load_config("quickstart", overrides), own[0], look_at(novel), given=given_fields(overrides)
+    )
     assert "train" in {stage.name for stage in journey.stages if stage.done_before}
     assert len(journey.samples) == 2
     said = capsys.readouterr()
@@ -326,15 +328,15 @@ def test_other_text_is_not_put_into_a_workspace_that_has_learned_from_some(
     (tmp_path / "other.txt").write_text("Another text, which has nothing to do with it.")
     before = (own[0] / "corpus/report.json").read_bytes()
     with pytest.raises(UsageError, match=r"trained on .*novel.*--fresh.*another --work"):
-        run_journey(load_config("quickstart"), own[0], data=tmp_path / "other.txt")
+        run_quickstart(load_config("quickstart"), own[0], look_at(tmp_path / "other.txt"))
     with pytest.raises(UsageError, match=r"trained on .*novel.*--fresh"):
-        run_journey(load_config("quickstart"), own[0])
+        run_quickstart(load_config("quickstart"), own[0])
     assert (own[0] / "corpus/report.json").read_bytes() == before
 
 
-def test_missing_data_path_is_said_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(BadInputError, match=r"does not exist"):
-        run_journey(load_config("quickstart"), tmp_path / "work", data=tmp_path / "nowhere")
+def test_missing_data_path_is_said_before_anything_is_written(tmp_path: Path, capsys) -> None:
+    assert main(["quickstart", "--data", str(tmp_path / "nowhere"), "--work", str(tmp_path / "work")]) == 3
+    assert "does not exist" in capsys.readouterr().err
     assert not (tmp_path / "work").exists()
 
 
@@ -342,10 +344,10 @@ def test_a_vocabulary_of_ones_own_that_is_too_large_names_the_flag_the_quickstar
     (tmp_path / "own.txt").write_text("A few words, however well chosen, do not fill a large vocabulary.")
     overrides = ["--tokenizer.vocab_size", "900"]
     with pytest.raises(BadInputError, match=r"--tokenizer.vocab_size asks for 900.* set it to \d+ or less") as caught:
-        run_journey(
+        run_quickstart(
             load_config("quickstart", overrides),
             tmp_path / "work",
-            data=tmp_path / "own.txt",
+            look_at(tmp_path / "own.txt"),
             given=given_fields(overrides),
         )
     assert "--vocab-size" not in str(caught.value)
@@ -356,6 +358,5 @@ def test_fresh_leaves_a_folder_alone_that_is_no_workspace(tmp_path: Path) -> Non
     precious = tmp_path / "corpus" / "mine.txt"
     precious.parent.mkdir()
     precious.write_text("do not delete")
-    with pytest.raises((BadInputError, UsageError, DiskError)):
-        run_journey(load_config("quickstart"), tmp_path, data=tmp_path / "nowhere", fresh=True)
+    clear_workspace(tmp_path)
     assert precious.read_text() == "do not delete"

@@ -15,7 +15,7 @@ from typing import Any
 from zero2all.corpus.build_errors import no_text_field, nothing_readable
 from zero2all.corpus.channels import guess_channel, sampled_text
 from zero2all.corpus.listing import InputFile, Listing
-from zero2all.corpus.readers import NOT_READ, Format, Limits, Origin, Row, Unit, plan_units, read_unit
+from zero2all.corpus.readers import NOT_READ, Format, Limits, Origin, RawRow, Unit, plan_units, read_unit
 from zero2all.corpus.sources import PEEKED_ROWS, Source, apply_mapping, guess_mapping, longest_first
 
 FILES = 16
@@ -35,7 +35,7 @@ MANY_ROWS = 400
 LEAST_PLACE_BYTES = 1 << 16
 
 
-class Look:
+class SourceSample:
     """What was found in the samples; an error when nothing in the source can be read, or nothing of it has a text."""
 
     def __init__(self, source: Source, listing: Listing, limits: Limits) -> None:
@@ -86,7 +86,7 @@ class Look:
                     self.mapping_of[file.name] = mapping
             self._is_sure = self._is_sure and sample.is_sure
 
-    def _take(self, origin: Origin, rows: list[Row], first: list[Row], source: Source) -> dict[str, str] | None:
+    def _take(self, origin: Origin, rows: list[RawRow], first: list[RawRow], source: Source) -> dict[str, str] | None:
         """Look at the rows of one file or archive member; returns how they are mapped."""
         self.formats = list(dict.fromkeys([*self.formats, str(origin.format)]))
         if first and first[0].is_document:
@@ -137,9 +137,9 @@ class _Sample:
     """Rows of one unit, thinned out as more of it is read, so that they are spread over what was read."""
 
     def __init__(self, unit: Unit, limits: Limits, places: int) -> None:
-        self.first_rows: dict[Origin, list[Row]] = {}
+        self.first_rows: dict[Origin, list[RawRow]] = {}
         """The first rows of each file or archive member, which say how all its rows are mapped."""
-        self._rows: list[Row] = []
+        self._rows: list[RawRow] = []
         self._met = 0
         self._step = 1
         self._most = max(2, DOCUMENTS // places)
@@ -153,7 +153,7 @@ class _Sample:
         """Take the sample; whether what was not read is like what was."""
         plain_bytes = rows = 0
         for number, item in enumerate(read_unit(unit, limits, self._on_bytes), 1):
-            if isinstance(item, Row):
+            if isinstance(item, RawRow):
                 first = self.first_rows.setdefault(item.origin, [])
                 rows = rows + 1 if first else 1
                 if len(first) < PEEKED_ROWS:
@@ -176,7 +176,7 @@ class _Sample:
             return False
         return (is_all and self._is_whole) or all(len(rows) == PEEKED_ROWS for rows in self.first_rows.values())
 
-    def _add(self, row: Row) -> None:
+    def _add(self, row: RawRow) -> None:
         self._met += 1
         if self._met % self._step == 0:
             self._rows.append(row)
@@ -187,9 +187,9 @@ class _Sample:
     def _on_bytes(self, amount: int) -> None:
         self._raw_bytes += amount
 
-    def by_origin(self) -> list[tuple[Origin, list[Row]]]:
+    def by_origin(self) -> list[tuple[Origin, list[RawRow]]]:
         """Every file or archive member that rows were met in, with the rows of it that are in the sample."""
-        rows: dict[Origin, list[Row]] = {origin: [] for origin in self.first_rows}
+        rows: dict[Origin, list[RawRow]] = {origin: [] for origin in self.first_rows}
         for row in self._rows:
             rows[row.origin].append(row)
         return list(rows.items())

@@ -10,8 +10,8 @@ from zero2all.common.files import read_json
 from zero2all.corpus import BuildOptions, Source, build_corpus
 from zero2all.tokenizer import TokenizerConfig
 from zero2all.tokenizer.parts import corpus_parts, file_parts
+from zero2all.tokenizer.sampling import belongs, parse_take, shares
 from zero2all.tokenizer.stage import train_on_corpus, train_on_files
-from zero2all.tokenizer.take import belongs, parse_take, shares
 
 DOCUMENTS = 400
 UNCLEANED = {"rules": "none", "valid_share": 0.1}

@@ -2,7 +2,7 @@
 
 Each stage is the same as its own verb; this file only runs them in order and keeps their times in `quickstart.json`. A
 stage that finds its work done does nothing, so an interrupted quickstart continues where it stopped. The text is the
-small world (`raw.py`) or your own (`own_text.py`), for which settings are chosen (`choices.py`).
+small world (`raw.py`) or your own, for which settings are chosen (`own_text.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,8 +29,8 @@ from zero2all.corpus import BuildOptions, Source, build_corpus
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.report import striking_drops
 from zero2all.evals.options import EvalOptions, kept_report
-from zero2all.evals.probe_file import read_probes
 from zero2all.evals.probes import run_probes, summarize
+from zero2all.evals.question_files import read_probes
 from zero2all.evals.report import evaluate_run, log_report
 from zero2all.exchange import export_run
 from zero2all.infer.engine import Engine, EngineSettings
@@ -39,8 +39,8 @@ from zero2all.infer.sampling import Sampling
 from zero2all.infer.text import generate
 from zero2all.model.config import parameter_counts
 from zero2all.packed.writer import pack_corpus
-from zero2all.quickstart import choices
-from zero2all.quickstart.own_text import OwnText, corpus_in_words, look_at, refuse_other_text, too_little_in_words
+from zero2all.quickstart import own_text
+from zero2all.quickstart.own_text import OwnText, corpus_in_words, refuse_other_text, too_little_in_words
 from zero2all.quickstart.raw import CHINESE_NAME, CODE_NAME, ENGLISH_NAME, PAIRS_NAME, PROBES_NAME, write_raw
 from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.tokenizer.text import TooFewPiecesError
@@ -100,7 +100,7 @@ class StageTime:
 
 
 @dataclass
-class Journey:
+class QuickstartRun:
     """Everything the summary shows."""
 
     workspace: Workspace
@@ -132,51 +132,75 @@ class Journey:
 
 
 @brief_progress()
-def run_journey(
+def run_quickstart(
     config: RunConfig,
     work: Path,
-    data: Path | None = None,
-    fresh: bool = False,
+    own: OwnText | None = None,
     size: WorldSize | None = None,
     given: Collection[str] = (),
-    mapping: Mapping[str, str] | None = None,
     accept_changes: bool = False,
-) -> Journey:
+) -> QuickstartRun:
     """Run or continue the quickstart in `work`.
 
-    `data` replaces the small world, which has `size`; settings are then chosen for it, except those in `given`.
-    `mapping` says which raw fields of the data to use. `accept_changes` continues a run although its settings changed.
+    `own` replaces the small world, which has `size`; settings are then chosen for it, except those in `given`.
+    `accept_changes` continues a run although its settings changed.
     """
-    own, size = None if data is None else look_at(data, mapping), size or WorldSize()
-    if fresh:
-        clear_workspace(work)
     workspace = open_workspace(work, create=True)
-    name = config.train.name
-    journey = Journey(workspace, config, own_data=own is not None)
-    timer = _Timer(journey)
-    refuse_other_text(workspace, name, _sources(workspace, own))
-
+    run = QuickstartRun(workspace, config, own_data=own is not None)
+    timer = _Timer(run)
+    refuse_other_text(workspace, config.train.name, _sources(workspace, own))
     if own is None:
         with timer.stage("raw data") as done:
+            size = size or WorldSize()
             write_raw(workspace.raw, WORLD_SEED, size.bytes_per_language, size.code_bytes)
             done(f"en.jsonl, zh.json, code.parquet: {human_bytes(folder_bytes(workspace.raw))}")
-    else:
+    report = _build_data(run, timer, own, given)
+    _train(run, timer, accept_changes)
+    with timer.stage("evaluate") as done:
+        loaded = load_run(workspace, config.train.name, run.best_step)
+        run.evaluation = _evaluation(loaded, workspace, None if own is not None else workspace.raw / PROBES_NAME)
+        run.shown_probes = _shown_probes(run)
+        channels = run.evaluation["held_out"]
+        bits = ", ".join(f"{channel} {values['bits_per_byte']:.2f}" for channel, values in channels.items())
+        done(f"bits per byte: {bits}" if bits else "no held-out text to score")
+    with timer.stage("generate") as done:
+        run.samples = _samples(loaded, SAMPLE_PROMPTS if own is None else _own_prompts(workspace, report))
+        done(counted(len(run.samples), "sample"))
+    with timer.stage("export") as done:
+        exported = workspace.root / "hf"
+        shutil.rmtree(exported, ignore_errors=True)
+        export_run(loaded, workspace.tokenizer, exported)
+        run.parameters = parameter_counts(loaded.model.config)["total"]
+        done(f"{run.parameters / 1e6:.2f} M parameters, {human_bytes(folder_bytes(exported))}")
+    with timer.stage("picture") as done:
+        picture = workspace.run(config.train.name) / "curves.png"
+        plot_run(workspace.run(config.train.name), picture)
+        is_english = language() == "zh" and not cjk_fonts()
+        said = human_bytes(picture.stat().st_size)
+        done(f"{said}, in English: no Chinese font is installed" if is_english else said)
+    return run
+
+
+def _build_data(run: QuickstartRun, timer: _Timer, own: OwnText | None, given: Collection[str]) -> dict[str, Any]:
+    """Corpus, tokenizer and packed data; for own text, also the settings of the run. Returns the corpus report."""
+    workspace, config = run.workspace, run.config
+    options, announce = WORLD_OPTIONS, None
+    if own is not None:
         # The preset's mixture and frames speak of the small world.
         world = {name: None for name in ("data.mixture", "data.question_frames") if name not in given}
-        config = choices.with_settings(config, world)
-        duration = choices.forecast(own.size_bytes, config, given)
+        config = own_text.with_settings(config, world)
+        duration = own_text.forecast(own.size_bytes, config, given)
         print(t(f"{own.in_words()}. This takes about {duration} on two idle CPU cores."), flush=True)
+        # Damage and rules that drop much are named, and do not stop the build.
+        options = BuildOptions(**own_text.cutting(own.size_bytes), max_damaged_share=1.0, accept_drops=True)
+        announce = say
     with timer.stage("corpus") as done:
-        options, announce = WORLD_OPTIONS, None
-        if own is not None:  # damage and rules that drop much are named, and do not stop the build
-            options = BuildOptions(**choices.cutting(own.size_bytes), max_damaged_share=1.0, accept_drops=True)
-            announce = say
         report = build_corpus(workspace.corpus, _sources(workspace, own), options, announce=announce)
         totals = report["totals"]
         kept, seen = totals["records_kept"], totals["records_in"]
         if own is not None:
             _print_lines(corpus_in_words(report, workspace))
-            journey.losses = striking_drops(report, workspace.root)
+            run.losses = striking_drops(report, workspace.root)
         done(f"{kept:,} of {counted(seen, 'record')}, {human_bytes(totals['bytes_kept'])} of text")
     with timer.stage("tokenizer") as done:
         if own is not None:
@@ -189,48 +213,30 @@ def run_journey(
         done(f"{sum(tokens.values()):,} tokens, {human_bytes(folder_bytes(workspace.packed))}")
     if own is not None:
         tokens = {key.removesuffix("/train"): count for key, count in tokens.items() if key.endswith("/train")}
-        config = choices.with_settings(config, choices.run_settings(tokens, config, given))
-        sized = choices.with_settings(config, {"model.vocab_size": vocabulary["vocab_size"]})
-        _print_lines(choices.settings_in_words(tokens, sized, given) + too_little_in_words(totals["bytes_kept"]))
-    journey.config = config
-    probes = None if own is not None else workspace.raw / PROBES_NAME
-    if probes is not None:
+        config = own_text.with_settings(config, own_text.run_settings(tokens, config, given))
+        sized = own_text.with_settings(config, {"model.vocab_size": vocabulary["vocab_size"]})
+        _print_lines(own_text.settings_in_words(tokens, sized, given) + too_little_in_words(totals["bytes_kept"]))
+    run.config = config
+    return report
+
+
+def _train(run: QuickstartRun, timer: _Timer, accept_changes: bool) -> None:
+    """Ask the untrained model, and train it."""
+    workspace, config = run.workspace, run.config
+    folder = workspace.run(config.train.name)
+    if not run.own_data:
         with timer.stage("probes, untrained") as done:
-            journey.before = _untrained_probes(workspace, config, probes)
-            done(f"{journey.before['accuracy']:.1%} right")
-    reached = max(map(step_of, list_checkpoints(workspace.run(name))), default=0)
+            run.before = _untrained_probes(workspace, config, workspace.raw / PROBES_NAME)
+            done(f"{run.before['accuracy']:.1%} right")
+    reached = max(map(step_of, list_checkpoints(folder)), default=0)
     if 0 < reached < config.train.steps:
         _print_lines([f"training continues from step {reached:,} of {config.train.steps:,}"])
     with timer.stage("train") as done:
         summary = train(config, workspace, accept_changes=accept_changes, say=say, brief=True)
-        journey.curve = _held_out_curve(workspace.run(name))
-        journey.best_step = best_step(workspace.run(name)) or summary.step
-        loss = f"held-out loss {journey.curve[-1][1]:.3f}" if journey.curve else "no held-out text"
+        run.curve = _held_out_curve(folder)
+        run.best_step = best_step(folder) or summary.step
+        loss = f"held-out loss {run.curve[-1][1]:.3f}" if run.curve else "no held-out text"
         done(f"{summary.tokens:,} tokens in {counted(summary.step, 'step')}, {loss}")
-    with timer.stage("evaluate") as done:
-        loaded = load_run(workspace, name, journey.best_step)
-        journey.evaluation = _evaluation(loaded, workspace, probes)
-        journey.shown_probes = _shown_probes(journey)
-        channels = journey.evaluation["held_out"]
-        bits = ", ".join(f"{channel} {values['bits_per_byte']:.2f}" for channel, values in channels.items())
-        done(f"bits per byte: {bits}" if bits else "no held-out text to score")
-    with timer.stage("generate") as done:
-        prompts = SAMPLE_PROMPTS if own is None else _own_prompts(workspace, report)
-        journey.samples = _samples(loaded, prompts)
-        done(counted(len(journey.samples), "sample"))
-    with timer.stage("export") as done:
-        exported = workspace.root / "hf"
-        shutil.rmtree(exported, ignore_errors=True)
-        export_run(loaded, workspace.tokenizer, exported)
-        journey.parameters = parameter_counts(loaded.model.config)["total"]
-        done(f"{journey.parameters / 1e6:.2f} M parameters, {human_bytes(folder_bytes(exported))}")
-    with timer.stage("picture") as done:
-        picture = workspace.run(name) / "curves.png"
-        plot_run(workspace.run(name), picture)
-        is_english = language() == "zh" and not cjk_fonts()
-        said = human_bytes(picture.stat().st_size)
-        done(f"{said}, in English: no Chinese font is installed" if is_english else said)
-    return journey
 
 
 def clear_workspace(work: Path) -> None:
@@ -254,7 +260,7 @@ def _sources(workspace: Workspace, own: OwnText | None) -> list[Source]:
 def _with_vocabulary(config: RunConfig, workspace: Workspace, text_bytes: int, given: Collection[str]) -> RunConfig:
     """`config` with a vocabulary that this text can support, which is also trained."""
     most = config.tokenizer.vocab_size
-    config = choices.with_settings(config, choices.vocabulary_settings(text_bytes, config, given))
+    config = own_text.with_settings(config, own_text.vocabulary_settings(text_bytes, config, given))
     try:
         train_on_corpus(workspace.corpus, workspace.tokenizer, config.tokenizer)
     except TooFewPiecesError as error:
@@ -265,8 +271,8 @@ def _with_vocabulary(config: RunConfig, workspace: Workspace, text_bytes: int, g
                 f"or set it to {error.largest} or less."
             ) from None
         _print_lines([f"this text has pieces for at most {error.largest:,} token ids: training again with that number"])
-        config = choices.with_settings(config, {"tokenizer.vocab_size": error.largest})
-    _print_lines([choices.vocabulary_in_words(config, most, given)])
+        config = own_text.with_settings(config, {"tokenizer.vocab_size": error.largest})
+    _print_lines([own_text.vocabulary_in_words(config, most, given)])
     return config
 
 
@@ -304,7 +310,7 @@ def _evaluation(loaded: LoadedModel, workspace: Workspace, probes: Path | None) 
     return kept or evaluate_run(loaded, workspace, options)
 
 
-def _shown_probes(journey: Journey) -> list[tuple[str, str, float, float]]:
+def _shown_probes(journey: QuickstartRun) -> list[tuple[str, str, float, float]]:
     if journey.before is None:
         return []
     found = []
@@ -352,7 +358,7 @@ def _samples(loaded: LoadedModel, prompts: dict[str, tuple[str, ...]]) -> list[t
 class _Timer:
     """Times stages and remembers, over interruptions, what each took."""
 
-    def __init__(self, journey: Journey) -> None:
+    def __init__(self, journey: QuickstartRun) -> None:
         self.journey = journey
         self.path = journey.workspace.root / TIMES_NAME
         self.known: dict[str, dict[str, Any]] = read_json(self.path) if self.path.is_file() else {}

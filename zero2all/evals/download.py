@@ -1,4 +1,4 @@
-"""`z2a eval fetch`: the files of a public benchmark, from a Hugging Face-style hub into `DATA/NAME`.
+"""`z2a eval download`: the files of a public benchmark, from a Hugging Face-style hub into `DATA/NAME`.
 
 Nothing of any data set is part of this package: each keeps the licence its authors gave it. `benchmark.json` beside the
 files says where they came from: repository, commit, licence, sizes and checksums. The download itself is that of `z2a
@@ -26,7 +26,7 @@ DATA_FILES = ("*.parquet", "*.jsonl", "*.json", "*.csv", "*.lst", "*.zip")
 
 
 @dataclass(frozen=True)
-class Source:
+class BenchmarkSource:
     """Where a benchmark can be had."""
 
     repo: str
@@ -36,34 +36,38 @@ class Source:
     """As its authors state it; empty: read the repository's card."""
 
 
-_ARC = Source("allenai/ai2_arc", ("ARC-Easy/*.parquet", "ARC-Challenge/*.parquet"), "CC BY-SA 4.0")
+_ARC = BenchmarkSource("allenai/ai2_arc", ("ARC-Easy/*.parquet", "ARC-Challenge/*.parquet"), "CC BY-SA 4.0")
 SOURCES = {
-    "cmmlu": Source("lmlmcat/cmmlu", ("*.zip",), "CC BY-NC 4.0 on the hub, CC BY-NC-SA 4.0 in its repository"),
-    "ceval": Source("ceval/ceval-exam", ("*.zip",), "CC BY-NC-SA 4.0"),
-    "mmlu": Source("cais/mmlu", ("all/dev-*", "all/test-*"), "MIT"),
+    "cmmlu": BenchmarkSource("lmlmcat/cmmlu", ("*.zip",), "CC BY-NC 4.0 on the hub, CC BY-NC-SA 4.0 in its repository"),
+    "ceval": BenchmarkSource("ceval/ceval-exam", ("*.zip",), "CC BY-NC-SA 4.0"),
+    "mmlu": BenchmarkSource("cais/mmlu", ("all/dev-*", "all/test-*"), "MIT"),
     "arc_easy": _ARC,
     "arc_challenge": _ARC,
-    "hellaswag": Source("Rowan/hellaswag", licence="MIT"),
-    "piqa": Source("baber/piqa"),
-    "winogrande": Source("allenai/winogrande", ("winogrande_xl/*",)),
-    "blimp": Source("nyu-mll/blimp", licence="CC BY"),
-    "zhoblimp": Source("Junrui1202/zhoblimp"),
-    "c3": Source("dataset-org/c3"),
-    "cmrc": Source("hfl/cmrc2018", licence="CC BY-SA 4.0"),
-    "lambada": Source("EleutherAI/lambada_openai", ("data/lambada_test.jsonl", "data/*_en.jsonl", "default/*")),
-    "gsm8k": Source("openai/gsm8k", ("main/*",), "MIT"),
-    "humaneval": Source("openai/openai_humaneval", licence="MIT"),
+    "hellaswag": BenchmarkSource("Rowan/hellaswag", licence="MIT"),
+    "piqa": BenchmarkSource("baber/piqa"),
+    "winogrande": BenchmarkSource("allenai/winogrande", ("winogrande_xl/*",)),
+    "blimp": BenchmarkSource("nyu-mll/blimp", licence="CC BY"),
+    "zhoblimp": BenchmarkSource("Junrui1202/zhoblimp"),
+    "c3": BenchmarkSource("dataset-org/c3"),
+    "cmrc": BenchmarkSource("hfl/cmrc2018", licence="CC BY-SA 4.0"),
+    "lambada": BenchmarkSource(
+        "EleutherAI/lambada_openai", ("data/lambada_test.jsonl", "data/*_en.jsonl", "default/*")
+    ),
+    "gsm8k": BenchmarkSource("openai/gsm8k", ("main/*",), "MIT"),
+    "humaneval": BenchmarkSource("openai/openai_humaneval", licence="MIT"),
 }
 
 
-def fetch(name: str, data: Path, endpoint: str | None = None, announce: Callable[[str], None] = print) -> Task:
+def download_benchmark(
+    name: str, data: Path, endpoint: str | None = None, announce: Callable[[str], None] = print
+) -> Task:
     """Get the files of a benchmark and read them once; the same call again only fetches what is missing.
 
     `endpoint`: a mirror (None: that of HF_ENDPOINT, or the hub).
     """
     source = SOURCES.get(name)
     if source is None:
-        raise UsageError(f"There is no benchmark {name!r} to fetch. {nearest_hint(name, SOURCES)}")
+        raise UsageError(f"There is no benchmark {name!r} to download. {nearest_hint(name, SOURCES)}")
     folder = data / SHARED_FOLDERS.get(name, name)
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
         raise BadInputError(f"HF_HUB_OFFLINE is set, so nothing is downloaded. {_by_hand(source, folder)}")
@@ -88,7 +92,7 @@ def fetch(name: str, data: Path, endpoint: str | None = None, announce: Callable
     return read_task(data, name)
 
 
-def _by_hand(source: Source, folder: Path) -> str:
+def _by_hand(source: BenchmarkSource, folder: Path) -> str:
     return (
         f"By hand: on a machine with a network, get the files of the data set {source.repo} "
         f"({', '.join(source.include)}) and copy them into {folder}. Files of the benchmark's own repository will do "

@@ -1,4 +1,4 @@
-"""`z2a eval fetch` against a small hub on this machine."""
+"""`z2a eval download` against a small hub on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.corpus.hub_server import HubServer
 from zero2all.cli import main
 from zero2all.common.errors import BadInputError, UsageError, UserError
-from zero2all.evals.fetch import SOURCES, fetch
+from zero2all.evals.download import SOURCES, download_benchmark
 from zero2all.evals.tasks.list import READERS
 
 TABLE = ",Question,A,B,C,D,Answer\n0,天？,蓝,绿,红,黄,A\n".encode()
@@ -44,7 +44,7 @@ def test_every_benchmark_that_can_be_read_can_be_fetched():
 
 def test_a_benchmark_is_fetched_read_and_described(hub, tmp_path, archive, monkeypatch, capsys):
     monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
-    assert main(["eval", "fetch", "cmmlu", "--data", str(tmp_path)]) == 0
+    assert main(["eval", "download", "cmmlu", "--data", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "cmmlu: 1 items, 1 examples; licence: CC BY-NC" in said
     assert f"next: z2a eval RUN --tasks cmmlu --data {tmp_path}" in said
@@ -54,19 +54,24 @@ def test_a_benchmark_is_fetched_read_and_described(hub, tmp_path, archive, monke
     digest = hashlib.sha256(archive).hexdigest()
     assert facts["files"]["cmmlu_v1_0_1.zip"] == {"bytes": len(archive), "sha256": digest}
     asked = len(hub.asked("cmmlu_v1_0_1.zip"))
-    fetch("cmmlu", tmp_path, hub.endpoint, lambda _: None)
+    download_benchmark("cmmlu", tmp_path, hub.endpoint, lambda _: None)
     assert len(hub.asked("cmmlu_v1_0_1.zip")) == asked, "what is here is not fetched again"
 
 
 def test_without_the_hub_it_says_what_to_put_where(hub, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"has no dataset cais/mmlu.* By hand: .*all/test-\*.* copy them into .*/mmlu"):
-        fetch("mmlu", tmp_path, hub.endpoint, lambda _: None)
+        download_benchmark("mmlu", tmp_path, hub.endpoint, lambda _: None)
     assert not (tmp_path / "mmlu").exists()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(BadInputError, match=r"HF_HUB_OFFLINE is set, so nothing is downloaded\. By hand: "):
-        fetch("mmlu", tmp_path, hub.endpoint, lambda _: None)
+        download_benchmark("mmlu", tmp_path, hub.endpoint, lambda _: None)
 
 
 def test_an_unknown_name_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"no benchmark 'cmlu' to fetch. Did you mean `cmmlu`\?"):
-        fetch("cmlu", tmp_path)
+    with pytest.raises(UsageError, match=r"no benchmark 'cmlu' to download. Did you mean `cmmlu`\?"):
+        download_benchmark("cmlu", tmp_path)
+
+
+def test_the_verb_of_before_is_answered(capsys):
+    assert main(["eval", "fetch", "cmmlu"]) == 2
+    assert "`z2a eval fetch` is `z2a eval download` now." in capsys.readouterr().err
