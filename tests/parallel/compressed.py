@@ -86,10 +86,10 @@ def errors(world: World, _folder: str) -> dict[str, Any]:
         total += summed(state, each[here.rank])
         distances.append(float((total / count - plain).norm() / plain.norm()))
     kept = {name: part.values.clone() for name, part in powersgd.tensors().items()}
-    powersgd.is_rehearsal = True
+    powersgd.is_rerun = True
     rehearsed = summed(state, each[here.rank])
     unchanged = all(torch.equal(kept[name], part.values) for name, part in powersgd.tensors().items())
-    powersgd.is_rehearsal = False
+    powersgd.is_rerun = False
     same = torch.equal(rehearsed, summed(state, each[here.rank]))
     bad = each[here.rank].clone()
     if here.rank == 1:

@@ -104,10 +104,10 @@ def test_a_step_counts_its_tokens_and_reports_what_it_was_made_with(config):
     state = make_state(settings)
     for step in (1, 2, 3):
         result = train_step(
-            state, make_batch(), settings, StepPlan(step / 100, stop_requested=step == 2, folder_news=step == 3)
+            state, make_batch(), settings, StepPlan(step / 100, stop_requested=step == 2, folder_changed=step == 3)
         )
         assert (result.step, result.tokens) == (step, (256 * (step - 1), 256 * step))
-        assert (result.lr, result.stop_requested, result.folder_news) == (step / 100, step == 2, step == 3)
+        assert (result.lr, result.stop_requested, result.folder_changed) == (step / 100, step == 2, step == 3)
         assert set(result.seconds) == set(PARTS)
         assert min(result.seconds.values()) >= 0
     assert (state.step, state.tokens) == (3, 3 * 256)

@@ -105,13 +105,13 @@ def test_the_summary_tells_how_the_run_ended(finished):
 
 
 def test_tokens_that_other_groups_trained_without_this_one_are_not_its_speed(work, config, monkeypatch):
-    def changes_course(training):
+    def apply_changes(training):
         if training.state.step != 2:
             return False
         training.state.step, training.state.tokens = 7, 7 * 128
         return True
 
-    monkeypatch.setattr(Trainer, "changes_course", changes_course)
+    monkeypatch.setattr(Trainer, "apply_changes", apply_changes)
     summary = train(config(), work, say=quiet)
     assert summary.tokens == 8 * 128
     assert summary.tokens_per_second == pytest.approx(3 * 128 / summary.seconds), "steps 1, 2 and 8"

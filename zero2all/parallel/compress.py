@@ -72,7 +72,7 @@ class PowerSgd:
             factor = torch.empty(one.shape[1], rank, dtype=self._dtype, device=like.device)
             error = torch.empty(one.shape, dtype=self._dtype, device=like.device)
             self._low[number].append(_Matrix(one.name, place, factor, error))
-        self.is_rehearsal = False
+        self.is_rerun = False
         """Whether the same step follows: nothing is kept of this one."""
         self.reset()
 
@@ -109,7 +109,7 @@ class PowerSgd:
         matrices, parts = [], []
         for one, factor in zip(low, factors, strict=True):
             gradient = _at(values, one.place, start).view(one.error.shape)
-            matrices.append(one.error + gradient if self.is_rehearsal else one.error.add_(gradient))
+            matrices.append(one.error + gradient if self.is_rerun else one.error.add_(gradient))
             parts.append((matrices[-1] @ factor).view(-1))
         parts += [_at(values, place, start).to(self._dtype) for place in self._plain[number]]
         return LowRankSum(number, values, matrices, torch.cat(parts))
@@ -137,7 +137,7 @@ class PowerSgd:
             factor = flat.view(mine.shape)
             gradient = (each @ factor.T).add_(not_finite)
             _at(begun.values, one.place, start).copy_(gradient.view(-1))
-            if not self.is_rehearsal:
+            if not self.is_rerun:
                 matrix.addmm_(each, mine.T, alpha=-1.0)
                 # A direction that no gradient had stays as it was, or it would be lost for ever.
                 square = factor.square().sum(dim=0)

@@ -43,7 +43,7 @@ from zero2all.train.context import RunContext
 from zero2all.train.guards.documents import Decode
 from zero2all.train.hooks.diloco import open_link, with_group
 from zero2all.train.hooks.reports import RunLog
-from zero2all.train.hooks.shard_check import leave_damage, noting_damage
+from zero2all.train.hooks.shard_check import noting_damage, set_damage_aside
 from zero2all.train.saved_config import CONFIG_FILE, save_run_config
 from zero2all.train.setup import prepare
 from zero2all.train.state import TrainState
@@ -79,7 +79,7 @@ def train(
         stack.enter_context(_explain_peer_failure(config, run, world))
         store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
         began = time.monotonic()
-        for note in () if fresh else leave_damage(store, world, accept_changes):
+        for note in () if fresh else set_damage_aside(store, world, accept_changes):
             speak(note)
         stack.enter_context(noting_damage(store))
         context, state = prepare(config, workspace, world, store, accept_changes, fresh)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zero2all.train.step_timer import Mark, StepTimer
 
-SCALARS = ("loss", "grad_norm", "refused", "stop_requested", "folder_news", "core_loss")
+SCALARS = ("loss", "grad_norm", "refused", "stop_requested", "folder_changed", "core_loss")
 
 
 class StepStats:
@@ -23,7 +23,8 @@ class StepStats:
 
     `loss`: mean nats per token of the global batch; `core_loss`: the same without the highest quarter of the rows;
     `grad_norm`: before clipping (until the sum this process's share of its square); `refused`, `stop_requested`,
-    `folder_news`: 1 if so in any process. `channel_nats`, `channel_counts` (channels,), `row_nats`, `row_counts` (rows
+    `folder_changed`: 1 if so in any process. `channel_nats`, `channel_counts` (channels,), `row_nats`, `row_counts`
+    (rows
     of the global batch,): summed loss and summed token weights. `paces` (ranks, 2): seconds of each rank, of several
     (`hooks.stragglers`). `expert_loads` (blocks with experts, experts): tokens that each expert got.
     """
@@ -32,7 +33,7 @@ class StepStats:
     grad_norm: Tensor
     refused: Tensor
     stop_requested: Tensor
-    folder_news: Tensor
+    folder_changed: Tensor
     core_loss: Tensor
 
     def __init__(
@@ -83,7 +84,7 @@ class StepResult:
     lr: float
     updated: bool  # False when the update was refused: not finite, or beyond the limits
     stop_requested: bool  # whether any process was asked to stop
-    folder_news: bool  # whether rank 0 found something in the run's folder
+    folder_changed: bool  # whether rank 0 found something in the run's folder
     row_nats: np.ndarray  # summed loss of each row of the global batch
     row_counts: np.ndarray  # summed token weights of each row
     seconds: dict[str, float]  # time of each part
@@ -123,7 +124,7 @@ class PendingStep:
             lr=self.lr,
             updated=not stats.refused.item(),
             stop_requested=bool(stats.stop_requested.item()),
-            folder_news=bool(stats.folder_news.item()),
+            folder_changed=bool(stats.folder_changed.item()),
             row_nats=stats.row_nats.numpy(),
             row_counts=stats.row_counts.numpy(),
             seconds=self._timer.seconds(),

@@ -44,7 +44,7 @@ class StepPlan:
     """(rows of the global batch,) the weight of each row, where shards are quarantined."""
     stop_requested: bool = False
     """Whether this process was asked to stop; the others learn it from the stats."""
-    folder_news: bool = False
+    folder_changed: bool = False
     """Whether this process, rank 0, found something in the run's folder; the others learn it from the stats."""
     pace: tuple[float, float] = (0.0, 0.0)
     """Seconds of this process in a step before (`stragglers`); the others learn them from the stats."""
@@ -52,7 +52,7 @@ class StepPlan:
     """Of the weight decay (`optim.decay_schedule`)."""
     momentum: float | None = None
     """Of Muon, by its schedule; None: optim.momentum."""
-    is_rehearsal: bool = False
+    is_rerun: bool = False
     """Compute everything but the update: the same step follows."""
 
 
@@ -67,11 +67,12 @@ def train_step(
     for _, router in routers(state.model):
         router.load.zero_()
     if state.weights.powersgd is not None:
-        state.weights.powersgd.is_rehearsal = plan.is_rehearsal
+        state.weights.powersgd.is_rerun = plan.is_rerun
     row_nats, row_counts = forward_backward(state, batch, config, world, plan, timer)
     stats = _own_stats(state, batch, channels, world, plan)
     if world.mesh.reports:
         add_losses(stats, batch, row_nats, row_counts)
+    # Gradients were summed during the last backward pass (parallel/reduce.py); here only the stats are.
     world.mesh.world.sum(stats.values)
     norm = stats.grad_norm.sqrt()
     if state.loss_scale is not None:
@@ -81,7 +82,7 @@ def train_step(
     _judge_and_update(state, stats, norm, config.optim.clip_grad_norm, plan)
     timer.mark("optimizer")
     before = state.tokens
-    if not plan.is_rehearsal:
+    if not plan.is_rerun:
         state.step += 1
         state.tokens += batch.global_tokens
     return PendingStep(state.step, (before, state.tokens), plan.lr, stats, timer)
@@ -207,7 +208,7 @@ def _own_stats(state: TrainState, batch: Batch, channels: int, world: World, pla
     experts = (model.expert_layers, model.moe.experts)
     stats = StepStats(channels, batch.global_rows, world.size, experts, world.device)
     stats.stop_requested.fill_(plan.stop_requested)  # an assignment would copy the number and wait for the copy
-    stats.folder_news.fill_(plan.folder_news)
+    stats.folder_changed.fill_(plan.folder_changed)
     stats.grad_norm.copy_(state.weights.squared_norm_share())
     for place, seconds in enumerate(plan.pace if world.size > 1 else ()):
         stats.paces[world.rank, place].fill_(seconds)
@@ -245,7 +246,7 @@ def _judge_and_update(state: TrainState, stats: StepStats, norm: Tensor, clip_gr
     core = _core_loss(stats.row_nats, stats.row_counts)
     for part, value in ((stats.loss, loss), (stats.core_loss, core), (stats.grad_norm, norm)):
         part.copy_(value)
-    if plan.is_rehearsal:
+    if plan.is_rerun:
         state.weights.zero_gradients()
         return
     state.wait_copied()

@@ -1,8 +1,9 @@
 """The training loop: fetch a batch, train on it, read the step before, and let the hooks do what is due.
 
-One loop for one process and for many. A signal to stop is read at the end of a step: the run saves and exits with
-code 10, and the same command continues it. Everything that decides a result is in the config, the data, the checkpoint
-and the record of skipped data, so a run that was killed at any moment ends with the same bits as one that was not.
+One loop for one process and for many. A signal to stop is read at the end of a step (`hooks.checkpointing`): the run
+saves and exits with code 10, and the same command continues it. Everything that decides a result is in the config, the
+data, the checkpoint and the record of skipped data, so a run that was killed at any moment ends with the same bits as
+one that was not.
 
 On a GPU the host is one step ahead of what it knows: while the device computes a step, the step before is read, judged
 and logged. Only a pause (validation, a save, the end) waits for the device.
@@ -127,7 +128,7 @@ class Trainer:
             self.begin()
             with self.running():
                 first_step = self.state.step
-                self.changes_course()
+                self.apply_changes()
                 while not self.is_over:  # again after a rollback, for an anneal, or where other groups went on
                     with closing(self.open_batches()) as loader, self.rolling_back():
                         for batch in loader:
@@ -138,7 +139,7 @@ class Trainer:
                                 self.skip(batch)
                             else:
                                 self.step(batch, loader.wait_seconds)
-                            if self.changes_course():
+                            if self.apply_changes():
                                 break
                             beat("data", self.state.step)
                         else:
@@ -157,7 +158,7 @@ class Trainer:
         self.trained_tokens += batch.global_tokens
         for hook in self.hooks:
             hook.after_step(pending)
-        self._leave_failed_cuda_graph()
+        self._drop_failed_cuda_graph()
         self.collect_garbage(state.step)
         self.read_results()  # of the step before, while the device computes this one
         self.pending = (pending, wait_seconds)
@@ -195,14 +196,15 @@ class Trainer:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around all steps: the progress bar, garbage collection on a schedule, what hooks do in the background."""
+        """Around all steps: the progress bar, garbage collection on a schedule, what hooks do in the background. They
+        begin after a checkpoint that turns out to be damaged was left."""
         tokens = self.state.tokens_at_end(self.config.train.tokens_per_step)
         with (
             scheduled_garbage_collection() as self.collect_garbage,
             self.log.progress_bar(tokens),
             ExitStack() as stack,
         ):
-            self._leave_damaged_checkpoints()
+            self._roll_back_damaged_checkpoints()
             for hook in self.hooks:
                 stack.enter_context(hook.running())
             yield
@@ -211,7 +213,7 @@ class Trainer:
         """The batches from here to the last step. The position in the data is the number of tokens seen, so a changed
         train.tokens_per_step repeats and skips nothing."""
         data, state, batch = self.config.data, self.state, self.world.mesh.batch
-        self._set_positions()
+        self._set_rope_tables()
         options = LoaderOptions(
             *self.config.parallel.batch_place(batch.rank, batch.size),
             documents=data.document_mask,
@@ -226,7 +228,7 @@ class Trainer:
         return loader
 
     def enter_stage(self) -> None:
-        """If the next step begins a new stage: set its positions, restart the guards."""
+        """If the next step begins a new stage: set its RoPE tables, restart the guards."""
         state, stages, anneal = self.state, self.config.stages, self.state.anneal
         name = next((stage.name for stage in reversed(stages) if stage.from_step <= state.step), "main")
         anneals = anneal is not None and anneal.mixture is not None and anneal.from_step <= state.step
@@ -235,7 +237,7 @@ class Trainer:
             return
         self.read_results()  # the last step of a stage is judged by the stage's own statistics
         warm_up()
-        self._set_positions()
+        self._set_rope_tables()
         if state.stage:
             self.guards.stage_begins()
         state.stage = name
@@ -251,13 +253,13 @@ class Trainer:
             momentum=muon_momentum(state.step, config.train.steps, config.optim, *course),
             decay_share=decay_share(state.step, config.train.steps, config.optim),
             stop_requested=self.stop.requested or self.checkpoints.shard_check.is_found,
-            folder_news=self.anneal.found,
+            folder_changed=self.anneal.found,
             pace=self.stragglers.own,
         )
         return self.guards.plan(plan, batch)
 
     def skip(self, batch: Batch) -> None:
-        """Skip a batch: only the step and the position advance."""
+        """Skip a batch: only the step and the position in the data advance."""
         self.read_results()
         self.state.step += 1
         self.state.tokens += batch.global_tokens
@@ -265,9 +267,11 @@ class Trainer:
             hook.after_skip()
         self.log.show_progress(self.state.tokens, f"step {self.state.step} skipped")
 
-    def changes_course(self) -> bool:
-        """Whether the data must be opened again: another position, another end or another mixture."""
-        return any(hook.changes_course() for hook in self.hooks)
+    def apply_changes(self) -> bool:
+        """Let every hook take up what has changed from outside (a request to anneal, weights of other groups). True:
+        the data must be opened again, at another position, for another end or with another mixture."""
+        found = [hook.apply_changes() for hook in self.hooks]  # of all of them, not only up to the first
+        return any(found)
 
     def read_results(self) -> None:
         """Read the pending step, if there is one: log it and let the hooks see it; the guards judge it."""
@@ -361,7 +365,7 @@ class Trainer:
         check_batch_ids([read_batch(state.data, state.tokens, rows)], config.model.vocab_ids)
         return notes
 
-    def _leave_failed_cuda_graph(self) -> None:
+    def _drop_failed_cuda_graph(self) -> None:
         """Continue without a CUDA graph when a pass could not be captured."""
         graph = self.state.cuda_graph
         if graph is not None and graph.problem:
@@ -370,7 +374,7 @@ class Trainer:
                 f"passes can no longer be captured as a CUDA graph: {graph.problem}. They run without one from here on."
             )
 
-    def _leave_damaged_checkpoints(self) -> None:
+    def _roll_back_damaged_checkpoints(self) -> None:
         """Roll back while the checkpoint that was loaded holds values that no training writes."""
         while self.context.checkpoint is not None:
             with self.state.tensors() as tensors:
@@ -396,8 +400,8 @@ class Trainer:
         self.validation.restore(checkpoint)
         self.state.stage = str(checkpoint.record.get("stage") or "")
 
-    def _set_positions(self) -> None:
-        """Rotary positions for the stage of the next step."""
+    def _set_rope_tables(self) -> None:
+        """New RoPE tables where the stage of the next step has another theta or scaling."""
         state, model = self.state, model_at(self.state.step, self.config.model, self.config.stages)
         if (model.rope_theta, model.rope_scaling) != (state.model.config.rope_theta, state.model.config.rope_scaling):
             state.model.config = model

@@ -38,7 +38,7 @@ def result(step: int, ended: float, in_parts: float, between: tuple[float, float
         lr=0.1,
         updated=True,
         stop_requested=False,
-        folder_news=False,
+        folder_changed=False,
         row_nats=np.ones(4),
         row_counts=np.ones(4),
         seconds={**dict.fromkeys(PARTS, 0.0), "forward": in_parts},

@@ -55,7 +55,7 @@ OUTER = ("zero", "shard", "replicate")
 INNER: tuple[str, ...] = ("matmuls", "attention", "element-wise", "loss", "recompute", "bubble")
 INNER += ("communication, tensor", "communication, context", "communication, expert")
 """Parts of a step that do not depend on OUTER."""
-TRIED = ("tensor", "pipeline", "context", "expert", "zero", "samples", "recompute", "schedule")
+VARIED = ("tensor", "pipeline", "context", "expert", "zero", "samples", "recompute", "schedule")
 Row = Mapping[str, int | str]
 
 
@@ -356,18 +356,18 @@ ALONE: dict[str, Any] = {
 def explain_alternatives(search: Search, best: Candidate) -> Iterator[str]:
     """For each column: the best layout that has another value there, how much slower it is, and which part of the
     step grows most; or that none with that value fits."""
-    for name in TRIED:
+    for name in VARIED:
         for value in sorted({row[name] for row in search.layouts} - {best.row[name]}):
             words, found = f"{name} {value}", search.best(1, name, value)
             if not found:
                 yield t(f"{words}: no layout with it fits")
                 continue
             slower = found[0].time.estimate / best.time.estimate - 1
-            part, seconds = max(largest_gains(best, found[0]), key=lambda one: one[1])
+            part, seconds = max(time_differences(best, found[0]), key=lambda one: one[1])
             yield t(f"{words}: its best layout is {slower:.1%} slower ({t(part)} {1e3 * seconds:+.1f} ms)")
 
 
-def largest_gains(first: Candidate, second: Candidate) -> list[tuple[str, float]]:
+def time_differences(first: Candidate, second: Candidate) -> list[tuple[str, float]]:
     """By part of a step, how many seconds longer the second takes; the largest differences first."""
     names = dict.fromkeys(part.name for one in (first, second) for part in one.time.parts)
     gains = {name: second.time.seconds(name) - first.time.seconds(name) for name in names}
@@ -376,7 +376,7 @@ def largest_gains(first: Candidate, second: Candidate) -> list[tuple[str, float]
 
 def compare(first: Candidate, second: Candidate) -> str:
     """What makes the first faster, in words."""
-    terms = ", ".join(f"{t(name)} {-1e3 * gain:+.1f} ms" for name, gain in largest_gains(first, second)[:2])
+    terms = ", ".join(f"{t(name)} {-1e3 * gain:+.1f} ms" for name, gain in time_differences(first, second)[:2])
     return t(f"{second.time.estimate / first.time.estimate - 1:.1%} faster: {terms}")
 
 

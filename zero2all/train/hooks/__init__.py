@@ -10,8 +10,16 @@ from zero2all.train.train_step import StepPlan
 
 
 class Hook:
-    """The moments of a run, in their order. Every process calls them for all hooks in the order of the trainer's list;
-    a hook does something in those that it overrides."""
+    """When the trainer calls a hook. Every process calls all hooks in the order of the trainer's list; a hook overrides
+    what it needs:
+
+    running(                                             around all steps
+      before_step(n)  after_step(n)  after_result(n)     for each step; on a GPU after_result(n) comes after
+                                                         after_step(n + 1), because the host is one step ahead
+      at_pause()                                         after steps for which is_due() of any hook is true
+      apply_changes()                                    between two steps
+    )  at_end()
+    """
 
     def running(self) -> AbstractContextManager[object]:
         """Around all steps, for what goes on in the background."""
@@ -24,10 +32,11 @@ class Hook:
         """A step is queued; the device may still compute it."""
 
     def after_skip(self) -> None:
-        """A batch was skipped: only the step and the position have advanced."""
+        """A batch was skipped: only the step and the position in the data have advanced."""
 
     def after_result(self, result: StepResult, data_seconds: float) -> None:
-        """A step was read, in order; on a GPU while the next one runs. `data_seconds`: it waited so long for data."""
+        """A step was read, in order; on a GPU while the next one runs. `data_seconds`: how
+        long the host waited for its data."""
 
     def is_due(self, _step: int) -> bool:
         """Whether the run pauses for this hook after this step: the device is waited for, and the step is read."""
@@ -36,8 +45,9 @@ class Hook:
     def at_pause(self) -> None:
         """The pause, unless it is the end of the run."""
 
-    def changes_course(self) -> bool:
-        """Whether the hook has changed where the run is or where it ends, so that the data must be opened again."""
+    def apply_changes(self) -> bool:
+        """Take up what has changed from outside. True: the run is elsewhere or ends elsewhere, so that the data must be
+        opened again."""
         return False
 
     def at_end(self) -> None:

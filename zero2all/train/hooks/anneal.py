@@ -71,7 +71,7 @@ class Anneal(Hook):
 
     def after_result(self, result: StepResult, _data_seconds: float) -> None:
         """Learn what rank 0 has found."""
-        self._has_news |= result.folder_news
+        self._has_news |= result.folder_changed
 
     def has_news(self) -> bool:
         """Whether to see what is in the run's folder: the same in every process. One that is alone looks by itself;
@@ -80,7 +80,7 @@ class Anneal(Hook):
             return self._look()
         return self._has_news or self._state.step == self._state.last_step
 
-    def changes_course(self) -> bool:
+    def apply_changes(self) -> bool:
         """Begin an anneal, if one was requested."""
         if not self.has_news():
             return False

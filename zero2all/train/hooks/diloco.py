@@ -67,7 +67,7 @@ class Diloco(Hook):
         """Whether the other groups went on without this one; its last step is read before it takes over theirs."""
         return self._outer.is_behind
 
-    def changes_course(self) -> bool:
+    def apply_changes(self) -> bool:
         """Take over the state of the other groups, if they went on without this one."""
         state = self._state
         if not self._outer.is_behind:

@@ -118,7 +118,7 @@ class Rerun(Hook):
         config, world, state = self._context.config, self._context.world, self._state
         self._first = None
         if is_rerun(state.step + 1, config.resilience.rerun_every_steps, config.train.seed):
-            plan = dataclasses.replace(plan, is_rehearsal=True)
+            plan = dataclasses.replace(plan, is_rerun=True)
             self._first = train_step(state, batch, len(state.data.channels), config, world, plan).result()
 
     def after_step(self, pending: PendingStep) -> None:

@@ -110,7 +110,7 @@ class ShardCheck:
         raise BadInputError(text) if world.is_first else PreemptedError(text)  # one process reports it for all
 
 
-def leave_damage(store: CheckpointStore, world: World, keep: bool) -> list[str]:
+def set_damage_aside(store: CheckpointStore, world: World, keep: bool) -> list[str]:
     """At a start: move away the checkpoints that an attempt before may have trained on damaged data; returns notes.
     Where none from before is left, BadInputError, unless a person says to `keep` them."""
 
