@@ -50,7 +50,7 @@ def folder(tmp_path_factory):
         ("train quickstart --fr", {"--fresh"}, set()),
         ("generate --dtype b", {"bfloat16"}, {"float32"}),
         ("watch --work work ", {"first", "my run"}, {"--once"}),
-        ("eval --work work f", {"first", "fetch"}, {"my run"}),
+        ("eval --work work f", {"first"}, {"my run"}),
         ("eval --work work --all", {"--all-steps"}, set()),
         ("pack --workers ", set(), {"--work", "first"}),
         ("help qui", {"quickstart"}, {"train"}),

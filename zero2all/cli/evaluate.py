@@ -349,7 +349,7 @@ def made_tasks(wanted: Sequence[str]) -> tuple[Task, ...]:
 
     if QUIZ_NAME not in wanted:
         return ()
-    from zero2all.quickstart.journey import WORLD_SEED
+    from zero2all.quickstart.pipeline import WORLD_SEED
 
     return tuple(quiz_tasks(WORLD_SEED))
 

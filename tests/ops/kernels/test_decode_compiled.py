@@ -41,8 +41,8 @@ counts = [name for name in rope._gather_turned_back.arg_names if name.split("_")
 counts += ["length", "period", "row_stride", "out_stride", "query_heads", "shared_heads", "turned_heads", "half"]
 ROPE = dict.fromkeys(counts, "i32") | {"query_parts": "*fp32", "key_parts": "*fp32"}
 for norm in (False, True):
-    for kernel in (rope._turn_in_place, rope._gather_turned_back):
-        compile_kernel(kernel, kinds=ROPE, word="st.global", NORM=norm, HEADS=64, HALF=64)
+    for kernel, rows in ((rope._turn_in_place, {"HEADS": 64}), (rope._gather_turned_back, {"ROWS": 16})):
+        compile_kernel(kernel, kinds=ROPE, word="st.global", NORM=norm, HALF=64, **rows)
 LOSS = {"targets": "*i64", "weights": "*fp32", "losses": "*fp32", "penalties": "*fp32", "z": "fp32"}
 LOSS |= {"row_stride": "i32", "vocab_size": "i32", "columns_in_all": "i32"}
 for whole in (True, False):
