@@ -24,9 +24,8 @@ class StepStats:
     `loss`: mean nats per token of the global batch; `core_loss`: the same without the highest quarter of the rows;
     `grad_norm`: before clipping (until the sum this process's share of its square); `refused`, `stop_requested`,
     `folder_changed`: 1 if so in any process. `channel_nats`, `channel_counts` (channels,), `row_nats`, `row_counts`
-    (rows
-    of the global batch,): summed loss and summed token weights. `paces` (ranks, 2): seconds of each rank, of several
-    (`hooks.stragglers`). `expert_loads` (blocks with experts, experts): tokens that each expert got.
+    (rows of the global batch,): summed loss and summed token weights. `paces` (ranks, 2): seconds of each rank, of
+    several (`hooks.stragglers`). `expert_loads` (blocks with experts, experts): tokens that each expert got.
     """
 
     loss: Tensor
