@@ -70,7 +70,7 @@ def test_a_kernel_is_cached_there(tmp_path: Path) -> None:
     program = (
         "import os, zero2all, pathlib; chosen = zero2all.numba_cache(pathlib.Path('/proc/nowhere'));"
         "os.environ['NUMBA_CACHE_DIR'] = str(chosen);"
-        "import zero2all.corpus.channels; print(len(list(chosen.rglob('*.nbi'))))"
+        "import zero2all.corpus.channel_kernels; print(len(list(chosen.rglob('*.nbi'))))"
     )
     environment = {**os.environ, "HOME": "/proc", "TMPDIR": str(tmp_path)}
     for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
