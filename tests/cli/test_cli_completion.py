@@ -51,6 +51,7 @@ def folder(tmp_path_factory):
         ("generate --dtype b", {"bfloat16"}, {"float32"}),
         ("watch --work work ", {"first", "my run"}, {"--once"}),
         ("eval --work work f", {"first"}, {"my run"}),
+        ("eval --work work ", {"first", "download"}, {"train"}),
         ("eval --work work --all", {"--all-steps"}, set()),
         ("pack --workers ", set(), {"--work", "first"}),
         ("help qui", {"quickstart"}, {"train"}),
