@@ -3,6 +3,7 @@
     python benchmarks/learning.py prepare --work W --text docs.jsonl                 text -> tokenizer, tokens, held-out
     python benchmarks/learning.py compare --work W --nanochat FOLDER --size d8       runs by turns; JSON and a picture
     python benchmarks/learning.py compare --work W --nanochat FOLDER --size cpu      two minutes without a GPU
+    python benchmarks/learning.py changes --work W --nanochat FOLDER --size d8       each change alone, on both sides
     python benchmarks/learning.py show                                               what was found, as a table
 
 FOLDER is a checkout of nanochat; nothing of it is in this repository. Its model and optimizer are used as they are,
@@ -15,11 +16,13 @@ the rules of the optimizer, run once for each of --shares of nanochat's tokens. 
 read between the shares, each a run whose schedule ends there. Seconds are the mean time of a step, without the first
 10, x steps: compiling, evaluation and saving are left out on both sides. nanochat lives in a process of its own, which
 waits while ours runs.
+changes: ours with one setting changed, nanochat without one of its parts; runs of their own by turns, one seed.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import itertools
 import json
 import math
@@ -49,6 +52,26 @@ SIZES: dict[str, dict[str, Any]] = {
     "cpu": {"depth": 4, "width": 128, "inner": 384, "tokens": 200_000, "batch": 4_096, "seq_len": 256},
 }
 """`batch` is what nanochat's own rule gives for so many tokens; head width 128, or 64 where 128 would be one head."""
+CHANGES: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "half the batch": {"train.tokens_per_step": 0.5},
+    "twice the batch": {"train.tokens_per_step": 2.0},
+    "whole rows from the start": {"train.short_rows_share": 0.0},
+    "short rows for two thirds": {"train.short_rows_share": 0.667},
+    "rows of an eighth": {"train.short_rows_parts": 8},
+    "half the batch, matrix rate x 1.4": {"train.tokens_per_step": 0.5, "optim.lr_max": 1.4},
+    "matrix rate x 0.6": {"optim.lr_max": 0.6},
+    "matrix rate x 1.4": {"optim.lr_max": 1.4},
+    "matrices start at 1 / sqrt(width)": {"model.init_std": None},
+    "weights of qk_norm start at 1.2": {"model.init_qk_gain": 1.2},
+    "decay of the rate over the whole run, to 0": {"schedule.decay_share": 0.95, "schedule.min_lr_ratio": 0.0},
+}
+"""Settings of ours; a number for a field that a rule fills is a factor on the rule's value."""
+FACTORS = ("train.tokens_per_step", "optim.lr_max")
+PARTS = ("nothing", "value embeddings", "x0 skip", "smear and backout", "softcap")
+"""Parts of nanochat that are left out."""
+AT_ONCE = 4
+"""Processes: while one trains, the others start and compile."""
 
 
 def main() -> None:
@@ -60,22 +83,28 @@ def main() -> None:
     prepare_verb.add_argument("--vocab-size", type=int, default=16_384)
     prepare_verb.add_argument("--held-out-tokens", type=int, default=HELD_OUT_TOKENS)
     compare_verb = verbs.add_parser("compare")
-    compare_verb.add_argument("--nanochat", type=Path, required=True)
-    compare_verb.add_argument("--size", choices=SIZES, default="d8")
     compare_verb.add_argument("--seeds", type=int, nargs="+", default=[2, 3, 4])
     compare_verb.add_argument("--shares", type=float, nargs="+", default=[0.8, 1.0, 1.25])
-    compare_verb.add_argument("--tokens", type=int, help="of nanochat's run (default: by size)")
-    compare_verb.add_argument("--batch", type=int, help="nanochat's tokens of a step (default: by size)")
     compare_verb.add_argument("--set", nargs="*", default=[], help="more fields of ours, such as optim.lr_max=0.02")
-    compare_verb.add_argument("--windows", default="L", help="nanochat's window_pattern; L: full, its best without FA3")
-    compare_verb.add_argument("--name", default="learning", help="of the file in benchmarks/results")
+    changes_verb = verbs.add_parser("changes")
+    changes_verb.add_argument("--only", nargs="+", help="names of CHANGES (ours) and PARTS (nanochat)")
+    changes_verb.add_argument("--one", help=argparse.SUPPRESS)
+    changes_verb.add_argument("--seeds", type=int, nargs=1, default=[1])
+    for verb in (compare_verb, changes_verb):
+        verb.add_argument("--nanochat", type=Path, required=True)
+        verb.add_argument("--size", choices=SIZES, default="d8")
+        verb.add_argument("--tokens", type=int, help="of nanochat's run (default: by size)")
+        verb.add_argument("--batch", type=int, help="nanochat's tokens of a step (default: by size)")
+        verb.add_argument("--windows", default="L", help="nanochat's window_pattern; L: full, its best without FA3")
+        verb.add_argument("--name", default="learning", help="of the file in benchmarks/results")
     verbs.add_parser("show")
     child = verbs.add_parser("nanochat-run")
     child.add_argument("--job", required=True)
-    for verb in (prepare_verb, compare_verb):
+    for verb in (prepare_verb, compare_verb, changes_verb):
         verb.add_argument("--work", type=Path, required=True)
     arguments = parser.parse_args()
-    {"prepare": prepare, "compare": compare, "show": show, "nanochat-run": run_nanochat}[arguments.verb](arguments)
+    calls = {"prepare": prepare, "compare": compare, "changes": changes, "show": show, "nanochat-run": run_nanochat}
+    calls[arguments.verb](arguments)
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
@@ -140,10 +169,8 @@ def grams(document: np.ndarray) -> np.ndarray:
 
 def compare(arguments: argparse.Namespace) -> None:
     """Both sides by turns, for every seed."""
-    size = SIZES[arguments.size]
-    size |= {"batch": arguments.batch or size["batch"]}
-    tokens = arguments.tokens or size["tokens"]
-    runs = []
+    size = size_of(arguments)
+    tokens, runs = size["tokens"], []
     with nanochat(arguments, size, tokens) as train_nanochat:
         for seed in arguments.seeds:
             runs.append({"seed": seed, "side": "nanochat", "share": 1.0, **train_nanochat(seed)})
@@ -157,6 +184,64 @@ def compare(arguments: argparse.Namespace) -> None:
     state = {"size": size, "tokens": tokens, "settings": arguments.set, "runs": runs, "time ratio": ratios}
     path = save_result(arguments.name, state)
     draw(runs, path.with_suffix(".png"))
+
+
+def changes(arguments: argparse.Namespace) -> None:
+    """A process for every change; each trains alone on the card."""
+    names = arguments.only or [*CHANGES, *(f"nanochat without {part}" for part in PARTS)]
+    answers = arguments.work / "changes"
+    if arguments.one:
+        found = change(arguments, arguments.one)
+        write_json(answers / f"{names.index(arguments.one)}.json", found)
+        say({**found, "side": arguments.one})
+        return
+    shutil.rmtree(answers, ignore_errors=True)
+    answers.mkdir()
+    waiting, running = list(names), []
+    while waiting or running:
+        while waiting and len(running) < AT_ONCE:
+            running.append(subprocess.Popen([sys.executable, *sys.argv, "--one", waiting.pop(0)]))
+        time.sleep(0.2)
+        running = [process for process in running if process.poll() is None]
+    runs = {name: answers / f"{number}.json" for number, name in enumerate(names)}
+    found = {name: json.loads(path.read_text()) for name, path in runs.items() if path.exists()}
+    save_result(arguments.name, {"size": size_of(arguments), "seed": arguments.seeds[0], "changes": found})
+    failed = [name for name in names if name not in found]
+    if failed:
+        sys.exit(f"no result, see the errors above: {', '.join(failed)}")
+
+
+def change(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Compile in a run of a few steps, wait for the card, then train."""
+    size, (seed,) = size_of(arguments), arguments.seeds
+    own_work = arguments.work / f"change-{name.replace('/', 'by')}"
+    own_work.mkdir(exist_ok=True)
+    for each in ("tokenizer", "packed", "valid.npy", "near.npy"):
+        if not (own_work / each).exists():
+            (own_work / each).symlink_to((arguments.work / each).resolve())
+    arguments.work = own_work
+    few = 12 * size["batch"]
+    if name.startswith("nanochat"):
+        job = nanochat_job(arguments, size, size["tokens"]) | {"without": name.removeprefix("nanochat without ")}
+        model, call = nanochat_model(job)
+
+        def run(tokens: int) -> dict[str, Any]:
+            return train_once(job | {"tokens": tokens}, model, call, seed)
+    else:
+
+        def run(tokens: int) -> dict[str, Any]:
+            return ours(arguments, size, tokens, seed, CHANGES[name])
+
+    run(few)
+    with (own_work.parent / "card.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return {"side": name, "seed": seed, "share": 1.0, **run(size["tokens"])}
+
+
+def size_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The row of SIZES, with what the command line sets."""
+    size = SIZES[arguments.size]
+    return size | {"batch": arguments.batch or size["batch"], "tokens": arguments.tokens or size["tokens"]}
 
 
 def say(run: dict[str, Any]) -> None:
@@ -201,8 +286,10 @@ def show(arguments: argparse.Namespace) -> None:
             print("| " + " | ".join(cells) + " |")
 
 
-def ours(arguments: argparse.Namespace, size: dict[str, Any], tokens: float, seed: int) -> dict[str, Any]:
-    """The trainer of `z2a train`, then what its record says."""
+def ours(
+    arguments: argparse.Namespace, size: dict[str, Any], tokens: float, seed: int, changed: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The trainer of `z2a train`, then what its record says. `changed`: a row of CHANGES."""
     import torch
 
     from zero2all.common.workspace import Workspace
@@ -217,7 +304,11 @@ def ours(arguments: argparse.Namespace, size: dict[str, Any], tokens: float, see
     shutil.rmtree(arguments.work / "runs" / name, ignore_errors=True)
     path = arguments.work / "learning.json"
     write_json(path, settings_of(size, int(tokens), seed))
-    config = load_config(path, [f"--train.name={name}", *(f"--{setting}" for setting in arguments.set)])
+    words = [f"--train.name={name}", *(f"--{setting}" for setting in getattr(arguments, "set", []))]
+    config = load_config(path, words)
+    if changed:
+        write_json(path, settings_of(size, int(tokens), seed, config, changed))
+        config = load_config(path, words)
     train(config, Workspace(arguments.work), fresh=True, say=lambda _: None, brief=True)
     run = read_run(arguments.work / "runs" / name)
     loaded = load_run(Workspace(arguments.work), name)
@@ -239,8 +330,11 @@ def ours(arguments: argparse.Namespace, size: dict[str, Any], tokens: float, see
     }
 
 
-def settings_of(size: dict[str, Any], tokens: int, seed: int) -> dict[str, Any]:
-    """Our side: a Llama with QK-norm, of nanochat's depth and width; the rest by rule."""
+def settings_of(
+    size: dict[str, Any], tokens: int, seed: int, rule: Any = None, changed: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Our side: a Llama with QK-norm, of nanochat's depth and width; the rest by rule. `rule`: the config
+    that the rules gave, to change."""
     heads = max(size["width"] // 128, 2)
     shape = {"hidden_size": size["width"], "intermediate_size": size["inner"], "layers": size["depth"]}
     shape |= {"heads": heads, "kv_heads": heads, "max_seq_len": size["seq_len"], "rope_theta": 1e5}
@@ -254,7 +348,7 @@ def settings_of(size: dict[str, Any], tokens: int, seed: int) -> dict[str, Any]:
     precision = "bfloat16" if device() == "cuda" else "float32"
     passes = {"seed": seed, "tokens": tokens, "precision": precision, "micro_batch_samples": 32}
     never = 10**9
-    return {
+    values: dict[str, Any] = {
         "model": shape | start,
         "data": {"seq_len": size["seq_len"], "seed": seed},
         "train": passes,
@@ -263,13 +357,19 @@ def settings_of(size: dict[str, Any], tokens: int, seed: int) -> dict[str, Any]:
         "eval": {"every_steps": never},
         "checkpoint": {"every_steps": never},
     }
+    for name, value in (changed or {}).items():
+        section, field = name.split(".")
+        values[section][field] = getattr(getattr(rule, section), field) * value if name in FACTORS else value
+        if name == "train.tokens_per_step":
+            values[section][field] = int(values[section][field])
+            values[section]["micro_batch_samples"] = min(32, values[section][field] // size["seq_len"])
+    return values
 
 
 @contextmanager
 def nanochat(arguments: argparse.Namespace, size: dict[str, Any], tokens: int) -> Iterator[Callable[[int], Any]]:
     """nanochat's classes in a process of their own: give it a seed, and it trains."""
-    job = {"size": size, "tokens": tokens, "windows": arguments.windows, "work": str(arguments.work)}
-    job |= {"nanochat": str(arguments.nanochat)}
+    job = nanochat_job(arguments, size, tokens)
     answer = arguments.work / "nanochat.json"
     words = [sys.executable, __file__, "nanochat-run", "--job", json.dumps(job)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, text=True) as process:
@@ -288,25 +388,43 @@ def nanochat(arguments: argparse.Namespace, size: dict[str, Any], tokens: int) -
         process.stdin.close()
 
 
+def nanochat_job(arguments: argparse.Namespace, size: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """What nanochat's side needs to know."""
+    job = {"size": size, "tokens": tokens, "windows": arguments.windows, "work": str(arguments.work)}
+    return job | {"nanochat": str(arguments.nanochat)}
+
+
 def run_nanochat(arguments: argparse.Namespace) -> None:
     """For every seed that comes: train nanochat's model with its optimizer on the rows that our loader gives."""
+    job = json.loads(arguments.job)
+    model, call = nanochat_model(job)
+    for line in sys.stdin:
+        write_json(Path(job["work"]) / "nanochat.json", train_once(job, model, call, int(line)))
+
+
+def nanochat_model(job: dict[str, Any]) -> tuple[Any, Any]:
+    """nanochat's model on the device, and how it is called. `job["without"]`: a row of PARTS that is left out."""
     import torch
 
-    job = json.loads(arguments.job)
     size, work = job["size"], Path(job["work"])
     sys.path.insert(0, job["nanochat"])
-    from nanochat.gpt import GPT, GPTConfig
+    from nanochat import gpt
 
+    if job.get("without") == "value embeddings":
+        gpt.has_ve = lambda *_: False
+    if job.get("without") == "softcap":  # so wide that no logit comes near it
+        source = Path(gpt.__file__).read_text()
+        assert "softcap = 15 " in source
+        exec(compile(source.replace("softcap = 15 ", "softcap = 1e4 "), gpt.__file__, "exec"), vars(gpt))
     torch.set_float32_matmul_precision("high")
     heads = max(size["width"] // 128, 2)
     ids = int(json.loads((work / "tokenizer" / "manifest.json").read_text())["vocab_size"])
     shape = {"n_layer": size["depth"], "n_head": heads, "n_kv_head": heads, "n_embd": size["width"]}
     with torch.device("meta"):
-        model = GPT(GPTConfig(sequence_len=size["seq_len"], vocab_size=ids, window_pattern=job["windows"], **shape))
+        config = gpt.GPTConfig(sequence_len=size["seq_len"], vocab_size=ids, window_pattern=job["windows"], **shape)
+        model = gpt.GPT(config)
     model.to_empty(device=device())
-    call = torch.compile(model, dynamic=False) if device() == "cuda" else model
-    for line in sys.stdin:
-        write_json(work / "nanochat.json", train_once(job, model, call, int(line)))
+    return model, torch.compile(model, dynamic=False) if device() == "cuda" else model
 
 
 def train_once(job: dict[str, Any], model: Any, call: Any, seed: int) -> dict[str, Any]:
@@ -328,6 +446,11 @@ def train_once(job: dict[str, Any], model: Any, call: Any, seed: int) -> dict[st
     decay = 0.28 * rate * horizon / tokens
     rates = {"unembedding_lr": 0.008, "embedding_lr": 0.3, "matrix_lr": 0.02, "scalar_lr": 0.5}
     optimizer = model.setup_optimizer(weight_decay=decay, **{name: value * rate for name, value in rates.items()})
+    without = job.get("without")
+    fixed = {"x0 skip": [model.x0_lambdas], "smear and backout": [model.smear_lambda, model.backout_lambda]}
+    for parameter in fixed.get(without, []):
+        parameter.data.zero_()
+        next(group for group in optimizer.param_groups if group["params"][-1] is fixed[without][-1])["initial_lr"] = 0.0
     config = DataConfig(seq_len=length, seed=seed)
     data = open_training_data(work / "packed", config, [Stage("main", 0, None, length)])
     fall = round(0.65 * steps)
