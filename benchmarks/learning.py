@@ -56,10 +56,19 @@ CHANGES: dict[str, dict[str, Any]] = {
     "as it is": {},
     "half the batch": {"train.tokens_per_step": 0.5},
     "twice the batch": {"train.tokens_per_step": 2.0},
-    "whole rows from the start": {"train.short_rows_share": 0.0},
-    "short rows for two thirds": {"train.short_rows_share": 0.667},
-    "rows of an eighth": {"train.short_rows_parts": 8},
-    "half the batch, matrix rate x 1.4": {"train.tokens_per_step": 0.5, "optim.lr_max": 1.4},
+    "short rows": {"stages": (4, 0.5)},
+    "short rows, half the batch": {"stages": (4, 0.5), "train.tokens_per_step": 0.5},
+    "short rows, half the batch, matrix rate x 1.4": {
+        **{"stages": (4, 0.5), "train.tokens_per_step": 0.5},
+        "optim.lr_max": 1.4,
+    },
+    "short rows of an eighth, half the batch": {"stages": (8, 0.5), "train.tokens_per_step": 0.5},
+    "short rows for three quarters, half the batch": {"stages": (4, 0.75), "train.tokens_per_step": 0.5},
+    "short rows, half the batch, z loss 1e-4": {
+        **{"stages": (4, 0.5), "train.tokens_per_step": 0.5},
+        "train.z_loss": 1e-4,
+    },
+    "short rows, a quarter of the batch": {"stages": (4, 0.5), "train.tokens_per_step": 0.25},
     "matrix rate x 0.6": {"optim.lr_max": 0.6},
     "matrix rate x 1.4": {"optim.lr_max": 1.4},
     "matrices start at 1 / sqrt(width)": {"model.init_std": None},
@@ -358,11 +367,20 @@ def settings_of(
         "checkpoint": {"every_steps": never},
     }
     for name, value in (changed or {}).items():
+        if name == "stages":
+            continue
         section, field = name.split(".")
         values[section][field] = getattr(getattr(rule, section), field) * value if name in FACTORS else value
         if name == "train.tokens_per_step":
             values[section][field] = int(values[section][field])
             values[section]["micro_batch_samples"] = min(32, values[section][field] // size["seq_len"])
+    if changed and "stages" in changed:  # last, because the steps follow from the batch
+        parts, share = changed["stages"]
+        steps = tokens // values["train"].get("tokens_per_step", rule.train.tokens_per_step)
+        values["stages"] = [
+            {"name": "short rows", "from_step": 0, "seq_len": size["seq_len"] // parts},
+            {"name": "whole rows", "from_step": int(share * steps), "seq_len": size["seq_len"]},
+        ]
     return values
 
 

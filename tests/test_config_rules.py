@@ -120,28 +120,8 @@ def test_a_tied_table_takes_the_rate_of_a_head_and_routers_that_of_norms(tmp_pat
     assert optim.lr_multipliers["router"] == optim.lr_multipliers["norm"]
 
 
-@pytest.mark.parametrize(
-    ("data", "parallel", "share"),
-    [({"seq_len": 1024}, {}, 0.5), ({"seq_len": 512}, {}, 0.0), ({"seq_len": 1030}, {}, 0.0),
-     ({"seq_len": 1024}, {"context": 2}, 0.0), ({"seq_len": 1024, "packing": "best_fit"}, {}, 0.0)],
-)  # fmt: skip
-def test_half_of_the_run_has_short_rows_where_samples_can_be_cut(tmp_path, data, parallel, share):
-    sections = {"model": {"max_seq_len": 2048}, "data": data, "parallel": parallel}
-    train = load_config(write(tmp_path, **sections)).train
-    assert train.short_rows_share == share
-    last = int(share * train.steps)
-    assert [train.row_parts(step) for step in (-1, 0, last - 1, last)] == [1, *[4 if share else 1] * 2, 1]
-
-
-def test_rows_that_cannot_be_cut_are_refused_with_their_field(tmp_path):
-    path = write(tmp_path, data={"seq_len": 126}, train={"short_rows_share": 0.3, "tokens_per_step": 126 * 64})
-    assert problem_of(path).startswith("train.short_rows_parts: got 4, expected a divisor of data.seq_len (126)")
-    path = write(tmp_path, train={"short_rows_share": 0.3}, parallel={"context": 2})
-    assert problem_of(path).startswith("train.short_rows_share: got 0.3, expected 0, because parallel.context cuts")
-
-
 def test_every_computed_value_is_printed_with_its_rule_and_loads_back(tmp_path):
-    config, filled = load_with_rules(write(tmp_path, data={"seq_len": 1024}, model={"max_seq_len": 1024}))
+    config, filled = load_with_rules(write(tmp_path))
     assert {each.name for each in filled} == {*RULED, "train.steps"}
     text = config_yaml(config, filled=filled)
     assert f"  lr_max: {config.optim.lr_max}  # rule: 0.02 sqrt(B/2^19) (1.3e9/D)^0.25, the last from 1 to 3\n" in text

@@ -205,7 +205,6 @@ def course(
     samples: int = SAMPLES,
     dtype: str = "float64",
     qk_norm: bool = False,
-    parts: int = 1,
     **parallel: Any,
 ) -> dict[str, Any]:
     """Train: losses and gradient norms, the final tensors, bytes sent in the last step, bytes of states in a rank."""
@@ -228,7 +227,7 @@ def course(
     figures, loads, sent = [], [], SentBytes()
     for step in range(steps):
         with sent if step == steps - 1 else nullcontext():  # it slows down every operation
-            result = result_of(state, world, config, step, samples, parts if step < steps // 2 else 1)
+            result = result_of(state, world, config, step, samples)
             figures.append((result.loss, result.grad_norm))
             loads.append(None if result.expert_loads is None else result.expert_loads.tolist())
             if step >= steps - 2:  # so that the bytes of the last step are its own; the others overlap the next step
@@ -338,13 +337,11 @@ def step_on(state: TrainState, world: World, config: RunConfig, step: int) -> tu
     return result.loss, result.grad_norm
 
 
-def result_of(
-    state: TrainState, world: World, config: RunConfig, step: int, samples: int = SAMPLES, parts: int = 1
-) -> StepResult:
-    """One step; `parts`: rows that every sample is cut into."""
+def result_of(state: TrainState, world: World, config: RunConfig, step: int, samples: int = SAMPLES) -> StepResult:
+    """One step."""
     rows = world.mesh.batch
     batch = batch_of(step, rows.rank, rows.size, config.model.vocab_ids, config.data.document_mask, samples)
-    return train_step(state, batch, CHANNELS, config, world, StepPlan(1e-2, row_parts=parts)).result()
+    return train_step(state, batch, CHANNELS, config, world, StepPlan(1e-2)).result()
 
 
 def main() -> None:

@@ -100,9 +100,6 @@ SPECIAL: dict[int, dict[str, dict[str, Any]]] = {
         "tensor, sgd": {"tensor": 2, "optimizer": "sgd"},
         "tensor, muon": {"tensor": 2, "optimizer": "muon"},
         "ZeRO-3, muon": {"zero": 3, "optimizer": "muon"},
-        "ZeRO-3, short rows": {"zero": 3, "parts": 2},
-        "tensor, short rows": {"tensor": 2, "parts": 4},
-        "pipeline, short rows": {"pipeline": 2, "parts": 2, "recompute": "full"},
         "pipeline, 9 blocks, muon": {"pipeline": 2, "optimizer": "muon", "model": {"layers": 9}},
         "gather, one kv head, selective": {
             **{"context": 2, "context_method": "gather"},
@@ -139,7 +136,7 @@ SPECIAL: dict[int, dict[str, dict[str, Any]]] = {
     },
 }
 """Other models, other optimizers, odd numbers of processes."""
-OF_ONE_PROCESS = ("optimizer", "model", "recompute", "parts")
+OF_ONE_PROCESS = ("optimizer", "model", "recompute")
 RESUMED = [
     *("replicate", "ZeRO-2", "hybrid ZeRO-1", "hybrid ZeRO-3", "ulysses x ZeRO-3", "gather x ZeRO-1"),
     *("tensor", "ZeRO-2 x tensor", "ZeRO-3 x tensor", "pipeline", "ZeRO-1 x interleaved", "ZeRO-3 x pipeline"),

@@ -77,26 +77,6 @@ def test_gradient_is_the_same_for_every_micro_batch(config):
             torch.testing.assert_close(gradients[micro][name], wanted, rtol=1e-12, atol=1e-15, msg=name)
 
 
-@pytest.mark.parametrize("mask", [False, True])
-def test_short_rows_are_the_parts_of_samples_each_trained_alone(config, mask):
-    settings = config(model=NO_DROPOUT, train={"tokens_per_step": 256, "micro_batch_samples": 3})
-    settings = dataclasses.replace(settings, data=dataclasses.replace(settings.data, document_mask=mask))
-    batch = make_batch()
-    ids = np.arange(33) // 7 + np.zeros((8, 1), int) if mask else None
-    batch = dataclasses.replace(batch, document_ids=ids)
-    cut, alone = make_state(settings, torch.float64), make_state(settings, torch.float64)
-    result = accumulate(cut, batch, settings, World(), StepPlan(0.01, row_parts=4), StepTimer(World().device))
-    # Part p of a sample predicts the tokens after its own, the last one with the first token of the next part.
-    rows = np.stack([batch.tokens[row, 8 * p : 8 * p + 9] for row in range(8) for p in range(4)])
-    parts = None if ids is None else np.stack([ids[row, 8 * p : 8 * p + 9] for row in range(8) for p in range(4)])
-    many = Batch(rows, np.repeat(batch.channels, 4), np.repeat(batch.sources, 4), 0, document_ids=parts)
-    wanted = accumulate(alone, many, settings, World(), PLAN, StepTimer(World().device))
-    torch.testing.assert_close(result[0], wanted[0].view(8, 4).sum(dim=1), rtol=1e-12, atol=0)
-    assert result[1].tolist() == [32.0] * 8
-    for one, other in zip(cut.model.parameters(), alone.model.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-11, atol=1e-15)
-
-
 def test_gradient_is_that_of_the_mean_loss_over_all_tokens(config):
     settings = config(model=NO_DROPOUT, train={"tokens_per_step": 256, "micro_batch_samples": 2})
     state, reference, batch = make_state(settings), make_state(settings), make_batch()

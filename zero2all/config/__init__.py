@@ -325,23 +325,9 @@ def _cross_problems(config: RunConfig, known: list[Problem]) -> list[Problem]:
     if sound("stages", "model", "train", "data"):
         for index, stage in enumerate(config.stages):
             found.extend(_stage_length_problems(stage.seq_len, f"stages[{index}].seq_len", config))
-    if sound("stages", "train", "data", "parallel") and config.train.short_rows_share:
-        found.extend(_short_rows_problems(config))
     if sound("schedule", "train", "stages"):
         top = config.optim.lr_max if sound("optim") else 1.0
         found.extend(schedule_problems(config.train.steps, top, config.schedule, config.stages))
-    return found
-
-
-def _short_rows_problems(config: RunConfig) -> list[Problem]:
-    parts, lengths = config.train.short_rows_parts, [config.data.seq_len, *(stage.seq_len for stage in config.stages)]
-    found = []
-    if any(length % parts for length in lengths if length):
-        expected = f"a divisor of data.seq_len ({config.data.seq_len}) and of the seq_len of every stage"
-        found.append(Problem("train.short_rows_parts", parts, expected))
-    if config.parallel.context > 1:
-        expected = "0, because parallel.context cuts every row itself"
-        found.append(Problem("train.short_rows_share", config.train.short_rows_share, expected))
     return found
 
 

@@ -32,8 +32,6 @@ REFERENCE_BATCH, BATCH_POWER, SMALLEST_STEP, LARGEST_STEP = 2**18, 0.383, 2**13,
 """The batch beyond which a step learns little more grows with the tokens of the run: 2^18 at 1.3e9, so 65,536 at 39 M,
 which learned more from the same tokens than 131,072."""
 WARMUP_STEPS, WARMUP_SHARE = 40, 0.05
-SHORT_ROWS_SHARE, SHORTEST_ROW = 0.5, 256
-"""Half of the run with rows of a quarter of the length, if they still have so many tokens."""
 FIXED: dict[str, tuple[Any, str]] = {
     "optim.beta1": (0.8, "0.9, 0.95 and eps 1e-8 together learned worse"),
     "optim.beta2": (0.96, "as beta1"),
@@ -49,7 +47,6 @@ FIXED: dict[str, tuple[Any, str]] = {
 SHAPE = {name for name in FIXED if name.startswith("schedule.")} | {"schedule.decay_steps"}
 RULED = {
     *("train.tokens_per_step", "optim.lr_max", "optim.lr_multipliers", "optim.weight_decay", "schedule.warmup_steps"),
-    "train.short_rows_share",
     *FIXED,
 }
 """Fields that a rule may fill. A run that goes on keeps what it began with."""
@@ -117,8 +114,6 @@ def fill(
     put("optim.weight_decay", _rounded(decay), f"1 / ({MEMORY_SHARE} lr_max steps), at least {MEMORY_STEPS} steps")
     warmup = min(WARMUP_STEPS, int(WARMUP_SHARE * steps))
     put("schedule.warmup_steps", warmup, f"{WARMUP_STEPS}, at most {WARMUP_SHARE:.0%} of the steps")
-    if _may_cut_rows(config):
-        put("train.short_rows_share", SHORT_ROWS_SHARE, f"half of the run, where a part has {SHORTEST_ROW} tokens")
     # Parts of two shapes do not fit together, nor do the betas of two recipes.
     left = {*(SHAPE if given & SHAPE else ()), *(["optim.embedding_beta2"] if "optim.beta2" in given else ())}
     for name in (name for name in FIXED if name not in left):
@@ -136,14 +131,6 @@ def _tokens_per_step(config: RunConfig) -> tuple[int, str]:
     row = math.lcm(config.data.seq_len, *(stage.seq_len for stage in config.stages if stage.seq_len))
     words = f"2^18 (D/1.3e9)^{power} to a power of two, from {SMALLEST_STEP} to {LARGEST_STEP}, in whole rows"
     return max(1, round(best / row)) * row, words
-
-
-def _may_cut_rows(config: RunConfig) -> bool:
-    """Whether samples may be cut into shorter rows: not where a row is one conversation or several, nor where processes
-    have parts of rows."""
-    parts, is_plain = config.train.short_rows_parts, config.data.packing == "concat" and config.parallel.context == 1
-    lengths = [config.data.seq_len, *(stage.seq_len for stage in config.stages if stage.seq_len)]
-    return is_plain and all(length % parts == 0 and length // parts >= SHORTEST_ROW for length in lengths)
 
 
 def _rates(config: RunConfig, s: float) -> dict[str, tuple[float, str]]:

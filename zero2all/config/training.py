@@ -60,17 +60,8 @@ class TrainConfig:
     cuda_graph: Literal["auto", "on", "off"] = "auto"
     """Capture a pass as a CUDA graph and replay it, so that the host need not queue its kernels one by one. auto: where
     the host would take longer than the device (small micro-batches)."""
-    short_rows_share: Share = 0.0
-    """Share of the run, from its start, in which every sample is trained as several shorter rows: attention costs less
-    and the model learns as much from nearby text. optim.kind muon: left out or null, by rule."""
-    short_rows_parts: PositiveInt = 4
-    """Rows that a sample is cut into there."""
     seed: Annotated[int, Range(minimum=0, maximum=2e9)] = 1234
     """Seed of the initial weights and of dropout."""
-
-    def row_parts(self, step: int) -> int:
-        """Rows that a sample is cut into in `step`; the first step is 0."""
-        return self.short_rows_parts if 0 <= step < int(self.short_rows_share * self.steps) else 1
 
     def problems(self, place: str) -> list[Problem]:
         """A run's name becomes a folder. The largest micro-batch that fits leaves no memory for a CUDA graph."""

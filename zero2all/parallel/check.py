@@ -126,9 +126,6 @@ def _sequence_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
     why = f"parallel.context {sizes.context} and parallel.tensor {sizes.tensor} cut every sequence into equal parts"
     if chunks == 2:
         why += ", and with context_method gather each context rank has two"
-    if sizes.tensor > 1 and config.train.short_rows_share:
-        unit *= config.train.short_rows_parts
-        why += f", and train.short_rows_parts {config.train.short_rows_parts} cuts it before"
     return [
         f"{name} {length} is not a multiple of {unit}: {why}. {_length_advice(config, name, length, unit)}"
         for name, length in sequence_lengths(config)

@@ -52,8 +52,6 @@ class StepPlan:
     """Of the weight decay (`optim.decay_schedule`)."""
     momentum: float | None = None
     """Of Muon, by its schedule; None: optim.momentum."""
-    row_parts: int = 1
-    """Rows that every sample is cut into (`train.short_rows_share`)."""
     is_rerun: bool = False
     """Compute everything but the update: the same step follows."""
 
@@ -114,7 +112,7 @@ class _Passes:
         self.tokens = torch.as_tensor(batch.tokens)
         masked = batch.document_ids is not None and config.data.document_mask
         self.document_ids = torch.as_tensor(batch.document_ids) if masked else None
-        rows, self.seq_len, self.parts = self.tokens.shape[0], self.tokens.shape[1] - 1, plan.row_parts
+        rows, self.seq_len = self.tokens.shape[0], self.tokens.shape[1] - 1
         self.places = places_of(config.model, config.parallel, world.mesh, self.seq_len, self.device)
         self.counts = own_tokens(self._weights_of_targets(batch, plan.row_weights), self.places)  # (B, T)
         self.counted = world.mesh.loss.sum(self.counts.sum(dtype=torch.float64)).clamp(min=1.0)
@@ -145,7 +143,7 @@ class _Passes:
             state.weights.begin_pass(is_last)
             ids, shares = self._to_device(here)
             # A pass that communicates cannot be captured, and a graph is of one shape.
-            is_shorter = self.parts > 1 or (len(self.slices) > 1 and here.stop - here.start < self.micro)
+            is_shorter = len(self.slices) > 1 and here.stop - here.start < self.micro
             if state.cuda_graph is not None and not is_shorter and not (is_last and state.weights.communicates):
                 self.timer.mark("collate")
                 losses = state.cuda_graph(ids, shares)  # also forward and loss: nothing can be measured inside
@@ -161,8 +159,8 @@ class _Passes:
         assert pipeline is not None, "only a pipeline has a schedule"
         weights.begin_pass(False)
         pipeline.run(
-            [(here.stop - here.start) * self.parts for here in self.slices],
-            self.seq_len // self.parts,
+            [here.stop - here.start for here in self.slices],
+            self.seq_len,
             lambda stage, number, x: self._forward(
                 self.slices[number], *self._to_device(self.slices[number]), stage, x
             ),
@@ -185,17 +183,13 @@ class _Passes:
         if self.document_ids is not None:
             documents = self.document_ids[here, :-1].to(self.device, non_blocking=True)
         self.timer.mark("collate")
-        here_ids = own_tokens(ids[:, :-1], self.places)  # (B, T)
-        if self.parts > 1:  # (B parts, T / parts): the model sees shorter rows, nothing else does
-            here_ids = here_ids.reshape(-1, self.seq_len // self.parts)
-            documents = None if documents is None else documents.reshape(here_ids.shape)
+        here_ids = own_tokens(ids[:, :-1], self.places)
         hidden: Tensor = model(here_ids, document_ids=documents, places=self.places, stage=stage, x=x)
         self.timer.mark("forward")
         if stage is not None and not stage.is_last:
             return hidden
-        targets = own_tokens(ids[:, 1:], self.places).reshape(here_ids.shape)
-        total, losses = model.head_loss(hidden, targets, shares.reshape(here_ids.shape), self.z_loss)
-        self._keep_losses(here, losses.view(shares.shape))
+        total, losses = model.head_loss(hidden, own_tokens(ids[:, 1:], self.places), shares, self.z_loss)
+        self._keep_losses(here, losses)
         self.timer.mark("loss")
         return total if scale is None else total * scale.scale
 

@@ -228,24 +228,21 @@ class Trainer:
         return loader
 
     def enter_stage(self) -> None:
-        """If the next step begins a new stage, or other lengths of rows: set its RoPE tables, restart the guards."""
+        """If the next step begins a new stage: set its RoPE tables, restart the guards."""
         state, stages, anneal = self.state, self.config.stages, self.state.anneal
         name = next((stage.name for stage in reversed(stages) if stage.from_step <= state.step), "main")
         anneals = anneal is not None and anneal.mixture is not None and anneal.from_step <= state.step
         name = ANNEAL_STAGE if anneals else name
-        parts = self.config.train.row_parts(state.step)
-        is_longer = parts < self.config.train.row_parts(state.step - 1)  # the loss jumps where positions are new
-        if name == state.stage and not is_longer:
+        if name == state.stage:
             return
         self.read_results()  # the last step of a stage is judged by the stage's own statistics
         warm_up()
         self._set_rope_tables()
-        if state.stage or is_longer:
+        if state.stage:
             self.guards.stage_begins()
         state.stage = name
-        if stages or anneals or is_longer or parts > 1:
-            seq_len = state.data.segment_at(state.tokens).seq_len // parts
-            self.log.event("stage", {"name": name, "seq_len": seq_len})
+        if stages or anneals:
+            self.log.event("stage", {"name": name, "seq_len": state.data.segment_at(state.tokens).seq_len})
 
     def plan(self, batch: Batch) -> StepPlan:
         """What is decided about a step before it begins."""
@@ -258,7 +255,6 @@ class Trainer:
             stop_requested=self.stop.requested or self.checkpoints.shard_check.is_found,
             folder_changed=self.anneal.found,
             pace=self.stragglers.own,
-            row_parts=config.train.row_parts(state.step),
         )
         return self.guards.plan(plan, batch)
 

@@ -183,8 +183,7 @@ class StepReports:
         return values
 
     def _seq_len(self, result: StepResult) -> int:
-        whole = self._state.data.segment_at(max(0, result.tokens[1] - 1)).seq_len
-        return whole // self._context.config.train.row_parts(result.step - 1)
+        return self._state.data.segment_at(max(0, result.tokens[1] - 1)).seq_len
 
     def _bytes_per_token_by_channel(self) -> dict[str, float]:
         found = {}
