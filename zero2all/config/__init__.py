@@ -120,7 +120,7 @@ def _load_config(
     apply_overrides(values, overrides or [], problems)
     given, nulls = _given(values, overrides or [])
     if _is_kept_by_run(path):
-        given |= RULED - nulls  # an older version had fewer fields, and no rules
+        given |= {"stages", *RULED} - nulls  # an older version had fewer fields, and no rules
     filled: list[Filled] = []
 
     def apply_rules(config: RunConfig, problems: list[Problem]) -> RunConfig:

@@ -13,13 +13,13 @@ import math
 from typing import Any, NamedTuple
 
 from zero2all.common.schema import MISSING, Problem
-from zero2all.config.training import RunConfig
+from zero2all.config.training import RunConfig, StageConfig
 
 REFERENCE_STEP, REFERENCE_TOKENS, REFERENCE_WIDTH = 2**19, 1.3e9, 768
 """B, D and d at which the rates below were found: a model of 12 layers with 12 tokens a parameter."""
 MATRIX_RATE = 0.02
-SHORT_RUN_POWER, SHORT_RUN_MOST = 0.25, 3.0
-"""A run of fewer tokens takes larger steps, because it has fewer of them: (1.3e9/D)^0.25, at most 3, at least 1."""
+SHORT_RUN_POWER, SHORT_RUN_MOST = 1 / 3, 4.0
+"""A run of fewer tokens takes larger steps, because it has fewer of them: (1.3e9/D)^(1/3), at most 4, at least 1."""
 EMBEDDING_RATE, HEAD_RATE = 0.3, 0.008
 """A row of the embedding sees a gradient only where its id occurs; the head sees one for every token. A tied table is
 both, and takes the head's."""
@@ -28,10 +28,13 @@ SMALL_RATE = 0.005
 MEMORY_SHARE, MEMORY_STEPS = 0.07, 20
 """tau = 1 / (lr decay steps), the share of the run that a matrix remembers; 0.14 and 0.035 both learned worse. In a run
 of few steps it remembers at least 20 of them: more decay would leave nothing."""
-REFERENCE_BATCH, BATCH_POWER, SMALLEST_STEP, LARGEST_STEP = 2**18, 0.383, 2**13, 2**21
-"""The batch beyond which a step learns little more grows with the tokens of the run: 2^18 at 1.3e9, so 65,536 at 39 M,
-which learned more from the same tokens than 131,072."""
+REFERENCE_BATCH, BATCH_POWER, SMALLEST_STEP, LARGEST_STEP = 2**18, 0.571, 2**13, 2**21
+"""The batch beyond which a step learns little more grows with the tokens of the run: 2^18 at 1.3e9, so 32,768 at 35 M,
+which learned more from the same tokens than 65,536 and than 16,384."""
 WARMUP_STEPS, WARMUP_SHARE = 40, 0.05
+SHORT_ROWS_SHARE, SHORT_ROWS_PARTS, SHORTEST_ROW = 0.5, 8, 256
+"""A run begins with rows of an eighth of data.seq_len, but of at least 256 tokens: attention costs little there, and a
+batch of many short rows is more varied than one of few long rows."""
 FIXED: dict[str, tuple[Any, str]] = {
     "optim.beta1": (0.8, "0.9, 0.95 and eps 1e-8 together learned worse"),
     "optim.beta2": (0.96, "as beta1"),
@@ -75,6 +78,8 @@ def fill(
             config = with_value(config, name, value)
 
     is_muon = config.optim.kind == "muon"
+    if saved is not None and is_muon and "stages" not in given:
+        config, given = dataclasses.replace(config, stages=saved.stages), given | {"stages"}
     if saved is not None and is_muon and saved.optim.kind == "muon":
         for section, _, field in (name.partition(".") for name in RULED - given):
             value, own = (getattr(getattr(of, section), field) for of in (saved, config))
@@ -102,7 +107,7 @@ def fill(
     steps, budget = config.train.steps, tokens or config.train.steps * per_step
     s = math.sqrt(per_step / REFERENCE_STEP)
     longer = min(SHORT_RUN_MOST, max(1.0, (REFERENCE_TOKENS / budget) ** SHORT_RUN_POWER))
-    words = f"{MATRIX_RATE} sqrt(B/2^19) (1.3e9/D)^{SHORT_RUN_POWER}, the last from 1 to {SHORT_RUN_MOST:g}"
+    words = f"{MATRIX_RATE} sqrt(B/2^19) (1.3e9/D)^(1/3), the last from 1 to {SHORT_RUN_MOST:g}"
     put("optim.lr_max", _rounded(MATRIX_RATE * s * longer), words)
     rates = {kind: rate for kind, rate in _rates(config, s).items() if kind not in config.optim.lr_multipliers}
     if rates:
@@ -114,6 +119,10 @@ def fill(
     put("optim.weight_decay", _rounded(decay), f"1 / ({MEMORY_SHARE} lr_max steps), at least {MEMORY_STEPS} steps")
     warmup = min(WARMUP_STEPS, int(WARMUP_SHARE * steps))
     put("schedule.warmup_steps", warmup, f"{WARMUP_STEPS}, at most {WARMUP_SHARE:.0%} of the steps")
+    if stages := [] if "stages" in given else _short_rows_first(config):
+        words = f"rows of 1/{SHORT_ROWS_PARTS}, at least {SHORTEST_ROW} tokens, for {SHORT_ROWS_SHARE:g} of the steps"
+        config = dataclasses.replace(config, stages=stages)
+        filled.append(Filled("stages", stages, words))
     # Parts of two shapes do not fit together, nor do the betas of two recipes.
     left = {*(SHAPE if given & SHAPE else ()), *(["optim.embedding_beta2"] if "optim.beta2" in given else ())}
     for name in (name for name in FIXED if name not in left):
@@ -131,6 +140,18 @@ def _tokens_per_step(config: RunConfig) -> tuple[int, str]:
     row = math.lcm(config.data.seq_len, *(stage.seq_len for stage in config.stages if stage.seq_len))
     words = f"2^18 (D/1.3e9)^{power} to a power of two, from {SMALLEST_STEP} to {LARGEST_STEP}, in whole rows"
     return max(1, round(best / row)) * row, words
+
+
+def _short_rows_first(config: RunConfig) -> list[StageConfig]:
+    """The stages of a run that begins with short rows; none where rows are conversations, or already short."""
+    whole, per_step = config.data.seq_len, config.train.tokens_per_step
+    short, steps = max(SHORTEST_ROW, whole // SHORT_ROWS_PARTS), int(SHORT_ROWS_SHARE * config.train.steps)
+    fits = (
+        whole % short == 0 and per_step % short == 0 and short % (config.parallel.context * config.parallel.tensor) == 0
+    )
+    if config.data.packing != "concat" or short >= whole or not fits or not steps:
+        return []
+    return [StageConfig("short rows", 0, seq_len=short), StageConfig("whole rows", steps, seq_len=whole)]
 
 
 def _rates(config: RunConfig, s: float) -> dict[str, tuple[float, str]]:
