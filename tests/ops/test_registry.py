@@ -29,7 +29,7 @@ every_implementation = pytest.mark.parametrize(
 )
 
 
-OPTIONAL_PACKAGES = ("triton", "liger_kernel", "quack", "flash_attn_interface", "flash_attn", "flash_attn.cute")
+OPTIONAL_PACKAGES = ("triton", "quack", "flash_attn_interface", "flash_attn", "flash_attn.cute")
 
 
 def pretend_packages(monkeypatch, there: tuple[str, ...]) -> None:
@@ -287,22 +287,15 @@ def test_softmax_in_epilogues_says_what_it_wants(hopper, monkeypatch):
     assert "Hopper" in refusal(CUDA, linear_cross_entropy="quack")
 
 
-def test_z_term_is_refused_by_the_head_that_has_none():
-    if not hasattr(torch.nn.functional, "linear_cross_entropy"):
-        pytest.skip("this torch has no linear_cross_entropy of its own")
-    assert "it has no z term" in refusal(OpContext("cpu", z_loss=True), linear_cross_entropy="torch")
-
-
 def test_without_a_compiler_or_headers_auto_takes_what_needs_none(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    pretend_packages(monkeypatch, there=("triton", "liger_kernel"))
+    pretend_packages(monkeypatch, there=("triton",))
     try:
         implementation.compiler_problem.cache_clear()
         assert "neither gcc nor clang" in refusal(CUDA, swiglu="triton")
-        assert "neither gcc nor clang" in refusal(CUDA, rope="liger")
         taken = resolve(OpsConfig(), CUDA).taken
         assert {taken[name] for name in ("rope", "rms_norm", "swiglu", "optimizer")} <= {"eager", "torch", "fused"}
         implementation.compiler_problem.cache_clear()
@@ -333,7 +326,6 @@ def test_old_gpu_and_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     pretend_packages(monkeypatch, there=())
     assert "triton is not installed" in refusal(CUDA, swiglu="triton")
-    assert "liger-kernel is not installed" in refusal(CUDA, swiglu="liger")
     assert "the package flash_attn_interface cannot be imported" in refusal(CUDA, attention="fa3")
     pretend_packages(monkeypatch, there=("triton", "flash_attn", "flash_attn.cute"))
     assert "no float8 tensor cores" in refusal(CUDA, linear="fp8")

@@ -47,10 +47,7 @@ MODEL = ModelConfig(
 SEED = 3
 OPTIMIZERS = {
     "adamw": OptimConfig(),
-    "lion": OptimConfig("lion"),
-    "sgd": OptimConfig("sgd"),
     "muon": OptimConfig("muon"),
-    "adafactor": OptimConfig("adafactor", adafactor_beta1=0.5),
 }
 """Those that are exact in float64."""
 LAYOUTS: dict[str, dict[str, Any]] = {

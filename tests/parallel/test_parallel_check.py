@@ -76,7 +76,7 @@ def test_all_problems_are_reported_at_once_with_the_arithmetic():
         ({"zero": 2, "pipeline": 2, "tensor": 3}, {}, 8, "parallel.zero 2 does not work with parallel.pipeline 2"),
         ({"expert": 3, "zero": 0}, {}, 4, "Choose a divisor of 1, or set parallel.zero to 1."),
         ({"expert": 3, "zero": 2}, {}, 4, "Choose a divisor of 4.\n"),
-        ({"tensor": 2}, {"optim": {"kind": "adafactor"}}, 2, "kind adafactor does not work with parallel.tensor 2"),
+        ({"tensor": 2}, {"optim": {"kind": "adamw_8bit"}}, 2, "kind adamw_8bit does not work with parallel.tensor 2"),
         ({"context": 2}, {"train": {"cuda_graph": "on"}}, 2,
          "train.cuda_graph on does not work with parallel.context 2"),
         ({"tensor": 8}, {}, 8, "model.kv_heads 4 is less than parallel.tensor 8"),

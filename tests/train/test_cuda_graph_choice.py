@@ -42,7 +42,6 @@ def test_a_plain_run_on_one_gpu_can_be_captured():
         ({"recompute": "full"}, 1, {}, "train.recompute full"),
         ({"precision": "float16"}, 1, {}, "float16 scales the loss"),
         ({}, 1, {"attention": "flex"}, "flex is compiled"),
-        ({}, 1, {"rope": "liger", "swiglu": "liger"}, "liger-kernel's rope, swiglu"),
     ],
 )
 def test_what_is_decided_on_the_host_cannot(changes, processes, ops, reason):

@@ -6,13 +6,13 @@ import json
 
 import pytest
 
+from tests.simulated_rank import simulate_ranks
 from zero2all.cli.main import main
 from zero2all.common.errors import UsageError
 from zero2all.common.manifest import write_manifest
 from zero2all.config import load_config
 from zero2all.estimate.memory import GIB, MemoryEstimate
 from zero2all.train.plan import make_plan, plan_notes, plan_tables, plan_values
-from zero2all.train.simulate import simulate_ranks
 
 LARGE = ["z2all-1b", "--model.vocab_size", "64000", "--parallel.device", "cpu", "--train.precision", "float32"]
 LINK = "--parallel.slow_link."

@@ -46,7 +46,7 @@ SHAPE = {
     "embedding_dropout": 0.0,
 }
 CHANNELS, ROWS, SEQ_LEN = 2, 8, 64
-OPTIMIZERS = ("adamw", "muon", "lion", "adafactor", "sgd", "adamw_8bit", "adamw_bf16")
+OPTIMIZERS = ("adamw", "muon", "adamw_8bit", "adamw_bf16")
 
 
 def gpu_config(config, precision="bfloat16", kind="adamw", ops=None, **train):

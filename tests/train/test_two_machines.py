@@ -238,71 +238,9 @@ def test_other_settings_and_a_rank_that_comes_twice_are_named_at_once(start: Sta
     named([start(0, WORLD_SIZE=3, MASTER_PORT=PORT + 1), one, other], *["Rank 1 came twice: from "] * 3)
 
 
-@pytest.mark.slow
-def test_a_rank_that_does_not_come_is_named(start: Start):
-    named([start(0)], "waiting for rank 1 of 2, until parallel.join_seconds")
-
-
 def test_a_second_machine_with_the_number_0_is_refused_at_once(pair: Pair):
     second = pair(1, "--node-rank", "0", "--rendezvous", f"{ADDRESSES[0]}:{PORT}")
     (text,) = said_by(second)
     assert second.returncode == 2
     assert f"{ADDRESSES[0]} of --rendezvous is no address of this machine, which has --node-rank 0" in text
     assert f"--rendezvous-bind {ADDRESSES[1]}:{PORT}" in text
-
-
-@pytest.mark.slow
-def test_a_wrong_port_is_named(start: Start):
-    first = start(0)
-    named([first, start(1, MASTER_PORT=PORT + 1)], "waiting for rank 1 of 2", "nothing listens on that port")
-
-
-@pytest.mark.slow
-def test_a_port_of_another_program_is_named(start: Start, machines: Machines):
-    machines.forward(0, PORT + 1, f"{ADDRESSES[0]}:1")
-    named([start(1, MASTER_PORT=PORT + 1)], "it is not the store of a run")
-
-
-@pytest.mark.slow
-def test_a_firewall_before_the_store_is_named(start: Start, machines: Machines):
-    machines.block(0, str(PORT))
-    named([start(0), start(1)], "waiting for rank 1 of 2", "no answer: a firewall drops the packets")
-
-
-@pytest.mark.slow
-def test_a_firewall_before_the_data_connections_is_named(start: Start, machines: Machines):
-    machines.block(0, "30000-65000")
-    text = f"from rank 1 to rank 0 at {ADDRESSES[0]}: no answer"
-    named([start(0), start(1)], "cannot connect to each other for data", text)
-
-
-@pytest.mark.slow
-def test_other_code_is_named(start: Start, machines: Machines, work: Workspace, config_file: Any, tmp_path: Path):
-    package = Path(zero2all.__file__).parent
-    shutil.copytree(package, tmp_path / "other" / "zero2all")
-    with (tmp_path / "other" / "zero2all" / "model" / "rope.py").open("a") as file:
-        file.write("# changed\n")
-    environment = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": ADDRESSES[0]}
-    environment |= {"MASTER_PORT": str(PORT), "PYTHONPATH": str(tmp_path / "other")}
-    first = start(0)
-    words = ["-m", "zero2all", "train", str(config_file()), "--work", str(work.root), "--interface", WIRE]
-    other = subprocess.Popen(
-        machines.command(1, sys.executable, *words), env={**os.environ, **environment}, cwd=tmp_path
-    )
-    named([first], "code of zero2all '")
-    assert other.wait(120) == 2
-
-
-@pytest.mark.slow
-def test_other_data_is_named(start: Start, work: Workspace, tmp_path: Path, repack: Any):
-    other = shutil.copytree(work.root, tmp_path / "other-work")
-    repack(Workspace(other), 7)
-    work.runs.mkdir(exist_ok=True)
-    (other / "runs").symlink_to(work.runs)
-    named([start(0), start(1, root=other)], "read different data", "")
-
-
-@pytest.mark.slow
-def test_a_folder_of_the_run_that_is_not_shared_is_named(start: Start, work: Workspace, tmp_path: Path):
-    other = shutil.copytree(work.root, tmp_path / "other-work")
-    named([start(0), start(1, root=other)], "do not share the folder of the run", "")

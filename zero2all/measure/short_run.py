@@ -33,7 +33,7 @@ from zero2all.parallel.parameter_table import INTO_RESIDUAL
 from zero2all.parallel.world import World
 from zero2all.train.build import empty_state, op_context
 from zero2all.train.cuda_graph import choose_cuda_graph
-from zero2all.train.simulate import LiveBytes
+from zero2all.train.live_bytes import LiveBytes
 from zero2all.train.state import DTYPES, TrainState
 from zero2all.train.step_timer import mark_now, scheduled_garbage_collection, seconds_between
 from zero2all.train.train_step import StepPlan, train_step

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -34,7 +32,7 @@ from zero2all.train.checkpoints.load import Checkpoint
 from zero2all.train.checkpoints.run_lock import Fence
 from zero2all.train.cuda_graph import check_cuda_graph, choose_cuda_graph
 from zero2all.train.micro_batch import choose_micro_batch, least_samples, memory_settings, rows_of_rank
-from zero2all.train.sanity import nearest_folder, require_memory
+from zero2all.train.sanity import require_memory
 from zero2all.train.state import DTYPES, TrainState, new_state
 
 
@@ -48,9 +46,6 @@ def build_state(
     check_cuda_graph(config, world.device, world.size, ops)
     world.run_together(lambda: _check_compile(config.ops.compile, world.device.type))
     _require_memory(config, ops, world)
-    if config.parallel.offload == "optimizer_disk" and config.parallel.offload_folder is None:
-        folder = str(nearest_folder(run))  # a dry run has no folder of its own
-        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, offload_folder=folder))
     state = empty_state(config, world, ops, checkpoint.step if checkpoint else 0)
     model = state.model
     if checkpoint is None:
@@ -94,13 +89,7 @@ def build_state(
     return state, notes
 
 
-def empty_state(
-    config: RunConfig,
-    world: World,
-    ops: Ops,
-    step: int = 0,
-    before_allocating: Callable[[], object] = lambda: None,
-) -> TrainState:
+def empty_state(config: RunConfig, world: World, ops: Ops, step: int = 0) -> TrainState:
     """The model as it is at `step`, on its device and spread over the processes, and its optimizer; its weights are yet
     to be drawn or loaded."""
     dtype = DTYPES[config.train.precision]
@@ -115,7 +104,6 @@ def empty_state(
         cut_model(model, world.mesh.tensor)
     apply_recompute(model, config.train.recompute, config.train.recompute_every)
     pipeline = _cut_into_stages(model, config, world) if world.mesh.pipeline.size > 1 else None
-    before_allocating()
     if config.parallel.zero == 3 and world.mesh.shard.size > 1:
         shard_model(model, world, dtype, with_masters=config.optim.kind != "adamw_bf16")
     cos, sin = rope_tables(model.config, model.config.max_seq_len, world.device)

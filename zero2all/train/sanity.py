@@ -217,29 +217,22 @@ def communication_notes(model: ModelConfig, settings: MemorySettings) -> list[st
 
 def _less_memory(model: ModelConfig, settings: MemorySettings, device: str) -> list[str]:
     """What a run that does not fit could change: only what it does not do yet, and what works with the rest."""
-    ways = ["make the model smaller (model.layers, model.hidden_size)", *_smaller_passes(model, settings, device)]
+    ways = ["make the model smaller (model.layers, model.hidden_size)", *_smaller_passes(model, settings)]
     offload, has_adamw = settings.offload, settings.optimizer == "adamw"
     if offload == "none" and settings.optimizer not in ("adamw_8bit", "adamw_bf16"):
         ways.append("choose an optimizer with less state (optim.kind adamw_8bit or adamw_bf16)")
-    highest = {"none": 3, "optimizer": 2, "optimizer_disk": 2, "weights": 0}[offload]
+    highest = 3 if offload == "none" else 2
     shares = settings.processes > 1 or device != "cpu"  # processes on a CPU have one memory
     if shares and settings.zero < highest:
         ways.append(f"shard over several processes: set parallel.zero to at most {highest} (now {settings.zero})")
     if device == "cpu" and settings.processes > 1:
         ways.append(f"start fewer processes (now {settings.processes}): on a CPU they share one memory")
     if device != "cpu" and settings.zero < 3 and has_adamw and offload == "none":
-        ways.append("set parallel.offload to optimizer: masters and states go to host memory (or optimizer_disk)")
-    if device != "cpu" and settings.zero == 0 and has_adamw and offload != "weights":
-        ways.append("set parallel.offload to weights: all but two blocks and the tables go to host memory")
-    if device == "cpu" and settings.zero < 3 and has_adamw and offload in ("none", "optimizer"):
-        ways.append(TO_DISK)
+        ways.append("set parallel.offload to optimizer: masters and states go to host memory")
     return ["To need less memory:", *(f"  - {t(way)}" for way in ways)]
 
 
-TO_DISK = "set parallel.offload to optimizer_disk: masters and states go to files on a fast disk"
-
-
-def _smaller_passes(model: ModelConfig, settings: MemorySettings, device: str) -> list[str]:
+def _smaller_passes(model: ModelConfig, settings: MemorySettings) -> list[str]:
     """What could be changed about the passes of a step."""
     samples, ways = settings.micro_batch_samples, []
     if settings.is_fsdp and settings.passes > 1:
@@ -252,20 +245,18 @@ def _smaller_passes(model: ModelConfig, settings: MemorySettings, device: str) -
     ways.append(f"lower data.seq_len (now {settings.seq_len})")
     now = estimate_memory(model, settings).total
     for kind, _, instead_of, _ in RECOMPUTATION:
-        can_be = settings.recompute in instead_of and (kind, device) != ("swap", "cpu")
+        can_be = settings.recompute in instead_of
         if can_be and estimate_memory(model, dataclasses.replace(settings, recompute=kind)).total < now:
             ways.append(f"set train.recompute to {kind} (now {settings.recompute})")
     return ways
 
 
-def _less_host_memory(offload: str) -> list[str]:
+def _less_host_memory() -> list[str]:
     """What a run whose offloaded part does not fit into the machine could change. Only AdamW can be offloaded."""
-    ways = ["use fewer layers (model.layers) or a narrower model (model.hidden_size)"]
-    if offload == "optimizer":
-        ways.append(TO_DISK)
-        ways.append("shard the states over more processes on more machines (parallel.zero 1 or 2, a larger shard)")
-    if offload == "weights":
-        ways.append("set parallel.offload to optimizer_disk, if weights and gradients fit on the device")
+    ways = (
+        "use fewer layers (model.layers) or a narrower model (model.hidden_size)",
+        "shard the states over more processes on more machines (parallel.zero 1 or 2, a larger shard)",
+    )
     return ["To need less host memory:", *(f"  - {t(way)}" for way in ways)]
 
 
@@ -308,7 +299,7 @@ def require_memory(
                 f"There is not enough host memory for parallel.offload {settings.offload}: about {of_machine} are "
                 f"needed, {free} are free. Nothing was started."
             )
-            ways = _less_host_memory(settings.offload)
+            ways = _less_host_memory()
         else:
             problem = (
                 f"There is not enough host memory to draw the initial weights: about {of_machine} are needed, {free} "

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,13 +26,11 @@ from zero2all.parallel.parameter_table import router_biases
 from zero2all.parallel.parts import Part
 from zero2all.parallel.pipeline import Pipeline
 from zero2all.train.cuda_graph import CudaGraphPasses
-from zero2all.train.offload import host_zeros
 from zero2all.train.optimizers.base import Optimizer
 from zero2all.train.optimizers.factory import build_optimizer, cut_of
 from zero2all.train.optimizers.flat_adamw import FlatAdamW, HostAdamW
 from zero2all.train.outer.optimizer import OuterOptimizer
-from zero2all.train.streamed import StreamedWeights, check_streaming
-from zero2all.train.weights import FlatWeights, ShardedWeights, Weights
+from zero2all.train.weights import FlatWeights, MasterLayout, ShardedWeights, Weights
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -167,28 +165,10 @@ def new_state(
     if is_sharded:
         weights = ShardedWeights(model, dtype, mesh)
     else:
-        streams = parallel.offload == "weights"
-        if streams:
-            check_streaming(model)
-        weights = (StreamedWeights if streams else FlatWeights)(
-            model,
-            dtype,
-            device=device,
-            with_masters=optim.kind != "adamw_bf16",
-            split_masters=is_fast
-            and dtype == torch.bfloat16
-            and model.ops.footprints["optimizer"].splits_masters
-            and not offloads,
-            mesh=mesh,
-            zero=parallel.zero if mesh.shard.size > 1 else 0,
-            bucket_bytes=parallel.bucket_mb * 1e6,
-            cut_of=partial(cut_of, optim.kind),
-            overlaps=parallel.overlap,
-            host_zeros=host_zeros(parallel, mesh.place) if offloads else None,
-            one_step_late=parallel.offload_one_step_late,
-            compress=parallel.compress,
-            powersgd_rank=parallel.powersgd_rank,
-        )
+        splits = is_fast and dtype == torch.bfloat16 and model.ops.footprints["optimizer"].splits_masters
+        kind: Literal["wide", "split", "none"] = "split" if splits and not offloads else "wide"
+        layout = MasterLayout("none" if optim.kind == "adamw_bf16" else kind, partial(cut_of, optim.kind))
+        weights = FlatWeights(model, dtype, layout, device=device, mesh=mesh, parallel=parallel)
     if isinstance(weights, FlatWeights) and offloads:
         optimizer = HostAdamW(weights, optim)
     elif isinstance(weights, FlatWeights) and is_fast:

@@ -184,8 +184,6 @@ class Trainer:
         self.log.event("start", facts)
         if context.checkpoint is not None:
             self._restore(context.checkpoint)
-        else:
-            self.guards.look_for_repeats()
         with state.tensors() as tensors:
             checkpoint_bytes = self.store.prepare(tensors)
         self.checkpoints.prepare_memory()

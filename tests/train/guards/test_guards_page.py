@@ -22,7 +22,6 @@ from zero2all.train.guards.incident import (
 from zero2all.train.guards.ledger import Skipped
 from zero2all.train.guards.page import Incident, incident_html, incident_text
 from zero2all.train.guards.policy import Continue, Rollback, Stop
-from zero2all.train.guards.repeats import Repeat
 
 SOUND = Facts(
     kind="loss_spike",
@@ -237,18 +236,6 @@ def test_a_shard_is_shown_by_its_most_extreme_samples(sharded_work, open_data):
     samples, note = incident_samples(made, data, sharded_work.corpus, None)
     assert [(one.first_token, one.loss) for one in samples] == [(12 * 32, 9.5), (40 * 32, 9.0)]
     assert "shard 1 of en" in note
-
-
-def test_the_page_of_a_repeated_shard_shows_documents_of_that_shard(sharded_work, open_data, tmp_path):
-    data = open_data(sharded_work)
-    finding = Repeat("en", 2, "en", 1, 0.9, ((40, 20), (41, 21))).finding(0, (0, 0))
-    made = make_incident(
-        "r", [finding], Continue(finding.text), Detector(), dataclasses.replace(SOUND, kind=finding.kind)
-    )
-    samples, note = incident_samples(made, data, sharded_work.corpus, None)
-    assert [[one.number for one in sample.documents] for sample in samples] == [[40], [41]]
-    assert "Each is a copy of a document of shard 1 of en." in note
-    assert "A shard that repeats another" in incident_html(made)
 
 
 def test_a_writer_that_cannot_read_or_write_says_so_and_goes_on(sharded_work, open_data, tmp_path):

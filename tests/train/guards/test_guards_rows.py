@@ -1,18 +1,13 @@
-"""Rows, shards and documents are those the loader reads; a shard that repeats another is found by its documents."""
+"""Rows, shards and documents are those the loader reads."""
 
 from __future__ import annotations
 
-import itertools
-
-import numpy as np
 import pytest
 
 from zero2all.packed.bestfit import open_best_fit
 from zero2all.packed.loader import LoaderOptions, read_batch
-from zero2all.packed.shard_format import open_split
 from zero2all.tokenizer import load_tokenizer
 from zero2all.train.guards.documents import samples_of_step
-from zero2all.train.guards.repeats import repeated_shards
 from zero2all.train.guards.rows import RowFinder
 
 SEQ_LEN = 32
@@ -68,41 +63,3 @@ def test_long_documents_are_shortened_and_ids_shown_without_a_tokenizer(sharded_
     assert sample.row == 2
     assert all(len(one.text) <= 10 and one.is_cut for one in sample.documents)
     assert sample.documents[0].text.replace(" ", "").isdigit()
-
-
-# ---- repeats --------------------------------------------------------------------------------------------------
-
-
-def documents_of(split, shard):
-    starts = [*split.docs[shard].tolist(), split.shards.lengths[shard]]
-    return [np.array(split.shards[shard][a:b]) for a, b in itertools.pairwise(starts)]
-
-
-def test_clean_shards_repeat_nothing(sharded_work):
-    splits = [open_split(sharded_work.packed, name, "train") for name in ("en", "zh")]
-    assert sum(len(split.shards) for split in splits) > 5
-    assert repeated_shards(splits) == []
-
-
-def test_a_repeated_shard_is_named_with_documents_though_it_was_cut_elsewhere(sharded, append_shard):
-    split = open_split(sharded.packed, "en", "train")
-    # its own documents come first and last, so that nothing stands where it stood
-    copied = [*documents_of(split, 3)[:2], *documents_of(split, 1), *documents_of(split, 0)[:3]]
-    number = append_shard(sharded, "en", copied)
-    splits = [open_split(sharded.packed, name, "train") for name in ("en", "zh")]
-    (repeat,) = repeated_shards(splits)
-    assert (repeat.source, repeat.shard, repeat.of_source, repeat.of_shard) == ("en", number, "en", 1)
-    assert repeat.documents
-    split = splits[0]
-    bounds = np.concatenate([split.docs[n].astype(np.int64) + split.shard_starts[n] for n in range(len(split.shards))])
-    for here, there in repeat.documents:
-        length = bounds[there + 1] - bounds[there]
-        assert split.read(bounds[here], length).tolist() == split.read(bounds[there], length).tolist()
-    assert "repeats shard 1 of en" in repeat.finding(0, (0, 1)).text
-
-
-def test_equal_lengths_alone_are_no_repeat(sharded, append_shard):
-    split = open_split(sharded.packed, "en", "train")
-    other = [np.full(len(document), 7) for document in documents_of(split, 1)]
-    append_shard(sharded, "en", other)
-    assert repeated_shards([open_split(sharded.packed, "en", "train")]) == []

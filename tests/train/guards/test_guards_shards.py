@@ -249,13 +249,13 @@ def test_a_shard_is_judged_only_when_other_shards_of_its_source_were_read():
 
 
 def test_a_shard_that_was_set_aside_is_no_company_for_the_other_of_its_source():
-    """It was named before the first step, say because it repeats another, and its rows count nothing."""
+    """It was named on a branch that was given up, and its rows count nothing."""
     channel = Channel(11, [3.4, 3.3], [[0.09] * 10, [0.1, 0.0]], noise=0.4, bad={(1, 0): 11.0})
     watch = ShardWatch(channel.shards, ["zh"])
     for _ in range(2):  # saying it twice is saying it once
-        watch.set_aside("source-1", 1, "repeated_shard")
-    watch.set_aside("source-1", 2, "repeated_shard")  # of data that was packed anew
-    watch.set_aside("elsewhere", 0, "repeated_shard")
+        watch.set_aside("source-1", 1, "hard_shard")
+    watch.set_aside("source-1", 2, "hard_shard")  # of data that was packed anew
+    watch.set_aside("elsewhere", 0, "hard_shard")
     assert named(channel.found(100, watch)) == {("hard_shard", "source-1", 0)}
 
 

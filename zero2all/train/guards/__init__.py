@@ -9,7 +9,6 @@ random numbers. The whole state is JSON, so a resumed run decides like one that 
     rows         which sample, shard and documents are in the rows of a step
     shards       loss per shard, over the whole run, beside the recent level of its channel and source: poisoned and
                  trivially easy ones
-    repeats      shards that repeat another one, from their document lengths
     watch        all of it as one object with one state
     documents    the documents of a step, as text
     advice       which settings to change, where the data is not the cause

@@ -75,7 +75,7 @@ def data_is_suspect(facts: Facts) -> str | None:
 
 def advice(facts: Facts) -> list[Advice]:
     """What to do, the most likely cause first; always at least one line."""
-    if facts.kind in ("hard_shard", "easy_shard", "repeated_shard"):
+    if facts.kind in ("hard_shard", "easy_shard"):
         return [Advice("data", LOOK_AT_THE_SHARD)]
     suspect = data_is_suspect(facts)
     if suspect is not None:

@@ -26,7 +26,6 @@ TITLES = {
     "level_shift": "The loss has a new level",
     "hard_shard": "A shard far harder than the rest",
     "easy_shard": "A shard far easier than the rest",
-    "repeated_shard": "A shard that repeats another",
 }
 ACTIONS = {
     "continue": "Nothing was changed. The run continues.",

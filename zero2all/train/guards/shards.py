@@ -298,7 +298,7 @@ class ShardWatch:
         return findings
 
     def set_aside(self, source: str, shard: int, kind: str) -> None:
-        """Stop judging a shard that was reported elsewhere, and comparing others with it."""
+        """Stop judging a shard that was reported before, and comparing others with it."""
         if source not in self._sources or shard >= self._counts[self._sources.index(source)]:
             return  # not of this run, or packed again
         key = int(self._first[self._sources.index(source)]) + shard

@@ -215,23 +215,18 @@ class RunGuards:
         """Judge shards by the rows that wait."""
         assert self.shards is not None, "there is a finder only where shards are judged"
         assert self.finder is not None, "there is a finder only where shards are judged"
-        # Found before the first step, or on an abandoned branch; applied from their step on, so that a resumed run
-        # finds the same.
+        # Found on an abandoned branch; applied from their step on, so that a resumed run finds the same.
         for one in self.quarantine.shards:
             if one.from_step <= step:
                 self.shards.set_aside(one.source, one.shard, one.kind)
         rows = self.finder.rows(self._waiting.tokens[0], len(self._waiting))
         named = self.shards.observe(step, rows, *self._waiting.values(), tokens)
         self._waiting = WaitingRows()
-        self.note_shards(named, step)
-        return named
-
-    def note_shards(self, findings: Sequence[Finding], step: int) -> None:
-        """Quarantine the shards in the findings of `step`, from the first step that cannot have begun yet."""
-        from_step = step + LAG_STEPS
-        added = [self.quarantine.add(finding, from_step) for finding in findings]
+        # From the first step on that cannot have begun yet.
+        added = [self.quarantine.add(finding, step + LAG_STEPS) for finding in named]
         if any(added):
             self._world.run_on_rank0(self._save_quarantine)
+        return named
 
     def _save_quarantine(self) -> None:
         self._fence()

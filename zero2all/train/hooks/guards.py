@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from zero2all.train.guards.detector import Finding
 from zero2all.train.guards.documents import Decode
 from zero2all.train.guards.incident import IncidentWriter, make_incident, usual_channels
 from zero2all.train.guards.policy import Action, Continue, Rollback, Stop
-from zero2all.train.guards.repeats import Repeat, repeated_shards
 from zero2all.train.guards.rows import RowFinder
 from zero2all.train.guards.watch import RunGuards
 from zero2all.train.hooks import Hook
@@ -66,16 +65,6 @@ class Guards(Hook):
         if log.has_metrics:
             corpus = context.workspace.corpus
             self._pages = IncidentWriter(self._guards.folder, data, corpus, make_decode, store.fence)
-
-    def look_for_repeats(self) -> None:
-        """Compare the shards with each other before the first step, and report those that repeat another."""
-        data, step = self._state.data, self._state.step
-        if self._config.data.quarantine == "off":
-            return
-        repeats = self._world.run_on_rank0(lambda: [asdict(repeat) for repeat in repeated_shards(data.splits)])
-        findings = [Repeat(**repeat).finding(step, (0, 0)) for repeat in repeats]
-        self._guards.note_shards(findings, step)
-        self._report(findings, Continue("noted before the first step"), None)
 
     def skips(self, batch: Batch) -> bool:
         """Whether the data of this batch is skipped."""
@@ -136,11 +125,11 @@ class Guards(Hook):
             self._log.event("loss_scale", {"halved": True, "in_a_row": self._overflows}, result.step)
         return usual
 
-    def _report(self, findings: Sequence[Finding], action: Action, result: StepResult | None) -> Path | None:
+    def _report(self, findings: Sequence[Finding], action: Action, result: StepResult) -> Path | None:
         """Event rows for the board, a page with the documents, and a line on the terminal; on rank 0."""
         if not findings or self._pages is None:
             return None
-        row_losses = [] if result is None else _row_losses(result)
+        row_losses = _row_losses(result)
         incident = make_incident(
             self._context.run.name,
             findings,
@@ -159,14 +148,14 @@ class Guards(Hook):
             self._log.say(f"{what}. {page} shows the documents and what to try.")
         return page
 
-    def _facts(self, finding: Finding, result: StepResult | None, row_losses: Sequence[float | None]) -> Facts:
+    def _facts(self, finding: Finding, result: StepResult, row_losses: Sequence[float | None]) -> Facts:
         config, guards = self._config, self._guards
         adam = config.optim.kind.startswith("adamw") or config.optim.kind == "muon"
         limits = guards.limits(finding.step)
         return Facts(
             kind=finding.kind,
             step=finding.step,
-            lr=config.optim.lr_max if result is None else result.lr,
+            lr=result.lr,
             lr_max=config.optim.lr_max,
             warmup_steps=config.schedule.warmup_steps,
             beta1=config.optim.beta1 if adam else None,

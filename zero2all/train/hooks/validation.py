@@ -39,7 +39,7 @@ class Validation(Hook):
         context, config, state = self._context, self._context.config, self._state
         beat("validate", state.step)
         fault_point("validate", state.step)
-        state.weights.synchronize()
+        state.weights.wait()
         with nullcontext() if state.outer is None else state.outer.in_model():
             self.scores = held_out_scores(
                 state.model, context.valid, config.data, config.eval, context.world, config.parallel, state.pipeline
