@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from zero2all.model.config import ModelConfig, MoeConfig
+from zero2all.model.init import QK_NORMS
 from zero2all.model.z2all import Z2all
 from zero2all.ops.attention import document_mask
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import OpContext
 from zero2all.ops.registry import OPERATORS, resolve
-from zero2all.parallel.parameter_table import QK_NORMS, init_weights, model_parts
+from zero2all.parallel.parameter_table import init_weights, model_parts
 
 BASE = ModelConfig(
     vocab_size=97, hidden_size=32, intermediate_size=48, layers=3, heads=4, kv_heads=2, max_seq_len=24, init_std=0.2

@@ -221,7 +221,9 @@ def test_estimate_with_zero_2_is_what_the_fullest_process_holds(kind):
     held = []
     for rank in range(3):
         mesh = Mesh(MeshSizes(shard=3), rank)
-        state = new_state(model_of(config), config.optim, torch.bfloat16, mesh=mesh, parallel=config.parallel)
+        state = new_state(
+            model_of(config), config.optim, torch.bfloat16, world=World(mesh=mesh), parallel=config.parallel
+        )
         moments = state.optimizer.state_tensors().values()
         weights = state.weights
         held.append((weights.masters.nbytes, weights.gradients.nbytes, sum(part.values.nbytes for part in moments)))

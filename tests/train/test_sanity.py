@@ -21,8 +21,10 @@ from zero2all.ops.registry import footprints, resolve
 from zero2all.packed.loader import Batch
 from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.parameter_table import init_weights
+from zero2all.train import sanity
 from zero2all.train.checkpoints.retention import Retention
 from zero2all.train.sanity import (
+    FreeMemory,
     check_batch_ids,
     check_disk,
     check_first_loss,
@@ -32,7 +34,6 @@ from zero2all.train.sanity import (
     memory_notes,
     overfit_one_batch,
     preview,
-    require_memory,
     saved_steps,
 )
 
@@ -119,24 +120,24 @@ def test_steps_at_which_a_run_saves():
 
 def test_room_for_the_checkpoints_of_the_whole_run(tmp_path):
     run, free = tmp_path / "runs" / "later", shutil.disk_usage(tmp_path).free
-    note = check_disk(run, Retention(2, 0), 10, 0, 100, 1_000_000)
+    note = check_disk(run, Retention(2, 0), saved_steps(0, 100, 10), 1_000_000)
     assert "up to 3 checkpoints of 1.0 MB at once. They need 3.0 MB more" in note
-    assert "up to 4 checkpoints" in check_disk(run, Retention(2, 0, keep_best=True), 10, 0, 100, 1_000_000)
+    assert "up to 4 checkpoints" in check_disk(run, Retention(2, 0, keep_best=True), saved_steps(0, 100, 10), 1_000_000)
     # Two kept and one being written fit into what is free by far; all ten that are kept for ever do not.
     large = free // 8
-    check_disk(run, Retention(2, 0), 10, 0, 100, large)
+    check_disk(run, Retention(2, 0), saved_steps(0, 100, 10), large)
     with pytest.raises(
         DiskError, match=r"11 checkpoints .*keep_every_steps 10, checkpoint.keep_best false\)"
     ) as caught:
-        check_disk(run, Retention(2, 10), 10, 0, 110, large)
+        check_disk(run, Retention(2, 10), saved_steps(0, 110, 10), large)
     assert str(run) in str(caught.value)
     assert not run.exists()
 
 
 def test_checkpoints_that_are_there_already_need_no_more_room(tmp_path):
-    assert "1 checkpoint of 1.0 MB at once" in check_disk(tmp_path, Retention(2, 0), 10, 0, 5, 1_000_000)
-    assert "need 1.0 MB more" in check_disk(tmp_path, Retention(2, 0), 10, 20, 100, 1_000_000, [10, 20])
-    assert "need 0 B more" in check_disk(tmp_path, Retention(2, 0), 10, 100, 100, 1_000_000, [90, 100])
+    assert "1 checkpoint of 1.0 MB at once" in check_disk(tmp_path, Retention(2, 0), saved_steps(0, 5, 10), 1_000_000)
+    assert "need 1.0 MB more" in check_disk(tmp_path, Retention(2, 0), saved_steps(20, 100, 10), 1_000_000, [10, 20])
+    assert "need 0 B more" in check_disk(tmp_path, Retention(2, 0), saved_steps(100, 100, 10), 1_000_000, [90, 100])
 
 
 KERNELS = {
@@ -158,6 +159,10 @@ def test_memory_that_may_not_be_enough_is_a_warning():
     assert little[1 : len(plenty)] == plenty[1:]
     assert little[len(plenty)] == "warning: this may not fit into the memory of the device."
     assert memory_notes(config, settings, None)[1:] == plenty[1:]
+
+
+def require_memory(model, settings, device, device_bytes, host_bytes, local_processes=1, compiled=False):
+    sanity.require_memory(model, settings, FreeMemory(device, device_bytes, host_bytes, local_processes), compiled)
 
 
 LARGE = dataclasses.replace(SMALL, hidden_size=2048, intermediate_size=5632, layers=22, heads=32, vocab_size=64320)

@@ -14,7 +14,6 @@ import pytest
 
 from tests.processes import WarmProcess
 from tests.train.ranks import CODE, RankStarter
-from zero2all.common.files import write_json
 from zero2all.common.workspace import Workspace
 from zero2all.config.training import AnnealConfig
 from zero2all.train.anneal import read_anneal, request_anneal
@@ -125,26 +124,12 @@ def test_a_request_that_only_rank_0_finds_anneals_all_from_the_same_step(ranks, 
     assert rates[0][-1] == 0.0
 
 
-def test_all_ranks_leave_out_the_rows_of_a_shard_in_quarantine(ranks, lab, config):
-    def run(processes):
-        name, shard = f"quarantined {processes}", {"source": "en", "shard": 0, "kind": "hard_shard", "reason": ""}
-        write_json(lab.run(name) / "incidents/quarantine.json", {"format": 1, "shards": [{**shard, "from_step": 2}]})
-        return ranks.finished(settings(config, name, quarantine="auto"), processes).steps()
-
-    alone, together = run(1), run(2)
-    assert any(0.0 in step.row_nats for step in alone)
-    assert all(0.0 not in step.row_nats for step in alone[:1])  # from the second step on
-    for one, other in zip(alone, together, strict=True):
-        assert other.row_nats == pytest.approx(one.row_nats, rel=1e-9, abs=0)
-        assert other.loss == pytest.approx(one.loss, rel=1e-9, abs=0)
-
-
 def test_four_ranks_train_save_and_resume_where_no_process_can_read_a_pickle(lab, config, tmp_path):
     hook = Path(__file__).with_name("no_pickle")  # its sitecustomize is imported before torch
     warm = WarmProcess(PYTHONPATH=os.pathsep.join([str(hook), *filter(None, [os.environ.get("PYTHONPATH")])]))
     starter = RankStarter(warm, lab.root, tmp_path)
     code = f"import pickle; assert pickle.loads.__module__ == 'sitecustomize'; {CODE}"
-    asked = [settings(config, "no pickle", quarantine="auto", reader_kind=kind) for kind in ("thread", "process")]
+    asked = [settings(config, "no pickle", reader_kind=kind) for kind in ("thread", "process")]
     try:
         stopped = starter(asked[0], 4, signals={2: (3, signal.SIGTERM, 0.0)}, code=code)
         assert stopped.wait() == [10] * 4, stopped.text()

@@ -196,13 +196,13 @@ def weights(run):
 def left_alone(clean, copy_of):
     """The run over clean data, and how it ended."""
     work = copy_of(clean)
-    return work.run("run"), trained(settings(data={"quarantine": "auto"}), work)
+    return work.run("run"), trained(settings(), work)
 
 
 def test_clean_data_raises_no_alarm(left_alone):
     run, summary = left_alone
     assert summary.step == STEPS
-    assert not events(run, "spike", "drop", "skip", "rollback", "hard_shard", "easy_shard")
+    assert not events(run, "spike", "drop", "skip", "rollback")
     assert not (run / "incidents").exists()
 
 
@@ -429,69 +429,6 @@ def test_a_rollback_whose_target_is_rotten_takes_an_older_one_or_moves_nothing(
     assert (run / "checkpoints/damaged/step-00000100.txt").is_file()
     assert [event.data["to_step"] for event in events(run, "rollback")] == gone_back_to
     assert (run / "checkpoints/withdrawn/step-00000120").is_dir() == bool(gone_back_to)
-
-
-# ---- bad shards -----------------------------------------------------------------------------------------------
-
-NOISE, NEWLINES = 3, 6
-"""Shards of en: filled with noise, and filled with newlines."""
-
-
-@pytest.fixture(scope="session")
-def bad_shards(clean, copy_of):
-    """The same text with two bad shards among the sixteen of `en`."""
-    work = copy_of(clean)
-    (newline,) = load_tokenizer(work.tokenizer).encode_text("\n")
-    overwrite_shard(work, "en", NOISE, noise(8000))
-    overwrite_shard(work, "en", NEWLINES, newline)
-    return work
-
-
-@pytest.fixture(scope="session")
-def quarantined(bad_shards):
-    """A run with data.quarantine auto: its folder, its summary, and what it knew of each step."""
-    work, results = bad_shards, []
-    real_observe = trainer.Guards.observe
-
-    def observe(guards, result):
-        results.append(result)
-        return real_observe(guards, result)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.Guards, "observe", observe)
-        summary = trained(settings("auto", data={"quarantine": "auto"}), work)
-    return work.run("auto"), summary, results
-
-
-def test_bad_shards_scattered_over_the_run_are_each_named_with_their_documents(quarantined):
-    run, _, _ = quarantined
-    named = json.loads((run / "incidents/quarantine.json").read_text())["shards"]
-    kinds = {(one["source"], one["shard"]): one["kind"] for one in named}
-    assert kinds == {("en", NOISE): "hard_shard", ("en", NEWLINES): "easy_shard"}
-    for event in events(run, "hard_shard", "easy_shard"):
-        incident = page(run, event.data["page"].removesuffix(".html"))
-        assert incident["samples"], incident["samples_note"]
-        assert {sample["shard"] for sample in incident["samples"]} == {event.data["details"]["shard"]}
-        for sample in incident["samples"]:
-            assert all("en.jsonl" in document["origin"] for document in sample["documents"])
-
-
-def test_the_rest_of_a_named_shard_counts_nothing_while_the_position_advances(quarantined, bad_shards):
-    run, summary, results = quarantined
-    assert (summary.step, summary.tokens) == (STEPS, STEPS * STEP_TOKENS)
-    named = json.loads((run / "incidents/quarantine.json").read_text())["shards"]
-    since = {(one["source"], one["shard"]): one["from_step"] for one in named}
-    data, _ = open_run_data(settings("auto"), bad_shards, False)
-    finder, left_out = RowFinder(data), dict.fromkeys(since, 0)
-    for result in results:
-        rows = finder.rows(result.tokens[0], ROWS)
-        for row, key in enumerate(zip(rows.source_names(), rows.shards.tolist(), strict=True)):
-            counts = not (key in since and result.step >= since[key])
-            assert result.row_counts[row] == (SEQ_LEN if counts else 0)
-            if not counts:
-                left_out[key] += 1
-        assert result.loss == pytest.approx(result.row_nats.sum() / result.row_counts.sum(), rel=1e-6)
-    assert all(count > 16 for count in left_out.values()), left_out
 
 
 # ---- steps that are not finite, and runs that keep failing ----------------------------------------------------

@@ -535,9 +535,10 @@ def test_held_out_loss_is_that_of_the_first_held_out_samples_without_dropout(wor
     context, state = prepared_run(config(), work)
     model = state.model
     options = EvalConfig(valid_tokens_per_source=96, batch_samples=2)
-    found = held_out_metrics(held_out_scores(model, context.valid, context.config.data, options))
+    settings = dataclasses.replace(context.config, eval=options)
+    found = held_out_metrics(held_out_scores(model, context.valid, settings))
     assert model.training  # as it was before
-    assert held_out_metrics(held_out_scores(model, context.valid, context.config.data, options)) == found
+    assert held_out_metrics(held_out_scores(model, context.valid, settings)) == found
     model.eval()
     split = open_split(work.packed, "zh", "valid")
     rows = torch.from_numpy(np.stack([split.read(sample * 32, 33) for sample in range(3)]))

@@ -39,6 +39,8 @@ REPLACED_CHOICES = {
 }
 """By field: a value of earlier versions -> what to use now."""
 REMOVED_FIELDS = {
+    "data": ("quarantine",),
+    "guards": ("false_shard_alarms",),
     "optim": ("adafactor_beta1", "adafactor_decay_power", "adafactor_clip_rms", "muon_update_rms"),
     "parallel": ("offload_one_step_late", "offload_folder"),
 }

@@ -298,8 +298,6 @@ class GuardsConfig:
     """Stop (exit code 12) instead of rolling back more often than this within max_rollbacks_within_steps."""
     max_rollbacks_within_steps: PositiveInt = 2000
     """See max_rollbacks."""
-    false_shard_alarms: Annotated[float, Range(above=0, below=1)] = 0.01
-    """False alarms: the probability that a run reports a shard although none is unusual."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ with bf16 a copy of the bucket in bfloat16 is summed, with powersgd two thin fac
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -66,15 +66,15 @@ class GradientReducer:
         parallel: ParallelConfig,
         gradients: Tensor,
         own_ranges: Sequence[slice],
-        tied: Set[str] = frozenset(),
         powersgd: PowerSgd | None = None,
     ) -> None:
         """`gradients`: the flat buffer of all gradients, or for ZeRO-2 that of the own ranges, which lie in it at
-        `own_ranges`. `tied`: tensors that several operators use, so that no single signal completes them. `powersgd`
-        compresses the gradients. One process sends nothing."""
+        `own_ranges`. `powersgd` compresses the gradients. One process sends nothing."""
         self._plan, self._mesh, self._gradients, self._own_ranges = plan, mesh, gradients, own_ranges
         zero = parallel.zero if mesh.shard.size > 1 else 0
-        self._borrows, self._overlaps, self._tied = zero == 2, parallel.overlap, tied
+        self._borrows, self._overlaps = zero == 2, parallel.overlap
+        self._tied = set() if "head.weight" in plan.places else {"embedding.weight"}
+        """Tensors that several operators use, so that no single signal completes them."""
         self._in_bfloat16, self._powersgd = parallel.compress == "bf16", powersgd
         self._scatters, self._device = zero > 0 and powersgd is None, gradients.device
         self._order = plan.backward_order

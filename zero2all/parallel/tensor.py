@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero2all.model.config import VOCAB_MULTIPLE, ModelConfig
-from zero2all.model.empty import without_weights
+from zero2all.model.init import without_weights
 from zero2all.model.z2all import Attention, Block, FeedForward, Z2all
 from zero2all.ops.cut_vocabulary import Exchange, cut_linear_cross_entropy
 from zero2all.ops.embedding import EmbeddingOp

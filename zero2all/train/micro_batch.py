@@ -269,18 +269,18 @@ def stage_of(config: RunConfig, mesh: Mesh, passes: int) -> HeldStage | None:
     if mesh.pipeline.size == 1:
         return None
     order = (config.parallel.schedule, mesh.pipeline.rank, mesh.pipeline.size, config.parallel.chunks, passes)
-    return _held_stage(config.model, config.data.seq_len, *order)
+    return _held_stage(config.model, config.data.seq_len, order)
 
 
 @functools.lru_cache(maxsize=4096)  # a search of layouts asks for the same ones again and again
-def _held_stage(
-    model: ModelConfig, seq_len: int, schedule: str, rank: int, processes: int, chunks: int, passes: int
-) -> HeldStage:
+def _held_stage(model: ModelConfig, seq_len: int, order: tuple[str, int, int, int, int]) -> HeldStage:
+    """`order`: what `make_order` takes."""
+    schedule, rank, processes, chunks, _ = order
     stages = make_stages(model_costs(model, seq_len), processes * chunks)
     own = {number: stages[number] for number in range(rank, len(stages), processes)}
     layers = sum(len(stage.blocks) for stage in own.values())
     waiting, heads, deferred = [0], [0], [0]
-    for action in make_order(schedule, rank, processes, chunks, passes):
+    for action in make_order(*order):
         stage = own[action.stage]
         sign = {"forward": 1, "backward": -1, "weights": 0}[action.kind]
         waiting.append(waiting[-1] + sign * len(stage.blocks))

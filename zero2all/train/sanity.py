@@ -150,14 +150,12 @@ def saved_steps(first_step: int, last_step: int, every_steps: int) -> list[int]:
 def check_disk(
     run: Path,
     retention: Retention,
-    every_steps: int,
-    first_step: int,
-    last_step: int,
+    coming: Sequence[int],
     checkpoint_bytes: int,
     existing_steps: Sequence[int] = (),
 ) -> str:
-    """A note on the disk space for the checkpoints of the whole run, after retention; raises when it is not free."""
-    coming = saved_steps(first_step, last_step, every_steps)
+    """A note on the disk space for the checkpoints of the whole run, those of the steps `coming` too, after retention;
+    raises when it is not free."""
     at_once = retention.most_at_once([*existing_steps, *coming])
     needed = max(0, at_once - len(existing_steps)) * checkpoint_bytes
     free = shutil.disk_usage(nearest_folder(run)).free
@@ -260,49 +258,52 @@ def _less_host_memory() -> list[str]:
     return ["To need less host memory:", *(f"  - {t(way)}" for way in ways)]
 
 
-def require_memory(
-    model: ModelConfig,
-    settings: MemorySettings,
-    device: str,
-    device_bytes: int,
-    host_bytes: int,
-    local_processes: int = 1,
-    compiled: bool = False,
-) -> None:
-    """Raise if a run cannot fit into the free memory, before any is allocated: a full machine may kill other processes.
+@dataclass(frozen=True)
+class FreeMemory:
+    """What a machine has free for a run."""
 
-    `device`: cpu, or the kind of GPU that each process has for itself. The processes of a machine share its
-    `host_bytes`. `compiled`: only the state is certain.
-    """
+    device: str
+    """cpu, or the kind of GPU that each process has for itself."""
+    device_bytes: int
+    """Of each GPU."""
+    host_bytes: int
+    """Of the machine, whose processes share them."""
+    local_processes: int = 1
+
+
+def require_memory(model: ModelConfig, settings: MemorySettings, free: FreeMemory, compiled: bool = False) -> None:
+    """Raise if a run cannot fit into the free memory, before any is allocated: a full machine may kill other processes.
+    `compiled`: only the state is certain."""
+    device, local_processes = free.device, free.local_processes
     estimate = estimate_memory(model, settings)
     needed = estimate.state if compiled else estimate.total
     if device == "cpu":
         each = needed + estimate.host
-        if each * local_processes > host_bytes:
+        if each * local_processes > free.host_bytes:
             problem = (
                 f"There is not enough memory to train this model here: about {_of_machine(each, local_processes)} are "
-                f"needed, {binary_size(host_bytes)} are free. Nothing was started."
+                f"needed, {binary_size(free.host_bytes)} are free. Nothing was started."
             )
             raise DiskError("\n".join([problem, *estimate.lines(), *_less_memory(model, settings, device)]))
         return
-    if needed > device_bytes:
+    if needed > free.device_bytes:
         problem = (
             f"There is not enough memory on the GPU to train this model: about {binary_size(needed)} are needed, "
-            f"{binary_size(device_bytes)} are free. Nothing was started."
+            f"{binary_size(free.device_bytes)} are free. Nothing was started."
         )
         raise DiskError("\n".join([problem, *estimate.lines(), *_less_memory(model, settings, device)]))
     each = estimate.host + drawn_bytes(model)
-    if each * local_processes > host_bytes:
-        of_machine, free = _of_machine(each, local_processes), binary_size(host_bytes)
+    if each * local_processes > free.host_bytes:
+        of_machine, left = _of_machine(each, local_processes), binary_size(free.host_bytes)
         if estimate.host:
             problem = (
                 f"There is not enough host memory for parallel.offload {settings.offload}: about {of_machine} are "
-                f"needed, {free} are free. Nothing was started."
+                f"needed, {left} are free. Nothing was started."
             )
             ways = _less_host_memory()
         else:
             problem = (
-                f"There is not enough host memory to draw the initial weights: about {of_machine} are needed, {free} "
+                f"There is not enough host memory to draw the initial weights: about {of_machine} are needed, {left} "
                 f"are free. Nothing was started."
             )
             ways = ["Start fewer processes on this machine (parallel.processes), or make the model smaller."]

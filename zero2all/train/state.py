@@ -21,10 +21,10 @@ from zero2all.model.moe import routers
 from zero2all.model.z2all import Z2all
 from zero2all.packed.mixture import TrainingData
 from zero2all.parallel.config import ParallelConfig
-from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.parameter_table import router_biases
 from zero2all.parallel.parts import Part
 from zero2all.parallel.pipeline import Pipeline
+from zero2all.parallel.world import World
 from zero2all.train.cuda_graph import CudaGraphPasses
 from zero2all.train.optimizers.base import Optimizer
 from zero2all.train.optimizers.factory import build_optimizer, cut_of
@@ -73,7 +73,8 @@ class TrainState:
     model: Z2all
     weights: Weights
     optimizer: Optimizer | FlatAdamW | HostAdamW
-    micro_batch_samples: int  # rows of one pass at data.seq_len
+    micro_batch_samples: int = 1
+    """Rows of one pass at data.seq_len."""
     loss_scale: LossScale | None = None
     cuda_graph: CudaGraphPasses | None = None
     """Runs the passes where they are captured; None: they run eagerly."""
@@ -143,20 +144,18 @@ def new_state(
     model: Z2all,
     optim: OptimConfig,
     dtype: torch.dtype,
-    micro_batch_samples: int = 1,
     seed: int = 0,
-    *,
-    device: torch.device | None = None,
-    mesh: Mesh | None = None,
+    world: World | None = None,
     parallel: ParallelConfig | None = None,
 ) -> TrainState:
-    """The state of a run before its first step, its weights on `device` (else where the model is) and in `dtype` unless
-    they are sharded (ZeRO-3). AdamW on flat weights takes the registry's fast path, or that on the host; every other
-    optimizer works on the masters one by one."""
-    mesh, parallel = mesh or Mesh(), parallel or ParallelConfig()
+    """The state of a run before its first step, its weights on the device of `world` (else where the model is) and in
+    `dtype` unless they are sharded (ZeRO-3). AdamW on flat weights takes the registry's fast path, or that on the
+    host; every other optimizer works on the masters one by one."""
+    parallel = parallel or ParallelConfig()
+    world = world or World(device=next(model.parameters()).device)
+    device, mesh = world.device, world.mesh
     offloads = parallel.offload != "none"
     assert optim.kind == "adamw" or not offloads, "see zero2all.parallel.check"
-    device = device or next(model.parameters()).device
     is_sharded = parallel.zero == 3 and mesh.shard.size > 1
     # torch's kernels round the factor on the gradient to float32; a run in float64 must not.
     is_fast = optim.kind == "adamw" and dtype != torch.float64 and not is_sharded
@@ -180,4 +179,4 @@ def new_state(
     for _, router in routers(model):
         router.clear(device)
     scale = LossScale(device) if dtype == torch.float16 else None
-    return TrainState(model, weights, optimizer, micro_batch_samples, scale)
+    return TrainState(model, weights, optimizer, loss_scale=scale)

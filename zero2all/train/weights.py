@@ -98,7 +98,6 @@ class FlatWeights:
         self.own_at = _one_after_the_other(self.own)
         """The same ranges in buffers that hold nothing else."""
         self.own_length = self.own_at[-1].stop
-        self._tables = {"embedding.weight"} if model.head is None else set()
         self._is_last = True
         self._allocate(device, wide)
         self.pipeline = self._make_pipeline() if self.offloads else None
@@ -108,9 +107,7 @@ class FlatWeights:
             self.powersgd = PowerSgd(self.table, self.plan, self.mesh.loss, rank, self.gradients)
         self.reducer: GradientReducer | None = None
         if self.mesh.loss.size * self.mesh.tensor.size > 1:
-            self.reducer = GradientReducer(
-                self.plan, self.mesh, parallel, self.gradients, self.own_at, self._tables, self.powersgd
-            )
+            self.reducer = GradientReducer(self.plan, self.mesh, parallel, self.gradients, self.own_at, self.powersgd)
         self._returning: list[int] = []
         """Buckets whose new weights come from the host, in the order of the forward pass."""
         self._arriving: dict[int, list[dist.Work]] = {}

@@ -13,7 +13,6 @@ from zero2all.train.guards.advice import Facts, advice, data_is_suspect
 from zero2all.train.guards.detector import Detector, Finding
 from zero2all.train.guards.incident import (
     IncidentWriter,
-    incident_samples,
     make_incident,
     recorded_row_losses,
     usual_channels,
@@ -60,8 +59,6 @@ def about(**changes):
         ({"earlier_incidents": 2}, ["lr"]),
         ({"beta2": 0.999, "clip_grad_norm": 0.0, "earlier_incidents": 1}, ["beta2", "clip", "lr"]),
         ({"kind": "loss_drop", "beta2": 0.999}, ["data"]),
-        ({"kind": "easy_shard", "beta2": 0.999}, ["data"]),
-        ({"shards_named": ["shard 3 of web"], "beta2": 0.999}, ["data"]),
         ({"channels_before": {"en": 3.0, "zh": 3.0}, "channels_now": {"en": 3.1, "zh": 8.0}}, ["data"]),
         ({"channels_before": {"en": 3.0, "zh": 3.0}, "channels_now": {"en": 5.0, "zh": 5.5}}, ["none"]),
         ({"row_losses": [3.0] * 28 + [10.0] * 2, "usual_loss": 3.0}, ["data"]),
@@ -225,17 +222,6 @@ def test_the_writer_adds_the_documents_of_the_step(sharded_work, open_data, tmp_
     assert [sample["row"] for sample in kept["samples"]] == [1, 2, 0, 3], "the worst first"
     assert "«" in page.read_text()
     assert "z2a inspect" in kept["samples_note"]
-
-
-def test_a_shard_is_shown_by_its_most_extreme_samples(sharded_work, open_data):
-    data = open_data(sharded_work)
-    examples = [{"first_token": 10 * 32, "row": 2, "loss": 9.5}, {"first_token": 40 * 32, "row": 0, "loss": 9.0}]
-    made = dataclasses.replace(
-        incident(), findings=[finding("hard_shard", source="en", shard=1, examples=examples).as_json()]
-    )
-    samples, note = incident_samples(made, data, sharded_work.corpus, None)
-    assert [(one.first_token, one.loss) for one in samples] == [(12 * 32, 9.5), (40 * 32, 9.0)]
-    assert "shard 1 of en" in note
 
 
 def test_a_writer_that_cannot_read_or_write_says_so_and_goes_on(sharded_work, open_data, tmp_path):

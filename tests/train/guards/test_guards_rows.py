@@ -7,7 +7,7 @@ import pytest
 from zero2all.packed.bestfit import open_best_fit
 from zero2all.packed.loader import LoaderOptions, read_batch
 from zero2all.tokenizer import load_tokenizer
-from zero2all.train.guards.documents import samples_of_step
+from zero2all.train.guards.documents import Texts, samples_of_step
 from zero2all.train.guards.rows import RowFinder
 
 SEQ_LEN = 32
@@ -47,7 +47,7 @@ def test_the_documents_of_a_step_are_decoded_with_their_names(sharded_work, open
 
     for first_token in (0, 80 * SEQ_LEN, 400 * SEQ_LEN + 16 * 8):
         batch = read_batch(data, first_token, 4)
-        shown = samples_of_step(data, first_token, 4, sharded_work.corpus, decode, losses={1: 2.5}, chars=None)
+        shown = samples_of_step(data, first_token, 4, Texts(sharded_work.corpus, decode, None), losses={1: 2.5})
         assert [sample.row for sample in shown] == [0, 1, 2, 3]
         assert [sample.loss for sample in shown] == [None, 2.5, None, None]
         for row, sample in enumerate(shown):
@@ -59,7 +59,7 @@ def test_the_documents_of_a_step_are_decoded_with_their_names(sharded_work, open
 
 
 def test_long_documents_are_shortened_and_ids_shown_without_a_tokenizer(sharded_work, open_data):
-    (sample,) = samples_of_step(open_data(sharded_work), 0, 4, sharded_work.corpus, None, [2], chars=10)
+    (sample,) = samples_of_step(open_data(sharded_work), 0, 4, Texts(sharded_work.corpus, None, 10), [2])
     assert sample.row == 2
     assert all(len(one.text) <= 10 and one.is_cut for one in sample.documents)
     assert sample.documents[0].text.replace(" ", "").isdigit()

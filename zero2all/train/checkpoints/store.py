@@ -324,21 +324,19 @@ class CheckpointStore:
                 self._buffers.copy(snapshot.parts)
             except Exception as error:
                 problem = _in_words(error)
-            staged = Staged(ticket.step, self._layout, self._buffers.staged(), record, kept_details)
+            staged = Staged(ticket.step, self._layout, self._buffers.staged(), record, kept_details, problem)
             stall = time.monotonic() - started
-            self._writer.submit(ticket, lambda: self._write(staged, attempt, stall, problem, release))
+            self._writer.submit(ticket, lambda: self._write(staged, attempt, stall, release))
         except BaseException:
             release()
             raise
 
-    def _write(
-        self, staged: Staged, attempt: str, stall_seconds: float, problem: str | None, release: Callable[[], None]
-    ) -> SaveResult:
+    def _write(self, staged: Staged, attempt: str, stall_seconds: float, release: Callable[[], None]) -> SaveResult:
         """The job of the writing thread; `release` is called when it needs the staged data no more."""
         started = time.monotonic()
-        notes, deleted, folder = [], [], None
+        notes, deleted, folder, problem = [], [], None, None
         try:
-            folder = commit(self.run, staged, attempt, self._writing_peers, self.fence, problem, release)
+            folder = commit(self.run, staged, attempt, self._writing_peers, self.fence, release)
         except SaveError as error:
             problem = str(error)
         if folder is not None and self._writing_peers.is_first:

@@ -30,13 +30,6 @@ class StepRows:
     channels: np.ndarray  # (B,) index into the channels of the run
     names: tuple[str, ...]  # sources of the run
 
-    def __len__(self) -> int:
-        return len(self.sources)
-
-    def source_names(self) -> list[str]:
-        """The source of each row."""
-        return [self.names[source] for source in self.sources.tolist()]
-
 
 class RowFinder:
     """Finds the rows of steps of one run; keeps what neighbouring steps need too."""
@@ -46,13 +39,6 @@ class RowFinder:
         self._names = tuple(split.name for split in data.splits)
         self._lookup = BlockLookup()
         self._indexes: dict[tuple[int, int], BestFitIndex] = {}
-
-    def is_one_stretch(self, tokens: tuple[int, int], following: tuple[int, int]) -> bool:
-        """Whether `rows` can look up both ranges of tokens as one: nothing between them, samples of one length."""
-        first, end = tokens
-        if first == end:
-            return True
-        return end == following[0] and self._data.segment_at(first) is self._data.segment_at(end)
 
     def rows(self, first_token: int, samples: int) -> StepRows:
         """The rows of the global batch of `samples` samples that begins at `first_token`, or of several in a row."""

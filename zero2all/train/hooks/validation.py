@@ -41,9 +41,7 @@ class Validation(Hook):
         fault_point("validate", state.step)
         state.weights.wait()
         with nullcontext() if state.outer is None else state.outer.in_model():
-            self.scores = held_out_scores(
-                state.model, context.valid, config.data, config.eval, context.world, config.parallel, state.pipeline
-            )
+            self.scores = held_out_scores(state.model, context.valid, config, context.world, state.pipeline)
         self._validated_step = state.step
         self._log.values(self.losses)
         self._compare(state.step)
