@@ -13,7 +13,7 @@ import torch
 from zero2all.common.errors import BadInputError, DiskError
 from zero2all.common.files import human_bytes
 from zero2all.config import config_from_values
-from zero2all.estimate.memory import MemorySettings, binary_size
+from zero2all.estimate.memory import MemorySettings
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
@@ -134,12 +134,6 @@ def test_room_for_the_checkpoints_of_the_whole_run(tmp_path):
     assert not run.exists()
 
 
-def test_checkpoints_that_are_there_already_need_no_more_room(tmp_path):
-    assert "1 checkpoint of 1.0 MB at once" in check_disk(tmp_path, Retention(2, 0), saved_steps(0, 5, 10), 1_000_000)
-    assert "need 1.0 MB more" in check_disk(tmp_path, Retention(2, 0), saved_steps(20, 100, 10), 1_000_000, [10, 20])
-    assert "need 0 B more" in check_disk(tmp_path, Retention(2, 0), saved_steps(100, 100, 10), 1_000_000, [90, 100])
-
-
 KERNELS = {
     "embedding": "triton",
     "rope": "triton",
@@ -251,10 +245,6 @@ def test_a_run_that_does_not_fit_is_told_nothing_that_would_be_refused_or_do_har
     on_a_cpu = said("cpu", offload="optimizer")
     assert "processes" not in on_a_cpu
     assert "fewer processes (now 2)" in said("cpu", replicate=2)
-
-
-def test_small_amounts_have_a_smaller_unit():
-    assert (binary_size(3 << 20), binary_size(5.5 * 2**30, 2)) == ("3.0 MiB", "5.50 GiB")
 
 
 def test_notes_say_what_a_process_sends_in_a_step():

@@ -83,7 +83,7 @@ def measure_steps(config: RunConfig, batch: BatchShape, seconds: float, anatomy:
             found = run.timed_steps(seconds)
     peak = _memory(device) if live is None else {"peak_bytes": float(live.peak)}
     parts = _anatomy(run, device) if anatomy else {}
-    state.weights.synchronize()
+    state.weights.wait()
     at = timed(found)
     return {
         "device": device_name(device),

@@ -8,15 +8,12 @@ import html.parser
 import pytest
 
 from zero2all.common.files import read_json
-from zero2all.config.training import GuardsConfig
 from zero2all.train.guards.advice import Facts, advice, data_is_suspect
 from zero2all.train.guards.detector import Detector, Finding
 from zero2all.train.guards.incident import (
     IncidentWriter,
     make_incident,
-    recorded_row_losses,
     usual_channels,
-    write_incident,
 )
 from zero2all.train.guards.ledger import Skipped
 from zero2all.train.guards.page import Incident, incident_html, incident_text
@@ -196,16 +193,6 @@ def test_the_usual_loss_of_a_channel_leaves_out_what_stood_out():
     assert usual_channels(detector, 200) == {"en": 3.0}
 
 
-def test_the_figures_are_kept_beside_the_page(tmp_path):
-    made = incident(row_losses=[3.0, None, 8.0])
-    page = write_incident(tmp_path, made)
-    assert page == tmp_path / "300-loss_spike.html"
-    assert read_json(page.with_suffix(".json"))["findings"][0]["kind"] == "loss_spike"
-    assert page.with_suffix(".txt").read_text().startswith("Loss spike")
-    assert recorded_row_losses(tmp_path, 300) == {0: 3.0, 2: 8.0}
-    assert recorded_row_losses(tmp_path, 30) == {}
-
-
 # ---- documents, in the background -----------------------------------------------------------------------------
 
 
@@ -237,8 +224,3 @@ def test_a_writer_that_cannot_read_or_write_says_so_and_goes_on(sharded_work, op
     blocked.submit(incident())
     assert blocked.close()
     assert "step 300 could not be written" in blocked.problems[0]
-
-
-def test_defaults_of_the_config_are_the_documented_ones():
-    config = GuardsConfig()
-    assert (config.loss_spike, config.grad_spike, config.loss_drop) == ("rollback", "skip", "log")

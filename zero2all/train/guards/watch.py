@@ -24,6 +24,7 @@ from zero2all.train.checkpoints.run_lock import Fence, behind, no_fence
 from zero2all.train.guards.detector import Detector, Finding, Limits
 from zero2all.train.guards.ledger import SkipLedger
 from zero2all.train.guards.policy import Action, Continue, Policy, Rollback, SkipWindow
+from zero2all.train.step_stats import StepResult
 
 INCIDENTS_FOLDER = "incidents"
 STATE_FORMAT = 1
@@ -38,16 +39,6 @@ class Checkpoints(Protocol):
 
     def opens(self, step: int) -> bool:
         """Whether that of `step` is whole; called on all ranks."""
-
-
-class Judged(Protocol):
-    """What the guards read of a step that was computed (`train.step_stats.StepResult`)."""
-
-    step: int
-    tokens: tuple[int, int]
-    loss: float
-    grad_norm: float
-    core_loss: float | None
 
 
 class Observation(NamedTuple):
@@ -88,7 +79,7 @@ class RunGuards:
             loss_low=-math.inf if config.loss_drop == "log" else limits.loss_low,
         )
 
-    def observe(self, result: Judged, channel_losses: Mapping[str, float], checkpoints: Checkpoints) -> Observation:
+    def observe(self, result: StepResult, channel_losses: Mapping[str, float], checkpoints: Checkpoints) -> Observation:
         """Judge a step, in order, and record the decision before returning it."""
         step, tokens = result.step, result.tokens
         findings = self.detector.observe(step, result.loss, result.grad_norm, channel_losses, tokens, result.core_loss)
