@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.parallel import layouts
+from zero2all.config.training import OptimConfig
 from zero2all.estimate.communication import communication_per_step
 from zero2all.estimate.memory import MemorySettings
 from zero2all.ops.cut_vocabulary import Exchange, cut_linear_cross_entropy
@@ -144,7 +145,7 @@ def refusals(
     **model: Any,
 ) -> str:
     parallel = ParallelConfig(tensor=tensor, copy_kv_heads=may_copy)
-    config = layouts.run_config(layouts.OPTIMIZERS[optimizer], parallel, **model)
+    config = layouts.run_config(OptimConfig(optimizer), parallel, **model)
     config = replace(config, ops=replace(config.ops, compile=compiled))
     return "\n".join(problems(config, MeshSizes(tensor=tensor)))
 

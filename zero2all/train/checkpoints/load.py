@@ -114,11 +114,15 @@ class Checkpoint:
             differences += [f"{name}: not expected" for name in unknown]
         if differences:
             found = "; ".join(differences[:4] + ["…"] * (len(differences) > 4))
+            remedy = "Use the config it was trained with (config.yaml in its run folder), or another --train.name."
             if all(each.startswith("optimizer/") for each in differences):
                 problem = f"The checkpoint {self.folder} is of another optimizer: {found}."
+                remedy += (
+                    " An optimizer that this version does not have (lion, sgd, adafactor) cannot be continued: run "
+                    "`z2a export`, then `z2a import`, for a run at step 0 with these weights."
+                )
             else:
                 problem = f"The checkpoint {self.folder} is of another model: {found}."
-            remedy = "Use the config it was trained with (config.yaml in its run folder), or another --train.name."
             raise for_all_ranks(OtherModelError(f"{problem} {remedy}"))
 
     def _differences(self, parts: Mapping[str, Part], any_dtype: bool) -> list[str]:
