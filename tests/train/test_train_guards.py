@@ -35,8 +35,8 @@ from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.manifest import read_manifest as read_checkpoint_manifest
 from zero2all.train.checkpoints.retention import pins
+from zero2all.train.guards.documents import rows_of_step
 from zero2all.train.guards.ledger import SkipLedger
-from zero2all.train.guards.rows import RowFinder
 from zero2all.train.run import train
 from zero2all.train.run_data import open_run_data
 
@@ -149,9 +149,9 @@ def noise(count):
 def poison_steps(work, config, first, steps):
     """Noise in place of every sample of `steps` global batches from step `first` on."""
     data, _ = open_run_data(config, work, False)
-    finder, ids = RowFinder(data), noise(steps * STEP_TOKENS)
+    ids = noise(steps * STEP_TOKENS)
     for number in range(steps):
-        rows = finder.rows((first - 1 + number) * STEP_TOKENS, ROWS)
+        rows = rows_of_step(data, (first - 1 + number) * STEP_TOKENS, ROWS)
         for row, (source, sample) in enumerate(zip(rows.sources.tolist(), rows.samples.tolist(), strict=True)):
             split = data.splits[source]
             for column in range(SEQ_LEN):

@@ -6,9 +6,8 @@ random numbers. The whole state is JSON, so a resumed run decides like one that 
     detector     loss and gradient norm, step by step: spikes and drops; what a guard reports (`Finding`)
     policy       findings -> what the loop does: continue, skip, roll back, stop
     ledger       which data is skipped
-    rows         which sample, shard and documents are in the rows of a step
     watch        all of it as one object with one state
-    documents    the documents of a step, as text
+    documents    the rows of a step and their documents, as text
     advice       which settings to change, where the data is not the cause
     page         an incident as HTML and as text
     incident     collects what a page shows, and writes pages in a background thread

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
+
+from zero2all.packed.bestfit import open_best_fit
 from zero2all.packed.mixture import TrainingData
 from zero2all.packed.shard_format import PackedSplit
 from zero2all.packed.show import ShownDocument, sample_at
-from zero2all.train.guards.rows import RowFinder
 
 Decode = Callable[[list[int]], str]
 """Ids to text, control tokens by name."""
@@ -64,6 +67,32 @@ class Texts:
     """Of each document; None: all of them."""
 
 
+class StepRows(NamedTuple):
+    """The rows of a step over all ranks, in the order of the global batch: (B,) each."""
+
+    sources: np.ndarray  # index into the sources of the run
+    samples: np.ndarray  # which sample of its source
+    shards: np.ndarray  # the shard of its source that it comes from
+
+
+def rows_of_step(data: TrainingData, first_token: int, samples: int) -> StepRows:
+    """Which samples the global batch that begins at `first_token` has. A sample that crosses a shard border belongs to
+    the shard that holds its middle; a best-fit row lies in one shard by construction."""
+    segment = data.segment_at(first_token)
+    position = segment.position_at(first_token)
+    sources, indices = segment.order.lookup(np.arange(position, position + samples, dtype=np.int64))
+    shards = np.empty(len(sources), dtype=np.int64)
+    for source in np.unique(sources).tolist():
+        split, here = data.splits[source], sources == source
+        if data.packing == "best_fit":
+            rows = open_best_fit(split, segment.seq_len)
+            inside = rows.starts[rows.rows[indices[here]].astype(np.int64)].astype(np.int64)
+        else:
+            inside = indices[here] * segment.seq_len + segment.seq_len // 2
+        shards[here] = np.searchsorted(split.shard_starts, inside, side="right") - 1
+    return StepRows(sources, indices, shards)
+
+
 def samples_of_step(
     data: TrainingData,
     first_token: int,
@@ -74,7 +103,7 @@ def samples_of_step(
 ) -> list[SampleText]:
     """The rows of the global batch that begins at `first_token`. `losses`: mean loss of a row, where it was
     recorded."""
-    rows = RowFinder(data).rows(first_token, samples)
+    rows = rows_of_step(data, first_token, samples)
     segment = data.segment_at(first_token)
     before = sum(
         earlier.position_at(later.from_token)
