@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from tests.parallel import layouts
 from zero2all.common.errors import UsageError
-from zero2all.config import load_config
 from zero2all.config.training import OptimConfig
 from zero2all.model.config import ModelConfig, MoeConfig, parameter_counts
 from zero2all.model.moe import routers
@@ -149,12 +148,6 @@ def test_counts_are_those_of_the_parameters_and_of_what_a_token_uses():
     assert counts["matmul"] == active_matrices
     dense = dataclasses.replace(CONFIG, moe=MoeConfig())
     assert parameter_counts(dense)["active"] == parameter_counts(dense)["total"]
-
-
-def test_the_preset_has_a_billion_parameters_of_which_a_token_uses_a_third():
-    counts = parameter_counts(load_config("z2all-moe").model)
-    assert 0.9e9 < counts["total"] < 1.1e9
-    assert 0.27e9 < counts["active"] < 0.33e9
 
 
 @pytest.mark.parametrize(

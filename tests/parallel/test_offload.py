@@ -50,13 +50,6 @@ def train(state, steps):
         train_step(state, batch_of(step, 0, 1), CHANNELS, run_config(OPTIM), World(), StepPlan(1e-2)).result()
 
 
-def assert_equal_course(found, expected, tolerance=1e-9):
-    assert torch.tensor(found["figures"]).allclose(torch.tensor(expected["figures"]), rtol=tolerance, atol=0)
-    assert found["tensors"].keys() == expected["tensors"].keys()
-    for name, values in expected["tensors"].items():
-        torch.testing.assert_close(found["tensors"][name], values, rtol=tolerance, atol=tolerance, msg=name)
-
-
 def assert_same(found, expected):
     assert found.keys() == expected.keys()
     for name, values in expected.items():
@@ -67,7 +60,7 @@ def assert_same(found, expected):
 
 
 def test_one_process_comes_to_the_same_weights_and_moments(plain):
-    assert_equal_course(course(World(), "adamw", steps=8, offload="optimizer"), plain(8))
+    layouts.assert_same_course(course(World(), "adamw", steps=8, offload="optimizer"), plain(8))
 
 
 @pytest.mark.parametrize("zeros", [(1,), pytest.param((0, 1, 2), marks=pytest.mark.slow)], ids=["some", "all"])
@@ -75,12 +68,12 @@ def test_two_processes_come_to_the_same(plain, warm: WarmProcess, tmp_path, zero
     common = {"optimizer": "adamw", "steps": 4, "offload": "optimizer"}
     found = layouts.run(warm, tmp_path, 2, {f"ZeRO-{zero}": {"zero": zero, **common} for zero in zeros})
     for each in found.values():
-        assert_equal_course(each, plain(4))
+        layouts.assert_same_course(each, plain(4))
 
 
 def test_a_tied_embedding_trains_too():
     tied = [course(World(), "adamw", tied=True, steps=4, **options) for options in ({}, {"offload": "optimizer"})]
-    assert_equal_course(tied[1], tied[0])
+    layouts.assert_same_course(tied[1], tied[0])
 
 
 # ---- precision and memory ----

@@ -33,12 +33,7 @@ OF_FOUR = {
 
 def assert_like_one_process(found, case, steps):
     alone = layouts.course(World(), "adamw", steps=steps, **{name: case[name] for name in SAME if name in case})
-    for (loss, norm), (exact_loss, exact_norm) in zip(found["figures"], alone["figures"], strict=True):
-        assert loss == pytest.approx(exact_loss, rel=1e-9)
-        assert norm == pytest.approx(exact_norm, rel=1e-9)
-    assert found["tensors"].keys() == alone["tensors"].keys()
-    for name, value in alone["tensors"].items():
-        torch.testing.assert_close(found["tensors"][name], value, rtol=1e-9, atol=1e-9, msg=name)
+    layouts.assert_same_course(found, alone)
     return alone
 
 

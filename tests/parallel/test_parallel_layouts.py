@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-import torch
 
 from tests.parallel import layouts
 from zero2all.config import load_config
@@ -33,12 +32,7 @@ each, of which one of the two is this process's."""
 
 def assert_like_one_process(found, optimizer, steps, tied=False):
     alone = layouts.course(World(), optimizer, tied, steps)
-    for (loss, norm), (exact_loss, exact_norm) in zip(found["figures"], alone["figures"], strict=True):
-        assert loss == pytest.approx(exact_loss, rel=1e-9)
-        assert norm == pytest.approx(exact_norm, rel=1e-9)
-    assert found["tensors"].keys() == alone["tensors"].keys()
-    for name, value in alone["tensors"].items():
-        torch.testing.assert_close(found["tensors"][name], value, rtol=1e-9, atol=1e-9, msg=name)
+    layouts.assert_same_course(found, alone)
 
 
 @pytest.fixture(scope="module")

@@ -130,12 +130,7 @@ def course_alone(arguments):
 
 def assert_like_one_process(found, **arguments):
     alone = course_alone(json.dumps(arguments))
-    for (loss, norm), (exact_loss, exact_norm) in zip(found["figures"], alone["figures"], strict=True):
-        assert loss == pytest.approx(exact_loss, rel=1e-9)
-        assert norm == pytest.approx(exact_norm, rel=1e-9)
-    assert found["tensors"].keys() == alone["tensors"].keys()
-    for name, value in alone["tensors"].items():
-        torch.testing.assert_close(found["tensors"][name], value, rtol=1e-9, atol=1e-9, msg=name)
+    layouts.assert_same_course(found, alone)
 
 
 OF_TWO = {
@@ -185,6 +180,3 @@ def test_four_processes_train_like_one_and_resume_from_each_other(warm, tmp_path
     for name, (differ, loss) in found["pairs"].items():
         assert differ == [], name
         assert loss < 1e-9, name
-
-
-# ---- make layouts ----

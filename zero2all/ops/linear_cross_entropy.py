@@ -140,13 +140,13 @@ class LinearCrossEntropy(torch.autograd.Function):
             from zero2all.ops.kernels.scaled import add_scaled_, scaled
 
             add_scaled_(sink.buffer, dhead, dsum)
-            sink.added()
+            sink.mark_ready()
             return scaled(dhidden, dsum), None, None, None, None, None, None
         dhidden = dhidden * dsum  # a scalar tensor keeps its digits and leaves the dtype as it is
         if sink is None:
             return dhidden, (dhead * dsum).to(ctx.head.dtype), None, None, None, None, None
         sink.buffer.addcmul_(dhead, dsum.to(sink.buffer.dtype).expand_as(dhead))
-        sink.added()
+        sink.mark_ready()
         return dhidden, None, None, None, None, None, None
 
 

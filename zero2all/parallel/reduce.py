@@ -210,7 +210,7 @@ class _BucketSink(GradientSink):
         """Where to add, in the shape of the weight."""
         return self._reducer.buffer(self._name).view(self._shape)
 
-    def added(self) -> None:
+    def mark_ready(self) -> None:
         """Tell the reducer."""
         self._reducer.mark_ready(self._name)
 

@@ -107,7 +107,7 @@ class TrainState:
     @contextmanager
     def model_tensors(self) -> Iterator[dict[str, Part]]:
         """The master weights and the biases of routers, likewise."""
-        self.wait_copied()
+        self.wait_for_copy()
         with self.weights.masters_between_steps() as masters:
             yield {f"model/{name}": value for name, value in {**masters, **router_biases(self.model)}.items()}
 
@@ -119,7 +119,7 @@ class TrainState:
                 tensors[f"optimizer/loss_scale/{name}"] = Part.whole(value)
         return tensors
 
-    def wait_copied(self) -> None:
+    def wait_for_copy(self) -> None:
         """Before a change: let the GPU wait for the end of a copy to memory. The host does not wait."""
         if self.copied is not None:
             torch.cuda.current_stream().wait_event(self.copied)

@@ -235,7 +235,7 @@ def _judge_and_update(state: TrainState, stats: StepStats, norm: Tensor, clip_gr
     if plan.is_rerun:
         state.weights.zero_gradients()
         return
-    state.wait_copied()
+    state.wait_for_copy()
     overflowed = ~(torch.isfinite(loss) & torch.isfinite(norm))
     refused = overflowed
     if plan.limits is not None:

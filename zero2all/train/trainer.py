@@ -310,7 +310,7 @@ class Trainer:
         load_checkpoint(state, checkpoint)
         self._restore(checkpoint)
         state.data, _ = open_data(self.config, self.context.workspace, checkpoint, state.anneal)
-        self.log.steps.pause_ended()
+        self.log.steps.end_pause()
         self.log.show_progress(state.tokens, f"back at step {state.step}")
         facts = {"from_step": left_at, "to_step": decision.to_step, "withdrawn": withdrawn, "reason": decision.reason}
         self.log.event("rollback", facts)
@@ -384,7 +384,7 @@ class Trainer:
         """Roll back while the checkpoint that was loaded holds values that no training writes."""
         while self.context.checkpoint is not None:
             with self.state.tensors() as tensors:
-                bad = self.store.damaged(tensors)
+                bad = self.store.find_damage(tensors)
             if bad is None:
                 return
             step = self.state.step

@@ -354,7 +354,7 @@ class FlatWeights:
         self._returning = list(self._forward_order)
         torch.autograd.graph.increment_version(list(self._parameters.values()))
 
-    def _take_returned(self, buckets: Sequence[int] | None) -> None:
+    def _receive_from_host(self, buckets: Sequence[int] | None) -> None:
         """Wait until the own ranges of these buckets, or of all, have come from the host, and gather the others. All
         processes gather in the same order and at the same moments, whatever has arrived by then."""
         assert self.pipeline is not None, "nothing comes from the host"
@@ -368,7 +368,7 @@ class FlatWeights:
     def wait(self, buckets: Sequence[int] | None = None) -> None:
         """Wait until the weights of these buckets, or of all, have arrived (on a GPU: its stream does)."""
         if self._returning:
-            self._take_returned(buckets)
+            self._receive_from_host(buckets)
         for number in list(self._arriving) if buckets is None else buckets:
             wait_for(self._arriving.pop(number, ()))
 

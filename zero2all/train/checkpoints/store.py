@@ -165,7 +165,7 @@ class CheckpointStore:
             return False
         return True
 
-    def damaged(self, parts: Mapping[str, Part]) -> str | None:
+    def find_damage(self, parts: Mapping[str, Part]) -> str | None:
         """What is wrong with a tensor on some rank, in words; None when nothing is. Called by all ranks."""
         return next((str(problem) for problem in self.peers.gather(first_damaged(parts)) if problem is not None), None)
 
@@ -247,7 +247,7 @@ class CheckpointStore:
         state; then nothing is saved. Called by all ranks; ReplicasDifferError on all of them."""
         assert self.memory is not None, "prepared"
         self.check_replicas(snapshot.parts)
-        bad = self.damaged(snapshot.parts)
+        bad = self.find_damage(snapshot.parts)
         return (False, bad) if bad is not None else (self.memory.save(step, snapshot, details), None)
 
     def check_replicas(self, parts: Mapping[str, Part]) -> None:
@@ -294,7 +294,7 @@ class CheckpointStore:
                 return SaveResult(step, None, f"rank {rank}: {each}" if self.peers.size > 1 else str(each))
         assert self._layout is not None, "planned by now"
         compare_replicas(parts, self._layout.copies, self.peers)
-        bad = self.damaged(parts)
+        bad = self.find_damage(parts)
         if bad is not None:
             return SaveResult(step, None, bad, is_refused=True)
         return str(said[0]["attempt"])

@@ -72,7 +72,7 @@ class Policy:
         self._loaded: int | None = None  # the step of the checkpoint that was loaded
         self._accepted = 0  # steps since then that stood out in nothing that speaks against the state
 
-    def resumed(self, step: int) -> None:
+    def begin_after(self, step: int) -> None:
         """The run continues from the checkpoint of `step`, which is unproven until steps are accepted."""
         self._loaded, self._accepted = step, 0
 

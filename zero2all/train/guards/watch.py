@@ -85,7 +85,7 @@ class RunGuards:
         findings = self.detector.observe(step, result.loss, result.grad_norm, channel_losses, tokens, result.core_loss)
         good = self._world.run_on_rank0(checkpoints.good_steps) if findings else []
         decide = partial(self.policy.decide, step, findings, self.ledger)
-        return Observation(findings, self._recorded(decide(good), decide, good, checkpoints))
+        return Observation(findings, self._record(decide(good), decide, good, checkpoints))
 
     def at_end(self, step: int, is_marked: bool, checkpoints: Checkpoints) -> Action:
         """What to do at the last step; see `Policy.at_end`."""
@@ -97,9 +97,9 @@ class RunGuards:
         if isinstance(action, Continue):
             return action
         good = self._world.run_on_rank0(checkpoints.good_steps)
-        return self._recorded(decide(good), decide, good, checkpoints)
+        return self._record(decide(good), decide, good, checkpoints)
 
-    def _recorded(
+    def _record(
         self, action: Action, decide: Callable[[Sequence[int]], Action], good: Sequence[int], checkpoints: Checkpoints
     ) -> Action:
         """An action whose checkpoint is whole, after it was recorded: one that is damaged is none of the `good`."""
@@ -138,7 +138,7 @@ class RunGuards:
         self.detector.restore(state["detector"])
         self.detector.distrust()
         self.policy.restore(state["policy"])
-        self.policy.resumed(step)
+        self.policy.begin_after(step)
         then = SkipLedger.from_state(state["ledger"])
         then.merge(self.ledger)
         self.ledger = then

@@ -151,7 +151,7 @@ class Guards(Hook):
             usual_loss=limits.usual_loss,
         )
 
-    def data_changed(self, data: TrainingData) -> None:
+    def read_from(self, data: TrainingData) -> None:
         """The order of the data has changed: look up the documents of rows in `data` from here on."""
         if self._pages is not None:
             self._pages.read_from(data)

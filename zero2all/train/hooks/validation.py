@@ -45,7 +45,7 @@ class Validation(Hook):
         self._validated_step = state.step
         self._log.values(self.losses)
         self._compare(state.step)
-        self._log.steps.pause_ended()
+        self._log.steps.end_pause()
 
     @property
     def losses(self) -> dict[str, float]:
