@@ -21,8 +21,8 @@ from torch import Tensor
 class GradientSink:
     """Takes the gradient of one weight."""
 
-    def __init__(self, buffer: Tensor, when_added: Callable[[], None] | None = None) -> None:
-        self._buffer, self._when_added = buffer, when_added
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer = buffer
 
     @property
     def buffer(self) -> Tensor:
@@ -30,9 +30,8 @@ class GradientSink:
         return self._buffer
 
     def mark_ready(self) -> None:
-        """Something was added to the buffer; on a GPU the addition is queued."""
-        if self._when_added is not None:
-            self._when_added()
+        """Something was added to the buffer; on a GPU the addition is queued. Where nobody waits for it, nothing is
+        done."""
 
     def add(self, gradient: Tensor) -> None:
         """Add a gradient."""
