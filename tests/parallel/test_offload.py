@@ -63,10 +63,9 @@ def test_one_process_comes_to_the_same_weights_and_moments(plain):
     layouts.assert_same_course(course(World(), "adamw", steps=8, offload="optimizer"), plain(8))
 
 
-@pytest.mark.parametrize("zeros", [(1,), pytest.param((0, 1, 2), marks=pytest.mark.slow)], ids=["some", "all"])
-def test_two_processes_come_to_the_same(plain, warm: WarmProcess, tmp_path, zeros):
+def test_two_processes_come_to_the_same(plain, warm: WarmProcess, tmp_path):
     common = {"optimizer": "adamw", "steps": 4, "offload": "optimizer"}
-    found = layouts.run(warm, tmp_path, 2, {f"ZeRO-{zero}": {"zero": zero, **common} for zero in zeros})
+    found = layouts.run(warm, tmp_path, 2, {f"ZeRO-{zero}": {"zero": zero, **common} for zero in (1, 2)})
     for each in found.values():
         layouts.assert_same_course(each, plain(4))
 

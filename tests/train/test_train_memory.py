@@ -166,8 +166,6 @@ def spoil(shard: Path) -> bytes:
         (1, "clean", False),
         (1, "nothing", True),
         (1, "damaged", False),
-        pytest.param(2, "clean", False, marks=pytest.mark.slow),
-        pytest.param(1, "nothing", False, marks=pytest.mark.slow),
     ],
 )
 def test_what_was_trained_on_a_damaged_shard_comes_back_from_nowhere(
