@@ -3,7 +3,7 @@
     python benchmarks/control.py            4 processes over gloo, 8 rows a step, about half a minute
     python benchmarks/control.py --rows 64
 
-Measured are `Trainer.plan` (limits, row weights, flags), `Guards.observe` (the guards) and the look at the flags; the
+Measured are `Trainer.plan` (limits, flags), `Guards.observe` (the guards) and the look at the flags; the
 reduction of the step is not among them. Where the machine has fewer cores than processes, wall time holds turns of the
 others, so CPU time is what counts, and beside it how often the thread waited for something (voluntary context
 switches): control that waits for another process does. The median is an ordinary step; shards are judged by 64 rows at

@@ -33,10 +33,11 @@ from benchmarks.machine import RESULTS, save_result
 from zero2all.common.progress import say
 from zero2all.model.config import ModelConfig, MoeConfig
 from zero2all.model.hf import write_hf_folder
+from zero2all.model.init import QK_NORMS
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
-from zero2all.parallel.parameter_table import QK_NORMS, init_weights, model_parts
+from zero2all.parallel.parameter_table import init_weights, model_parts
 
 PROGRAM = Path(__file__).with_name("engine_answers.py")
 MOST_NATS = 1e-4

@@ -513,7 +513,7 @@ def rows_of(ids: np.ndarray, size: Size, device: torch.device) -> tuple[Tensor, 
 @torch.no_grad()
 def held_out_loss(state: TrainState, rows: Tensor) -> float:
     """Mean nats per token."""
-    state.weights.synchronize()
+    state.weights.wait()
     state.model.eval()
     total = 0.0
     for part in rows.split(64):

@@ -65,7 +65,7 @@ def main() -> None:
     )
     ids = None if arguments.tokens is None else np.load(arguments.tokens, mmap_mode="r")
     losses, seconds, waits = train(state, config, world, arguments.steps, ids)
-    state.weights.synchronize()
+    state.weights.wait()
     peak = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else None
     alone = compute_alone(state, config, world, arguments.compute_steps, ids)
     settings = memory_settings(config, state.model.ops, world.mesh, state.micro_batch_samples)
@@ -98,9 +98,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--precision", default="bfloat16")
     parser.add_argument("--linear", default="auto", help="ops.linear")
     parser.add_argument("--recompute", default="none")
-    parser.add_argument("--offload", default="optimizer", help="none, optimizer, optimizer_disk or weights")
-    parser.add_argument("--late", action="store_true", help="updates one step late")
-    parser.add_argument("--folder", help="for optimizer_disk")
+    parser.add_argument("--offload", default="optimizer", help="none or optimizer")
     parser.add_argument("--bucket-mb", type=float, default=128.0)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--cpu-threads", type=int, help="parallel.cpu_threads; the update takes one less on a GPU")
@@ -139,8 +137,6 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
             "bucket_mb": arguments.bucket_mb,
             "cpu_threads": arguments.cpu_threads,
             "offload": arguments.offload,
-            "offload_one_step_late": arguments.late,
-            "offload_folder": arguments.folder or ".",
         },
     }
     return config_from_values(values, "benchmarks/offload.py")

@@ -45,10 +45,6 @@ KINDS: dict[str, tuple[OptimConfig, Implementation]] = {
     "AdamW, torch's fused kernel": (OptimConfig("adamw"), "fused"),
     "AdamW, formula": (OptimConfig("adamw"), "eager"),
     "Muon + AdamW": (OptimConfig("muon"), "auto"),
-    "Lion": (OptimConfig("lion"), "auto"),
-    "Adafactor": (OptimConfig("adafactor"), "auto"),
-    "Adafactor with momentum": (OptimConfig("adafactor", adafactor_beta1=0.9), "auto"),
-    "SGD with momentum": (OptimConfig("sgd"), "auto"),
     "AdamW, 8-bit moments": (OptimConfig("adamw_8bit"), "auto"),
     "AdamW, all bfloat16": (OptimConfig("adamw_bf16"), "auto"),
     "AdamW, all bfloat16, Kahan": (OptimConfig("adamw_bf16", bf16_rounding="kahan"), "auto"),
@@ -70,7 +66,7 @@ MUON_SIZES: dict[str, tuple[ModelConfig, float]] = {
 def measure(config: ModelConfig, kind: str, device: torch.device, steps: int, compiled: bool) -> dict[str, Any]:
     """Bytes and times of one optimizer over all parameters of a model of this config."""
     optim, implementation = KINDS[kind]
-    if compiled and implementation != "fused" and optim.kind not in ("muon", "adafactor"):
+    if compiled and implementation != "fused" and optim.kind != "muon":
         implementation = "compiled"
     dtype = torch.bfloat16 if optim.kind == "adamw_bf16" else torch.float32
     table = {parameter.name: parameter for parameter in layout_table(config)}

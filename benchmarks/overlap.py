@@ -132,7 +132,9 @@ def build(mesh: Any, overlaps: bool) -> tuple[Z2all, FlatWeights]:
     init_weights(model, 0)
     matrices = sum(parameter.nbytes for parameter in model.blocks.parameters())
     bucket_bytes = matrices / MATRIX_BUCKETS - 1e6
-    return model, FlatWeights(model, torch.float32, mesh=mesh, bucket_bytes=bucket_bytes, overlaps=overlaps)
+    return model, FlatWeights(
+        model, torch.float32, mesh=mesh, parallel=ParallelConfig(bucket_mb=bucket_bytes / 1e6, overlap=overlaps)
+    )
 
 
 def pace(model: Z2all, weights: FlatWeights, is_last: bool) -> float:

@@ -1,4 +1,4 @@
-"""Two ways to train what does not fit: recompute by groups of blocks, and activations swapped to host memory.
+"""Training what does not fit: recompute by groups of blocks.
 
     python benchmarks/recompute.py [--save]        H200: 5.3 B parameters, some 80 s, one process for each case
 
@@ -26,7 +26,6 @@ TINY = {"hidden_size": 64, "intermediate_size": 128, "layers": 4, "heads": 4, "k
 CASES = {
     "none": ["--train.recompute", "none"],
     "groups of 4 blocks": ["--train.recompute", "groups", "--train.recompute_every", "4"],
-    "swap": ["--train.recompute", "swap"],
 }
 
 

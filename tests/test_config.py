@@ -21,6 +21,7 @@ from zero2all.config import (
     config_yaml,
     find_config,
     load_config,
+    with_new_names,
 )
 from zero2all.config.training import StageConfig
 
@@ -423,7 +424,13 @@ def test_samples_per_step_follow_from_tokens():
     assert config.samples_per_step == 8
 
 
-def test_swapped_activations_and_a_compiled_trunk_do_not_go_together():
-    with pytest.raises(ConfigError, match=r"ops\.compile: got .trunk., expected none or block, because"):
-        load_config("quickstart", ["--train.recompute", "swap", "--ops.compile", "trunk"])
-    assert load_config("quickstart", ["--train.recompute", "swap", "--ops.compile", "block"]).ops.compile == "block"
+def test_what_was_removed_is_answered_with_what_to_use_and_runs_that_used_it_can_still_be_read():
+    with pytest.raises(ConfigError) as caught:
+        load_config(
+            "quickstart", ["--optim.kind", "lion", "--train.recompute", "swap", "--parallel.offload", "weights"]
+        )
+    text = str(caught.value)
+    for instead in ("adamw", "full", "optimizer"):
+        assert f"It was removed. Use `{instead}`." in text
+    old = {"optim": {"kind": "lion", "adafactor_beta1": 0.0}, "parallel": {"offload_folder": None}}
+    assert with_new_names(old) == {"optim": {"kind": "adamw", "muon": {}}, "parallel": {}}

@@ -132,10 +132,10 @@ def test_every_computed_value_is_printed_with_its_rule_and_loads_back(tmp_path):
 
 def test_other_optimizers_have_their_defaults_and_no_rules(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("optim: {kind: lion, weight_decay: null}\nschedule: {warmup_steps: null}\n")
+    path.write_text("optim: {kind: adamw_8bit, weight_decay: null}\nschedule: {warmup_steps: null}\n")
     config, filled = load_with_rules(path)
     assert (config.optim, config.schedule, config.train, filled) == (
-        *(OptimConfig("lion"), ScheduleConfig(), TrainConfig()),
+        *(OptimConfig("adamw_8bit"), ScheduleConfig(), TrainConfig()),
         [],
     )
     assert load_config(path, ["--train.tokens", "1B"]).train.steps == 10**9 // 524288

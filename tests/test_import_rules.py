@@ -105,8 +105,6 @@ LAZY_THIRD_PARTY = {
     "packed.stats": {"matplotlib"},
     **{f"measure.{name}": {"matplotlib"} for name in ("summary", "infer", "profile", "shape_widths")},
     **{f"estimate.run.{name}": {"matplotlib"} for name in ("pictures", "memory_report")},
-    **{f"ops.{name}": {"liger_kernel"} for name in ("rms_norm", "rope", "swiglu", "cross_entropy")},
-    "ops.linear_cross_entropy": {"liger_kernel"},
     "ops.kernels.epilogue": {"quack"},
 }
 """Libraries a module may import when it meets what needs them (a corpus shard of their format, an address, …): never

@@ -7,12 +7,12 @@ import itertools
 
 import pytest
 
+from tests.simulated_rank import simulate_ranks
 from zero2all.config import load_config
 from zero2all.estimate.memory import MemorySettings, estimate_memory
 from zero2all.estimate.pass_memory import pass_memory
 from zero2all.model.config import ModelConfig, MoeConfig
 from zero2all.ops.registry import footprints
-from zero2all.train.simulate import simulate_ranks
 
 SMALL = """
     --model.vocab_size 512 --model.hidden_size 128 --model.intermediate_size 352 --model.layers 3 --model.heads 4
@@ -36,7 +36,6 @@ SMALL = """
         # The first block gets no branch: one of the inputs that are counted for a block does not exist.
         ("--train.precision float32 --train.recompute every_n --train.recompute_every 3", 3e-2),
         ("--train.precision bfloat16 --train.recompute groups --model.layers 5", 2e-3),  # the last group has one block
-        ("--train.precision bfloat16 --train.recompute swap --model.layers 6", 2e-3),
         (
             "--train.precision bfloat16 --ops.linear_cross_entropy off --ops.cross_entropy eager --ops.swiglu eager",
             2e-3,
@@ -69,7 +68,7 @@ FOOTPRINTS = {
         "quack": {"swiglu": "quack", "linear_cross_entropy": "quack", "attention": "fa4"},
     }.items()
 }
-RECOMPUTE = ("none", "selective", "every_n", "full", "groups", "swap")
+RECOMPUTE = ("none", "selective", "every_n", "full", "groups")
 
 
 def peaks(model: ModelConfig, runs: list[MemorySettings]) -> list[float]:

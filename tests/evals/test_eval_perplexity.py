@@ -135,7 +135,7 @@ def test_a_checkpoint_that_training_did_not_validate_is_scored_the_same_way(
     data = dataclasses.replace(trained.config.data, document_mask=document_mask)
     loaded = dataclasses.replace(trained, config=dataclasses.replace(trained.config, data=data))
     splits = splits_of(trained_workspace)
-    expected = held_out_metrics(held_out_scores(trained.model, splits, data, trained.config.eval))
+    expected = held_out_metrics(held_out_scores(trained.model, splits, dataclasses.replace(trained.config, data=data)))
     found = held_out_rows(loaded, splits, tmp_path)
     assert {channel: values["loss"] for channel, values in found.items()} == {
         channel: expected[f"eval/valid/loss/{channel}"] for channel in ("en", "zh")

@@ -264,13 +264,13 @@ def test_without_matplotlib_there_is_no_picture_and_that_is_said(second, tmp_pat
 
 def test_the_verb_prints_the_table_and_how_to_continue(second, options, tiny_path, capsys):
     words = ["perf", "bench", "ablate", str(tiny_path), "--out", str(options.output), "--batch", "1x16x1"]
-    words += ["--rows", "all-fused,naive,fp8,liger", "--budget-seconds", "0"]
+    words += ["--rows", "all-fused,naive,fp8,float32", "--budget-seconds", "0"]
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "all fused" in out
     assert "cannot run here" in out
     assert "no MFU: the peak" in out
-    assert "1 rows are left: 1x16x1 liger" in out
+    assert "1 rows are left: 1x16x1 float32" in out
 
 
 def test_results_brought_from_another_machine_can_be_shown_here(second, options, tiny_path, tmp_path, capsys):

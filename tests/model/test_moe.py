@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import warnings
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.parallel import layouts
 from zero2all.common.errors import UsageError
-from zero2all.config import load_config
 from zero2all.config.training import OptimConfig
 from zero2all.model.config import ModelConfig, MoeConfig, parameter_counts
 from zero2all.model.moe import routers
@@ -22,6 +20,7 @@ from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
 from zero2all.parallel.parameter_table import init_weights, layout_table
 from zero2all.parallel.world import World
+from zero2all.train.guards.detector import Limits
 from zero2all.train.hooks.reports import balance_values
 from zero2all.train.train_step import StepPlan, train_step
 
@@ -118,7 +117,7 @@ def test_balancing_spreads_the_tokens_over_the_experts_and_a_refused_step_moves_
     assert last["experts/idle"] == 0.0
 
     before = [router.bias.clone() for _, router in routers(state.model)]
-    assert not step(16, row_weights=np.full(layouts.SAMPLES, np.nan)).updated
+    assert not step(16, limits=Limits(loss_low=100.0)).updated
     for bias, (_, router) in zip(before, routers(state.model), strict=True):
         assert torch.equal(bias, router.bias)
 
@@ -132,7 +131,7 @@ def test_bfloat16_routes_in_float32():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor", "adamw_8bit"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adamw_8bit"])
 def test_every_optimizer_learns(optimizer):
     config = layouts.run_config(OptimConfig(optimizer), dtype="float32", moe=dataclasses.asdict(MOE))
     state = layouts.make_state(World(), config)
@@ -149,12 +148,6 @@ def test_counts_are_those_of_the_parameters_and_of_what_a_token_uses():
     assert counts["matmul"] == active_matrices
     dense = dataclasses.replace(CONFIG, moe=MoeConfig())
     assert parameter_counts(dense)["active"] == parameter_counts(dense)["total"]
-
-
-def test_the_preset_has_a_billion_parameters_of_which_a_token_uses_a_third():
-    counts = parameter_counts(load_config("z2all-moe").model)
-    assert 0.9e9 < counts["total"] < 1.1e9
-    assert 0.27e9 < counts["active"] < 0.33e9
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """A model learns the same whichever implementations compute it, and says the same compiled or not."""
 
 import functools
-import shutil
 
 import pytest
 import torch
@@ -66,10 +65,3 @@ def test_tracing_changes_nothing_and_finds_whole_graphs(mode, graphs, fresh_comp
     assert_compiled_says_the_same(mode)
     assert fresh_compiler["stats"]["unique_graphs"] == graphs
     assert not fresh_compiler["graph_break"]
-
-
-@pytest.mark.slow
-def test_code_generated_for_blocks_says_the_same(fresh_compiler):
-    if shutil.which("g++") is None and shutil.which("clang++") is None:
-        pytest.skip("torch.compile needs a C++ compiler on the CPU")
-    assert_compiled_says_the_same("block")

@@ -47,10 +47,7 @@ MODEL = ModelConfig(
 SEED = 3
 OPTIMIZERS = {
     "adamw": OptimConfig(),
-    "lion": OptimConfig("lion"),
-    "sgd": OptimConfig("sgd"),
     "muon": OptimConfig("muon"),
-    "adafactor": OptimConfig("adafactor", adafactor_beta1=0.5),
 }
 """Those that are exact in float64."""
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -190,6 +187,15 @@ def whole_tensors(state: TrainState, world: World) -> dict[str, torch.Tensor]:
                 whole = found.setdefault(name, torch.full(shape, torch.nan, dtype=box.dtype))
                 whole[tuple(slice(o, o + n) for o, n in zip(at, box.shape, strict=True))] = box
     return found
+
+
+def assert_same_course(found: dict[str, Any], alone: dict[str, Any]) -> None:
+    """The losses and norms of every step, and all weights and moments after the last, to the last digits of float64."""
+    figures = [torch.tensor(each["figures"], dtype=torch.float64) for each in (found, alone)]
+    torch.testing.assert_close(*figures, rtol=1e-9, atol=0)
+    assert found["tensors"].keys() == alone["tensors"].keys()
+    for name, value in alone["tensors"].items():
+        torch.testing.assert_close(found["tensors"][name], value, rtol=1e-9, atol=1e-9, msg=name)
 
 
 def course(

@@ -96,8 +96,6 @@ SPECIAL: dict[int, dict[str, dict[str, Any]]] = {
         "tensor, padding rows of the vocabulary": {"tensor": 2, "model": {"vocab_size": 30}},
         "tensor, copied kv head": {"tensor": 2, "copy_kv_heads": True, "model": ONE_KV_HEAD},
         "tensor, offloaded optimizer": {"tensor": 2, "offload": "optimizer"},
-        "tensor, lion": {"tensor": 2, "optimizer": "lion"},
-        "tensor, sgd": {"tensor": 2, "optimizer": "sgd"},
         "tensor, muon": {"tensor": 2, "optimizer": "muon"},
         "ZeRO-3, muon": {"zero": 3, "optimizer": "muon"},
         "pipeline, 9 blocks, muon": {"pipeline": 2, "optimizer": "muon", "model": {"layers": 9}},
@@ -110,7 +108,6 @@ SPECIAL: dict[int, dict[str, dict[str, Any]]] = {
             **{"model": {**ONE_KV_HEAD, "qk_norm": True, "init_std": None, "init_residual": "zero"}},
         },
         "expert, muon, ZeRO-2": {"expert": 2, "zero": 2, "optimizer": "muon", "model": {"moe": MOE}},
-        "expert, adafactor, ZeRO-1": {"expert": 2, "zero": 1, "optimizer": "adafactor", "model": {"moe": MOE}},
     },
     4: {
         "tensor 4, copied kv heads, muon": {"tensor": 4, "copy_kv_heads": True, "optimizer": "muon"},

@@ -33,12 +33,7 @@ OF_FOUR = {
 
 def assert_like_one_process(found, case, steps):
     alone = layouts.course(World(), "adamw", steps=steps, **{name: case[name] for name in SAME if name in case})
-    for (loss, norm), (exact_loss, exact_norm) in zip(found["figures"], alone["figures"], strict=True):
-        assert loss == pytest.approx(exact_loss, rel=1e-9)
-        assert norm == pytest.approx(exact_norm, rel=1e-9)
-    assert found["tensors"].keys() == alone["tensors"].keys()
-    for name, value in alone["tensors"].items():
-        torch.testing.assert_close(found["tensors"][name], value, rtol=1e-9, atol=1e-9, msg=name)
+    layouts.assert_same_course(found, alone)
     return alone
 
 
@@ -87,19 +82,10 @@ def all_places(method, ranks, length):
     return [places_of(layouts.MODEL, parallel, mesh, length, device) for mesh in meshes]
 
 
-@pytest.mark.parametrize("method", ["ulysses", "gather"])
-def test_every_token_is_in_one_process(method):
-    assert torch.cat(all_places(method, 4, 24)).sort().values.tolist() == list(range(24))
-
-
 def test_gathered_keys_are_as_many_for_every_process():
     places = all_places("gather", 4, 16)
     assert places[1].tolist() == [2, 3, 12, 13]
     assert len({int((each + 1).sum()) for each in places}) == 1, "a query sees itself and all tokens before it"
-
-
-def test_a_process_with_whole_sequences_picks_nothing():
-    assert places_of(layouts.MODEL, ParallelConfig(), Mesh(), 8, torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize(

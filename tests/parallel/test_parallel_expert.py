@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
-import torch
-
 from tests.parallel import layouts
 from zero2all.estimate.communication import communication_per_step
 from zero2all.estimate.memory import MemorySettings
@@ -28,12 +25,7 @@ MODEL = {"moe": MOE}
 
 def assert_like_one_process(found, alone):
     assert found["loads"] == alone["loads"], "the routing differs"
-    for (loss, norm), (exact_loss, exact_norm) in zip(found["figures"], alone["figures"], strict=True):
-        assert loss == pytest.approx(exact_loss, rel=1e-9)
-        assert norm == pytest.approx(exact_norm, rel=1e-9)
-    assert found["tensors"].keys() == alone["tensors"].keys()
-    for name, value in alone["tensors"].items():
-        torch.testing.assert_close(found["tensors"][name], value, rtol=1e-9, atol=1e-9, msg=name)
+    layouts.assert_same_course(found, alone)
 
 
 def test_two_processes_with_half_of_the_experts_each_train_like_one(warm, tmp_path):

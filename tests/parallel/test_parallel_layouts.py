@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 
 import pytest
-import torch
 
 from tests.parallel import layouts
 from zero2all.config import load_config
@@ -34,28 +32,23 @@ each, of which one of the two is this process's."""
 
 def assert_like_one_process(found, optimizer, steps, tied=False):
     alone = layouts.course(World(), optimizer, tied, steps)
-    for (loss, norm), (exact_loss, exact_norm) in zip(found["figures"], alone["figures"], strict=True):
-        assert loss == pytest.approx(exact_loss, rel=1e-9)
-        assert norm == pytest.approx(exact_norm, rel=1e-9)
-    assert found["tensors"].keys() == alone["tensors"].keys()
-    for name, value in alone["tensors"].items():
-        torch.testing.assert_close(found["tensors"][name], value, rtol=1e-9, atol=1e-9, msg=name)
+    layouts.assert_same_course(found, alone)
 
 
 @pytest.fixture(scope="module")
 def of_two(warm, tmp_path_factory):
     """A few layouts and optimizers in one group of two processes; the rest is in `make layouts`."""
     cases = {
-        "replicate": {"optimizer": "lion", "zero": 0},
+        "replicate": {"optimizer": "adamw", "zero": 0},
         "ZeRO-1": {"optimizer": "adamw", "zero": 1},
         "ZeRO-2": {"optimizer": "muon", "zero": 2},
-        "tied": {"optimizer": "adafactor", "zero": 1, "tied": True},
+        "tied": {"optimizer": "muon", "zero": 1, "tied": True},
     }
     return layouts.run(warm, tmp_path_factory.mktemp("two"), 2, {n: {**c, "steps": 4} for n, c in cases.items()})
 
 
 @pytest.mark.parametrize(
-    ("case", "optimizer"), [("replicate", "lion"), ("ZeRO-1", "adamw"), ("ZeRO-2", "muon"), ("tied", "adafactor")]
+    ("case", "optimizer"), [("replicate", "adamw"), ("ZeRO-1", "adamw"), ("ZeRO-2", "muon"), ("tied", "muon")]
 )
 def test_two_processes_train_like_one(of_two, case, optimizer):
     assert_like_one_process(of_two[case], optimizer, 4, tied=case == "tied")
@@ -63,7 +56,7 @@ def test_two_processes_train_like_one(of_two, case, optimizer):
 
 def test_states_are_cut_and_bytes_are_those_of_the_formula(of_two):
     table = layout_table(layouts.MODEL)
-    for name, zero, kind in (("replicate", 0, "lion"), ("ZeRO-1", 1, "adamw"), ("ZeRO-2", 2, "muon")):
+    for name, zero, kind in (("replicate", 0, "adamw"), ("ZeRO-1", 1, "adamw"), ("ZeRO-2", 2, "muon")):
         settings = MemorySettings(
             layouts.SEQ_LEN, layouts.MICRO, {"optimizer": Footprint()}, precision="float64", zero=zero, optimizer=kind,
             replicate=1 if zero else 2, shard=2 if zero else 1, passes=2,
@@ -79,10 +72,10 @@ def test_states_are_cut_and_bytes_are_those_of_the_formula(of_two):
         assert counted == expected, name
     whole = of_two["replicate"]["own_bytes_by_rank"]
     assert whole[0] == whole[1]
-    assert sum(of_two["ZeRO-1"]["own_bytes_by_rank"]) == 2 * whole[0], "two moments instead of one, each once"
+    assert sum(of_two["ZeRO-1"]["own_bytes_by_rank"]) == whole[0], "each moment once"
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "muon", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "muon"])
 @pytest.mark.parametrize("shards", [2, 4, 8])
 def test_owners_of_the_1b_model_hold_about_the_same(optimizer, shards):
     config = load_config("z2all-1b", ["--model.vocab_size", "64000"]).model
@@ -104,37 +97,3 @@ def test_layouts_resume_from_each_other(warm, tmp_path):
     for name, (differ, loss) in pairs.items():
         assert differ == [], name
         assert loss < 1e-9, name
-
-
-# ---- make layouts ----
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_table_of_all_layouts_and_optimizers(warm, tmp_path, size, capsys, monkeypatch):
-    monkeypatch.setattr("tests.processes.LONG_SECONDS", 1200.0)
-    names = [name for name in layouts.LAYOUTS if size == 4 or not name.startswith("hybrid")]
-    cases = {
-        f"{name}, {optimizer}": {"optimizer": optimizer, **layouts.LAYOUTS[name]}
-        for name, optimizer in itertools.product(names, layouts.OPTIMIZERS)
-    }
-    found = layouts.run(warm, tmp_path, size, cases)
-    alone = {optimizer: layouts.course(World(), optimizer) for optimizer in layouts.OPTIMIZERS}
-    with capsys.disabled():
-        print(f"\n{size} processes, float64, {layouts.STEPS} steps: largest relative difference to one process")
-        print(f"{'':18}" + "".join(f"{optimizer:>12}" for optimizer in layouts.OPTIMIZERS))
-        for name in names:
-            errors = [
-                max(
-                    abs(mine - exact) / abs(exact)
-                    for mine, exact in zip(
-                        itertools.chain(*found[f"{name}, {optimizer}"]["figures"]),
-                        itertools.chain(*alone[optimizer]["figures"]),
-                        strict=True,
-                    )
-                )
-                for optimizer in layouts.OPTIMIZERS
-            ]
-            print(f"{name:18}" + "".join(f"{error:12.1e}" for error in errors))
-    for name, case in cases.items():
-        assert_like_one_process(found[name], case["optimizer"], layouts.STEPS)

@@ -109,10 +109,6 @@ def test_a_process_takes_the_cpus_of_its_gpu_s_node_unless_somebody_chose(tmp_pa
     assert cpus_to_take("0000:9a:00.0", allowed, system(tmp_path, nodes, numa_node)) == taken
 
 
-def test_a_gpu_without_an_entry_changes_nothing(tmp_path):
-    assert cpus_to_take("0000:01:00.0", ALL, system(tmp_path, ["0-15"], 0)) == set()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", ["index", "uuid"])
 def test_the_pci_place_is_that_of_the_visible_gpu(form):

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero2all.model.config import ModelConfig
+from zero2all.model.init import initial_values
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import OpContext
 from zero2all.ops.registry import resolve
-from zero2all.parallel.parameter_table import initial_values, layout_table
+from zero2all.parallel.parameter_table import layout_table
 from zero2all.parallel.parts import Box, Part
 
 
@@ -68,10 +69,12 @@ def test_a_seed_means_the_same_weights_whatever_else_the_model_has():
     small, deep = (
         ModelConfig(vocab_size=70, hidden_size=16, intermediate_size=24, layers=n, heads=4, kv_heads=2) for n in (2, 3)
     )
-    drawn = {one.name: initial_values(one, small, 5) for one in layout_table(small)}
-    again = {one.name: initial_values(one, deep, 5) for one in layout_table(deep)}
+    drawn = {one.name: initial_values(one.name, one.shape, one.kind, small, 5) for one in layout_table(small)}
+    again = {one.name: initial_values(one.name, one.shape, one.kind, deep, 5) for one in layout_table(deep)}
     assert torch.equal(drawn["blocks.1.attention.q.weight"], again["blocks.1.attention.q.weight"])
     assert not torch.equal(drawn["blocks.0.attention.k.weight"], drawn["blocks.0.attention.v.weight"])
-    assert not torch.equal(drawn["embedding.weight"], initial_values(layout_table(small)[0], small, 6))
+    other = initial_values("embedding.weight", (128, 16), "embedding", small, 6)
+    assert drawn["embedding.weight"].shape == other.shape
+    assert not torch.equal(drawn["embedding.weight"], other)
     assert drawn["embedding.weight"][70:].abs().sum() == 0
     assert drawn["blocks.0.attention.out.weight"].std() == pytest.approx(0.02 / 2, rel=0.2)

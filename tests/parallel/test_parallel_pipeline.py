@@ -55,12 +55,6 @@ def test_the_bubble_of_equal_stages_is_that_of_the_formula(schedule, chunks, pro
     assert found == pytest.approx(waits / (work + waits))
 
 
-def test_one_stage_that_takes_longer_makes_all_others_wait():
-    even, uneven = (predicted_bubble("1f1b", 4, 1, 64, costs) for costs in ([1.0] * 4, [1.0, 1.0, 1.0, 1.5]))
-    assert even == pytest.approx(3 / 67)
-    assert uneven > 0.25 + even / 2  # three of four wait a third of the time
-
-
 def test_1f1b_keeps_no_more_micro_batches_than_there_are_stages_behind():
     for rank, order in enumerate(make_orders("1f1b", 4, 1, 16)):
         kept = list(itertools.accumulate(1 if action.kind == "forward" else -1 for action in order))
@@ -68,13 +62,6 @@ def test_1f1b_keeps_no_more_micro_batches_than_there_are_stages_behind():
 
 
 # ---- stages ----
-
-
-def test_the_head_counts_like_the_blocks_it_costs_as_much_as():
-    stages = make_stages(ModelCosts([1.0] * 10, 2.0), 4)
-    assert [len(stage.blocks) for stage in stages] == [3, 3, 3, 1]
-    assert stages[0] == PipelineStage(range(3), is_first=True, is_last=False)
-    assert stages[-1] == PipelineStage(range(9, 10), is_first=False, is_last=True)
 
 
 @pytest.mark.parametrize(("layers", "head", "count"), [(7, 0.3, 3), (9, 4.0, 4), (6, 1.0, 6), (8, 9.0, 2), (5, 0.0, 2)])
@@ -143,12 +130,7 @@ def course_alone(arguments):
 
 def assert_like_one_process(found, **arguments):
     alone = course_alone(json.dumps(arguments))
-    for (loss, norm), (exact_loss, exact_norm) in zip(found["figures"], alone["figures"], strict=True):
-        assert loss == pytest.approx(exact_loss, rel=1e-9)
-        assert norm == pytest.approx(exact_norm, rel=1e-9)
-    assert found["tensors"].keys() == alone["tensors"].keys()
-    for name, value in alone["tensors"].items():
-        torch.testing.assert_close(found["tensors"][name], value, rtol=1e-9, atol=1e-9, msg=name)
+    layouts.assert_same_course(found, alone)
 
 
 OF_TWO = {
@@ -198,23 +180,3 @@ def test_four_processes_train_like_one_and_resume_from_each_other(warm, tmp_path
     for name, (differ, loss) in found["pairs"].items():
         assert differ == [], name
         assert loss < 1e-9, name
-
-
-# ---- make layouts ----
-
-
-@pytest.mark.slow  # a busy machine sleeps longer
-def test_the_measured_bubble_is_the_predicted_one(warm, tmp_path, capsys):
-    micros, cases = 8, {f"{schedule}, {chunks}": (schedule, chunks) for schedule, chunks in SCHEDULES}
-    given = {
-        name: {"seconds": 0.05, "micros": micros, "schedule": schedule, "chunks": chunks}
-        for name, (schedule, chunks) in cases.items()
-    }
-    found = layouts.run(warm, tmp_path, 4, given)
-    for name, (schedule, chunks) in cases.items():
-        predicted = predicted_bubble(schedule, 4, chunks, micros, [1.0] * 4 * chunks)
-        with capsys.disabled():
-            print(
-                f"\n4 stages, 8 micro-batches, {name}: predicted {predicted:.3f}, measured {found[name]['bubble']:.3f}"
-            )
-        assert found[name]["bubble"] == pytest.approx(predicted, abs=0.03)

@@ -10,7 +10,7 @@ from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
 from zero2all.parallel import reduce
-from zero2all.parallel.config import MeshSizes
+from zero2all.parallel.config import MeshSizes, ParallelConfig
 from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.parameter_table import init_weights
 from zero2all.train.weights import FlatWeights
@@ -35,10 +35,11 @@ class Link:
         self.events.append("waited")
 
 
-def make(link, overlaps=True, **options):
+def make(link, overlaps=True):
     model = Z2all(MODEL, resolve(OpsConfig(), "cpu"))
     init_weights(model, 1)
-    weights = FlatWeights(model, torch.float32, mesh=TWO, bucket_bytes=8000, overlaps=overlaps, **options)
+    parallel = ParallelConfig(bucket_mb=0.008, overlap=overlaps)
+    weights = FlatWeights(model, torch.float32, mesh=TWO, parallel=parallel)
     model.embedding.weight.register_hook(lambda _gradient: link.events.append("embedding"))  # before it is added
     return model, weights
 

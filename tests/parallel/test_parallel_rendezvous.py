@@ -15,7 +15,7 @@ import torch.distributed as dist
 import zero2all
 from tests.ports import free_port
 from zero2all.common.errors import PeerFailureError, UsageError
-from zero2all.parallel.rendezvous import differences, facts_of, meet, open_store
+from zero2all.parallel.rendezvous import facts_of, meet, open_store
 
 
 @pytest.fixture(autouse=True)
@@ -107,11 +107,6 @@ def machines(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
 
 
-@pytest.mark.usefixtures("machines")
-def test_machines_that_reach_each_other_go_on():
-    assert ends(dist.HashStore(), dict.fromkeys(range(3), FACTS)) == {0: None, 1: None, 2: None}
-
-
 @pytest.fixture
 def port(monkeypatch):
     """Where rank 0 may hold the store."""
@@ -171,9 +166,3 @@ def test_machines_that_cannot_exchange_data_are_named_with_the_remedy_in_one_par
 def test_the_store_of_rank_0_over_a_socket():
     stores = [open_store(rank, 60.0) for rank in range(3)]
     assert ends(stores, dict.fromkeys(range(3), FACTS)) == {0: None, 1: None, 2: None}
-
-
-def test_of_many_differences_some_are_named():
-    text = differences({str(n): n for n in range(10)}, {})
-    assert text.startswith("0 None instead of 0; 1 None instead of 1")
-    assert text.endswith("; …")

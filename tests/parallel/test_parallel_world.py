@@ -35,12 +35,6 @@ def test_errors_of_nccl_and_of_the_store_have_types(kind):
     assert is_failed_collective(kind("whatever it says"))
 
 
-def test_a_runtime_error_is_one_where_torch_distributed_raised_it():
-    assert is_failed_collective(raised(in_module("torch.distributed.distributed_c10d", "raise RuntimeError('reset')")))
-    wait = in_module("torch.distributed.tensor.made_up", "torch.ops._c10d_functional.wait_tensor('no tensor')")
-    assert is_failed_collective(RuntimeError().with_traceback(raised(wait).__traceback__))
-
-
 class Lost:
     """A collective whose other process has died."""
 

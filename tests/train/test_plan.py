@@ -1,4 +1,4 @@
-"""`z2a train --plan-only` and `--simulate-ranks`: what the plan says, and that a step of rank 0 does what it says."""
+"""`z2a train --plan-only`: what the plan says, and that a step of rank 0 does what it says."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import json
 
 import pytest
 
+from tests.simulated_rank import simulate_ranks
 from zero2all.cli.main import main
-from zero2all.common.errors import UsageError
 from zero2all.common.manifest import write_manifest
 from zero2all.config import load_config
 from zero2all.estimate.memory import GIB, MemoryEstimate
 from zero2all.train.plan import make_plan, plan_notes, plan_tables, plan_values
-from zero2all.train.simulate import simulate_ranks
 
 LARGE = ["z2all-1b", "--model.vocab_size", "64000", "--parallel.device", "cpu", "--train.precision", "float32"]
 LINK = "--parallel.slow_link."
@@ -182,9 +181,7 @@ def test_a_simulated_rank_sends_the_bytes_of_the_formulas_and_holds_their_states
 
 
 @pytest.mark.parametrize("words", [["--parallel.tensor", "2"], ["--parallel.zero", "3"]])
-def test_a_simulation_of_one_rank_refuses_muon_where_matrices_are_cut(words):
+def test_the_plan_has_the_momenta_that_muon_exchanges_where_matrices_are_cut(words):
     config = load_config("quickstart", [*TINY, "--optim.kind", "muon", *words])
-    with pytest.raises(UsageError, match="which part of a matrix they have"):
-        simulate_ranks(config, 2)
     moved = [one for one in make_plan(config, 2).transfers if one.what == "momentum"]
     assert [(one.collective, one.ranks) for one in moved] == [("all-to-all", 2)]

@@ -13,7 +13,7 @@ import torch
 from zero2all.common.errors import BadInputError, DiskError
 from zero2all.common.files import human_bytes
 from zero2all.config import config_from_values
-from zero2all.estimate.memory import MemorySettings, binary_size
+from zero2all.estimate.memory import MemorySettings
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
@@ -21,8 +21,10 @@ from zero2all.ops.registry import footprints, resolve
 from zero2all.packed.loader import Batch
 from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.parameter_table import init_weights
+from zero2all.train import sanity
 from zero2all.train.checkpoints.retention import Retention
 from zero2all.train.sanity import (
+    FreeMemory,
     check_batch_ids,
     check_disk,
     check_first_loss,
@@ -32,7 +34,6 @@ from zero2all.train.sanity import (
     memory_notes,
     overfit_one_batch,
     preview,
-    require_memory,
     saved_steps,
 )
 
@@ -119,24 +120,18 @@ def test_steps_at_which_a_run_saves():
 
 def test_room_for_the_checkpoints_of_the_whole_run(tmp_path):
     run, free = tmp_path / "runs" / "later", shutil.disk_usage(tmp_path).free
-    note = check_disk(run, Retention(2, 0), 10, 0, 100, 1_000_000)
+    note = check_disk(run, Retention(2, 0), saved_steps(0, 100, 10), 1_000_000)
     assert "up to 3 checkpoints of 1.0 MB at once. They need 3.0 MB more" in note
-    assert "up to 4 checkpoints" in check_disk(run, Retention(2, 0, keep_best=True), 10, 0, 100, 1_000_000)
+    assert "up to 4 checkpoints" in check_disk(run, Retention(2, 0, keep_best=True), saved_steps(0, 100, 10), 1_000_000)
     # Two kept and one being written fit into what is free by far; all ten that are kept for ever do not.
     large = free // 8
-    check_disk(run, Retention(2, 0), 10, 0, 100, large)
+    check_disk(run, Retention(2, 0), saved_steps(0, 100, 10), large)
     with pytest.raises(
         DiskError, match=r"11 checkpoints .*keep_every_steps 10, checkpoint.keep_best false\)"
     ) as caught:
-        check_disk(run, Retention(2, 10), 10, 0, 110, large)
+        check_disk(run, Retention(2, 10), saved_steps(0, 110, 10), large)
     assert str(run) in str(caught.value)
     assert not run.exists()
-
-
-def test_checkpoints_that_are_there_already_need_no_more_room(tmp_path):
-    assert "1 checkpoint of 1.0 MB at once" in check_disk(tmp_path, Retention(2, 0), 10, 0, 5, 1_000_000)
-    assert "need 1.0 MB more" in check_disk(tmp_path, Retention(2, 0), 10, 20, 100, 1_000_000, [10, 20])
-    assert "need 0 B more" in check_disk(tmp_path, Retention(2, 0), 10, 100, 100, 1_000_000, [90, 100])
 
 
 KERNELS = {
@@ -158,6 +153,10 @@ def test_memory_that_may_not_be_enough_is_a_warning():
     assert little[1 : len(plenty)] == plenty[1:]
     assert little[len(plenty)] == "warning: this may not fit into the memory of the device."
     assert memory_notes(config, settings, None)[1:] == plenty[1:]
+
+
+def require_memory(model, settings, device, device_bytes, host_bytes, local_processes=1, compiled=False):
+    sanity.require_memory(model, settings, FreeMemory(device, device_bytes, host_bytes, local_processes), compiled)
 
 
 LARGE = dataclasses.replace(SMALL, hidden_size=2048, intermediate_size=5632, layers=22, heads=32, vocab_size=64320)
@@ -197,12 +196,10 @@ def test_offload_that_needs_more_host_memory_than_there_is_is_refused_with_a_tab
         "22.4 GiB are free",
         "in host memory:",
         "masters",
-        "optimizer_disk",
+        "parallel.zero 1 or 2",
         "model.layers",
     ):
         assert words in str(caught.value), words
-    on_disk = dataclasses.replace(settings, offload="optimizer_disk")
-    require_memory(LARGE, on_disk, "cuda", 80 * GB, host_bytes=24 * GB, local_processes=4)
 
 
 def test_on_a_cpu_what_is_offloaded_lies_in_the_same_memory():
@@ -227,7 +224,6 @@ def test_a_run_that_does_not_fit_is_told_of_what_it_does_not_use_yet():
     assert "set train.recompute to full" not in said(recompute="groups", recompute_every=2)
     full = said(recompute="full", recompute_every=2)
     assert "set train.recompute to groups (now full)" in full
-    assert "set train.recompute to swap (now full)" in full
     assert "set train.recompute to groups" not in said(recompute="full", recompute_every=32), "it would need more"
     assert "optim.kind" not in said(optimizer="adamw_8bit")
     assert "parallel.offload" not in said(optimizer="muon")
@@ -243,18 +239,12 @@ def test_a_run_that_does_not_fit_is_told_nothing_that_would_be_refused_or_do_har
     offloaded = said(offload="optimizer", shard=2, zero=1)
     assert "adamw_8bit" not in offloaded
     assert "set parallel.zero to at most 2 (now 1)" in offloaded
-    assert "parallel.zero" not in said(offload="weights", recompute="full")
     several_passes = said(samples=4, zero=3, shard=2, passes=4)
     assert "raise train.micro_batch_samples until a step has one pass (now 4)" in several_passes
     assert "lower train.micro_batch_samples" not in several_passes
     on_a_cpu = said("cpu", offload="optimizer")
-    assert "set parallel.offload to optimizer_disk" in on_a_cpu
     assert "processes" not in on_a_cpu
     assert "fewer processes (now 2)" in said("cpu", replicate=2)
-
-
-def test_small_amounts_have_a_smaller_unit():
-    assert (binary_size(3 << 20), binary_size(5.5 * 2**30, 2)) == ("3.0 MiB", "5.50 GiB")
 
 
 def test_notes_say_what_a_process_sends_in_a_step():

@@ -14,10 +14,8 @@ import pytest
 
 from tests.processes import WarmProcess
 from tests.train.ranks import CODE, RankStarter
-from tests.train.test_train_guards import repeat_shard
 from zero2all.common.workspace import Workspace
 from zero2all.config.training import AnnealConfig
-from zero2all.track.reader import read_run
 from zero2all.train.anneal import read_anneal, request_anneal
 
 STEPS, STEP_TOKENS = 8, 160
@@ -26,10 +24,9 @@ QUIET = {"residual_dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout":
 
 @pytest.fixture(scope="module")
 def lab(shared_work, tmp_path_factory) -> Workspace:
-    """A workspace that all tests here share; a shard of `en` repeats another."""
+    """A workspace that all tests here share."""
     root = tmp_path_factory.mktemp("control") / "work"
     shutil.copytree(shared_work.root, root)
-    repeat_shard(Workspace(root), "en", 0)
     return Workspace(root)
 
 
@@ -127,24 +124,12 @@ def test_a_request_that_only_rank_0_finds_anneals_all_from_the_same_step(ranks, 
     assert rates[0][-1] == 0.0
 
 
-def test_all_ranks_leave_out_the_rows_of_a_shard_in_quarantine(ranks, config):
-    alone, together = (
-        ranks.finished(settings(config, f"repeats {processes}", quarantine="auto"), processes).steps()
-        for processes in (1, 2)
-    )
-    assert any(0.0 in step.row_nats for step in alone)
-    assert all(0.0 not in step.row_nats for step in alone[:1])  # from the second step on
-    for one, other in zip(alone, together, strict=True):
-        assert other.row_nats == pytest.approx(one.row_nats, rel=1e-9, abs=0)
-        assert other.loss == pytest.approx(one.loss, rel=1e-9, abs=0)
-
-
 def test_four_ranks_train_save_and_resume_where_no_process_can_read_a_pickle(lab, config, tmp_path):
     hook = Path(__file__).with_name("no_pickle")  # its sitecustomize is imported before torch
     warm = WarmProcess(PYTHONPATH=os.pathsep.join([str(hook), *filter(None, [os.environ.get("PYTHONPATH")])]))
     starter = RankStarter(warm, lab.root, tmp_path)
     code = f"import pickle; assert pickle.loads.__module__ == 'sitecustomize'; {CODE}"
-    asked = [settings(config, "no pickle", quarantine="auto", reader_kind=kind) for kind in ("thread", "process")]
+    asked = [settings(config, "no pickle", reader_kind=kind) for kind in ("thread", "process")]
     try:
         stopped = starter(asked[0], 4, signals={2: (3, signal.SIGTERM, 0.0)}, code=code)
         assert stopped.wait() == [10] * 4, stopped.text()
@@ -154,29 +139,3 @@ def test_four_ranks_train_save_and_resume_where_no_process_can_read_a_pickle(lab
         warm.process.communicate()
     assert [step.step for step in stopped.steps() + resumed.steps()] == list(range(1, STEPS + 1))
     assert "a pickle is read by" not in stopped.text() + resumed.text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["ulysses", "gather"])
-def test_processes_that_share_sequences_have_the_figures_of_one_also_held_out_and_in_a_longer_stage(
-    ranks, lab, config, method
-):
-    def run(processes):
-        name = f"{method} {processes}"
-        with_stage = config(
-            model={**QUIET, "max_seq_len": 64},
-            data={"document_mask": True},
-            train={"name": name, "steps": 6, "tokens_per_step": 256, "precision": "float64"},
-            eval={"every_steps": 2, "valid_tokens_per_source": 128},
-            parallel={"context": processes, "context_method": method},
-            stages=[{"name": "long", "from_step": 3, "seq_len": 64}],
-        )
-        return ranks.finished(with_stage, processes).steps(), read_run(lab.run(name)).series
-
-    (alone, held_out), (together, also_held_out) = run(1), run(2)
-    for one, other in zip(alone, together, strict=True):
-        assert other.row_nats == pytest.approx(one.row_nats, rel=1e-9, abs=0)
-    assert len(alone[-1].row_nats) < len(alone[0].row_nats), "longer rows are fewer"
-    for channel in ("en", "zh"):
-        values = also_held_out[f"eval/valid/loss/{channel}"].value
-        assert values == pytest.approx(held_out[f"eval/valid/loss/{channel}"].value, rel=1e-9)

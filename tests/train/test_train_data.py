@@ -88,17 +88,6 @@ def test_a_stage_with_longer_sequences_keeps_the_tokens_of_a_step(work, config, 
     )
 
 
-def test_a_run_killed_around_a_change_of_length_ends_with_the_same_bits(work, config):
-    stages = [{"name": "long", "from_step": 5, "seq_len": 64}]
-    settings = config(model={"max_seq_len": 64}, checkpoint={"keep_last": 3}, stages=stages)
-    train(settings, work, say=quiet)
-    wanted = (work.run("run") / "checkpoints/step-00000008/model-00000-00000.safetensors").read_bytes()
-    for step in (8, 6):
-        shutil.rmtree(work.run("run") / f"checkpoints/step-{step:08d}")
-    train(settings, work, say=quiet)
-    assert (work.run("run") / "checkpoints/step-00000008/model-00000-00000.safetensors").read_bytes() == wanted
-
-
 def test_a_stage_longer_than_the_model_is_refused_with_its_field(config):
     with pytest.raises(UsageError, match=r"stages\[0\]\.seq_len: got 64, expected at most model\.max_seq_len \(32\)"):
         config(stages=[{"name": "long", "from_step": 5, "seq_len": 64}])
@@ -163,17 +152,6 @@ def test_an_anneal_of_a_run_that_shares_what_is_used_up_stays_within_max_epochs(
     assert (last.folder / "model-00000-00000.safetensors").read_bytes() == wanted
 
 
-def test_a_request_that_cannot_be_met_is_refused_at_the_start_and_may_be_replaced(work, config):
-    settings = config(data=ZH_AT_STEP_8)
-    train(settings, work, say=quiet)
-    run = work.run("run")
-    request_anneal(run, 12, "linear", 0.0)
-    with pytest.raises(UsageError, match="cannot anneal over 12 steps from step 8"):
-        train(settings, work, say=quiet)
-    request_anneal(run, 1, "linear", 0.0)
-    assert train(settings, work, say=quiet).step == 9
-
-
 def test_an_anneal_has_a_mixture_of_its_own_also_on_resume_and_unknown_sources_are_refused(work, config):
     settings = config()
     train(settings, work, say=quiet)
@@ -186,14 +164,6 @@ def test_an_anneal_has_a_mixture_of_its_own_also_on_resume_and_unknown_sources_a
     stages = newest_checkpoint(run).manifest["order"]["stages"]
     assert [(stage["name"], list(stage["units"])) for stage in stages][-1] == ("anneal", ["zh"])
     assert train(settings, work, say=quiet).step == 12  # the record is found again, nothing is refused
-
-
-def test_settings_of_fetching_may_change_on_resume_and_change_no_bit(work, config):
-    train(config(), work, say=quiet)
-    wanted = (work.run("run") / "checkpoints/step-00000008/model-00000-00000.safetensors").read_bytes()
-    train(config(train={"name": "other"}, data={"prefetch_steps": 5, "readers": 3}), work, say=quiet)
-    assert (work.run("other") / "checkpoints/step-00000008/model-00000-00000.safetensors").read_bytes() == wanted
-    train(config(data={"prefetch_steps": 1, "verify_shards": False}), work, say=quiet)
 
 
 def test_a_run_whose_reading_process_is_killed_goes_on_to_the_same_bits_and_writes_it_down(work, config, monkeypatch):
@@ -254,11 +224,6 @@ def test_damage_that_one_of_two_processes_finds_ends_both_and_rank_0_reports_it(
     assert "has changed" not in launch.trainers[1].text()
     assert list_checkpoints(work.run("run")) == []
     assert "damaged_shard" in [event.kind for event in read_run(work.run("run")).events]
-
-
-def test_unchecked_shards_are_read_as_they_are(work, config):
-    flip(work.packed / "zh/train/tokens-00000.bin")
-    assert train(config(data={"verify_shards": False}), work, say=quiet).step == 8
 
 
 def test_documents_apart_and_best_fit_rows_train(work, config):

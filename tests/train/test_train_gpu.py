@@ -46,7 +46,7 @@ SHAPE = {
     "embedding_dropout": 0.0,
 }
 CHANNELS, ROWS, SEQ_LEN = 2, 8, 64
-OPTIMIZERS = ("adamw", "muon", "lion", "adafactor", "sgd", "adamw_8bit", "adamw_bf16")
+OPTIMIZERS = ("adamw", "muon", "adamw_8bit", "adamw_bf16")
 
 
 def gpu_config(config, precision="bfloat16", kind="adamw", ops=None, **train):
@@ -64,7 +64,9 @@ def gpu_state(settings) -> TrainState:
     dtype = DTYPES[settings.train.precision]
     model = Z2all(settings.model, resolve(settings.ops, op_context(settings, "cuda", dtype)))
     init_weights(model, 1)
-    return new_state(model.to(pick_device("cuda")).train(), settings.optim, dtype, 4)
+    state = new_state(model.to(pick_device("cuda")).train(), settings.optim, dtype)
+    state.micro_batch_samples = 4
+    return state
 
 
 def gpu_batch(seed=0) -> Batch:
@@ -115,7 +117,8 @@ def test_a_step_of_the_gpu_is_that_of_the_cpu(config):
     on_gpu = gpu_state(settings)
     model = Z2all(settings.model, resolve(type(settings.ops)(), "cpu"))
     init_weights(model, 1)
-    on_cpu = new_state(model.train(), settings.optim, torch.float32, 4)
+    on_cpu = new_state(model.train(), settings.optim, torch.float32)
+    on_cpu.micro_batch_samples = 4
     for seed in range(3):
         batch = gpu_batch(seed)
         host = Batch(batch.tokens.cpu().numpy(), batch.channels.cpu().numpy(), batch.channels.cpu().numpy(), 0)

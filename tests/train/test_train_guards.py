@@ -24,7 +24,7 @@ from zero2all.common.manifest import read_manifest, write_manifest
 from zero2all.common.workspace import Workspace, open_workspace
 from zero2all.config import config_from_values, config_values, config_yaml
 from zero2all.corpus import BuildOptions, Source, build_corpus
-from zero2all.packed.shard_format import docs_name, gids_name, open_split, tokens_name
+from zero2all.packed.shard_format import open_split, tokens_name
 from zero2all.packed.writer import PackOptions, pack_corpus
 from zero2all.tokenizer import load_tokenizer
 from zero2all.tokenizer.config import TokenizerConfig
@@ -35,9 +35,8 @@ from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.manifest import read_manifest as read_checkpoint_manifest
 from zero2all.train.checkpoints.retention import pins
+from zero2all.train.guards.documents import rows_of_step
 from zero2all.train.guards.ledger import SkipLedger
-from zero2all.train.guards.rows import RowFinder
-from zero2all.train.guards.shards import ShardWatch
 from zero2all.train.run import train
 from zero2all.train.run_data import open_run_data
 
@@ -143,19 +142,6 @@ def overwrite_shard(work, source, shard, ids):
     rewrite_manifest(work.packed / source / "train")
 
 
-def repeat_shard(work, source, shard):
-    """Append a copy of a shard; returns its number."""
-    folder = work.packed / source / "train"
-    manifest = read_manifest(folder, "packed", "z2a pack")
-    number = int(manifest["shards"])
-    for name in (tokens_name, docs_name, gids_name):
-        shutil.copy(folder / name(shard), folder / name(number))
-    split = open_split(work.packed, source, "train")
-    more = {"tokens": split.shards.lengths[shard], "documents": split.docs.lengths[shard]}
-    rewrite_manifest(folder, shards=number + 1, **{name: manifest[name] + count for name, count in more.items()})
-    return number
-
-
 def noise(count):
     return np.random.default_rng(7).integers(10, VOCABULARY, count)
 
@@ -163,9 +149,9 @@ def noise(count):
 def poison_steps(work, config, first, steps):
     """Noise in place of every sample of `steps` global batches from step `first` on."""
     data, _ = open_run_data(config, work, False)
-    finder, ids = RowFinder(data), noise(steps * STEP_TOKENS)
+    ids = noise(steps * STEP_TOKENS)
     for number in range(steps):
-        rows = finder.rows((first - 1 + number) * STEP_TOKENS, ROWS)
+        rows = rows_of_step(data, (first - 1 + number) * STEP_TOKENS, ROWS)
         for row, (source, sample) in enumerate(zip(rows.sources.tolist(), rows.samples.tolist(), strict=True)):
             split = data.splits[source]
             for column in range(SEQ_LEN):
@@ -210,13 +196,13 @@ def weights(run):
 def left_alone(clean, copy_of):
     """The run over clean data, and how it ended."""
     work = copy_of(clean)
-    return work.run("run"), trained(settings(data={"quarantine": "auto"}), work)
+    return work.run("run"), trained(settings(), work)
 
 
 def test_clean_data_raises_no_alarm(left_alone):
     run, summary = left_alone
     assert summary.step == STEPS
-    assert not events(run, "spike", "drop", "skip", "rollback", "hard_shard", "easy_shard", "repeated_shard")
+    assert not events(run, "spike", "drop", "skip", "rollback")
     assert not (run / "incidents").exists()
 
 
@@ -283,15 +269,6 @@ def test_a_run_over_a_poisoned_window_goes_back_leaves_it_out_and_ends_like_the_
     assert spikes == [FIRST_BAD, FIRST_BAD + 1, FIRST_BAD + 2]
 
 
-@pytest.mark.slow
-def test_without_guards_the_same_window_does_harm(left_alone, poisoned):
-    """So that the test above shows something."""
-    summary = trained(settings("unguarded", guards={"loss_spike": "log", "grad_spike": "log"}), poisoned)
-    assert len(events(poisoned.run("unguarded"), "spike")) >= BAD_STEPS
-    assert not events(poisoned.run("unguarded"), "rollback")
-    assert mean_held_out(summary) > 1.01 * mean_held_out(left_alone[1])
-
-
 def test_the_page_of_the_spike_names_the_documents_and_shows_their_text(recovered, poisoned):
     run, _ = recovered
     incident = page(run, f"{FIRST_BAD + 2}-loss_spike")
@@ -308,19 +285,6 @@ def test_the_page_of_the_spike_names_the_documents_and_shows_their_text(recovere
         assert all(f"{sample['source']}.jsonl" in document["origin"] for document in sample["documents"])
     html = (run / "incidents" / f"{FIRST_BAD + 2}-loss_spike.html").read_text()
     assert f"gid {incident['samples'][0]['documents'][0]['gid']}" in html
-
-
-def test_inspect_prints_the_documents_of_the_step_with_the_loss_of_each_row(recovered, poisoned, capsys):
-    code = main(["inspect", "run", str(FIRST_BAD), "--work", str(poisoned.root)])
-    out = capsys.readouterr().out
-    assert code == 0
-    assert out.startswith(f"run, step {FIRST_BAD}: {ROWS} samples")
-    assert out.count("── sample ") == ROWS
-    first = load_tokenizer(poisoned.tokenizer).decode(noise(SEQ_LEN).tolist(), skip_control=False)
-    assert first[:10] in out
-    incident = page(poisoned.run("run"), f"{FIRST_BAD}-loss_spike")
-    for sample in incident["samples"]:
-        assert f"loss {sample['loss']:.4f}" in out
 
 
 KILL = """
@@ -349,7 +313,7 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("moment", ["decided", "withdrawn", "gone back"])
+@pytest.mark.parametrize("moment", ["decided", "withdrawn"])
 def test_a_run_killed_while_it_goes_back_ends_like_the_one_left_alone(
     moment, recovered, poisoned, right_before, start, tmp_path
 ):
@@ -467,107 +431,6 @@ def test_a_rollback_whose_target_is_rotten_takes_an_older_one_or_moves_nothing(
     assert (run / "checkpoints/withdrawn/step-00000120").is_dir() == bool(gone_back_to)
 
 
-@pytest.mark.slow
-def test_a_run_killed_before_a_rollback_to_a_checkpoint_that_rots_meanwhile_moves_nothing_and_says_what_to_do(
-    poisoned, right_before, start, tmp_path
-):
-    work, path = beside(poisoned, tmp_path / "work"), tmp_path / "config.yaml"
-    path.write_text(config_yaml(settings(guards=GUARDS)))
-    shutil.copytree(right_before.runs, work.runs)
-    killed = start("train", path, "--work", work.root, "decided", code=KILL)
-    assert killed.wait() == -9, killed.text()
-    set_value(work.run("run"), 100, "model-00000-00000.safetensors", "norm.weight", 1.0, seals=False)
-    again = start("train", path, "--work", work.root)
-    assert again.wait() == 3, again.text()
-    assert "was going back to the checkpoint of step 100, which is damaged or missing" in again.text()
-    assert [step_of(folder) for folder in list_checkpoints(work.run("run"))] == [120]
-
-
-# ---- bad shards -----------------------------------------------------------------------------------------------
-
-NOISE, NEWLINES, REPEATED = 3, 6, 1
-"""Shards of en: filled with noise, filled with newlines, and the one of which a copy is appended."""
-
-
-@pytest.fixture(scope="session")
-def bad_shards(clean, copy_of):
-    """The same text with three bad shards among the sixteen of `en`; and the number of the copy."""
-    work = copy_of(clean)
-    (newline,) = load_tokenizer(work.tokenizer).encode_text("\n")
-    overwrite_shard(work, "en", NOISE, noise(8000))
-    overwrite_shard(work, "en", NEWLINES, newline)
-    return work, repeat_shard(work, "en", REPEATED)
-
-
-@pytest.fixture(scope="session")
-def quarantined(bad_shards):
-    """A run with data.quarantine auto: its folder, its summary, and what it knew of each step."""
-    work, _ = bad_shards
-    results = []
-    real_observe = trainer.Guards.observe
-
-    def observe(guards, result):
-        results.append(result)
-        return real_observe(guards, result)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.Guards, "observe", observe)
-        summary = trained(settings("auto", data={"quarantine": "auto"}), work)
-    return work.run("auto"), summary, results
-
-
-def test_bad_shards_scattered_over_the_run_are_each_named_with_their_documents(quarantined, bad_shards):
-    run, _, _ = quarantined
-    named = json.loads((run / "incidents/quarantine.json").read_text())["shards"]
-    kinds = {(one["source"], one["shard"]): one["kind"] for one in named}
-    copy = bad_shards[1]
-    assert kinds == {("en", NOISE): "hard_shard", ("en", NEWLINES): "easy_shard", ("en", copy): "repeated_shard"}
-    for event in events(run, "hard_shard", "easy_shard", "repeated_shard"):
-        incident = page(run, event.data["page"].removesuffix(".html"))
-        assert incident["samples"], incident["samples_note"]
-        assert {sample["shard"] for sample in incident["samples"]} == {event.data["details"]["shard"]}
-        for sample in incident["samples"]:
-            assert all("en.jsonl" in document["origin"] for document in sample["documents"])
-
-
-def test_the_rest_of_a_named_shard_counts_nothing_while_the_position_advances(quarantined, bad_shards):
-    run, summary, results = quarantined
-    work, _ = bad_shards
-    assert (summary.step, summary.tokens) == (STEPS, STEPS * STEP_TOKENS)
-    named = json.loads((run / "incidents/quarantine.json").read_text())["shards"]
-    since = {(one["source"], one["shard"]): one["from_step"] for one in named}
-    data, _ = open_run_data(settings("auto"), work, False)
-    finder, left_out = RowFinder(data), dict.fromkeys(since, 0)
-    for result in results:
-        rows = finder.rows(result.tokens[0], ROWS)
-        for row, key in enumerate(zip(rows.source_names(), rows.shards.tolist(), strict=True)):
-            counts = not (key in since and result.step >= since[key])
-            assert result.row_counts[row] == (SEQ_LEN if counts else 0)
-            if not counts:
-                left_out[key] += 1
-        assert result.loss == pytest.approx(result.row_nats.sum() / result.row_counts.sum(), rel=1e-6)
-    assert all(count > 16 for count in left_out.values()), left_out
-
-
-@pytest.mark.slow
-def test_quarantine_log_names_the_same_shards_and_lets_them_count(bad_shards):
-    work, copy = bad_shards
-    trained(settings("logged", train={"steps": 120}), work)
-    found = events(work.run("logged"), "hard_shard", "easy_shard", "repeated_shard")
-    assert {event.data["details"]["shard"] for event in found} == {NOISE, NEWLINES, copy}
-
-
-def test_a_run_whose_checkpoint_judged_shards_by_older_rules_goes_on_and_says_so(work, monkeypatch):
-    real_state = ShardWatch.state
-    monkeypatch.setattr(ShardWatch, "state", lambda watch: {**real_state(watch), "format": 1})
-    trained(settings(**SHORT), work)
-    monkeypatch.undo()
-    longer = settings(train={"steps": 14}, checkpoint=SHORT["checkpoint"])
-    assert trained(longer, work, accept_changes=True).step == 14
-    (warning,) = events(work.run("run"), "warning")
-    assert "shard statistics in the checkpoint come from another version" in warning.data["problem"]
-
-
 # ---- steps that are not finite, and runs that keep failing ----------------------------------------------------
 
 
@@ -640,18 +503,6 @@ def command(work, tmp_path, config):
     return main(["train", str(path), "--work", str(work.root)])
 
 
-def test_with_stop_the_command_ends_with_code_12_and_names_its_page(work, not_finite, tmp_path, capsys):
-    not_finite(6)
-    assert command(work, tmp_path, settings(**SHORT, guards={"nonfinite": "stop"})) == 12
-    run, message = work.run("run"), capsys.readouterr().err
-    assert str(run / "incidents/6-nonfinite.html") in message
-    assert "Traceback" not in message
-    incident = page(run, "6-nonfinite")
-    assert incident["action"] == "stop"
-    assert incident["samples"][0]["documents"][0]["text"]
-    assert step_of(list_checkpoints(run)[0]) == 4
-
-
 def test_a_run_that_stopped_itself_does_not_go_on_from_memory(work, not_finite, tmp_path, capsys):
     """What is in memory is newer than the disk, and may be a part of what went wrong."""
     not_finite(6)
@@ -671,21 +522,6 @@ def test_a_run_that_keeps_failing_ends_with_code_12_and_weights_from_before(work
     (line,) = [line for line in out.splitlines() if line.startswith("step 6 is not finite")]
     assert line.endswith(f"skipped. {work.run('run')}/incidents/6-nonfinite.html shows the documents and what to try.")
     assert page(work.run("run"), "8-nonfinite")["action"] == "stop"
-
-
-@pytest.mark.slow
-def test_a_run_that_has_to_go_back_again_and_again_stops(work):
-    """All text from some step on is noise: no window to leave out helps."""
-    guards = {"spike_window_steps": 24, "spike_min_steps": 16, "skip_steps_after": 2, "max_rollbacks": 2}
-    config = settings(train={"steps": 70}, checkpoint={"every_steps": 10, "keep_last": 3}, guards=guards)
-    poison_steps(work, config, 41, 30)
-    with pytest.raises(AnomalyError, match="gone back 2 times") as caught:
-        trained(config, work)
-    assert caught.value.exit_code == 12
-    run = work.run("run")
-    assert [event.data["to_step"] for event in events(run, "rollback")] == [30, 20], "one further each time"
-    last = max((run / "incidents").glob("*-loss_spike.json"), key=lambda path: int(path.name.split("-")[0]))
-    assert json.loads(last.read_text())["action"] == "stop"
 
 
 # ---- bad input, before the first step -------------------------------------------------------------------------

@@ -73,15 +73,6 @@ def test_wsd_stays_at_the_top_and_then_falls_in_its_shape(shape, formula):
     assert found == rates(50, kind="wsd", warmup_steps=5, decay_share=0.4, decay_shape=shape, min_lr_ratio=0.1)
 
 
-def test_wsd_without_decay_is_constant():
-    assert rates(9, kind="wsd", warmup_steps=2, decay_steps=0) == rates(9, kind="constant", warmup_steps=2)
-
-
-def test_a_stage_without_a_schedule_leaves_the_rate_alone():
-    stages = [StageConfig("data only", 20, mixture={"code": 1.0})]
-    assert rates(50, stages, warmup_steps=5) == rates(50, warmup_steps=5)
-
-
 def test_a_schedule_spans_the_steps_up_to_the_next_stage_that_brings_its_own():
     stages = [StageConfig("data only", 10), stage(20, kind="linear", min_lr_ratio=0.0)]
     found = rates(30, stages, warmup_steps=4, min_lr_ratio=0.5)
@@ -113,10 +104,6 @@ def test_a_first_stage_replaces_the_schedule_of_the_run():
     assert rates(5, [stage(0, kind="constant", warmup_steps=2)])[1:] == [2.0] * 4
 
 
-def test_a_stage_that_a_shortened_run_never_reaches_changes_nothing():
-    assert rates(20, [stage(20, kind="constant"), stage(99)], warmup_steps=2) == rates(20, warmup_steps=2)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_anneal_falls_from_the_rate_of_the_step_before_to_its_share_of_it(shape):
     anneal = AnnealConfig(from_step=20, steps=10, shape=shape, to_share=0.25)
@@ -127,13 +114,6 @@ def test_an_anneal_falls_from_the_rate_of_the_step_before_to_its_share_of_it(sha
     assert all(later < earlier for earlier, later in itertools.pairwise(found[19:30]))
     assert steps_with_anneal(50, anneal) == 30
     assert steps_with_anneal(50, None) == 50
-
-
-def test_a_finished_run_can_be_annealed():
-    anneal = AnnealConfig(from_step=50, steps=5, shape="linear")
-    found = rates(50, anneal=anneal, until=55, kind="constant", warmup_steps=5)
-    assert found[49:] == pytest.approx([2.0, 1.6, 1.2, 0.8, 0.4, 0.0])
-    assert steps_with_anneal(50, anneal) == 55
 
 
 def test_an_anneal_overrules_the_schedules_of_later_stages():
@@ -290,12 +270,6 @@ def test_cosine_rises_in_equal_steps_and_falls_to_its_lowest_share_exactly_at_th
     assert rates(51, warmup_steps=0, min_lr_ratio=0.1)[25] == pytest.approx((2.0 + 0.2) / 2)
 
 
-def test_short_runs_have_a_rate_too():
-    assert rates(1, warmup_steps=0) == [2.0]
-    assert rates(3, warmup_steps=3) == [pytest.approx(2 / 3), pytest.approx(4 / 3), 2.0]
-    assert rates(50, until=100, warmup_steps=1, min_lr_ratio=0.5)[99] == 1.0  # a run that goes on
-
-
 def momenta(steps, anneal=None, stages=(), top=0.95, warmup_share=0.2, **schedule):
     optim = OptimConfig("muon", momentum=top, muon=MuonConfig(momentum_warmup_share=warmup_share))
     config = ScheduleConfig(warmup_steps=0, **schedule)
@@ -317,11 +291,6 @@ def test_an_anneal_and_the_last_stage_end_muons_momentum():
     assert momenta(20, None, [end], kind="constant")[15:] == pytest.approx(
         [0.95, 0.95, 0.95 - 0.05 / 3, 0.95 - 0.1 / 3, 0.9]
     )
-
-
-def test_a_momentum_below_its_start_and_end_and_without_warmup_is_constant():
-    assert momenta(10, top=0.8, kind="linear") == [0.8] * 10
-    assert momenta(10, warmup_share=0.0, kind="constant") == [0.95] * 10
 
 
 def test_the_decay_is_constant_or_falls_by_a_half_cosine_to_0():

@@ -24,7 +24,7 @@ from zero2all.train.optimizers.flat_adamw import FlatAdamW
 from zero2all.train.state import DTYPES, new_state
 from zero2all.train.weights import squared_norm
 
-KINDS = ["adamw", "muon", "lion", "adafactor", "sgd", "adamw_8bit", "adamw_bf16"]
+KINDS = ["adamw", "muon", "adamw_8bit", "adamw_bf16"]
 GO, SKIP = torch.tensor(False), torch.tensor(True)
 
 
@@ -196,30 +196,6 @@ def test_adamw_on_whole_weights_takes_the_fast_path_and_float64_the_formula():
     assert isinstance(make_state(dtype=torch.float64).optimizer, AdamW)
 
 
-def test_the_fast_path_follows_the_formula():
-    fast, exact = make_state(), make_state(dtype=torch.float64)
-    for step in range(4):
-        for state in (fast, exact):
-            fill_gradients(state, step)
-            state.optimizer.set_learning_rate(0.01)
-            update(state, 0.5, SKIP if step == 2 else GO)
-    wanted = copies(exact)
-    assert float(wanted["optimizer/step/all"]) == 3
-    for name, value in copies(fast).items():
-        torch.testing.assert_close(value.double(), wanted[name].double(), rtol=1e-4, atol=1e-6, msg=name)
-
-
-def test_decay_shrinks_matrices_and_leaves_norms_alone():
-    state = make_state(weight_decay=0.5)
-    before = copies(state)
-    state.optimizer.set_learning_rate(0.1)
-    update(state)
-    for name, value in copies(state).items():
-        if not name.startswith("model/"):
-            continue
-        torch.testing.assert_close(value, before[name] * (1.0 if "norm" in name else 0.95))
-
-
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "eager"])
 def test_every_implementation_scales_the_gradient_and_skips_without_a_trace(implementation):
     def after(scale, flag):
@@ -279,17 +255,12 @@ def test_a_state_whose_tensors_were_filled_from_another_goes_on_bit_for_bit(kind
         assert torch.equal(mine, theirs)
 
 
-def test_float16_keeps_its_scale_with_the_state_and_the_others_have_none():
-    names = set(copies(make_state(dtype=torch.float16))) - set(copies(make_state(dtype=torch.bfloat16)))
-    assert names == {"optimizer/loss_scale/scale", "optimizer/loss_scale/good_steps"}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_checkpoint_is_as_large_as_the_calculators_say(kind, precision):
-    options = {"adafactor": {"adafactor_beta1": 0.9}, "adamw_bf16": {"bf16_rounding": "kahan"}}.get(kind, {})
+    options = {"adamw_bf16": {"bf16_rounding": "kahan"}}.get(kind, {})
     state = make_state(kind, DTYPES[precision], **options)
     held = sum(values.numel() * values.element_size() for values in copies(state).values())
-    said = checkpoint_bytes(state.model.config, kind, precision, bool(options), bool(options))
+    said = checkpoint_bytes(state.model.config, kind, precision, bool(options))
     assert held == pytest.approx(said, abs=64)  # the number of the step
     assert kind != "adamw" or said == CHECKPOINT_BYTES * parameter_counts(state.model.config)["total"]

@@ -222,15 +222,6 @@ def test_a_micro_batch_that_does_not_divide_is_noted(work, config, samples):
     assert is_noted == ("does not divide" in notes) == (samples == 3)
 
 
-def test_notes_say_what_is_trained_on_what_and_how_often_it_is_read(finished):
-    _, _, notes = finished
-    text = "\n".join(notes)
-    assert "M parameters on cpu, float32" in text
-    assert "mixture (main): en 75.00%, zh 25.00%" in text
-    assert "epochs over the whole run (1,024 tokens)" in text
-    assert "ops: attention=" in text
-
-
 def test_the_newest_two_checkpoints_and_the_resolved_config_are_kept(finished):
     work, _, _ = finished
     run = work.run("run")
@@ -284,14 +275,6 @@ def test_a_run_that_died_before_it_could_say_that_it_was_done_says_so_when_run_a
     assert listed.last_loss == read_run(work.run("run")).series["loss"].value[-1], "of the attempt that trained"
 
 
-def test_two_runs_of_one_config_are_bit_equal(work, config):
-    for name in ("one", "other"):
-        train(config(train={"name": name, "steps": 3}), work, say=quiet)
-    one, other = (newest_checkpoint(work.run(name)).folder for name in ("one", "other"))
-    for file in ("model-00000-00000.safetensors", "optimizer-00000-00000.safetensors", "state.json"):
-        assert (one / file).read_bytes() == (other / file).read_bytes()
-
-
 def test_fresh_starts_over(work, config):
     train(config(train={"steps": 3}), work, say=quiet)
     first = folder_bytes(work.run("run") / "checkpoints/step-00000003")
@@ -330,16 +313,6 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_run_ends_with_the_same
     assert (work.run("run") / "checkpoints/damaged/step-00000008").is_dir()
 
 
-def test_what_a_killed_save_left_is_gone_after_the_next_start(work, config):
-    train(config(train={"steps": 3}), work, say=quiet)
-    leftover = work.run("run") / "checkpoints/step-00000002.partial-99999999"
-    leftover.mkdir()
-    (leftover / "model-00000-00000.safetensors").write_bytes(b"half")
-    train(config(train={"steps": 3}), work, say=quiet)
-    assert steps_of(work.run("run")) == [3]
-    assert not leftover.exists()
-
-
 # ---- changed settings ----
 
 
@@ -360,16 +333,6 @@ def test_changed_settings_are_listed_and_refused(work, config):
     assert "--fresh" in message
     assert caught.value.exit_code == 2
     assert steps_of(work.run("run")) == [3]
-
-
-def test_changed_settings_go_on_when_accepted(work, config):
-    train(config(train={"steps": 3}), work, say=quiet)
-    notes: list[str] = []
-    summary = train(config(train={"steps": 5}), work, accept_changes=True, say=notes.append)
-    assert summary.step == 5
-    assert "changed since the last attempt: train.steps: 3 -> 5" in notes
-    assert load_run_config(work.run("run")).train.steps == 5
-    assert train(config(train={"steps": 5}), work, say=quiet).step == 5  # now these are its settings
 
 
 def test_settings_that_cannot_change_the_result_may_change(work, config):
@@ -416,8 +379,8 @@ def test_another_shape_or_optimizer_is_refused_even_when_changes_are_accepted(wo
     wider = config(train={"steps": 3}, model={"hidden_size": 64})
     with pytest.raises(BadInputError, match=r"embedding.weight: \(448, 32\) instead of \(448, 64\)"):
         train(wider, work, accept_changes=True, say=quiet)
-    with pytest.raises(UsageError, match=r"another optimizer \(optim.kind: 'adamw' -> 'lion'\).*cannot continue"):
-        train(config(train={"steps": 5}, optim={"kind": "lion"}), work, accept_changes=True, say=quiet)
+    with pytest.raises(UsageError, match=r"another optimizer \(optim.kind: 'adamw' -> 'adamw_8bit'\).*cannot continue"):
+        train(config(train={"steps": 5}, optim={"kind": "adamw_8bit"}), work, accept_changes=True, say=quiet)
 
 
 # ---- the environment ----
@@ -438,13 +401,6 @@ def test_resume_says_so_when_the_environment_differs(work, config):
     notes: list[str] = []
     train(config(train={"steps": 3}, parallel={"cpu_threads": 1}), work, say=notes.append)
     assert "not bit-exact with the earlier attempt, because of: cpu_threads 2 -> 1" in notes
-
-
-def test_resume_says_so_when_it_computes_with_other_operators(work, config):
-    train(config(train={"steps": 3}), work, say=quiet)
-    notes: list[str] = []
-    train(config(train={"steps": 3}, ops={"attention": "math"}), work, say=notes.append)
-    assert "not bit-exact with the earlier attempt, because of: attention sdpa -> math" in notes
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
@@ -477,22 +433,6 @@ def test_a_run_that_is_held_cannot_be_taken(work, config):
 # ---- steps that go wrong ----
 
 
-def test_a_run_whose_loss_explodes_stops_with_its_own_code(work, config):
-    settings = config(
-        optim={"lr_max": 1e30},
-        schedule={"warmup_steps": 0},
-        guards={"max_skips_in_a_row": 3},
-        checkpoint={"every_steps": 1},
-    )
-    with pytest.raises(AnomalyError, match="Updates skipped in a row: 3") as caught:
-        train(settings, work, say=quiet)
-    assert caught.value.exit_code == 12
-    data = read_run(work.run("run"))
-    skipped = [event.step for event in data.events if event.kind == "skip"]
-    assert len(skipped) == 3
-    assert not np.isfinite(data.series["grad_norm"].value[-3:]).any()  # logged, not hidden
-
-
 def test_metrics_that_cannot_be_written_do_not_stop_the_run_and_are_reported_at_its_end(work, config):
     run = work.run("run")
     run.mkdir(parents=True)
@@ -502,12 +442,6 @@ def test_metrics_that_cannot_be_written_do_not_stop_the_run_and_are_reported_at_
     assert summary.step == 3
     assert any(text.startswith("metrics: opening the metrics file: ") for text in said)
     assert any("could not be written to" in text for text in said)
-
-
-def test_a_healthy_run_reports_no_problems(work, config):
-    said: list[str] = []
-    train(config(train={"steps": 3}), work, say=said.append)
-    assert not [text for text in said if text.startswith("metrics:")]
 
 
 def test_training_works_outside_the_main_thread(work, config):
@@ -535,9 +469,10 @@ def test_held_out_loss_is_that_of_the_first_held_out_samples_without_dropout(wor
     context, state = prepared_run(config(), work)
     model = state.model
     options = EvalConfig(valid_tokens_per_source=96, batch_samples=2)
-    found = held_out_metrics(held_out_scores(model, context.valid, context.config.data, options))
+    settings = dataclasses.replace(context.config, eval=options)
+    found = held_out_metrics(held_out_scores(model, context.valid, settings))
     assert model.training  # as it was before
-    assert held_out_metrics(held_out_scores(model, context.valid, context.config.data, options)) == found
+    assert held_out_metrics(held_out_scores(model, context.valid, settings)) == found
     model.eval()
     split = open_split(work.packed, "zh", "valid")
     rows = torch.from_numpy(np.stack([split.read(sample * 32, 33) for sample in range(3)]))

@@ -346,9 +346,7 @@ def _configured(arguments: argparse.Namespace, problems: list[Problem]) -> Count
     model = replace(config.model, vocab_size=config.model.vocab_size or config.tokenizer.vocab_size)
     step, optim = config.train.tokens_per_step, config.optim
     found = counted(model, str(arguments.model), config.data.seq_len)
-    saved = checkpoint_bytes(
-        model, optim.kind, config.train.precision, optim.adafactor_beta1 > 0, optim.bf16_rounding == "kahan"
-    )
+    saved = checkpoint_bytes(model, optim.kind, config.train.precision, optim.bf16_rounding == "kahan")
     return replace(
         found,
         step_tokens=step,

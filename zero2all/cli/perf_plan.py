@@ -226,9 +226,8 @@ def _print(report: MemoryReport) -> None:
         phases_table(report),
         f"peak = what is there all the time + the worst phase ({t(report.estimate.worst.name)}); allocated by torch",
     )
-    for place, count in (("host memory", report.estimate.host), ("disk", report.estimate.disk)):
-        if count:
-            print(t(f"{place}: {count / 2**30:.2f} GiB per process"))
+    if report.estimate.host:
+        print(t(f"host memory: {report.estimate.host / 2**30:.2f} GiB per process"))
     print(t(verdict(report)))
     if not report.fits and not any(change.fits for change in report.changes):
         print(t("None of these changes is enough, nor any two of them: use more GPUs, or a smaller model."))

@@ -233,7 +233,7 @@ def _runs(arguments: argparse.Namespace) -> None:
 def _inspect(arguments: argparse.Namespace) -> None:
     from zero2all.common.jsonio import dumps_pretty
     from zero2all.tokenizer import load_tokenizer
-    from zero2all.train.guards.documents import EXCERPT_CHARS, samples_of_step
+    from zero2all.train.guards.documents import EXCERPT_CHARS, Texts, samples_of_step
     from zero2all.train.guards.incident import recorded_row_losses
     from zero2all.train.guards.watch import INCIDENTS_FOLDER
     from zero2all.train.run_data import open_run_data
@@ -254,16 +254,11 @@ def _inspect(arguments: argparse.Namespace) -> None:
             f"{arguments.sample:,}. Give a number below that."
         )
     tokenizer = load_tokenizer(workspace.tokenizer)
-    samples = samples_of_step(
-        data,
-        first,
-        count,
-        workspace.corpus,
-        lambda ids: tokenizer.decode(ids, skip_control=False),
-        None if arguments.sample is None else [arguments.sample],
-        recorded_row_losses(run / INCIDENTS_FOLDER, arguments.step),
-        None if arguments.full else EXCERPT_CHARS,
-    )
+    chars = None if arguments.full else EXCERPT_CHARS
+    texts = Texts(workspace.corpus, lambda ids: tokenizer.decode(ids, skip_control=False), chars)
+    only_rows = None if arguments.sample is None else [arguments.sample]
+    losses = recorded_row_losses(run / INCIDENTS_FOLDER, arguments.step)
+    samples = samples_of_step(data, first, count, texts, only_rows, losses)
     facts = {"run": arguments.run, "step": arguments.step, "tokens": [first, end], **known}
     if arguments.json:
         from dataclasses import asdict

@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     --print-schedule             show the learning rate over the steps and stop
     --dry-run                    check everything and overfit one batch; write nothing
     --plan-only                  show mesh, layout, memory and traffic of the run, computed without running it, and stop
-    --simulate-ranks N:int>=1    run one step as rank 0 of N without sending anything, and count memory and traffic
     --gpu NAME                   with --plan-only: plan for this GPU, such as 4090, a100-80g or h100
-    --json                       with --plan-only or --simulate-ranks: print JSON
+    --json                       with --plan-only: print JSON
     --group N:int>=0             the number of this group, with parallel.slow_link (also in the environment:
         Z2A_GROUP)
     --fresh                      delete an earlier run of this name and start over
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
     usage="""\
 z2a train [-h] CONFIG [--work DIR] [--section.field VALUE …]
                  [--print-config] [--print-schedule] [--dry-run]
-                 [--plan-only] [--gpu NAME] [--simulate-ranks N] [--json]
+                 [--plan-only] [--gpu NAME] [--json]
                  [--group N] [--fresh] [--accept-changes] [--take-over]
                  [--no-supervisor]
                  [--nodes N or MIN:MAX] [--node-rank R] [--rendezvous HOST:PORT]
@@ -98,7 +97,7 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
 
         print("\n".join(schedule_lines(config.train.steps, config.optim.lr_max, config.schedule, config.stages)))
         return 0
-    if arguments.plan_only or arguments.simulate_ranks:
+    if arguments.plan_only:
         return _plan(arguments, config)
     if arguments.gpu is not None:
         raise UsageError(
@@ -228,23 +227,7 @@ def _plan(arguments: argparse.Namespace, config: RunConfig) -> int:
     )
 
     config, notes = with_planned_vocabulary(config, Workspace(arguments.work))
-    processes = arguments.simulate_ranks or processes_of(config.parallel)
-    if arguments.simulate_ranks:
-        from zero2all.train.simulate import simulate_ranks
-
-        simulated = simulate_ranks(config, processes)
-        if arguments.json:
-            print(json.dumps(simulated.values(), indent=2))
-        else:
-            print_table(simulated.rows())
-            tell(
-                "bytes: what rank 0 (of the first pipeline stage) hands to each collective, of an all-gather its "
-                "own part; --plan-only shows what a process sends"
-            )
-            tell(f"simulated in {simulated.seconds:.1f} s, {simulated.micro_batch_samples} samples per pass")
-            print("\n".join(notes), end="\n" if notes else "")
-        return 0
-    plan = make_plan(config, processes, card=named_card(arguments.gpu) if arguments.gpu else None)
+    plan = make_plan(config, processes_of(config.parallel), card=named_card(arguments.gpu) if arguments.gpu else None)
     if arguments.json:
         print(json.dumps(plan_values(plan), indent=2))
         return 0

@@ -28,6 +28,23 @@ from zero2all.config.training import RunConfig, ScheduleConfig, StageConfig, Tra
 
 RENAMED_FIELDS = {"lr_min_share": "min_lr_ratio"}
 RENAMED_CHOICES = {"ops.linear": {"into32": "fp32_wgrad"}}
+REPLACED_CHOICES = {
+    "optim.kind": dict.fromkeys(("adafactor", "lion", "sgd"), "adamw"),
+    "parallel.offload": dict.fromkeys(("optimizer_disk", "weights"), "optimizer"),
+    "train.recompute": {"swap": "full"},
+    **{
+        f"ops.{operator}": {"liger": "auto"}
+        for operator in ("cross_entropy", "linear_cross_entropy", "rms_norm", "rope", "swiglu")
+    },
+}
+"""By field: a value of earlier versions -> what to use now."""
+REMOVED_FIELDS = {
+    "data": ("quarantine",),
+    "guards": ("false_shard_alarms",),
+    "optim": ("adafactor_beta1", "adafactor_decay_power", "adafactor_clip_rms", "muon_update_rms"),
+    "parallel": ("offload_one_step_late", "offload_folder"),
+}
+"""Left out where a run of an earlier version wrote them."""
 MOVED_FIELDS = {"muon_iterations": "iterations", "muon_precision": "precision"}
 """Old -> new name, of the last ones below optim.muon. Old names are accepted in files of earlier versions; in a config
 they are an error."""
@@ -43,13 +60,16 @@ def with_new_names(values: Any, place: str = "") -> Any:
             del values["data"]
         if place == "optim":
             moved = {new: values[old] for old, new in MOVED_FIELDS.items() if old in values}
-            kept = {name: value for name, value in values.items() if name not in (*MOVED_FIELDS, "muon_update_rms")}
+            kept = {name: value for name, value in values.items() if name not in MOVED_FIELDS}
             values = {**kept, "muon": {**moved, **kept["muon"]} if "muon" in kept else moved}
+        removed = REMOVED_FIELDS.get(place, ())
         return {
             RENAMED_FIELDS.get(name, name): with_new_names(value, f"{place}.{name}" if place else str(name))
             for name, value in values.items()
+            if name not in removed
         }
-    return RENAMED_CHOICES.get(place, {}).get(values, values) if isinstance(values, str) else values
+    new = {**RENAMED_CHOICES.get(place, {}), **REPLACED_CHOICES.get(place, {})}
+    return new.get(values, values) if isinstance(values, str) else values
 
 
 class ConfigError(UsageError):
@@ -279,6 +299,9 @@ def _with_new_name(problem: Problem) -> Problem | None:
         new = f"optim.muon.{MOVED_FIELDS[leaf]}" if leaf in MOVED_FIELDS else RENAMED_FIELDS.get(leaf)
     else:
         new = RENAMED_CHOICES.get(problem.field, {}).get(str(problem.value))
+        instead = REPLACED_CHOICES.get(problem.field, {}).get(str(problem.value))
+        if instead:
+            return dataclasses.replace(problem, hint=f"It was removed. Use `{instead}`.")
     return dataclasses.replace(problem, hint=f"It is now called `{new}`.") if new else None
 
 
@@ -317,9 +340,6 @@ def _cross_problems(config: RunConfig, known: list[Problem]) -> list[Problem]:
     if sound("data", "model") and config.data.seq_len > config.model.max_seq_len:
         limit = config.model.max_seq_len
         found.append(Problem("data.seq_len", config.data.seq_len, f"at most model.max_seq_len ({limit})"))
-    if sound("ops", "train") and config.train.recompute == "swap" and config.ops.compile == "trunk":
-        expected = "none or block, because train.recompute is swap: a compiled trunk decides itself what it saves"
-        found.append(Problem("ops.compile", "trunk", expected))
     if sound("data", "train"):
         found.extend(_batch_problems(config.data.seq_len, config.train))
     if sound("stages", "model", "train", "data"):

@@ -51,9 +51,9 @@ class TrainConfig:
     bfloat16 and scales the loss; float64 is for tests of exactness."""
     z_loss: NaturalFloat = 0.0
     """Times logsumexp(logits)^2, added to each token's loss: 1e-4 keeps logits from drifting; 0 leaves it out."""
-    recompute: Literal["none", "full", "every_n", "selective", "groups", "swap"] = "none"
+    recompute: Literal["none", "full", "every_n", "selective", "groups"] = "none"
     """Activations recomputed in the backward pass instead of being kept: of no block, of all, of every n-th, all but
-    the results of attention and matmuls, or of n consecutive blocks at a time. swap: kept in host memory instead."""
+    the results of attention and matmuls, or of n consecutive blocks at a time."""
     recompute_every: PositiveInt = 2
     """every_n: recompute one block out of this many. groups: this many blocks are a group. Other kinds
     of recompute ignore it."""
@@ -101,7 +101,7 @@ class MuonConfig:
 class OptimConfig:
     """The optimizer and gradient clipping. docs/optimizers.md has the formulas and what each kind costs."""
 
-    kind: Literal["adamw", "muon", "lion", "adafactor", "sgd", "adamw_8bit", "adamw_bf16"] = "adamw"
+    kind: Literal["adamw", "muon", "adamw_8bit", "adamw_bf16"] = "adamw"
     """muon: matrices by Muon, the rest by AdamW; rates, betas, decay, batch and schedule that are left out or null
     follow rules (docs/learning.md). adamw_8bit: moments in 8 bits; adamw_bf16: everything in bfloat16."""
     lr_max: PositiveFloat = 3e-4
@@ -109,17 +109,17 @@ class OptimConfig:
     lr_multipliers: dict[str, NaturalFloat] = field(default_factory=dict)
     """Factor on the learning rate by kind of parameter (matrix, embedding, head, norm, bias); 1 for those not named."""
     beta1: ShareBelowOne = 0.9
-    """Decay of the running mean of gradients (AdamW kinds); share of it in the update (lion)."""
+    """Decay of the running mean of gradients (AdamW kinds)."""
     beta2: ShareBelowOne = 0.95
-    """Decay of the running mean of squared gradients (AdamW kinds), or of gradients (lion)."""
+    """Decay of the running mean of squared gradients (AdamW kinds)."""
     embedding_beta2: ShareBelowOne | None = None
     """muon: beta2 of the embedding, which AdamW updates; None takes beta2."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment (AdamW kinds)."""
     momentum: ShareBelowOne = 0.95
-    """Decay of the momentum of sgd, and of muon between its warmup and its end (optim.muon)."""
+    """Decay of the momentum of muon between its warmup and its end (optim.muon)."""
     nesterov: bool = True
-    """muon and sgd: look one step of momentum ahead."""
+    """muon: look one step of momentum ahead."""
     weight_decay: NaturalFloat = 0.1
     """Decoupled decay of matrices; norms, biases and (unless decay_embeddings) embeddings are left alone."""
     decay_embeddings: bool = True
@@ -130,12 +130,6 @@ class OptimConfig:
     """Largest L2 norm of the whole gradient; 0 turns clipping off."""
     muon: MuonConfig = field(default_factory=MuonConfig)
     """How muon updates matrices."""
-    adafactor_beta1: ShareBelowOne = 0.0
-    """Decay of adafactor's momentum; 0 turns it off and saves its memory."""
-    adafactor_decay_power: Annotated[float, Range(above=0, maximum=1)] = 0.8
-    """adafactor: the second moment of step t decays by 1 - t^(-this)."""
-    adafactor_clip_rms: PositiveFloat = 1.0
-    """adafactor: largest root mean square of a parameter's update before the learning rate."""
     bf16_rounding: Literal["stochastic", "kahan"] = "stochastic"
     """adamw_bf16: how small updates survive; stochastic needs no memory, kahan 2 more bytes a parameter."""
 
@@ -304,8 +298,6 @@ class GuardsConfig:
     """Stop (exit code 12) instead of rolling back more often than this within max_rollbacks_within_steps."""
     max_rollbacks_within_steps: PositiveInt = 2000
     """See max_rollbacks."""
-    false_shard_alarms: Annotated[float, Range(above=0, below=1)] = 0.01
-    """False alarms: the probability that a run reports a shard although none is unusual."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ RECOMPUTATION = (
     ("selective", 1, ("none",), "norms, SwiGLU and rotary positions are computed twice"),
     ("full", 1, ("none", "selective", "every_n"), AGAIN),
     ("groups", 2, ("none", "selective", "every_n", "full"), AGAIN),
-    ("swap", 1, ("none", "selective", "every_n", "full", "groups"), "activations go to host memory and come back"),
 )
 """train.recompute, recompute_every, instead of which kinds it may need less, and what it costs."""
 
@@ -111,10 +110,7 @@ def _changes(settings: MemorySettings, ranks: int) -> Iterator[Change]:
         f"{shard} GPUs share states, gradients and weights",
     )
     for zero in range(settings.zero + 1, 4 if settings.offload == "none" else 3):
-        if settings.pipeline == 1 and settings.offload != "weights":
+        if settings.pipeline == 1:
             fields = {"parallel.zero": zero, "parallel.shard": shard}
             fields |= {"ranks": shard} if settings.processes == 1 else {}
             yield change(costs[zero - 1], fields, zero=zero, shard=shard, passes=passes, owned=None)
-    if settings.optimizer == "adamw" and settings.offload in ("none", "optimizer") and settings.zero == 0:
-        cost = "weights, gradients and states on the host: every pass waits for the copies"
-        yield change(cost, {"parallel.offload": "weights"}, offload="weights")

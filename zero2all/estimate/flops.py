@@ -111,7 +111,7 @@ def flops_utilisation(flops: Mapping[str, float], tokens_per_second: float, devi
 
 def recomputed_blocks(config: ModelConfig, kind: str, every_n: int) -> int:
     """How many blocks run their forward pass twice."""
-    return {"none": 0, "swap": 0, "every_n": -(-config.layers // every_n)}.get(kind, config.layers)
+    return {"none": 0, "every_n": -(-config.layers // every_n)}.get(kind, config.layers)
 
 
 def stopped_blocks(config: ModelConfig, kind: str, every_n: int) -> int:

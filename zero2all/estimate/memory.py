@@ -1,4 +1,4 @@
-"""Memory of a training run, by arithmetic, before anything is allocated: on the device, in host memory, on disk.
+"""Memory of a training run, by arithmetic, before anything is allocated: on the device and in host memory.
 
 All the time: weights, float32 masters, gradients, optimizer states. What one process holds of them, with n processes
 along the shard axis, and bytes a parameter for AdamW in bfloat16:
@@ -9,10 +9,9 @@ along the shard axis, and bytes a parameter for AdamW in bfloat16:
     gradients   4       all      all      1/n, buckets     1/n, and those not yet reduced
     states      8       all      1/n      1/n              1/n
 
-    offload             none     optimizer         optimizer_disk    weights
-    weights             device   device            device            host; two blocks and the tables on the device
-    gradients           device   device            device            host; borrowed buckets on the device
-    masters, states     device   host              disk              host
+    offload             none     optimizer
+    weights, gradients  device   device
+    masters, states     device   host
 
 Masters take 2 bytes where a bfloat16 weight is the upper half of its master (`zero2all.ops.split_master`). In float32
 the weights are the masters. Processes along the replicate axis hold the same.
@@ -114,17 +113,11 @@ class MemoryEstimate:
         """Bytes that offload takes in host memory."""
         return self._at("host")
 
-    @property
-    def disk(self) -> float:
-        """Bytes that offload takes on disk."""
-        return self._at("disk")
-
     def lines(self) -> list[str]:
-        """The estimate as a table: the device, then host memory and disk where something lies there."""
+        """The estimate as a table: the device, then host memory where something lies there."""
         lines = self._rows("device")
-        for place, heading in (("host", "in host memory:"), ("disk", "on disk:")):
-            if self._at(place):
-                lines += [f"  {t(heading)}", *self._rows(place)]
+        if self.host:
+            lines += [f"  {t('in host memory:')}", *self._rows("host")]
         return lines
 
     def _at(self, place: str) -> float:
@@ -159,9 +152,6 @@ def estimate_memory(model: ModelConfig, settings: MemorySettings) -> MemoryEstim
         note = f"{note}, {in_flight:g} micro-batches in flight"
     activations = min(tokens * in_flight * saved, worst.bytes)
     parts.append(MemoryPart("activations", activations, note))
-    if lines.host_per_token:
-        swapped = tokens * in_flight * lines.host_per_token
-        parts.append(MemoryPart("activations", swapped, "swapped, pinned", "host"))
     parts.append(MemoryPart("working space", worst.bytes - activations, worst.name))
     return MemoryEstimate(tuple(parts), phases)
 
@@ -189,15 +179,12 @@ BORDER = 128
 KINDS_APART: dict[str, tuple[ParameterKind, ...]] = {
     "muon": ("matrix", "expert"),
     "adamw_8bit": ("matrix", "expert", "router", "embedding", "head"),
-    "adafactor": ("matrix", "expert", "router", "embedding", "head"),
 }
 """The kinds of parameters that an optimizer gives other moments than the rest."""
 BORROWED_BUCKETS = 3
-"""With ZeRO-2, or gradients in host memory: one bucket is being filled, two are on their way."""
+"""With ZeRO-2: one bucket is being filled, two are on their way."""
 PIECE_VALUES, STAGED_PIECES = 1 << 24, 3
 """With offload: gradients and weights of one piece come, one is updated, one goes (`zero2all.train.offload`)."""
-STREAMED_BLOCKS = 2
-"""With offloaded weights: one block computes, one comes (`zero2all.train.streamed`)."""
 
 
 @dataclass(frozen=True)
@@ -239,12 +226,12 @@ def _weights(model: ModelConfig, settings: MemorySettings) -> MemoryPart:
         note = f"{settings.precision}, for the forward pass"
     else:
         note = f"{settings.precision}, no masters"
-    return MemoryPart("weights", float(width * total), note, settings.place_of_weights)
+    return MemoryPart("weights", float(width * total), note)
 
 
 def _master_bytes(settings: MemorySettings) -> int:
     """Of the master of one parameter, beside its weight; 0 where the weight is the master."""
-    width, is_kept_elsewhere = WIDTHS[settings.precision], settings.offload in ("optimizer", "optimizer_disk")
+    width, is_kept_elsewhere = WIDTHS[settings.precision], settings.offload == "optimizer"
     wide = _saved_width(settings.optimizer, settings.precision)
     if settings.is_fsdp:
         return 0 if settings.optimizer == "adamw_bf16" else wide
@@ -258,13 +245,11 @@ def _saved_width(optimizer: str, precision: str) -> int:
     return WIDTHS[precision] if optimizer == "adamw_bf16" else max(4, WIDTHS[precision])
 
 
-def checkpoint_bytes(
-    model: ModelConfig, optimizer: str, precision: str, adafactor_momentum: bool = False, kahan: bool = False
-) -> float:
+def checkpoint_bytes(model: ModelConfig, optimizer: str, precision: str, kahan: bool = False) -> float:
     """Bytes of a checkpoint of a run, on all its processes: masters and the optimizer's state."""
     widen = 2 if precision == "float64" else 1
     kahan = kahan and precision == "bfloat16"  # wider weights need no compensation
-    moments = widen * optimizer_bytes(model, optimizer, adafactor_momentum, kahan)
+    moments = widen * optimizer_bytes(model, optimizer, kahan)
     return _saved_width(optimizer, precision) * parameter_counts(model)["total"] + moments
 
 
@@ -282,46 +267,43 @@ def _gradients(model: ModelConfig, settings: MemorySettings) -> MemoryPart:
     """The gradients that are kept until the update."""
     size, values = settings.gradient_bytes, sum(_fullest_rank(model, settings, settings.gradient_ranks))
     note = _shared(f"{size} bytes per parameter", settings.gradient_ranks)
-    return MemoryPart("gradients", size * values, note, settings.place_of_weights)
+    return MemoryPart("gradients", size * values, note)
 
 
 def _optimizer(model: ModelConfig, settings: MemorySettings) -> MemoryPart:
-    kind, momentum, kahan = settings.optimizer, settings.adafactor_momentum, settings.kahan
+    kind, kahan = settings.optimizer, settings.kahan
     widen = 2 if settings.precision == "float64" else 1
     matrices, others = _fullest_rank(model, settings, settings.state_ranks)
-    of_matrix, of_other = _moment_bytes(model, kind, momentum, kahan)
-    each = widen * optimizer_bytes(model, kind, momentum, kahan) / parameter_counts(model)["total"]
+    of_matrix, of_other = _moment_bytes(model, kind, kahan)
+    each = widen * optimizer_bytes(model, kind, kahan) / parameter_counts(model)["total"]
     note = _shared(f"{each:.2f} bytes per parameter, {kind}", settings.state_ranks)
     size = widen * (of_matrix * matrices + of_other * others)
     return MemoryPart("optimizer", size, note, PLACE_OF_STATES[settings.offload])
 
 
-def optimizer_bytes(model: ModelConfig, kind: str, adafactor_momentum: bool = False, kahan: bool = False) -> float:
+def optimizer_bytes(model: ModelConfig, kind: str, kahan: bool = False) -> float:
     """Bytes of the optimizer state for the whole model, beside float32 masters (adamw_bf16 has none)."""
     matrices = _values(_matrices_apart(model, kind))
-    of_matrix, of_other = _moment_bytes(model, kind, adafactor_momentum, kahan)
+    of_matrix, of_other = _moment_bytes(model, kind, kahan)
     return of_matrix * matrices + of_other * (parameter_counts(model)["total"] - matrices)
 
 
-def _moment_bytes(model: ModelConfig, kind: str, adafactor_momentum: bool, kahan: bool) -> tuple[float, float]:
+def _moment_bytes(model: ModelConfig, kind: str, kahan: bool) -> tuple[float, float]:
     """Bytes of the moments of one value: of a matrix that the optimizer treats apart, and of any other parameter."""
     shapes = _matrices_apart(model, kind)
     if kind == "adamw_8bit":
         scales = sum(rows * -(-columns // BLOCK_OF_8BIT_MOMENTS) for rows, columns in shapes)
         return 2.0 + 2 * 4.0 * scales / _values(shapes), 8.0
-    if kind == "adafactor":
-        momentum, factors = 4.0 if adafactor_momentum else 0.0, sum(rows + columns for rows, columns in shapes)
-        return 4.0 * factors / _values(shapes) + momentum, 4.0 + momentum
     if kind == "adamw_bf16":
         return (6.0, 6.0) if kahan else (4.0, 4.0)
     if kind == "muon":  # a momentum, and a mean square for each line along the longer side
         return 4.0 + 4.0 * sum(max(shape) for shape in shapes) / _values(shapes), 8.0
-    return {"adamw": (8.0, 8.0), "lion": (4.0, 4.0), "sgd": (4.0, 4.0)}[kind]
+    return 8.0, 8.0
 
 
 def compressed_shapes(model: ModelConfig, rank: int) -> list[tuple[int, int]]:
     """The matrices that PowerSGD compresses, of a model without experts."""
-    return [shape for shape in _matrices_apart(model, "adafactor") if is_low_rank(shape, rank)]
+    return [shape for shape in _matrices_apart(model, "adamw_8bit") if is_low_rank(shape, rank)]
 
 
 def _compress_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPart]:
@@ -411,9 +393,9 @@ def _fsdp_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPart
 
 
 def _borrowed_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPart]:
-    """Gradients of a pass on their way to the process or the memory that keeps them."""
+    """Gradients of a pass on their way to the process that keeps them."""
     is_cut = settings.gradient_ranks > 1 and not settings.is_fsdp
-    if not is_cut and settings.place_of_weights == "device":
+    if not is_cut:
         return []
     table = settings.gradient_bytes * parameter_counts(model)["embedding"]
     size = BORROWED_BUCKETS * _bucket_bytes(model, settings) + table
@@ -436,21 +418,12 @@ def _bucket_bytes(model: ModelConfig, settings: MemorySettings) -> float:
 
 
 def _staging_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPart]:
-    """What offload needs on the way between the device and the place of the states; late and streamed weights."""
+    """What offload needs on the way between the device and the host."""
     if settings.offload == "none":
         return []
     counts, width = parameter_counts(model), WIDTHS[settings.precision]
     piece = min(PIECE_VALUES, counts["total"]) * (settings.gradient_bytes + width)
-    parts = [MemoryPart("staging", float(STAGED_PIECES * piece), f"{STAGED_PIECES} pieces, pinned", "host")]
-    if settings.one_step_late:
-        values = sum(_fullest_rank(model, settings, settings.state_ranks))
-        note = "new weights, until the next step has ended"
-        parts.append(MemoryPart("late weights", width * values, note, PLACE_OF_STATES[settings.offload]))
-    if settings.offload == "weights":
-        streamed = min(1.0, STREAMED_BLOCKS / model.layers) * counts["blocks"] + counts["embedding"] + counts["head"]
-        note = f"weights of {STREAMED_BLOCKS} blocks and the tables"
-        parts.append(MemoryPart("streamed", width * streamed, note))
-    return parts
+    return [MemoryPart("staging", float(STAGED_PIECES * piece), f"{STAGED_PIECES} pieces, pinned", "host")]
 
 
 def _float8_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPart]:
@@ -460,6 +433,4 @@ def _float8_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPa
     counts = parameter_counts(model)
     chosen = 3 * model.hidden_size * model.moe.experts_per_token * model.moe.expert_size * model.expert_layers
     values = counts["matmul"] - counts["embedding"] - chosen  # experts have none
-    if settings.offload == "weights":
-        values = values * min(STREAMED_BLOCKS, model.layers) // model.layers
     return [MemoryPart("float8", float(copy_bytes * values), "weights of the blocks, plain and transposed")]

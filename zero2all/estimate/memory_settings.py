@@ -13,12 +13,10 @@ from zero2all.ops.footprint import Footprint, Sizes
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a value by train.precision."""
-Place = Literal["device", "host", "disk"]
+Place = Literal["device", "host"]
 PLACE_OF_STATES: dict[str, Place] = {
     "none": "device",
     "optimizer": "host",
-    "optimizer_disk": "disk",
-    "weights": "host",
 }
 """Where masters and optimizer states are kept, by parallel.offload."""
 
@@ -32,7 +30,6 @@ class MemorySettings:
     operators: Mapping[str, Footprint]  # what each operator needs (`Ops.footprints`)
     precision: str = "bfloat16"
     optimizer: str = "adamw"  # optim.kind
-    adafactor_momentum: bool = False  # optim.adafactor_beta1 above 0
     kahan: bool = False  # optim.bf16_rounding: kahan
     recompute: str = "none"
     recompute_every: int = 1
@@ -51,7 +48,6 @@ class MemorySettings:
     compress: str = "none"  # parallel.compress
     powersgd_rank: int = 4  # parallel.powersgd_rank
     offload: str = "none"  # parallel.offload
-    one_step_late: bool = False  # parallel.offload_one_step_late
     bucket_bytes: float = 128e6  # of gradients (parallel.bucket_mb)
     workspace_bytes: float = 0.0
     """Of the libraries, out of torch's memory: see `zero2all.estimate.cards`."""
@@ -73,11 +69,6 @@ class MemorySettings:
     def gradient_ranks(self) -> int:
         """Processes that share one copy of the gradients."""
         return self.shard if self.zero >= 2 else 1
-
-    @property
-    def place_of_weights(self) -> Place:
-        """Where weights and gradients are kept."""
-        return "host" if self.offload == "weights" else "device"
 
     @property
     def gradient_bytes(self) -> int:

@@ -8,8 +8,7 @@ put in the order of a pass. Forward, a block saves what its operators save:
 Backward, it is freed from the end. The gradients of the residual and of the branch not yet added to it (one tensor, if
 they have one dtype) are there all the time, and at each operator what that operator says. A recomputed block keeps its
 two inputs, and has all the others again while its backward pass runs. Of a group of blocks that is recomputed the first
-keeps its inputs, and all of them have the others again when the backward pass of the last begins. Of swapped blocks the
-device has two (`zero2all.model.swap`).
+keeps its inputs, and all of them have the others again when the backward pass of the last begins.
 
 A process of a pipeline has more: what waiting micro-batches have saved, of which the head keeps the gradient of its
 whole matrix; hidden states that are received ahead of time, and those that the device has not sent yet, because the
@@ -28,7 +27,7 @@ from typing import NamedTuple
 
 from zero2all.estimate.flops import WHOLE_FORWARD, recomputed_blocks
 from zero2all.estimate.memory_settings import MemorySettings
-from zero2all.model.config import RESIDENT_BLOCKS, ModelConfig
+from zero2all.model.config import ModelConfig
 from zero2all.ops.footprint import Moment, Sizes
 
 FORWARD, LOSS, LAST_BLOCK, RECOMPUTED_BLOCK, FIRST_BLOCK = (
@@ -77,7 +76,6 @@ class PassMemory:
     saved_per_token: float  # at the end of the forward pass, of one micro-batch
     lines: tuple[PhaseLines, ...]
     chunk_rows: Callable[[int], int] | None  # of the head, from the tokens of a pass; None: all tokens
-    host_per_token: float  # that lies in host memory, at the end of the forward pass
     inputs: Moment  # what lies on the device for a pass: ids, weights in the loss, tables of positions
 
     def phases(self, tokens: int) -> list[Phase]:
@@ -124,9 +122,8 @@ def pass_memory(model: ModelConfig, settings: MemorySettings) -> PassMemory:
             PhaseLines(name, saved, tuple(one._replace(fixed=one.fixed + kept) for one in moments))
             for name, saved, moments in lines
         ]
-    swapped = sum(map(blocks.whole, range(last + 1))) - saved if settings.recompute == "swap" else 0.0
     chunk = None if head.chunk_rows is None else partial(head.chunk_rows, blocks.sizes)
-    return PassMemory(saved + ends.saved, tuple(lines), chunk, swapped, _inputs(model, settings))
+    return PassMemory(saved + ends.saved, tuple(lines), chunk, _inputs(model, settings))
 
 
 def _waiting(blocks: _Blocks, ends: _Ends, settings: MemorySettings, saved: float) -> tuple[float, float]:
@@ -248,8 +245,6 @@ class _Blocks:
 
     def saved_up_to(self, end: int) -> float:
         """What the first `end` blocks have on the device."""
-        if self.settings.recompute == "swap":
-            return sum(sorted(self.whole(number) for number in range(end))[-RESIDENT_BLOCKS:])
         if self.last_recomputed < 0 and not self.model.expert_layers:
             return end * self.whole(0)
         return sum(self.saved(number) for number in range(end))

@@ -32,7 +32,6 @@ from zero2all.estimate.flops import WHOLE_FORWARD, flops_per_token, recomputed_b
 from zero2all.estimate.local_model import HeldStage, expert_values
 from zero2all.estimate.machine import Kind, Link, Machine
 from zero2all.estimate.memory_settings import WIDTHS, MemorySettings
-from zero2all.estimate.pass_memory import pass_memory
 from zero2all.model.config import ModelConfig, parameter_counts
 
 SLOWEST = 0.7
@@ -190,7 +189,7 @@ def pass_costs(model: ModelConfig, settings: MemorySettings, machine: Machine) -
 
 def again_cost(model: ModelConfig, settings: MemorySettings, forward: Mapping[str, Cost], machine: Machine) -> Cost:
     """The second forward of a recomputed block."""
-    if settings.recompute in ("none", "swap"):
+    if settings.recompute == "none":
         return Cost()
     held, price = dataclasses.replace(settings, stage=None).held(model), _Prices(machine, settings)
     elementwise, attention = forward["element-wise"], forward["attention"]
@@ -427,7 +426,6 @@ def predict_step(
     parts += _communication(model, held, machine, windows)
     if settings.pipeline > 1:
         parts.append(_waiting("bubble", slowest.fill))
-    parts += _swapped(held, model, machine, device)
     parts += _update(model, held, machine, doubt)
     parts += _host(settings, machine, device, layers, cuda_graph)
     if tokens is None:
@@ -556,23 +554,7 @@ def _update(model: ModelConfig, settings: MemorySettings, machine: Machine, doub
     down = machine.copy_seconds("d2h", settings.gradient_bytes * values)
     up = machine.copy_seconds("h2d", width * values)
     # Pieces come, are updated and go at once: the slowest of the three counts.
-    parts = [_computed("optimizer", norm, doubt), _waiting("offload", max(down, host, up), max(down, up))]
-    if settings.offload == "weights":
-        streamed = (
-            2 * settings.passes * machine.copy_seconds("h2d", width * parameter_counts(settings.held(model))["total"])
-        )
-        parts.append(_waiting("offload, weights", 0.1 * streamed, 0.0, 0.9 * streamed))
-    return parts
-
-
-def _swapped(settings: MemorySettings, model: ModelConfig, machine: Machine, device: float) -> list[Part]:
-    """Activations that go to the host and come back. Both use one stream, beside the computation of the passes."""
-    if settings.recompute != "swap":
-        return []
-    size = pass_memory(settings.held(model), settings).host_per_token * settings.tokens
-    copies = settings.passes * (machine.copy_seconds("d2h", size) + machine.copy_seconds("h2d", size))
-    hidden = min(copies, device)
-    return [_waiting("offload, activations", copies - hidden, 0.0, hidden, 2 * settings.passes * size)]
+    return [_computed("optimizer", norm, doubt), _waiting("offload", max(down, host, up), max(down, up))]
 
 
 def queueing_seconds(settings: MemorySettings, machine: Machine, layers: int) -> float:

@@ -219,4 +219,4 @@ def held_out_rows(loaded: LoadedModel, splits: Sequence[PackedSplit], run: Path)
     if loaded.config.train.precision in ("bfloat16", "float16"):
         loaded = load_model(str(run), None, loaded.step, loaded.device, loaded.config.train.precision)
     assert loaded.config is not None, "it is that of the run"
-    return dict(sorted(held_out_scores(loaded.model, [*splits], loaded.config.data, loaded.config.eval).items()))
+    return dict(sorted(held_out_scores(loaded.model, [*splits], loaded.config).items()))

@@ -21,8 +21,8 @@ from zero2all.common.workspace import STAMP_NAME, Workspace, is_folder_name, ope
 from zero2all.config import RunConfig
 from zero2all.config.training import model_at
 from zero2all.model.config import ModelConfig, parameter_counts
-from zero2all.model.empty import without_weights
 from zero2all.model.hf import DTYPES, nonfinite, open_hf_folder
+from zero2all.model.init import without_weights
 from zero2all.model.moe import routers
 from zero2all.model.rope import rope_tables
 from zero2all.model.z2all import Z2all

@@ -213,7 +213,7 @@ def _in_short(line: Line) -> str:
 
 # ---- the file of results ---------------------------------------------------------------------------------------------
 
-PACKAGES = ("torch", "triton", "liger-kernel", "flash-attn-4", "quack-kernels")
+PACKAGES = ("torch", "triton", "flash-attn-4", "quack-kernels")
 MEASURED_PARTS = ("model", "ops", "parallel", "train")
 RESULTS_FILE = "results.jsonl"
 FINAL_STATUSES = ("measured", "out of memory", "cannot run here")

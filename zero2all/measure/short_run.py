@@ -25,15 +25,15 @@ from zero2all.estimate.run.batch import BatchShape
 from zero2all.measure.anatomy import PHASE, STEP, anatomy_of, inside
 from zero2all.measure.calibration.stopwatch import timed
 from zero2all.measure.step_timer import device_name, wait_for, watched_gpu
+from zero2all.model.init import INTO_RESIDUAL
 from zero2all.model.z2all import compile_model
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch
 from zero2all.parallel.device import pick_device, set_cpu_threads
-from zero2all.parallel.parameter_table import INTO_RESIDUAL
 from zero2all.parallel.world import World
 from zero2all.train.build import empty_state, op_context
 from zero2all.train.cuda_graph import choose_cuda_graph
-from zero2all.train.simulate import LiveBytes
+from zero2all.train.live_bytes import LiveBytes
 from zero2all.train.state import DTYPES, TrainState
 from zero2all.train.step_timer import mark_now, scheduled_garbage_collection, seconds_between
 from zero2all.train.train_step import StepPlan, train_step
@@ -83,7 +83,7 @@ def measure_steps(config: RunConfig, batch: BatchShape, seconds: float, anatomy:
             found = run.timed_steps(seconds)
     peak = _memory(device) if live is None else {"peak_bytes": float(live.peak)}
     parts = _anatomy(run, device) if anatomy else {}
-    state.weights.synchronize()
+    state.weights.wait()
     at = timed(found)
     return {
         "device": device_name(device),

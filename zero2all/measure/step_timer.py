@@ -29,7 +29,7 @@ from zero2all.estimate.flops import flops_per_token, flops_utilisation, peak_flo
 from zero2all.estimate.run.batch import BatchShape
 from zero2all.measure.variants import TensorPath
 from zero2all.model import config as model_config
-from zero2all.model.empty import without_weights
+from zero2all.model.init import INTO_RESIDUAL, without_weights
 from zero2all.model.recompute import apply_recompute
 from zero2all.model.rope import rope_tables
 from zero2all.model.z2all import Z2all, compile_model
@@ -37,7 +37,6 @@ from zero2all.ops.cut_vocabulary import Exchange, cut_linear_cross_entropy
 from zero2all.ops.linear_cross_entropy import LinearCrossEntropyOp
 from zero2all.ops.registry import Ops, resolve
 from zero2all.parallel.mesh import Axis
-from zero2all.parallel.parameter_table import INTO_RESIDUAL
 from zero2all.parallel.tensor import cut_model
 from zero2all.train.build import op_context
 from zero2all.train.cuda_graph import choose_cuda_graph

@@ -9,8 +9,6 @@ from zero2all.common.schema import PositiveFloat, Problem, Range, ShareBelowOne
 
 VOCAB_MULTIPLE = 64
 """With 64,321 columns instead of 64,320 the head is five to seven times slower on an H200: rows are not aligned."""
-RESIDENT_BLOCKS = 2
-"""Of swapped activations (`zero2all.model.swap`) on the device: the block that computes, and the one that is copied."""
 
 ParameterKind = Literal["matrix", "expert", "router", "embedding", "head", "norm", "bias"]
 PARAMETER_KINDS: tuple[ParameterKind, ...] = ("matrix", "expert", "router", "embedding", "head", "norm", "bias")

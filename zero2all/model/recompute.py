@@ -7,7 +7,6 @@ selective  of each block its inputs and the results of matmuls and of fused atte
            norms, rotary positions, SwiGLU and dropout are computed again
 groups     of each n consecutive blocks only the inputs of the first; the forward of the whole group runs again, and
            the activations of n blocks are there at once. Least memory where n is about the root of the layers
-swap       everything is saved, but in host memory; nothing is computed again (`zero2all.model.swap`)
 
 Loss and gradients keep their bits: the same operations run on the same numbers, and dropout draws the same masks,
 because the random state of the first pass is restored. What a backward adds to a gradient sink is added once.
@@ -30,10 +29,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from zero2all.model.swap import Swap
 from zero2all.model.z2all import Block, Z2all
 
-KINDS = ("none", "full", "every_n", "selective", "groups", "swap")
+KINDS = ("none", "full", "every_n", "selective", "groups")
 
 
 class RecomputedBlock(Block):
@@ -73,9 +71,9 @@ def apply_recompute(model: Z2all, kind: str, every_n: int = 1) -> None:
     if kind == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy(model))
     run_twice = partial(checkpoint, use_reentrant=False, **options)
-    if kind in ("groups", "swap"):
+    if kind == "groups":
         assert model.arrange is None, "recomputation is applied once"
-        model.arrange = Swap() if kind == "swap" else partial(_groups, run_twice, every_n)
+        model.arrange = partial(_groups, run_twice, every_n)
         return
     for number, block in enumerate(model.blocks):
         if kind == "none" or (kind == "every_n" and number % every_n):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zero2all.ops.footprint import Footprint, Head, Moment, Sizes
-from zero2all.ops.implementation import Implementation, needs_liger, needs_triton
+from zero2all.ops.implementation import Implementation, needs_triton
 from zero2all.ops.precision import widened
 
 CrossEntropyOp = Callable[[Tensor, Tensor], Tensor]
@@ -27,14 +27,6 @@ def eager_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """logsumexp minus the target's logit: the definition."""
     wide = widened(logits)
     return wide.logsumexp(dim=-1) - wide.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-
-
-def liger_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """liger-kernel's, which also overwrites the logits with their gradient."""
-    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
-
-    losses, *_ = LigerCrossEntropyFunction.apply(logits, targets, None, -100, 0.0, 0.0, "none")
-    return widened(losses)
 
 
 def triton_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -93,5 +85,4 @@ IMPLEMENTATIONS: tuple[Implementation[CrossEntropyOp], ...] = (
     Implementation("triton", triton_cross_entropy, needs_triton, compile_safe=False, footprint=IN_PLACE),
     Implementation("torch", torch_cross_entropy, footprint=BY_TORCH),
     Implementation("eager", eager_cross_entropy, footprint=BY_FORMULA),
-    Implementation("liger", liger_cross_entropy, needs_liger, compile_safe=False, footprint=IN_PLACE),
 )

@@ -1,7 +1,7 @@
 """Where the gradient of a weight goes: one buffer over all passes of a step, and a signal when a pass has added to it.
 
 Kernels that add to the buffer themselves (in float32, inside the matmul) return nothing to autograd, so autograd cannot
-tell when a gradient is complete. Each weight therefore has a sink: a kernel adds to its buffer and calls `added`;
+tell when a gradient is complete. Each weight therefore has a sink: a kernel adds to its buffer and calls `mark_ready`;
 what autograd computes is handed to it by a hook (`take_from_autograd`). The owner of the buffers
 (`zero2all.train.weights`) learns from the signal when it may send a gradient to other processes.
 
@@ -21,23 +21,22 @@ from torch import Tensor
 class GradientSink:
     """Takes the gradient of one weight."""
 
-    def __init__(self, buffer: Tensor, when_added: Callable[[], None] | None = None) -> None:
-        self._buffer, self._when_added = buffer, when_added
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer = buffer
 
     @property
     def buffer(self) -> Tensor:
         """Where to add, in the shape of the weight."""
         return self._buffer
 
-    def added(self) -> None:
-        """Something was added to the buffer; on a GPU the addition is queued."""
-        if self._when_added is not None:
-            self._when_added()
+    def mark_ready(self) -> None:
+        """Something was added to the buffer; on a GPU the addition is queued. Where nobody waits for it, nothing is
+        done."""
 
     def add(self, gradient: Tensor) -> None:
         """Add a gradient."""
         self.buffer.add_(gradient)
-        self.added()
+        self.mark_ready()
 
 
 _deferred: list[Callable[[], None]] | None = None

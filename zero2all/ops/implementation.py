@@ -139,15 +139,6 @@ def needs_triton(context: OpContext) -> str | None:
 MAX_ROW = 16384
 
 
-def needs_liger(context: OpContext) -> str | None:
-    """The probe of liger-kernel."""
-    if context.device != "cuda":
-        return "it needs a CUDA device"
-    if importlib.util.find_spec("liger_kernel") is None:
-        return "liger-kernel is not installed"
-    return compiler_problem()
-
-
 def needs_quack(context: OpContext) -> str | None:
     """What all of QuACK's kernels need; the operators that use them also run a trial of their own."""
     problem = needs_triton(context)

@@ -9,7 +9,6 @@ chunked  chunk by chunk, with the gradient computed in the forward pass, in plai
 triton   the same with our cross-entropy kernel, which overwrites the logits with their gradient
 quack    the softmax inside QuACK's matmuls: neither logits nor their gradient are written (Hopper)
 torch    torch's own linear_cross_entropy (2.13 and newer)
-liger    liger-kernel's; with a loss per token it computes the logits twice
 
 chunked and triton: per chunk, logits by one matmul, loss and gradient in place, then the gradients of hidden states
 and head by two more matmuls. That is no more arithmetic than the plain head needs, because the gradient is computed
@@ -36,7 +35,6 @@ from zero2all.ops.implementation import (
     OpContext,
     Probe,
     has_triton,
-    needs_liger,
     needs_quack,
     needs_triton,
     runs_anywhere,
@@ -142,13 +140,13 @@ class LinearCrossEntropy(torch.autograd.Function):
             from zero2all.ops.kernels.scaled import add_scaled_, scaled
 
             add_scaled_(sink.buffer, dhead, dsum)
-            sink.added()
+            sink.mark_ready()
             return scaled(dhidden, dsum), None, None, None, None, None, None
         dhidden = dhidden * dsum  # a scalar tensor keeps its digits and leaves the dtype as it is
         if sink is None:
             return dhidden, (dhead * dsum).to(ctx.head.dtype), None, None, None, None, None
         sink.buffer.addcmul_(dhead, dsum.to(sink.buffer.dtype).expand_as(dhead))
-        sink.added()
+        sink.mark_ready()
         return dhidden, None, None, None, None, None, None
 
 
@@ -271,26 +269,10 @@ def torch_linear_cross_entropy(
     return (losses * weights.reshape(-1)).sum(), losses.detach().view(targets.shape)
 
 
-def liger_linear_cross_entropy(
-    hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float = 0.0
-) -> Loss:
-    """liger-kernel's."""
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Liger
-
-    rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    losses, *_ = Liger.apply(rows, head[:vocab_size], wanted.clamp(min=-1), None, None, -1, z, 0.0, "none")
-    plain = losses.detach().view(targets.shape)
-    return (widened(losses) * weights.reshape(-1)).sum(), plain
-
-
 def _needs_torch_2_13(context: OpContext) -> str | None:
     if not hasattr(F, "linear_cross_entropy"):
         return f"it needs torch 2.13, and this is {torch.__version__}"
     return "it has no z term" if context.z_loss else None
-
-
-def _needs_liger_without_z(context: OpContext) -> str | None:
-    return needs_liger(context) or ("its losses would contain the z term" if context.z_loss else None)
 
 
 def _needs_quack(context: OpContext) -> str | None:
@@ -403,11 +385,4 @@ IMPLEMENTATIONS: tuple[Implementation[LinearCrossEntropyOp], ...] = (
     # The registry puts the chosen `cross_entropy` in place of torch's, and its footprint here.
     Implementation("off", through_cross_entropy(torch_cross_entropy), _with_whole_head()),
     Implementation("torch", torch_linear_cross_entropy, _with_whole_head(_needs_torch_2_13), footprint=CHUNKS),
-    Implementation(
-        "liger",
-        liger_linear_cross_entropy,
-        _with_whole_head(_needs_liger_without_z),
-        compile_safe=False,
-        footprint=CHUNKS,
-    ),
 )

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zero2all.ops.footprint import Footprint, Moment, Sizes
-from zero2all.ops.implementation import Implementation, needs_liger, needs_triton
+from zero2all.ops.implementation import Implementation, needs_triton
 from zero2all.ops.precision import widened
 
 RmsNormOp = Callable[[Tensor, "Tensor | None", Tensor, float], tuple[Tensor, Tensor]]
@@ -36,15 +36,6 @@ def torch_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float)
     """torch's rms_norm, which fuses the passes on the GPU."""
     x = _added(x, branch)
     return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, eps), x
-
-
-def liger_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """liger-kernel's norm behind torch's add."""
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-
-    x = _added(x, branch)
-    normed: Tensor = LigerRMSNormFunction.apply(x.to(weight.dtype), weight, eps, 0.0, "llama", False)
-    return normed, x
 
 
 def triton_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -124,5 +115,4 @@ IMPLEMENTATIONS: tuple[Implementation[RmsNormOp], ...] = (
         tolerance=2e-2,
         footprint=LEAN,
     ),
-    Implementation("liger", liger_rms_norm, needs_liger, compile_safe=False, footprint=LOW_PRECISION),
 )

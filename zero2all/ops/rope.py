@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zero2all.ops.footprint import Footprint, Moment, Sizes
-from zero2all.ops.implementation import Implementation, needs_liger, needs_triton
+from zero2all.ops.implementation import Implementation, needs_triton
 from zero2all.ops.precision import widened
 
 
@@ -68,20 +68,6 @@ def normed_heads(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
     return wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * weight
 
 
-def liger_rope(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, norm: QkNorm | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """liger-kernel's, behind the formula of the norm."""
-    from liger_kernel.ops.rope import LigerRopeFunction
-
-    query, key, value = qkv.transpose(1, 2).split((heads, kv_heads, kv_heads), dim=1)
-    query, key = (each.to(qkv.dtype) for each in _normed(query, key, norm))
-    both = [torch.cat((table, table), dim=-1) for table in (cos, sin)]
-    both = [table if table.dim() == 3 else table.unsqueeze(0) for table in both]
-    query, key = LigerRopeFunction.apply(query, key, *both)
-    return query, key, value
-
-
 def triton_rope(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, norm: QkNorm | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,5 +109,4 @@ IN_PLACE = Footprint(_saved_by_kernel, backward=_gradient, overwrites_input=True
 IMPLEMENTATIONS: tuple[Implementation[RopeOp], ...] = (
     Implementation("triton", triton_rope, needs_triton, compile_safe=False, footprint=IN_PLACE),
     Implementation("eager", eager_rope, footprint=COPIES),
-    Implementation("liger", liger_rope, needs_liger, compile_safe=False, footprint=COPIES),
 )

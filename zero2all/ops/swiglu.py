@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zero2all.ops import trial
 from zero2all.ops.footprint import Footprint, Moment, Sizes
-from zero2all.ops.implementation import Implementation, OpContext, needs_liger, needs_quack, needs_triton
+from zero2all.ops.implementation import Implementation, OpContext, needs_quack, needs_triton
 
 SwigluOp = Callable[[Tensor], Tensor]
 """(..., 2 F) -> (..., F)."""
@@ -33,14 +33,6 @@ def eager_swiglu(pairs: Tensor) -> Tensor:
     """The formula."""
     gate, up = gate_and_up(pairs)
     return gate * torch.sigmoid(gate) * up
-
-
-def liger_swiglu(pairs: Tensor) -> Tensor:
-    """liger-kernel's."""
-    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
-
-    h: Tensor = LigerSiLUMulFunction.apply(*gate_and_up(pairs))
-    return h
 
 
 def triton_swiglu(pairs: Tensor) -> Tensor:
@@ -91,7 +83,6 @@ def _pairs_beside_copies(sizes: Sizes) -> tuple[Moment, ...]:
 
 
 KERNEL = Footprint(backward=_gradient)
-LIGER = Footprint(forward=_pairs_beside_copies, backward=_gradient)
 
 IMPLEMENTATIONS: tuple[Implementation[SwigluOp], ...] = (
     # Computed inside the matmuls before and after it; where those have biases, as `triton`.
@@ -99,5 +90,4 @@ IMPLEMENTATIONS: tuple[Implementation[SwigluOp], ...] = (
     Implementation("triton", triton_swiglu, needs_triton, compile_safe=False, footprint=KERNEL),
     Implementation("torch", torch_swiglu, footprint=Footprint(_saved_by_torch, _pairs_beside_copies, _gradient)),
     Implementation("eager", eager_swiglu, footprint=Footprint(_saved_by_eager, _pairs_beside_copies, _gradient)),
-    Implementation("liger", liger_swiglu, needs_liger, compile_safe=False, footprint=LIGER),
 )

@@ -35,9 +35,6 @@ class DataConfig:
     """Threads (or processes) that read ahead."""
     reader_kind: Literal["thread", "process"] = "thread"
     """Read in threads, or in processes where reading competes with the trainer for Python's lock (rare)."""
-    quarantine: Literal["off", "log", "auto"] = "log"
-    """What to do with shards whose loss stands out over the run, or that repeat another shard. log: report them; auto:
-    report them and leave the rest of their samples out of the loss; off: do not look for them."""
     verify_shards: bool = True
     """Check the size and crc32c of every file that is read, once per start, in the background (32 MB per second and
     process). The run stops when a file is damaged."""
@@ -66,8 +63,7 @@ class DataConfig:
 
 
 FREE_ON_RESUME = (
-    *("quarantine", "question_frames"),
-    *("prefetch_steps", "readers", "reader_kind", "verify_shards", "packed", "cache", "cache_bytes"),
+    *("question_frames", "prefetch_steps", "readers", "reader_kind", "verify_shards", "packed", "cache", "cache_bytes"),
 )
 """Fields that do not say which samples are read."""
 

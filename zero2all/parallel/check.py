@@ -16,7 +16,6 @@ from dataclasses import fields, replace
 
 from zero2all.common.errors import UsageError
 from zero2all.common.progress import counted
-from zero2all.estimate.flops import recomputed_blocks
 from zero2all.parallel import context, expert, pipeline, tensor
 from zero2all.parallel.config import MeshSizes, SlowLinkConfig
 from zero2all.parallel.run_config import SpreadConfig, sequence_lengths
@@ -155,18 +154,15 @@ def _zero_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
 
 
 def _offload_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
-    """Offload needs processes that hold all blocks; offload of weights also whole matrices; on the host only AdamW
-    runs."""
+    """Offload needs processes that hold all blocks; on the host only AdamW runs."""
     asked, found = config.parallel.offload, []
     if asked == "none":
         return []
-    allowed = ("replicate", "shard") if asked == "weights" else ("replicate", "shard", "tensor")
-    axes = [name for name in ("pipeline", "context", "tensor", "expert") if name not in allowed]
-    others = [name for name in axes if getattr(sizes, name) > 1]
+    others = [name for name in ("pipeline", "context", "expert") if getattr(sizes, name) > 1]
     if others:
         named = ", ".join(f"{name} {getattr(sizes, name)}" for name in others)
         found.append(
-            f"parallel.offload {asked} does not work with {named}, only with {'/'.join(allowed)}. Set "
+            f"parallel.offload {asked} does not work with {named}, only with replicate/shard/tensor. Set "
             f"parallel.offload to none (each of these axes also makes the states of a process smaller), or these axes "
             f"to 1."
         )
@@ -174,39 +170,6 @@ def _offload_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
         found.append(
             f"parallel.offload {asked} does not work with optim.kind {config.optim.kind}: the host updates the "
             f"weights, and only adamw runs there. Set optim.kind to adamw, or parallel.offload to none."
-        )
-    return found + (_streaming_problems(config) if asked == "weights" else [])
-
-
-def _streaming_problems(config: SpreadConfig) -> list[str]:
-    """Offloaded weights come to the device block by block, to addresses that change."""
-    parallel, train, found = config.parallel, config.train, []
-    if parallel.zero:
-        found.append(
-            f"parallel.offload weights does not work with parallel.zero {parallel.zero}: the host holds whole weights. "
-            f"Set parallel.zero to 0, or parallel.offload to optimizer."
-        )
-    if parallel.offload_one_step_late:
-        found.append(
-            "parallel.offload weights does not work with parallel.offload_one_step_late: the weights must be updated "
-            "before the next step. Set offload_one_step_late to false, or parallel.offload to optimizer."
-        )
-    recomputed = recomputed_blocks(config.model, train.recompute, train.recompute_every)
-    if recomputed < config.model.layers or train.recompute == "groups":
-        found.append(
-            f"parallel.offload weights does not work with train.recompute {train.recompute}: every block is fetched "
-            f"again for its backward pass and must be recomputed there. Set train.recompute to full or selective."
-        )
-    if config.model.moe.experts:
-        found.append(
-            f"parallel.offload weights does not work with model.moe.experts {config.model.moe.experts}: a block with "
-            f"experts is too large to be fetched whole. Set parallel.offload to optimizer, or spread the experts with "
-            f"parallel.expert."
-        )
-    if config.ops.compile != "none":
-        found.append(
-            f"parallel.offload weights does not work with ops.compile {config.ops.compile}: compiled blocks keep the "
-            f"addresses of weights. Set ops.compile to none, or parallel.offload to optimizer."
         )
     return found
 
@@ -242,16 +205,14 @@ def _slow_link_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
 
 
 def _compress_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
-    """FSDP sums by itself, and offloaded weights have their gradients on the host. PowerSGD needs whole matrices and
-    their whole sum, once a step, and keeps its error in one scale."""
+    """FSDP sums by itself. PowerSGD needs whole matrices and their whole sum, once a step, and keeps its error in one
+    scale."""
     parallel, found = config.parallel, []
     asked = parallel.compress
     if asked == "none":
         return []
     if parallel.zero == 3:
         found.append("zero 3 (FSDP sums its own parts)")
-    if parallel.offload == "weights":
-        found.append("offload weights (gradients are on the host)")
     if asked == "powersgd":
         if parallel.zero == 2:
             found.append("zero 2 (each rank gets a part of the sum, in every pass)")

@@ -147,13 +147,8 @@ class ParallelConfig:
     matrices as two thin factors, with what they lack added to the next step's gradient."""
     powersgd_rank: PositiveInt = 4
     """Columns of the factors of powersgd: more are closer to the gradient and take more bytes."""
-    offload: Literal["none", "optimizer", "optimizer_disk", "weights"] = "none"
-    """optimizer: keep and update optimizer states and master weights in host memory; optimizer_disk: in files on a
-    fast disk; weights: also keep the weights in host memory and copy them to the device block by block."""
-    offload_one_step_late: bool = False
-    """With offload: update during the whole next step, which still computes with the old weights."""
-    offload_folder: str | None = None
-    """Folder for optimizer_disk; null: the folder of the run."""
+    offload: Literal["none", "optimizer"] = "none"
+    """optimizer: keep and update optimizer states and master weights in host memory."""
     expandable_segments: bool = True
     """Let segments of GPU memory grow, which reduces fragmentation. PYTORCH_ALLOC_CONF takes precedence if it is
     set."""
@@ -198,11 +193,6 @@ class ParallelConfig:
             found.append(
                 Problem(f"{place}.offload", self.offload, f"none, because {place}.zero is 3 (0, 1 or 2 can offload)")
             )
-        if self.offload != "optimizer_disk" and self.offload_folder is not None:
-            expected = f"null, because {place}.offload is {self.offload}: only optimizer_disk uses a folder"
-            found.append(Problem(f"{place}.offload_folder", self.offload_folder, expected))
-        if self.offload == "none" and self.offload_one_step_late:
-            found.append(Problem(f"{place}.offload_one_step_late", True, f"false, because {place}.offload is none"))
         if self.schedule == "interleaved" and self.chunks == 1:
             found.append(Problem(f"{place}.chunks", 1, f"2 or more, because {place}.schedule is interleaved"))
         if self.schedule != "interleaved" and self.chunks > 1:

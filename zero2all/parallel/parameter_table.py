@@ -2,8 +2,7 @@
 
 The model keeps some logical parameters together in one tensor, because one matmul is faster than three: q, k and v lie
 one after the other in `attention.qkv`. Everything outside the forward pass works on logical parameters: initial
-weights (drawn from the seed and the name, so that a seed means the same model under every layout), optimizers, the
-gradient norm, checkpoints, the printed plan.
+weights (`zero2all.model.init`), optimizers, the gradient norm, checkpoints, the printed plan.
 
 A process holds a box of a parameter: a range along the dimension that the tensor or the expert axis cuts, or all of it.
 The matrices of all experts of a block are one parameter, (experts, rows, columns), which the expert axis cuts along its
@@ -13,16 +12,15 @@ Parameters of other pipeline stages are not in its table at all.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from zero2all.model.config import ModelConfig, ParameterKind
+from zero2all.model.init import initial_values
 from zero2all.model.moe import routers
 from zero2all.model.z2all import Z2all
 from zero2all.parallel.mesh import Mesh, Spread
@@ -147,11 +145,6 @@ def held_table(table: Iterable[LogicalParameter], holders: Iterable[str], mesh: 
     return found
 
 
-INTO_RESIDUAL = ("attention.out.weight", "feed_forward.down.weight", "shared.down.weight", "experts.down")
-"""How the names of projections into the residual end."""
-QK_NORMS = ("attention.q_norm.weight", "attention.k_norm.weight")
-
-
 @torch.no_grad()
 def draw(parts: Mapping[str, Part], config: ModelConfig, seed: int) -> None:
     """Write the initial weights of a model into the parts of its parameters, several at a time."""
@@ -160,7 +153,8 @@ def draw(parts: Mapping[str, Part], config: ModelConfig, seed: int) -> None:
         part = parts[parameter.name]
         count = part.values.numel()
         if count:
-            values = initial_values(parameter, config, seed)[part.box.slices].reshape(-1)
+            values = initial_values(parameter.name, parameter.shape, parameter.kind, config, seed)
+            values = values[part.box.slices].reshape(-1)
             part.values.copy_(values[part.start : part.start + count].view(part.values.shape))
 
     # Of large ones only a few at a time: each is a float32 tensor in host memory.
@@ -186,23 +180,3 @@ def model_parts(model: Z2all) -> dict[str, Part]:
         values = holders[one.holder].detach().view(-1)[one.start : one.start + one.numel]
         parts[one.name] = Part.whole(values.view(one.shape))
     return parts | router_biases(model)
-
-
-def initial_values(parameter: LogicalParameter, config: ModelConfig, seed: int) -> Tensor:
-    """The weights of a parameter before training, float32 on the CPU: normal matrices, zero biases, norms of 1;
-    projections into the residual start smaller in deeper models, or at 0. A function of (seed, name) alone."""
-    values = torch.empty(parameter.shape)
-    if parameter.kind == "norm":
-        return values.fill_(config.init_qk_gain if parameter.name.endswith(QK_NORMS) else 1.0)
-    is_into_residual = parameter.name.endswith(INTO_RESIDUAL)
-    if parameter.kind == "bias" or (is_into_residual and config.init_residual == "zero"):
-        return values.zero_()
-    std = config.matrix_std / math.sqrt(2 * config.layers) if is_into_residual else config.matrix_std
-    if parameter.kind in ("embedding", "head"):
-        std = config.head_std if parameter.kind == "head" else config.init_embedding_std or std
-    digest = hashlib.blake2b(f"{seed}/{parameter.name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-    values.normal_(0.0, std, generator=generator)
-    if parameter.kind in ("embedding", "head"):
-        values[config.vocab_ids :] = 0.0  # padding
-    return values

@@ -17,7 +17,7 @@ with bf16 a copy of the bucket in bfloat16 is summed, with powersgd two thin fac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from zero2all.ops.gradient_sink import GradientSink
 from zero2all.parallel.buckets import Bucket, FlatPlan
 from zero2all.parallel.compress import LowRankSum, PowerSgd
+from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.mesh import Axis, Mesh, wait_for
 
 MOST_IN_FLIGHT = 2
@@ -62,27 +63,20 @@ class GradientReducer:
         self,
         plan: FlatPlan,
         mesh: Mesh,
-        zero: int,
+        parallel: ParallelConfig,
         gradients: Tensor,
         own_ranges: Sequence[slice],
-        tied: Sequence[str] = (),
-        overlaps: bool = True,
-        before_add: Callable[[int], None] | None = None,
-        take: Callable[[int, Tensor], None] | None = None,
-        device: torch.device | None = None,
-        in_bfloat16: bool = False,
         powersgd: PowerSgd | None = None,
     ) -> None:
         """`gradients`: the flat buffer of all gradients, or for ZeRO-2 that of the own ranges, which lie in it at
-        `own_ranges`. `tied`: tensors that several operators use, so that no single signal completes them.
-        `before_add`: called with the number of a bucket before anything is added to its gradients in that buffer.
-        `take`: given the sums of each bucket in each pass, to add them elsewhere; borrowed buffers are on `device`.
-        `in_bfloat16`, `powersgd`: how gradients are compressed. One process sends nothing."""
+        `own_ranges`. `powersgd` compresses the gradients. One process sends nothing."""
         self._plan, self._mesh, self._gradients, self._own_ranges = plan, mesh, gradients, own_ranges
-        self._borrows, self._overlaps = zero == 2 or take is not None, overlaps
-        self._scatters, self._in_bfloat16, self._powersgd = zero > 0 and powersgd is None, in_bfloat16, powersgd
-        self._take_sums, self._device = take, device or gradients.device
-        self._tied, self._before_add = set(tied), before_add
+        zero = parallel.zero if mesh.shard.size > 1 else 0
+        self._borrows, self._overlaps = zero == 2, parallel.overlap
+        self._tied = set() if "head.weight" in plan.places else {"embedding.weight"}
+        """Tensors that several operators use, so that no single signal completes them."""
+        self._in_bfloat16, self._powersgd = parallel.compress == "bf16", powersgd
+        self._scatters, self._device = zero > 0 and powersgd is None, gradients.device
         self._order = plan.backward_order
         self._bucket_of = {name: at for at, bucket in enumerate(plan.buckets) for name in bucket.holders}
         self._waiting = [_Waiting() for _ in plan.buckets]
@@ -101,8 +95,6 @@ class GradientReducer:
         place = self._plan.places[name]
         at = self._bucket_of[name]
         if not self._borrows:
-            if self._before_add is not None:
-                self._before_add(at)
             return self._gradients[place]
         span = self._plan.buckets[at].span
         if at not in self._borrowed:
@@ -196,13 +188,7 @@ class GradientReducer:
         if self._in_bfloat16:
             sending.own.copy_(sending.sent)
         if self._borrows:
-            at = self._plan.buckets.index(sending.bucket)
-            if self._before_add is not None:
-                self._before_add(at)
-            if self._take_sums is not None:
-                self._take_sums(at, sending.own)
-            else:
-                self._gradients[self._own_ranges[at]].add_(sending.own)
+            self._gradients[self._own_ranges[self._plan.buckets.index(sending.bucket)]].add_(sending.own)
 
     def _receive(self) -> None:
         """Wait for the oldest bucket that is on its way."""
@@ -224,7 +210,7 @@ class _BucketSink(GradientSink):
         """Where to add, in the shape of the weight."""
         return self._reducer.buffer(self._name).view(self._shape)
 
-    def added(self) -> None:
+    def mark_ready(self) -> None:
         """Tell the reducer."""
         self._reducer.mark_ready(self._name)
 

@@ -16,6 +16,7 @@ port is forwarded, these would otherwise try for `parallel.timeout_seconds`.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -166,19 +167,26 @@ def meet(store: dist.Store, rank: int, size: int, facts: Facts, seconds: float) 
             door = stack.enter_context(listen(address))
             own["door"] = [address, door.getsockname()[1]]
         store.set(f"rank/{rank}", json.dumps(own))
-        verdict = _verdict(store, rank, size, "joined", seconds, lambda: _judge(store, size, own, seconds), own)
+        learn = functools.partial(_learn_verdict, store, rank, seconds=seconds, own=own)
+        judge = functools.partial(_judge, store, size, own, seconds)
+        verdict = _verdict(store, rank, size, "joined", judge, learn)
         doors = {int(other): door for other, door in verdict["doors"].items()}
         if len(doors) > 1:
             if rank in doors:
                 others = {other: door for other, door in doors.items() if other != rank}
                 store.set(f"blocked/{rank}", _first_blocked(others))
-            _verdict(store, rank, size, "reached", seconds, lambda: _judge_doors(store, doors), own)
+            _verdict(store, rank, size, "reached", functools.partial(_judge_doors, store, doors), learn)
 
 
 def _verdict(
-    store: dist.Store, rank: int, size: int, key: str, seconds: float, judge: Callable[[], dict[str, Any]], own: Facts
+    store: dist.Store,
+    rank: int,
+    size: int,
+    key: str,
+    judge: Callable[[], dict[str, Any]],
+    learn: Callable[[str], dict[str, Any]],
 ) -> dict[str, Any]:
-    """What rank 0 finds, in all processes; raises the problem if there is one."""
+    """What rank 0 finds (`judge`), in all processes (`learn`); raises the problem if there is one."""
     if rank == 0:
         verdict = judge()
         store.set(key, json.dumps(verdict))
@@ -186,7 +194,7 @@ def _verdict(
             came = [other for other in range(1, size) if store.check([f"rank/{other}"])]
             wait_for_keys(store, [f"seen/{key}/{other}" for other in came], LAST_WORD_SECONDS)
     else:
-        verdict = _learn_verdict(store, rank, key, seconds, own)
+        verdict = learn(key)
     if problem := verdict.get("problem"):
         raise (UsageError if problem[0] == "UsageError" else PeerFailureError)(problem[1])
     return verdict

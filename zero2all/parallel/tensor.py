@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero2all.model.config import VOCAB_MULTIPLE, ModelConfig
-from zero2all.model.empty import without_weights
+from zero2all.model.init import without_weights
 from zero2all.model.z2all import Attention, Block, FeedForward, Z2all
 from zero2all.ops.cut_vocabulary import Exchange, cut_linear_cross_entropy
 from zero2all.ops.embedding import EmbeddingOp
@@ -33,13 +33,6 @@ from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.mesh import Axis
 from zero2all.parallel.reduce import gather_into, scatter_sum_into
 from zero2all.parallel.run_config import SpreadConfig
-
-NEED_WHOLE_MATRICES = {
-    "adafactor": "it takes means over whole rows and columns",
-    "adamw_8bit": "it scales its moments row by row",
-}
-"""Optimizers that would compute something else from a part of a matrix."""
-
 
 # ---- positions ---------------------------------------------------------------------------------------------------
 
@@ -241,11 +234,10 @@ def problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
             f"number of rows of the embedding and the head. Set parallel.tensor to a divisor of {model.vocab_rows}, or "
             f"model.vocab_size to {-(-model.vocab_size // unit) * unit}."
         )
-    why_whole = NEED_WHOLE_MATRICES.get(config.optim.kind)
-    if why_whole is not None:
+    if config.optim.kind == "adamw_8bit":
         found.append(
-            f"optim.kind {config.optim.kind} does not work with parallel.tensor {ranks}: {why_whole}, and a tensor "
-            f"rank has only a part of each. Use muon, adamw, adamw_bf16, lion or sgd, or parallel.zero with "
+            f"optim.kind adamw_8bit does not work with parallel.tensor {ranks}: it scales its moments row by row, and "
+            f"a tensor rank has only a part of each. Use muon, adamw or adamw_bf16, or parallel.zero with "
             f"parallel.tensor 1."
         )
     if config.ops.compile != "none":

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,7 +12,7 @@ from zero2all.common.memory import available_memory
 from zero2all.config import RunConfig
 from zero2all.config.training import model_at
 from zero2all.model.config import parameter_counts
-from zero2all.model.empty import without_weights
+from zero2all.model.init import without_weights
 from zero2all.model.recompute import apply_recompute
 from zero2all.model.rope import rope_tables
 from zero2all.model.z2all import Z2all, compile_model
@@ -34,7 +31,7 @@ from zero2all.train.checkpoints.load import Checkpoint
 from zero2all.train.checkpoints.run_lock import Fence
 from zero2all.train.cuda_graph import check_cuda_graph, choose_cuda_graph
 from zero2all.train.micro_batch import choose_micro_batch, least_samples, memory_settings, rows_of_rank
-from zero2all.train.sanity import nearest_folder, require_memory
+from zero2all.train.sanity import FreeMemory, require_memory
 from zero2all.train.state import DTYPES, TrainState, new_state
 
 
@@ -48,9 +45,6 @@ def build_state(
     check_cuda_graph(config, world.device, world.size, ops)
     world.run_together(lambda: _check_compile(config.ops.compile, world.device.type))
     _require_memory(config, ops, world)
-    if config.parallel.offload == "optimizer_disk" and config.parallel.offload_folder is None:
-        folder = str(nearest_folder(run))  # a dry run has no folder of its own
-        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, offload_folder=folder))
     state = empty_state(config, world, ops, checkpoint.step if checkpoint else 0)
     model = state.model
     if checkpoint is None:
@@ -94,13 +88,7 @@ def build_state(
     return state, notes
 
 
-def empty_state(
-    config: RunConfig,
-    world: World,
-    ops: Ops,
-    step: int = 0,
-    before_allocating: Callable[[], object] = lambda: None,
-) -> TrainState:
+def empty_state(config: RunConfig, world: World, ops: Ops, step: int = 0) -> TrainState:
     """The model as it is at `step`, on its device and spread over the processes, and its optimizer; its weights are yet
     to be drawn or loaded."""
     dtype = DTYPES[config.train.precision]
@@ -115,13 +103,12 @@ def empty_state(
         cut_model(model, world.mesh.tensor)
     apply_recompute(model, config.train.recompute, config.train.recompute_every)
     pipeline = _cut_into_stages(model, config, world) if world.mesh.pipeline.size > 1 else None
-    before_allocating()
     if config.parallel.zero == 3 and world.mesh.shard.size > 1:
         shard_model(model, world, dtype, with_masters=config.optim.kind != "adamw_bf16")
     cos, sin = rope_tables(model.config, model.config.max_seq_len, world.device)
     model.cos, model.sin = cos.to(wide), sin.to(wide)
-    build = functools.partial(new_state, model, config.optim, dtype, 1, config.train.seed)
-    state = world.run_together(lambda: build(device=world.device, mesh=world.mesh, parallel=config.parallel))
+    seed, parallel = config.train.seed, config.parallel
+    state = world.run_together(lambda: new_state(model, config.optim, dtype, seed, world, parallel))
     state.pipeline = pipeline
     return state
 
@@ -162,9 +149,13 @@ def _require_memory(config: RunConfig, ops: Ops, world: World) -> None:
     settings = memory_settings(config, ops, world.mesh, least_samples(config, world))
     kind = world.device.type
     on_device = torch.cuda.mem_get_info(world.device)[0] if kind == "cuda" else 0
-    check = functools.partial(require_memory, config.model, settings, kind, on_device)
     compiled = config.ops.compile != "none"
-    world.run_together(lambda: check(available_memory(), local_processes(), compiled))
+
+    def check() -> None:
+        free = FreeMemory(kind, on_device, available_memory(), local_processes())
+        require_memory(config.model, settings, free, compiled)
+
+    world.run_together(check)
 
 
 def _unused_notes(config: RunConfig, world: World) -> list[str]:

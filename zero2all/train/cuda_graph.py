@@ -69,7 +69,6 @@ def why_no_cuda_graph(config: RunConfig, device: torch.device, processes: int, o
     """Why passes of this run cannot be captured; None: they can."""
     model, taken = config.model, ops.taken
     dropouts = (model.attention_dropout, model.residual_dropout, model.embedding_dropout)
-    theirs = sorted(operator for operator, name in taken.items() if name == "liger")
     problems = {
         "it needs a CUDA device": device.type != "cuda",
         "with parallel.zero 2 or 3, and with pipeline, context, tensor or expert, every pass communicates": (
@@ -80,13 +79,11 @@ def why_no_cuda_graph(config: RunConfig, device: torch.device, processes: int, o
             model.moe.experts > 0 and config.train.precision != "bfloat16"
         ),
         "ops.compile captures its own graphs": ops.compile != "none",
-        "train.recompute swap copies to the host in a stream of its own": config.train.recompute == "swap",
         f"train.recompute {config.train.recompute} reads the device's random state": config.train.recompute != "none",
         "float16 scales the loss, and the scale changes": config.train.precision == "float16",
         "dropout draws new numbers in every pass": any(dropouts),
         "data.document_mask changes the shape of attention in every pass": config.data.document_mask,
         "ops.attention flex is compiled": taken["attention"] == "flex",
-        f"liger-kernel's {', '.join(theirs)} may wait for the device": bool(theirs),
     }
     return next((problem for problem, is_so in problems.items() if is_so), None)
 

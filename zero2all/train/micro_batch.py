@@ -148,7 +148,7 @@ def find_micro_batch(
             f"data.seq_len smaller, keep fewer activations (train.recompute; `z2a perf memory` computes which kind "
             f"needs less), choose an optimizer with less state (optim.kind adamw_8bit or adamw_bf16), shard the "
             f"optimizer states over several GPUs (parallel.zero 1; 2 also shards gradients, 3 also weights), or move "
-            f"them to host memory (parallel.offload optimizer; weights also moves the weights)."
+            f"them to host memory (parallel.offload optimizer)."
         )
     return candidates[fits]
 
@@ -220,7 +220,6 @@ def memory_settings(
         micro_batch_samples=samples,
         precision=config.train.precision,
         optimizer=config.optim.kind,
-        adafactor_momentum=config.optim.adafactor_beta1 > 0,
         kahan=config.optim.bf16_rounding == "kahan" and config.train.precision == "bfloat16",
         operators=ops.footprints,
         recompute=config.train.recompute,
@@ -240,7 +239,6 @@ def memory_settings(
         compress=config.parallel.compress if mesh.loss.size * mesh.tensor.size > 1 else "none",  # else nothing is sent
         powersgd_rank=config.parallel.powersgd_rank,
         offload=config.parallel.offload,
-        one_step_late=config.parallel.offload_one_step_late,
         bucket_bytes=config.parallel.bucket_mb * 1e6,
         workspace_bytes=workspace_here() if workspace_bytes is None else workspace_bytes,
     )
@@ -271,18 +269,18 @@ def stage_of(config: RunConfig, mesh: Mesh, passes: int) -> HeldStage | None:
     if mesh.pipeline.size == 1:
         return None
     order = (config.parallel.schedule, mesh.pipeline.rank, mesh.pipeline.size, config.parallel.chunks, passes)
-    return _held_stage(config.model, config.data.seq_len, *order)
+    return _held_stage(config.model, config.data.seq_len, order)
 
 
 @functools.lru_cache(maxsize=4096)  # a search of layouts asks for the same ones again and again
-def _held_stage(
-    model: ModelConfig, seq_len: int, schedule: str, rank: int, processes: int, chunks: int, passes: int
-) -> HeldStage:
+def _held_stage(model: ModelConfig, seq_len: int, order: tuple[str, int, int, int, int]) -> HeldStage:
+    """`order`: what `make_order` takes."""
+    schedule, rank, processes, chunks, _ = order
     stages = make_stages(model_costs(model, seq_len), processes * chunks)
     own = {number: stages[number] for number in range(rank, len(stages), processes)}
     layers = sum(len(stage.blocks) for stage in own.values())
     waiting, heads, deferred = [0], [0], [0]
-    for action in make_order(schedule, rank, processes, chunks, passes):
+    for action in make_order(*order):
         stage = own[action.stage]
         sign = {"forward": 1, "backward": -1, "weights": 0}[action.kind]
         waiting.append(waiting[-1] + sign * len(stage.blocks))
@@ -335,7 +333,7 @@ def deciding(config: RunConfig, ops: Ops, world: World) -> dict[str, Any]:
         "precision": config.train.precision,
         "recompute": [config.train.recompute, config.train.recompute_every],
         "z_loss": config.train.z_loss > 0,
-        "optimizer": [config.optim.kind, config.optim.bf16_rounding, config.optim.adafactor_beta1 > 0],
+        "optimizer": [config.optim.kind, config.optim.bf16_rounding],
         "ops": {**ops.taken, "compile": ops.compile},
         "processes": list(dataclasses.astuple(world.mesh.sizes)),
         "parallel": [

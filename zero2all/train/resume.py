@@ -127,7 +127,6 @@ def resume(state: TrainState, checkpoint: Checkpoint, config: RunConfig, here: M
     if NOT_GOOD in checkpoint.manifest:
         notes.append(f"{checkpoint.name} is not marked as good ({checkpoint.manifest[NOT_GOOD]})")
     if checkpoint.step:
-        notes += _late_notes(config, checkpoint.step)
         with reading_record(checkpoint):
             changed = changed_operators(checkpoint.manifest.get("ops") or {}, state.model.ops.taken)
             notes += _environment_notes(checkpoint.manifest["environment"], here, changed)
@@ -234,17 +233,6 @@ def _differences(before: Any, now: Any, place: str = "") -> list[tuple[str, Any,
             for difference in _differences(before.get(name), now.get(name), f"{place}.{name}" if place else name)
         ]
     return [] if before == now else [(place, before, now)]
-
-
-def _late_notes(config: RunConfig, step: int) -> list[str]:
-    """Where updates are one step late, a save that was not due changes the course of the run."""
-    every = config.checkpoint.every_steps
-    if not config.parallel.offload_one_step_late or (every and step % every == 0):
-        return []
-    return [
-        f"not bit-exact with an uninterrupted run: with parallel.offload_one_step_late a save changes the next step, "
-        f"and the save of step {step} was not due (checkpoint.every_steps {every})"
-    ]
 
 
 def _environment_notes(before: Mapping[str, Any], now: Mapping[str, Any], operators: list[str]) -> list[str]:

@@ -247,11 +247,7 @@ def _locked_store(
             say=say,
         )
         settings = config.resilience
-        # With updates that are one step late a save changes the next step, so only those of the disk are made.
-        if (
-            settings.memory_steps(keep.every_steps, world.device.type == "cpu")
-            and not config.parallel.offload_one_step_late
-        ):
+        if settings.memory_steps(keep.every_steps, world.device.type == "cpu"):
             base = None if settings.memory_folder is None else Path(settings.memory_folder)
             store.memory = MemoryStore(run, store.peers, base, fingerprint(config_values(config)), say)
         try:

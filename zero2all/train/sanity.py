@@ -150,14 +150,12 @@ def saved_steps(first_step: int, last_step: int, every_steps: int) -> list[int]:
 def check_disk(
     run: Path,
     retention: Retention,
-    every_steps: int,
-    first_step: int,
-    last_step: int,
+    coming: Sequence[int],
     checkpoint_bytes: int,
     existing_steps: Sequence[int] = (),
 ) -> str:
-    """A note on the disk space for the checkpoints of the whole run, after retention; raises when it is not free."""
-    coming = saved_steps(first_step, last_step, every_steps)
+    """A note on the disk space for the checkpoints of the whole run, those of the steps `coming` too, after retention;
+    raises when it is not free."""
     at_once = retention.most_at_once([*existing_steps, *coming])
     needed = max(0, at_once - len(existing_steps)) * checkpoint_bytes
     free = shutil.disk_usage(nearest_folder(run)).free
@@ -217,29 +215,22 @@ def communication_notes(model: ModelConfig, settings: MemorySettings) -> list[st
 
 def _less_memory(model: ModelConfig, settings: MemorySettings, device: str) -> list[str]:
     """What a run that does not fit could change: only what it does not do yet, and what works with the rest."""
-    ways = ["make the model smaller (model.layers, model.hidden_size)", *_smaller_passes(model, settings, device)]
+    ways = ["make the model smaller (model.layers, model.hidden_size)", *_smaller_passes(model, settings)]
     offload, has_adamw = settings.offload, settings.optimizer == "adamw"
     if offload == "none" and settings.optimizer not in ("adamw_8bit", "adamw_bf16"):
         ways.append("choose an optimizer with less state (optim.kind adamw_8bit or adamw_bf16)")
-    highest = {"none": 3, "optimizer": 2, "optimizer_disk": 2, "weights": 0}[offload]
+    highest = 3 if offload == "none" else 2
     shares = settings.processes > 1 or device != "cpu"  # processes on a CPU have one memory
     if shares and settings.zero < highest:
         ways.append(f"shard over several processes: set parallel.zero to at most {highest} (now {settings.zero})")
     if device == "cpu" and settings.processes > 1:
         ways.append(f"start fewer processes (now {settings.processes}): on a CPU they share one memory")
     if device != "cpu" and settings.zero < 3 and has_adamw and offload == "none":
-        ways.append("set parallel.offload to optimizer: masters and states go to host memory (or optimizer_disk)")
-    if device != "cpu" and settings.zero == 0 and has_adamw and offload != "weights":
-        ways.append("set parallel.offload to weights: all but two blocks and the tables go to host memory")
-    if device == "cpu" and settings.zero < 3 and has_adamw and offload in ("none", "optimizer"):
-        ways.append(TO_DISK)
+        ways.append("set parallel.offload to optimizer: masters and states go to host memory")
     return ["To need less memory:", *(f"  - {t(way)}" for way in ways)]
 
 
-TO_DISK = "set parallel.offload to optimizer_disk: masters and states go to files on a fast disk"
-
-
-def _smaller_passes(model: ModelConfig, settings: MemorySettings, device: str) -> list[str]:
+def _smaller_passes(model: ModelConfig, settings: MemorySettings) -> list[str]:
     """What could be changed about the passes of a step."""
     samples, ways = settings.micro_batch_samples, []
     if settings.is_fsdp and settings.passes > 1:
@@ -252,66 +243,67 @@ def _smaller_passes(model: ModelConfig, settings: MemorySettings, device: str) -
     ways.append(f"lower data.seq_len (now {settings.seq_len})")
     now = estimate_memory(model, settings).total
     for kind, _, instead_of, _ in RECOMPUTATION:
-        can_be = settings.recompute in instead_of and (kind, device) != ("swap", "cpu")
+        can_be = settings.recompute in instead_of
         if can_be and estimate_memory(model, dataclasses.replace(settings, recompute=kind)).total < now:
             ways.append(f"set train.recompute to {kind} (now {settings.recompute})")
     return ways
 
 
-def _less_host_memory(offload: str) -> list[str]:
+def _less_host_memory() -> list[str]:
     """What a run whose offloaded part does not fit into the machine could change. Only AdamW can be offloaded."""
-    ways = ["use fewer layers (model.layers) or a narrower model (model.hidden_size)"]
-    if offload == "optimizer":
-        ways.append(TO_DISK)
-        ways.append("shard the states over more processes on more machines (parallel.zero 1 or 2, a larger shard)")
-    if offload == "weights":
-        ways.append("set parallel.offload to optimizer_disk, if weights and gradients fit on the device")
+    ways = (
+        "use fewer layers (model.layers) or a narrower model (model.hidden_size)",
+        "shard the states over more processes on more machines (parallel.zero 1 or 2, a larger shard)",
+    )
     return ["To need less host memory:", *(f"  - {t(way)}" for way in ways)]
 
 
-def require_memory(
-    model: ModelConfig,
-    settings: MemorySettings,
-    device: str,
-    device_bytes: int,
-    host_bytes: int,
-    local_processes: int = 1,
-    compiled: bool = False,
-) -> None:
-    """Raise if a run cannot fit into the free memory, before any is allocated: a full machine may kill other processes.
+@dataclass(frozen=True)
+class FreeMemory:
+    """What a machine has free for a run."""
 
-    `device`: cpu, or the kind of GPU that each process has for itself. The processes of a machine share its
-    `host_bytes`. `compiled`: only the state is certain.
-    """
+    device: str
+    """cpu, or the kind of GPU that each process has for itself."""
+    device_bytes: int
+    """Of each GPU."""
+    host_bytes: int
+    """Of the machine, whose processes share them."""
+    local_processes: int = 1
+
+
+def require_memory(model: ModelConfig, settings: MemorySettings, free: FreeMemory, compiled: bool = False) -> None:
+    """Raise if a run cannot fit into the free memory, before any is allocated: a full machine may kill other processes.
+    `compiled`: only the state is certain."""
+    device, local_processes = free.device, free.local_processes
     estimate = estimate_memory(model, settings)
     needed = estimate.state if compiled else estimate.total
     if device == "cpu":
         each = needed + estimate.host
-        if each * local_processes > host_bytes:
+        if each * local_processes > free.host_bytes:
             problem = (
                 f"There is not enough memory to train this model here: about {_of_machine(each, local_processes)} are "
-                f"needed, {binary_size(host_bytes)} are free. Nothing was started."
+                f"needed, {binary_size(free.host_bytes)} are free. Nothing was started."
             )
             raise DiskError("\n".join([problem, *estimate.lines(), *_less_memory(model, settings, device)]))
         return
-    if needed > device_bytes:
+    if needed > free.device_bytes:
         problem = (
             f"There is not enough memory on the GPU to train this model: about {binary_size(needed)} are needed, "
-            f"{binary_size(device_bytes)} are free. Nothing was started."
+            f"{binary_size(free.device_bytes)} are free. Nothing was started."
         )
         raise DiskError("\n".join([problem, *estimate.lines(), *_less_memory(model, settings, device)]))
     each = estimate.host + drawn_bytes(model)
-    if each * local_processes > host_bytes:
-        of_machine, free = _of_machine(each, local_processes), binary_size(host_bytes)
+    if each * local_processes > free.host_bytes:
+        of_machine, left = _of_machine(each, local_processes), binary_size(free.host_bytes)
         if estimate.host:
             problem = (
                 f"There is not enough host memory for parallel.offload {settings.offload}: about {of_machine} are "
-                f"needed, {free} are free. Nothing was started."
+                f"needed, {left} are free. Nothing was started."
             )
-            ways = _less_host_memory(settings.offload)
+            ways = _less_host_memory()
         else:
             problem = (
-                f"There is not enough host memory to draw the initial weights: about {of_machine} are needed, {free} "
+                f"There is not enough host memory to draw the initial weights: about {of_machine} are needed, {left} "
                 f"are free. Nothing was started."
             )
             ways = ["Start fewer processes on this machine (parallel.processes), or make the model smaller."]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,18 +21,16 @@ from zero2all.model.moe import routers
 from zero2all.model.z2all import Z2all
 from zero2all.packed.mixture import TrainingData
 from zero2all.parallel.config import ParallelConfig
-from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.parameter_table import router_biases
 from zero2all.parallel.parts import Part
 from zero2all.parallel.pipeline import Pipeline
+from zero2all.parallel.world import World
 from zero2all.train.cuda_graph import CudaGraphPasses
-from zero2all.train.offload import host_zeros
 from zero2all.train.optimizers.base import Optimizer
 from zero2all.train.optimizers.factory import build_optimizer, cut_of
 from zero2all.train.optimizers.flat_adamw import FlatAdamW, HostAdamW
 from zero2all.train.outer.optimizer import OuterOptimizer
-from zero2all.train.streamed import StreamedWeights, check_streaming
-from zero2all.train.weights import FlatWeights, ShardedWeights, Weights
+from zero2all.train.weights import FlatWeights, MasterLayout, ShardedWeights, Weights
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -75,7 +73,8 @@ class TrainState:
     model: Z2all
     weights: Weights
     optimizer: Optimizer | FlatAdamW | HostAdamW
-    micro_batch_samples: int  # rows of one pass at data.seq_len
+    micro_batch_samples: int = 1
+    """Rows of one pass at data.seq_len."""
     loss_scale: LossScale | None = None
     cuda_graph: CudaGraphPasses | None = None
     """Runs the passes where they are captured; None: they run eagerly."""
@@ -108,7 +107,7 @@ class TrainState:
     @contextmanager
     def model_tensors(self) -> Iterator[dict[str, Part]]:
         """The master weights and the biases of routers, likewise."""
-        self.wait_copied()
+        self.wait_for_copy()
         with self.weights.masters_between_steps() as masters:
             yield {f"model/{name}": value for name, value in {**masters, **router_biases(self.model)}.items()}
 
@@ -120,7 +119,7 @@ class TrainState:
                 tensors[f"optimizer/loss_scale/{name}"] = Part.whole(value)
         return tensors
 
-    def wait_copied(self) -> None:
+    def wait_for_copy(self) -> None:
         """Before a change: let the GPU wait for the end of a copy to memory. The host does not wait."""
         if self.copied is not None:
             torch.cuda.current_stream().wait_event(self.copied)
@@ -145,20 +144,18 @@ def new_state(
     model: Z2all,
     optim: OptimConfig,
     dtype: torch.dtype,
-    micro_batch_samples: int = 1,
     seed: int = 0,
-    *,
-    device: torch.device | None = None,
-    mesh: Mesh | None = None,
+    world: World | None = None,
     parallel: ParallelConfig | None = None,
 ) -> TrainState:
-    """The state of a run before its first step, its weights on `device` (else where the model is) and in `dtype` unless
-    they are sharded (ZeRO-3). AdamW on flat weights takes the registry's fast path, or that on the host; every other
-    optimizer works on the masters one by one."""
-    mesh, parallel = mesh or Mesh(), parallel or ParallelConfig()
+    """The state of a run before its first step, its weights on the device of `world` (else where the model is) and in
+    `dtype` unless they are sharded (ZeRO-3). AdamW on flat weights takes the registry's fast path, or that on the
+    host; every other optimizer works on the masters one by one."""
+    parallel = parallel or ParallelConfig()
+    world = world or World(device=next(model.parameters()).device)
+    device, mesh = world.device, world.mesh
     offloads = parallel.offload != "none"
     assert optim.kind == "adamw" or not offloads, "see zero2all.parallel.check"
-    device = device or next(model.parameters()).device
     is_sharded = parallel.zero == 3 and mesh.shard.size > 1
     # torch's kernels round the factor on the gradient to float32; a run in float64 must not.
     is_fast = optim.kind == "adamw" and dtype != torch.float64 and not is_sharded
@@ -167,28 +164,10 @@ def new_state(
     if is_sharded:
         weights = ShardedWeights(model, dtype, mesh)
     else:
-        streams = parallel.offload == "weights"
-        if streams:
-            check_streaming(model)
-        weights = (StreamedWeights if streams else FlatWeights)(
-            model,
-            dtype,
-            device=device,
-            with_masters=optim.kind != "adamw_bf16",
-            split_masters=is_fast
-            and dtype == torch.bfloat16
-            and model.ops.footprints["optimizer"].splits_masters
-            and not offloads,
-            mesh=mesh,
-            zero=parallel.zero if mesh.shard.size > 1 else 0,
-            bucket_bytes=parallel.bucket_mb * 1e6,
-            cut_of=partial(cut_of, optim.kind),
-            overlaps=parallel.overlap,
-            host_zeros=host_zeros(parallel, mesh.place) if offloads else None,
-            one_step_late=parallel.offload_one_step_late,
-            compress=parallel.compress,
-            powersgd_rank=parallel.powersgd_rank,
-        )
+        splits = is_fast and dtype == torch.bfloat16 and model.ops.footprints["optimizer"].splits_masters
+        kind: Literal["wide", "split", "none"] = "split" if splits and not offloads else "wide"
+        layout = MasterLayout("none" if optim.kind == "adamw_bf16" else kind, partial(cut_of, optim.kind))
+        weights = FlatWeights(model, dtype, layout, device=device, mesh=mesh, parallel=parallel)
     if isinstance(weights, FlatWeights) and offloads:
         optimizer = HostAdamW(weights, optim)
     elif isinstance(weights, FlatWeights) and is_fast:
@@ -200,4 +179,4 @@ def new_state(
     for _, router in routers(model):
         router.clear(device)
     scale = LossScale(device) if dtype == torch.float16 else None
-    return TrainState(model, weights, optimizer, micro_batch_samples, scale)
+    return TrainState(model, weights, optimizer, loss_scale=scale)

@@ -1,7 +1,7 @@
 """One optimizer step: forward and backward over this process's micro-batches, reduce, check, update.
 
 The gradient is that of the mean loss over all tokens of the global batch that count (all of them, unless rows are
-padded, prompts masked or shards quarantined), whatever the micro-batch and the number of processes; the loss of each
+padded or prompts masked), whatever the micro-batch and the number of processes; the loss of each
 channel and of each row comes from the same forward pass.
 
 On a GPU the host only queues work. Whether the update is made is decided on the device, by limits known before the
@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,8 +39,6 @@ class StepPlan:
     lr: float
     limits: Limits | None = None
     """Beyond these limits the device refuses the update; None: it refuses only what is not finite."""
-    row_weights: np.ndarray | None = None
-    """(rows of the global batch,) the weight of each row, where shards are quarantined."""
     stop_requested: bool = False
     """Whether this process was asked to stop; the others learn it from the stats."""
     folder_changed: bool = False
@@ -68,7 +65,7 @@ def train_step(
         router.load.zero_()
     if state.weights.powersgd is not None:
         state.weights.powersgd.is_rerun = plan.is_rerun
-    row_nats, row_counts = forward_backward(state, batch, config, world, plan, timer)
+    row_nats, row_counts = forward_backward(state, batch, config, world, timer)
     stats = _own_stats(state, batch, channels, world, plan)
     if world.mesh.reports:
         add_losses(stats, batch, row_nats, row_counts)
@@ -89,11 +86,11 @@ def train_step(
 
 
 def forward_backward(
-    state: TrainState, batch: Batch, config: RunConfig, world: World, plan: StepPlan, timer: StepTimer
+    state: TrainState, batch: Batch, config: RunConfig, world: World, timer: StepTimer
 ) -> tuple[Tensor, Tensor]:
     """Accumulate the gradient; returns the summed loss and the summed token weights of each row of this process,
     float64."""
-    passes = _Passes(state, batch, config, world, plan, timer)
+    passes = _Passes(state, batch, config, world, timer)
     if state.pipeline is None:
         passes.run()
     else:
@@ -104,9 +101,7 @@ def forward_backward(
 class _Passes:
     """The passes of a step over this process's micro-batches."""
 
-    def __init__(
-        self, state: TrainState, batch: Batch, config: RunConfig, world: World, plan: StepPlan, timer: StepTimer
-    ) -> None:
+    def __init__(self, state: TrainState, batch: Batch, config: RunConfig, world: World, timer: StepTimer) -> None:
         self.state, self.timer, self.device, self.z_loss = state, timer, world.device, config.train.z_loss
         self.wide = torch.promote_types(state.weights.dtype, torch.float32)
         self.tokens = torch.as_tensor(batch.tokens)
@@ -114,26 +109,17 @@ class _Passes:
         self.document_ids = torch.as_tensor(batch.document_ids) if masked else None
         rows, self.seq_len = self.tokens.shape[0], self.tokens.shape[1] - 1
         self.places = places_of(config.model, config.parallel, world.mesh, self.seq_len, self.device)
-        self.counts = own_tokens(self._weights_of_targets(batch, plan.row_weights), self.places)  # (B, T)
+        self.counts = own_tokens(self._weights_of_targets(batch), self.places)  # (B, T)
         self.counted = world.mesh.loss.sum(self.counts.sum(dtype=torch.float64)).clamp(min=1.0)
         self.row_nats = torch.zeros(rows, dtype=torch.float64, device=self.device)
         self.micro = micro_rows(config, state.micro_batch_samples, self.seq_len)
         self.slices = [slice(first, min(first + self.micro, rows)) for first in range(0, rows, self.micro)]
 
-    def _weights_of_targets(self, batch: Batch, row_weights: np.ndarray | None) -> Tensor:
+    def _weights_of_targets(self, batch: Batch) -> Tensor:
         """How much each target counts in the loss, (B, T)."""
-        device, dtype = self.device, self.wide
         if batch.weights is None:
-            counts = torch.ones(self.tokens.shape[0], self.seq_len, dtype=dtype, device=device)
-        else:
-            counts = torch.as_tensor(batch.weights).to(device, dtype=dtype, non_blocking=True)
-        if row_weights is not None:
-            own = torch.zeros(self.tokens.shape[0])
-            own[: batch.real_rows] = torch.from_numpy(row_weights[batch.first_row :][: batch.real_rows])
-            # A copy from pageable memory waits for everything that is queued on the GPU.
-            own = own.pin_memory() if device.type == "cuda" else own
-            counts = counts * own.to(device, dtype=dtype, non_blocking=True).unsqueeze(1)
-        return counts
+            return torch.ones(self.tokens.shape[0], self.seq_len, dtype=self.wide, device=self.device)
+        return torch.as_tensor(batch.weights).to(self.device, dtype=self.wide, non_blocking=True)
 
     def run(self) -> None:
         """One pass after the other."""
@@ -249,7 +235,7 @@ def _judge_and_update(state: TrainState, stats: StepStats, norm: Tensor, clip_gr
     if plan.is_rerun:
         state.weights.zero_gradients()
         return
-    state.wait_copied()
+    state.wait_for_copy()
     overflowed = ~(torch.isfinite(loss) & torch.isfinite(norm))
     refused = overflowed
     if plan.limits is not None:

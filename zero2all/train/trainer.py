@@ -54,7 +54,14 @@ from zero2all.train.hooks.validation import Validation
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.resume import load_checkpoint
 from zero2all.train.run_data import open_data
-from zero2all.train.sanity import check_batch_ids, check_disk, check_first_loss, communication_notes, memory_notes
+from zero2all.train.sanity import (
+    check_batch_ids,
+    check_disk,
+    check_first_loss,
+    communication_notes,
+    memory_notes,
+    saved_steps,
+)
 from zero2all.train.state import TrainState
 from zero2all.train.step_stats import PendingStep
 from zero2all.train.step_timer import scheduled_garbage_collection, unfinished_part
@@ -151,7 +158,7 @@ class Trainer:
 
     def step(self, batch: Batch, wait_seconds: float) -> None:
         """Queue a step on the device, read the step before it, then do what is due."""
-        state, plan = self.state, self.plan(batch)
+        state, plan = self.state, self.plan()
         for hook in self.hooks:
             hook.before_step(batch, plan)
         pending = train_step(state, batch, len(state.data.channels), self.config, self.world, plan)
@@ -184,8 +191,6 @@ class Trainer:
         self.log.event("start", facts)
         if context.checkpoint is not None:
             self._restore(context.checkpoint)
-        else:
-            self.guards.look_for_repeats()
         with state.tensors() as tensors:
             checkpoint_bytes = self.store.prepare(tensors)
         self.checkpoints.prepare_memory()
@@ -244,7 +249,7 @@ class Trainer:
         if stages or anneals:
             self.log.event("stage", {"name": name, "seq_len": state.data.segment_at(state.tokens).seq_len})
 
-    def plan(self, batch: Batch) -> StepPlan:
+    def plan(self) -> StepPlan:
         """What is decided about a step before it begins."""
         state, config = self.state, self.config
         course = config.schedule, config.stages, state.anneal
@@ -256,7 +261,7 @@ class Trainer:
             folder_changed=self.anneal.found,
             pace=self.stragglers.own,
         )
-        return self.guards.plan(plan, batch)
+        return self.guards.plan(plan)
 
     def skip(self, batch: Batch) -> None:
         """Skip a batch: only the step and the position in the data advance."""
@@ -305,7 +310,7 @@ class Trainer:
         load_checkpoint(state, checkpoint)
         self._restore(checkpoint)
         state.data, _ = open_data(self.config, self.context.workspace, checkpoint, state.anneal)
-        self.log.steps.pause_ended()
+        self.log.steps.end_pause()
         self.log.show_progress(state.tokens, f"back at step {state.step}")
         facts = {"from_step": left_at, "to_step": decision.to_step, "withdrawn": withdrawn, "reason": decision.reason}
         self.log.event("rollback", facts)
@@ -349,7 +354,8 @@ class Trainer:
         existing = [step_of(folder) for folder in list_checkpoints(context.run)]
         margin, kept_steps = config.guards.rollback_margin_steps, keep.every_steps * (keep.keep_last - 1)
         retention = Retention(keep.keep_last, keep.keep_every_steps, keep_best=keep.keep_best)
-        disk = partial(check_disk, context.run, retention, keep.every_steps, state.step, state.last_step)
+        coming = saved_steps(state.step, state.last_step, keep.every_steps)
+        disk = partial(check_disk, context.run, retention, coming)
         notes = [self.world.run_on_rank0(lambda: disk(checkpoint_bytes, existing))]
         if keep.every_steps and kept_steps < margin and config.guards.loss_spike == "rollback":
             notes.append(
@@ -378,7 +384,7 @@ class Trainer:
         """Roll back while the checkpoint that was loaded holds values that no training writes."""
         while self.context.checkpoint is not None:
             with self.state.tensors() as tensors:
-                bad = self.store.damaged(tensors)
+                bad = self.store.find_damage(tensors)
             if bad is None:
                 return
             step = self.state.step

@@ -26,7 +26,6 @@ from zero2all.model.z2all import PipelineStage, Z2all
 from zero2all.packed.config import DataConfig
 from zero2all.packed.samples import Borders, ConcatSamples
 from zero2all.packed.shard_format import PackedSplit, open_split, packed_sources
-from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.context import own_tokens, places_of
 from zero2all.parallel.pipeline import Pipeline
 from zero2all.parallel.world import World
@@ -106,26 +105,25 @@ def held_out_in_words(scores: Mapping[str, Mapping[str, float]], data: DataConfi
 def held_out_scores(
     model: Z2all,
     splits: list[PackedSplit],
-    data: DataConfig,
-    config: EvalConfig,
+    config: RunConfig,
     world: World | None = None,
-    parallel: ParallelConfig | None = None,
     pipeline: Pipeline | None = None,
 ) -> Scores:
-    """The scores of a model by channel.
+    """The scores of a model by channel, as `config.eval` says.
 
     Samples are windows of data.seq_len whatever the packing and the stage, so that values can be compared over a run.
-    The work is split over the processes, also within sequences, as `parallel` says; all make the same number of passes,
+    The work is split over the processes, also within sequences; all make the same number of passes,
     because FSDP gathers weights in each.
     """
     world = world or World(device=model.embedding.weight.device)
-    batches = valid_batches(splits, data.seq_len, config)
+    data = config.data
+    batches = valid_batches(splits, data.seq_len, config.eval)
     channels = list(dict.fromkeys(batch.split.channel for batch in batches))
     sums = torch.zeros(3, len(channels), dtype=torch.float64, device=world.device)  # nats, tokens, bytes
     was_training = model.training
     model.eval()
     axis = world.mesh.batch
-    places = places_of(model.config, parallel or ParallelConfig(), world.mesh, data.seq_len, world.device)
+    places = places_of(model.config, config.parallel, world.mesh, data.seq_len, world.device)
     for first in range(0, len(batches), axis.size):
         is_mine = first + axis.rank < len(batches)
         batch = batches[first + axis.rank if is_mine else first]

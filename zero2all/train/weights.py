@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -31,13 +32,14 @@ from zero2all.ops.implementation import has_triton
 from zero2all.ops.split_master import join, split
 from zero2all.parallel.buckets import CutOf, plan_buffers
 from zero2all.parallel.compress import PowerSgd
+from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.mesh import Axis, Mesh, Spread, wait_for
 from zero2all.parallel.parameter_table import LogicalParameter, held_table, layout_table
 from zero2all.parallel.parts import Part
 from zero2all.parallel.reduce import GradientReducer, all_gather
 from zero2all.parallel.shards import part_of, set_gradient_sync
 from zero2all.parallel.tensor import sum_copied_heads
-from zero2all.train.offload import HostBucket, HostPipeline, HostZeros, LateSink
+from zero2all.train.offload import HostBucket, HostPipeline
 from zero2all.train.optimizers.base import Master
 
 CHUNK_VALUES = 1 << 25
@@ -48,6 +50,17 @@ OF_BLOCK = ("matrix", "expert")
 """Kinds of parameters that a block waits for by itself; the others are few, and are waited for at once."""
 
 
+@dataclass(frozen=True)
+class MasterLayout:
+    """How the masters of an optimizer lie in memory."""
+
+    kind: Literal["wide", "split", "none"] = "wide"
+    """wide: masters of 32 bits or more. split: only the 16 bits that bfloat16 weights lack. none: the optimizer rounds
+    for itself (adamw_bf16) and works on the low-precision weights and gradients."""
+    cut_of: CutOf = lambda _parameter: "values"
+    """How parameters may be cut between the processes of the shard axis."""
+
+
 class FlatWeights:
     """Takes over the parameters of `model`: their storage becomes a view of flat buffers on `device`. Parameters on the
     meta device have no values yet: load or draw them through `masters_between_steps`."""
@@ -56,51 +69,45 @@ class FlatWeights:
         self,
         model: Z2all,
         dtype: torch.dtype,
+        layout: MasterLayout | None = None,
         *,
         device: torch.device | None = None,
-        with_masters: bool = True,
-        split_masters: bool = False,
         mesh: Mesh | None = None,
-        zero: int = 0,
-        bucket_bytes: float | None = None,
-        cut_of: CutOf = lambda _parameter: "values",
-        overlaps: bool = True,
-        host_zeros: HostZeros | None = None,
-        one_step_late: bool = False,
-        compress: str = "none",
-        powersgd_rank: int = 1,
+        parallel: ParallelConfig | None = None,
     ) -> None:
-        """Without masters, an optimizer that rounds for itself (adamw_bf16) works on the low-precision weights and
-        gradients. `split_masters`: `masters` holds only the 16 bits that the bfloat16 weights lack. `cut_of`: how the
-        optimizer allows parameters to be cut between the processes of the shard axis. `host_zeros`: masters lie in this
-        memory and are updated there; `one_step_late`: while the whole next step runs. `compress`: parallel.compress."""
-        self.mesh, self.zero, self.host_zeros = mesh or Mesh(), zero, host_zeros
+        """`parallel` says what the processes share, how gradients are sent, and whether masters are on the host."""
+        self.mesh, parallel, layout = mesh or Mesh(), parallel or ParallelConfig(), layout or MasterLayout()
+        self.zero = parallel.zero if self.mesh.shard.size > 1 else 0
+        self.offloads = parallel.offload != "none"
         named = dict(model.named_parameters())
         self.device = device = device or next(iter(named.values())).device
-        self.dtype, wide = dtype, torch.promote_types(dtype, torch.float32) if with_masters else dtype
-        assert dtype == torch.bfloat16 or not split_masters, "only a bfloat16 is one half of a float32"
-        self.split_masters = split_masters
+        self.dtype, wide = dtype, dtype if layout.kind == "none" else torch.promote_types(dtype, torch.float32)
+        self.split_masters = layout.kind == "split"
+        assert dtype == torch.bfloat16 or not self.split_masters, "only a bfloat16 is one half of a float32"
         self.table = held_table(layout_table(model.config), named, self.mesh)
         bucket_values = None
-        if bucket_bytes is not None and (self.mesh.world.size > 1 or host_zeros is not None):
-            bucket_values = max(1, int(bucket_bytes) // wide.itemsize)
-        owners = [self.mesh.sums(spread).scatter.size if zero else 1 for spread in ("cut", "expert")]
-        self.plan = plan_buffers(self.table, owners[0], bucket_values, cut_of, owners[1])
+        if self.mesh.world.size > 1 or self.offloads:
+            bucket_values = max(1, int(parallel.bucket_mb * 1e6) // wide.itemsize)
+        owners = [self.mesh.sums(spread).scatter.size if self.zero else 1 for spread in ("cut", "expert")]
+        self.plan = plan_buffers(self.table, owners[0], bucket_values, layout.cut_of, owners[1])
         self.own = [
-            bucket.owned_by(self.mesh.sums(bucket.spread).scatter.rank if zero else 0) for bucket in self.plan.buckets
+            bucket.owned_by(self.mesh.sums(bucket.spread).scatter.rank if self.zero else 0)
+            for bucket in self.plan.buckets
         ]
         """Of each bucket the range that this process updates."""
         self.own_at = _one_after_the_other(self.own)
         """The same ranges in buffers that hold nothing else."""
         self.own_length = self.own_at[-1].stop
-        self._tables = {"embedding.weight"} if model.head is None else set()
         self._is_last = True
         self._allocate(device, wide)
-        self.pipeline = self._make_pipeline(one_step_late)
-        self._in_bfloat16, self.powersgd = compress == "bf16", None
-        if compress == "powersgd" and self.mesh.loss.size > 1:
-            self.powersgd = PowerSgd(self.table, self.plan, self.mesh.loss, powersgd_rank, self.gradients)
-        self.reducer = self._make_reducer(overlaps)
+        self.pipeline = self._make_pipeline() if self.offloads else None
+        self.powersgd: PowerSgd | None = None
+        if parallel.compress == "powersgd" and self.mesh.loss.size > 1:
+            rank = parallel.powersgd_rank
+            self.powersgd = PowerSgd(self.table, self.plan, self.mesh.loss, rank, self.gradients)
+        self.reducer: GradientReducer | None = None
+        if self.mesh.loss.size * self.mesh.tensor.size > 1:
+            self.reducer = GradientReducer(self.plan, self.mesh, parallel, self.gradients, self.own_at, self.powersgd)
         self._returning: list[int] = []
         """Buckets whose new weights come from the host, in the order of the forward pass."""
         self._arriving: dict[int, list[dist.Work]] = {}
@@ -114,29 +121,22 @@ class FlatWeights:
         self.masters = self.weights
         """Of the own ranges; the weights themselves where they are precise enough."""
         master_dtype = torch.int16 if self.split_masters else wide
-        if self.host_zeros is not None:
-            self.masters = self.host_zeros("masters", own_length, master_dtype)
+        if self.offloads:
+            self.masters = torch.zeros(own_length, dtype=master_dtype)
         elif self.split_masters or self.dtype != wide:
             self.masters = torch.zeros(own_length, dtype=master_dtype, device=device)
         self.gradients = torch.zeros(own_length if self.zero == 2 else length, dtype=wide, device=device)
         """Of all weights; with ZeRO-2 of the own ranges."""
 
-    def _make_pipeline(self, one_step_late: bool) -> HostPipeline | None:
-        if self.host_zeros is None:
-            return None
+    def _make_pipeline(self) -> HostPipeline:
         gradients = dict(self.flat_ranges(self.gradients))
         # `.data` has a version of its own: autograd must not take weights that arrive for a later block as a change of
         # those that an earlier one has used.
-        buckets = [
-            HostBucket(at, self.weights.data[own], gradients[number].data, self._all_gradients(number).data)
-            for number, (own, at) in enumerate(zip(self.own, self.own_at, strict=True))
-        ]
-        late = self.host_zeros("late", self.own_length, self.dtype) if one_step_late else None
-        return HostPipeline(buckets, self._forward_order, late, self.device)
-
-    def _all_gradients(self, number: int) -> Tensor:
-        """What this process holds of the gradients of a bucket."""
-        return self.gradients[self.own_at[number] if self.zero == 2 else self.plan.buckets[number].span]
+        buckets = []
+        for number, (own, at) in enumerate(zip(self.own, self.own_at, strict=True)):
+            held = self.gradients[at if self.zero == 2 else self.plan.buckets[number].span]
+            buckets.append(HostBucket(at, self.weights.data[own], gradients[number].data, held.data))
+        return HostPipeline(buckets, self._forward_order)
 
     @property
     def _forward_order(self) -> tuple[int, ...]:
@@ -148,32 +148,18 @@ class FlatWeights:
         """Whether other processes update some of the weights."""
         return self.own_length < self.plan.length
 
-    @property
-    def _is_late(self) -> bool:
-        """Whether updates are one step late."""
-        return self.pipeline is not None and self.pipeline.late is not None
-
-    def _make_reducer(self, overlaps: bool) -> GradientReducer | None:
-        if self.mesh.loss.size * self.mesh.tensor.size == 1:
-            return None
-        before_add = self.pipeline.wait_cleared if self.pipeline is not None and self._is_late else None
-        return GradientReducer(
-            self.plan, self.mesh, self.zero, self.gradients, self.own_at, sorted(self._tables), overlaps, before_add,
-            in_bfloat16=self._in_bfloat16, powersgd=self.powersgd,
-        )  # fmt: skip
-
     @torch.no_grad()
     def _take(self, model: Z2all, name: str, parameter: nn.Parameter) -> nn.Parameter:
         """The parameter as a view of the buffers; a new one where it was on the meta device."""
         place, shape, reducer = self.plan.places[name], parameter.shape, self.reducer
         if parameter.is_meta:
             # .data: a version of its own, or a change of one weight would look like a change of all.
-            parameter = nn.Parameter(self._on_device(name).view(shape).data)
+            parameter = nn.Parameter(self.weights[place].view(shape).data)
             module, _, leaf = name.rpartition(".")
             model.get_submodule(module).register_parameter(leaf, parameter)
         else:
             self._write_whole(place, parameter.detach().reshape(-1).to(self.weights.device))
-            parameter.data = self._on_device(name).view(shape)
+            parameter.data = self.weights[place].view(shape)
         if self.masters is self.weights and self.zero < 2 and self.pipeline is None:
             parameter.grad = self.gradients[place].view(shape)  # autograd adds to it in place
             if reducer is not None:
@@ -183,18 +169,10 @@ class FlatWeights:
         take_from_autograd(parameter)
         return parameter
 
-    def _on_device(self, name: str) -> Tensor:
-        """The weights of a tensor that the model computes with, flat."""
-        return self.weights[self.plan.places[name]]
-
     def _sink(self, name: str, shape: torch.Size) -> GradientSink:
         if self.reducer is not None:
             return self.reducer.sink(name, shape)
-        buffer = self.gradients[self.plan.places[name]].view(shape)
-        if self.pipeline is None or not self._is_late:
-            return GradientSink(buffer)
-        number = next(at for at, bucket in enumerate(self.plan.buckets) if name in bucket.holders)
-        return LateSink(buffer, partial(self.pipeline.wait_cleared, number))
+        return GradientSink(self.gradients[self.plan.places[name]].view(shape))
 
     def _write_whole(self, place: slice, values: Tensor) -> None:
         """All values of a tensor: its weights, and the masters of the own range."""
@@ -261,7 +239,9 @@ class FlatWeights:
     @contextmanager
     def masters_between_steps(self) -> Iterator[dict[str, Part]]:
         """The masters by name, to read or to write, between two steps; split ones lie in `gradients`."""
-        self.synchronize()
+        self.wait()
+        if self.pipeline is not None:
+            self.pipeline.finish()
         if not self.split_masters:
             yield self.parts(self.masters)
             return
@@ -287,18 +267,16 @@ class FlatWeights:
     def master_samples(self, most: int) -> dict[str, Tensor]:
         """At most about `most` values of each master, evenly spread over the part in this process; at any time."""
         self.wait()
-        newest = self.weights
         if self.pipeline is not None:
             self.pipeline.finish()
-            newest = newest if self.pipeline.late is None else self.pipeline.late
-        weights, masters = self.parts(newest), self.parts(self.masters)
+        weights, masters = self.parts(self.weights), self.parts(self.masters)
         samples = {}
         for name, part in masters.items():
             every = slice(None, None, _stride(part.values.numel(), most))
-            values = part.values.reshape(-1)[every].to(newest.device)
+            values = part.values.reshape(-1)[every].to(self.device)
             if self.split_masters:
                 values = join(weights[name].values.reshape(-1)[every].contiguous(), values)
-            samples[name] = values.to(self.device)
+            samples[name] = values
         return samples
 
     # ---- the moments of a step ----
@@ -353,9 +331,6 @@ class FlatWeights:
         if self.masters is not self.weights and not self.split_masters:
             for at, own in zip(self.own, self.own_at, strict=True):
                 self.weights[at] = self.masters[own]
-        if self.pipeline is not None and self.pipeline.late is not None:
-            for at, own in zip(self.own, self.own_at, strict=True):
-                self.pipeline.late[own] = self.weights[at]
         self.start_all_gather()
 
     def start_all_gather(self) -> None:
@@ -379,7 +354,7 @@ class FlatWeights:
         self._returning = list(self._forward_order)
         torch.autograd.graph.increment_version(list(self._parameters.values()))
 
-    def _take_returned(self, buckets: Sequence[int] | None) -> None:
+    def _receive_from_host(self, buckets: Sequence[int] | None) -> None:
         """Wait until the own ranges of these buckets, or of all, have come from the host, and gather the others. All
         processes gather in the same order and at the same moments, whatever has arrived by then."""
         assert self.pipeline is not None, "nothing comes from the host"
@@ -387,25 +362,13 @@ class FlatWeights:
         for _ in range(max(wanted, default=-1) + 1):
             number = self._returning.pop(0)
             self.pipeline.wait(number)
-            self._returned(number)
-
-    def _returned(self, number: int) -> None:
-        """The new weights of the own range of a bucket have come."""
-        if self._gathers:
-            self._gather(number)
-
-    def synchronize(self) -> None:
-        """Wait until the last update is finished and the weights on the device are its own, also where updates are one
-        step late: the next step then computes with the newest weights."""
-        self.wait()
-        if self.pipeline is not None and self.pipeline.send_late():
-            self.start_host_to_device()
-            self.wait()
+            if self._gathers:
+                self._gather(number)
 
     def wait(self, buckets: Sequence[int] | None = None) -> None:
         """Wait until the weights of these buckets, or of all, have arrived (on a GPU: its stream does)."""
         if self._returning:
-            self._take_returned(buckets)
+            self._receive_from_host(buckets)
         for number in list(self._arriving) if buckets is None else buckets:
             wait_for(self._arriving.pop(number, ()))
 
@@ -508,9 +471,6 @@ class ShardedWeights:
 
     def wait(self) -> None:
         """Nothing to do: FSDP waits for the weights it gathers."""
-
-    def synchronize(self) -> None:
-        """Nothing to do: updates are never late."""
 
     def zero_gradients(self) -> None:
         """Set the gradients to zero."""

@@ -114,15 +114,6 @@ def test_low_precision_is_the_same_inside_autocast_and_outside(device, function,
 
 
 @cases
-def test_backward_inside_another_autocast_region_is_not_cast(device, function, inputs, cast):
-    leaves = [value.to(device, LOW) for value in inputs]
-    plain = forward_and_backward(function, leaves, nullcontext(), nullcontext())
-    inside = forward_and_backward(function, leaves, nullcontext(), torch.autocast(device, dtype=OTHER))
-    assert {gradient.dtype for gradient in inside[1]} == {LOW}
-    assert_same_bits([*inside[0], *inside[1]], [*plain[0], *plain[1]])
-
-
-@cases
 def test_float32_inputs_are_cast_once_and_their_gradients_are_float32(device, function, inputs, cast):
     leaves = [value.to(device, WIDE) for value in inputs]
 

@@ -88,17 +88,6 @@ def test_a_damaged_or_missing_file_makes_the_run_fall_back_and_is_set_aside_with
     assert f"{name} is missing" in reason
 
 
-def test_the_same_step_can_be_set_aside_twice(run, tensors_of):
-    for _ in range(2):
-        path = run / "checkpoints/step-00000020/state.json"
-        path.write_bytes(flip(bytearray(path.read_bytes()), random.Random(1)))
-        assert newest_checkpoint(run, set_aside=True).step == 10
-        write_checkpoint(run, 20, Snapshot.of_tensors(tensors_of(20)), {})
-    assert newest_checkpoint(run).step == 20
-    names = sorted(path.name for path in (run / "checkpoints/damaged").iterdir())
-    assert names == ["step-00000020", "step-00000020-2", "step-00000020-2.txt", "step-00000020.txt"]
-
-
 def test_a_renamed_checkpoint_is_noticed(run):
     (run / "checkpoints/step-00000020").rename(run / "checkpoints/step-00000025")
     with pytest.raises(BadInputError, match="contains step 20: it was renamed"):
@@ -134,20 +123,6 @@ def test_a_spoilt_hint_changes_nothing(run, hint):
     assert newest_checkpoint(run).step == 20
 
 
-def test_a_run_that_never_saved_has_no_checkpoint(tmp_path):
-    assert newest_checkpoint(tmp_path) is None
-    assert list_checkpoints(tmp_path) == []
-
-
-def test_steps_are_ordered_as_numbers_and_other_folders_are_left_alone(tmp_path, tensors_of):
-    for step in (99_999_999, 100_000_000):
-        write_checkpoint(tmp_path, step, Snapshot.of_tensors(tensors_of(1)), {})
-    (tmp_path / "checkpoints/step-00000007-my-copy").mkdir()
-    (tmp_path / "checkpoints/step-900000000.partial-1-1").mkdir()
-    assert steps_of(tmp_path) == [100_000_000, 99_999_999]
-    assert newest_checkpoint(tmp_path).step == 100_000_000
-
-
 def test_a_rollback_withdraws_the_newer_ones_so_that_their_steps_can_be_saved_again(run, tensors_of, capsys):
     assert withdraw_after(run, 10, "the loss rose at step 15") == [20]
     assert newest_checkpoint(run).step == 10
@@ -164,16 +139,12 @@ def test_a_rollback_withdraws_the_newer_ones_so_that_their_steps_can_be_saved_ag
 @pytest.mark.parametrize("number", [3, 5], ids=["older", "newer"])
 def test_a_whole_checkpoint_of_another_version_stops_the_run_and_is_left_where_it_is(run, reseal, number):
     reseal(run / "checkpoints/step-00000020", format=number)
-    with pytest.raises(OtherVersionError, match=rf"in checkpoint format {number}\. .* reads format 4"):
+    with pytest.raises(
+        OtherVersionError, match=rf"in checkpoint format {number}\. .* reads format 4\. Nothing was changed.*--fresh"
+    ):
         newest_checkpoint(run, set_aside=True)
     assert steps_of(run) == [20, 10]
     assert not (run / "checkpoints/damaged").exists()
-
-
-def test_one_of_an_older_format_says_how_its_weights_are_taken_over(run, reseal):
-    reseal(run / "checkpoints/step-00000020", format=3)
-    with pytest.raises(OtherVersionError, match=r"Nothing was changed.*z2a export.*that wrote it.*z2a import.*--fresh"):
-        newest_checkpoint(run)
 
 
 def test_so_does_one_of_format_1(run):

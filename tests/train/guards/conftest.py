@@ -6,15 +6,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from zero2all.common.manifest import read_manifest, write_manifest
 from zero2all.common.workspace import Workspace
 from zero2all.config import config_from_values
 from zero2all.packed.config import DataConfig
 from zero2all.packed.mixture import TrainingData, open_training_data
-from zero2all.packed.shard_format import docs_name, tokens_name
 from zero2all.packed.stages import Stage
 from zero2all.packed.writer import PackOptions, pack_corpus
 from zero2all.track.writer import MetricsWriter
@@ -78,30 +75,3 @@ def run_folder(sharded: Workspace) -> Path:
         metrics.log({"loss": 5.0 - step / 10}, step, step * SEQ_LEN * STEP_SAMPLES)
     metrics.close()
     return folder
-
-
-@pytest.fixture
-def append_shard() -> Callable[..., int]:
-    """Add a shard to a packed source by hand; returns its number."""
-
-    def append(work: Workspace, source: str, documents: list[np.ndarray]) -> int:
-        folder = work.packed / source / "train"
-        manifest = read_manifest(folder, "packed", "z2a pack")
-        number = int(manifest["shards"])
-        lengths = np.array([len(document) for document in documents])
-        tokens = np.concatenate(documents).astype(manifest["dtype"])
-        (folder / tokens_name(number)).write_bytes(tokens.tobytes())
-        (folder / docs_name(number)).write_bytes((np.cumsum(lengths) - lengths).astype("<u8").tobytes())
-        for gids in folder.glob("gids-*"):
-            gids.unlink()
-        inputs = manifest["inputs"]
-        fixed = ("kind", "format", "zero2all", "inputs", "files")
-        content = {name: value for name, value in manifest.items() if name not in fixed}
-        content |= {"shards": number + 1, "tokens": manifest["tokens"] + len(tokens), "gids": False}
-        (folder / "manifest.json").unlink()
-        for index in folder.glob("best-fit-*"):
-            shutil.rmtree(index)
-        write_manifest(folder, "packed", inputs, content)
-        return number
-
-    return append

@@ -8,21 +8,16 @@ import html.parser
 import pytest
 
 from zero2all.common.files import read_json
-from zero2all.config.training import GuardsConfig
 from zero2all.train.guards.advice import Facts, advice, data_is_suspect
 from zero2all.train.guards.detector import Detector, Finding
 from zero2all.train.guards.incident import (
     IncidentWriter,
-    incident_samples,
     make_incident,
-    recorded_row_losses,
     usual_channels,
-    write_incident,
 )
 from zero2all.train.guards.ledger import Skipped
 from zero2all.train.guards.page import Incident, incident_html, incident_text
 from zero2all.train.guards.policy import Continue, Rollback, Stop
-from zero2all.train.guards.repeats import Repeat
 
 SOUND = Facts(
     kind="loss_spike",
@@ -61,8 +56,6 @@ def about(**changes):
         ({"earlier_incidents": 2}, ["lr"]),
         ({"beta2": 0.999, "clip_grad_norm": 0.0, "earlier_incidents": 1}, ["beta2", "clip", "lr"]),
         ({"kind": "loss_drop", "beta2": 0.999}, ["data"]),
-        ({"kind": "easy_shard", "beta2": 0.999}, ["data"]),
-        ({"shards_named": ["shard 3 of web"], "beta2": 0.999}, ["data"]),
         ({"channels_before": {"en": 3.0, "zh": 3.0}, "channels_now": {"en": 3.1, "zh": 8.0}}, ["data"]),
         ({"channels_before": {"en": 3.0, "zh": 3.0}, "channels_now": {"en": 5.0, "zh": 5.5}}, ["none"]),
         ({"row_losses": [3.0] * 28 + [10.0] * 2, "usual_loss": 3.0}, ["data"]),
@@ -200,16 +193,6 @@ def test_the_usual_loss_of_a_channel_leaves_out_what_stood_out():
     assert usual_channels(detector, 200) == {"en": 3.0}
 
 
-def test_the_figures_are_kept_beside_the_page(tmp_path):
-    made = incident(row_losses=[3.0, None, 8.0])
-    page = write_incident(tmp_path, made)
-    assert page == tmp_path / "300-loss_spike.html"
-    assert read_json(page.with_suffix(".json"))["findings"][0]["kind"] == "loss_spike"
-    assert page.with_suffix(".txt").read_text().startswith("Loss spike")
-    assert recorded_row_losses(tmp_path, 300) == {0: 3.0, 2: 8.0}
-    assert recorded_row_losses(tmp_path, 30) == {}
-
-
 # ---- documents, in the background -----------------------------------------------------------------------------
 
 
@@ -228,29 +211,6 @@ def test_the_writer_adds_the_documents_of_the_step(sharded_work, open_data, tmp_
     assert "z2a inspect" in kept["samples_note"]
 
 
-def test_a_shard_is_shown_by_its_most_extreme_samples(sharded_work, open_data):
-    data = open_data(sharded_work)
-    examples = [{"first_token": 10 * 32, "row": 2, "loss": 9.5}, {"first_token": 40 * 32, "row": 0, "loss": 9.0}]
-    made = dataclasses.replace(
-        incident(), findings=[finding("hard_shard", source="en", shard=1, examples=examples).as_json()]
-    )
-    samples, note = incident_samples(made, data, sharded_work.corpus, None)
-    assert [(one.first_token, one.loss) for one in samples] == [(12 * 32, 9.5), (40 * 32, 9.0)]
-    assert "shard 1 of en" in note
-
-
-def test_the_page_of_a_repeated_shard_shows_documents_of_that_shard(sharded_work, open_data, tmp_path):
-    data = open_data(sharded_work)
-    finding = Repeat("en", 2, "en", 1, 0.9, ((40, 20), (41, 21))).finding(0, (0, 0))
-    made = make_incident(
-        "r", [finding], Continue(finding.text), Detector(), dataclasses.replace(SOUND, kind=finding.kind)
-    )
-    samples, note = incident_samples(made, data, sharded_work.corpus, None)
-    assert [[one.number for one in sample.documents] for sample in samples] == [[40], [41]]
-    assert "Each is a copy of a document of shard 1 of en." in note
-    assert "A shard that repeats another" in incident_html(made)
-
-
 def test_a_writer_that_cannot_read_or_write_says_so_and_goes_on(sharded_work, open_data, tmp_path):
     def no_tokenizer():
         raise FileNotFoundError("no tokenizer here")
@@ -264,8 +224,3 @@ def test_a_writer_that_cannot_read_or_write_says_so_and_goes_on(sharded_work, op
     blocked.submit(incident())
     assert blocked.close()
     assert "step 300 could not be written" in blocked.problems[0]
-
-
-def test_defaults_of_the_config_are_the_documented_ones():
-    config = GuardsConfig()
-    assert (config.loss_spike, config.grad_spike, config.loss_drop) == ("rollback", "skip", "log")

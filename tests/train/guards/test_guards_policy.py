@@ -140,7 +140,7 @@ def test_without_a_checkpoint_to_go_back_to_what_is_not_finite_ends_the_run_as_e
 @pytest.mark.parametrize("setting", ["skip", "rollback"])
 def test_a_run_resumed_from_a_state_of_no_use_goes_further_back_and_leaves_no_data_out(setting):
     policy, ledger = Policy(GuardsConfig(nonfinite=setting)), SkipLedger()
-    policy.resumed(200)
+    policy.begin_after(200)
     actions = [
         decide(policy, ledger, step, [spike(step, "nonfinite", 201)], [100, 150, 200]) for step in (201, 202, 203)
     ]
@@ -148,7 +148,7 @@ def test_a_run_resumed_from_a_state_of_no_use_goes_further_back_and_leaves_no_da
     assert (actions[-1].to_step, actions[-1].skip, actions[-1].bad_since) == (150, None, 200)
     assert ledger.entries == ()
     for step in (204, 205, 206):  # nothing older that is good: the usual rules
-        policy.resumed(150)
+        policy.begin_after(150)
         assert not isinstance(decide(policy, SkipLedger(), step, [spike(step, "nonfinite")], [150]), Stop)
 
 
@@ -168,12 +168,12 @@ def test_a_run_resumed_right_before_bad_data_goes_back_proves_its_state_and_deci
     whole, cut = SkipLedger(), SkipLedger()
     alone = run(Policy(settings), 101, whole)
     resumed = Policy(settings)
-    resumed.resumed(120)
+    resumed.begin_after(120)
     first = run(resumed, 121, cut)
     assert (first.to_step, first.skip, first.bad_since) == (100, None, 120)
     assert len(cut.entries) == 2
     assert cut.forget_after(120)
-    resumed.resumed(100)
+    resumed.begin_after(100)
     assert run(resumed, 101, cut) == alone
     assert cut.entries == whole.entries
 
@@ -181,7 +181,7 @@ def test_a_run_resumed_right_before_bad_data_goes_back_proves_its_state_and_deci
 def test_data_left_out_without_a_way_back_does_not_end_the_row_of_refused_updates():
     """A bad state is not taken to the end of the run by leaving out one window after the other."""
     policy, ledger, step, actions = Policy(GuardsConfig()), SkipLedger(), 100, []
-    policy.resumed(99)
+    policy.begin_after(99)
     while not actions or isinstance(actions[-1], SkipWindow):
         if not ledger.skips((step - 1) * STEP_TOKENS, step * STEP_TOKENS):
             actions.append(decide(policy, ledger, step, [spike(step)], []))
@@ -193,7 +193,7 @@ def test_data_left_out_without_a_way_back_does_not_end_the_row_of_refused_update
 
 def test_a_run_does_not_end_with_a_state_that_no_step_has_proven():
     policy, ledger = Policy(GuardsConfig()), SkipLedger()
-    policy.resumed(100)
+    policy.begin_after(100)
     assert policy.at_end(101, ledger, False, []) == Continue(), "nothing speaks against it"
     decide(policy, ledger, 101, [spike(101)], [])
     end = policy.at_end(101, ledger, False, [])
@@ -201,7 +201,7 @@ def test_a_run_does_not_end_with_a_state_that_no_step_has_proven():
     assert "no step after the checkpoint of step 100 was accepted" in end.reason
     assert policy.at_end(101, ledger, False, [50, 90, 100]).to_step == 90
     again = Policy(GuardsConfig())
-    again.resumed(101)  # saved in doubt, after the refused step
+    again.begin_after(101)  # saved in doubt, after the refused step
     assert isinstance(again.at_end(102, ledger, True, []), Stop)
     assert again.at_end(101, ledger, True, []) == Continue(), "it had ended there before"
     decide(policy, ledger, 102, [], [])
@@ -211,7 +211,7 @@ def test_a_run_does_not_end_with_a_state_that_no_step_has_proven():
 def test_a_state_is_in_doubt_while_it_is_unproven_and_while_updates_were_refused_lately():
     policy, ledger = Policy(GuardsConfig()), SkipLedger()
     assert policy.doubt(5, ledger) is None, "a new run"
-    policy.resumed(100)
+    policy.begin_after(100)
     for step in range(101, 108):
         decide(policy, ledger, step, [], [])
         assert "of 8 have proven the checkpoint of step 100" in policy.doubt(step, ledger)
@@ -225,7 +225,7 @@ def test_a_state_is_in_doubt_while_it_is_unproven_and_while_updates_were_refused
 @pytest.mark.parametrize(("accepted", "ends"), [(1, Rollback), (8, Continue)])
 def test_a_loaded_state_is_proven_by_as_many_accepted_steps_as_the_margin_has(accepted, ends):
     policy, ledger = Policy(GuardsConfig()), SkipLedger()
-    policy.resumed(200)
+    policy.begin_after(200)
     for step in range(201, 201 + accepted):
         decide(policy, ledger, step, [], [100])
     bad = range(201 + accepted, 204 + accepted)

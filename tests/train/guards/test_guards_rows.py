@@ -1,19 +1,13 @@
-"""Rows, shards and documents are those the loader reads; a shard that repeats another is found by its documents."""
+"""Rows, shards and documents are those the loader reads."""
 
 from __future__ import annotations
 
-import itertools
-
-import numpy as np
 import pytest
 
 from zero2all.packed.bestfit import open_best_fit
 from zero2all.packed.loader import LoaderOptions, read_batch
-from zero2all.packed.shard_format import open_split
 from zero2all.tokenizer import load_tokenizer
-from zero2all.train.guards.documents import samples_of_step
-from zero2all.train.guards.repeats import repeated_shards
-from zero2all.train.guards.rows import RowFinder
+from zero2all.train.guards.documents import Texts, rows_of_step, samples_of_step
 
 SEQ_LEN = 32
 
@@ -22,13 +16,11 @@ SEQ_LEN = 32
 def test_every_row_is_the_one_the_loader_reads_and_lies_in_its_shard(sharded_work, open_data, packing):
     data = open_data(sharded_work, packing=packing)
     assert max(len(split.shards) for split in data.splits) > 2
-    finder = RowFinder(data)
     shards_seen = set()
     for first_token in range(0, 60 * SEQ_LEN, 6 * SEQ_LEN):
         batch = read_batch(data, first_token, 6, LoaderOptions(documents=True))
-        rows = finder.rows(first_token, 6)
+        rows = rows_of_step(data, first_token, 6)
         assert rows.sources.tolist() == batch.sources.tolist()
-        assert rows.channels.tolist() == batch.channels.tolist()
         for row in range(6):
             split, sample = data.splits[rows.sources[row]], int(rows.samples[row])
             if packing == "concat":
@@ -52,7 +44,7 @@ def test_the_documents_of_a_step_are_decoded_with_their_names(sharded_work, open
 
     for first_token in (0, 80 * SEQ_LEN, 400 * SEQ_LEN + 16 * 8):
         batch = read_batch(data, first_token, 4)
-        shown = samples_of_step(data, first_token, 4, sharded_work.corpus, decode, losses={1: 2.5}, chars=None)
+        shown = samples_of_step(data, first_token, 4, Texts(sharded_work.corpus, decode, None), losses={1: 2.5})
         assert [sample.row for sample in shown] == [0, 1, 2, 3]
         assert [sample.loss for sample in shown] == [None, 2.5, None, None]
         for row, sample in enumerate(shown):
@@ -64,45 +56,7 @@ def test_the_documents_of_a_step_are_decoded_with_their_names(sharded_work, open
 
 
 def test_long_documents_are_shortened_and_ids_shown_without_a_tokenizer(sharded_work, open_data):
-    (sample,) = samples_of_step(open_data(sharded_work), 0, 4, sharded_work.corpus, None, [2], chars=10)
+    (sample,) = samples_of_step(open_data(sharded_work), 0, 4, Texts(sharded_work.corpus, None, 10), [2])
     assert sample.row == 2
     assert all(len(one.text) <= 10 and one.is_cut for one in sample.documents)
     assert sample.documents[0].text.replace(" ", "").isdigit()
-
-
-# ---- repeats --------------------------------------------------------------------------------------------------
-
-
-def documents_of(split, shard):
-    starts = [*split.docs[shard].tolist(), split.shards.lengths[shard]]
-    return [np.array(split.shards[shard][a:b]) for a, b in itertools.pairwise(starts)]
-
-
-def test_clean_shards_repeat_nothing(sharded_work):
-    splits = [open_split(sharded_work.packed, name, "train") for name in ("en", "zh")]
-    assert sum(len(split.shards) for split in splits) > 5
-    assert repeated_shards(splits) == []
-
-
-def test_a_repeated_shard_is_named_with_documents_though_it_was_cut_elsewhere(sharded, append_shard):
-    split = open_split(sharded.packed, "en", "train")
-    # its own documents come first and last, so that nothing stands where it stood
-    copied = [*documents_of(split, 3)[:2], *documents_of(split, 1), *documents_of(split, 0)[:3]]
-    number = append_shard(sharded, "en", copied)
-    splits = [open_split(sharded.packed, name, "train") for name in ("en", "zh")]
-    (repeat,) = repeated_shards(splits)
-    assert (repeat.source, repeat.shard, repeat.of_source, repeat.of_shard) == ("en", number, "en", 1)
-    assert repeat.documents
-    split = splits[0]
-    bounds = np.concatenate([split.docs[n].astype(np.int64) + split.shard_starts[n] for n in range(len(split.shards))])
-    for here, there in repeat.documents:
-        length = bounds[there + 1] - bounds[there]
-        assert split.read(bounds[here], length).tolist() == split.read(bounds[there], length).tolist()
-    assert "repeats shard 1 of en" in repeat.finding(0, (0, 1)).text
-
-
-def test_equal_lengths_alone_are_no_repeat(sharded, append_shard):
-    split = open_split(sharded.packed, "en", "train")
-    other = [np.full(len(document), 7) for document in documents_of(split, 1)]
-    append_shard(sharded, "en", other)
-    assert repeated_shards([open_split(sharded.packed, "en", "train")]) == []

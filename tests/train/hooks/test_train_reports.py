@@ -57,7 +57,7 @@ def test_a_step_lasts_from_the_end_of_the_one_before_or_of_a_pause_whenever_it_i
     now = 109.0  # nothing is looked at between two steps: both are read late
     reports.report(result(2, ended=105.5, in_parts=2.0), wait_seconds=4.0)  # the host waited while the device was busy
     now = 110.0  # validation
-    reports.pause_ended()
+    reports.end_pause()
     reports.report(result(3, ended=112.25, in_parts=2.0), wait_seconds=0.0)
     wanted = {1: (3.0, 0.5, 0.5), 2: (2.5, 0.5, 0.0), 3: (2.25, 0.0, 0.25)}
     for step, times in wanted.items():

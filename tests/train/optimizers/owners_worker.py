@@ -29,8 +29,6 @@ QKV = [
 EVERYTHING = {**TABLE, **{one.name: one for one in QKV}}
 ONE = {one.name: one for one in (logical("out", (7, 5)), logical("norm", (5,), "norm"))}
 CASES = {
-    "adafactor": (OptimConfig("adafactor"), EVERYTHING),
-    "adafactor, momentum": (OptimConfig("adafactor", adafactor_beta1=0.5), EVERYTHING),
     "muon": (OptimConfig("muon"), EVERYTHING),
     "muon, one matrix": (OptimConfig("muon", nesterov=False), ONE),
 }

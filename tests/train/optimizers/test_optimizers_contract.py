@@ -25,10 +25,6 @@ CONFIGS = {
     "adamw": (OptimConfig(lr_max=6e-3), "fused"),
     "adamw, reference": (OptimConfig(lr_max=6e-3), "eager"),
     "muon": (OptimConfig("muon", lr_max=2e-2), "auto"),
-    "lion": (OptimConfig("lion", lr_max=6e-3), "auto"),
-    "adafactor": (OptimConfig("adafactor", lr_max=6e-3), "auto"),
-    "adafactor, momentum": (OptimConfig("adafactor", lr_max=6e-3, adafactor_beta1=0.9), "auto"),
-    "sgd": (OptimConfig("sgd", lr_max=0.1, momentum=0.9), "auto"),
     "adamw_8bit": (OptimConfig("adamw_8bit", lr_max=6e-3), "auto"),
     "adamw_bf16": (OptimConfig("adamw_bf16", lr_max=6e-3), "auto"),
     "adamw_bf16, kahan": (OptimConfig("adamw_bf16", lr_max=6e-3, bf16_rounding="kahan"), "auto"),
@@ -37,10 +33,6 @@ STATE_BYTES = {  # of a matrix of 64 by 512
     "adamw": 8,
     "adamw, reference": 8,
     "muon": 4 + 4 / 64,
-    "lion": 4,
-    "adafactor": 4 / 64 + 4 / 512,
-    "adafactor, momentum": 4 + 4 / 64 + 4 / 512,
-    "sgd": 4,
     "adamw_8bit": 2 + 8 / 256,
     "adamw_bf16": 4,
     "adamw_bf16, kahan": 6,
@@ -122,18 +114,6 @@ def test_a_cancelled_step_changes_no_bit_and_leaves_no_trace(name):
 
 
 @every_optimizer
-def test_a_step_that_could_be_cancelled_equals_one_that_could_not(name):
-    runs = []
-    for found in (None, torch.tensor(0.0), torch.tensor(False)):
-        trained = Trained(name)
-        for step in range(3):
-            trained.step(step, found_nonfinite=found)
-        runs.append(trained.bits())
-    assert_same_bits(runs[0], runs[1])
-    assert_same_bits(runs[0], runs[2])
-
-
-@every_optimizer
 def test_a_saved_and_loaded_state_continues_bit_for_bit(name, tmp_path):
     trained, resumed = Trained(name, seed=5), Trained(name, seed=5)
     for step in range(3):
@@ -159,18 +139,6 @@ def test_large_parameters_are_updated_in_pieces_with_the_same_result(name, monke
             trained.step(step, torch.tensor(0.5))
         runs.append(trained.bits())
     assert_same_bits(*runs)
-
-
-@every_optimizer
-def test_state_is_complete_and_live_from_the_start(name):
-    trained = Trained(name)
-    parts = trained.optimizer.state_tensors()
-    addresses = {key: part.values.data_ptr() for key, part in parts.items()}
-    trained.step(0)
-    assert {key: part.values.data_ptr() for key, part in trained.optimizer.state_tensors().items()} == addresses
-    assert float(parts["step/all"].values) == 1.0
-    assert {key.split("/", 1)[1] for key in parts} == {"all", *TABLE}
-    assert all(tuple(part.values.shape) == part.shape for part in parts.values())
 
 
 @every_optimizer
@@ -236,7 +204,7 @@ def test_bfloat16_weights_need_the_optimizer_that_rounds_for_them():
     with pytest.raises(UsageError, match=r"w is torch.bfloat16.* adamw_bf16"):
         one_matrix(torch.zeros(2, 2, dtype=torch.bfloat16), OptimConfig())
     with pytest.raises(UsageError, match=r"no fused kernel"):
-        one_matrix(torch.zeros(2, 2), OptimConfig("lion"), "fused")
+        one_matrix(torch.zeros(2, 2), OptimConfig("adamw_8bit"), "fused")
     with pytest.raises(UsageError, match=r"muon is not compiled"):
         one_matrix(torch.zeros(2, 2), OptimConfig("muon"), "compiled")
 

@@ -67,41 +67,6 @@ def adamw(name, b1=0.8, b2=0.9, eps=1e-6):
     return w
 
 
-def lion(name, b1=0.8, b2=0.9):
-    w, m = initial(name), np.zeros(SHAPES[name])
-    for lr, g in zip(rates(), gradients(name), strict=True):
-        w = w - lr * DECAYS[name] * w - lr * np.sign(b1 * m + (1 - b1) * g)
-        m = b2 * m + (1 - b2) * g
-    return w
-
-
-def sgd(name, mu, nesterov):
-    w, b = initial(name), 0.0
-    for lr, g in zip(rates(), gradients(name), strict=True):
-        b = mu * b + g
-        w = w - lr * DECAYS[name] * w - lr * (g + mu * b if nesterov else b)
-    return w
-
-
-def adafactor(name, clip=1.0, b1=0.0, power=0.8):
-    w, shape = initial(name), SHAPES[name]
-    r, c, v, m = 0.0, 0.0, 0.0, 0.0
-    for t, (lr, g) in enumerate(zip(rates(), gradients(name), strict=True), 1):
-        b = 1 - t**-power
-        s = g**2 + 1e-30
-        if len(shape) > 1:
-            r, c = b * r + (1 - b) * s.mean(axis=-1), b * c + (1 - b) * s.mean(axis=-2)
-            v = r[..., :, None] * c[..., None, :] / r.mean(axis=-1)[..., None, None]
-        else:
-            v = b * v + (1 - b) * s
-        u = g / np.sqrt(v)
-        of_each = (-2, -1) if len(shape) > 2 else None  # every matrix of a stack by itself
-        u = u / np.maximum(1.0, np.sqrt((u**2).mean(axis=of_each, keepdims=True)) / clip)
-        m = b1 * m + (1 - b1) * u
-        w = w - lr * DECAYS[name] * w - lr * m
-    return w
-
-
 POLAR_EXPRESS = (
     (8.15655, -22.48329, 15.87877),
     (4.04293, -2.80892, 0.50002),
@@ -152,15 +117,6 @@ BETAS = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
 CASES = {
     "adamw, fused": (config_of("adamw", **BETAS), "fused", adamw),
     "adamw, reference": (config_of("adamw", **BETAS), "eager", adamw),
-    "lion": (config_of("lion", beta1=0.8, beta2=0.9), "auto", lion),
-    "sgd": (config_of("sgd", momentum=0.7, nesterov=False), "auto", lambda name: sgd(name, 0.7, False)),
-    "sgd, nesterov": (config_of("sgd", momentum=0.7), "auto", lambda name: sgd(name, 0.7, True)),
-    "adafactor": (config_of("adafactor"), "auto", adafactor),
-    "adafactor, clipped and with momentum": (
-        config_of("adafactor", adafactor_beta1=0.6, adafactor_clip_rms=0.5, adafactor_decay_power=0.5),
-        "auto",
-        lambda name: adafactor(name, 0.5, 0.6, 0.5),
-    ),
     "muon": (config_of("muon", momentum=0.7, **BETAS), "auto", muon),
     "muon, plain": (
         config_of("muon", momentum=0.7, nesterov=False, muon=MuonConfig(7, beta2=0.0, cautious_decay=False), **BETAS),
@@ -216,7 +172,7 @@ def test_8_bit_moments_follow_adamw_closely():
         assert error.mean() < 0.03 * moved, name
 
 
-@pytest.mark.parametrize("kind", ["adamw", "lion", "adafactor", "sgd", "muon", "adamw_8bit"])
+@pytest.mark.parametrize("kind", ["adamw", "muon", "adamw_8bit"])
 def test_gradients_in_bfloat16_are_widened_first(kind):
     config = config_of(kind, **BETAS)
     exact, _ = run(config)
@@ -289,13 +245,3 @@ def test_the_embedding_may_have_a_beta2_of_its_own():
     np.testing.assert_allclose(exact["norm"].numpy(), adamw("norm", b2=0.99), rtol=1e-12)
     (problem,) = OptimConfig(embedding_beta2=0.9).problems("optim")
     assert "only optim.kind muon" in str(problem)
-
-
-@pytest.mark.slow  # compilations
-@pytest.mark.parametrize("kind", ["lion", "adamw_bf16", "adamw_8bit"])
-def test_compiled_kernels_equal_the_formulas(kind):
-    dtype = torch.bfloat16 if kind == "adamw_bf16" else torch.float32
-    compiled, _ = run(config_of(kind, **BETAS), dtype, "compiled")
-    eager, _ = run(config_of(kind, **BETAS), dtype, "eager")
-    for name in SHAPES:
-        torch.testing.assert_close(compiled[name], eager[name])

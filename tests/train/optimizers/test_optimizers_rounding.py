@@ -33,12 +33,6 @@ def test_another_seed_parameter_step_or_stream_throws_other_dice(other):
     assert torch.equal(bits(**other), bits(**other))
 
 
-def test_halves_of_the_same_bits_are_independent():
-    found = bits()
-    low, high = (found & 0xFFFF).float() / 65536 - 0.5, ((found >> 16) & 0xFFFF).float() / 65536 - 0.5
-    assert abs(float((low * high).mean()) * 12) < 0.02
-
-
 @pytest.mark.parametrize("value", [1.001, -3.7e-5, 123.4, -0.9999, 1e-20])
 def test_bfloat16_takes_a_neighbour_and_is_right_on_average(value):
     exact = torch.full((MANY,), value)

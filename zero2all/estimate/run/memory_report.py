@@ -186,7 +186,6 @@ def as_json(report: MemoryReport) -> dict[str, Any]:
         "reserved": estimate.reserved,
         "process": report.process_bytes,
         "host": estimate.host,
-        "disk": estimate.disk,
         "fits": report.fits,
         "notes": report.notes,
         "changes": [

@@ -141,7 +141,7 @@ class Embedding(torch.autograd.Function):
         sink = sink_of(ctx.weight)
         if sink is not None:
             _sum_by_id(rows_of(gradient), tokens, sink.buffer, add=True)
-            sink.added()
+            sink.mark_ready()
             return None, None
         dweight = torch.zeros(ctx.weight.shape, dtype=ctx.weight.dtype, device=gradient.device)
         _sum_by_id(rows_of(gradient), tokens, dweight, add=False)

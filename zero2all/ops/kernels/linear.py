@@ -42,7 +42,7 @@ def _add_product(sink: GradientSink, dy: Tensor, x: Tensor) -> None:
     if dy.is_cuda and target.dtype != dy.dtype:
         # The matmul's own epilogue adds: the gradient is never written in bfloat16.
         torch.addmm(target, dy.t(), x, out_dtype=target.dtype, out=target)
-        sink.added()
+        sink.mark_ready()
     else:
         sink.add(dy.t() @ x)
 

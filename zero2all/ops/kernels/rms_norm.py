@@ -104,7 +104,7 @@ def add_sum_of_parts(weight: Tensor, parts: Tensor) -> Tensor | None:
     )
     if sink is None:
         return target
-    sink.added()
+    sink.mark_ready()
     return None
 
 

@@ -80,18 +80,16 @@ def commit(
     attempt: str,
     peers: Peers,
     fence: Fence = no_fence,
-    problem: str | None = None,
     written: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write a staged snapshot and commit it; every rank calls it and gets the folder, or raises SaveError.
 
     `attempt` is the same on all ranks and names the temporary folder. `fence` is checked before every file and
-    before the rename. `problem` is an earlier failure of this rank: then nothing is committed. `written` is called once
-    this rank's data is on the disk, or has failed.
+    before the rename. `written` is called once this rank's data is on the disk, or has failed.
     """
     partial = partial_folder(run, staged.step, attempt)
     try:
-        own = _write_own(partial, staged, problem, fence)
+        own = _write_own(partial, staged, fence)
     finally:
         written()
     try:
@@ -113,10 +111,10 @@ def commit(
     return checkpoint_folder(run, staged.step)
 
 
-def _write_own(partial: Path, staged: Staged, problem: str | None, fence: Fence) -> dict[str, Any]:
+def _write_own(partial: Path, staged: Staged, fence: Fence) -> dict[str, Any]:
     """Write this rank's files; returns their sizes and checksums, or why they could not be written. Never raises."""
-    if problem is not None:
-        return {"problem": problem}
+    if staged.problem is not None:
+        return {"problem": staged.problem}
     written = []
     try:
         fence()

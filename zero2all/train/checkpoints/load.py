@@ -3,7 +3,7 @@
 First what is cheap: regular files with the right names and sizes, a manifest with a valid seal, an index whose boxes
 fill their tensors, file headers that agree with the index. Nothing is allocated for a tensor, nothing is
 executed, no name from a file becomes a path. Then the bytes: the crc32c of every file, or, for a tool that only needs
-the weights, that of their files while they are read.
+the weights, that of their files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from zero2all.train.checkpoints.tensor_file import (
     Header,
     byte_count,
     file_crc32c,
-    read_checked,
     read_header,
     read_rows,
 )
@@ -86,25 +85,15 @@ class Checkpoint:
         one of them. With `strict`, the ranks together must have every tensor of their groups ('model', 'optimizer',
         …); one rank may have a few of them only."""
         self._check_names(parts, strict)
-        with torch.no_grad():
-            reads = list(plan_reads(parts, self.index))
-            for file in sorted({read.box.file for read in reads}):
-                self._read_file(file, [read for read in reads if read.box.file == file])
+        self._read(parts)
 
     def load_checked(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill whole tensors of any dtype, on any device, in one pass over their files that also checks the bytes; for
-        a checkpoint of which only the form was checked. They must be all tensors of their groups."""
-        self._check_names({name: Part.whole(tensor) for name, tensor in tensors.items()}, strict=True, any_dtype=True)
-        targets: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
-            for box in self.index[name].boxes:
-                targets.setdefault(box.file, {})[box.key] = tensor[box.place.slices_from((0,) * tensor.dim())]
-        for file, of_file in sorted(targets.items()):
-            path = self.folder / file
-            with _opened(path) as handle:
-                crc = read_checked(handle, self.headers[file], of_file)
-            if crc != self.manifest["files"][file]["crc32c"]:
-                raise _changed(path)
+        """Fill whole tensors of any dtype, on any device, after a check of the bytes of their files; for a checkpoint
+        of which only the form was checked. They must be all tensors of their groups."""
+        parts = {name: Part.whole(tensor) for name, tensor in tensors.items()}
+        self._check_names(parts, strict=True, any_dtype=True)
+        check_bytes(self, sorted({box.file for name in tensors for box in self.index[name].boxes}))
+        self._read(parts)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """Whole tensors on the CPU, by what follows the prefix ('model/', 'optimizer/exp_avg/') in their names."""
@@ -125,11 +114,15 @@ class Checkpoint:
             differences += [f"{name}: not expected" for name in unknown]
         if differences:
             found = "; ".join(differences[:4] + ["…"] * (len(differences) > 4))
+            remedy = "Use the config it was trained with (config.yaml in its run folder), or another --train.name."
             if all(each.startswith("optimizer/") for each in differences):
                 problem = f"The checkpoint {self.folder} is of another optimizer: {found}."
+                remedy += (
+                    " An optimizer that this version does not have (lion, sgd, adafactor) cannot be continued: run "
+                    "`z2a export`, then `z2a import`, for a run at step 0 with these weights."
+                )
             else:
                 problem = f"The checkpoint {self.folder} is of another model: {found}."
-            remedy = "Use the config it was trained with (config.yaml in its run folder), or another --train.name."
             raise for_all_ranks(OtherModelError(f"{problem} {remedy}"))
 
     def _differences(self, parts: Mapping[str, Part], any_dtype: bool) -> list[str]:
@@ -146,9 +139,12 @@ class Checkpoint:
                 differences.append(f"{name}: {entry.dtype} instead of {dtype}")
         return differences
 
-    def _read_file(self, file: str, reads: list[Read]) -> None:
-        with _opened(self.folder / file) as handle, ThreadPoolExecutor(READERS) as readers:
-            list(readers.map(functools.partial(_fill, handle, self.headers[file]), reads))
+    def _read(self, parts: Mapping[str, Part]) -> None:
+        reads = list(plan_reads(parts, self.index))
+        for file in sorted({read.box.file for read in reads}):
+            of_file = [read for read in reads if read.box.file == file]
+            with _opened(self.folder / file) as handle, ThreadPoolExecutor(READERS) as readers:
+                list(readers.map(functools.partial(_fill, handle, self.headers[file]), of_file))
 
 
 @contextmanager

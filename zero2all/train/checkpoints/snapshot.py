@@ -50,6 +50,7 @@ class Staged:
     files: list[tuple[FilePlan, Tensor]]  # with the data of each file, byte for byte (uint8)
     record: bytes  # the snapshot's record as JSON text
     details: dict[str, Any]
+    problem: str | None = None  # why this rank's part could not be copied; then nothing is committed
 
 
 class PinnedBlock:

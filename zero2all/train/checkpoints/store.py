@@ -165,7 +165,7 @@ class CheckpointStore:
             return False
         return True
 
-    def damaged(self, parts: Mapping[str, Part]) -> str | None:
+    def find_damage(self, parts: Mapping[str, Part]) -> str | None:
         """What is wrong with a tensor on some rank, in words; None when nothing is. Called by all ranks."""
         return next((str(problem) for problem in self.peers.gather(first_damaged(parts)) if problem is not None), None)
 
@@ -247,7 +247,7 @@ class CheckpointStore:
         state; then nothing is saved. Called by all ranks; ReplicasDifferError on all of them."""
         assert self.memory is not None, "prepared"
         self.check_replicas(snapshot.parts)
-        bad = self.damaged(snapshot.parts)
+        bad = self.find_damage(snapshot.parts)
         return (False, bad) if bad is not None else (self.memory.save(step, snapshot, details), None)
 
     def check_replicas(self, parts: Mapping[str, Part]) -> None:
@@ -294,7 +294,7 @@ class CheckpointStore:
                 return SaveResult(step, None, f"rank {rank}: {each}" if self.peers.size > 1 else str(each))
         assert self._layout is not None, "planned by now"
         compare_replicas(parts, self._layout.copies, self.peers)
-        bad = self.damaged(parts)
+        bad = self.find_damage(parts)
         if bad is not None:
             return SaveResult(step, None, bad, is_refused=True)
         return str(said[0]["attempt"])
@@ -324,21 +324,19 @@ class CheckpointStore:
                 self._buffers.copy(snapshot.parts)
             except Exception as error:
                 problem = _in_words(error)
-            staged = Staged(ticket.step, self._layout, self._buffers.staged(), record, kept_details)
+            staged = Staged(ticket.step, self._layout, self._buffers.staged(), record, kept_details, problem)
             stall = time.monotonic() - started
-            self._writer.submit(ticket, lambda: self._write(staged, attempt, stall, problem, release))
+            self._writer.submit(ticket, lambda: self._write(staged, attempt, stall, release))
         except BaseException:
             release()
             raise
 
-    def _write(
-        self, staged: Staged, attempt: str, stall_seconds: float, problem: str | None, release: Callable[[], None]
-    ) -> SaveResult:
+    def _write(self, staged: Staged, attempt: str, stall_seconds: float, release: Callable[[], None]) -> SaveResult:
         """The job of the writing thread; `release` is called when it needs the staged data no more."""
         started = time.monotonic()
-        notes, deleted, folder = [], [], None
+        notes, deleted, folder, problem = [], [], None, None
         try:
-            folder = commit(self.run, staged, attempt, self._writing_peers, self.fence, problem, release)
+            folder = commit(self.run, staged, attempt, self._writing_peers, self.fence, release)
         except SaveError as error:
             problem = str(error)
         if folder is not None and self._writing_peers.is_first:

@@ -1,13 +1,9 @@
-"""One safetensors file: written in one pass with its crc32c, read by range, or read and checked in one pass.
+"""One safetensors file: written in one pass with its crc32c, and read by range.
 
 The format is eight bytes of header length, a JSON header, and the bytes of the tensors. It is written here rather than
 by the library so that the checksum is computed while writing (a file of some GB is not read again), a full disk is
 reported as the system's own error, and the bytes come directly from the host buffers. Any safetensors reader opens the
 result.
-
-`read_checked` reads a few MB at a time. While one piece is checked and converted, which the processor's cache still
-holds, threads read the next ones. Where a target has the dtype of the file and is in host memory, it is read into
-directly.
 """
 
 from __future__ import annotations
@@ -15,12 +11,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections import deque
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import google_crc32c
 import numpy as np
@@ -58,8 +52,8 @@ CHECK_BYTES = 1 << 20
 READ_BYTES = 16 << 20
 """Read at a time, by each of a few threads: the memory that loading needs beside the tensors themselves. Up to 32 MB
 the allocator keeps it; new pages for every read would take longer than the read."""
-PIECE_BYTES, PIECES_AHEAD, READERS = 4 << 20, 8, 4
-"""Of `read_checked`."""
+READERS = 4
+"""Threads that read at the same time."""
 
 
 @dataclass(frozen=True)
@@ -184,14 +178,11 @@ def _parse_info(path: Path, key: str, info: Any, data_start: int) -> TensorInfo:
     raise BadInputError(f"{path}: its header describes {key[:80]!r} as {str(info)[:120]}, which cannot be")
 
 
-def read_rows(
-    handle: int, header: Header, info: TensorInfo, first: int, count: int, into: Tensor | None = None
-) -> Tensor:
-    """`count` rows from `first` on (the whole of a tensor without dimensions), read into memory of their own or of
-    `into`, a contiguous tensor of this shape and dtype on the CPU."""
+def read_rows(handle: int, header: Header, info: TensorInfo, first: int, count: int) -> Tensor:
+    """`count` rows from `first` on (the whole of a tensor without dimensions)."""
     row_bytes = byte_count(info.dtype, info.shape[1:]) if info.shape else info.end - info.begin
     place = header.data_start + info.begin + first * row_bytes
-    buffer = torch.empty(count * row_bytes, dtype=torch.uint8) if into is None else into.view(-1).view(torch.uint8)
+    buffer = torch.empty(count * row_bytes, dtype=torch.uint8)
     view = memoryview(buffer.numpy().data)
     while view:
         done = os.preadv(handle, [view], place)
@@ -202,89 +193,3 @@ def read_rows(
         view, place = view[done:], place + done
     shape = (count, *info.shape[1:]) if info.shape else ()
     return buffer.view(DTYPES[info.dtype]).view(shape)
-
-
-class _Piece(NamedTuple):
-    """Consecutive rows of a tensor in the file, and where they go; None: nowhere, they are only checked."""
-
-    info: TensorInfo
-    first: int
-    rows: int
-    target: Tensor | None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the rows."""
-        return (self.rows, *self.info.shape[1:]) if self.info.shape else ()
-
-    @property
-    def is_read_in_place(self) -> bool:
-        """Whether the bytes of the file are those of the target."""
-        target = self.target
-        return (
-            target is not None
-            and target.device.type == "cpu"
-            and target.dtype == DTYPES[self.info.dtype]
-            and target.is_contiguous()
-        )
-
-
-class _Coming(NamedTuple):
-    """A piece that is being read."""
-
-    piece: _Piece
-    buffer: Tensor | None  # None: it is read in place
-    values: Future[Tensor]
-
-
-@torch.no_grad()
-def read_checked(handle: int, header: Header, targets: Mapping[str, Tensor]) -> str:
-    """Fill the targets of the tensors in a file, by their keys; returns the crc32c of the whole file."""
-    crc = int(google_crc32c.value(os.pread(handle, header.data_start, 0)))
-    with ThreadPoolExecutor(READERS) as readers:
-        for piece, values in _read_ahead(readers, handle, header, targets):
-            crc = extended(crc, values.view(-1).view(torch.uint8).numpy())
-            if piece.target is not None and not piece.is_read_in_place:
-                piece.target.copy_(values)
-    return f"{crc:08x}"
-
-
-def _read_ahead(
-    readers: ThreadPoolExecutor, handle: int, header: Header, targets: Mapping[str, Tensor]
-) -> Iterator[tuple[_Piece, Tensor]]:
-    """All pieces of a file in their order, each with its values, which are valid until the next one is asked for."""
-    coming: deque[_Coming] = deque()
-    # Used again and again: memory that one thread allocates and another frees may be given back late.
-    spare = [torch.empty(PIECE_BYTES, dtype=torch.uint8) for _ in range(PIECES_AHEAD)]
-    for piece in _pieces(header, targets):
-        if len(coming) == PIECES_AHEAD:
-            done = coming.popleft()
-            yield done.piece, done.values.result()
-            if done.buffer is not None:
-                spare.append(done.buffer)
-        buffer = None if piece.is_read_in_place else spare.pop()
-        into = piece.target if buffer is None else _view(buffer, piece)
-        values = readers.submit(read_rows, handle, header, piece.info, piece.first, piece.rows, into)
-        coming.append(_Coming(piece, buffer, values))
-    for done in coming:
-        yield done.piece, done.values.result()
-
-
-def _view(buffer: Tensor, piece: _Piece) -> Tensor:
-    """The beginning of a buffer as the rows of a piece; another buffer where one row alone is longer than it."""
-    count = byte_count(piece.info.dtype, piece.shape)
-    room = buffer if count <= len(buffer) else torch.empty(count, dtype=torch.uint8)
-    return room[:count].view(DTYPES[piece.info.dtype]).view(piece.shape)
-
-
-def _pieces(header: Header, targets: Mapping[str, Tensor]) -> Iterator[_Piece]:
-    """In the order of the file."""
-    for key, info in sorted(header.infos.items(), key=lambda item: item[1].begin):
-        target = targets.get(key)
-        if not info.shape:
-            yield _Piece(info, 0, 1, target)
-            continue
-        at_once = max(1, PIECE_BYTES // max(1, byte_count(info.dtype, info.shape[1:])))
-        for first in range(0, info.shape[0], at_once):
-            rows = min(at_once, info.shape[0] - first)
-            yield _Piece(info, first, rows, None if target is None else target[first : first + rows])

@@ -1,17 +1,13 @@
-"""The guards of a run: they find spikes, drops and bad shards, decide what to do, and write a page that explains it.
+"""The guards of a run: they find spikes and drops, decide what to do, and write a page that explains it.
 
 Everything here is plain logic on numbers from the loop, one step late and off the hot path: no torch, no clock, no
 random numbers. The whole state is JSON, so a resumed run decides like one that was not interrupted.
 
     detector     loss and gradient norm, step by step: spikes and drops; what a guard reports (`Finding`)
     policy       findings -> what the loop does: continue, skip, roll back, stop
-    ledger       which data is skipped, and which shards have loss weight 0
-    rows         which sample, shard and documents are in the rows of a step
-    shards       loss per shard, over the whole run, beside the recent level of its channel and source: poisoned and
-                 trivially easy ones
-    repeats      shards that repeat another one, from their document lengths
+    ledger       which data is skipped
     watch        all of it as one object with one state
-    documents    the documents of a step, as text
+    documents    the rows of a step and their documents, as text
     advice       which settings to change, where the data is not the cause
     page         an incident as HTML and as text
     incident     collects what a page shows, and writes pages in a background thread

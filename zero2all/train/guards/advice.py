@@ -1,7 +1,7 @@
 """What to change after a spike, by fixed rules.
 
-First the data: if one channel or a few rows cause the rise, or a shard was named, the text is to blame and no setting
-is changed. Only otherwise the rules about the optimizer apply, each with the figures it is based on.
+First the data: if one channel or a few rows cause the rise, the text is to blame and no setting is changed. Only
+otherwise the rules about the optimizer apply, each with the figures it is based on.
 """
 
 from __future__ import annotations
@@ -20,10 +20,6 @@ TOO_LOOSE_CLIP = 3.0
 SMALL_GRADIENT = 10.0
 """Times eps: below that, eps decides the step and not the gradient."""
 
-LOOK_AT_THE_SHARD = (
-    "Look at the documents below. If the model should not learn them, set data.quarantine to auto, which skips the "
-    "rest of the shard, and remove them from the corpus before the next run."
-)
 ALL_LOOKS_SOUND = (
     "Data and settings look right. If the loss recovers from a single spike, nothing needs to change. If it happens "
     "again, lower optim.lr_max."
@@ -50,7 +46,6 @@ class Facts:
     channels_now: Mapping[str, float | None] | None = None  # None where a loss was not finite
     row_losses: Sequence[float] = ()  # mean loss of each row of the step, where it is known
     usual_loss: float | None = None
-    shards_named: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -63,8 +58,6 @@ class Advice:
 
 def data_is_suspect(facts: Facts) -> str | None:
     """Why the data is to blame, or None."""
-    if facts.shards_named:
-        return f"{', '.join(facts.shards_named)} stands out over the whole run"
     if facts.kind == "loss_drop":
         return "learning does not make a loss fall this fast, so the documents may be repeated or trivial"
     channel = _rising_channel(facts.channels_before or {}, facts.channels_now or {})
@@ -75,8 +68,6 @@ def data_is_suspect(facts: Facts) -> str | None:
 
 def advice(facts: Facts) -> list[Advice]:
     """What to do, the most likely cause first; always at least one line."""
-    if facts.kind in ("hard_shard", "easy_shard", "repeated_shard"):
-        return [Advice("data", LOOK_AT_THE_SHARD)]
     suspect = data_is_suspect(facts)
     if suspect is not None:
         return [Advice("data", f"The data is to blame: {suspect}. Fix or remove that text; keep the settings.")]

@@ -30,9 +30,7 @@ from typing import Any, Literal, NamedTuple
 
 from zero2all.config.training import GuardsConfig
 
-Kind = Literal[
-    "loss_spike", "grad_spike", "loss_drop", "nonfinite", "level_shift", "hard_shard", "easy_shard", "repeated_shard"
-]
+Kind = Literal["loss_spike", "grad_spike", "loss_drop", "nonfinite", "level_shift"]
 
 STEP_KINDS: frozenset[str] = frozenset({"loss_spike", "grad_spike", "loss_drop", "nonfinite"})
 """Findings about one step; the others are about the run or about data scattered over it."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
+from zero2all.packed.bestfit import open_best_fit
 from zero2all.packed.mixture import TrainingData
 from zero2all.packed.shard_format import PackedSplit
-from zero2all.packed.show import Origins, ShownDocument, sample_at
-from zero2all.train.guards.rows import RowFinder
+from zero2all.packed.show import ShownDocument, sample_at
 
 Decode = Callable[[list[int]], str]
 """Ids to text, control tokens by name."""
@@ -39,7 +40,7 @@ class DocumentText:
 
 @dataclass(frozen=True)
 class SampleText:
-    """One row of a step's global batch, or a document by itself, which has no row, sample and stage."""
+    """One row of a step's global batch."""
 
     source: str
     channel: str
@@ -55,19 +56,54 @@ class SampleText:
     loss: float | None = None
 
 
+@dataclass(frozen=True)
+class Texts:
+    """Where the text of documents comes from, and how much of it is shown."""
+
+    corpus: Path
+    decode: Decode | None = None
+    """None: text is a list of ids."""
+    chars: int | None = EXCERPT_CHARS
+    """Of each document; None: all of them."""
+
+
+class StepRows(NamedTuple):
+    """The rows of a step over all ranks, in the order of the global batch: (B,) each."""
+
+    sources: np.ndarray  # index into the sources of the run
+    samples: np.ndarray  # which sample of its source
+    shards: np.ndarray  # the shard of its source that it comes from
+
+
+def rows_of_step(data: TrainingData, first_token: int, samples: int) -> StepRows:
+    """Which samples the global batch that begins at `first_token` has. A sample that crosses a shard border belongs to
+    the shard that holds its middle; a best-fit row lies in one shard by construction."""
+    segment = data.segment_at(first_token)
+    position = segment.position_at(first_token)
+    sources, indices = segment.order.lookup(np.arange(position, position + samples, dtype=np.int64))
+    shards = np.empty(len(sources), dtype=np.int64)
+    for source in np.unique(sources).tolist():
+        split, here = data.splits[source], sources == source
+        if data.packing == "best_fit":
+            rows = open_best_fit(split, segment.seq_len)
+            inside = rows.starts[rows.rows[indices[here]].astype(np.int64)].astype(np.int64)
+        else:
+            inside = indices[here] * segment.seq_len + segment.seq_len // 2
+        shards[here] = np.searchsorted(split.shard_starts, inside, side="right") - 1
+    return StepRows(sources, indices, shards)
+
+
 def samples_of_step(
     data: TrainingData,
     first_token: int,
     samples: int,
-    corpus: Path,
-    decode: Decode | None,
+    texts: Texts,
     only_rows: Sequence[int] | None = None,
     losses: Mapping[int, float] | None = None,
-    chars: int | None = EXCERPT_CHARS,
 ) -> list[SampleText]:
-    """The rows of the global batch that begins at `first_token`; without `decode`, text is a list of ids, with `chars`
-    None it is whole. `losses`: mean loss of a row, where it was recorded."""
-    rows = RowFinder(data).rows(first_token, samples)
+    """The rows of the global batch that begins at `first_token`. `losses`: mean loss of a row, where it was
+    recorded."""
+    rows = rows_of_step(data, first_token, samples)
     segment = data.segment_at(first_token)
     before = sum(
         earlier.position_at(later.from_token)
@@ -76,7 +112,7 @@ def samples_of_step(
     position = before + segment.position_at(first_token)
     shown = []
     for row in range(samples) if only_rows is None else only_rows:
-        sample = sample_at(data, position + row, corpus)
+        sample = sample_at(data, position + row, texts.corpus)
         index = int(rows.samples[row])
         start = index * segment.seq_len
         shown.append(
@@ -92,7 +128,7 @@ def samples_of_step(
                 split_tokens=None if data.packing == "best_fit" else (start, start + segment.seq_len + 1),
                 loss=None if losses is None else losses.get(row),
                 documents=[
-                    _document_text(sample.split, document, document.number, decode, chars)
+                    _document_text(sample.split, document, document.number, texts)
                     for document in sample.documents
                     if document.number is not None  # padding has none
                 ],
@@ -101,33 +137,9 @@ def samples_of_step(
     return shown
 
 
-def documents_by_number(
-    data: TrainingData, source: str, shard: int, numbers: Sequence[int], corpus: Path, decode: Decode | None
-) -> list[SampleText]:
-    """Documents of a shard by their number in the split, whenever the run reads them."""
-    split = next(split for split in data.splits if split.name == source)
-    starts, first = split.docs[shard], sum(split.docs.lengths[:shard])
-    origins = Origins(corpus)
-    shown = []
-    for number in numbers:
-        within = number - first
-        start = int(starts[within])
-        end = int(starts[within + 1]) if within + 1 < len(starts) else split.shards.lengths[shard]
-        tokens = np.asarray(split.shards[shard][start:end]).astype(np.int64)
-        gid = split.gid_of(number)
-        origin = None if gid is None else origins.find(split.name, split.split, gid)
-        document = ShownDocument(number, 0, tokens, np.ones(len(tokens), np.int8), origin)
-        where = int(split.shard_starts[shard]) + start
-        text = _document_text(split, document, number, decode, EXCERPT_CHARS)
-        shown.append(SampleText(source, split.channel, shard, (where, where + len(tokens)), [text]))
-    return shown
-
-
-def _document_text(
-    split: PackedSplit, document: ShownDocument, number: int, decode: Decode | None, chars: int | None
-) -> DocumentText:
+def _document_text(split: PackedSplit, document: ShownDocument, number: int, texts: Texts) -> DocumentText:
     origin = document.origin
-    text, is_cut = _text(document, decode, chars)
+    text, is_cut = _text(document, texts.decode, texts.chars)
     return DocumentText(
         number=number,
         gid=split.gid_of(number) if origin is None else origin.gid,

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 from zero2all.common import jsonio
 from zero2all.common.files import read_json, write_atomic
@@ -21,7 +20,7 @@ from zero2all.packed.mixture import TrainingData
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
 from zero2all.train.guards.advice import Facts, advice
 from zero2all.train.guards.detector import Detector, Finding
-from zero2all.train.guards.documents import Decode, SampleText, documents_by_number, samples_of_step
+from zero2all.train.guards.documents import Decode, SampleText, Texts, samples_of_step
 from zero2all.train.guards.page import Incident, incident_html, incident_text
 from zero2all.train.guards.policy import ACTION_NAMES, Action, Rollback, SkipWindow
 
@@ -148,18 +147,7 @@ def write_incident(folder: Path, incident: Incident, fence: Fence = no_fence) ->
 def incident_samples(
     incident: Incident, data: TrainingData, corpus: Path, decode: Decode | None
 ) -> tuple[list[SampleText], str]:
-    """The rows with the most extreme loss, of the step or of a shard, and a sentence that describes them."""
-    details = incident.findings[0]["details"]
-    if "examples" in details:
-        return _shard_samples(details, data, corpus, decode)
-    if "of_shard" in details:
-        source, shard = str(details["source"]), int(details["shard"])
-        numbers = [here for here, _ in details["documents"]]
-        note = (
-            f"Documents of shard {shard} of {source}. Each is a copy of a document of shard {details['of_shard']} of "
-            f"{details['of_source']}."
-        )
-        return documents_by_number(data, source, shard, numbers, corpus, decode), note
+    """The rows of the step with the most extreme loss, and a sentence that describes them."""
     first, end = incident.tokens
     count = (end - first) // data.segment_at(first).seq_len
     losses = {row: loss for row, loss in enumerate(incident.row_losses) if loss is not None}
@@ -176,16 +164,4 @@ def incident_samples(
     elif len(rows) == count:
         note = f"All rows of this step: {count}."
     note = f"{note} To see every row: z2a inspect {incident.run} {incident.step}"
-    return samples_of_step(data, first, count, corpus, decode, rows, losses), note
-
-
-def _shard_samples(
-    details: dict[str, Any], data: TrainingData, corpus: Path, decode: Decode | None
-) -> tuple[list[SampleText], str]:
-    shown: list[SampleText] = []
-    for example in details["examples"]:
-        row = int(example["row"])
-        losses = {row: float(example["loss"])}
-        shown += samples_of_step(data, int(example["first_token"]), row + 1, corpus, decode, [row], losses)
-    note = f"The {len(shown)} most extreme samples of shard {details['shard']} of {details['source']} so far."
-    return shown, note
+    return samples_of_step(data, first, count, Texts(corpus, decode), rows, losses), note

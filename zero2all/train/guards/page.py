@@ -24,9 +24,6 @@ TITLES = {
     "loss_drop": "Sudden drop of the loss",
     "nonfinite": "NaN or infinite step",
     "level_shift": "The loss has a new level",
-    "hard_shard": "A shard far harder than the rest",
-    "easy_shard": "A shard far easier than the rest",
-    "repeated_shard": "A shard that repeats another",
 }
 ACTIONS = {
     "continue": "Nothing was changed. The run continues.",
@@ -52,7 +49,7 @@ class Incident:
     channels: list[list[Any]]  # [channel, usual loss, loss in this step]
     advice: list[dict[str, str]]
     samples: list[dict[str, Any]] = field(default_factory=list)
-    """Rows of the step (or of the shard) with their documents."""
+    """Rows of the step with their documents."""
     samples_note: str = ""  # which rows these are, and why not all
     row_losses: list[float | None] = field(default_factory=list)
     """Mean loss of each row of the step, where it was recorded."""

@@ -72,7 +72,7 @@ class Policy:
         self._loaded: int | None = None  # the step of the checkpoint that was loaded
         self._accepted = 0  # steps since then that stood out in nothing that speaks against the state
 
-    def resumed(self, step: int) -> None:
+    def begin_after(self, step: int) -> None:
         """The run continues from the checkpoint of `step`, which is unproven until steps are accepted."""
         self._loaded, self._accepted = step, 0
 
@@ -123,7 +123,7 @@ class Policy:
         spikes = [entry for entry in self._open_spikes(step, ledger) if self._setting(entry.kind) == "rollback"]
         if back and len(spikes) + 1 >= self.config.rollback_after_spikes:
             margin = self.config.rollback_margin_steps
-            return self._go_back(step, back[0], spikes, ledger, checkpoints, margin, counted(len(spikes) + 1, "spike"))
+            return self._go_back(back[0], spikes, ledger, checkpoints, margin, counted(len(spikes) + 1, "spike"))
         if in_a_row >= self.config.max_skips_in_a_row:
             return Stop(
                 f"{worst.text}. Updates skipped in a row: {in_a_row} (guards.max_skips_in_a_row), so the run ends "
@@ -173,7 +173,7 @@ class Policy:
             return None
         # Weights and moments of a good checkpoint are finite: the newest is enough. Without one, no data is
         # skipped: that would not repair the weights, and max_skips_in_a_row must be able to end the run.
-        action = self._go_back(step, finding, (), ledger, checkpoints, 1, f"{count} steps that were not finite")
+        action = self._go_back(finding, (), ledger, checkpoints, 1, f"{count} steps that were not finite")
         return None if isinstance(action, SkipWindow) else action
 
     def _setting(self, kind: str) -> str:
@@ -204,7 +204,6 @@ class Policy:
 
     def _go_back(
         self,
-        step: int,
         finding: Finding,
         spikes: Sequence[Skipped],
         ledger: SkipLedger,
@@ -212,6 +211,7 @@ class Policy:
         margin: int,
         what: str,
     ) -> Action:
+        step = finding.step
         onset_step, onset_token = step, finding.tokens[0]
         if spikes:
             onset_step, onset_token = spikes[0].decided_at_step, spikes[0].first

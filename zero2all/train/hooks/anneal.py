@@ -93,7 +93,7 @@ class Anneal(Hook):
         state, anneal = self._state, AnnealConfig(**values)
         state.data = data_with_anneal(self._context.config, self._context.workspace, state, anneal)
         state.anneal, state.last_step = anneal, steps_with_anneal(self._context.config.train.steps, anneal)
-        self._guards.data_changed(state.data)
+        self._guards.read_from(state.data)
         if state.outer is not None:
             state.outer.end_at(state.last_step)
         self._log.set_total(state.tokens_at_end(self._context.config.train.tokens_per_step))

@@ -65,7 +65,7 @@ class Checkpointing(Hook):
         self.shard_check.stop_if_found()
         beat("save", self._state.step)
         self._save()
-        self._log.steps.pause_ended()
+        self._log.steps.end_pause()
 
     def _preempt(self) -> None:
         """End the run because a signal asked for it, after saving where the config says so."""

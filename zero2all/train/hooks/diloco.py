@@ -74,7 +74,7 @@ class Diloco(Hook):
             return False
         left_at = state.step
         state.step, state.tokens = self._outer.adopt()
-        self._log.steps.pause_ended()
+        self._log.steps.end_pause()
         self._log.event("slow_link", {"adopted": True, "from_step": left_at, "to_step": state.step})
         self._log.say(
             f"the other groups went on without this one: it takes over their weights and continues at step {state.step}"

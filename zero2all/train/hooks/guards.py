@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,6 @@ from zero2all.train.guards.detector import Finding
 from zero2all.train.guards.documents import Decode
 from zero2all.train.guards.incident import IncidentWriter, make_incident, usual_channels
 from zero2all.train.guards.policy import Action, Continue, Rollback, Stop
-from zero2all.train.guards.repeats import Repeat, repeated_shards
-from zero2all.train.guards.rows import RowFinder
 from zero2all.train.guards.watch import RunGuards
 from zero2all.train.hooks import Hook
 from zero2all.train.hooks.reports import RunLog
@@ -55,9 +53,7 @@ class Guards(Hook):
         config, store, data = context.config, context.store, state.data
         self._config, self._world, self._store = config, context.world, store
         warmup, clip = config.schedule.warmup_steps, config.optim.clip_grad_norm
-        self._guards = RunGuards(
-            context.run, config.guards, warmup, data, config.data.quarantine, store.fence, context.world, clip
-        )
+        self._guards = RunGuards(context.run, config.guards, warmup, store.fence, context.world, clip)
         self._pages: IncidentWriter | None = None
         self._incidents = 0
         self._overflows = 0
@@ -67,25 +63,13 @@ class Guards(Hook):
             corpus = context.workspace.corpus
             self._pages = IncidentWriter(self._guards.folder, data, corpus, make_decode, store.fence)
 
-    def look_for_repeats(self) -> None:
-        """Compare the shards with each other before the first step, and report those that repeat another."""
-        data, step = self._state.data, self._state.step
-        if self._config.data.quarantine == "off":
-            return
-        repeats = self._world.run_on_rank0(lambda: [asdict(repeat) for repeat in repeated_shards(data.splits)])
-        findings = [Repeat(**repeat).finding(step, (0, 0)) for repeat in repeats]
-        self._guards.note_shards(findings, step)
-        self._report(findings, Continue("noted before the first step"), None)
-
     def skips(self, batch: Batch) -> bool:
         """Whether the data of this batch is skipped."""
         return self._guards.ledger.skips(self._state.tokens, self._state.tokens + batch.global_tokens)
 
-    def plan(self, plan: StepPlan, batch: Batch) -> StepPlan:
-        """The plan of the next step, with its limits and the weights of its rows."""
-        step = self._state.step + 1
-        weights = self._guards.row_weights(step, self._state.tokens, batch.global_rows)
-        return replace(plan, limits=self._guards.refusal_limits(step), row_weights=weights)
+    def plan(self, plan: StepPlan) -> StepPlan:
+        """The plan of the next step, with its limits."""
+        return replace(plan, limits=self._guards.refusal_limits(self._state.step + 1))
 
     def after_result(self, result: StepResult, _data_seconds: float) -> None:
         """Judge a step. AnomalyError ends the run, with the page that explains it; RollbackNeeded: it goes back."""
@@ -97,23 +81,9 @@ class Guards(Hook):
         if self._is_overflow(result):
             return Continue("the loss scale was too large for this step and has been halved"), None
         pairs = zip(self._state.data.channels, result.channel_losses, strict=True)
-        seen = self._guards.observe(
-            result.step,
-            result.loss,
-            result.grad_norm,
-            {name: loss for name, loss in pairs if loss is not None},
-            result.tokens,
-            self._store,
-            result.row_nats,
-            result.row_counts,
-            result.core_loss,
-        )
-        # Shards are judged together, so several may be named at once; each has a page with its own documents.
-        named = [finding for finding in seen.findings if "shard" in finding.details]
-        page = self._report([one for one in seen.findings if one not in named], seen.action, result)
-        for finding in named:
-            self._report([finding], seen.action, result)
-        return seen.action, page
+        losses = {name: loss for name, loss in pairs if loss is not None}
+        seen = self._guards.observe(result, losses, self._store)
+        return seen.action, self._report(seen.findings, seen.action, result)
 
     def judge_end(self) -> None:
         """The same for the state after the last step, which may not be good enough to end with."""
@@ -136,11 +106,11 @@ class Guards(Hook):
             self._log.event("loss_scale", {"halved": True, "in_a_row": self._overflows}, result.step)
         return usual
 
-    def _report(self, findings: Sequence[Finding], action: Action, result: StepResult | None) -> Path | None:
+    def _report(self, findings: Sequence[Finding], action: Action, result: StepResult) -> Path | None:
         """Event rows for the board, a page with the documents, and a line on the terminal; on rank 0."""
         if not findings or self._pages is None:
             return None
-        row_losses = [] if result is None else _row_losses(result)
+        row_losses = _row_losses(result)
         incident = make_incident(
             self._context.run.name,
             findings,
@@ -155,18 +125,17 @@ class Guards(Hook):
             data = {**finding.as_json(), "action": incident.action, "done": incident.done, "page": page.name}
             self._log.event(EVENT_KINDS.get(finding.kind, finding.kind), data, finding.step)
         if not isinstance(action, Stop):  # its error says it
-            what = findings[0].text if "shard" in findings[0].details else action.reason
-            self._log.say(f"{what}. {page} shows the documents and what to try.")
+            self._log.say(f"{action.reason}. {page} shows the documents and what to try.")
         return page
 
-    def _facts(self, finding: Finding, result: StepResult | None, row_losses: Sequence[float | None]) -> Facts:
+    def _facts(self, finding: Finding, result: StepResult, row_losses: Sequence[float | None]) -> Facts:
         config, guards = self._config, self._guards
         adam = config.optim.kind.startswith("adamw") or config.optim.kind == "muon"
         limits = guards.limits(finding.step)
         return Facts(
             kind=finding.kind,
             step=finding.step,
-            lr=config.optim.lr_max if result is None else result.lr,
+            lr=result.lr,
             lr_max=config.optim.lr_max,
             warmup_steps=config.schedule.warmup_steps,
             beta1=config.optim.beta1 if adam else None,
@@ -180,13 +149,10 @@ class Guards(Hook):
             channels_now=finding.details.get("channel_losses"),
             row_losses=[loss for loss in row_losses if loss is not None],
             usual_loss=limits.usual_loss,
-            shards_named=[f"shard {one.shard} of {one.source}" for one in guards.quarantine.shards],
         )
 
-    def data_changed(self, data: TrainingData) -> None:
+    def read_from(self, data: TrainingData) -> None:
         """The order of the data has changed: look up the documents of rows in `data` from here on."""
-        if self._guards.finder is not None:
-            self._guards.finder = RowFinder(data)
         if self._pages is not None:
             self._pages.read_from(data)
 
@@ -206,9 +172,8 @@ class Guards(Hook):
         """Continue from `checkpoint`; later decisions stay."""
         state = checkpoint.record.get("guards")
         with reading_record(checkpoint):
-            notes = [] if state is None else self._guards.restore(state, checkpoint.step)
-        for note in notes:
-            self._log.warn(note)
+            if state is not None:
+                self._guards.restore(state, checkpoint.step)
         self._is_marked = NOT_GOOD in checkpoint.manifest
 
     def close(self) -> None:

@@ -102,14 +102,14 @@ class StepReports:
         self.last: StepResult | None = None
         self.first_at: float | None = None
         """When the first step of this attempt was read, in seconds since the epoch."""
-        self.pause_ended()
+        self.end_pause()
         self._time_of_day = TimeOfDay(self._before, time.time())
         self._bytes_per_token = self._bytes_per_token_by_channel()
         seq_len = context.config.data.seq_len
         self._flops = flops_per_token(context.config.model, seq_len)["causal"] * state.tokens
         """FLOPs of the model so far, causal convention; tokens before this attempt count at data.seq_len."""
 
-    def pause_ended(self) -> None:
+    def end_pause(self) -> None:
         """The next step's time begins now, or on a GPU when its queue is empty."""
         self._before = mark_now(self._context.world.device)
 

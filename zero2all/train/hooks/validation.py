@@ -39,15 +39,13 @@ class Validation(Hook):
         context, config, state = self._context, self._context.config, self._state
         beat("validate", state.step)
         fault_point("validate", state.step)
-        state.weights.synchronize()
+        state.weights.wait()
         with nullcontext() if state.outer is None else state.outer.in_model():
-            self.scores = held_out_scores(
-                state.model, context.valid, config.data, config.eval, context.world, config.parallel, state.pipeline
-            )
+            self.scores = held_out_scores(state.model, context.valid, config, context.world, state.pipeline)
         self._validated_step = state.step
         self._log.values(self.losses)
         self._compare(state.step)
-        self._log.steps.pause_ended()
+        self._log.steps.end_pause()
 
     @property
     def losses(self) -> dict[str, float]:

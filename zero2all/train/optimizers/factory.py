@@ -15,12 +15,10 @@ from zero2all.model.config import PARAMETER_KINDS, ParameterKind
 from zero2all.ops.implementation import compiler_problem, has_triton
 from zero2all.parallel.buckets import Cut
 from zero2all.parallel.parameter_table import LogicalParameter
-from zero2all.train.optimizers.adafactor import Adafactor
 from zero2all.train.optimizers.adamw import AdamW
 from zero2all.train.optimizers.adamw_8bit import AdamW8bit
 from zero2all.train.optimizers.adamw_bf16 import AdamWBf16
 from zero2all.train.optimizers.base import Master, Optimizer, ParameterGroup, ParamState, decay_of
-from zero2all.train.optimizers.momentum import SGD, Lion
 from zero2all.train.optimizers.muon import MUON_KINDS, Muon
 
 Implementation = Literal["auto", "eager", "fused", "compiled"]
@@ -29,13 +27,11 @@ Implementation = Literal["auto", "eager", "fused", "compiled"]
 
 def cut_of(optimizer_kind: str, parameter: LogicalParameter) -> Cut:
     """How a parameter may be cut for `optim.kind` so that no update needs another process. The Part of an owner, and
-    the empty Parts of the others, have no group. (With a group, Muon and Adafactor also take matrices cut by rows; Muon
-    also boxes of them, which tensor parallelism cuts.)"""
+    the empty Parts of the others, have no group. (With a group, Muon also takes matrices cut by rows, and boxes of
+    them, which tensor parallelism cuts.)"""
     is_matrix = len(parameter.shape) > 1
-    if optimizer_kind in ("adafactor", "muon") and parameter.kind == "expert":
+    if optimizer_kind == "muon" and parameter.kind == "expert":
         return "rows"  # a row is a whole expert
-    if optimizer_kind == "adafactor":
-        return "whole"  # row and column means, and the root mean square of the update
     if optimizer_kind == "muon" and parameter.kind == "matrix":
         return "whole"
     return "rows" if optimizer_kind == "adamw_8bit" and is_matrix else "values"
@@ -88,13 +84,7 @@ def _build(groups: list[ParameterGroup], config: OptimConfig, implementation: Im
         return AdamW(groups, config, fused, compiled)
     if config.kind == "adamw_8bit":
         return AdamW8bit(groups, config, seed, compiled)
-    if config.kind == "adamw_bf16":
-        return AdamWBf16(groups, config, seed, compiled)
-    if config.kind == "lion":
-        return Lion(groups, config, compiled)
-    if config.kind == "sgd":
-        return SGD(groups, config, compiled)
-    return Adafactor(groups, config)
+    return AdamWBf16(groups, config, seed, compiled)
 
 
 def _muon(

@@ -82,11 +82,10 @@ class HostAdamW:
     clears_gradients = True
 
     def __init__(self, weights: FlatWeights, config: OptimConfig) -> None:
-        assert weights.host_zeros is not None, "the weights are not offloaded"
         assert weights.pipeline is not None, "the weights are not offloaded"
         self._weights, self._config, self._pipeline = weights, config, weights.pipeline
         dtype = weights.gradients.dtype
-        self.firsts, self.seconds = (weights.host_zeros(name, weights.own_length, dtype) for name in MOMENTS)
+        self.firsts, self.seconds = (torch.zeros(weights.own_length, dtype=dtype) for _ in MOMENTS)
         self.updates = torch.zeros((), dtype=torch.float32)
         self._kinds = [bucket.kind for bucket in weights.plan.buckets]
         self._rates = (0.0, 1.0)

@@ -1,45 +1,40 @@
-"""`z2a train --simulate-ranks N`: one step of rank 0 of N processes, in this process alone.
+"""One step of rank 0 of N processes, in this process alone, to compare the formulas of the plan with.
 
-Collectives go to a process group that sends nothing, and tensors have shapes but no values, so a model of any size fits
-on a laptop (not with experts and ZeRO-3, which depend on values). What is counted is the code of the run itself: the
-bytes of every tensor that is alive, and what is handed to every collective. Both stand beside the formulas of the plan.
+Collectives go to a process group that sends nothing, and tensors have shapes but no values (not with experts and
+ZeRO-3, which depend on values). What is counted is the code of the run itself: the bytes of every tensor that is alive,
+and what is handed to every collective.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
-import weakref
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from zero2all.common.errors import UsageError
-from zero2all.common.files import human_bytes
-from zero2all.common.language import translate as t
-from zero2all.common.progress import progress
 from zero2all.config import RunConfig
 from zero2all.estimate.communication import communication_per_step
-from zero2all.estimate.memory import GIB, estimate_memory
-from zero2all.model.swap import Swap
+from zero2all.estimate.memory import estimate_memory
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch, rank_rows
 from zero2all.parallel.check import check_spread
 from zero2all.parallel.mesh import Mesh, axis_length, make_mesh
 from zero2all.parallel.world import World
+from zero2all.train import build
 from zero2all.train.build import empty_state, op_context
+from zero2all.train.live_bytes import LiveBytes
 from zero2all.train.micro_batch import least_samples, memory_settings
 from zero2all.train.state import DTYPES, TrainState
 from zero2all.train.step_stats import SCALARS
-from zero2all.train.train_step import StepPlan, micro_rows, train_step
+from zero2all.train.train_step import StepPlan, train_step
 from zero2all.train.weights import FlatWeights
 
 GIVEN_AT = {
@@ -65,9 +60,6 @@ of different length is scattered by a reduce to each owner, and gathered by a br
 class Simulated:
     """What rank 0 needed and handed over in a step, counted and by formula."""
 
-    processes: int
-    micro_batch_samples: int
-    seconds: float  # of the simulation
     state_bytes: int  # between two steps
     expected_state_bytes: float
     peak_bytes: int
@@ -76,50 +68,22 @@ class Simulated:
     """By collective and axes: bytes that rank 0 hands to the collective, counted and by formula; what it sends over its
     links is in the plan."""
 
-    def rows(self) -> list[list[str]]:
-        """As a table."""
-        found = [[f"rank 0 of {self.processes}", "over", "counted", "by formula"]]
-        for name, counted, expected in (
-            ("states", self.state_bytes, self.expected_state_bytes),
-            ("peak of a step", self.peak_bytes, self.expected_peak_bytes),
-        ):
-            found.append([t(name), "", f"{counted / GIB:.3f} GiB", f"{expected / GIB:.3f} GiB"])
-        for (kind, axes), (counted, formula) in self.given.items():
-            found.append([kind, axes, f"{counted:,} B ({human_bytes(counted)})", f"{formula:,.0f} B"])
-        return found
-
-    def values(self) -> dict[str, Any]:
-        """As JSON values."""
-        given = [
-            {"collective": kind, "axes": axes, "bytes": counted, "expected": expected}
-            for (kind, axes), (counted, expected) in self.given.items()
-        ]
-        values = {name: value for name, value in asdict(self).items() if name != "given"}
-        return {**values, "given": given}
-
 
 def simulate_ranks(config: RunConfig, processes: int) -> Simulated:
-    """Run rank 0's part of one step. The config has its vocabulary; float8 and offload are not simulated."""
+    """Run rank 0's part of one step. The config has its vocabulary; float8, offload, and Muon with matrices that are
+    cut are not simulated."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     sizes = check_spread(config, processes)
-    if config.parallel.offload != "none":
-        raise UsageError("A simulation cannot offload to host memory. Set parallel.offload to none.")
-    if config.optim.kind == "muon" and (sizes.tensor > 1 or (config.parallel.zero == 3 and sizes.shard > 1)):
-        raise UsageError(
-            "With parallel.tensor or parallel.zero 3 Muon's ranks tell each other which part of a matrix they have, "
-            "and a simulation has only one rank. Add --optim.kind adamw, or use --plan-only, which computes the bytes."
-        )
-    started = time.perf_counter()
     dist.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
     try:
         world = World(0, processes, torch.device("cpu"), make_mesh(sizes))
-        return _simulate(config, world, started)
+        return _simulate(config, world)
     finally:
         dist.destroy_process_group()
 
 
-def _simulate(config: RunConfig, world: World, started: float) -> Simulated:
+def _simulate(config: RunConfig, world: World) -> Simulated:
     sharded = config.parallel.zero == 3 and world.mesh.shard.size > 1
     ops = resolve(config.ops, op_context(config, "cpu", DTYPES[config.train.precision], sharded))
     samples = least_samples(config, world)
@@ -128,20 +92,13 @@ def _simulate(config: RunConfig, world: World, started: float) -> Simulated:
     fake = [] if sharded or config.model.moe.experts else [FakeTensorMode(allow_non_fake_inputs=True)]
     modes: list[AbstractContextManager[Any]] = [*fake, memory]
     with ExitStack() as entered:  # whatever happens, none of them stays
-        state = empty_state(
-            config, world, ops, before_allocating=lambda: [entered.enter_context(mode) for mode in modes]
-        )
-        if isinstance(state.model.arrange, Swap):
-            state.model.arrange.on_host = memory.not_counted(state.model.arrange.on_host)
+        with _entering(modes, entered):
+            state = empty_state(config, world, ops)
         state.micro_batch_samples = samples
         state.weights.publish_masters()
         state.weights.wait()
         batch = _batch(config, world)
-        passes = -(-len(batch.tokens) // micro_rows(config, samples, config.data.seq_len))
-        total = len(state.model.blocks) * passes * (1 if config.train.recompute == "none" else 2)
-        with progress("simulate", total, "blocks") as bar, sent:
-            for block in state.model.blocks:
-                block.register_forward_hook(lambda *_: bar.advance(1))
+        with sent:
             train_step(state, batch, 1, config, world, StepPlan(config.optim.lr_max))
             state.weights.wait()
         del batch
@@ -154,15 +111,31 @@ def _simulate(config: RunConfig, world: World, started: float) -> Simulated:
         formula[one.collective, sent.same_as.get(one.axis, one.axis)] += one.given  # type: ignore[assignment]
     keys = sorted({*formula, *sent.by_axes})
     return Simulated(
-        world.size,
-        samples,
-        time.perf_counter() - started,
         memory.live,
         expected.state,
         memory.peak,
         expected.total,
         {key: (sent.by_axes[key], float(formula[key])) for key in keys},
     )
+
+
+@contextmanager
+def _entering(modes: list[AbstractContextManager[Any]], entered: ExitStack) -> Iterator[None]:
+    """Enter the modes once the model is cut, right before its memory is allocated."""
+
+    def before(function: Callable[..., Any]) -> Callable[..., Any]:
+        def enter_and_call(*arguments: Any, **options: Any) -> Any:
+            while modes:
+                entered.enter_context(modes.pop(0))
+            return function(*arguments, **options)
+
+        return enter_and_call
+
+    with (
+        patch.object(build, "shard_model", before(build.shard_model)),
+        patch.object(build, "rope_tables", before(build.rope_tables)),
+    ):
+        yield
 
 
 def _batch(config: RunConfig, world: World) -> Batch:
@@ -185,58 +158,6 @@ def _buffers(state: TrainState) -> tuple[Counter[str], Counter[str]]:
         found[bucket.spread] += bucket.span.stop - bucket.span.start
         owned[bucket.spread] += own.stop - own.start
     return found, owned
-
-
-class LiveBytes(TorchDispatchMode):
-    """The bytes of all storages that were made while it was active and are alive, now and at most. `resizes`: FSDP
-    empties storages instead of dropping them, so all are looked at again and again."""
-
-    def __init__(self, resizes: bool = False) -> None:
-        super().__init__()
-        self.peak = self._live = 0
-        self._resizes, self._counts = resizes, True
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._left_out: dict[int, torch.Tensor] = {}
-
-    @property
-    def live(self) -> int:
-        """Bytes alive now."""
-        if not self._resizes:
-            return self._live
-        return sum(storage.nbytes() for known in self._known.values() if (storage := known()) is not None)
-
-    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        """Note the storages of the results."""
-        del types
-        result = operation(*arguments, **(keywords or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and self._counts:
-                self._note(tensor.untyped_storage())
-        self.peak = max(self.peak, self.live)
-        return result
-
-    def not_counted(self, make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-        """`make`, whose result is host memory even where the device is the CPU."""
-
-        def make_not_counted(given: torch.Tensor) -> torch.Tensor:
-            self._counts = False
-            made = make(given)
-            self._counts = True
-            self._left_out[made.untyped_storage()._cdata] = made  # operators on it return the same storage again
-            return made
-
-        return make_not_counted
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._known and key not in self._left_out:
-            self._known[key] = weakref.ref(storage)
-            self._live += size
-            weakref.finalize(storage, self._forget, key, size)
-
-    def _forget(self, key: int, size: int) -> None:
-        self._known.pop(key, None)
-        self._live -= size
 
 
 class CollectiveBytes(TorchDispatchMode):
