@@ -6,13 +6,13 @@ import json
 
 import pytest
 import torch
-
-from zero2all.cli.main import main
-from zero2all.estimate.run.batch import BatchShape
 from zero2all.measure.bench import copies, samples
 from zero2all.measure.bench.allreduce import allreduce_advice, bench_allreduce
 from zero2all.measure.bench.copies import loader_advice, numa_advice, numa_nodes, pin_advice
 from zero2all.measure.bench.samples import WITHIN_NOISE, Row, in_turn, is_faster
+
+from zero2all.cli.main import main
+from zero2all.estimate.run.batch import BatchShape
 
 CPU = torch.device("cpu")
 BATCH = BatchShape(2, 32, 1)

@@ -7,12 +7,12 @@ import json
 
 import pytest
 import torch
+from zero2all.measure.op_bench import Ceilings, bench_cells, bench_operators, listed_operators, operator_names
+from zero2all.measure.variants import NAIVE
 
 from zero2all.cli.main import main
 from zero2all.common.errors import UsageError
 from zero2all.measure import op_bench
-from zero2all.measure.op_bench import Ceilings, bench_cells, bench_operators, listed_operators, operator_names
-from zero2all.measure.variants import NAIVE
 from zero2all.ops.implementation import Implementation
 from zero2all.ops.registry import OPERATORS
 

@@ -8,10 +8,11 @@ import json
 import pytest
 import torch
 from torch import nn
+from zero2all.measure.block_memory import block_memory
+from zero2all.measure.shape_widths import measure_shape, shape_of
 
 from zero2all.estimate.kernel_groups import GROUPS
 from zero2all.estimate.run.batch import BatchShape
-from zero2all.measure.block_memory import block_memory
 from zero2all.measure.profile import (
     Profile,
     ProfileOptions,
@@ -21,7 +22,6 @@ from zero2all.measure.profile import (
     tables_of,
     write_profile,
 )
-from zero2all.measure.shape_widths import measure_shape, shape_of
 
 CPU = torch.device("cpu")
 

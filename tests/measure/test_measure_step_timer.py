@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from zero2all.measure.step_timer import Pace, Timing, figures, gpu_summary, measure, pace_of, without_padding
+from zero2all.measure.summary import GROUPS
+from zero2all.measure.variants import ANCHOR, BY_NAME, NAIVE, VARIANTS, named_variants, title_of, vary
 
 from zero2all.cli import main
 from zero2all.common.errors import UsageError
@@ -26,9 +29,6 @@ from zero2all.estimate.run.batch import (
     parse_batch,
 )
 from zero2all.measure.child import measure_row
-from zero2all.measure.step_timer import Pace, Timing, figures, gpu_summary, measure, pace_of, without_padding
-from zero2all.measure.summary import GROUPS
-from zero2all.measure.variants import ANCHOR, BY_NAME, NAIVE, VARIANTS, named_variants, title_of, vary
 from zero2all.model import config as model_config
 from zero2all.ops import cut_vocabulary
 from zero2all.parallel import tensor

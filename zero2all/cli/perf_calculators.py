@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 from zero2all.cli.verb import (
     AMOUNT,
     COUNT,
-    MODEL_HELP,
+    TAKES_FIELDS,
     TIME,
-    Subparsers,
-    add_json,
-    add_verb,
     amount,
     count,
     duration,
+    verb,
     write_json_result,
 )
 from zero2all.common.language import translate as t
@@ -29,6 +27,9 @@ if TYPE_CHECKING:
     from zero2all.common.schema import Problem
     from zero2all.estimate.answer import Answer
     from zero2all.estimate.parameters import Counted
+
+
+MODEL_HELP = "a preset, a YAML file, a run's folder, or a published model: llama-3.1-8b, mixtral-8x7b, …"
 
 
 def _time(text: str) -> float:
@@ -146,29 +147,32 @@ VERBS: dict[str, tuple[str, str]] = {
 }
 """Verb -> summary and flags. MODEL: a model, or flags of its shape."""
 EXAMPLES = {
-    "model": "z2a perf model llama-3.1-8b\n  z2a perf model z2all-1b --gpu h200 --gpus 64",
-    "mfu": "z2a perf mfu --params 1.1e9 --layers 22 --hidden-size 2048 --vocab-size 32000 --seq-len 2048"
-    " --tokens-per-second 24000 --gpu a100",
-    "chinchilla": "z2a perf chinchilla --flops 5.76e23",
-    "cost": "z2a perf cost z2all-1b --tokens 26B --gpus 8 --gpu h200 --mfu 0.55 --price 3\n"
-    "  z2a perf cost gpt-3 --tokens 300B --gpus 1024 --tflops 140 --convention 6N",
+    "model": ("z2a perf model llama-3.1-8b", "z2a perf model z2all-1b --gpu h200 --gpus 64"),
+    "mfu": (
+        "z2a perf mfu --params 1.1e9 --layers 22 --hidden-size 2048 --vocab-size 32000 --seq-len 2048"
+        " --tokens-per-second 24000 --gpu a100",
+    ),
+    "chinchilla": ("z2a perf chinchilla --flops 5.76e23",),
+    "cost": (
+        "z2a perf cost z2all-1b --tokens 26B --gpus 8 --gpu h200 --mfu 0.55 --price 3",
+        "z2a perf cost gpt-3 --tokens 300B --gpus 1024 --tflops 140 --convention 6N",
+    ),
 }
+SHAPE_SWITCHES = (
+    "--tied  the head is the embedding",
+    "--gpt  GPT: biases, learned positions, tied head",
+)
 
 
-def register(inner: Subparsers) -> None:
-    """Add the verbs."""
-    for name, (summary, flags) in VERBS.items():
-        takes_model = "MODEL" in flags
-        parser = add_verb(inner, name, summary, EXAMPLES[name], _calculate, takes_overrides=takes_model)
-        parser.set_defaults(calculator=name)
-        if takes_model:
-            parser.add_argument("model", nargs="?", metavar="MODEL", help=f"{MODEL_HELP} (also deepseek-v3, gpt-3)")
-            parser.add_argument("--tied", action="store_true", help="the head is the embedding")
-            parser.add_argument("--gpt", action="store_true", help="GPT: biases, learned positions, tied head")
-        for flag in _flags(name):
-            kind, about = FLAGS[flag]
-            parser.add_argument(f"--{flag}", default=None, metavar=KINDS[kind][1], help=about)
-        add_json(parser)
+def _declare(name: str) -> None:
+    """Declare a calculator; every flag is read as text."""
+    summary, flags = VERBS[name]
+    table = [f"--{flag} {KINDS[FLAGS[flag][0]][1]}  {FLAGS[flag][1]}" for flag in _flags(name)]
+    if "MODEL" in flags:
+        table = [f"model? MODEL  {MODEL_HELP} (also deepseek-v3, gpt-3)", *SHAPE_SWITCHES, *table, TAKES_FIELDS]
+    example = "\n".join(EXAMPLES[name])
+    lines = "\n".join([*table, "JSON"])
+    verb(f"perf {name}: {summary}\n\n{lines}\n\n{example}", defaults={"calculator": name})(_calculate)
 
 
 def _flags(verb: str) -> list[str]:
@@ -365,3 +369,7 @@ def show(answer: Answer) -> None:
     print_table(answer.rows(), answer.title)
     for line in (answer.convention, *answer.notes):
         print(t(line))
+
+
+for _name in VERBS:
+    _declare(_name)

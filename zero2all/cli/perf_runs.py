@@ -1,4 +1,4 @@
-"""`z2a perf simulate`, `z2a perf explain` and `z2a perf diff`: a run that is to come, one that was, and two of them."""
+"""`z2a perf simulate` and `z2a perf explain`: a run that is to come, and one that was."""
 
 from __future__ import annotations
 
@@ -6,101 +6,63 @@ import argparse
 import math
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.runs import add_run, open_run
+from zero2all.cli.runs import open_run
 from zero2all.cli.track import print_goodput
-from zero2all.cli.verb import (
-    Subparsers,
-    add_flags,
-    add_json,
-    add_verb,
-    add_work,
-    amount,
-    count,
-    duration,
-    real,
-    whole,
-    write_json_result,
-)
+from zero2all.cli.verb import real, verb, write_json_result
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
     from zero2all.estimate.simulate import Outcome, Plan, Slowness
     from zero2all.measure.explain import Explanation
-    from zero2all.measure.run_diff import RunDiff
 
-SIMULATE_EXAMPLE = """z2a perf simulate --nodes 2048 --tokens 15.6T --tokens-per-gpu-second 220 --price 2
-  z2a perf simulate --nodes 2048 --time 54d --mtbf 3.1h --save 60s --restart 10m
-  z2a perf simulate --nodes 16 --time 30d --interval 1h --slow-nodes 0.001,1.2,24"""
-
-
-def register(inner: Subparsers) -> None:
-    """Add the verbs about runs that were."""
-    _register_explain(inner)
-    _register_diff(inner)
-
-
-def register_simulate(inner: Subparsers) -> None:
-    """Add the verb."""
-    parser = add_verb(
-        inner,
-        "simulate",
-        "simulate a run of months with failures, checkpoints and slow nodes: goodput, days, cost",
-        SIMULATE_EXAMPLE,
-        _simulate,
-    )
-    positive = real(0.0, is_open=True)
-    parser.add_argument("--nodes", type=whole(1), required=True, metavar="N", help="nodes that train")
-    rate_help = "failures per GPU-hour (default 1.97e-05: 419 in 54 days on 16,384 GPUs, Llama 3)"
-    shares_help = "shares of the kinds of failure (default process=0.75,node=0.2,network=0.05)"
-    add_flags(
-        parser,
-        ("--gpus-per-node N", whole(1), 8, "GPUs of a node (default 8)"),
-        ("--tokens N", count, None, "tokens to train on, with --tokens-per-gpu-second"),
-        ("--tokens-per-gpu-second N", amount, None, "speed of a GPU while nothing disturbs"),
-        ("--time TIME", duration, None, "undisturbed training, such as 54d, instead of --tokens"),
-        ("--failures-per-gpu-hour X", real(0.0), None, rate_help),
-        ("--mtbf TIME", duration, None, "mean time between failures of the whole run, instead"),
-        ("--shares KIND=X,…", str, None, shares_help),
-    )
-    for flag, unit, about in PLAN_FLAGS:
-        add_flags(parser, (f"{flag} {unit}", PLAN_UNITS[unit], None, about))
-    slow_help = "slow nodes: per node and day, how many times as long a step takes, hours until found"
-    link_help = "slow links: per node and day, speed as a share of their rate, hours until found"
-    share_help = "share of a step that waits for communication, at the links' rate (default 0)"
-    speed_help = "speed of all links as a share of the rate with which the speed was measured (default 1)"
-    add_flags(
-        parser,
-        ("--slow-nodes X,X,X", str, None, slow_help),
-        ("--slow-links X,X,X", str, None, link_help),
-        ("--communication-share SHARE", real(0.0, 1.0), 0.0, share_help),
-        ("--link-speed X", positive, 1.0, speed_help),
-        ("--repetitions N", whole(2, 1_000), 200, "how often it is simulated (default 200)"),
-        ("--seed N", whole(0), 0, "seed of the random events (default 0)"),
-    )
-    add_json(parser)
-
-
-PLAN_UNITS = {"N": whole(0), "SHARE": real(0.0, 1.0), "X": real(0.0), "TIME": duration}
 PLAN_FLAGS = (
-    ("--hang-share", "SHARE", "share of failures that hang and are noticed at the time-out (default 0.1)"),
-    ("--hang", "TIME", "time-out of a hang (default 10m)"),
-    ("--restart", "TIME", "from a failure to the first new step (default 5m)"),
-    ("--replace", "TIME", "more when a node is replaced (default 3m)"),
-    ("--repair", "TIME", "repair of a node, on average (default 24h)"),
-    ("--spare-nodes", "N", "nodes held ready (default 0)"),
-    ("--least-nodes", "N", "elastic: go on with as few nodes as this (default: wait for all)"),
-    ("--interval", "TIME", "training between two checkpoints (default: Daly's interval)"),
-    ("--save", "TIME", "until a checkpoint is on disk (default 60s)"),
-    ("--stall", "TIME", "training that a save stops; less than --save: asynchronous (default: all of it)"),
-    ("--memory-interval", "TIME", "training between two copies in memory (default: no copies)"),
-    ("--memory-stall", "TIME", "training that such a copy stops (default 0.5s)"),
-    ("--memory-copies", "N", "1: survives a process; 2: on another node too, survives a node (default 1)"),
-    ("--price", "X", "price of a GPU-hour"),
+    *("hang_share", "hang", "restart", "replace", "repair", "spare_nodes", "least_nodes", "interval", "save", "stall"),
+    *("memory_interval", "memory_stall", "memory_copies", "price"),
 )
-"""Flags of a plan; a time is its field of the same name and `_seconds`."""
+"""Flags that are fields of a plan; a time is its field of the same name and `_seconds`."""
+WITHOUT_UNIT = {"price": "price_per_gpu_hour", **{name: name for name in ("hang_share", "memory_copies")}}
+WITHOUT_UNIT |= {name: name for name in ("spare_nodes", "least_nodes")}
 
 
+@verb("""
+    perf simulate: simulate a run of months with failures, checkpoints and slow nodes: goodput, days, cost
+
+    --nodes! N:int>=1  nodes that train
+    --gpus-per-node N:int>=1 =8  GPUs of a node (default 8)
+    --tokens N:count  tokens to train on, with --tokens-per-gpu-second
+    --tokens-per-gpu-second N:amount  speed of a GPU while nothing disturbs
+    --time TIME:duration  undisturbed training, such as 54d, instead of --tokens
+    --failures-per-gpu-hour X:float>=0  failures per GPU-hour (default 1.97e-05: 419 in 54 days on 16,384 GPUs, Llama 3)
+    --mtbf TIME:duration  mean time between failures of the whole run, instead
+    --shares KIND=X,…  shares of the kinds of failure (default process=0.75,node=0.2,network=0.05)
+    --hang-share SHARE:float>=0..1  share of failures that hang and are noticed at the time-out (default 0.1)
+    --hang TIME:duration  time-out of a hang (default 10m)
+    --restart TIME:duration  from a failure to the first new step (default 5m)
+    --replace TIME:duration  more when a node is replaced (default 3m)
+    --repair TIME:duration  repair of a node, on average (default 24h)
+    --spare-nodes N:int>=0  nodes held ready (default 0)
+    --least-nodes N:int>=0  elastic: go on with as few nodes as this (default: wait for all)
+    --interval TIME:duration  training between two checkpoints (default: Daly's interval)
+    --save TIME:duration  until a checkpoint is on disk (default 60s)
+    --stall TIME:duration  training that a save stops; less than --save: asynchronous (default: all of it)
+    --memory-interval TIME:duration  training between two copies in memory (default: no copies)
+    --memory-stall TIME:duration  training that such a copy stops (default 0.5s)
+    --memory-copies N:int>=0  1: survives a process; 2: on another node too, survives a node (default 1)
+    --price X:float>=0  price of a GPU-hour
+    --slow-nodes X,X,X  slow nodes: per node and day, how many times as long a step takes, hours until found
+    --slow-links X,X,X  slow links: per node and day, speed as a share of their rate, hours until found
+    --communication-share SHARE:float>=0..1 =0  share of a step that waits for communication, at the links' rate
+        (default 0)
+    --link-speed X:float>0 =1  speed of all links as a share of the rate with which the speed was measured (default 1)
+    --repetitions N:int>=2..1000 =200  how often it is simulated (default 200)
+    --seed N:int>=0 =0  seed of the random events (default 0)
+    JSON
+
+    z2a perf simulate --nodes 2048 --tokens 15.6T --tokens-per-gpu-second 220 --price 2
+    z2a perf simulate --nodes 2048 --time 54d --mtbf 3.1h --save 60s --restart 10m
+    z2a perf simulate --nodes 16 --time 30d --interval 1h --slow-nodes 0.001,1.2,24
+    """)
 def _simulate(arguments: argparse.Namespace) -> None:
     from zero2all.estimate.simulate import simulate
 
@@ -126,11 +88,9 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         fields["failures_per_gpu_hour"] = HOUR / (arguments.mtbf * gpus)
     elif arguments.failures_per_gpu_hour is not None:
         fields["failures_per_gpu_hour"] = arguments.failures_per_gpu_hour
-    for flag, unit, _ in PLAN_FLAGS:
-        name = flag.removeprefix("--").replace("-", "_")
+    for name in PLAN_FLAGS:
         if (value := getattr(arguments, name)) is not None:
-            field = f"{name}_seconds" if unit == "TIME" else name
-            fields["price_per_gpu_hour" if name == "price" else field] = value
+            fields[WITHOUT_UNIT.get(name, f"{name}_seconds")] = value
     if arguments.shares is not None:
         fields["shares"] = _shares(arguments.shares)
     if arguments.slow_nodes is not None:
@@ -239,23 +199,18 @@ def _simulation_json(outcome: Outcome, tokens: float | None) -> dict[str, Any]:
     }
 
 
-# ---- explain and diff ----
+# ---- explain ----
 
 
-def _register_explain(inner: Subparsers) -> None:
-    parser = add_verb(
-        inner,
-        "explain",
-        "say what limits a run and what to change, from its own metrics: time, speed, memory, interruptions",
-        "z2a perf explain my-run",
-        _explain,
-    )
-    add_run(parser)
-    card_help = "memory of the card, where the run did not record it"
-    parser.add_argument("--card-gib", type=real(0.0, is_open=True), default=None, metavar="N", help=card_help)
-    add_json(parser)
+@verb("""
+    perf explain: say what limits a run and what to change, from its own metrics: time, speed, memory, interruptions
 
+    ANY_RUN
+    --card-gib N:float>0  memory of the card, where the run did not record it
+    JSON
 
+    z2a perf explain my-run
+    """)
 def _explain(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
     from zero2all.measure.explain import as_json, explain
@@ -310,55 +265,3 @@ def _figure_rows(explanation: Explanation) -> list[list[str]]:
                 [t(f"GPU memory {name}"), f"{size / 2**30:.2f} GiB{share}", t("largest logged, rank 0, of its card")]
             )
     return rows
-
-
-def _register_diff(inner: Subparsers) -> None:
-    parser = add_verb(
-        inner,
-        "diff",
-        "compare two runs: config, machine, speed, memory, loss at equal tokens, each beside its noise",
-        "z2a perf diff before after",
-        _diff,
-    )
-    parser.add_argument("runs", nargs=2, metavar="RUN", help="name of a run in the workspace, or a run's folder")
-    add_work(parser)
-    add_json(parser)
-
-
-def _diff(arguments: argparse.Namespace) -> None:
-    from zero2all.measure.run_diff import as_json, diff_runs
-    from zero2all.measure.run_record import read_record
-
-    with open_run(arguments.runs[0], arguments) as first, open_run(arguments.runs[1], arguments) as second:
-        diff = diff_runs(read_record(first.folder), read_record(second.folder))
-        if not write_json_result(arguments.json, as_json(diff)):
-            _print_diff(diff)
-
-
-def _print_diff(diff: RunDiff) -> None:
-    from zero2all.cli.table import print_table
-    from zero2all.track.listing import distinct_names
-
-    names = distinct_names([diff.first.reader.folder, diff.second.reader.folder])
-    for title, differences in (("config", diff.config), ("machine, versions, operators", diff.machine)):
-        if differences:
-            shown = [[name, *("–" if value is None else str(value) for value in pair)] for name, *pair in differences]
-            print_table([["field", *names], *shown], title)
-        else:
-            print(t(f"{title}: no difference is recorded"))
-    rows = [["figure", *names, "change", "noise", "verdict"]]
-    for each in diff.figures:
-        noise = each.error / abs(each.first) if each.first else math.nan
-        figures = (f"{value:,.5g}" for value in (each.first, each.second))
-        change = "–" if math.isnan(each.change) else f"{100 * each.change:+.2f} %"
-        rows.append(
-            [t(each.name), *figures, change, "–" if math.isnan(noise) else f"± {100 * noise:.2g} %", t(each.verdict)]
-        )
-    print_table(rows, "the second run beside the first (noise: one standard error of the difference)")
-    if diff.loss_tokens is not None:
-        low, high = diff.loss_tokens
-        print(t(f"Losses are compared between {low:,} and {high:,} tokens, which both runs have seen."))
-    print(t("The noise is that inside each run. Runs that differ only in their seed differ more in loss."))
-    for record in (diff.first, diff.second):
-        for gap in record.missing:
-            print(f"{record.name}: {t(gap)}")

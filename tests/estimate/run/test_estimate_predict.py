@@ -7,11 +7,11 @@ import json
 
 import pytest
 import torch
+from zero2all.estimate.ledger import read_entries
 
 from benchmarks.predict import FIRST_GUESS_SECONDS, reserved_seconds
 from zero2all.cli.main import main
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.estimate.ledger import read_entries
 from zero2all.estimate.machine import named_cluster, write_machine
 from zero2all.estimate.run.batch import BatchShape, load_measured_config
 from zero2all.estimate.run.predict import check_asked, operators_for, predict
