@@ -1,4 +1,4 @@
-"""`z2a perf simulate`, `explain` and `diff` as typed."""
+"""`z2a perf simulate` and `explain` as typed."""
 
 from __future__ import annotations
 
@@ -82,17 +82,6 @@ def test_explain_prints_findings_and_writes_json(z2a, tmp_path):
     assert json.loads(file.read_text())["findings"][0]["what"] == "evaluation"
 
 
-def test_a_figure_that_is_zero_in_both_runs_has_not_changed(z2a, tmp_path):
-    first, second = (MadeRun(tmp_path / name, metrics={"loss/zh": 0.0}).write(1, 200).folder for name in "ab")
-    third = MadeRun(tmp_path / "c", metrics={"loss/zh": 0.5}).write(1, 200).folder
-    row = next(line for line in z2a("perf", "diff", first, second).out.splitlines() if "loss/zh" in line)
-    assert "+0.00 %" in row
-    row = next(line for line in z2a("perf", "diff", first, third).out.splitlines() if "loss/zh" in line)
-    assert row.split()[-3:] == ["–", "–", "worse"]
-    for other in (second, third):
-        assert "nan" not in z2a("perf", "diff", first, other).out.lower()
-
-
 def test_explain_gives_the_account_of_a_run_that_was_stopped(z2a, tmp_path):
     made = MadeRun(tmp_path / "run").write(1, 40, "preempted")
     made.now += 1000.0
@@ -104,13 +93,3 @@ def test_explain_gives_the_account_of_a_run_that_was_stopped(z2a, tmp_path):
     assert found["goodput"] == pytest.approx(60 / 70, rel=0.02)
     assert (found["starts"], found["stopped_seconds"]) == (2, pytest.approx(1000))
     assert "`z2a goodput` is now `z2a perf explain`" in z2a("goodput", run).err
-
-
-def test_diff_prints_what_differs(z2a, tmp_path):
-    first = MadeRun(tmp_path / "a").write(1, 60).folder
-    second = MadeRun(tmp_path / "b", config={"micro": 8}, seed=1).write(1, 60).folder
-    ended = z2a("perf", "diff", first, second)
-    assert ended.code == 0, ended.err
-    for expected in ("train.micro_batch_samples", "tokens/s", "within noise", "27,648 and 30,720 tokens"):
-        assert expected in ended.out
-    assert json.loads(z2a("perf", "diff", first, second, "--json", "-").out)["runs"] == ["a", "b"]
