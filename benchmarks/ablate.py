@@ -31,8 +31,8 @@ from zero2all.common.manifest import fingerprint
 from zero2all.common.progress import human_seconds, say
 from zero2all.config import RunConfig, config_values
 from zero2all.estimate.flops import CONVENTIONS, flops_per_token, flops_utilisation
-from zero2all.estimate.run.batch import BatchShape, check_batch, load_measured_config, own_batch, parse_batch
 from zero2all.measure.child import MEASURED, OUT_OF_MEMORY, run_child
+from zero2all.predict.batch import BatchShape, check_batch, load_measured_config, own_batch, parse_batch
 
 ANCHOR = "all-fused"
 NAIVE = {

@@ -34,7 +34,6 @@ from torch import Tensor
 
 from benchmarks.machine import machine, save_result
 from zero2all.common.progress import say
-from zero2all.estimate.run.batch import load_measured_config
 from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.job import Request
 from zero2all.infer.load import READY_OPS, LoadedModel, empty_model
@@ -43,6 +42,7 @@ from zero2all.model.config import ModelConfig
 from zero2all.model.hf import DTYPES, write_hf_folder
 from zero2all.model.z2all import Z2all
 from zero2all.parallel.device import pick_device
+from zero2all.predict.batch import load_measured_config
 from zero2all.tokenizer.load import Tokenizer
 
 OURS, INT8, DYNAMIC, STATIC = "ours", "int8", "dynamic", "static"

@@ -31,7 +31,6 @@ from zero2all.common.progress import say
 from zero2all.config import RunConfig
 from zero2all.estimate.flops import flops_per_token, flops_utilisation
 from zero2all.estimate.memory import GIB, estimate_memory
-from zero2all.estimate.run.batch import BatchShape, load_measured_config, own_batch, parse_batch
 from zero2all.measure.clock import seconds_of
 from zero2all.measure.short_run import measure_steps
 from zero2all.model.config import ModelConfig, MoeConfig, parameter_counts
@@ -39,6 +38,7 @@ from zero2all.model.moe import MixtureOfExperts
 from zero2all.ops.registry import resolve
 from zero2all.parallel.device import pick_device
 from zero2all.parallel.mesh import Mesh
+from zero2all.predict.batch import BatchShape, load_measured_config, own_batch, parse_batch
 from zero2all.train.build import op_context
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.state import DTYPES

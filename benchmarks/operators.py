@@ -31,7 +31,6 @@ from zero2all.common.progress import say
 from zero2all.common.schema import nearest_hint
 from zero2all.config import RunConfig
 from zero2all.estimate.floors import Work, linear_shapes, operator_work, optimizer_work
-from zero2all.estimate.run.batch import load_measured_config, own_batch
 from zero2all.measure.clock import Ceilings, device_name, measured_ceilings, seconds_of
 from zero2all.measure.operators import Case, Function, context_here, forward_and_both, make_case, random_flat
 from zero2all.model.config import parameter_counts
@@ -43,6 +42,7 @@ from zero2all.ops.optimizer import AdamW, Flat, eager_adamw
 from zero2all.ops.registry import OPERATORS, resolve
 from zero2all.ops.split_master import join
 from zero2all.parallel.device import pick_device
+from zero2all.predict.batch import load_measured_config, own_batch
 from zero2all.train.state import DTYPES
 
 EXACT_ROWS = {"cuda": 512, "cpu": 64}  # tokens of the comparison with float64: few, so that it fits in memory

@@ -39,10 +39,10 @@ from zero2all.common.files import write_json
 from zero2all.common.progress import say
 from zero2all.config import RunConfig
 from zero2all.estimate.flops import flops_per_token, flops_utilisation
-from zero2all.estimate.run.batch import BatchShape, load_measured_config, own_batch, parse_batch
 from zero2all.measure.clock import device_name, wait_for, watched_gpu
 from zero2all.measure.short_run import measure_steps
 from zero2all.parallel.device import pick_device
+from zero2all.predict.batch import BatchShape, load_measured_config, own_batch, parse_batch
 from zero2all.train.step_timer import scheduled_garbage_collection
 
 LEARNING_RATE = 1e-4

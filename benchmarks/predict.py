@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.machine import machine
 from zero2all.cli.table import print_table
 from zero2all.common.files import write_json
-from zero2all.estimate.run.batch import parse_batch
 from zero2all.measure.child import MEASURED, OUT_OF_MEMORY
 from zero2all.measure.verify import ShortRun, verify
+from zero2all.predict.batch import parse_batch
 
 
 @dataclass(frozen=True)

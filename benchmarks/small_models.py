@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.machine import save_result
 from zero2all.config import load_config
 from zero2all.estimate.flops import flops_per_token, peak_flops
-from zero2all.estimate.run.batch import BatchShape
 from zero2all.measure.clock import watched_gpu
 from zero2all.measure.short_run import ReadyRun
 from zero2all.ops import linear_cross_entropy
+from zero2all.predict.batch import BatchShape
 
 BATCH = BatchShape(64, 2048, 1)
 ROUNDS, SECONDS, WARM_UP = 2, 1.6, 3  # long enough for a few samples by nvidia-smi

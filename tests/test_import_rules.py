@@ -60,12 +60,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "serve": ("infer", "tokenizer", "track.access", "track.http_server"),
     "exchange": ("model", "tokenizer", "train", "infer.load", "config"),
     # on top of everything
-    "estimate.run": (*STAGES, "ops", "parallel", "estimate"),
-    "measure": (*STAGES, "ops", "parallel", "estimate", "estimate.run"),
+    "predict": (*STAGES, "ops", "parallel", "estimate"),
+    "measure": (*STAGES, "ops", "parallel", "estimate", "predict"),
     "quickstart": STAGES,
     "cli": (
         *(*STAGES, "estimate", "parallel.job_files", "parallel.launch", "parallel.nodes", "parallel.ssh"),
-        *("estimate.run", "measure", "quickstart", "resilience", "serve"),
+        *("predict", "measure", "quickstart", "resilience", "serve"),
     ),
     "__main__": ("cli", "resilience.warm"),
 }
@@ -103,8 +103,6 @@ LAZY_THIRD_PARTY = {
     "common.engine": {"ray"},
     "packed.remote": {"fsspec"},
     "packed.stats": {"matplotlib"},
-    **{f"measure.{name}": {"matplotlib"} for name in ("summary", "infer", "profile", "shape_widths")},
-    **{f"estimate.run.{name}": {"matplotlib"} for name in ("pictures", "memory_report")},
     **{f"ops.{name}": {"liger_kernel"} for name in ("rms_norm", "rope", "swiglu", "cross_entropy")},
     "ops.linear_cross_entropy": {"liger_kernel"},
     "ops.kernels.epilogue": {"quack"},
@@ -275,7 +273,7 @@ def test_every_module_imports_only_what_its_room_may():
         ("config", "from zero2all.train.setup import prepare"),
         ("config.schedule", "importlib.import_module('zero2all.train.trainer')"),
         ("estimate.memory", "from zero2all.ops import registry"),
-        ("train.trainer", "from zero2all.estimate.run.predict import predict"),
+        ("train.trainer", "from zero2all.predict.step_prediction import predict"),
         ("ops.config", "from zero2all.ops import registry"),
         ("infer.load", "from zero2all.evals.probes import run_probes"),
         ("evals.report", "from zero2all.quickstart.pipeline import run_quickstart"),

@@ -12,14 +12,14 @@ import torch
 
 from zero2all.common.errors import BadInputError
 from zero2all.estimate.machine import Curve, named_cluster, read_machine, write_machine
-from zero2all.estimate.run.batch import BatchShape, load_measured_config
-from zero2all.estimate.run.predict import operators_for, predict
 from zero2all.measure import calibrate as module
 from zero2all.measure import machine_profiles as profiles
 from zero2all.measure.calibrate import FigureStore, calibrate, clock_factor, curve, machine_for
 from zero2all.measure.calibration import stopwatch
 from zero2all.measure.calibration.figures import Setting, float8_product
 from zero2all.measure.calibration.stopwatch import Stopwatch, heats_to_hide, timed
+from zero2all.predict.batch import BatchShape, load_measured_config
+from zero2all.predict.step_prediction import operators_for, predict
 
 TINY = [
     *("--model.hidden_size", "32", "--model.intermediate_size", "64", "--model.heads", "4", "--model.kv_heads", "2"),

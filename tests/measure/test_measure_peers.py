@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.layout import BATCH_FIRST, SEQUENCE_FIRST, Layout, check_agreement, compare
 from benchmarks.peers import EAGER, LIGER, OURS, PURE, Entry, entries, ratio_lines, ratios, run_entry
-from zero2all.estimate.run.batch import BatchShape, own_batch
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
+from zero2all.predict.batch import BatchShape, own_batch
 
 CPU = torch.device("cpu")
 

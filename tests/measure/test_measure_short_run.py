@@ -13,11 +13,11 @@ from benchmarks.ablate import ANCHOR, NAIVE, ROWS, Sitting, markdown, table
 from zero2all.common.errors import UsageError
 from zero2all.config import config_values, load_config
 from zero2all.estimate.kernel_groups import GROUPS
-from zero2all.estimate.run.batch import BatchShape, check_batch, load_measured_config, parse_batch
 from zero2all.measure.child import with_status
 from zero2all.measure.clock import gpu_medians
 from zero2all.measure.profile import Profile, as_json, default_batch, profile_config, tables_of
 from zero2all.measure.short_run import measure_steps
+from zero2all.predict.batch import BatchShape, check_batch, load_measured_config, parse_batch
 
 CPU = torch.device("cpu")
 BATCH = BatchShape(2, 32, 2)

@@ -78,7 +78,7 @@ def _ops(arguments: argparse.Namespace) -> None:
 
     config = None
     if arguments.config is not None:
-        from zero2all.estimate.run.batch import load_measured_config
+        from zero2all.predict.batch import load_measured_config
 
         config, _ = load_measured_config(arguments.config, arguments.overrides)
     elif arguments.overrides:
@@ -106,8 +106,8 @@ def _ops(arguments: argparse.Namespace) -> None:
 def _profile(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
     from zero2all.common.files import write_json
-    from zero2all.estimate.run.batch import load_measured_config, parse_batch
     from zero2all.measure.profile import TRACE_NAME, as_json, profile_config, tables_of, title_of
+    from zero2all.predict.batch import load_measured_config, parse_batch
 
     batch = None if arguments.batch is None else parse_batch(arguments.batch)
     config, _ = load_measured_config(arguments.config, arguments.overrides)
@@ -132,25 +132,14 @@ def _profile(arguments: argparse.Namespace) -> None:
     z2a perf allreduce --ranks 8
     """)
 def _allreduce(arguments: argparse.Namespace) -> int:
-    import torch
-
     from zero2all.cli.table import print_table
-    from zero2all.parallel.device import pick_device
+    from zero2all.measure.allreduce import allreduce_advice, allreduce_cells, measure_allreduces, possible_ranks
 
-    device = pick_device(arguments.device, "--device").type
-    gpus = torch.cuda.device_count()
-    ranks = arguments.ranks or (gpus if device == "cuda" else 2)
-    if device == "cuda" and not 2 <= ranks <= gpus:
-        raise UsageError(
-            f"--ranks is {ranks}, but an all-reduce needs two ranks, NCCL takes one GPU for each, and this machine has "
-            f"{gpus}. Use from 2 to {gpus}, or --device cpu."
-        )
+    device, ranks = possible_ranks(arguments.device, arguments.ranks)
     if "LOCAL_RANK" not in os.environ:
         from zero2all.parallel.launch import run_processes
 
         return run_processes(ranks, arguments.command_line)
-    from zero2all.measure.allreduce import allreduce_advice, allreduce_cells, measure_allreduces
-
     found = measure_allreduces(device, arguments.seconds)
     if os.environ["RANK"] == "0" and not write_json_result(arguments.json, [one.as_json() for one in found]):
         about = f"{len(found)} sizes, {ranks} ranks; bus bandwidth = 2 (n - 1) / n x bytes / time"
@@ -185,8 +174,8 @@ def _shapes(arguments: argparse.Namespace) -> None:
     ]
     if arguments.check is not None:
         from zero2all.estimate.machine import named_cluster
-        from zero2all.estimate.run.batch import load_measured_config, shape_of
         from zero2all.estimate.shapes import check_shape
+        from zero2all.predict.batch import load_measured_config, shape_of
 
         config, _ = load_measured_config(arguments.check, arguments.overrides)
         findings = check_shape(shape_of(config), named_cluster(arguments.gpu))

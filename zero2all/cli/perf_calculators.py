@@ -82,8 +82,8 @@ KINDS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "gpu": (_gpu, "NAME", ""),
     "recipe": (_one_of("zero2all.estimate.model_calculators", "RECIPES"), "NAME", ""),
     "recompute": (_one_of("zero2all.estimate.model_calculators", "RECOMPUTED"), "KIND", ""),
-    "law": (_one_of("zero2all.estimate.run_calculators", "LAWS"), "NAME", ""),
-    "convention": (_one_of("zero2all.estimate.run_calculators", "CONVENTIONS"), "NAME", ""),
+    "law": (_one_of("zero2all.predict_calculators", "LAWS"), "NAME", ""),
+    "convention": (_one_of("zero2all.predict_calculators", "CONVENTIONS"), "NAME", ""),
 }
 """Kind of a flag -> how it is read, what stands for it in the help, and the rule."""
 
@@ -335,7 +335,7 @@ def _configured(arguments: argparse.Namespace, problems: list[Problem]) -> Count
     from zero2all.config import ConfigError
     from zero2all.estimate.memory import checkpoint_bytes
     from zero2all.estimate.parameters import counted
-    from zero2all.estimate.run.models import load_model_config
+    from zero2all.predict.models import load_model_config
 
     try:
         config, _ = load_model_config(arguments.model, arguments.overrides)

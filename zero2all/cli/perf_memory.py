@@ -11,7 +11,7 @@ from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
     from zero2all.estimate.cards import Card
-    from zero2all.estimate.run.memory_report import MemoryReport
+    from zero2all.predict.memory_report import MemoryReport
 
 
 @verb("""
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     z2a perf memory big.yaml --memory-gib 24 --ranks 8 --parallel.zero 2 --json -
     """)
 def _memory(arguments: argparse.Namespace) -> None:
-    from zero2all.estimate.run.memory_report import as_json, memory_report
+    from zero2all.predict.memory_report import as_json, memory_report
 
     report = memory_report(arguments.config, arguments.overrides, _card(arguments), arguments.ranks)
     if not write_json_result(arguments.json, as_json(report)):
@@ -59,7 +59,7 @@ def _card(arguments: argparse.Namespace) -> Card | None:
 
 def _print(report: MemoryReport) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.estimate.run.memory_report import changes_table, parts_table, phases_table, verdict
+    from zero2all.predict.memory_report import changes_table, parts_table, phases_table, verdict
 
     settings = report.settings
     for note in report.notes:

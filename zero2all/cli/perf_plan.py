@@ -12,7 +12,7 @@ from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
     from zero2all.estimate.machine import Machine
-    from zero2all.estimate.run.plan import LayoutPlan
+    from zero2all.predict.layout_search import LayoutPlan
 
 
 @verb("""
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     """)
 def _plan(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.estimate.run.batch import load_measured_config
-    from zero2all.estimate.run.models import load_model_config, precision_notes
-    from zero2all.estimate.run.plan import config_of, plan_cells, plan_json, plan_layouts
+    from zero2all.predict.batch import load_measured_config
+    from zero2all.predict.layout_search import config_of, plan_cells, plan_json, plan_layouts
+    from zero2all.predict.models import load_model_config, precision_notes
 
     config, notes = load_measured_config(arguments.config, arguments.overrides)
     notes += precision_notes(config, arguments.config, arguments.overrides)
@@ -89,7 +89,7 @@ def _title(plan: LayoutPlan) -> str:
 
 def _notes(plan: LayoutPlan) -> list[str]:
     from zero2all.estimate.answer import said
-    from zero2all.estimate.run.plan import compare
+    from zero2all.predict.layout_search import compare
 
     best = plan.candidates[0]
     lines = [

@@ -10,8 +10,8 @@ from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
     from zero2all.estimate.machine import Machine
-    from zero2all.estimate.run.predict import Prediction
     from zero2all.measure.calibrate import Calibration
+    from zero2all.predict.step_prediction import Prediction
 
 GIB = 2**30
 
@@ -42,8 +42,8 @@ share(
     """)
 def _calibrate(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.estimate.run.batch import check_batch, load_measured_config, own_batch, parse_batch
     from zero2all.measure.calibrate import calibrate, default_config
+    from zero2all.predict.batch import check_batch, load_measured_config, own_batch, parse_batch
 
     configs = []
     for source in arguments.configs or [default_config()]:
@@ -125,9 +125,9 @@ def _predict(arguments: argparse.Namespace) -> None:
         _verify(arguments)
         return
     from zero2all.cli.table import print_table
-    from zero2all.estimate.run.batch import load_measured_config, parse_batch
-    from zero2all.estimate.run.models import precision_notes
     from zero2all.measure.verify import Asked, prediction_for
+    from zero2all.predict.batch import load_measured_config, parse_batch
+    from zero2all.predict.models import precision_notes
 
     config, notes = load_measured_config(arguments.config, arguments.overrides)
     batch = None if arguments.batch is None else parse_batch(arguments.batch)
@@ -208,8 +208,8 @@ def _prediction_notes(found: Prediction) -> list[str]:
 
 def _verify(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.estimate.run.batch import load_measured_config, own_batch, parse_batch
     from zero2all.measure.verify import Asked, ShortRun, comparison, machine_line, verify
+    from zero2all.predict.batch import load_measured_config, own_batch, parse_batch
 
     config, _ = load_measured_config(arguments.config, arguments.overrides)
     batch = own_batch(config) if arguments.batch is None else parse_batch(arguments.batch)

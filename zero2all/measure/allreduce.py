@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zero2all.common.errors import UsageError
 from zero2all.measure.clock import wait_for
-from zero2all.parallel.device import local_rank
+from zero2all.parallel.device import local_rank, pick_device
 from zero2all.parallel.rendezvous import open_store
 
 CPU_SIZES = tuple(1 << power for power in (10, 13, 16, 18, 20, 22, 24, 26))
@@ -67,6 +68,18 @@ class Reduced:
         """Bytes, seconds, bytes/s."""
         figures = {"median_seconds": self.median, "spread": self.spread, "bus_bandwidth": self.bus_bandwidth}
         return {"bytes": self.bytes, **figures, "samples": self.seconds}
+
+
+def possible_ranks(device: str, ranks: int | None) -> tuple[str, int]:
+    """The kind of the device, and how many ranks: None are one per GPU, or 2 on the CPU."""
+    kind, gpus = pick_device(device, "--device").type, torch.cuda.device_count()
+    ranks = ranks or (gpus if kind == "cuda" else 2)
+    if kind == "cuda" and not 2 <= ranks <= gpus:
+        raise UsageError(
+            f"--ranks is {ranks}, but an all-reduce needs two ranks, NCCL takes one GPU for each, and this machine has "
+            f"{gpus}. Use from 2 to {gpus}, or --device cpu."
+        )
+    return kind, ranks
 
 
 def measure_allreduces(kind: str, seconds: float) -> list[Reduced]:

@@ -28,8 +28,6 @@ from zero2all.estimate.floors import optimizer_work
 from zero2all.estimate.flops import peak_flops
 from zero2all.estimate.kernel_groups import ATTENTION, GEMM
 from zero2all.estimate.machine import AttentionTime, Curve, Kind, Machine, Matmul, write_machine
-from zero2all.estimate.run.batch import BatchShape
-from zero2all.estimate.run.predict import predict
 from zero2all.estimate.step import HOST_OPS_PER_BLOCK
 from zero2all.measure.calibration.figures import (
     ATTENTION_GRID,
@@ -51,6 +49,8 @@ from zero2all.measure.short_run import measure_steps
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.ops.registry import OPERATORS, resolve
 from zero2all.parallel.device import pick_device, set_cpu_threads
+from zero2all.predict.batch import BatchShape
+from zero2all.predict.step_prediction import predict
 
 Figures = dict[str, dict[str, Any]]
 WARM_UP_SHARE = 0.15  # of the time, at most, until the clock has settled

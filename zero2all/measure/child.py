@@ -23,8 +23,8 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as a 
 
 from zero2all.common.errors import UserError, is_out_of_memory
 from zero2all.common.files import read_json_object, write_json
-from zero2all.estimate.run.batch import load_measured_config, parse_batch
 from zero2all.measure.short_run import WARM_UP_SECONDS, measure_steps
+from zero2all.predict.batch import load_measured_config, parse_batch
 
 MEASURED, OUT_OF_MEMORY, CANNOT_RUN, FAILED = "measured", "out of memory", "cannot run here", "failed"
 TAIL_LINES = 8

@@ -22,11 +22,11 @@ from zero2all.common.language import translate as t
 from zero2all.common.progress import say
 from zero2all.config import RunConfig
 from zero2all.estimate.floors import operator_work
-from zero2all.estimate.run.batch import BatchShape, check_batch, own_batch
 from zero2all.measure.anatomy import Anatomy, add_floors
 from zero2all.measure.clock import Ceilings, device_name, measured_ceilings
 from zero2all.measure.short_run import ReadyRun
 from zero2all.parallel.device import pick_device, set_cpu_threads
+from zero2all.predict.batch import BatchShape, check_batch, own_batch
 from zero2all.train.state import DTYPES
 from zero2all.train.step_timer import scheduled_garbage_collection
 

@@ -20,7 +20,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from zero2all.config import RunConfig
 from zero2all.estimate.kernel_groups import COPIES, ELEMENTWISE, LOSS
-from zero2all.estimate.run.batch import BatchShape
 from zero2all.measure.anatomy import STEP, UPDATE, Anatomy, anatomy_of, inside, read_trace
 from zero2all.measure.calibration.stopwatch import timed
 from zero2all.measure.clock import device_name, wait_for, watched_gpu
@@ -30,6 +29,7 @@ from zero2all.packed.loader import Batch
 from zero2all.parallel.device import pick_device, set_cpu_threads
 from zero2all.parallel.parameter_table import INTO_RESIDUAL
 from zero2all.parallel.world import World
+from zero2all.predict.batch import BatchShape
 from zero2all.train.build import empty_state, op_context
 from zero2all.train.cuda_graph import choose_cuda_graph
 from zero2all.train.simulate import LiveBytes

@@ -15,13 +15,13 @@ from zero2all.common.language import translate as t
 from zero2all.common.progress import say
 from zero2all.config import RunConfig, config_yaml
 from zero2all.estimate.machine import Machine
-from zero2all.estimate.run.batch import BatchShape, load_measured_config
-from zero2all.estimate.run.plan import Candidate, LayoutPlan, config_of
-from zero2all.estimate.run.predict import Prediction, check_asked, operators_for, predict
 from zero2all.measure.calibrate import machine_for
 from zero2all.measure.child import MEASURED, run_child
 from zero2all.measure.machine_profiles import named_machine, profile_key, profile_path
 from zero2all.parallel.device import pick_device, set_cpu_threads
+from zero2all.predict.batch import BatchShape, load_measured_config
+from zero2all.predict.layout_search import Candidate, LayoutPlan, config_of
+from zero2all.predict.step_prediction import Prediction, check_asked, operators_for, predict
 
 MILLISECONDS = 1e3
 GIB = 2**30

@@ -18,11 +18,11 @@ from zero2all.estimate.gpus import device_of
 from zero2all.estimate.kernel_groups import ATTENTION, COMMUNICATION, COPIES, ELEMENTWISE, GEMM, LOSS, OPTIMIZER
 from zero2all.estimate.machine import Machine
 from zero2all.estimate.memory import MemoryEstimate, MemorySettings, estimate_memory
-from zero2all.estimate.run.batch import BatchShape, own_batch
 from zero2all.estimate.step import StepTime, pass_costs, predict_step
 from zero2all.ops.registry import Ops, assume_gpu, resolve
 from zero2all.parallel.check import spread_problems
 from zero2all.parallel.config import MeshSizes
+from zero2all.predict.batch import BatchShape, own_batch
 from zero2all.train.build import op_context
 from zero2all.train.cuda_graph import is_worth_it, why_no_cuda_graph
 from zero2all.train.micro_batch import stage_settings

@@ -12,9 +12,9 @@ from zero2all.common.manifest import read_manifest
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
 from zero2all.estimate.memory_settings import WIDTHS
-from zero2all.estimate.run.models import load_model_config
 from zero2all.estimate.shapes import Shape
 from zero2all.packed.loader import rank_rows
+from zero2all.predict.models import load_model_config
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from benchmarks.predict import FIRST_GUESS_SECONDS, reserved_seconds, summary
 from zero2all.cli.main import main
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.estimate.machine import named_cluster, write_machine
-from zero2all.estimate.run.batch import BatchShape, load_measured_config
-from zero2all.estimate.run.predict import check_asked, operators_for, predict
 from zero2all.measure import machine_profiles as profiles
 from zero2all.measure import verify
 from zero2all.measure.short_run import measure_steps
 from zero2all.measure.verify import Asked, prediction_for
+from zero2all.predict.batch import BatchShape, load_measured_config
+from zero2all.predict.step_prediction import check_asked, operators_for, predict
 
 TINY = [
     *("--model.hidden_size", "32", "--model.intermediate_size", "64", "--model.heads", "4", "--model.kv_heads", "2"),
@@ -112,7 +112,7 @@ def test_a_run_that_could_not_be_measured_says_whether_it_was_expected_to_fit():
 
 
 def test_the_figures_of_the_documentation_follow_from_the_stored_measurements():
-    stored = json.loads((Path(__file__).parents[3] / "benchmarks/results/predict.json").read_text())
+    stored = json.loads((Path(__file__).parents[2] / "benchmarks/results/predict.json").read_text())
     for sitting in stored.values():
         assert summary(sitting["cases"]) == sitting["summary"]
 
