@@ -94,9 +94,6 @@ TRAINER = (
 TRAINER_THIRD_PARTY = {"torch", "numpy", "safetensors", "yaml", "rich", "psutil", "google_crc32c", "orjson"}
 """What a bare GPU image must have for training to start. `tokenizers` is needed only to pack, not to train."""
 
-ESTIMATES_WITH_NUMPY = {"estimate.simulate"}
-"""Formulas over very many cases at once."""
-
 KERNELS = "ops.kernels"
 LAZY_THIRD_PARTY = {
     "common.records": {"zstandard", "pyarrow"},
@@ -407,11 +404,7 @@ def test_our_epilogues_are_imported_only_where_quack_was_found():
 
 def test_the_metrics_writer_and_the_estimates_need_the_standard_library_only():
     assert third_parties("track.writer") == []
-    assert {each.target for each in formulas_third_parties() if short(each.importer) in ESTIMATES_WITH_NUMPY} <= {
-        "numpy",
-        "numpy.typing",
-    }
-    assert [str(each) for each in formulas_third_parties() if short(each.importer) not in ESTIMATES_WITH_NUMPY] == []
+    assert [str(each) for each in formulas_third_parties()] == []
 
 
 def test_the_tokenizers_library_is_imported_only_where_a_tokenizer_is_used():
@@ -428,7 +421,6 @@ def run_python(script: str) -> str:
 
 def test_estimates_every_section_of_the_config_and_the_check_of_an_evaluation_load_without_torch():
     modules = [name for name in MODULES if room_of(short(name)) == "estimate" or is_section(short(name))]
-    modules = [name for name in modules if short(name) not in ESTIMATES_WITH_NUMPY]
     modules += [f"{PACKAGE}.config", f"{PACKAGE}.evals.options"]
     run_python(f"""
         import importlib, sys

@@ -50,7 +50,7 @@ def test_the_verbs_of_the_issue_are_all_there():
         *("track import", "track export"),
         *("eval run", "eval watch", "eval download", "eval contamination", "eval harness", "eval export-tasks"),
         *("generate", "chat", "serve", "export", "import", *(f"perf {verb}" for verb in CALCULATORS)),
-        *(f"perf {verb}" for verb in ("memory", "plan", "calibrate", "predict", "simulate", "explain")),
+        *(f"perf {verb}" for verb in ("explain", "memory", "plan", "calibrate", "predict")),
         *(f"perf {verb}" for verb in ("ops", "profile", "allreduce", "shapes")),
         *("doctor", "completion"),
     )

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zero2all.predict_calculators import LAWS, Speed, cost
 
 from tests.estimate import published
 from zero2all.estimate.answer import ImpossibleError, said
@@ -27,6 +26,7 @@ from zero2all.estimate.model_calculators import (
     zero_bytes,
 )
 from zero2all.estimate.parameters import KNOWN_MODELS, Unpadded, counted, counted_by_total, counted_gpt
+from zero2all.estimate.run_calculators import LAWS, Speed, cost
 from zero2all.model.config import MoeConfig, parameter_counts
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zero2all.predict_calculators import LAWS, Speed, cost, rule_of_thumb
-
 from tests.estimate import published
 from zero2all.estimate import failures, floors
 from zero2all.estimate.flops import conventions, packed_length
 from zero2all.estimate.gpus import GPUS
 from zero2all.estimate.model_calculators import RECIPES, Devices, variants, zero_bytes
 from zero2all.estimate.parameters import KNOWN_MODELS, Counted, Latent, counted_by_total, counted_gpt, llama
+from zero2all.estimate.run_calculators import LAWS, Speed, cost, rule_of_thumb
 
 TOLERANCE = 0.01
 GB, GIB, HOUR, DAY = 1e9, 2.0**30, 3600.0, 86400.0

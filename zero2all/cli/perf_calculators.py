@@ -1,4 +1,4 @@
-"""The calculators of `z2a perf`: model, mfu, chinchilla and cost; no torch, an answer at once.
+"""The calculators of `z2a perf`: model, mfu, chinchilla, cost and failures; no torch, an answer at once.
 
 Every flag is read as text first, so that all problems are reported together.
 """
@@ -82,8 +82,8 @@ KINDS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "gpu": (_gpu, "NAME", ""),
     "recipe": (_one_of("zero2all.estimate.model_calculators", "RECIPES"), "NAME", ""),
     "recompute": (_one_of("zero2all.estimate.model_calculators", "RECOMPUTED"), "KIND", ""),
-    "law": (_one_of("zero2all.predict_calculators", "LAWS"), "NAME", ""),
-    "convention": (_one_of("zero2all.predict_calculators", "CONVENTIONS"), "NAME", ""),
+    "law": (_one_of("zero2all.estimate.run_calculators", "LAWS"), "NAME", ""),
+    "convention": (_one_of("zero2all.estimate.run_calculators", "CONVENTIONS"), "NAME", ""),
 }
 """Kind of a flag -> how it is read, what stands for it in the help, and the rule."""
 
@@ -122,6 +122,11 @@ FLAGS: dict[str, tuple[str, str]] = {
     "price": ("number", "price of a GPU-hour, for the cost"),
     "recipe": ("recipe", "precision and optimizer: adamw, adamw-fp32, adamw-bf16, adamw-8bit, lion, … (default adamw)"),
     "sequences": ("count", "sequences at once (default 1)"),
+    "time": ("time", "training while nothing disturbs, such as 54d"),
+    "mtbf": ("time", "mean time between failures of the whole run (default: Llama 3's rate, 1.97e-5 a GPU-hour)"),
+    "save": ("time", "training that a checkpoint stops (default 60s)"),
+    "restart": ("time", "from a failure to the first new step (default 5m)"),
+    "interval": ("time", "training between two checkpoints (default: Daly's interval)"),
     "cache-value-bytes": ("number", "bytes of a cached value (default 2)"),
 }
 """Flag -> its kind and its help."""
@@ -132,6 +137,7 @@ SHAPE = (
 )
 NODE = 8
 """GPUs over which ZeRO cuts, where nobody says how many."""
+FAILURES = "time gpus mtbf save restart interval"
 SPEED = "gpus gpu peak-tflops mfu tflops tokens-per-second convention goodput"
 VERBS: dict[str, tuple[str, str]] = {
     "model": (
@@ -144,6 +150,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "chinchilla": ("best parameters and tokens for a number of FLOPs", "flops params tokens law"),
     "cost": ("how long a run takes and what it costs", f"MODEL tokens {SPEED} price"),
+    "failures": ("how often a long run should save, and what failures leave of its time", FAILURES),
 }
 """Verb -> summary and flags. MODEL: a model, or flags of its shape."""
 EXAMPLES = {
@@ -153,6 +160,10 @@ EXAMPLES = {
         " --tokens-per-second 24000 --gpu a100",
     ),
     "chinchilla": ("z2a perf chinchilla --flops 5.76e23",),
+    "failures": (
+        "z2a perf failures --time 54d --mtbf 3.1h --save 60s --restart 10m",
+        "z2a perf failures --gpus 16384 --time 54d --interval 30m",
+    ),
     "cost": (
         "z2a perf cost z2all-1b --tokens 26B --gpus 8 --gpu h200 --mfu 0.55 --price 3",
         "z2a perf cost gpt-3 --tokens 300B --gpus 1024 --tflops 140 --convention 6N",
@@ -210,7 +221,7 @@ def _answers(name: str, model: Counted | None, values: dict[str, Any]) -> dict[s
         return {each: values.pop(each) for each in names if each in values}
 
     if model is None:
-        return {name: of_run.chinchilla(**values)}
+        return {name: (of_run.chinchilla if name == "chinchilla" else of_run.failures)(**values)}
     if name == "model":
         length, gpu = some("seq_len"), some("gpu")
         return {
