@@ -29,14 +29,14 @@ from torch import Tensor
 from benchmarks.machine import save_result
 from zero2all.common.progress import say
 from zero2all.estimate.floors import linear_shapes
-from zero2all.estimate.run.batch import load_measured_config
 from zero2all.infer.cache import BLOCK
 from zero2all.infer.weights import int8_weight
-from zero2all.measure.op_bench import measured_ceilings, seconds_of
+from zero2all.measure.clock import measured_ceilings, seconds_of
 from zero2all.model.config import ModelConfig
 from zero2all.ops.kernels.decode_attention import AttentionScratch, AttentionTiles, attention_tiles, decode_attention
 from zero2all.ops.kernels.decode_linear import Tiles, decode_linear, tiles_for
 from zero2all.parallel.device import pick_device
+from zero2all.predict.batch import load_measured_config
 
 BEYOND_CACHE = 300 << 20
 """Bytes that the copies of a matrix have together, on a GPU."""

@@ -41,19 +41,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
+from benchmarks.generate import random_model
 from benchmarks.machine import save_result
 from zero2all.common.progress import say
 from zero2all.common.workspace import open_workspace
-from zero2all.estimate.run.batch import load_measured_config
 from zero2all.evals.forms import Shots, cloze
 from zero2all.evals.items import CONTINUE, Item, Task
 from zero2all.evals.scorer import Question, score_questions
 from zero2all.infer.engine import Engine
 from zero2all.infer.load import LoadedModel, load_model
-from zero2all.measure.infer import random_model
-from zero2all.measure.step_timer import wait_for
+from zero2all.measure.clock import wait_for
 from zero2all.model.hf import write_hf_folder
 from zero2all.parallel.device import pick_device
+from zero2all.predict.batch import load_measured_config
 from zero2all.quickstart.world import documents, probes
 
 CONFIGS = {"cuda": "z2all-1b", "cpu": "z2all-100m"}

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import resource
 import sys
 import tempfile
 import time
@@ -33,15 +34,15 @@ from torch import Tensor
 
 from benchmarks.machine import machine, save_result
 from zero2all.common.progress import say
-from zero2all.estimate.run.batch import load_measured_config
 from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.job import Request
-from zero2all.infer.load import LoadedModel
-from zero2all.measure.infer import NoText, random_model
-from zero2all.measure.step_timer import peak_bytes, wait_for
-from zero2all.model.hf import write_hf_folder
+from zero2all.infer.load import READY_OPS, LoadedModel, empty_model
+from zero2all.measure.clock import wait_for
+from zero2all.model.config import ModelConfig
+from zero2all.model.hf import DTYPES, write_hf_folder
 from zero2all.model.z2all import Z2all
 from zero2all.parallel.device import pick_device
+from zero2all.predict.batch import load_measured_config
 from zero2all.tokenizer.load import Tokenizer
 
 OURS, INT8, DYNAMIC, STATIC = "ours", "int8", "dynamic", "static"
@@ -56,6 +57,36 @@ NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 Generate = Callable[[Tensor, int], Tensor]
 """(prompts (B, T), new tokens) -> the new tokens (B, new)."""
+
+
+class NoText:
+    """In place of a tokenizer: ids that mean nothing and end nothing, so that every answer has the length asked for."""
+
+    end_ids: tuple[int, ...] = ()
+
+    def __init__(self, ids: int) -> None:
+        self.text_pieces = dict.fromkeys(range(ids), b"?")
+
+
+def random_model(config: ModelConfig, device: torch.device, dtype: str | None = None) -> Z2all:
+    """A model with weights as training would start with, drawn on the device; not those that a seed gives a run."""
+    kind = DTYPES[dtype or ("bfloat16" if device.type == "cuda" else "float32")]
+    model = empty_model(config, READY_OPS, device, kind)
+    generator = torch.Generator(device).manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, config.matrix_std, generator=generator)
+        else:
+            parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+    return model
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory that was in use: of the GPU, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def ours(model: Z2all, batch: int, max_len: int, int8: bool = False) -> tuple[Generate, str]:

@@ -35,12 +35,12 @@ from benchmarks.machine import machine, save_result
 from zero2all.common.files import read_json, write_json
 from zero2all.config import RunConfig, load_config
 from zero2all.estimate.memory import estimate_memory
-from zero2all.estimate.run.batch import parse_batch
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch, rank_rows
 from zero2all.parallel.mesh import make_mesh
 from zero2all.parallel.parameter_table import draw
 from zero2all.parallel.world import World, join_world
+from zero2all.predict.batch import parse_batch
 from zero2all.train.build import empty_state, op_context
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.state import DTYPES, TrainState

@@ -21,16 +21,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
-from benchmarks.machine import save_result
+from benchmarks.machine import environment, save_result
 from zero2all.common.progress import say
 from zero2all.config import RunConfig
-from zero2all.estimate.run.batch import BatchShape, load_measured_config, own_batch, parse_batch
-from zero2all.measure.ablate import environment
-from zero2all.measure.op_bench import seconds_of
+from zero2all.measure.clock import seconds_of
 from zero2all.model.config import ModelConfig
 from zero2all.model.rope import rope_tables
 from zero2all.ops.registry import Ops, resolve
 from zero2all.parallel.device import pick_device
+from zero2all.predict.batch import BatchShape, load_measured_config, own_batch, parse_batch
 from zero2all.train.build import op_context
 from zero2all.train.state import DTYPES
 

@@ -198,7 +198,7 @@ def changes(arguments: argparse.Namespace) -> None:
         return
     shutil.rmtree(answers, ignore_errors=True)
     answers.mkdir()
-    waiting, running = list(names), []
+    waiting, running = list(names), list[subprocess.Popen[bytes]]()
     while waiting or running:
         while waiting and len(running) < AT_ONCE:
             running.append(subprocess.Popen([sys.executable, *sys.argv, "--one", waiting.pop(0)]))
@@ -458,7 +458,7 @@ def train_once(job: dict[str, Any], model: Any, call: Any, seed: int) -> dict[st
     decay = 0.28 * rate * horizon / tokens
     rates = {"unembedding_lr": 0.008, "embedding_lr": 0.3, "matrix_lr": 0.02, "scalar_lr": 0.5}
     optimizer = model.setup_optimizer(weight_decay=decay, **{name: value * rate for name, value in rates.items()})
-    without = job.get("without")
+    without = str(job.get("without"))
     fixed = {"x0 skip": [model.x0_lambdas], "smear and backout": [model.smear_lambda, model.backout_lambda]}
     for parameter in fixed.get(without, []):
         parameter.data.zero_()

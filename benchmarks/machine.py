@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.files import write_json
+from zero2all.measure.doctor.finding import output_of
 
 RESULTS = Path(__file__).parent / "results"
+GPU_PACKAGES = ("torch", "triton", "liger-kernel", "flash-attn-4", "quack-kernels")
 PACKAGES = ("zero2all", "torch", "triton", "numpy", "tokenizers", "pyarrow", "orjson")
 
 
@@ -37,6 +39,16 @@ def save_result(name: str, values: dict[str, Any]) -> Path:
     write_json(path, {"machine": machine(), **values})
     print(f"written to {path}")
     return path
+
+
+def environment() -> dict[str, str | None]:
+    """What a result on a GPU depends on beside our code. Not asked of torch, whose CUDA context takes GPU memory."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    answer = output_of([*command, *([f"--id={visible}"] if visible else [])], 30)[0] or ""
+    gpu, _, driver = answer.partition("\n")[0].partition(",")
+    found = {"gpu": gpu.strip() or None, "driver": driver.strip() or None, "machine": platform.machine()}
+    return {**found, "python": platform.python_version(), **{name: _version(name) for name in GPU_PACKAGES}}
 
 
 def _cpu_name() -> str:

@@ -29,15 +29,16 @@ from torch import Tensor, nn
 from benchmarks.machine import save_result
 from zero2all.common.progress import say
 from zero2all.config import RunConfig
+from zero2all.estimate.flops import flops_per_token, flops_utilisation
 from zero2all.estimate.memory import GIB, estimate_memory
-from zero2all.estimate.run.batch import BatchShape, load_measured_config, own_batch, parse_batch
-from zero2all.measure.op_bench import seconds_of
-from zero2all.measure.step_timer import Timing, measure
+from zero2all.measure.clock import seconds_of
+from zero2all.measure.short_run import measure_steps
 from zero2all.model.config import ModelConfig, MoeConfig, parameter_counts
 from zero2all.model.moe import MixtureOfExperts
 from zero2all.ops.registry import resolve
 from zero2all.parallel.device import pick_device
 from zero2all.parallel.mesh import Mesh
+from zero2all.predict.batch import BatchShape, load_measured_config, own_batch, parse_batch
 from zero2all.train.build import op_context
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.state import DTYPES
@@ -171,21 +172,25 @@ def compare_models(config: RunConfig, batch: BatchShape, device: torch.device, s
     found: dict[str, Any] = {}
     for name, each in (("mixture", config), ("dense", dense_of_equal_active_size(config))):
         counts = parameter_counts(each.model)
-        result = measure(each, batch, device, Timing(seconds))
+        result = measure_steps(each, batch, seconds)
+        mfu = flops_utilisation(
+            flops_per_token(each.model, batch.seq_len), result["tokens_per_second"], result["device"]
+        )
         ops = resolve(each.ops, op_context(each, device.type, DTYPES[each.train.precision]))
         estimate = estimate_memory(each.model, memory_settings(each, ops, Mesh(), batch.samples))
-        kept = ("tokens_per_second", "mfu", "peak_gib", "state_gib", "iterations", "loss", "cuda_graph", "gpu")
+        kept = ("tokens_per_second", "steps", "loss", "cuda_graph", "gpu")
         found[name] = {
             "parameters": counts["total"],
             "active": counts["active"],
             "estimated_gib": estimate.total / GIB,
+            "peak_gib": result["peak_bytes"] / GIB,
+            "mfu": mfu,
             **{field: result[field] for field in kept},
         }
-        found[name]["gpu"].pop("samples", None)
         say(
             f"{name:10}{counts['total'] / 1e6:8.1f} M parameters, {counts['active'] / 1e6:.1f} M active: "
-            f"{result['tokens_per_second']:,.0f} tokens/s, causal MFU {result['mfu'].get('causal', 0):.1%}, "
-            f"peak {result['peak_gib']:.1f} GiB (estimate {estimate.total / GIB:.1f})"
+            f"{result['tokens_per_second']:,.0f} tokens/s, causal MFU {mfu.get('causal', 0):.1%}, "
+            f"peak {found[name]['peak_gib']:.1f} GiB (estimate {estimate.total / GIB:.1f})"
         )
         if device.type == "cuda":
             torch.cuda.empty_cache()

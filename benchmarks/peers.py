@@ -19,6 +19,7 @@ import gc
 import importlib.util
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -32,15 +33,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
-from benchmarks.machine import machine, save_result
+from benchmarks.machine import environment, machine, save_result
 from zero2all.common.errors import is_out_of_memory
 from zero2all.common.files import write_json
 from zero2all.common.progress import say
 from zero2all.config import RunConfig
-from zero2all.estimate.run.batch import BatchShape, load_measured_config, own_batch, parse_batch
-from zero2all.measure.ablate import environment
-from zero2all.measure.step_timer import LEARNING_RATE, Iterate, Timing, figures, measure, pace_of, random_tokens
+from zero2all.estimate.flops import flops_per_token, flops_utilisation
+from zero2all.measure.clock import device_name, wait_for, watched_gpu
+from zero2all.measure.short_run import measure_steps
 from zero2all.parallel.device import pick_device
+from zero2all.predict.batch import BatchShape, load_measured_config, own_batch, parse_batch
+from zero2all.train.step_timer import scheduled_garbage_collection
+
+LEARNING_RATE = 1e-4
+SLOTS = 4  # different micro-batches of random tokens, used in turn
+Iterate = Callable[[int], Tensor]
+"""(number of micro-batches) -> forward and backward over them, an update; returns the summed loss, on the device."""
 
 OURS, EAGER, COMPILED, LIGER = "ours", "eager", "compiled", "liger"
 PURE, AUTOCAST = "pure bf16", "fp32 + autocast"
@@ -146,7 +154,8 @@ def run_entry(
         if entry.kind == OURS:
             linear: Any = entry.precision
             chosen = dataclasses.replace(config, ops=dataclasses.replace(config.ops, linear=linear))
-            return measure(chosen, entry.batch, device, Timing(seconds, warm_up_seconds))
+            found = measure_steps(chosen, entry.batch, seconds, warm_up_seconds=warm_up_seconds)
+            return {**found, **shares(config, entry.batch, found["tokens_per_second"], device)}
         return measure_peer(entry, config, device, seconds, warm_up_seconds)
     except Exception as error:
         if not is_out_of_memory(error):
@@ -163,7 +172,7 @@ def run_entry(
 def measure_peer(
     entry: Entry, config: RunConfig, device: torch.device, seconds: float, warm_up_seconds: float
 ) -> dict[str, Any]:
-    """The figures of one peer, as `zero2all.measure.step_timer` takes ours."""
+    """The figures of one peer: a first step, a warm-up, then whole iterations until the time is over."""
     model = llama(config, entry, device)
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -175,13 +184,42 @@ def measure_peer(
     )
     forward = torch.compile(model) if entry.kind == COMPILED else model
     iterate = peer_iterations(forward, model, optimizer, config, entry, device)
-    pace = pace_of(iterate, entry.batch.accumulation, device, Timing(seconds, warm_up_seconds))
-    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    held = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), *states]
-    state_bytes = sum(tensor.nbytes for tensor in held)
-    if any(parameter.grad is None for parameter in model.parameters()):
-        state_bytes += sum(parameter.nbytes for parameter in model.parameters())  # gradients come and go
-    return {**figures(config, entry.batch, pace, device), "state_gib": state_bytes / 2**30}
+    timed = timed_iterations(iterate, entry.batch.accumulation, device, seconds, warm_up_seconds)
+    speed = entry.batch.tokens / timed["step_seconds"]
+    return {**timed, "tokens_per_second": speed, **shares(config, entry.batch, speed, device)}
+
+
+def timed_iterations(
+    iterate: Iterate, passes: int, device: torch.device, seconds: float, warm_up_seconds: float
+) -> dict[str, Any]:
+    """Times of iterations; the host waits for each, and Python's garbage collector is off, as in a run."""
+    with scheduled_garbage_collection() as after_step:
+        started = time.perf_counter()
+        iterate(1)
+        wait_for(device)
+        first = time.perf_counter() - started
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        while time.perf_counter() - started < first + warm_up_seconds:
+            iterate(min(2, passes))
+            wait_for(device)
+        found: list[float] = []
+        with watched_gpu(device) as gpu:
+            while not found or sum(found) < seconds:
+                started = time.perf_counter()
+                loss = iterate(passes)
+                wait_for(device)
+                found.append(time.perf_counter() - started)
+                after_step(len(found))
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    times = {"step_seconds": sum(found) / len(found), "all_seconds": found, "first_step_seconds": first}
+    return {**times, "loss": float(loss), "peak_bytes": peak, "gpu": gpu}
+
+
+def shares(config: RunConfig, batch: BatchShape, tokens_per_second: float, device: torch.device) -> dict[str, Any]:
+    """MFU in every convention; none where the peak of the device is not known."""
+    flops = flops_per_token(config.model, batch.seq_len)
+    return {"mfu": flops_utilisation(flops, tokens_per_second, device_name(device))}
 
 
 def llama(config: RunConfig, entry: Entry, device: torch.device) -> Any:
@@ -231,7 +269,8 @@ def peer_iterations(
 ) -> Iterate:
     """Forward and backward over the micro-batches, clipping, AdamW."""
     batch = entry.batch
-    tokens = random_tokens(config.model.vocab_ids, batch, device)[:, :, :-1].contiguous()
+    shape = (min(SLOTS, batch.accumulation), batch.samples, batch.seq_len)
+    tokens = torch.randint(0, config.model.vocab_ids, shape, device=device)
 
     def region() -> AbstractContextManager[Any]:
         return torch.autocast(device.type, torch.bfloat16) if entry.precision == AUTOCAST else nullcontext()
@@ -259,8 +298,8 @@ def in_short(found: dict[str, Any]) -> str:
     share = f"{100 * found['mfu']['seed']:5.1f} % MFU (seed)  " if found["mfu"] else ""
     clocks = f"  {found['gpu']['watts']:.0f} W {found['gpu']['sm_mhz']:.0f} MHz" if found["gpu"] else ""
     return (
-        f"{found['tokens_per_second']:10,.0f} tokens/s  {share}peak {found['peak_gib']:6.1f} GiB  "
-        f"state {found['state_gib']:5.1f} GiB  first {found['first_step_seconds']:5.1f} s  loss {found['loss']:.5}"
+        f"{found['tokens_per_second']:10,.0f} tokens/s  {share}peak {found['peak_bytes'] / 2**30:6.1f} GiB  "
+        f"first {found['first_step_seconds']:5.1f} s  loss {found['loss']:.5}"
         f"{clocks}"
     )
 

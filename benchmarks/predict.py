@@ -15,22 +15,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import machine
 from zero2all.cli.table import print_table
 from zero2all.common.files import write_json
-from zero2all.estimate.ledger import MEMORY, STEP, percentile
-from zero2all.estimate.run.batch import parse_batch
 from zero2all.measure.child import MEASURED, OUT_OF_MEMORY
-from zero2all.measure.verify import Asked, ShortRun, Verified, verify
+from zero2all.measure.verify import ShortRun, verify
+from zero2all.predict.batch import parse_batch
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _run(case: Case, arguments: argparse.Namespace, left: float) -> dict[str, An
     began = time.monotonic()
     overrides = [*case.overrides, *arguments.overrides]
     run = ShortRun(parse_batch(case.batch), arguments.seconds, min(left, 120.0), arguments.components)
-    found = verify(case.source, overrides, run, Asked(ledger=arguments.ledger))
+    found = verify(case.source, overrides, run)
     line = {
         "name": case.name,
         "source": case.source,
@@ -137,23 +137,28 @@ def _run(case: Case, arguments: argparse.Namespace, left: float) -> dict[str, An
         "status": found.measured["status"],
         "reason": found.measured.get("reason"),
         "fits": found.prediction.fits,
-        "prediction": found.prediction.as_json(),
-        "entry": found.entry,
-        "measured": found.measured,
+        **found.as_json(),
         "wall_seconds": time.monotonic() - began,
     }
-    return {**line, "said": _said(found)}
+    return {**line, "said": _said(line)}
 
 
-def _said(found: Verified) -> str:
-    if found.entry is None:
-        return f"{found.measured['status']}: {found.measured['reason']}"
-    step, memory = (_error(found.entry, name) for name in (STEP, MEMORY))
-    return f"step {found.measured['step_seconds']:.4f} s, error {100 * step:+.1f} %; memory error {100 * memory:+.1f} %"
+def _said(line: dict[str, Any]) -> str:
+    if line["status"] != MEASURED:
+        return f"{line['status']}: {line['reason']}"
+    step, memory = (100 * _error(line, name) for name in PREDICTED)
+    return f"step {line['measured']['step_seconds']:.4f} s, error {step:+.1f} %; memory error {memory:+.1f} %"
 
 
-def _error(entry: dict[str, Any], name: str) -> float:
-    return float(entry["predicted"][name] / entry["measured"][name] - 1.0)
+def _error(line: dict[str, Any], name: str) -> float:
+    return float(PREDICTED[name](line["prediction"]) / line["measured"][name] - 1.0)
+
+
+PREDICTED = {
+    "step_seconds": lambda found: found["seconds"]["estimate"],
+    "peak_bytes": lambda found: found["peak_bytes"],
+}
+"""Measured figure -> the same of a prediction."""
 
 
 def table(lines: list[dict[str, Any]]) -> list[list[str]]:
@@ -161,39 +166,41 @@ def table(lines: list[dict[str, Any]]) -> list[list[str]]:
     heading = ["configuration", "batch", "predicted s", "measured s", "error", "noise", "inside", "GiB", "measured GiB"]
     rows = [[*heading, "memory error", "reserved error"]]
     for line in lines:
-        entry = line["entry"]
-        if entry is None:
+        if line["status"] != MEASURED:
             rows.append([line["name"], line["batch"], line["status"], *[""] * 8])
             continue
-        low, high = entry["intervals"][STEP]
-        seconds, held = entry["measured"][STEP], entry["measured"][MEMORY]
-        reserved = entry["reserved"]
+        predicted, measured = line["prediction"], line["measured"]
+        reserved = measured.get("reserved_bytes")
         rows.append(
             [
-                *(line["name"], line["batch"], f"{entry['predicted'][STEP]:.4f}", f"{seconds:.4f}"),
-                *(f"{100 * _error(entry, STEP):+.1f} %", f"{100 * entry['noise']:.1f} %"),
-                *("yes" if low <= seconds <= high else "no", f"{entry['predicted'][MEMORY] / 2**30:.2f}"),
-                *(f"{held / 2**30:.2f}", f"{100 * _error(entry, MEMORY):+.1f} %"),
-                f"{100 * (reserved['predicted'] / reserved['measured'] - 1):+.1f} %" if reserved["measured"] else "",
+                *(line["name"], line["batch"], f"{predicted['seconds']['estimate']:.4f}"),
+                *(f"{measured['step_seconds']:.4f}", f"{100 * _error(line, 'step_seconds'):+.1f} %"),
+                *(f"{100 * measured['noise']:.1f} %", "yes" if _is_inside(line) else "no"),
+                *(f"{predicted['peak_bytes'] / 2**30:.2f}", f"{measured['peak_bytes'] / 2**30:.2f}"),
+                f"{100 * _error(line, 'peak_bytes'):+.1f} %",
+                f"{100 * (predicted['reserved_bytes'] / reserved - 1):+.1f} %" if reserved else "",
             ]
         )
     return rows
 
 
+def _is_inside(line: dict[str, Any]) -> bool:
+    low, high = line["prediction"]["interval"]
+    return bool(low <= line["measured"]["step_seconds"] <= high)
+
+
 def summary(lines: list[dict[str, Any]]) -> dict[str, str]:
     """The figures of the targets."""
-    entries = [line["entry"] for line in lines if line["status"] == MEASURED]
-    found = {"configurations measured": f"{len(entries)} of {len(lines)}"}
-    if not entries:
+    measured = [line for line in lines if line["status"] == MEASURED]
+    found = {"configurations measured": f"{len(measured)} of {len(lines)}"}
+    if not measured:
         return found
-    for name, title in ((STEP, "step time"), (MEMORY, "peak memory")):
-        errors = sorted(abs(_error(entry, name)) for entry in entries)
-        values = (statistics.median(errors), percentile(errors, 0.95), errors[-1])
-        found[f"{title}: median, 95th percentile, worst"] = ", ".join(f"{100 * value:.1f} %" for value in values)
-    inside = [
-        entry["intervals"][STEP][0] <= entry["measured"][STEP] <= entry["intervals"][STEP][1] for entry in entries
-    ]
-    found["step time inside the 90 % interval"] = f"{100 * sum(inside) / len(inside):.0f} %"
+    for name, title in (("step_seconds", "step time"), ("peak_bytes", "peak memory")):
+        errors = np.abs([_error(line, name) for line in measured])
+        values = ", ".join(f"{100 * value:.1f} %" for value in np.percentile(errors, (50, 95, 100)))
+        found[f"{title}: median, 95th percentile, worst"] = values
+    inside = sum(map(_is_inside, measured)) / len(measured)
+    found["step time inside the 90 % interval"] = f"{100 * inside:.0f} %"
     ran_out = [line["name"] for line in lines if line["fits"] and line["status"] == OUT_OF_MEMORY]
     found["predicted to fit, ran out of memory"] = ", ".join(ran_out) or "none"
     return found
@@ -207,7 +214,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--budget-seconds", type=float, default=1e9, help="begin none that would end later")
     parser.add_argument("--components", action="store_true", help="also profile a step of each")
     parser.add_argument("--json", type=Path, help="results, written after each; read to continue")
-    parser.add_argument("--ledger", type=Path, help="instead of the ledger beside the profiles")
     parser.add_argument("overrides", nargs="*", help="settings for all, after --: -- --parallel.cpu_threads 1")
     return parser.parse_args()
 

@@ -24,15 +24,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.machine import save_result
-from zero2all.measure.ablate import code_fingerprint, environment
-from zero2all.measure.variants import NAIVE
+from benchmarks.ablate import NAIVE
+from benchmarks.machine import environment, save_result
 from zero2all.track.reader import read_run
 
 AUTO: dict[str, str] = {}
 COMPARISONS: dict[str, tuple[str, dict[str, str], str, dict[str, str]]] = {
     "eager": ("auto", AUTO, "eager", NAIVE),
-    "fp8": ("bf16", AUTO, "fp8", {"linear": "fp8"}),
+    "fp8": ("bf16", AUTO, "fp8", {"ops.linear": "fp8"}),
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     "eager": {"steps": 50, "tokens_per_step": 8192, "micro_batch": 2, "lr": 4e-5, "warmup": 50},
@@ -64,7 +63,6 @@ def main() -> None:
     figures = {
         "config": arguments.config,
         "environment": environment(),
-        "code": code_fingerprint(),
         "settings": settings,
         "differences": {f"{a} - {b}": difference(losses[a], losses[b]) for a, b in itertools.combinations(losses, 2)},
         "losses": {name: values.round(5).tolist() for name, values in losses.items()},
@@ -83,7 +81,7 @@ def losses_of(work: Path, config: str, settings: dict[str, Any], ops: dict[str, 
         *("--train.micro_batch_samples", settings["micro_batch"]),
         *("--optim.lr_max", settings["lr"], "--schedule.warmup_steps", settings["warmup"]),
         *("--checkpoint.every_steps", 0, "--eval.every_steps", 0, "--model.vocab_size", "null"),
-        *(word for operator, chosen in ops.items() for word in (f"--ops.{operator}", chosen)),
+        *(word for field, chosen in ops.items() for word in (f"--{field}", chosen)),
     ]
     command = [sys.executable, "-m", "zero2all", "train", config, "--work", work, "--fresh", *words]
     run = work / "runs" / name

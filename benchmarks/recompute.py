@@ -17,9 +17,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import save_result
-from zero2all.estimate.run.batch import parse_batch
 from zero2all.measure.child import MEASURED
 from zero2all.measure.verify import ShortRun, run_apart
+from zero2all.predict.batch import parse_batch
 
 LARGE = {"hidden_size": 4096, "intermediate_size": 11008, "layers": 28, "heads": 32, "kv_heads": 8}
 TINY = {"hidden_size": 64, "intermediate_size": 128, "layers": 4, "heads": 4, "kv_heads": 2, "vocab_size": 512}

@@ -1,4 +1,4 @@
-"""`z2a perf simulate` beside closed forms and published runs; writes results/simulate.json.
+"""The simulated long run (`long_run.py`) beside closed forms and published runs; writes results/simulate.json.
 
     python -m benchmarks.simulate
 
@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.long_run import DAY, HOUR, Outcome, Plan, band, simulate
 from benchmarks.machine import save_result
 from zero2all.estimate.failures import goodput as closed_goodput
-from zero2all.estimate.simulate import DAY, HOUR, Outcome, Plan, band, simulate
 
 LLAMA3_MEAN = 54 * DAY / 419
 ONE_KIND: dict[str, Any] = {"shares": {"process": 1.0}, "hang_share": 0.0}

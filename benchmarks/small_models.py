@@ -5,9 +5,8 @@
     python benchmarks/small_models.py --save              also benchmarks/results/small_models.json
 
 42.5 M parameters (16,384 ids) and 126 M (configs/z2all-100m.yaml with 6 heads of 128), 131,072 random tokens a step in
-one pass, Muon. The iteration is that of `z2a perf profile`: forward, backward, norm of the gradient, update. They
-are queued without waiting, as a run does. All variants are measured in turn, and then again in the same order
-(A B C A B C), with watts and clocks by nvidia-smi.
+one pass, Muon. The step is the trainer's own (`zero2all.measure.short_run`). All variants are measured in turn, and
+then again in the same order (A B C A B C), with watts and clocks by nvidia-smi.
 
 MFU by PaLM's count: tokens/s x (6 x parameters in matmuls + 12 x layers x heads x head size x context) / peak of the
 GPU in bfloat16, also where the matmuls are in float8.
@@ -19,7 +18,6 @@ import argparse
 import gc
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,18 +28,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import save_result
-from zero2all.config import RunConfig, load_config
+from zero2all.config import load_config
 from zero2all.estimate.flops import flops_per_token, peak_flops
-from zero2all.estimate.run.batch import BatchShape
-from zero2all.measure.step_timer import Iterate, choices, iterations, prepare, random_state, watched_gpu
+from zero2all.measure.clock import watched_gpu
+from zero2all.measure.short_run import ReadyRun
 from zero2all.ops import linear_cross_entropy
-from zero2all.ops.registry import resolve
-from zero2all.train.build import op_context
-from zero2all.train.state import DTYPES
+from zero2all.predict.batch import BatchShape
 
 BATCH = BatchShape(64, 2048, 1)
 ROUNDS, SECONDS, WARM_UP = 2, 1.6, 3  # long enough for a few samples by nvidia-smi
-FIRST_ITERATIONS = 6  # kernels are compiled, and a CUDA graph is captured after two passes
+FIRST_STEPS = 6  # kernels are compiled, and a CUDA graph is captured after two passes
 COMMON = ["--train.precision=bfloat16", "--optim.kind=muon", "--train.tokens_per_step=131072"]
 COMMON += ["--train.micro_batch_samples=64"]
 SIZES = {
@@ -106,7 +102,7 @@ def constants_set(variant: Variant) -> Iterator[None]:
 def steps_of(size: str, device: torch.device) -> dict[str, Any]:
     """All variants of one size."""
     found: dict[str, Any] = {}
-    made: dict[tuple[str, ...], tuple[RunConfig, Iterate, Any]] = {}
+    made: dict[tuple[str, ...], ReadyRun] = {}
     for number in range(ROUNDS):
         for name, variant in variants().items():
             row = found.setdefault(name, {"seconds": [], "gpu": []})
@@ -117,8 +113,8 @@ def steps_of(size: str, device: torch.device) -> dict[str, Any]:
                 with constants_set(variant):
                     if key not in made:
                         made[key] = _made(size, variant, device)
-                    config, iterate, state = made[key]
-                    seconds, gpu = _timed(iterate, device)
+                    run = made[key]
+                    seconds, gpu = _timed(run, device)
             except Exception as error:  # a variant that this machine does not have is one row that says so
                 row["problem"] = f"{type(error).__name__}: {error}"
                 print(f"{size:7} {name:34} {row['problem'][:120]}", flush=True)
@@ -126,12 +122,15 @@ def steps_of(size: str, device: torch.device) -> dict[str, Any]:
             row["seconds"].append(seconds)
             row["gpu"].append(gpu)
             rate = BATCH.tokens / seconds
-            flops, peak = flops_per_token(config.model, BATCH.seq_len)["palm"], peak_flops(torch.cuda.get_device_name())
+            flops, peak = (
+                flops_per_token(run.config.model, BATCH.seq_len)["palm"],
+                peak_flops(torch.cuda.get_device_name()),
+            )
             row |= {
                 "tokens_per_second": BATCH.tokens / statistics.mean(row["seconds"]),
                 "palm_flops_per_token": flops,
-                "captured": state.cuda_graph is not None and state.cuda_graph.is_captured,
-                "ops": {operator: one["got"] for operator, one in choices(state.model.ops).items()},
+                "captured": run.is_captured,
+                "ops": run.ops.taken,
                 "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30,
             }
             if peak is not None:
@@ -142,33 +141,19 @@ def steps_of(size: str, device: torch.device) -> dict[str, Any]:
     return found
 
 
-def _made(size: str, variant: Variant, device: torch.device) -> tuple[RunConfig, Iterate, Any]:
-    config = load_config("z2all-100m", [*COMMON, *SIZES[size], *variant.overrides])
-    ops = resolve(config.ops, op_context(config, device.type, DTYPES[config.train.precision]))
-    state = random_state(config, ops, device)
-    prepare(state, config, BATCH, device)
-    iterate = iterations(state, BATCH, config.train.z_loss, device)
-    for _ in range(FIRST_ITERATIONS):
-        iterate(1)
-    torch.cuda.synchronize(device)
-    return config, iterate, state
+def _made(size: str, variant: Variant, device: torch.device) -> ReadyRun:
+    run = ReadyRun(load_config("z2all-100m", [*COMMON, *SIZES[size], *variant.overrides]), BATCH, device)
+    run.steps(FIRST_STEPS)
+    return run
 
 
-def _timed(iterate: Iterate, device: torch.device) -> tuple[float, dict[str, Any]]:
-    """Seconds of an iteration, and the medians of watts and clocks meanwhile."""
+def _timed(run: ReadyRun, device: torch.device) -> tuple[float, dict[str, Any]]:
+    """Seconds of a step, and the medians of watts and clocks meanwhile."""
     torch.cuda.reset_peak_memory_stats(device)
-    began = time.perf_counter()
-    for _ in range(WARM_UP):
-        iterate(1)
-    torch.cuda.synchronize(device)
-    count = max(5, int(SECONDS * WARM_UP / (time.perf_counter() - began)))
+    run.steps(WARM_UP)
     with watched_gpu(device) as gpu:
-        began = time.perf_counter()
-        for _ in range(count):
-            iterate(1)
-        torch.cuda.synchronize(device)
-        seconds = (time.perf_counter() - began) / count
-    return seconds, {name: value for name, value in gpu.items() if name != "samples"}
+        seconds = run.timed_steps(SECONDS)
+    return statistics.mean(seconds), gpu
 
 
 # ---- kernels alone ---------------------------------------------------------------------------------------------------

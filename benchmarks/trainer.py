@@ -3,7 +3,7 @@
     python benchmarks/trainer.py --work WORKSPACE                       z2all-1b on the packed data there
     python benchmarks/trainer.py --work WORKSPACE --config quickstart   any other config
 
-A/B/A: the bare step (the loop of `z2a perf bench ablate`, random tokens), then `z2a train` on packed data, then the
+A/B/A: the bare step (`zero2all.measure.child`, random tokens), then `z2a train` on packed data, then the
 bare step again; each in a process of its own, as a user would start it. Medians over steps; steps during which a
 checkpoint was being written are told apart, and the stall of a save is what its event says. Runs are written below
 --work/runs and removed afterwards.
@@ -52,14 +52,13 @@ def main() -> None:
 
 
 def bare(config: str, batch: str, seconds: float) -> float:
-    """Tokens per second of the step alone: the median iteration."""
+    """Tokens per second of the step alone: the median step."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "row.json"
-        words = ["--row", "all-fused", "--batch", batch, "--seconds", str(seconds), "--result", str(result)]
+        words = ["--batch", batch, "--seconds", str(seconds), "--no-anatomy", "--result", str(result)]
         subprocess.run([sys.executable, "-m", "zero2all.measure.child", config, *words], check=True)
         row: dict[str, Any] = json.loads(result.read_text())
-    samples, seq_len, passes = (int(part) for part in batch.split("x"))
-    return samples * seq_len * passes / statistics.median(row["iteration_seconds"])
+    return float(row["tokens_per_second"])
 
 
 def trainer(arguments: argparse.Namespace, samples: int, tokens_per_step: int) -> dict[str, Any]:

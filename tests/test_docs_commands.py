@@ -284,7 +284,7 @@ def all_flags() -> set[str]:
         *(ROOT / "benchmarks").glob("*.py"),
         *(ROOT / "docs").rglob("*.py"),
         *(ROOT / "zero2all/measure").glob("*.py"),
-        *(ROOT / "zero2all/estimate/run").glob("*.py"),
+        *(ROOT / "zero2all/predict").glob("*.py"),
     ]
     theirs = {flag for path in programs for flag in re.findall(r'"(--[a-z][a-z-]*)"', path.read_text(encoding="utf-8"))}
     return flags_below(the_parser()) | theirs

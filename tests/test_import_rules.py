@@ -60,12 +60,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "serve": ("infer", "tokenizer", "track.access", "track.http_server"),
     "exchange": ("model", "tokenizer", "train", "infer.load", "config"),
     # on top of everything
-    "estimate.run": (*STAGES, "ops", "parallel", "estimate"),
-    "measure": (*STAGES, "ops", "parallel", "estimate", "estimate.run"),
+    "predict": (*STAGES, "ops", "parallel", "estimate"),
+    "measure": (*STAGES, "ops", "parallel", "estimate", "predict"),
     "quickstart": STAGES,
     "cli": (
         *(*STAGES, "estimate", "parallel.job_files", "parallel.launch", "parallel.nodes", "parallel.ssh"),
-        *("estimate.run", "measure", "quickstart", "resilience", "serve"),
+        *("predict", "measure", "quickstart", "resilience", "serve"),
     ),
     "__main__": ("cli", "resilience.warm"),
 }
@@ -94,17 +94,12 @@ TRAINER = (
 TRAINER_THIRD_PARTY = {"torch", "numpy", "safetensors", "yaml", "rich", "psutil", "google_crc32c", "orjson"}
 """What a bare GPU image must have for training to start. `tokenizers` is needed only to pack, not to train."""
 
-ESTIMATES_WITH_NUMPY = {"estimate.simulate"}
-"""Formulas over very many cases at once."""
-
 KERNELS = "ops.kernels"
 LAZY_THIRD_PARTY = {
     "common.records": {"zstandard", "pyarrow"},
     "common.engine": {"ray"},
     "packed.remote": {"fsspec"},
     "packed.stats": {"matplotlib"},
-    **{f"measure.{name}": {"matplotlib"} for name in ("summary", "infer", "profile", "shape_widths")},
-    **{f"estimate.run.{name}": {"matplotlib"} for name in ("pictures", "memory_report")},
     "ops.kernels.epilogue": {"quack"},
 }
 """Libraries a module may import when it meets what needs them (a corpus shard of their format, an address, …): never
@@ -273,7 +268,7 @@ def test_every_module_imports_only_what_its_room_may():
         ("config", "from zero2all.train.setup import prepare"),
         ("config.schedule", "importlib.import_module('zero2all.train.trainer')"),
         ("estimate.memory", "from zero2all.ops import registry"),
-        ("train.trainer", "from zero2all.estimate.run.predict import predict"),
+        ("train.trainer", "from zero2all.predict.step_prediction import predict"),
         ("ops.config", "from zero2all.ops import registry"),
         ("infer.load", "from zero2all.evals.probes import run_probes"),
         ("evals.report", "from zero2all.quickstart.pipeline import run_quickstart"),
@@ -407,11 +402,7 @@ def test_our_epilogues_are_imported_only_where_quack_was_found():
 
 def test_the_metrics_writer_and_the_estimates_need_the_standard_library_only():
     assert third_parties("track.writer") == []
-    assert {each.target for each in formulas_third_parties() if short(each.importer) in ESTIMATES_WITH_NUMPY} <= {
-        "numpy",
-        "numpy.typing",
-    }
-    assert [str(each) for each in formulas_third_parties() if short(each.importer) not in ESTIMATES_WITH_NUMPY] == []
+    assert [str(each) for each in formulas_third_parties()] == []
 
 
 def test_the_tokenizers_library_is_imported_only_where_a_tokenizer_is_used():
@@ -428,7 +419,6 @@ def run_python(script: str) -> str:
 
 def test_estimates_every_section_of_the_config_and_the_check_of_an_evaluation_load_without_torch():
     modules = [name for name in MODULES if room_of(short(name)) == "estimate" or is_section(short(name))]
-    modules = [name for name in modules if short(name) not in ESTIMATES_WITH_NUMPY]
     modules += [f"{PACKAGE}.config", f"{PACKAGE}.evals.options"]
     run_python(f"""
         import importlib, sys

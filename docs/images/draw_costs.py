@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from zero2all.config import load_config
 from zero2all.estimate.floors import operator_work
 from zero2all.estimate.memory import GIB, MemoryEstimate, MemorySettings, estimate_memory
-from zero2all.measure.op_bench import make_case
+from zero2all.measure.operators import make_case
 from zero2all.model.config import parameter_counts
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import OPERATORS, footprints, resolve

@@ -58,7 +58,7 @@ def test_every_flag_that_names_a_file_to_write_is_checked_before_the_work():
         "plot tiny --png FILE/below.png",
         "track export tiny --to csv FILE/below.csv",
         "track export tiny --to tensorboard FILE",
-        "perf bench ablate quickstart --out FILE",
+        "perf profile quickstart --out FILE",
         "perf ops --json FILE/below.json",
     ],
 )

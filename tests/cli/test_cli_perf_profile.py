@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from zero2all.cli.main import main
 
 MOE = """
@@ -23,30 +21,16 @@ def test_without_a_config_the_six_rules_are_taught(capsys):
     out = capsys.readouterr().out
     assert "vocabulary" in out
     assert "pipeline stages" in out
-    assert main(["perf", "shapes", "--measure"]) == 2
+    assert main(["perf", "shapes", "--model.layers", "3"]) == 2
     assert "--check" in capsys.readouterr().err
 
 
-def test_a_config_is_checked_and_its_widths_compared(capsys, tmp_path):
-    pytest.importorskip("matplotlib")
+def test_a_config_is_checked_against_the_rules(capsys):
     words = ["perf", "shapes", "--check", "z2all-1b", "--gpu", "h100", "--parallel.tensor", "16"]
-    assert main([*words, "--out", str(tmp_path / "new"), "--json", "-"]) == 0
+    assert main([*words, "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found == json.loads((tmp_path / "new" / "shapes.json").read_text(encoding="utf-8"))
-    assert (tmp_path / "new" / "shapes.png").stat().st_size > 5000
     wrong = {(one["rule"], one["what"]) for one in found["findings"] if not one["is_kept"]}
     assert {(1, "model.vocab_size"), (4, "model.kv_heads"), (5, "parallel.tensor")} <= wrong
-    assert {5632, 5456} <= {one["width"] for one in found["widths_by_arithmetic"]}
-
-
-def test_widths_are_measured_here(capsys, tmp_path):
-    path = tmp_path / "moe.yaml"
-    path.write_text(MOE, encoding="utf-8")
-    assert main(["perf", "shapes", "--check", str(path), "--measure", "--json", str(tmp_path / "found.json")]) == 0
-    assert "TFLOPS" in capsys.readouterr().out
-    measured = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["widths_measured"]
-    assert (measured["device"], measured["tokens"]) == ("cpu", 32)
-    assert all(one["tflops"] > 0 for one in measured["widths"])
 
 
 def test_a_mixture_of_experts_is_profiled(capsys, tmp_path):
@@ -56,9 +40,8 @@ def test_a_mixture_of_experts_is_profiled(capsys, tmp_path):
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "GEMM" in out
-    assert "blocks.1" in out
     assert "2 passes in a step, 1 were profiled" in out
-    assert (tmp_path / "out" / "anatomy.png").exists()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"profile.json", "trace.json.gz"}
 
 
 def test_a_batch_that_is_longer_than_the_model_is_refused(capsys, tmp_path):

@@ -11,14 +11,12 @@ from zero2all.cli.main import main
 ONE_BILLION = ["perf", "memory", "z2all-1b", "--model.vocab_size", "64320", "--train.micro_batch_samples", "16"]
 
 
-def test_prints_parts_phases_and_whether_it_fits(capsys, tmp_path):
-    picture = tmp_path / "memory.png"
-    assert main([*ONE_BILLION, "--gpu", "h200", "--out", str(picture)]) == 0
+def test_prints_parts_phases_and_whether_it_fits(capsys):
+    assert main([*ONE_BILLION, "--gpu", "h200"]) == 0
     said = capsys.readouterr().out
     for words in ("optimizer step", "checkpoint", "peak allocated", "53.71", "It fits"):
         assert words in said
     assert "what would need less memory" not in said
-    assert picture.read_bytes().startswith(b"\x89PNG") or "no picture" in said
 
 
 def test_where_it_does_not_fit_the_changes_that_help_are_listed(capsys):

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.estimate import published
 from zero2all.estimate.answer import ImpossibleError, said
 from zero2all.estimate.failures import daly_interval, goodput, young_interval
 from zero2all.estimate.floors import tiling
@@ -100,35 +99,6 @@ def test_each_zero_stage_holds_less_than_the_one_before_and_more_ranks_hold_less
     assert set(zero_bytes(parameters, 1, RECIPES[recipe]).values()) == {parameters * RECIPES[recipe].total}
 
 
-@over(sizes, sizes, sizes)
-def test_activations_grow_with_batch_and_length_and_shrink_with_what_is_given_up(samples, length, tensor):
-    here = published.korthikanti_activations(length, samples, 128, 8, tensor)
-    more = published.korthikanti_activations(length, samples + 1, 128, 8, tensor)
-    longer = published.korthikanti_activations(length + 1, samples, 128, 8, tensor)
-    assert all(here[kind] < min(more[kind], longer[kind]) for kind in here)
-    assert here["full"] < here["SP and selective"] * tensor
-    assert here["SP and selective"] <= here["selective"] <= here["tensor"] <= here["none"]
-    eight = (4096, 4096, 1024, 14336, 32)
-    assert (
-        published.llama_activations(*eight, "recomputed")
-        < published.llama_activations(*eight)
-        < published.llama_activations(*eight, "eager")
-    )
-
-
-@over(st.integers(2, 32), st.integers(1, 16), st.integers(2, 8))
-def test_better_schedules_idle_less_and_more_micro_batches_idle_less(stages, times, virtual):
-    here, more = (published.bubbles(stages, stages * each, virtual) for each in (times, times + 1))
-    assert ("zb-h2" in here) == (stages * times >= 2 * stages - 1)
-    order = ("zb-v", "zb-h2", "zb-h1", "1f1b", "gpipe")
-    idle = [here[name].of_total for name in order if name in here]
-    assert idle == sorted(idle)
-    assert here["interleaved"].idle < here["1f1b"].idle
-    assert all(more[name].of_total <= each.of_total < 1 for name, each in here.items())
-    assert all(each.of_total <= each.over_ideal for each in here.values())
-    assert here["1f1b"].in_flight <= here["gpipe"].in_flight
-
-
 @over(st.floats(1.0, 600.0), st.floats(3600.0, 1e6), st.floats(0.0, 3000.0))
 def test_goodput_is_greatest_near_dalys_interval(save, mtbf, restart):
     best = daly_interval(save, mtbf)
@@ -138,27 +108,6 @@ def test_goodput_is_greatest_near_dalys_interval(save, mtbf, restart):
     assert 0 < reached < 1
     assert goodput(young_interval(save, mtbf), save, restart, mtbf) <= reached * 1.001
     assert goodput(1e9, save, restart, mtbf) == pytest.approx(0, abs=1e-6)
-
-
-@over(st.floats(1e-9, 0.5), st.integers(1, 10**6))
-def test_more_devices_fail_more_often_and_never_surely(chance, devices):
-    assert chance * 0.999 <= published.any_failure(chance, devices) <= published.any_failure(chance, devices + 1) <= 1
-    assert published.any_failure(chance, devices) <= min(1.0, chance * devices) + 1e-12
-
-
-@over(st.integers(2, 64), st.floats(1e3, 1e11), st.integers(2, 16), st.integers(2, 8))
-def test_collectives_are_bounded_from_below_and_above_and_grow_with_size(ranks, size, nodes, per_node):
-    low, high = published.hierarchical_seconds(size, nodes, per_node, 450e9, 50e9)
-    assert low <= high <= 2 * low
-    for kind in published.RING_SHARE:
-        seconds = published.ring_seconds(kind, size, ranks, 50e9, 1e-5)
-        assert (
-            published.bus_seconds(kind, size, ranks, 50e9)
-            < seconds
-            < published.ring_seconds(kind, 2 * size, ranks, 50e9, 1e-5)
-        )
-    volumes = [published.data_volume(size, ranks, stage) for stage in range(4)]
-    assert volumes[0] == volumes[1] == volumes[2] == pytest.approx(volumes[3] * 2 / 3)
 
 
 @over(st.integers(1, 20000), st.integers(1, 20000), st.integers(1, 160))

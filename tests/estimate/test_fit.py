@@ -11,8 +11,8 @@ from zero2all.common.errors import UsageError
 from zero2all.estimate.cards import CARDS, GIB, Card, named_card
 from zero2all.estimate.fit import changes_that_help, process_bytes
 from zero2all.estimate.memory import MemorySettings, estimate_memory
-from zero2all.estimate.run.memory_report import memory_report
 from zero2all.model.config import ModelConfig
+from zero2all.predict.memory_report import memory_report
 
 MODEL = ModelConfig(vocab_size=64000, hidden_size=4096, intermediate_size=14336, layers=32, heads=32, kv_heads=8)
 DOCS = Path(__file__).parents[2] / "docs"

@@ -1,4 +1,4 @@
-"""Tiles and waves, the six sizing rules, and the width of SwiGLU."""
+"""Tiles and waves, and the six sizing rules."""
 
 from __future__ import annotations
 
@@ -11,15 +11,10 @@ from zero2all.estimate.machine import CLUSTERS, named_cluster
 from zero2all.estimate.shapes import (
     RULES,
     Shape,
-    WidthTime,
-    best_width,
     check_shape,
     filled,
-    modelled_width,
     nearest_divisor,
     pass_efficiency,
-    swiglu_products,
-    widths_near,
 )
 from zero2all.model.config import ModelConfig, MoeConfig
 
@@ -107,39 +102,6 @@ def test_the_advised_micro_batch_keeps_the_rule(machine):
         found = next(one for one in check_shape(dataclasses.replace(shape, samples=samples), machine) if one.rule == 2)
         if not found.is_kept and found.nearest.isdigit():
             assert pass_efficiency(shape, int(found.nearest), machine.multiprocessors) >= 0.9
-
-
-def test_the_products_of_a_swiglu_are_its_whole_arithmetic():
-    products = swiglu_products(8192, 4096, 11008)
-    assert len(products) == 6
-    assert sum(one.flops for one in products) == 3 * 2.0 * 8192 * 3 * 4096 * 11008
-    assert sorted({11008, 2 * 11008} & {size for one in products for size in (one.m, one.n, one.k)}) == [11008, 22016]
-
-
-def test_widths_near_eight_thirds_with_the_configs_own():
-    widths = widths_near(4096, 1, [14336])
-    assert {10922, 10944, 11008, 14336} <= set(widths)
-    assert all(width % 64 == 0 for width in widths if width != 10922)
-    assert all(width % 8 == 0 for width in widths_near(4096, 8) if width != 10922)
-    assert len(widths_near(16384, 1)) < 30
-    assert widths_near(8, 1)  # also where no multiple is near
-
-
-def test_by_arithmetic_an_unaligned_width_is_never_advised():
-    rows = [modelled_width(8192, 4096, width, 1, H100, "bfloat16") for width in widths_near(4096, 1)]
-    assert not next(row for row in rows if row.width == 10922).is_aligned
-    best = best_width(rows, 4096)
-    assert best.is_aligned
-    assert best.tflops >= 0.99 * max(row.tflops for row in rows if row.is_aligned)
-    assert all(0 < row.tflops < 989 for row in rows)
-
-
-def test_of_widths_that_are_as_fast_the_nearest_to_eight_thirds_is_taken():
-    def row(width: int, seconds: float) -> WidthTime:
-        return WidthTime(width, (seconds,), float(width), is_aligned=True, is_measured=True)
-
-    assert best_width([row(5440, 5.44), row(5632, 5.62)], 2048).width == 5440
-    assert best_width([row(5440, 5.44), row(5632, 5.40)], 2048).width == 5632
 
 
 def test_efficiency_over_the_width_is_a_staircase():

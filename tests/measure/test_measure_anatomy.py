@@ -6,7 +6,6 @@ import pytest
 
 from zero2all.estimate.floors import Work
 from zero2all.measure.anatomy import STEP, add_floors, anatomy_of, product_flops
-from zero2all.measure.profile import snapshot_points, trace_memory
 
 NVJET = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT"
 
@@ -22,9 +21,7 @@ def launch(number: int, at: float) -> dict:
 
 GPU_STEP = [
     event("user_annotation", STEP, 0, 100),
-    event("user_annotation", "z2a phase: forward", 0, 2),
     event("user_annotation", "z2a phase: loss", 1, 1.5),
-    event("user_annotation", "z2a phase: backward", 2, 4),
     event("user_annotation", "z2a phase: update", 4, 6),
     event("cpu_op", "aten::mm", 0.1, 0.2, **{"External id": 7, "Input Dims": [[1000, 2000], [2000, 500]]}),
     *(launch(number, at) for number, at in ((1, 0.1), (2, 0.5), (3, 1.2), (4, 3), (5, 3.1), (6, 5), (7, 1.8))),
@@ -53,16 +50,6 @@ def test_every_instant_of_a_step_on_a_gpu_belongs_to_one_group():
         "idle between kernels": 39,
     }
     assert sum(found.groups.values()) == pytest.approx(found.seconds)
-
-
-def test_a_kernel_belongs_to_the_phase_that_queued_it():
-    found = anatomy_of(GPU_STEP)
-    assert {name: round(1e3 * seconds, 6) for name, seconds in found.phases.items()} == {
-        "forward": 31,
-        "loss": 5,
-        "backward": 15,
-        "update": 10,
-    }
 
 
 def test_floors_of_a_product_by_its_shapes_and_of_an_operator_by_its_bytes():
@@ -126,35 +113,3 @@ def test_a_trace_without_a_step_is_refused():
 def test_flops_of_a_product(name, shapes, flops):
     args = {} if shapes is None else {"Input Dims": shapes}
     assert product_flops({"name": name, "args": args}) == flops
-
-
-def test_the_allocators_record_becomes_bytes_over_time():
-    record = [
-        {"action": "segment_alloc", "size": 4096, "time_us": 1_000_000},
-        {"action": "alloc", "size": 512, "time_us": 2_000_000},
-        {"action": "free_requested", "size": 512, "time_us": 3_000_000},
-        {"action": "free_completed", "size": 512, "time_us": 3_500_000},
-    ]
-    assert snapshot_points(record, before=100, began=1.0) == [(0.0, 100), (1.0, 612), (2.5, 100)]
-
-
-def test_memory_over_time_from_a_trace():
-    def memory(at: float, total: int, device: int = 0) -> dict:
-        return {
-            "ph": "i",
-            "name": "[memory]",
-            "ts": 1e6 * at,
-            "args": {"Total Allocated": total, "Device Type": device},
-        }
-
-    events = [
-        event("user_annotation", STEP, 1000, 5000),
-        event("user_annotation", "z2a phase: forward", 1000, 3000),
-        event("user_annotation", "z2a phase: loss", 2000, 2500),
-        *(memory(at, total) for at, total in ((1.5, 10), (2.1, 30), (4.0, 20))),
-        memory(2.2, 999, device=1),
-    ]
-    found = trace_memory(events, base=100)
-    assert found.points == [(0.5, 110), (pytest.approx(1.1), 130), (3.0, 120)]
-    assert found.phase_at(found.peak[0]) == "loss"
-    assert found.phase_at(3.0) == "between phases"

@@ -12,14 +12,14 @@ import torch
 
 from zero2all.common.errors import BadInputError
 from zero2all.estimate.machine import Curve, named_cluster, read_machine, write_machine
-from zero2all.estimate.run.batch import BatchShape, load_measured_config
-from zero2all.estimate.run.predict import operators_for, predict
 from zero2all.measure import calibrate as module
 from zero2all.measure import machine_profiles as profiles
 from zero2all.measure.calibrate import FigureStore, calibrate, clock_factor, curve, machine_for
 from zero2all.measure.calibration import stopwatch
 from zero2all.measure.calibration.figures import Setting, float8_product
 from zero2all.measure.calibration.stopwatch import Stopwatch, heats_to_hide, timed
+from zero2all.predict.batch import BatchShape, load_measured_config
+from zero2all.predict.step_prediction import operators_for, predict
 
 TINY = [
     *("--model.hidden_size", "32", "--model.intermediate_size", "64", "--model.heads", "4", "--model.kv_heads", "2"),
@@ -36,6 +36,8 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr("zero2all.measure.calibration.figures.CPU_GRID_WIDTHS", (64,))
     monkeypatch.setattr("zero2all.measure.calibration.figures.CPU_GRID_TOKENS", (64,))
     monkeypatch.setattr(module, "other_settings", lambda _setting: iter(()))
+    for name, value in {"SECONDS": 0.0, "WARM_UP_SECONDS": 0.0, "HOST_SECONDS": 0.0}.items():
+        monkeypatch.setattr(module, name, value)
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ def test_a_calibration_is_a_profile_that_predicts(config, threads):
     own = machine_for(machine, found.path, ops.taken, CPU)
     assert own.operators == machine.operators
     seen = predict(config, BATCH, own, ops, config.parallel.asked_sizes(1))
-    assert seen.step.lower <= seen.interval[0] <= seen.step.estimate <= seen.interval[1] <= seen.step.upper
+    assert seen.step.lower <= seen.step.interval[0] <= seen.step.estimate <= seen.step.interval[1] <= seen.step.upper
     assert sum(seen.components.values()) == pytest.approx(seen.step.estimate)
     assert seen.fits
     assert seen.cost is None
@@ -180,7 +182,7 @@ def test_what_an_offloaded_step_takes_once_is_not_extrapolated():
 
 def test_an_anchor_is_a_real_step_beside_its_prediction(config, threads, monkeypatch):
     machine = dataclasses.replace(named_cluster("h200"), multiprocessors=0)
-    for name, value in {"SECONDS": 0.01, "WARM_UP_SECONDS": 0.0, "LAYERS": 2, "PASSES": 2}.items():
+    for name, value in {"LAYERS": 2, "PASSES": 2}.items():
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(module, "BELIEVABLE", (-1e9, 1e9))
     setting = Setting(config, operators_for(config, machine, BATCH.seq_len), BATCH, CPU)

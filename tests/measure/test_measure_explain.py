@@ -9,7 +9,7 @@ import pytest
 
 from tests.measure.made_run import GIB, PARTS, MadeRun
 from zero2all.common.errors import BadInputError
-from zero2all.measure.explain import Explanation, as_json, batch_of, explain
+from zero2all.measure.explain import Explanation, as_json, explain
 from zero2all.measure.run_record import read_record
 
 
@@ -155,17 +155,11 @@ def test_memory_that_is_nearly_full_fragmented_or_free(tmp_path):
     assert "fragmented memory" in [each.what for each in explanation.findings]
     free = {"memory/peak": 30.0 * GIB, "memory/reserved": 31.0 * GIB, "memory/allocated": 10.0 * GIB}
     found = findings(MadeRun(tmp_path / "free", metrics=free).write(1, 20))
-    # 16 rows in passes of 4, 5 GiB each: 16 fit into 92 % of 140 GiB.
-    assert "micro_batch_samples 16 instead of 4: 1 passes" in found["passes are small while memory is free"]
-    one_pass = findings(MadeRun(tmp_path / "one", metrics=free, config={"micro": 16}).write(1, 20))
-    assert "room for 79 more samples" in one_pass["memory is free"]
-
-
-def test_recompute_that_the_memory_did_not_need(tmp_path):
-    metrics = {"memory/peak": 30.0 * GIB, "memory/reserved": 100.0 * GIB, "mfu/palm": 0.3, "hfu/palm": 0.39}
-    found = findings(MadeRun(tmp_path / "run", metrics=metrics, config={"recompute": "full"}).write(1, 20))
-    assert "30.0% above MFU" in found["recompute that may not be needed"]
-    assert "about 22.6% more tokens/s" in found["recompute that may not be needed"]  # 80 % of the step x 0.3 / 1.3
+    assert "30.0 GiB allocated, 31.0 GiB reserved, card 140.0 GiB" in found["memory is free"]
+    assert "z2a perf predict CONFIG --verify" in found["memory is free"]
+    again = free | {"mfu/palm": 0.3, "hfu/palm": 0.39}
+    found = findings(MadeRun(tmp_path / "again", metrics=again, config={"recompute": "full"}).write(1, 20))
+    assert "at most 23.1% of the passes, which are computed twice" in found["memory is free"]
 
 
 def test_padding_is_read_from_the_index_beside_the_run(tmp_path):
@@ -223,8 +217,3 @@ def test_a_folder_that_is_no_run(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(BadInputError, match="no metrics yet"):
         read_record(tmp_path / "empty")
-
-
-def test_passes_of_a_step(tmp_path):
-    assert batch_of(read_record(MadeRun(tmp_path / "a").write(1, 5).folder)) == (4, 4)
-    assert batch_of(read_record(MadeRun(tmp_path / "b", config={"micro": "auto"}).write(1, 5).folder)) is None

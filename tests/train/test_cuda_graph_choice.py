@@ -11,10 +11,10 @@ from tests.train.states import copies
 from tests.train.test_train_step import NO_DROPOUT, assert_same_bits, make_batch, make_state, train_step
 from zero2all.common.errors import UsageError
 from zero2all.config import RunConfig
-from zero2all.estimate.run.batch import load_measured_config
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import Choice, Ops, resolve
+from zero2all.predict.batch import load_measured_config
 from zero2all.train.cuda_graph import check_cuda_graph, choose_cuda_graph, is_worth_it, why_no_cuda_graph
 
 CPU, CUDA, H200 = torch.device("cpu"), torch.device("cuda"), "NVIDIA H200"

@@ -1,89 +1,84 @@
-"""`z2a perf`: its verbs, of which `ops`, `infer` and `link` are declared here."""
+"""`z2a perf`: what its verbs share, and those that measure: `ops`, `profile`, `allreduce`, `shapes`."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import os
 from pathlib import Path
+from typing import Any
 
-from zero2all.cli import perf_bench, perf_calculators, perf_plan, perf_predict, perf_runs
-from zero2all.cli.perf_predict import PROFILE
-from zero2all.cli.verb import (
-    DEVICES,
-    MODEL_HELP,
-    Subparsers,
-    add_config,
-    add_flags,
-    add_group,
-    add_json,
-    add_output,
-    add_verb,
-    add_work,
-    count,
-    duration,
-    real,
-    whole,
-    write_json_result,
-)
+from zero2all.cli import perf_calculators, perf_explain, perf_memory, perf_plan, perf_predict
+from zero2all.cli.verb import TYPES, amount, count, duration, group, share, verb, write_json_result
 from zero2all.common.errors import UsageError
+from zero2all.common.language import translate as t
 
-PERF_EXAMPLE = """z2a perf model llama-3.1-8b
-  z2a perf memory z2all-1b --gpu h200
-  z2a perf calibrate z2all-1b
-  z2a perf plan z2all-1b --gpus 64 --cluster h100
-  z2a perf bench ablate z2all-1b
-  z2a perf explain my-run"""
 RENAMED = {
     **dict.fromkeys(("params", "flops", "zero", "inference"), "z2a perf model"),
     "time": "z2a perf cost",
-    **dict.fromkeys(("batch", "comm"), "z2a train CONFIG --plan-only"),
+    **dict.fromkeys(("batch", "comm", "link"), "z2a train CONFIG --plan-only"),
     "bubble": "z2a perf predict",
-    **dict.fromkeys(("failure", "checkpoint"), "z2a perf simulate"),
+    **dict.fromkeys(("failure", "checkpoint", "simulate"), "z2a perf failures"),
     "roofline": "z2a perf shapes --matmul M,N,K",
     "verify": "z2a perf predict CONFIG --verify",
-    "scoreboard": "z2a perf predict --scoreboard",
-    "ablate": "z2a perf bench ablate",
+    "scoreboard": "z2a perf predict CONFIG --verify",
     "tokens": "z2a tokenizer eval",
+    "diff": "z2a plot RUN RUN",
+    "bench": "z2a perf allreduce",
+    "ablate": "python benchmarks/ablate.py",
+    "infer": "python benchmarks/generate.py",
 }
+"""A verb of before -> the command that does it now, or the program in the repository."""
+
+OTHER_VERBS = (perf_calculators, perf_explain, perf_memory, perf_plan, perf_predict)
+"""The files that declare the verbs which are not declared here."""
+TYPES.update(duration=duration, amount=amount)
+
+group(
+    """
+    perf: how large, how fast, how long: calculators, predictions, measurements, and what a run's record says
+
+    z2a perf model llama-3.1-8b
+    z2a perf memory z2all-1b --gpu h200
+    z2a perf calibrate z2all-1b
+    z2a perf plan z2all-1b --gpus 64 --cluster h100
+    z2a perf explain my-run
+    """,
+    RENAMED,
+)
+share(
+    """
+    config CONFIG  a preset, a YAML file, a run's folder, or a published model: llama-3.1-8b, mixtral-8x7b, …
+    """,
+    "MODEL_CONFIG",
+)
+share("--json FILE:out  also write the result as JSON; - prints only that", "JSON")
+share(
+    """
+    --cluster NAME       from data sheets: a100-80g, h100, h200, b200
+    --profile FILE:path  a profile that `z2a perf calibrate` wrote (default: the one of this machine)
+    """,
+    "MACHINE",
+)
 
 
-def register(verbs: Subparsers) -> None:
-    """Add the verbs."""
-    about = "how large, how fast, how long: calculators, predictions, measurements, and what a run's record says"
-    inner = add_group(verbs, "perf", about, PERF_EXAMPLE, RENAMED)
-    perf_calculators.register(inner)
-    perf_plan.register_memory(inner)
-    perf_predict.register(inner)
-    perf_plan.register(inner)
-    _register_link(inner)
-    perf_runs.register_simulate(inner)
-    _register_ops(inner)
-    perf_bench.register(inner)
-    _register_infer(inner)
-    perf_runs.register(inner)
+@verb("""
+    perf ops: list the implementations of every operator on this machine
 
+    config? CONFIG  a preset, a YAML file, a run's folder, or a published model: llama-3.1-8b, mixtral-8x7b, …
+        (default: those for this device)
+    JSON
+    --section.field
 
-def _register_ops(inner: Subparsers) -> None:
-    parser = add_verb(
-        inner,
-        "ops",
-        "list the implementations of every operator on this machine",
-        "z2a perf ops z2all-1b",
-        _ops,
-        takes_overrides=True,
-    )
-    add_config(parser, f"{MODEL_HELP} (default: those for this device)", nargs="?")
-    add_json(parser)
-
-
+    z2a perf ops z2all-1b
+    """)
 def _ops(arguments: argparse.Namespace) -> None:
-    if arguments.config == "bench":
-        raise UsageError("`z2a perf ops bench` is now `z2a perf bench ops`.")
     from zero2all.cli.table import print_table
-    from zero2all.measure.op_bench import context_here, describe, list_cells, listed_operators
+    from zero2all.measure.operators import context_here, describe, list_cells, listed_operators
 
     config = None
     if arguments.config is not None:
-        from zero2all.estimate.run.batch import load_measured_config
+        from zero2all.predict.batch import load_measured_config
 
         config, _ = load_measured_config(arguments.config, arguments.overrides)
     elif arguments.overrides:
@@ -93,103 +88,123 @@ def _ops(arguments: argparse.Namespace) -> None:
         print_table(list_cells(entries), describe(context_here(config)))
 
 
-def _register_infer(inner: Subparsers) -> None:
-    parser = add_verb(
-        inner,
-        "infer",
-        "measure generation: time to first token, tokens/s over batch sizes, share of the bandwidth",
-        "z2a perf infer z2all-100m --batch 1,8\n  z2a perf infer my-run --out inference",
-        _infer,
-        takes_overrides=True,
-    )
-    parser.add_argument(
-        "model", metavar="MODEL", help=f"a run, a Hugging Face folder, or, for random weights, {MODEL_HELP}"
-    )
-    dtypes, dtype = (
-        ("float32", "bfloat16", "float16"),
-        "dtype of the weights (default: bfloat16 on a GPU, float32 on a CPU)",
-    )
-    add_flags(
-        parser,
-        ("--batch N,…", str, None, "sequences at once (default: 1,8,64,256 on a GPU, 1,8 on a CPU)"),
-        ("--prompt N", count, 128, "tokens of a prompt (default 128)"),
-        ("--new N", count, None, "tokens of an answer (default: 256 on a GPU, 32 on a CPU)"),
-        ("--device", DEVICES, DEVICES[0], "device (default: auto)"),
-        ("--dtype", dtypes, None, dtype),
-    )
-    parser.add_argument("--no-int8", action="store_true", help="skip the rows with 8-bit weights")
-    add_output(parser, "--out", is_folder=True, help="folder of the results (default: inference-MODEL)")
-    add_work(parser)
+@verb("""
+    perf profile: a few steps of training taken apart: groups of kernels, parts of a step, the slowest kernels with
+        their floors
 
+    MODEL_CONFIG
+    --batch BxTxA      samples per pass x tokens x passes per step (default: the config's with at most 4 passes; on a
+        CPU a small one)
+    --steps N:int>=1 =3  steps under the profiler (default 3)
+    --out DIR:outdir   folder of the results (default: profile-CONFIG)
+    JSON
+    --section.field
 
-def _infer(arguments: argparse.Namespace) -> None:
+    z2a perf profile z2all-1b --out profile
+    z2a perf profile quickstart --batch 16x128x1 --json -
+    """)
+def _profile(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.common.workspace import Workspace
-    from zero2all.measure.infer import InferOptions, cells, measure_inference, write_picture, write_results
+    from zero2all.common.files import write_json
+    from zero2all.measure.profile import TRACE_NAME, as_json, profile_config, tables_of, title_of
+    from zero2all.predict.batch import load_measured_config, parse_batch
 
-    output = arguments.out or Path(f"inference-{Path(arguments.model).stem}")
-    found = measure_inference(
-        InferOptions(
-            source=arguments.model,
-            workspace=Workspace(arguments.work),
-            overrides=arguments.overrides,
-            batches=None if arguments.batch is None else _sizes(arguments.batch),
-            prompt_tokens=arguments.prompt,
-            new_tokens=arguments.new,
-            device=arguments.device,
-            dtype=arguments.dtype,
-            with_int8=not arguments.no_int8,
-        ),
-        lambda so_far: write_results(so_far, output),
-    )
-    print_table(
-        cells(found),
-        f"{found.model} on {found.device}: prompts of {found.prompt_tokens}, {found.new_tokens} new tokens; "
-        f"copy {found.copy_bytes_per_second / 1e9:,.0f} GB/s; {found.decoder}",
-    )
-    print(output / "inference.json")
-    print(write_picture(found, output))
+    batch = None if arguments.batch is None else parse_batch(arguments.batch)
+    config, _ = load_measured_config(arguments.config, arguments.overrides)
+    name = Path(arguments.config).stem
+    output: Path = arguments.out or Path(f"profile-{name}")
+    found = profile_config(name, config, batch, arguments.steps, output)
+    write_json(output / "profile.json", as_json(found))
+    if not write_json_result(arguments.json, as_json(found)):
+        for number, cells in enumerate(tables_of(found)):
+            print_table(cells, None if number else title_of(found))
+        print("\n".join([*map(t, found.notes), str(output / TRACE_NAME), str(output / "profile.json")]))
 
 
-def _sizes(text: str) -> list[int]:
-    try:
-        return [whole(1)(each) for each in text.split(",")]
-    except argparse.ArgumentTypeError as error:
-        raise UsageError(f"--batch {text}: {error}, such as 1,8,64.") from None
+@verb("""
+    perf allreduce: bus bandwidth of all-reduces over sizes, between processes of this machine
 
+    --ranks N:int>=2..64      processes (default: one per GPU; 2 on the CPU)
+    --seconds TIME:duration =20  measure for about this long (default 20)
+    --device auto|cpu|cuda =auto  device (default: auto)
+    JSON
 
-def _register_link(inner: Subparsers) -> None:
-    """Add the verb."""
-    parser = add_verb(
-        inner,
-        "link",
-        "train over a slow link: bytes, seconds and loss of every scheme, and which one to take",
-        "z2a perf link z2all-1b --gbit 1 --groups 2 --step-seconds 3.4",
-        _link,
-        takes_overrides=True,
-    )
-    add_config(parser, MODEL_HELP)
-    add_work(parser)
-    above = real(0.0, is_open=True)
-    parser.add_argument("--gbit", type=above, required=True, metavar="N", help="speed of the link in Gbit/s")
-    seconds = "measured seconds that a group computes in a step (default: predicted from the profile of this machine)"
-    groups = ("--groups N", whole(2), 2, "groups it joins (default 2)")
-    cluster = ("--cluster NAME", str, None, "from data sheets: a100-80g, h100, h200, b200")
-    add_flags(parser, groups, ("--step-seconds TIME", duration, None, seconds), cluster, PROFILE)
-    add_json(parser)
-
-
-def _link(arguments: argparse.Namespace) -> int:
+    z2a perf allreduce --ranks 8
+    """)
+def _allreduce(arguments: argparse.Namespace) -> int:
     from zero2all.cli.table import print_table
-    from zero2all.common.workspace import Workspace
-    from zero2all.measure.slow_link_report import link_notes, link_report, link_rows
-    from zero2all.measure.verify import Asked
+    from zero2all.measure.allreduce import allreduce_advice, allreduce_cells, measure_allreduces, possible_ranks
 
-    step = arguments.step_seconds or Asked(arguments.cluster, arguments.profile)
-    link = (arguments.gbit, arguments.groups)
-    report = link_report(arguments.config, arguments.overrides, *link, step, Workspace(arguments.work))
-    if not write_json_result(arguments.json, report.as_json()):
-        size = f"{report.parameters:,} parameters, {arguments.groups} groups, {arguments.gbit:g} Gbit/s"
-        print_table(link_rows(report), f"{arguments.config}: {size}")
-        print("\n".join(link_notes(report)))
+    device, ranks = possible_ranks(arguments.device, arguments.ranks)
+    if "LOCAL_RANK" not in os.environ:
+        from zero2all.parallel.launch import run_processes
+
+        return run_processes(ranks, arguments.command_line)
+    found = measure_allreduces(device, arguments.seconds)
+    if os.environ["RANK"] == "0" and not write_json_result(arguments.json, [one.as_json() for one in found]):
+        about = f"{len(found)} sizes, {ranks} ranks; bus bandwidth = 2 (n - 1) / n x bytes / time"
+        print_table(allreduce_cells(found), about)
+        print(t(allreduce_advice(found)))
     return 0
+
+
+@verb("""
+    perf shapes: six rules for the sizes of a model, a config checked against them, and what limits one product
+
+    --check CONFIG  a preset, a YAML file, a run's folder, or a published model: llama-3.1-8b, mixtral-8x7b, …
+    --gpu a100-80g|h100|h200|b200 =h200  whose tiles and waves the arithmetic assumes (default h200)
+    --matmul M,N,K  what limits one product on --gpu: arithmetic or memory; its tiles and waves
+    JSON
+    --section.field
+
+    z2a perf shapes
+    z2a perf shapes --check z2all-1b --gpu h100
+    z2a perf shapes --gpu h100 --matmul 8192,14336,4096
+    """)
+def _shapes(arguments: argparse.Namespace) -> None:
+    from zero2all.cli.table import print_table
+    from zero2all.estimate.shapes import RULES
+
+    if arguments.matmul is not None:
+        _roofline(arguments)
+        return
+    result: dict[str, Any] = {"rules": [dataclasses.asdict(one) for one in RULES]}
+    tables: list[tuple[list[list[str]], str | None]] = [
+        ([["", "rule", "why"], *([str(one.number), t(one.rule), t(one.why)] for one in RULES)], None)
+    ]
+    if arguments.check is not None:
+        from zero2all.estimate.machine import named_cluster
+        from zero2all.estimate.shapes import check_shape
+        from zero2all.predict.batch import load_measured_config, shape_of
+
+        config, _ = load_measured_config(arguments.check, arguments.overrides)
+        findings = check_shape(shape_of(config), named_cluster(arguments.gpu))
+        result |= {"config": arguments.check, "gpu": arguments.gpu}
+        result["findings"] = [dataclasses.asdict(one) for one in findings]
+        tables.append((_finding_cells(findings), f"{arguments.check} on {arguments.gpu}"))
+    elif arguments.overrides:
+        raise UsageError("There is no config to check. Name one: --check CONFIG.")
+    if not write_json_result(arguments.json, result):
+        for cells, title in tables:
+            print_table(cells, title)
+
+
+def _roofline(arguments: argparse.Namespace) -> None:
+    from zero2all.estimate.gpus import GPUS
+    from zero2all.estimate.model_calculators import roofline
+
+    try:
+        m, n, k = map(count, arguments.matmul.split(","))
+    except (ValueError, argparse.ArgumentTypeError):
+        raise UsageError(f"--matmul {arguments.matmul}: expected three sizes, such as 8192,14336,4096.") from None
+    answer = roofline(m, n, k, GPUS[arguments.gpu.removesuffix("-80g")])
+    if not write_json_result(arguments.json, answer.as_json()):
+        perf_calculators.show(answer)
+
+
+def _finding_cells(findings: list[Any]) -> list[list[str]]:
+    rows = [
+        [str(one.rule), one.what, one.value, t("holds") if one.is_kept else t("broken"), t(one.says), t(one.nearest)]
+        for one in findings
+    ]
+    return [["rule", "size", "value", "verdict", "because", "nearest that keeps it"], *rows]

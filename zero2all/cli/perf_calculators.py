@@ -1,4 +1,4 @@
-"""The calculators of `z2a perf`: model, mfu, chinchilla and cost; no torch, an answer at once.
+"""The calculators of `z2a perf`: model, mfu, chinchilla, cost and failures; no torch, an answer at once.
 
 Every flag is read as text first, so that all problems are reported together.
 """
@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 from zero2all.cli.verb import (
     AMOUNT,
     COUNT,
-    MODEL_HELP,
+    TAKES_FIELDS,
     TIME,
-    Subparsers,
-    add_json,
-    add_verb,
     amount,
     count,
     duration,
+    verb,
     write_json_result,
 )
 from zero2all.common.language import translate as t
@@ -29,6 +27,9 @@ if TYPE_CHECKING:
     from zero2all.common.schema import Problem
     from zero2all.estimate.answer import Answer
     from zero2all.estimate.parameters import Counted
+
+
+MODEL_HELP = "a preset, a YAML file, a run's folder, or a published model: llama-3.1-8b, mixtral-8x7b, …"
 
 
 def _time(text: str) -> float:
@@ -121,6 +122,11 @@ FLAGS: dict[str, tuple[str, str]] = {
     "price": ("number", "price of a GPU-hour, for the cost"),
     "recipe": ("recipe", "precision and optimizer: adamw, adamw-fp32, adamw-bf16, adamw-8bit, lion, … (default adamw)"),
     "sequences": ("count", "sequences at once (default 1)"),
+    "time": ("time", "training while nothing disturbs, such as 54d"),
+    "mtbf": ("time", "mean time between failures of the whole run (default: Llama 3's rate, 1.97e-5 a GPU-hour)"),
+    "save": ("time", "training that a checkpoint stops (default 60s)"),
+    "restart": ("time", "from a failure to the first new step (default 5m)"),
+    "interval": ("time", "training between two checkpoints (default: Daly's interval)"),
     "cache-value-bytes": ("number", "bytes of a cached value (default 2)"),
 }
 """Flag -> its kind and its help."""
@@ -131,6 +137,7 @@ SHAPE = (
 )
 NODE = 8
 """GPUs over which ZeRO cuts, where nobody says how many."""
+FAILURES = "time gpus mtbf save restart interval"
 SPEED = "gpus gpu peak-tflops mfu tflops tokens-per-second convention goodput"
 VERBS: dict[str, tuple[str, str]] = {
     "model": (
@@ -143,32 +150,40 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "chinchilla": ("best parameters and tokens for a number of FLOPs", "flops params tokens law"),
     "cost": ("how long a run takes and what it costs", f"MODEL tokens {SPEED} price"),
+    "failures": ("how often a long run should save, and what failures leave of its time", FAILURES),
 }
 """Verb -> summary and flags. MODEL: a model, or flags of its shape."""
 EXAMPLES = {
-    "model": "z2a perf model llama-3.1-8b\n  z2a perf model z2all-1b --gpu h200 --gpus 64",
-    "mfu": "z2a perf mfu --params 1.1e9 --layers 22 --hidden-size 2048 --vocab-size 32000 --seq-len 2048"
-    " --tokens-per-second 24000 --gpu a100",
-    "chinchilla": "z2a perf chinchilla --flops 5.76e23",
-    "cost": "z2a perf cost z2all-1b --tokens 26B --gpus 8 --gpu h200 --mfu 0.55 --price 3\n"
-    "  z2a perf cost gpt-3 --tokens 300B --gpus 1024 --tflops 140 --convention 6N",
+    "model": ("z2a perf model llama-3.1-8b", "z2a perf model z2all-1b --gpu h200 --gpus 64"),
+    "mfu": (
+        "z2a perf mfu --params 1.1e9 --layers 22 --hidden-size 2048 --vocab-size 32000 --seq-len 2048"
+        " --tokens-per-second 24000 --gpu a100",
+    ),
+    "chinchilla": ("z2a perf chinchilla --flops 5.76e23",),
+    "failures": (
+        "z2a perf failures --time 54d --mtbf 3.1h --save 60s --restart 10m",
+        "z2a perf failures --gpus 16384 --time 54d --interval 30m",
+    ),
+    "cost": (
+        "z2a perf cost z2all-1b --tokens 26B --gpus 8 --gpu h200 --mfu 0.55 --price 3",
+        "z2a perf cost gpt-3 --tokens 300B --gpus 1024 --tflops 140 --convention 6N",
+    ),
 }
+SHAPE_SWITCHES = (
+    "--tied  the head is the embedding",
+    "--gpt  GPT: biases, learned positions, tied head",
+)
 
 
-def register(inner: Subparsers) -> None:
-    """Add the verbs."""
-    for name, (summary, flags) in VERBS.items():
-        takes_model = "MODEL" in flags
-        parser = add_verb(inner, name, summary, EXAMPLES[name], _calculate, takes_overrides=takes_model)
-        parser.set_defaults(calculator=name)
-        if takes_model:
-            parser.add_argument("model", nargs="?", metavar="MODEL", help=f"{MODEL_HELP} (also deepseek-v3, gpt-3)")
-            parser.add_argument("--tied", action="store_true", help="the head is the embedding")
-            parser.add_argument("--gpt", action="store_true", help="GPT: biases, learned positions, tied head")
-        for flag in _flags(name):
-            kind, about = FLAGS[flag]
-            parser.add_argument(f"--{flag}", default=None, metavar=KINDS[kind][1], help=about)
-        add_json(parser)
+def _declare(name: str) -> None:
+    """Declare a calculator; every flag is read as text."""
+    summary, flags = VERBS[name]
+    table = [f"--{flag} {KINDS[FLAGS[flag][0]][1]}  {FLAGS[flag][1]}" for flag in _flags(name)]
+    if "MODEL" in flags:
+        table = [f"model? MODEL  {MODEL_HELP} (also deepseek-v3, gpt-3)", *SHAPE_SWITCHES, *table, TAKES_FIELDS]
+    example = "\n".join(EXAMPLES[name])
+    lines = "\n".join([*table, "JSON"])
+    verb(f"perf {name}: {summary}\n\n{lines}\n\n{example}", defaults={"calculator": name})(_calculate)
 
 
 def _flags(verb: str) -> list[str]:
@@ -206,7 +221,7 @@ def _answers(name: str, model: Counted | None, values: dict[str, Any]) -> dict[s
         return {each: values.pop(each) for each in names if each in values}
 
     if model is None:
-        return {name: of_run.chinchilla(**values)}
+        return {name: (of_run.chinchilla if name == "chinchilla" else of_run.failures)(**values)}
     if name == "model":
         length, gpu = some("seq_len"), some("gpu")
         return {
@@ -331,7 +346,7 @@ def _configured(arguments: argparse.Namespace, problems: list[Problem]) -> Count
     from zero2all.config import ConfigError
     from zero2all.estimate.memory import checkpoint_bytes
     from zero2all.estimate.parameters import counted
-    from zero2all.estimate.run.models import load_model_config
+    from zero2all.predict.models import load_model_config
 
     try:
         config, _ = load_model_config(arguments.model, arguments.overrides)
@@ -363,3 +378,7 @@ def show(answer: Answer) -> None:
     print_table(answer.rows(), answer.title)
     for line in (answer.convention, *answer.notes):
         print(t(line))
+
+
+for _name in VERBS:
+    _declare(_name)

@@ -1,74 +1,49 @@
-"""`z2a perf calibrate` and `predict`, which also checks a prediction by real steps and shows the errors so far."""
+"""`z2a perf calibrate` and `predict`, which also checks a prediction by real steps."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero2all.cli.verb import (
-    MODEL_HELP,
-    Subparsers,
-    add_config,
-    add_flags,
-    add_json,
-    add_output,
-    add_verb,
-    duration,
-    real,
-    whole,
-    write_json_result,
-)
-from zero2all.common.errors import UsageError
+from zero2all.cli.verb import share, verb, write_json_result
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
     from zero2all.estimate.machine import Machine
-    from zero2all.estimate.run.predict import Prediction
     from zero2all.measure.calibrate import Calibration
+    from zero2all.predict.step_prediction import Prediction
 
-BATCH_HELP = (
-    "samples per pass x tokens x passes per step, in each data-parallel process (default: its share of the config's)"
-)
-BATCH = ("--batch BxTxA", str, None, BATCH_HELP)
-PROFILE_HELP = "a profile that `z2a perf calibrate` wrote (default: the one of this machine)"
-PROFILE = ("--profile FILE", Path, None, PROFILE_HELP)
 GIB = 2**30
 
 
-def register(inner: Subparsers) -> None:
-    """Add the verbs."""
-    _register_calibrate(inner)
-    _register_predict(inner)
+share(
+    """
+    --batch BxTxA  samples per pass x tokens x passes per step, in each data-parallel process (default: its share of
+        the config's)
+    """,
+    "BATCH",
+)
 
 
-def _register_calibrate(inner: Subparsers) -> None:
-    parser = add_verb(
-        inner,
-        "calibrate",
-        "measure what this machine can do, under sustained load, and keep it as a profile",
-        "z2a perf calibrate z2all-1b\n  z2a perf calibrate z2all-1b z2all-moe --seconds 240",
-        _calibrate,
-        takes_overrides=True,
-    )
-    parser.add_argument(
-        "configs",
-        nargs="*",
-        metavar="CONFIG",
-        help=f"models whose own shapes are measured: {MODEL_HELP} (default: z2all-1b, on a CPU quickstart)",
-    )
-    seconds = "begin no figure after this (default 180); the same command continues"
-    again = ("--again", bool, False, "measure everything again")
-    add_flags(parser, ("--seconds TIME", duration, 180.0, seconds), BATCH, again)
-    add_output(parser, "--profile", help="file of the profile (default: by device in ~/.cache/zero2all/profiles)")
-    add_json(parser)
+@verb("""
+    perf calibrate: measure what this machine can do, under sustained load, and keep it as a profile
 
+    configs* CONFIG  models whose own shapes are measured: a preset, a YAML file, a run's folder, or a published model:
+        llama-3.1-8b, mixtral-8x7b, … (default: z2all-1b, on a CPU quickstart)
+    --seconds TIME:duration =180  begin no figure after this (default 180); the same command continues
+    BATCH
+    --again  measure everything again
+    --profile FILE:out  file of the profile (default: by device in ~/.cache/zero2all/profiles)
+    JSON
+    --section.field
 
+    z2a perf calibrate z2all-1b
+    z2a perf calibrate z2all-1b z2all-moe --seconds 240
+    """)
 def _calibrate(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.estimate.run.batch import check_batch, load_measured_config, own_batch, parse_batch
     from zero2all.measure.calibrate import calibrate, default_config
+    from zero2all.predict.batch import check_batch, load_measured_config, own_batch, parse_batch
 
     configs = []
     for source in arguments.configs or [default_config()]:
@@ -127,54 +102,36 @@ def _calibration_notes(found: Calibration) -> list[str]:
     return lines
 
 
-def _register_predict(inner: Subparsers) -> None:
-    parser = add_verb(
-        inner,
-        "predict",
-        "predict step time, tokens/s, MFU, memory, energy and cost of a run, from the profile of a machine",
-        "z2a perf predict z2all-1b --batch 16x2048x16\n"
-        "  z2a perf predict z2all-1b --cluster h100 --gpus 16 --parallel.zero 1 --price 2.5\n"
-        "  z2a perf predict z2all-1b --batch 16x2048x4 --verify\n"
-        "  z2a perf predict --scoreboard",
-        _predict,
-        takes_overrides=True,
-    )
-    add_config(parser, MODEL_HELP, nargs="?")
-    add_flags(
-        parser,
-        BATCH,
-        ("--cluster NAME", str, None, "from data sheets: a100-80g, h100, h200, b200"),
-        ("--gpus N", whole(1), 1, "processes, one GPU each (default 1)"),
-        PROFILE,
-        ("--price USD", real(0.0), None, "price of a GPU for an hour, for the cost"),
-        ("--verify", bool, False, "run a few real steps too, compare, and add both to the ledger"),
-        ("--seconds TIME", duration, 6.0, "with --verify: measure about this long (default 6)"),
-        ("--timeout TIME", duration, 300.0, "with --verify: stop the run after this (default 5m)"),
-        ("--no-components", bool, False, "with --verify: do not profile a step"),
-        ("--scoreboard", bool, False, "show how wrong predictions have been on this machine, by component"),
-        ("--all-machines", bool, False, "with --scoreboard: also predictions for other machines or versions"),
-    )
-    add_output(parser, "--ledger", help="the ledger (default: predictions.jsonl beside the profiles)")
-    add_json(parser)
+@verb("""
+    perf predict: predict step time, tokens/s, MFU, memory, energy and cost of a run, from the profile of a machine
 
+    MODEL_CONFIG
+    BATCH
+    MACHINE
+    --gpus N:int>=1 =1  processes, one GPU each (default 1)
+    --price USD:float>=0  price of a GPU for an hour, for the cost
+    --verify  run a few real steps too, and compare
+    --seconds TIME:duration =6  with --verify: measure about this long (default 6)
+    --timeout TIME:duration =300  with --verify: stop the run after this (default 5m)
+    JSON
+    --section.field
 
+    z2a perf predict z2all-1b --batch 16x2048x16
+    z2a perf predict z2all-1b --cluster h100 --gpus 16 --parallel.zero 1 --price 2.5
+    z2a perf predict z2all-1b --batch 16x2048x4 --verify
+    """)
 def _predict(arguments: argparse.Namespace) -> None:
-    if arguments.scoreboard:
-        _scoreboard(arguments)
-        return
-    if arguments.config is None:
-        raise UsageError(f"`z2a perf predict` needs CONFIG: {MODEL_HELP}. Only --scoreboard does without.")
     if arguments.verify:
         _verify(arguments)
         return
     from zero2all.cli.table import print_table
-    from zero2all.estimate.run.batch import load_measured_config, parse_batch
-    from zero2all.estimate.run.models import precision_notes
     from zero2all.measure.verify import Asked, prediction_for
+    from zero2all.predict.batch import load_measured_config, parse_batch
+    from zero2all.predict.models import precision_notes
 
     config, notes = load_measured_config(arguments.config, arguments.overrides)
     batch = None if arguments.batch is None else parse_batch(arguments.batch)
-    asked = Asked(arguments.cluster, arguments.profile, arguments.gpus, arguments.price, arguments.ledger)
+    asked = Asked(arguments.cluster, arguments.profile, arguments.gpus, arguments.price)
     found = prediction_for(config, batch, asked)
     if write_json_result(arguments.json, found.as_json()):
         return
@@ -190,20 +147,18 @@ def _predict(arguments: argparse.Namespace) -> None:
 
 def _prediction_rows(found: Prediction) -> list[list[str]]:
     from zero2all.common.progress import human_seconds
-    from zero2all.estimate.run.predict import mfu
 
-    low, high = found.interval
-    step, seconds = found.step, found.corrected
+    step = found.step
+    low, high = step.interval
     rows = [
         ["what", "value", "how"],
         [t("step, estimate"), f"{step.estimate:.4f} s", t("sum of the parts below")],
-        [t("step, corrected"), f"{seconds:.4f} s", t(f"x {found.correction:.3f}, from {found.entries} verified runs")],
         [t("90 % interval"), f"{low:.4f} – {high:.4f} s", ""],
         [t("lower bound"), f"{step.lower:.4f} s", t("peak arithmetic and bandwidth, nothing waits")],
         [t("upper bound"), f"{step.upper:.4f} s", t("nothing hidden, slow kernels")],
-        [t("tokens/s"), f"{step.tokens / seconds:,.0f}", t(f"{step.tokens:,} tokens a step, all processes")],
+        [t("tokens/s"), f"{step.tokens_per_second:,.0f}", t(f"{step.tokens:,} tokens a step, all processes")],
     ]
-    for name, value in mfu(found).items():
+    for name, value in found.mfu.items():
         rows.append([t(f"MFU, {name}"), f"{100 * value:.1f} %", t("model FLOPs / (time x processes x peak)")])
     capacity = found.machine.memory_bytes
     run = f"{found.steps:,} steps, {found.budget_tokens / 1e9:.2f} B tokens; no failures, checkpoints, evaluation"
@@ -253,23 +208,14 @@ def _prediction_notes(found: Prediction) -> list[str]:
 
 def _verify(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.estimate.run.batch import load_measured_config, own_batch, parse_batch
     from zero2all.measure.verify import Asked, ShortRun, comparison, machine_line, verify
+    from zero2all.predict.batch import load_measured_config, own_batch, parse_batch
 
     config, _ = load_measured_config(arguments.config, arguments.overrides)
     batch = own_batch(config) if arguments.batch is None else parse_batch(arguments.batch)
-    asked = Asked(arguments.cluster, arguments.profile, arguments.gpus, ledger=arguments.ledger)
-    run = ShortRun(batch, arguments.seconds, arguments.timeout, not arguments.no_components)
+    asked = Asked(arguments.cluster, arguments.profile, arguments.gpus)
+    run = ShortRun(batch, arguments.seconds, arguments.timeout)
     found = verify(arguments.config, arguments.overrides, run, asked)
     rows = comparison(found)
-    if not write_json_result(arguments.json, {"entry": found.entry, "measured": found.measured}):
+    if not write_json_result(arguments.json, found.as_json()):
         print_table(rows, f"{arguments.config}, batch {batch}: {machine_line(found.prediction.machine)}")
-
-
-def _scoreboard(arguments: argparse.Namespace) -> None:
-    from zero2all.cli.table import print_table
-    from zero2all.measure.verify import score_rows, scores
-
-    entries, found = scores(arguments.ledger, arguments.all_machines)
-    if not write_json_result(arguments.json, [dataclasses.asdict(score) for score in found]):
-        print_table(score_rows(found), f"{entries} verified predictions; error = predicted / measured - 1")

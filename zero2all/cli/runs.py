@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.parser import Parser
-from zero2all.cli.verb import SHARED, WORK_FLAG, add_table, verb, workspace_of
+from zero2all.cli.verb import SHARED, WORK_FLAG, verb, workspace_of
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
 from zero2all.common.progress import TEXT_MARKS, counted, say, tell, terminal_safe
@@ -42,11 +41,6 @@ class OpenRun:
     folder: Path
     is_remote: bool
     connection: Callable[[], str]  # what to tell a person about the connection; empty for a run on this machine
-
-
-def add_run(parser: Parser) -> None:
-    """The argument that names a run, here or on another machine, and the workspace flag."""
-    add_table(parser, ["ANY_RUN"])
 
 
 def fill_in_run(arguments: argparse.Namespace) -> None:

@@ -50,11 +50,6 @@ LAST_PORT = 65535
 Subparsers = Any  # what argparse's add_subparsers returns; it has no public name
 
 EXAMPLE = "example:"
-DEVICES = ("auto", "cpu", "cuda")
-CONFIG_HELP = (
-    "a preset (quickstart, four-phases, z2all-100m, z2all-1b, llm-zero2all-1b, z2all-moe) or the path of a YAML file"
-)
-MODEL_HELP = "a preset, a YAML file, a run's folder, or a published model: llama-3.1-8b, mixtral-8x7b, …"
 OVERRIDES_HELP = """\
 Any config field can be set here and overrides the file:
   --optim.lr_max 3e-4 --data.mixture '{en: 2, zh: 1}'
@@ -85,6 +80,7 @@ class Verb:
     handler: Callable[[argparse.Namespace], int | None] | None
     usage: str | None = None
     defaults: Mapping[str, Any] | None = None
+    renamed: Mapping[str, str] | None = None  # verbs of before, of a word with verbs below it -> what does it now
 
 
 DECLARED: dict[str, list[Verb]] = {}
@@ -104,10 +100,11 @@ def verb(
     return declare
 
 
-def group(text: str) -> None:
-    """Declare a word with verbs of its own, such as `z2a corpus`: what they do, and an example."""
+def group(text: str, renamed: Mapping[str, str] | None = None) -> None:
+    """Declare a word with verbs of its own, such as `z2a corpus`: what they do, and an example; `renamed`: its verbs of
+    before -> the command that does it now."""
     head, example = textwrap.dedent(text).strip().split("\n\n", 1)
-    _declare(head, [], example, None)
+    _declare(head, [], example, None, None, None, renamed)
 
 
 def _declare(head: str, table: list[str], example: str, handler: Any, *more: Any) -> None:
@@ -124,9 +121,9 @@ def _joined_lines(table: str) -> Iterator[str]:
 def add_declared(verbs: Subparsers, word: str) -> None:
     """Add the verbs that begin with this word to a parser."""
     inner = verbs
-    for each in DECLARED[word]:
+    for each in sorted(DECLARED[word], key=lambda each: each.handler is not None):  # the word itself first
         if each.handler is None:
-            inner = add_group(verbs, word, each.summary, each.example)
+            inner = add_group(verbs, word, each.summary, each.example, each.renamed)
             continue
         takes_fields = TAKES_FIELDS in each.table
         parser = add_verb(inner, each.words[-1], each.summary, each.example, each.handler, takes_fields)
@@ -241,12 +238,12 @@ def add_verb(
 
 
 def add_group(
-    verbs: Subparsers, name: str, summary: str, example: str, renamed: dict[str, str] | None = None
+    verbs: Subparsers, name: str, summary: str, example: str, renamed: Mapping[str, str] | None = None
 ) -> Subparsers:
     """Register a word with verbs of its own, such as `z2a corpus`; `renamed`: its verbs of before -> the command that
     does it now."""
     parser = _parser(verbs, name, summary, f"{EXAMPLE}\n  {example}")
-    parser.renamed = renamed or {}
+    parser.renamed = dict(renamed or {})
     return parser.add_subparsers(title="verbs", metavar=VERB, required=True)
 
 
@@ -287,25 +284,6 @@ def workspaces_below() -> list[Path]:
     return sorted(found, key=lambda folder: folder.stat().st_mtime, reverse=True)
 
 
-def add_flags(parser: argparse.ArgumentParser, *flags: tuple[str, Any, Any, str]) -> None:
-    """Flags, each as `--name METAVAR`, its type (bool: a switch; in a list: it may be repeated) or its choices, its
-    default and its help."""
-    for name, kind, default, about in flags:
-        flag, _, metavar = name.partition(" ")
-        if kind is bool:
-            parser.add_argument(flag, action="store_true", help=about)
-        else:
-            reads = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
-            if isinstance(kind, list):
-                reads = {"type": kind[0], "action": "append"}
-            parser.add_argument(flag, default=default, metavar=metavar or None, help=about, **reads)
-
-
-def add_config(parser: argparse.ArgumentParser, about: str = CONFIG_HELP, **details: Any) -> None:
-    """The config that a verb takes."""
-    parser.add_argument("config", metavar="CONFIG", help=about, **details)
-
-
 def add_output(parser: argparse.ArgumentParser, flag: str, is_folder: bool = False, **details: Any) -> None:
     """A flag that names a file or folder to write. Before the verb begins, `main` checks that this can be done."""
     action = parser.add_argument(flag, type=_named_path, metavar="DIR" if is_folder else "FILE", **details)
@@ -317,11 +295,6 @@ def _named_path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("the path is empty")
     return Path(text)
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """The flag `--json FILE`, or `-` for standard output; `write_json_result` obeys it."""
-    add_output(parser, "--json", help="also write the result as JSON; - prints only that")
 
 
 def write_json_result(path: Path | None, value: object) -> bool:

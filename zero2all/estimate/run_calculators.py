@@ -1,11 +1,13 @@
-"""Calculators of a run: the scaling law, time and cost."""
+"""Calculators of a run: the scaling law, time and cost, failures."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from zero2all.common.schema import MISSING, Problem
 from zero2all.estimate.answer import Answer, ImpossibleError, Term
+from zero2all.estimate.failures import LLAMA3_FAILURES_PER_GPU_HOUR, daly_interval, goodput, young_interval
 from zero2all.estimate.model_calculators import HOW, ONE_GPU, Devices, known_peak, lacking, variants
 from zero2all.estimate.parameters import Counted
 
@@ -172,3 +174,39 @@ def _productive_seconds(speed: Speed, devices: Devices, tokens: int, work: float
         raise ImpossibleError([Problem("--tflops", speed.tflops, f"at most the peak of a GPU, {peak / 1e12:g}")])
     rate = speed.tflops * 1e12 if speed.tflops is not None else (speed.mfu or 0) * (peak or 0)
     return work / (devices.gpus * rate), f"FLOPs / ({devices.gpus} x {rate / 1e12:.4g} TFLOP/s)"
+
+
+DAY = 24 * HOUR
+
+
+def failures(
+    time: float | None = None,
+    gpus: int = 1,
+    mtbf: float | None = None,
+    save: float = 60.0,
+    restart: float = 300.0,
+    interval: float | None = None,
+) -> Answer:
+    """How often a long run should save, and how much of its time failures leave; all in seconds. `mtbf` None: the rate
+    of Llama 3 on so many GPUs."""
+    if time is None:
+        raise ImpossibleError([Problem("--time", MISSING, "the training while nothing disturbs, such as 54d")])
+    between = mtbf or HOUR / (LLAMA3_FAILURES_PER_GPU_HOUR * gpus)
+    daly = daly_interval(save, between)
+    used = interval or daly
+    kept = goodput(used, save, restart, between)
+    how = "as given" if mtbf else f"1 / ({LLAMA3_FAILURES_PER_GPU_HOUR:.3g} a GPU-hour x {gpus} GPUs), as for Llama 3"
+    terms = [
+        Term("time between failures", between, "s", f"M, of the whole run: {how}"),
+        Term("any failure in a day", -math.expm1(-DAY / between), "share", "1 - exp(-day / M)"),
+        Term("Young's interval", young_interval(save, between), "s", "sqrt(2 save M)"),
+        Term("Daly's interval", daly, "s", "Young's with higher terms, less the save"),
+        Term("time between checkpoints", used, "s", "as given" if interval else "Daly's"),
+        Term("goodput", kept, "share", "interval / (M e^(restart / M) (e^((interval + save) / M) - 1))"),
+        Term("time of the run", time / kept if kept else math.inf, "s", "undisturbed time / goodput"),
+    ]
+    convention = (
+        "Failures come at random; each loses what was computed since the last checkpoint, and a restart. A save stops "
+        "training. There are spare nodes, and nothing hangs; `benchmarks/long_run.py` simulates the rest."
+    )
+    return Answer("Failures of a long run", convention, terms)

@@ -1,14 +1,9 @@
-"""Which sizes of a model a GPU computes fast, and why: six rules, tiles and waves, and the width of SwiGLU.
+"""Which sizes of a model a GPU computes fast, and why: six rules, tiles and waves.
 
 The six rules are those of Anthony et al. 2024 (The Case for Co-Designing Model Architectures with Hardware). All but
 the fifth follow from how a matrix product runs: its result is cut into tiles, which the multiprocessors compute in
 waves (`zero2all.estimate.floors`), and values are read 128 bytes at a time. A wave of few tiles takes as long as a full
 one, so time over a size is a staircase.
-
-A SwiGLU of width 8/3 h has as many parameters as the older feed-forward of width 4 h with two matrices. Nothing depends
-on the exact value, so the fastest width near it is taken. Its three matrices are two products here, because gate and up
-are one; each has a forward, a gradient of its input (dgrad) and one of its weight (wgrad), in which the width is n, k
-or m. A search over fewer than all six can choose a width that is slower in training.
 
 Legend: b samples, s tokens of a sequence, h hidden width, f inner width, a heads, t tensor ranks, p pipeline stages.
 """
@@ -16,11 +11,10 @@ Legend: b samples, s tokens of a sequence, h hidden width, f inner width, a head
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from zero2all.estimate.floors import linear_shapes, tiling
-from zero2all.estimate.machine import Kind, Machine
+from zero2all.estimate.machine import Machine
 from zero2all.model.config import ModelConfig
 
 TILE = (128, 256)
@@ -31,11 +25,6 @@ ALIGNED_BYTES = 16
 """Rows that start at other multiples cannot be loaded as a block: such products take several times as long."""
 FULL_ENOUGH = 0.9
 """Least tile x wave efficiency that rule 2 accepts."""
-IDEAL_RATIO = 8 / 3
-SPAN, MOST_WIDTHS = 0.05, 24
-"""How near to 8/3 h widths are compared, and how many."""
-AS_FAST = 0.99
-"""A smaller difference is within what a measurement repeats to."""
 
 
 def filled(m: int, n: int, multiprocessors: int) -> float:
@@ -244,91 +233,3 @@ def _layers(shape: Shape) -> Finding:
 
 def _finding(rule: int, what: str, value: str, is_kept: bool, says: str, nearest: str) -> Finding:
     return Finding(rule, what, value, is_kept, says, "" if is_kept else nearest)
-
-
-# ---- the width of SwiGLU ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Product:
-    """One matrix product of a SwiGLU: an (m, n) result, summed over k."""
-
-    name: str
-    kind: Kind
-    m: int
-    n: int
-    k: int
-
-    @property
-    def flops(self) -> float:
-        """A multiply-add counts as 2."""
-        return 2.0 * self.m * self.n * self.k
-
-
-def swiglu_products(tokens: int, hidden: int, width: int) -> tuple[Product, ...]:
-    """The six products of a training step: gate and up in one, down; forward, dgrad and wgrad of each."""
-    pairs = 2 * width
-    return (
-        Product("gate_up", "forward", tokens, pairs, hidden),
-        Product("gate_up", "dgrad", tokens, hidden, pairs),
-        Product("gate_up", "wgrad", pairs, hidden, tokens),
-        Product("down", "forward", tokens, hidden, width),
-        Product("down", "dgrad", tokens, width, hidden),
-        Product("down", "wgrad", hidden, width, tokens),
-    )
-
-
-@dataclass(frozen=True)
-class WidthTime:
-    """The products of a SwiGLU of one width on one rank."""
-
-    width: int
-    seconds: tuple[float, ...]  # of each product
-    flops: float
-    is_aligned: bool
-    is_measured: bool
-
-    @property
-    def tflops(self) -> float:
-        """Of all six products together."""
-        return self.flops / sum(self.seconds) / 1e12
-
-
-def widths_near(hidden: int, tensor: int, own: Iterable[int] = (), multiple: int = 64) -> list[int]:
-    """Widths to compare: multiples of 64 t within SPAN of 8/3 h, 8/3 h itself rounded down, and `own`."""
-    ideal, step = IDEAL_RATIO * hidden, multiple * tensor
-    while 2 * SPAN * ideal / step > MOST_WIDTHS:
-        step *= 2
-    first, last = math.ceil((1 - SPAN) * ideal / step), math.floor((1 + SPAN) * ideal / step)
-    near = [number * step for number in range(max(1, first), last + 1)]
-    return sorted({*near, round(ideal / step) * step or step, int(ideal) // tensor * tensor or tensor, *own})
-
-
-def modelled_width(tokens: int, hidden: int, width: int, tensor: int, machine: Machine, dtype: str) -> WidthTime:
-    """The time of a width by tiles, waves and bytes (`Machine.modelled_matmul_seconds`). What rows at odd addresses
-    cost is not in it: such widths are only marked."""
-    products = swiglu_products(tokens, hidden, width // tensor)
-    seconds = tuple(machine.modelled_matmul_seconds(one.m, one.n, one.k, dtype) for one in products)
-    return width_time(width, tensor, products, seconds, {"float32": 4}.get(dtype, 2), is_measured=False)
-
-
-def width_time(
-    width: int,
-    tensor: int,
-    products: tuple[Product, ...],
-    seconds: tuple[float, ...],
-    value_bytes: int,
-    is_measured: bool,
-) -> WidthTime:
-    """A row of the search."""
-    is_aligned = (width // tensor) * value_bytes % ALIGNED_BYTES == 0
-    return WidthTime(width, seconds, sum(one.flops for one in products), is_aligned, is_measured)
-
-
-def best_width(found: list[WidthTime], hidden: int) -> WidthTime:
-    """The one nearest to 8/3 h of those that are as fast as the fastest per parameter, but for AS_FAST. By arithmetic
-    alone only aligned ones count."""
-    usable = [one for one in found if one.is_aligned or one.is_measured] or found
-    fastest = max(one.tflops for one in usable)
-    as_fast = (one for one in usable if one.tflops >= AS_FAST * fastest)
-    return min(as_fast, key=lambda one: abs(one.width - IDEAL_RATIO * hidden))

@@ -1,10 +1,10 @@
 """Where the time of a training step goes, from the trace of torch's profiler (Chrome's format, which Perfetto reads).
 
-Steps and their phases are annotations in the trace. On a GPU every instant of a step belongs to one kernel, so the
-groups and the idle time add up to the step: kernels that overlap share nothing, the one that began first has the time,
-and communication and copies have only what no computing kernel covers (what is hidden costs nothing). A kernel belongs
-to the phase in which the host queued it. On a CPU an operator has the time that none of those inside it took; what is
-between operators is Python and torch's own work.
+Steps, and in them the loss and the update, are annotations in the trace. On a GPU every instant of a step belongs to
+one kernel, so the groups and the idle time add up to the step: kernels that overlap share nothing, the one that began
+first has the time, and communication and copies have only what no computing kernel covers (what is hidden costs
+nothing). A kernel belongs to the phase in which the host queued it. On a CPU an operator has the time that none of
+those inside it took; what is between operators is Python and torch's own work.
 
 The update of the weights is one group, whatever its kernels do; so is the loss, but for the products of the head.
 """
@@ -12,12 +12,16 @@ The update of the weights is one group, whatever its kernels do; so is the loss,
 from __future__ import annotations
 
 import bisect
+import gzip
+import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from torch.profiler import record_function
 
 from zero2all.estimate.floors import Work
 from zero2all.estimate.kernel_groups import (
@@ -35,7 +39,7 @@ from zero2all.estimate.kernel_groups import (
 
 STEP, PHASE = "z2a step", "z2a phase: "
 """Names of the annotations."""
-UPDATE, OUTSIDE = "update", "between phases"
+UPDATE = "update"
 IDLE = {"cuda": "idle between kernels", "cpu": "between operators"}
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
@@ -74,7 +78,6 @@ class Anatomy:
     steps: int
     seconds: float  # of a step, the profiler's own cost included
     groups: dict[str, float]
-    phases: dict[str, float]
     rows: list[Row] = field(default_factory=list)
 
 
@@ -87,17 +90,23 @@ class _Piece:
     span: Span
     seconds: float
     flops: float | None
-    phase: str
 
 
-def inside(phase: Callable[[], AbstractContextManager[Any]], function: Callable[..., Any]) -> Callable[..., Any]:
+def inside(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, whose calls are a phase of the trace."""
 
     def annotated(*given: Any, **named: Any) -> Any:
-        with phase():
+        with record_function(PHASE + phase):
             return function(*given, **named)
 
     return annotated
+
+
+def read_trace(path: Path) -> list[Mapping[str, Any]]:
+    """The events of a trace, packed or not."""
+    data = path.read_bytes()
+    events: list[Mapping[str, Any]] = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)["traceEvents"]
+    return events
 
 
 def anatomy_of(events: Iterable[Mapping[str, Any]]) -> Anatomy:
@@ -118,9 +127,9 @@ def _span(event: Mapping[str, Any]) -> Span:
 
 
 def _phase_at(phases: list[tuple[float, float, str]], at: float) -> str:
-    """The innermost phase: the loss lies inside the forward pass."""
-    last = bisect.bisect_right(phases, (at, math.inf, ""))
-    return next((name for _, end, name in reversed(phases[max(0, last - 2) : last]) if at <= end), OUTSIDE)
+    """The phase that runs then; empty: none."""
+    last = bisect.bisect_right(phases, (at, math.inf, "")) - 1
+    return phases[last][2] if last >= 0 and at <= phases[last][1] else ""
 
 
 def _group_in(phase: str, group: str) -> str:
@@ -133,7 +142,6 @@ def _group_in(phase: str, group: str) -> str:
 def _summed(kind: str, pieces: list[_Piece], steps: list[Span]) -> Anatomy:
     seconds = sum(end - start for start, end in steps) / len(steps)
     groups: dict[str, float] = dict.fromkeys(GROUPS, 0.0)
-    phases: dict[str, float] = defaultdict(float)
     rows: dict[tuple[str, str], Row] = {}
     starts = [start for start, _ in steps]
     for piece in pieces:
@@ -141,7 +149,6 @@ def _summed(kind: str, pieces: list[_Piece], steps: list[Span]) -> Anatomy:
         if index < 0 or piece.span[0] > steps[index][1]:
             continue  # warm-up, or the gap between two steps
         groups[piece.group] += piece.seconds / len(steps)
-        phases[piece.phase] += piece.seconds / len(steps)
         row = rows.setdefault((piece.name, piece.group), Row(piece.name, piece.group))
         row.calls += 1 / len(steps)
         row.seconds += piece.seconds / len(steps)
@@ -150,7 +157,7 @@ def _summed(kind: str, pieces: list[_Piece], steps: list[Span]) -> Anatomy:
             row.flops += piece.flops / len(steps)
     groups[IDLE[kind]] = max(0.0, seconds - sum(groups.values()))
     ordered = sorted(rows.values(), key=lambda row: -row.seconds)
-    return Anatomy(kind, len(steps), seconds, groups, dict(phases), ordered)
+    return Anatomy(kind, len(steps), seconds, groups, ordered)
 
 
 # ---- kernels of a GPU ------------------------------------------------------------------------------------------------
@@ -165,26 +172,26 @@ def _kernels(events: list[Mapping[str, Any]], phase_at: Callable[[float], str]) 
     operators = {
         one["args"]["External id"]: one for one in events if _is_operator(one) and "External id" in one["args"]
     }
-    found: list[tuple[Mapping[str, Any], str, str]] = []
+    found: list[tuple[Mapping[str, Any], str]] = []
     for one in events:
         if one.get("cat") in GPU_CATEGORIES:
             arguments = one.get("args", {})
             phase = phase_at(launched.get(arguments.get("correlation"), one["ts"] / 1e6))
-            found.append((one, _group_in(phase, kernel_of(one["name"]).group), phase))
+            found.append((one, _group_in(phase, kernel_of(one["name"]).group)))
     covered: list[Span] = []
     pieces = []
     for hidden_behind in (False, True):  # first what computes, then what can hide behind it
         level = [one for one in found if (one[1] in (COMMUNICATION, COPIES)) is hidden_behind]
         ends = -math.inf
-        for event, group, phase in level:
+        for event, group in level:
             start, end = _span(event)
             own = _uncovered((max(start, ends), end), covered)
             ends = max(ends, end)
             operator = operators.get(event.get("args", {}).get("External id"))
             does_it = group == GEMM and "splitk" not in event["name"].lower()  # not what sums the parts of a product up
             flops = product_flops(operator) if operator is not None and does_it else None
-            pieces.append(_Piece(event["name"], group, (start, end), own, flops, phase))
-        covered = _merged([_span(event) for event, _, _ in level])
+            pieces.append(_Piece(event["name"], group, (start, end), own, flops))
+        covered = _merged([_span(event) for event, _ in level])
     return pieces
 
 
@@ -232,9 +239,8 @@ def _operators(events: list[Mapping[str, Any]], phase_at: Callable[[float], str]
         one = events[number]
         if _computes(one["name"]):
             span = _span(one)
-            phase = phase_at(span[0])
-            group = _group_in(phase, operator_group(one["name"]))
-            pieces.append(_Piece(one["name"], group, span, max(0.0, seconds), product_flops(one), phase))
+            group = _group_in(phase_at(span[0]), operator_group(one["name"]))
+            pieces.append(_Piece(one["name"], group, span, max(0.0, seconds), product_flops(one)))
     return pieces
 
 

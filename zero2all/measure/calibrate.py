@@ -28,8 +28,6 @@ from zero2all.estimate.floors import optimizer_work
 from zero2all.estimate.flops import peak_flops
 from zero2all.estimate.kernel_groups import ATTENTION, GEMM
 from zero2all.estimate.machine import AttentionTime, Curve, Kind, Machine, Matmul, write_machine
-from zero2all.estimate.run.batch import BatchShape
-from zero2all.estimate.run.predict import predict
 from zero2all.estimate.step import HOST_OPS_PER_BLOCK
 from zero2all.measure.calibration.figures import (
     ATTENTION_GRID,
@@ -44,13 +42,15 @@ from zero2all.measure.calibration.figures import (
     update_figures,
 )
 from zero2all.measure.calibration.stopwatch import HEATER_BYTES, HEATER_SIDE, Stopwatch
+from zero2all.measure.clock import device_name, watched_gpu
 from zero2all.measure.machine_profiles import profile_key, profile_path
-from zero2all.measure.op_bench import context_here
-from zero2all.measure.short_run import measure_steps, shaped
-from zero2all.measure.step_timer import Timing, device_name, measure, watched_gpu
+from zero2all.measure.operators import context_here
+from zero2all.measure.short_run import measure_steps
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.ops.registry import OPERATORS, resolve
 from zero2all.parallel.device import pick_device, set_cpu_threads
+from zero2all.predict.batch import BatchShape
+from zero2all.predict.step_prediction import predict
 
 Figures = dict[str, dict[str, Any]]
 WARM_UP_SHARE = 0.15  # of the time, at most, until the clock has settled
@@ -420,9 +420,9 @@ def anchor_figure(setting: Setting, machine: Callable[[], Machine]) -> Figure:
         expected = predict(config, batch, machine(), setting.ops, config.parallel.asked_sizes(1))
         if watch.device.type == "cuda":
             torch.cuda.empty_cache()
-        found = measure(config, batch, watch.device, Timing(SECONDS, WARM_UP_SECONDS))
+        found = measure_steps(config, batch, SECONDS, warm_up_seconds=WARM_UP_SECONDS)
         value = {
-            "seconds": found["seconds_per_iteration"],
+            "seconds": found["step_seconds"],
             "predicted": expected.step.estimate,
             "matmul": expected.components[GEMM],
             "attention": expected.components[ATTENTION],
@@ -454,9 +454,9 @@ def host_figure(setting: Setting) -> Figure:
     train = dataclasses.replace(setting.config.train, cuda_graph="off")
     config = dataclasses.replace(setting.config, model=model, train=train)
 
-    def run(watch: Stopwatch) -> dict[str, Any]:
-        found = measure(config, BatchShape(1, FEW_TOKENS, PASSES), watch.device, Timing(HOST_SECONDS, HOST_SECONDS))
-        return {"block_seconds": found["seconds_per_iteration"] / (PASSES * layers)}
+    def run(_: Stopwatch) -> dict[str, Any]:
+        found = measure_steps(config, BatchShape(1, FEW_TOKENS, PASSES), HOST_SECONDS)
+        return {"block_seconds": found["step_seconds"] / (PASSES * layers)}
 
     return Figure("host", run)
 
@@ -472,9 +472,8 @@ def offload_figures(setting: Setting) -> Iterator[Figure]:
 def _offloaded(setting: Setting, model: ModelConfig, watch: Stopwatch) -> dict[str, Any]:
     del watch
     parallel = dataclasses.replace(setting.config.parallel, offload="optimizer")
-    batch = BatchShape(1, FEW_TOKENS, 1)
-    config = shaped(dataclasses.replace(setting.config, model=model, parallel=parallel), batch)
-    found = measure_steps(config, batch, HOST_SECONDS, anatomy=False)
+    config = dataclasses.replace(setting.config, model=model, parallel=parallel)
+    found = measure_steps(config, BatchShape(1, FEW_TOKENS, 1), HOST_SECONDS)
     moved = optimizer_work(parameter_counts(model)["total"]).forward_bytes
     return {"bytes": moved, "forward": found["step_seconds"], "spread": found["noise"]}
 

@@ -56,7 +56,7 @@ class Explanation:
 def explain(record: RunRecord) -> Explanation:
     """Judge a run."""
     findings = [*_waiting(record), *_pauses(record), *_interruptions(record), *_uneven(record), *_memory(record)]
-    findings += [*_recompute(record), *_padding(record)]
+    findings += _padding(record)
     return Explanation(
         record,
         limit_of(record),
@@ -223,7 +223,7 @@ def _uneven(record: RunRecord) -> Iterator[Finding]:
 
 
 def _memory(record: RunRecord) -> Iterator[Finding]:
-    """A card too full, fragmented, or half empty while passes are small."""
+    """A card too full, fragmented, or half empty."""
     peak, reserved, card = record.memory("peak"), record.memory("reserved"), record.card_bytes
     if peak is None or card is None:
         return
@@ -238,76 +238,19 @@ def _memory(record: RunRecord) -> Iterator[Finding]:
             "fewer shapes of passes (lengths, evaluation batches)" if is_on else "parallel.expandable_segments true"
         )
         yield Finding("fragmented memory", figures, change, f"{(reserved - peak) / GIB:.1f} GiB")
-    batch = batch_of(record)
-    if reserved < ROOMY * card and batch is not None:
-        yield from _free_memory(record, figures, *batch, free=HEADROOM * card - peak)
-
-
-def _free_memory(record: RunRecord, figures: str, samples: int, passes: int, free: float) -> Iterator[Finding]:
-    """Larger passes that would fit: what a sample needs is known from the peak, what speed they bring is not."""
-    held = record.memory("allocated", largest=False) or 0.0
-    per_sample = ((record.memory("peak") or 0.0) - held) / samples
-    if per_sample <= 0:
-        return
-    basis = f"a sample needs {per_sample / GIB:.2f} GiB ((peak - held) / samples)"
-    room = int(free / per_sample)
-    rows = samples * passes
-    larger = max(size for size in range(samples, min(rows, samples + room) + 1) if rows % size == 0)
-    if larger > samples:
-        change = (
-            f"train.micro_batch_samples {larger} instead of {samples}: {rows // larger} passes per step "
-            f"instead of {passes}"
-        )
-        worth = (
-            f"{basis}; the record does not tell the gain in tokens/s: measure it, `z2a perf predict CONFIG --verify`"
-        )
-        yield Finding("passes are small while memory is free", figures, change, worth)
-    elif room >= 1:
-        change = f"room for {room} more samples a pass: more tokens per step, a larger model, or fewer GPUs"
-        yield Finding("memory is free", figures, change, basis)
-
-
-def batch_of(record: RunRecord) -> tuple[int, int] | None:
-    """Samples of a pass and passes of a step in one process; None where the record does not tell."""
-    config = record.config
-    if config is None or config.train.micro_batch_samples == "auto":
-        return None
-    sizes = config.parallel.sizes(record.processes)
-    rows = config.train.tokens_per_step / config.data.seq_len / (sizes.replicate * sizes.shard)
-    samples = min(int(config.train.micro_batch_samples), math.ceil(rows))
-    return samples, math.ceil(rows / samples)
+    if reserved < ROOMY * card:
+        change = "larger micro-batches, or less recomputation: `z2a perf plan CONFIG --gpus N` says which is fastest"
+        again = _recomputed_share(record)
+        worth = "the record does not tell the gain: `z2a perf predict CONFIG --verify` measures it"
+        if again > 0:
+            worth = f"at most {again / (1 + again):.1%} of the passes, which are computed twice"
+        yield Finding("memory is free", figures, change, worth)
 
 
 def _recomputed_share(record: RunRecord) -> float:
     """FLOPs done again / model FLOPs; 0 without recompute, or where the operators are unknown."""
     mfu, hfu = (record.steady_values(f"{kind}/{CONVENTION}") for kind in ("mfu", "hfu"))
     return float(np.median(hfu) / np.median(mfu) - 1.0) if len(mfu) and len(hfu) else 0.0
-
-
-def _recompute(record: RunRecord) -> Iterator[Finding]:
-    """Recompute that the memory did not need."""
-    config, card, peak = record.config, record.card_bytes, record.memory("peak")
-    share = _recomputed_share(record)
-    batch = batch_of(record)
-    if config is None or card is None or peak is None or batch is None or share <= 0 or not record.parts:
-        return
-    model, sizes = config.model, config.parallel.sizes(record.processes)
-    if model.moe.experts or max(sizes.tensor, sizes.context, sizes.pipeline) > 1:
-        return  # the formula below is for whole dense blocks
-    heads, kv_heads = model.heads * model.head_size, model.kv_heads * model.head_size
-    a_token = 8 * model.hidden_size + 4 * heads + 4 * kv_heads + 6 * model.intermediate_size + 4 * model.heads + 8
-    saved = float(a_token * model.layers * batch[0] * config.data.seq_len)
-    if peak + saved > HEADROOM * card:
-        return
-    compute = sum(record.parts.get(name, 0.0) for name in COMPUTE_PARTS) / sum(record.parts.values())
-    gain = compute * share / (1 + share)
-    evidence = (
-        f"train.recompute {config.train.recompute}: HFU is {share:.1%} above MFU; peak {peak / GIB:.1f} of "
-        f"{card / GIB:.1f} GiB"
-    )
-    change = f"train.recompute none: at most {saved / GIB:.1f} GiB more ({a_token:,} bytes x layers x tokens, 16-bit)"
-    worth = f"about {gain / (1 - gain):.1%} more tokens/s (the passes without the FLOPs done again)"
-    yield Finding("recompute that may not be needed", evidence, change, worth, gain)
 
 
 def _padding(record: RunRecord) -> Iterator[Finding]:

@@ -18,26 +18,20 @@ import zero2all
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.manifest import fingerprint
 from zero2all.estimate.machine import Machine, named_cluster, read_machine
+from zero2all.measure.clock import device_name
 from zero2all.measure.doctor.finding import output_of
-from zero2all.measure.step_timer import device_name
 from zero2all.parallel.device import pick_device
 
 FOLDER_VARIABLE = "Z2A_PROFILES"
-LEDGER_NAME = "predictions.jsonl"
 SMI_FIELDS = {"driver": "driver_version", "power_limit": "power.limit"}
 
 
 def profiles_folder() -> Path:
-    """The folder of the profiles and of the ledger of predictions."""
+    """The folder of the profiles."""
     named = os.environ.get(FOLDER_VARIABLE)
     if named:
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zero2all" / "profiles"
-
-
-def ledger_path() -> Path:
-    """The ledger, beside the profiles."""
-    return profiles_folder() / LEDGER_NAME
 
 
 def profile_key(device: torch.device) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What the record of a run says about its time, speed and memory: `z2a perf explain` and `z2a perf diff` stand on it.
+"""What the record of a run says about its time, speed and memory: `z2a perf explain` stands on it.
 
 Everything comes from the run's folder (metrics, events, config). What is not there is named in `missing`, and the rest
 is used. Where the time went is the account of `track.goodput`. The first rows of every attempt, in which caches fill

@@ -1,4 +1,4 @@
-"""A few real steps of a config on random tokens: their time, memory and anatomy.
+"""A few real steps of a config on random tokens: their time, memory and anatomy. Every measurement of a step is this.
 
 The step is the trainer's own (`train.train_step`): recomputation, offload, CUDA graphs and every optimizer are as in a
 run. As there, the host is one step ahead and reads the figures of a step while the next one runs. One process.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 import tempfile
 import time
@@ -21,20 +20,21 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from zero2all.config import RunConfig
 from zero2all.estimate.kernel_groups import COPIES, ELEMENTWISE, LOSS
-from zero2all.estimate.run.batch import BatchShape
-from zero2all.measure.anatomy import PHASE, STEP, anatomy_of, inside
+from zero2all.measure.anatomy import STEP, UPDATE, Anatomy, anatomy_of, inside, read_trace
 from zero2all.measure.calibration.stopwatch import timed
-from zero2all.measure.step_timer import device_name, wait_for, watched_gpu
+from zero2all.measure.clock import device_name, wait_for, watched_gpu
 from zero2all.model.init import INTO_RESIDUAL
 from zero2all.model.z2all import compile_model
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch
 from zero2all.parallel.device import pick_device, set_cpu_threads
 from zero2all.parallel.world import World
+from zero2all.predict.batch import BatchShape
 from zero2all.train.build import empty_state, op_context
 from zero2all.train.cuda_graph import choose_cuda_graph
 from zero2all.train.live_bytes import LiveBytes
 from zero2all.train.state import DTYPES, TrainState
+from zero2all.train.step_stats import PendingStep
 from zero2all.train.step_timer import mark_now, scheduled_garbage_collection, seconds_between
 from zero2all.train.train_step import StepPlan, train_step
 
@@ -51,68 +51,85 @@ def shaped(config: RunConfig, batch: BatchShape) -> RunConfig:
     return dataclasses.replace(config, train=train, data=dataclasses.replace(config.data, seq_len=batch.seq_len))
 
 
-def measure_steps(config: RunConfig, batch: BatchShape, seconds: float, anatomy: bool) -> dict[str, Any]:
+def measure_steps(
+    config: RunConfig,
+    batch: BatchShape,
+    seconds: float,
+    anatomy: bool = False,
+    warm_up_seconds: float = WARM_UP_SECONDS,
+) -> dict[str, Any]:
     """Time, memory and, if asked, the anatomy of steps in this process."""
     set_cpu_threads(config.parallel.cpu_threads, None)
-    world = World(device=pick_device(config.parallel.device))
-    device = world.device
-    ops = resolve(config.ops, op_context(config, device.type, DTYPES[config.train.precision]))
+    device = pick_device(config.parallel.device)
     live = LiveBytes() if device.type == "cpu" else None
     with live or nullcontext():
-        state = _random_state(config, world, ops)
-    state.micro_batch_samples = batch.samples
-    rows = batch.samples * batch.accumulation
-    state.cuda_graph = choose_cuda_graph(config, state.model, device, 1, batch.samples, rows)
-    batches = [_random_batch(config, rows, seed, device) for seed in range(2)]
-    run = _Run(state, config, world, batches)
-    started = time.perf_counter()
-    with live or nullcontext():
+        run = ReadyRun(config, batch, device)
+        started = time.perf_counter()
         run.steps(1)  # the second, with the states of the optimizer, has the peak
         first = time.perf_counter() - started
         if live is not None:
             run.steps(1)
     with scheduled_garbage_collection():
-        passes = 0
-        while passes < FIRST_STEPS or time.perf_counter() - started < first + WARM_UP_SECONDS:
-            run.steps(1)
-            passes += 1
-        is_captured = state.cuda_graph is not None and state.cuda_graph.is_captured
-        if device.type == "cuda" and not is_captured:  # a captured pass allocates only once, when it is captured
+        run.warm_up(warm_up_seconds)
+        if device.type == "cuda" and not run.is_captured:  # a captured pass allocates only when it is captured
             torch.cuda.reset_peak_memory_stats(device)
         with watched_gpu(device) as gpu:
             found = run.timed_steps(seconds)
     peak = _memory(device) if live is None else {"peak_bytes": float(live.peak)}
-    parts = _anatomy(run, device) if anatomy else {}
-    state.weights.wait()
+    parts = _groups(run) if anatomy else {}
+    run.state.weights.wait()
     at = timed(found)
     return {
         "device": device_name(device),
         "step_seconds": at.seconds,
+        "tokens_per_second": batch.tokens / at.seconds,
         "noise": at.spread,
         "steps": len(found),
         "all_seconds": found,
         "first_step_seconds": first,
         "loss": run.loss,
-        "cuda_graph": is_captured,
-        "ops": ops.taken,
-        "gpu": {name: value for name, value in gpu.items() if name != "samples"},
+        "cuda_graph": run.is_captured,
+        "ops": run.ops.taken,
+        "gpu": gpu,
         "parts": parts,
         **peak,
     }
 
 
-class _Run:
-    """Steps on the same random batches."""
+class ReadyRun:
+    """A run that has begun: a model with random weights, and steps on the same random batches."""
 
-    def __init__(self, state: TrainState, config: RunConfig, world: World, batches: list[Batch]) -> None:
-        self.state, self.config, self.world = state, config, world
-        self._batches, self.loss = itertools.cycle(batches), math.nan
+    def __init__(self, config: RunConfig, batch: BatchShape, device: torch.device) -> None:
+        self.config, self.world = shaped(config, batch), World(device=device)
+        self.ops = resolve(self.config.ops, op_context(self.config, device.type, DTYPES[config.train.precision]))
+        self.state = _random_state(self.config, self.world, self.ops)
+        self.state.micro_batch_samples = batch.samples
+        rows = batch.samples * batch.accumulation
+        self.state.cuda_graph = choose_cuda_graph(self.config, self.state.model, device, 1, batch.samples, rows)
+        self._batches = itertools.cycle([_random_batch(self.config, rows, seed, device) for seed in range(2)])
+        self.loss = math.nan
+        self.parts: dict[str, float] = {}
+        """Seconds of each part of the last step that `steps` made."""
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the passes are a CUDA graph."""
+        return self.state.cuda_graph is not None and self.state.cuda_graph.is_captured
 
     def steps(self, count: int) -> None:
         """Make some steps and wait for them."""
         for _ in range(count):
-            self.loss = self._step().result().loss
-        wait_for(self.world.device)
+            pending = self._step()
+            wait_for(self.world.device)
+            ended = pending.result()
+            self.loss, self.parts = ended.loss, ended.seconds
+
+    def warm_up(self, seconds: float) -> None:
+        """Until kernels are compiled, passes captured and clocks settled."""
+        started, steps = time.perf_counter(), 0
+        while steps < FIRST_STEPS or time.perf_counter() - started < seconds:
+            self.steps(1)
+            steps += 1
 
     def timed_steps(self, seconds: float) -> list[float]:
         """Seconds of each of the next steps, for about this long."""
@@ -126,11 +143,28 @@ class _Run:
             if len(marks) > LEAST_STEPS and time.perf_counter() - started >= seconds:
                 break
         assert pending is not None
-        pending.result()
+        self.loss = pending.result().loss
         wait_for(self.world.device)
         return [seconds_between(*pair) for pair in itertools.pairwise(marks)]
 
-    def _step(self) -> Any:
+    def profiled_steps(self, count: int, trace: Path) -> Anatomy:
+        """Some steps under torch's profiler, and where their time went; `trace` opens in ui.perfetto.dev."""
+        device, model, optimizer = self.world.device, self.state.model, self.state.optimizer
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        # Kernels of the loss and of the update are known by what the host was doing when it queued them.
+        model.head_loss = inside(LOSS, model.head_loss)  # type: ignore[method-assign]
+        optimizer.step = inside(UPDATE, optimizer.step)  # type: ignore[method-assign]
+        try:
+            with profile(activities=activities, record_shapes=True) as profiler:
+                for _ in range(count):
+                    with record_function(STEP):
+                        self.steps(1)
+        finally:
+            del model.head_loss, optimizer.step
+        profiler.export_chrome_trace(str(trace))
+        return anatomy_of(read_trace(trace))
+
+    def _step(self) -> PendingStep:
         return train_step(self.state, next(self._batches), 1, self.config, self.world, StepPlan(RATE))
 
 
@@ -172,20 +206,10 @@ def _random_batch(config: RunConfig, rows: int, seed: int, device: torch.device)
     return Batch(tokens, channels, channels, 0)
 
 
-def _anatomy(run: _Run, device: torch.device) -> dict[str, float]:
+def _groups(run: ReadyRun) -> dict[str, float]:
     """Seconds of a step by what its kernels do; idle time included, they add up to the step."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    model = run.state.model
-    # On a CPU only a phase tells which element-wise operators are the loss's.
-    model.head_loss = inside(lambda: record_function(f"{PHASE}{LOSS}"), model.head_loss)  # type: ignore[method-assign]
-    with profile(activities=activities) as profiler, record_function(STEP):
-        run.steps(1)
-    del model.head_loss
     with tempfile.TemporaryDirectory(prefix="z2a-trace-") as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_bytes())["traceEvents"]
-    groups = anatomy_of(events).groups
+        groups = run.profiled_steps(1, Path(folder) / "trace.json").groups
     if run.config.parallel.offload == "none":  # then copies are part of operators
         groups[ELEMENTWISE] += groups.pop(COPIES)
     return groups

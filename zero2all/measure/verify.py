@@ -1,40 +1,36 @@
-"""`z2a perf predict`: the prediction of a config for a machine; with `--verify`, a few real steps beside it.
-
-Prediction and measurement go to the ledger, from which the next prediction is corrected.
-"""
+"""`z2a perf predict`: the prediction of a config for a machine; with `--verify`, a few real steps beside it."""
 
 from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.common.jsonio import append_line
 from zero2all.common.language import translate as t
 from zero2all.common.progress import say
 from zero2all.config import RunConfig, config_yaml
-from zero2all.estimate.ledger import MEMORY, STEP, Entry, Score, read_entries, scoreboard
 from zero2all.estimate.machine import Machine
-from zero2all.estimate.run.batch import BatchShape, load_measured_config
-from zero2all.estimate.run.plan import Candidate, LayoutPlan, config_of
-from zero2all.estimate.run.predict import Prediction, check_asked, ledger_entry, operators_for, predict
 from zero2all.measure.calibrate import machine_for
 from zero2all.measure.child import MEASURED, run_child
-from zero2all.measure.machine_profiles import ledger_path, named_machine, profile_key, profile_path
-from zero2all.measure.variants import ANCHOR
+from zero2all.measure.machine_profiles import named_machine, profile_key, profile_path
 from zero2all.parallel.device import pick_device, set_cpu_threads
+from zero2all.predict.batch import BatchShape, load_measured_config
+from zero2all.predict.layout_search import Candidate, LayoutPlan, config_of
+from zero2all.predict.step_prediction import Prediction, check_asked, operators_for, predict
 
 MILLISECONDS = 1e3
+GIB = 2**30
 MEASURED_TOKENS = 1 << 17
 """Of a measured iteration, about: a whole step of a large batch takes long and says no more."""
 LEAST_SHOWN = 0.002  # of the step: a component smaller than this, predicted and measured, is left out
+
+
+STEP, MEMORY = "step", "memory"
 
 
 @dataclass(frozen=True)
@@ -42,8 +38,23 @@ class Verified:
     """A prediction and how it ended."""
 
     prediction: Prediction
-    entry: Entry | None  # None: it could not be measured
-    measured: dict[str, Any]
+    measured: dict[str, Any]  # of a real run (`measure.child`)
+
+    def pairs(self) -> dict[str, tuple[float, float]]:
+        """Predicted and measured: seconds of a step, of its components, and bytes at the peak. BadInputError with the
+        reason where nothing could be measured."""
+        found, prediction = self.measured, self.prediction
+        if found["status"] != MEASURED:
+            expected = "it was expected to fit" if prediction.fits else "it was not expected to fit"
+            raise BadInputError(f"The run could not be measured: {found['status']}: {found['reason']} ({expected}).")
+        parts = {("idle" if name.startswith(("idle", "between")) else name): v for name, v in found["parts"].items()}
+        components = {name: (prediction.components.get(name, 0.0), seconds) for name, seconds in parts.items()}
+        memory = (prediction.peak_bytes, found["peak_bytes"])
+        return {STEP: (prediction.step.estimate, found["step_seconds"]), MEMORY: memory, **components}
+
+    def as_json(self) -> dict[str, Any]:
+        """Prediction and measurement."""
+        return {"prediction": self.prediction.as_json(), "measured": self.measured}
 
 
 @dataclass(frozen=True)
@@ -55,8 +66,6 @@ class Asked:
     gpus: int = 1
     price: float | None = None
     """Of a GPU for an hour; None: the one of the data sheet."""
-    ledger: Path | None = None
-    """Of earlier predictions; None: the one beside the profiles."""
 
 
 HERE = Asked()
@@ -86,26 +95,11 @@ def prediction_for(
         machine = machine_for(machine, asked.profile or profile_path(machine.key), ops.taken, device)
     if asked.price is not None:
         machine = dataclasses.replace(machine, price_per_hour=asked.price)
-    return predict(config, batch, machine, ops, sizes, read_entries(asked.ledger or ledger_path()))
-
-
-def scores(path: Path | None, all_machines: bool) -> tuple[int, list[Score]]:
-    """How many verified predictions the ledger has, of this machine or of all, and their errors."""
-    ledger = path or ledger_path()
-    entries = read_entries(ledger)
-    if not all_machines:  # with any number of threads: a config may set it
-        here = {**profile_key(pick_device("auto")), "threads": ""}
-        entries = [entry for entry in entries if {**entry["profile"], "threads": ""} == here]
-    if not entries:
-        raise UsageError(
-            f"{ledger} has no verified predictions of this machine. Make one: `z2a perf predict CONFIG --verify`, "
-            f"or show those of other machines with --all-machines."
-        )
-    return len(entries), scoreboard(entries)
+    return predict(config, batch, machine, ops, sizes)
 
 
 def verify(source: str, overrides: list[str], run: ShortRun, asked: Asked = HERE) -> Verified:
-    """Predict, run, compare, and append to the ledger."""
+    """Predict and run."""
     if asked.cluster is not None or asked.gpus != 1:
         raise UsageError("--verify runs steps in one process of this machine: leave --cluster and --gpus out.")
     config, notes = load_measured_config(source, overrides)
@@ -114,13 +108,9 @@ def verify(source: str, overrides: list[str], run: ShortRun, asked: Asked = HERE
     prediction = prediction_for(config, run.batch, asked, runs_here=True)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    say(f"verify: {prediction.corrected:.4g} s a step are predicted; real steps follow, for at most {run.timeout:g} s")
-    measured = run_apart(source, overrides, run)
-    if measured["status"] != MEASURED:
-        return Verified(prediction, None, measured)
-    entry = ledger_entry(prediction, source, overrides, measured, datetime.now(UTC).isoformat(timespec="seconds"))
-    append_line(asked.ledger or ledger_path(), entry)
-    return Verified(prediction, entry, measured)
+    seconds = prediction.step.estimate
+    say(f"verify: {seconds:.4g} s a step are predicted; real steps follow, for at most {run.timeout:g} s")
+    return Verified(prediction, run_apart(source, overrides, run))
 
 
 def run_apart(source: str, overrides: list[str], run: ShortRun) -> dict[str, Any]:
@@ -129,56 +119,28 @@ def run_apart(source: str, overrides: list[str], run: ShortRun) -> dict[str, Any
     return run_child(words, overrides, run.timeout)
 
 
-def require_measured(verified: Verified) -> Entry:
-    """The entry; BadInputError with the reason where nothing could be measured."""
-    if verified.entry is None:
-        expected = "it was expected to fit" if verified.prediction.fits else "it was not expected to fit"
-        found = verified.measured
-        raise BadInputError(f"The run could not be measured: {found['status']}: {found['reason']} ({expected}).")
-    return verified.entry
-
-
 def comparison(verified: Verified) -> list[list[str]]:
     """Predicted, measured and error, of the step, of its components and of the memory."""
-    entry = require_measured(verified)
-    rows = [["component", "predicted", "corrected", "measured", "error", "noise", "inside 90 %"]]
-    low, high = entry["intervals"][STEP]
-    step = entry["measured"][STEP]
-    times = [f"{MILLISECONDS * each:,.2f}" for each in (entry["predicted"][STEP], entry["corrected"][STEP], step)]
-    verdict = [_error(entry, STEP), f"{100 * entry['noise']:.1f} %", t("yes") if low <= step <= high else t("no")]
-    rows.append([t("step, ms"), *times, *verdict])
-    names = [name for name in entry["measured"] if name not in (STEP, MEMORY)]
-    for name in names:
-        predicted, measured = entry["predicted"].get(name, 0.0), entry["measured"][name]
-        if max(predicted, measured) < LEAST_SHOWN * step:
-            continue
-        cells = [f"{MILLISECONDS * predicted:,.2f}", "", f"{MILLISECONDS * measured:,.2f}"]
-        rows.append([f"  {t(name)}, ms", *cells, _error(entry, name), "", ""])
-    sizes = [("peak allocated, GiB", entry["predicted"][MEMORY], entry["measured"][MEMORY], _error(entry, MEMORY))]
-    reserved = entry["reserved"]
-    if reserved["measured"]:
-        error = f"{100 * (reserved['predicted'] / reserved['measured'] - 1):+.1f} %"
-        sizes.append(("peak reserved, GiB", reserved["predicted"], reserved["measured"], error))
-    rows += [[t(name), f"{a / 2**30:.3f}", "", f"{b / 2**30:.3f}", error, "", ""] for name, a, b, error in sizes]
+    pairs, found = verified.pairs(), verified.measured
+    step, memory = pairs.pop(STEP), pairs.pop(MEMORY)
+    low, high = verified.prediction.step.interval
+    verdict = [f"{100 * found['noise']:.1f} %", t("yes") if low <= step[1] <= high else t("no")]
+    rows = [["component", "predicted", "measured", "error", "noise", "inside 90 %"]]
+    rows.append([t("step, ms"), *_cells(step, MILLISECONDS, 2), *verdict])
+    for name, pair in pairs.items():
+        if max(pair) >= LEAST_SHOWN * step[1]:
+            rows.append([f"  {t(name)}, ms", *_cells(pair, MILLISECONDS, 2), "", ""])
+    rows.append([t("peak allocated, GiB"), *_cells(memory, 1 / GIB, 3), "", ""])
+    if reserved := found.get("reserved_bytes"):
+        pair = (verified.prediction.reserved_bytes, reserved)
+        rows.append([t("peak reserved, GiB"), *_cells(pair, 1 / GIB, 3), "", ""])
     return rows
 
 
-def _error(entry: Entry, name: str) -> str:
-    predicted, measured = entry["predicted"].get(name, 0.0), entry["measured"][name]
-    return f"{100 * (predicted / measured - 1):+.1f} %" if measured > 0 else "–"
-
-
-def score_rows(scores: Sequence[Score]) -> list[list[str]]:
-    """The scoreboard as a table."""
-    heading = ["component", "runs", "median", "95th percentile", "worst", "bias", "corrected median"]
-    rows = [[*heading, "corrected 95th", "inside 90 %"]]
-    for score in scores:
-        shares = (score.median, score.percentile_95, score.worst, score.bias)
-        more = (score.corrected_median, score.corrected_percentile_95)
-        cells = [f"{100 * value:.1f} %" for value in shares] + [f"{100 * value:.1f} %" for value in more]
-        inside = "–" if score.inside is None else f"{100 * score.inside:.0f} %"
-        rows.append([t(score.component), str(score.entries), *cells, inside])
-    return rows
+def _cells(pair: tuple[float, float], scale: float, digits: int) -> list[str]:
+    predicted, measured = pair
+    error = f"{100 * (predicted / measured - 1):+.1f} %" if measured > 0 else "–"
+    return [f"{scale * predicted:,.{digits}f}", f"{scale * measured:,.{digits}f}", error]
 
 
 def machine_line(machine: Machine) -> str:
@@ -217,4 +179,4 @@ def _measure(config: RunConfig, batch: BatchShape, seconds: float, timeout: floa
     with tempfile.TemporaryDirectory(prefix="z2a-plan-") as folder:
         source = Path(folder) / "config.yaml"
         source.write_text(config_yaml(config), encoding="utf-8")
-        return run_child([source, "--row", ANCHOR, "--batch", batch, "--seconds", seconds], [], timeout)
+        return run_apart(str(source), [], ShortRun(batch, seconds, timeout, anatomy=False))

@@ -139,7 +139,7 @@ def local_config(config: ModelConfig, ranks: int) -> ModelConfig:
 def cut_model(model: Z2all, axis: Axis) -> None:
     """Leave in a whole model on the meta device what one tensor rank has of it. Call it where the model is built,
     before anything else is done to it; the config of the model stays that of the whole. A run with one tensor rank does
-    not call it; `z2a perf bench ablate` does, with a group of one process, to measure what the cutting itself costs."""
+    not call it."""
     config, local = model.config, local_config(model.config, axis.size)
     dtype, rows = model.embedding.weight.dtype, config.vocab_rows // axis.size
     with without_weights():

@@ -1,6 +1,6 @@
 """The account of a run's time: steps that survive, and everything else by its cause.
 
-`z2a perf explain` and `z2a perf diff` read this one. It comes from the run's metrics: the rows and
+`z2a perf explain` reads this one. It comes from the run's metrics: the rows and
 events of training, one file per start of the run, and the incidents of the supervisor, which say how long a hang was
 waited for. Goodput is the time of the surviving steps over the time the run was up. Steps that a later start or a
 rollback repeated are lost. The time between an end that nobody restarted and the next start is not counted: a person

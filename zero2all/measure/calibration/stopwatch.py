@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from zero2all.measure.step_timer import wait_for
+from zero2all.measure.clock import wait_for
 
 REPEATS = 7
 SLOW_SECONDS, SLOW_REPEATS = 0.02, 3  # a call this long needs fewer repeats

@@ -66,7 +66,7 @@ def _numa() -> Iterator[Finding]:
         yield Finding("cpu", "ok", f"{len(nodes)} memory nodes (NUMA): {listed}")
         if read(PROC / "sys/kernel/numa_balancing") == "1":
             why = "The kernel moves pages between nodes in the background, with pauses in the process."
-            advice = "As root: `sysctl kernel.numa_balancing=0`. `z2a perf bench numa` measures the nodes."
+            advice = "As root: `sysctl kernel.numa_balancing=0`."
             yield Finding("cpu", "note", "automatic NUMA balancing is on", why, advice)
 
 

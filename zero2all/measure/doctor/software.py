@@ -201,7 +201,7 @@ def look_at_kernels(facts: dict[str, Any]) -> Iterator[Finding]:
         found = f"{operator}: {rows[taken]['implementation']}"
         if absent and on_gpu:
             why = f"Listed before it, and not to be had here: {'; '.join(absent)}."
-            yield Finding("kernels", "note", found, why, "`z2a perf bench ops` measures what each one gains.")
+            yield Finding("kernels", "note", found, why, "`z2a perf ops` says why each one cannot run.")
         else:
             yield Finding("kernels", "ok", found)
 

@@ -36,7 +36,7 @@ def main() -> int:
         found = torch.cuda.get_device_properties(number)
         devices.append({"name": found.name, "bytes": found.total_memory, "capability": [found.major, found.minor]})
     _print("devices", devices)
-    from zero2all.measure.op_bench import listed_operators
+    from zero2all.measure.operators import listed_operators
 
     _print("kernels", listed_operators(None))
     return 0

@@ -12,9 +12,10 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.config import config_yaml, load_config
 from zero2all.estimate.cards import named_card
 from zero2all.estimate.machine import named_cluster
-from zero2all.estimate.run.batch import load_measured_config
-from zero2all.estimate.run.memory_report import memory_report
-from zero2all.estimate.run.plan import (
+from zero2all.measure.verify import measure_candidates
+from zero2all.parallel.check import check_spread
+from zero2all.predict.batch import load_measured_config
+from zero2all.predict.layout_search import (
     LayoutPlan,
     Row,
     Search,
@@ -26,8 +27,7 @@ from zero2all.estimate.run.plan import (
     plan_json,
     plan_layouts,
 )
-from zero2all.measure.verify import measure_candidates
-from zero2all.parallel.check import check_spread
+from zero2all.predict.memory_report import memory_report
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,11 @@
 """`z2a perf predict`: time, memory, energy and cost of a run before it runs, from a profile.
 
-The formulas are in `estimate` (`step`, `memory`); here a config, a batch and a machine become their inputs, and
-the ledger of earlier predictions adds a correction and the width of the interval.
+The formulas are in `estimate` (`step`, `memory`); here a config, a batch and a machine become their inputs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,23 +16,19 @@ from zero2all.config import RunConfig
 from zero2all.estimate.flops import WHOLE_FORWARD, peak_flops
 from zero2all.estimate.gpus import device_of
 from zero2all.estimate.kernel_groups import ATTENTION, COMMUNICATION, COPIES, ELEMENTWISE, GEMM, LOSS, OPTIMIZER
-from zero2all.estimate.ledger import MEMORY, STEP, Entry, correction, features_of, interval_factor, of_machine
 from zero2all.estimate.machine import Machine
 from zero2all.estimate.memory import MemoryEstimate, MemorySettings, estimate_memory
-from zero2all.estimate.run.batch import BatchShape, own_batch
 from zero2all.estimate.step import StepTime, pass_costs, predict_step
-from zero2all.model.config import parameter_counts
 from zero2all.ops.registry import Ops, assume_gpu, resolve
 from zero2all.parallel.check import spread_problems
 from zero2all.parallel.config import MeshSizes
+from zero2all.predict.batch import BatchShape, own_batch
 from zero2all.train.build import op_context
 from zero2all.train.cuda_graph import is_worth_it, why_no_cuda_graph
 from zero2all.train.micro_batch import stage_settings
 from zero2all.train.state import DTYPES
 
 IDLE = "idle"
-LEAST_ENTRIES = 8
-"""From so many verified predictions on this machine, the interval comes from their errors."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +41,7 @@ class Prediction:
     step: StepTime
     memory: MemoryEstimate  # of the fullest process
     components: dict[str, float]  # seconds of a step by what the device does, as an anatomy measures them
-    correction: float  # measured / predicted to expect, from the ledger
-    entries: int  # of the ledger, of this machine
-    interval: tuple[float, float]  # seconds of a step, 90 %
-    features: dict[str, float]
-    parameters: int
     budget_tokens: int  # of the whole run; of one group of several
-
-    @property
-    def corrected(self) -> float:
-        """Seconds of a step, corrected by the ledger."""
-        return self.step.estimate * self.correction
 
     @property
     def peak_bytes(self) -> float:
@@ -86,9 +70,15 @@ class Prediction:
         return -(-self.budget_tokens // self.step.tokens)
 
     @property
+    def mfu(self) -> dict[str, float]:
+        """By convention; empty where the peak of the device is not known."""
+        is_known = self.machine.source != "measured" or peak_flops(self.machine.name) is not None
+        return self.step.mfu if is_known else {}
+
+    @property
     def run_seconds(self) -> float:
         """All steps of the run, without failures, checkpoints and evaluations."""
-        return self.steps * self.corrected
+        return self.steps * self.step.estimate
 
     @property
     def joules(self) -> float:
@@ -104,8 +94,7 @@ class Prediction:
 
     def as_json(self) -> dict[str, Any]:
         """As JSON values, in seconds, bytes and joules."""
-        names = ("correction", "entries", "interval", "features", "parameters", "components", "fits", "corrected")
-        more = ("peak_bytes", "reserved_bytes", "needed_bytes", "run_seconds", "joules", "cost", "steps")
+        names = ("components", "fits", "peak_bytes", "reserved_bytes", "needed_bytes", "run_seconds", "joules", "cost")
         return {
             "machine": self.machine.name,
             "source": self.machine.source,
@@ -114,19 +103,14 @@ class Prediction:
             "processes": self.settings.processes,
             "seconds": {"lower": self.step.lower, "estimate": self.step.estimate, "upper": self.step.upper},
             "tokens_per_step": self.step.tokens,
-            "tokens_per_second": self.step.tokens / self.corrected,
-            "mfu": mfu(self),
+            "interval": self.step.interval,
+            "tokens_per_second": self.step.tokens_per_second,
+            "mfu": self.mfu,
+            "steps": self.steps,
             "parts": [dataclasses.asdict(part) for part in self.step.parts],
             "memory_parts": [dataclasses.asdict(part) for part in self.memory.parts],
-            **{name: getattr(self, name) for name in (*names, *more)},
+            **{name: getattr(self, name) for name in names},
         }
-
-
-def mfu(prediction: Prediction) -> dict[str, float]:
-    """By convention; empty where the peak of the device is not known."""
-    if prediction.machine.source == "measured" and peak_flops(prediction.machine.name) is None:
-        return {}
-    return {name: value / prediction.correction for name, value in prediction.step.mfu.items()}
 
 
 def predict(
@@ -135,7 +119,6 @@ def predict(
     machine: Machine,
     ops: Ops,
     sizes: MeshSizes,
-    entries: Sequence[Entry] = (),
 ) -> Prediction:
     """The prediction of a config; `batch` is that of one process of the batch axes, None: its share of the config's."""
     placed, batch = shaped(config, batch, sizes)
@@ -150,14 +133,6 @@ def predict(
     parallel = config.parallel
     tokens = placed.train.tokens_per_step // parallel.groups
     step = predict_step(config.model, settings, machine, parallel.schedule, parallel.chunks, captured, tokens)
-    counts = parameter_counts(config.model)
-    features = features_of(settings.tokens, counts["active"], settings.passes, _flags(placed, ops))
-    own = of_machine(entries, machine.key) if machine.key else []
-    factor = correction(own, STEP, features)
-    interval = step.interval
-    if len(own) >= LEAST_ENTRIES:
-        width = interval_factor(own)
-        interval = (step.estimate * factor / width, step.estimate * factor * width)
     return Prediction(
         batch=batch,
         machine=machine,
@@ -165,23 +140,8 @@ def predict(
         step=step,
         memory=max((estimate_memory(config.model, each) for each in (settings, *others)), key=lambda one: one.total),
         components=components_of(step, config, settings, machine),
-        correction=factor,
-        entries=len(own),
-        interval=interval,
-        features=features,
-        parameters=counts["total"],
         budget_tokens=config.train.steps * config.train.tokens_per_step // parallel.groups,
     )
-
-
-def _flags(config: RunConfig, ops: Ops) -> dict[str, bool]:
-    """What else a residual may depend on."""
-    return {
-        "recompute": config.train.recompute != "none",
-        "float8": ops.taken["linear"] == "fp8",
-        "experts": config.model.moe.experts > 0,
-        "offload": config.parallel.offload != "none",
-    }
 
 
 def shaped(config: RunConfig, batch: BatchShape | None, sizes: MeshSizes) -> tuple[RunConfig, BatchShape]:
@@ -253,28 +213,3 @@ def check_asked(config: RunConfig, batch: BatchShape | None, machine: Machine | 
         lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
         raise UsageError(f"This cannot be predicted; problems: {len(problems)}.\n{lines}")
     return sizes
-
-
-def ledger_entry(
-    prediction: Prediction, source: str, overrides: Sequence[str], measured: Mapping[str, Any], when: str
-) -> Entry:
-    """A line of the ledger: features, prediction, measurement, noise, versions."""
-    parts = {("idle" if name.startswith(("idle", "between")) else name): v for name, v in measured["parts"].items()}
-    widths = interval_factor((), MEMORY)
-    peak = prediction.peak_bytes
-    return {
-        "when": when,
-        "config": source,
-        "overrides": list(overrides),
-        "batch": str(prediction.batch),
-        "profile": prediction.machine.key,
-        "features": prediction.features,
-        "predicted": {STEP: prediction.step.estimate, MEMORY: peak, **prediction.components},
-        "corrected": {STEP: prediction.corrected},
-        "intervals": {STEP: list(prediction.interval), MEMORY: [peak / widths, peak * widths]},
-        "measured": {STEP: measured["step_seconds"], MEMORY: measured["peak_bytes"], **parts},
-        "reserved": {"predicted": prediction.reserved_bytes, "measured": measured.get("reserved_bytes")},
-        "noise": measured["noise"],
-        "versions": prediction.machine.key,
-        "ops": measured["ops"],
-    }

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,20 +16,15 @@ from zero2all.common.language import translate as t
 from zero2all.config import RunConfig
 from zero2all.estimate.cards import GIB, NCCL_BYTES, Card
 from zero2all.estimate.fit import Change, changes_that_help, process_bytes
-from zero2all.estimate.memory import STATE_PARTS, MemoryEstimate, MemorySettings, binary_size, estimate_memory
-from zero2all.estimate.run.batch import with_vocabulary
-from zero2all.estimate.run.models import load_model_config, precision_notes
-from zero2all.estimate.run.pictures import write_png
+from zero2all.estimate.memory import MemoryEstimate, MemorySettings, binary_size, estimate_memory
 from zero2all.ops.registry import TAKEN_ON_A_GPU, Ops, assume_gpu, resolve
 from zero2all.packed.loader import rank_rows
 from zero2all.parallel.check import check_spread
-from zero2all.track.plot import ALARM, COLORS, INK
+from zero2all.predict.batch import with_vocabulary
+from zero2all.predict.models import load_model_config, precision_notes
 from zero2all.train.build import op_context
 from zero2all.train.micro_batch import pass_sizes, stage_settings
 from zero2all.train.state import DTYPES
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -194,41 +188,3 @@ def as_json(report: MemoryReport) -> dict[str, Any]:
             for one in report.changes
         ],
     }
-
-
-def write_picture(report: MemoryReport, png: Path) -> str:
-    """The phases as stacked bars against the card; returns the path of the picture, or why there is none."""
-    names = [t(phase.name) for phase in report.estimate.phases]
-
-    def draw(figure: Figure) -> None:
-        axis = figure.add_subplot()
-        left = [0.0] * len(names)
-        for number, (name, values) in enumerate(_layers(report)):
-            axis.barh(names, values, left=left, label=t(name), color=COLORS[number % len(COLORS)], height=0.7)
-            left = [before + value for before, value in zip(left, values, strict=True)]
-        memory = report.card.memory_bytes / GIB
-        axis.axvline(memory, color=ALARM, linewidth=1.5)
-        axis.invert_yaxis()
-        name = f"{report.card.name}: {memory:.1f} GiB "
-        axis.text(memory, len(names) - 0.5, name, ha="right", va="bottom", rotation=90, color=ALARM, fontsize=9)
-        axis.set_xlabel("GiB")
-        axis.set_title(verdict(report), loc="left", color=INK, fontsize=11)
-        figure.legend(loc="outside lower center", ncols=5, fontsize=8, frameon=False)
-
-    return write_png(png, (9.0, 1.6 + 0.45 * len(names)), draw, grid="x")
-
-
-def _layers(report: MemoryReport) -> list[tuple[str, list[float]]]:
-    """The layers of the bars, in GiB: states, buffers, saved, working space, and what is outside of torch's memory."""
-    estimate, count = report.estimate, len(report.estimate.phases)
-    on_device = [part for part in estimate.parts if part.place == "device"]
-    states = [(part.name, [part.bytes / GIB] * count) for part in on_device if part.name in STATE_PARTS and part.bytes]
-    others = estimate.persistent - estimate.state
-    outside = report.process_bytes - estimate.total
-    return [
-        *states,
-        ("buffers", [others / GIB] * count),
-        ("saved", [phase.saved / GIB for phase in estimate.phases]),
-        ("working space", [phase.working / GIB for phase in estimate.phases]),
-        ("outside of torch", [outside / GIB] * count),
-    ]

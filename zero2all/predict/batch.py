@@ -11,8 +11,10 @@ from zero2all.common.files import MANIFEST_NAME
 from zero2all.common.manifest import read_manifest
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
-from zero2all.estimate.run.models import load_model_config
+from zero2all.estimate.memory_settings import WIDTHS
+from zero2all.estimate.shapes import Shape
 from zero2all.packed.loader import rank_rows
+from zero2all.predict.models import load_model_config
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,6 @@ class BatchShape:
 
     def __str__(self) -> str:
         return f"{self.samples}x{self.seq_len}x{self.accumulation}"
-
-
-SEED_BATCH = BatchShape(2, 2048, 16)  # the batch of the reference project's tables
 
 
 def parse_batch(text: str) -> BatchShape:
@@ -53,14 +52,6 @@ def own_batch(config: RunConfig, replicas: int = 1) -> BatchShape:
     return BatchShape(samples, config.data.seq_len, -(-rows // samples))
 
 
-def default_batches(config: RunConfig) -> list[BatchShape]:
-    """The batch of the reference project, where the model takes sequences that long, and the config's own."""
-    own = own_batch(config)
-    if SEED_BATCH.seq_len > config.model.max_seq_len or own == SEED_BATCH:
-        return [own]
-    return [SEED_BATCH, own]
-
-
 def check_batch(batch: BatchShape, config: RunConfig) -> None:
     """Raise if its sequences are longer than the model's."""
     if batch.seq_len > config.model.max_seq_len:
@@ -68,6 +59,20 @@ def check_batch(batch: BatchShape, config: RunConfig) -> None:
             f"--batch {batch} has sequences of {batch.seq_len} tokens, but model.max_seq_len is "
             f"{config.model.max_seq_len}. Use shorter sequences, or raise --model.max_seq_len."
         )
+
+
+def shape_of(config: RunConfig) -> Shape:
+    """What the rules of sizes look at in a config."""
+    batch, parallel = own_batch(config), config.parallel
+    return Shape(
+        model=config.model,
+        samples=batch.samples,
+        seq_len=batch.seq_len // parallel.context,
+        tensor=parallel.tensor,
+        stages=parallel.pipeline * parallel.chunks,
+        copies_kv_heads=parallel.copy_kv_heads,
+        value_bytes=WIDTHS[config.train.precision],
+    )
 
 
 def load_measured_config(source: str, overrides: list[str]) -> tuple[RunConfig, list[str]]:

@@ -25,14 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zero2all.common.errors import BadInputError
-from zero2all.estimate.failures import daly_interval, goodput, young_interval
+from zero2all.estimate.failures import LLAMA3_FAILURES_PER_GPU_HOUR, daly_interval, goodput
 
 Floats = NDArray[np.float64]
 
 HOUR, DAY = 3600.0, 86_400.0
 KINDS = ("process", "node", "network")
-LLAMA3_FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16_384)
-"""419 unexpected interruptions in 54 days on 16,384 H100 (Llama 3 report): 1.97e-5, one per 50,677 GPU-hours."""
 PARTS = (
     *("useful", "lost work", "saving", "copies in memory", "hang", "restart", "waiting for nodes"),
     *("fewer nodes", "slow nodes", "slow links"),
@@ -51,15 +49,6 @@ class Slowness:
     per_node_day: float = 0.0
     slowdown: float = 1.0  # a step takes this many times as long
     hours_until_found: float = 24.0
-
-
-@dataclass(frozen=True)
-class ClosedForm:
-    """How often to save, and the goodput, by formulas (`zero2all.estimate.failures`)."""
-
-    young: float  # seconds between saves
-    daly: float
-    goodput: float
 
 
 @dataclass(frozen=True)
@@ -113,15 +102,6 @@ class Plan:
             return self.work_seconds
         best = daly_interval(self.stall, self.mean_seconds_between_failures)
         return min(self.work_seconds, max(best, self.save_seconds, 1.0))
-
-    @property
-    def closed_form(self) -> ClosedForm | None:
-        """The textbook's answer for this interval; None without failures, or where saves stop nothing."""
-        if not self.failures_per_gpu_hour or not self.stall:
-            return None
-        mtbf = self.mean_seconds_between_failures
-        kept = goodput(self.interval, self.stall, self.restart_seconds, mtbf)
-        return ClosedForm(young_interval(self.stall, mtbf), daly_interval(self.stall, mtbf), kept)
 
 
 @dataclass(frozen=True)
@@ -195,6 +175,7 @@ class _Lanes:
 
     @property
     def kept_share(self) -> float:
+        """Of the work, what is on disk."""
         return float(self.disk.mean() / self.plan.work_seconds)
 
     def step(self) -> bool:
@@ -364,11 +345,6 @@ class _Lanes:
         starts = here & enough
         self.mode = np.where(here, np.where(enough, RESTARTING, WAITING), self.mode)
         self.mode_until = np.where(starts, self.time + seconds, self.mode_until)
-
-
-def slowdown_of_links(communication_share: float, speed: float) -> float:
-    """How many times as long a step takes with links at `speed` of their rate, when this share of it waits for them."""
-    return 1.0 - communication_share + communication_share / speed
 
 
 def check_plan(plan: Plan) -> None:

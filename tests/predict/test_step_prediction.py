@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.predict import FIRST_GUESS_SECONDS, reserved_seconds
+from benchmarks.predict import FIRST_GUESS_SECONDS, reserved_seconds, summary
 from zero2all.cli.main import main
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.estimate.ledger import read_entries
 from zero2all.estimate.machine import named_cluster, write_machine
-from zero2all.estimate.run.batch import BatchShape, load_measured_config
-from zero2all.estimate.run.predict import check_asked, operators_for, predict
 from zero2all.measure import machine_profiles as profiles
 from zero2all.measure import verify
-from zero2all.measure.child import short_run
+from zero2all.measure.short_run import measure_steps
 from zero2all.measure.verify import Asked, prediction_for
+from zero2all.predict.batch import BatchShape, load_measured_config
+from zero2all.predict.step_prediction import check_asked, operators_for, predict
 
 TINY = [
     *("--model.hidden_size", "32", "--model.intermediate_size", "64", "--model.heads", "4", "--model.kv_heads", "2"),
@@ -30,7 +30,7 @@ BATCH = BatchShape(2, 32, 2)
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv(profiles.FOLDER_VARIABLE, str(tmp_path))
-    monkeypatch.setattr("zero2all.measure.short_run.WARM_UP_SECONDS", 0.0)
+    monkeypatch.chdir(tmp_path)
     before = torch.get_num_threads()
     yield tmp_path
     torch.set_num_threads(before)
@@ -87,52 +87,34 @@ def test_an_unknown_cluster_gets_no_guess():
         predicted(cluster="h900")
 
 
-def test_a_short_run_is_the_trainers_own_step():
-    config, _ = load_measured_config("quickstart", [*TINY, "--train.recompute", "full"])
-    found = short_run(config, BATCH, 0.0, anatomy=True)
-    assert found["status"] == "measured", found
-    assert found["steps"] >= 3
-    assert found["loss"] == pytest.approx(4.85, abs=0.3)  # ln 128
-    assert found["peak_bytes"] > 100_000
-    assert found["parts"]["GEMM"] > 0
-    assert found["parts"]["loss"] > 0
-
-
-def test_a_config_that_cannot_run_is_a_result():
-    config, _ = load_measured_config("quickstart", [*TINY, "--ops.linear", "fp8"])
-    found = short_run(config, BATCH, 0.0, anatomy=False)
-    assert found["status"] == "cannot run here"
-    assert "ops.linear fp8 cannot run on this machine" in found["reason"]
-
-
-def test_verify_compares_and_fills_the_ledger(folder, monkeypatch, capsys):
+def test_verify_prints_what_was_predicted_beside_what_was_measured(folder, monkeypatch, capsys):
     def in_this_process(source, overrides, run):
         config, _ = load_measured_config(source, overrides)
-        return json.loads(json.dumps(short_run(config, run.batch, 0.0, run.anatomy)))
+        return {"status": "measured", **measure_steps(config, run.batch, 0.0, run.anatomy, 0.0)}
 
     monkeypatch.setattr(verify, "run_apart", in_this_process)
     torch.set_num_threads(1)
     key = profiles.profile_key(torch.device("cpu"))
     machine = dataclasses.replace(named_cluster("h200"), key=key, multiprocessors=0, source="measured")
     write_machine(profiles.profile_path(key), machine)
-    for _ in range(2):
-        assert main(["perf", "predict", "quickstart", "--verify", "--batch", str(BATCH), *TINY]) == 0
-    entries = read_entries(folder / "predictions.jsonl")
-    assert [entry["profile"] for entry in entries] == [key, key]
-    assert entries[0]["measured"]["step"] > 0
-    measured, predicted = entries[0]["measured"]["step"], entries[1]["predicted"]["step"]  # of an H200, on this CPU
-    assert abs(entries[1]["corrected"]["step"] - measured) < abs(predicted - measured)
-    assert main(["perf", "predict", "--scoreboard", "--json", "-"]) == 0
+    assert main(["perf", "predict", "quickstart", "--verify", "--batch", str(BATCH), "--json", "x.json", *TINY]) == 0
     printed = capsys.readouterr().out
-    assert "peak allocated" in printed
-    scores = json.loads(printed[printed.index("[\n") :])
-    assert {"step", "memory", "GEMM"} <= {score["component"] for score in scores}
+    for name in ("step, ms", "GEMM, ms", "peak allocated, GiB"):
+        assert name in printed
+    found = json.loads((folder / "x.json").read_text())
+    assert found["measured"]["step_seconds"] > found["prediction"]["seconds"]["estimate"] > 0  # of an H200, on this CPU
 
 
 def test_a_run_that_could_not_be_measured_says_whether_it_was_expected_to_fit():
-    found = verify.Verified(predicted(), None, {"status": "out of memory", "reason": "CUDA out of memory"})
+    found = verify.Verified(predicted(), {"status": "out of memory", "reason": "CUDA out of memory"})
     with pytest.raises(BadInputError, match=r"out of memory: CUDA out of memory \(it was expected to fit\)"):
         verify.comparison(found)
+
+
+def test_the_figures_of_the_documentation_follow_from_the_stored_measurements():
+    stored = json.loads((Path(__file__).parents[2] / "benchmarks/results/predict.json").read_text())
+    for sitting in stored.values():
+        assert summary(sitting["cases"]) == sitting["summary"]
 
 
 def test_the_benchmark_reserves_what_earlier_configurations_took():
