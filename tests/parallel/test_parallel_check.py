@@ -80,9 +80,11 @@ def test_all_problems_are_reported_at_once_with_the_arithmetic():
         ({"context": 2}, {"train": {"cuda_graph": "on"}}, 2,
          "train.cuda_graph on does not work with parallel.context 2"),
         ({"tensor": 8}, {}, 8, "model.kv_heads 4 is less than parallel.tensor 8"),
+        ({"compress": "bf16", "zero": 3}, {}, 4, "parallel.compress bf16 does not work with zero 3 (FSDP sums its own"),
     ],
     ids=["expert", "no experts", "rows", "rows of a stage", "sequence", "one length for both axes", "length and tokens",
-         "zero 2 and a wrong product", "expert without shards", "expert over shards", "optimizer", "graph", "kv heads"],
+         "zero 2 and a wrong product", "expert without shards", "expert over shards", "optimizer", "graph", "kv heads",
+         "compress"],
 )  # fmt: skip
 def test_every_rule_says_numbers(parallel, sections, processes, said):
     with pytest.raises(UsageError, match=re.escape(said)):

@@ -163,13 +163,12 @@ def test_values_and_tables_of_one_process():
              "16", "--train.micro_batch_samples", "1"]),
         (4, ["--parallel.zero", "3"]),
         (4, ["--parallel.compress", "bf16", "--parallel.zero", "1", "--parallel.shard", "2"]),
-        (4, ["--parallel.compress", "powersgd", "--parallel.zero", "1", "--parallel.context", "2"]),
         (6, ["--optim.kind", "muon", "--parallel.zero", "1", "--parallel.shard", "3", "--model.layers", "3"]),
         (8, ["--optim.kind", "muon", "--parallel.zero", "2", "--parallel.expert", "2", "--model.moe.experts", "4",
              "--model.moe.expert_size", "16", "--train.micro_batch_samples", "1"]),
         (4, ["--optim.kind", "adamw_8bit", "--parallel.zero", "1"]),
     ],
-    ids=["64 ranks on all axes", "copied kv heads", "experts", "zero 3", "bf16", "powersgd", "muon", "muon, experts",
+    ids=["64 ranks on all axes", "copied kv heads", "experts", "zero 3", "bf16", "muon", "muon, experts",
          "8 bits"],
 )  # fmt: skip
 def test_a_simulated_rank_sends_the_bytes_of_the_formulas_and_holds_their_states(processes, words):

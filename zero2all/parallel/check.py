@@ -241,9 +241,8 @@ def _slow_link_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
     return found
 
 
-def _compress_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
-    """FSDP sums by itself, and offloaded weights have their gradients on the host. PowerSGD needs whole matrices and
-    their whole sum, once a step, and keeps its error in one scale."""
+def _compress_problems(config: SpreadConfig, _sizes: MeshSizes) -> list[str]:
+    """FSDP sums by itself, and offloaded weights have their gradients on the host."""
     parallel, found = config.parallel, []
     asked = parallel.compress
     if asked == "none":
@@ -252,17 +251,6 @@ def _compress_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
         found.append("zero 3 (FSDP sums its own parts)")
     if parallel.offload == "weights":
         found.append("offload weights (gradients are on the host)")
-    if asked == "powersgd":
-        if parallel.zero == 2:
-            found.append("zero 2 (each rank gets a part of the sum, in every pass)")
-        axes = [
-            f"{name} {getattr(sizes, name)}" for name in ("tensor", "pipeline", "expert") if getattr(sizes, name) > 1
-        ]
-        found += [f"{axis} (matrices or blocks are cut)" for axis in axes]
-        if config.model.moe.experts:
-            found.append("model.moe.experts (most values would be sent whole)")
-        if config.train.precision == "float16":
-            found.append("train.precision float16 (the scale of the loss changes, the error keeps the old one)")
     if not found:
         return []
     return [f"parallel.compress {asked} does not work with {', '.join(found)}. Change these, or set it to none."]

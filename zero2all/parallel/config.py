@@ -142,11 +142,8 @@ class ParallelConfig:
     """Megabytes of gradients sent at once, while the backward pass computes the next ones."""
     overlap: bool = True
     """Send gradients during the backward pass; false: after it."""
-    compress: Literal["none", "bf16", "powersgd"] = "none"
-    """How gradients are summed in every step. none: in float32; bf16: rounded to bfloat16, half the bytes; powersgd:
-    matrices as two thin factors, with what they lack added to the next step's gradient."""
-    powersgd_rank: PositiveInt = 4
-    """Columns of the factors of powersgd: more are closer to the gradient and take more bytes."""
+    compress: Literal["none", "bf16"] = "none"
+    """How gradients are summed in every step. none: in float32; bf16: rounded to bfloat16, half the bytes."""
     offload: Literal["none", "optimizer", "optimizer_disk", "weights"] = "none"
     """optimizer: keep and update optimizer states and master weights in host memory; optimizer_disk: in files on a
     fast disk; weights: also keep the weights in host memory and copy them to the device block by block."""

@@ -10,9 +10,8 @@ order in which a backward pass completes them. Only the last pass of a step send
     ZeRO-2   the same in every pass: the bucket's buffer exists only while its gradients are computed and sent, and the
              sums of the own ranges are added up over the passes
 
-Which processes these are depends on how the parameters of the bucket are spread (`Mesh.sums`). `parallel.compress`:
-with bf16 a copy of the bucket in bfloat16 is summed, with powersgd two thin factors of its matrices
-(`zero2all.parallel.compress`), which every process gets whole, also with ZeRO-1.
+Which processes these are depends on how the parameters of the bucket are spread (`Mesh.sums`). With
+`parallel.compress: bf16` a copy of the bucket in bfloat16 is summed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from torch import Tensor
 
 from zero2all.ops.gradient_sink import GradientSink
 from zero2all.parallel.buckets import Bucket, FlatPlan
-from zero2all.parallel.compress import LowRankSum, PowerSgd
 from zero2all.parallel.mesh import Axis, Mesh, wait_for
 
 MOST_IN_FLIGHT = 2
@@ -43,7 +41,6 @@ class _Sending:
     values: Tensor  # the bucket's buffer
     own: Tensor  # where the sum of the own range belongs
     sent: Tensor  # where it arrives: the same, or that range of a copy in bfloat16
-    low_rank: LowRankSum | None = None
     done: torch.cuda.Event | None = None  # on a GPU: the end of all that is queued for it
 
 
@@ -71,16 +68,15 @@ class GradientReducer:
         take: Callable[[int, Tensor], None] | None = None,
         device: torch.device | None = None,
         in_bfloat16: bool = False,
-        powersgd: PowerSgd | None = None,
     ) -> None:
         """`gradients`: the flat buffer of all gradients, or for ZeRO-2 that of the own ranges, which lie in it at
         `own_ranges`. `tied`: tensors that several operators use, so that no single signal completes them.
         `before_add`: called with the number of a bucket before anything is added to its gradients in that buffer.
         `take`: given the sums of each bucket in each pass, to add them elsewhere; borrowed buffers are on `device`.
-        `in_bfloat16`, `powersgd`: how gradients are compressed. One process sends nothing."""
+        `in_bfloat16`: gradients are rounded before they are sent. One process sends nothing."""
         self._plan, self._mesh, self._gradients, self._own_ranges = plan, mesh, gradients, own_ranges
         self._borrows, self._overlaps = zero == 2 or take is not None, overlaps
-        self._scatters, self._in_bfloat16, self._powersgd = zero > 0 and powersgd is None, in_bfloat16, powersgd
+        self._scatters, self._in_bfloat16 = zero > 0, in_bfloat16
         self._take_sums, self._device = take, device or gradients.device
         self._tied, self._before_add = set(tied), before_add
         self._order = plan.backward_order
@@ -163,9 +159,6 @@ class GradientReducer:
         works: list[dist.Work] = []
         sent = values.to(torch.bfloat16) if self._in_bfloat16 else values
         sending = _Sending(bucket, works, values, values[own], sent[own])
-        if self._powersgd is not None:
-            sending.low_rank = self._powersgd.begin(at, values)
-            sent = sending.low_rank.sent
         if self._scatters and axes.scatter.size > 1:
             works += reduce_scatter(sent, [border - first for border in bucket.borders], axes.scatter)
         elif not self._scatters and axes.all.size > 1:
@@ -189,8 +182,6 @@ class GradientReducer:
 
     def _finish(self, sending: _Sending) -> None:
         wait_for(sending.works)
-        if self._powersgd is not None and sending.low_rank is not None:
-            self._powersgd.finish(sending.low_rank)
         if self._scatters:
             self._mesh.sums(sending.bucket.spread).rest.sum(sending.sent)
         if self._in_bfloat16:

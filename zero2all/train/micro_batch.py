@@ -238,7 +238,6 @@ def memory_settings(
         stage=stage_of(config, mesh, -(-rows // samples)),
         overlap=config.parallel.overlap,
         compress=config.parallel.compress if mesh.loss.size * mesh.tensor.size > 1 else "none",  # else nothing is sent
-        powersgd_rank=config.parallel.powersgd_rank,
         offload=config.parallel.offload,
         one_step_late=config.parallel.offload_one_step_late,
         bucket_bytes=config.parallel.bucket_mb * 1e6,

@@ -101,9 +101,7 @@ class TrainState:
         `resume_from` after the context then."""
         with self.model_tensors() as masters:
             found = {**masters, **self.optimizer_tensors()}
-            for each in (self.outer, self.weights.powersgd):
-                found |= {} if each is None else each.tensors()
-            yield found
+            yield found if self.outer is None else {**found, **self.outer.tensors()}
 
     @contextmanager
     def model_tensors(self) -> Iterator[dict[str, Part]]:
@@ -186,8 +184,7 @@ def new_state(
             overlaps=parallel.overlap,
             host_zeros=host_zeros(parallel, mesh.place) if offloads else None,
             one_step_late=parallel.offload_one_step_late,
-            compress=parallel.compress,
-            powersgd_rank=parallel.powersgd_rank,
+            in_bfloat16=parallel.compress == "bf16",
         )
     if isinstance(weights, FlatWeights) and offloads:
         optimizer = HostAdamW(weights, optim)

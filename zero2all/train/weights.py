@@ -30,7 +30,6 @@ from zero2all.ops.gradient_sink import GradientSink, take_from_autograd
 from zero2all.ops.implementation import has_triton
 from zero2all.ops.split_master import join, split
 from zero2all.parallel.buckets import CutOf, plan_buffers
-from zero2all.parallel.compress import PowerSgd
 from zero2all.parallel.mesh import Axis, Mesh, Spread, wait_for
 from zero2all.parallel.parameter_table import LogicalParameter, held_table, layout_table
 from zero2all.parallel.parts import Part
@@ -67,13 +66,13 @@ class FlatWeights:
         overlaps: bool = True,
         host_zeros: HostZeros | None = None,
         one_step_late: bool = False,
-        compress: str = "none",
-        powersgd_rank: int = 1,
+        in_bfloat16: bool = False,
     ) -> None:
         """Without masters, an optimizer that rounds for itself (adamw_bf16) works on the low-precision weights and
         gradients. `split_masters`: `masters` holds only the 16 bits that the bfloat16 weights lack. `cut_of`: how the
         optimizer allows parameters to be cut between the processes of the shard axis. `host_zeros`: masters lie in this
-        memory and are updated there; `one_step_late`: while the whole next step runs. `compress`: parallel.compress."""
+        memory and are updated there; `one_step_late`: while the whole next step runs. `in_bfloat16`: gradients are
+        summed in bfloat16 (parallel.compress)."""
         self.mesh, self.zero, self.host_zeros = mesh or Mesh(), zero, host_zeros
         named = dict(model.named_parameters())
         self.device = device = device or next(iter(named.values())).device
@@ -97,10 +96,7 @@ class FlatWeights:
         self._is_last = True
         self._allocate(device, wide)
         self.pipeline = self._make_pipeline(one_step_late)
-        self._in_bfloat16, self.powersgd = compress == "bf16", None
-        if compress == "powersgd" and self.mesh.loss.size > 1:
-            self.powersgd = PowerSgd(self.table, self.plan, self.mesh.loss, powersgd_rank, self.gradients)
-        self.reducer = self._make_reducer(overlaps)
+        self.reducer = self._make_reducer(overlaps, in_bfloat16)
         self._returning: list[int] = []
         """Buckets whose new weights come from the host, in the order of the forward pass."""
         self._arriving: dict[int, list[dist.Work]] = {}
@@ -153,13 +149,13 @@ class FlatWeights:
         """Whether updates are one step late."""
         return self.pipeline is not None and self.pipeline.late is not None
 
-    def _make_reducer(self, overlaps: bool) -> GradientReducer | None:
+    def _make_reducer(self, overlaps: bool, in_bfloat16: bool) -> GradientReducer | None:
         if self.mesh.loss.size * self.mesh.tensor.size == 1:
             return None
         before_add = self.pipeline.wait_cleared if self.pipeline is not None and self._is_late else None
         return GradientReducer(
             self.plan, self.mesh, self.zero, self.gradients, self.own_at, sorted(self._tables), overlaps, before_add,
-            in_bfloat16=self._in_bfloat16, powersgd=self.powersgd,
+            in_bfloat16=in_bfloat16,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -470,7 +466,7 @@ class ShardedWeights:
         """The processes that hold the same masters."""
         return self.mesh.copies
 
-    communicates, powersgd = True, None
+    communicates = True
 
     def begin_pass(self, is_last: bool) -> None:
         """FSDP sums the gradients in the backward pass of the last micro-batch."""
