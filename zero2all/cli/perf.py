@@ -1,4 +1,4 @@
-"""`z2a perf`: its verbs, of which `ops`, `infer` and `link` are declared here."""
+"""`z2a perf`: its verbs, of which `ops` and `infer` are declared here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 from zero2all.cli import perf_bench, perf_calculators, perf_plan, perf_predict, perf_runs
-from zero2all.cli.perf_predict import PROFILE
 from zero2all.cli.verb import (
     DEVICES,
     MODEL_HELP,
@@ -19,8 +18,6 @@ from zero2all.cli.verb import (
     add_verb,
     add_work,
     count,
-    duration,
-    real,
     whole,
     write_json_result,
 )
@@ -43,6 +40,7 @@ RENAMED = {
     "scoreboard": "z2a perf predict --scoreboard",
     "ablate": "z2a perf bench ablate",
     "tokens": "z2a tokenizer eval",
+    "link": "z2a train CONFIG --plan-only",
 }
 
 
@@ -54,7 +52,6 @@ def register(verbs: Subparsers) -> None:
     perf_plan.register_memory(inner)
     perf_predict.register(inner)
     perf_plan.register(inner)
-    _register_link(inner)
     perf_runs.register_simulate(inner)
     _register_ops(inner)
     perf_bench.register(inner)
@@ -156,40 +153,3 @@ def _sizes(text: str) -> list[int]:
         return [whole(1)(each) for each in text.split(",")]
     except argparse.ArgumentTypeError as error:
         raise UsageError(f"--batch {text}: {error}, such as 1,8,64.") from None
-
-
-def _register_link(inner: Subparsers) -> None:
-    """Add the verb."""
-    parser = add_verb(
-        inner,
-        "link",
-        "train over a slow link: bytes, seconds and loss of every scheme, and which one to take",
-        "z2a perf link z2all-1b --gbit 1 --groups 2 --step-seconds 3.4",
-        _link,
-        takes_overrides=True,
-    )
-    add_config(parser, MODEL_HELP)
-    add_work(parser)
-    above = real(0.0, is_open=True)
-    parser.add_argument("--gbit", type=above, required=True, metavar="N", help="speed of the link in Gbit/s")
-    seconds = "measured seconds that a group computes in a step (default: predicted from the profile of this machine)"
-    groups = ("--groups N", whole(2), 2, "groups it joins (default 2)")
-    cluster = ("--cluster NAME", str, None, "from data sheets: a100-80g, h100, h200, b200")
-    add_flags(parser, groups, ("--step-seconds TIME", duration, None, seconds), cluster, PROFILE)
-    add_json(parser)
-
-
-def _link(arguments: argparse.Namespace) -> int:
-    from zero2all.cli.table import print_table
-    from zero2all.common.workspace import Workspace
-    from zero2all.measure.slow_link_report import link_notes, link_report, link_rows
-    from zero2all.measure.verify import Asked
-
-    step = arguments.step_seconds or Asked(arguments.cluster, arguments.profile)
-    link = (arguments.gbit, arguments.groups)
-    report = link_report(arguments.config, arguments.overrides, *link, step, Workspace(arguments.work))
-    if not write_json_result(arguments.json, report.as_json()):
-        size = f"{report.parameters:,} parameters, {arguments.groups} groups, {arguments.gbit:g} Gbit/s"
-        print_table(link_rows(report), f"{arguments.config}: {size}")
-        print("\n".join(link_notes(report)))
-    return 0

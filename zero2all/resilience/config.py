@@ -52,7 +52,7 @@ class ResilienceConfig:
 
     memory_every_steps: NaturalInt | Literal["auto"] = "auto"
     """Save the state to memory after this many steps, for a restart that loses few of them; 0: never. auto: a 25th of
-    checkpoint.every_steps, at least 10, on a GPU 50; never with parallel.slow_link."""
+    checkpoint.every_steps, at least 10, on a GPU 50; never with diloco."""
     memory_folder: str | None = None
     """The RAM file system for these; none: /dev/shm. Where it is missing or too small, only the disk is used."""
     peers: Literal[0, 1] = 0

@@ -104,7 +104,7 @@ def choose_micro_batch(
 
 def rows_of_rank(config: RunConfig, mesh: Mesh) -> int:
     """Rows that every process gets of a global batch; the last ones may fill up with rows that weigh nothing."""
-    return rank_rows(config.samples_per_step, *config.parallel.batch_place(0, mesh.batch.size))[2]
+    return rank_rows(config.samples_per_step, *config.batch_place(0, mesh.batch.size))[2]
 
 
 def least_samples(config: RunConfig, world: World) -> int:

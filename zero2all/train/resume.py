@@ -26,7 +26,17 @@ from zero2all.train.guards.watch import INCIDENTS_FOLDER
 from zero2all.train.saved_config import load_run_config
 from zero2all.train.state import TrainState
 
-SECTIONS_FREE_ON_RESUME = ("ops", "parallel", "tokenizer", "checkpoint", "resilience", "track", "eval", "guards")
+SECTIONS_FREE_ON_RESUME = (
+    "ops",
+    "parallel",
+    "diloco",
+    "tokenizer",
+    "checkpoint",
+    "resilience",
+    "track",
+    "eval",
+    "guards",
+)
 """Changing these never changes which samples are seen or which learning rate is used."""
 FIELDS_FREE_ON_RESUME = (
     *(f"data.{name}" for name in FREE_ON_RESUME),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zero2all.config.training import AnnealConfig, OptimConfig
+from zero2all.diloco.outer_optimizer import OuterOptimizer
 from zero2all.model.moe import routers
 from zero2all.model.z2all import Z2all
 from zero2all.packed.mixture import TrainingData
@@ -30,7 +31,6 @@ from zero2all.train.offload import host_zeros
 from zero2all.train.optimizers.base import Optimizer
 from zero2all.train.optimizers.factory import build_optimizer, cut_of
 from zero2all.train.optimizers.flat_adamw import FlatAdamW, HostAdamW
-from zero2all.train.outer.optimizer import OuterOptimizer
 from zero2all.train.streamed import StreamedWeights, check_streaming
 from zero2all.train.weights import FlatWeights, ShardedWeights, Weights
 
@@ -82,7 +82,7 @@ class TrainState:
     pipeline: Pipeline | None = None
     """Runs the passes where other processes have the other blocks of the model."""
     outer: OuterOptimizer | None = None
-    """Synchronises with other groups over a slow link."""
+    """Exchanges weights with other groups."""
     step: int = 0
     tokens: int = 0
     data: TrainingData = field(init=False, repr=False)

@@ -62,7 +62,7 @@ def train_step(
     """Advance `state` by one step on `batch`."""
     timer = StepTimer(world.device)
     # Dropout depends on (seed, step, rank) alone, so a resumed run needs no stored random state.
-    rank = (config.parallel.slow_link.group or 0) * world.size + world.rank
+    rank, _ = config.batch_place(world.rank, world.size)
     torch.manual_seed(_step_key(config.train.seed, state.step, rank))
     for _, router in routers(state.model):
         router.load.zero_()

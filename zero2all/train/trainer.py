@@ -215,7 +215,7 @@ class Trainer:
         data, state, batch = self.config.data, self.state, self.world.mesh.batch
         self._set_rope_tables()
         options = LoaderOptions(
-            *self.config.parallel.batch_place(batch.rank, batch.size),
+            *self.config.batch_place(batch.rank, batch.size),
             documents=data.document_mask,
             prefetch_steps=data.prefetch_steps,
             readers=data.readers,

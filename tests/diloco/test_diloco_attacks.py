@@ -15,15 +15,9 @@ import tracemalloc
 from contextlib import suppress
 
 import pytest
-
-from benchmarks.two_machines import ADDRESSES, two_machines, why_not
 from tests.parallel.group_worker import PAYLOAD_BYTES, SECRET, STATE_BYTES, do_rounds, expected, payload_of
 from tests.parallel.test_group_link import WORKER, Threads, free_ports, settings_of, wait_until
 from tests.parallel.test_group_mind import worlds  # noqa: F401, a fixture
-from zero2all.common import connections
-from zero2all.common.connections import NotOfThisRunError, dial, split_address
-from zero2all.common.errors import PeerFailureError, UsageError
-from zero2all.parallel.config import SlowLinkConfig
 from zero2all.parallel.group_link import CONTROL, INNER, GroupLink
 from zero2all.parallel.group_mind import HEAD
 from zero2all.parallel.group_wire import (
@@ -39,6 +33,12 @@ from zero2all.parallel.group_wire import (
     checked,
     read_greeting,
 )
+
+from benchmarks.two_machines import ADDRESSES, two_machines, why_not
+from zero2all.common import connections
+from zero2all.common.connections import NotOfThisRunError, dial, split_address
+from zero2all.common.errors import PeerFailureError, UsageError
+from zero2all.parallel.config import SlowLinkConfig
 
 SEED = 20261118
 FEW_CASES, ALL_CASES = 2_000, 100_000
