@@ -96,16 +96,14 @@ def test_one_process_breaks_no_rule():
 
 
 def test_settings_without_effect_are_named():
-    def found(**parallel):
-        return idle_settings(config(parallel, train={"steps": 120}), 1)
+    def found(parallel=None, **diloco):
+        return idle_settings(config(parallel or {}, diloco=diloco, train={"steps": 120}), 1)
 
     two = {"groups": ["a:1", "b:1"], "every": 10}
-    assert found(slow_link=two) == []
-    empty = "without effect: parallel.slow_link.scheme, parallel.slow_link.every (parallel.slow_link.groups is empty)"
-    assert found(slow_link={"scheme": "diloco", "every": 10}) == [empty]
-    sparse = {**two, "scheme": "sparse", "compress": "int4", "top_k_share": 0.1}
-    assert found(slow_link=sparse) == ["without effect: parallel.slow_link.compress (the scheme is sparse)"]
-    local = found(slow_link={**two, "scheme": "local_sgd", "outer_lr": 0.7, "momentum": 0.8})
-    assert "parallel.slow_link.outer_lr, parallel.slow_link.momentum (the scheme is local_sgd)" in local[0]
-    assert "the groups synchronise once, after the last step" in found(slow_link={**two, "every": 121})[0]
-    assert "there is one process" in found(compress="bf16")[0]
+    assert found(**two) == []
+    empty = "without effect: diloco.scheme, diloco.every (diloco.groups is empty)"
+    assert found(scheme="diloco", every=10) == [empty]
+    plain = found(**two, scheme="diloco", momentum=0.8, tau=2, alpha=0.1)
+    assert plain == ["without effect: diloco.tau, diloco.alpha (the scheme is diloco)"]
+    assert "the groups synchronise once, after the last step" in found(**{**two, "every": 121})[0]
+    assert "there is one process" in found({"compress": "bf16"})[0]
