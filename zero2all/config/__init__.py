@@ -272,10 +272,9 @@ def _with_new_name(problem: Problem) -> Problem | None:
     if problem.field == "parallel.data":
         hint = "It is now `parallel.zero`: 0 replaces replicate, 3 replaces shard."
         return dataclasses.replace(problem, hint=hint)
-    if problem.field.startswith("parallel.slow_link"):
-        hint = f"It is now `diloco{problem.field.removeprefix('parallel.slow_link')}`: a section of its own."
-        return dataclasses.replace(problem, hint=hint)
-    if problem.field == "parallel.compress" and problem.value == "powersgd":
+    if problem.field == "parallel.slow_link":
+        return dataclasses.replace(problem, hint="It is now `diloco`: a section of its own.")
+    if problem.field == "parallel.powersgd_rank" or (problem.field, problem.value) == ("parallel.compress", "powersgd"):
         hint = "PowerSGD is gone. Take bf16, or `diloco` for a slow network."
         return dataclasses.replace(problem, hint=hint)
     if problem.field == "diloco.scheme" and problem.value in ("local_sgd", "sparse"):

@@ -36,7 +36,6 @@ from zero2all.common.errors import PeerFailureError, UsageError, UserError
 from zero2all.diloco.config import DilocoConfig
 from zero2all.diloco.messages import Bye, Hello, History, Key, Member, Offer, Payload, Record, Request, Status
 from zero2all.diloco.transport import SILENT_SECONDS, Channel
-from zero2all.parallel.rendezvous import differences
 
 MOST_PAYLOADS = 256
 """Of a group, that are kept at a time."""
@@ -136,6 +135,8 @@ class Coordinator:
                 if message.facts == self._facts:
                     self._alike.add(group)
                 elif not self.is_running:
+                    from zero2all.parallel.rendezvous import differences  # needs torch
+
                     self.fail(
                         UsageError(
                             f"Group {group} differs from group {self.group}: "

@@ -11,7 +11,6 @@ from zero2all.common.errors import AbsentGroupsError
 from zero2all.common.language import message
 from zero2all.common.progress import say
 from zero2all.diloco.coordinator import Coordinator
-from zero2all.parallel.rendezvous import why_not_reached
 
 LOOK_SECONDS, NOTICE_SECONDS, AGAIN_SECONDS = 1.0, 10.0, 60.0
 """While a group waits for another: pause between two looks why it does not come, and when that is said."""
@@ -77,6 +76,8 @@ def _look_for_missing(coordinator: Coordinator, secret: bytes, reasons: list[str
 
 
 def _why_missing(coordinator: Coordinator, group: int, secret: bytes) -> str:
+    from zero2all.parallel.rendezvous import why_not_reached  # needs torch
+
     own, address = coordinator.group, coordinator.config.groups[group]
     if group in coordinator.statuses:
         return message(f"Group {group} at {address} is here, but has not met all other groups.")

@@ -46,7 +46,7 @@ PIECE_VALUES = 1 << 22
 """Compressed at once: a multiple of all blocks of `compress`, so that a payload has as many bytes as without pieces."""
 PREFIX = "model/"
 FEW_ROUNDS, SHORT_MOMENTUM = 200, 0.7
-"""With 100 rounds groups lost 2 % and more, least with this momentum (benchmarks/diloco.py)."""
+"""With 100 rounds groups lost 2 % and more, least with this momentum (benchmarks/diloco_loss.py)."""
 
 ModelTensors = Callable[[], AbstractContextManager[dict[str, Part]]]
 

@@ -71,7 +71,7 @@ class StreamedWeights(FlatWeights):
         longest = max(span.stop - span.start for span in self._span_of_block.values())
         self._slots = [torch.zeros(longest, dtype=self.dtype, device=device) for _ in range(BLOCK_SLOTS)]
 
-    def _make_reducer(self, overlaps: bool, in_bfloat16: bool) -> GradientReducer:
+    def _make_reducer(self, overlaps: bool, in_bfloat16: bool) -> GradientReducer:  # noqa: ARG002
         return GradientReducer(
             self.plan, self.mesh, 0, self.gradients, self.own_at, sorted(self._tables), overlaps,
             take=self._added.add, device=self.device,
