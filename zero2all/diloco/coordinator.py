@@ -37,8 +37,8 @@ from zero2all.diloco.config import DilocoConfig
 from zero2all.diloco.messages import Bye, Hello, History, Key, Member, Offer, Payload, Record, Request, Status
 from zero2all.diloco.transport import SILENT_SECONDS, Channel
 
-MOST_PAYLOADS = 256
-"""Of a group, that are kept at a time."""
+MOST_PAYLOADS = 64
+"""Of each group, that are kept at a time: more than any group needs."""
 KEPT_NUMBERS = 2
 """By how much the number of a key may be lower for a group to follow the records since then without a state."""
 STATUS_SECONDS = 1.0
@@ -50,6 +50,8 @@ class Outcome:
 
     members: tuple[Member, ...]
     history: History
+    requests: dict[int, int]
+    """Groups that get the state as it is after this key, by request."""
     state: bytes | None = None
 
 
@@ -113,10 +115,12 @@ class Coordinator:
         with self.changed:
             if payload.key <= self.history.last or self._distance(payload.key) > 2 * KEPT_NUMBERS:
                 return
-            if not is_usable:
-                self._unusable.add(payload)
-            elif payload in self.payloads or len(self.payloads) < MOST_PAYLOADS * self.config.count:
+            if is_usable:
                 self.payloads[payload] = data
+                if len(self.payloads) > MOST_PAYLOADS * self.config.count:
+                    del self.payloads[max(self.payloads)]
+            elif len(self._unusable) < MOST_PAYLOADS * self.config.count:
+                self._unusable.add(payload)
             self.changed.notify_all()
 
     def state_came(self, request: int, data: bytes, problem: str) -> None:
@@ -252,7 +256,7 @@ class Coordinator:
                 key = self._training[0]
                 state = self._continue_from(offer)
                 self.outcomes = {each: outcome for each, outcome in self.outcomes.items() if each > self.history.last}
-                self.outcomes[key] = Outcome((), self.history, state)
+                self.outcomes[key] = Outcome((), self.history, {}, state)
                 self.changed.notify_all()
             return
         if (record := self._next_record()) is not None:
@@ -278,6 +282,7 @@ class Coordinator:
             if key not in self.outcomes:
                 raise self.failure or PeerFailureError("The link between the groups was closed while a round waited.")
             outcome = self.outcomes.pop(key)
+            self.requests |= outcome.requests
             found = {member.group: self.payloads[Payload(key, member)] for member in outcome.members}
             done, last = [each for each in self.payloads if each.key not in self.outcomes], self.history.last
             for each in done:
@@ -345,15 +350,15 @@ class Coordinator:
     def serves_late(self) -> bool:
         """Training is complete: find who asks for the state; False: none of those that are here will."""
         with self.changed:
-            self._find_requests()
+            self.requests |= self._new_requests()
             return any(
                 (status.request is not None and status.request.server.group == self.group)
                 or (not status.is_running and status.history.chain != self.history.chain)
                 for status in self.statuses.values()
             )
 
-    def _find_requests(self) -> None:
-        """States that were asked for since the last time."""
+    def _new_requests(self) -> dict[int, int]:
+        """Groups that have asked for the state since the last time."""
         requests = {
             status.request.id: group
             for group, status in self.statuses.items()
@@ -363,7 +368,7 @@ class Coordinator:
         new = {number: group for number, group in requests.items() if number not in self._offers}
         for number in new:
             self._offers[number] = Offer(number, self.history, self.recent, self.term, self.coordinator)
-        self.requests |= new
+        return new
 
     # ---- following
 
@@ -460,8 +465,7 @@ class Coordinator:
         kept = (each for each in (*self.recent, record) if each.key.number >= key.number - KEPT_NUMBERS)
         self.recent = tuple(kept)
         self._drop_decided()
-        self._find_requests()
-        self.outcomes[key] = Outcome(record.members, self.history)
+        self.outcomes[key] = Outcome(record.members, self.history, self._new_requests())
         self.changed.notify_all()
 
     def _drop_decided(self) -> None:
