@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from zero2all.diloco import coordinator
 from zero2all.diloco.config import DilocoConfig
 from zero2all.diloco.coordinator import Coordinator
-from zero2all.diloco.messages import History, Key, Member, Payload
+from zero2all.diloco.messages import History, Key, Member, Payload, Request
 from zero2all.diloco.transport import PAYLOAD, STATE, Item
 
 WAIT_SECONDS = 1.0
@@ -310,3 +311,21 @@ def test_no_order_of_kills_and_delays_makes_a_fork_or_a_stall(worlds, groups, pl
             world.run_until(lambda: are_in_step(world, 5))  # noqa: B023
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def test_a_state_is_given_as_it_is_after_the_round_in_which_it_was_asked_for():
+    own = Coordinator(DilocoConfig(["a:1", "b:1"], 0), {}, History())
+    own.is_running = True
+    member, keys = Member(0, own.era), [Key(1, 0), Key(3, 0)]
+    for key in keys:  # both are decided before training collects the first
+        if key == keys[1]:
+            own.statuses[1] = replace(own.status(), era=7, request=Request(5, member))
+        own.payload_came(Payload(key, member), b"", True)
+        own.training_came_to(key)
+        own.act()
+    asked = []
+    for key in keys:
+        own.collect(key)
+        asked.append(dict(own.requests))
+    assert asked == [{}, {5: 1}]
+    assert [(offer.id, offer.history) for offer in own.status().offers] == [(5, own.history)]
