@@ -132,6 +132,7 @@ def test_the_outer_step_is_nesterov_on_the_mean_change(groups, outer_lr, mu):
     fields = {"scheme": "diloco", "every": 1, "compress": "float32", "outer_lr": outer_lr, "momentum": mu}
     _, states = connected(fields, groups=groups)
     outer, momentum = bits(states[0], "model/"), {}
+    assert not bits(states[0], "outer_error/")
     for _ in range(3):
         for state in states:
             train(state)
@@ -189,6 +190,7 @@ def test_groups_agree_and_a_resume_with_a_fragment_in_flight_is_bit_equal(scheme
         assert_equal(bits(one), bits(other))
     for prefix in ("outer/", "outer_momentum/"):
         assert_equal(bits(whole[0], prefix), bits(whole[1], prefix))
+    assert any(error.any() for error in bits(whole[0], "outer_error/").values()), "int8 and int4 keep what they lost"
     # After the last step the model of every group is the outer one.
     model = {name.replace("model/", "outer/"): value for name, value in bits(whole[1], "model/").items()}
     assert_equal(model, bits(whole[0], "outer/"))
